@@ -1,0 +1,35 @@
+# `make demo` and `make test` work on a fresh machine; both begin with `make setup`.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+# A machine without an NVIDIA or AMD driver gets the CPU build of torch.
+CONSTRAINTS := $(if $(or $(wildcard /proc/driver/nvidia),$(wildcard /dev/kfd)),,-c constraints-cpu.txt)
+TEXT ?=
+
+.PHONY: setup demo test test-all lint clean
+
+setup: $(STAMP)
+
+$(STAMP): requirements.txt constraints-cpu.txt pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(CONSTRAINTS) "setuptools>=64"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(CONSTRAINTS) --no-build-isolation -e ".[dev,hf]"
+	touch $(STAMP)
+
+demo: setup
+	$(BIN)/python examples/quickstart/demo.py $(if $(TEXT),--text "$(TEXT)")
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy hetero megatron/training tools examples pretrain_gpt.py
+
+test: lint
+	$(BIN)/python -m pytest -m "not slow"
+
+test-all: lint
+	$(BIN)/python -m pytest
+
+clean:
+	rm -rf $(VENV) runs

@@ -1,0 +1,171 @@
+"""Who takes part in a run: the vendor, the host and the versions of each rank, and their checks."""
+
+from __future__ import annotations
+
+import os
+import platform
+import socket
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib import metadata
+from typing import Any
+
+import torch
+
+from hetero.errors import UserError
+from hetero.plan import VENDORS, Plan
+from hetero.version import __version__
+
+VENDOR_VARIABLE = "HETERO_VENDOR"
+
+
+@dataclass(frozen=True)
+class RankIdentity:
+    """What one rank tells the others about itself before any process group exists."""
+
+    rank: int
+    local_rank: int
+    host: str
+    vendor: str
+    simulated: bool
+    device: str
+    project_version: str
+    torch_version: str
+    core_version: str
+    flags: dict[str, Any] = field(default_factory=dict)
+
+
+def running_vendor() -> str:
+    """The vendor of the running PyTorch build and the accelerator it can see."""
+    if torch.cuda.is_available():
+        return "amd" if torch.version.hip else "nvidia"
+    return "cpu"
+
+
+def _named_vendor(value: str, *, local_rank: int, planned: str) -> str:
+    """The vendor that HETERO_VENDOR gives this rank.
+
+    One name is for every rank of this launcher; a comma-separated list is by local rank, with
+    `name*count` for a run of equal ones; `plan` takes the part that the plan has for the rank.
+    """
+    if value == "plan":
+        return planned
+    names: list[str] = []
+    for part in value.split(","):
+        name, _, count = part.strip().partition("*")
+        if name not in VENDORS or (count and not count.isdigit()):
+            raise UserError(
+                f"{VENDOR_VARIABLE}={value!r} is not understood; use one of "
+                f"{', '.join(VENDORS)}, or a list by local rank such as 'amd*2,nvidia*2', or 'plan'"
+            )
+        names += [name] * int(count or 1)
+    if len(names) == 1:
+        return names[0]
+    if local_rank >= len(names):
+        raise UserError(
+            f"{VENDOR_VARIABLE}={value!r} names {len(names)} ranks but local rank {local_rank} "
+            "was started; name one vendor for each local rank"
+        )
+    return names[local_rank]
+
+
+def identify(
+    *,
+    rank: int,
+    local_rank: int,
+    planned_vendor: str,
+    flags: Mapping[str, Any],
+    environ: Mapping[str, str] = os.environ,
+) -> RankIdentity:
+    """Describe the calling rank. `planned_vendor` only matters to HETERO_VENDOR=plan."""
+    actual = running_vendor()
+    override = environ.get(VENDOR_VARIABLE, "").strip().lower()
+    vendor = actual
+    if override:
+        vendor = _named_vendor(override, local_rank=local_rank, planned=planned_vendor)
+    device = platform.machine() + " CPU"
+    if torch.cuda.is_available():
+        device = torch.cuda.get_device_name(local_rank % torch.cuda.device_count())
+    return RankIdentity(
+        rank=rank,
+        local_rank=local_rank,
+        host=socket.gethostname(),
+        vendor=vendor,
+        simulated=vendor != actual,
+        device=device,
+        project_version=__version__,
+        torch_version=str(torch.__version__),
+        core_version=metadata.version("megatron-core"),
+        flags=dict(flags),
+    )
+
+
+def _spans(ranks: Sequence[int]) -> str:
+    """Ranks as people write them: 'rank 3', 'ranks 0-3, 8'."""
+    spans: list[list[int]] = []
+    for rank in sorted(ranks):
+        if spans and rank == spans[-1][1] + 1:
+            spans[-1][1] = rank
+        else:
+            spans.append([rank, rank])
+    text = ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in spans)
+    return f"rank {text}" if len(ranks) == 1 else f"ranks {text}"
+
+
+def _require_equal(identities: Sequence[RankIdentity], values: Sequence[str], *, what: str) -> None:
+    by_value: dict[str, list[int]] = {}
+    for identity, value in zip(identities, values, strict=True):
+        by_value.setdefault(value, []).append(identity.rank)
+    if len(by_value) > 1:
+        sides = "; ".join(f"{_spans(ranks)} {value}" for value, ranks in by_value.items())
+        raise UserError(f"the ranks run different {what}: {sides}; install the same on every node")
+
+
+def check_identities(identities: Sequence[RankIdentity], plan: Plan) -> None:
+    """Refuse a run whose ranks cannot work together or are not what the plan says.
+
+    The local part of PyTorch's version (`+cu130`, `+rocm7.1`) differs between vendors by nature and
+    is not compared.
+    """
+    _require_equal(
+        identities, [i.project_version for i in identities], what="versions of this project"
+    )
+    _require_equal(
+        identities, [i.torch_version.split("+")[0] for i in identities], what="PyTorch versions"
+    )
+    _require_equal(identities, [i.core_version for i in identities], what="megatron-core versions")
+    _check_flags(identities)
+    _check_vendors(identities, plan)
+
+
+def _check_flags(identities: Sequence[RankIdentity]) -> None:
+    reference = identities[0]
+    for identity in identities[1:]:
+        for name in sorted(reference.flags.keys() | identity.flags.keys()):
+            ours, theirs = reference.flags.get(name), identity.flags.get(name)
+            if ours != theirs:
+                flag = "--" + name.replace("_", "-")
+                raise UserError(
+                    f"rank {reference.rank} was started with {flag} {ours!r} and rank "
+                    f"{identity.rank} with {theirs!r}; start every rank with the same flags"
+                )
+
+
+def _check_vendors(identities: Sequence[RankIdentity], plan: Plan) -> None:
+    if len(plan.meshes) == 1:
+        vendors = sorted({i.vendor for i in identities})
+        if len(vendors) > 1:
+            raise UserError(
+                f"the ranks belong to {' and '.join(vendors)} but the run is homogeneous; vendor "
+                "libraries cannot talk to each other: use --hetero-pipeline, one mesh per vendor"
+            )
+    else:
+        for identity in identities:
+            planned = plan.vendor_of_rank(identity.rank)
+            if identity.vendor != planned:
+                stage = plan.coordinate(identity.rank).stage
+                raise UserError(
+                    f"rank {identity.rank} on {identity.host} is {identity.vendor} but the plan "
+                    f"puts stage {stage} on {planned}; start it on the other node, change the "
+                    f"plan, or set {VENDOR_VARIABLE} to simulate"
+                )

@@ -1,0 +1,28 @@
+"""The errors a user is meant to read: one sentence that says what is wrong and what to do."""
+
+
+class HeteroError(Exception):
+    """Base of every error this project raises on purpose. Its text is one sentence for the user."""
+
+    exit_code = 1
+    known_to_all = False
+    """Whether every rank raised it together, so that rank 0 alone may speak."""
+
+
+class UserError(HeteroError):
+    """Bad input found before training starts: a flag, a plan, a file. The process exits with 2."""
+
+    exit_code = 2
+
+
+class LinkError(HeteroError):
+    """A link between two ranks failed: a dead peer, a deadline missed, a message that differs."""
+
+
+class TrainingError(HeteroError):
+    """Training cannot go on, although its input was accepted: a loss that is not a number.
+
+    Raised from numbers that all ranks share, by all of them.
+    """
+
+    known_to_all = True

@@ -1,0 +1,195 @@
+"""megatron-core's pipeline p2p over links.
+
+megatron-core's schedules take any object with these nine methods (see `P2PCommunicator` in
+`megatron/core/pipeline_parallel/p2p_communication.py`, 0.16.1). This one differs from theirs in two
+ways that matter:
+
+- each edge of the pipeline has its own link, so that activations and gradients between the same two
+  ranks can never be taken for each other, whatever the order in which they are posted;
+- sends are never waited for. The link keeps the tensor's memory until it has gone, so the schedule
+  may drop or deallocate its output at once, and two stages that both send first cannot deadlock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hetero.transport.base import Link, Work
+
+Shape = Sequence[int]
+Tensors = torch.Tensor | None | list[torch.Tensor | None]
+
+
+class PipelineCommunicator:
+    """One rank's pipeline neighbours, in the form that megatron-core's schedules expect.
+
+    Args:
+        pp_group: the rank's pipeline group; the schedules ask its size and rank.
+        config: megatron-core's TransformerConfig, for the dtype of what crosses a stage.
+        upstream: link to the previous stage, None on the first (unless interleaved).
+        downstream: link to the next stage, None on the last (unless interleaved).
+        device: where received tensors are placed.
+    """
+
+    def __init__(
+        self,
+        *,
+        pp_group: dist.ProcessGroup,
+        config: Any,
+        upstream: Link | None,
+        downstream: Link | None,
+        device: torch.device,
+    ) -> None:
+        self.pp_group = pp_group
+        self.config = config
+        self.virtual_pipeline_model_parallel_size = config.virtual_pipeline_model_parallel_size
+        self._upstream = upstream
+        self._downstream = downstream
+        self._device = device
+
+    def recv_forward(self, tensor_shapes: Any, is_first_stage: bool) -> Tensors:
+        """Receive activations, each (sequence, micro-batch, hidden), from the previous stage."""
+        return self._each_shape(tensor_shapes, None if is_first_stage else self._upstream)
+
+    def recv_backward(self, tensor_shapes: Any, is_last_stage: bool) -> Tensors:
+        """Receive gradients of this stage's output from the next stage."""
+        return self._each_shape(tensor_shapes, None if is_last_stage else self._downstream)
+
+    def send_forward(self, output_tensors: Tensors, is_last_stage: bool) -> None:
+        if not is_last_stage:
+            self._send_each(output_tensors, self._downstream)
+
+    def send_backward(self, input_tensor_grads: Tensors, is_first_stage: bool) -> None:
+        if not is_first_stage:
+            self._send_each(input_tensor_grads, self._upstream)
+
+    def send_forward_recv_backward(
+        self, output_tensors: Tensors, tensor_shapes: Any, is_last_stage: bool
+    ) -> Tensors:
+        self.send_forward(output_tensors, is_last_stage)
+        received = self.recv_backward(_as_list(tensor_shapes), is_last_stage)
+        return _like(output_tensors, received)
+
+    def send_backward_recv_forward(
+        self, input_tensor_grads: Tensors, tensor_shapes: Any, is_first_stage: bool
+    ) -> Tensors:
+        self.send_backward(input_tensor_grads, is_first_stage)
+        received = self.recv_forward(_as_list(tensor_shapes), is_first_stage)
+        return _like(input_tensor_grads, received)
+
+    def send_forward_recv_forward(
+        self,
+        output_tensor: torch.Tensor | None,
+        recv_prev: bool,
+        tensor_shape: Shape,
+        overlap_p2p_comm: bool = False,
+    ) -> Any:
+        """Pass activations on and take the next ones. With overlap also returns the handles."""
+        handles: dict[str, Work] = {}
+        self._post_send("send_next", output_tensor, self._downstream, handles)
+        received = self._post_recv("recv_prev", recv_prev, tensor_shape, self._upstream, handles)
+        return _deliver(received, handles, overlap=overlap_p2p_comm)
+
+    def send_backward_recv_backward(
+        self,
+        input_tensor_grad: torch.Tensor | None,
+        recv_next: bool,
+        tensor_shape: Shape,
+        overlap_p2p_comm: bool = False,
+    ) -> Any:
+        """Pass gradients back and take the next ones. With overlap also returns the handles."""
+        handles: dict[str, Work] = {}
+        self._post_send("send_prev", input_tensor_grad, self._upstream, handles)
+        received = self._post_recv("recv_next", recv_next, tensor_shape, self._downstream, handles)
+        return _deliver(received, handles, overlap=overlap_p2p_comm)
+
+    def send_forward_backward_recv_forward_backward(
+        self,
+        output_tensor: torch.Tensor | None,
+        input_tensor_grad: torch.Tensor | None,
+        recv_prev: bool,
+        recv_next: bool,
+        tensor_shape: Shape,
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        handles: dict[str, Work] = {}
+        self._post_send("send_next", output_tensor, self._downstream, handles)
+        self._post_send("send_prev", input_tensor_grad, self._upstream, handles)
+        forward = self._post_recv("recv_prev", recv_prev, tensor_shape, self._upstream, handles)
+        backward = self._post_recv("recv_next", recv_next, tensor_shape, self._downstream, handles)
+        _wait_received(handles)
+        return forward, backward
+
+    def _each_shape(self, tensor_shapes: Any, link: Link | None) -> Tensors:
+        shapes = _as_list(tensor_shapes)
+        tensors: list[torch.Tensor | None] = []
+        for shape in shapes:
+            handles: dict[str, Work] = {}
+            tensors.append(self._post_recv("recv", link is not None, shape, link, handles))
+            _wait_received(handles)
+        return tensors if shapes is tensor_shapes else tensors[0]
+
+    def _send_each(self, tensors: Tensors, link: Link | None) -> None:
+        for tensor in tensors if isinstance(tensors, list) else [tensors]:
+            self._post_send("send", tensor, link, {})
+
+    def _post_send(
+        self, name: str, tensor: torch.Tensor | None, link: Link | None, handles: dict[str, Work]
+    ) -> None:
+        if tensor is not None:
+            handles[name] = _required(link).send(tensor)
+
+    def _post_recv(
+        self,
+        name: str,
+        wanted: bool,
+        shape: Shape,
+        link: Link | None,
+        handles: dict[str, Work],
+    ) -> torch.Tensor | None:
+        if not wanted:
+            return None
+        tensor = torch.empty(
+            tuple(shape),
+            dtype=self.config.pipeline_dtype,
+            device=self._device,
+            requires_grad=True,
+        )
+        handles[name] = _required(link).recv(tensor)
+        return tensor
+
+
+def _required(link: Link | None) -> Link:
+    if link is None:
+        raise RuntimeError("the schedule asked for a neighbour that the plan does not have")
+    return link
+
+
+def _deliver(received: torch.Tensor | None, handles: dict[str, Work], *, overlap: bool) -> Any:
+    if overlap:
+        return received, handles
+    _wait_received(handles)
+    return received
+
+
+def _wait_received(handles: dict[str, Work]) -> None:
+    for name, work in handles.items():
+        if name.startswith("recv"):
+            work.wait()
+
+
+def _as_list(tensor_shapes: Any) -> list[Shape]:
+    """The schedules pass one shape, or a list of them."""
+    if isinstance(tensor_shapes, list) and not isinstance(tensor_shapes[0], int):
+        return tensor_shapes
+    return [tensor_shapes]
+
+
+def _like(model: Tensors, received: Tensors) -> Tensors:
+    """Give back a list for a list and one tensor for one."""
+    if isinstance(model, list) or not isinstance(received, list):
+        return received
+    return received[0]

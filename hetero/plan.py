@@ -1,0 +1,292 @@
+"""The plan: which vendor, which ranks and which layers make up each pipeline stage.
+
+Pure data. Nothing here imports torch, so a plan can be read, checked and printed anywhere.
+
+Ranks are laid out as Megatron lays them out: tensor parallel fastest, then context, then data, and
+the pipeline stage slowest. A stage is therefore a run of consecutive ranks, and so is a mesh, which
+is what lets one launcher per vendor own one mesh.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from hetero.errors import UserError
+
+VENDORS = ("nvidia", "amd", "cpu")
+
+_MESH_KEYS = frozenset({"vendor", "stages", "layers", "tensor", "data", "context"})
+
+
+class PlanError(UserError):
+    """The plan does not add up. The text says which number, and what would."""
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """A run of consecutive pipeline stages on one vendor, all of one parallel shape."""
+
+    vendor: str
+    stages: int
+    tensor: int = 1
+    data: int = 1
+    context: int = 1
+
+    def __post_init__(self) -> None:
+        if self.vendor not in VENDORS:
+            raise PlanError(
+                f"a mesh names the vendor {self.vendor!r}; the vendors are {', '.join(VENDORS)}"
+            )
+        for name in ("stages", "tensor", "data", "context"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise PlanError(
+                    f"the {self.vendor} mesh has {name} {value!r}; it must be a whole number "
+                    "of at least 1"
+                )
+
+    @property
+    def ranks_per_stage(self) -> int:
+        return self.tensor * self.context * self.data
+
+    @property
+    def world_size(self) -> int:
+        return self.stages * self.ranks_per_stage
+
+
+@dataclass(frozen=True)
+class Coordinate:
+    """Where one rank stands in the plan."""
+
+    rank: int
+    mesh: int
+    stage: int
+    data: int
+    context: int
+    tensor: int
+
+
+@dataclass(frozen=True)
+class Edge:
+    """Two stages that exchange activations (source to target) and gradients (back)."""
+
+    index: int
+    source: int
+    target: int
+    is_boundary: bool
+
+
+@dataclass(frozen=True)
+class Plan:
+    """An ordered list of meshes and the decoder layers of every stage.
+
+    `layers[stage][chunk]` counts decoder layers. A stage has one chunk, or as many as the virtual
+    pipeline size when the schedule is interleaved; all stages have the same number of chunks.
+    """
+
+    meshes: tuple[Mesh, ...]
+    layers: tuple[tuple[int, ...], ...]
+
+    def __post_init__(self) -> None:
+        if not self.meshes:
+            raise PlanError("the plan has no mesh; name at least one")
+        if len(self.layers) != self.stages:
+            raise PlanError(
+                f"the plan has {self.stages} pipeline stages but gives layers for "
+                f"{len(self.layers)}; give one number of layers for each stage"
+            )
+        if len({len(chunks) for chunks in self.layers}) != 1 or not self.layers[0]:
+            raise PlanError("every pipeline stage must have the same number of model chunks")
+        for stage, chunks in enumerate(self.layers):
+            if any(count < 0 for count in chunks) or sum(chunks) < 1:
+                raise PlanError(
+                    f"stage {stage} has layers {list(chunks)}; a stage needs at least one layer "
+                    "and no chunk can have fewer than none"
+                )
+
+    @property
+    def stages(self) -> int:
+        return sum(mesh.stages for mesh in self.meshes)
+
+    @property
+    def chunks(self) -> int:
+        """Model chunks a stage holds: 1, or the virtual pipeline size."""
+        return len(self.layers[0])
+
+    @property
+    def num_layers(self) -> int:
+        return sum(sum(chunks) for chunks in self.layers)
+
+    @property
+    def world_size(self) -> int:
+        return sum(mesh.world_size for mesh in self.meshes)
+
+    def mesh_of_stage(self, stage: int) -> int:
+        """Index of the mesh that holds a stage."""
+        for index, mesh in enumerate(self.meshes):
+            if stage < mesh.stages:
+                return index
+            stage -= mesh.stages
+        raise IndexError(f"the plan has {self.stages} stages")
+
+    def ranks_of_stage(self, stage: int) -> range:
+        first = sum(self.meshes[self.mesh_of_stage(s)].ranks_per_stage for s in range(stage))
+        return range(first, first + self.meshes[self.mesh_of_stage(stage)].ranks_per_stage)
+
+    def coordinate(self, rank: int) -> Coordinate:
+        for stage in range(self.stages):
+            ranks = self.ranks_of_stage(stage)
+            if rank in ranks:
+                index = self.mesh_of_stage(stage)
+                mesh, offset = self.meshes[index], rank - ranks.start
+                return Coordinate(
+                    rank=rank,
+                    mesh=index,
+                    stage=stage,
+                    data=offset // (mesh.tensor * mesh.context),
+                    context=offset // mesh.tensor % mesh.context,
+                    tensor=offset % mesh.tensor,
+                )
+        raise IndexError(f"rank {rank} is outside the plan's {self.world_size} ranks")
+
+    def rank_at(self, stage: int, *, data: int = 0, context: int = 0, tensor: int = 0) -> int:
+        mesh = self.meshes[self.mesh_of_stage(stage)]
+        return (
+            self.ranks_of_stage(stage).start
+            + (data * mesh.context + context) * mesh.tensor
+            + tensor
+        )
+
+    def vendor_of_rank(self, rank: int) -> str:
+        return self.meshes[self.coordinate(rank).mesh].vendor
+
+    def edges(self) -> Iterator[Edge]:
+        """The stage pairs that exchange tensors, the wrap-around of interleaving included."""
+        if self.stages == 1:
+            return
+        for source in range(self.stages if self.chunks > 1 else self.stages - 1):
+            target = (source + 1) % self.stages
+            crosses = self.mesh_of_stage(source) != self.mesh_of_stage(target)
+            yield Edge(index=source, source=source, target=target, is_boundary=crosses)
+
+    def layer_range(self, stage: int, chunk: int = 0) -> range:
+        """Global indices (from 0) of the decoder layers in one chunk of one stage."""
+        first = sum(
+            self.layers[s][c]
+            for c in range(chunk + 1)
+            for s in range(self.stages if c < chunk else stage)
+        )
+        return range(first, first + self.layers[stage][chunk])
+
+    def to_mapping(self) -> dict[str, Any]:
+        """The plan as the YAML file would write it."""
+        meshes = []
+        stage = 0
+        for mesh in self.meshes:
+            layers = self.layers[stage : stage + mesh.stages]
+            stage += mesh.stages
+            entry: dict[str, Any] = {"vendor": mesh.vendor, "stages": mesh.stages}
+            entry["layers"] = [c[0] if self.chunks == 1 else list(c) for c in layers]
+            entry |= {"tensor": mesh.tensor, "context": mesh.context, "data": mesh.data}
+            meshes.append(entry)
+        return {"meshes": meshes}
+
+    def require_world_size(self, world_size: int) -> None:
+        if world_size != self.world_size:
+            parts = " + ".join(
+                f"{m.vendor} {m.stages} stages x TP {m.tensor} x CP {m.context} x DP {m.data}"
+                for m in self.meshes
+            )
+            raise PlanError(
+                f"the plan needs {self.world_size} ranks ({parts}) but {world_size} were started; "
+                "change the number of processes or the plan"
+            )
+
+    def require_layers(self, num_layers: int) -> None:
+        if num_layers != self.num_layers:
+            raise PlanError(
+                f"the stages hold {[sum(c) for c in self.layers]} layers, {self.num_layers} in "
+                f"all, but --num-layers is {num_layers}; make them add up"
+            )
+
+
+def split_over_chunks(layers: int, chunks: int) -> tuple[int, ...]:
+    """Divide a stage's layers over its model chunks, the earlier chunks taking the remainder."""
+    base, extra = divmod(layers, chunks)
+    return tuple(base + (1 if chunk < extra else 0) for chunk in range(chunks))
+
+
+def plan_from_mapping(data: object, *, source: str, chunks: int = 1) -> Plan:
+    """Read a plan out of parsed YAML. `source` names it in errors."""
+    if not isinstance(data, Mapping) or not isinstance(data.get("meshes"), Sequence):
+        raise PlanError(f"{source}: expected a top-level list named 'meshes'")
+    unknown = sorted(set(map(str, data)) - {"meshes"})
+    if unknown:
+        raise PlanError(f"{source}: unknown key {unknown[0]!r}; the only one is 'meshes'")
+    meshes, layers = [], []
+    for index, entry in enumerate(data["meshes"]):
+        mesh, mesh_layers = _mesh_from_mapping(
+            entry, where=f"{source}: mesh {index}", chunks=chunks
+        )
+        meshes.append(mesh)
+        layers.extend(mesh_layers)
+    return Plan(meshes=tuple(meshes), layers=tuple(layers))
+
+
+def _mesh_from_mapping(
+    entry: object, *, where: str, chunks: int
+) -> tuple[Mesh, list[tuple[int, ...]]]:
+    if not isinstance(entry, Mapping):
+        raise PlanError(f"{where}: expected keys {', '.join(sorted(_MESH_KEYS))}")
+    unknown = sorted(set(map(str, entry)) - _MESH_KEYS)
+    if unknown:
+        raise PlanError(
+            f"{where}: unknown key {unknown[0]!r}; the keys are {', '.join(sorted(_MESH_KEYS))}"
+        )
+    for key in ("vendor", "layers"):
+        if key not in entry:
+            raise PlanError(f"{where}: the key {key!r} is missing")
+    listed = entry["layers"]
+    if not isinstance(listed, Sequence) or isinstance(listed, str):
+        raise PlanError(f"{where}: 'layers' must list the layers of each stage, as in [15, 15]")
+    layers = [_chunks_from_entry(item, where=where, chunks=chunks) for item in listed]
+    mesh = Mesh(
+        vendor=str(entry["vendor"]),
+        stages=entry.get("stages", len(layers)),
+        tensor=entry.get("tensor", 1),
+        data=entry.get("data", 1),
+        context=entry.get("context", 1),
+    )
+    if mesh.stages != len(layers):
+        raise PlanError(f"{where}: {mesh.stages} stages but layers for {len(layers)}")
+    return mesh, layers
+
+
+def _chunks_from_entry(item: object, *, where: str, chunks: int) -> tuple[int, ...]:
+    if isinstance(item, int) and not isinstance(item, bool):
+        return split_over_chunks(item, chunks)
+    if isinstance(item, Sequence) and all(isinstance(c, int) for c in item):
+        if len(item) != chunks:
+            raise PlanError(
+                f"{where}: a stage lists {len(item)} chunks but the virtual pipeline size is "
+                f"{chunks}"
+            )
+        return tuple(item)
+    raise PlanError(f"{where}: {item!r} is not a number of layers")
+
+
+def load_plan(path: str | Path, *, chunks: int = 1) -> Plan:
+    """Read a plan file. Raises PlanError, in one sentence, for anything wrong with it."""
+    try:
+        data = yaml.safe_load(Path(path).read_text())
+    except OSError as error:
+        raise PlanError(f"cannot read the plan {path}: {error.strerror}") from error
+    except yaml.YAMLError as error:
+        place = " ".join(str(error).split())
+        raise PlanError(f"the plan {path} is not valid YAML: {place}") from error
+    return plan_from_mapping(data, source=f"the plan {path}", chunks=chunks)

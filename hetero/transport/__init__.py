@@ -1,0 +1,1 @@
+"""How bytes cross a link. Knows buffers and peers; knows nothing of pipelines or Megatron."""

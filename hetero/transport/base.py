@@ -1,0 +1,121 @@
+"""The interface that every transport implements, and what they share.
+
+A link joins one rank to one peer and carries tensors both ways. The two directions are independent
+and each is ordered, whole and exactly-once. `send` and `recv` return at once with a handle; nothing
+here ever blocks without a deadline.
+"""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+
+import torch
+
+from hetero.errors import LinkError
+
+
+@dataclass(frozen=True)
+class LinkDescription:
+    """What a link is called in logs and errors, and the limits it works under."""
+
+    rank: int
+    peer: int
+    stage: int
+    peer_stage: int
+    job: str
+    timeout: float
+    """Seconds before a blocked transfer is an error."""
+
+    def __str__(self) -> str:
+        return (
+            f"link rank {self.rank} (stage {self.stage}) - rank {self.peer} "
+            f"(stage {self.peer_stage})"
+        )
+
+
+@dataclass
+class LinkCounters:
+    """What has gone over a link since it was opened. Bytes are tensor bytes, without headers."""
+
+    messages_sent: int = 0
+    bytes_sent: int = 0
+    messages_received: int = 0
+    bytes_received: int = 0
+    wait_seconds: float = 0.0
+    """Time the calling thread spent blocked in `wait()` on received messages."""
+
+    def as_dict(self) -> dict[str, float]:
+        return asdict(self)
+
+
+class Work(ABC):
+    """One transfer under way."""
+
+    @abstractmethod
+    def wait(self) -> None:
+        """Order the current stream after the transfer; on CPU tensors, block until it is done.
+
+        After it, a received tensor may be read and a sent one may be overwritten. Raises LinkError
+        when the transfer failed or missed its deadline.
+        """
+
+    @abstractmethod
+    def done(self) -> bool:
+        """Whether the transfer has ended, in success or not. Never blocks."""
+
+
+class Link(ABC):
+    """One rank's end of a connection to one peer."""
+
+    transport: str
+    """The name under which `--hetero-transport` knows it."""
+
+    def __init__(self, description: LinkDescription) -> None:
+        self.description = description
+        self.counters = LinkCounters()
+
+    @abstractmethod
+    def send(self, tensor: torch.Tensor) -> Work:
+        """Send a tensor of any shape, dtype and strides. Its memory must not change until done."""
+
+    @abstractmethod
+    def recv(self, tensor: torch.Tensor) -> Work:
+        """Receive the next message into a contiguous tensor of the sender's shape and dtype."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Release every thread, buffer and connection. Idempotent; transfers under way fail."""
+
+    def failure(self, what: str, *, expected: str, remedy: str) -> LinkError:
+        """An error in the form that all transports share."""
+        return LinkError(
+            f"{self.description} over {self.transport}: {what}; expected {expected}; {remedy}"
+        )
+
+    def _count_sent(self, tensor: torch.Tensor) -> None:
+        self.counters.messages_sent += 1
+        self.counters.bytes_sent += tensor.numel() * tensor.element_size()
+
+    def _count_received(self, tensor: torch.Tensor) -> None:
+        self.counters.messages_received += 1
+        self.counters.bytes_received += tensor.numel() * tensor.element_size()
+
+    @contextmanager
+    def _timed_wait(self) -> Iterator[None]:
+        begin = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.counters.wait_seconds += time.perf_counter() - begin
+
+
+def require_contiguous(tensor: torch.Tensor) -> None:
+    if not tensor.is_contiguous():
+        raise ValueError(
+            f"recv needs a contiguous tensor, got shape {tuple(tensor.shape)} with strides "
+            f"{tensor.stride()}"
+        )

@@ -1,0 +1,220 @@
+"""The `gloo` transport: every byte through host memory and gloo's TCP. The baseline to beat.
+
+One thread per direction moves the messages, so the training thread never waits for the wire unless
+it asks for a tensor that has not come. GPU tensors are staged through pinned host memory on a side
+stream.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from hetero.errors import LinkError
+from hetero.transport.base import Link, LinkDescription, Work, require_contiguous
+from hetero.transport.header import HEADER_BYTES, Header, job_token
+
+_JOIN_SECONDS = 5.0
+_EVENT_MARGIN_SECONDS = 5.0
+
+
+@dataclass
+class _Transfer(Work):
+    """A tensor on its way through one of the two threads."""
+
+    link: GlooLink
+    tensor: torch.Tensor
+    is_receive: bool
+    host: torch.Tensor
+    ready: torch.cuda.Event | None = None
+    """Sending: the copy to the host. Receiving: the caller's stream when it asked."""
+    landed: torch.cuda.Event | None = None
+    ended: threading.Event = field(default_factory=threading.Event)
+    error: LinkError | None = None
+
+    def wait(self) -> None:
+        if not self.is_receive and self.ready is not None:
+            torch.cuda.current_stream(self.tensor.device).wait_event(self.ready)
+            return
+        deadline = self.link.description.timeout + _EVENT_MARGIN_SECONDS
+        if not self.ended.is_set():
+            with self.link._timed_wait():
+                came = self.ended.wait(deadline)
+            if not came:
+                raise self.link.failure(
+                    f"nothing moved for {deadline:.0f} s",
+                    expected=f"a tensor of shape {tuple(self.tensor.shape)}",
+                    remedy="see what the peer's log says it waits for",
+                )
+        if self.error is not None:
+            raise self.error
+        if self.landed is not None:
+            torch.cuda.current_stream(self.tensor.device).wait_event(self.landed)
+
+    def done(self) -> bool:
+        return self.ended.is_set()
+
+
+class GlooLink(Link):
+    """A link over the default group's gloo backend, told apart from others by its tags."""
+
+    transport = "gloo"
+
+    def __init__(self, description: LinkDescription, *, send_tag: int, recv_tag: int) -> None:
+        super().__init__(description)
+        self._send_tag, self._recv_tag = send_tag, recv_tag
+        self._job = job_token(description.job)
+        self._broken: LinkError | None = None
+        self._closed = False
+        self._side_stream: torch.cuda.Stream | None = None
+        self._outgoing: queue.SimpleQueue[_Transfer | None] = queue.SimpleQueue()
+        self._incoming: queue.SimpleQueue[_Transfer | None] = queue.SimpleQueue()
+        name = f"gloo {description.rank}-{description.peer}"
+        self._threads = [
+            threading.Thread(
+                target=self._run, args=(self._outgoing, self._transmit), name=f"{name} send"
+            ),
+            threading.Thread(
+                target=self._run, args=(self._incoming, self._receive), name=f"{name} recv"
+            ),
+        ]
+        for thread in self._threads:
+            thread.daemon = True
+            thread.start()
+
+    def send(self, tensor: torch.Tensor) -> Work:
+        self._require_open()
+        source = tensor.detach().contiguous()
+        transfer = _Transfer(self, source, is_receive=False, host=source)
+        if source.is_cuda:
+            transfer.host, transfer.ready = self._copy_to_host(source)
+        self._count_sent(source)
+        self._outgoing.put(transfer)
+        return transfer
+
+    def recv(self, tensor: torch.Tensor) -> Work:
+        self._require_open()
+        require_contiguous(tensor)
+        target = tensor.detach()
+        transfer = _Transfer(self, target, is_receive=True, host=target)
+        if target.is_cuda:
+            transfer.host = torch.empty(target.shape, dtype=target.dtype, pin_memory=True)
+            transfer.ready = torch.cuda.Event()
+            transfer.ready.record(torch.cuda.current_stream(target.device))
+        self._count_received(target)
+        self._incoming.put(transfer)
+        return transfer
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        self._outgoing.put(None)
+        self._incoming.put(None)
+        for thread in self._threads:
+            thread.join(_JOIN_SECONDS)
+
+    def _require_open(self) -> None:
+        if self._broken is not None:
+            raise self._broken
+        if self._closed:
+            raise self.failure("the link is closed", expected="an open link", remedy="reopen it")
+
+    def _stream(self, device: torch.device) -> torch.cuda.Stream:
+        if self._side_stream is None:
+            self._side_stream = torch.cuda.Stream(device)
+        return self._side_stream
+
+    def _copy_to_host(self, source: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event]:
+        host = torch.empty(source.shape, dtype=source.dtype, pin_memory=True)
+        side = self._stream(source.device)
+        side.wait_stream(torch.cuda.current_stream(source.device))
+        with torch.cuda.stream(side):
+            host.copy_(source, non_blocking=True)
+            copied = torch.cuda.Event()
+            copied.record(side)
+        source.record_stream(side)
+        return host, copied
+
+    def _run(
+        self, transfers: queue.SimpleQueue[_Transfer | None], move: Callable[[_Transfer, int], None]
+    ) -> None:
+        sequence = 0
+        while (transfer := transfers.get()) is not None:
+            try:
+                if self._broken is not None:
+                    raise self._broken
+                move(transfer, sequence)
+            except LinkError as error:
+                transfer.error = self._broken = error
+            except Exception as error:
+                transfer.error = self._broken = self._explain(transfer, error)
+            sequence += 1
+            transfer.ended.set()
+
+    def _explain(self, transfer: _Transfer, error: Exception) -> LinkError:
+        verb = "receiving" if transfer.is_receive else "sending"
+        reason = str(error).split("\n", 1)[0][:200]
+        return self.failure(
+            f"{verb} failed ({reason})",
+            expected=f"{transfer.tensor.dtype} of shape {tuple(transfer.tensor.shape)} within "
+            f"{self.description.timeout:.0f} s",
+            remedy=f"see the log of rank {self.description.peer}: it ended, hung or lost its "
+            "network",
+        )
+
+    def _transmit(self, transfer: _Transfer, sequence: int) -> None:
+        header = Header.of(transfer.host, job=self._job, sequence=sequence)
+        if transfer.ready is not None:
+            transfer.ready.synchronize()
+        peer = self.description.peer
+        words = torch.frombuffer(bytearray(header.pack()), dtype=torch.uint8)
+        self._finish(dist.isend(words, peer, tag=self._send_tag))
+        if header.nbytes:
+            self._finish(dist.isend(_as_bytes(transfer.host), peer, tag=self._send_tag))
+
+    def _receive(self, transfer: _Transfer, sequence: int) -> None:
+        peer = self.description.peer
+        words = torch.empty(HEADER_BYTES, dtype=torch.uint8)
+        self._finish(dist.irecv(words, peer, tag=self._recv_tag))
+        expected = Header.of(transfer.host, job=self._job, sequence=sequence)
+        try:
+            difference = Header.unpack(bytes(words.tolist())).difference(expected)
+        except ValueError as error:
+            difference = str(error)
+        if difference:
+            raise self.failure(
+                f"message {sequence} has {difference}",
+                expected=f"{expected.dtype} of shape {expected.shape}",
+                remedy="start both sides with the same model, batch and parallel flags",
+            )
+        if expected.nbytes:
+            self._finish(dist.irecv(_as_bytes(transfer.host), peer, tag=self._recv_tag))
+        if transfer.tensor.is_cuda:
+            self._copy_to_device(transfer)
+
+    def _copy_to_device(self, transfer: _Transfer) -> None:
+        side = self._stream(transfer.tensor.device)
+        with torch.cuda.stream(side):
+            if transfer.ready is not None:
+                side.wait_event(transfer.ready)
+            transfer.tensor.copy_(transfer.host, non_blocking=True)
+            transfer.landed = torch.cuda.Event()
+            transfer.landed.record(side)
+        transfer.tensor.record_stream(side)
+
+    def _finish(self, work: dist.Work | None) -> None:
+        if work is None:
+            raise RuntimeError("this rank is not in the default process group")
+        work.wait(timedelta(seconds=self.description.timeout))
+
+
+def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The memory of a contiguous tensor as bytes, so that gloo need not know its dtype."""
+    return tensor.reshape(-1).view(torch.uint8)

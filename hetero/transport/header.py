@@ -1,0 +1,107 @@
+"""The header in front of every message: what it is, so that a mismatch is an error, not wrong bytes."""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from dataclasses import dataclass
+
+import torch
+
+PROTOCOL_VERSION = 1
+MAX_DIMENSIONS = 8
+_MAGIC = b"HTRO"
+_FORMAT = struct.Struct(f"<4sHHQQQHH{MAX_DIMENSIONS}Q")
+
+HEADER_BYTES = _FORMAT.size
+
+# The numbers are part of the protocol: append, never reorder.
+_DTYPES = (
+    torch.float32,
+    torch.bfloat16,
+    torch.float16,
+    torch.float64,
+    torch.int64,
+    torch.int32,
+    torch.int16,
+    torch.int8,
+    torch.uint8,
+    torch.bool,
+    torch.complex64,
+    torch.complex128,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+)
+_CODES = {dtype: code for code, dtype in enumerate(_DTYPES)}
+
+
+def job_token(job: str) -> int:
+    """Eight bytes that tell this job's messages from any other's."""
+    return int.from_bytes(hashlib.sha256(job.encode()).digest()[:8], "little")
+
+
+@dataclass(frozen=True)
+class Header:
+    """Sequence number, dtype, shape and size of one message of one direction of a link."""
+
+    job: int
+    sequence: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    nbytes: int
+    version: int = PROTOCOL_VERSION
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor, *, job: int, sequence: int) -> Header:
+        if tensor.dtype not in _CODES:
+            raise TypeError(f"a link cannot carry {tensor.dtype}")
+        if tensor.dim() > MAX_DIMENSIONS:
+            raise ValueError(f"a link carries at most {MAX_DIMENSIONS} dimensions")
+        return cls(
+            job=job,
+            sequence=sequence,
+            dtype=tensor.dtype,
+            shape=tuple(tensor.shape),
+            nbytes=tensor.numel() * tensor.element_size(),
+        )
+
+    def pack(self) -> bytes:
+        padded = self.shape + (0,) * (MAX_DIMENSIONS - len(self.shape))
+        return _FORMAT.pack(
+            _MAGIC,
+            self.version,
+            _CODES[self.dtype],
+            self.job,
+            self.sequence,
+            self.nbytes,
+            len(self.shape),
+            0,
+            *padded,
+        )
+
+    @classmethod
+    def unpack(cls, data: bytes) -> Header:
+        """Raises ValueError for bytes that are no header of this protocol."""
+        magic, version, code, job, sequence, nbytes, dims, _, *shape = _FORMAT.unpack(data)
+        if magic != _MAGIC:
+            raise ValueError("the header is corrupted (wrong magic)")
+        if version != PROTOCOL_VERSION:
+            raise ValueError(f"the peer speaks protocol {version}, this side {PROTOCOL_VERSION}")
+        if code >= len(_DTYPES) or dims > MAX_DIMENSIONS:
+            raise ValueError("the header is corrupted (unknown dtype or too many dimensions)")
+        return cls(
+            job=job,
+            sequence=sequence,
+            dtype=_DTYPES[code],
+            shape=tuple(shape[:dims]),
+            nbytes=nbytes,
+            version=version,
+        )
+
+    def difference(self, other: Header) -> str | None:
+        """What differs from the header that was expected, in words; None when nothing does."""
+        for name in ("job", "sequence", "dtype", "shape", "nbytes"):
+            got, expected = getattr(self, name), getattr(other, name)
+            if got != expected:
+                return f"{name} {got} instead of {expected}"
+        return None

@@ -1,0 +1,115 @@
+"""Checks of where the tokens come from and of the tokenizer that made them."""
+
+import math
+import re
+from argparse import Namespace
+
+from hetero.errors import UserError
+
+SPLITS = ("train", "valid", "test")
+# What Megatron falls back on when --data-path comes without --split.
+DEFAULT_SPLIT = "969, 30, 1"
+
+# The flags without which a tokenizer cannot be built.
+TOKENIZER_NEEDS = {
+    "GPT2BPETokenizer": ("vocab_file", "merge_file"),
+    "SentencePieceTokenizer": ("tokenizer_model",),
+    "GPTSentencePieceTokenizer": ("tokenizer_model",),
+    "HuggingFaceTokenizer": ("tokenizer_model",),
+    "Llama2Tokenizer": ("tokenizer_model",),
+    "TikTokenizer": ("tokenizer_model",),
+    "NullTokenizer": ("vocab_size",),
+}
+
+
+def check_data(args: Namespace) -> None:
+    _check_source(args)
+    _check_tokenizer(args)
+    if args.dataloader_type is None:
+        args.dataloader_type = "single"
+
+
+def _check_source(args: Namespace) -> None:
+    per_split = {f"--{split}-data-path": getattr(args, f"{split}_data_path") for split in SPLITS}
+    lists = {"--data-path": args.data_path, **per_split}
+    given = [flag for flag, words in lists.items() if words is not None]
+    for flag in given:
+        check_blend(flag, lists[flag])
+    sources = [
+        *(["--mock-data"] if args.mock_data else []),
+        *(["--data-path"] if args.data_path is not None else []),
+        *[flag for flag in given if flag in per_split][:1],
+    ]
+    if not sources:
+        raise UserError("no data is named; add --data-path or --mock-data")
+    if len(sources) > 1:
+        raise UserError(f"{' and '.join(sources)} exclude each other; keep one source of data")
+    if args.split is not None and sources[0] in per_split:
+        raise UserError(f"--split cannot go with {sources[0]}; remove it")
+    if args.data_path is not None and args.split is None:
+        args.split = DEFAULT_SPLIT
+    if args.split is not None:
+        shares = check_split(args.split)
+        if not shares[0] and not args.skip_train:
+            raise UserError(
+                f"--split {args.split!r} leaves nothing to train on; raise its first share"
+            )
+    if sources[0] in per_split and args.train_data_path is None and not args.skip_train:
+        raise UserError("nothing is named to train on; add --train-data-path or --skip-train")
+
+
+def check_blend(flag: str, words: list[str]) -> None:
+    """A list of prefixes, or of weights and prefixes in turn, as megatron-core reads it.
+
+    It takes an even list whose every second word is a number for weights, so a mixture of the two
+    forms would train on other data than was meant.
+    """
+    if not words or not all(word.strip() for word in words):
+        raise UserError(f"{flag} names no file; give at least one prefix")
+    weights = [_weight(word) for word in words[::2]]
+    if len(words) == 1 or all(_weight(word) is None for word in words):
+        return
+    if len(words) % 2 or any(weight is None for weight in weights):
+        raise UserError(
+            f"{flag} mixes weights and prefixes; give a weight before every prefix, or none at all"
+        )
+    numbers = [weight for weight in weights if weight is not None]
+    if any(not math.isfinite(weight) or weight < 0 for weight in numbers) or not sum(numbers):
+        raise UserError(f"the weights of {flag} must be numbers of at least 0, not all of them 0")
+
+
+def _weight(word: str) -> float | None:
+    try:
+        return float(word)
+    except ValueError:
+        return None
+
+
+def check_split(split: str) -> list[float]:
+    """Up to three shares, such as '99,1,0'; strict, where megatron-core picks out any digits."""
+    shares = [_weight(share) for share in re.split(r"\s*[,/]\s*|\s+", split.strip())]
+    numbers = [share for share in shares if share is not None]
+    usable = all(math.isfinite(share) and share >= 0 for share in numbers)
+    if len(numbers) != len(shares) or len(shares) > len(SPLITS) or not usable or not sum(numbers):
+        raise UserError(
+            f"--split {split!r} must be up to three shares for train, valid and test that are not "
+            "all 0, such as 99,1,0"
+        )
+    return numbers
+
+
+def _check_tokenizer(args: Namespace) -> None:
+    for name in TOKENIZER_NEEDS[args.tokenizer_type]:
+        if getattr(args, name) is None:
+            raise UserError(
+                f"--tokenizer-type {args.tokenizer_type} needs --{name.replace('_', '-')}; add it"
+            )
+    if (
+        args.padded_vocab_size is not None
+        and args.vocab_size is not None
+        and args.padded_vocab_size < args.vocab_size
+    ):
+        raise UserError(
+            f"--padded-vocab-size {args.padded_vocab_size} must be at least --vocab-size "
+            f"{args.vocab_size}"
+        )

@@ -1,0 +1,114 @@
+"""Checks of the model's shape, and the sizes that follow from the ones that were given."""
+
+from argparse import Namespace
+from collections.abc import Collection
+
+from hetero.errors import UserError
+
+
+def check_model(args: Namespace, given: Collection[str]) -> None:
+    _check_positions(args)
+    _check_heads(args, given)
+    _check_mlp(args)
+    _check_block(args)
+
+
+def check_model_split(args: Namespace) -> None:
+    """What the tensor-parallel size, known only now, asks of the shape."""
+    size = args.tensor_model_parallel_size
+    if args.num_attention_heads % size:
+        raise UserError(
+            f"--num-attention-heads {args.num_attention_heads} must be a multiple of "
+            f"--tensor-model-parallel-size {size}"
+        )
+    if args.group_query_attention and args.num_query_groups % size:
+        raise UserError(
+            f"--num-query-groups {args.num_query_groups} must be a multiple of "
+            f"--tensor-model-parallel-size {size}"
+        )
+    if args.ffn_hidden_size % size:
+        raise UserError(
+            f"--ffn-hidden-size {args.ffn_hidden_size} must be a multiple of "
+            f"--tensor-model-parallel-size {size}"
+        )
+    # Megatron turns it off as well: with one rank it would change numerics and save nothing.
+    if size == 1:
+        args.sequence_parallel = False
+    if args.sequence_parallel and args.seq_length % size:
+        raise UserError(
+            f"--seq-length {args.seq_length} must be a multiple of --tensor-model-parallel-size "
+            f"{size} with --sequence-parallel"
+        )
+
+
+def _check_positions(args: Namespace) -> None:
+    if args.max_position_embeddings < args.seq_length:
+        raise UserError(
+            f"--max-position-embeddings {args.max_position_embeddings} must be at least "
+            f"--seq-length {args.seq_length}"
+        )
+    if args.use_rotary_position_embeddings:
+        args.position_embedding_type = "rope"
+    rotary = args.position_embedding_type == "rope"
+    if not rotary:
+        args.apply_rope_fusion = False
+    if not args.add_position_embedding and not rotary:
+        raise UserError(
+            "--no-position-embedding is deprecated; use --position-embedding-type none instead"
+        )
+    if args.use_rope_scaling and not rotary:
+        raise UserError("--use-rope-scaling needs --position-embedding-type rope")
+    if args.rotary_percent > 1:
+        raise UserError(f"--rotary-percent must be at most 1, not {args.rotary_percent:g}")
+
+
+def _check_heads(args: Namespace, given: Collection[str]) -> None:
+    if args.kv_channels is None:
+        if args.hidden_size % args.num_attention_heads:
+            raise UserError(
+                f"--hidden-size {args.hidden_size} must be a multiple of --num-attention-heads "
+                f"{args.num_attention_heads}, or --kv-channels must be given"
+            )
+        args.kv_channels = args.hidden_size // args.num_attention_heads
+    if args.group_query_attention:
+        if args.num_attention_heads % args.num_query_groups:
+            raise UserError(
+                f"--num-attention-heads {args.num_attention_heads} must be a multiple of "
+                f"--num-query-groups {args.num_query_groups}"
+            )
+    elif "--num-query-groups" in given:
+        args.ignored_flags.append("--num-query-groups: it needs --group-query-attention")
+    if args.apply_query_key_layer_scaling:
+        args.attention_softmax_in_fp32 = True
+
+
+def _check_mlp(args: Namespace) -> None:
+    if args.swiglu and args.squared_relu:
+        raise UserError("--swiglu and --squared-relu exclude each other; remove one of them")
+    if args.ffn_hidden_size is None:
+        args.ffn_hidden_size = default_ffn_hidden_size(args.hidden_size, gated=args.swiglu)
+    if args.ffn_hidden_size < 1:
+        raise UserError(
+            f"--hidden-size {args.hidden_size} is too small for --swiglu to choose the width of "
+            "the MLP; give --ffn-hidden-size"
+        )
+
+
+def default_ffn_hidden_size(hidden_size: int, *, gated: bool) -> int:
+    """Megatron's choice: a gated MLP has a third matrix, so it is narrower for the same weights."""
+    if gated:
+        return int((4 * hidden_size * 2 / 3) / 64) * 64
+    return 4 * hidden_size
+
+
+def _check_block(args: Namespace) -> None:
+    if args.layernorm_zero_centered_gamma and args.transformer_impl == "local":
+        raise UserError(
+            "--apply-layernorm-1p needs --transformer-impl transformer_engine; remove it or "
+            "change the implementation"
+        )
+    # Kept in step as Megatron keeps them: the second is the narrower switch.
+    if args.add_bias_linear:
+        args.add_qkv_bias = True
+    else:
+        args.bias_gelu_fusion = False

@@ -1,0 +1,179 @@
+"""Checks of how ranks share the model, and the sizes that follow from the world size."""
+
+from argparse import Namespace
+
+from hetero.errors import UserError
+from megatron.training.arguments.layout import parse_layout
+
+
+def check_parallel(args: Namespace) -> None:
+    _check_world(args)
+    args.virtual_pipeline_model_parallel_size = _virtual_size(args)
+    _check_interleaving(args)
+    _check_stages(args)
+    _check_hetero_layers(args)
+    _check_overlap(args)
+
+
+def _check_world(args: Namespace) -> None:
+    for what, size in (
+        ("context", args.context_parallel_size),
+        ("expert-model", args.expert_model_parallel_size),
+    ):
+        if size > 1:
+            raise UserError(
+                f"--{what}-parallel-size {size} is not offered by this program; remove it"
+            )
+    model = args.tensor_model_parallel_size * args.pipeline_model_parallel_size
+    if args.world_size % model:
+        raise UserError(
+            f"the world size {args.world_size} must be a multiple of the tensor-parallel size "
+            f"{args.tensor_model_parallel_size} times the pipeline size "
+            f"{args.pipeline_model_parallel_size}; start another number of processes, or change "
+            "the sizes"
+        )
+    args.data_parallel_size = args.world_size // model
+    # Megatron's name for the same number, which its helpers read.
+    args.transformer_pipeline_model_parallel_size = args.pipeline_model_parallel_size
+
+
+def _virtual_size(args: Namespace) -> int | None:
+    """Model chunks on each rank; None when the schedule is not interleaved."""
+    ways = {
+        "--num-layers-per-virtual-pipeline-stage": args.num_layers_per_virtual_pipeline_stage,
+        "--num-virtual-stages-per-pipeline-rank": args.num_virtual_stages_per_pipeline_rank,
+        "--pipeline-model-parallel-layout": args.pipeline_model_parallel_layout,
+    }
+    chosen = [flag for flag, value in ways.items() if value is not None]
+    if len(chosen) > 1:
+        raise UserError(f"{' and '.join(chosen)} exclude each other; keep one of them")
+    if args.pipeline_model_parallel_layout is not None:
+        size = _virtual_size_of_layout(args)
+    elif args.num_layers_per_virtual_pipeline_stage is not None:
+        size = _virtual_size_of_layers(args)
+    else:
+        size = args.num_virtual_stages_per_pipeline_rank or 1
+    return size if size > 1 else None
+
+
+def _virtual_size_of_layout(args: Namespace) -> int:
+    stages = parse_layout(args.pipeline_model_parallel_layout, num_layers=args.num_layers)
+    if len(stages) % args.pipeline_model_parallel_size:
+        raise UserError(
+            f"--pipeline-model-parallel-layout has {len(stages)} stages, which is no multiple of "
+            f"--pipeline-model-parallel-size {args.pipeline_model_parallel_size}"
+        )
+    return len(stages) // args.pipeline_model_parallel_size
+
+
+def _virtual_size_of_layers(args: Namespace) -> int:
+    uneven = {
+        "--decoder-first-pipeline-num-layers": args.decoder_first_pipeline_num_layers,
+        "--decoder-last-pipeline-num-layers": args.decoder_last_pipeline_num_layers,
+        "--hetero-pipeline-layers": args.hetero_pipeline_layers,
+        "--hetero-plan": args.hetero_plan,
+    }
+    for flag, value in uneven.items():
+        if value is not None:
+            raise UserError(
+                f"--num-layers-per-virtual-pipeline-stage cannot go with {flag}; use "
+                "--num-virtual-stages-per-pipeline-rank"
+            )
+    chunk = args.num_layers_per_virtual_pipeline_stage
+    unit = args.pipeline_model_parallel_size * chunk
+    if args.num_layers % unit:
+        raise UserError(
+            f"--num-layers {args.num_layers} must be a multiple of --pipeline-model-parallel-size "
+            f"{args.pipeline_model_parallel_size} times --num-layers-per-virtual-pipeline-stage "
+            f"{chunk}"
+        )
+    return int(args.num_layers // unit)
+
+
+def _check_interleaving(args: Namespace) -> None:
+    if args.virtual_pipeline_model_parallel_size is None:
+        if args.overlap_p2p_comm_warmup_flush:
+            raise UserError(
+                "--overlap-p2p-communication-warmup-flush needs interleaving; add "
+                "--num-virtual-stages-per-pipeline-rank"
+            )
+        # As Megatron: only the interleaved schedule can overlap transfers.
+        args.overlap_p2p_comm = False
+        args.align_param_gather = False
+        return
+    if args.pipeline_model_parallel_size == 1:
+        raise UserError("interleaving needs --pipeline-model-parallel-size above 1")
+    if args.overlap_p2p_comm:
+        return
+    # Batched transfers between the same two ranks are matched in the order they were posted, so
+    # activations and gradients would change places: megatron-core trains on, silently wrong.
+    if args.pipeline_model_parallel_size == 2:
+        raise UserError(
+            "interleaving over two pipeline stages with --no-overlap-p2p-communication would mix "
+            "up activations and gradients; remove that flag"
+        )
+    if args.overlap_p2p_comm_warmup_flush:
+        raise UserError(
+            "--overlap-p2p-communication-warmup-flush and --no-overlap-p2p-communication exclude "
+            "each other; remove one of them"
+        )
+
+
+def _check_stages(args: Namespace) -> None:
+    """Layers have to fall evenly on the stages that nothing else speaks of."""
+    first, last = args.decoder_first_pipeline_num_layers, args.decoder_last_pipeline_num_layers
+    elsewhere = {
+        "--pipeline-model-parallel-layout": args.pipeline_model_parallel_layout,
+        "--hetero-pipeline-layers": args.hetero_pipeline_layers,
+        "--hetero-plan": args.hetero_plan,
+    }
+    spoken = [flag for flag, value in elsewhere.items() if value is not None]
+    if len(spoken) > 1:
+        raise UserError(f"{' and '.join(spoken)} exclude each other; keep one of them")
+    ends = [size for size in (first, last) if size is not None]
+    if spoken:
+        if ends:
+            raise UserError(
+                "--decoder-first-pipeline-num-layers and --decoder-last-pipeline-num-layers cannot "
+                f"go with {spoken[0]}; remove them"
+            )
+        return
+    stages = args.pipeline_model_parallel_size - len(ends)
+    layers = args.num_layers - sum(ends)
+    if ends and (layers < 0 or (stages <= 0 and layers) or (stages > 0 and not layers)):
+        raise UserError(
+            f"{sum(ends)} layers in the first and last stage leave {layers} of --num-layers "
+            f"{args.num_layers} for the other {max(stages, 0)} stages; change "
+            "--decoder-first-pipeline-num-layers or --decoder-last-pipeline-num-layers"
+        )
+    chunks = args.virtual_pipeline_model_parallel_size or 1
+    if any(size % chunks for size in ends) or (stages > 0 and layers % (stages * chunks)):
+        shares = f"{stages} pipeline stages" + (f" of {chunks} chunks" if chunks > 1 else "")
+        raise UserError(
+            f"the {layers} layers cannot be shared evenly by {shares}; change --num-layers, or "
+            "give uneven stages with --pipeline-model-parallel-layout or --hetero-pipeline-layers"
+        )
+
+
+def _check_hetero_layers(args: Namespace) -> None:
+    if args.hetero_pipeline_layers is None:
+        return
+    chunks = args.virtual_pipeline_model_parallel_size or 1
+    wanted = args.pipeline_model_parallel_size * chunks
+    if len(args.hetero_pipeline_layers) != wanted:
+        interleaved = f" with {chunks} chunks each" if chunks > 1 else ""
+        raise UserError(
+            f"--hetero-pipeline-layers has {len(args.hetero_pipeline_layers)} numbers, but "
+            f"{args.pipeline_model_parallel_size} pipeline stages{interleaved} need {wanted}"
+        )
+
+
+def _check_overlap(args: Namespace) -> None:
+    if args.overlap_param_gather:
+        for needed in ("use_distributed_optimizer", "overlap_grad_reduce"):
+            if not getattr(args, needed):
+                raise UserError(f"--overlap-param-gather needs --{needed.replace('_', '-')}")
+    if args.ddp_num_buckets is not None and args.ddp_bucket_size is not None:
+        raise UserError(
+            "--ddp-num-buckets and --ddp-bucket-size exclude each other; remove one of them"
+        )

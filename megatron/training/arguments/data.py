@@ -1,0 +1,104 @@
+"""Flags for what is read: token files, how they are cut and mixed, and the tokenizer."""
+
+import argparse
+
+from megatron.training.arguments.convert import integer, number, text
+
+TOKENIZERS = (
+    "GPT2BPETokenizer",
+    "SentencePieceTokenizer",
+    "GPTSentencePieceTokenizer",
+    "HuggingFaceTokenizer",
+    "Llama2Tokenizer",
+    "TikTokenizer",
+    "NullTokenizer",
+)
+
+
+def add_data_flags(parser: argparse.ArgumentParser) -> None:
+    _add_source_flags(parser.add_argument_group("data"))
+    _add_sample_flags(parser.add_argument_group("samples"))
+    _add_tokenizer_flags(parser.add_argument_group("tokenizer"))
+
+
+def _add_source_flags(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--data-path", nargs="*", help="prefixes of token files, or weight prefix weight prefix ..."
+    )
+    for split in ("train", "valid", "test"):
+        group.add_argument(f"--{split}-data-path", nargs="*", help=f"the same, for {split} only")
+    group.add_argument(
+        "--split", help="shares of train, valid and test; left out with --data-path: 969, 30, 1"
+    )
+    group.add_argument("--mock-data", action="store_true", help="made-up tokens, no files")
+    group.add_argument("--data-cache-path", type=text, help="folder for the sample indexes")
+    group.add_argument(
+        "--no-mmap-bin-files",
+        dest="mmap_bin_files",
+        action="store_false",
+        help="read token files instead of mapping them",
+    )
+    group.add_argument(
+        "--num-dataset-builder-threads", type=integer(1), default=1, help="to build indexes with"
+    )
+    group.add_argument(
+        "--mid-level-dataset-surplus",
+        type=number(minimum=0),
+        default=0.005,
+        help="extra samples drawn from each part of a mixture",
+    )
+
+
+def _add_sample_flags(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--seq-length", type=integer(1), help="tokens of one sample")
+    group.add_argument(
+        "--num-workers", type=integer(0), default=2, help="loader processes on each rank"
+    )
+    group.add_argument(
+        "--dataloader-type",
+        choices=("single", "cyclic"),
+        help="one pass in order, or shuffled passes without end; left out: single",
+    )
+    group.add_argument(
+        "--reset-position-ids", action="store_true", help="count positions anew in every document"
+    )
+    group.add_argument(
+        "--reset-attention-mask", action="store_true", help="no attention across documents"
+    )
+    group.add_argument("--eod-mask-loss", action="store_true", help="no loss on end of document")
+    group.add_argument(
+        "--no-create-attention-mask-in-dataloader",
+        dest="create_attention_mask_in_dataloader",
+        action="store_false",
+        help="let the kernel make the causal mask",
+    )
+
+
+def _add_tokenizer_flags(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--tokenizer-type", choices=TOKENIZERS, help="which kind")
+    group.add_argument("--tokenizer-model", type=text, help="its file, or Hugging Face name")
+    group.add_argument("--vocab-size", type=integer(1), help="size before padding")
+    group.add_argument("--vocab-file", type=text, help="vocabulary of GPT2BPETokenizer")
+    group.add_argument("--merge-file", type=text, help="merges of GPT2BPETokenizer")
+    group.add_argument("--vocab-extra-ids", type=integer(0), default=0, help="extra tokens")
+    group.add_argument("--tokenizer-metadata", type=text, help="JSON file that describes it")
+    group.add_argument("--tokenizer-special-tokens", nargs="+", help="tokens to add")
+    group.add_argument("--tiktoken-pattern", help="TikTokenizer: v1, v2 or a regular expression")
+    group.add_argument(
+        "--tiktoken-num-special-tokens", type=integer(0), default=1000, help="TikTokenizer"
+    )
+    group.add_argument("--tiktoken-special-tokens", nargs="+", help="TikTokenizer")
+    group.add_argument(
+        "--tokenizer-sentencepiece-legacy", action="store_true", help="older SentencePiece rules"
+    )
+    group.add_argument(
+        "--tokenizer-hf-use-fast", action="store_true", help="Hugging Face: the Rust one"
+    )
+    group.add_argument(
+        "--tokenizer-hf-include-special-tokens",
+        action="store_true",
+        help="Hugging Face: add special tokens while encoding",
+    )
+    group.add_argument(
+        "--trust-remote-code", action="store_true", help="Hugging Face: run a repository's code"
+    )

@@ -1,0 +1,71 @@
+"""Flags for what a run tells while it goes."""
+
+import argparse
+
+from megatron.training.arguments.convert import integer, text
+
+
+def add_logging_flags(parser: argparse.ArgumentParser) -> None:
+    _add_console_flags(parser.add_argument_group("log"))
+    _add_tensorboard_flags(parser.add_argument_group("TensorBoard and W&B"))
+
+
+def _add_console_flags(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--log-interval", type=integer(1), default=100, help="steps between lines")
+    group.add_argument("--log-params-norm", action="store_true", help="norm of the parameters")
+    group.add_argument(
+        "--log-num-zeros-in-grad", action="store_true", help="count of zeros in the gradient"
+    )
+    group.add_argument("--log-throughput", action="store_true", help="TFLOP/s of one GPU")
+    group.add_argument("--log-progress", action="store_true", help="keep progress.txt with --save")
+    group.add_argument("--log-memory-interval", type=integer(1), help="steps between memory lines")
+    group.add_argument(
+        "--log-device-memory-used", action="store_true", help="include what the driver counts"
+    )
+    group.add_argument(
+        "--timing-log-level", type=int, choices=(0, 1, 2), default=0, help="how many timers"
+    )
+    group.add_argument(
+        "--timing-log-option", choices=("max", "minmax", "all"), default="minmax", help="over ranks"
+    )
+    group.add_argument(
+        "--no-barrier-with-level-1-timing",
+        dest="barrier_with_L1_time",
+        action="store_false",
+        help="time without waiting for the other ranks",
+    )
+    group.add_argument("--logging-level", type=integer(0), help="of Python's logging, 10 to 50")
+    group.add_argument(
+        "--metrics-file",
+        type=text,
+        metavar="FILE",
+        help="append the numbers of every logged step, one JSON object a line",
+    )
+
+
+def _add_tensorboard_flags(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--tensorboard-dir", type=text, help="folder to write to")
+    group.add_argument(
+        "--tensorboard-log-interval", type=integer(1), default=1, help="steps between points"
+    )
+    group.add_argument(
+        "--tensorboard-queue-size", type=integer(1), default=1000, help="points held in memory"
+    )
+    for name, what in (
+        ("timers", "timers"),
+        ("validation-ppl", "perplexity of the validation set"),
+        ("memory", "memory"),
+        ("world-size", "number of ranks"),
+    ):
+        group.add_argument(f"--log-{name}-to-tensorboard", action="store_true", help=f"add {what}")
+    group.add_argument(
+        "--no-log-loss-scale-to-tensorboard",
+        "--disable-log-loss-scale-to-tensorboard",
+        dest="log_loss_scale_to_tensorboard",
+        action="store_false",
+        help="leave the loss scale out",
+    )
+    group.add_argument("--wandb-project", type=text, help="W&B project; turns W&B on")
+    group.add_argument("--wandb-exp-name", type=text, help="W&B name of the run")
+    group.add_argument("--wandb-save-dir", type=text, help="folder for W&B's local files")
+    group.add_argument("--wandb-entity", type=text, help="W&B user or team")

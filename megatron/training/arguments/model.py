@@ -1,0 +1,224 @@
+"""Flags for the shape of the model: layers, attention, positions, normalisation, vocabulary."""
+
+import argparse
+
+from megatron.training.arguments.convert import integer, number
+
+
+def add_model_flags(parser: argparse.ArgumentParser) -> None:
+    _add_size_flags(parser.add_argument_group("model size"))
+    _add_attention_flags(parser.add_argument_group("attention"))
+    _add_position_flags(parser.add_argument_group("positions"))
+    _add_block_flags(parser.add_argument_group("layers of the block"))
+    _add_initialisation_flags(parser.add_argument_group("initial weights"))
+
+
+def _add_size_flags(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--num-layers", type=integer(1), help="transformer layers of the model")
+    group.add_argument("--hidden-size", type=integer(1), help="width of the residual stream")
+    group.add_argument(
+        "--ffn-hidden-size",
+        type=integer(1),
+        help="inner width of the MLP; left out: 4 hidden sizes, or about 8/3 with --swiglu",
+    )
+    group.add_argument("--num-attention-heads", type=integer(1), help="query heads of a layer")
+    group.add_argument(
+        "--kv-channels",
+        type=integer(1),
+        help="width of one head; left out: hidden size / attention heads",
+    )
+    group.add_argument(
+        "--make-vocab-size-divisible-by",
+        type=integer(1),
+        default=128,
+        help="pad the vocabulary to a multiple of this times the tensor-parallel size",
+    )
+    group.add_argument(
+        "--padded-vocab-size", type=integer(1), help="rows of the embedding, when not computed"
+    )
+    group.add_argument(
+        "--untie-embeddings-and-output-weights",
+        action="store_true",
+        help="give the output layer weights of its own",
+    )
+
+
+def _add_attention_flags(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--group-query-attention", action="store_true", help="let query heads share key/value heads"
+    )
+    group.add_argument(
+        "--num-query-groups",
+        type=integer(1),
+        default=1,
+        help="key/value heads; read only with --group-query-attention",
+    )
+    group.add_argument(
+        "--attention-dropout", type=number(minimum=0, below=1), default=0.1, help="probability"
+    )
+    group.add_argument("--qk-layernorm", action="store_true", help="normalise queries and keys")
+    group.add_argument(
+        "--attention-softmax-in-fp32", action="store_true", help="run the softmax in float32"
+    )
+    group.add_argument(
+        "--apply-query-key-layer-scaling",
+        action="store_true",
+        help="divide the scores by the layer number; implies --attention-softmax-in-fp32",
+    )
+    group.add_argument(
+        "--attention-backend",
+        choices=("flash", "fused", "unfused", "local", "auto"),
+        default="auto",
+        help="which attention kernel to use",
+    )
+    group.add_argument(
+        "--no-masked-softmax-fusion",
+        dest="masked_softmax_fusion",
+        action="store_false",
+        help="keep scale, mask and softmax apart",
+    )
+
+
+def _add_position_flags(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--max-position-embeddings", type=integer(1), help="longest sequence the model can take"
+    )
+    group.add_argument(
+        "--position-embedding-type",
+        choices=("learned_absolute", "rope", "none"),
+        default="learned_absolute",
+        help="how a token knows where it is",
+    )
+    group.add_argument(
+        "--use-rotary-position-embeddings",
+        action="store_true",
+        help="older spelling of --position-embedding-type rope",
+    )
+    group.add_argument(
+        "--no-position-embedding",
+        dest="add_position_embedding",
+        action="store_false",
+        help="deprecated; only accepted together with rope",
+    )
+    group.add_argument("--rotary-base", type=integer(1), default=10000, help="base period")
+    group.add_argument(
+        "--rotary-percent",
+        type=number(above=0),
+        default=1.0,
+        help="fraction of a head that is rotated, at most 1",
+    )
+    group.add_argument(
+        "--rotary-interleaved", action="store_true", help="rotate neighbours, not halves"
+    )
+    group.add_argument(
+        "--rotary-seq-len-interpolation-factor",
+        type=integer(1),
+        help="squeeze positions by this factor",
+    )
+    group.add_argument(
+        "--use-rope-scaling", action="store_true", help="scale frequencies as LLaMA 3.1 does"
+    )
+    group.add_argument(
+        "--rope-scaling-factor",
+        type=number(above=0),
+        default=8.0,
+        help="factor of --use-rope-scaling",
+    )
+    group.add_argument(
+        "--no-rope-fusion",
+        dest="apply_rope_fusion",
+        action="store_false",
+        help="rotate with plain tensor operations",
+    )
+
+
+def _add_block_flags(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--transformer-impl",
+        choices=("local", "transformer_engine"),
+        default="local",
+        help="whose layers to build; Megatron-LM's own default is transformer_engine, which has "
+        "to be installed for every vendor of the run",
+    )
+    group.add_argument(
+        "--normalization", choices=("LayerNorm", "RMSNorm"), default="LayerNorm", help="kind"
+    )
+    group.add_argument(
+        "--norm-epsilon",
+        dest="layernorm_epsilon",
+        type=number(above=0),
+        default=1e-5,
+        help="added to the variance",
+    )
+    group.add_argument(
+        "--apply-layernorm-1p",
+        dest="layernorm_zero_centered_gamma",
+        action="store_true",
+        help="store the norm's weight minus one; needs transformer_engine",
+    )
+    group.add_argument(
+        "--no-persist-layer-norm", action="store_true", help="avoid the persistent norm kernel"
+    )
+    group.add_argument("--swiglu", action="store_true", help="gated SiLU in the MLP")
+    group.add_argument("--squared-relu", action="store_true", help="squared ReLU in the MLP")
+    group.add_argument(
+        "--no-bias-gelu-fusion", dest="bias_gelu_fusion", action="store_false", help="do not fuse"
+    )
+    group.add_argument(
+        "--no-bias-swiglu-fusion",
+        dest="bias_swiglu_fusion",
+        action="store_false",
+        help="do not fuse",
+    )
+    group.add_argument(
+        "--no-bias-dropout-fusion",
+        dest="bias_dropout_fusion",
+        action="store_false",
+        help="do not fuse",
+    )
+    group.add_argument(
+        "--disable-bias-linear",
+        dest="add_bias_linear",
+        action="store_false",
+        help="linear layers without bias",
+    )
+    group.add_argument(
+        "--add-qkv-bias", action="store_true", help="bias on the query, key and value projection"
+    )
+    group.add_argument(
+        "--hidden-dropout", type=number(minimum=0, below=1), default=0.1, help="probability"
+    )
+    group.add_argument(
+        "--cross-entropy-loss-fusion",
+        action="store_true",
+        help="fused loss over a split vocabulary",
+    )
+
+
+def _add_initialisation_flags(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--init-method-std",
+        type=number(minimum=0),
+        default=0.02,
+        help="standard deviation of the normal that weights start from",
+    )
+    group.add_argument(
+        "--embedding-init-method-std",
+        type=number(minimum=0),
+        help="the same for the embedding; left out: --init-method-std",
+    )
+    group.add_argument(
+        "--init-method-xavier-uniform", action="store_true", help="start from Xavier uniform"
+    )
+    group.add_argument(
+        "--no-initialization",
+        dest="perform_initialization",
+        action="store_false",
+        help="leave weights as allocated",
+    )
+    group.add_argument(
+        "--use-cpu-initialization",
+        action="store_true",
+        default=None,
+        help="draw initial weights on the CPU, equal for every tensor-parallel size",
+    )

@@ -1,0 +1,146 @@
+"""Flags that spread the model and the batch over ranks, and that time the communication."""
+
+import argparse
+
+from megatron.training.arguments.convert import integer
+
+
+def add_parallel_flags(parser: argparse.ArgumentParser) -> None:
+    _add_shape_flags(parser.add_argument_group("parallel sizes"))
+    _add_pipeline_flags(parser.add_argument_group("pipeline"))
+    _add_data_parallel_flags(parser.add_argument_group("data parallelism"))
+    _add_runtime_flags(parser.add_argument_group("process groups"))
+
+
+def _add_shape_flags(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--tensor-model-parallel-size", type=integer(1), default=1, help="ranks that share a layer"
+    )
+    # No default here: a plan or --hetero-pipeline-sizes may decide it; validation fills in 1.
+    group.add_argument(
+        "--pipeline-model-parallel-size",
+        type=integer(1),
+        help="pipeline stages; left out: 1, or what the heterogeneous layout says",
+    )
+    group.add_argument(
+        "--context-parallel-size", type=integer(1), default=1, help="only 1 is offered"
+    )
+    group.add_argument(
+        "--expert-model-parallel-size", type=integer(1), default=1, help="only 1 is offered"
+    )
+    group.add_argument(
+        "--sequence-parallel",
+        action="store_true",
+        help="split norms and dropout along the sequence; off when the tensor-parallel size is 1",
+    )
+
+
+def _add_pipeline_flags(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--num-layers-per-virtual-pipeline-stage",
+        type=integer(1),
+        help="interleave, with so many layers in a model chunk",
+    )
+    group.add_argument(
+        "--num-virtual-stages-per-pipeline-rank",
+        type=integer(1),
+        help="interleave, with so many model chunks on a rank",
+    )
+    group.add_argument(
+        "--microbatch-group-size-per-virtual-pipeline-stage",
+        dest="microbatch_group_size_per_vp_stage",
+        type=integer(1),
+        help="micro batches a chunk takes in a row; left out: the pipeline size",
+    )
+    group.add_argument(
+        "--decoder-first-pipeline-num-layers", type=integer(1), help="layers of the first stage"
+    )
+    group.add_argument(
+        "--decoder-last-pipeline-num-layers", type=integer(1), help="layers of the last stage"
+    )
+    group.add_argument(
+        "--pipeline-model-parallel-layout",
+        help="all stages spelled out, for example 'Ett|ttt|ttL'",
+    )
+    group.add_argument(
+        "--no-overlap-p2p-communication",
+        dest="overlap_p2p_comm",
+        action="store_false",
+        help="wait for every transfer of the interleaved schedule at once",
+    )
+    group.add_argument(
+        "--overlap-p2p-communication-warmup-flush",
+        dest="overlap_p2p_comm_warmup_flush",
+        action="store_true",
+        help="overlap transfers in the first and last part of the schedule too",
+    )
+
+
+def _add_data_parallel_flags(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--use-distributed-optimizer", action="store_true", help="shard the optimizer's state"
+    )
+    group.add_argument(
+        "--overlap-grad-reduce", action="store_true", help="reduce gradients during backward"
+    )
+    group.add_argument(
+        "--no-align-grad-reduce",
+        dest="align_grad_reduce",
+        action="store_false",
+        help="let every pipeline stage start its reduction when it likes",
+    )
+    group.add_argument(
+        "--overlap-param-gather", action="store_true", help="gather parameters during forward"
+    )
+    group.add_argument(
+        "--no-align-param-gather",
+        dest="align_param_gather",
+        action="store_false",
+        help="let every pipeline stage start its gather when it likes",
+    )
+    group.add_argument("--ddp-num-buckets", type=integer(1), help="number of gradient buckets")
+    group.add_argument("--ddp-bucket-size", type=integer(1), help="parameters in a bucket")
+    group.add_argument(
+        "--ddp-average-in-collective",
+        action="store_true",
+        help="average inside the reduction, not before it",
+    )
+    group.add_argument(
+        "--no-gradient-accumulation-fusion",
+        dest="gradient_accumulation_fusion",
+        action="store_false",
+        help="keep weight gradient and accumulation apart",
+    )
+
+
+def _add_runtime_flags(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--distributed-backend",
+        choices=("nccl", "gloo"),
+        default="nccl",
+        help="library of the groups inside one vendor (nccl is RCCL on AMD)",
+    )
+    group.add_argument(
+        "--distributed-timeout-minutes",
+        type=integer(1),
+        default=10,
+        help="time limit of a collective",
+    )
+    group.add_argument(
+        "--local-rank",
+        type=integer(0),
+        help="rank on this machine; left out: LOCAL_RANK",
+    )
+    group.add_argument(
+        "--no-async-tensor-model-parallel-allreduce",
+        "--disable-async-tensor-model-parallel-allreduce",
+        dest="async_tensor_model_parallel_allreduce",
+        action="store_false",
+        help="do not hide the tensor-parallel reduction behind the weight gradient",
+    )
+    group.add_argument(
+        "--disable-gloo-process-groups",
+        dest="enable_gloo_process_groups",
+        action="store_false",
+        help="build no gloo groups beside the vendor library's",
+    )

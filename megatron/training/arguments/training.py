@@ -1,0 +1,141 @@
+"""Flags for what one run does: batches, length, precision, recomputation, evaluation."""
+
+import argparse
+
+from megatron.training.arguments.convert import integer, number
+
+
+def add_training_flags(parser: argparse.ArgumentParser) -> None:
+    _add_batch_flags(parser.add_argument_group("batch"))
+    _add_length_flags(parser.add_argument_group("length of the run"))
+    _add_precision_flags(parser.add_argument_group("precision"))
+    _add_recompute_flags(parser.add_argument_group("recomputation"))
+    _add_evaluation_flags(parser.add_argument_group("evaluation"))
+    _add_care_flags(parser.add_argument_group("reproducibility and memory"))
+
+
+def _add_batch_flags(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--micro-batch-size", type=integer(1), help="sequences of one forward pass")
+    group.add_argument(
+        "--global-batch-size",
+        type=integer(1),
+        help="sequences of one optimizer step; left out: micro batch x data-parallel size",
+    )
+    group.add_argument(
+        "--rampup-batch-size",
+        type=integer(1),
+        nargs=3,
+        metavar=("START", "STEP", "SAMPLES"),
+        help="grow the global batch from START by STEP over SAMPLES; needs --train-samples",
+    )
+    group.add_argument(
+        "--calculate-per-token-loss",
+        action="store_true",
+        help="weigh every token equally, not every micro batch",
+    )
+
+
+def _add_length_flags(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--train-iters", type=integer(1), help="optimizer steps of the whole run")
+    group.add_argument("--train-samples", type=integer(1), help="sequences of the whole run")
+    group.add_argument("--exit-interval", type=integer(1), help="stop at a multiple of this step")
+    group.add_argument("--exit-duration-in-mins", type=integer(1), help="stop after so long")
+
+
+def _add_precision_flags(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--bf16", action="store_true", help="train in bfloat16")
+    group.add_argument("--fp16", action="store_true", help="train in float16, with a loss scale")
+    group.add_argument("--loss-scale", type=number(above=0), help="fixed; left out: dynamic")
+    group.add_argument(
+        "--initial-loss-scale", type=number(above=0), default=2.0**32, help="dynamic: first value"
+    )
+    group.add_argument(
+        "--min-loss-scale", type=number(above=0), default=1.0, help="dynamic: lowest value"
+    )
+    group.add_argument(
+        "--loss-scale-window",
+        type=number(above=0),
+        default=1000.0,
+        help="dynamic: good steps before it grows",
+    )
+    group.add_argument(
+        "--hysteresis", type=integer(1), default=2, help="dynamic: bad steps before it shrinks"
+    )
+    group.add_argument(
+        "--fp32-residual-connection", action="store_true", help="residual stream in float32"
+    )
+    group.add_argument(
+        "--accumulate-allreduce-grads-in-fp32",
+        action="store_true",
+        help="sum gradients in float32; --bf16 turns it on",
+    )
+    group.add_argument(
+        "--grad-reduce-in-bf16", action="store_true", help="sum gradients in bfloat16"
+    )
+    group.add_argument(
+        "--fp16-lm-cross-entropy", action="store_true", help="loss in float16; needs --fp16"
+    )
+
+
+def _add_recompute_flags(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--recompute-activations",
+        action="store_true",
+        help="short for --recompute-granularity selective",
+    )
+    group.add_argument(
+        "--recompute-granularity", choices=("full", "selective"), help="whole layers or parts"
+    )
+    group.add_argument("--recompute-method", choices=("uniform", "block"), help="which layers")
+    group.add_argument("--recompute-num-layers", type=integer(1), help="layers per unit or stage")
+    group.add_argument(
+        "--recompute-modules", nargs="+", help="selective: core_attn, layernorm, mlp"
+    )
+    group.add_argument(
+        "--distribute-saved-activations",
+        action="store_true",
+        help="split saved activations over the tensor-parallel group",
+    )
+
+
+def _add_evaluation_flags(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--eval-iters", type=integer(0), default=100, help="batches of one evaluation"
+    )
+    group.add_argument(
+        "--eval-interval", type=integer(1), default=1000, help="steps between evaluations"
+    )
+    group.add_argument("--skip-train", action="store_true", help="evaluate only")
+
+
+def _add_care_flags(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--seed", type=integer(1), default=1234, help="of every random number")
+    group.add_argument(
+        "--deterministic-mode", action="store_true", help="only kernels that repeat bit for bit"
+    )
+    group.add_argument(
+        "--no-check-for-nan-in-loss-and-grad",
+        dest="check_for_nan_in_loss_and_grad",
+        action="store_false",
+        help="go on when the loss or a gradient is not a number",
+    )
+    group.add_argument(
+        "--empty-unused-memory-level",
+        type=int,
+        choices=(0, 1, 2),
+        default=0,
+        help="give cached memory back: never, after a step, around every step",
+    )
+    group.add_argument(
+        "--manual-gc", action="store_true", help="collect Python garbage on all ranks together"
+    )
+    group.add_argument(
+        "--manual-gc-interval", type=integer(0), default=0, help="steps between collections"
+    )
+    group.add_argument(
+        "--no-manual-gc-eval",
+        "--disable-manual-gc-eval",
+        dest="manual_gc_eval",
+        action="store_false",
+        help="no collection around evaluation",
+    )

@@ -1,0 +1,91 @@
+"""What a person sees: the table at the start, the line of each iteration, a bar on a terminal.
+
+Only rank 0 speaks; the other ranks hold a console that is silent.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from tqdm import tqdm
+
+from megatron.training.metrics import IterationRecord
+
+
+def format_table(rows: Sequence[Sequence[str]]) -> str:
+    """Plain aligned columns; the first row is the heading."""
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)) for row in rows]
+    lines.insert(1, "  ".join("-" * w for w in widths))
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def format_bytes(count: float) -> str:
+    for unit in ("B", "KiB", "MiB"):
+        if count < 1024:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.2f} GiB"
+
+
+class Console:
+    """Rank 0's voice: lines on stdout, and a progress bar where stderr is a terminal."""
+
+    def __init__(self, *, speaks: bool, total_iterations: int, start: int = 0) -> None:
+        self._speaks = speaks
+        self._total = total_iterations
+        self._bar: tqdm[Any] | None = None
+        if speaks and sys.stderr.isatty():
+            self._bar = tqdm(total=total_iterations, initial=start, unit="it", desc="training")
+
+    def line(self, text: str) -> None:
+        if not self._speaks:
+            return
+        if self._bar is not None:
+            self._bar.write(text)
+        else:
+            print(text, flush=True)
+
+    def advance(self, record: IterationRecord) -> None:
+        if self._bar is not None:
+            self._bar.set_postfix_str(
+                f"loss {record.loss:.4f}, {record.tokens_per_s:,.0f} tokens/s", refresh=False
+            )
+            self._bar.update(1)
+
+    @property
+    def has_bar(self) -> bool:
+        return self._bar is not None
+
+    def iteration(self, records: Sequence[IterationRecord], *, skipped: int, nan: int) -> None:
+        """Megatron's iteration line: the last record, with times and losses averaged over all."""
+        last, count = records[-1], len(records)
+        elapsed = sum(r.elapsed_ms for r in records) / count
+        parts = [
+            f"iteration {last.iteration:8d}/{self._total:8d}",
+            f"consumed samples: {last.consumed_samples:12d}",
+            f"elapsed time per iteration (ms): {elapsed:.1f}",
+            f"tokens/s: {sum(r.tokens_per_s for r in records) / count:.1f}",
+            "throughput per GPU (TFLOP/s/GPU): "
+            f"{sum(r.tflops_per_gpu for r in records) / count:.4g}",
+            f"learning rate: {last.learning_rate:.6E}",
+            f"global batch size: {last.batch_size:5d}",
+            f"lm loss: {sum(r.loss for r in records) / count:.6E}",
+            f"loss scale: {last.loss_scale:.1f}",
+        ]
+        if last.grad_norm is not None:
+            parts.append(f"grad norm: {last.grad_norm:.3f}")
+        if last.num_zeros is not None:
+            parts.append(f"num zeros: {last.num_zeros:.0f}")
+        parts.append(f"number of skipped iterations: {skipped:3d}")
+        parts.append(f"number of nan iterations: {nan:3d}")
+        stamp = time.strftime("%Y-%m-%d %H:%M:%S")
+        self.line(f" [{stamp}] " + " | ".join(parts) + " |")
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None

@@ -1,0 +1,335 @@
+"""From a command line to a job: the ranks meet, agree, and build their groups and links."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import socket
+import sys
+import uuid
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from typing import Any
+
+import numpy
+import torch
+import torch.distributed as dist
+from megatron.core import tensor_parallel
+
+from hetero.agreement import AgreedError, Agreement
+from hetero.cluster import RankIdentity, check_identities, identify, running_vendor
+from hetero.errors import HeteroError, UserError
+from hetero.groups import Groups, build_groups
+from hetero.pipeline.links import PipelineLinks, open_links
+from hetero.plan import Coordinate, Plan
+from megatron.training.arguments import parse_args
+from megatron.training.core_private import register_groups, require_supported_core
+from megatron.training.data import Datasets, Splits, build_datasets, check_datasets, needs_data
+from megatron.training.layout import plan_from_args
+from megatron.training.optimizer import RankStatistics
+from megatron.training.recorder import check_outputs
+from megatron.training.tokenizer import build_tokenizer, padded_vocab_size
+
+# Flags that may differ between ranks without the ranks computing different things.
+_LOCAL_FLAGS = frozenset(
+    {"rank", "local_rank", "ignored_flags", "data_path", "data_cache_path", "tokenizer_model"}
+    | {"train_data_path", "valid_data_path", "test_data_path", "vocab_file", "merge_file"}
+    | {"metrics_file", "hetero_report", "tensorboard_dir", "wandb_save_dir", "hetero_plan"}
+    | {"num_workers"}
+)
+
+
+@dataclass
+class Job:
+    """Everything a rank knows about the run before it builds a model."""
+
+    args: argparse.Namespace
+    plan: Plan
+    coordinate: Coordinate
+    device: torch.device
+    identities: list[RankIdentity]
+    groups: Groups
+    links: PipelineLinks | None
+    statistics: RankStatistics
+    datasets: Datasets
+    vendor_backend: str
+
+    @property
+    def rank(self) -> int:
+        return self.coordinate.rank
+
+    @property
+    def simulated(self) -> bool:
+        return any(identity.simulated for identity in self.identities)
+
+    @property
+    def is_last_stage(self) -> bool:
+        return self.coordinate.stage == self.plan.stages - 1
+
+    def close(self) -> None:
+        if self.links is not None:
+            self.links.close()
+        dist.destroy_process_group()
+
+
+def environment_rank() -> tuple[int, int, int]:
+    """Rank, world size and local rank as torchrun sets them; a lone process is a world of one."""
+    return tuple(  # type: ignore[return-value]
+        int(os.environ.get(name, default))
+        for name, default in (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0"))
+    )
+
+
+def open_store(rank: int, world_size: int, timeout: float) -> dist.Store:
+    """Reach the rendezvous store that the launcher names in the environment."""
+    if "MASTER_ADDR" not in os.environ:
+        if world_size > 1:
+            raise UserError("MASTER_ADDR is not set; start several processes with torchrun")
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size)}
+    try:
+        store, _, _ = next(dist.rendezvous("env://", timeout=timedelta(seconds=timeout)))
+    except Exception as error:
+        address = f"{os.environ['MASTER_ADDR']}:{os.environ.get('MASTER_PORT')}"
+        raise UserError(
+            f"rank {rank} could not meet the others at {address} within {timeout:.0f} s; see that "
+            "rank 0 was started and that this address and port can be reached from here"
+        ) from error
+    return store
+
+
+def read_arguments(argv: Sequence[str] | None, rank: int) -> tuple[argparse.Namespace, Plan]:
+    """Everything that can be refused without asking the other ranks."""
+    args = parse_args(argv)
+    require_supported_core()
+    if args.transformer_impl == "transformer_engine":
+        try:
+            import transformer_engine  # noqa: F401
+        except ImportError as error:
+            raise UserError(
+                "--transformer-impl transformer_engine needs TransformerEngine; install it with "
+                "pip install '.[te]' or use --transformer-impl local"
+            ) from error
+    plan = plan_from_args(args, vendor=running_vendor())
+    if rank == 0:
+        check_outputs(args)
+    return args, plan
+
+
+def _choose_device(local_rank: int) -> torch.device:
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    count = torch.cuda.device_count()
+    if local_rank >= count:
+        raise UserError(
+            f"local rank {local_rank} has no GPU: this host has {count}; start one process per GPU"
+        )
+    device = torch.device("cuda", local_rank)
+    torch.cuda.set_device(device)
+    return device
+
+
+def _read_tokenizer(args: argparse.Namespace) -> Any:
+    """Check the data files of this node and read the tokenizer."""
+    tokenizer = build_tokenizer(args)
+    if not args.mock_data:
+        check_datasets(args)
+    return tokenizer
+
+
+def _set_determinism(args: argparse.Namespace) -> None:
+    if args.deterministic_mode:
+        # cuBLAS reads this when it is first used.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+
+
+def seed_everything(args: argparse.Namespace, coordinate: Coordinate) -> None:
+    """Megatron's seeds: each pipeline stage its own, tensor-parallel ranks apart for dropout."""
+    seed = args.seed + 100 * coordinate.stage
+    random.seed(seed)
+    numpy.random.seed(seed)
+    torch.manual_seed(seed)
+    tensor_parallel.model_parallel_cuda_manual_seed(
+        seed, tp_rank=coordinate.tensor, ep_rank=0, etp_rank=0
+    )
+
+
+class Starter:
+    """Brings one rank from its command line to a Job, with every rank in agreement."""
+
+    def __init__(self) -> None:
+        self.rank, self.world_size, self.local_rank = environment_rank()
+        self.agreement: Agreement | None = None
+
+    def start(self, argv: Sequence[str] | None) -> Job:
+        args, plan, problem = None, None, None
+        try:
+            args, plan = read_arguments(argv, self.rank)
+        except UserError as error:
+            if self.world_size == 1:
+                raise
+            problem = error
+        timeout = 60.0 * (args.distributed_timeout_minutes if args is not None else 10)
+        store = open_store(self.rank, self.world_size, timeout)
+        self.agreement = Agreement(
+            store, rank=self.rank, world_size=self.world_size, timeout=timeout
+        )
+        identities, device = self._meet(args, plan, problem)
+        if args is None or plan is None:
+            raise RuntimeError("the ranks agreed although this one's command line was refused")
+        datasets = self._agree_on_data(args, plan)
+        return self._connect(args, plan, identities, device, datasets, store, timeout)
+
+    def _meet(
+        self, args: argparse.Namespace | None, plan: Plan | None, problem: UserError | None
+    ) -> tuple[list[RankIdentity], torch.device]:
+        """Every rank says what it is; together they decide whether they can work together."""
+        payload: dict[str, Any] = {}
+        device = torch.device("cpu")
+        if args is not None and plan is not None and problem is None:
+            try:
+                device = _choose_device(self.local_rank)
+                flags = {k: _plain(v) for k, v in vars(args).items() if k not in _LOCAL_FLAGS}
+                flags["plan"] = plan.to_mapping() if args.hetero_pipeline else None
+                payload = asdict(
+                    identify(
+                        rank=self.rank,
+                        local_rank=self.local_rank,
+                        planned_vendor=plan.vendor_of_rank(self.rank),
+                        flags=flags,
+                    )
+                )
+            except UserError as error:
+                problem = error
+        payloads = self._agreed().exchange("command lines", payload=payload, error=problem)
+        identities = [RankIdentity(**record) for record in payloads]
+        if plan is None:
+            raise RuntimeError("the ranks agreed although this one's command line was refused")
+        try:
+            check_identities(identities, plan)
+        except UserError as error:
+            # Every rank sees the same identities and comes to the same conclusion.
+            raise AgreedError(str(error)) from error
+        return identities, device
+
+    def _agree_on_data(self, args: argparse.Namespace, plan: Plan) -> Datasets:
+        tokenizer = self._agree_on_tokenizer(args)
+        needed = needs_data(args, plan, plan.coordinate(self.rank))
+        # Indices are written once: by rank 0, then by one rank of each node that does not see rank
+        # 0's files, then read by all.
+        my_turn = 0 if self.rank == 0 else (1 if self.local_rank == 0 else 2)
+        built: list[Any | None] = [None, None, None]
+        sizes = Splits(0, 0, 0)
+        for turn in range(3):
+            problem: UserError | None = None
+            if turn == my_turn and (needed or self.rank == 0):
+                try:
+                    built = build_datasets(args, tokenizer=tokenizer)
+                except UserError as error:
+                    problem = error
+            payload = {"sizes": [0 if split is None else len(split) for split in built]}
+            payloads = self._agreed().exchange(f"datasets {turn}", payload=payload, error=problem)
+            sizes = Splits(*payloads[0]["sizes"])
+        return Datasets(*built, sizes=sizes)
+
+    def _agree_on_tokenizer(self, args: argparse.Namespace) -> Any:
+        tokenizer, payload, problem = None, {}, None
+        try:
+            tokenizer = _read_tokenizer(args)
+            payload = {"vocab_size": int(tokenizer.vocab_size)}
+        except UserError as error:
+            problem = error
+        payloads = self._agreed().exchange("data files", payload=payload, error=problem)
+        sizes = {record["vocab_size"] for record in payloads}
+        if len(sizes) > 1:
+            raise AgreedError(
+                f"the ranks read tokenizers of different sizes {sorted(sizes)}; give every node "
+                "the same tokenizer"
+            )
+        args.padded_vocab_size = padded_vocab_size(
+            sizes.pop(),
+            make_divisible_by=args.make_vocab_size_divisible_by,
+            tensor_parallel_size=args.tensor_model_parallel_size,
+        )
+        return tokenizer
+
+    def _agreed(self) -> Agreement:
+        if self.agreement is None:
+            raise RuntimeError("the ranks have not met yet")
+        return self.agreement
+
+    def _connect(
+        self,
+        args: argparse.Namespace,
+        plan: Plan,
+        identities: list[RankIdentity],
+        device: torch.device,
+        datasets: Datasets,
+        store: dist.Store,
+        timeout: float,
+    ) -> Job:
+        _set_determinism(args)
+        vendor_backend = "nccl" if device.type == "cuda" else "gloo"
+        mixed = len(plan.meshes) > 1
+        default = "gloo" if device.type == "cpu" else "cpu:gloo"
+        if device.type == "cuda" and not mixed:
+            default = f"cpu:gloo,cuda:{vendor_backend}"
+        dist.init_process_group(
+            default,
+            store=dist.PrefixStore("hetero/default", store),
+            rank=self.rank,
+            world_size=self.world_size,
+            timeout=timedelta(seconds=timeout),
+        )
+        groups = build_groups(
+            plan, self.rank, vendor_backend=vendor_backend, timeout=timedelta(seconds=timeout)
+        )
+        register_groups(groups, plan, self.rank)
+        coordinate = plan.coordinate(self.rank)
+        seed_everything(args, coordinate)
+        job_name = self._agreed().exchange("job", payload={"name": uuid.uuid4().hex})[0]["name"]
+        links = None
+        if args.hetero_pipeline:
+            links = open_links(
+                plan,
+                self.rank,
+                boundary_transport=args.hetero_transport,
+                device=device,
+                job=job_name,
+                timeout=args.hetero_timeout,
+            )
+        return Job(
+            args=args,
+            plan=plan,
+            coordinate=coordinate,
+            device=device,
+            identities=identities,
+            groups=groups,
+            links=links,
+            statistics=RankStatistics(groups.world, device),
+            datasets=datasets,
+            vendor_backend=vendor_backend,
+        )
+
+    def report(self, error: HeteroError) -> None:
+        """Let the right rank print the error, and the others stay until it has."""
+        if self.rank == 0 or not error.known_to_all:
+            where = "" if self.world_size == 1 or error.known_to_all else f"rank {self.rank}: "
+            print(f"error: {where}{error}", file=sys.stderr, flush=True)
+            if self.rank == 0 and self.agreement is not None:
+                self.agreement.spoken()
+        elif self.agreement is not None:
+            self.agreement.wait_until_spoken()
+
+
+def _plain(value: Any) -> Any:
+    """A flag's value as JSON will give it back."""
+    if isinstance(value, tuple):
+        return [_plain(item) for item in value]
+    return value

@@ -1,0 +1,103 @@
+"""Layers that stand in where megatron-core's local ones fall short, on GPUs and on CPU.
+
+`RMSNorm` and `LayerNorm` mark their weights for sequence parallelism, which megatron-core's wrapped
+torch norms refuse. `SdpaAttention` uses torch's scaled_dot_product_attention: cuDNN or flash
+attention on NVIDIA, AOTriton or CK on ROCm, a fused kernel on CPU, and no score matrix in memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core import tensor_parallel
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+
+class RMSNorm(torch.nn.RMSNorm):
+    """torch's RMSNorm with the constructor and the parameter marks that megatron-core expects."""
+
+    def __init__(
+        self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any
+    ) -> None:
+        super().__init__(hidden_size, eps=eps, **_placement(config))
+        _mark(self, config)
+
+
+class LayerNorm(torch.nn.LayerNorm):
+    """torch's LayerNorm with the constructor and the parameter marks that megatron-core expects."""
+
+    def __init__(
+        self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any
+    ) -> None:
+        super().__init__(hidden_size, eps=eps, **_placement(config))
+        _mark(self, config)
+
+
+def _placement(config: TransformerConfig) -> dict[str, Any]:
+    return {"device": torch.cuda.current_device(), "dtype": config.params_dtype}
+
+
+def _mark(norm: torch.nn.Module, config: TransformerConfig) -> None:
+    for parameter in norm.parameters():
+        parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+
+def norm_class(config: TransformerConfig) -> type[RMSNorm] | type[LayerNorm]:
+    return RMSNorm if config.normalization == "RMSNorm" else LayerNorm
+
+
+class SdpaAttention(MegatronModule):
+    """Causal attention core over torch's scaled_dot_product_attention.
+
+    Takes query (s, b, heads, d) and key and value (s, b, query groups, d); returns (s, b, heads*d).
+    A mask, where there is one, is megatron-core's: True where attention is forbidden.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        attn_mask_type: Any,
+        attention_type: str,
+        attention_dropout: float | None = None,
+        softmax_scale: float | None = None,
+        **_: Any,
+    ) -> None:
+        super().__init__(config=config)
+        self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
+        self.scale = softmax_scale
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        attn_mask_type: Any = None,
+        attention_bias: torch.Tensor | None = None,
+        packed_seq_params: Any = None,
+    ) -> torch.Tensor:
+        sequence, batch, heads, width = query.shape
+        query_bnsd, key_bnsd, value_bnsd = (t.permute(1, 2, 0, 3) for t in (query, key, value))
+        with self._dropout_stream():
+            context_bnsd = F.scaled_dot_product_attention(
+                query_bnsd,
+                key_bnsd,
+                value_bnsd,
+                attn_mask=None if attention_mask is None else ~attention_mask,
+                is_causal=attention_mask is None,
+                dropout_p=self.dropout if self.training else 0.0,
+                scale=self.scale,
+                enable_gqa=key.shape[2] != heads,
+            )
+        return context_bnsd.permute(2, 0, 1, 3).reshape(sequence, batch, heads * width)
+
+    def _dropout_stream(self) -> contextlib.AbstractContextManager[Any]:
+        """Tensor-parallel ranks hold different heads and must drop out differently."""
+        if self.training and self.dropout > 0.0 and not self.config.sequence_parallel:
+            return tensor_parallel.get_cuda_rng_tracker().fork()
+        return contextlib.nullcontext()

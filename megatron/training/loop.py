@@ -1,0 +1,303 @@
+"""Training and evaluation: what happens in every iteration."""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import math
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core.num_microbatches_calculator import (
+    get_current_global_batch_size,
+    get_num_microbatches,
+    update_num_microbatches,
+)
+from megatron.core.optimizer_param_scheduler import (
+    OptimizerParamScheduler,
+    get_canonical_lr_for_logging,
+)
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
+
+from hetero.errors import TrainingError
+from hetero.pipeline.communicator import PipelineCommunicator
+from megatron.training.console import Console
+from megatron.training.initialize import Job
+from megatron.training.metrics import IterationRecord, tflops_per_gpu
+from megatron.training.model import StageModel
+from megatron.training.optimizer import StepOutcome, TrainingOptimizer
+from megatron.training.recorder import Recorder
+
+Batch = dict[str, torch.Tensor]
+
+
+def loss_function(
+    loss_mask: torch.Tensor, losses: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+    """Sum of the token losses (b, s), the number of tokens, and both again for the log.
+
+    The log's copy is a clone: the schedule divides the returned loss in place.
+    """
+    mask = loss_mask.reshape(-1).float()
+    loss_sum = torch.sum(losses.reshape(-1).float() * mask)
+    tokens = mask.sum().to(torch.int)
+    logged = torch.stack([loss_sum.detach().clone().double(), tokens.detach().double()])
+    return loss_sum, tokens, {"lm loss": logged}
+
+
+def forward_step(
+    batches: Iterator[Batch], model: Callable[..., torch.Tensor]
+) -> tuple[torch.Tensor, Callable[..., Any] | None]:
+    """One micro-batch through one model chunk. Middle chunks get an empty batch."""
+    batch = next(batches)
+    output = model(
+        batch.get("tokens"),
+        batch.get("position_ids"),
+        batch.get("attention_mask"),
+        labels=batch.get("labels"),
+    )
+    mask = batch.get("loss_mask")
+    return output, None if mask is None else partial(loss_function, mask)
+
+
+class Schedule:
+    """Runs micro-batches through the pipeline, forward and backward or forward only."""
+
+    def __init__(self, job: Job, model: StageModel) -> None:
+        self._args = job.args
+        self._model = model
+        self._device = job.device
+        plan = job.plan
+        self._run = get_forward_backward_func(
+            pp_size=plan.stages, vp_size=plan.chunks if plan.chunks > 1 else None
+        )
+        self._communicator: Any = None
+        if job.links is not None:
+            self._communicator = PipelineCommunicator(
+                pp_group=job.groups.pipeline,
+                config=model.config,
+                upstream=job.links.upstream,
+                downstream=job.links.downstream,
+                device=job.device,
+            )
+        elif plan.stages > 1:
+            # The homogeneous baseline is megatron-core's own p2p on the vendor's library.
+            self._communicator = P2PCommunicator(job.groups.pipeline, model.config)
+        self._counts_loss = job.is_last_stage and job.coordinate.tensor == 0
+
+    def run(
+        self, iterators: list[Iterator[Any]], *, num_microbatches: int, forward_only: bool = False
+    ) -> torch.Tensor:
+        """This rank's share of (loss sum, tokens), float64: zero but on the last stage."""
+        groups = self._model.groups if self._communicator is not None else None
+        results = self._run(
+            forward_step_func=forward_step,
+            data_iterator=iterators if len(iterators) > 1 else iterators[0],
+            model=self._model.chunks if len(iterators) > 1 else self._model.chunks[0],
+            num_microbatches=num_microbatches,
+            seq_length=self._args.seq_length,
+            micro_batch_size=self._args.micro_batch_size,
+            forward_only=forward_only,
+            p2p_communicator=self._communicator,
+            pg_collection=groups,
+        )
+        if not results or not self._counts_loss:
+            return torch.zeros(2, dtype=torch.float64, device=self._device)
+        return torch.stack([result["lm loss"] for result in results]).sum(dim=0)
+
+
+class Trainer:
+    """The training loop of one rank."""
+
+    def __init__(
+        self,
+        job: Job,
+        *,
+        model: StageModel,
+        optimizer: TrainingOptimizer,
+        scheduler: OptimizerParamScheduler,
+        schedule: Schedule,
+        console: Console,
+        recorder: Recorder,
+        after_first_iteration: Callable[[], None],
+    ) -> None:
+        self._after_first_iteration = after_first_iteration
+        self.job = job
+        self.args: argparse.Namespace = job.args
+        self.model = model
+        self.optimizer = optimizer
+        self.scheduler = scheduler
+        self.schedule = schedule
+        self.console = console
+        self.recorder = recorder
+        self.iteration = 0
+        self.consumed_samples = 0
+        self.skipped = 0
+        self.nan = 0
+        self.records: list[IterationRecord] = []
+        self._unlogged: list[IterationRecord] = []
+        self._began = time.monotonic()
+
+    def train(self, iterators: list[Iterator[Any]], evaluate: Callable[[], None] | None) -> None:
+        """Run to --train-iters (or --train-samples), evaluating on the way."""
+        if self.args.manual_gc:
+            gc.disable()
+        self.model.train()
+        while not self._finished():
+            self._iterate(iterators)
+            if self.iteration == 1:
+                self._after_first_iteration()
+            if self.args.manual_gc and self.args.manual_gc_interval:
+                if self.iteration % self.args.manual_gc_interval == 0:
+                    gc.collect()
+            interval = self.args.eval_interval
+            if evaluate is not None and interval and self.iteration % interval == 0:
+                evaluate()
+                self.model.train()
+            if self._asked_to_stop():
+                break
+        self._log_pending()
+
+    def _finished(self) -> bool:
+        if self.args.train_samples:
+            return self.consumed_samples >= self.args.train_samples
+        return self.iteration >= self.args.train_iters
+
+    def _asked_to_stop(self) -> bool:
+        if self.args.exit_interval and self.iteration % self.args.exit_interval == 0:
+            self.console.line(f"stopping at iteration {self.iteration}, as --exit-interval asks")
+            return True
+        if self.args.exit_duration_in_mins:
+            minutes = torch.tensor([(time.monotonic() - self._began) / 60], dtype=torch.float64)
+            # Rank 0's clock decides for all.
+            if self.job.statistics.gather(minutes)[0][0] > self.args.exit_duration_in_mins:
+                self.console.line(
+                    f"stopping at iteration {self.iteration}, as --exit-duration-in-mins asks"
+                )
+                return True
+        return False
+
+    def _iterate(self, iterators: list[Iterator[Any]]) -> None:
+        began = time.perf_counter()
+        update_num_microbatches(self.consumed_samples, verbose=False)
+        batch_size = get_current_global_batch_size()
+        for chunk in self.model.chunks:
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        share = self.schedule.run(iterators, num_microbatches=get_num_microbatches())
+        outcome = self.optimizer.step(
+            loss_sum=share[0], tokens=share[1], link_bytes=self._boundary_bytes()
+        )
+        self.iteration += 1
+        self.consumed_samples += batch_size
+        self._require_finite(outcome)
+        if outcome.updated:
+            self.scheduler.step(increment=batch_size)
+        else:
+            self.skipped += 1
+        # As Megatron logs it: the rate that the next iteration will use.
+        learning_rate = get_canonical_lr_for_logging(self.optimizer.inner.param_groups)
+        self._record(outcome, batch_size, learning_rate, time.perf_counter() - began)
+
+    def _boundary_bytes(self) -> int:
+        links = self.job.links
+        if links is None:
+            return 0
+        return sum(link.counters.bytes_sent for link in links.boundary())
+
+    def _require_finite(self, outcome: StepOutcome) -> None:
+        loss_is_finite = math.isfinite(outcome.loss)
+        norm_is_finite = outcome.grad_norm is None or math.isfinite(outcome.grad_norm)
+        if loss_is_finite and norm_is_finite:
+            return
+        self.nan += 1
+        if self.args.check_for_nan_in_loss_and_grad:
+            what = "loss" if not loss_is_finite else "gradient norm"
+            value = outcome.grad_norm if loss_is_finite else outcome.loss
+            raise TrainingError(
+                f"the {what} of iteration {self.iteration} is {value}; its weights were not "
+                "updated: lower --lr, look at the data of these samples "
+                f"({self.consumed_samples - get_current_global_batch_size()} to "
+                f"{self.consumed_samples - 1}), or pass --no-check-for-nan-in-loss-and-grad to "
+                "skip such iterations"
+            )
+
+    def _record(
+        self,
+        outcome: StepOutcome,
+        batch_size: int,
+        learning_rate: float | None,
+        seconds: float,
+    ) -> None:
+        tokens = batch_size * self.args.seq_length
+        record = IterationRecord(
+            iteration=self.iteration,
+            consumed_samples=self.consumed_samples,
+            consumed_tokens=self.consumed_samples * self.args.seq_length,
+            elapsed_ms=seconds * 1000,
+            tokens_per_s=tokens / seconds,
+            tflops_per_gpu=tflops_per_gpu(self.args, tokens=tokens, seconds=seconds),
+            loss=outcome.loss,
+            grad_norm=outcome.grad_norm,
+            learning_rate=float(learning_rate or 0.0),
+            weight_decay=float(self.scheduler.get_wd()),
+            batch_size=batch_size,
+            loss_scale=self.optimizer.loss_scale,
+            skipped=not outcome.updated,
+            num_zeros=outcome.zeros,
+            link_bytes=outcome.link_bytes,
+            simulated=self.job.simulated,
+        )
+        self.records.append(record)
+        self.recorder.iteration(record)
+        self.console.advance(record)
+        self._unlogged.append(record)
+        if self.iteration % self.args.log_interval == 0:
+            self._log_pending()
+
+    def _log_pending(self) -> None:
+        if self._unlogged and not self.console.has_bar:
+            self.console.iteration(self._unlogged, skipped=self.skipped, nan=self.nan)
+        self._unlogged = []
+
+
+class Evaluator:
+    """Loss over a fixed number of batches, weights untouched."""
+
+    def __init__(
+        self,
+        job: Job,
+        *,
+        model: StageModel,
+        schedule: Schedule,
+        console: Console,
+        recorder: Recorder,
+    ) -> None:
+        self._job, self._model, self._schedule = job, model, schedule
+        self._console, self._recorder = console, recorder
+
+    def run(self, iterators: list[Iterator[Any]], *, name: str, iteration: int, when: str) -> float:
+        """Mean token loss over --eval-iters global batches, the same on every rank."""
+        args = self._job.args
+        self._model.train(False)
+        data_size = self._job.plan.meshes[self._job.coordinate.mesh].data
+        microbatches = args.global_batch_size // (args.micro_batch_size * data_size)
+        total = torch.zeros(2, dtype=torch.float64, device=self._job.device)
+        with torch.no_grad():
+            for _ in range(args.eval_iters):
+                total += self._schedule.run(
+                    iterators, num_microbatches=microbatches, forward_only=True
+                )
+        rows = self._job.statistics.gather(total)
+        loss_sum, tokens = math.fsum(r[0] for r in rows), math.fsum(r[1] for r in rows)
+        loss = loss_sum / tokens if tokens else math.nan
+        perplexity = math.exp(min(20.0, loss))
+        self._console.line(
+            f" {name} loss {when} | lm loss value: {loss:.6E} | lm loss PPL: {perplexity:.6E} |"
+        )
+        self._recorder.evaluation(name, loss=loss, perplexity=perplexity, iteration=iteration)
+        return loss

@@ -1,0 +1,84 @@
+"""The numbers of a run: floating-point operations, memory, and the record of one iteration.
+
+The formulas are explained in docs/metrics.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+
+def model_flops_per_token(args: argparse.Namespace) -> float:
+    """Operations of one forward and backward pass, per token.
+
+    Every matrix product of the forward pass counts two operations per multiply-add and the backward
+    pass twice the forward. Causal attention counts half of the score matrix, once. Recomputation
+    is not counted: it is work the model does not need.
+    """
+    hidden, layers, sequence = args.hidden_size, args.num_layers, args.seq_length
+    queries = args.num_attention_heads * args.kv_channels
+    keys = args.num_query_groups * args.kv_channels
+    projections = hidden * (queries + 2 * keys) + queries * hidden
+    mlp = (3 if args.swiglu else 2) * hidden * args.ffn_hidden_size
+    attention = 2 * queries * (sequence / 2)
+    head = hidden * args.padded_vocab_size
+    forward = 2 * (layers * (projections + mlp + attention) + head)
+    return 3.0 * forward
+
+
+def tflops_per_gpu(args: argparse.Namespace, *, tokens: float, seconds: float) -> float:
+    return model_flops_per_token(args) * tokens / seconds / args.world_size / 1e12
+
+
+def planned_state_bytes(parameters: int, *, args: argparse.Namespace, data_size: int) -> int:
+    """Bytes of weights, gradients and optimizer state of a rank, before any activation.
+
+    Gradients are accumulated in one buffer, fp32 where asked. Adam keeps two moments in fp32, SGD
+    one momentum if it has any, and reduced-precision weights a fp32 copy; the distributed optimizer
+    shares all of these over the data-parallel ranks.
+    """
+    weight = 4 if args.params_dtype == "float32" else 2
+    gradient = 4 if args.accumulate_allreduce_grads_in_fp32 else weight
+    moments = 8 if args.optimizer == "adam" else (4 if args.sgd_momentum else 0)
+    state = moments + (4 if weight == 2 else 0)
+    shared = data_size if args.use_distributed_optimizer else 1
+    return parameters * (weight + gradient) + parameters * state // shared
+
+
+def measured_peak_bytes(device: torch.device) -> int:
+    """Peak memory so far: the allocator's on a GPU, the process's resident set on CPU."""
+    if device.type == "cuda":
+        return int(torch.cuda.max_memory_allocated(device))
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+@dataclass(frozen=True)
+class IterationRecord:
+    """One line of `--metrics-file`."""
+
+    iteration: int
+    consumed_samples: int
+    consumed_tokens: int
+    elapsed_ms: float
+    tokens_per_s: float
+    tflops_per_gpu: float
+    loss: float
+    grad_norm: float | None
+    learning_rate: float
+    weight_decay: float
+    batch_size: int
+    loss_scale: float
+    skipped: bool
+    num_zeros: float | None
+    link_bytes: int
+    """Tensor bytes sent so far over links that cross a boundary, all ranks together."""
+    simulated: bool
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)

@@ -1,0 +1,182 @@
+"""What the run is: the table at its start, and the report it leaves at its end."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hetero.plan import Edge
+from megatron.training import weights
+from megatron.training.console import Console, format_bytes, format_table
+from megatron.training.initialize import Job
+from megatron.training.loop import Trainer
+from megatron.training.metrics import measured_peak_bytes, planned_state_bytes
+from megatron.training.model import StageModel
+
+
+def _everyone(value: Any) -> list[Any]:
+    """Every rank's value, by rank. Objects travel over the default group's gloo side."""
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, value)
+    return gathered
+
+
+def _boundary_transport(job: Job, edge: Edge) -> str:
+    if job.links is None:
+        return f"{job.vendor_backend} (megatron-core)"
+    if edge.is_boundary:
+        return str(job.args.hetero_transport)
+    return job.vendor_backend
+
+
+def stage_rows(job: Job, model: StageModel) -> list[dict[str, Any]]:
+    """One entry a stage: who runs it, what it holds, and how it reaches the next one. Collective."""
+    plan = job.plan
+    parameters = sum(p.numel() for _, p in model.named_parameters())
+    counts = _everyone(parameters)
+    edges = {edge.source: edge for edge in plan.edges()}
+    rows = []
+    for stage in range(plan.stages):
+        ranks = plan.ranks_of_stage(stage)
+        mesh = plan.meshes[plan.mesh_of_stage(stage)]
+        first = job.identities[ranks.start]
+        edge = edges.get(stage)
+        rows.append(
+            {
+                "stage": stage,
+                "vendor": first.vendor,
+                "simulated": any(job.identities[r].simulated for r in ranks),
+                "device": first.device,
+                "hosts": sorted({job.identities[r].host for r in ranks}),
+                "ranks": list(ranks),
+                "layers": list(plan.layers[stage]),
+                "tensor_parallel": mesh.tensor,
+                "data_parallel": mesh.data,
+                "parameters": sum(counts[r] for r in ranks[: mesh.tensor]),
+                "state_bytes_per_rank": planned_state_bytes(
+                    counts[ranks.start], args=job.args, data_size=mesh.data
+                ),
+                "next_stage": edge.target if edge else None,
+                "next_is_boundary": bool(edge and edge.is_boundary),
+                "next_transport": _boundary_transport(job, edge) if edge else None,
+            }
+        )
+    return rows
+
+
+def print_overview(job: Job, rows: list[dict[str, Any]], console: Console) -> None:
+    table = [
+        ["stage", "vendor", "ranks", "TP x DP", "layers", "parameters", "state/rank", "to next"]
+    ]
+    for row in rows:
+        ranks = row["ranks"]
+        to_next = "-"
+        if row["next_transport"]:
+            mark = " (boundary)" if row["next_is_boundary"] else ""
+            to_next = f"{row['next_stage']}: {row['next_transport']}{mark}"
+        table.append(
+            [
+                str(row["stage"]),
+                row["vendor"] + (" (simulated)" if row["simulated"] else ""),
+                str(ranks[0]) if len(ranks) == 1 else f"{ranks[0]}-{ranks[-1]}",
+                f"{row['tensor_parallel']} x {row['data_parallel']}",
+                "+".join(map(str, row["layers"])),
+                f"{row['parameters']:,}",
+                format_bytes(row["state_bytes_per_rank"]),
+                to_next,
+            ]
+        )
+    kind = "mixed" if len(job.plan.meshes) > 1 else "homogeneous"
+    console.line(f"{kind} run on {job.args.world_size} ranks, {job.device.type}:")
+    console.line(format_table(table))
+    if job.simulated:
+        console.line(
+            "vendors are simulated (HETERO_VENDOR): every number of this run is a simulated one"
+        )
+    for ignored in job.args.ignored_flags:
+        console.line(f"flag without effect here: {ignored}")
+
+
+def print_peak_memory(job: Job, console: Console) -> None:
+    """After the first iteration, when every buffer exists. Collective."""
+    peaks = _everyone(measured_peak_bytes(job.device))
+    parts = [
+        f"stage {stage} {format_bytes(max(peaks[r] for r in job.plan.ranks_of_stage(stage)))}"
+        for stage in range(job.plan.stages)
+    ]
+    console.line("peak memory of a rank after the first iteration: " + ", ".join(parts))
+
+
+def _link_entries(job: Job) -> list[dict[str, Any]]:
+    if job.links is None:
+        return []
+    sides = (("upstream", job.links.upstream), ("downstream", job.links.downstream))
+    return [
+        {
+            "rank": job.rank,
+            "peer": link.description.peer,
+            "stage": link.description.stage,
+            "peer_stage": link.description.peer_stage,
+            "side": side,
+            "is_boundary": job.links.is_boundary[side],
+            "transport": link.transport,
+            **link.counters.as_dict(),
+        }
+        for side, link in sides
+        if link is not None
+    ]
+
+
+def write_report(job: Job, trainer: Trainer, rows: list[dict[str, Any]]) -> None:
+    """Leave a JSON file that says what the run was and what it ended with. Collective.
+
+    `weights.sha256` covers every parameter by its name in the whole model, so that two runs of any
+    pipeline layout can be compared bit for bit.
+    """
+    args = job.args
+    local = {}
+    if job.coordinate.data == 0:
+        local = weights.digest(
+            trainer.model.named_parameters(),
+            tp_rank=job.coordinate.tensor,
+            tp_size=args.tensor_model_parallel_size,
+        )
+        if not args.untie_embeddings_and_output_weights and job.plan.stages > 1:
+            # The second copy of a tied embedding is no parameter of the model.
+            local.pop("output_layer.weight", None)
+    sums: dict[str, str] = {}
+    for part in _everyone(local):
+        sums |= part
+    links = [entry for part in _everyone(_link_entries(job)) for entry in part]
+    if job.rank != 0:
+        return
+    report = {
+        "simulated": job.simulated,
+        "device": job.device.type,
+        "plan": job.plan.to_mapping(),
+        "stages": rows,
+        "ranks": [
+            {k: v for k, v in asdict(identity).items() if k != "flags"}
+            | {"stage": job.plan.coordinate(identity.rank).stage}
+            for identity in job.identities
+        ],
+        "links": links,
+        "transport": args.hetero_transport if len(job.plan.meshes) > 1 else job.vendor_backend,
+        "boundary_bytes": sum(e["bytes_sent"] for e in links if e["is_boundary"]),
+        "iterations": trainer.iteration,
+        "consumed_samples": trainer.consumed_samples,
+        "skipped_iterations": trainer.skipped,
+        "final_loss": trainer.records[-1].loss if trainer.records else None,
+        "weights": {"sha256": weights.combine_digests(sums), "parameters": sums},
+        "torch": str(torch.__version__),
+    }
+    target = Path(args.hetero_report)
+    temporary = target.with_name(target.name + f".{os.getpid()}.tmp")
+    temporary.write_text(json.dumps(report, indent=1))
+    temporary.rename(target)

@@ -1,0 +1,104 @@
+"""Where the numbers go: the metrics file, TensorBoard, Weights & Biases. Rank 0 only."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from hetero.errors import UserError
+from megatron.training.metrics import IterationRecord
+
+
+def check_outputs(args: argparse.Namespace) -> None:
+    """Refuse outputs that cannot be written, before hours of training depend on them."""
+    for flag, path in (
+        ("--metrics-file", args.metrics_file),
+        ("--hetero-report", args.hetero_report),
+    ):
+        if path is None:
+            continue
+        parent = Path(path).absolute().parent
+        try:
+            parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(f"{flag} {path}: cannot make its folder: {error.strerror}") from error
+        if Path(path).is_dir() or not os.access(parent, os.W_OK):
+            raise UserError(f"{flag} {path} cannot be written; give a path of a writable file")
+    if args.wandb_project:
+        try:
+            import wandb  # noqa: F401
+        except ImportError as error:
+            raise UserError(
+                "--wandb-project needs wandb; install it with pip install '.[wandb]'"
+            ) from error
+
+
+class Recorder:
+    """Writes every iteration to the places the flags name."""
+
+    def __init__(self, args: argparse.Namespace, *, enabled: bool) -> None:
+        self._interval = args.tensorboard_log_interval
+        self._writer: Any = None
+        self._wandb: Any = None
+        self._file = None
+        if not enabled:
+            return
+        if args.metrics_file:
+            # Line-buffered: what has been measured is on disk, whatever happens next.
+            self._file = open(args.metrics_file, "w", buffering=1)  # noqa: SIM115
+        if args.tensorboard_dir:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._writer = SummaryWriter(
+                log_dir=args.tensorboard_dir, max_queue=args.tensorboard_queue_size
+            )
+        if args.wandb_project:
+            import wandb
+
+            self._wandb = wandb.init(
+                project=args.wandb_project,
+                name=args.wandb_exp_name or None,
+                dir=args.wandb_save_dir or None,
+                config={k: v for k, v in vars(args).items() if not k.startswith("_")},
+            )
+
+    def iteration(self, record: IterationRecord) -> None:
+        if self._file is not None:
+            self._file.write(json.dumps(record.as_dict()) + "\n")
+        if record.iteration % self._interval == 0:
+            self._scalars(
+                {
+                    "lm loss": record.loss,
+                    "learning-rate": record.learning_rate,
+                    "grad-norm": record.grad_norm,
+                    "batch-size": record.batch_size,
+                    "loss-scale": record.loss_scale,
+                    "iteration-time": record.elapsed_ms / 1000,
+                    "throughput": record.tflops_per_gpu,
+                    "tokens-per-second": record.tokens_per_s,
+                    "link-bytes": record.link_bytes,
+                },
+                step=record.iteration,
+            )
+
+    def evaluation(self, name: str, *, loss: float, perplexity: float, iteration: int) -> None:
+        self._scalars({f"lm loss {name}": loss, f"lm loss {name} ppl": perplexity}, step=iteration)
+
+    def _scalars(self, values: dict[str, float | None], *, step: int) -> None:
+        present = {name: value for name, value in values.items() if value is not None}
+        if self._writer is not None:
+            for name, value in present.items():
+                self._writer.add_scalar(name, value, step)
+        if self._wandb is not None:
+            self._wandb.log(present, step=step)
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+        if self._writer is not None:
+            self._writer.close()
+        if self._wandb is not None:
+            self._wandb.finish()

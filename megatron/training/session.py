@@ -1,0 +1,120 @@
+"""One job on one rank: build, train, evaluate, report."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from megatron.core.num_microbatches_calculator import init_num_microbatches_calculator
+
+from megatron.training.console import Console
+from megatron.training.data import chunk_iterators
+from megatron.training.initialize import Job
+from megatron.training.loop import Evaluator, Schedule, Trainer
+from megatron.training.model import build_model
+from megatron.training.optimizer import TrainingOptimizer, build_scheduler
+from megatron.training.overview import (
+    print_overview,
+    print_peak_memory,
+    stage_rows,
+    write_report,
+)
+from megatron.training.recorder import Recorder
+
+
+def run_job(job: Job) -> None:
+    """Train the job's model to its end."""
+    args = job.args
+    init_num_microbatches_calculator(
+        job.rank,
+        args.rampup_batch_size,
+        args.global_batch_size,
+        args.micro_batch_size,
+        args.data_parallel_size,
+    )
+    console = Console(speaks=job.rank == 0, total_iterations=args.train_iters)
+    model = build_model(args, plan=job.plan, rank=job.rank, groups=job.groups, device=job.device)
+    optimizer = TrainingOptimizer(
+        args,
+        model=model,
+        plan=job.plan,
+        rank=job.rank,
+        statistics=job.statistics,
+        device=job.device,
+    )
+    schedule = Schedule(job, model)
+    recorder = Recorder(args, enabled=job.rank == 0)
+    rows = stage_rows(job, model)
+    print_overview(job, rows, console)
+    trainer = Trainer(
+        job,
+        model=model,
+        optimizer=optimizer,
+        scheduler=build_scheduler(args, optimizer),
+        schedule=schedule,
+        console=console,
+        recorder=recorder,
+        after_first_iteration=lambda: print_peak_memory(job, console),
+    )
+    evaluator = Evaluator(job, model=model, schedule=schedule, console=console, recorder=recorder)
+    try:
+        if not args.skip_train:
+            trainer.train(
+                _iterators(job, job.datasets.train, cyclic=args.dataloader_type == "cyclic"),
+                _evaluation(job, trainer, evaluator),
+            )
+        _final_evaluations(job, trainer, evaluator)
+        if args.hetero_report:
+            write_report(job, trainer, rows)
+    finally:
+        console.close()
+        recorder.close()
+
+
+def _iterators(job: Job, dataset: Any, *, cyclic: bool = False) -> list[Any]:
+    return chunk_iterators(
+        job.args,
+        dataset,
+        coordinate=job.coordinate,
+        plan=job.plan,
+        consumed=0,
+        device=job.device,
+        cyclic=cyclic,
+    )
+
+
+def _evaluation(job: Job, trainer: Trainer, evaluator: Evaluator) -> Callable[[], None] | None:
+    if not job.args.eval_iters or not _is_enough(job, job.datasets.sizes.valid):
+        return None
+    iterators = _iterators(job, job.datasets.valid, cyclic=True)
+
+    def evaluate() -> None:
+        evaluator.run(
+            iterators,
+            name="validation",
+            iteration=trainer.iteration,
+            when=f"at iteration {trainer.iteration}",
+        )
+
+    return evaluate
+
+
+def _final_evaluations(job: Job, trainer: Trainer, evaluator: Evaluator) -> None:
+    if not job.args.eval_iters:
+        return
+    splits = job.datasets
+    for name, data, size in (
+        ("validation", splits.valid, splits.sizes.valid),
+        ("test", splits.test, splits.sizes.test),
+    ):
+        if _is_enough(job, size):
+            evaluator.run(
+                _iterators(job, data, cyclic=True),
+                name=name,
+                iteration=trainer.iteration,
+                when=f"at the end of training, iteration {trainer.iteration}",
+            )
+
+
+def _is_enough(job: Job, samples: int) -> bool:
+    return samples >= job.args.micro_batch_size * job.args.data_parallel_size

@@ -1,0 +1,130 @@
+"""Initial weights that do not depend on the layout, and a digest of the weights a run ends with.
+
+Every parameter is drawn on the CPU from a generator seeded by the run's seed and the parameter's
+global name (its layer counted over the whole model), as one whole tensor of which a tensor-parallel
+rank keeps its slice. So the weights are the same for every TP, PP, DP, layer split and vendor.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import re
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import torch
+
+_LAYER = re.compile(r"\.layers\.(\d+)\.")
+_RESIDUAL_OUTPUTS = ("self_attention.linear_proj.weight", "mlp.linear_fc2.weight")
+_TIED_COPY = "output_layer.weight"
+_EMBEDDING = "embedding.word_embeddings.weight"
+
+
+@dataclass(frozen=True)
+class InitialWeights:
+    """How parameters are drawn. `std` and `num_layers` as in GPT-2 and Megatron: the projections
+    that add to the residual stream get std / sqrt(2 * num_layers)."""
+
+    seed: int
+    std: float
+    num_layers: int
+    gated_linear_unit: bool
+    tied_embeddings: bool
+    xavier_uniform: bool = False
+
+    def draw(
+        self, name: str, parameter: torch.nn.Parameter, *, tp_rank: int, tp_size: int
+    ) -> torch.Tensor:
+        """The values of one parameter's local shard, float32 on the CPU."""
+        if name.endswith(".bias"):
+            return torch.zeros(parameter.shape)
+        if parameter.dim() == 1:
+            return torch.ones(parameter.shape)
+        split = getattr(parameter, "tensor_model_parallel", False) and tp_size > 1
+        dim = parameter.partition_dim if split else 0  # type: ignore[attr-defined]
+        shape = list(parameter.shape)
+        if split:
+            shape[dim] *= tp_size
+        whole = torch.empty(shape)
+        self._fill(name, whole)
+        return self._shard(name, whole, dim, tp_rank, tp_size) if split else whole
+
+    def _fill(self, name: str, whole: torch.Tensor) -> None:
+        drawn_name = _EMBEDDING if self.tied_embeddings and name == _TIED_COPY else name
+        digest = hashlib.sha256(f"{self.seed}/{drawn_name}".encode()).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+        if self.xavier_uniform:
+            torch.nn.init.xavier_uniform_(whole, generator=generator)
+            return
+        std = self.std
+        if name.endswith(_RESIDUAL_OUTPUTS):
+            std /= math.sqrt(2.0 * self.num_layers)
+        whole.normal_(0.0, std, generator=generator)
+
+    def _shard(
+        self, name: str, whole: torch.Tensor, dim: int, tp_rank: int, tp_size: int
+    ) -> torch.Tensor:
+        if self.gated_linear_unit and name.endswith("mlp.linear_fc1.weight"):
+            # Gate and up projections are stacked; each rank holds its slice of both.
+            return torch.cat(
+                [half.chunk(tp_size, dim)[tp_rank] for half in whole.chunk(2, dim)], dim
+            )
+        return whole.chunk(tp_size, dim)[tp_rank]
+
+
+def global_name(name: str, first_layer: int) -> str:
+    """A parameter's name in the whole model, from its name in a chunk that starts at a layer."""
+    bare = name.removeprefix("module.").removeprefix("module.")
+    return _LAYER.sub(lambda m: f".layers.{int(m[1]) + first_layer}.", bare)
+
+
+def named_parameters(
+    chunks: Sequence[torch.nn.Module], first_layers: Sequence[int]
+) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    """The parameters of this rank's model chunks under their global names."""
+    for chunk, first_layer in zip(chunks, first_layers, strict=True):
+        for name, parameter in chunk.named_parameters():
+            yield global_name(name, first_layer), parameter
+
+
+def initialize(
+    parameters: Sequence[tuple[str, torch.nn.Parameter]],
+    how: InitialWeights,
+    *,
+    tp_rank: int,
+    tp_size: int,
+) -> None:
+    """Fill parameters in place, on whatever device and in whatever dtype they have."""
+
+    def fill(item: tuple[str, torch.nn.Parameter]) -> None:
+        name, parameter = item
+        with torch.no_grad():
+            values = how.draw(name, parameter, tp_rank=tp_rank, tp_size=tp_size)
+            parameter.data.copy_(values)
+
+    # Drawing is serial inside a tensor and releases the GIL, so a few threads share the tensors.
+    with ThreadPoolExecutor(max_workers=max(1, torch.get_num_threads())) as pool:
+        list(pool.map(fill, parameters))
+
+
+def digest(
+    parameters: Sequence[tuple[str, torch.nn.Parameter]], *, tp_rank: int, tp_size: int
+) -> dict[str, str]:
+    """sha256 of each local shard's bits, by global name (with the TP shard where there is one)."""
+    sums = {}
+    for name, parameter in parameters:
+        split = getattr(parameter, "tensor_model_parallel", False) and tp_size > 1
+        key = f"{name}[{tp_rank}/{tp_size}]" if split else name
+        bits = parameter.detach().cpu().contiguous().view(-1).view(torch.uint8)
+        sums[key] = hashlib.sha256(memoryview(bits.numpy())).hexdigest()
+    return sums
+
+
+def combine_digests(sums: dict[str, str]) -> str:
+    """One digest of a whole model, from its parameters' digests."""
+    whole = hashlib.sha256()
+    for name in sorted(sums):
+        whole.update(f"{name} {sums[name]}\n".encode())
+    return whole.hexdigest()

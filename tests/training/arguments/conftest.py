@@ -1,0 +1,64 @@
+"""A launch that is accepted as it is, to which every test adds the flags it is about."""
+
+import shlex
+from argparse import Namespace
+from collections.abc import Callable
+
+import pytest
+
+from hetero.errors import UserError
+from megatron.training.arguments import parse_args
+
+SMALLEST = {
+    "--num-layers": "8",
+    "--hidden-size": "64",
+    "--num-attention-heads": "4",
+    "--seq-length": "32",
+    "--max-position-embeddings": "32",
+    "--micro-batch-size": "2",
+    "--train-iters": "10",
+    "--lr": "1e-3",
+    "--tokenizer-type": "NullTokenizer",
+    "--vocab-size": "100",
+    "--mock-data": "",
+}
+
+Parse = Callable[..., Namespace]
+Refusal = Callable[..., str]
+
+
+@pytest.fixture(autouse=True)
+def _outside_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def command_line(flags: str, without: str) -> list[str]:
+    dropped = without.split()
+    kept = [f"{flag} {value}" for flag, value in SMALLEST.items() if flag not in dropped]
+    return shlex.split(" ".join([*kept, flags]))
+
+
+@pytest.fixture
+def parse() -> Parse:
+    """The arguments of the smallest launch, `without` some of its flags, plus `flags`."""
+
+    def parse_flags(flags: str = "", *, without: str = "", world_size: int = 1) -> Namespace:
+        return parse_args(command_line(flags, without), world_size=world_size)
+
+    return parse_flags
+
+
+@pytest.fixture
+def refusal() -> Refusal:
+    """The one sentence with which such a launch is refused."""
+
+    def refuse(flags: str = "", *, without: str = "", world_size: int = 1) -> str:
+        with pytest.raises(UserError) as error:
+            parse_args(command_line(flags, without), world_size=world_size)
+        sentence = str(error.value)
+        assert "\n" not in sentence
+        assert error.value.exit_code == 2
+        return sentence
+
+    return refuse

@@ -1,0 +1,80 @@
+"""Where tokens come from, and the tokenizer that made them."""
+
+import pytest
+
+REAL = {"without": "--mock-data"}
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("", "no data is named; add --data-path or --mock-data"),
+        ("--data-path", "--data-path names no file"),
+        ("--data-path ''", "--data-path names no file"),
+        ("--mock-data --data-path a", "--mock-data and --data-path exclude each other"),
+        ("--data-path a --train-data-path b", "--data-path and --train-data-path exclude"),
+        ("--mock-data --valid-data-path b", "--mock-data and --valid-data-path exclude"),
+        ("--train-data-path a --split 99,1,0", "--split cannot go with --train-data-path"),
+        ("--valid-data-path a", "nothing is named to train on; add --train-data-path"),
+        ("--data-path 1 a b", "--data-path mixes weights and prefixes"),
+        ("--data-path a 1", "--data-path mixes weights and prefixes"),
+        ("--data-path 1 a b c", "--data-path mixes weights and prefixes"),
+        ("--data-path 0 a 0 b", "the weights of --data-path must be"),
+        ("--data-path nan a 1 b", "the weights of --data-path must be"),
+        ("--data-path inf a 1 b", "the weights of --data-path must be"),
+        ("--train-data-path 1 a 2", "--train-data-path mixes weights and prefixes"),
+    ],
+)
+def test_source_that_cannot_be_used_is_refused(refusal, flags, words):
+    assert words in refusal(flags, **REAL)
+
+
+@pytest.mark.parametrize(
+    "split", ["0,0,0", "a,b,c", "1,2,3,4", "1,,1", "nan,1,1", "inf,0,0", "''", "99-1-0"]
+)
+def test_split_that_cannot_be_read_is_refused(refusal, split):
+    assert "must be up to three shares" in refusal(f"--data-path a --split {split}", **REAL)
+
+
+def test_split_without_a_share_to_train_on_is_refused_unless_nothing_is_trained(parse, refusal):
+    flags = "--data-path a --split 0,1,0"
+    assert "leaves nothing to train on" in refusal(flags, **REAL)
+    assert parse(f"{flags} --skip-train", **REAL).split == "0,1,0"
+
+
+@pytest.mark.parametrize("split", ["99,1,0", "98,2", "100", "0.9,0.1,0", "'969, 30, 1'", "99/1/0"])
+def test_split_is_kept_as_it_was_written(parse, split):
+    assert parse(f"--data-path a --split {split}", **REAL).split == split.strip("'")
+
+
+def test_split_of_real_data_defaults_to_that_of_megatron(parse):
+    assert parse("--data-path a", **REAL).split == "969, 30, 1"
+    assert parse("--train-data-path a", **REAL).split is None
+
+
+@pytest.mark.parametrize("words", [["a"], ["a", "b"], ["0.3", "a", "0.7", "b"], ["2024"]])
+def test_blend_is_kept_as_it_was_written(parse, words):
+    assert parse(f"--data-path {' '.join(words)}", **REAL).data_path == words
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "needs"),
+    [
+        ("NullTokenizer", "--vocab-size"),
+        ("SentencePieceTokenizer", "--tokenizer-model"),
+        ("Llama2Tokenizer", "--tokenizer-model"),
+        ("HuggingFaceTokenizer", "--tokenizer-model"),
+        ("TikTokenizer", "--tokenizer-model"),
+        ("GPT2BPETokenizer", "--vocab-file"),
+        ("GPT2BPETokenizer --vocab-file v", "--merge-file"),
+    ],
+)
+def test_tokenizer_needs_its_files(refusal, tokenizer, needs):
+    sentence = refusal(f"--tokenizer-type {tokenizer}", without="--tokenizer-type --vocab-size")
+    assert sentence == f"--tokenizer-type {tokenizer.split()[0]} needs {needs}; add it"
+
+
+def test_padded_vocabulary_cannot_be_smaller(refusal):
+    assert "--padded-vocab-size 99 must be at least --vocab-size 100" in refusal(
+        "--padded-vocab-size 99"
+    )

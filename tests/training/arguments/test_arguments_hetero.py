@@ -1,0 +1,142 @@
+"""The --hetero- flags: a plan's file, or its shorthand."""
+
+import pytest
+
+from hetero.errors import UserError
+from megatron.training.arguments import finish_validation
+
+TWO = "--hetero-pipeline --hetero-vendors amd nvidia --hetero-pipeline-sizes 1 1"
+PLAN = "--hetero-pipeline --hetero-plan plan.yaml"
+
+
+def test_pipeline_size_follows_from_the_meshes(parse):
+    args = parse(f"{TWO} --hetero-pipeline-layers 3 5 --hetero-timeout 30", world_size=4)
+    assert args.pipeline_model_parallel_size == 2
+    assert args.data_parallel_size == 2
+    assert args.hetero_vendors == ["amd", "nvidia"]
+    assert args.hetero_pipeline_sizes == [1, 1]
+    assert args.hetero_pipeline_layers == [3, 5]
+    assert args.hetero_timeout == 30.0
+
+
+def test_pipeline_size_may_be_said_twice(parse):
+    flags = f"{TWO} --pipeline-model-parallel-size 2"
+    assert parse(flags, world_size=2).pipeline_model_parallel_size == 2
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (
+            "--hetero-pipeline --hetero-pipeline-sizes 1 1",
+            "--hetero-pipeline needs --hetero-vendors, or a --hetero-plan",
+        ),
+        (
+            "--hetero-pipeline --hetero-vendors amd nvidia",
+            "--hetero-pipeline needs --hetero-pipeline-sizes, or a --hetero-plan",
+        ),
+        (
+            "--hetero-pipeline --hetero-vendors amd --hetero-pipeline-sizes 1 1",
+            "--hetero-vendors names 1 meshes and --hetero-pipeline-sizes 2",
+        ),
+        (f"{TWO} --hetero-pipeline-layers 3 4", "adds up to 7, but --num-layers is 8"),
+        (
+            f"{TWO} --hetero-pipeline-layers 3 3 2",
+            "--hetero-pipeline-layers has 3 numbers, but 2 pipeline stages need 2",
+        ),
+        (
+            f"{TWO} --hetero-pipeline-layers 3 5 --num-virtual-stages-per-pipeline-rank 2"
+            " --global-batch-size 8",
+            "2 pipeline stages with 2 chunks each need 4",
+        ),
+        (
+            f"{TWO} --hetero-pipeline-layers 3 5 --num-layers-per-virtual-pipeline-stage 2",
+            "--num-layers-per-virtual-pipeline-stage cannot go with --hetero-pipeline-layers",
+        ),
+        (
+            f"{TWO} --pipeline-model-parallel-size 4",
+            "--hetero-pipeline-sizes adds up to 2 stages, but --pipeline-model-parallel-size is 4",
+        ),
+        (
+            f"{TWO} --hetero-pipeline-layers 3 5 --decoder-first-pipeline-num-layers 3",
+            "cannot go with --hetero-pipeline-layers",
+        ),
+        (
+            f"{TWO} --hetero-pipeline-layers 3 5 --pipeline-model-parallel-layout 'Ettt|tttttL'",
+            "exclude each other",
+        ),
+        (f"{TWO} --num-layers 7", "the 7 layers cannot be shared evenly"),
+        (f"{TWO} --hetero-plan p.yaml", "--hetero-plan and --hetero-vendors exclude each other"),
+        (
+            f"{PLAN} --hetero-pipeline-layers 4 4",
+            "--hetero-plan and --hetero-pipeline-layers exclude each other",
+        ),
+    ],
+)
+def test_shorthand_that_does_not_add_up_is_refused(refusal, flags, words):
+    assert words in refusal(flags, world_size=2)
+
+
+@pytest.mark.parametrize(
+    "flag",
+    [
+        "--hetero-plan plan.yaml",
+        "--hetero-vendors amd",
+        "--hetero-pipeline-sizes 1",
+        "--hetero-pipeline-layers 8",
+        "--hetero-transport gloo",  # also when it names the default
+        "--hetero-timeout 600",
+    ],
+)
+def test_flag_without_the_pipeline_is_refused(refusal, flag):
+    assert refusal(flag).startswith(f"{flag.split()[0]} needs --hetero-pipeline")
+
+
+def test_report_is_written_of_a_homogeneous_run_too(parse):
+    assert parse("--hetero-report run.json").hetero_report == "run.json"
+
+
+def test_layers_of_an_interleaved_pipeline_are_given_for_every_chunk(parse):
+    args = parse(
+        f"{TWO} --hetero-pipeline-layers 1 3 2 2 --num-virtual-stages-per-pipeline-rank 2"
+        " --global-batch-size 8",
+        world_size=2,
+    )
+    assert args.virtual_pipeline_model_parallel_size == 2
+
+
+def test_stage_may_have_no_layers(parse):
+    args = parse(f"{TWO} --hetero-pipeline-layers 0 8", world_size=2)
+    assert args.hetero_pipeline_layers == [0, 8]
+
+
+def test_plan_leaves_the_parallel_sizes_to_whoever_reads_it(parse):
+    args = parse(PLAN, world_size=6)
+    assert args.pipeline_model_parallel_size is None
+    assert not hasattr(args, "data_parallel_size")
+    args.pipeline_model_parallel_size = 3  # 8 layers do not divide, but the plan names them
+    finish_validation(args, 6)
+    assert (args.data_parallel_size, args.global_batch_size) == (2, 4)
+
+
+def test_plan_does_not_spare_the_other_checks(parse, refusal):
+    assert "--num-layers is required" in refusal(PLAN, without="--num-layers")
+    args = parse(PLAN, world_size=5)
+    args.pipeline_model_parallel_size = 2
+    with pytest.raises(UserError, match="the world size 5 must be a multiple"):
+        finish_validation(args, 5)
+
+
+def test_pipeline_size_given_beside_a_plan_is_kept_for_comparison(parse):
+    args = parse(f"{PLAN} --pipeline-model-parallel-size 2", world_size=2)
+    assert args.pipeline_model_parallel_size == 2
+
+
+@pytest.mark.parametrize(
+    "flags", ["--pipeline-model-parallel-layout EttttttttL", "--decoder-last-pipeline-num-layers 3"]
+)
+def test_plan_and_another_layout_exclude_each_other(parse, flags):
+    args = parse(f"{PLAN} {flags}", world_size=1)
+    args.pipeline_model_parallel_size = 1
+    with pytest.raises(UserError, match="--hetero-plan"):
+        finish_validation(args, 1)

@@ -1,0 +1,148 @@
+"""The model's shape: what has to be given, what has to fit, and what follows from it."""
+
+import pytest
+
+from hetero.errors import UserError
+from megatron.training.arguments.checks.model import default_ffn_hidden_size
+from megatron.training.arguments.layout import parse_layout
+
+
+@pytest.mark.parametrize(
+    "flag",
+    [
+        "--num-layers",
+        "--hidden-size",
+        "--num-attention-heads",
+        "--seq-length",
+        "--max-position-embeddings",
+        "--micro-batch-size",
+        "--lr",
+        "--tokenizer-type",
+    ],
+)
+def test_required_flag(refusal, flag):
+    assert refusal(without=flag) == f"{flag} is required; add it"
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("--max-position-embeddings 16", "--max-position-embeddings 16 must be at least"),
+        ("--hidden-size 66", "--hidden-size 66 must be a multiple of --num-attention-heads 4"),
+        (
+            "--group-query-attention --num-query-groups 3",
+            "--num-attention-heads 4 must be a multiple of --num-query-groups 3",
+        ),
+        ("--swiglu --squared-relu", "exclude each other"),
+        ("--hidden-size 16 --swiglu", "give --ffn-hidden-size"),
+        ("--apply-layernorm-1p", "needs --transformer-impl transformer_engine"),
+        ("--no-position-embedding", "--no-position-embedding is deprecated"),
+        ("--use-rope-scaling", "--use-rope-scaling needs --position-embedding-type rope"),
+        ("--rotary-percent 1.5", "--rotary-percent must be at most 1"),
+    ],
+)
+def test_shape_that_does_not_fit_is_refused(refusal, flags, words):
+    assert words in refusal(flags)
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("", "--num-attention-heads 4 must be a multiple of --tensor-model-parallel-size 3"),
+        (
+            "--num-attention-heads 6 --hidden-size 66 --group-query-attention --num-query-groups 2",
+            "--num-query-groups 2 must be a multiple of --tensor-model-parallel-size 3",
+        ),
+        (
+            "--num-attention-heads 6 --hidden-size 66 --ffn-hidden-size 100",
+            "--ffn-hidden-size 100 must be a multiple of --tensor-model-parallel-size 3",
+        ),
+        (
+            "--num-attention-heads 6 --hidden-size 66 --sequence-parallel",
+            "--seq-length 32 must be a multiple of --tensor-model-parallel-size 3",
+        ),
+    ],
+)
+def test_shape_that_three_tensor_parallel_ranks_cannot_share_is_refused(refusal, flags, words):
+    assert words in refusal(f"{flags} --tensor-model-parallel-size 3", world_size=3)
+
+
+def test_head_width_frees_the_hidden_size(parse):
+    assert parse("--hidden-size 66 --kv-channels 8").kv_channels == 8
+    assert parse().kv_channels == 16
+
+
+@pytest.mark.parametrize(
+    ("hidden", "gated", "expected"),
+    [(64, False, 256), (4096, False, 16384), (64, True, 128), (4096, True, 10880)],
+)
+def test_mlp_width_where_left_out(hidden, gated, expected):
+    assert default_ffn_hidden_size(hidden, gated=gated) == expected
+
+
+def test_mlp_width_follows_the_activation(parse):
+    assert parse().ffn_hidden_size == 256
+    assert parse("--swiglu").ffn_hidden_size == 128
+    assert parse("--swiglu --ffn-hidden-size 96").ffn_hidden_size == 96
+
+
+def test_rotary_positions_have_two_spellings_and_keep_their_fusion(parse):
+    for flags in ("--use-rotary-position-embeddings", "--position-embedding-type rope"):
+        args = parse(f"{flags} --no-position-embedding")
+        assert (args.position_embedding_type, args.apply_rope_fusion) == ("rope", True)
+
+
+def test_linear_layers_without_bias(parse):
+    args = parse("--disable-bias-linear")
+    assert (args.add_bias_linear, args.add_qkv_bias, args.bias_gelu_fusion) == (False, False, False)
+    assert parse("--disable-bias-linear --add-qkv-bias").add_qkv_bias is True
+
+
+def test_layer_scaling_brings_a_float32_softmax(parse):
+    assert parse("--apply-query-key-layer-scaling").attention_softmax_in_fp32 is True
+
+
+def test_zero_centred_norm_is_accepted_with_transformer_engine(parse):
+    args = parse("--apply-layernorm-1p --transformer-impl transformer_engine")
+    assert args.layernorm_zero_centered_gamma is True
+
+
+def test_sequence_parallelism_needs_tensor_parallelism(parse):
+    assert parse("--sequence-parallel").sequence_parallel is False
+    split = "--sequence-parallel --tensor-model-parallel-size 2"
+    assert parse(split, world_size=2).sequence_parallel is True
+
+
+LAYOUTS = ["EttL", "Et|tL", "E|tt|L", "Et|t|L", "E|(t|)*2L", "Et*2,L", "Ett||L", "(Ett)*1|L"]
+
+
+@pytest.mark.parametrize("text", LAYOUTS)
+def test_layout_is_read_as_megatron_core_reads_it(text):
+    core = pytest.importorskip("megatron.core.transformer.pipeline_parallel_layer_layout")
+    stages = core.PipelineParallelLayerLayout.parse_str_to_list(text)
+    letters = {"embedding": "E", "decoder": "t", "loss": "L"}
+    expected = ["".join(letters[layer.name] for layer in stage) for stage in stages]
+    assert parse_layout(text, num_layers=2) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("EtmL", "has 'm'"),
+        ("Et L", "has ' '"),
+        ("E((t)*2)*2L", "has '('"),
+        ("ttL", "one E at its beginning"),
+        ("Ett", "one L at its end"),
+        ("EtLt", "one L at its end"),
+        ("EEttL", "one E at its beginning"),
+        ("", "one E at its beginning"),
+        ("EtL", "has 1 layers, but --num-layers is 2"),
+        ("Et*999999L", "repeats a stage too often"),
+        ("E((t*99999)*99999)*99999L", "repeats a stage too often"),
+        ("Et*" + "9" * 5000 + "L", "repeats a stage too often"),
+    ],
+)
+def test_layout_that_cannot_be_read_is_refused(text, words):
+    with pytest.raises(UserError, match="--pipeline-model-parallel-layout") as error:
+        parse_layout(text, num_layers=2)
+    assert words in str(error.value)

@@ -1,0 +1,179 @@
+"""Ranks: how they divide into tensor, pipeline and data parallelism, and interleaving."""
+
+import pytest
+
+from megatron.training.arguments import finish_validation
+
+PP2 = "--pipeline-model-parallel-size 2"
+PP4 = "--pipeline-model-parallel-size 4"
+VPP2 = "--num-virtual-stages-per-pipeline-rank 2"
+
+
+def test_the_rest_of_the_world_is_data_parallel(parse):
+    args = parse(f"--tensor-model-parallel-size 2 {PP2}", world_size=12)
+    assert args.data_parallel_size == 3
+    assert args.global_batch_size == 6
+
+
+@pytest.mark.parametrize(
+    ("flags", "world_size", "words"),
+    [
+        (PP2, 3, "the world size 3 must be a multiple"),
+        ("--tensor-model-parallel-size 4", 2, "the world size 2 must be a multiple"),
+        (f"{PP2} --num-layers 7", 2, "the 7 layers cannot be shared evenly by 2 pipeline stages"),
+        (f"{PP2} {VPP2} --num-layers 6 --global-batch-size 8", 2, "2 pipeline stages of 2 chunks"),
+        (
+            f"{PP4} --decoder-first-pipeline-num-layers 3",
+            4,
+            "the 5 layers cannot be shared evenly by 3 pipeline stages",
+        ),
+        (
+            f"{PP2} --decoder-first-pipeline-num-layers 3 --decoder-last-pipeline-num-layers 4",
+            2,
+            "leave 1 of --num-layers 8 for the other 0 stages",
+        ),
+        (f"{PP2} --decoder-last-pipeline-num-layers 9", 2, "leave -1 of --num-layers 8"),
+        (f"{PP2} --decoder-last-pipeline-num-layers 8", 2, "leave 0 of --num-layers 8"),
+        (
+            f"{PP2} --decoder-first-pipeline-num-layers 3 --pipeline-model-parallel-layout"
+            " 'Ettt|tttttL'",
+            2,
+            "cannot go with --pipeline-model-parallel-layout",
+        ),
+        (
+            f"{PP2} --pipeline-model-parallel-layout 'Ettt|ttt|ttL'",
+            2,
+            "has 3 stages, which is no multiple of --pipeline-model-parallel-size 2",
+        ),
+        (f"{PP2} --pipeline-model-parallel-layout 'Ettt|tttL'", 2, "has 6 layers"),
+        ("--overlap-param-gather", 1, "--overlap-param-gather needs --use-distributed-optimizer"),
+        (
+            "--overlap-param-gather --use-distributed-optimizer",
+            1,
+            "--overlap-param-gather needs --overlap-grad-reduce",
+        ),
+        ("--ddp-num-buckets 2 --ddp-bucket-size 9", 1, "exclude each other"),
+    ],
+)
+def test_division_that_does_not_come_out_is_refused(refusal, flags, world_size, words):
+    assert words in refusal(flags, world_size=world_size)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        f"{PP2} --decoder-first-pipeline-num-layers 3",
+        f"{PP2} --decoder-first-pipeline-num-layers 3 --decoder-last-pipeline-num-layers 5",
+        f"{PP4} --num-layers 10 --decoder-first-pipeline-num-layers 1"
+        " --decoder-last-pipeline-num-layers 3",
+        f"{PP2} --num-layers 7 --pipeline-model-parallel-layout 'Ettt|ttttL'",
+    ],
+)
+def test_uneven_stages_that_come_out_are_accepted(parse, flags):
+    assert parse(flags, world_size=4).virtual_pipeline_model_parallel_size is None
+
+
+@pytest.mark.parametrize(
+    ("flags", "virtual"),
+    [
+        ("", None),
+        (VPP2, 2),
+        ("--num-virtual-stages-per-pipeline-rank 1", None),
+        ("--num-layers-per-virtual-pipeline-stage 1", 4),
+        ("--num-layers-per-virtual-pipeline-stage 2", 2),
+        ("--num-layers-per-virtual-pipeline-stage 4", None),
+        ("--pipeline-model-parallel-layout 'Et|ttt|tt|ttL'", 2),
+        ("--pipeline-model-parallel-layout 'Etttt|ttttL'", None),
+    ],
+)
+def test_model_chunks_on_a_rank(parse, flags, virtual):
+    args = parse(f"{PP2} --global-batch-size 8 {flags}", world_size=2)
+    assert args.virtual_pipeline_model_parallel_size == virtual
+    assert args.overlap_p2p_comm is (virtual is not None)
+    assert args.align_param_gather is (virtual is not None)
+
+
+@pytest.mark.parametrize(
+    ("flags", "world_size", "words"),
+    [
+        (VPP2, 1, "interleaving needs --pipeline-model-parallel-size above 1"),
+        (
+            f"{PP2} {VPP2} --num-layers-per-virtual-pipeline-stage 2",
+            2,
+            "--num-layers-per-virtual-pipeline-stage and --num-virtual-stages-per-pipeline-rank",
+        ),
+        (
+            f"{PP2} {VPP2} --pipeline-model-parallel-layout 'Ett|tt|tt|ttL'",
+            2,
+            "exclude each other; keep one of them",
+        ),
+        (
+            f"{PP2} --num-layers-per-virtual-pipeline-stage 3",
+            2,
+            "--num-layers 8 must be a multiple",
+        ),
+        (
+            f"{PP2} --num-layers-per-virtual-pipeline-stage 1"
+            " --decoder-first-pipeline-num-layers 2",
+            2,
+            "use --num-virtual-stages-per-pipeline-rank",
+        ),
+        (
+            f"{PP2} {VPP2} --no-overlap-p2p-communication",
+            2,
+            "would mix up activations and gradients; remove that flag",
+        ),
+        (
+            f"{PP4} {VPP2} --no-overlap-p2p-communication --overlap-p2p-communication-warmup-flush",
+            4,
+            "exclude each other",
+        ),
+        (
+            "--overlap-p2p-communication-warmup-flush",
+            1,
+            "--overlap-p2p-communication-warmup-flush needs interleaving",
+        ),
+    ],
+)
+def test_interleaving_that_cannot_run_is_refused(refusal, flags, world_size, words):
+    assert words in refusal(f"{flags} --global-batch-size 16", world_size=world_size)
+
+
+def test_interleaving_over_four_stages_may_wait_for_its_transfers(parse):
+    args = parse(f"{PP4} {VPP2} --no-overlap-p2p-communication --global-batch-size 8", world_size=4)
+    assert (args.virtual_pipeline_model_parallel_size, args.overlap_p2p_comm) == (2, False)
+
+
+@pytest.mark.parametrize(
+    ("microbatches", "group", "fits"),
+    [
+        (1, "", False),
+        (2, "", True),
+        (3, "", False),
+        (4, "", True),
+        (4, "1", False),
+        (4, "5", False),
+        (4, "3", False),
+        (5, "3", True),
+        (6, "3", True),
+    ],
+)
+def test_interleaved_micro_batches_come_in_groups(parse, refusal, microbatches, group, fits):
+    flags = f"{PP2} {VPP2} --global-batch-size {2 * microbatches}"
+    if group:
+        flags += f" --microbatch-group-size-per-virtual-pipeline-stage {group}"
+    if fits:
+        assert parse(flags, world_size=2).virtual_pipeline_model_parallel_size == 2
+    else:
+        assert f"{microbatches} micro batches" in refusal(flags, world_size=2)
+
+
+def test_overlap_of_the_parameter_gather(parse):
+    args = parse("--overlap-param-gather --use-distributed-optimizer --overlap-grad-reduce")
+    assert args.overlap_param_gather is True
+
+
+def test_validation_without_a_pipeline_size_is_a_mistake_of_the_caller(parse):
+    args = parse("--hetero-pipeline --hetero-plan plan.yaml")
+    with pytest.raises(ValueError, match="pipeline_model_parallel_size"):
+        finish_validation(args, 2)

@@ -1,0 +1,250 @@
+"""How words become arguments: help, the environment, slips of the finger, flags left out."""
+
+import subprocess
+import sys
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from hetero.errors import UserError
+from megatron.training.arguments import build_parser, parse_args
+from megatron.training.arguments.ignored import IGNORED
+from megatron.training.arguments.unknown import FEATURES, NOT_OFFERED, explain_unknown
+
+KNOWN = sorted(build_parser().flags)
+
+
+def test_torch_is_not_imported():
+    code = "import sys, megatron.training.arguments; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
+
+
+def test_help_names_every_flag_and_ends_well(capsys):
+    with pytest.raises(SystemExit) as ending:
+        parse_args(["--help"])
+    assert ending.value.code == 0
+    shown = capsys.readouterr().out
+    assert [flag for flag in KNOWN if flag not in shown] == []
+
+
+def test_every_flag_has_help():
+    assert [action.dest for action in build_parser()._actions if not action.help] == []
+
+
+def test_rank_comes_from_the_environment(parse, monkeypatch):
+    monkeypatch.setenv("RANK", "3")
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    args = parse(world_size=4)
+    assert (args.rank, args.local_rank, args.world_size) == (3, 1, 4)
+
+
+def test_world_size_comes_from_the_environment_where_left_out(parse, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "6")
+    assert parse(world_size=None).data_parallel_size == 6
+
+
+@pytest.mark.parametrize("name", ["RANK", "LOCAL_RANK", "WORLD_SIZE"])
+@pytest.mark.parametrize("value", ["two", "-1", ""])
+def test_environment_that_is_no_number_is_refused(refusal, monkeypatch, name, value):
+    monkeypatch.setenv(name, value)
+    assert name in refusal(world_size=None)
+
+
+def test_world_size_zero_is_refused(refusal):
+    assert "world size must be at least 1" in refusal(world_size=0)
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("--num-layer 3", "--num-layer is not a flag of this program; did you mean --num-layers?"),
+        ("--num_layers 3", "did you mean --num-layers?"),
+        ("--micro-batchsize=3", "--micro-batchsize is not a flag"),
+        ("--tensor-model-paralel-size 2", "did you mean --tensor-model-parallel-size?"),
+        ("--num-layer x --lr x", "did you mean --num-layers?"),  # the slip, not the bad value
+        ("--xyzzy", "--xyzzy is not a flag of this program; see --help"),
+        ("--encoder 1", "--encoder is not a flag"),
+        ("--overlap-p2p-communication", "is on unless --no-overlap-p2p-communication is given"),
+        ("--no-bf16", "leave --bf16 out"),
+        ("--num-l 3", "--num-l is not a flag"),  # no abbreviations
+        ("stray", "'stray' belongs to no flag"),
+        ("-x", "'-x' belongs to no flag"),
+        ("--lr 1 2", "'2' belongs to no flag"),
+        ("-- --lr", "belongs to no flag"),
+    ],
+)
+def test_what_is_no_flag_is_refused_with_what_was_meant(refusal, flags, words):
+    assert words in refusal(flags)
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("--lr", "--lr lacks a value"),
+        ("--lr --bf16", "--lr lacks a value"),
+        ("--rampup-batch-size 1 2", "--rampup-batch-size lacks a value"),
+        ("--bf16=1", "--bf16 takes no value"),
+        ("--lr fast", "--lr must be a finite number above 0, not 'fast'"),
+        ("--lr nan", "--lr must be a finite number"),
+        ("--lr inf", "--lr must be a finite number"),
+        ("--lr 0", "--lr must be a finite number above 0"),
+        ("--min-lr=-1", "--min-lr must be a finite number of at least 0"),
+        ("--num-layers 0", "--num-layers must be a whole number of at least 1, not '0'"),
+        ("--num-layers 1.5", "--num-layers must be a whole number"),
+        ("--seed -1", "--seed must be a whole number"),
+        ("--hidden-dropout 1", "--hidden-dropout must be a finite number of at least 0 and below"),
+        ("--attention-dropout -0.1", "--attention-dropout must be"),
+        ("--adam-beta1 1", "--adam-beta1 must be"),
+        ("--adam-beta2 1.5", "--adam-beta2 must be"),
+        ("--adam-eps 0", "--adam-eps must be"),
+        ("--eval-interval 0", "--eval-interval must be"),
+        ("--log-interval 0", "--log-interval must be"),
+        ("--rotary-base 1e4", "--rotary-base must be a whole number"),
+        ("--hetero-timeout 0", "--hetero-timeout must be"),
+        ("--hetero-timeout inf", "--hetero-timeout must be"),
+        ("--metrics-file ''", "--metrics-file must not be empty"),
+        ("--optimizer lion", "--optimizer cannot be 'lion'; choose from 'adam', 'sgd'"),
+        ("--timing-log-level 3", "--timing-log-level cannot be 3"),
+        ("--tokenizer-type Bert", "--tokenizer-type cannot be 'Bert'"),
+        ("--position-embedding-type mrope", "--position-embedding-type cannot be 'mrope'"),
+        ("--hetero-transport auto", "--hetero-transport cannot be 'auto'"),
+        ("--hetero-vendors intel", "--hetero-vendors cannot be 'intel'"),
+    ],
+)
+def test_a_value_that_does_not_fit_is_refused_with_its_flag(refusal, flags, words):
+    assert words in refusal(flags)
+
+
+@pytest.mark.parametrize(
+    ("flag", "feature"),
+    [
+        ("--num-experts", "mixture-of-experts models"),
+        ("--moe-router-topk", "mixture-of-experts models"),
+        ("--moe-something-new", "mixture-of-experts models"),
+        ("--expert-tensor-parallel-size", "mixture-of-experts models"),
+        ("--hybrid-override-pattern", "hybrid and Mamba models"),
+        ("--mamba-state-dim", "hybrid and Mamba models"),
+        ("--vision-pretraining", "vision models"),
+        ("--img-h", "vision models"),
+        ("--cp-comm-type", "context parallelism"),
+        ("--fp8-format", "8-bit and 4-bit training"),
+        ("--fp4-format", "8-bit and 4-bit training"),
+        ("--multi-latent-attention", "multi-latent attention"),
+        ("--q-lora-rank", "multi-latent attention"),
+        ("--mtp-num-layers", "multi-token prediction"),
+        ("--use-megatron-fsdp", "fully sharded data parallelism"),
+        ("--inference-dynamic-batching", "inference"),
+        ("--encoder-num-layers", "BERT, T5 and retrieval models"),
+        ("--profile", "profiling"),
+        ("--use-legacy-models", "before megatron-core"),
+    ],
+)
+def test_flag_of_a_feature_left_out_is_refused_by_its_name(refusal, flag, feature):
+    sentence = refusal(f"{flag} 2")
+    assert sentence.startswith(f"{flag} is a flag of ")
+    assert feature in sentence
+    assert sentence.endswith("which this program does not offer; remove it")
+
+
+@pytest.mark.parametrize(
+    "flag",
+    sorted(NOT_OFFERED | frozenset().union(*(feature.flags for feature in FEATURES))),
+)
+def test_flag_of_megatron_that_is_left_out_is_not_taken_for_a_slip(flag):
+    assert flag not in KNOWN
+    assert explain_unknown(flag, KNOWN).endswith("does not offer; remove it")
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("--batch-size 4", "use --micro-batch-size"),
+        ("--warmup 1", "use --lr-warmup-fraction"),
+        ("--model-parallel-size 2", "use --tensor-model-parallel-size"),
+        ("--checkpoint-activations", "use --recompute-activations"),
+        ("--hetero-tensor-sizes 1 2", "--hetero-tensor-sizes is not available yet; remove it"),
+        ("--hetero-data-sizes 1 2", "not available yet"),
+        ("--hetero-micro-batch-sizes 1 2", "not available yet"),
+        ("--hetero-recompute full none", "not available yet"),
+        ("--hetero-nics mlx5_0", "not available yet"),
+        ("--full-validation", "does not offer"),
+        ("--account-for-embedding-in-pipeline-split", "does not offer"),
+        ("--context-parallel-size 2", "--context-parallel-size 2 is not offered"),
+        ("--expert-model-parallel-size 2", "--expert-model-parallel-size 2 is not offered"),
+        ("--save out", "checkpoints are not available yet; remove --save"),
+        ("--load out", "checkpoints are not available yet; remove --load"),
+        ("--pretrained-checkpoint out", "remove --pretrained-checkpoint"),
+    ],
+)
+def test_flag_that_went_or_is_to_come_is_refused_with_what_to_do(refusal, flags, words):
+    assert words in refusal(flags)
+
+
+def test_checkpoint_flags_are_read_although_nothing_is_saved(parse):
+    args = parse("--save-interval 10 --ckpt-format torch --no-load-optim --finetune")
+    assert (args.save_interval, args.ckpt_format) == (10, "torch")
+    assert (args.no_load_optim, args.finetune) == (True, True)
+
+
+def test_flags_without_effect_are_accepted_and_listed_in_the_order_typed(parse):
+    args = parse("--use-mcore-models --no-one-logger --bf16 --app-tag-run-name=x --use-flash-attn")
+    flags = [line.split(": ")[0] for line in args.ignored_flags]
+    assert flags == [
+        "--use-mcore-models",
+        "--no-one-logger",
+        "--app-tag-run-name",
+        "--use-flash-attn",
+    ]
+    assert all(line.split(": ", 1)[1] for line in args.ignored_flags)
+
+
+@pytest.mark.parametrize("flag", sorted(IGNORED))
+def test_each_flag_without_effect_says_so(parse, flag):
+    value = " 1" if IGNORED[flag].takes_value else ""
+    assert parse(flag + value).ignored_flags == [f"{flag}: {IGNORED[flag].reason}"]
+
+
+def test_query_groups_without_grouped_attention_are_reported(parse):
+    assert parse("--num-query-groups 2").ignored_flags == [
+        "--num-query-groups: it needs --group-query-attention"
+    ]
+    assert parse("--num-query-groups 2 --group-query-attention").ignored_flags == []
+
+
+LONG_FLAGS = [flag for flag in KNOWN if len(flag) >= 10]
+
+
+@settings(deadline=None)
+@given(
+    flag=st.sampled_from(LONG_FLAGS),
+    where=st.floats(0, 1, exclude_max=True),
+    slip=st.sampled_from(["lose", "double", "swap"]),
+)
+def test_a_slip_of_the_finger_is_answered_with_a_flag_as_near_as_the_one_meant(flag, where, slip):
+    at = 2 + int(where * (len(flag) - 3))
+    typed = {
+        "lose": flag[:at] + flag[at + 1 :],
+        "double": flag[:at] + flag[at] + flag[at:],
+        "swap": flag[:at] + flag[at + 1] + flag[at] + flag[at + 2 :],
+    }[slip]
+    assume(typed not in KNOWN)
+    with pytest.raises(UserError) as error:
+        parse_args([typed, "1"])
+    sentence = str(error.value)
+    assert sentence.startswith(f"{typed} is not a flag of this program; did you mean --")
+    meant = sentence.removesuffix("?").split()[-1]
+    assert meant in KNOWN
+    assert edits(typed, meant) <= edits(typed, flag)
+
+
+def edits(one: str, other: str) -> int:
+    """Letters to take away, put in or exchange between two words, where _ is as good as -."""
+    one, other = one.replace("_", "-"), other.replace("_", "-")
+    row = list(range(len(other) + 1))
+    for i, letter in enumerate(one, 1):
+        above, row[0] = row[0], i
+        for j, opposite in enumerate(other, 1):
+            above, row[j] = row[j], min(row[j] + 1, row[j - 1] + 1, above + (letter != opposite))
+    return row[-1]

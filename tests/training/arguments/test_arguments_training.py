@@ -1,0 +1,220 @@
+"""The run: length, batch, precision, recomputation and the schedule of the optimizer."""
+
+import pytest
+
+SAMPLES = {"without": "--train-iters"}
+
+
+@pytest.mark.parametrize(
+    ("flags", "without", "words"),
+    [
+        ("", "--train-iters", "--train-iters or --train-samples is required"),
+        ("--train-samples 100", "", "--train-iters and --train-samples exclude each other"),
+        ("--rampup-batch-size 2 2 10", "", "--rampup-batch-size needs --train-samples"),
+        ("--train-samples 1", "--train-iters", "--train-samples 1 is less than one global batch"),
+        ("--global-batch-size 3", "", "a global batch of 3 must be a multiple"),
+        (
+            "--train-samples 99 --global-batch-size 8 --rampup-batch-size 2 2 0",
+            "--train-iters",
+            "--rampup-batch-size must be a whole number of at least 1",
+        ),
+        (
+            "--train-samples 99 --global-batch-size 8 --rampup-batch-size 2 4 10",
+            "--train-iters",
+            "must reach --global-batch-size 8 from 2 in steps of 4",
+        ),
+        (
+            "--train-samples 99 --global-batch-size 8 --rampup-batch-size 8 2 10",
+            "--train-iters",
+            "must reach --global-batch-size 8 from 8",
+        ),
+        (
+            "--train-samples 99 --global-batch-size 8 --rampup-batch-size 2 1 10",
+            "--train-iters",
+            "a global batch of 3 must be a multiple of --micro-batch-size 2",
+        ),
+    ],
+)
+def test_length_and_batch_that_do_not_fit_are_refused(refusal, flags, without, words):
+    assert words in refusal(flags, without=without)
+
+
+def test_global_batch_defaults_to_one_micro_batch_on_every_replica(parse):
+    assert parse(world_size=3).global_batch_size == 6
+    assert parse("--global-batch-size 12", world_size=3).global_batch_size == 12
+
+
+def test_samples_become_steps_and_the_last_partial_batch_is_dropped(parse):
+    assert parse("--train-samples 21 --global-batch-size 4", **SAMPLES).train_iters == 5
+
+
+@pytest.mark.parametrize(
+    ("samples", "ramp"),
+    [(100, (2, 2, 30)), (100, (2, 6, 10)), (11, (2, 2, 30)), (64, (2, 2, 64))],
+)
+def test_steps_of_a_growing_batch_are_those_of_megatron_core(parse, samples, ramp):
+    core = pytest.importorskip("megatron.core.num_microbatches_calculator")
+    start, step, ramp_samples = ramp
+    flags = f"--train-samples {samples} --global-batch-size 8 --rampup-batch-size"
+    args = parse(f"{flags} {start} {step} {ramp_samples}", **SAMPLES)
+    calculator = core.RampupBatchsizeNumMicroBatchesCalculator(
+        global_batch_size=8,
+        micro_batch_size=2,
+        data_parallel_size=1,
+        decrease_batch_size_if_needed=False,
+        rank=1,
+        start_global_batch_size=start,
+        batch_size_increment=step,
+        ramup_samples=ramp_samples,
+    )
+    steps = consumed = 0
+    while consumed <= ramp_samples and consumed <= samples:
+        calculator.update(consumed, consistency_check=True)
+        consumed += calculator.get_current_global_batch_size()
+        steps += 1
+    assert args.train_iters == steps + max(samples - consumed, 0) // 8
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("--bf16 --fp16", "--bf16 and --fp16 exclude each other"),
+        ("--fp16-lm-cross-entropy", "--fp16-lm-cross-entropy needs --fp16"),
+        ("--fp32-residual-connection", "--fp32-residual-connection needs --bf16 or --fp16"),
+        ("--fp16 --initial-loss-scale 1 --min-loss-scale 2", "--min-loss-scale 2 must be at most"),
+        (
+            "--deterministic-mode --cross-entropy-loss-fusion",
+            "--cross-entropy-loss-fusion is not deterministic",
+        ),
+        ("--recompute-granularity full", "needs --recompute-method"),
+        (
+            "--recompute-granularity full --recompute-method uniform",
+            "needs --recompute-num-layers",
+        ),
+        ("--recompute-method uniform", "--recompute-method needs --recompute-granularity full"),
+        (
+            "--recompute-activations --recompute-num-layers 1",
+            "--recompute-num-layers needs --recompute-granularity full",
+        ),
+        (
+            "--recompute-activations --recompute-granularity full --recompute-method block"
+            " --recompute-num-layers 1",
+            "--recompute-activations means selective",
+        ),
+        ("--recompute-modules mlp", "--recompute-modules needs --recompute-granularity selective"),
+        ("--recompute-activations --recompute-modules moe", "--recompute-modules cannot be 'moe'"),
+        (
+            "--recompute-granularity full --recompute-method block --recompute-num-layers 1"
+            " --recompute-modules mlp",
+            "--recompute-modules needs --recompute-granularity selective",
+        ),
+        (
+            "--distribute-saved-activations",
+            "--distribute-saved-activations needs --recompute-granularity full",
+        ),
+        (
+            "--recompute-granularity full --recompute-method block --recompute-num-layers 1"
+            " --distribute-saved-activations",
+            "--distribute-saved-activations needs --tensor-model-parallel-size above 1",
+        ),
+        (
+            "--recompute-granularity full --recompute-method block --recompute-num-layers 1"
+            " --distribute-saved-activations --sequence-parallel",
+            "--distribute-saved-activations and --sequence-parallel exclude each other",
+        ),
+    ],
+)
+def test_precision_and_recomputation_that_contradict_are_refused(refusal, flags, words):
+    assert words in refusal(flags)
+
+
+@pytest.mark.parametrize(
+    ("flags", "dtype", "fp32_gradients", "nan_check"),
+    [
+        ("", "float32", False, True),
+        ("--bf16", "bfloat16", True, True),
+        ("--bf16 --grad-reduce-in-bf16", "bfloat16", False, True),
+        ("--fp16", "float16", False, False),
+        ("--fp16 --loss-scale 1024", "float16", False, True),
+        ("--accumulate-allreduce-grads-in-fp32", "float32", True, True),
+    ],
+)
+def test_what_follows_from_the_precision(parse, flags, dtype, fp32_gradients, nan_check):
+    args = parse(flags)
+    assert args.params_dtype == dtype
+    assert args.accumulate_allreduce_grads_in_fp32 is fp32_gradients
+    assert args.check_for_nan_in_loss_and_grad is nan_check
+
+
+def test_recompute_activations_is_short_for_selective(parse):
+    assert parse("--recompute-activations").recompute_granularity == "selective"
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("--min-lr 1e-2", "--min-lr 0.01 must be at most --lr 0.001"),
+        ("--lr-warmup-init 1e-2", "--lr-warmup-init 0.01 must be at most --lr 0.001"),
+        ("--decoupled-min-lr 1e-5", "--decoupled-min-lr needs --decoupled-lr"),
+        ("--decoupled-lr 1e-5 --decoupled-min-lr 1e-4", "must be at most --decoupled-lr"),
+        ("--lr-warmup-iters 10", "--lr-warmup-iters 10 must be less than the 10 iters"),
+        ("--lr-decay-iters 3 --lr-warmup-iters 4", "must be less than the 3 iters of the decay"),
+        ("--lr-warmup-fraction 1", "--lr-warmup-fraction must be"),
+        (
+            "--lr-warmup-fraction 0.1 --lr-warmup-iters 1",
+            "--lr-warmup-fraction and --lr-warmup-iters exclude each other",
+        ),
+        ("--lr-decay-samples 5", "--lr-decay-samples cannot go with --train-iters"),
+        ("--lr-warmup-samples 5", "use --lr-warmup-iters"),
+        ("--lr-decay-style WSD", "--lr-decay-style WSD needs --lr-wsd-decay-iters"),
+        (
+            "--lr-decay-style WSD --lr-wsd-decay-iters 11",
+            "--lr-wsd-decay-iters 11 must be at most the 10 iters",
+        ),
+        ("--start-weight-decay 0.1", "--start-weight-decay needs --weight-decay-incr-style"),
+        (
+            "--weight-decay-incr-style cosine --start-weight-decay 0.1",
+            "needs both --start-weight-decay and --end-weight-decay",
+        ),
+        (
+            "--weight-decay-incr-style linear --start-weight-decay 0.2 --end-weight-decay 0.1",
+            "--start-weight-decay 0.2 must be at most --end-weight-decay 0.1",
+        ),
+        (
+            "--override-opt_param-scheduler --use-checkpoint-opt_param-scheduler",
+            "exclude each other",
+        ),
+    ],
+)
+def test_schedule_that_does_not_fit_is_refused(refusal, flags, words):
+    assert words in refusal(flags)
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("--lr-warmup-iters 2", "--lr-warmup-iters cannot go with --train-samples"),
+        ("--lr-decay-iters 2", "use --lr-decay-samples"),
+        ("--lr-warmup-samples 100", "--lr-warmup-samples 100 must be less than the 100 samples"),
+        ("--lr-decay-style WSD", "needs --lr-wsd-decay-samples"),
+    ],
+)
+def test_schedule_of_a_run_counted_in_samples_is_counted_in_samples(refusal, flags, words):
+    assert words in refusal(f"--train-samples 100 {flags}", **SAMPLES)
+
+
+def test_weight_decay_that_grows(parse):
+    growing = "--weight-decay-incr-style linear --start-weight-decay 0.1 --end-weight-decay 0.2"
+    args = parse(growing)
+    assert (args.start_weight_decay, args.end_weight_decay) == (0.1, 0.2)
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("--wandb-project p", "--wandb-project needs --wandb-exp-name"),
+        ("--log-memory-interval 150", "--log-memory-interval 150 must be a multiple of"),
+    ],
+)
+def test_logging_that_does_not_fit_is_refused(refusal, flags, words):
+    assert words in refusal(flags)

@@ -1,0 +1,69 @@
+"""How a tool ends: bad input with one sentence and exit code 2, an interrupt at once with 130."""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import NoReturn
+
+from hetero.errors import HeteroError, UserError
+
+
+class Parser(argparse.ArgumentParser):
+    """An argument parser whose errors are one sentence, like every other error of the tools."""
+
+    def __init__(self, description: str) -> None:
+        super().__init__(
+            description=description,
+            allow_abbrev=False,
+            formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        )
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(UserError.exit_code, f"error: {message}; --help lists the flags\n")
+
+
+def run(work: Callable[[], str]) -> int:
+    """Do the work, print the line it returns, and turn its failures into an exit code."""
+    try:
+        with _termination_unwinds():
+            print(work())
+    except HeteroError as error:
+        return _fail(str(error), error.exit_code)
+    except OSError as error:
+        return _fail(_about_file(error), UserError.exit_code)
+    except KeyboardInterrupt:
+        return _fail("interrupted; nothing was written", 128 + signal.SIGINT)
+    return 0
+
+
+def _about_file(error: OSError) -> str:
+    named = f"{error.filename}: " if error.filename else ""
+    return f"{named}{error.strerror or error}; check the path, its permissions and the free space"
+
+
+def _fail(sentence: str, code: int) -> int:
+    print(f"error: {sentence}", file=sys.stderr)
+    return code
+
+
+@contextmanager
+def _termination_unwinds() -> Iterator[None]:
+    """Let SIGTERM, which a scheduler sends, remove temporary files as ctrl-C does."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def leave(signal_number: int, _frame: FrameType | None) -> NoReturn:
+        sys.exit(128 + signal_number)
+
+    before = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
