@@ -1,8 +1,8 @@
 """How the ranks of a job agree to go on, or to stop, before any process group exists.
 
-Every rank publishes what it has to say, or its error, under the name of the phase; every rank reads
-all of them. An error of any rank therefore ends all ranks, with one sentence, within seconds. All of
-it goes through the rendezvous store, which works while nothing else does.
+Every rank publishes what it has to say, or its error, under the name of the phase, and every rank
+reads all of them. An error of any rank therefore ends all ranks, with one sentence, within seconds.
+All of it goes through the rendezvous store, which works while nothing else does.
 """
 
 from __future__ import annotations
@@ -86,15 +86,23 @@ class Agreement:
             return text if len(ranks) == self._world_size else f"rank {ranks[0]}: {text}"
         return "; ".join(f"rank {ranks[0]}: {text}" for text, ranks in errors.items())
 
-    def spoken(self) -> None:
-        """Rank 0: the error has been printed."""
-        self._store.set("hetero/spoken", "1")
+    def part(self, seconds: float = 10.0) -> None:
+        """End together after an error that all ranks know of. Rank 0 has printed it by now.
 
-    def wait_until_spoken(self, seconds: float = 10.0) -> None:
-        """Other ranks: stay until rank 0 has printed, so that a launcher cannot end it first."""
+        The others stay until it has, so that a launcher cannot end it first; and rank 0, which may
+        be the store's host, stays until they have read what they came for. Nobody stays longer
+        than `seconds`, whatever has become of the rest.
+        """
+        keys = ["hetero/parted/0"]
+        if self._rank == 0:
+            self._store.set(keys[0], "1")
+            keys = [f"hetero/parted/{rank}" for rank in range(1, self._world_size)]
         try:
-            self._store.wait(["hetero/spoken"], timedelta(seconds=seconds))
-        except Exception:  # rank 0 is gone with its store: it has printed, or never will
+            if keys:
+                self._store.wait(keys, timedelta(seconds=seconds))
+            if self._rank > 0:
+                self._store.set(f"hetero/parted/{self._rank}", "1")
+        except Exception:  # the others are gone, and with them the reason to wait
             return
 
     @staticmethod

@@ -27,12 +27,18 @@ class RankIdentity:
     local_rank: int
     host: str
     vendor: str
-    simulated: bool
+    actual_vendor: str
+    """What the hardware and the PyTorch build are, whatever HETERO_VENDOR says."""
     device: str
     project_version: str
     torch_version: str
     core_version: str
     flags: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def simulated(self) -> bool:
+        """Whether this rank plays a vendor that it is not."""
+        return self.vendor != self.actual_vendor
 
 
 def running_vendor() -> str:
@@ -91,7 +97,7 @@ def identify(
         local_rank=local_rank,
         host=socket.gethostname(),
         vendor=vendor,
-        simulated=vendor != actual,
+        actual_vendor=actual,
         device=device,
         project_version=__version__,
         torch_version=str(torch.__version__),
@@ -121,7 +127,9 @@ def _require_equal(identities: Sequence[RankIdentity], values: Sequence[str], *,
         raise UserError(f"the ranks run different {what}: {sides}; install the same on every node")
 
 
-def check_identities(identities: Sequence[RankIdentity], plan: Plan) -> None:
+def check_identities(
+    identities: Sequence[RankIdentity], plan: Plan, *, boundary_transport: str
+) -> None:
     """Refuse a run whose ranks cannot work together or are not what the plan says.
 
     The local part of PyTorch's version (`+cu130`, `+rocm7.1`) differs between vendors by nature and
@@ -136,6 +144,8 @@ def check_identities(identities: Sequence[RankIdentity], plan: Plan) -> None:
     _require_equal(identities, [i.core_version for i in identities], what="megatron-core versions")
     _check_flags(identities)
     _check_vendors(identities, plan)
+    if boundary_transport == "nccl":
+        _check_one_library(identities)
 
 
 def _check_flags(identities: Sequence[RankIdentity]) -> None:
@@ -169,3 +179,15 @@ def _check_vendors(identities: Sequence[RankIdentity], plan: Plan) -> None:
                     f"puts stage {stage} on {planned}; start it on the other node, change the "
                     f"plan, or set {VENDOR_VARIABLE} to simulate"
                 )
+
+
+def _check_one_library(identities: Sequence[RankIdentity]) -> None:
+    """`--hetero-transport nccl` is a baseline for simulated vendors: one library must serve all."""
+    actual = sorted({identity.actual_vendor for identity in identities})
+    if actual == ["cpu"]:
+        raise UserError("--hetero-transport nccl needs GPUs and there are none; use gloo")
+    if len(actual) > 1:
+        raise UserError(
+            f"--hetero-transport nccl cannot join {' and '.join(actual)}: NCCL and RCCL do not "
+            "understand each other; use gloo"
+        )

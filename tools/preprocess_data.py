@@ -29,7 +29,7 @@ if not __package__:  # Run as a script, where only tools/ itself would be import
 
 from hetero.errors import UserError
 from megatron.training.arguments.convert import integer
-from megatron.training.arguments.data import _add_tokenizer_flags as add_tokenizer_flags
+from megatron.training.arguments.data import add_tokenizer_flags
 from tools.command_line import Parser, run
 from tools.text_input import (
     FORMATS,
@@ -373,7 +373,8 @@ class Output:
         if self._builder is not None:
             self._builder.data_file.close()
         for path in (self.bin, self.idx):
-            with suppress(FileNotFoundError):
+            # Usually there is none left, and nothing here may hide the error that came first.
+            with suppress(OSError):
                 os.remove(temporary_name(path))
 
 

@@ -210,7 +210,7 @@ def _write_together(contents: dict[str, bytes]) -> None:
             os.replace(temporary_name(path), path)
     finally:
         for path in contents:
-            with suppress(FileNotFoundError):
+            with suppress(OSError):
                 os.remove(temporary_name(path))
 
 

@@ -1,4 +1,4 @@
-"""The header in front of every message: what it is, so that a mismatch is an error, not wrong bytes."""
+"""The header in front of every message, so that a mismatch is an error and never wrong bytes."""
 
 from __future__ import annotations
 

@@ -158,6 +158,7 @@ def build_datasets(args: argparse.Namespace, *, tokenizer: Any) -> list[Any | No
         sequence_length=args.seq_length,
         path_to_cache=args.data_cache_path,
         mmap_bin_files=args.mmap_bin_files,
+        num_dataset_builder_threads=args.num_dataset_builder_threads,
         tokenizer=tokenizer,
         reset_position_ids=args.reset_position_ids,
         reset_attention_mask=args.reset_attention_mask,
@@ -266,7 +267,7 @@ def micro_batches(
     sampler = CyclicSampler(seed=args.seed, **place) if cyclic else SequentialSampler(**place)
     loader = torch.utils.data.DataLoader(
         dataset,
-        batch_sampler=sampler,  # type: ignore[arg-type]
+        batch_sampler=sampler,
         num_workers=args.num_workers,
         pin_memory=device.type == "cuda",
         persistent_workers=args.num_workers > 0,

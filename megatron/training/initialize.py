@@ -27,7 +27,7 @@ from hetero.plan import Coordinate, Plan
 from megatron.training.arguments import parse_args
 from megatron.training.core_private import register_groups, require_supported_core
 from megatron.training.data import Datasets, Splits, build_datasets, check_datasets, needs_data
-from megatron.training.layout import plan_from_args
+from megatron.training.layout import adopt_plan_file, plan_from_args
 from megatron.training.optimizer import RankStatistics
 from megatron.training.recorder import check_outputs
 from megatron.training.tokenizer import build_tokenizer, padded_vocab_size
@@ -69,6 +69,8 @@ class Job:
         return self.coordinate.stage == self.plan.stages - 1
 
     def close(self) -> None:
+        """Leave together: nobody's link or store goes while another rank may still use it."""
+        self.statistics.gather(torch.zeros(1))
         if self.links is not None:
             self.links.close()
         dist.destroy_process_group()
@@ -105,8 +107,10 @@ def open_store(rank: int, world_size: int, timeout: float) -> dist.Store:
 
 def read_arguments(argv: Sequence[str] | None, rank: int) -> tuple[argparse.Namespace, Plan]:
     """Everything that can be refused without asking the other ranks."""
-    args = parse_args(argv)
     require_supported_core()
+    args = parse_args(argv)
+    if args.hetero_plan:
+        adopt_plan_file(args)
     if args.transformer_impl == "transformer_engine":
         try:
             import transformer_engine  # noqa: F401
@@ -209,10 +213,10 @@ class Starter:
                 problem = error
         payloads = self._agreed().exchange("command lines", payload=payload, error=problem)
         identities = [RankIdentity(**record) for record in payloads]
-        if plan is None:
+        if args is None or plan is None:
             raise RuntimeError("the ranks agreed although this one's command line was refused")
         try:
-            check_identities(identities, plan)
+            check_identities(identities, plan, boundary_transport=args.hetero_transport)
         except UserError as error:
             # Every rank sees the same identities and comes to the same conclusion.
             raise AgreedError(str(error)) from error
@@ -236,7 +240,8 @@ class Starter:
             payload = {"sizes": [0 if split is None else len(split) for split in built]}
             payloads = self._agreed().exchange(f"datasets {turn}", payload=payload, error=problem)
             sizes = Splits(*payloads[0]["sizes"])
-        return Datasets(*built, sizes=sizes)
+        train, valid, test = built
+        return Datasets(train=train, valid=valid, test=test, sizes=sizes)
 
     def _agree_on_tokenizer(self, args: argparse.Namespace) -> Any:
         tokenizer, payload, problem = None, {}, None
@@ -322,10 +327,8 @@ class Starter:
         if self.rank == 0 or not error.known_to_all:
             where = "" if self.world_size == 1 or error.known_to_all else f"rank {self.rank}: "
             print(f"error: {where}{error}", file=sys.stderr, flush=True)
-            if self.rank == 0 and self.agreement is not None:
-                self.agreement.spoken()
-        elif self.agreement is not None:
-            self.agreement.wait_until_spoken()
+        if error.known_to_all and self.agreement is not None:
+            self.agreement.part()
 
 
 def _plain(value: Any) -> Any:

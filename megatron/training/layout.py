@@ -6,6 +6,7 @@ import argparse
 
 from hetero.plan import Mesh, Plan, PlanError, load_plan, split_over_chunks
 from megatron.training.arguments.layout import parse_layout
+from megatron.training.arguments.validate import finish_validation
 
 
 def plan_from_args(args: argparse.Namespace, *, vendor: str) -> Plan:
@@ -21,9 +22,9 @@ def plan_from_args(args: argparse.Namespace, *, vendor: str) -> Plan:
     return plan
 
 
-def adopt_plan_file(args: argparse.Namespace, *, chunks: int) -> None:
-    """Let a plan file decide the sizes that flags would otherwise give."""
-    plan = load_plan(args.hetero_plan, chunks=chunks)
+def adopt_plan_file(args: argparse.Namespace) -> None:
+    """Let a plan file decide the sizes that flags would otherwise give, then finish the checks."""
+    plan = load_plan(args.hetero_plan, chunks=args.num_virtual_stages_per_pipeline_rank or 1)
     _require_uniform(plan)
     for name, value in (
         ("tensor_model_parallel_size", plan.meshes[0].tensor),
@@ -37,6 +38,8 @@ def adopt_plan_file(args: argparse.Namespace, *, chunks: int) -> None:
                 "leave the flag out"
             )
         setattr(args, name, value)
+    plan.require_world_size(args.world_size)
+    finish_validation(args, args.world_size)
 
 
 def _meshes(args: argparse.Namespace, vendor: str) -> tuple[Mesh, ...]:

@@ -151,9 +151,7 @@ class Trainer:
             self._iterate(iterators)
             if self.iteration == 1:
                 self._after_first_iteration()
-            if self.args.manual_gc and self.args.manual_gc_interval:
-                if self.iteration % self.args.manual_gc_interval == 0:
-                    gc.collect()
+            self._collect_garbage()
             interval = self.args.eval_interval
             if evaluate is not None and interval and self.iteration % interval == 0:
                 evaluate()
@@ -161,6 +159,12 @@ class Trainer:
             if self._asked_to_stop():
                 break
         self._log_pending()
+
+    def _collect_garbage(self) -> None:
+        """With --manual-gc all ranks collect together, so that none waits for another's pause."""
+        interval = self.args.manual_gc_interval
+        if self.args.manual_gc and interval and self.iteration % interval == 0:
+            gc.collect()
 
     def _finished(self) -> bool:
         if self.args.train_samples:

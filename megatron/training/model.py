@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -200,7 +202,10 @@ def _build_chunk(
     )
 
 
-def _ddp_config(args: argparse.Namespace) -> DistributedDataParallelConfig:
+def _ddp_config(args: argparse.Namespace, parameters: int) -> DistributedDataParallelConfig:
+    bucket_size = args.ddp_bucket_size
+    if args.ddp_num_buckets is not None:
+        bucket_size = math.ceil(parameters / args.ddp_num_buckets)
     return DistributedDataParallelConfig(
         grad_reduce_in_fp32=args.accumulate_allreduce_grads_in_fp32,
         overlap_grad_reduce=args.overlap_grad_reduce,
@@ -209,7 +214,7 @@ def _ddp_config(args: argparse.Namespace) -> DistributedDataParallelConfig:
         use_distributed_optimizer=args.use_distributed_optimizer,
         # The training loop looks for gradients that are not finite itself, once a step.
         check_for_nan_in_grad=False,
-        bucket_size=args.ddp_bucket_size,
+        bucket_size=bucket_size,
         average_in_collective=args.ddp_average_in_collective,
     )
 
@@ -244,7 +249,9 @@ def build_model(
         tp_size=args.tensor_model_parallel_size,
     )
     half = args.bf16 or args.fp16
-    ddp_config = _ddp_config(args)
+    ddp_config = _ddp_config(
+        args, sum(parameter.numel() for chunk in bare for parameter in chunk.parameters())
+    )
     chunks = [
         DistributedDataParallel(
             config,
@@ -266,7 +273,7 @@ def _connect_gradient_hooks(
 ) -> None:
     """Tell the schedules how gradients are synchronised, as Megatron's training does."""
 
-    def one_or_all(functions: list) -> object:  # type: ignore[type-arg]
+    def one_or_all(functions: list[Callable[..., Any]]) -> object:
         return functions[0] if len(functions) == 1 else functions
 
     if args.overlap_grad_reduce:

@@ -36,7 +36,7 @@ def _boundary_transport(job: Job, edge: Edge) -> str:
 
 
 def stage_rows(job: Job, model: StageModel) -> list[dict[str, Any]]:
-    """One entry a stage: who runs it, what it holds, and how it reaches the next one. Collective."""
+    """One entry a stage: who runs it, what it holds, how it reaches the next one. Collective."""
     plan = job.plan
     parameters = sum(p.numel() for _, p in model.named_parameters())
     counts = _everyone(parameters)
@@ -163,6 +163,7 @@ def write_report(job: Job, trainer: Trainer, rows: list[dict[str, Any]]) -> None
         "stages": rows,
         "ranks": [
             {k: v for k, v in asdict(identity).items() if k != "flags"}
+            | {"simulated": identity.simulated}
             | {"stage": job.plan.coordinate(identity.rank).stage}
             for identity in job.identities
         ],

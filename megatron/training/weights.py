@@ -118,7 +118,7 @@ def digest(
         split = getattr(parameter, "tensor_model_parallel", False) and tp_size > 1
         key = f"{name}[{tp_rank}/{tp_size}]" if split else name
         bits = parameter.detach().cpu().contiguous().view(-1).view(torch.uint8)
-        sums[key] = hashlib.sha256(memoryview(bits.numpy())).hexdigest()
+        sums[key] = hashlib.sha256(bits.numpy().tobytes()).hexdigest()
     return sums
 
 

@@ -18,7 +18,7 @@ TOKENIZERS = (
 def add_data_flags(parser: argparse.ArgumentParser) -> None:
     _add_source_flags(parser.add_argument_group("data"))
     _add_sample_flags(parser.add_argument_group("samples"))
-    _add_tokenizer_flags(parser.add_argument_group("tokenizer"))
+    add_tokenizer_flags(parser.add_argument_group("tokenizer"))
 
 
 def _add_source_flags(group: argparse._ArgumentGroup) -> None:
@@ -74,7 +74,7 @@ def _add_sample_flags(group: argparse._ArgumentGroup) -> None:
     )
 
 
-def _add_tokenizer_flags(group: argparse._ArgumentGroup) -> None:
+def add_tokenizer_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--tokenizer-type", choices=TOKENIZERS, help="which kind")
     group.add_argument("--tokenizer-model", type=text, help="its file, or Hugging Face name")
     group.add_argument("--vocab-size", type=integer(1), help="size before padding")

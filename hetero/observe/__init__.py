@@ -1,0 +1,1 @@
+"""What a run shows of itself: reports, and what its links and its pipeline did."""

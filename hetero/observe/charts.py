@@ -1,0 +1,93 @@
+"""Charts as SVG that takes its colours from the page around it, so that it follows its theme."""
+
+from __future__ import annotations
+
+import html
+import io
+import re
+from collections.abc import Sequence
+
+import matplotlib as mpl
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_svg import FigureCanvasSVG
+from matplotlib.figure import Figure
+
+# Stand-ins that no chart uses otherwise, replaced by the page's own colours once drawn.
+_COLOURS = {
+    "#010203": "var(--ink-soft)",
+    "#010204": "var(--rule)",
+    "#010205": "var(--mixed)",
+    "#010206": "var(--baseline)",
+}
+_INK, _RULE, _MIXED, _BASELINE = _COLOURS
+
+
+def loss_chart(mixed: Sequence[float], baseline: Sequence[float], names: tuple[str, str]) -> str:
+    """Both curves: the baseline broad and pale, so that an equal one on top of it is still seen."""
+    figure, axes = _chart(height=3.3)
+    iterations = range(1, len(mixed) + 1)
+    axes.plot(
+        iterations,
+        baseline,
+        color=_BASELINE,
+        linewidth=6,
+        label=names[1],
+        solid_capstyle="round",
+        solid_joinstyle="round",
+    )
+    axes.plot(iterations, mixed, color=_MIXED, linewidth=1.6, label=names[0])
+    axes.set_ylabel("loss")
+    axes.legend(frameon=False, labelcolor=_INK, loc="upper right")
+    return _svg(figure, "loss", f"Loss of {names[0]} and of {names[1]} by iteration")
+
+
+def difference_chart(differences: Sequence[float]) -> str:
+    """Mixed minus baseline, around zero."""
+    figure, axes = _chart(height=1.9)
+    axes.axhline(0, color=_RULE, linewidth=1)
+    axes.plot(range(1, len(differences) + 1), differences, color=_MIXED, linewidth=1.6)
+    largest = max((abs(d) for d in differences), default=0.0)
+    if largest == 0:
+        # Any scale would do; this one says that there is nothing to see.
+        axes.set_ylim(-1, 1)
+        axes.set_yticks([0])
+    else:
+        axes.set_ylim(-1.15 * largest, 1.15 * largest)
+    axes.set_ylabel("difference")
+    return _svg(figure, "difference", "Difference between the two losses by iteration")
+
+
+def _chart(*, height: float) -> tuple[Figure, Axes]:
+    figure = Figure(figsize=(8.6, height), layout="constrained")
+    FigureCanvasSVG(figure)
+    axes = figure.add_subplot()
+    axes.set_facecolor("none")
+    figure.patch.set_visible(False)
+    for side in ("top", "right", "left"):
+        axes.spines[side].set_visible(False)
+    axes.spines["bottom"].set_color(_RULE)
+    axes.grid(axis="y", color=_RULE, linewidth=0.8)
+    axes.tick_params(colors=_INK, length=0, labelsize=10)
+    axes.set_xlabel("iteration", color=_INK)
+    axes.yaxis.label.set_color(_INK)
+    axes.margins(x=0.01)
+    return figure, axes
+
+
+def _svg(figure: Figure, name: str, description: str) -> str:
+    stream = io.StringIO()
+    # Text stays text, in the page's own font; ids differ between charts that share a page.
+    with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": name, "font.family": "inherit"}):
+        figure.savefig(
+            stream,
+            format="svg",
+            metadata={"Date": None, "Creator": None, "Format": None, "Type": None},
+        )
+    drawing = stream.getvalue()
+    drawing = drawing[drawing.index("<svg") :]
+    for stand_in, colour in _COLOURS.items():
+        drawing = drawing.replace(stand_in, colour)
+    drawing = re.sub(r'\bid="([\w.]+)"', rf'id="{name}-\1"', drawing)
+    drawing = re.sub(r'(href="|url\()#([\w.]+)', rf"\1#{name}-\2", drawing)
+    label = f'<svg role="img" aria-label="{html.escape(description)}" '
+    return drawing.replace("<svg ", label, 1)

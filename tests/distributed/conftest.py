@@ -1,0 +1,55 @@
+"""Real text, tokenized and indexed once with the public tools, for every test that trains."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from pydoc_data.topics import topics
+
+import pytest
+
+from tools import preprocess_data, train_tokenizer
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """A tokenizer and a dataset, and the flags that name them."""
+
+    tokenizer: Path
+    prefix: Path
+    cache: Path
+
+    @property
+    def flags(self) -> list[str]:
+        return [
+            *("--tokenizer-type", "SentencePieceTokenizer"),
+            *("--tokenizer-model", str(self.tokenizer)),
+            *("--data-path", str(self.prefix)),
+            *("--data-cache-path", str(self.cache)),
+            *("--split", "90,10,0"),
+        ]
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
+    folder = tmp_path_factory.mktemp("corpus")
+    text = folder / "text.txt"
+    text.write_text("\n\n".join(topics[name] for name in sorted(topics)[:40]))
+    assert (
+        train_tokenizer.main(
+            ["--input", str(text), "--output-prefix", str(folder / "tok"), "--vocab-size", "500"]
+        )
+        == 0
+    )
+    model = folder / "tok.model"
+    assert (
+        preprocess_data.main(
+            [
+                *("--input", str(text), "--output-prefix", str(folder / "data")),
+                *("--tokenizer-type", "SentencePieceTokenizer", "--tokenizer-model", str(model)),
+                *("--append-eod", "--workers", "1"),
+            ]
+        )
+        == 0
+    )
+    return Corpus(tokenizer=model, prefix=folder / "data_text_document", cache=folder / "cache")

@@ -1,0 +1,148 @@
+"""Starts pretrain_gpt.py on several real processes, as a launcher would, and reads what came of it.
+
+Each rank is started by itself, so that tests can give ranks different environments or scripts and
+see every rank's own exit code.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+ENTRY = ROOT / "pretrain_gpt.py"
+
+TINY_LLAMA = (
+    "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --group-query-attention "
+    "--num-query-groups 2 --ffn-hidden-size 64 --seq-length 32 --max-position-embeddings 32 "
+    "--position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear "
+    "--hidden-dropout 0 --attention-dropout 0 --micro-batch-size 1 --global-batch-size 8 "
+    "--train-iters 6 --lr 3e-3 --min-lr 3e-4 --lr-decay-style cosine --lr-warmup-iters 1 "
+    "--weight-decay 0.1 --clip-grad 1.0 --log-interval 1 --eval-iters 0 --num-workers 0"
+).split()
+
+
+@dataclass(frozen=True)
+class RankOutcome:
+    """How one rank ended."""
+
+    code: int
+    stdout: str
+    stderr: str
+
+
+@dataclass(frozen=True)
+class Training:
+    """What a run that ended well left behind."""
+
+    losses: list[float]
+    grad_norms: list[float | None]
+    skipped: list[bool]
+    weights: str
+    report: dict
+    stdout: str
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def start(
+    flags: Sequence[str],
+    nproc: int,
+    *,
+    environ: Mapping[str, str] | None = None,
+    by_rank: Mapping[int, Mapping[str, str]] | None = None,
+    scripts: Mapping[int, Path] | None = None,
+    flags_by_rank: Mapping[int, Sequence[str]] | None = None,
+) -> list[subprocess.Popen[str]]:
+    """Start every rank; `scripts` and `flags_by_rank` replace a single rank's own."""
+    port = free_port()
+    shared = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **(environ or {})}
+    processes = []
+    for rank in range(nproc):
+        own = {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(nproc),
+            "LOCAL_WORLD_SIZE": str(nproc),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            **(by_rank or {}).get(rank, {}),
+        }
+        script = (scripts or {}).get(rank, ENTRY)
+        words = (flags_by_rank or {}).get(rank, flags)
+        processes.append(
+            subprocess.Popen(
+                [sys.executable, str(script), *words],
+                env=shared | own,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+        )
+    return processes
+
+
+def finish(processes: Sequence[subprocess.Popen[str]], *, seconds: float) -> list[RankOutcome]:
+    """Collect every rank, failing the test if one is still there after `seconds`."""
+    deadline = time.monotonic() + seconds
+    outcomes = []
+    try:
+        for process in processes:
+            out, err = process.communicate(timeout=max(0.1, deadline - time.monotonic()))
+            outcomes.append(RankOutcome(process.returncode, out, err))
+    except subprocess.TimeoutExpired as hang:
+        rank = len(outcomes)
+        raise AssertionError(f"rank {rank} was still running after {seconds} s") from hang
+    finally:
+        for process in processes:
+            if process.poll() is None:
+                process.send_signal(signal.SIGKILL)
+                process.communicate()
+    return outcomes
+
+
+def launch(
+    flags: Sequence[str], nproc: int, *, seconds: float = 120, **how: object
+) -> list[RankOutcome]:
+    return finish(start(flags, nproc, **how), seconds=seconds)  # type: ignore[arg-type]
+
+
+def train(
+    flags: Sequence[str], nproc: int, folder: Path, *, environ: Mapping[str, str] | None = None
+) -> Training:
+    """Run to the end and read the metrics and the report."""
+    folder.mkdir(parents=True, exist_ok=True)
+    metrics, report = folder / "metrics.jsonl", folder / "report.json"
+    written = ["--metrics-file", str(metrics), "--hetero-report", str(report)]
+    outcomes = launch([*flags, *written], nproc, environ=environ)
+    for rank, outcome in enumerate(outcomes):
+        assert outcome.code == 0, f"rank {rank}: {outcome.stdout[-2000:]}{outcome.stderr[-3000:]}"
+    rows = [json.loads(line) for line in metrics.read_text().splitlines()]
+    summary = json.loads(report.read_text())
+    return Training(
+        losses=[row["loss"] for row in rows],
+        grad_norms=[row["grad_norm"] for row in rows],
+        skipped=[row["skipped"] for row in rows],
+        weights=summary["weights"]["sha256"],
+        report=summary,
+        stdout=outcomes[0].stdout,
+    )
+
+
+def wait_for(condition: Callable[[], bool], *, seconds: float, what: str) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"{what} did not happen within {seconds} s"
+        time.sleep(0.05)

@@ -1,0 +1,183 @@
+"""Bad input ends every rank within seconds, with one sentence from one rank, and no file."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from tests.distributed.harness import ENTRY, TINY_LLAMA, RankOutcome, launch
+
+HETERO = "--hetero-pipeline --hetero-vendors amd nvidia --hetero-pipeline-sizes 1 1".split()
+SIMULATED = {"HETERO_VENDOR": "plan"}
+
+
+def assert_refused(outcomes: Sequence[RankOutcome], *words: str, code: int = 2) -> str:
+    """Every rank ended with the code; one sentence in all, with the words in it."""
+    assert [outcome.code for outcome in outcomes] == [code] * len(outcomes), outcomes
+    spoken = "".join(outcome.stderr for outcome in outcomes)
+    assert "Traceback" not in spoken, spoken
+    sentences = [line for line in spoken.splitlines() if line.startswith("error:")]
+    assert len(sentences) == 1, spoken
+    for word in words:
+        assert word in sentences[0]
+    return sentences[0]
+
+
+def refused(flags: Sequence[str], nproc: int = 2, **how: object) -> list[RankOutcome]:
+    return launch([*TINY_LLAMA, *flags], nproc, seconds=60, **how)
+
+
+def copy_of(corpus, folder: Path) -> Path:
+    """A copy of the dataset that a test may damage; its prefix."""
+    for suffix in (".bin", ".idx"):
+        shutil.copy(str(corpus.prefix) + suffix, folder / f"data{suffix}")
+    return folder / "data"
+
+
+def test_an_unknown_flag_names_the_nearest(corpus) -> None:
+    outcomes = refused([*corpus.flags, "--num-layer", "4"])
+    assert_refused(outcomes, "--num-layer", "--num-layers")
+
+
+def test_a_missing_dataset(corpus, tmp_path: Path) -> None:
+    outcomes = refused(
+        [*corpus.flags, "--data-path", str(tmp_path / "nothing"), *HETERO], environ=SIMULATED
+    )
+    assert_refused(outcomes, "nothing.idx", "does not exist", "preprocess_data.py")
+
+
+@pytest.mark.parametrize("suffix", [".bin", ".idx"])
+def test_a_truncated_dataset(corpus, tmp_path: Path, suffix: str) -> None:
+    prefix = copy_of(corpus, tmp_path)
+    damaged = Path(str(prefix) + suffix)
+    damaged.write_bytes(damaged.read_bytes()[:-9])
+    outcomes = refused([*corpus.flags, "--data-path", str(prefix), *HETERO], environ=SIMULATED)
+    assert_refused(outcomes, damaged.name, "cut short")
+
+
+def test_a_sequence_longer_than_the_data(corpus) -> None:
+    length = "10000000"
+    outcomes = refused([*corpus.flags, "--seq-length", length, "--max-position-embeddings", length])
+    assert_refused(outcomes, "--seq-length 10000000", "longer than the data")
+
+
+def test_data_that_only_one_rank_cannot_see(corpus, tmp_path: Path) -> None:
+    flags = [*TINY_LLAMA, *corpus.flags, *HETERO]
+    elsewhere = [*flags, "--data-path", str(tmp_path / "gone")]
+    outcomes = launch(flags, 2, seconds=60, environ=SIMULATED, flags_by_rank={1: elsewhere})
+    assert_refused(outcomes, "rank 1", "gone.idx")
+
+
+def test_layers_that_do_not_add_up(corpus) -> None:
+    outcomes = refused(
+        [*corpus.flags, *HETERO, "--hetero-pipeline-layers", "3", "2"], environ=SIMULATED
+    )
+    assert_refused(outcomes, "5", "--num-layers", "4")
+
+
+def test_layers_of_a_plan_file_that_do_not_add_up(corpus, tmp_path: Path) -> None:
+    plan = tmp_path / "plan.yaml"
+    plan.write_text("meshes: [{vendor: amd, layers: [3]}, {vendor: nvidia, layers: [3]}]")
+    outcomes = refused(
+        [*corpus.flags, "--hetero-pipeline", "--hetero-plan", str(plan)], environ=SIMULATED
+    )
+    assert_refused(outcomes, "6", "--num-layers is 4")
+
+
+def test_a_world_size_that_the_plan_cannot_use(corpus) -> None:
+    outcomes = refused([*corpus.flags, *HETERO], nproc=3, environ=SIMULATED)
+    assert_refused(outcomes, "3")
+
+
+def test_a_rank_of_a_vendor_that_the_plan_does_not_expect(corpus) -> None:
+    outcomes = refused(
+        [*corpus.flags, *HETERO],
+        by_rank={0: {"HETERO_VENDOR": "amd"}, 1: {"HETERO_VENDOR": "amd"}},
+    )
+    assert_refused(outcomes, "rank 1", "amd", "nvidia")
+
+
+def test_two_vendors_in_a_homogeneous_run(corpus) -> None:
+    outcomes = refused(
+        [*corpus.flags, "--pipeline-model-parallel-size", "2"],
+        by_rank={0: {"HETERO_VENDOR": "amd"}, 1: {"HETERO_VENDOR": "nvidia"}},
+    )
+    assert_refused(outcomes, "--hetero-pipeline")
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("import torch; torch.__version__ = '2.12.1+rocm7'", ("PyTorch", "2.12.1")),
+        (
+            "import hetero.cluster; hetero.cluster.__version__ = '9.9'",
+            ("versions of this project", "9.9"),
+        ),
+    ],
+    ids=["pytorch", "project"],
+)
+def test_two_sides_with_different_versions(
+    corpus, tmp_path: Path, line: str, words: tuple[str, ...]
+) -> None:
+    other_side = tmp_path / "other_side.py"
+    other_side.write_text(
+        f"{line}\nimport runpy\nrunpy.run_path({str(ENTRY)!r}, run_name='__main__')"
+    )
+    outcomes = refused([*corpus.flags, *HETERO], environ=SIMULATED, scripts={1: other_side})
+    assert_refused(outcomes, "rank 1", *words)
+
+
+def test_two_sides_with_different_flags(corpus) -> None:
+    flags = [*TINY_LLAMA, *corpus.flags, *HETERO]
+    outcomes = launch(
+        flags, 2, seconds=60, environ=SIMULATED, flags_by_rank={1: [*flags, "--seed", "7"]}
+    )
+    assert_refused(outcomes, "--seed", "1234", "7")
+
+
+def test_batched_p2p_between_two_interleaved_stages(corpus) -> None:
+    flags = "--num-virtual-stages-per-pipeline-rank 2 --no-overlap-p2p-communication".split()
+    outcomes = refused([*corpus.flags, "--pipeline-model-parallel-size", "2", *flags])
+    assert_refused(outcomes, "--no-overlap-p2p-communication")
+
+
+def test_the_vendor_library_across_a_boundary_without_gpus(corpus) -> None:
+    outcomes = refused([*corpus.flags, *HETERO, "--hetero-transport", "nccl"], environ=SIMULATED)
+    assert_refused(outcomes, "nccl")
+
+
+def test_a_metrics_file_that_cannot_be_written(corpus, tmp_path: Path) -> None:
+    outcomes = refused([*corpus.flags, "--metrics-file", str(tmp_path)], nproc=1)
+    assert_refused(outcomes, "--metrics-file")
+
+
+def test_nothing_is_written_for_bad_input(corpus, tmp_path: Path) -> None:
+    metrics, report = tmp_path / "metrics.jsonl", tmp_path / "report.json"
+    outcomes = refused(
+        [
+            *corpus.flags,
+            *HETERO,
+            *("--data-path", str(tmp_path / "nothing")),
+            *("--metrics-file", str(metrics), "--hetero-report", str(report)),
+        ],
+        environ=SIMULATED,
+    )
+    assert_refused(outcomes, "nothing.idx")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_loss_that_is_not_a_number_ends_the_run_with_1(corpus, tmp_path: Path) -> None:
+    metrics = tmp_path / "metrics.jsonl"
+    outcomes = refused(
+        [
+            *corpus.flags,
+            *HETERO,
+            *("--lr", "1e30", "--min-lr", "1e29", "--lr-warmup-iters", "0", "--clip-grad", "0"),
+            *("--metrics-file", str(metrics)),
+        ],
+        environ=SIMULATED,
+    )
+    assert_refused(outcomes, "iteration", "nan", "--lr", code=1)

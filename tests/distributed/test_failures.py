@@ -1,0 +1,60 @@
+"""What happens when a rank dies while the others train."""
+
+from __future__ import annotations
+
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.distributed.harness import TINY_LLAMA, finish, start, wait_for
+
+HETERO = "--hetero-pipeline --hetero-vendors amd nvidia --hetero-pipeline-sizes 1 1".split()
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_killed_rank_ends_the_others_within_seconds(corpus, tmp_path: Path, victim: int) -> None:
+    metrics = tmp_path / "metrics.jsonl"
+    flags = [*TINY_LLAMA, *corpus.flags, *HETERO, "--train-iters", "100000"]
+    processes = start(
+        [*flags, "--metrics-file", str(metrics)], 2, environ={"HETERO_VENDOR": "plan"}
+    )
+    wait_for(
+        lambda: metrics.exists() and metrics.read_text().count("\n") >= 3,
+        seconds=60,
+        what="training",
+    )
+    processes[victim].send_signal(signal.SIGKILL)
+    began = time.monotonic()
+    outcomes = finish(processes, seconds=30)
+
+    survivor = 1 - victim
+    assert outcomes[victim].code == -signal.SIGKILL
+    assert outcomes[survivor].code == 1
+    assert time.monotonic() - began < 30
+    assert f"rank {survivor}" in outcomes[survivor].stderr
+    assert "Traceback" not in outcomes[survivor].stderr
+
+
+def test_a_peer_that_stops_answering_is_an_error_after_the_timeout(corpus, tmp_path: Path) -> None:
+    metrics = tmp_path / "metrics.jsonl"
+    flags = [*TINY_LLAMA, *corpus.flags, *HETERO, "--train-iters", "100000"]
+    flags += ["--hetero-timeout", "3", "--metrics-file", str(metrics)]
+    processes = start(flags, 2, environ={"HETERO_VENDOR": "plan"})
+    wait_for(
+        lambda: metrics.exists() and metrics.read_text().count("\n") >= 3,
+        seconds=60,
+        what="training",
+    )
+    processes[0].send_signal(signal.SIGSTOP)
+    try:
+        code = processes[1].wait(timeout=40)
+        message = processes[1].stderr.read()  # type: ignore[union-attr]
+    finally:
+        processes[0].send_signal(signal.SIGCONT)
+        finish(processes, seconds=60)
+
+    assert code == 1
+    assert "link rank 1 (stage 1) - rank 0 (stage 0) over gloo" in message
+    assert "within 3 s" in message

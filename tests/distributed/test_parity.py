@@ -1,0 +1,189 @@
+"""A mixed run computes, bit for bit, what the homogeneous run of the same layout computes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.distributed.harness import TINY_LLAMA, train
+
+SIMULATED = {"HETERO_VENDOR": "plan"}
+
+
+@dataclass(frozen=True)
+class Layout:
+    """One layout twice: as a mixed run's flags and as a homogeneous run's."""
+
+    name: str
+    nproc: int
+    hetero: str
+    homogeneous: str
+    shared: str = ""
+
+    def __str__(self) -> str:
+        return self.name
+
+
+LAYOUTS = [
+    Layout(
+        "pp2-uneven-dp2-distributed-optimizer",
+        4,
+        hetero="--hetero-vendors amd nvidia --hetero-pipeline-sizes 1 1 "
+        "--hetero-pipeline-layers 3 1",
+        homogeneous="--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Et*3|tL",
+        shared="--untie-embeddings-and-output-weights --use-distributed-optimizer "
+        "--overlap-grad-reduce --overlap-param-gather",
+    ),
+    Layout(
+        "pp2-tied-dp2-evaluation",
+        4,
+        hetero="--hetero-vendors nvidia amd --hetero-pipeline-sizes 1 1",
+        homogeneous="--pipeline-model-parallel-size 2",
+        shared="--eval-iters 2 --eval-interval 3 --add-qkv-bias",
+    ),
+    Layout(
+        "pp2-tied-interleaved-per-token-loss",
+        2,
+        hetero="--hetero-vendors amd nvidia --hetero-pipeline-sizes 1 1",
+        homogeneous="--pipeline-model-parallel-size 2",
+        shared="--num-virtual-stages-per-pipeline-rank 2 --calculate-per-token-loss",
+    ),
+    Layout(
+        "pp4-uneven-two-and-two",
+        4,
+        hetero="--hetero-vendors amd nvidia --hetero-pipeline-sizes 1 3 "
+        "--hetero-pipeline-layers 1 3 3 1",
+        homogeneous="--pipeline-model-parallel-size 4 "
+        "--decoder-first-pipeline-num-layers 1 --decoder-last-pipeline-num-layers 1",
+        shared="--num-layers 8 --untie-embeddings-and-output-weights",
+    ),
+    Layout(
+        "pp4-interleaved-three-meshes-no-overlap",
+        4,
+        hetero="--hetero-vendors amd nvidia amd --hetero-pipeline-sizes 1 2 1",
+        homogeneous="--pipeline-model-parallel-size 4",
+        shared="--num-layers 8 --num-layers-per-virtual-pipeline-stage 1 "
+        "--no-overlap-p2p-communication --use-distributed-optimizer",
+    ),
+    Layout(
+        "pp2-tp2-sequence-parallel-tied",
+        4,
+        hetero="--hetero-vendors amd nvidia --hetero-pipeline-sizes 1 1",
+        homogeneous="--pipeline-model-parallel-size 2",
+        shared="--tensor-model-parallel-size 2 --sequence-parallel --use-distributed-optimizer",
+    ),
+    Layout(
+        "pp2-bf16-dropout-recompute",
+        2,
+        hetero="--hetero-vendors amd nvidia --hetero-pipeline-sizes 1 1",
+        homogeneous="--pipeline-model-parallel-size 2",
+        shared="--bf16 --hidden-dropout 0.1 --attention-dropout 0.1 --untie-embeddings-and-"
+        "output-weights --recompute-granularity full --recompute-method uniform "
+        "--recompute-num-layers 1",
+    ),
+]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_mixed_equals_homogeneous(layout: Layout, corpus, tmp_path: Path) -> None:
+    flags = [*TINY_LLAMA, *corpus.flags, *layout.shared.split()]
+    mixed = train(
+        [*flags, "--hetero-pipeline", *layout.hetero.split()],
+        layout.nproc,
+        tmp_path / "mixed",
+        environ=SIMULATED,
+    )
+    homogeneous = train(
+        [*flags, *layout.homogeneous.split()], layout.nproc, tmp_path / "homogeneous"
+    )
+
+    assert mixed.losses == homogeneous.losses
+    assert mixed.grad_norms == homogeneous.grad_norms
+    assert mixed.weights == homogeneous.weights
+    assert mixed.losses[-1] < mixed.losses[0]
+    assert mixed.report["simulated"] is True
+    assert homogeneous.report["simulated"] is False
+    assert mixed.report["boundary_bytes"] > 0
+    assert homogeneous.report["boundary_bytes"] == 0
+
+
+def test_overflow_on_one_vendor_skips_the_step_on_both(corpus, tmp_path: Path) -> None:
+    """fp16 with a loss scale far too large: found-inf crosses the boundary, and so does its end."""
+    flags = [*TINY_LLAMA, *corpus.flags, "--fp16", "--initial-loss-scale", str(2.0**26)]
+    flags += ["--hysteresis", "1"]
+    mixed = train(
+        [*flags, "--hetero-pipeline", *LAYOUTS[1].hetero.split()],
+        2,
+        tmp_path / "mixed",
+        environ=SIMULATED,
+    )
+    homogeneous = train([*flags, *LAYOUTS[1].homogeneous.split()], 2, tmp_path / "homogeneous")
+
+    assert any(mixed.skipped)
+    assert mixed.skipped == homogeneous.skipped
+    assert mixed.losses == homogeneous.losses
+    assert mixed.weights == homogeneous.weights
+
+
+@pytest.mark.parametrize(
+    ("shared", "identical", "tolerance"),
+    [
+        ("--untie-embeddings-and-output-weights --clip-grad 0.0", True, 0.0),
+        ("--untie-embeddings-and-output-weights --clip-grad 1.0", False, 1e-6),
+        # One stage adds both uses of a tied embedding micro-batch by micro-batch, two stages add
+        # the two sums: the same terms in another order, so equal only up to rounding.
+        ("--clip-grad 0.0", False, 1e-5),
+    ],
+    ids=["untied", "untied-clipped", "tied"],
+)
+def test_two_stages_equal_one_over_a_hundred_iterations(
+    shared: str, identical: bool, tolerance: float, corpus, tmp_path: Path
+) -> None:
+    flags = [*TINY_LLAMA, *corpus.flags, *shared.split(), "--train-iters", "100"]
+    flags += ["--log-interval", "50", "--global-batch-size", "4"]
+    one = train(flags, 1, tmp_path / "one")
+    two = train(
+        [*flags, "--hetero-pipeline", *LAYOUTS[1].hetero.split()],
+        2,
+        tmp_path / "two",
+        environ=SIMULATED,
+    )
+
+    assert len(one.losses) == 100
+    if identical:
+        assert one.losses == two.losses
+        assert one.weights == two.weights
+    assert two.losses == pytest.approx(one.losses, rel=tolerance)
+
+
+def test_initial_weights_do_not_depend_on_the_layout(corpus, tmp_path: Path) -> None:
+    flags = [*TINY_LLAMA, *corpus.flags, "--skip-train"]
+    one = train(flags, 1, tmp_path / "one")
+    two = train([*flags, "--pipeline-model-parallel-size", "2"], 2, tmp_path / "two")
+    chunks = train(
+        [
+            *flags,
+            *("--pipeline-model-parallel-size", "2", "--num-virtual-stages-per-pipeline-rank", "2"),
+        ],
+        2,
+        tmp_path / "chunks",
+    )
+
+    assert one.weights == two.weights == chunks.weights
+
+
+def test_a_boundary_carries_every_activation_and_gradient_once(corpus, tmp_path: Path) -> None:
+    mixed = train(
+        [*TINY_LLAMA, *corpus.flags, "--hetero-pipeline", *LAYOUTS[1].hetero.split()],
+        2,
+        tmp_path,
+        environ=SIMULATED,
+    )
+
+    sequence, hidden, micro_batches, iterations = 32, 32, 8, 6
+    one_way = sequence * hidden * 4 * micro_batches * iterations
+    assert mixed.report["boundary_bytes"] == 2 * one_way
+    assert {link["transport"] for link in mixed.report["links"]} == {"gloo"}
+    assert all(link["bytes_received"] == one_way for link in mixed.report["links"])

@@ -1,0 +1,335 @@
+"""What `tools/preprocess_data.py` promises: text as token files, or one sentence and no file."""
+
+import gzip
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import numpy
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from megatron.core.datasets.indexed_dataset import IndexedDataset
+
+from tools import preprocess_data, text_input, train_tokenizer
+from tools.preprocess_data import main
+
+TOOL = Path(__file__).parents[2] / "tools" / "preprocess_data.py"
+CORPUS = "one small step\nfor a man\n\n\none giant leap\n\nfor mankind 1969\n"
+PARAGRAPHS = ["one small step\nfor a man", "one giant leap", "for mankind 1969"]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory) -> str:
+    """A SentencePiece model; module-wide, for training one is the slowest step here."""
+    directory = tmp_path_factory.mktemp("tokenizer")
+    (directory / "text.txt").write_text(CORPUS * 5)
+    command = ["--input", f"{directory}/text.txt", "--output-prefix", f"{directory}/tok"]
+    assert train_tokenizer.main([*command, "--vocab-size", "300"]) == 0
+    return f"{directory}/tok.model"
+
+
+@pytest.fixture
+def corpus(tmp_path) -> Path:
+    path = tmp_path / "corpus.txt"
+    path.write_text(CORPUS)
+    return path
+
+
+def flags_for(tokenizer: str, prefix: Path, *inputs: Path, workers: int = 1) -> list[str]:
+    return [
+        *("--input", *map(str, inputs), "--output-prefix", str(prefix)),
+        *("--tokenizer-type", "SentencePieceTokenizer", "--tokenizer-model", tokenizer),
+        *("--workers", str(workers)),
+    ]
+
+
+def texts_in(tokenizer: str, prefix: Path, key: str = "text") -> list[str]:
+    import sentencepiece
+
+    model = sentencepiece.SentencePieceProcessor(model_file=tokenizer)
+    dataset = IndexedDataset(f"{prefix}_{key}_document")
+    assert len(dataset.document_indices) - 1 == len(dataset)
+    return [model.decode(dataset[index].tolist()) for index in range(len(dataset))]
+
+
+def files_in(directory: Path) -> list[str]:
+    return sorted(entry.name for entry in directory.iterdir())
+
+
+def the_one_error(capsys) -> str:
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1, lines
+    assert lines[0].startswith("error: ")
+    return lines[0]
+
+
+def test_plain_text_is_cut_at_blank_lines(tmp_path, corpus, tokenizer):
+    assert main(flags_for(tokenizer, tmp_path / "out", corpus)) == 0
+    assert texts_in(tokenizer, tmp_path / "out") == PARAGRAPHS
+    assert files_in(tmp_path) == ["corpus.txt", "out_text_document.bin", "out_text_document.idx"]
+
+
+@pytest.mark.parametrize(
+    ("unit", "documents"),
+    [("line", [line for line in CORPUS.splitlines() if line]), ("file", [CORPUS])],
+)
+def test_plain_text_can_be_cut_by_line_or_by_file(tmp_path, corpus, tokenizer, unit, documents):
+    flags = flags_for(tokenizer, tmp_path / "out", corpus)
+    assert main([*flags, "--text-documents", unit]) == 0
+    assert texts_in(tokenizer, tmp_path / "out") == documents
+
+
+def test_every_json_key_gets_a_pair_of_files(tmp_path, tokenizer):
+    records = tmp_path / "records.jsonl"
+    rows = [{"title": "leap", "body": "giant\n\nleap"}, {"title": "step", "body": "a 漢字"}]
+    records.write_text("\n".join(map(json.dumps, rows)) + "\n\n")
+    flags = flags_for(tokenizer, tmp_path / "out", records)
+    assert main([*flags, "--json-keys", "title", "body"]) == 0
+    for key in ("title", "body"):
+        assert texts_in(tokenizer, tmp_path / "out", key) == [row[key] for row in rows]
+
+
+def test_inputs_keep_their_order_and_globs_go_by_name(tmp_path, tokenizer):
+    for name in ("b.txt", "a.txt", "c.txt"):
+        (tmp_path / name).write_text(name)
+    (tmp_path / "packed.txt.gz").write_bytes(gzip.compress(b"packed"))
+    (tmp_path / "unnamed").write_text('{"text": "by content"}\n')
+    inputs = [tmp_path / name for name in ("packed.txt.gz", "[ab].txt", "unnamed")]
+    assert main(flags_for(tokenizer, tmp_path / "out", *inputs)) == 0
+    assert texts_in(tokenizer, tmp_path / "out") == ["packed", "a.txt", "b.txt", "by content"]
+
+
+def test_a_byte_order_mark_and_empty_documents_are_left_out(tmp_path, tokenizer, capsys):
+    records = tmp_path / "marked.jsonl"
+    records.write_bytes(b'\xef\xbb\xbf{"text": "a"}\n{"text": ""}\n{"text": "b"}\n')
+    assert main([*flags_for(tokenizer, tmp_path / "out", records), "--append-eod"]) == 0
+    assert "wrote 2 documents" in (last := capsys.readouterr().out.splitlines()[-1])
+    assert "1 empty ones left out" in last
+    assert texts_in(tokenizer, tmp_path / "out") == ["a", "b"]
+
+
+def test_append_eod_ends_every_document(tmp_path, corpus, tokenizer):
+    assert main([*flags_for(tokenizer, tmp_path / "out", corpus), "--append-eod"]) == 0
+    dataset = IndexedDataset(f"{tmp_path}/out_text_document")
+    assert [sequence[-1] for sequence in dataset[0 : len(dataset)]] == [2, 2, 2]
+
+
+@pytest.mark.parametrize(("vocab_size", "dtype"), [(65_000, "uint16"), (66_000, "int32")])
+def test_tokens_take_two_bytes_where_the_vocabulary_lets_them(tmp_path, vocab_size, dtype):
+    (tmp_path / "ids.txt").write_text("1 2 64999")
+    flags = ["--input", f"{tmp_path}/ids.txt", "--output-prefix", f"{tmp_path}/deep/out"]
+    null = ["--tokenizer-type", "NullTokenizer", "--vocab-size", str(vocab_size)]
+    assert main([*flags, *null, "--append-eod", "--workers", "1"]) == 0
+    dataset = IndexedDataset(f"{tmp_path}/deep/out_text_document")
+    assert dataset[0].tolist() == [1, 2, 64999, vocab_size]
+    assert dataset.index.dtype is getattr(numpy, dtype)
+
+
+def test_the_last_line_says_what_was_written(tmp_path, corpus, tokenizer, capsys):
+    assert main(flags_for(tokenizer, tmp_path / "out", corpus)) == 0
+    last = capsys.readouterr().out.splitlines()[-1]
+    # Named, because megatron-core unmaps the file when the dataset goes, views or not.
+    dataset = IndexedDataset(f"{tmp_path}/out_text_document")
+    tokens = sum(dataset.sequence_lengths)
+    assert last.startswith(f"wrote 3 documents, {tokens} tokens in ")
+    assert last.endswith(f"{tmp_path}/out_text_document.bin, {tmp_path}/out_text_document.idx")
+
+
+def test_without_a_terminal_a_line_tells_the_progress(tmp_path, corpus, tokenizer, capsys):
+    flags = flags_for(tokenizer, tmp_path / "out", corpus)
+    assert main([*flags, "--log-interval", "2"]) == 0
+    assert capsys.readouterr().err.startswith("processed 3 documents (")
+
+
+# U+2581 is SentencePiece's own sign for a space and reads back as one; surrogates are not UTF-8.
+any_text = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\u2581"))
+
+
+@settings(max_examples=8, deadline=None)
+@given(documents=st.lists(any_text, min_size=1, max_size=40).filter(any), batch=st.integers(1, 9))
+def test_text_comes_back_from_the_files_whatever_the_workers(tokenizer, documents, batch):
+    with tempfile.TemporaryDirectory() as name, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(preprocess_data, "BATCH_DOCUMENTS", batch)
+        directory = Path(name)
+        records = directory / "records.jsonl"
+        records.write_text("".join(json.dumps({"text": text}) + "\n" for text in documents))
+        for workers in (1, 2):
+            prefix = directory / f"with{workers}"
+            assert main(flags_for(tokenizer, prefix, records, workers=workers)) == 0
+        assert texts_in(tokenizer, directory / "with1") == [text for text in documents if text]
+        for suffix in ("bin", "idx"):
+            one, two = (directory / f"with{n}_text_document.{suffix}" for n in (1, 2))
+            assert one.read_bytes() == two.read_bytes()
+
+
+BAD_INPUT = [
+    ("empty.txt", b"\n \n", "holds no text"),
+    ("latin.txt", b"fine\n\ntwo\nna\xefve\n", "latin.txt:4: byte 0xef is not UTF-8"),
+    ("broken.jsonl", b'{"text": "a"}\n\n{"text"\n', "broken.jsonl:3: broken JSON"),
+    ("list.json", b'[\n{"text": "a"}\n]\n', "list.json:1: broken JSON"),
+    ("number.jsonl", b"7\n", "number.jsonl:1: is not a JSON object"),
+    ("other.jsonl", b'{"a": 1, "b": 2}\n', "other.jsonl:1: has no key 'text' (its keys: a, b)"),
+    ("typed.jsonl", b'{"text": ["a"]}\n', "typed.jsonl:1: holds list under 'text' where a string"),
+    ("half.jsonl", b'{"text": "\\ud800"}\n', "half.jsonl:1: cannot be tokenized"),
+    ("deep.jsonl", b"[" * 200_000 + b"\n", "deep.jsonl:1: JSON nested too deeply"),
+    ("cut.txt.gz", gzip.compress(b"text " * 99)[:20], "cut.txt.gz is a damaged gzip file"),
+]
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize(("name", "content", "sentence"), BAD_INPUT)
+def test_bad_input_ends_in_one_sentence_and_leaves_no_file(
+    tmp_path, tokenizer, capsys, name, content, sentence, workers
+):
+    (tmp_path / name).write_bytes(content)
+    flags = flags_for(tokenizer, tmp_path / "out", tmp_path / name, workers=workers)
+    assert main(flags) == 2
+    assert sentence in the_one_error(capsys)
+    assert files_in(tmp_path) == [name]
+
+
+def test_the_first_bad_line_is_told_whatever_the_workers(tmp_path, tokenizer, capsys, monkeypatch):
+    monkeypatch.setattr(preprocess_data, "BATCH_DOCUMENTS", 1)
+    lines = ['{"text": "fine"}'] * 50
+    lines[20] = lines[40] = "{"
+    (tmp_path / "many.jsonl").write_text("\n".join(lines))
+    for workers in (1, 2):
+        flags = flags_for(tokenizer, tmp_path / "out", tmp_path / "many.jsonl", workers=workers)
+        assert main([*flags, "--log-interval", "1000"]) == 2
+        assert "many.jsonl:21: broken JSON" in the_one_error(capsys)
+
+
+def test_a_token_outside_the_vocabulary_is_refused(tmp_path, capsys):
+    (tmp_path / "ids.txt").write_text("1 2\n\n3 101\n")
+    flags = ["--input", f"{tmp_path}/ids.txt", "--output-prefix", f"{tmp_path}/out"]
+    null = ["--tokenizer-type", "NullTokenizer", "--vocab-size", "100", "--workers", "1"]
+    assert main([*flags, *null]) == 2
+    assert "ids.txt:3: gives token id 101, outside" in the_one_error(capsys)
+
+
+def test_missing_inputs_are_named(tmp_path, tokenizer, capsys):
+    for missing, sentence in (("no.txt", "does not exist"), ("*.txt", "matches no file")):
+        assert main(flags_for(tokenizer, tmp_path / "out", tmp_path / missing)) == 2
+        assert f"{tmp_path}/{missing} {sentence}" in the_one_error(capsys)
+    assert main(flags_for(tokenizer, tmp_path / "out", tmp_path)) == 2
+    assert f"{tmp_path} is a directory" in the_one_error(capsys)
+
+
+def test_a_tokenizer_that_cannot_be_read_is_named(tmp_path, corpus, capsys):
+    assert main(flags_for("/no/such.model", tmp_path / "out", corpus)) == 2
+    assert "/no/such.model" in the_one_error(capsys)
+    assert files_in(tmp_path) == ["corpus.txt"]
+
+
+def test_json_keys_do_not_fit_plain_text(tmp_path, corpus, tokenizer, capsys):
+    assert main([*flags_for(tokenizer, tmp_path / "out", corpus), "--json-keys", "body"]) == 2
+    assert "corpus.txt, which is plain text" in the_one_error(capsys)
+
+
+def test_existing_files_are_kept_unless_told_otherwise(tmp_path, corpus, tokenizer, capsys):
+    kept = tmp_path / "out_text_document.idx"
+    kept.write_text("mine")
+    flags = flags_for(tokenizer, tmp_path / "out", corpus)
+    assert main(flags) == 2
+    assert f"{kept} exists" in the_one_error(capsys)
+    assert kept.read_text() == "mine"
+    assert main([*flags, "--overwrite"]) == 0
+    assert texts_in(tokenizer, tmp_path / "out") == PARAGRAPHS
+
+
+def test_a_failed_overwrite_keeps_the_old_files(tmp_path, corpus, tokenizer):
+    flags = flags_for(tokenizer, tmp_path / "out", corpus)
+    assert main(flags) == 0
+    corpus.write_bytes(b"fine\n\n\xff")
+    assert main([*flags, "--overwrite"]) == 2
+    assert texts_in(tokenizer, tmp_path / "out") == PARAGRAPHS
+
+
+def test_an_unwritable_place_is_one_sentence(tmp_path, corpus, tokenizer, capsys):
+    assert main(flags_for(tokenizer, corpus / "out", corpus)) == 2
+    assert "corpus.txt: " in the_one_error(capsys)
+
+
+def test_reading_stays_a_fixed_number_of_batches_ahead(tmp_path, tokenizer, monkeypatch):
+    """Memory would otherwise grow with the input whenever reading is faster than tokenizing."""
+    monkeypatch.setattr(preprocess_data, "BATCH_DOCUMENTS", 1)
+    (tmp_path / "many.txt").write_text("a\n\n" * 200)
+    flags = flags_for(tokenizer, tmp_path / "out", tmp_path / "many.txt", workers=2)
+    args = preprocess_data.build_parser().parse_args(flags)
+    read = 0
+
+    def counted():
+        nonlocal read
+        files = text_input.open_inputs(args.input, "auto")
+        for batch in preprocess_data.cut_batches(files, "blank-line"):
+            read += 1
+            yield batch
+
+    encoder = preprocess_data.Encoder(args)
+    with preprocess_data.encoded_in_order(counted(), encoder, args) as encoded:
+        for done, _ in enumerate(encoded):
+            assert read - done <= 2 * preprocess_data.BATCHES_AHEAD
+    assert read == 200
+
+
+def test_the_parsers_own_errors_are_one_sentence(capsys):
+    for flags in (["--input"], ["--inp", "x"], ["--input", "x", "--workers", "0"]):
+        with pytest.raises(SystemExit) as caught:
+            main(flags)
+        assert caught.value.code == 2
+        the_one_error(capsys)
+
+
+def command(*flags: str) -> subprocess.Popen[str]:
+    pipe = subprocess.PIPE
+    line = [sys.executable, str(TOOL), *flags]
+    return subprocess.Popen(line, stdout=pipe, stderr=pipe, text=True, cwd="/")
+
+
+def test_as_a_command_it_prints_nothing_but_its_own_lines(tmp_path, corpus, tokenizer):
+    process = command(*flags_for(tokenizer, tmp_path / "out", corpus, workers=2))
+    output, errors = process.communicate(timeout=60)
+    assert (process.returncode, errors) == (0, "")
+    assert output.startswith("wrote 3 documents")
+
+
+def test_a_worker_s_error_reaches_the_shell_as_one_sentence(tmp_path, tokenizer):
+    (tmp_path / "bad.jsonl").write_text("{")
+    process = command(*flags_for(tokenizer, tmp_path / "out", tmp_path / "bad.jsonl", workers=2))
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 2
+    assert errors.startswith(f"error: {tmp_path}/bad.jsonl:1: broken JSON")
+    assert errors.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("victim", "number", "code", "sentence"),
+    [
+        ("parent", signal.SIGINT, 130, "error: interrupted; nothing was written"),
+        ("parent", signal.SIGTERM, 143, ""),
+        ("worker", signal.SIGKILL, 2, "error: a worker process died"),
+    ],
+)
+def test_when_killed_it_ends_at_once_and_leaves_no_file(
+    tmp_path, tokenizer, victim, number, code, sentence
+):
+    text = tmp_path / "long.txt"
+    text.write_text(CORPUS * 200_000)
+    flags = flags_for(tokenizer, tmp_path / "out", text, workers=2)
+    process = command(*flags, "--log-interval", "1")
+    assert process.stderr is not None
+    assert process.stderr.readline().startswith("processed ")
+    workers = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    os.kill(process.pid if victim == "parent" else int(workers[0]), number)
+    _, errors = process.communicate(timeout=10)
+    own_lines = [line for line in errors.splitlines() if not line.startswith("processed ")]
+    assert process.returncode == code
+    assert "".join(own_lines).startswith(sentence)
+    assert len(own_lines) <= 1
+    assert files_in(tmp_path) == ["long.txt"]
+    assert not any(Path(f"/proc/{worker}").exists() for worker in workers)

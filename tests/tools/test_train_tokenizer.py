@@ -1,0 +1,163 @@
+"""What `tools/train_tokenizer.py` promises: a Llama 2-like tokenizer, or a sentence and no file."""
+
+import gzip
+import json
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import sentencepiece
+
+from tools.train_tokenizer import SENTENCE_BYTES, cut_sentences, main
+
+TOOL = Path(__file__).parents[2] / "tools" / "train_tokenizer.py"
+
+
+def made_up_lines(count: int = 300) -> list[str]:
+    source = random.Random(0)
+    words = ["".join(source.choices("abcdefghij", k=source.randint(2, 7))) for _ in range(200)]
+    return [" ".join(source.choices(words, k=10)) for _ in range(count)]
+
+
+@pytest.fixture
+def text_file(tmp_path) -> Path:
+    path = tmp_path / "corpus.txt"
+    path.write_text("\n".join(made_up_lines()))
+    return path
+
+
+def train(output: Path, *inputs: Path, vocab_size: int = 320, flags: tuple[str, ...] = ()) -> int:
+    paths = ["--input", *map(str, inputs), "--output-prefix", str(output)]
+    return main([*paths, "--vocab-size", str(vocab_size), *flags])
+
+
+def files_beside(path: Path) -> list[str]:
+    return sorted(entry.name for entry in path.iterdir())
+
+
+@pytest.mark.parametrize("model_type", ["bpe", "unigram"])
+def test_it_writes_a_model_with_llama_2s_special_ids(tmp_path, text_file, capsys, model_type):
+    assert train(tmp_path / "tok", text_file, flags=("--model-type", model_type)) == 0
+    model = sentencepiece.SentencePieceProcessor(model_file=f"{tmp_path}/tok.model")
+    assert [model.unk_id(), model.bos_id(), model.eos_id(), model.pad_id()] == [0, 1, 2, -1]
+    assert [model.id_to_piece(id) for id in (1, 2, 3, 258)] == ["<s>", "</s>", "<0x00>", "<0xFF>"]
+    assert len(model) == 320
+    last_line = capsys.readouterr().out.splitlines()[-1]
+    assert last_line == f"wrote {tmp_path}/tok.model and {tmp_path}/tok.vocab: " + (
+        "vocabulary of 320 tokens"
+    )
+    assert files_beside(tmp_path) == ["corpus.txt", "tok.model", "tok.vocab"]
+
+
+def test_the_vocabulary_file_lists_every_token_and_its_score(tmp_path, text_file):
+    assert train(tmp_path / "tok", text_file) == 0
+    model = sentencepiece.SentencePieceProcessor(model_file=f"{tmp_path}/tok.model")
+    rows = [line.split("\t") for line in (tmp_path / "tok.vocab").read_text().splitlines()]
+    assert [piece for piece, _ in rows] == [model.id_to_piece(id) for id in range(320)]
+    assert [float(score) for _, score in rows] == [model.get_score(id) for id in range(320)]
+
+
+def test_any_text_survives_the_tokenizer(tmp_path, text_file):
+    assert train(tmp_path / "tok", text_file) == 0
+    model = sentencepiece.SentencePieceProcessor(model_file=f"{tmp_path}/tok.model")
+    for text in ("  two  spaces ", "a\r\n\n\tb", "漢字🙂 \x00", "ａ１ ﬁ", ""):
+        assert model.decode(model.encode(text)) == text
+
+
+@pytest.mark.parametrize("model_type", ["bpe", "unigram"])
+def test_the_same_text_gives_the_same_model_under_any_name(tmp_path, text_file, model_type):
+    for name in ("one", "another"):
+        flags = ("--model-type", model_type, "--input-sentence-size", "200")
+        assert train(tmp_path / name, text_file, flags=flags) == 0
+    assert (tmp_path / "one.model").read_bytes() == (tmp_path / "another.model").read_bytes()
+
+
+def test_json_lines_and_gzip_give_the_model_of_the_same_plain_text(tmp_path, text_file):
+    lines = text_file.read_text().splitlines()
+    records = tmp_path / "corpus.jsonl"
+    records.write_text("".join(json.dumps({"body": line}) + "\n" for line in lines))
+    packed = tmp_path / "corpus.txt.gz"
+    packed.write_bytes(gzip.compress(text_file.read_bytes()))
+    assert train(tmp_path / "plain", text_file) == 0
+    assert train(tmp_path / "json", records, flags=("--json-key", "body")) == 0
+    assert train(tmp_path / "gzip", packed) == 0
+    plain = (tmp_path / "plain.model").read_bytes()
+    assert (tmp_path / "json.model").read_bytes() == plain
+    assert (tmp_path / "gzip.model").read_bytes() == plain
+
+
+def test_a_line_too_long_for_sentencepiece_is_cut_between_words():
+    line = " ".join(["wörd"] * 5000)
+    parts = list(cut_sentences(line))
+    assert "".join(parts) == line
+    assert all(len(part.encode()) <= SENTENCE_BYTES for part in parts)
+    assert all(part.split() == ["wörd"] * len(part.split()) for part in parts)
+    assert "".join(cut_sentences("漢" * 5000)) == "漢" * 5000
+
+
+@pytest.mark.parametrize("vocab_size", [100_000, 10])
+def test_an_impossible_vocabulary_size_is_answered_with_one_that_works(
+    tmp_path, text_file, capsys, vocab_size
+):
+    assert train(tmp_path / "tok", text_file, vocab_size=vocab_size) == 2
+    message = capsys.readouterr().err.splitlines()[-1]
+    assert message.startswith(f"error: --vocab-size {vocab_size} is too ")
+    suggested = int(message.split("use at ")[1].split()[1].rstrip(",;"))
+    assert train(tmp_path / "tok", text_file, vocab_size=suggested) == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "sentence"),
+    [
+        ("empty.txt", b" \n\n", "holds no text to train on"),
+        ("latin.txt", b"good\nna\xefve\n", "latin.txt:2: byte 0xef is not UTF-8"),
+        ("broken.jsonl", b'{"text": "a"}\n{"text": \n', "broken.jsonl:2: broken JSON"),
+        ("other.jsonl", b'{"body": "a"}\n', "other.jsonl:1: has no key 'text' (its keys: body)"),
+        ("cut.txt.gz", gzip.compress(b"text " * 99)[:20], "cut.txt.gz is a damaged gzip file"),
+    ],
+)
+def test_bad_text_ends_in_one_sentence_and_leaves_no_file(
+    tmp_path, capsys, name, content, sentence
+):
+    (tmp_path / name).write_bytes(content)
+    assert train(tmp_path / "tok", tmp_path / name) == 2
+    error = capsys.readouterr().err.splitlines()
+    assert len(error) == 1
+    assert error[0].startswith("error: ")
+    assert sentence in error[0]
+    assert files_beside(tmp_path) == [name]
+
+
+def test_an_existing_model_is_kept_unless_told_otherwise(tmp_path, text_file, capsys):
+    (tmp_path / "tok.model").write_text("mine")
+    assert train(tmp_path / "tok", text_file) == 2
+    assert "tok.model exists" in capsys.readouterr().err
+    assert (tmp_path / "tok.model").read_text() == "mine"
+    assert train(tmp_path / "tok", text_file, flags=("--overwrite",)) == 0
+
+
+def test_flags_are_not_abbreviated(capsys):
+    with pytest.raises(SystemExit) as caught:
+        main(["--inp", "x", "--output-prefix", "y", "--vocab-size", "9"])
+    assert caught.value.code == 2
+    assert capsys.readouterr().err.startswith("error: ")
+
+
+def test_ctrl_c_ends_it_while_sentencepiece_is_working(tmp_path):
+    text = tmp_path / "long.txt"
+    source = random.Random(0)
+    letters = "abcdefghijklmnopqrstuvwxyz"
+    text.write_text("\n".join("".join(source.choices(letters, k=3000)) for _ in range(2000)))
+    command = [sys.executable, str(TOOL), "--input", str(text), "--output-prefix"]
+    process = subprocess.Popen(
+        [*command, str(tmp_path / "tok"), "--vocab-size", "20000", "--model-type", "unigram"]
+    )
+    time.sleep(1.5)
+    process.send_signal(signal.SIGINT)
+    # A shell shows the death by SIGINT as 130.
+    assert process.wait(timeout=5) == -signal.SIGINT
+    assert files_beside(tmp_path) == ["long.txt"]

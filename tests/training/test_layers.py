@@ -1,0 +1,169 @@
+"""The layers that stand in for megatron-core's, against torch and against plain arithmetic."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megatron.training.cpu_shim import cpu_shim
+from megatron.training.layers import LayerNorm, RMSNorm, SdpaAttention, norm_class
+
+WIDTH = 8
+
+
+@pytest.fixture(autouse=True)
+def _without_accelerator() -> Iterator[None]:
+    with cpu_shim():
+        yield
+
+
+def _config(**changed: Any) -> TransformerConfig:
+    fixed = {
+        "num_layers": 1,
+        "hidden_size": 32,
+        "num_attention_heads": 4,
+        "use_cpu_initialization": True,
+    }
+    defaults = {"attention_dropout": 0.0, "params_dtype": torch.float32}
+    return TransformerConfig(**fixed | defaults | changed)
+
+
+def _device() -> torch.device:
+    return torch.empty(0, device="cuda").device
+
+
+# Norms.
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"), [(RMSNorm, torch.nn.RMSNorm), (LayerNorm, torch.nn.LayerNorm)]
+)
+def test_a_norm_is_torchs(ours: Any, theirs: Any) -> None:
+    norm = ours(_config(), 32, eps=1e-3)
+    reference = theirs(32, eps=1e-3, device=_device())
+    with torch.no_grad():
+        for mine, other in zip(norm.parameters(), reference.parameters(), strict=True):
+            mine.copy_(torch.randn(32))
+            other.copy_(mine)
+    x = torch.randn(5, 2, 32, device=_device())
+    assert torch.equal(norm(x), reference(x))
+
+
+def test_rms_norm_is_the_formula() -> None:
+    norm = RMSNorm(_config(), 32, eps=1e-5)
+    x = torch.randn(3, 32, device=_device())
+    expected = x / torch.sqrt(x.square().mean(-1, keepdim=True) + 1e-5)
+    assert torch.allclose(norm(x), expected, atol=1e-6)
+
+
+@pytest.mark.parametrize("ours", [RMSNorm, LayerNorm])
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_a_norm_marks_its_weights_for_sequence_parallelism(
+    ours: Any, sequence_parallel: bool
+) -> None:
+    sizes = {"tensor_model_parallel_size": 2} if sequence_parallel else {}
+    norm = ours(_config(sequence_parallel=sequence_parallel, **sizes), 32)
+    marks = {parameter.sequence_parallel for parameter in norm.parameters()}
+    assert marks == {sequence_parallel}
+
+
+def test_a_norm_has_the_models_dtype_and_takes_megatron_cores_arguments() -> None:
+    config = _config(params_dtype=torch.bfloat16)
+    norm = RMSNorm(config=config, hidden_size=32, eps=1e-6, persist_layer_norm=True)  # type: ignore[call-arg]
+    assert norm.weight.dtype == torch.bfloat16
+
+
+def test_the_norm_is_chosen_by_the_configuration() -> None:
+    assert norm_class(_config(normalization="RMSNorm")) is RMSNorm
+    assert norm_class(_config(normalization="LayerNorm")) is LayerNorm
+
+
+# Attention.
+
+
+def _attention(config: TransformerConfig, **arguments: Any) -> SdpaAttention:
+    return SdpaAttention(config, 1, AttnMaskType.causal, "self", **arguments)
+
+
+def _inputs(heads: int, groups: int, sequence: int = 6, batch: int = 2) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(heads * 10 + groups)
+    return [
+        torch.randn(sequence, batch, n, WIDTH, generator=generator).to(_device())
+        for n in (heads, groups, groups)
+    ]
+
+
+def _reference(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    forbidden: torch.Tensor,
+    scale: float = 1 / math.sqrt(WIDTH),
+) -> torch.Tensor:
+    """Softmax attention, head by head; heads h*g .. h*g+g-1 share one key and value."""
+    sequence, batch, heads, width = query.shape
+    shared = heads // key.shape[2]
+    result = torch.empty_like(query)
+    for b in range(batch):
+        for head in range(heads):
+            scores = query[:, b, head] @ key[:, b, head // shared].T * scale
+            scores = scores.masked_fill(forbidden[b], -math.inf)
+            result[:, b, head] = scores.softmax(-1) @ value[:, b, head // shared]
+    return result.reshape(sequence, batch, heads * width)
+
+
+def _causal(sequence: int, batch: int) -> torch.Tensor:
+    return (
+        torch.ones(sequence, sequence, dtype=torch.bool, device=_device())
+        .triu(1)
+        .repeat(batch, 1, 1)
+    )
+
+
+@pytest.mark.parametrize(("heads", "groups"), [(4, 4), (4, 2), (4, 1)])
+def test_attention_is_causal_softmax_with_shared_keys_and_values(heads: int, groups: int) -> None:
+    query, key, value = _inputs(heads, groups)
+    output = _attention(_config(num_query_groups=groups))(query, key, value, None)
+    assert output.shape == (6, 2, heads * WIDTH)
+    assert torch.allclose(output, _reference(query, key, value, _causal(6, 2)), atol=1e-5)
+
+
+@pytest.mark.parametrize("groups", [4, 2])
+def test_a_mask_says_where_attention_is_forbidden(groups: int) -> None:
+    """Two documents in one sample: neither sees the other."""
+    query, key, value = _inputs(4, groups)
+    forbidden = _causal(6, 2).clone()
+    forbidden[0, 2:, :2] = True
+    forbidden[1, 5:, :5] = True
+    output = _attention(_config(num_query_groups=groups))(query, key, value, forbidden[:, None])
+    assert torch.allclose(output, _reference(query, key, value, forbidden), atol=1e-5)
+
+
+def test_the_scale_can_be_given() -> None:
+    query, key, value = _inputs(4, 4)
+    output = _attention(_config(), softmax_scale=0.5)(query, key, value, None)
+    expected = _reference(query, key, value, _causal(6, 2), scale=0.5)
+    assert torch.allclose(output, expected, atol=1e-5)
+
+
+def test_gradients_are_those_of_the_reference() -> None:
+    ours = [t.requires_grad_() for t in _inputs(4, 2)]
+    theirs = [t.detach().clone().requires_grad_() for t in ours]
+    _attention(_config(num_query_groups=2))(*ours, None).square().sum().backward()
+    _reference(*theirs, _causal(6, 2)).square().sum().backward()
+    for mine, other in zip(ours, theirs, strict=True):
+        assert torch.allclose(mine.grad, other.grad, atol=1e-4)  # type: ignore[arg-type]
+
+
+def test_nothing_is_dropped_out_in_evaluation() -> None:
+    attention = _attention(_config(attention_dropout=0.9))
+    attention.train(False)
+    query, key, value = _inputs(4, 4)
+    expected = _reference(query, key, value, _causal(6, 2))
+    assert torch.allclose(attention(query, key, value, None), expected, atol=1e-5)

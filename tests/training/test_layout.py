@@ -1,0 +1,196 @@
+"""The plan that a command line describes."""
+
+from __future__ import annotations
+
+import shlex
+from argparse import Namespace
+from pathlib import Path
+
+import pytest
+
+from hetero.errors import UserError
+from hetero.plan import Mesh, Plan, PlanError
+from megatron.training.arguments import parse_args
+from megatron.training.layout import adopt_plan_file, plan_from_args
+
+LAUNCH = (
+    "--hidden-size 64 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 "
+    "--micro-batch-size 1 --global-batch-size 8 --train-iters 10 --lr 1e-3 "
+    "--tokenizer-type NullTokenizer --vocab-size 100 --mock-data "
+)
+MIXED = "--hetero-pipeline --hetero-vendors amd nvidia --hetero-pipeline-sizes 1 1 "
+
+
+@pytest.fixture(autouse=True)
+def _outside_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def _args(flags: str, *, layers: int = 8, ranks: int = 1) -> Namespace:
+    return parse_args(shlex.split(f"{LAUNCH} --num-layers {layers} {flags}"), world_size=ranks)
+
+
+def _plan(flags: str, *, layers: int = 8, ranks: int = 1) -> Plan:
+    return plan_from_args(_args(flags, layers=layers, ranks=ranks), vendor="cpu")
+
+
+# Homogeneous.
+
+
+def test_without_flags_one_rank_holds_all() -> None:
+    assert _plan("") == Plan(meshes=(Mesh("cpu", stages=1),), layers=((8,),))
+
+
+def test_ranks_that_no_flag_speaks_of_are_data_parallel() -> None:
+    plan = _plan("--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2", ranks=8)
+    assert plan.meshes == (Mesh("cpu", stages=2, tensor=2, data=2),)
+    assert plan.layers == ((4,), (4,))
+
+
+@pytest.mark.parametrize(
+    ("flags", "stages", "layers"),
+    [
+        ("", 4, (2, 2, 2, 2)),
+        ("--decoder-first-pipeline-num-layers 2", 4, (2, 2, 2, 2)),
+        ("--decoder-first-pipeline-num-layers 5", 4, (5, 1, 1, 1)),
+        ("--decoder-last-pipeline-num-layers 5", 4, (1, 1, 1, 5)),
+        (
+            "--decoder-first-pipeline-num-layers 1 --decoder-last-pipeline-num-layers 3",
+            4,
+            (1, 2, 2, 3),
+        ),
+        (
+            "--decoder-first-pipeline-num-layers 3 --decoder-last-pipeline-num-layers 5",
+            2,
+            (3, 5),
+        ),
+        ("--pipeline-model-parallel-layout Ettt|t|ttttL", 3, (3, 1, 4)),
+        ("--pipeline-model-parallel-layout 'Et|(t|)*2t*5,L'", 4, (1, 1, 1, 5)),
+    ],
+)
+def test_layers_fall_as_the_flags_say(flags: str, stages: int, layers: tuple[int, ...]) -> None:
+    plan = _plan(f"--pipeline-model-parallel-size {stages} {flags}", ranks=stages)
+    assert plan.layers == tuple((count,) for count in layers)
+
+
+@pytest.mark.parametrize(
+    ("flags", "layers"),
+    [
+        ("--num-layers-per-virtual-pipeline-stage 2", ((2, 2), (2, 2))),
+        ("--num-virtual-stages-per-pipeline-rank 4", ((1, 1, 1, 1), (1, 1, 1, 1))),
+        ("--pipeline-model-parallel-layout Et|ttt|t|tttL", ((1, 1), (3, 3))),
+        (
+            "--num-virtual-stages-per-pipeline-rank 2 --decoder-first-pipeline-num-layers 2",
+            ((1, 1), (3, 3)),
+        ),
+    ],
+)
+def test_interleaved_layers_fall_as_the_flags_say(flags: str, layers: object) -> None:
+    assert _plan(f"--pipeline-model-parallel-size 2 {flags}", ranks=2).layers == layers
+
+
+def test_a_stage_of_a_layout_is_the_schedules_not_the_listings_neighbour() -> None:
+    plan = _plan(
+        "--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Et|tt|ttt|ttL", ranks=2
+    )
+    assert plan.layers == ((1, 3), (2, 2))
+    assert plan.layer_range(0, 1) == range(3, 6)
+
+
+@pytest.mark.parametrize(
+    ("flags", "names"),
+    [
+        ("", "10 layers cannot be shared evenly by 4 pipeline stages"),
+        ("--decoder-first-pipeline-num-layers 3", "7 layers cannot be shared evenly by 3"),
+    ],
+)
+def test_layers_that_do_not_divide_are_refused(flags: str, names: str) -> None:
+    with pytest.raises(UserError, match=names) as error:
+        _plan(f"--pipeline-model-parallel-size 4 {flags}", layers=10, ranks=4)
+    assert "\n" not in str(error.value)
+
+
+# Mixed.
+
+
+def test_each_vendor_gets_a_mesh_and_layers_fall_evenly() -> None:
+    assert _plan(MIXED, ranks=2) == Plan(
+        meshes=(Mesh("amd", stages=1), Mesh("nvidia", stages=1)), layers=((4,), (4,))
+    )
+
+
+def test_layers_can_be_given_stage_by_stage() -> None:
+    flags = (
+        "--hetero-pipeline --hetero-vendors amd nvidia --hetero-pipeline-sizes 1 2 "
+        "--hetero-pipeline-layers 2 3 3 --tensor-model-parallel-size 2"
+    )
+    assert _plan(flags, ranks=6) == Plan(
+        meshes=(Mesh("amd", stages=1, tensor=2), Mesh("nvidia", stages=2, tensor=2)),
+        layers=((2,), (3,), (3,)),
+    )
+
+
+def test_interleaved_layers_are_given_chunk_by_chunk_in_layer_order() -> None:
+    plan = _plan(
+        MIXED + "--num-virtual-stages-per-pipeline-rank 2 --hetero-pipeline-layers 3 2 1 2", ranks=2
+    )
+    assert plan.layers == ((3, 1), (2, 2))
+    visited = [plan.layer_range(s, c) for c in range(2) for s in range(2)]
+    assert visited == [range(3), range(3, 5), range(5, 6), range(6, 8)]
+
+
+# Plan files.
+
+
+def _file(path: Path, text: str) -> str:
+    path.write_text(text)
+    return f"--hetero-pipeline --hetero-plan {path} "
+
+
+TWO = """
+meshes:
+- {vendor: amd, layers: [3], tensor: 2, data: 2}
+- {vendor: nvidia, layers: [5], tensor: 2, data: 2}
+"""
+
+
+def test_a_plan_file_decides_the_sizes(tmp_path: Path) -> None:
+    args = _args(_file(tmp_path / "plan.yaml", TWO), ranks=8)
+    adopt_plan_file(args)
+    assert (args.tensor_model_parallel_size, args.pipeline_model_parallel_size) == (2, 2)
+    assert args.data_parallel_size == 2
+    assert plan_from_args(args, vendor="cpu").layers == ((3,), (5,))
+
+
+def test_a_flag_that_contradicts_the_plan_file_is_refused(tmp_path: Path) -> None:
+    flags = _file(tmp_path / "plan.yaml", TWO) + "--tensor-model-parallel-size 4"
+    with pytest.raises(PlanError, match="--tensor-model-parallel-size 4 contradicts") as error:
+        adopt_plan_file(_args(flags, ranks=8))
+    assert "which says 2" in str(error.value)
+
+
+def test_a_plan_file_for_another_number_of_ranks_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(PlanError, match="needs 8 ranks"):
+        adopt_plan_file(_args(_file(tmp_path / "plan.yaml", TWO), ranks=4))
+
+
+def test_a_plan_file_for_another_model_is_refused(tmp_path: Path) -> None:
+    args = _args(_file(tmp_path / "plan.yaml", TWO), layers=9, ranks=8)
+    adopt_plan_file(args)
+    with pytest.raises(PlanError, match="8 in all, but --num-layers is 9"):
+        plan_from_args(args, vendor="cpu")
+
+
+@pytest.mark.parametrize(
+    ("shapes", "says"),
+    [(("tensor: 2", "tensor: 1"), "same tensor"), (("context: 2", "context: 2"), "context")],
+)
+def test_meshes_that_cannot_be_joined_are_refused(
+    tmp_path: Path, shapes: tuple[str, str], says: str
+) -> None:
+    first, second = shapes
+    text = f"meshes:\n- {{vendor: amd, layers: [3], {first}}}\n"
+    text += f"- {{vendor: nvidia, layers: [5], {second}}}\n"
+    with pytest.raises(PlanError, match=says):
+        adopt_plan_file(_args(_file(tmp_path / "plan.yaml", text), ranks=4))

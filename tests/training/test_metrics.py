@@ -1,0 +1,129 @@
+"""The numbers of a run, against numbers worked out by hand."""
+
+from __future__ import annotations
+
+import json
+from argparse import Namespace
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.training.metrics import (
+    IterationRecord,
+    measured_peak_bytes,
+    model_flops_per_token,
+    planned_state_bytes,
+    tflops_per_gpu,
+)
+
+LLAMA_8B = Namespace(
+    hidden_size=4096,
+    num_layers=32,
+    num_attention_heads=32,
+    num_query_groups=8,
+    kv_channels=128,
+    ffn_hidden_size=14336,
+    seq_length=8192,
+    padded_vocab_size=128256,
+    swiglu=True,
+    world_size=2,
+)
+
+
+def test_the_operations_of_llama_8b_for_one_token() -> None:
+    """Multiply-adds of one token in one layer, forward, with 8192 tokens of causal context:
+
+    query and output   2 x 4096 x 4096           =  33 554 432
+    key and value      2 x 4096 x 1024           =   8 388 608
+    scores and values  2 x 4096 x 4096 (half)    =  33 554 432
+    gate, up and down  3 x 4096 x 14336          = 176 160 768
+                                                   251 658 240, in 32 layers 8 053 063 680
+    head               4096 x 128256             = 525 336 576
+                                                   8 578 400 256 multiply-adds
+
+    two operations each, and the backward pass twice the forward: x 2 x 3.
+    """
+    assert model_flops_per_token(LLAMA_8B) == 51_470_401_536
+
+
+def test_it_is_near_six_times_the_parameters_and_more_by_the_attention() -> None:
+    weights = 8_030_261_248 - 4096 * 128256  # the embedding is looked up, not multiplied
+    attention = 6 * 32 * 33_554_432
+    assert model_flops_per_token(LLAMA_8B) == pytest.approx(6 * weights + attention, rel=1e-4)
+
+
+def test_every_size_counts_as_it_should() -> None:
+    def flops(**changed: Any) -> float:
+        return model_flops_per_token(Namespace(**vars(LLAMA_8B) | changed))
+
+    base = flops()
+    assert base - flops(swiglu=False) == 6 * 32 * 4096 * 14336
+    assert flops(num_query_groups=32) - base == 6 * 32 * 2 * 4096 * 3072
+    assert flops(seq_length=16384) - base == 6 * 32 * 4096 * 8192
+    assert flops(num_layers=64) - flops(num_layers=32) == 6 * 32 * 251_658_240
+    assert flops(padded_vocab_size=128512) - base == 6 * 4096 * 256
+
+
+def test_throughput_is_shared_by_all_gpus() -> None:
+    """1000 tokens are 51.47 TFLOP; in 2 s on 2 GPUs that is a quarter of it."""
+    assert tflops_per_gpu(LLAMA_8B, tokens=1000, seconds=2.0) == pytest.approx(51.470401536 / 4)
+
+
+def _state(**changed: Any) -> int:
+    args = {
+        "params_dtype": "bfloat16",
+        "accumulate_allreduce_grads_in_fp32": True,
+        "optimizer": "adam",
+        "sgd_momentum": 0.9,
+        "use_distributed_optimizer": False,
+    }
+    data_size = changed.pop("data_size", 1)
+    return planned_state_bytes(1000, args=Namespace(**args | changed), data_size=data_size)
+
+
+@pytest.mark.parametrize(
+    ("changed", "per_parameter"),
+    [
+        ({}, 2 + 4 + 8 + 4),
+        ({"accumulate_allreduce_grads_in_fp32": False}, 2 + 2 + 8 + 4),
+        ({"params_dtype": "float32"}, 4 + 4 + 8),
+        ({"optimizer": "sgd"}, 2 + 4 + 4 + 4),
+        ({"optimizer": "sgd", "sgd_momentum": 0.0}, 2 + 4 + 4),
+        ({"data_size": 4}, 2 + 4 + 8 + 4),
+        ({"data_size": 4, "use_distributed_optimizer": True}, 2 + 4 + (8 + 4) // 4),
+    ],
+)
+def test_the_bytes_that_a_parameter_costs_before_any_activation(
+    changed: dict[str, Any], per_parameter: int
+) -> None:
+    assert _state(**changed) == 1000 * per_parameter
+
+
+def test_the_peak_on_cpu_is_the_resident_set() -> None:
+    assert measured_peak_bytes(torch.device("cpu")) > 50 << 20
+
+
+def test_a_record_is_one_line_of_json() -> None:
+    record = IterationRecord(
+        iteration=1,
+        consumed_samples=8,
+        consumed_tokens=256,
+        elapsed_ms=1.5,
+        tokens_per_s=1.0,
+        tflops_per_gpu=0.1,
+        loss=2.5,
+        grad_norm=None,
+        learning_rate=1e-3,
+        weight_decay=0.01,
+        batch_size=8,
+        loss_scale=1.0,
+        skipped=False,
+        num_zeros=None,
+        link_bytes=4096,
+        simulated=True,
+    )
+    back = json.loads(json.dumps(record.as_dict()))
+    assert back["loss"] == 2.5
+    assert back["grad_norm"] is None
+    assert back["simulated"] is True

@@ -1,0 +1,199 @@
+"""Outputs that cannot be written are refused before training, and the console says what it should."""
+
+from __future__ import annotations
+
+import os
+import sys
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hetero.errors import UserError
+from megatron.training.console import Console, format_bytes, format_table
+from megatron.training.metrics import IterationRecord
+from megatron.training.recorder import Recorder, check_outputs
+
+
+def _outputs(**changed: Any) -> Namespace:
+    return Namespace(
+        **{"metrics_file": None, "hetero_report": None, "wandb_project": None} | changed
+    )
+
+
+def _refusal(**outputs: Any) -> str:
+    with pytest.raises(UserError) as error:
+        check_outputs(_outputs(**outputs))
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+def _record(**changed: Any) -> IterationRecord:
+    values: dict[str, Any] = {
+        "iteration": 3,
+        "consumed_samples": 24,
+        "consumed_tokens": 768,
+        "elapsed_ms": 100.0,
+        "tokens_per_s": 2560.0,
+        "tflops_per_gpu": 1.25,
+        "loss": 2.0,
+        "grad_norm": 0.5,
+        "learning_rate": 1e-3,
+        "weight_decay": 0.01,
+        "batch_size": 8,
+        "loss_scale": 1.0,
+        "skipped": False,
+        "num_zeros": None,
+        "link_bytes": 0,
+        "simulated": False,
+    }
+    return IterationRecord(**values | changed)
+
+
+# Before training.
+
+
+def test_no_output_is_no_problem() -> None:
+    check_outputs(_outputs())
+
+
+@pytest.mark.parametrize("name", ["metrics_file", "hetero_report"])
+def test_a_missing_folder_is_made_and_the_file_is_not(tmp_path: Path, name: str) -> None:
+    path = tmp_path / "a" / "b" / "file.json"
+    check_outputs(_outputs(**{name: str(path)}))
+    assert path.parent.is_dir()
+    assert not path.exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "flag"), [("metrics_file", "--metrics-file"), ("hetero_report", "--hetero-report")]
+)
+def test_a_path_that_cannot_be_written_is_refused_by_flag_and_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, flag: str
+) -> None:
+    (tmp_path / "file").write_text("")
+    under_a_file = tmp_path / "file" / "x.json"
+    assert f"{flag} {under_a_file}: cannot make its folder" in _refusal(**{name: under_a_file})
+    assert f"{flag} {tmp_path} cannot be written" in _refusal(**{name: tmp_path})
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    assert "cannot be written" in _refusal(**{name: tmp_path / "x.json"})
+
+
+def test_wandb_that_is_not_installed_is_refused_with_the_remedy(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    assert "pip install '.[wandb]'" in _refusal(wandb_project="p")
+
+
+def test_what_has_been_recorded_is_on_disk_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    args = _outputs(metrics_file=str(path), tensorboard_log_interval=1, tensorboard_dir=None)
+    recorder = Recorder(args, enabled=True)
+    recorder.iteration(_record(iteration=1))
+    recorder.iteration(_record(iteration=2))
+    assert [line.split(",")[0] for line in path.read_text().splitlines()] == [
+        '{"iteration": 1',
+        '{"iteration": 2',
+    ]
+    recorder.close()
+
+
+def test_a_rank_that_does_not_record_writes_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    args = _outputs(metrics_file=str(path), tensorboard_log_interval=1, tensorboard_dir=None)
+    recorder = Recorder(args, enabled=False)
+    recorder.iteration(_record())
+    recorder.close()
+    assert not path.exists()
+
+
+# The console.
+
+
+def test_a_table_is_aligned_under_its_heading() -> None:
+    assert format_table([["stage", "vendor"], ["0", "amd"], ["10", "nvidia"]]) == (
+        "stage  vendor\n-----  ------\n0      amd\n10     nvidia"
+    )
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (1024, "1.0 KiB"),
+        (1536, "1.5 KiB"),
+        (1 << 20, "1.0 MiB"),
+        (3 << 30, "3.00 GiB"),
+        (5 << 40, "5120.00 GiB"),
+    ],
+)
+def test_bytes_are_written_in_the_unit_that_fits(count: int, text: str) -> None:
+    assert format_bytes(count) == text
+
+
+def _line(capsys: pytest.CaptureFixture[str], records: list[IterationRecord]) -> str:
+    Console(speaks=True, total_iterations=50).iteration(records, skipped=1, nan=2)
+    return capsys.readouterr().out
+
+
+def test_the_iteration_line_reads_as_megatrons(capsys: pytest.CaptureFixture[str]) -> None:
+    """Tools that read Megatron's logs look for these words."""
+    line = _line(capsys, [_record()])
+    for part in (
+        " iteration        3/      50 |",
+        " consumed samples:           24 |",
+        " elapsed time per iteration (ms): 100.0 |",
+        " throughput per GPU (TFLOP/s/GPU): 1.25 |",
+        " learning rate: 1.000000E-03 |",
+        " global batch size:     8 |",
+        " lm loss: 2.000000E+00 |",
+        " loss scale: 1.0 |",
+        " grad norm: 0.500 |",
+        " number of skipped iterations:   1 |",
+        " number of nan iterations:   2 |",
+    ):
+        assert part in line
+    assert line.count("\n") == 1
+    assert "num zeros" not in line
+
+
+def test_the_iteration_line_averages_over_the_iterations_since_the_last(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    first = _record(iteration=2, consumed_samples=16, loss=4.0, elapsed_ms=300.0, grad_norm=9.0)
+    line = _line(capsys, [first, _record()])
+    assert "iteration        3/" in line
+    assert "consumed samples:           24" in line
+    assert "lm loss: 3.000000E+00" in line
+    assert "elapsed time per iteration (ms): 200.0" in line
+    assert "grad norm: 0.500" in line
+
+
+def test_a_norm_that_overflowed_is_left_out_of_the_line(capsys: pytest.CaptureFixture[str]) -> None:
+    line = _line(capsys, [_record(grad_norm=None, num_zeros=7.0)])
+    assert "grad norm" not in line
+    assert "num zeros: 7" in line
+
+
+def test_the_console_of_any_other_rank_is_silent(capsys: pytest.CaptureFixture[str]) -> None:
+    console = Console(speaks=False, total_iterations=5)
+    console.line("hello")
+    console.iteration([_record()], skipped=0, nan=0)
+    console.advance(_record())
+    console.close()
+    assert capsys.readouterr() == ("", "")
+    assert not console.has_bar
+
+
+def test_there_is_a_bar_only_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not Console(speaks=True, total_iterations=5).has_bar
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    console = Console(speaks=True, total_iterations=5)
+    assert console.has_bar
+    console.advance(_record())
+    console.close()
+    assert not console.has_bar
+    assert not Console(speaks=False, total_iterations=5).has_bar

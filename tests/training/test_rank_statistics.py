@@ -1,0 +1,77 @@
+"""Numbers of every rank, gathered in rank order, so that sums have the same bits everywhere."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron.training.optimizer import RankStatistics, StepOutcome
+
+CPU = torch.device("cpu")
+
+
+class World:
+    """Stands in for the world's group, its gather and its backend."""
+
+    def __init__(self, rows: list[list[float]], backend: str) -> None:
+        self.rows, self.backend = rows, backend
+        self.sent: torch.Tensor | None = None
+
+    def size(self) -> int:
+        return len(self.rows)
+
+    def all_gather(self, everyone: list[torch.Tensor], mine: torch.Tensor, group: Any) -> None:
+        assert group is self
+        self.sent = mine
+        for target, row in zip(everyone, self.rows, strict=True):
+            target.copy_(torch.tensor(row, dtype=torch.float64))
+
+
+def _gather(
+    monkeypatch: pytest.MonkeyPatch, rows: list[list[float]], values: torch.Tensor
+) -> tuple[list[list[float]], torch.Tensor]:
+    world: Any = World(rows, "gloo")
+    monkeypatch.setattr(dist, "all_gather", world.all_gather)
+    monkeypatch.setattr(dist, "get_backend", lambda group: group.backend)
+    gathered = RankStatistics(world, CPU).gather(values)
+    return gathered, world.sent
+
+
+def test_rows_come_in_rank_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [[3.0, 0.0], [1.0, 5.0], [2.0, 7.0]]
+    assert _gather(monkeypatch, rows, torch.tensor([1.0, 5.0]))[0] == rows
+
+
+def test_values_travel_as_float64_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    third = 1 / 3
+    gathered, sent = _gather(monkeypatch, [[third]], torch.tensor([third], dtype=torch.float64))
+    assert gathered == [[third]]
+    assert (sent.dtype, sent.device) == (torch.float64, CPU)
+    _, sent = _gather(monkeypatch, [[0.0]], torch.tensor([1], dtype=torch.int32))
+    assert sent.dtype == torch.float64
+
+
+@pytest.mark.parametrize(
+    ("device", "backend", "travels_on"),
+    [("cpu", "gloo", "cpu"), ("cuda", "gloo", "cpu"), ("cuda", "nccl", "cuda")],
+)
+def test_where_values_travel(
+    monkeypatch: pytest.MonkeyPatch, device: str, backend: str, travels_on: str
+) -> None:
+    monkeypatch.setattr(dist, "get_backend", lambda group: backend)
+    group: Any = World([[0.0]], backend)
+    statistics = RankStatistics(group, torch.device(device))
+    assert statistics._device.type == travels_on
+
+
+def test_the_loss_of_a_step_is_that_of_a_token() -> None:
+    step = StepOutcome(updated=True, grad_norm=1.0, loss_sum=6.0, tokens=4.0, link_bytes=0)
+    assert step.loss == 1.5
+
+
+def test_a_step_without_tokens_has_no_loss() -> None:
+    step = StepOutcome(updated=True, grad_norm=1.0, loss_sum=0.0, tokens=0.0, link_bytes=0)
+    assert step.loss != step.loss

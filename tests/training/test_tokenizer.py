@@ -1,0 +1,259 @@
+"""What `build_tokenizer` promises: ids that megatron-core's datasets can use, or one sentence."""
+
+import base64
+import json
+import pickle
+from argparse import Namespace
+from pathlib import Path
+
+import numpy
+import pytest
+import torch
+
+from hetero.errors import UserError
+from megatron.training.tokenizer import NO_PAD, build_tokenizer, padded_vocab_size
+
+TEXT = "héllo  wörld\n漢字 🙂 12"
+
+
+def train_sentencepiece(prefix: Path, **options) -> str:
+    import sentencepiece
+
+    with open(f"{prefix}.model", "wb") as model:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=iter(["hello world, hello text"] * 5),
+            model_writer=model,
+            vocab_size=280,
+            model_type="bpe",
+            byte_fallback=True,
+            normalization_rule_name="identity",
+            remove_extra_whitespaces=False,
+            minloglevel=2,
+            **options,
+        )
+    return f"{prefix}.model"
+
+
+@pytest.fixture(scope="module")
+def sentencepiece_model(tmp_path_factory) -> str:
+    return train_sentencepiece(tmp_path_factory.mktemp("sp") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def gpt2_files(tmp_path_factory) -> dict[str, str]:
+    """A byte-level BPE of a few tokens in GPT-2's two files."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+
+    directory = tmp_path_factory.mktemp("gpt2")
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=270,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        special_tokens=["<|endoftext|>"],
+        show_progress=False,
+    )
+    bpe.train_from_iterator(["hello world"] * 5, trainer)
+    bpe.model.save(str(directory))
+    return {"vocab_file": f"{directory}/vocab.json", "merge_file": f"{directory}/merges.txt"}
+
+
+@pytest.fixture(scope="module")
+def huggingface_directory(gpt2_files) -> str:
+    """The same tokenizer as `save_pretrained` would leave it on disk."""
+    directory = Path(gpt2_files["vocab_file"]).parent
+    config = '{"tokenizer_class": "GPT2Tokenizer", "eos_token": "<|endoftext|>"}'
+    Path(directory, "tokenizer_config.json").write_text(config)
+    return str(directory)
+
+
+def build(kind: str, **flags):
+    return build_tokenizer(Namespace(tokenizer_type=kind, **flags))
+
+
+def assert_fits_datasets(tokenizer) -> None:
+    """What megatron-core's GPTDataset reads: eod, pad, vocab_size and a JSON description."""
+    ids = tokenizer.tokenize(TEXT)
+    assert tokenizer.detokenize(ids) == TEXT
+    assert tokenizer.detokenize(numpy.array(ids, dtype=numpy.int32)) == TEXT
+    assert tokenizer.detokenize(torch.tensor(ids)) == TEXT
+    assert 0 <= min(ids) <= max(ids) < tokenizer.vocab_size
+    assert 0 <= tokenizer.eod < tokenizer.vocab_size
+    assert tokenizer.pad == NO_PAD or 0 <= tokenizer.pad < tokenizer.vocab_size
+    assert json.loads(json.dumps(tokenizer, default=lambda it: it.unique_identifiers))
+    assert pickle.loads(pickle.dumps(tokenizer)).tokenize(TEXT) == ids
+
+
+@pytest.mark.parametrize(
+    "kind", ["SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer"]
+)
+def test_sentencepiece_ends_documents_with_its_end_of_sentence_token(kind, sentencepiece_model):
+    tokenizer = build(kind, tokenizer_model=sentencepiece_model)
+    assert_fits_datasets(tokenizer)
+    assert (tokenizer.eod, tokenizer.pad, tokenizer.vocab_size) == (2, NO_PAD, 280)
+
+
+def test_sentencepiece_uses_the_pad_token_of_the_model(tmp_path):
+    model = train_sentencepiece(tmp_path / "padded", pad_id=3)
+    assert build("SentencePieceTokenizer", tokenizer_model=model).pad == 3
+
+
+def test_sentencepiece_legacy_mode_still_knows_the_end_of_a_document(sentencepiece_model):
+    tokenizer = build(
+        "SentencePieceTokenizer",
+        tokenizer_model=sentencepiece_model,
+        tokenizer_sentencepiece_legacy=True,
+        tokenizer_special_tokens=["<tool>"],
+    )
+    assert (tokenizer.eod, tokenizer.vocab_size) == (2, 281)
+
+
+def test_building_writes_nothing_beside_the_model(tmp_path):
+    model = train_sentencepiece(tmp_path / "only")
+    build("SentencePieceTokenizer", tokenizer_model=model)
+    assert [path.name for path in tmp_path.iterdir()] == ["only.model"]
+
+
+def test_huggingface_directory_is_read_without_a_network(huggingface_directory):
+    tokenizer = build("HuggingFaceTokenizer", tokenizer_model=huggingface_directory)
+    assert_fits_datasets(tokenizer)
+    assert tokenizer.eod == 0
+
+
+def test_gpt2_takes_its_vocabulary_and_merges(gpt2_files, huggingface_directory):
+    tokenizer = build("GPT2BPETokenizer", **gpt2_files)
+    assert_fits_datasets(tokenizer)
+    reference = build("HuggingFaceTokenizer", tokenizer_model=huggingface_directory)
+    assert tokenizer.tokenize(TEXT) == reference.tokenize(TEXT)
+
+
+def test_gpt2_is_described_by_the_users_files_so_cached_indexes_are_found_again(gpt2_files):
+    first, second = (build("GPT2BPETokenizer", **gpt2_files) for _ in range(2))
+    assert first.unique_identifiers == second.unique_identifiers
+    assert first.unique_identifiers["vocab_file"] == gpt2_files["vocab_file"]
+
+
+def test_null_tokenizer_counts_its_end_token_on_top():
+    tokenizer = build("NullTokenizer", vocab_size=100)
+    assert (tokenizer.vocab_size, tokenizer.eod, tokenizer.pad) == (101, 100, NO_PAD)
+    assert tokenizer.detokenize(tokenizer.tokenize("7 8")) == "7 8"
+
+
+@pytest.fixture
+def tiktoken_file(tmp_path) -> str:
+    """A TikTokenizer vocabulary of the 256 bytes, so that a letter spans several tokens."""
+    pytest.importorskip("tiktoken")
+    entries = [
+        {"rank": rank, "token_bytes": base64.b64encode(bytes([rank])).decode(), "token_str": ""}
+        for rank in range(256)
+    ]
+    path = tmp_path / "bytes.json"
+    path.write_text(json.dumps(entries))
+    return str(path)
+
+
+def test_tiktoken_joins_letters_that_span_tokens(tiktoken_file):
+    tokenizer = build("TikTokenizer", tokenizer_model=tiktoken_file)
+    assert_fits_datasets(tokenizer)
+    assert tokenizer.vocab_size == 256 + 1000
+
+
+def test_tiktoken_names_the_largest_vocabulary(tiktoken_file):
+    with pytest.raises(UserError, match="at most 1256"):
+        build("TikTokenizer", tokenizer_model=tiktoken_file, vocab_size=2000)
+
+
+def test_a_dataset_of_megatron_core_can_be_built_on_it(tmp_path, sentencepiece_model):
+    from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
+    from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
+    from megatron.core.datasets.utils import Split
+
+    tokenizer = build("SentencePieceTokenizer", tokenizer_model=sentencepiece_model)
+    builder = IndexedDatasetBuilder(f"{tmp_path}/data.bin", dtype=numpy.uint16)
+    ids = [*tokenizer.tokenize(TEXT), tokenizer.eod]
+    for _ in range(8):
+        builder.add_document(ids, [len(ids)])
+    builder.finalize(f"{tmp_path}/data.idx")
+    config = GPTDatasetConfig(
+        random_seed=1,
+        sequence_length=8,
+        split="1",
+        tokenizer=tokenizer,
+        reset_position_ids=False,
+        reset_attention_mask=False,
+        eod_mask_loss=True,
+        path_to_cache=str(tmp_path / "cache"),
+    )
+    low_level = IndexedDataset(f"{tmp_path}/data")
+    dataset = GPTDataset(low_level, None, numpy.arange(8), 4, Split.train, config)
+    sample = dataset[0]
+    assert sample["tokens"].shape == (8,)
+    assert torch.equal(sample["loss_mask"] == 0, sample["tokens"] == tokenizer.eod)
+
+
+def broken(tmp_path: Path, name: str, content: bytes) -> str:
+    path = tmp_path / name
+    path.write_bytes(content)
+    return str(path)
+
+
+def test_a_damaged_sentencepiece_model_is_named(tmp_path, sentencepiece_model):
+    whole = Path(sentencepiece_model).read_bytes()
+    for content in (b"", b"not a model", whole[: len(whole) // 2]):
+        model = broken(tmp_path, "cut.model", content)
+        with pytest.raises(
+            UserError, match=r"cut\.model is not a SentencePiece model or is damaged"
+        ):
+            build("SentencePieceTokenizer", tokenizer_model=model)
+
+
+def test_a_model_without_an_end_token_is_refused(tmp_path):
+    model = train_sentencepiece(tmp_path / "endless", eos_id=-1)
+    with pytest.raises(UserError, match=r"endless\.model has no end-of-document token"):
+        build("SentencePieceTokenizer", tokenizer_model=model)
+
+
+def test_a_damaged_gpt2_vocabulary_is_named(tmp_path, gpt2_files):
+    flags = gpt2_files | {"vocab_file": broken(tmp_path, "bad.json", b"{")}
+    with pytest.raises(UserError, match=r"GPT2BPETokenizer cannot be loaded from \S*bad.json"):
+        build("GPT2BPETokenizer", **flags)
+
+
+def test_an_empty_huggingface_directory_is_named(tmp_path):
+    with pytest.raises(UserError, match=f"cannot be loaded from {tmp_path}: "):
+        build("HuggingFaceTokenizer", tokenizer_model=str(tmp_path))
+
+
+def test_missing_transformers_names_the_install_command(monkeypatch, huggingface_directory):
+    import importlib.util
+
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match=r"pip install '\.\[hf\]'"):
+        build("HuggingFaceTokenizer", tokenizer_model=huggingface_directory)
+
+
+@pytest.mark.parametrize(
+    ("kind", "flags", "sentence"),
+    [
+        (None, {}, "--tokenizer-type is missing"),
+        ("BertWordPieceCase", {}, "BertWordPieceCase is not supported; use SentencePieceTokenizer"),
+        ("SentencePieceTokenizer", {}, "SentencePieceTokenizer needs --tokenizer-model"),
+        ("SentencePieceTokenizer", {"tokenizer_model": "/no/such.model"}, "/no/such.model cannot"),
+        ("SentencePieceTokenizer", {"tokenizer_model": "/tmp"}, "/tmp is a directory"),
+        ("HuggingFaceTokenizer", {"tokenizer_model": "no/such"}, "neither a directory nor in"),
+        ("HuggingFaceTokenizer", {"tokenizer_model": __file__}, "is a file, not a directory"),
+        ("GPT2BPETokenizer", {"vocab_file": __file__}, "needs --merge-file"),
+        ("NullTokenizer", {}, "NullTokenizer needs --vocab-size"),
+    ],
+)
+def test_bad_flags_end_in_one_sentence(kind, flags, sentence):
+    with pytest.raises(UserError) as caught:
+        build(kind, **flags)
+    assert sentence in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_the_vocabulary_is_padded_as_in_megatron():
+    assert padded_vocab_size(50257, make_divisible_by=128, tensor_parallel_size=1) == 50304
+    assert padded_vocab_size(50257, make_divisible_by=128, tensor_parallel_size=8) == 51200
+    assert padded_vocab_size(1024, make_divisible_by=128, tensor_parallel_size=8) == 1024

@@ -1,0 +1,186 @@
+"""Prove that a mixed run computes what a homogeneous one does, on the machine at hand.
+
+Runs pretrain_gpt.py as a homogeneous pipeline and, with the same flags, as a mixed one over each
+transport, and compares every loss and the final weights bit for bit:
+
+    python tools/prove_parity.py --nproc 2 --transports gloo nccl --out runs/parity -- \\
+        --num-layers 16 ... --train-iters 20 --bf16 --deterministic-mode
+
+One machine plays both vendors, so what it proves is the software, not a vendor's kernels: the
+result says `simulated`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+ENTRY = Path(__file__).resolve().parent.parent / "pretrain_gpt.py"
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """What one training run left behind."""
+
+    name: str
+    losses: list[float]
+    grad_norms: list[float | None]
+    weights: str
+    tokens_per_s: float
+    tflops_per_gpu: float
+    boundary_bytes: int
+    simulated: bool
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A mixed run beside the homogeneous one."""
+
+    run: str
+    losses_identical: bool
+    weights_identical: bool
+    max_abs_loss_difference: float
+    speed_ratio: float
+    """Tokens per second over the homogeneous run's."""
+
+
+class RunFailed(RuntimeError):
+    """A training run did not end well; the text holds the end of its log."""
+
+
+def torchrun(flags: Sequence[str], *, nproc: int, log: Path, environ: dict[str, str]) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += [f"--nproc-per-node={nproc}", str(ENTRY), *flags]
+    with log.open("w") as stream:
+        code = subprocess.run(
+            command, stdout=stream, stderr=subprocess.STDOUT, env=os.environ | environ, check=False
+        ).returncode
+    if code:
+        tail = "\n".join(log.read_text(errors="replace").splitlines()[-20:])
+        raise RunFailed(f"the run failed with exit code {code}; the end of {log}:\n{tail}")
+
+
+def run_once(
+    name: str, flags: Sequence[str], *, nproc: int, out: Path, environ: dict[str, str]
+) -> RunResult:
+    """Train once and read back what the run wrote."""
+    metrics, report = out / f"{name}.metrics.jsonl", out / f"{name}.report.json"
+    written = ["--metrics-file", str(metrics), "--hetero-report", str(report)]
+    torchrun([*flags, *written], nproc=nproc, log=out / f"{name}.log", environ=environ)
+    rows = [json.loads(line) for line in metrics.read_text().splitlines()]
+    summary = json.loads(report.read_text())
+    # The first iterations pay for compilation and for buffers.
+    steady = rows[min(3, len(rows) - 1) :]
+    return RunResult(
+        name=name,
+        losses=[row["loss"] for row in rows],
+        grad_norms=[row["grad_norm"] for row in rows],
+        weights=summary["weights"]["sha256"],
+        tokens_per_s=statistics.median(row["tokens_per_s"] for row in steady),
+        tflops_per_gpu=statistics.median(row["tflops_per_gpu"] for row in steady),
+        boundary_bytes=summary["boundary_bytes"],
+        simulated=summary["simulated"],
+    )
+
+
+def compare(run: RunResult, baseline: RunResult) -> Comparison:
+    pairs = list(zip(run.losses, baseline.losses, strict=True))
+    return Comparison(
+        run=run.name,
+        losses_identical=run.losses == baseline.losses and run.grad_norms == baseline.grad_norms,
+        weights_identical=run.weights == baseline.weights,
+        max_abs_loss_difference=max(abs(a - b) for a, b in pairs),
+        speed_ratio=run.tokens_per_s / baseline.tokens_per_s,
+    )
+
+
+def prove(options: argparse.Namespace) -> list[Comparison]:
+    out = Path(options.out)
+    out.mkdir(parents=True, exist_ok=True)
+    stages = sum(options.sizes)
+    layout = []
+    if options.layers:
+        parts = "|".join("t" * count for count in options.layers)
+        layout = ["--pipeline-model-parallel-layout", f"E{parts}L"]
+    baseline = run_once(
+        "homogeneous",
+        [*options.flags, "--pipeline-model-parallel-size", str(stages), *layout],
+        nproc=options.nproc,
+        out=out,
+        environ={},
+    )
+    hetero = ["--hetero-pipeline", "--hetero-vendors", *options.vendors]
+    hetero += ["--hetero-pipeline-sizes", *map(str, options.sizes)]
+    if options.layers:
+        hetero += ["--hetero-pipeline-layers", *map(str, options.layers)]
+    runs = [
+        run_once(
+            f"mixed-{transport}",
+            [*options.flags, *hetero, "--hetero-transport", transport],
+            nproc=options.nproc,
+            out=out,
+            environ={"HETERO_VENDOR": "plan"},
+        )
+        for transport in options.transports
+    ]
+    comparisons = [compare(run, baseline) for run in runs]
+    record = {
+        "runs": [asdict(run) for run in (baseline, *runs)],
+        "comparisons": [asdict(comparison) for comparison in comparisons],
+        "flags": options.flags,
+    }
+    (out / "parity.json").write_text(json.dumps(record, indent=1))
+    print(
+        f"{'run':<16}{'losses':>11}{'weights':>11}{'max |dloss|':>13}{'tokens/s':>12}{'TFLOP/s':>9}"
+    )
+    print(f"{'homogeneous':<16}{'':>11}{'':>11}{'':>13}", end="")
+    print(f"{baseline.tokens_per_s:>12,.0f}{baseline.tflops_per_gpu:>9.1f}")
+    for run, result in zip(runs, comparisons, strict=True):
+        words = [
+            "identical" if same else "DIFFER"
+            for same in (result.losses_identical, result.weights_identical)
+        ]
+        print(
+            f"{run.name:<16}{words[0]:>11}{words[1]:>11}{result.max_abs_loss_difference:>13.3g}"
+            f"{run.tokens_per_s:>12,.0f}{run.tflops_per_gpu:>9.1f}"
+        )
+    print("vendors simulated: one machine played both" if any(r.simulated for r in runs) else "")
+    return comparisons
+
+
+def parse_options(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--nproc", type=int, default=2, help="processes on this machine")
+    parser.add_argument("--vendors", nargs="+", default=["amd", "nvidia"])
+    parser.add_argument("--sizes", nargs="+", type=int, default=[1, 1], help="stages of each mesh")
+    parser.add_argument("--layers", nargs="+", type=int, help="layers of each stage, mixed runs")
+    parser.add_argument("--transports", nargs="+", default=["gloo"])
+    parser.add_argument("--out", default="runs/parity")
+    given = list(sys.argv[1:] if argv is None else argv)
+    if "--" not in given:
+        parser.error("put the flags of pretrain_gpt.py behind --")
+    cut = given.index("--")
+    options = parser.parse_args(given[:cut])
+    options.flags = given[cut + 1 :]
+    return options
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    try:
+        comparisons = prove(parse_options(argv))
+    except RunFailed as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    same = all(c.losses_identical and c.weights_identical for c in comparisons)
+    return 0 if same else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
