@@ -1,0 +1,239 @@
+"""Train a small LLaMA across two vendors and on one, and compare: `make demo`.
+
+    python examples/quickstart/demo.py [--text FILE] [--out runs/demo] [--iterations 120]
+
+One machine plays both vendors, on its CPU. README.md beside this file says what comes out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import fcntl
+import json
+import shutil
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+if not __package__:  # Run as a script, where only this folder would be importable.
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from examples.quickstart import outcome, steps
+from examples.quickstart.processes import ending_on_signals, run_step
+from examples.quickstart.source_text import SourceText, builtin_text, read_text
+from hetero.errors import HeteroError, UserError
+from hetero.observe.report import Comparison, RunRecord, write_html, write_json
+
+MARKER = ".hetero-demo"
+"""Stands in a folder that the demo made, so that it never replaces files of anyone else."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the demo; 0 when both runs agree bit for bit, 2 for bad input, 1 for a failure."""
+    args = _parser().parse_args(argv)
+    try:
+        with ending_on_signals():
+            return _demo(args)
+    except HeteroError as error:
+        return _fail(str(error), error.exit_code)
+    except OSError as error:
+        named = f"{error.filename}: " if error.filename else ""
+        return _fail(
+            f"{named}{error.strerror or error}; check the path, its permissions and the free space",
+            UserError.exit_code,
+        )
+    except KeyboardInterrupt:
+        return _fail("interrupted; every process of the demo has been ended", 130)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description="Train a small LLaMA across two (simulated) vendors and on one, and compare.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--text", metavar="FILE", help="text to learn from; Python's own otherwise")
+    parser.add_argument("--out", default="runs/demo", help="folder for the report and the logs")
+    parser.add_argument("--iterations", type=_positive, default=120, help="of each of the two runs")
+    return parser
+
+
+def _positive(text: str) -> int:
+    if not text.isascii() or not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return int(text)
+
+
+def _fail(message: str, code: int) -> int:
+    print(f"error: {message}", file=sys.stderr)
+    return code
+
+
+def _demo(args: argparse.Namespace) -> int:
+    source = read_text(args.text) if args.text else builtin_text()
+    began = time.monotonic()
+    with _claimed(Path(args.out)) as out:
+        _introduce(source, args.iterations)
+        with Progress(2 * args.iterations) as progress:
+            data = _prepare(source, out, progress)
+            folder = out.resolve()
+            hetero, transport = _train(
+                steps.hetero_run(data, folder / "hetero", args.iterations),
+                args.iterations,
+                progress,
+            )
+            homogeneous, _ = _train(
+                steps.homogeneous_run(data, folder / "homogeneous", args.iterations),
+                args.iterations,
+                progress,
+            )
+        comparison = outcome.compare(
+            hetero,
+            homogeneous,
+            transport=transport,
+            source=source,
+            data=data,
+            seconds=time.monotonic() - began,
+        )
+        write_html(comparison, out / "report.html")
+        write_json(comparison, out / "report.json")
+    _conclude(comparison, out, time.monotonic() - began)
+    return 0 if comparison.bit_identical else 1
+
+
+def _introduce(source: SourceText, iterations: int) -> None:
+    print(
+        f"Training a small LLaMA on {source.name} ({len(source.text):,} characters), "
+        f"{iterations} iterations,\nfirst across amd + nvidia, then homogeneous. The vendors are "
+        "simulated: this machine's CPU plays both.",
+        flush=True,
+    )
+    if source.is_cut:
+        size = f"{len(source.text.encode()) / 2**20:.0f} MiB"
+        print(f"The file is large: only its first {size} are used.", flush=True)
+
+
+@contextlib.contextmanager
+def _claimed(out: Path) -> Iterator[Path]:
+    """The output folder, made or recognised as ours, and held against a second demo.
+
+    When the input turns out to be unusable, a folder that was made for it is gone again.
+    """
+    if out.exists() and not out.is_dir():
+        raise UserError(f"--out {out} is a file; give a folder")
+    marker = out / MARKER
+    is_new = not out.exists()
+    if not is_new and not marker.exists() and any(out.iterdir()):
+        raise UserError(f"--out {out} holds files that no demo wrote; give another folder")
+    out.mkdir(parents=True, exist_ok=True)
+    with marker.open("a") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise UserError(
+                f"another demo is writing to {out}; wait for it, or give another --out"
+            ) from error
+        try:
+            yield out
+        except UserError:
+            if is_new:
+                shutil.rmtree(out)
+            raise
+
+
+def _prepare(source: SourceText, out: Path, progress: Progress) -> steps.Data:
+    """Tokenizer and data set. Only once they are whole do they replace those of an earlier demo."""
+    fresh, final = (out / "data.new").resolve(), (out / "data").resolve()
+    shutil.rmtree(fresh, ignore_errors=True)
+    fresh.mkdir()
+    try:
+        prepared = steps.prepare_data(source.text, fresh, progress.announce)
+    except UserError:
+        shutil.rmtree(fresh)
+        raise
+    for name in ("report.json", "report.html"):
+        # From here on they would describe files that are gone.
+        (out / name).unlink(missing_ok=True)
+    shutil.rmtree(final, ignore_errors=True)
+    prepared.folder.rename(final)
+    return steps.Data(final)
+
+
+def _train(run: steps.Run, iterations: int, progress: Progress) -> tuple[RunRecord, str]:
+    """Train to the end, with the bar following; the record of the run, and its transport."""
+    progress.announce(f"{outcome.TITLES[run.name]}: starting {steps.PROCESSES} processes")
+    metrics = outcome.MetricsFile(run.metrics)
+
+    def watch() -> None:
+        progress.advance(outcome.TITLES[run.name], metrics.read_new(), of=iterations)
+
+    began = time.monotonic()
+    run_step(run.step, watch)
+    seconds = time.monotonic() - began
+    record = outcome.run_record(run, metrics, iterations=iterations, seconds=seconds)
+    return record, str(json.loads(run.report.read_text())["transport"])
+
+
+def _conclude(comparison: Comparison, out: Path, seconds: float) -> None:
+    print()
+    print(outcome.summary(comparison))
+    print(f"report: {out / 'report.html'} and {out / 'report.json'} ({seconds:.0f} s)")
+
+
+class Progress:
+    """One bar for the whole demo where there is a terminal, a line now and then where not."""
+
+    LINES_PER_RUN = 4
+
+    def __init__(self, total: int) -> None:
+        self._bar: tqdm[Any] | None = None
+        if sys.stderr.isatty():
+            # A terminal that is recorded may claim to have no size, and tqdm would show nothing.
+            columns, lines = shutil.get_terminal_size()
+            self._bar = tqdm(total=total, unit="it", ncols=columns, nrows=lines, file=sys.stderr)
+        self._refreshed = 0.0
+
+    def announce(self, what: str) -> None:
+        if self._bar is not None:
+            self._bar.set_description_str(what)
+        else:
+            print(what, flush=True)
+
+    def advance(self, title: str, records: list[dict[str, Any]], *, of: int) -> None:
+        """Show the iterations that have been finished since the last call."""
+        if self._bar is not None:
+            self._advance_bar(self._bar, title, records)
+            return
+        step = max(1, of // self.LINES_PER_RUN)
+        for record in records:
+            if record["iteration"] % step == 0:
+                print(
+                    f"{title}: iteration {record['iteration']}/{of}, loss {record['loss']:.4f}",
+                    flush=True,
+                )
+
+    def _advance_bar(self, bar: tqdm[Any], title: str, records: list[dict[str, Any]]) -> None:
+        if records:
+            bar.set_description_str(title, refresh=False)
+            bar.set_postfix_str(f"loss {records[-1]['loss']:.4f}", refresh=False)
+            bar.update(len(records))
+        elif time.monotonic() - self._refreshed > 0.5:
+            # The clock goes on while processes start.
+            bar.refresh()
+            self._refreshed = time.monotonic()
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._bar is not None:
+            self._bar.close()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

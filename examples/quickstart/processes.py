@@ -1,0 +1,149 @@
+"""Runs the demo's steps as processes of their own, and leaves none of them behind."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import NoReturn
+
+import psutil
+
+from hetero.errors import HeteroError
+
+LOG_LINES = 15
+POLL_SECONDS = 0.1
+GRACE_SECONDS = 5.0
+_LAUNCHER_NOISE = re.compile(r"^[WEI]\d{4} .*torch/distributed/|^Traceback .*torchrun")
+
+_KILLED = re.compile(r"rank +: (\d+) .*\n +exitcode +: -9 ")
+
+
+@dataclass(frozen=True)
+class Step:
+    """One command of the demo."""
+
+    name: str
+    command: tuple[str, ...]
+    log: Path
+    directory: Path
+    environment: Mapping[str, str]
+
+
+class StepFailure(HeteroError):
+    """A step ended with an error: its name, the end of its log, and where the rest is."""
+
+    def __init__(self, step: Step, code: int) -> None:
+        lines = log_lines(step.log)
+        ended = f"exit code {code}" if code >= 0 else f"signal {-code}"
+        parts = [f"the step '{step.name}' failed with {ended}; the end of its log:"]
+        parts += [f"    {line}" for line in lines[-LOG_LINES:]] or ["    (the log is empty)"]
+        parts.append(f"the whole log: {step.log}")
+        super().__init__("\n".join(parts))
+        self.code = code
+        self.sentence = next(
+            (line.removeprefix("error: ") for line in lines if line.startswith("error: ")), ""
+        )
+        """What the step itself said was wrong, if it did."""
+
+
+def log_lines(path: Path) -> list[str]:
+    """A step's own words: torchrun puts pages of its own below them when a worker fails.
+
+    Of those, what no worker could say itself is kept: that it was killed.
+    """
+    lines = [line for line in path.read_text(errors="replace").splitlines() if line.strip()]
+    own = next((i for i, line in enumerate(lines) if _LAUNCHER_NOISE.search(line)), len(lines))
+    killed = sorted(set(_KILLED.findall("\n".join(lines[own:]))))
+    words = [f"rank {rank} was killed; did the machine run out of memory?" for rank in killed]
+    return lines[:own] + words or lines
+
+
+def run_step(step: Step, watch: Callable[[], None] = lambda: None) -> None:
+    """Run a step to its end, calling `watch` on the way and once after it.
+
+    Whatever ends the demo, also ctrl-C, ends the step and every process that it started.
+    """
+    step.log.parent.mkdir(parents=True, exist_ok=True)
+    with step.log.open("w") as log:
+        process = subprocess.Popen(
+            step.command,
+            cwd=step.directory,
+            env=dict(step.environment),
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            # ctrl-C reaches the demo alone, which then ends the step in order.
+            start_new_session=True,
+        )
+        try:
+            while process.poll() is None:
+                watch()
+                time.sleep(POLL_SECONDS)
+        finally:
+            if process.poll() is None:
+                end_family(process)
+    watch()
+    if process.returncode:
+        raise StepFailure(step, process.returncode)
+
+
+def end_family(process: subprocess.Popen[bytes]) -> None:
+    """End a process and its descendants: politely, and then not.
+
+    torchrun puts each worker into a session of its own, so a signal to its group would miss them.
+    """
+    with contextlib.suppress(psutil.NoSuchProcess), _deaf_to_interrupts():
+        root = psutil.Process(process.pid)
+        family = [*root.children(recursive=True), root]
+        for member in family:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                member.terminate()
+        _, alive = psutil.wait_procs(family, timeout=GRACE_SECONDS)
+        for member in alive:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                member.kill()
+    process.wait()
+
+
+@contextlib.contextmanager
+def _deaf_to_interrupts() -> Iterator[None]:
+    """A second ctrl-C must not stop us from ending what the first one left running."""
+    if not _may_set_handlers():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _may_set_handlers() -> bool:
+    return threading.current_thread() is threading.main_thread()
+
+
+@contextlib.contextmanager
+def ending_on_signals() -> Iterator[None]:
+    """Let SIGTERM and a closed terminal unwind the demo as ctrl-C does, so that steps end too."""
+    if not _may_set_handlers():
+        yield
+        return
+
+    def leave(number: int, _frame: FrameType | None) -> NoReturn:
+        sys.exit(128 + number)
+
+    before = {number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,318 @@
+"""The demo: what it refuses, how its steps end, and one real run from text to report."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import math
+import os
+import pty
+import signal
+import struct
+import subprocess
+import sys
+import termios
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from examples.quickstart import source_text, steps
+from examples.quickstart.demo import Progress, main
+from examples.quickstart.outcome import MetricsFile
+from examples.quickstart.processes import Step, StepFailure, log_lines, run_step
+from hetero.errors import UserError
+
+DEMO = steps.ROOT / "examples" / "quickstart" / "demo.py"
+ITERATIONS = 12
+PAGE = "\n\n".join(
+    f"The {animal} number {number} walked over the hill and saw {number + 1} others."
+    for animal in ("fox", "hare", "crow", "toad")
+    for number in range(30)
+)
+
+
+def refused(capsys, out: Path, *arguments: str) -> str:
+    """The one sentence with which the demo refuses its input."""
+    assert main(["--out", str(out), *arguments]) == 2
+    captured = capsys.readouterr()
+    (line,) = captured.err.splitlines()
+    assert line.startswith("error: ")
+    return line
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (b"", "is empty"),
+        (b" \n\n\t", "is empty"),
+        (b"\xff\xfe\x00text", "is not text in UTF-8 (its byte 0"),
+        (b"plain\x00zero", "is a binary file"),
+        ("Grüße".encode("latin-1") + b" and more", "is not text in UTF-8 (its byte 2"),
+        (None, "cannot be read (No such file or directory)"),
+    ],
+)
+def test_unusable_text_is_one_sentence_and_leaves_nothing(tmp_path, capsys, content, reason):
+    text, out = tmp_path / "my.txt", tmp_path / "out"
+    if content is not None:
+        text.write_bytes(content)
+    assert f"--text {text} {reason}" in refused(capsys, out, "--text", str(text))
+    assert not out.exists()
+
+
+def test_a_directory_is_no_text(tmp_path, capsys):
+    line = refused(capsys, tmp_path / "out", "--text", str(tmp_path))
+    assert "is a directory; give a text file inside it" in line
+
+
+def test_output_must_be_a_folder_of_ours(tmp_path, capsys):
+    mine = tmp_path / "thesis.txt"
+    mine.write_text("years of work")
+    assert "is a file; give a folder" in refused(capsys, mine)
+    assert "holds files that no demo wrote" in refused(capsys, tmp_path)
+    assert list(tmp_path.iterdir()) == [mine]
+
+
+@pytest.mark.parametrize("number", ["0", "-3", "many", "1.5"])
+def test_iterations_must_be_a_number(capsys, number):
+    with pytest.raises(SystemExit) as ended:
+        main([f"--iterations={number}"])
+    assert ended.value.code == 2
+    assert "is not a whole number of at least 1" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ["hi", "A few words only.\n"])
+def test_a_text_too_small_to_train_on_is_one_sentence(tmp_path, capsys, text):
+    small, out = tmp_path / "small.txt", tmp_path / "out"
+    small.write_text(text)
+    assert "the text is too small to train on" in refused(capsys, out, "--text", str(small))
+    assert not out.exists()
+
+
+def test_a_refused_text_leaves_an_earlier_demo_alone(tmp_path, capsys):
+    out, small = tmp_path / "out", tmp_path / "small.txt"
+    out.mkdir()
+    (out / ".hetero-demo").touch()
+    (out / "report.json").write_text("{}")
+    small.write_text("hi")
+    refused(capsys, out, "--text", str(small))
+    assert sorted(p.name for p in out.iterdir()) == [".hetero-demo", "report.json"]
+
+
+def test_builtin_text_is_there_and_has_paragraphs():
+    text = source_text.builtin_text().text
+    assert len(text) > 100_000
+    assert "\n\n" in text
+
+
+def test_a_large_text_is_cut_between_letters(tmp_path, monkeypatch):
+    monkeypatch.setattr(source_text, "LARGEST_BYTES", 6)
+    file = tmp_path / "large.txt"
+    file.write_text("ab€€€€€€", encoding="utf-8")
+    read = source_text.read_text(str(file))
+    assert (read.text, read.is_cut) == ("ab€", True)
+
+
+def test_a_byte_order_mark_is_not_text(tmp_path):
+    file = tmp_path / "windows.txt"
+    file.write_bytes(b"\xef\xbb\xbfhello")
+    assert source_text.read_text(str(file)).text == "hello"
+
+
+def test_a_text_with_more_letters_than_the_vocabulary_gets_a_larger_one(tmp_path):
+    text = "\n".join(
+        "".join(chr(0x4E00 + (40 * line + n) % 2000) for n in range(40)) for line in range(200)
+    )
+    data = steps.prepare_data(text, tmp_path, lambda _: None)
+    assert data.vocabulary > 2000
+    assert data.tokens > steps.SEQUENCE_LENGTH
+
+
+def test_metrics_are_read_while_they_are_written(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    metrics = MetricsFile(path)
+    assert metrics.read_new() == []
+    path.write_text('{"loss": 1}\n{"loss"')
+    assert metrics.read_new() == [{"loss": 1}]
+    with path.open("a") as stream:
+        stream.write(": 2}\n")
+    assert metrics.read_new() == [{"loss": 2}]
+    assert metrics.records == [{"loss": 1}, {"loss": 2}]
+
+
+@pytest.mark.parametrize("size", [(0, 0), (30, 100)])
+def test_one_bar_shows_the_loss_on_a_terminal_of_any_size(monkeypatch, capsys, size):
+    screen, terminal = pty.openpty()
+    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", *size, 0, 0))
+    with os.fdopen(terminal, "w") as stderr:
+        monkeypatch.setattr(sys, "stderr", stderr)
+        with Progress(4) as progress:
+            progress.announce("tokenizing")
+            for iteration in range(1, 5):
+                progress.advance("amd + nvidia", [{"iteration": iteration, "loss": 2.5}], of=4)
+        stderr.flush()
+        shown = os.read(screen, 65536).decode()
+    os.close(screen)
+    assert "tokenizing" in shown
+    assert "amd + nvidia: 100%" in shown
+    assert "loss 2.5000" in shown
+    assert capsys.readouterr().out == ""
+
+
+def test_lines_take_the_bar_s_place_without_a_terminal(capsys):
+    with Progress(8) as progress:
+        records = [{"iteration": n, "loss": 3.0 - n / 4} for n in range(1, 9)]
+        progress.advance("homogeneous", records, of=8)
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == Progress.LINES_PER_RUN
+    assert lines[-1] == "homogeneous: iteration 8/8, loss 1.0000"
+
+
+def python_step(tmp_path: Path, code: str) -> Step:
+    return Step("try", (sys.executable, "-c", code), tmp_path / "log", tmp_path, dict(os.environ))
+
+
+def test_a_failing_step_names_itself_and_shows_the_end_of_its_log(tmp_path):
+    code = "import sys; [print('line', i) for i in range(50)]; sys.exit('error: out of luck')"
+    with pytest.raises(StepFailure) as failure:
+        run_step(python_step(tmp_path, code))
+    first, *middle, last = str(failure.value).splitlines()
+    assert first.startswith("the step 'try' failed with exit code 1")
+    assert middle[-1].strip() == "error: out of luck"
+    assert "line 36" in middle[0]
+    assert last == f"the whole log: {tmp_path / 'log'}"
+    assert failure.value.sentence == "out of luck"
+    assert failure.value.exit_code == 1
+
+
+def test_the_launchers_own_pages_are_left_out(tmp_path):
+    log = tmp_path / "log"
+    log.write_text(
+        "training\nerror: the loss is nan\n"
+        "W1121 02:00:00.0 12 torch/distributed/elastic/multiprocessing/api.py:1] Sending\n"
+        "Traceback (most recent call last):\n  many lines\n"
+        "[1]:\n  rank      : 1 (local_rank: 1)\n  exitcode  : -9 (pid: 7)  (SIGKILL)\n"
+        "[2]:\n  rank      : 2 (local_rank: 2)\n  exitcode  : -15 (pid: 8)  (SIGTERM)\n"
+    )
+    assert log_lines(log) == [
+        "training",
+        "error: the loss is nan",
+        "rank 1 was killed; did the machine run out of memory?",
+    ]
+
+
+def test_an_interrupted_step_leaves_no_process(tmp_path):
+    # As torchrun does, the child puts its own child into another session.
+    code = (
+        "import subprocess, sys, time\n"
+        "p = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'],"
+        " start_new_session=True)\n"
+        "print(p.pid, flush=True)\n"
+        "time.sleep(60)\n"
+    )
+    step = python_step(tmp_path, code)
+
+    def interrupt_once_started() -> None:
+        if step.log.read_text().strip():
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run_step(step, interrupt_once_started)
+    assert not psutil.pid_exists(int(step.log.read_text()))
+
+
+def start_demo(tmp_path: Path, text: Path, iterations: int) -> subprocess.Popen[str]:
+    command = [sys.executable, str(DEMO), "--text", str(text), "--out", str(tmp_path / "out")]
+    return subprocess.Popen(
+        [*command, "--iterations", str(iterations)],
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+@pytest.fixture
+def page(tmp_path) -> Path:
+    text = tmp_path / "my text.txt"
+    text.write_text(PAGE)
+    return text
+
+
+def test_demo_from_text_to_report(tmp_path, page):
+    process = start_demo(tmp_path, page, ITERATIONS)
+    stdout, stderr = process.communicate(timeout=240)
+    assert process.returncode == 0, stderr
+    out = tmp_path / "out"
+    report = json.loads((out / "report.json").read_text())
+
+    losses = report["hetero"]["loss"]
+    assert len(losses) == ITERATIONS
+    assert losses == report["homogeneous"]["loss"]
+    assert losses[-1] < losses[0] < 1.2 * math.log(steps.VOCABULARY)
+    assert report["bit_identical"] is True
+    assert report["weights_identical"] is True
+    assert report["max_abs_loss_difference"] == 0
+    assert report["simulated"] is True
+    assert report["hetero"]["tokens_per_s"] > 0
+    assert report["homogeneous"]["tokens_per_s"] > 0
+
+    # Every sample's activations cross once in fp32, and their gradients once.
+    activations = ITERATIONS * 16 * 128 * 128 * 4
+    assert report["link"]["bytes"] == report["link"]["expected_bytes"] == 2 * activations
+    assert report["link"]["messages"] == ITERATIONS * 2 * 2 * 2
+    assert report["link"]["transport"] == steps.TRANSPORT
+    vendors = [rank["vendor"] for rank in report["hetero"]["ranks"]]
+    assert vendors == ["amd", "amd", "nvidia", "nvidia"]
+    assert {rank["vendor"] for rank in report["homogeneous"]["ranks"]} == {"cpu"}
+
+    assert "bit-identical: yes" in stdout
+    assert "simulated" in stdout
+    assert "<strong>yes</strong>" in (out / "report.html").read_text()
+    assert sorted(p.name for p in out.iterdir()) == [
+        ".hetero-demo",
+        "data",
+        "hetero",
+        "homogeneous",
+        "report.html",
+        "report.json",
+    ]
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_every_process(tmp_path, page):
+    process = start_demo(tmp_path, page, 100_000)
+    metrics = tmp_path / "out" / "hetero" / "metrics.jsonl"
+    deadline = time.monotonic() + 120
+    while not (metrics.exists() and metrics.stat().st_size) and time.monotonic() < deadline:
+        assert process.poll() is None
+        time.sleep(0.1)
+    family = psutil.Process(process.pid).children(recursive=True)
+    assert len(family) >= 1 + steps.PROCESSES
+    process.send_signal(signal.SIGINT)
+    _, stderr = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert stderr.splitlines()[-1].startswith("error: interrupted")
+    _, alive = psutil.wait_procs(family, timeout=5)
+    assert not alive
+
+
+def test_two_demos_do_not_share_a_folder(tmp_path, page, capsys):
+    out = tmp_path / "out"
+    out.mkdir()
+    with (out / ".hetero-demo").open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert "another demo is writing" in refused(capsys, out, "--text", str(page))
+
+
+def test_a_step_of_bad_input_is_not_mistaken_for_a_vocabulary(tmp_path, monkeypatch):
+    def fail(name, log, *_):
+        log.write_text("error: no space left\n")
+        step = Step(name, ("x",), log, tmp_path, {})
+        raise StepFailure(step, 2)
+
+    monkeypatch.setattr(steps, "_run_tool", fail)
+    with pytest.raises(StepFailure) as failure:
+        steps.prepare_data("text", tmp_path, lambda _: None)
+    assert not isinstance(failure.value, UserError)

@@ -1,0 +1,298 @@
+"""megatron-core's pipeline p2p over links: the same calls, the same returns, the same neighbours."""
+
+from __future__ import annotations
+
+import inspect
+from collections import deque
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+
+from hetero.pipeline.communicator import PipelineCommunicator
+from hetero.transport.base import Link, Work
+
+SHAPE = (2, 3)
+METHODS = [
+    "recv_forward",
+    "recv_backward",
+    "send_forward",
+    "send_backward",
+    "send_forward_recv_backward",
+    "send_backward_recv_forward",
+    "send_forward_recv_forward",
+    "send_backward_recv_backward",
+    "send_forward_backward_recv_forward_backward",
+]
+
+
+class FakeWork(Work):
+    def __init__(self, *, target: torch.Tensor | None = None, content: torch.Tensor | None = None):
+        self._target, self._content = target, content
+        self.waited = False
+
+    def wait(self) -> None:
+        self.waited = True
+        if self._target is not None and self._content is not None:
+            self._target.data.copy_(self._content)
+
+    def done(self) -> bool:
+        return self.waited
+
+
+class FakeLink:
+    """Remembers what was sent and hands out what a test has laid ready; content comes on wait."""
+
+    def __init__(self) -> None:
+        self.sent: list[torch.Tensor] = []
+        self.sends: list[FakeWork] = []
+        self.recvs: list[FakeWork] = []
+        self.ready: deque[torch.Tensor] = deque()
+
+    def will_send(self, *values: float, shape: tuple[int, ...] = SHAPE) -> None:
+        self.ready.extend(torch.full(shape, value) for value in values)
+
+    def send(self, tensor: torch.Tensor) -> Work:
+        self.sent.append(tensor.detach().clone())
+        self.sends.append(FakeWork())
+        return self.sends[-1]
+
+    def recv(self, tensor: torch.Tensor) -> Work:
+        content = self.ready.popleft()
+        assert content.shape == tensor.shape
+        self.recvs.append(FakeWork(target=tensor, content=content))
+        return self.recvs[-1]
+
+
+class Stage:
+    """A communicator between two fake neighbours."""
+
+    def __init__(self, *, first: bool = False, last: bool = False, virtual: int | None = None):
+        self.up, self.down = FakeLink(), FakeLink()
+        self.group = cast(Any, object())
+        config = SimpleNamespace(
+            pipeline_dtype=torch.float32, virtual_pipeline_model_parallel_size=virtual
+        )
+        self.p2p = PipelineCommunicator(
+            pp_group=self.group,
+            config=config,
+            upstream=None if first else cast(Link, self.up),
+            downstream=None if last else cast(Link, self.down),
+            device=torch.device("cpu"),
+        )
+
+    def is_quiet(self) -> bool:
+        return not (self.up.sent or self.down.sent or self.up.recvs or self.down.recvs)
+
+
+def full(value: float) -> torch.Tensor:
+    return torch.full(SHAPE, value)
+
+
+def is_full(tensor: Any, value: float) -> bool:
+    return torch.equal(tensor.detach(), full(value))
+
+
+# The same interface.
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_every_method_takes_what_megatron_cores_takes(name: str) -> None:
+    """A new megatron-core that changes one of its signatures is seen here."""
+
+    def parameters(owner: type) -> list[tuple[str, Any, Any]]:
+        listed = inspect.signature(getattr(owner, name)).parameters.values()
+        return [(p.name, p.kind, p.default) for p in listed]
+
+    assert parameters(PipelineCommunicator) == parameters(P2PCommunicator)
+
+
+def test_megatron_core_has_no_public_method_that_is_missing_here() -> None:
+    theirs = {n for n, _ in inspect.getmembers(P2PCommunicator, inspect.isfunction)}
+    assert sorted(n for n in theirs if not n.startswith("_")) == sorted(METHODS)
+
+
+def test_the_schedules_find_the_group_and_the_virtual_size() -> None:
+    stage = Stage(virtual=3)
+    assert stage.p2p.pp_group is stage.group
+    assert stage.p2p.virtual_pipeline_model_parallel_size == 3
+    assert stage.p2p.config.pipeline_dtype == torch.float32
+
+
+# Receiving.
+
+
+@pytest.mark.parametrize("shape", [SHAPE, list(SHAPE), torch.Size(SHAPE)])
+def test_one_shape_gives_one_tensor_that_has_arrived(shape: Any) -> None:
+    stage = Stage()
+    stage.up.will_send(5.0)
+    received = stage.p2p.recv_forward(shape, False)
+    assert is_full(received, 5.0)
+    stage.down.will_send(6.0)
+    assert is_full(stage.p2p.recv_backward(shape, False), 6.0)
+
+
+@pytest.mark.parametrize("as_shape", [tuple, list, torch.Size])
+def test_a_list_of_shapes_gives_a_list(as_shape: Any) -> None:
+    stage = Stage()
+    stage.up.will_send(1.0, 2.0)
+    received = stage.p2p.recv_forward([as_shape(SHAPE), as_shape(SHAPE)], False)
+    assert isinstance(received, list)
+    assert [is_full(t, v) for t, v in zip(received, (1.0, 2.0), strict=True)] == [True, True]
+
+
+def test_what_is_received_has_the_pipelines_dtype_and_takes_gradients() -> None:
+    stage = Stage()
+    stage.up.will_send(1.0)
+    received = stage.p2p.recv_forward(SHAPE, False)
+    assert isinstance(received, torch.Tensor)
+    assert received.dtype == torch.float32
+    assert received.requires_grad
+    assert received.is_leaf
+
+
+def test_the_ends_of_the_pipeline_get_nothing_in_the_form_that_was_asked() -> None:
+    stage = Stage()
+    assert stage.p2p.recv_forward(SHAPE, True) is None
+    assert stage.p2p.recv_forward([SHAPE, SHAPE], True) == [None, None]
+    assert stage.p2p.recv_backward(SHAPE, True) is None
+    assert stage.p2p.recv_backward([SHAPE], True) == [None]
+    assert stage.is_quiet()
+
+
+# Sending.
+
+
+def test_activations_go_downstream_and_gradients_upstream() -> None:
+    stage = Stage()
+    stage.p2p.send_forward(full(1.0), False)
+    stage.p2p.send_backward([full(2.0), full(3.0)], False)
+    assert [is_full(t, 1.0) for t in stage.down.sent] == [True]
+    assert [is_full(t, v) for t, v in zip(stage.up.sent, (2.0, 3.0), strict=True)] == [True, True]
+
+
+def test_the_ends_of_the_pipeline_send_nothing() -> None:
+    stage = Stage()
+    stage.p2p.send_forward(full(1.0), True)
+    stage.p2p.send_backward([full(1.0)], True)
+    stage.p2p.send_forward([None], False)
+    assert stage.is_quiet()
+
+
+def test_a_send_is_never_waited_for() -> None:
+    stage = Stage()
+    stage.up.will_send(1.0, 1.0, 1.0)
+    stage.down.will_send(1.0, 1.0, 1.0)
+    p2p = stage.p2p
+    p2p.send_forward(full(1.0), False)
+    p2p.send_backward(full(1.0), False)
+    p2p.send_forward_recv_backward(full(1.0), SHAPE, False)
+    p2p.send_backward_recv_forward(full(1.0), SHAPE, False)
+    p2p.send_forward_recv_forward(full(1.0), True, SHAPE)
+    p2p.send_backward_recv_backward(full(1.0), True, SHAPE)
+    p2p.send_forward_backward_recv_forward_backward(full(1.0), full(1.0), True, True, SHAPE)
+    assert not any(work.waited for work in stage.up.sends + stage.down.sends)
+    assert all(work.waited for work in stage.up.recvs + stage.down.recvs)
+    assert (len(stage.up.sends), len(stage.down.sends)) == (4, 4)
+
+
+# Both.
+
+
+def test_send_forward_recv_backward_answers_in_the_form_of_what_was_sent() -> None:
+    stage = Stage()
+    stage.down.will_send(7.0, 8.0)
+    assert is_full(stage.p2p.send_forward_recv_backward(full(1.0), SHAPE, False), 7.0)
+    listed = stage.p2p.send_forward_recv_backward([full(2.0)], [SHAPE], False)
+    assert isinstance(listed, list)
+    assert is_full(listed[0], 8.0)
+    assert [is_full(t, v) for t, v in zip(stage.down.sent, (1.0, 2.0), strict=True)] == [True] * 2
+    assert stage.p2p.send_forward_recv_backward([full(2.0)], [SHAPE], True) == [None]
+    assert stage.p2p.send_forward_recv_backward(full(2.0), SHAPE, True) is None
+
+
+def test_send_backward_recv_forward_answers_in_the_form_of_what_was_sent() -> None:
+    stage = Stage()
+    stage.up.will_send(7.0, 8.0)
+    assert is_full(stage.p2p.send_backward_recv_forward(full(1.0), SHAPE, False), 7.0)
+    listed = stage.p2p.send_backward_recv_forward([full(2.0)], [SHAPE], False)
+    assert isinstance(listed, list)
+    assert is_full(listed[0], 8.0)
+    assert len(stage.up.sent) == 2
+    assert stage.p2p.send_backward_recv_forward([None], [SHAPE], True) == [None]
+    assert stage.p2p.send_backward_recv_forward(None, SHAPE, True) is None
+
+
+def test_interleaved_steps_pass_on_and_take() -> None:
+    stage = Stage()
+    stage.up.will_send(1.0)
+    stage.down.will_send(2.0)
+    assert is_full(stage.p2p.send_forward_recv_forward(full(3.0), True, SHAPE), 1.0)
+    assert is_full(stage.p2p.send_backward_recv_backward(full(4.0), True, SHAPE), 2.0)
+    assert is_full(stage.down.sent[0], 3.0)
+    assert is_full(stage.up.sent[0], 4.0)
+
+
+def test_interleaved_steps_may_have_nothing_to_send_or_to_take() -> None:
+    stage = Stage()
+    assert stage.p2p.send_forward_recv_forward(None, False, SHAPE) is None
+    assert stage.p2p.send_backward_recv_backward(None, False, SHAPE) is None
+    assert stage.p2p.send_forward_recv_forward(None, False, SHAPE, overlap_p2p_comm=True) == (
+        None,
+        {},
+    )
+    both = stage.p2p.send_forward_backward_recv_forward_backward(None, None, False, False, SHAPE)
+    assert both == (None, None)
+    assert stage.is_quiet()
+
+
+def test_the_step_in_both_directions() -> None:
+    stage = Stage()
+    stage.up.will_send(1.0)
+    stage.down.will_send(2.0)
+    forward, backward = stage.p2p.send_forward_backward_recv_forward_backward(
+        full(3.0), full(4.0), True, True, SHAPE
+    )
+    assert is_full(forward, 1.0)
+    assert is_full(backward, 2.0)
+    assert is_full(stage.down.sent[0], 3.0)
+    assert is_full(stage.up.sent[0], 4.0)
+
+
+# Overlap.
+
+
+def test_overlap_hands_out_the_handles_under_megatron_cores_names() -> None:
+    """The schedules look handles up as megatron-core's `_p2p_ops` names them."""
+    stage = Stage()
+    stage.up.will_send(1.0)
+    stage.down.will_send(2.0)
+    forward, ahead = stage.p2p.send_forward_recv_forward(full(3.0), True, SHAPE, True)
+    backward, back = stage.p2p.send_backward_recv_backward(full(4.0), True, SHAPE, True)
+    assert set(ahead) == {"send_next", "recv_prev"}
+    assert set(back) == {"send_prev", "recv_next"}
+    works = [*stage.up.recvs, *stage.down.recvs]
+    assert not any(work.waited for work in works), "with overlap the schedule waits, later"
+    for handles in (ahead, back):
+        for work in handles.values():
+            work.wait()
+    assert is_full(forward, 1.0)
+    assert is_full(backward, 2.0)
+
+
+# Mistakes.
+
+
+def test_a_neighbour_that_the_plan_does_not_have_is_a_clear_error() -> None:
+    with pytest.raises(RuntimeError, match="neighbour that the plan does not have"):
+        Stage(last=True).p2p.send_forward(full(1.0), False)
+    with pytest.raises(RuntimeError, match="neighbour that the plan does not have"):
+        Stage(first=True).p2p.send_forward_recv_forward(None, True, SHAPE)
+
+
+@pytest.mark.xfail(strict=True, reason="receiving from a missing neighbour gives None, silently")
+def test_receiving_from_a_neighbour_that_is_not_there_is_a_clear_error() -> None:
+    with pytest.raises(RuntimeError, match="neighbour that the plan does not have"):
+        Stage(first=True).p2p.recv_forward(SHAPE, False)

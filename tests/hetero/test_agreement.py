@@ -1,0 +1,158 @@
+"""How ranks agree: every rank's answer reaches all, and one rank's error ends all."""
+
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from typing import Any
+
+import pytest
+
+from hetero.agreement import AgreedError, Agreement
+from hetero.errors import UserError
+
+
+class DictStore:
+    """The rendezvous store, in one process."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, bytes] = {}
+        self._changed = threading.Condition()
+
+    def set(self, key: str, value: str) -> None:
+        with self._changed:
+            self._values[key] = value.encode()
+            self._changed.notify_all()
+
+    def get(self, key: str) -> bytes:
+        return self._values[key]
+
+    def wait(self, keys: list[str], timeout: timedelta) -> None:
+        with self._changed:
+            there = self._changed.wait_for(
+                lambda: all(key in self._values for key in keys), timeout.total_seconds()
+            )
+        if not there:
+            raise RuntimeError(f"timed out on {keys}")
+
+
+Side = Callable[[Agreement], Any]
+
+
+def _run(*sides: Side | None, timeout: float = 5.0) -> list[Any]:
+    """What each rank's side returned or raised; None for a rank that was never started."""
+    store = DictStore()
+
+    def live(rank: int, side: Side) -> Any:
+        agreement = Agreement(store, rank=rank, world_size=len(sides), timeout=timeout)
+        try:
+            return side(agreement)
+        except Exception as error:
+            return error
+
+    with ThreadPoolExecutor(len(sides)) as pool:
+        started = [pool.submit(live, r, s) if s else None for r, s in enumerate(sides)]
+        return [future.result(timeout=30) if future else None for future in started]
+
+
+def _says(**payload: Any) -> Side:
+    return lambda agreement: agreement.exchange("flags", payload=payload)
+
+
+def _refuses(text: str) -> Side:
+    return lambda agreement: agreement.exchange("flags", error=UserError(text))
+
+
+def test_every_rank_hears_every_rank_in_rank_order() -> None:
+    everyone = [{"n": 0}, {"n": 1}, {"n": 2}]
+    assert _run(_says(n=0), _says(n=1), _says(n=2)) == [everyone] * 3
+
+
+def test_phases_do_not_mix() -> None:
+    def twice(value: int) -> Side:
+        def side(agreement: Agreement) -> Any:
+            first = agreement.exchange("one", payload={"v": value})
+            return first, agreement.exchange("two", payload={"v": -value})
+
+        return side
+
+    both = ([{"v": 1}, {"v": 2}], [{"v": -1}, {"v": -2}])
+    assert _run(twice(1), twice(2)) == [both, both]
+
+
+def test_one_ranks_error_ends_all_with_its_sentence_and_its_rank() -> None:
+    for outcome in _run(_says(), _says(), _refuses("--lr must be positive")):
+        assert isinstance(outcome, AgreedError)
+        assert str(outcome) == "rank 2: --lr must be positive"
+        assert outcome.exit_code == 2
+        assert outcome.known_to_all
+
+
+def test_an_error_of_all_ranks_is_said_once_and_names_no_rank() -> None:
+    for outcome in _run(*[_refuses("--lr must be positive")] * 3):
+        assert str(outcome) == "--lr must be positive"
+
+
+def test_different_errors_are_all_said() -> None:
+    for outcome in _run(_refuses("no file a"), _says(), _refuses("no file b")):
+        assert str(outcome) == "rank 0: no file a; rank 2: no file b"
+
+
+def test_the_rank_in_error_keeps_the_cause() -> None:
+    _, outcome = _run(_says(), _refuses("no file"))
+    assert isinstance(outcome.__cause__, UserError)
+
+
+def test_a_rank_that_is_missing_ends_the_others_in_time() -> None:
+    began = time.monotonic()
+    first, second, _ = _run(_says(), _says(), None, timeout=0.3)
+    assert time.monotonic() - began < 3.0
+    for rank, outcome in enumerate((first, second)):
+        assert f"rank {rank} heard nothing from rank 2" in str(outcome)
+        assert "flags" in str(outcome)
+        assert isinstance(outcome, AgreedError), "rank 0 is there and speaks for all"
+
+
+def test_when_rank_0_is_missing_the_others_speak_for_themselves() -> None:
+    _, *others = _run(None, _says(), _says(), timeout=0.3)
+    for outcome in others:
+        assert "heard nothing from rank 0" in str(outcome)
+        assert isinstance(outcome, UserError)
+        assert not outcome.known_to_all
+
+
+@pytest.mark.xfail(
+    strict=True, reason="an error already heard is lost when a later rank is missing"
+)
+def test_an_error_is_told_even_when_another_rank_is_missing() -> None:
+    _, outcome, _ = _run(_refuses("no file a"), _says(), None, timeout=0.3)
+    assert "no file a" in str(outcome)
+
+
+@pytest.mark.xfail(strict=True, reason="an exception without a text is taken for none")
+def test_an_error_without_a_text_is_an_error() -> None:
+    for outcome in _run(_says(), _refuses("")):
+        assert isinstance(outcome, AgreedError)
+
+
+def test_the_others_stay_until_rank_0_has_spoken() -> None:
+    printed_at: list[float] = []
+
+    def speak(agreement: Agreement) -> None:
+        time.sleep(0.2)
+        printed_at.append(time.monotonic())
+        agreement.spoken()
+
+    def listen(agreement: Agreement) -> float:
+        agreement.wait_until_spoken()
+        return time.monotonic()
+
+    _, left_at = _run(speak, listen)
+    assert left_at >= printed_at[0]
+
+
+def test_the_others_leave_when_rank_0_never_speaks() -> None:
+    began = time.monotonic()
+    _run(None, lambda agreement: agreement.wait_until_spoken(seconds=0.2))
+    assert 0.15 < time.monotonic() - began < 3.0

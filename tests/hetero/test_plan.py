@@ -1,0 +1,316 @@
+"""The plan: where every rank stands, which layers it holds, and which plans are refused."""
+
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hetero.plan import (
+    VENDORS,
+    Mesh,
+    Plan,
+    PlanError,
+    load_plan,
+    plan_from_mapping,
+    split_over_chunks,
+)
+
+sizes = st.integers(1, 3)
+meshes = st.builds(
+    Mesh, vendor=st.sampled_from(VENDORS), stages=sizes, tensor=sizes, data=sizes, context=sizes
+)
+
+
+@st.composite
+def plans(draw: st.DrawFn) -> Plan:
+    """Any plan: its meshes need not have one shape, and chunks may be empty."""
+    listed = draw(st.lists(meshes, min_size=1, max_size=3))
+    chunks = draw(sizes)
+    stage = st.lists(st.integers(0, 4), min_size=chunks, max_size=chunks).filter(any)
+    layers = [tuple(draw(stage)) for _ in range(sum(mesh.stages for mesh in listed))]
+    return Plan(meshes=tuple(listed), layers=tuple(layers))
+
+
+MIXED = Plan(
+    meshes=(Mesh("amd", stages=1, tensor=2), Mesh("nvidia", stages=2, tensor=2)),
+    layers=((3, 1), (2, 2), (1, 3)),
+)
+
+
+# Ranks.
+
+
+@given(plans())
+def test_coordinate_and_rank_at_are_each_others_inverse(plan: Plan) -> None:
+    for rank in range(plan.world_size):
+        c = plan.coordinate(rank)
+        assert c.rank == rank
+        assert plan.rank_at(c.stage, data=c.data, context=c.context, tensor=c.tensor) == rank
+        assert plan.mesh_of_stage(c.stage) == c.mesh
+
+
+@given(plans())
+def test_the_stages_partition_the_ranks_in_order(plan: Plan) -> None:
+    ranks = [rank for stage in range(plan.stages) for rank in plan.ranks_of_stage(stage)]
+    assert ranks == list(range(plan.world_size))
+
+
+@given(plans())
+def test_tensor_is_fastest_then_context_then_data_then_stage(plan: Plan) -> None:
+    places = [plan.coordinate(rank) for rank in range(plan.world_size)]
+    keys = [(c.stage, c.data, c.context, c.tensor) for c in places]
+    assert keys == sorted(keys)
+    assert len(set(keys)) == len(keys)
+
+
+@given(plans())
+def test_a_mesh_is_a_run_of_consecutive_ranks_of_one_vendor(plan: Plan) -> None:
+    vendors = [plan.vendor_of_rank(rank) for rank in range(plan.world_size)]
+    assert vendors == [mesh.vendor for mesh in plan.meshes for _ in range(mesh.world_size)]
+
+
+@pytest.mark.parametrize("rank", [-1, 6])
+def test_a_rank_outside_the_plan_has_no_coordinate(rank: int) -> None:
+    with pytest.raises(IndexError, match=f"rank {rank} is outside the plan's 6 ranks"):
+        MIXED.coordinate(rank)
+
+
+def test_a_stage_outside_the_plan_has_no_mesh() -> None:
+    with pytest.raises(IndexError, match="3 stages"):
+        MIXED.mesh_of_stage(3)
+
+
+# Layers.
+
+
+@given(plans())
+def test_the_layer_ranges_partition_the_layers_in_the_schedules_order(plan: Plan) -> None:
+    """A micro-batch visits every stage's first chunk, then every stage's second chunk, ..."""
+    visited = [
+        layer
+        for chunk in range(plan.chunks)
+        for stage in range(plan.stages)
+        for layer in plan.layer_range(stage, chunk)
+    ]
+    assert visited == list(range(plan.num_layers))
+
+
+@given(plans())
+def test_a_chunk_holds_as_many_layers_as_the_plan_says(plan: Plan) -> None:
+    for stage, counts in enumerate(plan.layers):
+        assert tuple(len(plan.layer_range(stage, c)) for c in range(plan.chunks)) == counts
+
+
+@given(layers=st.integers(0, 200), chunks=st.integers(1, 12))
+def test_splitting_a_stage_over_chunks_loses_nothing_and_is_even(layers: int, chunks: int) -> None:
+    parts = split_over_chunks(layers, chunks)
+    assert len(parts) == chunks
+    assert sum(parts) == layers
+    assert sorted(parts, reverse=True) == list(parts)
+    assert max(parts) - min(parts) <= 1
+
+
+# Edges.
+
+
+@given(plans())
+def test_edges_join_consecutive_stages_and_wrap_around_only_when_interleaved(plan: Plan) -> None:
+    edges = list(plan.edges())
+    assert [edge.index for edge in edges] == list(range(len(edges)))
+    pairs = [(edge.source, edge.target) for edge in edges]
+    straight = list(pairwise(range(plan.stages)))
+    wraps = [(plan.stages - 1, 0)] if plan.stages > 1 and plan.chunks > 1 else []
+    assert pairs == straight + wraps
+
+
+@given(plans())
+def test_an_edge_is_a_boundary_exactly_where_the_meshes_differ(plan: Plan) -> None:
+    for edge in plan.edges():
+        differ = plan.mesh_of_stage(edge.source) != plan.mesh_of_stage(edge.target)
+        assert edge.is_boundary == differ
+
+
+def test_the_edges_of_a_mixed_interleaved_plan() -> None:
+    edges = [(e.source, e.target, e.is_boundary) for e in MIXED.edges()]
+    assert edges == [(0, 1, True), (1, 2, False), (2, 0, True)]
+
+
+# Files.
+
+
+@given(plans())
+def test_a_plan_written_out_reads_back_the_same(plan: Plan) -> None:
+    text = yaml.safe_dump(plan.to_mapping())
+    back = plan_from_mapping(yaml.safe_load(text), source="it", chunks=plan.chunks)
+    assert back == plan
+
+
+def test_a_file_may_leave_out_what_is_one(tmp_path: Path) -> None:
+    path = tmp_path / "plan.yaml"
+    path.write_text("meshes:\n- {vendor: amd, layers: [15]}\n- {vendor: nvidia, layers: [17]}\n")
+    assert load_plan(path) == Plan(
+        meshes=(Mesh("amd", stages=1), Mesh("nvidia", stages=1)), layers=((15,), (17,))
+    )
+
+
+def test_a_file_that_counts_layers_by_stage_is_split_over_the_chunks() -> None:
+    mapping = {"meshes": [{"vendor": "amd", "layers": [5, [1, 3]]}]}
+    assert plan_from_mapping(mapping, source="it", chunks=2).layers == ((3, 2), (1, 3))
+
+
+# Refusals.
+
+
+def _refusal(error: pytest.ExceptionInfo[PlanError]) -> str:
+    sentence = str(error.value)
+    assert "\n" not in sentence
+    assert error.value.exit_code == 2
+    return sentence
+
+
+@pytest.mark.parametrize(
+    ("mesh", "names"),
+    [
+        ({"vendor": "intel", "stages": 1}, "'intel'"),
+        ({"vendor": "amd", "stages": 0}, "stages 0"),
+        ({"vendor": "amd", "stages": 1, "tensor": -2}, "tensor -2"),
+        ({"vendor": "amd", "stages": 1, "data": 1.5}, "data 1.5"),
+        ({"vendor": "amd", "stages": 1, "context": "two"}, "context 'two'"),
+        ({"vendor": "amd", "stages": True}, "stages True"),
+        ({"vendor": "amd", "stages": None}, "stages None"),
+    ],
+)
+def test_a_mesh_that_cannot_be_names_its_number(mesh: dict[str, Any], names: str) -> None:
+    with pytest.raises(PlanError) as error:
+        Mesh(**mesh)
+    assert names in _refusal(error)
+
+
+@pytest.mark.parametrize(
+    ("layers", "names"),
+    [
+        ((), "2 pipeline stages but gives layers for 0"),
+        (((1,),), "2 pipeline stages but gives layers for 1"),
+        (((1,), (1,), (1,)), "2 pipeline stages but gives layers for 3"),
+        (((1,), (1, 1)), "the same number of model chunks"),
+        (((), ()), "the same number of model chunks"),
+        (((1,), (0,)), "stage 1 has layers [0]"),
+        (((0, 0), (1, 1)), "stage 0 has layers [0, 0]"),
+        (((1, 1), (3, -1)), "stage 1 has layers [3, -1]"),
+    ],
+)
+def test_layers_that_do_not_fit_the_stages_are_refused(layers: Any, names: str) -> None:
+    with pytest.raises(PlanError) as error:
+        Plan(meshes=(Mesh("amd", stages=1), Mesh("nvidia", stages=1)), layers=layers)
+    assert names in _refusal(error)
+
+
+def test_a_plan_without_a_mesh_is_refused() -> None:
+    with pytest.raises(PlanError, match="no mesh"):
+        Plan(meshes=(), layers=())
+
+
+@given(plans(), st.integers(-1, 200))
+def test_another_world_size_is_refused_with_both_numbers(plan: Plan, started: int) -> None:
+    plan.require_world_size(plan.world_size)
+    if started != plan.world_size:
+        with pytest.raises(PlanError) as error:
+            plan.require_world_size(started)
+        sentence = _refusal(error)
+        assert f"needs {plan.world_size} ranks" in sentence
+        assert f"but {started} were started" in sentence
+
+
+@given(plans(), st.integers(0, 200))
+def test_another_number_of_layers_is_refused_with_both_numbers(plan: Plan, asked: int) -> None:
+    plan.require_layers(plan.num_layers)
+    if asked != plan.num_layers:
+        with pytest.raises(PlanError) as error:
+            plan.require_layers(asked)
+        sentence = _refusal(error)
+        assert f"{plan.num_layers} in all" in sentence
+        assert f"--num-layers is {asked}" in sentence
+
+
+AMD = {"vendor": "amd", "layers": [1]}
+
+
+@pytest.mark.parametrize(
+    ("data", "names"),
+    [
+        (None, "top-level list named 'meshes'"),
+        ([AMD], "top-level list named 'meshes'"),
+        ({}, "top-level list named 'meshes'"),
+        ({"meshes": AMD}, "top-level list named 'meshes'"),
+        ({"meshes": "amd"}, "mesh 0: expected keys context, data, layers"),
+        ({"meshes": []}, "no mesh"),
+        ({"meshes": [AMD], "mesh": 1}, "unknown key 'mesh'"),
+        ({"meshes": [AMD, 3]}, "mesh 1: expected keys"),
+        ({"meshes": [AMD | {"tensr": 2}]}, "mesh 0: unknown key 'tensr'"),
+        ({"meshes": [AMD | {7: 2}]}, "mesh 0: unknown key '7'"),
+        ({"meshes": [{"layers": [1]}]}, "mesh 0: the key 'vendor' is missing"),
+        ({"meshes": [{"vendor": "amd"}]}, "mesh 0: the key 'layers' is missing"),
+        ({"meshes": [{"vendor": "amd", "layers": 8}]}, "'layers' must list"),
+        ({"meshes": [{"vendor": "amd", "layers": "8"}]}, "'layers' must list"),
+        ({"meshes": [{"vendor": "amd", "layers": ["x"]}]}, "'x' is not a number of layers"),
+        ({"meshes": [{"vendor": "amd", "layers": [1.5]}]}, "1.5 is not a number of layers"),
+        ({"meshes": [{"vendor": "amd", "layers": [True]}]}, "True is not a number of layers"),
+        ({"meshes": [{"vendor": "amd", "layers": [[1, 2]]}]}, "lists 2 chunks"),
+        ({"meshes": [{"vendor": "amd", "layers": [1], "stages": 2}]}, "2 stages but layers for 1"),
+        ({"meshes": [{"vendor": "amd", "layers": [-4]}]}, "stage 0 has layers [-4]"),
+    ],
+)
+def test_a_mapping_that_is_no_plan_is_refused_in_one_sentence(data: Any, names: str) -> None:
+    with pytest.raises(PlanError) as error:
+        plan_from_mapping(data, source="the plan p.yaml")
+    assert names in _refusal(error)
+
+
+yaml_values = st.recursive(
+    st.none() | st.booleans() | st.integers(-3, 9) | st.floats() | st.text(max_size=4),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.sampled_from(["meshes", "vendor", "layers", "stages", "x"]), inner)
+    ),
+    max_leaves=12,
+)
+
+
+@given(yaml_values | st.fixed_dictionaries({"meshes": st.lists(yaml_values, max_size=3)}))
+def test_whatever_the_file_holds_the_answer_is_a_plan_or_a_plan_error(data: Any) -> None:
+    try:
+        plan_from_mapping(data, source="it")
+    except PlanError as error:
+        assert "\n" not in str(error)
+
+
+@pytest.mark.parametrize("content", ["meshes: [", "a: b: c", "\t- x", "meshes: *nowhere"])
+def test_a_file_that_is_not_yaml_is_refused_by_name(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "plan.yaml"
+    path.write_text(content)
+    with pytest.raises(PlanError) as error:
+        load_plan(path)
+    assert f"{path} is not valid YAML" in _refusal(error)
+
+
+def test_a_file_that_cannot_be_read_is_refused_by_name(tmp_path: Path) -> None:
+    for path in (tmp_path / "absent.yaml", tmp_path):
+        with pytest.raises(PlanError) as error:
+            load_plan(path)
+        assert str(path) in _refusal(error)
+
+
+@pytest.mark.xfail(
+    strict=True,
+    raises=UnicodeDecodeError,
+    reason="load_plan does not expect bytes that are no text",
+)
+def test_a_file_that_is_not_text_is_refused_by_name(tmp_path: Path) -> None:
+    path = tmp_path / "plan.yaml"
+    path.write_bytes(b"meshes: \xff\xfe")
+    with pytest.raises(PlanError):
+        load_plan(path)
