@@ -166,7 +166,7 @@ def _prepare(source: SourceText, out: Path, progress: Progress) -> steps.Data:
 
 def _train(run: steps.Run, iterations: int, progress: Progress) -> tuple[RunRecord, str]:
     """Train to the end, with the bar following; the record of the run, and its transport."""
-    progress.announce(f"{outcome.TITLES[run.name]}: starting {steps.PROCESSES} processes")
+    progress.announce(f"{outcome.TITLES[run.name]}: starting")
     metrics = outcome.MetricsFile(run.metrics)
 
     def watch() -> None:
@@ -200,6 +200,7 @@ class Progress:
 
     def announce(self, what: str) -> None:
         if self._bar is not None:
+            self._bar.set_postfix_str("", refresh=False)
             self._bar.set_description_str(what)
         else:
             print(what, flush=True)

@@ -104,6 +104,8 @@ def compare(
 
 def _facts(hetero: RunRecord, source: SourceText, data: steps.Data) -> tuple[tuple[str, str], ...]:
     part = " (the beginning of the file)" if source.is_cut else ""
+    trained = len(hetero.loss) * steps.GLOBAL_BATCH_SIZE * steps.SEQUENCE_LENGTH
+    passes = trained / data.tokens
     micro_batches = steps.GLOBAL_BATCH_SIZE // (steps.MICRO_BATCH_SIZE * steps.DATA_PARALLEL)
     return (
         ("text", f"{source.name}, {len(source.text):,} characters{part}"),
@@ -123,7 +125,7 @@ def _facts(hetero: RunRecord, source: SourceText, data: steps.Data) -> tuple[tup
             f"{steps.GLOBAL_BATCH_SIZE} sequences of {steps.SEQUENCE_LENGTH} tokens, as "
             f"{micro_batches} micro-batches of {steps.MICRO_BATCH_SIZE} on each data-parallel rank",
         ),
-        ("iterations", f"{len(hetero.loss):,}"),
+        ("iterations", f"{len(hetero.loss):,}, about {passes:.2g} passes over the text"),
         ("machine", f"{_cores()} CPU cores, {platform.system()} {platform.machine()}"),
     )
 

@@ -80,6 +80,8 @@ class Console:
             parts.append(f"grad norm: {last.grad_norm:.3f}")
         if last.num_zeros is not None:
             parts.append(f"num zeros: {last.num_zeros:.0f}")
+        if last.params_norm is not None:
+            parts.append(f"params norm: {last.params_norm:.3f}")
         parts.append(f"number of skipped iterations: {skipped:3d}")
         parts.append(f"number of nan iterations: {nan:3d}")
         stamp = time.strftime("%Y-%m-%d %H:%M:%S")

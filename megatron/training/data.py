@@ -159,6 +159,7 @@ def build_datasets(args: argparse.Namespace, *, tokenizer: Any) -> list[Any | No
         path_to_cache=args.data_cache_path,
         mmap_bin_files=args.mmap_bin_files,
         num_dataset_builder_threads=args.num_dataset_builder_threads,
+        mid_level_dataset_surplus=args.mid_level_dataset_surplus,
         tokenizer=tokenizer,
         reset_position_ids=args.reset_position_ids,
         reset_attention_mask=args.reset_attention_mask,

@@ -13,8 +13,17 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from megatron.core import tensor_parallel
+from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+_KERNELS = {
+    AttnBackend.flash: [SDPBackend.FLASH_ATTENTION],
+    AttnBackend.fused: [SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION],
+    AttnBackend.unfused: [SDPBackend.MATH],
+    AttnBackend.local: [SDPBackend.MATH],
+}
 
 
 class RMSNorm(torch.nn.RMSNorm):
@@ -83,7 +92,7 @@ class SdpaAttention(MegatronModule):
     ) -> torch.Tensor:
         sequence, batch, heads, width = query.shape
         query_bnsd, key_bnsd, value_bnsd = (t.permute(1, 2, 0, 3) for t in (query, key, value))
-        with self._dropout_stream():
+        with self._dropout_stream(), self._kernel():
             context_bnsd = F.scaled_dot_product_attention(
                 query_bnsd,
                 key_bnsd,
@@ -95,6 +104,11 @@ class SdpaAttention(MegatronModule):
                 enable_gqa=key.shape[2] != heads,
             )
         return context_bnsd.permute(2, 0, 1, 3).reshape(sequence, batch, heads * width)
+
+    def _kernel(self) -> contextlib.AbstractContextManager[Any]:
+        """`--attention-backend`: torch chooses, or one of its kernels is required."""
+        backends = _KERNELS.get(self.config.attention_backend)
+        return contextlib.nullcontext() if backends is None else sdpa_kernel(backends)
 
     def _dropout_stream(self) -> contextlib.AbstractContextManager[Any]:
         """Tensor-parallel ranks hold different heads and must drop out differently."""

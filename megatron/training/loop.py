@@ -27,7 +27,7 @@ from hetero.errors import TrainingError
 from hetero.pipeline.communicator import PipelineCommunicator
 from megatron.training.console import Console
 from megatron.training.initialize import Job
-from megatron.training.metrics import IterationRecord, tflops_per_gpu
+from megatron.training.metrics import IterationRecord, measured_peak_bytes, tflops_per_gpu
 from megatron.training.model import StageModel
 from megatron.training.optimizer import StepOutcome, TrainingOptimizer
 from megatron.training.recorder import Recorder
@@ -205,7 +205,10 @@ class Trainer:
             self.skipped += 1
         # As Megatron logs it: the rate that the next iteration will use.
         learning_rate = get_canonical_lr_for_logging(self.optimizer.inner.param_groups)
-        self._record(outcome, batch_size, learning_rate, time.perf_counter() - began)
+        seconds = time.perf_counter() - began
+        if self.args.empty_unused_memory_level and self.job.device.type == "cuda":
+            torch.cuda.empty_cache()
+        self._record(outcome, batch_size, learning_rate, seconds)
 
     def _boundary_bytes(self) -> int:
         links = self.job.links
@@ -253,6 +256,8 @@ class Trainer:
             loss_scale=self.optimizer.loss_scale,
             skipped=not outcome.updated,
             num_zeros=outcome.zeros,
+            params_norm=self._params_norm(),
+            peak_memory_bytes=measured_peak_bytes(self.job.device),
             link_bytes=outcome.link_bytes,
             simulated=self.job.simulated,
         )
@@ -262,6 +267,19 @@ class Trainer:
         self._unlogged.append(record)
         if self.iteration % self.args.log_interval == 0:
             self._log_pending()
+
+    def _params_norm(self) -> float | None:
+        """Norm of all weights, with --log-params-norm. Collective."""
+        if not self.args.log_params_norm:
+            return None
+        square = torch.zeros(1, dtype=torch.float64, device=self.job.device)
+        coordinate = self.job.coordinate
+        for name, parameter in self.model.named_parameters():
+            is_copy = name == "output_layer.weight" and self.model.has_tied_copy
+            is_split = getattr(parameter, "tensor_model_parallel", False)
+            if coordinate.data == 0 and not is_copy and (is_split or coordinate.tensor == 0):
+                square += parameter.detach().double().square().sum()
+        return math.sqrt(math.fsum(row[0] for row in self.job.statistics.gather(square)))
 
     def _log_pending(self) -> None:
         if self._unlogged and not self.console.has_bar:

@@ -76,6 +76,9 @@ class IterationRecord:
     loss_scale: float
     skipped: bool
     num_zeros: float | None
+    params_norm: float | None
+    peak_memory_bytes: int
+    """Rank 0's."""
     link_bytes: int
     """Tensor bytes sent so far over links that cross a boundary, all ranks together."""
     simulated: bool

@@ -39,6 +39,8 @@ class StageModel:
     config: TransformerConfig
     groups: ProcessGroupCollection
     first_layers: tuple[int, ...]
+    has_tied_copy: bool
+    """Whether an output layer of this rank is a second copy of the embedding."""
 
     def named_parameters(self) -> list[tuple[str, torch.nn.Parameter]]:
         """Every parameter of this rank under its name in the whole model."""
@@ -118,6 +120,8 @@ def transformer_config(
         else None,
         pipeline_model_parallel_layout=layer_layout(plan) if plan.stages > 1 else None,
         sequence_parallel=args.sequence_parallel,
+        fp32_residual_connection=args.fp32_residual_connection,
+        rotary_interleaved=args.rotary_interleaved,
         batch_p2p_comm=False,
         overlap_p2p_comm=args.overlap_p2p_comm and plan.chunks > 1,
         overlap_p2p_comm_warmup_flush=args.overlap_p2p_comm_warmup_flush and plan.chunks > 1,
@@ -240,6 +244,7 @@ def build_model(
         weights.InitialWeights(
             seed=args.seed,
             std=args.init_method_std,
+            embedding_std=args.embedding_init_method_std or args.init_method_std,
             num_layers=args.num_layers,
             gated_linear_unit=args.swiglu,
             tied_embeddings=not args.untie_embeddings_and_output_weights,
@@ -263,7 +268,13 @@ def build_model(
         for index, chunk in enumerate(bare)
     ]
     _connect_gradient_hooks(args, config, chunks)
-    return StageModel(chunks=chunks, config=config, groups=collection, first_layers=first_layers)
+    return StageModel(
+        chunks=chunks,
+        config=config,
+        groups=collection,
+        first_layers=first_layers,
+        has_tied_copy=not args.untie_embeddings_and_output_weights and plan.stages > 1,
+    )
 
 
 def _connect_gradient_hooks(

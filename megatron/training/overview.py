@@ -147,7 +147,7 @@ def write_report(job: Job, trainer: Trainer, rows: list[dict[str, Any]]) -> None
             tp_rank=job.coordinate.tensor,
             tp_size=args.tensor_model_parallel_size,
         )
-        if not args.untie_embeddings_and_output_weights and job.plan.stages > 1:
+        if trainer.model.has_tied_copy:
             # The second copy of a tied embedding is no parameter of the model.
             local.pop("output_layer.weight", None)
     sums: dict[str, str] = {}

@@ -41,6 +41,7 @@ class Recorder:
 
     def __init__(self, args: argparse.Namespace, *, enabled: bool) -> None:
         self._interval = args.tensorboard_log_interval
+        self._args = args
         self._writer: Any = None
         self._wandb: Any = None
         self._file = None
@@ -60,7 +61,8 @@ class Recorder:
 
             self._wandb = wandb.init(
                 project=args.wandb_project,
-                name=args.wandb_exp_name or None,
+                name=args.wandb_exp_name,
+                entity=args.wandb_entity or None,
                 dir=args.wandb_save_dir or None,
                 config={k: v for k, v in vars(args).items() if not k.startswith("_")},
             )
@@ -69,23 +71,35 @@ class Recorder:
         if self._file is not None:
             self._file.write(json.dumps(record.as_dict()) + "\n")
         if record.iteration % self._interval == 0:
-            self._scalars(
-                {
-                    "lm loss": record.loss,
-                    "learning-rate": record.learning_rate,
-                    "grad-norm": record.grad_norm,
-                    "batch-size": record.batch_size,
-                    "loss-scale": record.loss_scale,
-                    "iteration-time": record.elapsed_ms / 1000,
-                    "throughput": record.tflops_per_gpu,
-                    "tokens-per-second": record.tokens_per_s,
-                    "link-bytes": record.link_bytes,
-                },
-                step=record.iteration,
-            )
+            self._scalars(self._selected(record), step=record.iteration)
+
+    def _selected(self, record: IterationRecord) -> dict[str, float | None]:
+        """Megatron's names for what its flags select, and what is always shown."""
+        values = {
+            "lm loss": record.loss,
+            "learning-rate": record.learning_rate,
+            "grad-norm": record.grad_norm,
+            "num-zeros": record.num_zeros,
+            "params-norm": record.params_norm,
+            "batch-size": record.batch_size,
+            "iteration-time": record.elapsed_ms / 1000,
+            "throughput": record.tflops_per_gpu,
+            "tokens-per-second": record.tokens_per_s,
+            "link-bytes": record.link_bytes,
+        }
+        if self._args.log_loss_scale_to_tensorboard:
+            values["loss-scale"] = record.loss_scale
+        if self._args.log_world_size_to_tensorboard:
+            values["world-size"] = self._args.world_size
+        if self._args.log_memory_to_tensorboard:
+            values["mem-max-allocated-bytes"] = record.peak_memory_bytes
+        return values
 
     def evaluation(self, name: str, *, loss: float, perplexity: float, iteration: int) -> None:
-        self._scalars({f"lm loss {name}": loss, f"lm loss {name} ppl": perplexity}, step=iteration)
+        values: dict[str, float | None] = {f"lm loss {name}": loss}
+        if self._args.log_validation_ppl_to_tensorboard:
+            values[f"lm loss {name} ppl"] = perplexity
+        self._scalars(values, step=iteration)
 
     def _scalars(self, values: dict[str, float | None], *, step: int) -> None:
         present = {name: value for name, value in values.items() if value is not None}

@@ -29,6 +29,7 @@ class InitialWeights:
 
     seed: int
     std: float
+    embedding_std: float
     num_layers: int
     gated_linear_unit: bool
     tied_embeddings: bool
@@ -59,7 +60,9 @@ class InitialWeights:
             torch.nn.init.xavier_uniform_(whole, generator=generator)
             return
         std = self.std
-        if name.endswith(_RESIDUAL_OUTPUTS):
+        if drawn_name.startswith("embedding."):
+            std = self.embedding_std
+        elif name.endswith(_RESIDUAL_OUTPUTS):
             std /= math.sqrt(2.0 * self.num_layers)
         whole.normal_(0.0, std, generator=generator)
 

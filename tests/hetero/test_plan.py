@@ -283,9 +283,10 @@ yaml_values = st.recursive(
 @given(yaml_values | st.fixed_dictionaries({"meshes": st.lists(yaml_values, max_size=3)}))
 def test_whatever_the_file_holds_the_answer_is_a_plan_or_a_plan_error(data: Any) -> None:
     try:
-        plan_from_mapping(data, source="it")
-    except PlanError as error:
-        assert "\n" not in str(error)
+        plan = plan_from_mapping(data, source="it")
+    except PlanError:
+        return
+    assert plan.num_layers >= plan.stages
 
 
 @pytest.mark.parametrize("content", ["meshes: [", "a: b: c", "\t- x", "meshes: *nowhere"])

@@ -1,4 +1,4 @@
-"""The private pieces of megatron-core: one version of it, filled from the plan, and emptied again."""
+"""The private pieces of megatron-core: one version of it, filled from the plan, then emptied."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_any_other_megatron_core_is_refused_with_both_versions(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(metadata, "version", lambda name: "0.17.0")
-    with pytest.raises(UserError, match="megatron-core 0.17.0 is installed") as error:
+    with pytest.raises(UserError, match=r"megatron-core 0\.17\.0 is installed") as error:
         require_supported_core()
     assert f"install megatron-core=={SUPPORTED_CORE}" in str(error.value)
 

@@ -1,4 +1,4 @@
-"""Outputs that cannot be written are refused before training, and the console says what it should."""
+"""Outputs that cannot be written are refused before training; the console says what it should."""
 
 from __future__ import annotations
 

@@ -51,6 +51,55 @@ IGNORED: dict[str, Ignored] = {
 }
 
 
+_NO_CHECKPOINTS = "nothing is saved or loaded"
+_NO_TIMERS = "stages are not timed one by one; the line of each iteration has the whole step"
+
+# Flags that other modules parse, because Megatron gives them a meaning, and that have none here.
+WITHOUT_EFFECT: dict[str, str] = {
+    "--save-interval": _NO_CHECKPOINTS,
+    "--persistent-save-interval": _NO_CHECKPOINTS,
+    "--save-retain-interval": _NO_CHECKPOINTS,
+    "--ckpt-step": _NO_CHECKPOINTS,
+    "--ckpt-format": _NO_CHECKPOINTS,
+    "--auto-detect-ckpt-format": _NO_CHECKPOINTS,
+    "--async-save": _NO_CHECKPOINTS,
+    "--no-ckpt-fully-parallel-save": _NO_CHECKPOINTS,
+    "--disable-ckpt-fully-parallel-save": _NO_CHECKPOINTS,
+    "--ckpt-fully-parallel-load": _NO_CHECKPOINTS,
+    "--ckpt-assume-constant-structure": _NO_CHECKPOINTS,
+    "--dist-ckpt-strictness": _NO_CHECKPOINTS,
+    "--no-save-optim": _NO_CHECKPOINTS,
+    "--no-save-rng": _NO_CHECKPOINTS,
+    "--no-load-optim": _NO_CHECKPOINTS,
+    "--no-load-rng": _NO_CHECKPOINTS,
+    "--finetune": _NO_CHECKPOINTS,
+    "--use-checkpoint-args": _NO_CHECKPOINTS,
+    "--exit-on-missing-checkpoint": _NO_CHECKPOINTS,
+    "--log-progress": _NO_CHECKPOINTS,
+    "--timing-log-level": _NO_TIMERS,
+    "--timing-log-option": _NO_TIMERS,
+    "--no-barrier-with-level-1-timing": _NO_TIMERS,
+    "--log-timers-to-tensorboard": _NO_TIMERS,
+    "--log-throughput": "throughput is always logged",
+    "--log-memory-interval": "peak memory is logged once, after the first iteration",
+    "--log-device-memory-used": "the allocator's peak is logged, not the driver's count",
+    "--logging-level": "the program logs what a person can act on, at one level",
+    "--no-manual-gc-eval": "evaluation triggers no collection of its own",
+    "--disable-manual-gc-eval": "evaluation triggers no collection of its own",
+    "--distributed-backend": "the backend of each group follows from its ranks' vendor",
+    "--no-async-tensor-model-parallel-allreduce": "megatron-core decides this by itself",
+    "--disable-async-tensor-model-parallel-allreduce": "megatron-core decides this by itself",
+    "--disable-gloo-process-groups": "groups that cross vendors are gloo, others are not",
+    "--no-persist-layer-norm": "the persistent norm kernel is not used",
+    "--no-initialization": "weights are always drawn, by parameter name",
+    "--use-cpu-initialization": "weights are always drawn on the CPU",
+    "--no-create-attention-mask-in-dataloader": (
+        "a mask is only made for --reset-attention-mask; causal attention needs none"
+    ),
+    "--vocab-extra-ids": "no tokenizer here has extra ids",
+}
+
+
 def add_ignored_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("accepted, without effect")
     for flag, ignored in IGNORED.items():
@@ -65,4 +114,5 @@ def add_ignored_flags(parser: argparse.ArgumentParser) -> None:
 
 def describe_ignored(given: Iterable[str]) -> list[str]:
     """'--flag: reason' for each flag of `given` that does nothing here, in the order typed."""
-    return [f"{flag}: {IGNORED[flag].reason}" for flag in given if flag in IGNORED]
+    reasons = {flag: ignored.reason for flag, ignored in IGNORED.items()} | WITHOUT_EFFECT
+    return [f"{flag}: {reasons[flag]}" for flag in given if flag in reasons]

@@ -1,4 +1,4 @@
-"""megatron-core's pipeline p2p over links: the same calls, the same returns, the same neighbours."""
+"""megatron-core's pipeline p2p over links: the same calls, returns and neighbours."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs two real processes, each with one end of a link, for the contract that every transport keeps.
+"""Runs two real processes, each with one end of a link, for the contract that transports keep.
 
 A test gives a scenario: a module-level function of one `Side`, run by both processes. What it
 returns, or the exception it ends with, comes back as that side's `Outcome`. A process that does not
@@ -60,7 +60,14 @@ def open_gloo(description: LinkDescription, store: dist.Store) -> Link:
 @functools.cache
 def _nccl_groups(timeout: float) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
     forward, backward = (
-        dist.new_group([0, 1], backend="nccl", timeout=timedelta(seconds=timeout)) for _ in range(2)
+        # Without a device the first call in each direction waits for the peer to make its own.
+        dist.new_group(
+            [0, 1],
+            backend="nccl",
+            timeout=timedelta(seconds=timeout),
+            device_id=torch.device("cuda", torch.cuda.current_device()),
+        )
+        for _ in range(2)
     )
     return forward, backward
 

@@ -199,8 +199,12 @@ def lazy_views(side: Side) -> dict[str, bool]:
     return arrived
 
 
-@pytest.mark.xfail(strict=True, reason="a lazily conjugated tensor is sent without resolving it")
-def test_a_lazily_conjugated_source_arrives_as_its_values(transport: Transport) -> None:
+def test_a_lazily_conjugated_source_arrives_as_its_values(
+    transport: Transport, request: pytest.FixtureRequest
+) -> None:
+    if str(transport) != "gloo-cuda":  # which copies to the host and so resolves it
+        reason = "a lazily conjugated tensor is sent without resolving it"
+        request.applymarker(pytest.mark.xfail(strict=True, reason=reason))
     _, arrived = values(run_pair(lazy_views, transport, timeout=SHORT))
     assert arrived == {"conjugated": True, "negated": True}
 
@@ -402,10 +406,26 @@ def test_a_receiver_that_expects_something_else_is_told_what_differed(
     assert seconds < SHORT + GRACE
 
 
+def refused(side: Side) -> tuple[str, float]:
+    tensor = torch.ones((4, 3) if side.rank == 0 else (3, 4), device=side.device)
+    side.meet("ready")
+    if side.rank == 1:
+        return _fails(side.link.recv(tensor).wait)
+
+    def send_until_told() -> None:
+        deadline = time.monotonic() + SHORT + 2 * GRACE
+        while time.monotonic() < deadline:
+            work = side.link.send(tensor)
+            work.wait()
+            while not work.done() and time.monotonic() < deadline:
+                time.sleep(0.01)
+
+    return _fails(send_until_told)
+
+
 def test_the_sender_of_a_message_that_was_refused_is_told_too(header_transport: Transport) -> None:
-    sent, expected, _ = DIFFERENCES["shape"]
-    outcomes = run_pair(differing, header_transport, timeout=SHORT, sides=(sent, expected))
-    (text, seconds), _ = values(outcomes)
+    """At the latest by its next request: waiting for a sent GPU tensor only orders streams."""
+    (text, seconds), _ = values(run_pair(refused, header_transport, timeout=SHORT))
     assert _names_the_link(text, rank=0), text
     assert seconds < SHORT + GRACE
 
