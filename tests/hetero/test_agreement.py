@@ -136,23 +136,43 @@ def test_an_error_without_a_text_is_an_error() -> None:
         assert isinstance(outcome, AgreedError)
 
 
-def test_the_others_stay_until_rank_0_has_spoken() -> None:
-    printed_at: list[float] = []
+def test_the_others_stay_until_rank_0_parts_and_rank_0_until_they_have() -> None:
+    """Rank 0 parts when it has printed; it may host the store that the others still read."""
+    times: dict[str, float] = {}
 
-    def speak(agreement: Agreement) -> None:
+    def first(agreement: Agreement) -> None:
         time.sleep(0.2)
-        printed_at.append(time.monotonic())
-        agreement.spoken()
+        times["printed"] = time.monotonic()
+        agreement.part()
+        times["first left"] = time.monotonic()
 
-    def listen(agreement: Agreement) -> float:
-        agreement.wait_until_spoken()
-        return time.monotonic()
+    def other(agreement: Agreement) -> None:
+        agreement.part()
+        times["other left"] = time.monotonic()
 
-    _, left_at = _run(speak, listen)
-    assert left_at >= printed_at[0]
+    def slow(agreement: Agreement) -> None:
+        time.sleep(0.4)
+        times["slow came"] = time.monotonic()
+        agreement.part()
+
+    assert _run(first, other, slow) == [None, None, None]
+    assert times["other left"] >= times["printed"]
+    assert times["first left"] >= times["slow came"]
 
 
-def test_the_others_leave_when_rank_0_never_speaks() -> None:
+@pytest.mark.parametrize("present", [0, 1])
+def test_nobody_waits_for_ever_for_a_rank_that_is_gone(present: int) -> None:
+    def part(agreement: Agreement) -> None:
+        agreement.part(seconds=0.2)
+
     began = time.monotonic()
-    _run(None, lambda agreement: agreement.wait_until_spoken(seconds=0.2))
+    sides: list[Side | None] = [None, None]
+    sides[present] = part
+    assert _run(*sides) == [None, None]
     assert 0.15 < time.monotonic() - began < 3.0
+
+
+def test_a_rank_alone_parts_at_once() -> None:
+    began = time.monotonic()
+    assert _run(lambda agreement: agreement.part()) == [None]
+    assert time.monotonic() - began < 1.0

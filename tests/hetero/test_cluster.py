@@ -70,10 +70,22 @@ def test_the_variable_names_one_vendor_or_one_for_each_local_rank(
     assert named == vendors
 
 
-@pytest.mark.parametrize("value", ["intel", "amd*", "amd*x", "amd*-1", "amd;nvidia", ",", "*2"])
+STAR = pytest.mark.xfail(strict=True, reason="a star without a count is read as one")
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        "intel",
+        "amd*x",
+        "amd*-1",
+        "amd;nvidia",
+        ",",
+        "*2",
+        pytest.param("amd*", marks=STAR),
+    ],
+)
 def test_a_value_that_is_not_understood_is_refused_with_the_right_ones(value: str) -> None:
-    if value == "amd*":
-        pytest.xfail("a star without a count is read as one")
     with pytest.raises(UserError, match="is not understood") as error:
         _named_vendor(value, local_rank=0, planned="cpu")
     assert repr(value) in str(error.value)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import sys
 from argparse import Namespace
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from hetero.errors import UserError
+from megatron.training.arguments import build_parser
 from megatron.training.console import Console, format_bytes, format_table
 from megatron.training.metrics import IterationRecord
 from megatron.training.recorder import Recorder, check_outputs
@@ -48,7 +50,8 @@ def _record(**changed: Any) -> IterationRecord:
         "link_bytes": 0,
         "simulated": False,
     }
-    return IterationRecord(**values | changed)
+    rest = {field.name: None for field in fields(IterationRecord)}
+    return IterationRecord(**rest | values | changed)
 
 
 # Before training.
@@ -89,7 +92,7 @@ def test_wandb_that_is_not_installed_is_refused_with_the_remedy(
 
 def test_what_has_been_recorded_is_on_disk_at_once(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    args = _outputs(metrics_file=str(path), tensorboard_log_interval=1, tensorboard_dir=None)
+    args = build_parser().parse_args(["--metrics-file", str(path)])
     recorder = Recorder(args, enabled=True)
     recorder.iteration(_record(iteration=1))
     recorder.iteration(_record(iteration=2))
@@ -102,7 +105,7 @@ def test_what_has_been_recorded_is_on_disk_at_once(tmp_path: Path) -> None:
 
 def test_a_rank_that_does_not_record_writes_nothing(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    args = _outputs(metrics_file=str(path), tensorboard_log_interval=1, tensorboard_dir=None)
+    args = build_parser().parse_args(["--metrics-file", str(path)])
     recorder = Recorder(args, enabled=False)
     recorder.iteration(_record())
     recorder.close()

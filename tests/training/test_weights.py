@@ -21,7 +21,12 @@ from megatron.training.weights import (
 )
 
 HOW = InitialWeights(
-    seed=1234, std=0.02, num_layers=8, gated_linear_unit=True, tied_embeddings=True
+    embedding_std=0.02,
+    seed=1234,
+    std=0.02,
+    num_layers=8,
+    gated_linear_unit=True,
+    tied_embeddings=True,
 )
 COLUMN = "decoder.layers.3.self_attention.linear_qkv.weight"
 ROW = "decoder.layers.3.self_attention.linear_proj.weight"
@@ -158,6 +163,14 @@ def test_names_seeds_and_layers_draw_differently() -> None:
 
 
 # How they are distributed.
+
+
+def test_the_embedding_and_its_tied_copy_have_their_own_width() -> None:
+    how = replace(HOW, embedding_std=0.5)
+    for name in (EMBEDDING, OUTPUT):
+        assert _draw(name, (256, 64), how=how).std().item() == pytest.approx(0.5, rel=0.02)
+    untied = replace(how, tied_embeddings=False)
+    assert _draw(OUTPUT, (256, 64), how=untied).std().item() == pytest.approx(0.02, rel=0.02)
 
 
 def test_biases_are_zero_and_norms_are_one() -> None:
