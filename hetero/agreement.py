@@ -50,15 +50,10 @@ class Agreement:
 
         Raises AgreedError on every rank when any of them had an error or did not come in time.
         """
-        mine = {"payload": dict(payload or {}), "error": str(error) if error else None}
+        mine = {"payload": dict(payload or {}), "error": _sentence(error)}
         self._store.set(self._key(phase, self._rank), json.dumps(mine))
         records = self._collect(phase)
-        errors: dict[str, list[int]] = {}
-        for rank, record in enumerate(records):
-            if record["error"]:
-                errors.setdefault(record["error"], []).append(rank)
-        if errors:
-            raise AgreedError(self._combine(errors)) from error
+        self._raise_errors(records, cause=error)
         return [record["payload"] for record in records]
 
     def _collect(self, phase: str) -> list[dict[str, Any]]:
@@ -71,6 +66,8 @@ class Agreement:
                 self._store.wait([key], timedelta(seconds=remaining))
                 records.append(json.loads(self._store.get(key)))
             except Exception as failure:
+                # What has been heard says more than who has not been.
+                self._raise_errors(records)
                 # Rank 0 speaks for all, unless it is the one that is missing.
                 missing = UserError if rank == 0 else AgreedError
                 raise missing(
@@ -79,6 +76,16 @@ class Agreement:
                     "was started, can reach this host, and what its own log says"
                 ) from failure
         return records
+
+    def _raise_errors(
+        self, records: list[dict[str, Any]], *, cause: Exception | None = None
+    ) -> None:
+        errors: dict[str, list[int]] = {}
+        for rank, record in enumerate(records):
+            if record["error"]:
+                errors.setdefault(record["error"], []).append(rank)
+        if errors:
+            raise AgreedError(self._combine(errors)) from cause
 
     def _combine(self, errors: Mapping[str, list[int]]) -> str:
         if len(errors) == 1:
@@ -108,3 +115,7 @@ class Agreement:
     @staticmethod
     def _key(phase: str, rank: int) -> str:
         return f"hetero/agree/{phase}/{rank}"
+
+
+def _sentence(error: Exception | None) -> str | None:
+    return None if error is None else str(error) or type(error).__name__

@@ -58,8 +58,8 @@ def _named_vendor(value: str, *, local_rank: int, planned: str) -> str:
         return planned
     names: list[str] = []
     for part in value.split(","):
-        name, _, count = part.strip().partition("*")
-        if name not in VENDORS or (count and not count.isdigit()):
+        name, star, count = part.strip().partition("*")
+        if name not in VENDORS or (star and not count.isdecimal()):
             raise UserError(
                 f"{VENDOR_VARIABLE}={value!r} is not understood; use one of "
                 f"{', '.join(VENDORS)}, or a list by local rank such as 'amd*2,nvidia*2', or 'plan'"
@@ -128,11 +128,15 @@ def _require_equal(identities: Sequence[RankIdentity], values: Sequence[str], *,
 
 
 def check_identities(
-    identities: Sequence[RankIdentity], plan: Plan, *, boundary_transport: str
+    identities: Sequence[RankIdentity],
+    plan: Plan,
+    *,
+    boundary_transport: str | None,
 ) -> None:
     """Refuse a run whose ranks cannot work together or are not what the plan says.
 
-    The local part of PyTorch's version (`+cu130`, `+rocm7.1`) differs between vendors by nature and
+    `boundary_transport` is what crosses from mesh to mesh, None in a homogeneous run. The local
+    part of PyTorch's version (`+cu130`, `+rocm7.1`) differs between vendors by nature and
     is not compared.
     """
     _require_equal(
@@ -143,7 +147,7 @@ def check_identities(
     )
     _require_equal(identities, [i.core_version for i in identities], what="megatron-core versions")
     _check_flags(identities)
-    _check_vendors(identities, plan)
+    _check_vendors(identities, plan, mixed=boundary_transport is not None)
     if boundary_transport == "nccl":
         _check_one_library(identities)
 
@@ -161,24 +165,24 @@ def _check_flags(identities: Sequence[RankIdentity]) -> None:
                 )
 
 
-def _check_vendors(identities: Sequence[RankIdentity], plan: Plan) -> None:
-    if len(plan.meshes) == 1:
+def _check_vendors(identities: Sequence[RankIdentity], plan: Plan, *, mixed: bool) -> None:
+    if not mixed:
         vendors = sorted({i.vendor for i in identities})
         if len(vendors) > 1:
             raise UserError(
                 f"the ranks belong to {' and '.join(vendors)} but the run is homogeneous; vendor "
                 "libraries cannot talk to each other: use --hetero-pipeline, one mesh per vendor"
             )
-    else:
-        for identity in identities:
-            planned = plan.vendor_of_rank(identity.rank)
-            if identity.vendor != planned:
-                stage = plan.coordinate(identity.rank).stage
-                raise UserError(
-                    f"rank {identity.rank} on {identity.host} is {identity.vendor} but the plan "
-                    f"puts stage {stage} on {planned}; start it on the other node, change the "
-                    f"plan, or set {VENDOR_VARIABLE} to simulate"
-                )
+        return
+    for identity in identities:
+        planned = plan.vendor_of_rank(identity.rank)
+        if identity.vendor != planned:
+            stage = plan.coordinate(identity.rank).stage
+            raise UserError(
+                f"rank {identity.rank} on {identity.host} is {identity.vendor} but the plan "
+                f"puts stage {stage} on {planned}; start it on the other node, change the "
+                f"plan, or set {VENDOR_VARIABLE} to simulate"
+            )
 
 
 def _check_one_library(identities: Sequence[RankIdentity]) -> None:

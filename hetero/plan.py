@@ -283,9 +283,11 @@ def _chunks_from_entry(item: object, *, where: str, chunks: int) -> tuple[int, .
 def load_plan(path: str | Path, *, chunks: int = 1) -> Plan:
     """Read a plan file. Raises PlanError, in one sentence, for anything wrong with it."""
     try:
-        data = yaml.safe_load(Path(path).read_text())
+        data = yaml.safe_load(Path(path).read_text("utf-8"))
     except OSError as error:
         raise PlanError(f"cannot read the plan {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise PlanError(f"the plan {path} is not UTF-8 text") from error
     except yaml.YAMLError as error:
         place = " ".join(str(error).split())
         raise PlanError(f"the plan {path} is not valid YAML: {place}") from error

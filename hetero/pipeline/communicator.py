@@ -53,11 +53,11 @@ class PipelineCommunicator:
 
     def recv_forward(self, tensor_shapes: Any, is_first_stage: bool) -> Tensors:
         """Receive activations, each (sequence, micro-batch, hidden), from the previous stage."""
-        return self._each_shape(tensor_shapes, None if is_first_stage else self._upstream)
+        return self._each_shape(tensor_shapes, self._upstream, wanted=not is_first_stage)
 
     def recv_backward(self, tensor_shapes: Any, is_last_stage: bool) -> Tensors:
         """Receive gradients of this stage's output from the next stage."""
-        return self._each_shape(tensor_shapes, None if is_last_stage else self._downstream)
+        return self._each_shape(tensor_shapes, self._downstream, wanted=not is_last_stage)
 
     def send_forward(self, output_tensors: Tensors, is_last_stage: bool) -> None:
         if not is_last_stage:
@@ -123,12 +123,12 @@ class PipelineCommunicator:
         _wait_received(handles)
         return forward, backward
 
-    def _each_shape(self, tensor_shapes: Any, link: Link | None) -> Tensors:
+    def _each_shape(self, tensor_shapes: Any, link: Link | None, *, wanted: bool) -> Tensors:
         shapes = _as_list(tensor_shapes)
         tensors: list[torch.Tensor | None] = []
         for shape in shapes:
             handles: dict[str, Work] = {}
-            tensors.append(self._post_recv("recv", link is not None, shape, link, handles))
+            tensors.append(self._post_recv("recv", wanted, shape, link, handles))
             _wait_received(handles)
         return tensors if shapes is tensor_shapes else tensors[0]
 
@@ -183,7 +183,7 @@ def _wait_received(handles: dict[str, Work]) -> None:
 
 def _as_list(tensor_shapes: Any) -> list[Shape]:
     """The schedules pass one shape, or a list of them."""
-    if isinstance(tensor_shapes, list) and not isinstance(tensor_shapes[0], int):
+    if isinstance(tensor_shapes, list) and not any(isinstance(d, int) for d in tensor_shapes):
         return tensor_shapes
     return [tensor_shapes]
 

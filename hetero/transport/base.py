@@ -77,6 +77,8 @@ class Link(ABC):
     def __init__(self, description: LinkDescription) -> None:
         self.description = description
         self.counters = LinkCounters()
+        self._closed = False
+        self._broken: LinkError | None = None
 
     @abstractmethod
     def send(self, tensor: torch.Tensor) -> Work:
@@ -95,6 +97,12 @@ class Link(ABC):
         return LinkError(
             f"{self.description} over {self.transport}: {what}; expected {expected}; {remedy}"
         )
+
+    def _require_open(self) -> None:
+        if self._broken is not None:
+            raise self._broken
+        if self._closed:
+            raise self.failure("the link is closed", expected="an open link", remedy="reopen it")
 
     def _count_sent(self, tensor: torch.Tensor) -> None:
         self.counters.messages_sent += 1
@@ -119,3 +127,14 @@ def require_contiguous(tensor: torch.Tensor) -> None:
             f"recv needs a contiguous tensor, got shape {tuple(tensor.shape)} with strides "
             f"{tensor.stride()}"
         )
+
+
+def sendable(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor's values in plain contiguous memory: no strides, no lazy conjugate or negation."""
+    return tensor.detach().resolve_conj().resolve_neg().contiguous()
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The memory of a contiguous tensor as bytes, so that no library need know its dtype."""
+    # A dimension of one element may have any stride, so the flat view is made by hand.
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)

@@ -17,14 +17,21 @@ import torch
 import torch.distributed as dist
 
 from hetero.errors import LinkError
-from hetero.transport.base import Link, LinkDescription, Work, require_contiguous
+from hetero.transport.base import (
+    Link,
+    LinkDescription,
+    Work,
+    as_bytes,
+    require_contiguous,
+    sendable,
+)
 from hetero.transport.header import HEADER_BYTES, Header, job_token
 
-_JOIN_SECONDS = 5.0
+_JOIN_SECONDS = 1.0
 _EVENT_MARGIN_SECONDS = 5.0
 
 
-@dataclass
+@dataclass(eq=False)
 class _Transfer(Work):
     """A tensor on its way through one of the two threads."""
 
@@ -70,8 +77,7 @@ class GlooLink(Link):
         super().__init__(description)
         self._send_tag, self._recv_tag = send_tag, recv_tag
         self._job = job_token(description.job)
-        self._broken: LinkError | None = None
-        self._closed = False
+        self._under_way: set[_Transfer] = set()
         self._side_stream: torch.cuda.Stream | None = None
         self._outgoing: queue.SimpleQueue[_Transfer | None] = queue.SimpleQueue()
         self._incoming: queue.SimpleQueue[_Transfer | None] = queue.SimpleQueue()
@@ -90,11 +96,12 @@ class GlooLink(Link):
 
     def send(self, tensor: torch.Tensor) -> Work:
         self._require_open()
-        source = tensor.detach().contiguous()
+        source = sendable(tensor)
         transfer = _Transfer(self, source, is_receive=False, host=source)
         if source.is_cuda:
             transfer.host, transfer.ready = self._copy_to_host(source)
         self._count_sent(source)
+        self._under_way.add(transfer)
         self._outgoing.put(transfer)
         return transfer
 
@@ -108,6 +115,7 @@ class GlooLink(Link):
             transfer.ready = torch.cuda.Event()
             transfer.ready.record(torch.cuda.current_stream(target.device))
         self._count_received(target)
+        self._under_way.add(transfer)
         self._incoming.put(transfer)
         return transfer
 
@@ -117,14 +125,17 @@ class GlooLink(Link):
         self._closed = True
         self._outgoing.put(None)
         self._incoming.put(None)
+        # gloo cannot be called back from a transfer, so a thread that waits for one stays, asleep,
+        # until the link's deadline. Whoever waits for the transfer is told at once.
+        error = self.failure(
+            "the link was closed", expected="its peer's message", remedy="reopen it"
+        )
+        for transfer in list(self._under_way):
+            if transfer.is_receive:
+                transfer.error = transfer.error or error
+                transfer.ended.set()
         for thread in self._threads:
             thread.join(_JOIN_SECONDS)
-
-    def _require_open(self) -> None:
-        if self._broken is not None:
-            raise self._broken
-        if self._closed:
-            raise self.failure("the link is closed", expected="an open link", remedy="reopen it")
 
     def _stream(self, device: torch.device) -> torch.cuda.Stream:
         if self._side_stream is None:
@@ -157,6 +168,7 @@ class GlooLink(Link):
                 transfer.error = self._broken = self._explain(transfer, error)
             sequence += 1
             transfer.ended.set()
+            self._under_way.discard(transfer)
 
     def _explain(self, transfer: _Transfer, error: Exception) -> LinkError:
         verb = "receiving" if transfer.is_receive else "sending"
@@ -177,7 +189,7 @@ class GlooLink(Link):
         words = torch.frombuffer(bytearray(header.pack()), dtype=torch.uint8)
         self._finish(dist.isend(words, peer, tag=self._send_tag))
         if header.nbytes:
-            self._finish(dist.isend(_as_bytes(transfer.host), peer, tag=self._send_tag))
+            self._finish(dist.isend(as_bytes(transfer.host), peer, tag=self._send_tag))
 
     def _receive(self, transfer: _Transfer, sequence: int) -> None:
         peer = self.description.peer
@@ -195,7 +207,7 @@ class GlooLink(Link):
                 remedy="start both sides with the same model, batch and parallel flags",
             )
         if expected.nbytes:
-            self._finish(dist.irecv(_as_bytes(transfer.host), peer, tag=self._recv_tag))
+            self._finish(dist.irecv(as_bytes(transfer.host), peer, tag=self._recv_tag))
         if transfer.tensor.is_cuda:
             self._copy_to_device(transfer)
 
@@ -213,8 +225,3 @@ class GlooLink(Link):
         if work is None:
             raise RuntimeError("this rank is not in the default process group")
         work.wait(timedelta(seconds=self.description.timeout))
-
-
-def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The memory of a contiguous tensor as bytes, so that gloo need not know its dtype."""
-    return tensor.reshape(-1).view(torch.uint8)

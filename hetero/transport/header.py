@@ -82,6 +82,8 @@ class Header:
     @classmethod
     def unpack(cls, data: bytes) -> Header:
         """Raises ValueError for bytes that are no header of this protocol."""
+        if len(data) != HEADER_BYTES:
+            raise ValueError("the header is cut short or too long")
         magic, version, code, job, sequence, nbytes, dims, _, *shape = _FORMAT.unpack(data)
         if magic != _MAGIC:
             raise ValueError("the header is corrupted (wrong magic)")

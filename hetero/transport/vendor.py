@@ -10,12 +10,18 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
-from hetero.transport.base import Link, LinkDescription, Work, require_contiguous
+from hetero.transport.base import (
+    Link,
+    LinkDescription,
+    Work,
+    as_bytes,
+    require_contiguous,
+    sendable,
+)
 
 
 @dataclass
@@ -27,7 +33,8 @@ class _VendorWork(Work):
 
     def wait(self) -> None:
         try:
-            self.work.wait(timedelta(seconds=self.link.description.timeout))
+            # With a timeout the library would block the calling thread, on every wait.
+            self.work.wait()
         except Exception as error:
             raise self.link.failure(
                 f"the vendor library failed ({str(error).splitlines()[0][:200]})",
@@ -40,7 +47,11 @@ class _VendorWork(Work):
 
 
 class VendorLink(Link):
-    """A link over two communicators of the vendor library, one for each direction."""
+    """A link over two communicators of the vendor library, one for each direction.
+
+    A transfer that never ends is the library's to notice: its watchdog ends the process when the
+    groups' timeout is over. Opening is collective between the two ends.
+    """
 
     transport = "nccl"
 
@@ -54,26 +65,47 @@ class VendorLink(Link):
         super().__init__(description)
         self._send_group, self._recv_group = send_group, recv_group
         self._in_flight: deque[_VendorWork] = deque()
+        self._warm_up()
 
     def send(self, tensor: torch.Tensor) -> Work:
-        source = tensor.detach().contiguous()
+        self._require_open()
+        source = sendable(tensor)
         while self._in_flight and self._in_flight[0].done():
             self._in_flight.popleft()
-        work = dist.isend(source, self.description.peer, group=self._send_group)
+        work = dist.isend(as_bytes(source), self.description.peer, group=self._send_group)
         transfer = self._transfer(work, source)
         self._in_flight.append(transfer)
         self._count_sent(source)
         return transfer
 
     def recv(self, tensor: torch.Tensor) -> Work:
+        self._require_open()
         require_contiguous(tensor)
         target = tensor.detach()
-        work = dist.irecv(target, self.description.peer, group=self._recv_group)
+        work = dist.irecv(as_bytes(target), self.description.peer, group=self._recv_group)
         self._count_received(target)
         return self._transfer(work, target)
 
     def close(self) -> None:
+        self._closed = True
         self._in_flight.clear()
+
+    def _warm_up(self) -> None:
+        """Make both communicators now, in one order on both ends.
+
+        The library makes a communicator in its first transfer and blocks the host until the peer
+        joins in: two ends that both send first would wait for each other for ever.
+        """
+        groups = [self._send_group, self._recv_group]
+        if self.description.rank > self.description.peer:
+            groups.reverse()
+        token = torch.zeros(1, device=torch.cuda.current_device())
+        for group in groups:
+            if group is self._send_group:
+                dist.send(token, self.description.peer, group=group)
+            else:
+                dist.recv(token, self.description.peer, group=group)
+        torch.cuda.synchronize()
 
     def _transfer(self, work: dist.Work | None, tensor: torch.Tensor) -> _VendorWork:
         if work is None:

@@ -67,6 +67,16 @@ def register_groups(groups: Groups, plan: Plan, rank: int) -> None:
 def clear_groups() -> None:
     """Undo `register_groups`, so that one process can hold several runs one after another."""
     parallel_state.destroy_model_parallel()
+    # It leaves these behind.
+    for name in (
+        "_TENSOR_MODEL_PARALLEL_GLOBAL_RANKS",
+        "_PIPELINE_GLOBAL_RANKS",
+        "_MODEL_PARALLEL_GLOBAL_RANKS",
+        "_DATA_PARALLEL_GLOBAL_RANKS",
+        "_DATA_PARALLEL_GLOBAL_RANKS_WITH_CP",
+        "_INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP",
+    ):
+        setattr(parallel_state, name, None)
 
 
 def group_collection(groups: Groups) -> ProcessGroupCollection:

@@ -2,7 +2,7 @@
 
 megatron-core 0.16.1 asks for `cuda` devices by name and compares tensor type names. On a machine
 without a GPU this module answers for it: `cuda` means the CPU, and the handful of `torch.cuda`
-functions that megatron-core calls act on the CPU. It refuses to be installed where there is a GPU.
+functions that megatron-core calls act on the CPU. It does nothing where there is a GPU.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
@@ -84,13 +84,12 @@ def cpu_shim() -> Iterator[None]:
         yield
         return
     # It warns on every recomputation that the CPU's random state changed, which here it must.
-    logging.getLogger("megatron.core.tensor_parallel.random").setLevel(logging.ERROR)
-    patches = [mock.patch(target, new) for target, new in _replacements().items()]
-    for patch in patches:
-        patch.start()
-    try:
-        with _CudaMeansCpu():
-            yield
-    finally:
-        for patch in reversed(patches):
-            patch.stop()
+    chatty = logging.getLogger("megatron.core.tensor_parallel.random")
+    level = chatty.level
+    with ExitStack() as stack:
+        chatty.setLevel(logging.ERROR)
+        stack.callback(chatty.setLevel, level)
+        for target, new in _replacements().items():
+            stack.enter_context(mock.patch(target, new))
+        stack.enter_context(_CudaMeansCpu())
+        yield

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy
 import torch
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
@@ -69,7 +70,8 @@ def inspect_index(prefix: str) -> IndexSummary:
                 f".bin or .idx, or {remedy}"
             )
     try:
-        raw = index.read_bytes()[: _INDEX_HEADER.size]
+        with index.open("rb") as stream:
+            raw = stream.read(_INDEX_HEADER.size)
         magic, version, code, sequences, documents = _INDEX_HEADER.unpack(raw)
     except (OSError, struct.error) as error:
         raise UserError(f"the dataset index {index} is cut short; {remedy}") from error
@@ -84,9 +86,11 @@ def inspect_index(prefix: str) -> IndexSummary:
         )
     if sequences == 0:
         raise UserError(f"the dataset {prefix} is empty; {remedy}")
-    with index.open("rb") as stream:
-        stream.seek(_INDEX_HEADER.size)
-        lengths = torch.frombuffer(bytearray(stream.read(sequences * 4)), dtype=torch.int32)
+    lengths = torch.from_numpy(
+        numpy.fromfile(index, dtype=numpy.int32, count=sequences, offset=_INDEX_HEADER.size)
+    )
+    if int(lengths.min()) < 0:
+        raise UserError(f"the dataset index {index} is damaged: a length is negative; {remedy}")
     tokens = int(lengths.to(torch.int64).sum())
     expected = tokens * _TOKEN_BYTES[code]
     if data.stat().st_size < expected:
@@ -242,7 +246,7 @@ class CyclicSampler:
             generator = torch.Generator().manual_seed(self._seed + epoch)
             order = torch.randperm(self._total, generator=generator)[:usable].tolist()
             skip = self._consumed % usable if epoch == self._consumed // usable else 0
-            for start in range(skip, usable, stride):
+            for start in range(skip, usable - stride + 1, stride):
                 first = start + self._data_rank * self._micro_batch_size
                 yield order[first : first + self._micro_batch_size]
 

@@ -215,8 +215,9 @@ class Starter:
         identities = [RankIdentity(**record) for record in payloads]
         if args is None or plan is None:
             raise RuntimeError("the ranks agreed although this one's command line was refused")
+        transport = args.hetero_transport if args.hetero_pipeline else None
         try:
-            check_identities(identities, plan, boundary_transport=args.hetero_transport)
+            check_identities(identities, plan, boundary_transport=transport)
         except UserError as error:
             # Every rank sees the same identities and comes to the same conclusion.
             raise AgreedError(str(error)) from error

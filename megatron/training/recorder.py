@@ -25,8 +25,17 @@ def check_outputs(args: argparse.Namespace) -> None:
             parent.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise UserError(f"{flag} {path}: cannot make its folder: {error.strerror}") from error
-        if Path(path).is_dir() or not os.access(parent, os.W_OK):
+        target = Path(path)
+        writable = os.access(target if target.exists() else parent, os.W_OK)
+        if target.is_dir() or not writable:
             raise UserError(f"{flag} {path} cannot be written; give a path of a writable file")
+    if args.tensorboard_dir:
+        try:
+            Path(args.tensorboard_dir).mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(
+                f"--tensorboard-dir {args.tensorboard_dir} cannot be made: {error.strerror}"
+            ) from error
     if args.wandb_project:
         try:
             import wandb  # noqa: F401

@@ -122,15 +122,11 @@ def test_when_rank_0_is_missing_the_others_speak_for_themselves() -> None:
         assert not outcome.known_to_all
 
 
-@pytest.mark.xfail(
-    strict=True, reason="an error already heard is lost when a later rank is missing"
-)
 def test_an_error_is_told_even_when_another_rank_is_missing() -> None:
     _, outcome, _ = _run(_refuses("no file a"), _says(), None, timeout=0.3)
     assert "no file a" in str(outcome)
 
 
-@pytest.mark.xfail(strict=True, reason="an exception without a text is taken for none")
 def test_an_error_without_a_text_is_an_error() -> None:
     for outcome in _run(_says(), _refuses("")):
         assert isinstance(outcome, AgreedError)

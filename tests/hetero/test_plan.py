@@ -305,11 +305,6 @@ def test_a_file_that_cannot_be_read_is_refused_by_name(tmp_path: Path) -> None:
         assert str(path) in _refusal(error)
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=UnicodeDecodeError,
-    reason="load_plan does not expect bytes that are no text",
-)
 def test_a_file_that_is_not_text_is_refused_by_name(tmp_path: Path) -> None:
     path = tmp_path / "plan.yaml"
     path.write_bytes(b"meshes: \xff\xfe")

@@ -73,7 +73,6 @@ def test_registered_groups_are_what_megatron_core_finds(groups: Groups) -> None:
     assert parallel_state.is_pipeline_last_stage()
 
 
-@pytest.mark.xfail(strict=True, reason="destroy_model_parallel forgets six of the globals")
 def test_clearing_leaves_megatron_core_as_it_was(groups: Groups) -> None:
     clear_groups()
     before = _globals()

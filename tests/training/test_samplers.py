@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from itertools import islice
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -109,9 +108,6 @@ def test_the_cyclic_order_resumes_where_it_was(
     assert resumed == [batches[done:] for batches in whole]
 
 
-@pytest.mark.xfail(
-    strict=True, reason="a cyclic epoch entered in the middle of a step ends with a short batch"
-)
 def test_the_cyclic_order_may_resume_with_another_batch_size() -> None:
     """10 samples of an epoch of 16 were taken in steps of 2; now a step takes 4."""
     steps = _cyclic(16, 2, 2, 3, consumed=10)

@@ -199,12 +199,7 @@ def lazy_views(side: Side) -> dict[str, bool]:
     return arrived
 
 
-def test_a_lazily_conjugated_source_arrives_as_its_values(
-    transport: Transport, request: pytest.FixtureRequest
-) -> None:
-    if str(transport) != "gloo-cuda":  # which copies to the host and so resolves it
-        reason = "a lazily conjugated tensor is sent without resolving it"
-        request.applymarker(pytest.mark.xfail(strict=True, reason=reason))
+def test_a_lazily_conjugated_source_arrives_as_its_values(transport: Transport) -> None:
     _, arrived = values(run_pair(lazy_views, transport, timeout=SHORT))
     assert arrived == {"conjugated": True, "negated": True}
 
@@ -560,7 +555,6 @@ def closed_under_way(side: Side) -> dict[str, Any]:
     return {"close": seconds, "wait": waited, "text": text, "threads left": after - before}
 
 
-@pytest.mark.xfail(strict=True, reason="close() waits for the transfer instead of failing it")
 def test_closing_ends_the_transfers_under_way(header_transport: Transport) -> None:
     _, found = values(run_pair(closed_under_way, header_transport, timeout=5))
     assert found["close"] < 2.0
