@@ -9,13 +9,29 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from hetero.agreement import Store
 from hetero.groups import rank_sets
 from hetero.plan import Coordinate, Edge, Plan
 from hetero.transport.base import Link, LinkDescription
+from hetero.transport.forward import ChannelOptions, open_forward
 from hetero.transport.gloo import GlooLink
+from hetero.transport.handshake import Meeting
 from hetero.transport.vendor import VendorLink
 
-BOUNDARY_TRANSPORTS = ("gloo", "nccl")
+
+@dataclass(frozen=True)
+class Opening:
+    """How the links of one run are opened; the same on every rank but for the addresses."""
+
+    boundary_transport: str
+    """What crosses from mesh to mesh: gloo, nccl, cpu-forward, or shm or tcp by force."""
+    device: torch.device
+    store: Store
+    job: str
+    """A name that only members of the job know; links prove themselves with it."""
+    timeout: float
+    """Seconds before a blocked transfer is an error."""
+    channel: ChannelOptions
 
 
 @dataclass(frozen=True)
@@ -47,24 +63,20 @@ def edge_transport(edge: Edge, *, boundary_transport: str, device_type: str) -> 
     return "nccl" if device_type == "cuda" else "gloo"
 
 
-def open_links(
-    plan: Plan,
-    rank: int,
-    *,
-    boundary_transport: str,
-    device: torch.device,
-    job: str,
-    timeout: float,
-) -> PipelineLinks:
+def open_links(plan: Plan, rank: int, opening: Opening) -> PipelineLinks:
     """Open the links of every edge of the plan. Collective: every rank calls it with one plan."""
     here = plan.coordinate(rank)
-    upstream = downstream = None
+    links: dict[str, Link | None] = {"upstream": None, "downstream": None}
     boundaries = {"upstream": False, "downstream": False}
     for edge in plan.edges():
         transport = edge_transport(
-            edge, boundary_transport=boundary_transport, device_type=device.type
+            edge,
+            boundary_transport=opening.boundary_transport,
+            device_type=opening.device.type,
         )
-        groups = _direction_groups(plan, edge, rank, timeout) if transport == "nccl" else None
+        groups = None
+        if transport == "nccl":
+            groups = _direction_groups(plan, edge, rank, opening.timeout)
         for side, stage, other in (
             ("downstream", edge.source, edge.target),
             ("upstream", edge.target, edge.source),
@@ -76,38 +88,58 @@ def open_links(
                 peer=_peer(plan, here, other),
                 stage=stage,
                 peer_stage=other,
-                job=job,
-                timeout=timeout,
+                job=opening.job,
+                timeout=opening.timeout,
             )
-            link = _open(description, edge, side=side, groups=groups)
             boundaries[side] = edge.is_boundary
-            if side == "downstream":
-                downstream = link
+            if groups is not None:
+                links[side] = _open_vendor(description, side, groups)
+            elif transport == "gloo":
+                links[side] = _open_gloo(description, side, edge)
             else:
-                upstream = link
-    return PipelineLinks(upstream=upstream, downstream=downstream, is_boundary=boundaries)
+                links[side] = _open_channel(description, side, edge, transport, opening)
+    return PipelineLinks(
+        upstream=links["upstream"], downstream=links["downstream"], is_boundary=boundaries
+    )
 
 
 def _peer(plan: Plan, here: Coordinate, stage: int) -> int:
     return plan.rank_at(stage, data=here.data, context=here.context, tensor=here.tensor)
 
 
-def _open(
+def _open_vendor(
     description: LinkDescription,
-    edge: Edge,
-    *,
     side: str,
-    groups: tuple[dist.ProcessGroup, dist.ProcessGroup] | None,
+    groups: tuple[dist.ProcessGroup, dist.ProcessGroup],
 ) -> Link:
-    if groups is not None:
-        forward, backward = groups
-        send, recv = (forward, backward) if side == "downstream" else (backward, forward)
-        return VendorLink(description, send_group=send, recv_group=recv)
+    forward, backward = groups
+    send, recv = (forward, backward) if side == "downstream" else (backward, forward)
+    return VendorLink(description, send_group=send, recv_group=recv)
+
+
+def _open_gloo(description: LinkDescription, side: str, edge: Edge) -> Link:
     # Two tags an edge, so that the two edges of an interleaved pipeline of two never meet.
     forward_tag, backward_tag = 2 * edge.index + 1, 2 * edge.index + 2
     if side == "downstream":
         return GlooLink(description, send_tag=forward_tag, recv_tag=backward_tag)
     return GlooLink(description, send_tag=backward_tag, recv_tag=forward_tag)
+
+
+def _open_channel(
+    description: LinkDescription, side: str, edge: Edge, transport: str, opening: Opening
+) -> Link:
+    source, target = description.rank, description.peer
+    if side == "upstream":
+        source, target = target, source
+    meeting = Meeting(
+        store=opening.store,
+        description=description,
+        name=f"edge {edge.index}/{source}-{target}",
+        listens=side == "downstream",
+        secret=opening.job.encode(),
+    )
+    path = None if transport == "cpu-forward" else transport
+    return open_forward(meeting, options=opening.channel, device=opening.device, path=path)
 
 
 def _direction_groups(

@@ -22,8 +22,10 @@ from hetero.agreement import AgreedError, Agreement
 from hetero.cluster import RankIdentity, check_identities, identify, running_vendor
 from hetero.errors import HeteroError, UserError
 from hetero.groups import Groups, build_groups
-from hetero.pipeline.links import PipelineLinks, open_links
+from hetero.pipeline.links import Opening, PipelineLinks, open_links
 from hetero.plan import Coordinate, Plan
+from hetero.transport.forward import ChannelOptions
+from hetero.transport.tcp import address_towards, interface_address
 from megatron.training.arguments import parse_args
 from megatron.training.core_private import register_groups, require_supported_core
 from megatron.training.data import Datasets, Splits, build_datasets, check_datasets, needs_data
@@ -37,7 +39,7 @@ _LOCAL_FLAGS = frozenset(
     {"rank", "local_rank", "ignored_flags", "data_path", "data_cache_path", "tokenizer_model"}
     | {"train_data_path", "valid_data_path", "test_data_path", "vocab_file", "merge_file"}
     | {"metrics_file", "hetero_report", "tensorboard_dir", "wandb_save_dir", "hetero_plan"}
-    | {"num_workers"}
+    | {"num_workers", "hetero_nics"}
 )
 
 
@@ -120,6 +122,7 @@ def read_arguments(argv: Sequence[str] | None, rank: int) -> tuple[argparse.Name
                 "pip install '.[te]' or use --transformer-impl local"
             ) from error
     plan = plan_from_args(args, vendor=running_vendor())
+    _check_interfaces(args)
     if rank == 0:
         check_outputs(args)
     return args, plan
@@ -144,6 +147,29 @@ def _read_tokenizer(args: argparse.Namespace) -> Any:
     if not args.mock_data:
         check_datasets(args)
     return tokenizer
+
+
+def _channel_options(args: argparse.Namespace) -> ChannelOptions:
+    if args.hetero_nics:
+        addresses = tuple(interface_address(name) or "" for name in args.hetero_nics)
+    else:
+        addresses = (address_towards(os.environ["MASTER_ADDR"]),)
+    return ChannelOptions(
+        ring_bytes=args.hetero_ring_mib << 20,
+        chunk_bytes=args.hetero_chunk_kib << 10,
+        checksum=args.hetero_checksum,
+        connections=args.hetero_tcp_connections,
+        addresses=addresses,
+    )
+
+
+def _check_interfaces(args: argparse.Namespace) -> None:
+    for name in args.hetero_nics or []:
+        if interface_address(name) is None:
+            raise UserError(
+                f"--hetero-nics {name} is no network interface with an IPv4 address on "
+                f"{socket.gethostname()}; `ip address` lists them"
+            )
 
 
 def _set_determinism(args: argparse.Namespace) -> None:
@@ -305,10 +331,14 @@ class Starter:
             links = open_links(
                 plan,
                 self.rank,
-                boundary_transport=args.hetero_transport,
-                device=device,
-                job=job_name,
-                timeout=args.hetero_timeout,
+                Opening(
+                    boundary_transport=args.hetero_transport,
+                    device=device,
+                    store=dist.PrefixStore("hetero/links", store),
+                    job=job_name,
+                    timeout=args.hetero_timeout,
+                    channel=_channel_options(args),
+                ),
             )
         return Job(
             args=args,

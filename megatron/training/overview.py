@@ -27,12 +27,10 @@ def _everyone(value: Any) -> list[Any]:
     return gathered
 
 
-def _boundary_transport(job: Job, edge: Edge) -> str:
+def _edge_transport(job: Job, edge: Edge, transports: dict[int, str]) -> str:
     if job.links is None:
         return f"{job.vendor_backend} (megatron-core)"
-    if edge.is_boundary:
-        return str(job.args.hetero_transport)
-    return job.vendor_backend
+    return transports[edge.source]
 
 
 def stage_rows(job: Job, model: StageModel) -> list[dict[str, Any]]:
@@ -41,6 +39,9 @@ def stage_rows(job: Job, model: StageModel) -> list[dict[str, Any]]:
     parameters = sum(p.numel() for _, p in model.named_parameters())
     counts = _everyone(parameters)
     edges = {edge.source: edge for edge in plan.edges()}
+    downstream = job.links.downstream if job.links is not None else None
+    opened = _everyone(downstream.transport if downstream is not None else "")
+    transports = {stage: opened[plan.ranks_of_stage(stage).start] for stage in edges}
     rows = []
     for stage in range(plan.stages):
         ranks = plan.ranks_of_stage(stage)
@@ -64,7 +65,7 @@ def stage_rows(job: Job, model: StageModel) -> list[dict[str, Any]]:
                 ),
                 "next_stage": edge.target if edge else None,
                 "next_is_boundary": bool(edge and edge.is_boundary),
-                "next_transport": _boundary_transport(job, edge) if edge else None,
+                "next_transport": _edge_transport(job, edge, transports) if edge else None,
             }
         )
     return rows
@@ -133,6 +134,12 @@ def _link_entries(job: Job) -> list[dict[str, Any]]:
     ]
 
 
+def _reported_transport(job: Job, links: list[dict[str, Any]]) -> str:
+    """What crosses the boundaries; the vendor's library where there is none."""
+    crossing = sorted({entry["transport"] for entry in links if entry["is_boundary"]})
+    return ", ".join(crossing) or job.vendor_backend
+
+
 def write_report(job: Job, trainer: Trainer, rows: list[dict[str, Any]]) -> None:
     """Leave a JSON file that says what the run was and what it ended with. Collective.
 
@@ -168,7 +175,7 @@ def write_report(job: Job, trainer: Trainer, rows: list[dict[str, Any]]) -> None
             for identity in job.identities
         ],
         "links": links,
-        "transport": args.hetero_transport if len(job.plan.meshes) > 1 else job.vendor_backend,
+        "transport": _reported_transport(job, links),
         "boundary_bytes": sum(e["bytes_sent"] for e in links if e["is_boundary"]),
         "iterations": trainer.iteration,
         "consumed_samples": trainer.consumed_samples,

@@ -211,5 +211,5 @@ def test_ranks_are_written_as_people_write_them(ranks: list[int], text: str) -> 
 
 def test_a_mixed_run_of_one_mesh_still_runs_on_the_vendor_it_names() -> None:
     one = Plan(meshes=(Mesh(vendor="amd", stages=1, data=4),), layers=((1,),))
-    with pytest.raises(UserError, match="rank 0 on .* is nvidia but the plan puts stage 0 on amd"):
+    with pytest.raises(UserError, match=r"rank 0 on .* is nvidia but the plan puts stage 0 on amd"):
         check_identities(_identities(["nvidia"] * 4), one, boundary_transport="gloo")

@@ -21,7 +21,7 @@ from megatron.training.recorder import Recorder, check_outputs
 def _outputs(**changed: Any) -> Namespace:
     return Namespace(
         tensorboard_dir=None,
-        **{"metrics_file": None, "hetero_report": None, "wandb_project": None} | changed
+        **{"metrics_file": None, "hetero_report": None, "wandb_project": None} | changed,
     )
 
 

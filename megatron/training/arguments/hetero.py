@@ -5,8 +5,8 @@ import argparse
 from megatron.training.arguments.convert import integer, number, text
 
 VENDORS = ("nvidia", "amd", "cpu")
-# Every transport that has its code; `auto` and the channel join as they arrive.
-TRANSPORTS = ("gloo", "nccl")
+# `cpu-forward` is `shm` where both ends run on one host and `tcp` where not.
+TRANSPORTS = ("gloo", "nccl", "cpu-forward", "shm", "tcp")
 # Make sense in a homogeneous run too: the baseline needs a report to be compared with.
 ALLOWED_WITHOUT_PIPELINE = frozenset({"--hetero-pipeline", "--hetero-report"})
 
@@ -42,6 +42,31 @@ def add_hetero_flags(parser: argparse.ArgumentParser) -> None:
         choices=TRANSPORTS,
         default="gloo",
         help="how tensors cross a boundary between vendors",
+    )
+    group.add_argument(
+        "--hetero-nics",
+        nargs="+",
+        help="network interfaces that tcp uses; left out: the one towards the first rank",
+    )
+    group.add_argument(
+        "--hetero-tcp-connections",
+        type=integer(1),
+        default=4,
+        help="tcp connections of a link in each direction",
+    )
+    group.add_argument(
+        "--hetero-ring-mib",
+        type=integer(1),
+        default=64,
+        help="memory of one link's rings, both directions together, in MiB",
+    )
+    group.add_argument(
+        "--hetero-chunk-kib", type=integer(1), default=2048, help="size of a ring's slots, in KiB"
+    )
+    group.add_argument(
+        "--hetero-checksum",
+        action="store_true",
+        help="verify every message of cpu-forward end to end",
     )
     group.add_argument(
         "--hetero-timeout",

@@ -27,7 +27,9 @@ import torch
 import torch.distributed as dist
 
 from hetero.transport.base import Link, LinkDescription
+from hetero.transport.forward import ChannelOptions, open_forward
 from hetero.transport.gloo import GlooLink
+from hetero.transport.handshake import Meeting
 from hetero.transport.vendor import VendorLink
 
 JOB = "contract"
@@ -35,7 +37,7 @@ JOB = "contract"
 STAGES = (4, 5)
 PATIENCE = 60.0
 
-Opener = Callable[[LinkDescription, dist.Store], Link]
+Opener = Callable[[LinkDescription, dist.Store, torch.device], Link]
 
 
 @dataclass(frozen=True)
@@ -52,9 +54,26 @@ class Transport:
         return f"{self.name}-{self.device}"
 
 
-def open_gloo(description: LinkDescription, store: dist.Store) -> Link:
+def open_gloo(description: LinkDescription, store: dist.Store, device: torch.device) -> Link:
     mine, other = (1, 2) if description.rank == 0 else (2, 1)
     return GlooLink(description, send_tag=mine, recv_tag=other)
+
+
+def open_forwarding(
+    path: str, description: LinkDescription, store: dist.Store, device: torch.device
+) -> Link:
+    # Both sides open their links in the same order, so a count of their own names each alike.
+    count = store.add(f"opened by {description.rank}", 1)
+    meeting = Meeting(
+        store=store,
+        description=description,
+        name=f"contract/{count}",
+        listens=description.rank == 0,
+        secret=b"contract",
+    )
+    # Small slots, so that even small messages are cut and every ring wraps.
+    options = ChannelOptions(ring_bytes=2 << 20, chunk_bytes=64 << 10)
+    return open_forward(meeting, options=options, device=device, path=path)
 
 
 @functools.cache
@@ -65,7 +84,7 @@ def _nccl_groups(timeout: float) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
     return forward, backward
 
 
-def open_nccl(description: LinkDescription, store: dist.Store) -> Link:
+def open_nccl(description: LinkDescription, store: dist.Store, device: torch.device) -> Link:
     forward, backward = _nccl_groups(description.timeout)
     send, recv = (forward, backward) if description.rank == 0 else (backward, forward)
     return VendorLink(description, send_group=send, recv_group=recv)
@@ -75,6 +94,10 @@ TRANSPORTS = (
     Transport("gloo", open_gloo),
     Transport("gloo", open_gloo, device="cuda"),
     Transport("nccl", open_nccl, device="cuda", has_header=False),
+    Transport("shm", functools.partial(open_forwarding, "shm")),
+    Transport("shm", functools.partial(open_forwarding, "shm"), device="cuda"),
+    Transport("tcp", functools.partial(open_forwarding, "tcp")),
+    Transport("tcp", functools.partial(open_forwarding, "tcp"), device="cuda"),
 )
 
 
@@ -112,7 +135,7 @@ class Side:
             job=job,
             timeout=self.timeout,
         )
-        self.links.append(self.transport.open(description, self.store))
+        self.links.append(self.transport.open(description, self.store, self.device))
         return self.links[-1]
 
     def say(self, what: str) -> None:
@@ -147,11 +170,17 @@ def run_pair(
     *,
     timeout: float = 30.0,
     patience: float = PATIENCE,
+    opened: bool = True,
     **options: Any,
 ) -> list[Outcome]:
-    """Both sides' outcomes, by rank, within `patience` seconds whatever happens."""
+    """Both sides' outcomes, by rank, within `patience` seconds whatever happens.
+
+    The link is open when the scenario begins, unless `opened` is false: opening is collective.
+    """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch.distributed", "hetero.transport.gloo"])
+    context.set_forkserver_preload(
+        ["torch", "torch.distributed", "hetero.transport.gloo", "hetero.transport.forward"]
+    )
     deadline = time.monotonic() + patience
     with tempfile.TemporaryDirectory() as folder:
         ends: list[Connection] = []
@@ -160,7 +189,16 @@ def run_pair(
             ours, theirs = context.Pipe(duplex=False)
             process = context.Process(
                 target=_live,
-                args=(scenario, transport, rank, f"{folder}/store", timeout, options, theirs),
+                args=(
+                    scenario,
+                    transport,
+                    rank,
+                    f"{folder}/store",
+                    timeout,
+                    opened,
+                    options,
+                    theirs,
+                ),
                 daemon=True,
             )
             process.start()
@@ -206,6 +244,7 @@ def _live(
     rank: int,
     store_path: str,
     timeout: float,
+    opened: bool,
     options: Mapping[str, Any],
     result: Connection,
 ) -> None:
@@ -213,6 +252,8 @@ def _live(
     code = 0
     try:
         side = _side(transport, rank, store_path, timeout, options)
+        if opened:
+            side.open()
         result.send((scenario(side), None))
         side.meet("end")
     except Exception as error:

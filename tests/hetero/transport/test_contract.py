@@ -432,7 +432,7 @@ def of_two_jobs(side: Side) -> tuple[str, float]:
 
 
 def test_a_message_of_another_job_is_refused(header_transport: Transport) -> None:
-    _, (text, _) = values(run_pair(of_two_jobs, header_transport, timeout=SHORT))
+    _, (text, _) = values(run_pair(of_two_jobs, header_transport, timeout=SHORT, opened=False))
     assert _names_the_link(text, rank=1), text
     assert "job" in text
 
@@ -535,7 +535,7 @@ def opened_again(side: Side) -> list[Resources]:
 
 def test_a_closed_link_leaves_nothing_behind(transport: Transport) -> None:
     """The first link may leave what a process has once: a connection, a library's thread."""
-    for first, *later in values(run_pair(opened_again, transport)):
+    for first, *later in values(run_pair(opened_again, transport, opened=False)):
         assert later == [first] * len(later)
 
 

@@ -1,0 +1,1 @@
+"""One small runtime per kind of device: copies on a side stream, marks, pinned host memory."""
