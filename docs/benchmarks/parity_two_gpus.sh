@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Mixed against homogeneous on two GPUs of one host, real text, deterministic kernels, fp32 and bf16.
-# Usage: bash docs/benchmarks/parity_two_gpus.sh OUT
+# Usage: [ITERATIONS=20] [PRECISIONS='fp32 bf16'] [TRANSPORTS='gloo nccl cpu-forward'] \
+#            bash docs/benchmarks/parity_two_gpus.sh OUT
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 OUT=${1:?give a folder for the results}
@@ -27,11 +28,11 @@ MODEL=(--num-layers 16 --hidden-size 2048 --num-attention-heads 32 --group-query
     --data-path "$WORK/data_text_document" --split 100,0,0 --data-cache-path "$WORK/cache"
     --deterministic-mode)
 status=0
-for precision in fp32 bf16; do
+for precision in ${PRECISIONS:-fp32 bf16}; do
     echo "== $precision"
     flags=("${MODEL[@]}")
     [ "$precision" = bf16 ] && flags+=(--bf16)
-    python3 tools/prove_parity.py --nproc 2 --transports gloo nccl --layers 9 7 \
+    python3 tools/prove_parity.py --nproc 2 --transports ${TRANSPORTS:-gloo nccl cpu-forward} --layers 9 7 \
         --out "$WORK/$precision" -- "${flags[@]}" || status=1
     cp "$WORK/$precision/parity.json" "$OUT/parity_$precision.json" || true
     cat "$WORK/$precision"/*.log > "$OUT/parity_$precision.log" || true

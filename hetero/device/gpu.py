@@ -8,6 +8,10 @@ from hetero.device.base import DeviceRuntime, Mark
 from hetero.errors import LinkError
 
 
+# cudaHostRegisterPortable: pinned for every device of the process.
+_PORTABLE = 1
+
+
 class _EventMark(Mark):
     def __init__(self, event: torch.cuda.Event, device: torch.device) -> None:
         self.event = event
@@ -45,7 +49,7 @@ class GpuRuntime(DeviceRuntime):
         return self._record(self._stream)
 
     def register(self, host: torch.Tensor) -> None:
-        code = torch.cuda.cudart().cudaHostRegister(host.data_ptr(), host.numel(), 0)
+        code = torch.cuda.cudart().cudaHostRegister(host.data_ptr(), host.numel(), _PORTABLE)
         if int(code) != 0:
             raise LinkError(
                 f"the GPU runtime refused to pin {host.numel()} bytes of host memory (code "
