@@ -2,18 +2,26 @@
 
 Every rank publishes what it has to say, or its error, under the name of the phase, and every rank
 reads all of them. An error of any rank therefore ends all ranks, with one sentence, within seconds.
-All of it goes through the rendezvous store, which works while nothing else does.
+A rank that dies without a word is noticed by its silence: each beats a pulse while it lives. All of
+it goes through the rendezvous store, which works while nothing else does.
 """
 
 from __future__ import annotations
 
 import json
+import threading
 import time
 from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any, Protocol
 
+from torch.distributed import DistNetworkError
+
 from hetero.errors import UserError
+
+_PULSE_SECONDS = 1.0
+_SILENCE_SECONDS = 15.0
+"""A rank that was heard and then is not for so long has ended, or its host is stuck."""
 
 
 class Store(Protocol):
@@ -21,6 +29,7 @@ class Store(Protocol):
 
     def set(self, key: str, value: str) -> None: ...
     def get(self, key: str) -> bytes: ...
+    def check(self, keys: list[str]) -> bool: ...
     def wait(self, keys: list[str], timeout: timedelta) -> None: ...
 
 
@@ -31,13 +40,20 @@ class AgreedError(UserError):
 
 
 class Agreement:
-    """One rank's side of the agreement."""
+    """One rank's side of the agreement. `close` ends its pulse."""
 
     def __init__(self, store: Store, *, rank: int, world_size: int, timeout: float) -> None:
         self._store = store
         self._rank = rank
         self._world_size = world_size
         self._timeout = timeout
+        self._over = threading.Event()
+        self._pulse = threading.Thread(target=self._beat, name="pulse", daemon=True)
+        self._pulse.start()
+
+    def close(self) -> None:
+        """The ranks have other ways now to notice each other's end."""
+        self._over.set()
 
     def exchange(
         self,
@@ -56,42 +72,12 @@ class Agreement:
         self._raise_errors(records, cause=error)
         return [record["payload"] for record in records]
 
-    def _collect(self, phase: str) -> list[dict[str, Any]]:
-        deadline = time.monotonic() + self._timeout
-        records: list[dict[str, Any]] = []
-        for rank in range(self._world_size):
-            key = self._key(phase, rank)
-            remaining = max(0.1, deadline - time.monotonic())
-            try:
-                self._store.wait([key], timedelta(seconds=remaining))
-                records.append(json.loads(self._store.get(key)))
-            except Exception as failure:
-                # What has been heard says more than who has not been.
-                self._raise_errors(records)
-                # Rank 0 speaks for all, unless it is the one that is missing.
-                missing = UserError if rank == 0 else AgreedError
-                raise missing(
-                    f"rank {self._rank} heard nothing from rank {rank} within "
-                    f"{self._timeout:.0f} s while the ranks compared their {phase}; see whether it "
-                    "was started, can reach this host, and what its own log says"
-                ) from failure
-        return records
-
-    def _raise_errors(
-        self, records: list[dict[str, Any]], *, cause: Exception | None = None
-    ) -> None:
-        errors: dict[str, list[int]] = {}
-        for rank, record in enumerate(records):
-            if record["error"]:
-                errors.setdefault(record["error"], []).append(rank)
-        if errors:
-            raise AgreedError(self._combine(errors)) from cause
-
-    def _combine(self, errors: Mapping[str, list[int]]) -> str:
-        if len(errors) == 1:
-            (text, ranks), *_ = errors.items()
-            return text if len(ranks) == self._world_size else f"rank {ranks[0]}: {text}"
-        return "; ".join(f"rank {ranks[0]}: {text}" for text, ranks in errors.items())
+    def announce_failure(self, error: Exception) -> None:
+        """Tell the others that this rank ends for a reason that no phase foresaw."""
+        try:
+            self._store.set(f"hetero/failed/{self._rank}", _sentence(error) or "")
+        except Exception:  # the store is gone, and so are those who would have read it
+            return
 
     def part(self, seconds: float = 10.0) -> None:
         """End together after an error that all ranks know of. Rank 0 has printed it by now.
@@ -111,6 +97,84 @@ class Agreement:
                 self._store.set(f"hetero/parted/{self._rank}", "1")
         except Exception:  # the others are gone, and with them the reason to wait
             return
+
+    def _beat(self) -> None:
+        count = 0
+        while not self._over.wait(_PULSE_SECONDS):
+            count += 1
+            try:
+                self._store.set(f"hetero/pulse/{self._rank}", str(count))
+            except Exception:  # the main thread meets the same and reports it
+                return
+
+    def _collect(self, phase: str) -> list[dict[str, Any]]:
+        deadline = time.monotonic() + self._timeout
+        records: list[dict[str, Any]] = []
+        for rank in range(self._world_size):
+            try:
+                self._wait_for(rank, phase, deadline)
+                records.append(json.loads(self._store.get(self._key(phase, rank))))
+            except DistNetworkError as failure:
+                raise UserError(
+                    f"rank {self._rank} lost the meeting point while the ranks compared their "
+                    f"{phase}: rank 0 or the launcher that hosts it has ended; see its log"
+                ) from failure
+            except UserError:
+                # What has been heard says more than who has not been.
+                self._raise_errors(records)
+                raise
+        return records
+
+    def _wait_for(self, rank: int, phase: str, deadline: float) -> None:
+        """Wait for a rank's word of this phase, as long as it shows that it lives."""
+        # Rank 0 speaks for all, unless it is the one that is missing.
+        missing = UserError if rank == 0 else AgreedError
+        pulse, heard = "", time.monotonic()
+        while True:
+            slice_seconds = min(_PULSE_SECONDS, max(0.05, deadline - time.monotonic()))
+            try:
+                self._store.wait([self._key(phase, rank)], timedelta(seconds=slice_seconds))
+                return
+            except DistNetworkError:
+                raise
+            except Exception:
+                now = time.monotonic()
+            if failed := self._read(f"hetero/failed/{rank}"):
+                raise missing(f"rank {rank} failed: {failed}")
+            beat = self._read(f"hetero/pulse/{rank}")
+            if beat != pulse:
+                pulse, heard = beat, now
+            if pulse and now - heard > _SILENCE_SECONDS:
+                raise missing(
+                    f"rank {rank} ended, or its host hangs, while the ranks compared their "
+                    f"{phase}; see its log"
+                )
+            if now > deadline:
+                raise missing(
+                    f"rank {rank} did not come within {self._timeout:g} s while the ranks "
+                    f"compared their {phase}; see whether it was started, can reach rank 0's "
+                    "host, and what its own log says"
+                )
+
+    def _read(self, key: str) -> str:
+        """A key's value, empty where it is not set. Never waits."""
+        return self._store.get(key).decode() if self._store.check([key]) else ""
+
+    def _raise_errors(
+        self, records: list[dict[str, Any]], *, cause: Exception | None = None
+    ) -> None:
+        errors: dict[str, list[int]] = {}
+        for rank, record in enumerate(records):
+            if record["error"]:
+                errors.setdefault(record["error"], []).append(rank)
+        if errors:
+            raise AgreedError(self._combine(errors)) from cause
+
+    def _combine(self, errors: Mapping[str, list[int]]) -> str:
+        if len(errors) == 1:
+            (text, ranks), *_ = errors.items()
+            return text if len(ranks) == self._world_size else f"rank {ranks[0]}: {text}"
+        return "; ".join(f"rank {ranks[0]}: {text}" for text, ranks in errors.items())
 
     @staticmethod
     def _key(phase: str, rank: int) -> str:

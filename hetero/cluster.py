@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,6 +18,7 @@ from hetero.plan import VENDORS, Plan
 from hetero.version import __version__
 
 VENDOR_VARIABLE = "HETERO_VENDOR"
+_COUNT = re.compile(r"[1-9][0-9]{0,4}")
 
 
 @dataclass(frozen=True)
@@ -59,7 +61,7 @@ def _named_vendor(value: str, *, local_rank: int, planned: str) -> str:
     names: list[str] = []
     for part in value.split(","):
         name, star, count = part.strip().partition("*")
-        if name not in VENDORS or (star and not count.isdecimal()):
+        if name not in VENDORS or (star and not _COUNT.fullmatch(count)):
             raise UserError(
                 f"{VENDOR_VARIABLE}={value!r} is not understood; use one of "
                 f"{', '.join(VENDORS)}, or a list by local rank such as 'amd*2,nvidia*2', or 'plan'"

@@ -19,6 +19,14 @@ class LinkError(HeteroError):
     """A link between two ranks failed: a dead peer, a deadline missed, a message that differs."""
 
 
+class DataError(HeteroError):
+    """Data that turns out to be wrong while it is read; known to the rank that read it."""
+
+
+class OutputError(HeteroError):
+    """A file that training writes can no longer be written."""
+
+
 class TrainingError(HeteroError):
     """Training cannot go on, although its input was accepted: a loss that is not a number.
 

@@ -270,7 +270,7 @@ def _mesh_from_mapping(
 def _chunks_from_entry(item: object, *, where: str, chunks: int) -> tuple[int, ...]:
     if isinstance(item, int) and not isinstance(item, bool):
         return split_over_chunks(item, chunks)
-    if isinstance(item, Sequence) and all(isinstance(c, int) for c in item):
+    if isinstance(item, list) and all(type(count) is int for count in item):
         if len(item) != chunks:
             raise PlanError(
                 f"{where}: a stage lists {len(item)} chunks but the virtual pipeline size is "
@@ -280,10 +280,23 @@ def _chunks_from_entry(item: object, *, where: str, chunks: int) -> tuple[int, .
     raise PlanError(f"{where}: {item!r} is not a number of layers")
 
 
+class _StrictLoader(yaml.SafeLoader):
+    """Safe YAML in which a key may stand once: the last of two would win in silence."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+        for key in keys:
+            if keys.count(key) > 1:
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"the key {key!r} stands twice", node.start_mark
+                )
+        return super().construct_mapping(node, deep)
+
+
 def load_plan(path: str | Path, *, chunks: int = 1) -> Plan:
     """Read a plan file. Raises PlanError, in one sentence, for anything wrong with it."""
     try:
-        data = yaml.safe_load(Path(path).read_text("utf-8"))
+        data = yaml.load(Path(path).read_text("utf-8"), Loader=_StrictLoader)
     except OSError as error:
         raise PlanError(f"cannot read the plan {path}: {error.strerror}") from error
     except UnicodeDecodeError as error:

@@ -24,7 +24,7 @@ TITLES = {"hetero": " + ".join(steps.VENDORS), "homogeneous": "homogeneous"}
 
 _BYTES_OF_ACTIVATION = 4
 """The runs compute in fp32, as CPUs do well."""
-_TRANSPORT_WORDS = {"gloo": "CPU forwarding, through host memory"}
+_TRANSPORT_WORDS = {"shm": "CPU forwarding, through shared host memory"}
 
 
 class MetricsFile:

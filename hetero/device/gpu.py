@@ -7,7 +7,6 @@ import torch
 from hetero.device.base import DeviceRuntime, Mark
 from hetero.errors import LinkError
 
-
 # cudaHostRegisterPortable: pinned for every device of the process.
 _PORTABLE = 1
 

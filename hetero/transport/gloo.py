@@ -8,6 +8,7 @@ stream.
 from __future__ import annotations
 
 import queue
+import re
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -172,7 +173,10 @@ class GlooLink(Link):
 
     def _explain(self, transfer: _Transfer, error: Exception) -> LinkError:
         verb = "receiving" if transfer.is_receive else "sending"
-        reason = str(error).split("\n", 1)[0][:200]
+        text = str(error)
+        reason = re.sub(r"\[[^]]*\]\s*", "", text.split("\n", 1)[0])[:200]
+        if re.search("[Cc]onnection (closed|reset)", text):
+            reason = f"rank {self.description.peer} closed the connection"
         return self.failure(
             f"{verb} failed ({reason})",
             expected=f"{transfer.tensor.dtype} of shape {tuple(transfer.tensor.shape)} within "

@@ -47,7 +47,11 @@ class Console:
         if self._bar is not None:
             self._bar.write(text)
         else:
-            print(text, flush=True)
+            try:
+                print(text, flush=True)
+            except BrokenPipeError:
+                # Whoever read along has left; the run goes on, silently.
+                self._speaks = False
 
     def advance(self, record: IterationRecord) -> None:
         if self._bar is not None:

@@ -8,7 +8,10 @@ that the plan built. Checked against the one version it was written for.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import metadata
+from unittest import mock
 
 import torch.distributed as dist
 from megatron.core import parallel_state
@@ -105,3 +108,17 @@ def group_collection(groups: Groups) -> ProcessGroupCollection:
 
 def _ranks(group: dist.ProcessGroup) -> list[int]:
     return dist.get_process_group_ranks(group)
+
+
+@contextmanager
+def lone_rank() -> Iterator[None]:
+    """Let megatron-core build datasets before any process group exists.
+
+    It asks for this process's rank to decide who writes the index cache. The caller lets one
+    process of a node build at a time, so each may write.
+    """
+    if dist.is_initialized():
+        yield
+        return
+    with mock.patch("torch.distributed.get_rank", return_value=0):
+        yield

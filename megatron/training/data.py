@@ -8,27 +8,18 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import logging
-import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-import numpy
 import torch
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
-from megatron.core.datasets.utils import get_blend_from_list
 
-from hetero.errors import UserError
+from hetero.errors import DataError, UserError
 from hetero.plan import Coordinate, Plan
-
-_INDEX_MAGIC = b"MMIDIDX\x00\x00"
-_INDEX_HEADER = struct.Struct("<9sQBQQ")
-_TOKEN_BYTES = {1: 1, 2: 1, 3: 2, 4: 4, 5: 8, 6: 8, 7: 4, 8: 2}
-
-logger = logging.getLogger(__name__)
+from megatron.training.core_private import lone_rank
+from megatron.training.dataset_checks import SPLITS, blends
 
 
 @dataclass(frozen=True)
@@ -48,100 +39,6 @@ def required_samples(args: argparse.Namespace) -> Splits:
 
 
 @dataclass(frozen=True)
-class IndexSummary:
-    """The few numbers of an index that say whether it is whole."""
-
-    documents: int
-    sequences: int
-    tokens: int
-
-
-def inspect_index(prefix: str) -> IndexSummary:
-    """Check that PREFIX.idx and PREFIX.bin belong together and are whole.
-
-    Raises UserError, in one sentence, naming the file and the remedy.
-    """
-    remedy = "make it again with tools/preprocess_data.py"
-    index, data = Path(prefix + ".idx"), Path(prefix + ".bin")
-    for path in (index, data):
-        if not path.is_file():
-            raise UserError(
-                f"the dataset file {path} does not exist; give --data-path the prefix without "
-                f".bin or .idx, or {remedy}"
-            )
-    try:
-        with index.open("rb") as stream:
-            raw = stream.read(_INDEX_HEADER.size)
-        magic, version, code, sequences, documents = _INDEX_HEADER.unpack(raw)
-    except (OSError, struct.error) as error:
-        raise UserError(f"the dataset index {index} is cut short; {remedy}") from error
-    if magic != _INDEX_MAGIC or version != 1 or code not in _TOKEN_BYTES:
-        raise UserError(f"{index} is not an index of Megatron's format; {remedy}")
-    # Lengths (int32) and offsets (int64) of every sequence, then the document boundaries (int64).
-    whole = _INDEX_HEADER.size + sequences * 12 + documents * 8
-    if index.stat().st_size < whole:
-        raise UserError(
-            f"the dataset index {index} is cut short: {index.stat().st_size} bytes of {whole}; "
-            f"{remedy}"
-        )
-    if sequences == 0:
-        raise UserError(f"the dataset {prefix} is empty; {remedy}")
-    lengths = torch.from_numpy(
-        numpy.fromfile(index, dtype=numpy.int32, count=sequences, offset=_INDEX_HEADER.size)
-    )
-    if int(lengths.min()) < 0:
-        raise UserError(f"the dataset index {index} is damaged: a length is negative; {remedy}")
-    tokens = int(lengths.to(torch.int64).sum())
-    expected = tokens * _TOKEN_BYTES[code]
-    if data.stat().st_size < expected:
-        raise UserError(
-            f"the dataset file {data} is cut short: {data.stat().st_size} bytes of {expected}; "
-            f"{remedy}"
-        )
-    return IndexSummary(documents=max(0, documents - 1), sequences=sequences, tokens=tokens)
-
-
-def _blend(paths: list[str] | None) -> tuple[list[str], list[float] | None] | None:
-    try:
-        return get_blend_from_list(paths)
-    except (ValueError, AssertionError) as error:
-        raise UserError(
-            f"--data-path {' '.join(paths or [])} is neither prefixes nor weight-prefix pairs"
-        ) from error
-
-
-def _blends(args: argparse.Namespace) -> dict[str, Any]:
-    if args.mock_data:
-        return {}
-    if args.data_path:
-        return {"blend": _blend(args.data_path), "split": args.split}
-    per_split = [_blend(getattr(args, f"{name}_data_path")) for name in ("train", "valid", "test")]
-    return {"blend_per_split": per_split}
-
-
-def check_datasets(args: argparse.Namespace) -> None:
-    """Refuse missing, damaged or too small data before anything is built from it."""
-    blends = _blends(args)
-    train_fraction = 1.0
-    if "blend" in blends:
-        parts = [float(part) for part in args.split.split(",")]
-        train_fraction = parts[0] / sum(parts)
-    listed = [blends["blend"]] if "blend" in blends else blends.get("blend_per_split", [])
-    for position, blend in enumerate(listed):
-        for prefix in blend[0] if blend else []:
-            summary = inspect_index(prefix)
-            if position > 0:
-                continue
-            usable = int(summary.tokens * train_fraction)
-            if usable < args.seq_length + 1:
-                raise UserError(
-                    f"--seq-length {args.seq_length} is longer than the data: {prefix} holds "
-                    f"{summary.tokens} tokens, about {usable} of them for training; use more "
-                    "text, a shorter sequence or a larger training part in --split"
-                )
-
-
-@dataclass(frozen=True)
 class Datasets:
     """The three splits: the data where this rank needs it, the sizes on every rank."""
 
@@ -149,9 +46,13 @@ class Datasets:
     valid: Any | None
     test: Any | None
     sizes: Splits
+    absent: frozenset[str]
+    """Splits that hold no document and so cannot be drawn from."""
 
 
-def build_datasets(args: argparse.Namespace, *, tokenizer: Any) -> list[Any | None]:
+def build_datasets(
+    args: argparse.Namespace, *, tokenizer: Any, absent: frozenset[str]
+) -> list[Any | None]:
     """Train, validation and test datasets.
 
     Writes the shuffled indices into the cache, or reads them when they are there. The caller lets
@@ -170,36 +71,40 @@ def build_datasets(args: argparse.Namespace, *, tokenizer: Any) -> list[Any | No
         eod_mask_loss=args.eod_mask_loss,
         # Without it attention is causal inside the kernel, and no mask is ever stored.
         create_attention_mask=args.reset_attention_mask,
-        **_blends(args),
+        **blends(args),
     )
+    if config.split_matrix is not None:
+        # megatron-core would look for samples in an empty split without end.
+        config.split_matrix = [
+            None if name in absent else part
+            for name, part in zip(SPLITS, config.split_matrix, strict=True)
+        ]
     samples = required_samples(args)
     kind = MockGPTDataset if args.mock_data else GPTDataset
     sizes = [samples.train, samples.valid, samples.test]
     try:
-        built = BlendedMegatronDatasetBuilder(kind, sizes, lambda: True, config).build()
-    except (AssertionError, ValueError, IndexError, OSError) as error:
+        with lone_rank():
+            built = BlendedMegatronDatasetBuilder(kind, sizes, lambda: True, config).build()
+    except Exception as error:  # a damaged cache raises whatever its bytes happen to say
         reason = " ".join(str(error).split())[:300] or type(error).__name__
         raise UserError(
-            f"the datasets could not be built ({reason}); look at --data-path, --split and "
-            "--data-cache-path"
+            f"the datasets could not be built ({reason}); look at --data-path and --split, and "
+            "delete the index cache (--data-cache-path, or the folder 'cache' beside the data)"
         ) from error
-    _check_splits(args, *built)
+    _check_train_split(args, built[0])
     return list(built)
 
 
-def _check_splits(args: argparse.Namespace, train: Any, valid: Any, test: Any) -> None:
-    """Refuse a split too small for what the run asks of it."""
+def _check_train_split(args: argparse.Namespace, train: Any) -> None:
+    """Refuse a training split too small for one step."""
     stride = args.micro_batch_size * args.data_parallel_size
+    if args.skip_train:
+        return
     if train is None or len(train) < stride:
         raise UserError(
             f"the training split gives {0 if train is None else len(train)} samples of "
             f"{args.seq_length} tokens but one step over all ranks takes {stride}; use more text "
             "or a larger first number in --split"
-        )
-    if args.eval_iters and args.eval_interval and (valid is None or len(valid) < stride):
-        raise UserError(
-            f"the validation split gives fewer than {stride} samples of {args.seq_length} tokens; "
-            "give --split a larger second number, or use --eval-iters 0"
         )
 
 
@@ -280,7 +185,18 @@ def micro_batches(
         generator=torch.Generator(),
     )
     for batch in loader:
+        _require_known_tokens(batch, args.tokenizer_vocab_size)
         yield {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
+
+
+def _require_known_tokens(batch: dict[str, torch.Tensor], vocab_size: int) -> None:
+    """Tokens of another tokenizer would train in silence where the vocabulary is split."""
+    largest = max(int(batch[name].max()) for name in ("tokens", "labels"))
+    if largest >= vocab_size:
+        raise DataError(
+            f"the data holds token {largest} but the tokenizer has {vocab_size}; preprocess the "
+            "text with the tokenizer that this run names"
+        )
 
 
 def chunk_iterators(

@@ -7,6 +7,7 @@ import os
 import random
 import socket
 import sys
+import time
 import uuid
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -28,7 +29,8 @@ from hetero.transport.forward import ChannelOptions
 from hetero.transport.tcp import address_towards, interface_address
 from megatron.training.arguments import parse_args
 from megatron.training.core_private import register_groups, require_supported_core
-from megatron.training.data import Datasets, Splits, build_datasets, check_datasets, needs_data
+from megatron.training.data import Datasets, Splits, build_datasets, needs_data
+from megatron.training.dataset_checks import check_datasets
 from megatron.training.layout import adopt_plan_file, plan_from_args
 from megatron.training.optimizer import RankStatistics
 from megatron.training.recorder import check_outputs
@@ -80,31 +82,73 @@ class Job:
 
 def environment_rank() -> tuple[int, int, int]:
     """Rank, world size and local rank as torchrun sets them; a lone process is a world of one."""
-    return tuple(  # type: ignore[return-value]
-        int(os.environ.get(name, default))
-        for name, default in (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0"))
-    )
+    values = []
+    for name, default in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0)):
+        text = os.environ.get(name, str(default))
+        if not text.isdecimal():
+            raise UserError(
+                f"the environment variable {name} must be a whole number, not {text!r}; start "
+                "this program with torchrun"
+            )
+        values.append(int(text))
+    rank, world_size, local_rank = values
+    if rank >= world_size:
+        raise UserError(
+            f"RANK={rank} is not below WORLD_SIZE={world_size}; start this program with torchrun"
+        )
+    return rank, world_size, local_rank
 
 
 def open_store(rank: int, world_size: int, timeout: float) -> dist.Store:
-    """Reach the rendezvous store that the launcher names in the environment."""
+    """Reach the rendezvous store that the launcher names in the environment.
+
+    Nobody waits here for the ranks that are not there yet: the agreement does, and names them.
+    """
     if "MASTER_ADDR" not in os.environ:
         if world_size > 1:
             raise UserError("MASTER_ADDR is not set; start several processes with torchrun")
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size)}
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    host, port_text = os.environ["MASTER_ADDR"], os.environ.get("MASTER_PORT", "")
+    if not port_text.isdecimal() or int(port_text) > 65535:
+        raise UserError(f"MASTER_PORT must be a port number, not {port_text!r}")
+    port = int(port_text)
+    # torchrun's own agent hosts the store, for every rank.
+    hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    is_host = rank == 0 and not hosted
+    if not is_host:
+        _await_listener(host, port, rank, timeout)
     try:
-        store, _, _ = next(dist.rendezvous("env://", timeout=timedelta(seconds=timeout)))
+        store: dist.Store = dist.TCPStore(
+            host,
+            port,
+            world_size,
+            is_host,
+            timedelta(seconds=timeout),
+            wait_for_workers=False,
+        )
     except Exception as error:
-        address = f"{os.environ['MASTER_ADDR']}:{os.environ.get('MASTER_PORT')}"
-        raise UserError(
-            f"rank {rank} could not meet the others at {address} within {timeout:.0f} s; see that "
-            "rank 0 was started and that this address and port can be reached from here"
-        ) from error
-    return store
+        remedy = "another program uses the port: choose another --master-port"
+        reason = remedy if is_host else "see that it can be reached from here"
+        raise UserError(f"rank {rank} could not open {host}:{port}; {reason}") from error
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return dist.PrefixStore(f"hetero/attempt {attempt}", store)
+
+
+def _await_listener(host: str, port: int, rank: int, timeout: float) -> None:
+    """Wait until somebody listens there. The store's own client would fill the log meanwhile."""
+    deadline = time.monotonic() + timeout
+    while True:
+        try:
+            with socket.create_connection((host, port), timeout=5.0):
+                return
+        except OSError as error:
+            if time.monotonic() > deadline:
+                raise UserError(
+                    f"nobody listens at {host}:{port}, where rank {rank} was told to meet the "
+                    f"others ({error.strerror or error}), for {timeout:.0f} s; see that rank 0 "
+                    "was started and that this address can be reached from here"
+                ) from error
+        time.sleep(0.2)
 
 
 def read_arguments(argv: Sequence[str] | None, rank: int) -> tuple[argparse.Namespace, Plan]:
@@ -139,14 +183,6 @@ def _choose_device(local_rank: int) -> torch.device:
     device = torch.device("cuda", local_rank)
     torch.cuda.set_device(device)
     return device
-
-
-def _read_tokenizer(args: argparse.Namespace) -> Any:
-    """Check the data files of this node and read the tokenizer."""
-    tokenizer = build_tokenizer(args)
-    if not args.mock_data:
-        check_datasets(args)
-    return tokenizer
 
 
 def _channel_options(args: argparse.Namespace) -> ChannelOptions:
@@ -194,10 +230,11 @@ class Starter:
     """Brings one rank from its command line to a Job, with every rank in agreement."""
 
     def __init__(self) -> None:
-        self.rank, self.world_size, self.local_rank = environment_rank()
+        self.rank, self.world_size, self.local_rank = 0, 1, 0
         self.agreement: Agreement | None = None
 
     def start(self, argv: Sequence[str] | None) -> Job:
+        self.rank, self.world_size, self.local_rank = environment_rank()
         args, plan, problem = None, None, None
         try:
             args, plan = read_arguments(argv, self.rank)
@@ -250,7 +287,7 @@ class Starter:
         return identities, device
 
     def _agree_on_data(self, args: argparse.Namespace, plan: Plan) -> Datasets:
-        tokenizer = self._agree_on_tokenizer(args)
+        tokenizer, absent = self._agree_on_tokenizer(args)
         needed = needs_data(args, plan, plan.coordinate(self.rank))
         # Indices are written once: by rank 0, then by one rank of each node that does not see rank
         # 0's files, then read by all.
@@ -261,20 +298,25 @@ class Starter:
             problem: UserError | None = None
             if turn == my_turn and (needed or self.rank == 0):
                 try:
-                    built = build_datasets(args, tokenizer=tokenizer)
+                    built = build_datasets(args, tokenizer=tokenizer, absent=absent)
                 except UserError as error:
                     problem = error
             payload = {"sizes": [0 if split is None else len(split) for split in built]}
             payloads = self._agreed().exchange(f"datasets {turn}", payload=payload, error=problem)
             sizes = Splits(*payloads[0]["sizes"])
         train, valid, test = built
-        return Datasets(train=train, valid=valid, test=test, sizes=sizes)
+        return Datasets(train=train, valid=valid, test=test, sizes=sizes, absent=absent)
 
-    def _agree_on_tokenizer(self, args: argparse.Namespace) -> Any:
+    def _agree_on_tokenizer(self, args: argparse.Namespace) -> tuple[Any, frozenset[str]]:
+        """Read the tokenizer and check the data files of this node."""
         tokenizer, payload, problem = None, {}, None
+        absent: frozenset[str] = frozenset()
         try:
-            tokenizer = _read_tokenizer(args)
-            payload = {"vocab_size": int(tokenizer.vocab_size)}
+            tokenizer = build_tokenizer(args)
+            args.tokenizer_vocab_size = int(tokenizer.vocab_size)
+            payload = {"vocab_size": args.tokenizer_vocab_size}
+            if not args.mock_data:
+                absent = check_datasets(args, vocab_size=args.tokenizer_vocab_size)
         except UserError as error:
             problem = error
         payloads = self._agreed().exchange("data files", payload=payload, error=problem)
@@ -289,7 +331,7 @@ class Starter:
             make_divisible_by=args.make_vocab_size_divisible_by,
             tensor_parallel_size=args.tensor_model_parallel_size,
         )
-        return tokenizer
+        return tokenizer, absent
 
     def _agreed(self) -> Agreement:
         if self.agreement is None:
@@ -340,6 +382,7 @@ class Starter:
                     channel=_channel_options(args),
                 ),
             )
+        self._agreed().close()
         return Job(
             args=args,
             plan=plan,

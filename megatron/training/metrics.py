@@ -6,6 +6,7 @@ The formulas are explained in docs/metrics.md.
 from __future__ import annotations
 
 import argparse
+import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -83,5 +84,9 @@ class IterationRecord:
     """Tensor bytes sent so far over links that cross a boundary, all ranks together."""
     simulated: bool
 
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
+    def as_json(self) -> dict[str, Any]:
+        """The record with null for what is not finite, which JSON cannot say."""
+        return {
+            name: None if isinstance(value, float) and not math.isfinite(value) else value
+            for name, value in asdict(self).items()
+        }

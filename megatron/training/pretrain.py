@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import re
 import sys
 import traceback
 import warnings
@@ -39,6 +40,8 @@ def pretrain(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return _leave(130)
     except Exception as error:
+        if starter.agreement is not None:
+            starter.agreement.announce_failure(error)
         _explain(starter.rank, error)
         return _leave(1)
     return 0
@@ -56,17 +59,30 @@ def _run(starter: Starter, argv: Sequence[str] | None) -> None:
 
 def _explain(rank: int, error: Exception) -> None:
     """One line for the failures that another rank's end causes, a traceback for the rest."""
-    text = str(error).splitlines()[0] if str(error) else type(error).__name__
-    if any(word in text for word in ("gloo", "NCCL", "Connection closed", "Connection reset")):
+    text = str(error)
+    if isinstance(error, BrokenPipeError):
+        return
+    if re.search(r"gloo|NCCL|[Cc]onnection (closed|reset|refused)", text):
         print(
-            f"error: rank {rank}: a collective failed ({text[:300]}); another rank has probably "
-            "ended: its own message, earlier in the log, says why",
+            f"error: rank {rank}: a collective failed ({_reason(text)}); another rank has "
+            "probably ended: its own message says why",
             file=sys.stderr,
             flush=True,
         )
         return
     print(f"error: rank {rank} failed:", file=sys.stderr)
     traceback.print_exception(error)
+
+
+def _reason(text: str) -> str:
+    """What a library's message says, without its source files and its jokes."""
+    for pattern, words in (
+        (r"[Cc]onnection (closed|reset|refused)", "a connection was closed"),
+        (r"[Tt]imed? ?out", "it took too long"),
+    ):
+        if re.search(pattern, text):
+            return words
+    return re.sub(r"\[[^]]*\]\s*", "", text.splitlines()[0])[:200]
 
 
 def _leave(code: int) -> int:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
-import os
 from pathlib import Path
 from typing import Any
 
-from hetero.errors import UserError
+from hetero.errors import OutputError, UserError
 from megatron.training.metrics import IterationRecord
 
 
@@ -25,10 +25,7 @@ def check_outputs(args: argparse.Namespace) -> None:
             parent.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise UserError(f"{flag} {path}: cannot make its folder: {error.strerror}") from error
-        target = Path(path)
-        writable = os.access(target if target.exists() else parent, os.W_OK)
-        if target.is_dir() or not writable:
-            raise UserError(f"{flag} {path} cannot be written; give a path of a writable file")
+        _check_file(flag, Path(path))
     if args.tensorboard_dir:
         try:
             Path(args.tensorboard_dir).mkdir(parents=True, exist_ok=True)
@@ -43,6 +40,22 @@ def check_outputs(args: argparse.Namespace) -> None:
             raise UserError(
                 "--wandb-project needs wandb; install it with pip install '.[wandb]'"
             ) from error
+
+
+def _check_file(flag: str, path: Path) -> None:
+    """Open it for writing as training will, and leave no trace."""
+    existed = path.exists()
+    if existed and not path.is_file():
+        raise UserError(f"{flag} {path} cannot be written: it is no regular file; name another")
+    try:
+        with path.open("a"):
+            pass
+        if not existed:
+            path.unlink()
+    except OSError as error:
+        raise UserError(
+            f"{flag} {path} cannot be written ({error.strerror}); name another file"
+        ) from error
 
 
 class Recorder:
@@ -77,10 +90,20 @@ class Recorder:
             )
 
     def iteration(self, record: IterationRecord) -> None:
-        if self._file is not None:
-            self._file.write(json.dumps(record.as_dict()) + "\n")
+        self._write(record)
         if record.iteration % self._interval == 0:
             self._scalars(self._selected(record), step=record.iteration)
+
+    def _write(self, record: IterationRecord) -> None:
+        if self._file is None:
+            return
+        try:
+            self._file.write(json.dumps(record.as_json(), allow_nan=False) + "\n")
+        except OSError as error:
+            raise OutputError(
+                f"--metrics-file {self._file.name} can no longer be written ({error.strerror}) at "
+                f"iteration {record.iteration}; make room and start again"
+            ) from error
 
     def _selected(self, record: IterationRecord) -> dict[str, float | None]:
         """Megatron's names for what its flags select, and what is always shown."""
@@ -120,7 +143,9 @@ class Recorder:
 
     def close(self) -> None:
         if self._file is not None:
-            self._file.close()
+            # What could not be written has been reported; closing says it once more.
+            with contextlib.suppress(OSError):
+                self._file.close()
         if self._writer is not None:
             self._writer.close()
         if self._wandb is not None:

@@ -46,6 +46,11 @@ def run_job(job: Job) -> None:
     recorder = Recorder(args, enabled=job.rank == 0)
     rows = stage_rows(job, model)
     print_overview(job, rows, console)
+    if args.eval_iters and not _is_enough(job, job.datasets.sizes.valid):
+        console.line(
+            "no evaluation: the validation split is too small for one step over all ranks; give "
+            "--split a larger second number"
+        )
     trainer = Trainer(
         job,
         model=model,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import socket
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -27,7 +28,7 @@ def assert_refused(outcomes: Sequence[RankOutcome], *words: str, code: int = 2) 
 
 
 def refused(flags: Sequence[str], nproc: int = 2, **how: object) -> list[RankOutcome]:
-    return launch([*TINY_LLAMA, *flags], nproc, seconds=60, **how)
+    return launch([*TINY_LLAMA, *flags], nproc, **{"seconds": 60, **how})
 
 
 def copy_of(corpus, folder: Path) -> Path:
@@ -62,6 +63,27 @@ def test_a_sequence_longer_than_the_data(corpus) -> None:
     length = "10000000"
     outcomes = refused([*corpus.flags, "--seq-length", length, "--max-position-embeddings", length])
     assert_refused(outcomes, "--seq-length 10000000", "longer than the data")
+
+
+@pytest.mark.parametrize("tensor", ["1", "2"])
+def test_data_of_another_tokenizer(corpus, tensor: str) -> None:
+    """With the vocabulary split over ranks megatron-core would train on it in silence."""
+    outcomes = refused(
+        [
+            *corpus.flags,
+            *("--tokenizer-type", "NullTokenizer", "--vocab-size", "100"),
+            *("--tensor-model-parallel-size", tensor),
+        ]
+    )
+    assert_refused(outcomes, "holds token", "the tokenizer has")
+
+
+def test_a_damaged_index_cache(corpus, tmp_path: Path) -> None:
+    flags = [*TINY_LLAMA, *corpus.flags, "--data-cache-path", str(tmp_path), "--skip-train"]
+    assert launch(flags, 1)[0].code == 0
+    for cached in tmp_path.rglob("*.npy"):
+        cached.write_bytes(b"")
+    assert_refused(launch(flags, 2), "delete the index cache")
 
 
 def test_data_that_only_one_rank_cannot_see(corpus, tmp_path: Path) -> None:
@@ -152,6 +174,41 @@ def test_the_vendor_library_across_a_boundary_without_gpus(corpus) -> None:
 def test_a_metrics_file_that_cannot_be_written(corpus, tmp_path: Path) -> None:
     outcomes = refused([*corpus.flags, "--metrics-file", str(tmp_path)], nproc=1)
     assert_refused(outcomes, "--metrics-file")
+
+
+def test_a_rank_that_fails_before_training_ends_the_others(corpus, tmp_path: Path) -> None:
+    broken = tmp_path / "broken.py"
+    broken.write_text(
+        "import megatron.training.initialize as initialize\n"
+        "initialize.build_tokenizer = lambda args: 1 / 0\n"
+        f"import runpy\nrunpy.run_path({str(ENTRY)!r}, run_name='__main__')"
+    )
+    outcomes = refused([*corpus.flags, *HETERO], environ=SIMULATED, scripts={1: broken})
+    assert [outcome.code for outcome in outcomes] == [2, 1]
+    assert "rank 1 failed: division by zero" in outcomes[0].stderr
+    assert "ZeroDivisionError" in outcomes[1].stderr
+
+
+@pytest.mark.slow
+def test_a_rank_that_never_comes_is_named(corpus) -> None:
+    absent = ENTRY.parent / "tests" / "distributed" / "harness.py"  # starts, and ends at once
+    outcomes = refused(
+        [*corpus.flags, *HETERO, "--distributed-timeout-minutes", "1"],
+        environ=SIMULATED,
+        scripts={1: absent},
+        seconds=100,
+    )
+    assert outcomes[0].code == 2
+    assert "rank 1 did not come within 60 s" in outcomes[0].stderr
+
+
+def test_a_rendezvous_port_in_use(corpus) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        outcomes = refused([*corpus.flags], nproc=1, environ={}, by_rank={0: {"MASTER_PORT": port}})
+    assert_refused(outcomes, port, "choose another")
 
 
 def test_nothing_is_written_for_bad_input(corpus, tmp_path: Path) -> None:

@@ -174,6 +174,47 @@ def test_initial_weights_do_not_depend_on_the_layout(corpus, tmp_path: Path) -> 
     assert one.weights == two.weights == chunks.weights
 
 
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_every_transport_gives_the_same_bits(transport: str, corpus, tmp_path: Path) -> None:
+    flags = [*TINY_LLAMA, *corpus.flags, "--num-virtual-stages-per-pipeline-rank", "2"]
+    flags += ["--hetero-pipeline", *LAYOUTS[1].hetero.split()]
+    mixed = train(
+        [*flags, "--hetero-transport", transport, "--hetero-checksum"],
+        2,
+        tmp_path / transport,
+        environ=SIMULATED,
+    )
+    gloo = train(flags, 2, tmp_path / "gloo", environ=SIMULATED)
+
+    assert mixed.losses == gloo.losses
+    assert mixed.weights == gloo.weights
+    assert {link["transport"] for link in mixed.report["links"]} == {transport}
+
+
+def test_blended_data_without_a_cache_and_with_one(corpus, tmp_path: Path) -> None:
+    prefix = str(corpus.prefix)
+    flags = [*TINY_LLAMA, *corpus.flags, "--data-path", "0.3", prefix, "0.7", prefix]
+    flags += ["--data-cache-path", str(tmp_path / "cache")]
+    mixed = train(
+        [*flags, "--hetero-pipeline", *LAYOUTS[1].hetero.split()],
+        2,
+        tmp_path / "mixed",
+        environ=SIMULATED,
+    )
+    homogeneous = train([*flags, *LAYOUTS[1].homogeneous.split()], 2, tmp_path / "homogeneous")
+
+    assert mixed.losses == homogeneous.losses
+
+
+def test_a_split_without_a_document_is_left_out(corpus, tmp_path: Path) -> None:
+    """megatron-core would look for samples in it for ever."""
+    flags = [*TINY_LLAMA, *corpus.flags, "--split", "9999,1,0", "--eval-iters", "2"]
+    run = train([*flags, "--eval-interval", "3"], 1, tmp_path)
+
+    assert len(run.losses) == 6
+    assert "no evaluation" in run.stdout
+
+
 def test_a_boundary_carries_every_activation_and_gradient_once(corpus, tmp_path: Path) -> None:
     mixed = train(
         [*TINY_LLAMA, *corpus.flags, "--hetero-pipeline", *LAYOUTS[1].hetero.split()],

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
 from hetero.errors import UserError
-from megatron.training.data import IndexSummary, inspect_index
+from megatron.training.dataset_checks import inspect_index, split_tokens
 
 DOCUMENTS = ([5, 7], [3], [11, 2, 1])
 TOKENS = 29
@@ -64,7 +64,10 @@ def _refusal(index: bytes | None, data: bytes | None) -> str:
 )
 def test_a_whole_dataset_is_counted(tmp_path: Path, dtype: type) -> None:
     prefix = _build(tmp_path / "data", DOCUMENTS, dtype)
-    assert inspect_index(prefix) == IndexSummary(documents=3, sequences=6, tokens=TOKENS)
+    summary = inspect_index(prefix)
+    assert (summary.documents, summary.sequences, summary.tokens) == (3, 6, TOKENS)
+    assert summary.dtype == dtype
+    assert int(summary.lengths.sum()) == TOKENS
 
 
 def test_a_missing_file_is_named() -> None:
@@ -138,3 +141,18 @@ def test_only_what_is_needed_of_an_index_is_read(monkeypatch: pytest.MonkeyPatch
         prefix = _build(Path(folder) / "data", DOCUMENTS)
         monkeypatch.setattr(Path, "read_bytes", refuse)
         inspect_index(prefix)
+
+
+@pytest.mark.parametrize(
+    ("split", "tokens"),
+    [
+        ("1,0,0", [15, 0, 0]),
+        # Whole sequences go to a split, so a small share may be none at all.
+        ("969,30,1", [15, 0, 0]),
+        ("3/1/1", [6, 4, 5]),
+        ("0,1,0", [0, 15, 0]),
+    ],
+)
+def test_a_split_gets_whole_sequences(split: str, tokens: list[int]) -> None:
+    lengths = numpy.array([1, 2, 3, 4, 5], dtype=numpy.int32)
+    assert split_tokens(split, lengths) == tokens

@@ -108,7 +108,7 @@ def test_the_peak_on_cpu_is_the_resident_set() -> None:
 def test_a_record_is_one_line_of_json() -> None:
     values: dict[str, Any] = {field.name: None for field in fields(IterationRecord)}
     record = IterationRecord(**values | {"iteration": 1, "loss": 2.5, "simulated": True})
-    back = json.loads(json.dumps(record.as_dict()))
+    back = json.loads(json.dumps(record.as_json()))
     assert back["loss"] == 2.5
     assert back["grad_norm"] is None
     assert back["simulated"] is True

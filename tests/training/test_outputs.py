@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from argparse import Namespace
 from dataclasses import fields
@@ -74,14 +73,14 @@ def test_a_missing_folder_is_made_and_the_file_is_not(tmp_path: Path, name: str)
     ("name", "flag"), [("metrics_file", "--metrics-file"), ("hetero_report", "--hetero-report")]
 )
 def test_a_path_that_cannot_be_written_is_refused_by_flag_and_path(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, flag: str
+    tmp_path: Path, name: str, flag: str
 ) -> None:
     (tmp_path / "file").write_text("")
     under_a_file = tmp_path / "file" / "x.json"
     assert f"{flag} {under_a_file}: cannot make its folder" in _refusal(**{name: under_a_file})
     assert f"{flag} {tmp_path} cannot be written" in _refusal(**{name: tmp_path})
-    monkeypatch.setattr(os, "access", lambda path, mode: False)
-    assert "cannot be written" in _refusal(**{name: tmp_path / "x.json"})
+    assert "cannot be written" in _refusal(**{name: "/proc/x.json"})
+    assert "no regular file" in _refusal(**{name: "/dev/full"})
 
 
 def test_wandb_that_is_not_installed_is_refused_with_the_remedy(

@@ -35,7 +35,7 @@ def add_hetero_flags(parser: argparse.ArgumentParser) -> None:
         "--hetero-pipeline-layers",
         nargs="+",
         type=integer(0),
-        help="layers of each pipeline stage; when interleaved, of each model chunk in layer order",
+        help="layers of each pipeline stage, or of each model chunk in layer order",
     )
     group.add_argument(
         "--hetero-transport",

@@ -45,9 +45,9 @@ def test_pipeline_size_may_be_said_twice(parse):
             "--hetero-pipeline-layers has 3 numbers, but 2 pipeline stages need 2",
         ),
         (
-            f"{TWO} --hetero-pipeline-layers 3 5 --num-virtual-stages-per-pipeline-rank 2"
-            " --global-batch-size 8",
-            "2 pipeline stages with 2 chunks each need 4",
+            f"{TWO} --hetero-pipeline-layers 3 3 2 --num-virtual-stages-per-pipeline-rank"
+            " 2 --global-batch-size 8",
+            "2 pipeline stages need 2 (or 4, one a chunk)",
         ),
         (
             f"{TWO} --hetero-pipeline-layers 3 5 --num-layers-per-virtual-pipeline-stage 2",

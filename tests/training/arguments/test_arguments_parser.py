@@ -168,7 +168,6 @@ def test_flag_of_megatron_that_is_left_out_is_not_taken_for_a_slip(flag):
         ("--hetero-data-sizes 1 2", "not available yet"),
         ("--hetero-micro-batch-sizes 1 2", "not available yet"),
         ("--hetero-recompute full none", "not available yet"),
-        ("--hetero-nics mlx5_0", "not available yet"),
         ("--full-validation", "does not offer"),
         ("--account-for-embedding-in-pipeline-split", "does not offer"),
         ("--context-parallel-size 2", "--context-parallel-size 2 is not offered"),

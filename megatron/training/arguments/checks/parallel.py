@@ -159,12 +159,12 @@ def _check_hetero_layers(args: Namespace) -> None:
     if args.hetero_pipeline_layers is None:
         return
     chunks = args.virtual_pipeline_model_parallel_size or 1
-    wanted = args.pipeline_model_parallel_size * chunks
-    if len(args.hetero_pipeline_layers) != wanted:
-        interleaved = f" with {chunks} chunks each" if chunks > 1 else ""
+    stages = args.pipeline_model_parallel_size
+    if len(args.hetero_pipeline_layers) not in (stages, stages * chunks):
+        chunked = f" (or {stages * chunks}, one a chunk)" if chunks > 1 else ""
         raise UserError(
             f"--hetero-pipeline-layers has {len(args.hetero_pipeline_layers)} numbers, but "
-            f"{args.pipeline_model_parallel_size} pipeline stages{interleaved} need {wanted}"
+            f"{stages} pipeline stages need {stages}{chunked}"
         )
 
 

@@ -1,0 +1,194 @@
+"""Refuses data that is missing, damaged, too small or another tokenizer's, before it is used.
+
+megatron-core trusts an index: a truncated one is a bus error, an empty split a loop without end,
+and a token outside the vocabulary a gradient of zero where the vocabulary is split over ranks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy
+from megatron.core.datasets.blended_megatron_dataset_config import (
+    convert_split_vector_to_split_matrix,
+    parse_and_normalize_split,
+)
+from megatron.core.datasets.utils import get_blend_from_list
+
+from hetero.errors import UserError
+
+SPLITS = ("train", "valid", "test")
+_MAGIC = b"MMIDIDX\x00\x00"
+_HEADER = struct.Struct("<9sQBQQ")
+_DTYPES: dict[int, Any] = {
+    1: numpy.uint8,
+    2: numpy.int8,
+    3: numpy.int16,
+    4: numpy.int32,
+    5: numpy.int64,
+    6: numpy.float64,
+    7: numpy.float32,
+    8: numpy.uint16,
+}
+_REMEDY = "make it again with tools/preprocess_data.py"
+_SAMPLED_TOKENS = 1 << 20
+
+
+@dataclass(frozen=True)
+class IndexSummary:
+    """What an index says of its data, once it has been found whole."""
+
+    documents: int
+    sequences: int
+    tokens: int
+    lengths: numpy.ndarray
+    """Tokens of every sequence, int32."""
+    dtype: Any
+
+
+def inspect_index(prefix: str) -> IndexSummary:
+    """Check that PREFIX.idx and PREFIX.bin belong together and are whole.
+
+    Raises UserError, in one sentence, naming the file and the remedy.
+    """
+    index, data = Path(prefix + ".idx"), Path(prefix + ".bin")
+    for path in (index, data):
+        if not path.is_file():
+            raise UserError(
+                f"the dataset file {path} does not exist; give --data-path the prefix without "
+                f".bin or .idx, or {_REMEDY}"
+            )
+    try:
+        return _inspect(index, data)
+    except OSError as error:
+        raise UserError(
+            f"the dataset {prefix} cannot be read ({error.strerror}); see to its permissions"
+        ) from error
+
+
+def _inspect(index: Path, data: Path) -> IndexSummary:
+    with index.open("rb") as stream:
+        raw = stream.read(_HEADER.size)
+    if len(raw) < _HEADER.size:
+        raise UserError(f"the dataset index {index} is cut short; {_REMEDY}")
+    magic, version, code, sequences, boundaries = _HEADER.unpack(raw)
+    if magic != _MAGIC or version != 1 or code not in _DTYPES:
+        raise UserError(f"{index} is not an index of Megatron's format; {_REMEDY}")
+    # Lengths (int32) and offsets (int64) of every sequence, then document boundaries (int64).
+    whole = _HEADER.size + sequences * 12 + boundaries * 8
+    if index.stat().st_size < whole:
+        raise UserError(
+            f"the dataset index {index} is cut short: {index.stat().st_size} bytes of {whole}; "
+            f"{_REMEDY}"
+        )
+    if sequences == 0 or boundaries < 2:
+        raise UserError(f"the dataset {index} is empty; {_REMEDY}")
+    lengths = numpy.fromfile(index, numpy.int32, sequences, offset=_HEADER.size)
+    width = numpy.dtype(_DTYPES[code]).itemsize
+    tokens = int(lengths.sum(dtype=numpy.int64))
+    _check_places(index, lengths, width, boundaries)
+    if data.stat().st_size < tokens * width:
+        raise UserError(
+            f"the dataset file {data} is cut short: {data.stat().st_size} bytes of "
+            f"{tokens * width}; {_REMEDY}"
+        )
+    return IndexSummary(
+        documents=boundaries - 1,
+        sequences=sequences,
+        tokens=tokens,
+        lengths=lengths,
+        dtype=_DTYPES[code],
+    )
+
+
+def _check_places(index: Path, lengths: numpy.ndarray, width: int, boundaries: int) -> None:
+    """Sequences follow one another in the data, and documents in the sequences."""
+    count = len(lengths)
+    offsets = numpy.fromfile(index, numpy.int64, count, offset=_HEADER.size + 4 * count)
+    ends = numpy.cumsum(lengths, dtype=numpy.int64) * width
+    documents = numpy.fromfile(index, numpy.int64, boundaries, offset=_HEADER.size + 12 * count)
+    sound = (
+        int(lengths.min()) >= 0
+        and offsets[0] == 0
+        and bool((offsets[1:] == ends[:-1]).all())
+        and documents[0] == 0
+        and documents[-1] == count
+        and bool((numpy.diff(documents) >= 0).all())
+    )
+    if not sound:
+        raise UserError(f"the dataset index {index} is damaged: its numbers disagree; {_REMEDY}")
+
+
+def _check_vocabulary(prefix: str, summary: IndexSummary, vocab_size: int) -> None:
+    """Look at the beginning of the data; the rest is checked as it is read."""
+    sample = numpy.fromfile(prefix + ".bin", summary.dtype, _SAMPLED_TOKENS)
+    if len(sample) and not 0 <= int(sample.min()) <= int(sample.max()) < vocab_size:
+        raise UserError(
+            f"the dataset {prefix} holds token {int(sample.max())} but the tokenizer has "
+            f"{vocab_size}; preprocess the text with the tokenizer that this run names"
+        )
+
+
+def blend(paths: list[str] | None) -> tuple[list[str], list[float] | None] | None:
+    """Prefixes and their weights, as megatron-core reads them."""
+    try:
+        return get_blend_from_list(paths)
+    except (ValueError, AssertionError) as error:
+        raise UserError(
+            f"--data-path {' '.join(paths or [])} is neither prefixes nor weight-prefix pairs"
+        ) from error
+
+
+def blends(args: argparse.Namespace) -> dict[str, Any]:
+    """The part of megatron-core's dataset configuration that says where the data is."""
+    if args.mock_data:
+        return {}
+    if args.data_path:
+        return {"blend": blend(args.data_path), "split": args.split}
+    per_split = [blend(getattr(args, f"{name}_data_path")) for name in SPLITS]
+    return {"blend_per_split": per_split}
+
+
+def split_tokens(split: str, lengths: numpy.ndarray) -> list[int]:
+    """Tokens that train, valid and test get: whole sequences, cut where megatron-core cuts."""
+    matrix = convert_split_vector_to_split_matrix(parse_and_normalize_split(split))
+    counts = []
+    for part in matrix:
+        begin, end = part if part is not None else (0.0, 0.0)
+        first, last = (round(edge * float(len(lengths))) for edge in (begin, end))
+        counts.append(int(lengths[first:last].sum(dtype=numpy.int64)))
+    return counts
+
+
+def check_datasets(args: argparse.Namespace, *, vocab_size: int) -> frozenset[str]:
+    """Check all data that the flags name; return the splits that hold nothing."""
+    found = blends(args)
+    listed: list[tuple[str, str | None]]
+    if "blend" in found:
+        listed = [(prefix, None) for prefix in found["blend"][0]]
+    else:
+        listed = [
+            (prefix, name)
+            for name, part in zip(SPLITS, found.get("blend_per_split", []), strict=False)
+            for prefix in (part[0] if part else [])
+        ]
+    absent = set()
+    for prefix, name in listed:
+        summary = inspect_index(prefix)
+        _check_vocabulary(prefix, summary, vocab_size)
+        if name is None:
+            tokens = split_tokens(args.split, summary.lengths)
+        else:
+            tokens = [summary.tokens if split == name else -1 for split in SPLITS]
+        absent |= {split for split, count in zip(SPLITS, tokens, strict=True) if count == 0}
+        if -1 < tokens[0] < args.seq_length + 1 and not args.skip_train:
+            raise UserError(
+                f"--seq-length {args.seq_length} is longer than the data: {prefix} holds "
+                f"{summary.tokens} tokens, {tokens[0]} of them for training; use more text, a "
+                "shorter sequence or a larger training part in --split"
+            )
+    return frozenset(absent)
