@@ -13,7 +13,7 @@ setup: $(STAMP)
 
 $(STAMP): requirements.txt constraints-cpu.txt pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(CONSTRAINTS) "setuptools>=64"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(CONSTRAINTS) "setuptools>=70.1"
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(CONSTRAINTS) --no-build-isolation -e ".[dev,hf]"
 	touch $(STAMP)
 

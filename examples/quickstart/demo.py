@@ -27,7 +27,8 @@ from examples.quickstart import outcome, steps
 from examples.quickstart.processes import ending_on_signals, run_step
 from examples.quickstart.source_text import SourceText, builtin_text, read_text
 from hetero.errors import HeteroError, UserError
-from hetero.observe.report import Comparison, RunRecord, write_html, write_json
+from hetero.observe.comparison import Comparison, RunRecord
+from hetero.observe.report import write_html, write_json
 
 MARKER = ".hetero-demo"
 """Stands in a folder that the demo made, so that it never replaces files of anyone else."""

@@ -12,7 +12,7 @@ from typing import Any
 from examples.quickstart import steps
 from examples.quickstart.source_text import SourceText
 from hetero.errors import HeteroError
-from hetero.observe.report import (
+from hetero.observe.comparison import (
     Comparison,
     RunRecord,
     boundary_rows,

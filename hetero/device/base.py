@@ -41,14 +41,3 @@ class DeviceRuntime(ABC):
     @abstractmethod
     def unregister(self, host: torch.Tensor) -> None:
         """Undo `register`. The memory must not be in use by a copy."""
-
-
-def runtime_for(device: torch.device) -> DeviceRuntime:
-    """The runtime of a tensor's device. Each call gives one with a side stream of its own."""
-    if device.type == "cpu":
-        from hetero.device.cpu import CpuRuntime
-
-        return CpuRuntime()
-    from hetero.device.gpu import GpuRuntime
-
-    return GpuRuntime(device)

@@ -8,7 +8,7 @@ import jinja2
 from markupsafe import Markup
 
 from hetero.observe.charts import difference_chart, loss_chart
-from hetero.observe.report import WARMUP_ITERATIONS, Comparison, RunRecord
+from hetero.observe.comparison import WARMUP_ITERATIONS, Comparison, RunRecord
 from hetero.observe.style import STYLE
 
 COMMAND_COLUMNS = 100

@@ -25,7 +25,8 @@ from functools import partial
 
 import torch
 
-from hetero.device.base import DeviceRuntime, Mark, runtime_for
+from hetero.device.base import DeviceRuntime, Mark
+from hetero.device.choose import runtime_for
 from hetero.errors import LinkError
 from hetero.transport.base import (
     Link,
@@ -39,6 +40,14 @@ from hetero.transport.header import Header, job_token
 
 _JOIN_SECONDS = 5.0
 _GRACE_SECONDS = 2.0
+
+
+@dataclass(frozen=True)
+class RingShape:
+    """Slots of one direction, and the bytes of each."""
+
+    slots: int
+    slot_bytes: int
 
 
 @dataclass(frozen=True)

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 import torch
 
-from hetero.device.base import runtime_for
+from hetero.device.choose import runtime_for
 from hetero.transport import futex
-from hetero.transport.chunked import ChunkedLink
+from hetero.transport.chunked import ChunkedLink, RingShape
 from hetero.transport.handshake import Meeting, look_up, publish
-from hetero.transport.shm import RingShape, open_shm, same_host
+from hetero.transport.shm import open_shm, same_host
 from hetero.transport.tcp import TcpPaths, open_tcp
 
 PATHS = ("shm", "tcp")

@@ -21,7 +21,7 @@ import torch
 
 from hetero.device.base import DeviceRuntime
 from hetero.transport import futex
-from hetero.transport.chunked import Chunk, RecvEnd, SendEnd
+from hetero.transport.chunked import Chunk, RecvEnd, RingShape, SendEnd
 from hetero.transport.handshake import (
     Meeting,
     accept,
@@ -42,21 +42,13 @@ _PAGE = 4096
 _LIVENESS_SECONDS = 0.1
 
 
-@dataclass(frozen=True)
-class RingShape:
-    """Slots of one direction, and the bytes of each."""
+def _data_offset(shape: RingShape) -> int:
+    """Where the slots begin: on the page after the control words and the records."""
+    return -(-(_RECORDS + shape.slots * _RECORD.size) // _PAGE) * _PAGE
 
-    slots: int
-    slot_bytes: int
 
-    @property
-    def data_offset(self) -> int:
-        records = _RECORDS + self.slots * _RECORD.size
-        return -(-records // _PAGE) * _PAGE
-
-    @property
-    def total_bytes(self) -> int:
-        return self.data_offset + self.slots * self.slot_bytes
+def _total_bytes(shape: RingShape) -> int:
+    return _data_offset(shape) + shape.slots * shape.slot_bytes
 
 
 class SharedRing:
@@ -65,12 +57,12 @@ class SharedRing:
     def __init__(self, descriptor: int, shape: RingShape, runtime: DeviceRuntime) -> None:
         self.shape = shape
         self._runtime = runtime
-        self._map = mmap.mmap(descriptor, shape.total_bytes)
+        self._map = mmap.mmap(descriptor, _total_bytes(shape))
         self.bytes = memoryview(self._map)
         self._words = self.bytes.cast("I")
         self._whole = torch.frombuffer(self._map, dtype=torch.uint8)
         self._address = self._whole.data_ptr()
-        self._data = self._whole[shape.data_offset :]
+        self._data = self._whole[_data_offset(shape) :]
         runtime.register(self._data)
         self._open = True
 
@@ -300,5 +292,5 @@ def _call(meeting: Meeting) -> socket.socket:
 
 def _make_memory(shape: RingShape) -> int:
     descriptor = os.memfd_create("hetero-ring", os.MFD_CLOEXEC)
-    os.ftruncate(descriptor, shape.total_bytes)
+    os.ftruncate(descriptor, _total_bytes(shape))
     return descriptor

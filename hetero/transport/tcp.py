@@ -22,10 +22,9 @@ import psutil
 import torch
 
 from hetero.device.base import DeviceRuntime
-from hetero.transport.chunked import Chunk, RecvEnd, SendEnd
+from hetero.transport.chunked import Chunk, RecvEnd, RingShape, SendEnd
 from hetero.transport.handshake import Meeting, accept, compare, connect, look_up, publish
 from hetero.transport.header import HEADER_BYTES, PROTOCOL_VERSION
-from hetero.transport.shm import RingShape
 
 _FRAME = struct.Struct(f"<Q{HEADER_BYTES}sQQI")
 _SOCKET_BUFFER = 4 << 20

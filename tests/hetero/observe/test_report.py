@@ -9,8 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from hetero.observe.page import command_text, render_page, size_text
-from hetero.observe.report import (
+from hetero.observe.comparison import (
     Comparison,
     LinkRow,
     RankRow,
@@ -19,9 +18,9 @@ from hetero.observe.report import (
     boundary_rows,
     rank_rows,
     stage_rows,
-    write_html,
-    write_json,
 )
+from hetero.observe.page import command_text, render_page, size_text
+from hetero.observe.report import write_html, write_json
 
 
 def run(title="amd + nvidia", *, loss=(7.0, 6.5, 6.0), links=(), **changes) -> RunRecord:

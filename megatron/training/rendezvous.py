@@ -1,0 +1,83 @@
+"""Where the ranks of a job meet: the store that the launcher names in the environment."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from hetero.errors import UserError
+
+
+def environment_rank() -> tuple[int, int, int]:
+    """Rank, world size and local rank as torchrun sets them; a lone process is a world of one."""
+    values = []
+    for name, default in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0)):
+        text = os.environ.get(name, str(default))
+        if not text.isdecimal():
+            raise UserError(
+                f"the environment variable {name} must be a whole number, not {text!r}; start "
+                "this program with torchrun"
+            )
+        values.append(int(text))
+    rank, world_size, local_rank = values
+    if rank >= world_size:
+        raise UserError(
+            f"RANK={rank} is not below WORLD_SIZE={world_size}; start this program with torchrun"
+        )
+    return rank, world_size, local_rank
+
+
+def open_store(rank: int, world_size: int, timeout: float) -> dist.Store:
+    """Reach the rendezvous store that the launcher names in the environment.
+
+    Nobody waits here for the ranks that are not there yet: the agreement does, and names them.
+    """
+    if "MASTER_ADDR" not in os.environ:
+        if world_size > 1:
+            raise UserError("MASTER_ADDR is not set; start several processes with torchrun")
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    host, port_text = os.environ["MASTER_ADDR"], os.environ.get("MASTER_PORT", "")
+    if not port_text.isdecimal() or int(port_text) > 65535:
+        raise UserError(f"MASTER_PORT must be a port number, not {port_text!r}")
+    port = int(port_text)
+    # torchrun's own agent hosts the store, for every rank.
+    hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    is_host = rank == 0 and not hosted
+    if not is_host:
+        _await_listener(host, port, rank, timeout)
+    try:
+        store: dist.Store = dist.TCPStore(
+            host,
+            port,
+            world_size,
+            is_host,
+            timedelta(seconds=timeout),
+            wait_for_workers=False,
+        )
+    except Exception as error:
+        remedy = "another program uses the port: choose another --master-port"
+        reason = remedy if is_host else "see that it can be reached from here"
+        raise UserError(f"rank {rank} could not open {host}:{port}; {reason}") from error
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return dist.PrefixStore(f"hetero/attempt {attempt}", store)
+
+
+def _await_listener(host: str, port: int, rank: int, timeout: float) -> None:
+    """Wait until somebody listens there. The store's own client would fill the log meanwhile."""
+    deadline = time.monotonic() + timeout
+    while True:
+        try:
+            with socket.create_connection((host, port), timeout=5.0):
+                return
+        except OSError as error:
+            if time.monotonic() > deadline:
+                raise UserError(
+                    f"nobody listens at {host}:{port}, where rank {rank} was told to meet the "
+                    f"others ({error.strerror or error}), for {timeout:.0f} s; see that rank 0 "
+                    "was started and that this address can be reached from here"
+                ) from error
+        time.sleep(0.2)
