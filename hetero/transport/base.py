@@ -113,7 +113,8 @@ class Link(ABC):
         self.counters.bytes_received += tensor.numel() * tensor.element_size()
 
     @contextmanager
-    def _timed_wait(self) -> Iterator[None]:
+    def timed_wait(self) -> Iterator[None]:
+        """Count the time of the body as time spent waiting for the peer."""
         begin = time.perf_counter()
         try:
             yield

@@ -20,7 +20,7 @@ import zlib
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -37,9 +37,9 @@ from hetero.transport.base import (
     sendable,
 )
 from hetero.transport.header import Header, job_token
+from hetero.transport.transfer import Transfer
 
 _JOIN_SECONDS = 5.0
-_GRACE_SECONDS = 2.0
 
 
 @dataclass(frozen=True)
@@ -104,34 +104,16 @@ class RecvEnd(ABC):
         """Release everything; the peer sees the end. Wakes a thread that waits here."""
 
 
-@dataclass
-class _Transfer(Work):
-    link: ChunkedLink
-    tensor: torch.Tensor
-    is_receive: bool
-    ready: Mark
+@dataclass(eq=False)
+class _Transfer(Transfer):
+    ready: Mark | None = None
     """The caller's stream when it asked: before it the tensor may not be read or written."""
     landed: Mark | None = None
-    ended: threading.Event = field(default_factory=threading.Event)
-    error: LinkError | None = None
 
     def wait(self) -> None:
-        if not self.ended.is_set():
-            with self.link._timed_wait():
-                came = self.ended.wait(self.link.description.timeout + _GRACE_SECONDS)
-            if not came:
-                raise self.link.failure(
-                    f"nothing moved for {self.link.description.timeout:.0f} s",
-                    expected=f"a tensor of shape {tuple(self.tensor.shape)}",
-                    remedy="see what the peer's log says it waits for",
-                )
-        if self.error is not None:
-            raise self.error
+        super().wait()
         if self.landed is not None:
             self.landed.order_current_stream()
-
-    def done(self) -> bool:
-        return self.ended.is_set()
 
 
 @dataclass(frozen=True)
@@ -350,8 +332,7 @@ class ChunkedLink(Link):
     def _fail(self, error: LinkError, transfers: list[_Transfer]) -> None:
         self._broken = error
         for transfer in transfers:
-            transfer.error = error
-            transfer.ended.set()
+            transfer.fail(error)
 
     def _explain(self, error: Exception, transfer: _Transfer) -> LinkError:
         verb = "receiving" if transfer.is_receive else "sending"

@@ -27,46 +27,27 @@ from hetero.transport.base import (
     sendable,
 )
 from hetero.transport.header import HEADER_BYTES, Header, job_token
+from hetero.transport.transfer import Transfer
 
 _JOIN_SECONDS = 1.0
-_EVENT_MARGIN_SECONDS = 5.0
 
 
 @dataclass(eq=False)
-class _Transfer(Work):
+class _Transfer(Transfer):
     """A tensor on its way through one of the two threads."""
 
-    link: GlooLink
-    tensor: torch.Tensor
-    is_receive: bool
-    host: torch.Tensor
+    host: torch.Tensor = field(kw_only=True)
     ready: torch.cuda.Event | None = None
     """Sending: the copy to the host. Receiving: the caller's stream when it asked."""
     landed: torch.cuda.Event | None = None
-    ended: threading.Event = field(default_factory=threading.Event)
-    error: LinkError | None = None
 
     def wait(self) -> None:
         if not self.is_receive and self.ready is not None:
             torch.cuda.current_stream(self.tensor.device).wait_event(self.ready)
             return
-        deadline = self.link.description.timeout + _EVENT_MARGIN_SECONDS
-        if not self.ended.is_set():
-            with self.link._timed_wait():
-                came = self.ended.wait(deadline)
-            if not came:
-                raise self.link.failure(
-                    f"nothing moved for {deadline:.0f} s",
-                    expected=f"a tensor of shape {tuple(self.tensor.shape)}",
-                    remedy="see what the peer's log says it waits for",
-                )
-        if self.error is not None:
-            raise self.error
+        super().wait()
         if self.landed is not None:
             torch.cuda.current_stream(self.tensor.device).wait_event(self.landed)
-
-    def done(self) -> bool:
-        return self.ended.is_set()
 
 
 class GlooLink(Link):
@@ -133,8 +114,7 @@ class GlooLink(Link):
         )
         for transfer in list(self._under_way):
             if transfer.is_receive:
-                transfer.error = transfer.error or error
-                transfer.ended.set()
+                transfer.fail(error)
         for thread in self._threads:
             thread.join(_JOIN_SECONDS)
 

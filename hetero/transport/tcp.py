@@ -15,6 +15,7 @@ import socket
 import struct
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -83,7 +84,7 @@ class _Shared:
             raise self.error
 
 
-class _End:
+class _End(ABC):
     """Connections with a thread each, over one local ring."""
 
     def __init__(
@@ -113,8 +114,9 @@ class _End:
                 ConnectionError(f"rank {self._peer} has ended or closed the link ({error})")
             )
 
+    @abstractmethod
     def _serve(self, connection: socket.socket) -> None:
-        raise NotImplementedError
+        """Move chunks over one connection until it ends; runs in that connection's thread."""
 
     def _shut(self) -> None:
         with self._shared.changed:
