@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from hetero.agreement import Store
 from hetero.groups import rank_sets
 from hetero.plan import Coordinate, Edge, Plan
+from hetero.transport.auto import Choice, open_auto
 from hetero.transport.base import Link, LinkDescription
 from hetero.transport.forward import ChannelOptions, open_forward
 from hetero.transport.gloo import GlooLink
@@ -24,7 +26,7 @@ class Opening:
     """How the links of one run are opened; the same on every rank but for the addresses."""
 
     boundary_transport: str
-    """What crosses from mesh to mesh: gloo, nccl, cpu-forward, or shm or tcp by force."""
+    """What crosses from mesh to mesh: auto, gloo, nccl, cpu-forward, or shm or tcp by force."""
     device: torch.device
     store: Store
     job: str
@@ -42,6 +44,8 @@ class PipelineLinks:
     downstream: Link | None
     is_boundary: Mapping[str, bool]
     """Whether the "upstream" and the "downstream" neighbour belong to another mesh."""
+    choices: tuple[Choice, ...] = ()
+    """What `auto` chose for this rank's downstream link, and why; the peer chose alike."""
 
     def all(self) -> list[Link]:
         return [link for link in (self.upstream, self.downstream) if link is not None]
@@ -68,6 +72,7 @@ def open_links(plan: Plan, rank: int, opening: Opening) -> PipelineLinks:
     here = plan.coordinate(rank)
     links: dict[str, Link | None] = {"upstream": None, "downstream": None}
     boundaries = {"upstream": False, "downstream": False}
+    choices: list[Choice] = []
     for edge in plan.edges():
         transport = edge_transport(
             edge,
@@ -96,10 +101,24 @@ def open_links(plan: Plan, rank: int, opening: Opening) -> PipelineLinks:
                 links[side] = _open_vendor(description, side, groups)
             elif transport == "gloo":
                 links[side] = _open_gloo(description, side, edge)
+            elif transport == "auto":
+                choice = _choose(description, side, edge, opening)
+                links[side] = choice.link
+                if side == "downstream":
+                    choices.append(choice)
             else:
-                links[side] = _open_channel(description, side, edge, transport, opening)
+                meeting = _meeting(description, side, edge, opening)
+                links[side] = open_forward(
+                    meeting,
+                    options=opening.channel,
+                    device=opening.device,
+                    path=None if transport == "cpu-forward" else transport,
+                )
     return PipelineLinks(
-        upstream=links["upstream"], downstream=links["downstream"], is_boundary=boundaries
+        upstream=links["upstream"],
+        downstream=links["downstream"],
+        is_boundary=boundaries,
+        choices=tuple(choices),
     )
 
 
@@ -125,21 +144,26 @@ def _open_gloo(description: LinkDescription, side: str, edge: Edge) -> Link:
     return GlooLink(description, send_tag=backward_tag, recv_tag=forward_tag)
 
 
-def _open_channel(
-    description: LinkDescription, side: str, edge: Edge, transport: str, opening: Opening
-) -> Link:
+def _meeting(description: LinkDescription, side: str, edge: Edge, opening: Opening) -> Meeting:
     source, target = description.rank, description.peer
     if side == "upstream":
         source, target = target, source
-    meeting = Meeting(
+    return Meeting(
         store=opening.store,
         description=description,
         name=f"edge {edge.index}/{source}-{target}",
         listens=side == "downstream",
         secret=opening.job.encode(),
     )
-    path = None if transport == "cpu-forward" else transport
-    return open_forward(meeting, options=opening.channel, device=opening.device, path=path)
+
+
+def _choose(description: LinkDescription, side: str, edge: Edge, opening: Opening) -> Choice:
+    return open_auto(
+        _meeting(description, side, edge, opening),
+        options=opening.channel,
+        device=opening.device,
+        last_resort=partial(_open_gloo, description, side, edge),
+    )
 
 
 def _direction_groups(

@@ -93,9 +93,13 @@ def print_overview(job: Job, rows: list[dict[str, Any]], console: Console) -> No
                 to_next,
             ]
         )
+    choices = [] if job.links is None else [str(choice) for choice in job.links.choices]
+    lines = [line for part in _everyone(choices) for line in part]
     kind = "mixed" if len(job.plan.meshes) > 1 else "homogeneous"
     console.line(f"{kind} run on {job.args.world_size} ranks, {job.device.type}:")
     console.line(format_table(table))
+    for line in lines:
+        console.line(line)
     if job.simulated:
         console.line(
             "vendors are simulated (HETERO_VENDOR): every number of this run is a simulated one"

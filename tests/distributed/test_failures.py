@@ -13,10 +13,15 @@ from tests.distributed.harness import TINY_LLAMA, finish, start, wait_for
 HETERO = "--hetero-pipeline --hetero-vendors amd nvidia --hetero-pipeline-sizes 1 1".split()
 
 
-@pytest.mark.parametrize("victim", [0, 1])
-def test_a_killed_rank_ends_the_others_within_seconds(corpus, tmp_path: Path, victim: int) -> None:
+@pytest.mark.parametrize(
+    ("victim", "transport"), [(0, "gloo"), (1, "gloo"), (0, "shm"), (1, "tcp")]
+)
+def test_a_killed_rank_ends_the_others_within_seconds(
+    corpus, tmp_path: Path, victim: int, transport: str
+) -> None:
     metrics = tmp_path / "metrics.jsonl"
     flags = [*TINY_LLAMA, *corpus.flags, *HETERO, "--train-iters", "100000"]
+    flags += ["--hetero-transport", transport]
     processes = start(
         [*flags, "--metrics-file", str(metrics)], 2, environ={"HETERO_VENDOR": "plan"}
     )
@@ -37,10 +42,20 @@ def test_a_killed_rank_ends_the_others_within_seconds(corpus, tmp_path: Path, vi
     assert "Traceback" not in outcomes[survivor].stderr
 
 
-def test_a_peer_that_stops_answering_is_an_error_after_the_timeout(corpus, tmp_path: Path) -> None:
+@pytest.mark.parametrize("transport", ["gloo", "shm"])
+def test_a_peer_that_stops_answering_is_an_error_after_the_timeout(
+    corpus, tmp_path: Path, transport: str
+) -> None:
     metrics = tmp_path / "metrics.jsonl"
     flags = [*TINY_LLAMA, *corpus.flags, *HETERO, "--train-iters", "100000"]
-    flags += ["--hetero-timeout", "3", "--metrics-file", str(metrics)]
+    flags += [
+        "--hetero-transport",
+        transport,
+        "--hetero-timeout",
+        "3",
+        "--metrics-file",
+        str(metrics),
+    ]
     processes = start(flags, 2, environ={"HETERO_VENDOR": "plan"})
     wait_for(
         lambda: metrics.exists() and metrics.read_text().count("\n") >= 3,
@@ -56,5 +71,5 @@ def test_a_peer_that_stops_answering_is_an_error_after_the_timeout(corpus, tmp_p
         finish(processes, seconds=60)
 
     assert code == 1
-    assert "link rank 1 (stage 1) - rank 0 (stage 0) over gloo" in message
+    assert f"link rank 1 (stage 1) - rank 0 (stage 0) over {transport}" in message
     assert "within 3 s" in message

@@ -184,11 +184,12 @@ def test_every_transport_gives_the_same_bits(transport: str, corpus, tmp_path: P
         tmp_path / transport,
         environ=SIMULATED,
     )
-    gloo = train(flags, 2, tmp_path / "gloo", environ=SIMULATED)
+    gloo = train([*flags, "--hetero-transport", "gloo"], 2, tmp_path / "gloo", environ=SIMULATED)
 
     assert mixed.losses == gloo.losses
     assert mixed.weights == gloo.weights
     assert {link["transport"] for link in mixed.report["links"]} == {transport}
+    assert {link["transport"] for link in gloo.report["links"]} == {"gloo"}
 
 
 def test_blended_data_without_a_cache_and_with_one(corpus, tmp_path: Path) -> None:
@@ -226,5 +227,5 @@ def test_a_boundary_carries_every_activation_and_gradient_once(corpus, tmp_path:
     sequence, hidden, micro_batches, iterations = 32, 32, 8, 6
     one_way = sequence * hidden * 4 * micro_batches * iterations
     assert mixed.report["boundary_bytes"] == 2 * one_way
-    assert {link["transport"] for link in mixed.report["links"]} == {"gloo"}
+    assert {link["transport"] for link in mixed.report["links"]} == {"shm"}
     assert all(link["bytes_received"] == one_way for link in mixed.report["links"])

@@ -5,8 +5,9 @@ import argparse
 from megatron.training.arguments.convert import integer, number, text
 
 VENDORS = ("nvidia", "amd", "cpu")
-# `cpu-forward` is `shm` where both ends run on one host and `tcp` where not.
-TRANSPORTS = ("gloo", "nccl", "cpu-forward", "shm", "tcp")
+# `cpu-forward` is `shm` where both ends run on one host and `tcp` where not; `auto` probes them in
+# that order and falls back to gloo.
+TRANSPORTS = ("auto", "cpu-forward", "shm", "tcp", "gloo", "nccl")
 # Make sense in a homogeneous run too: the baseline needs a report to be compared with.
 ALLOWED_WITHOUT_PIPELINE = frozenset({"--hetero-pipeline", "--hetero-report"})
 
@@ -40,7 +41,7 @@ def add_hetero_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--hetero-transport",
         choices=TRANSPORTS,
-        default="gloo",
+        default="auto",
         help="how tensors cross a boundary between vendors",
     )
     group.add_argument(

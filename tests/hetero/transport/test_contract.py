@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import gc
 import os
+import random
 import time
+from collections import deque
 from functools import partial
 from typing import Any
 
@@ -560,3 +562,40 @@ def test_closing_ends_the_transfers_under_way(header_transport: Transport) -> No
     assert found["close"] < 2.0
     assert found["wait"] < 2.0
     assert _names_the_link(found["text"], rank=1)
+
+
+def soaked(side: Side) -> dict[str, int]:
+    """Random sizes both ways at once, a window of them in flight, every byte compared."""
+    count, window, largest = side.options["count"], 64, 64 << 10
+    ours, theirs = random.Random(side.rank), random.Random(side.peer)
+    noise = [make((largest,), torch.uint8, side.device, seed=r) for r in (side.rank, side.peer)]
+    flights: deque[tuple[Work, Work, torch.Tensor, torch.Tensor]] = deque()
+    compared = 0
+
+    def land() -> None:
+        sent, received, target, expected = flights.popleft()
+        received.wait()
+        sent.wait()
+        assert torch.equal(target, expected)
+
+    for _ in range(count):
+        first, size = ours.randrange(largest // 2), ours.randrange(largest // 2)
+        peer_first, peer_size = theirs.randrange(largest // 2), theirs.randrange(largest // 2)
+        source = noise[0][first : first + size]
+        expected = noise[1][peer_first : peer_first + peer_size]
+        target = torch.empty_like(expected)
+        flights.append((side.link.send(source), side.link.recv(target), target, expected))
+        if len(flights) == window:
+            land()
+            compared += 1
+    while flights:
+        land()
+        compared += 1
+    return {"compared": compared, "received": side.link.counters.messages_received}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_hundred_thousand_messages_arrive_once_and_unchanged(transport: Transport) -> None:
+    outcomes = run_pair(soaked, transport, timeout=60, patience=850, count=100_000)
+    assert values(outcomes) == [{"compared": 100_000, "received": 100_000}] * 2

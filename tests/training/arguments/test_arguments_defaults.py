@@ -198,7 +198,7 @@ OURS = {
     "hetero_vendors": None,
     "hetero_pipeline_sizes": None,
     "hetero_pipeline_layers": None,
-    "hetero_transport": "gloo",
+    "hetero_transport": "auto",
     "hetero_timeout": 600.0,
     "hetero_report": None,
     "metrics_file": None,

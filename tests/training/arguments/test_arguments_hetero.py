@@ -84,7 +84,7 @@ def test_shorthand_that_does_not_add_up_is_refused(refusal, flags, words):
         "--hetero-vendors amd",
         "--hetero-pipeline-sizes 1",
         "--hetero-pipeline-layers 8",
-        "--hetero-transport gloo",  # also when it names the default
+        "--hetero-transport auto",  # also when it names the default
         "--hetero-timeout 600",
     ],
 )

@@ -109,7 +109,7 @@ def test_what_is_no_flag_is_refused_with_what_was_meant(refusal, flags, words):
         ("--timing-log-level 3", "--timing-log-level cannot be 3"),
         ("--tokenizer-type Bert", "--tokenizer-type cannot be 'Bert'"),
         ("--position-embedding-type mrope", "--position-embedding-type cannot be 'mrope'"),
-        ("--hetero-transport auto", "--hetero-transport cannot be 'auto'"),
+        ("--hetero-transport roce", "--hetero-transport cannot be 'roce'"),
         ("--hetero-vendors intel", "--hetero-vendors cannot be 'intel'"),
     ],
 )

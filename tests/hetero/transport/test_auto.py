@@ -1,0 +1,121 @@
+"""`auto` takes the fastest path that works at both ends, and says why it passed others over."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from hetero.errors import LinkError
+from hetero.transport import auto
+from hetero.transport.auto import NOT_BUILT, Choice, open_auto
+from hetero.transport.base import Link, LinkCounters
+from hetero.transport.forward import ChannelOptions, open_forward
+from hetero.transport.handshake import Meeting
+from tests.hetero.transport.test_handshake import both, meeting
+
+OPTIONS = ChannelOptions(ring_bytes=1 << 20, chunk_bytes=64 << 10)
+
+
+class LastResort(Link):
+    """Stands for the link that is always there."""
+
+    transport = "gloo"
+
+    def send(self, tensor: torch.Tensor) -> Any:
+        raise AssertionError("nothing is sent over it here")
+
+    recv = send
+
+    def close(self) -> None:
+        return
+
+
+def choose(rank: int, store: dist.Store) -> Choice:
+    ours = meeting(rank, store, timeout=20.0)
+    return open_auto(
+        ours,
+        options=OPTIONS,
+        device=torch.device("cpu"),
+        last_resort=lambda: LastResort(ours.description),
+    )
+
+
+@pytest.fixture
+def choices() -> Iterator[Any]:
+    made: list[Choice] = []
+
+    def run() -> list[Choice]:
+        store = dist.HashStore()
+        found = both(lambda: choose(0, store), lambda: choose(1, store))
+        assert all(isinstance(choice, Choice) for choice in found), found
+        made.extend(found)
+        return found
+
+    yield run
+    both(*[choice.link.close for choice in made])
+
+
+def broken(path: str, *, on_rank: int):
+    """open_forward in which one path cannot be opened by one of the ends."""
+
+    def open_or_fail(ours: Meeting, *, path: str, **rest: Any) -> Link:
+        if path in broken_paths and ours.description.rank == on_rank:
+            raise LinkError(f"{path} is broken here")
+        return open_forward(ours, path=path, **rest)
+
+    broken_paths = path.split()
+    return open_or_fail
+
+
+def test_two_processes_of_one_host_get_shared_memory(choices) -> None:
+    first, second = choices()
+    assert first.link.transport == second.link.transport == "shm"
+    assert str(first) == f"link rank 0 (stage 0) - rank 1 (stage 1): shm ({NOT_BUILT})"
+
+
+def test_what_the_probe_moved_is_not_counted(choices) -> None:
+    assert [choice.link.counters for choice in choices()] == [LinkCounters(), LinkCounters()]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_path_that_one_end_cannot_open_is_left_by_both(
+    choices, rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(auto, "_PROBE_SECONDS", 1.0)
+    monkeypatch.setattr(auto, "open_forward", broken("shm", on_rank=rank))
+    found = choices()
+    assert [choice.link.transport for choice in found] == ["tcp", "tcp"]
+    assert "shm: shm is broken here" in str(found[rank])
+
+
+def test_a_path_that_changes_bytes_is_not_taken(choices, monkeypatch: pytest.MonkeyPatch) -> None:
+    honest = auto._pattern
+    monkeypatch.setattr(auto, "same_host", lambda ours: False)
+    calls = iter(range(10_000))
+    monkeypatch.setattr(auto, "_pattern", lambda rank, nbytes: honest(next(calls), nbytes))
+    found = choices()
+    assert [choice.link.transport for choice in found] == ["gloo", "gloo"]
+    assert "arrived changed" in str(found[0]) + str(found[1])
+
+
+def test_the_last_resort_is_taken_when_nothing_works(
+    choices, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(auto, "_PROBE_SECONDS", 1.0)
+    monkeypatch.setattr(auto, "open_forward", broken("shm tcp", on_rank=1))
+    found = choices()
+    assert [choice.link.transport for choice in found] == ["gloo", "gloo"]
+    assert "tcp: tcp is broken here" in str(found[1])
+
+
+def test_ends_on_two_hosts_do_not_try_shared_memory(
+    choices, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(auto, "same_host", lambda ours: False)
+    found = choices()
+    assert [choice.link.transport for choice in found] == ["tcp", "tcp"]
+    assert "shm: the two ends run on different hosts" in str(found[0])
