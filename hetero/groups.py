@@ -38,16 +38,29 @@ class Groups:
 class _Builder:
     """Creates each distinct set of ranks once. Every rank must ask for the same sets in order."""
 
-    def __init__(self, plan: Plan, rank: int, *, vendor_backend: str, timeout: timedelta) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        rank: int,
+        *,
+        vendor_backend: str,
+        timeout: timedelta,
+        crossing_timeout: timedelta | None = None,
+    ) -> None:
         self._plan = plan
         self._rank = rank
         self._vendor_backend = vendor_backend
-        self._timeout = timeout
+        self._timeout, self._crossing_timeout = timeout, crossing_timeout or timeout
         self._created: dict[tuple[int, ...], dist.ProcessGroup] = {}
 
     def backend_for(self, ranks: Sequence[int]) -> str:
-        meshes = {self._plan.coordinate(rank).mesh for rank in ranks}
-        return self._vendor_backend if len(meshes) == 1 else CROSSING_BACKEND
+        return CROSSING_BACKEND if self._crosses(ranks) else self._vendor_backend
+
+    def _timeout_for(self, ranks: Sequence[int]) -> timedelta:
+        return self._crossing_timeout if self._crosses(ranks) else self._timeout
+
+    def _crosses(self, ranks: Sequence[int]) -> bool:
+        return len({self._plan.coordinate(rank).mesh for rank in ranks}) > 1
 
     def partition(self, sets: Iterable[Sequence[int]]) -> dist.ProcessGroup | None:
         """Create all the sets of one kind; return the one this rank is in."""
@@ -56,7 +69,9 @@ class _Builder:
             key = tuple(ranks)
             if key not in self._created:
                 self._created[key] = dist.new_group(
-                    list(ranks), backend=self.backend_for(ranks), timeout=self._timeout
+                    list(ranks),
+                    backend=self.backend_for(ranks),
+                    timeout=self._timeout_for(ranks),
                 )
             if self._rank in key:
                 mine = self._created[key]
@@ -86,9 +101,26 @@ def embedding_sets(plan: Plan) -> list[list[int]]:
     ]
 
 
-def build_groups(plan: Plan, rank: int, *, vendor_backend: str, timeout: timedelta) -> Groups:
-    """Build every group of the plan. Collective over the default group."""
-    build = _Builder(plan, rank, vendor_backend=vendor_backend, timeout=timeout)
+def build_groups(
+    plan: Plan,
+    rank: int,
+    *,
+    vendor_backend: str,
+    timeout: timedelta,
+    crossing_timeout: timedelta | None = None,
+) -> Groups:
+    """Build every group of the plan. Collective over the default group.
+
+    A collective that blocks for longer than its group's timeout is an error: `crossing_timeout`,
+    where given, for groups that cross a boundary, `timeout` for the others.
+    """
+    build = _Builder(
+        plan,
+        rank,
+        vendor_backend=vendor_backend,
+        timeout=timeout,
+        crossing_timeout=crossing_timeout,
+    )
     first_stage = rank_sets(plan, lambda c: (c.rank,))[: len(plan.ranks_of_stage(0))]
     return Groups(
         single=build.required(rank_sets(plan, lambda c: (c.rank,))),

@@ -42,6 +42,9 @@ _LOCAL_FLAGS = frozenset(
     | {"train_data_path", "valid_data_path", "test_data_path", "vocab_file", "merge_file"}
     | {"metrics_file", "hetero_report", "tensorboard_dir", "wandb_save_dir", "hetero_plan"}
     | {"num_workers", "hetero_nics"}
+    # Which kernels compute it is each vendor's own affair.
+    | {"transformer_impl", "attention_backend", "bias_swiglu_fusion", "bias_gelu_fusion"}
+    | {"bias_dropout_fusion", "cross_entropy_loss_fusion", "masked_softmax_fusion"}
 )
 
 
@@ -291,7 +294,11 @@ class Starter:
             timeout=timedelta(seconds=timeout),
         )
         groups = build_groups(
-            plan, self.rank, vendor_backend=vendor_backend, timeout=timedelta(seconds=timeout)
+            plan,
+            self.rank,
+            vendor_backend=vendor_backend,
+            timeout=timedelta(seconds=timeout),
+            crossing_timeout=timedelta(seconds=args.hetero_timeout),
         )
         register_groups(groups, plan, self.rank)
         coordinate = plan.coordinate(self.rank)

@@ -70,6 +70,8 @@ def test_a_peer_that_stops_answering_is_an_error_after_the_timeout(
         processes[0].send_signal(signal.SIGCONT)
         finish(processes, seconds=60)
 
+    # Where the survivor happens to wait: for a tensor of the stopped rank, or in a collective.
+    on_the_link = f"link rank 1 (stage 1) - rank 0 (stage 0) over {transport}" in message
     assert code == 1
-    assert f"link rank 1 (stage 1) - rank 0 (stage 0) over {transport}" in message
-    assert "within 3 s" in message
+    assert (on_the_link and "within 3 s" in message) or "it took too long" in message
+    assert "Traceback" not in message
