@@ -19,6 +19,7 @@ from hetero.observe.comparison import (
     rank_rows,
     stage_rows,
 )
+from hetero.observe.units import size_text
 
 TITLES = {"hetero": " + ".join(steps.VENDORS), "homogeneous": "homogeneous"}
 
@@ -150,7 +151,7 @@ def _versions() -> tuple[tuple[str, str], ...]:
 
 def summary(comparison: Comparison) -> str:
     """The table and the verdict that end the demo on the terminal."""
-    from hetero.observe.page import number_text, size_text
+    from hetero.observe.page import number_text
 
     runs = (comparison.hetero, comparison.homogeneous)
     rows = [

@@ -10,6 +10,7 @@ from markupsafe import Markup
 from hetero.observe.charts import difference_chart, loss_chart
 from hetero.observe.comparison import WARMUP_ITERATIONS, Comparison, RunRecord
 from hetero.observe.style import STYLE
+from hetero.observe.units import size_text
 
 COMMAND_COLUMNS = 100
 
@@ -182,14 +183,6 @@ def _warmup(run: RunRecord) -> int:
 
 def number_text(value: float) -> str:
     return "0" if value == 0 else f"{value:.3g}"
-
-
-def size_text(count: float) -> str:
-    for unit in ("B", "KiB", "MiB"):
-        if count < 1024:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1024
-    return f"{count:.2f} GiB"
 
 
 def command_text(run: RunRecord) -> str:

@@ -14,8 +14,8 @@ import torch
 
 from hetero.transport.base import Link, LinkCounters
 from hetero.transport.forward import PATHS, ChannelOptions, open_forward
-from hetero.transport.handshake import Meeting, look_up, publish
-from hetero.transport.shm import same_host
+from hetero.transport.handshake import Meeting, exchange
+from hetero.transport.shm import can_share_memory
 
 _PROBE_SECONDS = 20.0
 NOT_BUILT = "device-direct: not part of this version"
@@ -42,9 +42,9 @@ def open_auto(
 ) -> Choice:
     """Open the fastest link that works between the two ends. Collective between them."""
     passed_over = [NOT_BUILT]
-    one_host = same_host(meeting)
+    shared = can_share_memory(meeting)
     for path in PATHS:
-        if path == "shm" and not one_host:
+        if path == "shm" and not shared:
             passed_over.append("shm: the two ends run on different hosts")
             continue
         attempt = replace(meeting, name=f"{meeting.name}/{path}", timeout=_PROBE_SECONDS)
@@ -93,9 +93,7 @@ def _pattern(rank: int, nbytes: int) -> torch.Tensor:
 
 def _exchange_verdict(meeting: Meeting, reason: str | None) -> str | None:
     """Tell the other end this one's reason against the path; return the other's."""
-    roles = ("listener", "caller") if meeting.listens else ("caller", "listener")
-    publish(meeting, f"verdict of the {roles[0]}", {"reason": reason})
     # The other end may still be waiting for what this one never sent.
     patient = replace(meeting, timeout=3 * _PROBE_SECONDS + meeting.description.timeout)
-    verdict = look_up(patient, f"verdict of the {roles[1]}")["reason"]
+    verdict = exchange(patient, "verdict", {"reason": reason})["reason"]
     return None if verdict is None else str(verdict)

@@ -14,7 +14,6 @@ without the GIL, and on an idle link they sleep.
 from __future__ import annotations
 
 import queue
-import threading
 import time
 import zlib
 from abc import ABC, abstractmethod
@@ -37,7 +36,7 @@ from hetero.transport.base import (
     sendable,
 )
 from hetero.transport.header import Header, job_token
-from hetero.transport.transfer import Transfer
+from hetero.transport.transfer import Transfer, start_threads
 
 _JOIN_SECONDS = 5.0
 
@@ -150,18 +149,11 @@ class ChunkedLink(Link):
         self._caller = runtime_for(device)
         self._outgoing: queue.SimpleQueue[_Transfer | None] = queue.SimpleQueue()
         self._incoming: queue.SimpleQueue[_Transfer | None] = queue.SimpleQueue()
-        name = f"{transport} {description.rank}-{description.peer}"
-        self._threads = [
-            threading.Thread(
-                target=self._send_loop, args=(runtime_for(device),), name=name + " send"
-            ),
-            threading.Thread(
-                target=self._recv_loop, args=(runtime_for(device),), name=name + " recv"
-            ),
-        ]
-        for thread in self._threads:
-            thread.daemon = True
-            thread.start()
+        self._threads = start_threads(
+            f"{transport} {description.rank}-{description.peer}",
+            send=partial(self._send_loop, runtime_for(device)),
+            recv=partial(self._recv_loop, runtime_for(device)),
+        )
 
     def send(self, tensor: torch.Tensor) -> Work:
         self._require_open()

@@ -7,10 +7,9 @@ from dataclasses import dataclass
 import torch
 
 from hetero.device.choose import runtime_for
-from hetero.transport import futex
 from hetero.transport.chunked import ChunkedLink, RingShape
-from hetero.transport.handshake import Meeting, look_up, publish
-from hetero.transport.shm import open_shm, same_host
+from hetero.transport.handshake import Meeting
+from hetero.transport.shm import can_share_memory, open_shm
 from hetero.transport.tcp import TcpPaths, open_tcp
 
 PATHS = ("shm", "tcp")
@@ -73,7 +72,4 @@ def open_forward(
 
 def choose_path(meeting: Meeting) -> str:
     """The faster path that both ends have. Both come to the same answer."""
-    roles = ("listener", "caller") if meeting.listens else ("caller", "listener")
-    publish(meeting, f"futex of the {roles[0]}", {"available": futex.available()})
-    both = futex.available() and look_up(meeting, f"futex of the {roles[1]}")["available"]
-    return "shm" if same_host(meeting) and both else "tcp"
+    return "shm" if can_share_memory(meeting) else "tcp"

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import queue
 import re
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -27,7 +27,7 @@ from hetero.transport.base import (
     sendable,
 )
 from hetero.transport.header import HEADER_BYTES, Header, job_token
-from hetero.transport.transfer import Transfer
+from hetero.transport.transfer import Transfer, start_threads
 
 _JOIN_SECONDS = 1.0
 
@@ -63,18 +63,11 @@ class GlooLink(Link):
         self._side_stream: torch.cuda.Stream | None = None
         self._outgoing: queue.SimpleQueue[_Transfer | None] = queue.SimpleQueue()
         self._incoming: queue.SimpleQueue[_Transfer | None] = queue.SimpleQueue()
-        name = f"gloo {description.rank}-{description.peer}"
-        self._threads = [
-            threading.Thread(
-                target=self._run, args=(self._outgoing, self._transmit), name=f"{name} send"
-            ),
-            threading.Thread(
-                target=self._run, args=(self._incoming, self._receive), name=f"{name} recv"
-            ),
-        ]
-        for thread in self._threads:
-            thread.daemon = True
-            thread.start()
+        self._threads = start_threads(
+            f"gloo {description.rank}-{description.peer}",
+            send=partial(self._run, self._outgoing, self._transmit),
+            recv=partial(self._run, self._incoming, self._receive),
+        )
 
     def send(self, tensor: torch.Tensor) -> Work:
         self._require_open()
@@ -144,9 +137,11 @@ class GlooLink(Link):
                     raise self._broken
                 move(transfer, sequence)
             except LinkError as error:
-                transfer.error = self._broken = error
+                self._broken = error
+                transfer.fail(error)
             except Exception as error:
-                transfer.error = self._broken = self._explain(transfer, error)
+                self._broken = self._explain(transfer, error)
+                transfer.fail(self._broken)
             sequence += 1
             transfer.ended.set()
             self._under_way.discard(transfer)

@@ -157,6 +157,13 @@ def look_up(meeting: Meeting, what: str) -> dict[str, Any]:
     return dict(json.loads(meeting.store.get(key)))
 
 
+def exchange(meeting: Meeting, what: str, mine: Mapping[str, Any]) -> dict[str, Any]:
+    """Tell the other side, and hear the same of it."""
+    ours, theirs = ("listener", "caller") if meeting.listens else ("caller", "listener")
+    publish(meeting, f"{what} of the {ours}", mine)
+    return look_up(meeting, f"{what} of the {theirs}")
+
+
 def compare(connection: socket.socket, meeting: Meeting, mine: Mapping[str, Any]) -> None:
     """Both sides must open the link with the same parameters."""
     send_json(connection, mine)

@@ -27,6 +27,7 @@ from hetero.transport.handshake import (
     accept,
     compare,
     connect,
+    exchange,
     look_up,
     publish,
     receive_exactly,
@@ -226,12 +227,10 @@ class ShmEnds:
             ring.close()
 
 
-def same_host(meeting: Meeting) -> bool:
-    """Whether both ends run on one kernel, which a Unix socket between them needs."""
-    mine = {"boot": _boot_id(), "network": _network_namespace()}
-    roles = ("listener", "caller") if meeting.listens else ("caller", "listener")
-    publish(meeting, f"host of the {roles[0]}", mine)
-    return look_up(meeting, f"host of the {roles[1]}") == mine
+def can_share_memory(meeting: Meeting) -> bool:
+    """Whether both ends run on one kernel that a Unix socket joins and futexes work on."""
+    mine = {"boot": _boot_id(), "network": _network_namespace(), "futex": futex.available()}
+    return exchange(meeting, "host", mine) == mine and futex.available()
 
 
 def _boot_id() -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -47,3 +48,16 @@ class Transfer(Work):
         if not self.ended.is_set():
             self.error = error
             self.ended.set()
+
+
+def start_threads(
+    name: str, *, send: Callable[[], None], recv: Callable[[], None]
+) -> list[threading.Thread]:
+    """The two threads of a link, sender first. They never keep the process alive."""
+    threads = [
+        threading.Thread(target=target, name=f"{name} {direction}", daemon=True)
+        for direction, target in (("send", send), ("recv", recv))
+    ]
+    for thread in threads:
+        thread.start()
+    return threads

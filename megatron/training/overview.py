@@ -11,9 +11,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from hetero.observe.units import size_text
 from hetero.plan import Edge
 from megatron.training import weights
-from megatron.training.console import Console, format_bytes, format_table
+from megatron.training.console import Console, format_table
 from megatron.training.initialize import Job
 from megatron.training.loop import Trainer
 from megatron.training.metrics import measured_peak_bytes, planned_state_bytes
@@ -89,7 +90,7 @@ def print_overview(job: Job, rows: list[dict[str, Any]], console: Console) -> No
                 f"{row['tensor_parallel']} x {row['data_parallel']}",
                 "+".join(map(str, row["layers"])),
                 f"{row['parameters']:,}",
-                format_bytes(row["state_bytes_per_rank"]),
+                size_text(row["state_bytes_per_rank"]),
                 to_next,
             ]
         )
@@ -112,7 +113,7 @@ def print_peak_memory(job: Job, console: Console) -> None:
     """After the first iteration, when every buffer exists. Collective."""
     peaks = _everyone(measured_peak_bytes(job.device))
     parts = [
-        f"stage {stage} {format_bytes(max(peaks[r] for r in job.plan.ranks_of_stage(stage)))}"
+        f"stage {stage} {size_text(max(peaks[r] for r in job.plan.ranks_of_stage(stage)))}"
         for stage in range(job.plan.stages)
     ]
     console.line("peak memory of a rank after the first iteration: " + ", ".join(parts))

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 from hetero.errors import UserError
+from hetero.observe.units import size_text
 from megatron.training.arguments import build_parser
-from megatron.training.console import Console, format_bytes, format_table
+from megatron.training.console import Console, format_table
 from megatron.training.metrics import IterationRecord
 from megatron.training.recorder import Recorder, check_outputs
 
@@ -134,7 +135,7 @@ def test_a_table_is_aligned_under_its_heading() -> None:
     ],
 )
 def test_bytes_are_written_in_the_unit_that_fits(count: int, text: str) -> None:
-    assert format_bytes(count) == text
+    assert size_text(count) == text
 
 
 def _line(capsys: pytest.CaptureFixture[str], records: list[IterationRecord]) -> str:

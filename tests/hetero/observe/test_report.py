@@ -19,8 +19,9 @@ from hetero.observe.comparison import (
     rank_rows,
     stage_rows,
 )
-from hetero.observe.page import command_text, render_page, size_text
+from hetero.observe.page import command_text, render_page
 from hetero.observe.report import write_html, write_json
+from hetero.observe.units import size_text
 
 
 def run(title="amd + nvidia", *, loss=(7.0, 6.5, 6.0), links=(), **changes) -> RunRecord:

@@ -94,7 +94,7 @@ def test_a_path_that_one_end_cannot_open_is_left_by_both(
 
 def test_a_path_that_changes_bytes_is_not_taken(choices, monkeypatch: pytest.MonkeyPatch) -> None:
     honest = auto._pattern
-    monkeypatch.setattr(auto, "same_host", lambda ours: False)
+    monkeypatch.setattr(auto, "can_share_memory", lambda ours: False)
     calls = iter(range(10_000))
     monkeypatch.setattr(auto, "_pattern", lambda rank, nbytes: honest(next(calls), nbytes))
     found = choices()
@@ -115,7 +115,7 @@ def test_the_last_resort_is_taken_when_nothing_works(
 def test_ends_on_two_hosts_do_not_try_shared_memory(
     choices, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(auto, "same_host", lambda ours: False)
+    monkeypatch.setattr(auto, "can_share_memory", lambda ours: False)
     found = choices()
     assert [choice.link.transport for choice in found] == ["tcp", "tcp"]
     assert "shm: the two ends run on different hosts" in str(found[0])
