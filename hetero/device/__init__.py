@@ -1,1 +1,1 @@
-"""One small runtime per kind of device: copies on a side stream, marks, pinned host memory."""
+"""One small runtime per kind of device, and what PyTorch does not offer of a GPU's driver."""

@@ -1,17 +1,19 @@
-"""A CUDA or ROCm device through PyTorch, whose `torch.cuda` serves both."""
+"""A CUDA or ROCm device: streams, events and copies through PyTorch, the rest by its driver."""
 
 from __future__ import annotations
+
+from contextlib import suppress
 
 import torch
 
 from hetero.device.base import DeviceRuntime, Mark
+from hetero.device.driver import GpuDriver, driver_for
 from hetero.errors import LinkError
 
-# cudaHostRegisterPortable: pinned for every device of the process.
-_PORTABLE = 1
 
+class EventMark(Mark):
+    """A recorded event of a stream of the device."""
 
-class _EventMark(Mark):
     def __init__(self, event: torch.cuda.Event, device: torch.device) -> None:
         self.event = event
         self._device = device
@@ -33,8 +35,10 @@ class GpuRuntime(DeviceRuntime):
     after it, so the allocator need not be told of the side stream.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, *, driver: GpuDriver | None = None) -> None:
         self._device = device
+        self._driver = driver or driver_for(device)
+        self._index = torch.cuda.current_device() if device.index is None else device.index
         self._stream = torch.cuda.Stream(device, priority=-1)
 
     def mark(self) -> Mark:
@@ -42,23 +46,30 @@ class GpuRuntime(DeviceRuntime):
 
     def copy(self, target: torch.Tensor, source: torch.Tensor, *, after: Mark | None) -> Mark:
         with torch.cuda.stream(self._stream):
-            if isinstance(after, _EventMark):
+            if isinstance(after, EventMark):
                 self._stream.wait_event(after.event)
             target.copy_(source, non_blocking=True)
         return self._record(self._stream)
 
     def register(self, host: torch.Tensor) -> None:
-        code = torch.cuda.cudart().cudaHostRegister(host.data_ptr(), host.numel(), _PORTABLE)
-        if int(code) != 0:
-            raise LinkError(
-                f"the GPU runtime refused to pin {host.numel()} bytes of host memory (code "
-                f"{int(code)}); raise the locked-memory limit (ulimit -l) or make the ring smaller"
-            )
+        with self._driver.on_device(self._index):
+            self._driver.register_host(host.data_ptr(), host.numel())
 
     def unregister(self, host: torch.Tensor) -> None:
-        torch.cuda.cudart().cudaHostUnregister(host.data_ptr())
+        # After an error of the GPU every call fails; the link that closes has told of it.
+        with suppress(LinkError), self._driver.on_device(self._index):
+            self._driver.unregister_host(host.data_ptr())
+
+    def make_remote_writes_visible(self) -> bool:
+        if not self._driver.remote_writes_need_flush(self._index):
+            return True
+        if not self._driver.can_flush_remote_writes(self._index):
+            return False
+        with self._driver.on_device(self._index):
+            self._driver.flush_remote_writes(self._index)
+        return True
 
     def _record(self, stream: torch.cuda.Stream) -> Mark:
         event = torch.cuda.Event()
         event.record(stream)
-        return _EventMark(event, self._device)
+        return EventMark(event, self._device)

@@ -13,12 +13,15 @@ import torch.distributed as dist
 from hetero.agreement import Store
 from hetero.groups import rank_sets
 from hetero.plan import Coordinate, Edge, Plan
-from hetero.transport.auto import Choice, open_auto
+from hetero.transport.auto import Choice, open_fastest
 from hetero.transport.base import Link, LinkDescription
-from hetero.transport.forward import ChannelOptions, open_forward
 from hetero.transport.gloo import GlooLink
 from hetero.transport.handshake import Meeting
+from hetero.transport.paths import FAMILIES, PATHS, ChannelOptions, Pair, open_path
 from hetero.transport.vendor import VendorLink
+
+TRANSPORTS = (*FAMILIES, *PATHS, "gloo", "nccl")
+"""Families of which the fastest path that works is taken, then single paths, then the baselines."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +29,7 @@ class Opening:
     """How the links of one run are opened; the same on every rank but for the addresses."""
 
     boundary_transport: str
-    """What crosses from mesh to mesh: auto, gloo, nccl, cpu-forward, or shm or tcp by force."""
+    """What crosses from mesh to mesh: one of TRANSPORTS."""
     device: torch.device
     store: Store
     job: str
@@ -54,6 +57,11 @@ class PipelineLinks:
         """The links that cross from one mesh to another."""
         sides = (("upstream", self.upstream), ("downstream", self.downstream))
         return [link for side, link in sides if link is not None and self.is_boundary[side]]
+
+    def check(self) -> None:
+        """Raise if a link has failed. Waiting for the device first makes the answer final."""
+        for link in self.all():
+            link.check()
 
     def close(self) -> None:
         for link in self.all():
@@ -101,18 +109,14 @@ def open_links(plan: Plan, rank: int, opening: Opening) -> PipelineLinks:
                 links[side] = _open_vendor(description, side, groups)
             elif transport == "gloo":
                 links[side] = _open_gloo(description, side, edge)
-            elif transport == "auto":
-                choice = _choose(description, side, edge, opening)
+            elif transport in FAMILIES:
+                choice = _choose(transport, description, side, edge, opening)
                 links[side] = choice.link
                 if side == "downstream":
                     choices.append(choice)
             else:
-                meeting = _meeting(description, side, edge, opening)
-                links[side] = open_forward(
-                    meeting,
-                    options=opening.channel,
-                    device=opening.device,
-                    path=None if transport == "cpu-forward" else transport,
+                links[side] = _open_path(
+                    transport, _meeting(description, side, edge, opening), opening
                 )
     return PipelineLinks(
         upstream=links["upstream"],
@@ -157,13 +161,22 @@ def _meeting(description: LinkDescription, side: str, edge: Edge, opening: Openi
     )
 
 
-def _choose(description: LinkDescription, side: str, edge: Edge, opening: Opening) -> Choice:
-    return open_auto(
+def _choose(
+    family: str, description: LinkDescription, side: str, edge: Edge, opening: Opening
+) -> Choice:
+    gloo = partial(_open_gloo, description, side, edge)
+    return open_fastest(
         _meeting(description, side, edge, opening),
+        FAMILIES[family],
         options=opening.channel,
         device=opening.device,
-        last_resort=partial(_open_gloo, description, side, edge),
+        last_resort=gloo if family == "auto" else None,
     )
+
+
+def _open_path(path: str, meeting: Meeting, opening: Opening) -> Link:
+    pair = Pair.of(meeting, device=opening.device, options=opening.channel)
+    return open_path(path, meeting, pair=pair, options=opening.channel, device=opening.device)
 
 
 def _direction_groups(

@@ -1,24 +1,25 @@
-"""`auto`: the fastest path that a real probe passes, and why each faster one was not taken.
+"""The fastest path that a real probe passes, and why each faster one was not taken.
 
 The two ends try the paths in one order, fastest first. A path is taken when both have opened it,
 sent each other a few messages that span slots, and found every byte as it should be. Otherwise both
-leave it, knowing why, and try the next. The last resort is a link that needs no path of its own.
+leave it, knowing why, and try the next. `auto` has a last resort, a link that needs no path of its
+own; a family of paths that was asked for by name has none.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
+from hetero.errors import LinkError
 from hetero.transport.base import Link, LinkCounters
-from hetero.transport.forward import PATHS, ChannelOptions, open_forward
 from hetero.transport.handshake import Meeting, exchange
-from hetero.transport.shm import can_share_memory
+from hetero.transport.paths import ChannelOptions, Pair, open_path
 
 _PROBE_SECONDS = 20.0
-NOT_BUILT = "device-direct: not part of this version"
+_PROBE_SIZES = (1, (2 << 20) + 1, 6 << 20)
 
 
 @dataclass(frozen=True)
@@ -29,26 +30,30 @@ class Choice:
     passed_over: tuple[str, ...]
 
     def __str__(self) -> str:
-        reasons = "; ".join(self.passed_over)
+        reasons = "; ".join(self.passed_over) or "the fastest there is"
         return f"{self.link.description}: {self.link.transport} ({reasons})"
 
 
-def open_auto(
+def open_fastest(
     meeting: Meeting,
+    paths: Sequence[str],
     *,
     options: ChannelOptions,
     device: torch.device,
-    last_resort: Callable[[], Link],
+    last_resort: Callable[[], Link] | None = None,
 ) -> Choice:
-    """Open the fastest link that works between the two ends. Collective between them."""
-    passed_over = [NOT_BUILT]
-    shared = can_share_memory(meeting)
-    for path in PATHS:
-        if path == "shm" and not shared:
-            passed_over.append("shm: the two ends run on different hosts")
+    """Open the first of `paths` that works between the two ends. Collective between them.
+
+    Raises LinkError, on both, when none does and there is no last resort.
+    """
+    passed_over: list[str] = []
+    pair = Pair.of(meeting, device=device, options=options)
+    for path in paths:
+        if (obstacle := pair.obstacle(path)) is not None:
+            passed_over.append(f"{path}: {obstacle}")
             continue
         attempt = replace(meeting, name=f"{meeting.name}/{path}", timeout=_PROBE_SECONDS)
-        link, reason = _try(attempt, path, options, device)
+        link, reason = _try(attempt, path, pair, options, device)
         theirs = _exchange_verdict(attempt, reason)
         if link is not None and reason is None and theirs is None:
             return Choice(link, tuple(passed_over))
@@ -56,30 +61,37 @@ def open_auto(
             link.close()
         peer = meeting.description.peer
         passed_over.append(f"{path}: {reason}" if reason else f"{path}: rank {peer} says {theirs}")
+    if last_resort is None:
+        raise LinkError(
+            f"{meeting.description} has no path of the kind that was asked for "
+            f"({'; '.join(passed_over)}); take --hetero-transport auto"
+        )
     return Choice(last_resort(), tuple(passed_over))
 
 
 def _try(
-    meeting: Meeting, path: str, options: ChannelOptions, device: torch.device
+    meeting: Meeting, path: str, pair: Pair, options: ChannelOptions, device: torch.device
 ) -> tuple[Link | None, str | None]:
     """Open and probe one path; a reason when it will not do."""
     link = None
     try:
-        link = open_forward(meeting, options=options, device=device, path=path)
-        return link, _probe(link, options, device)
+        link = open_path(path, meeting, pair=pair, options=options, device=device)
+        return link, _probe(link, device)
     except Exception as error:  # whatever keeps a path from working keeps it from being chosen
         return link, str(error) or type(error).__name__
 
 
-def _probe(link: Link, options: ChannelOptions, device: torch.device) -> str | None:
-    """Exchange messages of a byte, of a slot and a bit, and of several slots, and compare them."""
+def _probe(link: Link, device: torch.device) -> str | None:
+    """Exchange messages of a byte, and of several slots and an odd byte, and compare them."""
     rank, peer = link.description.rank, link.description.peer
-    for nbytes in (1, options.chunk_bytes + 1, 3 * options.chunk_bytes):
+    for nbytes in _PROBE_SIZES:
         sent = link.send(_pattern(rank, nbytes).to(device))
         received = torch.zeros(nbytes, dtype=torch.uint8, device=device)
         link.recv(received).wait()
         sent.wait()
-        if not torch.equal(received.cpu(), _pattern(peer, nbytes)):
+        arrived = torch.equal(received.cpu(), _pattern(peer, nbytes))
+        link.check()
+        if not arrived:
             return f"{nbytes} bytes arrived changed"
     # What the probe moved is not the run's.
     link.counters = LinkCounters()

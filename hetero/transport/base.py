@@ -92,6 +92,15 @@ class Link(ABC):
     def close(self) -> None:
         """Release every thread, buffer and connection. Idempotent; transfers under way fail."""
 
+    def check(self) -> None:
+        """Raise what broke the link, if anything did.
+
+        Called after waiting for the device and before using what came over the link for good: a
+        transport that only orders streams may learn of a failure after `wait()` has returned.
+        """
+        if self._broken is not None:
+            raise self._broken
+
     def failure(self, what: str, *, expected: str, remedy: str) -> LinkError:
         """An error in the form that all transports share."""
         return LinkError(
@@ -132,7 +141,10 @@ def require_contiguous(tensor: torch.Tensor) -> None:
 
 def sendable(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor's values in plain contiguous memory: no strides, no lazy conjugate or negation."""
-    return tensor.detach().resolve_conj().resolve_neg().contiguous()
+    plain = tensor.detach()
+    if plain.is_contiguous() and not plain.is_conj() and not plain.is_neg():
+        return plain
+    return plain.resolve_conj().resolve_neg().contiguous()
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:

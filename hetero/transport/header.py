@@ -14,6 +14,9 @@ _MAGIC = b"HTRO"
 _FORMAT = struct.Struct(f"<4sHHQQQHH{MAX_DIMENSIONS}Q")
 
 HEADER_BYTES = _FORMAT.size
+_SEQUENCE = struct.Struct("<Q")
+_SEQUENCE_OFFSET = struct.calcsize("<4sHHQ")
+_KINDS_KEPT = 64
 
 # The numbers are part of the protocol: append, never reorder.
 _DTYPES = (
@@ -107,3 +110,23 @@ class Header:
             if got != expected:
                 return f"{name} {got} instead of {expected}"
         return None
+
+
+class HeaderWriter:
+    """Packs headers of messages whose dtype and shape repeat, as a pipeline's do."""
+
+    def __init__(self, *, job: int) -> None:
+        self._job = job
+        self._packed: dict[tuple[torch.dtype, torch.Size], bytearray] = {}
+
+    def pack(self, tensor: torch.Tensor, *, sequence: int) -> bytes:
+        """The same bytes as `Header.of(...).pack()`."""
+        kind = (tensor.dtype, tensor.shape)
+        packed = self._packed.get(kind)
+        if packed is None:
+            if len(self._packed) >= _KINDS_KEPT:
+                self._packed.clear()
+            packed = bytearray(Header.of(tensor, job=self._job, sequence=0).pack())
+            self._packed[kind] = packed
+        _SEQUENCE.pack_into(packed, _SEQUENCE_OFFSET, sequence)
+        return bytes(packed)

@@ -1,17 +1,11 @@
 """CPU forwarding between two processes of one host: a ring in shared memory, pinned for the GPU.
 
 A slot that the sender has filled is the slot that the receiver reads: there is no copy between
-them, only a counter. The segment has no name (memfd), is handed over a Unix socket, and so is
-gone with the last process that holds it, however that process ends. The socket stays open: its
-end is how a peer's death is noticed.
+them, only a counter.
 """
 
 from __future__ import annotations
 
-import mmap
-import os
-import secrets
-import select
 import socket
 import struct
 import time
@@ -20,32 +14,22 @@ from dataclasses import dataclass
 import torch
 
 from hetero.device.base import DeviceRuntime
-from hetero.transport import futex
 from hetero.transport.chunked import Chunk, RecvEnd, RingShape, SendEnd
-from hetero.transport.handshake import (
-    Meeting,
-    accept,
-    compare,
-    connect,
-    exchange,
-    look_up,
-    publish,
-    receive_exactly,
-)
+from hetero.transport.handshake import Meeting, compare, receive_exactly
 from hetero.transport.header import HEADER_BYTES, PROTOCOL_VERSION
+from hetero.transport.same_host import PAGE, SharedMemory, has_gone, join, share_memory
 
 # One page of control: two counters on cache lines of their own, a refusal, then a record a slot.
 _PRODUCED, _CONSUMED, _CLOSED, _REFUSED = 0, 64, 128, 192
 _REFUSAL_BYTES = 512
 _RECORDS = 1024
 _RECORD = struct.Struct(f"<{HEADER_BYTES}sQQI")
-_PAGE = 4096
 _LIVENESS_SECONDS = 0.1
 
 
 def _data_offset(shape: RingShape) -> int:
     """Where the slots begin: on the page after the control words and the records."""
-    return -(-(_RECORDS + shape.slots * _RECORD.size) // _PAGE) * _PAGE
+    return -(-(_RECORDS + shape.slots * _RECORD.size) // PAGE) * PAGE
 
 
 def _total_bytes(shape: RingShape) -> int:
@@ -55,48 +39,34 @@ def _total_bytes(shape: RingShape) -> int:
 class SharedRing:
     """One direction's memory, as either side maps it."""
 
-    def __init__(self, descriptor: int, shape: RingShape, runtime: DeviceRuntime) -> None:
+    def __init__(self, memory: SharedMemory, shape: RingShape, runtime: DeviceRuntime) -> None:
         self.shape = shape
         self._runtime = runtime
-        self._map = mmap.mmap(descriptor, _total_bytes(shape))
-        self.bytes = memoryview(self._map)
-        self._words = self.bytes.cast("I")
-        self._whole = torch.frombuffer(self._map, dtype=torch.uint8)
-        self._address = self._whole.data_ptr()
-        self._data = self._whole[_data_offset(shape) :]
+        self._memory = memory
+        self.bytes = memory.bytes
+        self.load = memory.load
+        self.sleep = memory.sleep
+        self._data: torch.Tensor | None = memory.tensor[_data_offset(shape) :]
         runtime.register(self._data)
-        self._open = True
 
     def slot(self, number: int) -> torch.Tensor:
+        assert self._data is not None
         begin = number % self.shape.slots * self.shape.slot_bytes
         return self._data[begin : begin + self.shape.slot_bytes]
 
-    def load(self, word: int) -> int:
-        return int(self._words[word // 4])
-
     def store(self, word: int, value: int) -> None:
-        self._words[word // 4] = value & 0xFFFFFFFF
-        futex.wake(self._address + word)
-
-    def sleep(self, word: int, while_it_is: int, seconds: float) -> None:
-        futex.wait(self._address + word, while_it_is, seconds)
+        self._memory.store(word, value)
+        self._memory.wake(word)
 
     def record_at(self, number: int) -> int:
         return _RECORDS + number % self.shape.slots * _RECORD.size
 
     def close(self) -> None:
-        if not self._open:
+        if self._data is None:
             return
-        self._open = False
         self._runtime.unregister(self._data)
-        del self._data, self._whole
-        self._words.release()
-        self.bytes.release()
-        # torch may hold the mapping a moment longer; it goes with its last reference.
-        try:
-            self._map.close()
-        except BufferError:
-            return
+        self._data = None
+        self._memory.close()
 
 
 class _End:
@@ -117,13 +87,8 @@ class _End:
         if remaining <= 0:
             raise TimeoutError(f"rank {self._peer} did not move within the time allowed")
         self._ring.sleep(word, value, min(remaining, _LIVENESS_SECONDS))
-        if self._ring.load(word) == value and self._peer_has_gone():
+        if self._ring.load(word) == value and has_gone(self._control):
             raise ConnectionError(f"rank {self._peer} has ended or closed the link")
-
-    def _peer_has_gone(self) -> bool:
-        poller = select.poll()
-        poller.register(self._control, select.POLLIN | select.POLLHUP)
-        return any(self._control.recv(1, socket.MSG_PEEK) == b"" for _ in poller.poll(0))
 
     def _refusal(self) -> str | None:
         length = self._ring.load(_REFUSED)
@@ -227,42 +192,18 @@ class ShmEnds:
             ring.close()
 
 
-def can_share_memory(meeting: Meeting) -> bool:
-    """Whether both ends run on one kernel that a Unix socket joins and futexes work on."""
-    mine = {"boot": _boot_id(), "network": _network_namespace(), "futex": futex.available()}
-    return exchange(meeting, "host", mine) == mine and futex.available()
-
-
-def _boot_id() -> str:
-    with open("/proc/sys/kernel/random/boot_id") as stream:
-        return stream.read().strip()
-
-
-def _network_namespace() -> str:
-    # Abstract Unix sockets live in the network namespace.
-    return os.readlink("/proc/self/ns/net")
-
-
 def open_shm(meeting: Meeting, *, shape: RingShape, runtime: DeviceRuntime) -> ShmEnds:
     """Open both directions. The listener makes the memory and hands it over."""
-    control = _listen(meeting) if meeting.listens else _call(meeting)
-    control.settimeout(meeting.timeout)
+    control = join(meeting)
     compare(
         control,
         meeting,
         {"protocol": PROTOCOL_VERSION, "slots": shape.slots, "slot_bytes": shape.slot_bytes},
     )
-    if meeting.listens:
-        descriptors = [_make_memory(shape) for _ in range(2)]
-        socket.send_fds(control, [b"r"], descriptors)
-    else:
-        _, descriptors, _, _ = socket.recv_fds(control, 1, 2)
-        descriptors.reverse()
-    try:
-        outgoing, incoming = (SharedRing(fd, shape, runtime) for fd in descriptors)
-    finally:
-        for descriptor in descriptors:
-            os.close(descriptor)
+    memories = share_memory(control, meeting, sizes=(_total_bytes(shape),) * 2)
+    if not meeting.listens:
+        memories.reverse()
+    outgoing, incoming = (SharedRing(memory, shape, runtime) for memory in memories)
     # Neither goes on before both have mapped and pinned the rings.
     control.sendall(b"k")
     receive_exactly(control, 1)
@@ -273,23 +214,3 @@ def open_shm(meeting: Meeting, *, shape: RingShape, runtime: DeviceRuntime) -> S
         rings=(outgoing, incoming),
         control=control,
     )
-
-
-def _listen(meeting: Meeting) -> socket.socket:
-    name = f"hetero-{secrets.token_hex(16)}"
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
-        listener.bind("\0" + name)
-        listener.listen()
-        publish(meeting, "shm address", {"name": name})
-        return accept(listener, meeting)[0]
-
-
-def _call(meeting: Meeting) -> socket.socket:
-    name = look_up(meeting, "shm address")["name"]
-    return connect("\0" + name, meeting, family=socket.AF_UNIX)
-
-
-def _make_memory(shape: RingShape) -> int:
-    descriptor = os.memfd_create("hetero-ring", os.MFD_CLOEXEC)
-    os.ftruncate(descriptor, _total_bytes(shape))
-    return descriptor

@@ -24,7 +24,7 @@ from hetero.errors import HeteroError, UserError
 from hetero.groups import Groups, build_groups
 from hetero.pipeline.links import Opening, PipelineLinks, open_links
 from hetero.plan import Coordinate, Plan
-from hetero.transport.forward import ChannelOptions
+from hetero.transport.paths import ChannelOptions
 from hetero.transport.tcp import address_towards, interface_address
 from megatron.training.arguments import parse_args
 from megatron.training.core_private import register_groups, require_supported_core
@@ -124,7 +124,7 @@ def _channel_options(args: argparse.Namespace) -> ChannelOptions:
         addresses = (address_towards(os.environ["MASTER_ADDR"]),)
     return ChannelOptions(
         ring_bytes=args.hetero_ring_mib << 20,
-        chunk_bytes=args.hetero_chunk_kib << 10,
+        chunk_bytes=args.hetero_chunk_kib << 10 if args.hetero_chunk_kib else None,
         checksum=args.hetero_checksum,
         connections=args.hetero_tcp_connections,
         addresses=addresses,

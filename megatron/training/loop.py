@@ -194,7 +194,10 @@ class Trainer:
         self.optimizer.zero_grad()
         share = self.schedule.run(iterators, num_microbatches=get_num_microbatches())
         outcome = self.optimizer.step(
-            loss_sum=share[0], tokens=share[1], link_bytes=self._boundary_bytes()
+            loss_sum=share[0],
+            tokens=share[1],
+            link_bytes=self._boundary_bytes(),
+            check_links=self._check_links,
         )
         self.iteration += 1
         self.consumed_samples += batch_size
@@ -209,6 +212,10 @@ class Trainer:
         if self.args.empty_unused_memory_level and self.job.device.type == "cuda":
             torch.cuda.empty_cache()
         self._record(outcome, batch_size, learning_rate, seconds)
+
+    def _check_links(self) -> None:
+        if self.job.links is not None:
+            self.job.links.check()
 
     def _boundary_bytes(self) -> int:
         links = self.job.links
@@ -314,7 +321,8 @@ class Evaluator:
                 total += self._schedule.run(
                     iterators, num_microbatches=microbatches, forward_only=True
                 )
-        rows = self._job.statistics.gather(total)
+        links = self._job.links
+        rows = self._job.statistics.gather(total, check=None if links is None else links.check)
         loss_sum, tokens = math.fsum(r[0] for r in rows), math.fsum(r[1] for r in rows)
         loss = loss_sum / tokens if tokens else math.nan
         perplexity = math.exp(min(20.0, loss))

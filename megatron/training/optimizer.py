@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -52,9 +53,17 @@ class RankStatistics:
         on_host = device.type == "cpu" or dist.get_backend(group) == "gloo"
         self._device = torch.device("cpu") if on_host else device
 
-    def gather(self, values: torch.Tensor) -> list[list[float]]:
-        """Every rank's float64 `values`, by rank. Waits for the device."""
+    def gather(
+        self, values: torch.Tensor, *, check: Callable[[], None] | None = None
+    ) -> list[list[float]]:
+        """Every rank's float64 `values`, by rank. Waits for the device.
+
+        `check` is called once this rank's values are known and before any other rank hears of
+        them: what it raises keeps them from being used anywhere.
+        """
         mine = values.to(self._device, torch.float64)
+        if check is not None:
+            check()
         everyone = [torch.empty_like(mine) for _ in range(self._group.size())]
         dist.all_gather(everyone, mine, group=self._group)
         return [row.tolist() for row in torch.stack(everyone).cpu()]
@@ -123,9 +132,16 @@ class TrainingOptimizer:
 
     @torch.no_grad()
     def step(
-        self, *, loss_sum: torch.Tensor, tokens: torch.Tensor, link_bytes: int = 0
+        self,
+        *,
+        loss_sum: torch.Tensor,
+        tokens: torch.Tensor,
+        link_bytes: int = 0,
+        check_links: Callable[[], None] | None = None,
     ) -> StepOutcome:
         """Update the weights, unless gradients overflowed (fp16) or something is not finite.
+
+        `check_links` raises if anything that came over a link in this step is not to be trusted.
 
         `loss_sum` and `tokens` are this rank's share of the reported loss: zero anywhere but on
         the last stage, and there counted once over its tensor-parallel ranks.
@@ -135,7 +151,7 @@ class TrainingOptimizer:
         if not overflowed and self._counts[self._rank]:
             local[0] = self._squared_norm()
         local[1], local[2], local[3] = loss_sum, tokens, link_bytes
-        rows = self._statistics.gather(local)
+        rows = self._statistics.gather(local, check=check_links)
         outcome = StepOutcome(
             updated=False,
             grad_norm=None if overflowed else self._norm([row[0] for row in rows]),

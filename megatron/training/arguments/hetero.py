@@ -2,12 +2,10 @@
 
 import argparse
 
+from hetero.pipeline.links import TRANSPORTS
 from megatron.training.arguments.convert import integer, number, text
 
 VENDORS = ("nvidia", "amd", "cpu")
-# `cpu-forward` is `shm` where both ends run on one host and `tcp` where not; `auto` probes them in
-# that order and falls back to gloo.
-TRANSPORTS = ("auto", "cpu-forward", "shm", "tcp", "gloo", "nccl")
 # Make sense in a homogeneous run too: the baseline needs a report to be compared with.
 ALLOWED_WITHOUT_PIPELINE = frozenset({"--hetero-pipeline", "--hetero-report"})
 
@@ -42,7 +40,8 @@ def add_hetero_flags(parser: argparse.ArgumentParser) -> None:
         "--hetero-transport",
         choices=TRANSPORTS,
         default="auto",
-        help="how tensors cross a boundary between vendors",
+        help="how tensors cross a boundary between vendors; auto, device-direct and cpu-forward "
+        "probe their paths and take the fastest that works",
     )
     group.add_argument(
         "--hetero-nics",
@@ -62,12 +61,14 @@ def add_hetero_flags(parser: argparse.ArgumentParser) -> None:
         help="memory of one link's rings, both directions together, in MiB",
     )
     group.add_argument(
-        "--hetero-chunk-kib", type=integer(1), default=2048, help="size of a ring's slots, in KiB"
+        "--hetero-chunk-kib",
+        type=integer(1),
+        help="largest part of a message that moves at once, in KiB; left out: what suits the path",
     )
     group.add_argument(
         "--hetero-checksum",
         action="store_true",
-        help="verify every message of cpu-forward end to end",
+        help="verify every message end to end, on the CPU",
     )
     group.add_argument(
         "--hetero-timeout",

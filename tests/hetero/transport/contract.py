@@ -27,15 +27,21 @@ import torch
 import torch.distributed as dist
 
 from hetero.transport.base import Link, LinkDescription
-from hetero.transport.forward import ChannelOptions, open_forward
+from hetero.transport.chunked import RingShape
 from hetero.transport.gloo import GlooLink
 from hetero.transport.handshake import Meeting
+from hetero.transport.ordered.opening import RingMemory, open_ordered
+from hetero.transport.paths import ChannelOptions, Pair, open_path
+from hetero.transport.tcp import TcpPaths, open_tcp
 from hetero.transport.vendor import VendorLink
+from tests.emulated_streams import EmulatedOrderedDevice
 
 JOB = "contract"
 # Not the ranks' numbers, so that an error that confuses a rank with a stage is seen.
 STAGES = (4, 5)
-PATIENCE = 60.0
+SLOWNESS = float(os.environ.get("HETERO_TEST_SLOWNESS", "1"))
+"""How many times more time than a real machine's everything is given, on an emulated one."""
+PATIENCE = 60.0 * SLOWNESS
 
 Opener = Callable[[LinkDescription, dist.Store, torch.device], Link]
 
@@ -59,21 +65,49 @@ def open_gloo(description: LinkDescription, store: dist.Store, device: torch.dev
     return GlooLink(description, send_tag=mine, recv_tag=other)
 
 
-def open_forwarding(
-    path: str, description: LinkDescription, store: dist.Store, device: torch.device
-) -> Link:
+def _meeting(description: LinkDescription, store: dist.Store) -> Meeting:
     # Both sides open their links in the same order, so a count of their own names each alike.
     count = store.add(f"opened by {description.rank}", 1)
-    meeting = Meeting(
+    return Meeting(
         store=store,
         description=description,
         name=f"contract/{count}",
         listens=description.rank == 0,
         secret=b"contract",
     )
+
+
+def open_channel(
+    path: str, description: LinkDescription, store: dist.Store, device: torch.device
+) -> Link:
+    meeting = _meeting(description, store)
     # Small slots, so that even small messages are cut and every ring wraps.
     options = ChannelOptions(ring_bytes=2 << 20, chunk_bytes=64 << 10)
-    return open_forward(meeting, options=options, device=device, path=path)
+    pair = Pair.of(meeting, device=device, options=options)
+    return open_path(path, meeting, pair=pair, options=options, device=device)
+
+
+def open_mixed_tcp(description: LinkDescription, store: dist.Store, device: torch.device) -> Link:
+    """As between a CPU's tensors and a GPU's: rank 0 in place, rank 1 through rings."""
+    return open_tcp(
+        _meeting(description, store),
+        shape=RingShape(slots=16, slot_bytes=64 << 10),
+        paths=TcpPaths(addresses=("127.0.0.1",)),
+        device=device,
+        in_place=description.rank == 0,
+    )
+
+
+def open_emulated_streams(
+    memory: RingMemory, description: LinkDescription, store: dist.Store, device: torch.device
+) -> Link:
+    return open_ordered(
+        _meeting(description, store),
+        memory=memory,
+        ring_bytes=1 << 20,
+        chunk_bytes=64 << 10,
+        device=EmulatedOrderedDevice(),
+    )
 
 
 @functools.cache
@@ -94,10 +128,14 @@ TRANSPORTS = (
     Transport("gloo", open_gloo),
     Transport("gloo", open_gloo, device="cuda"),
     Transport("nccl", open_nccl, device="cuda", has_header=False),
-    Transport("shm", functools.partial(open_forwarding, "shm")),
-    Transport("shm", functools.partial(open_forwarding, "shm"), device="cuda"),
-    Transport("tcp", functools.partial(open_forwarding, "tcp")),
-    Transport("tcp", functools.partial(open_forwarding, "tcp"), device="cuda"),
+    Transport("shm", functools.partial(open_channel, "shm")),
+    Transport("shm", functools.partial(open_channel, "shm"), device="cuda"),
+    Transport("shm-streams-emulated", functools.partial(open_emulated_streams, "host")),
+    Transport("ipc-emulated", functools.partial(open_emulated_streams, "device")),
+    Transport("ipc", functools.partial(open_channel, "ipc"), device="cuda"),
+    Transport("tcp", functools.partial(open_channel, "tcp")),
+    Transport("tcp", functools.partial(open_channel, "tcp"), device="cuda"),
+    Transport("tcp-to-rings", open_mixed_tcp),
 )
 
 
@@ -168,7 +206,7 @@ def run_pair(
     scenario: Scenario,
     transport: Transport,
     *,
-    timeout: float = 30.0,
+    timeout: float = 30.0 * SLOWNESS,
     patience: float = PATIENCE,
     opened: bool = True,
     **options: Any,
@@ -179,7 +217,7 @@ def run_pair(
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(
-        ["torch", "torch.distributed", "hetero.transport.gloo", "hetero.transport.forward"]
+        ["torch", "torch.distributed", "hetero.transport.gloo", "hetero.transport.paths"]
     )
     deadline = time.monotonic() + patience
     with tempfile.TemporaryDirectory() as folder:

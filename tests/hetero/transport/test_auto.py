@@ -11,12 +11,13 @@ import torch.distributed as dist
 
 from hetero.errors import LinkError
 from hetero.transport import auto
-from hetero.transport.auto import NOT_BUILT, Choice, open_auto
+from hetero.transport.auto import Choice, open_fastest
 from hetero.transport.base import Link, LinkCounters
-from hetero.transport.forward import ChannelOptions, open_forward
 from hetero.transport.handshake import Meeting
+from hetero.transport.paths import PATHS, ChannelOptions, Pair, open_path
 from tests.hetero.transport.test_handshake import both, meeting
 
+NO_GPU = "ipc: it joins GPUs, and the tensors are on a CPU"
 OPTIONS = ChannelOptions(ring_bytes=1 << 20, chunk_bytes=64 << 10)
 
 
@@ -36,8 +37,9 @@ class LastResort(Link):
 
 def choose(rank: int, store: dist.Store) -> Choice:
     ours = meeting(rank, store, timeout=20.0)
-    return open_auto(
+    return open_fastest(
         ours,
+        PATHS,
         options=OPTIONS,
         device=torch.device("cpu"),
         last_resort=lambda: LastResort(ours.description),
@@ -60,12 +62,12 @@ def choices() -> Iterator[Any]:
 
 
 def broken(path: str, *, on_rank: int):
-    """open_forward in which one path cannot be opened by one of the ends."""
+    """open_path in which one path cannot be opened by one of the ends."""
 
-    def open_or_fail(ours: Meeting, *, path: str, **rest: Any) -> Link:
+    def open_or_fail(path: str, ours: Meeting, **rest: Any) -> Link:
         if path in broken_paths and ours.description.rank == on_rank:
             raise LinkError(f"{path} is broken here")
-        return open_forward(ours, path=path, **rest)
+        return open_path(path, ours, **rest)
 
     broken_paths = path.split()
     return open_or_fail
@@ -74,7 +76,7 @@ def broken(path: str, *, on_rank: int):
 def test_two_processes_of_one_host_get_shared_memory(choices) -> None:
     first, second = choices()
     assert first.link.transport == second.link.transport == "shm"
-    assert str(first) == f"link rank 0 (stage 0) - rank 1 (stage 1): shm ({NOT_BUILT})"
+    assert str(first) == f"link rank 0 (stage 0) - rank 1 (stage 1): shm ({NO_GPU})"
 
 
 def test_what_the_probe_moved_is_not_counted(choices) -> None:
@@ -85,16 +87,16 @@ def test_what_the_probe_moved_is_not_counted(choices) -> None:
 def test_a_path_that_one_end_cannot_open_is_left_by_both(
     choices, rank: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(auto, "_PROBE_SECONDS", 1.0)
-    monkeypatch.setattr(auto, "open_forward", broken("shm", on_rank=rank))
+    monkeypatch.setattr(auto, "_PROBE_SECONDS", 4.0)
+    monkeypatch.setattr(auto, "open_path", broken("shm", on_rank=rank))
     found = choices()
-    assert [choice.link.transport for choice in found] == ["tcp", "tcp"]
+    assert [choice.link.transport for choice in found] == ["tcp", "tcp"], found
     assert "shm: shm is broken here" in str(found[rank])
 
 
 def test_a_path_that_changes_bytes_is_not_taken(choices, monkeypatch: pytest.MonkeyPatch) -> None:
     honest = auto._pattern
-    monkeypatch.setattr(auto, "can_share_memory", lambda ours: False)
+    monkeypatch.setattr(Pair, "share_memory", False)
     calls = iter(range(10_000))
     monkeypatch.setattr(auto, "_pattern", lambda rank, nbytes: honest(next(calls), nbytes))
     found = choices()
@@ -105,8 +107,8 @@ def test_a_path_that_changes_bytes_is_not_taken(choices, monkeypatch: pytest.Mon
 def test_the_last_resort_is_taken_when_nothing_works(
     choices, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(auto, "_PROBE_SECONDS", 1.0)
-    monkeypatch.setattr(auto, "open_forward", broken("shm tcp", on_rank=1))
+    monkeypatch.setattr(auto, "_PROBE_SECONDS", 4.0)
+    monkeypatch.setattr(auto, "open_path", broken("shm tcp", on_rank=1))
     found = choices()
     assert [choice.link.transport for choice in found] == ["gloo", "gloo"]
     assert "tcp: tcp is broken here" in str(found[1])
@@ -115,7 +117,7 @@ def test_the_last_resort_is_taken_when_nothing_works(
 def test_ends_on_two_hosts_do_not_try_shared_memory(
     choices, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(auto, "can_share_memory", lambda ours: False)
+    monkeypatch.setattr(Pair, "share_memory", False)
     found = choices()
     assert [choice.link.transport for choice in found] == ["tcp", "tcp"]
     assert "shm: the two ends run on different hosts" in str(found[0])

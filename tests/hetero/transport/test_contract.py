@@ -21,6 +21,7 @@ from hetero.transport.base import Work
 from hetero.transport.header import _DTYPES
 from tests.hetero.transport.contract import (
     JOB,
+    SLOWNESS,
     TRANSPORTS,
     Outcome,
     Resources,
@@ -33,9 +34,9 @@ from tests.hetero.transport.contract import (
     values,
 )
 
-SHORT = 1.0
+SHORT = 1.0 * SLOWNESS
 """The deadline of links whose transfers must fail."""
-GRACE = 8.0
+GRACE = 8.0 * SLOWNESS
 """Within this after the deadline the failure must be known."""
 
 SIZES: dict[str, tuple[int, ...]] = {
@@ -289,7 +290,7 @@ def returns_at_once(side: Side) -> dict[str, Any]:
 
 def test_send_returns_before_the_peer_asks_and_done_follows(transport: Transport) -> None:
     sender, _ = values(run_pair(returns_at_once, transport))
-    assert sender["seconds"] < 1.0
+    assert sender["seconds"] < 1.0 * SLOWNESS
     assert sender["is_done"]
 
 
@@ -492,12 +493,35 @@ def killed(side: Side) -> tuple[str, float]:
 
 
 def test_a_peer_that_is_killed_is_an_error_within_seconds(transport: Transport) -> None:
-    timeout = 30.0 if transport.has_header else SHORT
+    timeout = 30.0 * SLOWNESS if transport.has_header else SHORT
     dead, alive = run_pair(killed, transport, timeout=timeout, leave=True)
     assert dead.exit_code == 7
     text, seconds = values([alive, Outcome(exit_code=0)])[0]
     assert _names_the_link(text, rank=1), text
-    assert seconds < 10.0
+    assert seconds < 10.0 * SLOWNESS
+
+
+# What it costs.
+
+
+def idle(side: Side) -> float:
+    """CPU time of the whole process, as a share of the time the link was open and idle."""
+    tensor = torch.ones(1 << 18, device=side.device)
+    target = torch.empty_like(tensor)
+    # Everything that a link starts when it is first used has been started.
+    for work in (side.link.send(tensor), side.link.recv(target)):
+        work.wait()
+    side.meet("used")
+    begin, used = time.monotonic(), time.process_time()
+    time.sleep(5)
+    return (time.process_time() - used) / (time.monotonic() - begin)
+
+
+def test_an_open_link_that_is_idle_uses_no_cpu(transport: Transport) -> None:
+    if transport.device == "cuda":
+        pytest.skip("a GPU's driver has threads of its own in the process")
+    for share in values(run_pair(idle, transport)):
+        assert share < 0.01
 
 
 # The end.
@@ -558,9 +582,9 @@ def closed_under_way(side: Side) -> dict[str, Any]:
 
 
 def test_closing_ends_the_transfers_under_way(header_transport: Transport) -> None:
-    _, found = values(run_pair(closed_under_way, header_transport, timeout=5))
-    assert found["close"] < 2.0
-    assert found["wait"] < 2.0
+    _, found = values(run_pair(closed_under_way, header_transport, timeout=5 * SLOWNESS))
+    assert found["close"] < 2.0 * SLOWNESS
+    assert found["wait"] < 2.0 * SLOWNESS
     assert _names_the_link(found["text"], rank=1)
 
 

@@ -13,7 +13,6 @@ import torch.distributed as dist
 
 from hetero.errors import LinkError
 from hetero.transport.base import LinkDescription
-from hetero.transport.forward import choose_path
 from hetero.transport.handshake import Meeting, accept, compare, connect, look_up, publish
 
 SECRET = b"only this job knows"
@@ -128,11 +127,3 @@ def test_what_is_published_is_found() -> None:
     store = dist.HashStore()
     publish(meeting(0, store), "address", {"port": 7})
     assert look_up(meeting(1, store), "address") == {"port": 7}
-
-
-def test_two_processes_of_one_host_share_memory() -> None:
-    store = dist.HashStore()
-    assert both(lambda: choose_path(meeting(0, store)), lambda: choose_path(meeting(1, store))) == [
-        "shm",
-        "shm",
-    ]

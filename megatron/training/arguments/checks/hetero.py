@@ -16,7 +16,7 @@ def check_hetero(args: Namespace, given: Collection[str]) -> None:
             if flag.startswith("--hetero-") and flag not in ALLOWED_WITHOUT_PIPELINE:
                 raise UserError(f"{flag} needs --hetero-pipeline; add it or remove {flag}")
         return
-    if 2 * 2 * args.hetero_chunk_kib > args.hetero_ring_mib * 1024:
+    if 2 * 2 * (args.hetero_chunk_kib or 0) > args.hetero_ring_mib * 1024:
         raise UserError(
             f"--hetero-ring-mib {args.hetero_ring_mib} does not hold two slots of "
             f"--hetero-chunk-kib {args.hetero_chunk_kib} in each direction; enlarge the ring or "

@@ -1,0 +1,48 @@
+"""The driver of a device's vendor."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from functools import cache
+
+import torch
+
+from hetero.device.cuda_driver import CudaDriver
+from hetero.device.driver_base import GpuDriver
+from hetero.device.hip_driver import HipDriver
+
+__all__ = ["HIP_LIBRARY_VARIABLE", "GpuDriver", "driver_for"]
+
+HIP_LIBRARY_VARIABLE = "HETERO_HIP_LIBRARY"
+
+
+def driver_for(device: torch.device) -> GpuDriver:
+    """The driver of a GPU, by the running PyTorch build; one for the whole process.
+
+    HETERO_HIP_LIBRARY names another HIP runtime library to load. On a build without HIP it has the
+    HIP driver used all the same, over a library that plays HIP: AMD is then *simulated*.
+
+    Raises LinkError when the vendor's library cannot be used.
+    """
+    if device.type != "cuda":
+        raise ValueError(f"{device} has no GPU driver")
+    library = os.environ.get(HIP_LIBRARY_VARIABLE) or None
+    if library or torch.version.hip:
+        return _hip_driver(library)
+    return _cuda_driver()
+
+
+@cache
+def _cuda_driver() -> GpuDriver:
+    return CudaDriver()
+
+
+@cache
+def _hip_driver(library: str | None) -> GpuDriver:
+    if not torch.version.hip:
+        warnings.warn(
+            f"{HIP_LIBRARY_VARIABLE} is set on a PyTorch build without HIP: AMD is simulated",
+            stacklevel=3,
+        )
+    return HipDriver(library)

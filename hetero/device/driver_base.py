@@ -1,0 +1,203 @@
+"""What we need of a GPU vendor's driver that PyTorch does not offer.
+
+Addresses, streams and devices are ints: an address as `Tensor.data_ptr()` gives it, a stream as
+`torch.cuda.Stream.cuda_stream`, a device by its index in this process.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import ClassVar
+
+from hetero.errors import LinkError
+
+IPC_HANDLE_BYTES = 64
+ALLOCATION_BYTES = 2 * 2**20
+"""Plain allocations are whole multiples of this, so that no two share a page of the GPU."""
+
+INVALID_CONTEXT = 201
+"""The same number in CUDA and in HIP."""
+
+
+class GpuDriver(ABC):
+    """A vendor's driver behind one interface.
+
+    Streams, allocations and handles belong to the calling thread's current device. A thread that
+    has not set one (`torch.cuda.set_device` does) calls `use_device` once before anything else.
+    Every call that fails raises LinkError with the call, the library's own name of the error, and
+    a remedy where one is known. The calls that take a stream return at once.
+    """
+
+    vendor: ClassVar[str]
+    host_words_documented: ClassVar[bool]
+    """Whether the vendor documents that a stream may wait on registered host memory."""
+
+    def __init__(self) -> None:
+        self._trusted: set[int] = set()
+
+    @abstractmethod
+    def use_device(self, device: int) -> None:
+        """Make a device the calling thread's current one, as `torch.cuda.set_device` does."""
+
+    @contextmanager
+    def on_device(self, device: int) -> Iterator[None]:
+        """Make a device current within a block of code, and the former one after it."""
+        before = self._current()
+        self.use_device(device)
+        try:
+            yield
+        finally:
+            self._restore(before)
+
+    @abstractmethod
+    def stream_wait_value(self, stream: int, address: int, value: int) -> None:
+        """Hold a stream until the 32-bit word at `address` is at least `value`.
+
+        `address` is a `device_address` of registered host memory. A counter may wrap around on
+        CUDA, which takes the word as reached when (int32)(word - value) >= 0. AMD compares
+        without wrapping, so there a value of 3 * 2**30 or more is refused.
+        """
+
+    @abstractmethod
+    def stream_write_value(self, stream: int, address: int, value: int) -> None:
+        """Write a 32-bit word once everything before it on the stream is done and visible."""
+
+    @abstractmethod
+    def copy(self, target: int, source: int, nbytes: int, stream: int) -> None:
+        """Copy on a stream, in any direction between registered host and device memory."""
+
+    @abstractmethod
+    def register_host(self, address: int, nbytes: int) -> None:
+        """Pin host memory for all devices of the process, and map it for them."""
+
+    @abstractmethod
+    def unregister_host(self, address: int) -> None:
+        """Undo `register_host`, given the same address."""
+
+    @abstractmethod
+    def device_address(self, host_address: int) -> int:
+        """The address by which the current device knows a word of registered host memory."""
+
+    @abstractmethod
+    def allocate(self, nbytes: int) -> int:
+        """Memory of the current device, outside PyTorch's cache.
+
+        It is rounded up to whole multiples of `ALLOCATION_BYTES`: IPC handles and memory
+        registration are for whole allocations, and PyTorch's are parts of larger ones.
+        """
+
+    @abstractmethod
+    def free(self, address: int) -> None:
+        """Give back what `allocate` gave. May wait for the device's work to end."""
+
+    @abstractmethod
+    def ipc_handle(self, address: int) -> bytes:
+        """A handle by which another process opens an allocation, given where it begins."""
+
+    @abstractmethod
+    def open_ipc(self, handle: bytes) -> int:
+        """Map another process's allocation on the current device, with direct access to it.
+
+        The current device must be the one that copies. Opened on the owner's device, copies to
+        another one are staged by the driver, without an error, at a tenth of the speed.
+        """
+
+    @abstractmethod
+    def close_ipc(self, address: int) -> None:
+        """Undo `open_ipc`."""
+
+    @abstractmethod
+    def can_access_peer(self, device: int, other: int) -> bool:
+        """Whether a device reads and writes the memory of another of this process directly."""
+
+    @abstractmethod
+    def pci_bus_id(self, device: int) -> str:
+        """Where a device sits on its host, such as `0000:5d:00.0`; equal for all processes."""
+
+    @abstractmethod
+    def uuid(self, device: int) -> str:
+        """32 hexadecimal digits that tell this device, or this part of one, from all others."""
+
+    @abstractmethod
+    def can_export_dmabuf(self, device: int) -> bool:
+        """Whether `export_dmabuf` may be tried."""
+
+    @abstractmethod
+    def export_dmabuf(self, address: int, nbytes: int) -> tuple[int, int]:
+        """A dma-buf of device memory: a file descriptor, for the caller to close, and an offset.
+
+        `address` lies `offset` bytes after the beginning of the buffer.
+        """
+
+    @abstractmethod
+    def remote_writes_need_flush(self, device: int) -> bool:
+        """Whether a NIC's completed writes to the device may yet be invisible to its work."""
+
+    @abstractmethod
+    def can_flush_remote_writes(self, device: int) -> bool:
+        """Whether `flush_remote_writes` works. Where not, the transport reads back over the NIC:
+        a read follows the writes before it on the bus, and so ends after they have landed."""
+
+    @abstractmethod
+    def flush_remote_writes(self, device: int) -> None:
+        """Block until a NIC's completed writes are visible to work that is enqueued from now on.
+
+        `device` must be the calling thread's current one.
+        """
+
+    @abstractmethod
+    def offers_stream_values(self, device: int) -> bool:
+        """Whether the device has `stream_wait_value` and `stream_write_value` at all."""
+
+    def can_wait_on_stream(self, device: int) -> bool:
+        """Whether `stream_wait_value` may be relied on.
+
+        True where the vendor documents it for registered host memory, or where
+        `probe_stream_values` (hetero.device.probe) has passed in this process.
+        """
+        return self.offers_stream_values(device) and (
+            self.host_words_documented or device in self._trusted
+        )
+
+    def trust_stream_values(self, device: int) -> None:
+        """Note that `stream_wait_value` has been seen to work; the probe calls it."""
+        self._trusted.add(device)
+
+    @abstractmethod
+    def _current(self) -> int:
+        """What `_restore` takes."""
+
+    @abstractmethod
+    def _restore(self, current: int) -> None:
+        """Make current again what was."""
+
+    @abstractmethod
+    def _texts(self, code: int) -> tuple[str, str]:
+        """The library's own name and words for an error; empty where it has none."""
+
+    def _check(self, call: str, code: int, purpose: str, remedy: str = "") -> None:
+        if code:
+            raise self._failure(call, code, purpose, remedy)
+
+    def _failure(self, call: str, code: int, purpose: str, remedy: str = "") -> LinkError:
+        if code == INVALID_CONTEXT:
+            remedy = "call use_device() in this thread first"
+        name, words = self._texts(code)
+        said = ": ".join(dict.fromkeys(text for text in (name, words) if text))
+        advice = f"; {remedy}" if remedy else ""
+        return LinkError(f"{call} failed ({said or f'error {code}'}) to {purpose}{advice}")
+
+
+def whole_allocation(nbytes: int) -> int:
+    """`nbytes` rounded up to multiples of `ALLOCATION_BYTES`, at least one."""
+    return max(1, -(-nbytes // ALLOCATION_BYTES)) * ALLOCATION_BYTES
+
+
+PIN_REMEDY = "raise the locked-memory limit (ulimit -l) or make the ring smaller"
+FREE_REMEDY = "free memory of the device, or make the ring smaller"
+IPC_REMEDY = (
+    "both processes must run on one host and see both GPUs, and a process cannot open a handle "
+    "of its own"
+)

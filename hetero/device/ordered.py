@@ -1,0 +1,164 @@
+"""Device work in order, with waits on words of memory that another process's device writes.
+
+This is what lets two GPUs hand a tensor over without a CPU thread between them: one device writes a
+word when a copy has ended, the other's stream waits for the word before it copies on.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+import torch
+
+from hetero.device.base import Mark
+from hetero.device.driver import driver_for
+from hetero.device.driver_base import GpuDriver
+from hetero.device.gpu import EventMark
+from hetero.device.probe import probe_stream_values
+
+
+class OrderedStream(ABC):
+    """A queue of device work of our own. Nothing here blocks the calling thread.
+
+    Addresses are the device's; a word is 32 bits of registered host memory.
+    """
+
+    @abstractmethod
+    def wait_for(self, mark: Mark) -> None:
+        """Go on when a mark of the caller's stream is reached."""
+
+    @abstractmethod
+    def wait_value(self, word: int, value: int) -> None:
+        """Go on when the word is `value` or, counting round, later."""
+
+    @abstractmethod
+    def write_value(self, word: int, value: int) -> None:
+        """Write the word once everything before is done and visible."""
+
+    @abstractmethod
+    def copy(self, target: int, source: int, nbytes: int) -> None:
+        """Copy bytes, from device or registered host memory to either."""
+
+    @abstractmethod
+    def mark(self) -> Mark:
+        """The end of what was enqueued so far."""
+
+
+class OrderedDevice(ABC):
+    """What a link needs of a device whose streams can wait on words."""
+
+    @abstractmethod
+    def use(self) -> None:
+        """Make the device the calling thread's; each thread calls it once."""
+
+    @abstractmethod
+    def stream(self) -> OrderedStream:
+        """A new stream."""
+
+    @abstractmethod
+    def mark(self) -> Mark:
+        """The end of what the caller has enqueued on its current stream so far."""
+
+    @abstractmethod
+    def register(self, address: int, nbytes: int) -> int:
+        """Pin host memory and map it for the device; returns the device's address of it."""
+
+    @abstractmethod
+    def unregister(self, address: int) -> None:
+        """Undo `register`. No work that uses the memory may be under way."""
+
+    @abstractmethod
+    def allocate(self, nbytes: int) -> tuple[int, bytes]:
+        """Device memory, and the handle by which another process on this host can open it."""
+
+    @abstractmethod
+    def free(self, address: int) -> None:
+        """Give back what `allocate` gave."""
+
+    @abstractmethod
+    def open(self, handle: bytes) -> int:
+        """Map another process's device memory for copies by this device."""
+
+    @abstractmethod
+    def close(self, address: int) -> None:
+        """Undo `open`."""
+
+
+class _GpuStream(OrderedStream):
+    def __init__(self, device: torch.device, driver: GpuDriver) -> None:
+        # Priority gives it a hardware queue apart from the compute streams' where there is one.
+        self._stream = torch.cuda.Stream(device, priority=-1)
+        self._device = device
+        self._handle: int = self._stream.cuda_stream
+        self._driver = driver
+
+    def wait_for(self, mark: Mark) -> None:
+        assert isinstance(mark, EventMark)
+        self._stream.wait_event(mark.event)
+
+    def wait_value(self, word: int, value: int) -> None:
+        self._driver.stream_wait_value(self._handle, word, value)
+
+    def write_value(self, word: int, value: int) -> None:
+        self._driver.stream_write_value(self._handle, word, value)
+
+    def copy(self, target: int, source: int, nbytes: int) -> None:
+        self._driver.copy(target, source, nbytes, self._handle)
+
+    def mark(self) -> Mark:
+        event = torch.cuda.Event()
+        event.record(self._stream)
+        return EventMark(event, self._device)
+
+
+class GpuOrderedDevice(OrderedDevice):
+    """An NVIDIA or AMD GPU: streams and events through PyTorch, the rest through its driver."""
+
+    def __init__(self, device: torch.device, driver: GpuDriver | None = None) -> None:
+        self._device = device
+        self._driver = driver or driver_for(device)
+        self.index = torch.cuda.current_device() if device.index is None else device.index
+
+    def can_order(self) -> bool:
+        """Whether streams of this device can wait on words of host memory; tried if in doubt."""
+        return self._driver.can_wait_on_stream(self.index) or (
+            probe_stream_values(self._driver, self.index) is None
+        )
+
+    def identity(self) -> dict[str, str]:
+        """What two ends compare to see whether they can open each other's memory."""
+        return {"vendor": self._driver.vendor, "uuid": self._driver.uuid(self.index)}
+
+    def use(self) -> None:
+        torch.cuda.set_device(self._device)
+
+    def stream(self) -> OrderedStream:
+        return _GpuStream(self._device, self._driver)
+
+    def mark(self) -> Mark:
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(self._device))
+        return EventMark(event, self._device)
+
+    def register(self, address: int, nbytes: int) -> int:
+        with self._driver.on_device(self.index):
+            self._driver.register_host(address, nbytes)
+            return self._driver.device_address(address)
+
+    def unregister(self, address: int) -> None:
+        self._driver.unregister_host(address)
+
+    def allocate(self, nbytes: int) -> tuple[int, bytes]:
+        with self._driver.on_device(self.index):
+            address = self._driver.allocate(nbytes)
+            return address, self._driver.ipc_handle(address)
+
+    def free(self, address: int) -> None:
+        self._driver.free(address)
+
+    def open(self, handle: bytes) -> int:
+        with self._driver.on_device(self.index):
+            return self._driver.open_ipc(handle)
+
+    def close(self, address: int) -> None:
+        self._driver.close_ipc(address)

@@ -1,0 +1,1 @@
+"""The channel between two GPUs of one host whose streams order themselves."""

@@ -1,0 +1,374 @@
+"""A link between two devices of one host whose streams order themselves (see ring.py).
+
+`send` and `recv` put copies into a stream of the link and return. What cannot be enqueued yet (the
+ring is full, or the peer has not sent) is enqueued by whoever comes first: the next call, a
+`wait()`, or the link's thread, which also watches deadlines and the peer, and sleeps while nothing
+is under way.
+
+When a link fails while a stream waits for the peer, the failure is noted first and the stream is
+then released, so it may copy bytes that are not the message. Whoever waits for the device and then
+calls `check()` before using what came of it therefore never uses them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+import time
+
+import torch
+
+from hetero.device.ordered import OrderedDevice
+from hetero.errors import LinkError
+from hetero.transport.base import Link, LinkDescription, Work, require_contiguous, sendable
+from hetero.transport.header import Header, HeaderWriter, job_token
+from hetero.transport.ordered.ring import Allotment, Entry, ahead
+from hetero.transport.ordered.transfer import Flow, OrderedEnds, OrderedTransfer
+
+_WATCH_SECONDS = 0.1
+_IDLE_SECONDS = 1.0
+_JOIN_SECONDS = 5.0
+_SPIN_SECONDS = 100e-6
+_MASK = 0xFFFFFFFF
+
+_libc = ctypes.CDLL(None)
+
+
+class OrderedLink(Link):
+    """A link over a ring that two devices fill and empty by themselves."""
+
+    def __init__(
+        self,
+        description: LinkDescription,
+        *,
+        transport: str,
+        ends: OrderedEnds,
+        device: OrderedDevice,
+        chunk_bytes: int,
+    ) -> None:
+        super().__init__(description)
+        self.transport = transport
+        self._ends = ends
+        self._device = device
+        self._chunk_bytes = min(chunk_bytes, ends.ring_bytes // 2)
+        self._headers = HeaderWriter(job=job_token(description.job))
+        self._allotment = Allotment(ends.ring_bytes)
+        self._out, self._in = Flow(device.stream()), Flow(device.stream())
+        self._lock = threading.Lock()
+        self._busy = threading.Event()
+        self._callers = 0
+        """Callers in `wait()`, who make progress themselves."""
+        self._thread = threading.Thread(
+            target=self._watch,
+            name=f"{transport} {description.rank}-{description.peer} watch",
+            daemon=True,
+        )
+        self._thread.start()
+
+    @property
+    def broken(self) -> LinkError | None:
+        return self._broken
+
+    def send(self, tensor: torch.Tensor) -> Work:
+        self._require_open()
+        source = sendable(tensor)
+        with self._lock:
+            transfer = self._transfer(source, self._out, is_receive=False)
+            self._count_sent(source)
+            self._out.waiting.append(transfer)
+            self._enqueue()
+            self._forget_ended()
+        if not self._busy.is_set():
+            self._busy.set()
+        return transfer
+
+    def recv(self, tensor: torch.Tensor) -> Work:
+        self._require_open()
+        require_contiguous(tensor)
+        with self._lock:
+            transfer = self._transfer(tensor.detach(), self._in, is_receive=True)
+            self._count_received(tensor)
+            self._in.waiting.append(transfer)
+            self._enqueue()
+            self._forget_ended()
+        if not self._busy.is_set():
+            self._busy.set()
+        return transfer
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._finish_sends()
+        self._closed = True
+        with self._lock:
+            error = self._broken or self.failure(
+                "the link was closed while a transfer was under way",
+                expected="every transfer waited for",
+                remedy="close it later",
+            )
+            self._end_transfers(error)
+        self._ends.mine.close()
+        self._ends.theirs.ring()
+        self._busy.set()
+        self._thread.join(_JOIN_SECONDS)
+        for flow in (self._out, self._in):
+            flow.stream.mark().synchronize()
+        self._ends.close()
+
+    def progress_until_enqueued(self, transfer: OrderedTransfer) -> None:
+        """Enqueue what can be until all of the transfer is, or it has failed."""
+        with self._lock:
+            self._callers += 1
+        try:
+            with self.timed_wait():
+                self._progress(transfer)
+        finally:
+            with self._lock:
+                self._callers -= 1
+
+    def _progress(self, transfer: OrderedTransfer) -> None:
+        spin_until = time.monotonic() + _SPIN_SECONDS
+        while True:
+            bell = self._ends.mine.doorbell
+            with self._lock:
+                self._enqueue()
+            if transfer.landed is not None or transfer.error is not None:
+                return
+            if time.monotonic() < spin_until:
+                # Gives the GIL and the core away; a sleep here would cost a wake-up.
+                _libc.sched_yield()
+                continue
+            self._ends.mine.sleep(bell, _WATCH_SECONDS)
+            with self._lock:
+                self._look_for_trouble()
+
+    def _transfer(self, tensor: torch.Tensor, flow: Flow, *, is_receive: bool) -> OrderedTransfer:
+        sequence = flow.sequence
+        flow.sequence += 1
+        return OrderedTransfer(
+            link=self,
+            tensor=tensor,
+            ready=self._device.mark(),
+            is_receive=is_receive,
+            deadline=time.monotonic() + self.description.timeout,
+            sequence=sequence,
+            header=self._headers.pack(tensor, sequence=sequence),
+            nbytes=tensor.numel() * tensor.element_size(),
+            address=tensor.data_ptr(),
+        )
+
+    def _enqueue(self) -> None:
+        """Put into the streams all that can be put there. Called with the lock."""
+        if self._broken is not None:
+            self._end_transfers(self._broken)
+            return
+        try:
+            moved = self._enqueue_sends() + self._enqueue_receives()
+        except LinkError as error:
+            self._break(error)
+            return
+        except RuntimeError as error:
+            self._break(self._trouble(str(error), remedy="see the log of the GPU driver"))
+            return
+        if moved:
+            self._ends.theirs.ring()
+
+    def _forget_ended(self) -> None:
+        """Let go of the tensors of transfers that have ended. Called with the lock."""
+        for flow in (self._out, self._in):
+            while flow.under_way and flow.under_way[0].done():
+                flow.under_way.popleft()
+
+    def _enqueue_sends(self) -> int:
+        flow, ring, direction = self._out, self._ends.outgoing_ring, self._ends.outgoing
+        before = flow.count
+        while flow.waiting:
+            transfer = flow.waiting[0]
+            self._begin(transfer, flow)
+            while transfer.landed is None:
+                nbytes = min(self._chunk_bytes, transfer.nbytes - transfer.offset)
+                placed = self._allotment.take(nbytes, retired=direction.retired)
+                if placed is None:
+                    return flow.count - before
+                place, freed = placed
+                freed &= _MASK
+                if ahead(freed, direction.consumed) > 0:
+                    flow.awaited = freed
+                    flow.stream.wait_value(direction.consumed_word, freed)
+                if nbytes:
+                    flow.stream.copy(ring + place, transfer.address + transfer.offset, nbytes)
+                flow.count += 1
+                flow.stream.write_value(direction.produced_word, flow.count & _MASK)
+                direction.post(
+                    transfer.header,
+                    offset=transfer.offset,
+                    nbytes=nbytes,
+                    place=place,
+                    count=flow.count,
+                )
+                self._advance(transfer, flow, nbytes)
+        return flow.count - before
+
+    def _enqueue_receives(self) -> int:
+        flow, ring, direction = self._in, self._ends.incoming_ring, self._ends.incoming
+        before = flow.count
+        while flow.waiting:
+            transfer = flow.waiting[0]
+            self._begin(transfer, flow)
+            if ahead(direction.posted, flow.count) <= 0:
+                break
+            entry = direction.entry(flow.count)
+            self._verify(entry, transfer)
+            flow.count += 1
+            count = flow.count & _MASK
+            if ahead(count, direction.produced) > 0:
+                flow.awaited = count
+                flow.stream.wait_value(direction.produced_word, count)
+            if entry.nbytes:
+                target = transfer.address + transfer.offset
+                flow.stream.copy(target, ring + entry.place, entry.nbytes)
+            flow.stream.write_value(direction.consumed_word, count)
+            direction.retire(flow.count)
+            self._advance(transfer, flow, entry.nbytes)
+        return flow.count - before
+
+    def _begin(self, transfer: OrderedTransfer, flow: Flow) -> None:
+        if not transfer.begun:
+            transfer.begun = True
+            flow.stream.wait_for(transfer.ready)
+
+    def _advance(self, transfer: OrderedTransfer, flow: Flow, nbytes: int) -> None:
+        transfer.offset += nbytes
+        if transfer.offset == transfer.nbytes:
+            transfer.landed = flow.stream.mark()
+            flow.under_way.append(flow.waiting.popleft())
+
+    def _verify(self, entry: Entry, transfer: OrderedTransfer) -> None:
+        if (
+            entry.header == transfer.header
+            and entry.offset == transfer.offset
+            and entry.nbytes <= transfer.nbytes - transfer.offset
+            and entry.place + entry.nbytes <= self._ends.ring_bytes
+        ):
+            return
+        expected = Header.unpack(transfer.header)
+        try:
+            difference = Header.unpack(entry.header).difference(expected)
+        except ValueError as error:
+            difference = str(error)
+        if difference is None:
+            difference = f"{entry.nbytes} bytes at {entry.offset} instead of {transfer.offset}"
+        self._ends.mine.fail(f"rank {self.description.rank} refused a message: {difference}")
+        raise self.failure(
+            f"message {transfer.sequence} has {difference}",
+            expected=f"{expected.dtype} of shape {expected.shape}",
+            remedy="start both sides with the same model, batch and parallel flags",
+        )
+
+    def _watch(self) -> None:
+        """The link's thread: progress that no caller makes, deadlines, and the peer's end."""
+        self._device.use()
+        last_busy = time.monotonic()
+        while not self._closed:
+            bell = self._ends.mine.doorbell
+            with self._lock:
+                self._enqueue()
+                self._look_for_trouble()
+                waiting = bool(self._out.waiting or self._in.waiting)
+                under_way = bool(self._out.under_way or self._in.under_way)
+            if waiting or under_way:
+                last_busy = time.monotonic()
+            if waiting and not self._callers:
+                self._ends.mine.sleep(bell, _WATCH_SECONDS)
+            elif waiting or time.monotonic() - last_busy < _IDLE_SECONDS:
+                time.sleep(_WATCH_SECONDS)
+            else:
+                self._busy.clear()
+                with self._lock:
+                    idle = not (self._out.transfers() or self._in.transfers())
+                if idle and not self._closed:
+                    self._busy.wait()
+                last_busy = time.monotonic()
+
+    def _look_for_trouble(self) -> None:
+        """Break the link if a transfer is overdue or the peer has ended. Called with the lock."""
+        self._forget_ended()
+        under_way = [*self._out.transfers(), *self._in.transfers()]
+        if self._broken is not None or not under_way:
+            return
+        peer = self.description.peer
+        if (fault := self._ends.theirs.fault) is not None:
+            self._break(self._trouble(fault, remedy=f"see the log of rank {peer}"))
+        elif any(time.monotonic() > t.deadline and not t.done() for t in under_way):
+            timeout = self.description.timeout
+            self._break(
+                self._trouble(
+                    f"nothing moved for {timeout:g} s", remedy="see what the peer's log says"
+                )
+            )
+        elif (self._ends.theirs.is_closed or self._ends.peer_has_gone()) and self._needs_peer():
+            self._break(
+                self._trouble(
+                    f"rank {peer} has ended or closed the link",
+                    remedy=f"see the log of rank {peer}",
+                )
+            )
+
+    def _needs_peer(self) -> bool:
+        """Whether something waits for what only the peer can do."""
+        # What the peer did before it ended counts: look once more.
+        self._enqueue()
+        outgoing, incoming = self._ends.outgoing, self._ends.incoming
+        stuck_out = ahead(self._out.awaited, outgoing.consumed) > 0 and bool(self._out.under_way)
+        stuck_in = ahead(self._in.awaited, incoming.produced) > 0 and bool(self._in.under_way)
+        return bool(self._out.waiting or self._in.waiting or stuck_out or stuck_in)
+
+    def _trouble(self, what: str, *, remedy: str) -> LinkError:
+        waiting = [*self._in.transfers(), *self._out.transfers()]
+        expected = "an open link"
+        if waiting:
+            verb = "from" if waiting[0].is_receive else "taken by"
+            tensor = waiting[0].tensor
+            expected = (
+                f"{tensor.dtype} of shape {tuple(tensor.shape)} {verb} rank "
+                f"{self.description.peer} within {self.description.timeout:g} s"
+            )
+        return self.failure(what, expected=expected, remedy=remedy)
+
+    def _break(self, error: LinkError) -> None:
+        """Note the failure, tell the peer, and only then release what waits for it."""
+        self._broken = error
+        if self._ends.mine.fault is None:
+            self._ends.mine.fail(f"rank {self.description.rank} gave the link up: {error}"[:900])
+        self._end_transfers(error)
+        self._ends.theirs.ring()
+
+    def _end_transfers(self, error: LinkError) -> None:
+        for flow in (self._out, self._in):
+            for transfer in flow.transfers():
+                if not transfer.done():
+                    transfer.error = error
+            flow.waiting.clear()
+            flow.under_way.clear()
+        self._release_streams()
+
+    def _release_streams(self) -> None:
+        outgoing, incoming = self._ends.outgoing, self._ends.incoming
+        if ahead(self._out.awaited, outgoing.consumed) > 0:
+            outgoing.release_sender(self._out.awaited)
+        if ahead(self._in.awaited, incoming.produced) > 0:
+            incoming.release_receiver(self._in.awaited)
+
+    def _finish_sends(self) -> None:
+        """Wait until the peer has taken what was sent, while it lives and the deadline allows."""
+        deadline = time.monotonic() + self.description.timeout
+        while self._broken is None and time.monotonic() < deadline:
+            bell = self._ends.mine.doorbell
+            with self._lock:
+                self._enqueue()
+            taken = ahead(self._ends.outgoing.consumed, self._out.count & _MASK) >= 0
+            if (taken and not self._out.waiting) or self._ends.theirs.is_closed:
+                return
+            if self._ends.peer_has_gone() or self._ends.theirs.fault is not None:
+                return
+            self._ends.mine.sleep(bell, 0.002)

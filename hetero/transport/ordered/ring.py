@@ -1,0 +1,192 @@
+"""A ring between two devices of one host, filled and emptied by their streams.
+
+The data lie in memory that both devices reach: host memory that both have pinned (`shm`), or the
+sender's device memory that the receiver's device has opened (`ipc`). Beside it lies one control
+segment of host memory. For each direction it holds a record for every entry (a message or a part of
+one), and two pairs of counters:
+
+- `posted` and `retired` are written by the CPUs: so many entries have been put into the sender's
+  stream, and taken out in the receiver's;
+- `produced` and `consumed` are written by the devices when they get there.
+
+A stream is made to wait for `produced` only after the CPU has seen the entry `posted`, and for
+`consumed` only after it was `retired`. So work is enqueued only after all work that it waits for
+has been, on whichever side: no order of the two sides, no shared hardware queue and no call that
+waits for the whole device (loading a kernel does) can make them wait for each other.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections import deque
+from typing import NamedTuple
+
+from hetero.transport.header import HEADER_BYTES
+from hetero.transport.same_host import PAGE, SharedMemory
+
+ENTRIES = 256
+_ALIGNMENT = 512
+_RECORD = struct.Struct(f"<{HEADER_BYTES}sQQQ")
+_MASK = 0xFFFFFFFF
+
+# The control segment: a part for each end, then a part for each direction.
+_DOORBELL, _CLOSED, _FAULT = 0, 64, 128
+FAULT_BYTES = 1024
+_SIDE_BYTES = 2048
+_PRODUCED, _CONSUMED, _POSTED, _RETIRED, _RECORDS = 0, 64, 128, 192, 256
+_DIRECTION_BYTES = -(-(_RECORDS + ENTRIES * _RECORD.size) // 64) * 64
+CONTROL_BYTES = -(-(2 * _SIDE_BYTES + 2 * _DIRECTION_BYTES) // PAGE) * PAGE
+
+
+def ahead(newer: int, older: int) -> int:
+    """How far one wrapping 32-bit counter is ahead of another; negative when it is behind."""
+    return ((newer - older + 0x80000000) & _MASK) - 0x80000000
+
+
+class Entry(NamedTuple):
+    """One record: a message's header, and which of its bytes lie where in the ring."""
+
+    header: bytes
+    offset: int
+    nbytes: int
+    place: int
+
+
+class Direction:
+    """One direction's counters and records, as both ends see them.
+
+    Args:
+        control: the control segment.
+        number: 0 for what the listener sends, 1 for what the caller sends.
+        device_base: the device's address of the control segment.
+    """
+
+    def __init__(self, control: SharedMemory, number: int, device_base: int) -> None:
+        base = 2 * _SIDE_BYTES + number * _DIRECTION_BYTES
+        self._words = control.words
+        self._bytes = control.bytes
+        self._records = base + _RECORDS
+        self._produced, self._consumed = (base + _PRODUCED) // 4, (base + _CONSUMED) // 4
+        self._posted, self._retired = (base + _POSTED) // 4, (base + _RETIRED) // 4
+        self.produced_word = device_base + base + _PRODUCED
+        self.consumed_word = device_base + base + _CONSUMED
+
+    @property
+    def produced(self) -> int:
+        return self._words[self._produced]
+
+    @property
+    def consumed(self) -> int:
+        return self._words[self._consumed]
+
+    @property
+    def posted(self) -> int:
+        return self._words[self._posted]
+
+    @property
+    def retired(self) -> int:
+        return self._words[self._retired]
+
+    def post(self, header: bytes, *, offset: int, nbytes: int, place: int, count: int) -> None:
+        """Publish an entry; `count` entries have been posted with it."""
+        where = self._records + (count - 1) % ENTRIES * _RECORD.size
+        _RECORD.pack_into(self._bytes, where, header, offset, nbytes, place)
+        self._words[self._posted] = count & _MASK
+
+    def entry(self, number: int) -> Entry:
+        where = self._records + number % ENTRIES * _RECORD.size
+        return Entry(*_RECORD.unpack_from(self._bytes, where))
+
+    def retire(self, count: int) -> None:
+        self._words[self._retired] = count & _MASK
+
+    def release_receiver(self, value: int) -> None:
+        """Let a stream that waits for `produced` go on. Only for a link that has failed."""
+        self._words[self._produced] = value & _MASK
+
+    def release_sender(self, value: int) -> None:
+        """Let a stream that waits for `consumed` go on. Only for a link that has failed."""
+        self._words[self._consumed] = value & _MASK
+
+
+class EndState:
+    """One end's doorbell, and its word on how it ended."""
+
+    def __init__(self, control: SharedMemory, side: int) -> None:
+        self._control = control
+        self._base = side * _SIDE_BYTES
+
+    @property
+    def doorbell(self) -> int:
+        return self._control.load(self._base + _DOORBELL)
+
+    def ring(self) -> None:
+        """Wake this end. Only the other end calls it, so that no count is lost."""
+        self._control.store(self._base + _DOORBELL, self.doorbell + 1)
+        self._control.wake(self._base + _DOORBELL)
+
+    def sleep(self, while_it_is: int, seconds: float) -> None:
+        """Sleep until this end's doorbell rings, without the GIL."""
+        self._control.sleep(self._base + _DOORBELL, while_it_is, seconds)
+
+    @property
+    def is_closed(self) -> bool:
+        return self._control.load(self._base + _CLOSED) != 0
+
+    def close(self) -> None:
+        self._control.store(self._base + _CLOSED, 1)
+
+    @property
+    def fault(self) -> str | None:
+        """Why this end takes part no more; None while it does."""
+        length = self._control.load(self._base + _FAULT)
+        if not length:
+            return None
+        begin = self._base + _FAULT + 4
+        return bytes(self._control.bytes[begin : begin + length]).decode(errors="replace")
+
+    def fail(self, reason: str) -> None:
+        data = reason.encode()[:FAULT_BYTES]
+        begin = self._base + _FAULT + 4
+        self._control.bytes[begin : begin + len(data)] = data
+        self._control.store(self._base + _FAULT, len(data))
+
+
+class Allotment:
+    """Which bytes of the ring hold which entries: the sender's book.
+
+    An entry's bytes lie in one piece. They are free again when the entry is retired, and may be
+    written again when it is consumed.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        self._size = nbytes
+        self._head = 0
+        self._tail = 0
+        self._in_flight: deque[int] = deque()
+        """The position after each entry that is not free yet, oldest first."""
+        self._freed = 0
+        """Entries freed so far."""
+
+    def take(self, nbytes: int, *, retired: int) -> tuple[int, int] | None:
+        """A place for `nbytes`, and the count of entries that must be consumed before it is used.
+
+        None while too few are retired. `nbytes` is at most the size of the ring.
+        """
+        length = -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+        begin = self._head
+        if begin % self._size + length > self._size:
+            begin += self._size - begin % self._size
+        end = begin + length
+        while end - self._tail > self._size or len(self._in_flight) >= ENTRIES:
+            if not self._in_flight or ahead(retired, self._freed) <= 0:
+                if not self._in_flight:
+                    # Nothing is in flight: only the gap at the end of the ring is in the way.
+                    self._tail = begin
+                    continue
+                return None
+            self._tail = self._in_flight.popleft()
+            self._freed += 1
+        self._in_flight.append(end)
+        self._head = end
+        return begin % self._size, self._freed

@@ -1,0 +1,170 @@
+"""Every path of the channel: what it is called, what stands in its way, and how it is opened."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from hetero.device.choose import runtime_for
+from hetero.device.ordered import GpuOrderedDevice
+from hetero.errors import LinkError
+from hetero.transport.base import Link
+from hetero.transport.chunked import ChunkedLink, RingShape
+from hetero.transport.handshake import Meeting, exchange
+from hetero.transport.ordered.opening import RingMemory, open_ordered
+from hetero.transport.same_host import host_identity
+from hetero.transport.shm import open_shm
+from hetero.transport.tcp import TcpPaths, open_tcp
+
+PATHS = ("ipc", "shm", "tcp")
+"""Fastest first."""
+
+FAMILIES: dict[str, tuple[str, ...]] = {
+    "auto": PATHS,
+    "device-direct": ("ipc",),
+    "cpu-forward": ("shm", "tcp"),
+}
+"""What a user may ask for instead of one path: the fastest of these that works."""
+
+_CHUNK_BYTES = 2 << 20
+_ORDERED_CHUNK_BYTES = 4 << 20
+
+
+@dataclass(frozen=True)
+class ChannelOptions:
+    """What a user may set of a channel; the same on both sides."""
+
+    ring_bytes: int = 64 << 20
+    """Memory of one link, both directions together. The ring is its only buffer."""
+    chunk_bytes: int | None = None
+    """The largest part of a message that moves at once; None for what suits the path."""
+    checksum: bool = False
+    connections: int = 4
+    """TCP connections of each direction."""
+    addresses: tuple[str, ...] = ("127.0.0.1",)
+    """This side's addresses for TCP, one a network interface."""
+
+    @property
+    def shape(self) -> RingShape:
+        """The rings of a path that a CPU thread drives."""
+        chunk_bytes = self.chunk_bytes or _CHUNK_BYTES
+        slots = self.ring_bytes // 2 // chunk_bytes
+        return RingShape(slots=max(2, slots), slot_bytes=chunk_bytes)
+
+    def ordered_chunk_bytes(self, memory: RingMemory) -> int:
+        """Handing over costs some microseconds: less than a host copy, not than a device's."""
+        if self.chunk_bytes is not None:
+            return self.chunk_bytes
+        return _ORDERED_CHUNK_BYTES if memory == "host" else self.ring_bytes // 4
+
+
+@dataclass(frozen=True)
+class Situation:
+    """What one end knows of itself that decides which paths may be tried."""
+
+    host: dict[str, Any]
+    gpu: dict[str, str] | None
+    """Vendor and identity of its GPU; None for CPU tensors."""
+    ordered: bool
+    """Whether its device's streams can wait on words of memory, and nothing else is asked for."""
+
+    @classmethod
+    def here(cls, *, device: torch.device, options: ChannelOptions) -> Situation:
+        if device.type == "cpu":
+            return cls(host=host_identity(), gpu=None, ordered=False)
+        gpu = GpuOrderedDevice(device)
+        # A checksum is taken by the CPU, which sees no bytes when streams order themselves.
+        ordered = not options.checksum and gpu.can_order()
+        return cls(host=host_identity(), gpu=gpu.identity(), ordered=ordered)
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Both ends' situations. Each end comes to the same answers."""
+
+    here: Situation
+    there: Situation
+
+    @classmethod
+    def of(cls, meeting: Meeting, *, device: torch.device, options: ChannelOptions) -> Pair:
+        """Exchange situations. Collective between the two ends."""
+        here = Situation.here(device=device, options=options)
+        return cls(here, Situation(**exchange(meeting, "situation", asdict(here))))
+
+    @property
+    def share_memory(self) -> bool:
+        return self.here.host == self.there.host and bool(self.here.host["futex"])
+
+    @property
+    def order_themselves(self) -> bool:
+        return self.share_memory and self.here.ordered and self.there.ordered
+
+    def obstacle(self, path: str) -> str | None:
+        """Why a path need not even be tried."""
+        if path in ("ipc", "shm") and not self.share_memory:
+            return "the two ends run on different hosts"
+        if path == "ipc":
+            if self.here.gpu is None or self.there.gpu is None:
+                return "it joins GPUs, and the tensors are on a CPU"
+            if self.here.gpu["vendor"] != self.there.gpu["vendor"]:
+                return "the two GPUs are of different vendors"
+            if not self.order_themselves:
+                return (
+                    "--hetero-checksum needs the CPU to see every byte, or a GPU's streams cannot "
+                    "wait on memory"
+                )
+        return None
+
+
+def open_path(
+    path: str, meeting: Meeting, *, pair: Pair, options: ChannelOptions, device: torch.device
+) -> Link:
+    """Open a link over one path. Collective between the two ends; LinkError if it cannot be."""
+    if (obstacle := pair.obstacle(path)) is not None:
+        raise LinkError(
+            f"{meeting.description} cannot use {path}: {obstacle}; take --hetero-transport auto"
+        )
+    if path == "ipc":
+        return _open_ordered(meeting, "device", options=options, device=device)
+    if path == "shm" and pair.order_themselves:
+        return _open_ordered(meeting, "host", options=options, device=device)
+    if path == "shm":
+        return _open_shm(meeting, options=options, device=device)
+    return _open_tcp(meeting, options=options, device=device)
+
+
+def _open_ordered(
+    meeting: Meeting, memory: RingMemory, *, options: ChannelOptions, device: torch.device
+) -> Link:
+    return open_ordered(
+        meeting,
+        memory=memory,
+        ring_bytes=options.ring_bytes // 2,
+        chunk_bytes=options.ordered_chunk_bytes(memory),
+        device=GpuOrderedDevice(device),
+    )
+
+
+def _open_shm(meeting: Meeting, *, options: ChannelOptions, device: torch.device) -> Link:
+    ends = open_shm(meeting, shape=options.shape, runtime=runtime_for(device))
+    return ChunkedLink(
+        meeting.description,
+        transport="shm",
+        send_end=ends.send,
+        recv_end=ends.recv,
+        device=device,
+        checksum=options.checksum,
+        on_close=ends.close,
+    )
+
+
+def _open_tcp(meeting: Meeting, *, options: ChannelOptions, device: torch.device) -> Link:
+    return open_tcp(
+        meeting,
+        shape=options.shape,
+        paths=TcpPaths(addresses=options.addresses, connections=options.connections),
+        device=device,
+        checksum=options.checksum,
+    )

@@ -1,0 +1,340 @@
+"""What a driver says when its library fails, and what it does about it; over a fake library."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from hetero.device import cuda_driver, hip_driver
+from hetero.device.cuda_driver import Attribute, CudaDriver
+from hetero.device.driver import HIP_LIBRARY_VARIABLE, driver_for
+from hetero.device.driver_base import ALLOCATION_BYTES, GpuDriver, whole_allocation
+from hetero.device.gpu import GpuRuntime
+from hetero.device.hip_driver import HipDriver
+from hetero.errors import LinkError
+from tests.hetero.device.fake_library import FakeLibrary
+
+Use = Callable[[GpuDriver], object]
+
+HANDLE = bytes(64)
+USES: dict[str, tuple[str, str, Use, str]] = {
+    "wait": (
+        "cuStreamWaitValue32_v2",
+        "hipStreamWaitValue32",
+        lambda d: d.stream_wait_value(1, 0x1000, 7),
+        "make a stream wait for 7 at 0x1000",
+    ),
+    "write": (
+        "cuStreamWriteValue32_v2",
+        "hipStreamWriteValue32",
+        lambda d: d.stream_write_value(1, 0x1000, 7),
+        "make a stream write 7 at 0x1000",
+    ),
+    "copy": (
+        "cuMemcpyAsync",
+        "hipMemcpyAsync",
+        lambda d: d.copy(0x2000, 0x1000, 64, 1),
+        "copy 64 bytes from 0x1000 to 0x2000",
+    ),
+    "register": (
+        "cuMemHostRegister_v2",
+        "hipHostRegister",
+        lambda d: d.register_host(0x1000, 4096),
+        "pin 4096 bytes of host memory at 0x1000; raise the locked-memory limit (ulimit -l)",
+    ),
+    "unregister": (
+        "cuMemHostUnregister",
+        "hipHostUnregister",
+        lambda d: d.unregister_host(0x1000),
+        "unpin host memory at 0x1000",
+    ),
+    "device address": (
+        "cuMemHostGetDevicePointer_v2",
+        "hipHostGetDevicePointer",
+        lambda d: d.device_address(0x1000),
+        "find host memory at 0x1000 from the GPU; register the memory first",
+    ),
+    "allocate": (
+        "cuMemAlloc_v2",
+        "hipMalloc",
+        lambda d: d.allocate(100),
+        "allocate 100 bytes of GPU memory; free memory",
+    ),
+    "free": ("cuMemFree_v2", "hipFree", lambda d: d.free(0x1000), "free GPU memory at 0x1000"),
+    "share": (
+        "cuIpcGetMemHandle",
+        "hipIpcGetMemHandle",
+        lambda d: d.ipc_handle(0),
+        "share GPU memory at 0x0",
+    ),
+    "open": (
+        "cuIpcOpenMemHandle_v2",
+        "hipIpcOpenMemHandle",
+        lambda d: d.open_ipc(HANDLE),
+        "open another process's GPU memory; both processes must run on one host",
+    ),
+    "close": (
+        "cuIpcCloseMemHandle",
+        "hipIpcCloseMemHandle",
+        lambda d: d.close_ipc(0x1000),
+        "close shared GPU memory at 0x1000",
+    ),
+    "peer": (
+        "cuDeviceCanAccessPeer",
+        "hipDeviceCanAccessPeer",
+        lambda d: d.can_access_peer(0, 1),
+        "ask whether GPU 0 reaches GPU 1",
+    ),
+    "bus": (
+        "cuDeviceGetPCIBusId",
+        "hipDeviceGetPCIBusId",
+        lambda d: d.pci_bus_id(3),
+        "ask where GPU 3 sits",
+    ),
+    "uuid": (
+        "cuDeviceGetUuid_v2",
+        "hipDeviceGetUuid",
+        lambda d: d.uuid(3),
+        "ask for the identity of GPU 3",
+    ),
+}
+
+FAKES = {"cuda": ("fake_cuda", CudaDriver, 0), "hip": ("fake_hip", HipDriver, 1)}
+
+
+@pytest.fixture(params=FAKES)
+def fake(request: pytest.FixtureRequest) -> tuple[FakeLibrary, GpuDriver, int]:
+    """The library, the driver over it, and which of a use's two names is its own."""
+    fixture, driver, which = FAKES[request.param]
+    library: FakeLibrary = request.getfixturevalue(fixture)
+    return library, driver(library.path), which
+
+
+@pytest.mark.parametrize("use", USES)
+def test_a_failure_names_the_call_the_error_the_purpose_and_the_remedy(use, fake) -> None:
+    library, driver, which = fake
+    name, act, words = USES[use][which], USES[use][2], USES[use][3]
+    library.fail(name, 999)
+
+    with pytest.raises(LinkError) as failure:
+        act(driver)
+
+    assert str(failure.value).startswith(f"{name} failed (NAME_OF_ERROR: its words) to {words}")
+
+
+@pytest.mark.parametrize("use", USES)
+def test_a_success_calls_the_library_and_raises_nothing(use, fake) -> None:
+    library, driver, which = fake
+    library.forget()
+
+    USES[use][2](driver)
+
+    assert USES[use][which] in library.calls()
+
+
+def test_a_thread_without_a_device_is_told_to_set_one(fake) -> None:
+    library, driver, which = fake
+    library.fail(USES["copy"][which], 201)
+    with pytest.raises(LinkError, match=r"call use_device\(\) in this thread first"):
+        driver.copy(0, 0, 1, 0)
+
+
+def test_a_driver_that_does_not_start_says_so(fake_cuda) -> None:
+    fake_cuda.fail("cuInit", 100)
+    with pytest.raises(LinkError, match=r"cuInit failed .* to start the driver; check nvidia-smi"):
+        CudaDriver(fake_cuda.path)
+
+
+def test_a_library_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(LinkError, match=r"none\.so.*install NVIDIA's driver"):
+        CudaDriver(str(tmp_path / "none.so"))
+    with pytest.raises(LinkError, match=r"none\.so.*install ROCm 5\.2"):
+        HipDriver(str(tmp_path / "none.so"))
+
+
+def test_a_library_too_old_names_what_it_lacks(compiler, tmp_path: Path) -> None:
+    old = FakeLibrary(tmp_path, cuda_driver.SYMBOLS, lacking=["cuStreamWaitValue32_v2"])
+    with pytest.raises(LinkError, match="lacks cuStreamWaitValue32_v2; install NVIDIA's driver"):
+        CudaDriver(old.path)
+
+
+def test_hip_forgets_an_error_that_pytorch_would_find(fake_hip) -> None:
+    driver = HipDriver(fake_hip.path)
+    fake_hip.fail("hipFree", 1)
+    fake_hip.forget()
+    with pytest.raises(LinkError):
+        driver.free(0x1000)
+    assert fake_hip.calls() == ["hipFree", "hipGetLastError"]
+
+
+def test_hip_opens_a_handle_with_the_flag_of_either_age(fake_hip) -> None:
+    driver = HipDriver(fake_hip.path)
+    fake_hip.fail("hipIpcOpenMemHandle", hip_driver.INVALID_VALUE, times=1)
+    fake_hip.forget()
+    driver.open_ipc(HANDLE)
+    assert fake_hip.calls() == ["hipIpcOpenMemHandle"] * 2
+
+
+def test_hip_refuses_to_wait_where_its_comparison_would_be_wrong(fake_hip) -> None:
+    driver = HipDriver(fake_hip.path)
+    driver.stream_wait_value(1, 0x1000, 3 * 2**30 - 1)
+    with pytest.raises(LinkError, match="close the link and open it again"):
+        driver.stream_wait_value(1, 0x1000, 3 * 2**30)
+
+
+def test_a_hip_stream_waits_only_after_a_probe(fake_hip) -> None:
+    driver = HipDriver(fake_hip.path)
+    assert driver.offers_stream_values(0)
+    assert not driver.can_wait_on_stream(0)
+    driver.trust_stream_values(0)
+    assert driver.can_wait_on_stream(0)
+    assert not driver.can_wait_on_stream(1)
+
+
+def test_a_cuda_stream_waits(fake_cuda) -> None:
+    assert CudaDriver(fake_cuda.path).can_wait_on_stream(0)
+
+
+def test_hip_exports_a_dmabuf_through_hsa(fake_hip) -> None:
+    driver = HipDriver(fake_hip.path)
+    fake_hip.forget()
+    assert driver.export_dmabuf(0x1000, 64) == (-1, 0)
+    assert fake_hip.calls() == ["hsa_amd_portable_export_dmabuf"]
+    fake_hip.fail("hsa_amd_portable_export_dmabuf", 4096)
+    with pytest.raises(LinkError, match=r"failed \(HSA words\) to export 64 bytes"):
+        driver.export_dmabuf(0x1000, 64)
+
+
+def test_hip_without_hsa_exports_the_whole_allocation(compiler, tmp_path: Path) -> None:
+    driver = HipDriver(FakeLibrary(tmp_path, hip_driver.SYMBOLS).path)
+    # The fake's allocation begins at zero.
+    assert driver.can_export_dmabuf(0)
+    assert driver.export_dmabuf(0x1000, 64) == (-1, 0x1000)
+
+
+def test_a_hip_too_old_for_dmabufs(compiler, tmp_path: Path) -> None:
+    lacking = ["hipMemGetHandleForAddressRange"]
+    driver = HipDriver(FakeLibrary(tmp_path, hip_driver.SYMBOLS, lacking=lacking).path)
+    assert not driver.can_export_dmabuf(0)
+    with pytest.raises(LinkError, match=r"install ROCm 5\.3 or newer"):
+        driver.export_dmabuf(0x1000, 64)
+
+
+def test_a_cuda_dmabuf_begins_with_a_page(fake_cuda) -> None:
+    assert CudaDriver(fake_cuda.path).export_dmabuf(0x12345, 64)[1] == 0x12345 % 4096
+
+
+def test_an_address_within_an_allocation_has_no_handle(fake) -> None:
+    _, driver, _ = fake
+    with pytest.raises(LinkError, match="lies 4096 bytes within an allocation"):
+        driver.ipc_handle(4096)
+
+
+def test_a_device_is_current_within_a_block_only(fake) -> None:
+    library, driver, which = fake
+    setter = ("cuCtxSetCurrent", "hipSetDevice")[which]
+    library.forget()
+    with driver.on_device(1):
+        assert library.calls().count(setter) == 1
+    assert library.calls().count(setter) == 2
+
+
+def test_a_failure_within_the_block_still_restores_the_device(fake) -> None:
+    library, driver, which = fake
+    setter = ("cuCtxSetCurrent", "hipSetDevice")[which]
+    library.forget()
+    library.fail(USES["free"][which], 1)
+    with pytest.raises(LinkError), driver.on_device(1):
+        driver.free(0x1000)
+    assert library.calls().count(setter) == 2
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "whole"),
+    [(0, 1), (1, 1), (ALLOCATION_BYTES, 1), (ALLOCATION_BYTES + 1, 2)],
+)
+def test_allocations_are_whole(nbytes: int, whole: int) -> None:
+    assert whole_allocation(nbytes) == whole * ALLOCATION_BYTES
+
+
+def test_calls_from_many_threads(fake) -> None:
+    _, driver, _ = fake
+    failures: list[BaseException] = []
+
+    def use() -> None:
+        try:
+            driver.use_device(0)
+            for _ in range(200):
+                driver.copy(0x2000, 0x1000, 64, 1)
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=use) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert not failures
+
+
+@pytest.fixture
+def no_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A runtime can be made where torch has no GPU to make a stream on."""
+    monkeypatch.setattr(torch.cuda, "Stream", lambda *_, **__: None)
+
+
+@pytest.mark.parametrize(
+    ("ordering", "options", "visible", "flushed"),
+    [
+        pytest.param(100, 0, True, False, id="ordered by the platform"),
+        pytest.param(200, 1, True, False, id="ordered for all"),
+        pytest.param(0, 1, True, True, id="flushed by the driver"),
+        pytest.param(0, 2, False, False, id="left to the transport"),
+    ],
+)
+def test_remote_writes_on_cuda(
+    no_streams, fake_cuda, ordering: int, options: int, visible: bool, flushed: bool
+) -> None:
+    fake_cuda.set_attribute(Attribute.GPU_DIRECT_RDMA_WRITES_ORDERING, ordering)
+    fake_cuda.set_attribute(Attribute.GPU_DIRECT_RDMA_FLUSH_WRITES_OPTIONS, options)
+    runtime = GpuRuntime(torch.device("cuda", 0), driver=CudaDriver(fake_cuda.path))
+    fake_cuda.forget()
+    assert runtime.make_remote_writes_visible() is visible
+    assert ("cuFlushGPUDirectRDMAWrites" in fake_cuda.calls()) is flushed
+
+
+def test_remote_writes_on_hip_are_left_to_the_transport(no_streams, fake_hip) -> None:
+    driver = HipDriver(fake_hip.path)
+    assert not GpuRuntime(torch.device("cuda", 0), driver=driver).make_remote_writes_visible()
+    with pytest.raises(LinkError, match="read back over the NIC"):
+        driver.flush_remote_writes(0)
+
+
+def test_a_runtime_pins_and_goes_on_closing_after_an_error_of_the_gpu(no_streams, fake) -> None:
+    library, driver, which = fake
+    runtime = GpuRuntime(torch.device("cuda", 0), driver=driver)
+    host = torch.zeros(4096, dtype=torch.uint8)
+    library.forget()
+    runtime.register(host)
+    assert USES["register"][which] in library.calls()
+    library.fail(USES["unregister"][which], 719)
+    runtime.unregister(host)
+    assert USES["unregister"][which] in library.calls()
+
+
+def test_an_environment_variable_has_amd_simulated(fake_hip, monkeypatch) -> None:
+    monkeypatch.setenv(HIP_LIBRARY_VARIABLE, fake_hip.path)
+    device = torch.device("cuda", 0)
+    with pytest.warns(UserWarning, match="AMD is simulated"):
+        driver = driver_for(device)
+    assert driver.vendor == "amd"
+    assert driver_for(device) is driver
+
+
+def test_a_cpu_has_no_driver() -> None:
+    with pytest.raises(ValueError, match="cpu has no GPU driver"):
+        driver_for(torch.device("cpu"))

@@ -1,0 +1,299 @@
+"""The drivers on a GPU: NVIDIA's, and AMD's over the library that plays HIP (*simulated*)."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import multiprocessing as mp
+import os
+import threading
+import time
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
+
+import pytest
+import torch
+
+from hetero.device.cuda_driver import CudaDriver
+from hetero.device.driver import HIP_LIBRARY_VARIABLE, driver_for
+from hetero.device.driver_base import ALLOCATION_BYTES, GpuDriver
+from hetero.device.gpu import GpuRuntime
+from hetero.device.hip_driver import HipDriver
+from hetero.device.probe import probe_stream_values
+from hetero.errors import LinkError
+from tests.hip_on_cuda.library import COMPILER, LACKING, hip_over_cuda_driver
+
+GPUS = torch.cuda.device_count()
+SECONDS = 10.0
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(GPUS == 0, reason="NOT CHECKED: no GPU on this machine"),
+]
+
+
+def make(kind: str) -> GpuDriver:
+    """A driver of one kind; the same in a child process."""
+    if kind == "amd":
+        return HipDriver()
+    return CudaDriver() if kind == "nvidia" else hip_over_cuda_driver()
+
+
+@pytest.fixture(params=["amd"] if torch.version.hip else ["nvidia", "amd simulated"])
+def kind(request: pytest.FixtureRequest) -> str:
+    if request.param == "amd simulated" and COMPILER is None:
+        pytest.skip(f"NOT CHECKED: {LACKING}")
+    return str(request.param)
+
+
+@pytest.fixture
+def driver(kind: str) -> GpuDriver:
+    torch.cuda.set_device(0)
+    driver = make(kind)
+    driver.use_device(0)
+    return driver
+
+
+class Page:
+    """A registered page of host memory, seen as 32-bit words."""
+
+    def __init__(self, driver: GpuDriver) -> None:
+        self.words = (ctypes.c_uint32 * 1024).from_buffer(mmap.mmap(-1, 4096))
+        self.host = ctypes.addressof(self.words)
+        driver.register_host(self.host, 4096)
+        self.device = driver.device_address(self.host)
+
+
+@pytest.fixture
+def page(driver: GpuDriver) -> Iterator[Page]:
+    page = Page(driver)
+    yield page
+    torch.cuda.synchronize()
+    driver.unregister_host(page.host)
+
+
+@pytest.fixture
+def memory(driver: GpuDriver) -> Iterator[int]:
+    address = driver.allocate(ALLOCATION_BYTES)
+    yield address
+    torch.cuda.synchronize()
+    driver.free(address)
+
+
+@pytest.fixture
+def stream() -> torch.cuda.Stream:
+    return torch.cuda.Stream(0)
+
+
+def read(driver: GpuDriver, address: int, count: int) -> torch.Tensor:
+    """Words of device memory that PyTorch knows nothing of."""
+    tensor = torch.empty(count, dtype=torch.int32, device="cuda:0")
+    stream = torch.cuda.current_stream(0)
+    driver.copy(tensor.data_ptr(), address, 4 * count, stream.cuda_stream)
+    stream.synchronize()
+    return tensor.cpu()
+
+
+def ended(stream: torch.cuda.Stream) -> bool:
+    deadline = time.monotonic() + SECONDS
+    while not stream.query() and time.monotonic() < deadline:
+        time.sleep(0.001)
+    return stream.query()
+
+
+def test_copies_go_in_every_direction(driver, page, memory, stream) -> None:
+    page.words[0:512] = list(range(512))
+    driver.copy(memory, page.host, 2048, stream.cuda_stream)
+    driver.copy(memory + 2048, memory, 2048, stream.cuda_stream)
+    driver.copy(page.host + 2048, memory + 2048, 2048, stream.cuda_stream)
+    stream.synchronize()
+    assert list(page.words[512:1024]) == list(range(512))
+    assert read(driver, memory, 1024).tolist() == 2 * list(range(512))
+
+
+def test_a_stream_waits_for_the_hosts_word(driver, page, stream) -> None:
+    driver.stream_wait_value(stream.cuda_stream, page.device, 5)
+    driver.stream_write_value(stream.cuda_stream, page.device + 4, 77)
+    page.words[0] = 4
+    time.sleep(0.02)
+    assert not stream.query()
+    assert page.words[1] == 0
+    page.words[0] = 6
+    assert ended(stream)
+    assert page.words[1] == 77
+
+
+def test_a_counter_wraps_around_on_cuda(driver, page, stream) -> None:
+    if driver.vendor != "nvidia":
+        pytest.skip("HIP does not wrap; its driver refuses such values")
+    page.words[0] = 2**32 - 2
+    driver.stream_wait_value(stream.cuda_stream, page.device, 2**32 + 1)
+    time.sleep(0.02)
+    assert not stream.query()
+    page.words[0] = 1
+    assert ended(stream)
+
+
+def test_what_a_stream_waits_for_comes_before_what_follows(driver, page, memory, stream) -> None:
+    page.words[16:32] = [3] * 16
+    driver.copy(memory, page.host + 64, 64, stream.cuda_stream)
+    stream.synchronize()
+    driver.stream_wait_value(stream.cuda_stream, page.device, 1)
+    driver.copy(memory, page.host + 64, 64, stream.cuda_stream)
+    page.words[16:32] = [9] * 16
+    page.words[0] = 1
+    assert ended(stream)
+    assert read(driver, memory, 16).tolist() == [9] * 16
+
+
+def test_the_probe_passes_and_is_remembered(driver) -> None:
+    assert probe_stream_values(driver, 0) is None
+    assert driver.can_wait_on_stream(0)
+
+
+def test_allocations_begin_with_a_page_of_the_gpu(driver) -> None:
+    addresses = [driver.allocate(size) for size in (1, ALLOCATION_BYTES, 5 * 2**20)]
+    for address in addresses:
+        driver.free(address)
+    assert [address % ALLOCATION_BYTES for address in addresses] == [0, 0, 0]
+
+
+def test_too_much_memory_is_an_error_in_words(driver) -> None:
+    with pytest.raises(LinkError, match=r"to allocate .* bytes of GPU memory; free memory"):
+        driver.allocate(2**50)
+    # PyTorch finds no error of ours.
+    assert torch.ones(4, device="cuda:0").sum().item() == 4
+
+
+def test_memory_that_is_not_registered_has_no_device_address(driver) -> None:
+    words = (ctypes.c_uint32 * 4096).from_buffer(mmap.mmap(-1, 16384))
+    with pytest.raises(LinkError, match="register the memory first"):
+        driver.device_address(ctypes.addressof(words))
+
+
+def test_part_of_an_allocation_cannot_be_shared(driver, memory) -> None:
+    with pytest.raises(LinkError, match="lies 4096 bytes within an allocation"):
+        driver.ipc_handle(memory + 4096)
+
+
+def _push(kind: str, device: int, connection: Connection) -> None:
+    """Another process: opens the memory on its own device and writes to it."""
+    driver = make(kind)
+    driver.use_device(device)
+    torch.cuda.set_device(device)
+    target = driver.open_ipc(connection.recv())
+    source = torch.arange(1024, dtype=torch.int32, device=f"cuda:{device}")
+    stream = torch.cuda.current_stream(device)
+    driver.copy(target, source.data_ptr(), 4096, stream.cuda_stream)
+    stream.synchronize()
+    driver.close_ipc(target)
+    connection.send((driver.pci_bus_id(0), driver.uuid(0)))
+
+
+@pytest.mark.parametrize("device", [0, 1])
+def test_another_process_writes_into_shared_memory(kind, driver, memory, device: int) -> None:
+    if device >= GPUS:
+        pytest.skip(f"NOT CHECKED: needs two GPUs, this machine has {GPUS}")
+    here, there = mp.get_context("spawn").Pipe()
+    child = mp.get_context("spawn").Process(target=_push, args=(kind, device, there))
+    child.start()
+    here.send(driver.ipc_handle(memory))
+    assert here.poll(120), f"the other process ended with {child.exitcode}"
+    identity = here.recv()
+    child.join(60)
+    assert child.exitcode == 0
+    assert read(driver, memory, 1024).tolist() == list(range(1024))
+    assert identity == (driver.pci_bus_id(0), driver.uuid(0))
+
+
+def test_a_handle_that_is_none_is_an_error_in_words(driver) -> None:
+    with pytest.raises(LinkError, match="both processes must run on one host"):
+        driver.open_ipc(bytes(64))
+
+
+def test_devices_have_identities(driver) -> None:
+    assert {len(driver.uuid(device)) for device in range(GPUS)} == {32}
+    assert len({driver.pci_bus_id(device) for device in range(GPUS)}) == GPUS
+    assert driver.pci_bus_id(0).endswith((".0", ".1"))
+
+
+def test_peers_are_those_that_pytorch_sees(driver) -> None:
+    if GPUS < 2:
+        pytest.skip(f"NOT CHECKED: needs two GPUs, this machine has {GPUS}")
+    assert driver.can_access_peer(0, 1) == torch.cuda.can_device_access_peer(0, 1)
+
+
+def test_device_memory_is_exported_as_a_dmabuf(driver, memory) -> None:
+    if not driver.can_export_dmabuf(0):
+        pytest.skip("NOT CHECKED: this GPU or kernel has no dma-buf")
+    try:
+        descriptor, offset = driver.export_dmabuf(memory + 100, 8192)
+    except LinkError as error:
+        pytest.skip(f"NOT CHECKED: {error}")
+    try:
+        assert offset == 100
+        assert "dmabuf" in os.readlink(f"/proc/self/fd/{descriptor}")
+    finally:
+        os.close(descriptor)
+
+
+def test_remote_writes_are_made_visible_or_left_to_the_transport(driver) -> None:
+    visible = GpuRuntime(torch.device("cuda", 0), driver=driver).make_remote_writes_visible()
+    if driver.vendor == "amd":
+        assert not visible
+    else:
+        needed, possible = driver.remote_writes_need_flush(0), driver.can_flush_remote_writes(0)
+        assert visible == (possible or not needed)
+
+
+def test_a_thread_of_its_own_uses_a_device(driver, page, memory, stream) -> None:
+    page.words[0] = 4242
+    failures: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            driver.use_device(0)
+            driver.copy(memory, page.host, 4, stream.cuda_stream)
+        except BaseException as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join(60)
+    stream.synchronize()
+    assert not failures
+    assert read(driver, memory, 1).tolist() == [4242]
+
+
+def test_the_current_device_is_restored(driver) -> None:
+    if GPUS < 2:
+        pytest.skip(f"NOT CHECKED: needs two GPUs, this machine has {GPUS}")
+    with driver.on_device(1):
+        assert torch.cuda.current_device() == 1
+    assert torch.cuda.current_device() == 0
+
+
+def test_a_runtime_pins_host_memory(driver) -> None:
+    runtime = GpuRuntime(torch.device("cuda", 0), driver=driver)
+    host = torch.frombuffer(mmap.mmap(-1, 2**20), dtype=torch.uint8)
+    runtime.register(host)
+    assert host.is_pinned()
+    runtime.unregister(host)
+    assert not host.is_pinned()
+
+
+def test_driver_for_takes_the_driver_of_the_build(monkeypatch) -> None:
+    monkeypatch.delenv(HIP_LIBRARY_VARIABLE, raising=False)
+    vendor = "amd" if torch.version.hip else "nvidia"
+    assert driver_for(torch.device("cuda", 0)).vendor == vendor
+
+
+def test_a_runtime_copies_over_a_given_driver(driver) -> None:
+    device = torch.device("cuda", 0)
+    runtime = GpuRuntime(device, driver=driver)
+    host = torch.frombuffer(mmap.mmap(-1, 2**20), dtype=torch.uint8)
+    runtime.register(host)
+    source = torch.randint(0, 256, (2**20,), dtype=torch.uint8, device=device)
+    runtime.copy(host, source, after=runtime.mark()).synchronize()
+    assert torch.equal(host, source.cpu())
+    runtime.unregister(host)

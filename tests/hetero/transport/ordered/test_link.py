@@ -1,0 +1,227 @@
+"""What a link whose streams order themselves promises beyond the contract. Streams are emulated."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from hetero.device.base import Mark
+from hetero.device.ordered import OrderedStream
+from hetero.errors import LinkError
+from hetero.transport.base import LinkDescription
+from hetero.transport.ordered.link import OrderedLink
+from hetero.transport.ordered.opening import RingMemory, open_ordered
+from tests.emulated_streams import EmulatedOrderedDevice
+from tests.hetero.transport.test_handshake import both, meeting
+
+SHORT = 1.0
+
+
+class HeldDevice(EmulatedOrderedDevice):
+    """A device whose next sends can be held back: its work before them never ends."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.held = False
+        self.let_go = threading.Event()
+
+    def mark(self) -> Mark:
+        return _NeverReached(self.let_go) if self.held else super().mark()
+
+
+class _NeverReached(Mark):
+    def __init__(self, event: threading.Event) -> None:
+        self._event = event
+
+    def reached(self) -> bool:
+        return self._event.is_set()
+
+    def synchronize(self) -> None:
+        self._event.wait()
+
+    def order_current_stream(self) -> None:
+        self._event.wait()
+
+
+class Pair:
+    """Both ends of one link, in one process."""
+
+    def __init__(self, memory: RingMemory, *, timeout: float) -> None:
+        store = dist.HashStore()
+        self.devices = [HeldDevice(), HeldDevice()]
+
+        def open_end(rank: int) -> OrderedLink:
+            ours = meeting(rank, store, timeout=20.0)
+            description = LinkDescription(
+                rank=rank, peer=1 - rank, stage=rank, peer_stage=1 - rank, job="j", timeout=timeout
+            )
+            return open_ordered(
+                replace(ours, description=description),
+                memory=memory,
+                ring_bytes=64 << 10,
+                chunk_bytes=16 << 10,
+                device=self.devices[rank],
+            )
+
+        opened: list[Any] = both(lambda: open_end(0), lambda: open_end(1))
+        self.sender: OrderedLink = opened[0]
+        self.receiver: OrderedLink = opened[1]
+
+
+@contextmanager
+def opened(memory: RingMemory = "host", *, timeout: float = 20.0) -> Iterator[Pair]:
+    pair = Pair(memory, timeout=timeout)
+    try:
+        yield pair
+    finally:
+        for device in pair.devices:
+            device.let_go.set()
+        both(pair.sender.close, pair.receiver.close)
+
+
+def wait_for(condition: Any, seconds: float = 10.0) -> bool:
+    deadline = time.monotonic() + seconds
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return bool(condition())
+
+
+def test_a_message_larger_than_the_ring_is_taken_in_parts() -> None:
+    sent = torch.arange(50_000, dtype=torch.int32)
+    target = torch.zeros_like(sent)
+    with opened("device") as pair:
+        works = [pair.receiver.recv(target), pair.sender.send(sent)]
+        for work in works:
+            work.wait()
+        assert torch.equal(target, sent)
+
+
+def test_a_stream_is_never_told_to_wait_for_what_is_not_enqueued(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The rule that keeps two GPUs from waiting for each other for ever."""
+    stream_type = type(EmulatedOrderedDevice().stream())
+    broken: list[str] = []
+    with opened() as pair:
+        real = stream_type.wait_value
+        ends = pair.sender._ends, pair.receiver._ends
+
+        def checked(self: OrderedStream, word: int, value: int) -> None:
+            for end in ends:
+                posted, retired = end.incoming.posted, end.outgoing.retired
+                if word == end.incoming.produced_word and posted < value:
+                    broken.append(f"waits for entry {value}, {posted} posted")
+                if word == end.outgoing.consumed_word and retired < value:
+                    broken.append(f"waits for room {value}, {retired} retired")
+            real(self, word, value)
+
+        monkeypatch.setattr(stream_type, "wait_value", checked)
+        sent = [torch.full((30_000,), n, dtype=torch.uint8) for n in range(40)]
+        targets = [torch.zeros_like(tensor) for tensor in sent]
+        works = [pair.sender.send(tensor) for tensor in sent[:20]]
+        works += [pair.receiver.recv(target) for target in targets]
+        works += [pair.sender.send(tensor) for tensor in sent[20:]]
+        for work in works:
+            work.wait()
+        assert all(torch.equal(t, s) for t, s in zip(targets, sent, strict=True))
+    assert broken == []
+
+
+def test_counters_may_count_round() -> None:
+    start = 2**32 - 7
+    with opened() as pair:
+        for link, flow, direction in (
+            (pair.sender, pair.sender._out, pair.sender._ends.outgoing),
+            (pair.receiver, pair.receiver._in, pair.receiver._ends.incoming),
+        ):
+            flow.count = start
+            link._allotment._freed = start
+            direction.release_receiver(start)
+            direction.release_sender(start)
+            direction._words[direction._posted] = start
+            direction.retire(start)
+        for number in range(40):
+            sent = torch.full((20_000,), number, dtype=torch.uint8)
+            target = torch.zeros_like(sent)
+            works = [pair.sender.send(sent), pair.receiver.recv(target)]
+            for work in works:
+                work.wait()
+            assert torch.equal(target, sent), number
+
+
+def test_a_peer_whose_device_never_gets_there_breaks_the_link_in_time() -> None:
+    """The sender's program has gone on; its device hangs. Nobody waits on the CPU for it."""
+    with opened(timeout=SHORT) as pair:
+        pair.devices[0].held = True
+        sent = pair.sender.send(torch.ones(100))
+        work = pair.receiver.recv(torch.zeros(100))
+        pair.receiver.progress_until_enqueued(work)  # type: ignore[arg-type]
+        pair.receiver.check()
+        begin = time.monotonic()
+        assert wait_for(lambda: pair.receiver.broken is not None)
+        assert time.monotonic() - begin < SHORT + 5
+        with pytest.raises(LinkError, match=r"rank 1 \(stage 1\).*nothing moved for 1 s"):
+            pair.receiver.check()
+        assert work.done()
+        with pytest.raises(LinkError, match="rank 1"):
+            work.wait()
+        assert wait_for(lambda: pair.sender.broken is not None), "the sender was not told"
+        with pytest.raises(LinkError):
+            sent.wait()
+
+
+def test_the_failure_is_known_before_the_stream_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that whoever waits for the device and then asks the link never uses what was not sent."""
+    with opened(timeout=SHORT) as pair:
+        pair.devices[0].held = True
+        pair.sender.send(torch.ones(100))
+        known: list[bool] = []
+        release = pair.receiver._release_streams
+
+        def watched() -> None:
+            known.append(pair.receiver.broken is not None)
+            release()
+
+        monkeypatch.setattr(pair.receiver, "_release_streams", watched)
+        work = pair.receiver.recv(torch.zeros(100))
+        pair.receiver.progress_until_enqueued(work)  # type: ignore[arg-type]
+        assert wait_for(lambda: bool(known))
+        assert known[0]
+
+
+def test_an_idle_link_wakes_nobody() -> None:
+    with opened() as pair:
+        target = torch.zeros(10)
+        works = [pair.sender.send(torch.ones(10)), pair.receiver.recv(target)]
+        for work in works:
+            work.wait()
+        time.sleep(1.5)
+        before = time.process_time()
+        time.sleep(1.0)
+        # The emulated streams sleep too; a thread that woke ten times a second would show.
+        assert time.process_time() - before < 0.01
+
+
+def test_ends_that_were_given_other_rings_do_not_open() -> None:
+    store = dist.HashStore()
+
+    def open_end(rank: int) -> OrderedLink:
+        return open_ordered(
+            meeting(rank, store),
+            memory="host",
+            ring_bytes=(1 + rank) << 16,
+            chunk_bytes=16 << 10,
+            device=EmulatedOrderedDevice(),
+        )
+
+    for error in both(lambda: open_end(0), lambda: open_end(1)):
+        assert isinstance(error, LinkError)
+        assert "ring_bytes" in str(error)

@@ -1,0 +1,93 @@
+"""Which paths two ends may try, decided from what each knows of itself."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from hetero.errors import LinkError
+from hetero.transport.paths import FAMILIES, PATHS, ChannelOptions, Pair, Situation, open_path
+from tests.hetero.transport.test_handshake import both, meeting
+
+HOST = {"boot": "a", "network": "n", "futex": True}
+NVIDIA = Situation(host=HOST, gpu={"vendor": "nvidia", "uuid": "1"}, ordered=True)
+AMD = Situation(host=HOST, gpu={"vendor": "amd", "uuid": "2"}, ordered=True)
+CPU = Situation(host=HOST, gpu=None, ordered=False)
+
+
+def elsewhere(situation: Situation) -> Situation:
+    return replace(situation, host={**HOST, "boot": "b"})
+
+
+def test_two_gpus_of_one_kind_in_one_host_may_use_every_path() -> None:
+    assert [Pair(NVIDIA, NVIDIA).obstacle(path) for path in PATHS] == [None] * len(PATHS)
+
+
+@pytest.mark.parametrize(
+    ("here", "there", "path", "reason"),
+    [
+        (NVIDIA, elsewhere(NVIDIA), "ipc", "different hosts"),
+        (NVIDIA, elsewhere(NVIDIA), "shm", "different hosts"),
+        (NVIDIA, AMD, "ipc", "different vendors"),
+        (CPU, CPU, "ipc", "on a CPU"),
+        (NVIDIA, CPU, "ipc", "on a CPU"),
+        (NVIDIA, replace(NVIDIA, ordered=False), "ipc", "--hetero-checksum"),
+    ],
+)
+def test_what_stands_in_the_way_is_said_alike_at_both_ends(
+    here: Situation, there: Situation, path: str, reason: str
+) -> None:
+    assert reason in str(Pair(here, there).obstacle(path))
+    assert Pair(here, there).obstacle(path) == Pair(there, here).obstacle(path)
+
+
+def test_two_vendors_in_one_host_share_memory_and_order_their_streams() -> None:
+    pair = Pair(NVIDIA, AMD)
+    assert pair.obstacle("shm") is None
+    assert pair.order_themselves
+
+
+def test_streams_order_themselves_only_if_both_can() -> None:
+    assert not Pair(NVIDIA, replace(AMD, ordered=False)).order_themselves
+    assert not Pair(NVIDIA, CPU).order_themselves
+
+
+def test_a_path_that_cannot_be_is_refused_before_anything_is_opened() -> None:
+    ours = meeting(0, dist.HashStore())
+    with pytest.raises(LinkError, match=r"cannot use ipc: it joins GPUs.*--hetero-transport auto"):
+        open_path(
+            "ipc",
+            ours,
+            pair=Pair(CPU, CPU),
+            options=ChannelOptions(),
+            device=torch.device("cpu"),
+        )
+
+
+def test_two_processes_of_one_host_find_out_that_they_share_memory() -> None:
+    store = dist.HashStore()
+    pairs = both(
+        *[
+            lambda rank=rank: Pair.of(
+                meeting(rank, store), device=torch.device("cpu"), options=ChannelOptions()
+            )
+            for rank in (0, 1)
+        ]
+    )
+    assert [pair.share_memory for pair in pairs] == [True, True]
+
+
+def test_every_family_is_made_of_paths_fastest_first() -> None:
+    for paths in FAMILIES.values():
+        assert list(paths) == sorted(paths, key=PATHS.index)
+
+
+def test_a_link_takes_no_more_memory_than_its_rings() -> None:
+    options = ChannelOptions(ring_bytes=64 << 20)
+    assert 2 * options.shape.slots * options.shape.slot_bytes == 64 << 20
+    assert options.ordered_chunk_bytes("device") == 16 << 20
+    assert options.ordered_chunk_bytes("host") == 4 << 20
+    assert replace(options, chunk_bytes=1 << 20).ordered_chunk_bytes("device") == 1 << 20

@@ -1,0 +1,43 @@
+"""Builds the library that plays HIP on an NVIDIA GPU. Numbers taken over it are *simulated*."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+from hetero.device.hip_driver import HipDriver
+
+SOURCE = Path(__file__).with_name("hip_on_cuda.c")
+COMPILER = shutil.which("cc") or shutil.which("gcc")
+LACKING = "needs a C compiler (cc) to build the library that plays HIP"
+
+
+def compile_library(source: Path, target: Path) -> Path:
+    """Compile one C file into a shared library. Raises CalledProcessError with the complaint."""
+    assert COMPILER is not None, LACKING
+    partial = target.with_suffix(f".{os.getpid()}")
+    command = [COMPILER, "-std=c11", "-D_GNU_SOURCE", "-O2", "-Wall", "-Wextra", "-Werror"]
+    command += ["-shared", "-fPIC", "-o", str(partial), str(source), "-ldl", "-lpthread"]
+    subprocess.run(command, check=True, capture_output=True, text=True, timeout=120)
+    partial.rename(target)
+    return target
+
+
+def hip_on_cuda_library() -> Path:
+    """The library, built once for each version of its source and kept with temporary files.
+
+    With HETERO_HIP_LIBRARY set to it, `driver_for` gives the HIP driver over it, in this process
+    and in those it starts.
+    """
+    version = hashlib.sha256(SOURCE.read_bytes()).hexdigest()[:16]
+    target = Path(tempfile.gettempdir()) / f"libhip_on_cuda-{os.getuid()}-{version}.so"
+    return target if target.exists() else compile_library(SOURCE, target)
+
+
+def hip_over_cuda_driver() -> HipDriver:
+    """The HIP driver on an NVIDIA GPU. Raises LinkError on a machine without one."""
+    return HipDriver(str(hip_on_cuda_library()))
