@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from hetero.device.base import Mark
+from hetero.device.base import Mark, Reached
 from hetero.device.ordered import OrderedDevice, OrderedStream
 
 _POLL_SECONDS = 50e-6
@@ -86,17 +86,6 @@ class _EmulatedStream(OrderedStream):
         """Ends the thread when it is met."""
 
 
-class _Reached(Mark):
-    def reached(self) -> bool:
-        return True
-
-    def synchronize(self) -> None:
-        return
-
-    def order_current_stream(self) -> None:
-        return
-
-
 class EmulatedOrderedDevice(OrderedDevice):
     """Streams of a device that is the CPU."""
 
@@ -114,7 +103,7 @@ class EmulatedOrderedDevice(OrderedDevice):
         return stream
 
     def mark(self) -> Mark:
-        return _Reached()
+        return Reached()
 
     def register(self, address: int, nbytes: int) -> int:
         return address

@@ -23,6 +23,19 @@ class Mark(ABC):
         """Let the caller's current stream go on only after it; the calling thread goes on now."""
 
 
+class Reached(Mark):
+    """A point that has been passed already."""
+
+    def reached(self) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        return
+
+    def order_current_stream(self) -> None:
+        return
+
+
 class DeviceRuntime(ABC):
     """Copies between a device's tensors and host memory, off the training stream."""
 

@@ -4,21 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from hetero.device.base import DeviceRuntime, Mark
+from hetero.device.base import DeviceRuntime, Mark, Reached
 
-
-class _Done(Mark):
-    def reached(self) -> bool:
-        return True
-
-    def synchronize(self) -> None:
-        return
-
-    def order_current_stream(self) -> None:
-        return
-
-
-_DONE = _Done()
+_DONE = Reached()
 
 
 class CpuRuntime(DeviceRuntime):

@@ -38,7 +38,7 @@ class Distance(IntEnum):
     UNKNOWN = 4
 
     def __str__(self) -> str:
-        return self.name.lower().replace("_", " ")
+        return self.name.lower().replace("_", " ").replace("numa", "NUMA")
 
 
 @dataclass(frozen=True)

@@ -126,6 +126,18 @@ def open_path(
         raise LinkError(
             f"{meeting.description} cannot use {path}: {obstacle}; take --hetero-transport auto"
         )
+    try:
+        return _open(path, meeting, pair=pair, options=options, device=device)
+    except OSError as error:
+        peer = meeting.description.peer
+        raise meeting.failure(
+            f"{path} ended while it was being opened ({error})", f"see the log of rank {peer}"
+        ) from error
+
+
+def _open(
+    path: str, meeting: Meeting, *, pair: Pair, options: ChannelOptions, device: torch.device
+) -> Link:
     if path == "ipc":
         return _open_ordered(meeting, "device", options=options, device=device)
     if path == "shm" and pair.order_themselves:

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from hetero.errors import LinkError
 from megatron.training.optimizer import RankStatistics, StepOutcome
 
 CPU = torch.device("cpu")
@@ -52,6 +53,21 @@ def test_values_travel_as_float64_on_the_cpu(monkeypatch: pytest.MonkeyPatch) ->
     assert (sent.dtype, sent.device) == (torch.float64, CPU)
     _, sent = _gather(monkeypatch, [[0.0]], torch.tensor([1], dtype=torch.int32))
     assert sent.dtype == torch.float64
+
+
+def test_no_other_rank_hears_of_values_that_came_over_a_broken_link(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    world: Any = World([[0.0]], "gloo")
+    monkeypatch.setattr(dist, "all_gather", world.all_gather)
+    monkeypatch.setattr(dist, "get_backend", lambda group: group.backend)
+
+    def check() -> None:
+        raise LinkError("rank 1 has ended")
+
+    with pytest.raises(LinkError, match="rank 1 has ended"):
+        RankStatistics(world, CPU).gather(torch.zeros(1), check=check)
+    assert world.sent is None
 
 
 @pytest.mark.parametrize(

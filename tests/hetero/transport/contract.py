@@ -16,6 +16,7 @@ import tempfile
 import threading
 import time
 import traceback
+import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -26,15 +27,21 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from hetero.device.choose import runtime_for
+from hetero.device.driver import HIP_LIBRARY_VARIABLE
 from hetero.transport.base import Link, LinkDescription
-from hetero.transport.chunked import RingShape
+from hetero.transport.chunked import ChunkedLink, RingShape
 from hetero.transport.gloo import GlooLink
-from hetero.transport.handshake import Meeting
+from hetero.transport.handshake import Meeting, exchange
 from hetero.transport.ordered.opening import RingMemory, open_ordered
 from hetero.transport.paths import ChannelOptions, Pair, open_path
 from hetero.transport.tcp import TcpPaths, open_tcp
 from hetero.transport.vendor import VendorLink
+from hetero.transport.verbs.opening import VerbsOptions, open_verbs
+from tests.emulated_nic.library import emulated as emulated_nic
+from tests.emulated_nic.world import two_rails
 from tests.emulated_streams import EmulatedOrderedDevice
+from tests.hip_on_cuda.library import hip_on_cuda_library
 
 JOB = "contract"
 # Not the ranks' numbers, so that an error that confuses a rank with a stage is seen.
@@ -98,6 +105,14 @@ def open_mixed_tcp(description: LinkDescription, store: dist.Store, device: torc
     )
 
 
+def open_over_hip(
+    path: str, description: LinkDescription, store: dist.Store, device: torch.device
+) -> Link:
+    """The HIP runtime's own code, over a library that forwards each call to its CUDA twin."""
+    os.environ[HIP_LIBRARY_VARIABLE] = str(hip_on_cuda_library())
+    return open_channel(path, description, store, device)
+
+
 def open_emulated_streams(
     memory: RingMemory, description: LinkDescription, store: dist.Store, device: torch.device
 ) -> Link:
@@ -108,6 +123,55 @@ def open_emulated_streams(
         chunk_bytes=64 << 10,
         device=EmulatedOrderedDevice(),
     )
+
+
+def open_verbs_link(
+    description: LinkDescription, store: dist.Store, device: torch.device, *, emulated: bool
+) -> Link:
+    """RDMA over two rails, from device memory where there is a GPU.
+
+    Emulated NICs join the two processes over Unix sockets. Otherwise the NICs are real ones or
+    Soft-RoCE's, named by HETERO_TEST_RAILS: those of rank 0, a slash, those of rank 1.
+    """
+    count = store.add(f"opened by {description.rank}", 1)
+    meeting = Meeting(
+        store=store,
+        description=description,
+        name=f"contract/{count}",
+        listens=description.rank == 0,
+        secret=b"contract",
+    )
+    verbs = None
+    rails = "a0,a1/b0,b1" if emulated else os.environ["HETERO_TEST_RAILS"]
+    if emulated:
+        mine = {"world": uuid.uuid4().hex}
+        theirs = exchange(meeting, "world", mine)
+        chosen = mine if meeting.listens else theirs
+        verbs = emulated_nic(two_rails(chosen["world"]))
+    runtime = runtime_for(device)
+    ends = open_verbs(
+        meeting,
+        shape=ChannelOptions(ring_bytes=2 << 20, chunk_bytes=64 << 10).shape,
+        runtime=runtime,
+        device=device,
+        options=VerbsOptions(
+            memory="host" if device.type == "cpu" else "device",
+            nics=tuple(rails.split("/")[description.rank].split(",")),
+        ),
+        verbs=verbs,
+    )
+    return ChunkedLink(
+        description,
+        transport="verbs",
+        send_end=ends.send,
+        recv_end=ends.recv,
+        device=device,
+        on_close=ends.close,
+    )
+
+
+open_emulated_verbs = functools.partial(open_verbs_link, emulated=True)
+open_real_verbs = functools.partial(open_verbs_link, emulated=False)
 
 
 @functools.cache
@@ -133,9 +197,14 @@ TRANSPORTS = (
     Transport("shm-streams-emulated", functools.partial(open_emulated_streams, "host")),
     Transport("ipc-emulated", functools.partial(open_emulated_streams, "device")),
     Transport("ipc", functools.partial(open_channel, "ipc"), device="cuda"),
+    Transport("ipc-hip", functools.partial(open_over_hip, "ipc"), device="cuda"),
+    Transport("shm-hip", functools.partial(open_over_hip, "shm"), device="cuda"),
     Transport("tcp", functools.partial(open_channel, "tcp")),
     Transport("tcp", functools.partial(open_channel, "tcp"), device="cuda"),
     Transport("tcp-to-rings", open_mixed_tcp),
+    Transport("verbs-emulated", open_emulated_verbs),
+    Transport("verbs-emulated", open_emulated_verbs, device="cuda"),
+    *([Transport("verbs", open_real_verbs)] if "HETERO_TEST_RAILS" in os.environ else []),
 )
 
 

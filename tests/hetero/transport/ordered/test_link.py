@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -225,3 +226,42 @@ def test_ends_that_were_given_other_rings_do_not_open() -> None:
     for error in both(lambda: open_end(0), lambda: open_end(1)):
         assert isinstance(error, LinkError)
         assert "ring_bytes" in str(error)
+
+
+class UnpinnableDevice(EmulatedOrderedDevice):
+    """A device that refuses to pin the third piece of memory it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pinned: list[int] = []
+
+    def register(self, address: int, nbytes: int) -> int:
+        if len(self.pinned) == 2:
+            raise LinkError(f"{nbytes} bytes cannot be pinned; raise the locked-memory limit")
+        self.pinned.append(address)
+        return address
+
+    def unregister(self, address: int) -> None:
+        self.pinned.remove(address)
+
+
+def test_memory_that_cannot_be_pinned_ends_the_opening_at_both_ends_and_leaves_nothing() -> None:
+    store = dist.HashStore()
+    refusing = UnpinnableDevice()
+    held = len(list(Path("/proc/self/fd").iterdir()))
+
+    def open_end(rank: int) -> OrderedLink:
+        return open_ordered(
+            meeting(rank, store),
+            memory="host",
+            ring_bytes=1 << 16,
+            chunk_bytes=16 << 10,
+            device=refusing if rank == 0 else EmulatedOrderedDevice(),
+        )
+
+    first, second = both(lambda: open_end(0), lambda: open_end(1))
+    assert isinstance(first, LinkError)
+    assert "locked-memory limit" in str(first)
+    assert isinstance(second, OSError)
+    assert refusing.pinned == []
+    assert len(list(Path("/proc/self/fd").iterdir())) == held
