@@ -6,6 +6,7 @@ import html
 import io
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import matplotlib as mpl
 from matplotlib.axes import Axes
@@ -20,6 +21,21 @@ _COLOURS = {
     "#010206": "var(--baseline)",
 }
 _INK, _RULE, _MIXED, _BASELINE = _COLOURS
+
+
+@dataclass(frozen=True)
+class Theme:
+    """The colours around a chart's own lines."""
+
+    ink: str
+    rule: str
+    paper: str
+
+
+PAGE = Theme(ink=_INK, rule=_RULE, paper="none")
+"""The reader's, once `as_svg` has put the page's in their place."""
+LIGHT = Theme(ink="#5d636e", rule="#e2e0da", paper="#fbfaf7")
+"""Those of the page by day, for a picture that stands alone."""
 
 
 def loss_chart(mixed: Sequence[float], baseline: Sequence[float], names: tuple[str, str]) -> str:
@@ -38,7 +54,7 @@ def loss_chart(mixed: Sequence[float], baseline: Sequence[float], names: tuple[s
     axes.plot(iterations, mixed, color=_MIXED, linewidth=1.6, label=names[0])
     axes.set_ylabel("loss")
     axes.legend(frameon=False, labelcolor=_INK, loc="upper right")
-    return _svg(figure, "loss", f"Loss of {names[0]} and of {names[1]} by iteration")
+    return as_svg(figure, "loss", f"Loss of {names[0]} and of {names[1]} by iteration")
 
 
 def difference_chart(differences: Sequence[float]) -> str:
@@ -54,27 +70,33 @@ def difference_chart(differences: Sequence[float]) -> str:
     else:
         axes.set_ylim(-1.15 * largest, 1.15 * largest)
     axes.set_ylabel("difference")
-    return _svg(figure, "difference", "Difference between the two losses by iteration")
+    return as_svg(figure, "difference", "Difference between the two losses by iteration")
+
+
+def style_axes(axes: Axes, theme: Theme, *, x_label: str) -> None:
+    """The look that all our charts share."""
+    axes.set_facecolor("none")
+    for side in ("top", "right", "left"):
+        axes.spines[side].set_visible(False)
+    axes.spines["bottom"].set_color(theme.rule)
+    axes.grid(axis="y", color=theme.rule, linewidth=0.8)
+    axes.tick_params(colors=theme.ink, length=0, labelsize=10)
+    axes.set_xlabel(x_label, color=theme.ink)
+    axes.yaxis.label.set_color(theme.ink)
+    axes.margins(x=0.01)
 
 
 def _chart(*, height: float) -> tuple[Figure, Axes]:
     figure = Figure(figsize=(8.6, height), layout="constrained")
-    FigureCanvasSVG(figure)
     axes = figure.add_subplot()
-    axes.set_facecolor("none")
-    figure.patch.set_visible(False)
-    for side in ("top", "right", "left"):
-        axes.spines[side].set_visible(False)
-    axes.spines["bottom"].set_color(_RULE)
-    axes.grid(axis="y", color=_RULE, linewidth=0.8)
-    axes.tick_params(colors=_INK, length=0, labelsize=10)
-    axes.set_xlabel("iteration", color=_INK)
-    axes.yaxis.label.set_color(_INK)
-    axes.margins(x=0.01)
+    style_axes(axes, PAGE, x_label="iteration")
     return figure, axes
 
 
-def _svg(figure: Figure, name: str, description: str) -> str:
+def as_svg(figure: Figure, name: str, description: str) -> str:
+    """The figure as an element of a page, in the page's colours and font."""
+    FigureCanvasSVG(figure)
+    figure.patch.set_visible(False)
     stream = io.StringIO()
     # Text stays text, in the page's own font; ids differ between charts that share a page.
     with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": name, "font.family": "inherit"}):

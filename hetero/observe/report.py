@@ -14,18 +14,18 @@ from hetero.observe.comparison import Comparison
 
 
 def write_json(comparison: Comparison, path: Path) -> None:
-    _write_whole(path, json.dumps(comparison.as_mapping(), indent=1) + "\n")
+    write_whole(path, json.dumps(comparison.as_mapping(), indent=1) + "\n")
 
 
 def write_html(comparison: Comparison, path: Path) -> None:
     """Write the page. matplotlib and jinja2 are only loaded here: they take a second."""
     from hetero.observe.page import render_page
 
-    _write_whole(path, render_page(comparison))
+    write_whole(path, render_page(comparison))
 
 
-def _write_whole(path: Path, content: str) -> None:
-    """Under a temporary name first, so that nobody finds half a report."""
+def write_whole(path: Path, content: str) -> None:
+    """Write a file under a temporary name first, so that nobody finds half a report."""
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
         temporary.write_text(content, encoding="utf-8")

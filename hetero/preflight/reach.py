@@ -1,0 +1,169 @@
+"""Whether nodes reach each other's ports over each NIC, and how far their clocks are apart.
+
+Every node listens on each of its NICs at a port of the kernel's choice, as the links of a job do,
+and every other node calls. Both sides prove that they belong to the job; then the caller asks the
+time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import struct
+import threading
+import time
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from types import TracebackType
+
+from hetero.agreement import Store
+from hetero.errors import HeteroError, UserError
+from hetero.transport.base import LinkDescription
+from hetero.transport.handshake import Meeting, connect, prove, receive_exactly
+
+_TIME = struct.Struct("<d")
+_QUESTIONS = 8
+_CALL_SECONDS = 5.0
+_CALLS_AT_ONCE = 32
+
+Ports = Mapping[str, tuple[str, int]]
+"""Address and port by the name of the NIC."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """One node's try to reach another over one NIC of each."""
+
+    source: int
+    target: int
+    source_nic: str
+    target_nic: str
+    error: str
+    """Empty where it was reached."""
+    clock_difference: float | None
+    """Seconds that the target's clock is ahead of the source's."""
+    clock_uncertainty: float
+    """Half the time that the question took."""
+
+
+class Doorbell:
+    """Listens on every NIC of this node, and answers members of the job until it is closed.
+
+    Raises UserError where an address is not this node's.
+    """
+
+    def __init__(self, store: Store, addresses: Mapping[str, str], secret: bytes) -> None:
+        self._meeting = _meeting(store, secret, listens=True, timeout=_CALL_SECONDS)
+        self._listeners: list[socket.socket] = []
+        self._threads: list[threading.Thread] = []
+        self.ports: dict[str, tuple[str, int]] = {}
+        for nic, address in addresses.items():
+            try:
+                listener = socket.create_server((address, 0), backlog=128)
+            except OSError as error:
+                self._stop()
+                raise UserError(
+                    f"no port can be opened on {nic} ({address}: {error.strerror or error}); name "
+                    "other NICs with --hetero-nics"
+                ) from error
+            self._listeners.append(listener)
+            host, port = listener.getsockname()[:2]
+            self.ports[nic] = (str(host), int(port))
+        self._threads += [
+            threading.Thread(target=self._listen, args=(listener,), name="doorbell", daemon=True)
+            for listener in self._listeners
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def __enter__(self) -> Doorbell:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._stop()
+
+    def _stop(self) -> None:
+        for listener in self._listeners:
+            with contextlib.suppress(OSError):
+                listener.shutdown(socket.SHUT_RDWR)
+            listener.close()
+        for thread in self._threads:
+            thread.join(_CALL_SECONDS)
+
+    def _listen(self, listener: socket.socket) -> None:
+        while True:
+            try:
+                connection, _ = listener.accept()
+            except OSError:  # closed
+                return
+            threading.Thread(target=self._answer, args=(connection,), daemon=True).start()
+
+    def _answer(self, connection: socket.socket) -> None:
+        with connection, contextlib.suppress(OSError):
+            connection.settimeout(_CALL_SECONDS)
+            prove(connection, self._meeting)
+            while connection.recv(1):
+                connection.sendall(_TIME.pack(time.time()))
+
+
+def call_all(
+    store: Store,
+    secret: bytes,
+    *,
+    source: int,
+    addresses: Mapping[str, str],
+    others: Mapping[int, Ports],
+    seconds: float = _CALL_SECONDS,
+) -> list[Call]:
+    """Call every other node over every NIC, the first of ours with the first of theirs and so on.
+
+    A side with fewer NICs uses them in turn.
+    """
+    ours = list(addresses.items())
+    tries = []
+    for target, ports in others.items():
+        theirs = list(ports.items())
+        for index in range(max(len(ours), len(theirs)) if ours and theirs else 0):
+            tries.append((target, ours[index % len(ours)], theirs[index % len(theirs)]))
+    meeting = _meeting(store, secret, listens=False, timeout=seconds)
+
+    def call(entry: tuple[int, tuple[str, str], tuple[str, tuple[str, int]]]) -> Call:
+        target, (nic, address), (other_nic, (host, port)) = entry
+        error, difference, uncertainty = "", None, 0.0
+        try:
+            with connect(
+                (host, port), meeting, family=socket.AF_INET, source=(address, 0)
+            ) as connection:
+                difference, uncertainty = _ask_time(connection)
+        except (OSError, HeteroError) as failure:
+            reason = failure.__cause__ or failure
+            error = f"{host}:{port} from {address}: {reason}"
+        return Call(source, target, nic, other_nic, error, difference, uncertainty)
+
+    with ThreadPoolExecutor(_CALLS_AT_ONCE) as pool:
+        return list(pool.map(call, tries))
+
+
+def _ask_time(connection: socket.socket) -> tuple[float, float]:
+    """The other clock's lead in seconds and how sure that is, from the fastest of some answers."""
+    best = (0.0, float("inf"))
+    for _ in range(_QUESTIONS):
+        begin, clock = time.perf_counter(), time.time()
+        connection.sendall(b"?")
+        (theirs,) = _TIME.unpack(receive_exactly(connection, _TIME.size))
+        half = (time.perf_counter() - begin) / 2
+        if half < best[1]:
+            best = (theirs - (clock + half), half)
+    return best
+
+
+def _meeting(store: Store, secret: bytes, *, listens: bool, timeout: float) -> Meeting:
+    # Only the secret and the name matter to the proof; the description to errors, cut off here.
+    description = LinkDescription(0, 1, 0, 1, job="preflight", timeout=timeout)
+    return Meeting(store, description, "preflight", listens, secret, timeout)

@@ -1,0 +1,87 @@
+"""The software a node runs: the versions that the nodes must share, and what is out of range."""
+
+from __future__ import annotations
+
+import platform
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+
+import torch
+from packaging.requirements import InvalidRequirement, Requirement
+
+from hetero.version import __version__
+
+
+@dataclass(frozen=True)
+class SoftwareFacts:
+    """Versions; empty where something is not there."""
+
+    project: str
+    python: str
+    torch: str
+    """The release alone, as in 2.12.1: what the nodes must share."""
+    torch_build: str
+    """What it was built for, as in cu130, rocm7.1 or cpu."""
+    cuda: str
+    rocm: str
+    collectives: str
+    """NCCL or RCCL and its version, as PyTorch was built with it."""
+    megatron_core: str
+    unmet: tuple[str, ...]
+    """Lines of requirements.txt that this environment does not fulfil, and what it has instead."""
+
+
+def read_software(requirements: Path) -> SoftwareFacts:
+    release, _, build = str(torch.__version__).partition("+")
+    rocm, cuda = torch.version.hip or "", torch.version.cuda or ""
+    return SoftwareFacts(
+        project=__version__,
+        python=platform.python_version(),
+        torch=release,
+        torch_build=build or (f"rocm{rocm}" if rocm else f"cu{cuda}" if cuda else "cpu"),
+        cuda=cuda,
+        rocm=rocm,
+        collectives=_collectives(rocm, cuda),
+        megatron_core=_installed("megatron-core"),
+        unmet=unmet_requirements(requirements),
+    )
+
+
+def unmet_requirements(file: Path) -> tuple[str, ...]:
+    """The requirements of a pip file that the running environment does not fulfil."""
+    try:
+        lines = file.read_text().splitlines()
+    except OSError:
+        return ()
+    unmet = []
+    for line in lines:
+        try:
+            wanted = Requirement(line.split("#", 1)[0].strip())
+        except InvalidRequirement:  # a comment, an empty line or an option of pip's
+            continue
+        if wanted.marker is not None and not wanted.marker.evaluate():
+            continue
+        version = _installed(wanted.name)
+        if not version:
+            unmet.append(f"{wanted} is not installed")
+        elif not wanted.specifier.contains(version, prereleases=True):
+            unmet.append(f"{wanted} is wanted and {version} installed")
+    return tuple(unmet)
+
+
+def _installed(name: str) -> str:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return ""
+
+
+def _collectives(rocm: str, cuda: str) -> str:
+    if not (rocm or cuda):
+        return ""
+    try:
+        version = torch.cuda.nccl.version()
+    except (AttributeError, RuntimeError):  # a build without the library
+        return ""
+    return ("RCCL " if rocm else "NCCL ") + ".".join(map(str, version))

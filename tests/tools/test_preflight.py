@@ -1,0 +1,132 @@
+"""What `tools/preflight.py` promises, run for real: alone, and as several processes on loopback."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+from tests.distributed.harness import ROOT, free_port
+
+TOOL = ROOT / "tools" / "preflight.py"
+# The launcher's variables of an outer job would make this one a part of it.
+LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+
+
+def environment(**more: str) -> dict[str, str]:
+    kept = {name: value for name, value in os.environ.items() if name not in LAUNCHERS}
+    return {**kept, "OMP_NUM_THREADS": "1", **more}
+
+
+def alone(*flags: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, str(TOOL), *flags],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=environment(**environ),
+    )
+
+
+def together(processes: int, *flags: str) -> subprocess.CompletedProcess[str]:
+    """Through torchrun, on loopback."""
+    launcher = ["--nnodes", "1", "--nproc-per-node", str(processes)]
+    launcher += ["--master-addr", "127.0.0.1", "--master-port", str(free_port())]
+    return subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", *launcher, str(TOOL), *flags],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        env=environment(),
+    )
+
+
+def test_a_node_alone_is_described_and_measured(tmp_path):
+    done = alone("--json", str(tmp_path / "found.json"))
+    record = json.loads((tmp_path / "found.json").read_text())
+    assert done.returncode == (0 if record["ready"] else 1), done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[-1] == record["verdict"]
+    assert max(map(len, lines)) <= 100
+    for label in ("software", "host", "limits", "GPU", "network", "RDMA", "rails", "bandwidth"):
+        assert any(line.startswith(label) for line in lines), label
+    (node,) = record["nodes"]
+    paths = {entry["path"]: entry for entry in node["facts"]["bandwidth"]}
+    assert paths["tcp"]["error"] == ""
+    assert paths["tcp"]["there_gb_s"] > 0
+    assert [path.name for path in tmp_path.iterdir()] == ["found.json"]
+
+
+def test_without_bandwidth_nothing_is_measured(tmp_path):
+    done = alone("--no-bandwidth", "--brief", "--json", str(tmp_path / "found.json"))
+    record = json.loads((tmp_path / "found.json").read_text())
+    assert record["nodes"][0]["facts"]["bandwidth"] == []
+    assert not any(line.startswith("software") for line in done.stdout.splitlines())
+    assert done.stdout.splitlines()[-1] == record["verdict"]
+
+
+def test_a_problem_makes_the_exit_code_1(tmp_path):
+    """A copy of the tool, beside a requirements.txt that asks for what is not there."""
+    (tmp_path / "tools").mkdir()
+    (tmp_path / "tools/preflight.py").write_text(TOOL.read_text())
+    (tmp_path / "requirements.txt").write_text("no-such-package-at-all>=2\n")
+    done = subprocess.run(
+        [sys.executable, "-m", "tools.preflight", "--no-bandwidth"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd=tmp_path,
+        env=environment(PYTHONPATH=f"{tmp_path}{os.pathsep}{ROOT}"),
+    )
+    assert done.returncode == 1, done.stderr
+    assert "problem  software" in done.stdout
+    assert "NOT READY" in done.stdout.splitlines()[-1]
+
+
+def test_two_processes_of_one_node_speak_once_and_measure_between_them(tmp_path):
+    done = together(2, "--json", str(tmp_path / "found.json"))
+    record = json.loads((tmp_path / "found.json").read_text())
+    assert done.returncode == (0 if record["ready"] else 1), done.stderr
+    assert done.stdout.count("node 0 (") == 1
+    assert len(record["nodes"]) == 1
+    assert record["nodes"][0]["facts"]["bandwidth"][0]["path"].startswith("auto: ")
+
+
+def test_emulated_nodes_call_and_measure_each_other_and_say_that_they_are(tmp_path):
+    done = together(
+        3, "--emulate-nodes", "--hetero-nics", "lo", "--json", str(tmp_path / "found.json")
+    )
+    record = json.loads((tmp_path / "found.json").read_text())
+    assert done.returncode == (0 if record["ready"] else 1), done.stderr
+    assert "emulated" in done.stdout.splitlines()[-1]
+    assert [node["card"]["number"] for node in record["nodes"]] == [0, 1, 2]
+    assert len(record["calls"]) == 6
+    assert [call["error"] for call in record["calls"]] == [""] * 6
+    measured = {(p["source"], p["target"]) for p in record["paths"] if not p["result"]["error"]}
+    assert measured == {(0, 1), (0, 2), (1, 2)}
+
+
+def test_bad_input_is_one_sentence_and_exit_code_2(tmp_path):
+    for flags, expected in (
+        (["--no-such-flag"], "unrecognized arguments: --no-such-flag"),
+        (["--json", str(tmp_path / "missing/found.json")], "there is no folder"),
+        (["--no-bandwidth", "--hetero-nics", "nope0"], "--hetero-nics nope0 is no NIC with"),
+    ):
+        done = alone(*flags)
+        assert done.returncode == 2
+        assert done.stdout == ""
+        assert done.stderr.count("\n") == 1
+        assert expected in done.stderr
+
+
+def test_a_rank_that_is_wrong_in_the_environment_is_bad_input():
+    done = alone("--no-bandwidth", RANK="two")
+    assert done.returncode == 2
+    assert "RANK must be a whole number" in done.stderr
+
+
+def test_a_wrong_nic_on_all_nodes_is_said_once():
+    done = together(2, "--no-bandwidth", "--hetero-nics", "nope0")
+    assert done.returncode != 0
+    assert done.stderr.count("--hetero-nics nope0 is no NIC") == 1

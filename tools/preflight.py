@@ -1,0 +1,122 @@
+"""Check a node, or all nodes of a job together, before training: what is there and what is amiss.
+
+    python tools/preflight.py                                       # this node alone
+    torchrun --nnodes 2 --node-rank $N --nproc-per-node 1 \\
+        --master-addr $HOST --master-port 29500 tools/preflight.py  # all nodes together
+
+One process a node is enough. Exit code 0: a job can start; 1: it would fail, see the problems;
+2: the check itself could not be made.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+if not __package__:  # Run as a script, where only tools/ itself would be importable.
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+    # The ranks wait for each other in slices; PyTorch would report the end of each as a timeout.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+
+from hetero.agreement import Agreement
+from hetero.errors import HeteroError, UserError
+from hetero.preflight.session import Report, Settings, Together, check_alone
+from megatron.training.rendezvous import environment_rank, open_store
+from tools import command_line
+
+_REQUIREMENTS = Path(__file__).resolve().parent.parent / "requirements.txt"
+_PATIENCE = 300.0
+"""Seconds for all ranks to have come, and for the slowest pair to have measured."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    options = _parse(argv)
+    problems: list[bool] = []
+
+    def work() -> str:
+        rank, world_size, _ = environment_rank()
+        if rank > 0:  # Rank 0 speaks for all, and prints what all of them know.
+            sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+        try:
+            report = _check(options, rank, world_size)
+        except HeteroError as error:
+            if rank > 0 and error.known_to_all:
+                sys.exit(error.exit_code)
+            raise
+        problems.append(report.has_problem)
+        return report.verdict
+
+    code = command_line.run(work)
+    return code or int(any(problems))
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = command_line.Parser((__doc__ or "").splitlines()[0])
+    parser.add_argument(
+        "--hetero-nics",
+        nargs="+",
+        default=[],
+        metavar="NIC",
+        help="NICs to try between nodes, as training would be given; left out: those recommended",
+    )
+    parser.add_argument(
+        "--no-bandwidth", action="store_true", help="measure no links and no copies"
+    )
+    parser.add_argument(
+        "--brief", action="store_true", help="print the advice and the verdict alone"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write everything there too")
+    parser.add_argument(
+        "--emulate-nodes",
+        action="store_true",
+        help="count every process as a node, to see on one machine what is checked between nodes",
+    )
+    return parser.parse_args(argv)
+
+
+def _check(options: argparse.Namespace, rank: int, world_size: int) -> Report:
+    """Make the report, print all but its last line, and write it where that was asked for."""
+    settings = Settings(
+        nics=tuple(options.hetero_nics),
+        bandwidth=not options.no_bandwidth,
+        each_rank_a_node=options.emulate_nodes,
+        requirements=_REQUIREMENTS,
+    )
+    if options.json is not None and not options.json.parent.is_dir():
+        raise UserError(f"--json {options.json}: there is no folder {options.json.parent}")
+    if world_size == 1:
+        report = check_alone(settings)
+        _tell(report, options)
+        return report
+    store = open_store(rank, world_size, _PATIENCE)
+    agreement = Agreement(store, rank=rank, world_size=world_size, timeout=_PATIENCE)
+    try:
+        report = Together(settings, rank=rank, store=store, agreement=agreement).check()
+        if rank == 0:
+            _tell(report, options)
+    except HeteroError:
+        raise
+    except Exception as error:
+        agreement.announce_failure(error)
+        raise
+    finally:
+        agreement.part()
+        agreement.close()
+    return report
+
+
+def _tell(report: Report, options: argparse.Namespace) -> None:
+    if options.json is not None:
+        temporary = options.json.with_name(options.json.name + ".partial")
+        temporary.write_text(json.dumps(report.as_dict(), indent=1) + "\n")
+        temporary.replace(options.json)
+    for line in report.lines(brief=options.brief):
+        print(line)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
