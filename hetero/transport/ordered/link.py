@@ -29,6 +29,7 @@ _WATCH_SECONDS = 0.1
 _IDLE_SECONDS = 1.0
 _JOIN_SECONDS = 5.0
 _SPIN_SECONDS = 100e-6
+_GRACE_SECONDS = 200e-6
 _MASK = 0xFFFFFFFF
 
 _libc = ctypes.CDLL(None)
@@ -55,7 +56,10 @@ class OrderedLink(Link):
         self._allotment = Allotment(ends.ring_bytes)
         self._out, self._in = Flow(device.stream()), Flow(device.stream())
         self._lock = threading.Lock()
-        self._busy = threading.Event()
+        self._wanted = threading.Event()
+        """Set when the link's thread should look: something waits that nobody else may bring on."""
+        self._resting = False
+        """Whether the link's thread sleeps until it is wanted."""
         self._callers = 0
         """Callers in `wait()`, who make progress themselves."""
         self._thread = threading.Thread(
@@ -78,8 +82,8 @@ class OrderedLink(Link):
             self._out.waiting.append(transfer)
             self._enqueue()
             self._forget_ended()
-        if not self._busy.is_set():
-            self._busy.set()
+        if transfer.landed is None or self._resting:
+            self._wanted.set()
         return transfer
 
     def recv(self, tensor: torch.Tensor) -> Work:
@@ -91,8 +95,8 @@ class OrderedLink(Link):
             self._in.waiting.append(transfer)
             self._enqueue()
             self._forget_ended()
-        if not self._busy.is_set():
-            self._busy.set()
+        if transfer.landed is None or self._resting:
+            self._wanted.set()
         return transfer
 
     def close(self) -> None:
@@ -109,7 +113,7 @@ class OrderedLink(Link):
             self._end_transfers(error)
         self._ends.mine.close()
         self._ends.theirs.ring()
-        self._busy.set()
+        self._wanted.set()
         self._thread.join(_JOIN_SECONDS)
         for flow in (self._out, self._in):
             flow.stream.mark().synchronize()
@@ -125,6 +129,8 @@ class OrderedLink(Link):
         finally:
             with self._lock:
                 self._callers -= 1
+                if self._out.waiting or self._in.waiting:
+                    self._wanted.set()
 
     def _progress(self, transfer: OrderedTransfer) -> None:
         spin_until = time.monotonic() + _SPIN_SECONDS
@@ -281,14 +287,23 @@ class OrderedLink(Link):
             if waiting and not self._callers:
                 self._ends.mine.sleep(bell, _WATCH_SECONDS)
             elif waiting or time.monotonic() - last_busy < _IDLE_SECONDS:
-                time.sleep(_WATCH_SECONDS)
+                if self._wanted.wait(_WATCH_SECONDS):
+                    self._wanted.clear()
+                    # Whoever asked most often waits itself, at once, and is faster.
+                    time.sleep(_GRACE_SECONDS)
             else:
-                self._busy.clear()
-                with self._lock:
-                    idle = not (self._out.transfers() or self._in.transfers())
-                if idle and not self._closed:
-                    self._busy.wait()
+                self._rest()
                 last_busy = time.monotonic()
+
+    def _rest(self) -> None:
+        """Sleep until there is something to watch."""
+        self._resting = True
+        with self._lock:
+            idle = not (self._out.transfers() or self._in.transfers())
+        if idle and not self._closed:
+            self._wanted.wait()
+        self._resting = False
+        self._wanted.clear()
 
     def _look_for_trouble(self) -> None:
         """Break the link if a transfer is overdue or the peer has ended. Called with the lock."""

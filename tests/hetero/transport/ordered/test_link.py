@@ -18,6 +18,7 @@ from hetero.device.base import Mark
 from hetero.device.ordered import OrderedStream
 from hetero.errors import LinkError
 from hetero.transport.base import LinkDescription
+from hetero.transport.ordered import link as link_module
 from hetero.transport.ordered.link import OrderedLink
 from hetero.transport.ordered.opening import RingMemory, open_ordered
 from tests.emulated_streams import EmulatedOrderedDevice
@@ -103,6 +104,22 @@ def test_a_message_larger_than_the_ring_is_taken_in_parts() -> None:
         for work in works:
             work.wait()
         assert torch.equal(target, sent)
+
+
+def test_a_message_of_many_rings_goes_on_while_nobody_waits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In a pipeline sends are never waited for. The link's thread must be told that there is more
+    to do: were it to look only now and then, this would not end in time."""
+    monkeypatch.setattr(link_module, "_WATCH_SECONDS", 60.0)
+    with opened() as pair:
+        for count in (1, 2, 3):
+            sent = torch.arange(count << 17, dtype=torch.int32)
+            target = torch.zeros_like(sent)
+            pair.sender.send(sent)
+            work = pair.receiver.recv(target)
+            assert wait_for(work.done)
+            assert torch.equal(target, sent)
 
 
 def test_a_stream_is_never_told_to_wait_for_what_is_not_enqueued(
