@@ -53,7 +53,7 @@ class _EmulatedStream(OrderedStream):
     def wait_for(self, mark: Mark) -> None:
         self._work.put(mark.synchronize)
 
-    def wait_value(self, word: int, value: int) -> None:
+    def wait_value(self, word: int, value: int, *, aside: bool = False) -> None:
         def wait() -> None:
             here = ctypes.c_uint32.from_address(word)
             while ((here.value - value + 0x80000000) & 0xFFFFFFFF) < 0x80000000:
@@ -61,7 +61,7 @@ class _EmulatedStream(OrderedStream):
 
         self._work.put(wait)
 
-    def write_value(self, word: int, value: int) -> None:
+    def write_value(self, word: int, value: int, *, aside: bool = False) -> None:
         def write() -> None:
             ctypes.c_uint32.from_address(word).value = value
 
@@ -74,6 +74,9 @@ class _EmulatedStream(OrderedStream):
         mark = _EmulatedMark()
         self._work.put(mark.event.set)
         return mark
+
+    def synchronize(self) -> None:
+        self.mark().synchronize()
 
     def _run(self) -> None:
         while True:

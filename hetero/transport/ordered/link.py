@@ -28,7 +28,7 @@ from hetero.transport.ordered.transfer import Flow, OrderedEnds, OrderedTransfer
 _WATCH_SECONDS = 0.1
 _IDLE_SECONDS = 1.0
 _JOIN_SECONDS = 5.0
-_SPIN_SECONDS = 100e-6
+_SPIN_SECONDS = 500e-6
 _GRACE_SECONDS = 200e-6
 _MASK = 0xFFFFFFFF
 
@@ -95,7 +95,9 @@ class OrderedLink(Link):
             self._in.waiting.append(transfer)
             self._enqueue()
             self._forget_ended()
-        if transfer.landed is None or self._resting:
+        # A caller that waits at once is faster than the thread, and the thread would be in its way.
+        is_large = transfer.nbytes > self._ends.ring_bytes // 2
+        if self._resting or (is_large and transfer.landed is None):
             self._wanted.set()
         return transfer
 
@@ -116,7 +118,7 @@ class OrderedLink(Link):
         self._wanted.set()
         self._thread.join(_JOIN_SECONDS)
         for flow in (self._out, self._in):
-            flow.stream.mark().synchronize()
+            flow.stream.synchronize()
         self._ends.close()
 
     def progress_until_enqueued(self, transfer: OrderedTransfer) -> None:
@@ -191,6 +193,7 @@ class OrderedLink(Link):
         while flow.waiting:
             transfer = flow.waiting[0]
             self._begin(transfer, flow)
+            in_parts = transfer.nbytes > self._chunk_bytes
             while transfer.landed is None:
                 nbytes = min(self._chunk_bytes, transfer.nbytes - transfer.offset)
                 placed = self._allotment.take(nbytes, retired=direction.retired)
@@ -200,11 +203,11 @@ class OrderedLink(Link):
                 freed &= _MASK
                 if ahead(freed, direction.consumed) > 0:
                     flow.awaited = freed
-                    flow.stream.wait_value(direction.consumed_word, freed)
+                    flow.stream.wait_value(direction.consumed_word, freed, aside=in_parts)
                 if nbytes:
                     flow.stream.copy(ring + place, transfer.address + transfer.offset, nbytes)
                 flow.count += 1
-                flow.stream.write_value(direction.produced_word, flow.count & _MASK)
+                flow.stream.write_value(direction.produced_word, flow.count & _MASK, aside=in_parts)
                 direction.post(
                     transfer.header,
                     offset=transfer.offset,
@@ -225,15 +228,16 @@ class OrderedLink(Link):
                 break
             entry = direction.entry(flow.count)
             self._verify(entry, transfer)
+            in_parts = entry.nbytes < transfer.nbytes
             flow.count += 1
             count = flow.count & _MASK
             if ahead(count, direction.produced) > 0:
                 flow.awaited = count
-                flow.stream.wait_value(direction.produced_word, count)
+                flow.stream.wait_value(direction.produced_word, count, aside=in_parts)
             if entry.nbytes:
                 target = transfer.address + transfer.offset
                 flow.stream.copy(target, ring + entry.place, entry.nbytes)
-            flow.stream.write_value(direction.consumed_word, count)
+            flow.stream.write_value(direction.consumed_word, count, aside=in_parts)
             direction.retire(flow.count)
             self._advance(transfer, flow, entry.nbytes)
         return flow.count - before

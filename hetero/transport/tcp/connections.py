@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 import psutil
@@ -46,17 +47,25 @@ def address_towards(host: str) -> str:
 def open_connections(
     meeting: Meeting, *, shape: RingShape, paths: TcpPaths
 ) -> tuple[list[socket.socket], list[socket.socket]]:
-    """Outgoing and incoming connections, blocking, between two ends that agree on their chunks."""
-    both = _listen(meeting, paths) if meeting.listens else _call(meeting, paths)
-    for connection in both:
-        connection.settimeout(None)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        _size_buffers(connection)
-    compare(
-        both[0],
-        meeting,
-        {"protocol": PROTOCOL_VERSION, "slots": shape.slots, "slot_bytes": shape.slot_bytes},
-    )
+    """Outgoing and incoming connections, blocking, between two ends that agree on their chunks.
+
+    Raises LinkError, and leaves no connection open, when the ends do not meet or differ.
+    """
+    ours = {"protocol": PROTOCOL_VERSION, "slots": shape.slots, "slot_bytes": shape.slot_bytes}
+    with ExitStack() as opened:
+        both = _listen(meeting, paths, opened) if meeting.listens else _call(meeting, paths, opened)
+        both[0].settimeout(meeting.timeout)
+        try:
+            compare(both[0], meeting, ours)
+        except OSError as error:
+            raise meeting.failure(
+                f"rank {meeting.description.peer} ended the opening ({error})", "see its log"
+            ) from error
+        for connection in both:
+            connection.settimeout(None)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            _size_buffers(connection)
+        opened.pop_all()
     half = len(both) // 2
     outgoing, incoming = both[:half], both[half:]
     return (outgoing, incoming) if meeting.listens else (incoming, outgoing)
@@ -75,7 +84,7 @@ def _size_buffers(connection: socket.socket) -> None:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _BUFFER_WITHIN_HOST)
 
 
-def _listen(meeting: Meeting, paths: TcpPaths) -> list[socket.socket]:
+def _listen(meeting: Meeting, paths: TcpPaths, opened: ExitStack) -> list[socket.socket]:
     listeners = []
     try:
         for address in paths.addresses:
@@ -90,7 +99,7 @@ def _listen(meeting: Meeting, paths: TcpPaths) -> list[socket.socket]:
             },
         )
         return [
-            accept(listeners[index % len(listeners)], meeting)[0]
+            opened.enter_context(accept(listeners[index % len(listeners)], meeting)[0])
             for index in range(2 * paths.connections)
         ]
     finally:
@@ -98,17 +107,19 @@ def _listen(meeting: Meeting, paths: TcpPaths) -> list[socket.socket]:
             listener.close()
 
 
-def _call(meeting: Meeting, paths: TcpPaths) -> list[socket.socket]:
+def _call(meeting: Meeting, paths: TcpPaths, opened: ExitStack) -> list[socket.socket]:
     told = look_up(meeting, "tcp addresses")
     addresses: Sequence[tuple[str, int]] = [
         (str(host), int(port)) for host, port in told["addresses"]
     ]
     return [
-        connect(
-            addresses[index % len(addresses)],
-            meeting,
-            family=socket.AF_INET,
-            source=(paths.address_of(index), 0),
+        opened.enter_context(
+            connect(
+                addresses[index % len(addresses)],
+                meeting,
+                family=socket.AF_INET,
+                source=(paths.address_of(index), 0),
+            )
         )
         for index in range(2 * int(told["connections"]))
     ]

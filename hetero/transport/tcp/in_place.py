@@ -40,9 +40,9 @@ class _Piece(NamedTuple):
 
 
 class InPlaceLink(Link):
-    """A link over blocking connections, as many incoming as outgoing ones or not.
+    """A link over blocking connections, which are its own from here on.
 
-    The connections are the link's from here on.
+    Raises ValueError for a tensor that is not in host memory.
     """
 
     transport = "tcp"
@@ -190,7 +190,7 @@ class InPlaceLink(Link):
                     return
         except OSError as error:
             self._received.end(self._end_of_peer(error))
-            # Nothing may land in a tensor whose transfer has failed.
+            # Cut off what still lands in tensors whose transfers have failed.
             _shut(self._incoming, socket.SHUT_RD)
         else:
             self._received.end_stream(self._end_of_peer(ConnectionError("end of stream")))
@@ -275,7 +275,7 @@ class InPlaceLink(Link):
         self._broken = self._broken or error
         for flow in (self._sent, self._received):
             flow.end(lambda _: error)
-        # Nothing may land in a tensor whose transfer has failed.
+        # Cut off what still lands in tensors whose transfers have failed.
         _shut(self._incoming, socket.SHUT_RD)
 
 

@@ -132,7 +132,7 @@ def test_a_stream_is_never_told_to_wait_for_what_is_not_enqueued(
         real = stream_type.wait_value
         ends = pair.sender._ends, pair.receiver._ends
 
-        def checked(self: OrderedStream, word: int, value: int) -> None:
+        def checked(self: OrderedStream, word: int, value: int, *, aside: bool = False) -> None:
             for end in ends:
                 posted, retired = end.incoming.posted, end.outgoing.retired
                 if word == end.incoming.produced_word and posted < value:
