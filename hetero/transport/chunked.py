@@ -343,4 +343,4 @@ def _offsets(nbytes: int, slot_bytes: int) -> range:
 
 
 def _checksum(payload: torch.Tensor) -> int:
-    return zlib.crc32(payload.numpy().data)
+    return zlib.crc32(payload.cpu().numpy().data)

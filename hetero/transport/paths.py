@@ -17,14 +17,16 @@ from hetero.transport.ordered.opening import RingMemory, open_ordered
 from hetero.transport.same_host import host_identity
 from hetero.transport.shm import open_shm
 from hetero.transport.tcp import TcpPaths, open_tcp
+from hetero.transport.verbs.available import no_rdma
+from hetero.transport.verbs.opening import DEVICE, HOST, VerbsOptions, open_verbs
 
-PATHS = ("ipc", "shm", "tcp")
-"""Fastest first."""
+PATHS = ("ipc", "shm", "verbs", "verbs-host", "tcp")
+"""Fastest first. `verbs` moves the device's own memory, `verbs-host` goes through host memory."""
 
 FAMILIES: dict[str, tuple[str, ...]] = {
     "auto": PATHS,
-    "device-direct": ("ipc",),
-    "cpu-forward": ("shm", "tcp"),
+    "device-direct": ("ipc", "verbs"),
+    "cpu-forward": ("shm", "verbs-host", "tcp"),
 }
 """What a user may ask for instead of one path: the fastest of these that works."""
 
@@ -45,6 +47,8 @@ class ChannelOptions:
     """TCP connections of each direction."""
     addresses: tuple[str, ...] = ("127.0.0.1",)
     """This side's addresses for TCP, one a network interface."""
+    rdma_devices: tuple[str, ...] = ()
+    """This side's RDMA devices; empty for those nearest to the GPU."""
 
     @property
     def shape(self) -> RingShape:
@@ -69,15 +73,17 @@ class Situation:
     """Vendor and identity of its GPU; None for CPU tensors."""
     ordered: bool
     """Whether its device's streams can wait on words of memory, and nothing else is asked for."""
+    no_rdma: str | None
+    """Why it cannot use RDMA; None if it can."""
 
     @classmethod
     def here(cls, *, device: torch.device, options: ChannelOptions) -> Situation:
         if device.type == "cpu":
-            return cls(host=host_identity(), gpu=None, ordered=False)
+            return cls(host_identity(), gpu=None, ordered=False, no_rdma=no_rdma())
         gpu = GpuOrderedDevice(device)
         # A checksum is taken by the CPU, which sees no bytes when streams order themselves.
         ordered = not options.checksum and gpu.can_order()
-        return cls(host=host_identity(), gpu=gpu.identity(), ordered=ordered)
+        return cls(host_identity(), gpu=gpu.identity(), ordered=ordered, no_rdma=no_rdma())
 
 
 @dataclass(frozen=True)
@@ -105,6 +111,8 @@ class Pair:
         """Why a path need not even be tried."""
         if path in ("ipc", "shm") and not self.share_memory:
             return "the two ends run on different hosts"
+        if path in ("verbs", "verbs-host"):
+            return self.here.no_rdma or self.there.no_rdma
         if path == "ipc":
             if self.here.gpu is None or self.there.gpu is None:
                 return "it joins GPUs, and the tensors are on a CPU"
@@ -144,6 +152,8 @@ def _open(
         return _open_ordered(meeting, "host", options=options, device=device)
     if path == "shm":
         return _open_shm(meeting, options=options, device=device)
+    if path in ("verbs", "verbs-host"):
+        return _open_verbs(path, meeting, options=options, device=device)
     return _open_tcp(meeting, options=options, device=device)
 
 
@@ -164,6 +174,32 @@ def _open_shm(meeting: Meeting, *, options: ChannelOptions, device: torch.device
     return ChunkedLink(
         meeting.description,
         transport="shm",
+        send_end=ends.send,
+        recv_end=ends.recv,
+        device=device,
+        checksum=options.checksum,
+        on_close=ends.close,
+    )
+
+
+def _open_verbs(
+    path: str, meeting: Meeting, *, options: ChannelOptions, device: torch.device
+) -> Link:
+    on_device = path == "verbs" and device.type != "cpu"
+    ends = open_verbs(
+        meeting,
+        shape=options.shape,
+        runtime=runtime_for(device),
+        device=device,
+        options=VerbsOptions(
+            memory=DEVICE if on_device else HOST,
+            nics=options.rdma_devices,
+            address=options.addresses[0],
+        ),
+    )
+    return ChunkedLink(
+        meeting.description,
+        transport=path,
         send_end=ends.send,
         recv_end=ends.recv,
         device=device,

@@ -24,8 +24,8 @@ from hetero.errors import HeteroError, UserError
 from hetero.groups import Groups, build_groups
 from hetero.pipeline.links import Opening, PipelineLinks, open_links
 from hetero.plan import Coordinate, Plan
+from hetero.transport.nics import Nics, find_nics
 from hetero.transport.paths import ChannelOptions
-from hetero.transport.tcp import address_towards, interface_address
 from megatron.training.arguments import parse_args
 from megatron.training.core_private import register_groups, require_supported_core
 from megatron.training.data import Datasets, Splits, build_datasets, needs_data
@@ -98,7 +98,8 @@ def read_arguments(argv: Sequence[str] | None, rank: int) -> tuple[argparse.Name
                 "pip install '.[te]' or use --transformer-impl local"
             ) from error
     plan = plan_from_args(args, vendor=running_vendor())
-    _check_interfaces(args)
+    if args.hetero_nics:
+        _find_nics(args)
     if rank == 0:
         check_outputs(args)
     return args, plan
@@ -118,26 +119,22 @@ def _choose_device(local_rank: int) -> torch.device:
 
 
 def _channel_options(args: argparse.Namespace) -> ChannelOptions:
-    if args.hetero_nics:
-        addresses = tuple(interface_address(name) or "" for name in args.hetero_nics)
-    else:
-        addresses = (address_towards(os.environ["MASTER_ADDR"]),)
+    nics = _find_nics(args)
     return ChannelOptions(
         ring_bytes=args.hetero_ring_mib << 20,
         chunk_bytes=args.hetero_chunk_kib << 10 if args.hetero_chunk_kib else None,
         checksum=args.hetero_checksum,
         connections=args.hetero_tcp_connections,
-        addresses=addresses,
+        addresses=nics.addresses,
+        rdma_devices=nics.rdma,
     )
 
 
-def _check_interfaces(args: argparse.Namespace) -> None:
-    for name in args.hetero_nics or []:
-        if interface_address(name) is None:
-            raise UserError(
-                f"--hetero-nics {name} is no network interface with an IPv4 address on "
-                f"{socket.gethostname()}; `ip address` lists them"
-            )
+def _find_nics(args: argparse.Namespace) -> Nics:
+    try:
+        return find_nics(args.hetero_nics or (), towards=os.environ["MASTER_ADDR"])
+    except ValueError as error:
+        raise UserError(f"--hetero-nics on {socket.gethostname()}: {error}") from error
 
 
 def _set_determinism(args: argparse.Namespace) -> None:

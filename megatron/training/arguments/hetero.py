@@ -46,7 +46,8 @@ def add_hetero_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--hetero-nics",
         nargs="+",
-        help="network interfaces that tcp uses; left out: the one towards the first rank",
+        help="network interfaces or RDMA devices, the rails of a link; left out: for tcp the "
+        "interface towards the first rank, for verbs the devices nearest to the GPU",
     )
     group.add_argument(
         "--hetero-tcp-connections",

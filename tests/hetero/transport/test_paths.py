@@ -13,9 +13,9 @@ from hetero.transport.paths import FAMILIES, PATHS, ChannelOptions, Pair, Situat
 from tests.hetero.transport.test_handshake import both, meeting
 
 HOST = {"boot": "a", "network": "n", "futex": True}
-NVIDIA = Situation(host=HOST, gpu={"vendor": "nvidia", "uuid": "1"}, ordered=True)
-AMD = Situation(host=HOST, gpu={"vendor": "amd", "uuid": "2"}, ordered=True)
-CPU = Situation(host=HOST, gpu=None, ordered=False)
+NVIDIA = Situation(HOST, gpu={"vendor": "nvidia", "uuid": "1"}, ordered=True, no_rdma=None)
+AMD = Situation(HOST, gpu={"vendor": "amd", "uuid": "2"}, ordered=True, no_rdma=None)
+CPU = Situation(HOST, gpu=None, ordered=False, no_rdma="it has no RDMA device")
 
 
 def elsewhere(situation: Situation) -> Situation:
@@ -34,6 +34,8 @@ def test_two_gpus_of_one_kind_in_one_host_may_use_every_path() -> None:
         (NVIDIA, AMD, "ipc", "different vendors"),
         (CPU, CPU, "ipc", "on a CPU"),
         (NVIDIA, CPU, "ipc", "on a CPU"),
+        (NVIDIA, CPU, "verbs", "no RDMA device"),
+        (CPU, NVIDIA, "verbs-host", "no RDMA device"),
         (NVIDIA, replace(NVIDIA, ordered=False), "ipc", "--hetero-checksum"),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,6 +13,8 @@ import torch.distributed as dist
 
 from hetero.errors import LinkError
 from hetero.transport.chunked import RingShape
+from hetero.transport.handshake import Meeting
+from hetero.transport.tcp import connections
 from hetero.transport.tcp.connections import (
     TcpPaths,
     address_towards,
@@ -23,13 +26,18 @@ from tests.hetero.transport.test_handshake import both, meeting
 SHAPE = RingShape(slots=4, slot_bytes=1 << 16)
 
 
-def opened(folder: Path, *paths: TcpPaths, shapes: tuple[RingShape, ...] = (SHAPE, SHAPE)) -> list:
+def opened(
+    folder: Path,
+    *paths: TcpPaths,
+    shapes: tuple[RingShape, ...] = (SHAPE, SHAPE),
+    timeout: float = 5.0,
+) -> list:
     """What each end is given: its outgoing and its incoming connections."""
     stores = [dist.FileStore(str(folder / "store"), 2) for _ in range(2)]
     return both(
         *(
             lambda rank=rank: open_connections(
-                meeting(rank, stores[rank]), shape=shapes[rank], paths=paths[rank]
+                meeting(rank, stores[rank], timeout=timeout), shape=shapes[rank], paths=paths[rank]
             )
             for rank in range(2)
         )
@@ -47,8 +55,8 @@ def test_each_direction_has_its_connections_spread_over_the_addresses(tmp_path: 
     caller = TcpPaths(addresses=("127.0.0.3", "127.0.0.4"), connections=4)
     ends = opened(tmp_path, listener, caller)
     for (outgoing, incoming), addresses in zip(ends, (listener, caller), strict=True):
-        for connections in (outgoing, incoming):
-            used = [connection.getsockname()[0] for connection in connections]
+        for direction in (outgoing, incoming):
+            used = [connection.getsockname()[0] for connection in direction]
             assert used == [*addresses.addresses] * 2
     close(ends)
 
@@ -60,6 +68,24 @@ def test_the_outgoing_connections_of_one_are_the_incoming_of_the_other(tmp_path:
         there = [connection.getpeername() for connection in ends[sender][0]]
         assert there == [connection.getsockname() for connection in ends[receiver][1]]
     close(ends)
+
+
+def test_a_peer_that_never_says_its_parameters_is_an_error_in_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    honest = connections.compare
+
+    def one_is_silent(connection: socket.socket, ours: Meeting, mine: dict) -> None:
+        if ours.description.rank == 0:
+            honest(connection, ours, mine)
+        else:
+            time.sleep(1.0)
+
+    monkeypatch.setattr(connections, "compare", one_is_silent)
+    paths = TcpPaths(addresses=("127.0.0.1",), connections=1)
+    error, _ = opened(tmp_path, paths, paths, timeout=0.5)
+    assert isinstance(error, LinkError)
+    assert "rank 1 ended the opening" in str(error)
 
 
 def test_ends_that_cut_their_messages_differently_do_not_go_on(tmp_path: Path) -> None:

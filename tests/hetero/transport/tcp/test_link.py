@@ -12,6 +12,8 @@ import pytest
 import torch
 
 from hetero.errors import LinkError
+from hetero.transport.header import Header, job_token
+from hetero.transport.tcp.wire import Frame
 from tests.hetero.transport.tcp.ends import CHUNK, WAYS, end, linked, pairs, read_chunk
 
 
@@ -86,6 +88,20 @@ def test_what_was_sent_before_the_peer_closed_still_arrives(way: str) -> None:
             assert torch.equal(target, tensor)
         with pytest.raises(LinkError, match="rank 0 has ended or closed the link"):
             second.recv(torch.zeros(1)).wait()
+
+
+def test_the_end_of_one_connection_is_no_loss_while_another_brings_the_message(way: str) -> None:
+    sent, target = noise(8), torch.zeros(8, dtype=torch.uint8)
+    header = Header.of(sent, job=job_token("job"), sequence=0).pack()
+    out, _far = pairs(1)
+    far_out, incoming = pairs(2)
+    with closing(end(way, 0, out, incoming)) as link:
+        work = link.recv(target)
+        far_out[0].close()
+        time.sleep(0.3)
+        far_out[1].sendall(Frame(0, header, 0, 8, 0).pack() + bytes(sent.tolist()))
+        work.wait()
+    assert torch.equal(target, sent)
 
 
 def test_a_connection_that_breaks_is_an_error_at_once(way: str) -> None:

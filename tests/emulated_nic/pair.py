@@ -1,0 +1,338 @@
+"""The emulated queue pair: a thread that sends what is posted, and one that serves the peer."""
+
+from __future__ import annotations
+
+import queue
+import socket
+import struct
+import threading
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from tests.emulated_nic import memory
+from tests.emulated_nic.objects import CQ, ENUMS, PD, Closing, EmulatedError, Record, gid_of
+from tests.emulated_nic.world import Fault
+
+# opcode, whether there is an immediate, it, remote key, remote address, bytes that follow
+_PACKET = struct.Struct("<BBIIQI")
+_ANSWER = struct.Struct("<B")
+_ENOMEM, _EINVAL = 12, 22
+_SLICE = 0.02
+_FOR_EVER = 7
+
+
+@dataclass(frozen=True)
+class _Request:
+    """A posted request as the driver has copied it."""
+
+    number: int
+    opcode: int
+    imm: int
+    rkey: int
+    target: int
+    source: int
+    nbytes: int
+    lkey: int
+    inline: bytes | None
+    signaled: bool
+
+
+class QP(Closing):
+    """A reliable connection. One request is on the wire at a time."""
+
+    def __init__(self, domain: PD, attributes: Any) -> None:
+        capacity = attributes.cap
+        device = domain.context.device
+        if capacity.max_inline_data > device.max_inline:
+            raise EmulatedError("Failed to create QP", _EINVAL)
+        super().__init__(domain.world)
+        assert attributes.qp_type == ENUMS.IBV_QPT_RC
+        assert attributes.sq_sig_all == 0
+        self.qp_num = domain.world.number()
+        self.state = ENUMS.IBV_QPS_RESET
+        self._domain, self._device = domain, device
+        self._capacity = capacity
+        self._send_cq: CQ = attributes.scq
+        self._recv_cq: CQ = attributes.rcq
+        self._lock = threading.RLock()
+        self._receives = 0
+        self._sends = 0
+        self._unsignaled = 0
+        self._posted: queue.SimpleQueue[_Request | None] = queue.SimpleQueue()
+        self._peer = ("", 0)
+        self._timeout = 0.0
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._listener.bind(self._name(gid_of(device.address), self.qp_num))
+        self._listener.listen()
+        self._listener.settimeout(_SLICE)
+        self._threads = [
+            threading.Thread(target=body, name=f"emulated {device.name}", daemon=True)
+            for body in (self._request, self._respond)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def _name(self, gid: str, number: int) -> str:
+        return f"\0emulated-nic/{self.world.name}/{gid}/{number}"
+
+    def release(self) -> None:
+        self._posted.put(None)
+        for thread in self._threads:
+            thread.join(5)
+        self._listener.close()
+
+    # States.
+
+    def to_init(self, attributes: Any) -> None:
+        assert attributes.port_num == 1
+        assert attributes.qp_access_flags & ENUMS.IBV_ACCESS_REMOTE_WRITE
+        self.state = ENUMS.IBV_QPS_INIT
+
+    def to_rts(self, attributes: Any) -> None:
+        assert self.state == ENUMS.IBV_QPS_INIT
+        assert attributes.retry_cnt < _FOR_EVER, "7 tries mean for ever"
+        assert attributes.rnr_retry < _FOR_EVER, "7 tries mean for ever"
+        assert attributes.path_mtu == ENUMS.IBV_MTU_4096
+        assert attributes.ah_attr.is_global
+        # The table's second entry is the RoCE v2 one.
+        assert attributes.ah_attr.gr.sgid_index == 1
+        self._peer = (attributes.ah_attr.gr.dgid.text, attributes.dest_qp_num)
+        self.state = ENUMS.IBV_QPS_RTS
+
+    def modify(self, attributes: Any, mask: int) -> None:
+        assert mask == ENUMS.IBV_QP_STATE
+        assert attributes.qp_state == ENUMS.IBV_QPS_ERR
+        self._stop()
+
+    def _stop(self) -> None:
+        """The error state: what was posted is flushed, nothing comes in any more."""
+        with self._lock:
+            if self.state == ENUMS.IBV_QPS_ERR:
+                return
+            self.state = ENUMS.IBV_QPS_ERR
+            for _ in range(self._receives):
+                self._flush(self._recv_cq, 0)
+            self._receives = 0
+
+    def _flush(self, cq: CQ, number: int) -> None:
+        cq.add(
+            Record(status=ENUMS.IBV_WC_WR_FLUSH_ERR, opcode=0, wr_id=number, imm_data=0),
+            lambda: None,
+        )
+
+    # Posting.
+
+    def post_recv(self, request: Any) -> None:
+        with self._lock:
+            if self.state == ENUMS.IBV_QPS_ERR:
+                self._flush(self._recv_cq, 0)
+                return
+            assert self.state != ENUMS.IBV_QPS_RESET
+            if self._receives >= self._capacity.max_recv_wr:
+                raise EmulatedError("Failed to post recv", _ENOMEM)
+            self._receives += 1
+
+    def post_send(self, first: Any) -> None:
+        assert self.state in (ENUMS.IBV_QPS_RTS, ENUMS.IBV_QPS_ERR)
+        request = first
+        while request is not None:
+            with self._lock:
+                if self._sends >= self._capacity.max_send_wr:
+                    raise EmulatedError("Failed to post send", _ENOMEM)
+                self._sends += 1
+            self._posted.put(self._copy(request))
+            request = request.next_wr
+
+    def _copy(self, request: Any) -> _Request:
+        element = request.sg_list
+        nbytes = element.length if request.num_sge else 0
+        inline = None
+        if request.send_flags & ENUMS.IBV_SEND_INLINE:
+            assert nbytes <= self._capacity.max_inline_data
+            inline = memory.read(element.addr, nbytes)
+        return _Request(
+            number=request.wr_id,
+            opcode=int(request.opcode),
+            imm=request.imm_data,
+            rkey=request.rkey,
+            target=request.remote_addr,
+            source=element.addr,
+            nbytes=nbytes,
+            lkey=element.lkey,
+            inline=inline,
+            signaled=bool(request.send_flags & ENUMS.IBV_SEND_SIGNALED),
+        )
+
+    # Sending.
+
+    def _request(self) -> None:
+        connection = None
+        while (request := self._posted.get()) is not None:
+            status = ENUMS.IBV_WC_WR_FLUSH_ERR
+            if self.state != ENUMS.IBV_QPS_ERR:
+                connection = connection or self._connect()
+                status = self._carry(connection, request)
+            self._complete(request, status)
+        if connection is not None:
+            connection.close()
+
+    def _connect(self) -> socket.socket | None:
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            connection.connect(self._name(*self._peer))
+        except OSError:
+            connection.close()
+            return None
+        return connection
+
+    def _carry(self, connection: socket.socket | None, request: _Request) -> int:
+        """Bring one request to the peer; how it completes."""
+        data = request.inline
+        if data is None:
+            where = self._domain.locate(request.lkey, request.source, request.nbytes, 0)
+            if request.nbytes and where is None:
+                return int(ENUMS.IBV_WC_LOC_PROT_ERR)
+            data = memory.read(where, request.nbytes) if where is not None else b""
+        assert len(data) <= self._device.max_message
+        has_imm = request.opcode != ENUMS.IBV_WR_RDMA_WRITE
+        packet = _PACKET.pack(
+            request.opcode, has_imm, request.imm, request.rkey, request.target, len(data)
+        )
+        try:
+            if connection is not None and self._device.fault in (None, Fault.DEAF):
+                connection.settimeout(_SLICE)
+                self._send(connection, packet + data)
+                if (answer := self._answer(connection)) is not None:
+                    return answer
+        except OSError:
+            return self._fail_after_retries()
+        return self._fail_after_retries()
+
+    def _send(self, connection: socket.socket, data: bytes) -> None:
+        connection.settimeout(self.world.ack_seconds)
+        connection.sendall(data)
+        connection.settimeout(_SLICE)
+
+    def _answer(self, connection: socket.socket) -> int | None:
+        deadline = time.monotonic() + self.world.ack_seconds + 10 * self._device.delay
+        while self.open and time.monotonic() < deadline:
+            try:
+                answer = connection.recv(_ANSWER.size)
+            except TimeoutError:
+                continue
+            if not answer:
+                return None
+            if self._device.fault is not None:
+                return None
+            return int(_ANSWER.unpack(answer)[0])
+        return None
+
+    def _fail_after_retries(self) -> int:
+        """No answer came. A silent device says nothing about it for ever."""
+        deadline = time.monotonic() + self.world.ack_seconds
+        while self.open and self.state != ENUMS.IBV_QPS_ERR:
+            if self._device.fault is not Fault.SILENT and time.monotonic() > deadline:
+                return int(ENUMS.IBV_WC_RETRY_EXC_ERR)
+            time.sleep(_SLICE)
+        return int(ENUMS.IBV_WC_WR_FLUSH_ERR)
+
+    def _complete(self, request: _Request, status: int) -> None:
+        self._unsignaled += 1
+        failed = status != ENUMS.IBV_WC_SUCCESS
+        if failed:
+            self._stop()
+        if not (request.signaled or failed):
+            return
+        freed, self._unsignaled = self._unsignaled, 0
+        by_request = {
+            ENUMS.IBV_WR_RDMA_WRITE: ENUMS.IBV_WC_RDMA_WRITE,
+            ENUMS.IBV_WR_RDMA_WRITE_WITH_IMM: ENUMS.IBV_WC_RDMA_WRITE,
+            ENUMS.IBV_WR_SEND_WITH_IMM: ENUMS.IBV_WC_SEND,
+        }
+        # The opcode of a failed completion means nothing: as on real NICs it may be any.
+        opcode = ENUMS.IBV_WC_RECV if failed else by_request[request.opcode]
+        self._send_cq.add(
+            Record(status=status, opcode=opcode, wr_id=request.number, imm_data=0),
+            lambda: self._free(freed),
+        )
+
+    def _free(self, count: int) -> None:
+        with self._lock:
+            self._sends -= count
+
+    # Serving the peer.
+
+    def _respond(self) -> None:
+        while self.open:
+            try:
+                connection, _ = self._listener.accept()
+            except TimeoutError:
+                continue
+            except OSError:
+                return
+            with connection:
+                connection.settimeout(_SLICE)
+                try:
+                    self._serve(connection)
+                except OSError:
+                    continue
+
+    def _serve(self, connection: socket.socket) -> None:
+        while self.open:
+            packet = self._read(connection, _PACKET.size)
+            if packet is None:
+                return
+            opcode, has_imm, imm, rkey, target, nbytes = _PACKET.unpack(packet)
+            data = self._read(connection, nbytes)
+            if data is None:
+                return
+            if self._device.delay:
+                time.sleep(self._device.delay)
+            self._device.count()
+            if self._device.fault in (Fault.CUT, Fault.SILENT):
+                continue
+            status = self._apply(opcode, imm if has_imm else None, rkey, target, data)
+            if status is not None and self._device.fault is None:
+                connection.sendall(_ANSWER.pack(status))
+
+    def _apply(
+        self, opcode: int, imm: int | None, rkey: int, target: int, data: bytes
+    ) -> int | None:
+        """Put the bytes in place and complete a receive; the status to answer with, if any."""
+        with self._lock:
+            if self.state != ENUMS.IBV_QPS_RTS:
+                return None
+            if data:
+                allowed = int(ENUMS.IBV_ACCESS_REMOTE_WRITE)
+                where = self._domain.locate(rkey, target, len(data), allowed)
+                if where is None:
+                    self._stop()
+                    return int(ENUMS.IBV_WC_REM_ACCESS_ERR)
+                memory.write(where, data)
+            if imm is None:
+                return int(ENUMS.IBV_WC_SUCCESS)
+            if self._receives == 0:
+                return int(ENUMS.IBV_WC_RNR_RETRY_EXC_ERR)
+            self._receives -= 1
+            is_send = opcode == ENUMS.IBV_WR_SEND_WITH_IMM
+            done = ENUMS.IBV_WC_RECV if is_send else ENUMS.IBV_WC_RECV_RDMA_WITH_IMM
+            self._recv_cq.add(
+                Record(status=ENUMS.IBV_WC_SUCCESS, opcode=done, wr_id=0, imm_data=imm),
+                lambda: None,
+            )
+            return int(ENUMS.IBV_WC_SUCCESS)
+
+    def _read(self, connection: socket.socket, count: int) -> bytes | None:
+        data = bytearray()
+        while len(data) < count:
+            try:
+                part = connection.recv(count - len(data))
+            except TimeoutError:
+                if not self.open:
+                    return None
+                continue
+            if not part:
+                return None
+            data += part
+        return bytes(data)
