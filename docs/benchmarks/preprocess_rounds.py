@@ -1,0 +1,195 @@
+"""The rounds of preprocess.sh: in each one, every contestant tokenizes the same text once.
+
+Timed is what a user waits for once the libraries are imported. Of `map` it is the call of `map`
+alone: its reading of the JSON into Arrow comes before and is not counted. Of preprocess_data.py it
+is everything: reading the JSON, starting the workers, tokenizing, writing and syncing the index.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+from pydoc_data.topics import topics
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+VOCABULARY = 8000
+
+OURS = """
+import sys, time, warnings
+warnings.simplefilter("ignore")
+from megatron.core.datasets.indexed_dataset import DType
+import megatron.training.tokenizer
+from tools.preprocess_data import main
+kind, model, text, out, processes = sys.argv[1:]
+started = time.perf_counter()
+assert main(["--input", text, "--output-prefix", out, "--overwrite", "--tokenizer-type", kind,
+             "--tokenizer-model", model, "--workers", processes, "--log-interval", "1000000"]) == 0
+seconds = time.perf_counter() - started
+import os
+print("seconds", seconds, "tokens", os.path.getsize(out + "_text_document.bin") // 2)
+"""
+
+MAP = """
+import sys, time
+import datasets
+kind, model, text, out, processes = sys.argv[1:]
+datasets.disable_progress_bars()
+data = datasets.load_dataset("json", data_files=text, split="train", cache_dir=out)
+if kind == "HuggingFaceTokenizer":
+    from transformers import AutoTokenizer
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    def tokenize(batch):
+        ids = tokenizer(batch["text"], add_special_tokens=False, return_attention_mask=False)
+        return {"input_ids": ids["input_ids"]}
+else:
+    from sentencepiece import SentencePieceProcessor
+    tokenizer = SentencePieceProcessor(model_file=model)
+    def tokenize(batch):
+        return {"input_ids": tokenizer.encode(batch["text"], num_threads=1)}
+started = time.perf_counter()
+mapped = data.map(tokenize, batched=True, remove_columns=data.column_names,
+                  num_proc=int(processes) if int(processes) > 1 else None,
+                  load_from_cache_file=False)
+seconds = time.perf_counter() - started
+import pyarrow.compute
+lengths = pyarrow.compute.list_value_length(mapped.data.column("input_ids"))
+print("seconds", seconds, "tokens", pyarrow.compute.sum(lengths).as_py())
+"""
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--work", type=Path, required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--megabytes", type=int, required=True)
+    parser.add_argument("--rounds", type=int, required=True)
+    parser.add_argument("--processes", type=int, nargs="+", required=True)
+    args = parser.parse_args()
+    text, size = write_text(args.work, args.megabytes)
+    tokenizers = train_tokenizers(args.work)
+    results = [
+        measure(args, text, kind, model, processes)
+        for kind, model in tokenizers.items()
+        for processes in args.processes
+    ]
+    for result in results:
+        for name in ("ours", "map"):
+            result[f"{name}_mb_per_s"] = round(size / 1e6 / statistics.median(result[name]), 2)
+    record = {"hardware": hardware(), "text_bytes": size, "versions": versions(args.work)}
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    args.out.write_text(json.dumps(record | {"results": results}, indent=1) + "\n")
+    for result in results:
+        print({name: value for name, value in result.items() if name not in ("ours", "map")})
+    return 0
+
+
+def write_text(work: Path, megabytes: int) -> tuple[Path, int]:
+    """Python's own documentation, over and over, as JSON Lines; bytes of text in it."""
+    path, size = work / "text.jsonl", 0
+    documents = [topics[name] for name in sorted(topics)]
+    with path.open("w") as stream:
+        while size < megabytes * 1_000_000:
+            for document in documents:
+                stream.write(json.dumps({"text": document}) + "\n")
+                size += len(document.encode())
+    return path, size
+
+
+def train_tokenizers(work: Path) -> dict[str, str]:
+    """Both kinds, trained on the spot; where each lies."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    documents = [topics[name] for name in sorted(topics)]
+    rust = Tokenizer(models.BPE())
+    rust.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    rust.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCABULARY,
+        special_tokens=["<|endoftext|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    rust.train_from_iterator(documents, trainer)
+    fast = PreTrainedTokenizerFast(tokenizer_object=rust, eos_token="<|endoftext|>")
+    fast.save_pretrained(work / "fast")
+    (work / "train.txt").write_text("\n\n".join(documents))
+    command = [sys.executable, "tools/train_tokenizer.py", "--input", f"{work}/train.txt"]
+    sizes = ["--output-prefix", f"{work}/sp", "--vocab-size", str(VOCABULARY)]
+    subprocess.run([*command, *sizes], cwd=ROOT, check=True, capture_output=True)
+    return {
+        "HuggingFaceTokenizer": str(work / "fast"),
+        "SentencePieceTokenizer": str(work / "sp.model"),
+    }
+
+
+def measure(
+    args: argparse.Namespace, text: Path, kind: str, model: str, processes: int
+) -> dict[str, Any]:
+    seconds: dict[str, list[float]] = {"ours": [], "map": []}
+    tokens = set()
+    for number in range(args.rounds):
+        # Who goes first changes, so that neither always meets the warmer machine.
+        for name in ("ours", "map") if number % 2 == 0 else ("map", "ours"):
+            taken, count = timed(args.work, name, [kind, model, str(text)], processes)
+            seconds[name].append(taken)
+            tokens.add(count)
+    assert len(tokens) == 1, f"the two did not do the same work: {tokens}"
+    ratios = [theirs / ours for ours, theirs in zip(seconds["ours"], seconds["map"], strict=True)]
+    return {
+        "tokenizer": kind,
+        "processes": processes,
+        "tokens": tokens.pop(),
+        "speed_of_ours_over_map": round(statistics.median(ratios), 3),
+        "range": [round(min(ratios), 3), round(max(ratios), 3)],
+        **seconds,
+    }
+
+
+def timed(work: Path, name: str, what: list[str], processes: int) -> tuple[float, int]:
+    program = OURS if name == "ours" else MAP
+    out = str(work / ("index" if name == "ours" else "arrow"))
+    environment = os.environ | {
+        "TOKENIZERS_PARALLELISM": "false",
+        "HF_HUB_OFFLINE": "1",
+        "PYTHONPATH": str(ROOT if name == "ours" else work / "datasets"),
+    }
+    ended = subprocess.run(
+        [sys.executable, "-c", program, *what, out, str(processes)],
+        env=environment,
+        cwd=ROOT if name == "ours" else work,
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    )
+    words = ended.stdout.split()
+    return float(words[words.index("seconds") + 1]), int(words[-1])
+
+
+def hardware() -> str:
+    return f"{os.cpu_count()}-core {platform.machine()}, load {os.getloadavg()[0]:.1f} at the end"
+
+
+def versions(work: Path) -> dict[str, str]:
+    program = (
+        "import datasets, tokenizers, sentencepiece, transformers, platform; "
+        "print(platform.python_version(), datasets.__version__, tokenizers.__version__, "
+        "sentencepiece.__version__, transformers.__version__)"
+    )
+    environment = os.environ | {"PYTHONPATH": str(work / "datasets")}
+    ended = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True
+    )
+    names = ("python", "datasets", "tokenizers", "sentencepiece", "transformers")
+    return dict(zip(names, ended.stdout.split(), strict=True))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
