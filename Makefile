@@ -1,4 +1,4 @@
-# `make demo` and `make test` work on a fresh machine; both begin with `make setup`.
+# Works on a fresh machine: every target but `clean` begins with `make setup`.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -6,8 +6,9 @@ STAMP := $(VENV)/.installed
 # A machine without an NVIDIA or AMD driver gets the CPU build of torch.
 CONSTRAINTS := $(if $(or $(wildcard /proc/driver/nvidia),$(wildcard /dev/kfd)),,-c constraints-cpu.txt)
 TEXT ?=
+RDMA_MINUTES ?= 10
 
-.PHONY: setup demo test test-all lint clean
+.PHONY: setup demo test test-all test-rdma lint clean
 
 setup: $(STAMP)
 
@@ -31,5 +32,10 @@ test: lint
 test-all: lint
 	$(BIN)/python -m pytest
 
+# RDMA between emulated NICs, in an emulated machine that is booted for it and ended after RDMA_MINUTES. It
+# needs root on Debian; anywhere else it says that it was skipped.
+test-rdma: setup
+	$(BIN)/python -m tests.rdma.machine.boot --minutes $(RDMA_MINUTES)
+
 clean:
-	rm -rf $(VENV) runs
+	rm -rf $(VENV) runs .cache

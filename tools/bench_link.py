@@ -25,8 +25,7 @@ if not __package__:  # Run as a script, where only tools/ itself would be import
 
 from hetero.observe.link_bench.record import DEFAULT_SIZES, Options, parse_size
 from hetero.observe.link_bench.session import run_rank
-from hetero.pipeline.links import TRANSPORTS
-from hetero.transport.paths import FAMILIES
+from hetero.transport.names import FAMILIES, TRANSPORTS
 
 
 def parse_options(argv: Sequence[str]) -> tuple[Options, str]:

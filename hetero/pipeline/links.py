@@ -17,11 +17,9 @@ from hetero.transport.auto import Choice, open_fastest
 from hetero.transport.base import Link, LinkDescription
 from hetero.transport.gloo import GlooLink
 from hetero.transport.handshake import Meeting
-from hetero.transport.paths import FAMILIES, PATHS, ChannelOptions, Pair, open_path
+from hetero.transport.names import FAMILIES
+from hetero.transport.paths import ChannelOptions, Pair, open_path
 from hetero.transport.vendor import VendorLink
-
-TRANSPORTS = (*FAMILIES, *PATHS, "gloo", "nccl")
-"""Families of which the fastest path that works is taken, then single paths, then the baselines."""
 
 
 @dataclass(frozen=True)

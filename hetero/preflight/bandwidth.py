@@ -19,7 +19,8 @@ import torch.distributed as dist
 from hetero.pipeline.links import Opening, PipelineLinks, open_links
 from hetero.plan import Mesh, Plan
 from hetero.transport.base import Link
-from hetero.transport.paths import PATHS, ChannelOptions
+from hetero.transport.names import PATHS
+from hetero.transport.paths import ChannelOptions
 
 _SMALL, _LARGE = 4 << 10, 16 << 20
 _PING_PONGS = 50

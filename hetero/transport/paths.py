@@ -20,16 +20,6 @@ from hetero.transport.tcp import TcpPaths, open_tcp
 from hetero.transport.verbs.available import no_rdma
 from hetero.transport.verbs.opening import DEVICE, HOST, VerbsOptions, open_verbs
 
-PATHS = ("ipc", "shm", "verbs", "verbs-host", "tcp")
-"""Fastest first. `verbs` moves the device's own memory, `verbs-host` goes through host memory."""
-
-FAMILIES: dict[str, tuple[str, ...]] = {
-    "auto": PATHS,
-    "device-direct": ("ipc", "verbs"),
-    "cpu-forward": ("shm", "verbs-host", "tcp"),
-}
-"""What a user may ask for instead of one path: the fastest of these that works."""
-
 _CHUNK_BYTES = 2 << 20
 _ORDERED_CHUNK_BYTES = 4 << 20
 

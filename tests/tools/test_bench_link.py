@@ -17,7 +17,7 @@ from hetero.observe.link_bench import opening
 from hetero.observe.link_bench.record import MEMORY_COPY, Options, sockets_name
 from hetero.observe.link_bench.session import run_rank
 from hetero.transport.base import Link
-from hetero.transport.paths import FAMILIES
+from hetero.transport.names import FAMILIES
 from tools.bench_link import main, parse_options
 
 TOOL = Path(__file__).parents[2] / "tools" / "bench_link.py"

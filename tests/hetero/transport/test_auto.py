@@ -14,7 +14,8 @@ from hetero.transport import auto
 from hetero.transport.auto import Choice, open_fastest
 from hetero.transport.base import Link, LinkCounters
 from hetero.transport.handshake import Meeting
-from hetero.transport.paths import PATHS, ChannelOptions, Pair, open_path
+from hetero.transport.names import PATHS
+from hetero.transport.paths import ChannelOptions, Pair, open_path
 from tests.hetero.transport.test_handshake import both, meeting
 
 NO_GPU = "ipc: it joins GPUs, and the tensors are on a CPU"

@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 
 from hetero.errors import LinkError
-from hetero.transport.paths import FAMILIES, PATHS, ChannelOptions, Pair, Situation, open_path
+from hetero.transport.names import FAMILIES, PATHS
+from hetero.transport.paths import ChannelOptions, Pair, Situation, open_path
 from tests.hetero.transport.test_handshake import both, meeting
 
 HOST = {"boot": "a", "network": "n", "futex": True}

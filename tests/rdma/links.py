@@ -1,0 +1,68 @@
+"""Links over the emulated NICs, for the tests that choose rails, rings and deadlines themselves."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from hetero.device.choose import runtime_for
+from hetero.transport.base import Link, LinkDescription
+from hetero.transport.chunked import ChunkedLink, RingShape
+from hetero.transport.handshake import Meeting
+from hetero.transport.verbs.opening import VerbsOptions, open_verbs
+from tests.hetero.transport.contract import Transport
+from tests.rdma.rails import Rail
+
+
+def verbs_over(rails: Sequence[Rail], *, slots: int, slot_bytes: int) -> Transport:
+    """A transport, as the contract's harness opens it, over these rails alone."""
+    nics = [tuple(rail.devices[rank] for rail in rails) for rank in range(2)]
+    shape = RingShape(slots=slots, slot_bytes=slot_bytes)
+    return Transport("verbs", functools.partial(_open, nics, shape))
+
+
+def _open(
+    nics: Sequence[tuple[str, ...]],
+    shape: RingShape,
+    description: LinkDescription,
+    store: dist.Store,
+    device: torch.device,
+) -> Link:
+    meeting = Meeting(
+        store=store,
+        description=description,
+        name="rdma",
+        listens=description.rank == 0,
+        secret=b"rdma",
+    )
+    ends = open_verbs(
+        meeting,
+        shape=shape,
+        runtime=runtime_for(device),
+        device=device,
+        options=VerbsOptions(nics=nics[description.rank]),
+    )
+    return ChunkedLink(
+        description,
+        transport="verbs",
+        send_end=ends.send,
+        recv_end=ends.recv,
+        device=device,
+        on_close=ends.close,
+    )
+
+
+class Heard(logging.Handler):
+    """What a process's links have said of their rails."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.lines: list[str] = []
+        logging.getLogger("hetero").addHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())

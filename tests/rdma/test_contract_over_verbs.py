@@ -1,0 +1,15 @@
+"""The contract of all transports is kept over these devices too."""
+
+from __future__ import annotations
+
+import pytest
+
+
+def test_the_contract_is_checked_in_this_session(request: pytest.FixtureRequest) -> None:
+    """It lies elsewhere and is chosen by name, so that a new name could leave it out unseen."""
+    checked = [
+        item.name
+        for item in request.session.items
+        if item.path.name == "test_contract.py" and "verbs" in item.name
+    ]
+    assert len(checked) >= 20, checked
