@@ -1,4 +1,4 @@
-"""Documents from plain text and JSON Lines files, plain or gzipped, one at a time.
+"""Documents from plain text and JSON Lines files, plain, gzipped or zstd, one at a time.
 
 A document stays undecoded until someone asks for its text, so that the process which reads files
 only cuts them, and the ones that tokenize do the rest. Each knows its file and line for errors.
@@ -14,6 +14,9 @@ import os
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
+
+import zstandard
 
 from hetero.errors import UserError
 
@@ -21,6 +24,12 @@ FORMATS = ("auto", "text", "jsonl")
 TEXT_DOCUMENTS = ("blank-line", "line", "file")
 
 _UTF8_MARK = b"\xef\xbb\xbf"
+_BUFFER_BYTES = 1 << 20
+_ZSTD_PIECE_BYTES = 1 << 11
+"""Compressed bytes decoded at once: at zstd's highest ratio they become 64 MiB, and no more."""
+_ZSTD_LARGEST_WINDOW = 1 << 31
+"""What `zstd --ultra --long=31` writes; the library's own limit refuses such a file."""
+_COMPRESSIONS = {".gz": "gzip", ".zst": "zstd", ".zstd": "zstd"}
 _FORMAT_OF_EXTENSION = {
     ".jsonl": "jsonl",
     ".ndjson": "jsonl",
@@ -29,6 +38,17 @@ _FORMAT_OF_EXTENSION = {
     ".text": "text",
     ".md": "text",
 }
+
+
+@dataclass(frozen=True)
+class Place:
+    """A place in a file's text: bytes after decompression, and lines, that lie before it."""
+
+    offset: int = 0
+    line: int = 0
+
+
+START = Place()
 
 
 @dataclass(frozen=True)
@@ -81,12 +101,16 @@ class Document:
 
 
 class InputFile:
-    """One input, read once from front to back."""
+    """One input, read from front to back."""
 
     def __init__(self, path: str, format: str) -> None:
         self.path = path
         self.size = os.path.getsize(path)
         self._raw: io.FileIO | None = None
+        self._offset = self._line = 0
+        stem, extension = os.path.splitext(path)
+        self._compression = _COMPRESSIONS.get(extension.lower())
+        self._stem = path if self._compression is None else stem
         self.format = self._guess_format() if format == "auto" else format
 
     @property
@@ -94,68 +118,134 @@ class InputFile:
         """Bytes read so far of the file as it is on disk, for a progress bar."""
         return self._raw.tell() if self._raw is not None and not self._raw.closed else self.size
 
-    def documents(self, text_documents: str) -> Iterator[Document]:
+    @property
+    def place(self) -> Place:
+        """Just behind the document that came last: where `documents` may later go on."""
+        return Place(self._offset, self._line)
+
+    def documents(self, text_documents: str, start: Place = START) -> Iterator[Document]:
         """Every document in order; `text_documents` says how plain text is cut."""
+        lines = self._lines(start)
         if self.format == "jsonl" or text_documents == "line":
-            return self._by_line()
+            return self._by_line(lines)
         if text_documents == "file":
-            return self._whole()
-        return self._by_blank_line()
+            return self._whole(lines)
+        return self._by_blank_line(lines)
 
-    def _by_line(self) -> Iterator[Document]:
-        for number, line in self._lines():
+    def _by_line(self, lines: Iterator[bytes]) -> Iterator[Document]:
+        for line in lines:
             if line.strip():
-                yield Document(self.path, number, line.rstrip(b"\r\n"))
+                yield Document(self.path, self._line, line.rstrip(b"\r\n"))
 
-    def _whole(self) -> Iterator[Document]:
-        data = b"".join(line for _, line in self._lines())
+    def _whole(self, lines: Iterator[bytes]) -> Iterator[Document]:
+        data = b"".join(lines)
         if data:
             yield Document(self.path, 1, data)
 
-    def _by_blank_line(self) -> Iterator[Document]:
+    def _by_blank_line(self, lines: Iterator[bytes]) -> Iterator[Document]:
         paragraph: list[bytes] = []
-        number = 0
-        for number, line in self._lines():
+        for line in lines:
             if line.strip():
                 paragraph.append(line)
             elif paragraph:
-                yield self._paragraph(paragraph, number)
+                yield self._paragraph(paragraph, self._line)
                 paragraph = []
         if paragraph:
-            yield self._paragraph(paragraph, number + 1)
+            yield self._paragraph(paragraph, self._line + 1)
 
     def _paragraph(self, lines: list[bytes], next_line: int) -> Document:
         return Document(self.path, next_line - len(lines), b"".join(lines).rstrip(b"\r\n"))
 
-    def _lines(self) -> Iterator[tuple[int, bytes]]:
+    def _lines(self, start: Place) -> Iterator[bytes]:
         try:
             # Every layer is closed on the way out, also when reading ends early.
             with open(self.path, "rb", buffering=0) as self._raw, self._decompressed() as stream:
-                for number, line in enumerate(stream, start=1):
-                    yield number, line.removeprefix(_UTF8_MARK) if number == 1 else line
-        except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+                _skip(stream, start.offset)
+                self._offset, self._line = start.offset, start.line
+                for line in stream:
+                    self._offset += len(line)
+                    self._line += 1
+                    yield line.removeprefix(_UTF8_MARK) if self._line == 1 else line
+        except (gzip.BadGzipFile, EOFError, zlib.error, zstandard.ZstdError) as error:
             raise UserError(
-                f"{self.path} is a damaged gzip file ({error}); copy it again"
+                f"{self.path} is a damaged {self._compression} file ({error}); copy it again"
             ) from error
 
-    def _decompressed(self) -> io.BufferedReader | gzip.GzipFile:
+    def _decompressed(self) -> io.BufferedReader:
         assert self._raw is not None
-        if self.path.endswith(".gz"):
-            return gzip.GzipFile(fileobj=self._raw, mode="rb")
-        return io.BufferedReader(self._raw, buffer_size=1 << 20)
+        if self._compression == "gzip":
+            unpacked = gzip.GzipFile(fileobj=self._raw, mode="rb")
+            return io.BufferedReader(unpacked, _BUFFER_BYTES)
+        if self._compression == "zstd":
+            return io.BufferedReader(_ZstdText(self._raw), _BUFFER_BYTES)
+        return io.BufferedReader(self._raw, _BUFFER_BYTES)
 
     def _guess_format(self) -> str:
-        extension = os.path.splitext(self.path.removesuffix(".gz"))[1].lower()
+        extension = os.path.splitext(self._stem)[1].lower()
         return _FORMAT_OF_EXTENSION.get(extension) or self._guess_from_content()
 
     def _guess_from_content(self) -> str:
-        lines = self._lines()
-        first = next((line for _, line in lines if line.strip()), b"")
+        lines = self._lines(START)
+        first = next((line for line in lines if line.strip()), b"")
         lines.close()  # type: ignore[attr-defined]
         try:
             return "jsonl" if isinstance(json.loads(first), dict) else "text"
         except ValueError:
             return "text"
+
+
+class _ZstdText(io.RawIOBase):
+    """What a zstd file holds, frame after frame.
+
+    zstandard's own reader ends in silence where a file was cut short, and so loses text; a frame
+    that is decoded by itself tells whether it is whole.
+    """
+
+    def __init__(self, raw: io.FileIO) -> None:
+        self._compressed = io.BufferedReader(raw, _BUFFER_BYTES)
+        self._decompressor = zstandard.ZstdDecompressor(max_window_size=_ZSTD_LARGEST_WINDOW)
+        self._frame: zstandard.ZstdDecompressionObj | None = None
+        self._ahead = b""
+        self._text = memoryview(b"")
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while not self._text:
+            if not self._decode():
+                return 0
+        count = min(len(buffer), len(self._text))
+        buffer[:count] = self._text[:count]
+        self._text = self._text[count:]
+        return count
+
+    def _decode(self) -> bool:
+        """Decode the next piece, which may give no text; False at the end of the file."""
+        piece = self._ahead or self._compressed.read(_ZSTD_PIECE_BYTES)
+        if not piece:
+            if self._frame is not None:
+                raise EOFError("it ends in the middle of a frame")
+            return False
+        if self._frame is None:
+            self._frame = self._decompressor.decompressobj()
+        self._text = memoryview(self._frame.decompress(piece))
+        self._ahead = b""
+        if self._frame.eof:
+            self._ahead = self._frame.unused_data
+            self._frame = None
+        return True
+
+
+def _skip(stream: io.BufferedReader, count: int) -> None:
+    """Go to byte `count` of the text; packed text has to be unpacked up to there."""
+    if not count:
+        return
+    if stream.seekable():
+        stream.seek(count)
+        return
+    while count and (skipped := stream.read(min(count, _BUFFER_BYTES))):
+        count -= len(skipped)
 
 
 def open_inputs(patterns: Sequence[str], format: str) -> list[InputFile]:

@@ -3,6 +3,7 @@
 Timed is what a user waits for once the libraries are imported. Of `map` it is the call of `map`
 alone: its reading of the JSON into Arrow comes before and is not counted. Of preprocess_data.py it
 is everything: reading the JSON, starting the workers, tokenizing, writing and syncing the index.
+The time of all cores is taken too: other work on the machine disturbs it less.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import platform
 import statistics
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any
@@ -21,19 +23,27 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 VOCABULARY = 8000
 
+CPU = """
+import resource
+def cpu():
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(usage.ru_utime + usage.ru_stime for usage in used)
+"""
+
 OURS = """
 import sys, time, warnings
 warnings.simplefilter("ignore")
 from megatron.core.datasets.indexed_dataset import DType
+from transformers import AutoTokenizer
 import megatron.training.tokenizer
 from tools.preprocess_data import main
 kind, model, text, out, processes = sys.argv[1:]
-started = time.perf_counter()
+started, cpu_before = time.perf_counter(), cpu()
 assert main(["--input", text, "--output-prefix", out, "--overwrite", "--tokenizer-type", kind,
              "--tokenizer-model", model, "--workers", processes, "--log-interval", "1000000"]) == 0
-seconds = time.perf_counter() - started
+seconds, cpu_seconds = time.perf_counter() - started, cpu() - cpu_before
 import os
-print("seconds", seconds, "tokens", os.path.getsize(out + "_text_document.bin") // 2)
+print("seconds", seconds, cpu_seconds, "tokens", os.path.getsize(out + "_text_document.bin") // 2)
 """
 
 MAP = """
@@ -53,15 +63,24 @@ else:
     tokenizer = SentencePieceProcessor(model_file=model)
     def tokenize(batch):
         return {"input_ids": tokenizer.encode(batch["text"], num_threads=1)}
-started = time.perf_counter()
+started, cpu_before = time.perf_counter(), cpu()
 mapped = data.map(tokenize, batched=True, remove_columns=data.column_names,
                   num_proc=int(processes) if int(processes) > 1 else None,
                   load_from_cache_file=False)
-seconds = time.perf_counter() - started
+seconds, cpu_seconds = time.perf_counter() - started, cpu() - cpu_before
 import pyarrow.compute
 lengths = pyarrow.compute.list_value_length(mapped.data.column("input_ids"))
-print("seconds", seconds, "tokens", pyarrow.compute.sum(lengths).as_py())
+print("seconds", seconds, cpu_seconds, "tokens", pyarrow.compute.sum(lengths).as_py())
 """
+
+
+@dataclass(frozen=True)
+class Run:
+    """Seconds by the clock and of all cores, and the tokens that came out."""
+
+    wall: float
+    cpu: float
+    tokens: int
 
 
 def main() -> int:
@@ -81,12 +100,19 @@ def main() -> int:
     ]
     for result in results:
         for name in ("ours", "map"):
-            result[f"{name}_mb_per_s"] = round(size / 1e6 / statistics.median(result[name]), 2)
+            wall = statistics.median(result[f"{name}_wall_s"])
+            result[f"{name}_mb_per_s"] = round(size / 1e6 / wall, 2)
     record = {"hardware": hardware(), "text_bytes": size, "versions": versions(args.work)}
     args.out.parent.mkdir(parents=True, exist_ok=True)
     args.out.write_text(json.dumps(record | {"results": results}, indent=1) + "\n")
     for result in results:
-        print({name: value for name, value in result.items() if name not in ("ours", "map")})
+        print(
+            {
+                name: value
+                for name, value in result.items()
+                if not name.endswith("_s") or "mb" in name
+            }
+        )
     return 0
 
 
@@ -133,28 +159,35 @@ def train_tokenizers(work: Path) -> dict[str, str]:
 def measure(
     args: argparse.Namespace, text: Path, kind: str, model: str, processes: int
 ) -> dict[str, Any]:
-    seconds: dict[str, list[float]] = {"ours": [], "map": []}
-    tokens = set()
+    runs: dict[str, list[Run]] = {"ours": [], "map": []}
     for number in range(args.rounds):
         # Who goes first changes, so that neither always meets the warmer machine.
         for name in ("ours", "map") if number % 2 == 0 else ("map", "ours"):
-            taken, count = timed(args.work, name, [kind, model, str(text)], processes)
-            seconds[name].append(taken)
-            tokens.add(count)
+            runs[name].append(timed(args.work, name, [kind, model, str(text)], processes))
+    tokens = {run.tokens for name in runs for run in runs[name]}
     assert len(tokens) == 1, f"the two did not do the same work: {tokens}"
-    ratios = [theirs / ours for ours, theirs in zip(seconds["ours"], seconds["map"], strict=True)]
+    pairs = list(zip(runs["map"], runs["ours"], strict=True))
     return {
         "tokenizer": kind,
         "processes": processes,
         "tokens": tokens.pop(),
-        "speed_of_ours_over_map": round(statistics.median(ratios), 3),
-        "range": [round(min(ratios), 3), round(max(ratios), 3)],
-        **seconds,
+        "speed_of_ours_over_map": ratios([theirs.wall / ours.wall for theirs, ours in pairs]),
+        "cpu_of_map_over_ours": ratios([theirs.cpu / ours.cpu for theirs, ours in pairs]),
+        **{f"{name}_wall_s": [round(run.wall, 3) for run in runs[name]] for name in runs},
+        **{f"{name}_cpu_s": [round(run.cpu, 3) for run in runs[name]] for name in runs},
     }
 
 
-def timed(work: Path, name: str, what: list[str], processes: int) -> tuple[float, int]:
-    program = OURS if name == "ours" else MAP
+def ratios(values: list[float]) -> dict[str, float]:
+    return {
+        "median": round(statistics.median(values), 3),
+        "lowest": round(min(values), 3),
+        "highest": round(max(values), 3),
+    }
+
+
+def timed(work: Path, name: str, what: list[str], processes: int) -> Run:
+    program = CPU + (OURS if name == "ours" else MAP)
     out = str(work / ("index" if name == "ours" else "arrow"))
     environment = os.environ | {
         "TOKENIZERS_PARALLELISM": "false",
@@ -170,7 +203,8 @@ def timed(work: Path, name: str, what: list[str], processes: int) -> tuple[float
         check=True,
     )
     words = ended.stdout.split()
-    return float(words[words.index("seconds") + 1]), int(words[-1])
+    wall, cpu = map(float, words[words.index("seconds") + 1 :][:2])
+    return Run(wall=wall, cpu=cpu, tokens=int(words[-1]))
 
 
 def hardware() -> str:

@@ -8,14 +8,22 @@ that the plan built. Checked against the one version it was written for.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from importlib import metadata
+from typing import Any
 from unittest import mock
 
+import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.grad_scaler import DynamicGradScaler
+from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params, MegatronOptimizer
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
 from hetero.errors import UserError
 from hetero.groups import Groups
@@ -122,3 +130,142 @@ def lone_rank() -> Iterator[None]:
         return
     with mock.patch("torch.distributed.get_rank", return_value=0):
         yield
+
+
+@dataclass(frozen=True)
+class OptimizerShard:
+    """What one inner optimizer of this rank updates of one parameter.
+
+    `main` is the tensor it updates: a float32 copy where `is_copy`, else the parameter's own
+    memory. It holds the flat range [begin, end) of the parameter's local elements. `inner` is the
+    torch optimizer whose state is kept under `main`.
+    """
+
+    parameter: torch.nn.Parameter
+    main: torch.Tensor
+    begin: int
+    end: int
+    is_copy: bool
+    inner: torch.optim.Optimizer
+
+
+def optimizer_shards(optimizer: MegatronOptimizer) -> list[OptimizerShard]:
+    """Everything that the optimizers of this rank update."""
+    found: list[OptimizerShard] = []
+    for part in optimizer.chained_optimizers:
+        if getattr(part, "is_stub_optimizer", False) or part.optimizer is None:
+            continue
+        if isinstance(part, DistributedOptimizer):
+            found += _distributed_shards(part)
+        elif isinstance(part, Float16OptimizerWithFloat16Params):
+            parameters, copies = _flat(part.float16_groups), _flat(part.fp32_from_float16_groups)
+            found += [
+                _whole(p, copy, part.optimizer) for p, copy in zip(parameters, copies, strict=True)
+            ]
+            found += [_whole(p, p, part.optimizer) for p in _flat(part.fp32_from_fp32_groups)]
+        else:
+            groups = [group["params"] for group in part.optimizer.param_groups]
+            found += [_whole(p, p, part.optimizer) for p in _flat(groups)]
+    return found
+
+
+def _distributed_shards(part: DistributedOptimizer) -> Iterator[OptimizerShard]:
+    kinds = (
+        (part.model_float16_groups, part.shard_fp32_from_float16_groups, True),
+        (part.model_fp32_groups, part.shard_fp32_groups, False),
+    )
+    for parameters, mains, is_copy in kinds:
+        for parameter, main in zip(_flat(parameters), _flat(mains), strict=True):
+            held = part._get_model_param_range_map(parameter)["param"]
+            yield OptimizerShard(parameter, main, held.start, held.end, is_copy, part.optimizer)
+
+
+def _whole(
+    parameter: torch.nn.Parameter, main: torch.Tensor, inner: torch.optim.Optimizer
+) -> OptimizerShard:
+    return OptimizerShard(parameter, main, 0, main.numel(), main is not parameter, inner)
+
+
+def _flat(groups: Iterable[Iterable[Any]]) -> list[Any]:
+    return [item for group in groups for item in group]
+
+
+def adam_step(shards: Iterable[OptimizerShard]) -> int | None:
+    """How many updates Adam has made, for its bias correction; None before the first and for SGD.
+
+    torch counts in each parameter's state, TransformerEngine and apex in the parameter group.
+    """
+    steps = set()
+    for shard in shards:
+        group = _group_of(shard)
+        step = shard.inner.state.get(shard.main, {}).get("step", group.get("step"))
+        if step is not None:
+            steps.add(int(step))
+    if len(steps) > 1:
+        raise RuntimeError(f"parameters were updated different numbers of times: {sorted(steps)}")
+    return steps.pop() if steps else None
+
+
+def set_optimizer_state(
+    shard: OptimizerShard, state: dict[str, torch.Tensor], *, step: int | None
+) -> None:
+    """Replace the inner optimizer's state of one shard: moments, and Adam's count of updates."""
+    kept = shard.inner.state[shard.main]
+    kept.clear()
+    kept.update(state)
+    if step is None:
+        return
+    if isinstance(shard.inner, torch.optim.Adam | torch.optim.AdamW):
+        kept["step"] = torch.tensor(float(step), dtype=torch.float32)
+    else:
+        _group_of(shard)["step"] = step
+
+
+def _group_of(shard: OptimizerShard) -> dict[str, Any]:
+    for group in shard.inner.param_groups:
+        if any(parameter is shard.main for parameter in group["params"]):
+            found: dict[str, Any] = group
+            return found
+    raise RuntimeError("an optimizer does not know a tensor that it updates")
+
+
+def gather_parameters(chunks: Iterable[DistributedDataParallel]) -> None:
+    """Let every data-parallel rank see all updated weights. Collective over its group.
+
+    With --overlap-param-gather the distributed optimizer leaves that to the next forward pass.
+    """
+    for chunk in chunks:
+        if chunk.ddp_config.use_distributed_optimizer and chunk.ddp_config.overlap_param_gather:
+            chunk.start_param_sync(force_sync=True)
+
+
+def dropout_states() -> dict[str, torch.Tensor]:
+    """The random states that megatron-core switches between, by name."""
+    return dict(get_cuda_rng_tracker().get_states())
+
+
+def set_dropout_states(states: dict[str, torch.Tensor]) -> None:
+    get_cuda_rng_tracker().set_states(states)
+
+
+def loss_scaler_state(optimizer: MegatronOptimizer) -> dict[str, float]:
+    """The dynamic loss scale and its counters; empty where there is none."""
+    for part in optimizer.chained_optimizers:
+        scaler = getattr(part, "grad_scaler", None)
+        if isinstance(scaler, DynamicGradScaler):
+            state = scaler.state_dict()
+            return {name: float(value) for name, value in state.items()}
+    return {}
+
+
+def set_loss_scaler_state(optimizer: MegatronOptimizer, state: Mapping[str, float]) -> None:
+    for part in optimizer.chained_optimizers:
+        scaler = getattr(part, "grad_scaler", None)
+        if isinstance(scaler, DynamicGradScaler) and state:
+            scaler.load_state_dict(
+                {
+                    "scale": torch.tensor([state["scale"]], dtype=torch.float32),
+                    "growth_tracker": int(state["growth_tracker"]),
+                    "hysteresis_tracker": int(state["hysteresis_tracker"]),
+                }
+            )

@@ -18,6 +18,7 @@ from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, Moc
 
 from hetero.errors import DataError, UserError
 from hetero.plan import Coordinate, Plan
+from megatron.training.arguments.checks.training import samples_after
 from megatron.training.core_private import lone_rank
 from megatron.training.dataset_checks import SPLITS, blends
 
@@ -32,7 +33,7 @@ class Splits:
 
 
 def required_samples(args: argparse.Namespace) -> Splits:
-    train = args.train_samples or args.train_iters * args.global_batch_size
+    train = args.train_samples or samples_after(args, args.train_iters)
     rounds = (args.train_iters // args.eval_interval + 1) if args.eval_interval else 1
     per_round = args.eval_iters * args.global_batch_size
     return Splits(train=train, valid=rounds * per_round, test=per_round)
@@ -50,15 +51,9 @@ class Datasets:
     """Splits that hold no document and so cannot be drawn from."""
 
 
-def build_datasets(
-    args: argparse.Namespace, *, tokenizer: Any, absent: frozenset[str]
-) -> list[Any | None]:
-    """Train, validation and test datasets.
-
-    Writes the shuffled indices into the cache, or reads them when they are there. The caller lets
-    one rank of a node do so before the others; no process group is needed.
-    """
-    config = GPTDatasetConfig(
+def dataset_config(args: argparse.Namespace, *, tokenizer: Any) -> GPTDatasetConfig:
+    """megatron-core's configuration of how samples are made of token files."""
+    return GPTDatasetConfig(
         random_seed=args.seed,
         sequence_length=args.seq_length,
         path_to_cache=args.data_cache_path,
@@ -73,6 +68,17 @@ def build_datasets(
         create_attention_mask=args.reset_attention_mask,
         **blends(args),
     )
+
+
+def build_datasets(
+    args: argparse.Namespace, *, tokenizer: Any, absent: frozenset[str]
+) -> list[Any | None]:
+    """Train, validation and test datasets.
+
+    Writes the shuffled indices into the cache, or reads them when they are there. The caller lets
+    one rank of a node do so before the others; no process group is needed.
+    """
+    config = dataset_config(args, tokenizer=tokenizer)
     if config.split_matrix is not None:
         # megatron-core would look for samples in an empty split without end.
         config.split_matrix = [

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import argparse
 import struct
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy
 from megatron.core.datasets.blended_megatron_dataset_config import (
@@ -36,6 +37,7 @@ _DTYPES: dict[int, Any] = {
 }
 _REMEDY = "make it again with tools/preprocess_data.py"
 _SAMPLED_TOKENS = 1 << 20
+Checked = TypeVar("Checked")
 
 
 @dataclass(frozen=True)
@@ -53,8 +55,20 @@ class IndexSummary:
 def inspect_index(prefix: str) -> IndexSummary:
     """Check that PREFIX.idx and PREFIX.bin belong together and are whole.
 
-    Raises UserError, in one sentence, naming the file and the remedy.
+    Reads the whole index. Raises UserError, in one sentence, naming the file and the remedy.
     """
+    return _checked(prefix, _inspect)
+
+
+def check_header(prefix: str) -> None:
+    """Check what a few bytes tell: both files are there, and the index has the size it speaks of.
+
+    Raises UserError as `inspect_index` does.
+    """
+    _checked(prefix, lambda index, _: _read_header(index))
+
+
+def _checked(prefix: str, check: Callable[[Path, Path], Checked]) -> Checked:
     index, data = Path(prefix + ".idx"), Path(prefix + ".bin")
     for path in (index, data):
         if not path.is_file():
@@ -63,14 +77,15 @@ def inspect_index(prefix: str) -> IndexSummary:
                 f".bin or .idx, or {_REMEDY}"
             )
     try:
-        return _inspect(index, data)
+        return check(index, data)
     except OSError as error:
         raise UserError(
             f"the dataset {prefix} cannot be read ({error.strerror}); see to its permissions"
         ) from error
 
 
-def _inspect(index: Path, data: Path) -> IndexSummary:
+def _read_header(index: Path) -> tuple[int, int, int]:
+    """The code of the token type, the number of sequences and of document boundaries."""
     with index.open("rb") as stream:
         raw = stream.read(_HEADER.size)
     if len(raw) < _HEADER.size:
@@ -87,6 +102,11 @@ def _inspect(index: Path, data: Path) -> IndexSummary:
         )
     if sequences == 0 or boundaries < 2:
         raise UserError(f"the dataset {index} is empty; {_REMEDY}")
+    return code, sequences, boundaries
+
+
+def _inspect(index: Path, data: Path) -> IndexSummary:
+    code, sequences, boundaries = _read_header(index)
     lengths = numpy.fromfile(index, numpy.int32, sequences, offset=_HEADER.size)
     width = numpy.dtype(_DTYPES[code]).itemsize
     tokens = int(lengths.sum(dtype=numpy.int64))
@@ -164,8 +184,14 @@ def split_tokens(split: str, lengths: numpy.ndarray) -> list[int]:
     return counts
 
 
-def check_datasets(args: argparse.Namespace, *, vocab_size: int) -> frozenset[str]:
-    """Check all data that the flags name; return the splits that hold nothing."""
+def check_datasets(
+    args: argparse.Namespace, *, vocab_size: int, whole: bool = True
+) -> frozenset[str]:
+    """Check all data that the flags name; return the splits that hold nothing.
+
+    Not `whole`, only what costs nothing is checked, and nothing is said of the splits: one rank of
+    a node reads the indexes, which may be gigabytes, for all of them.
+    """
     found = blends(args)
     listed: list[tuple[str, str | None]]
     if "blend" in found:
@@ -176,6 +202,10 @@ def check_datasets(args: argparse.Namespace, *, vocab_size: int) -> frozenset[st
             for name, part in zip(SPLITS, found.get("blend_per_split", []), strict=False)
             for prefix in (part[0] if part else [])
         ]
+    if not whole:
+        for prefix, _ in listed:
+            check_header(prefix)
+        return frozenset()
     absent = set()
     for prefix, name in listed:
         summary = inspect_index(prefix)

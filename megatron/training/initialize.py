@@ -11,6 +11,7 @@ import uuid
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import numpy
@@ -27,6 +28,8 @@ from hetero.plan import Coordinate, Plan
 from hetero.transport.nics import Nics, find_nics
 from hetero.transport.paths import ChannelOptions
 from megatron.training.arguments import parse_args
+from megatron.training.checkpoint.folder import check_save_folder
+from megatron.training.checkpoint.selection import Nothing, Selection, select
 from megatron.training.core_private import register_groups, require_supported_core
 from megatron.training.data import Datasets, Splits, build_datasets, needs_data
 from megatron.training.dataset_checks import check_datasets
@@ -34,11 +37,12 @@ from megatron.training.layout import adopt_plan_file, plan_from_args
 from megatron.training.optimizer import RankStatistics
 from megatron.training.recorder import check_outputs
 from megatron.training.rendezvous import environment_rank, open_store
-from megatron.training.tokenizer import build_tokenizer, padded_vocab_size
+from megatron.training.tokenizer import build_tokenizer, embedding_rows, tokenizer_digest
 
 # Flags that may differ between ranks without the ranks computing different things.
 _LOCAL_FLAGS = frozenset(
     {"rank", "local_rank", "ignored_flags", "data_path", "data_cache_path", "tokenizer_model"}
+    | {"data_args_path", "per_split_data_args_path"}
     | {"train_data_path", "valid_data_path", "test_data_path", "vocab_file", "merge_file"}
     | {"metrics_file", "hetero_report", "tensorboard_dir", "wandb_save_dir", "hetero_plan"}
     | {"num_workers", "hetero_nics"}
@@ -61,6 +65,7 @@ class Job:
     links: PipelineLinks | None
     statistics: RankStatistics
     datasets: Datasets
+    checkpoint: Selection | Nothing
     vendor_backend: str
 
     @property
@@ -102,6 +107,8 @@ def read_arguments(argv: Sequence[str] | None, rank: int) -> tuple[argparse.Name
         _find_nics(args)
     if rank == 0:
         check_outputs(args)
+        if args.save is not None and not args.skip_train:
+            check_save_folder(Path(args.save))
     return args, plan
 
 
@@ -180,7 +187,10 @@ class Starter:
         if args is None or plan is None:
             raise RuntimeError("the ranks agreed although this one's command line was refused")
         datasets = self._agree_on_data(args, plan)
-        return self._connect(args, plan, identities, device, datasets, store, timeout)
+        checkpoint = select(
+            args, self._agreed().exchange, rank=self.rank, world_size=self.world_size
+        )
+        return self._connect(args, plan, identities, device, datasets, checkpoint, store, timeout)
 
     def _meet(
         self, args: argparse.Namespace | None, plan: Plan | None, problem: UserError | None
@@ -239,27 +249,27 @@ class Starter:
     def _agree_on_tokenizer(self, args: argparse.Namespace) -> tuple[Any, frozenset[str]]:
         """Read the tokenizer and check the data files of this node."""
         tokenizer, payload, problem = None, {}, None
-        absent: frozenset[str] = frozenset()
         try:
             tokenizer = build_tokenizer(args)
             args.tokenizer_vocab_size = int(tokenizer.vocab_size)
-            payload = {"vocab_size": args.tokenizer_vocab_size}
+            args.tokenizer_digest = tokenizer_digest(tokenizer)
+            payload = {"vocab_size": args.tokenizer_vocab_size, "absent": []}
             if not args.mock_data:
-                absent = check_datasets(args, vocab_size=args.tokenizer_vocab_size)
+                # One rank of a node reads the indexes, and tells the others which splits are empty.
+                whole = self.local_rank == 0
+                vocab_size = args.tokenizer_vocab_size
+                payload["absent"] = sorted(check_datasets(args, vocab_size=vocab_size, whole=whole))
         except UserError as error:
             problem = error
         payloads = self._agreed().exchange("data files", payload=payload, error=problem)
+        absent = frozenset(name for record in payloads for name in record["absent"])
         sizes = {record["vocab_size"] for record in payloads}
         if len(sizes) > 1:
             raise AgreedError(
                 f"the ranks read tokenizers of different sizes {sorted(sizes)}; give every node "
                 "the same tokenizer"
             )
-        args.padded_vocab_size = padded_vocab_size(
-            sizes.pop(),
-            make_divisible_by=args.make_vocab_size_divisible_by,
-            tensor_parallel_size=args.tensor_model_parallel_size,
-        )
+        args.padded_vocab_size = embedding_rows(args, sizes.pop())
         return tokenizer, absent
 
     def _agreed(self) -> Agreement:
@@ -274,6 +284,7 @@ class Starter:
         identities: list[RankIdentity],
         device: torch.device,
         datasets: Datasets,
+        checkpoint: Selection | Nothing,
         store: dist.Store,
         timeout: float,
     ) -> Job:
@@ -326,6 +337,7 @@ class Starter:
             links=links,
             statistics=RankStatistics(groups.world, device),
             datasets=datasets,
+            checkpoint=checkpoint,
             vendor_backend=vendor_backend,
         )
 

@@ -8,6 +8,7 @@ attention on NVIDIA, AOTriton or CK on ROCm, a fused kernel on CPU, and no score
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -18,9 +19,16 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from hetero.errors import TrainingError
+
 _KERNELS = {
     AttnBackend.flash: [SDPBackend.FLASH_ATTENTION],
-    AttnBackend.fused: [SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION],
+    # Which of them takes grouped queries, masks or float32 differs from vendor to vendor.
+    AttnBackend.fused: [
+        SDPBackend.CUDNN_ATTENTION,
+        SDPBackend.FLASH_ATTENTION,
+        SDPBackend.EFFICIENT_ATTENTION,
+    ],
     AttnBackend.unfused: [SDPBackend.MATH],
     AttnBackend.local: [SDPBackend.MATH],
 }
@@ -34,6 +42,13 @@ class RMSNorm(torch.nn.RMSNorm):
     ) -> None:
         super().__init__(hidden_size, eps=eps, **_placement(config))
         _mark(self, config)
+        self.zero_centered = config.layernorm_zero_centered_gamma
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.zero_centered:
+            return super().forward(x)
+        normed = F.rms_norm(x, self.normalized_shape, None, self.eps)
+        return (normed * _gain(self.weight)).to(x.dtype)
 
 
 class LayerNorm(torch.nn.LayerNorm):
@@ -44,6 +59,18 @@ class LayerNorm(torch.nn.LayerNorm):
     ) -> None:
         super().__init__(hidden_size, eps=eps, **_placement(config))
         _mark(self, config)
+        self.zero_centered = config.layernorm_zero_centered_gamma
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.zero_centered:
+            return super().forward(x)
+        normed = F.layer_norm(x, self.normalized_shape, None, None, self.eps)
+        return (normed * _gain(self.weight) + self.bias).to(x.dtype)
+
+
+def _gain(weight: torch.Tensor) -> torch.Tensor:
+    """One more than `weight`, in float32: half precision has no number so close to one."""
+    return weight.float() + 1
 
 
 def _placement(config: TransformerConfig) -> dict[str, Any]:
@@ -92,7 +119,7 @@ class SdpaAttention(MegatronModule):
     ) -> torch.Tensor:
         sequence, batch, heads, width = query.shape
         query_bnsd, key_bnsd, value_bnsd = (t.permute(1, 2, 0, 3) for t in (query, key, value))
-        with self._dropout_stream(), self._kernel():
+        with self._dropout_stream(), self._kernel(query):
             context_bnsd = F.scaled_dot_product_attention(
                 query_bnsd,
                 key_bnsd,
@@ -105,10 +132,24 @@ class SdpaAttention(MegatronModule):
             )
         return context_bnsd.permute(2, 0, 1, 3).reshape(sequence, batch, heads * width)
 
-    def _kernel(self) -> contextlib.AbstractContextManager[Any]:
+    @contextlib.contextmanager
+    def _kernel(self, query: torch.Tensor) -> Iterator[None]:
         """`--attention-backend`: torch chooses, or one of its kernels is required."""
         backends = _KERNELS.get(self.config.attention_backend)
-        return contextlib.nullcontext() if backends is None else sdpa_kernel(backends)
+        if backends is None:
+            yield
+            return
+        try:
+            with sdpa_kernel(backends):
+                yield
+        except RuntimeError as error:
+            if "No available kernel" not in str(error):
+                raise
+            raise TrainingError(
+                f"no kernel of --attention-backend {self.config.attention_backend.name} takes "
+                f"{query.dtype} heads of width {query.shape[-1]} on this {query.device.type}; use "
+                "--attention-backend auto"
+            ) from error
 
     def _dropout_stream(self) -> contextlib.AbstractContextManager[Any]:
         """Tensor-parallel ranks hold different heads and must drop out differently."""

@@ -19,6 +19,7 @@ def plan_from_args(args: argparse.Namespace, *, vendor: str) -> Plan:
     plan.require_world_size(args.world_size)
     plan.require_layers(args.num_layers)
     _require_uniform(plan)
+    _require_whole_recompute_units(args, plan)
     return plan
 
 
@@ -93,3 +94,18 @@ def _require_uniform(plan: Plan) -> None:
         raise PlanError("every mesh must have the same tensor, context and data parallel sizes")
     if any(mesh.context > 1 for mesh in plan.meshes):
         raise PlanError("context parallelism is not available; leave 'context' out of the plan")
+
+
+def _require_whole_recompute_units(args: argparse.Namespace, plan: Plan) -> None:
+    """megatron-core would reach for layers beyond the end of a stage."""
+    if args.recompute_method != "uniform":
+        return
+    unit = args.recompute_num_layers
+    for stage, chunks in enumerate(plan.layers):
+        for layers in chunks:
+            if layers % unit:
+                raise PlanError(
+                    f"--recompute-method uniform recomputes {unit} layers at a time, which do not "
+                    f"divide the {layers} layers of pipeline stage {stage}; change "
+                    "--recompute-num-layers, or use --recompute-method block"
+                )

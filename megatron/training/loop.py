@@ -25,11 +25,15 @@ from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 
 from hetero.errors import TrainingError
 from hetero.pipeline.communicator import PipelineCommunicator
+from megatron.training.checkpoint.checkpointer import Checkpointer
+from megatron.training.checkpoint.progress import Progress
+from megatron.training.checkpoint.signals import StopSignal
 from megatron.training.console import Console
 from megatron.training.initialize import Job
 from megatron.training.metrics import IterationRecord, measured_peak_bytes, tflops_per_gpu
 from megatron.training.model import StageModel
 from megatron.training.optimizer import StepOutcome, TrainingOptimizer
+from megatron.training.profiling import StepProfiler
 from megatron.training.recorder import Recorder
 
 Batch = dict[str, torch.Tensor]
@@ -123,9 +127,12 @@ class Trainer:
         schedule: Schedule,
         console: Console,
         recorder: Recorder,
-        after_first_iteration: Callable[[], None],
+        report_memory: Callable[[int], None],
+        checkpointer: Checkpointer,
+        progress: Progress,
+        stop_signal: StopSignal | None,
     ) -> None:
-        self._after_first_iteration = after_first_iteration
+        self._report_memory = report_memory
         self.job = job
         self.args: argparse.Namespace = job.args
         self.model = model
@@ -134,13 +141,17 @@ class Trainer:
         self.schedule = schedule
         self.console = console
         self.recorder = recorder
-        self.iteration = 0
-        self.consumed_samples = 0
-        self.skipped = 0
+        self.iteration = progress.iteration
+        self.consumed_samples = progress.consumed_train_samples
+        self.consumed_valid_samples = progress.consumed_valid_samples
+        self.skipped = progress.skipped_iterations
         self.nan = 0
+        self.interrupted = False
+        self._checkpointer, self._stop_signal = checkpointer, stop_signal
         self.records: list[IterationRecord] = []
         self._unlogged: list[IterationRecord] = []
         self._began = time.monotonic()
+        self._profiler = StepProfiler(self.args, rank=job.rank, device=job.device)
 
     def train(self, iterators: list[Iterator[Any]], evaluate: Callable[[], None] | None) -> None:
         """Run to --train-iters (or --train-samples), evaluating on the way."""
@@ -148,17 +159,32 @@ class Trainer:
             gc.disable()
         self.model.train()
         while not self._finished():
+            self._profiler.before_step(self.iteration)
             self._iterate(iterators)
-            if self.iteration == 1:
-                self._after_first_iteration()
+            self._profiler.after_step(self.iteration)
+            if len(self.records) == 1 or self._is_multiple(self.args.log_memory_interval):
+                self._report_memory(self.iteration)
             self._collect_garbage()
             interval = self.args.eval_interval
             if evaluate is not None and interval and self.iteration % interval == 0:
                 evaluate()
                 self.model.train()
-            if self._asked_to_stop():
+            stops = self._asked_to_stop()
+            self._save_if_due(last=stops or self._finished())
+            if stops:
                 break
+        if not self.records and self.args.save != self.args.load:
+            # Nothing was left to train: the checkpoint is written again, in this run's layout.
+            self._save_if_due(last=True)
+        self._profiler.close()
         self._log_pending()
+
+    def _release_cache(self) -> None:
+        if self.args.empty_unused_memory_level and self.job.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def _is_multiple(self, interval: int | None) -> bool:
+        return bool(interval) and self.iteration % (interval or 1) == 0
 
     def _collect_garbage(self) -> None:
         """With --manual-gc all ranks collect together, so that none waits for another's pause."""
@@ -171,7 +197,24 @@ class Trainer:
             return self.consumed_samples >= self.args.train_samples
         return self.iteration >= self.args.train_iters
 
+    def _save_if_due(self, *, last: bool) -> None:
+        self._checkpointer.poll()
+        if last or self._checkpointer.due(self.iteration):
+            self._checkpointer.save(
+                Progress(
+                    iteration=self.iteration,
+                    consumed_train_samples=self.consumed_samples,
+                    consumed_valid_samples=self.consumed_valid_samples,
+                    skipped_iterations=self.skipped,
+                )
+            )
+
     def _asked_to_stop(self) -> bool:
+        if self.interrupted:
+            self.console.line(
+                f"stopping at iteration {self.iteration}, as {self.args.exit_signal} asks"
+            )
+            return True
         if self.args.exit_interval and self.iteration % self.args.exit_interval == 0:
             self.console.line(f"stopping at iteration {self.iteration}, as --exit-interval asks")
             return True
@@ -193,12 +236,15 @@ class Trainer:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
         share = self.schedule.run(iterators, num_microbatches=get_num_microbatches())
+        self._checkpointer.before_update()
         outcome = self.optimizer.step(
             loss_sum=share[0],
             tokens=share[1],
             link_bytes=self._boundary_bytes(),
             check_links=self._check_links,
+            stop_requested=self._stop_signal is not None and self._stop_signal.seen,
         )
+        self.interrupted = self.interrupted or outcome.stop_requested
         self.iteration += 1
         self.consumed_samples += batch_size
         self._require_finite(outcome)
@@ -209,8 +255,7 @@ class Trainer:
         # As Megatron logs it: the rate that the next iteration will use.
         learning_rate = get_canonical_lr_for_logging(self.optimizer.inner.param_groups)
         seconds = time.perf_counter() - began
-        if self.args.empty_unused_memory_level and self.job.device.type == "cuda":
-            torch.cuda.empty_cache()
+        self._release_cache()
         self._record(outcome, batch_size, learning_rate, seconds)
 
     def _check_links(self) -> None:

@@ -22,7 +22,8 @@ def model_flops_per_token(args: argparse.Namespace) -> float:
     """
     hidden, layers, sequence = args.hidden_size, args.num_layers, args.seq_length
     queries = args.num_attention_heads * args.kv_channels
-    keys = args.num_query_groups * args.kv_channels
+    groups = args.num_query_groups if args.group_query_attention else args.num_attention_heads
+    keys = groups * args.kv_channels
     projections = hidden * (queries + 2 * keys) + queries * hidden
     mlp = (3 if args.swiglu else 2) * hidden * args.ffn_hidden_size
     attention = 2 * queries * (sequence / 2)
@@ -57,6 +58,12 @@ def measured_peak_bytes(device: torch.device) -> int:
     import resource
 
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def device_used_bytes(device: torch.device) -> int:
+    """What the driver counts as used on a GPU, other processes and libraries included."""
+    free, total = torch.cuda.mem_get_info(device)
+    return int(total - free)
 
 
 @dataclass(frozen=True)

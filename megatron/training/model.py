@@ -94,6 +94,7 @@ def transformer_config(
         kv_channels=args.kv_channels,
         normalization=args.normalization,
         layernorm_epsilon=args.layernorm_epsilon,
+        layernorm_zero_centered_gamma=args.layernorm_zero_centered_gamma,
         activation_func=_activation(args),
         gated_linear_unit=args.swiglu,
         add_bias_linear=args.add_bias_linear,
@@ -137,6 +138,7 @@ def transformer_config(
         apply_rope_fusion=False,
         gradient_accumulation_fusion=False,
         cross_entropy_loss_fusion=on_gpu and args.cross_entropy_loss_fusion,
+        cross_entropy_fusion_impl=args.cross_entropy_fusion_impl,
         **recompute,
     )
 
@@ -206,7 +208,23 @@ def _build_chunk(
     )
 
 
-def _ddp_config(args: argparse.Namespace, parameters: int) -> DistributedDataParallelConfig:
+def initial_weights(args: argparse.Namespace) -> weights.InitialWeights:
+    """How this run's parameters are drawn."""
+    embedding_std = args.embedding_init_method_std
+    return weights.InitialWeights(
+        seed=args.seed,
+        std=args.init_method_std,
+        embedding_std=args.init_method_std if embedding_std is None else embedding_std,
+        num_layers=args.num_layers,
+        gated_linear_unit=args.swiglu,
+        tied_embeddings=not args.untie_embeddings_and_output_weights,
+        xavier_uniform=args.init_method_xavier_uniform,
+        zero_centered_norms=args.layernorm_zero_centered_gamma,
+    )
+
+
+def ddp_config(args: argparse.Namespace, parameters: int) -> DistributedDataParallelConfig:
+    """How gradients of `parameters` parameters are reduced over the data-parallel group."""
     bucket_size = args.ddp_bucket_size
     if args.ddp_num_buckets is not None:
         bucket_size = math.ceil(parameters / args.ddp_num_buckets)
@@ -241,26 +259,18 @@ def build_model(
     )
     weights.initialize(
         list(weights.named_parameters(bare, first_layers)),
-        weights.InitialWeights(
-            seed=args.seed,
-            std=args.init_method_std,
-            embedding_std=args.embedding_init_method_std or args.init_method_std,
-            num_layers=args.num_layers,
-            gated_linear_unit=args.swiglu,
-            tied_embeddings=not args.untie_embeddings_and_output_weights,
-            xavier_uniform=args.init_method_xavier_uniform,
-        ),
+        initial_weights(args),
         tp_rank=coordinate.tensor,
         tp_size=args.tensor_model_parallel_size,
     )
     half = args.bf16 or args.fp16
-    ddp_config = _ddp_config(
+    ddp = ddp_config(
         args, sum(parameter.numel() for chunk in bare for parameter in chunk.parameters())
     )
     chunks = [
         DistributedDataParallel(
             config,
-            ddp_config,
+            ddp,
             Float16Module(config, chunk) if half else chunk,
             disable_bucketing=index > 0,
             pg_collection=collection,

@@ -20,6 +20,7 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from hetero.plan import Plan
+from megatron.training.arguments.checks.training import samples_after
 from megatron.training.model import StageModel, torch_dtype
 
 
@@ -35,6 +36,8 @@ class StepOutcome:
     link_bytes: int
     """Tensor bytes sent over boundaries so far, all ranks together."""
     zeros: float | None = None
+    stop_requested: bool = False
+    """Whether any rank was asked to stop before its part of this step was told."""
 
     @property
     def loss(self) -> float:
@@ -69,6 +72,34 @@ class RankStatistics:
         return [row.tolist() for row in torch.stack(everyone).cpu()]
 
 
+def optimizer_config(args: argparse.Namespace) -> OptimizerConfig:
+    """megatron-core's configuration of the optimizer."""
+    return OptimizerConfig(
+        optimizer=args.optimizer,
+        lr=args.lr,
+        min_lr=args.min_lr,
+        decoupled_lr=args.decoupled_lr,
+        decoupled_min_lr=args.decoupled_min_lr,
+        weight_decay=args.weight_decay,
+        adam_beta1=args.adam_beta1,
+        adam_beta2=args.adam_beta2,
+        adam_eps=args.adam_eps,
+        sgd_momentum=args.sgd_momentum,
+        clip_grad=args.clip_grad,
+        bf16=args.bf16,
+        fp16=args.fp16,
+        params_dtype=torch_dtype(args.params_dtype),
+        loss_scale=args.loss_scale,
+        initial_loss_scale=args.initial_loss_scale,
+        min_loss_scale=args.min_loss_scale,
+        loss_scale_window=args.loss_scale_window,
+        hysteresis=args.hysteresis,
+        use_distributed_optimizer=args.use_distributed_optimizer,
+        overlap_param_gather=args.overlap_param_gather,
+        log_num_zeros_in_grad=args.log_num_zeros_in_grad,
+    )
+
+
 class TrainingOptimizer:
     """megatron-core's optimizer with the step described above."""
 
@@ -82,30 +113,7 @@ class TrainingOptimizer:
         statistics: RankStatistics,
         device: torch.device,
     ) -> None:
-        self.config = OptimizerConfig(
-            optimizer=args.optimizer,
-            lr=args.lr,
-            min_lr=args.min_lr,
-            decoupled_lr=args.decoupled_lr,
-            decoupled_min_lr=args.decoupled_min_lr,
-            weight_decay=args.weight_decay,
-            adam_beta1=args.adam_beta1,
-            adam_beta2=args.adam_beta2,
-            adam_eps=args.adam_eps,
-            sgd_momentum=args.sgd_momentum,
-            clip_grad=args.clip_grad,
-            bf16=args.bf16,
-            fp16=args.fp16,
-            params_dtype=torch_dtype(args.params_dtype),
-            loss_scale=args.loss_scale,
-            initial_loss_scale=args.initial_loss_scale,
-            min_loss_scale=args.min_loss_scale,
-            loss_scale_window=args.loss_scale_window,
-            hysteresis=args.hysteresis,
-            use_distributed_optimizer=args.use_distributed_optimizer,
-            overlap_param_gather=args.overlap_param_gather,
-            log_num_zeros_in_grad=args.log_num_zeros_in_grad,
-        )
+        self.config = optimizer_config(args)
         self.inner = get_megatron_optimizer(
             self.config,
             model.chunks,
@@ -138,6 +146,7 @@ class TrainingOptimizer:
         tokens: torch.Tensor,
         link_bytes: int = 0,
         check_links: Callable[[], None] | None = None,
+        stop_requested: bool = False,
     ) -> StepOutcome:
         """Update the weights, unless gradients overflowed (fp16) or something is not finite.
 
@@ -147,10 +156,10 @@ class TrainingOptimizer:
         the last stage, and there counted once over its tensor-parallel ranks.
         """
         overflowed = self.inner.prepare_grads()
-        local = torch.zeros(4, dtype=torch.float64, device=self._device)
+        local = torch.zeros(5, dtype=torch.float64, device=self._device)
         if not overflowed and self._counts[self._rank]:
             local[0] = self._squared_norm()
-        local[1], local[2], local[3] = loss_sum, tokens, link_bytes
+        local[1], local[2], local[3], local[4] = loss_sum, tokens, link_bytes, stop_requested
         rows = self._statistics.gather(local, check=check_links)
         outcome = StepOutcome(
             updated=False,
@@ -158,6 +167,7 @@ class TrainingOptimizer:
             loss_sum=math.fsum(row[1] for row in rows),
             tokens=math.fsum(row[2] for row in rows),
             link_bytes=int(sum(row[3] for row in rows)),
+            stop_requested=any(row[4] for row in rows),
         )
         if outcome.grad_norm is None or not math.isfinite(outcome.grad_norm + outcome.loss):
             return outcome
@@ -197,39 +207,53 @@ class TrainingOptimizer:
                 )
 
 
+@dataclass(frozen=True)
+class ScheduleLengths:
+    """The phases of the schedules, in samples."""
+
+    warmup: int
+    decay: int
+    wsd: int | None
+    """The last phase of the WSD style."""
+    whole: int
+    """The run, over which the weight decay changes."""
+
+
+def schedule_lengths(args: argparse.Namespace) -> ScheduleLengths:
+    """From flags that count steps or samples. Steps of a batch-size ramp-up take fewer samples."""
+    if args.train_samples:
+        decay, warmup = args.lr_decay_samples or args.train_samples, args.lr_warmup_samples
+        wsd, whole = args.lr_wsd_decay_samples, args.train_samples
+    else:
+        decay_iters = args.lr_decay_iters or args.train_iters
+        decay, warmup = samples_after(args, decay_iters), samples_after(args, args.lr_warmup_iters)
+        whole = samples_after(args, args.train_iters)
+        wsd = None
+        if args.lr_wsd_decay_iters is not None:
+            wsd = decay - samples_after(args, decay_iters - args.lr_wsd_decay_iters)
+    if args.lr_warmup_fraction is not None:
+        warmup = int(args.lr_warmup_fraction * decay)
+    return ScheduleLengths(warmup=warmup, decay=decay, wsd=wsd, whole=whole)
+
+
 def build_scheduler(
     args: argparse.Namespace, optimizer: TrainingOptimizer
 ) -> OptimizerParamScheduler:
     """Learning-rate and weight-decay schedules, counted in samples as Megatron counts them."""
-    decay_iters = args.lr_decay_iters or args.train_iters
-    decay_steps = decay_iters * args.global_batch_size
-    if args.lr_warmup_fraction is not None:
-        warmup_steps = int(args.lr_warmup_fraction * decay_steps)
-    else:
-        warmup_steps = args.lr_warmup_iters * args.global_batch_size
-    wsd_steps = None
-    if args.lr_wsd_decay_iters is not None:
-        wsd_steps = args.lr_wsd_decay_iters * args.global_batch_size
-    if args.train_samples:
-        decay_steps = args.lr_decay_samples or args.train_samples
-        if args.lr_warmup_fraction is None:
-            warmup_steps = args.lr_warmup_samples
-        else:
-            warmup_steps = int(args.lr_warmup_fraction * decay_steps)
-        wsd_steps = args.lr_wsd_decay_samples
+    lengths = schedule_lengths(args)
     return OptimizerParamScheduler(
         optimizer.inner,
         init_lr=args.lr_warmup_init,
         max_lr=args.lr,
         min_lr=args.min_lr,
-        lr_warmup_steps=warmup_steps,
-        lr_decay_steps=decay_steps,
+        lr_warmup_steps=lengths.warmup,
+        lr_decay_steps=lengths.decay,
         lr_decay_style=args.lr_decay_style,
         start_wd=args.start_weight_decay,
         end_wd=args.end_weight_decay,
-        wd_incr_steps=args.train_samples or args.train_iters * args.global_batch_size,
+        wd_incr_steps=lengths.whole,
         wd_incr_style=args.weight_decay_incr_style,
-        wsd_decay_steps=wsd_steps,
+        wsd_decay_steps=lengths.wsd,
         lr_wsd_decay_style=args.lr_wsd_decay_style,
         use_checkpoint_opt_param_scheduler=args.use_checkpoint_opt_param_scheduler,
         override_opt_param_scheduler=args.override_opt_param_scheduler,

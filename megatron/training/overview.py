@@ -17,7 +17,7 @@ from megatron.training import weights
 from megatron.training.console import Console, format_table
 from megatron.training.initialize import Job
 from megatron.training.loop import Trainer
-from megatron.training.metrics import measured_peak_bytes, planned_state_bytes
+from megatron.training.metrics import device_used_bytes, measured_peak_bytes, planned_state_bytes
 from megatron.training.model import StageModel
 
 
@@ -109,14 +109,22 @@ def print_overview(job: Job, rows: list[dict[str, Any]], console: Console) -> No
         console.line(f"flag without effect here: {ignored}")
 
 
-def print_peak_memory(job: Job, console: Console) -> None:
-    """After the first iteration, when every buffer exists. Collective."""
-    peaks = _everyone(measured_peak_bytes(job.device))
-    parts = [
-        f"stage {stage} {size_text(max(peaks[r] for r in job.plan.ranks_of_stage(stage)))}"
+def print_peak_memory(job: Job, console: Console, *, iteration: int) -> None:
+    """After the first iteration, when every buffer exists, and when flags ask. Collective."""
+    when = "the first iteration" if iteration == 1 else f"iteration {iteration}"
+    peaks = _by_stage(job, _everyone(measured_peak_bytes(job.device)))
+    console.line(f"peak memory of a rank after {when}: {peaks}")
+    if job.args.log_device_memory_used and job.device.type == "cuda":
+        used = _by_stage(job, _everyone(device_used_bytes(job.device)))
+        console.line(f"memory in use on a device after {when}, as its driver counts it: {used}")
+
+
+def _by_stage(job: Job, sizes: list[int]) -> str:
+    """The largest of each stage."""
+    return ", ".join(
+        f"stage {stage} {size_text(max(sizes[r] for r in job.plan.ranks_of_stage(stage)))}"
         for stage in range(job.plan.stages)
-    ]
-    console.line("peak memory of a rank after the first iteration: " + ", ".join(parts))
+    )
 
 
 def _link_entries(job: Job) -> list[dict[str, Any]]:

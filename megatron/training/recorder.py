@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +27,17 @@ def check_outputs(args: argparse.Namespace) -> None:
         except OSError as error:
             raise UserError(f"{flag} {path}: cannot make its folder: {error.strerror}") from error
         _check_file(flag, Path(path))
-    if args.tensorboard_dir:
+    folders = {"--tensorboard-dir": args.tensorboard_dir}
+    if args.wandb_project:
+        # W&B would take another folder where this one is missing.
+        folders["--wandb-save-dir"] = args.wandb_save_dir
+    for flag, folder in folders.items():
+        if not folder:
+            continue
         try:
-            Path(args.tensorboard_dir).mkdir(parents=True, exist_ok=True)
+            Path(folder).mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise UserError(
-                f"--tensorboard-dir {args.tensorboard_dir} cannot be made: {error.strerror}"
-            ) from error
+            raise UserError(f"{flag} {folder} cannot be made: {error.strerror}") from error
     if args.wandb_project:
         try:
             import wandb  # noqa: F401
@@ -58,10 +63,24 @@ def _check_file(flag: str, path: Path) -> None:
         ) from error
 
 
+def _keep_until(path: Path, iteration: int) -> None:
+    """Drop the records that a resumed run will write again."""
+    kept = []
+    for line in path.read_text().splitlines() if path.exists() else []:
+        try:
+            if json.loads(line)["iteration"] <= iteration:
+                kept.append(line + "\n")
+        except (ValueError, KeyError, TypeError):
+            continue  # the last line of a killed run
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    temporary.write_text("".join(kept))
+    temporary.replace(path)
+
+
 class Recorder:
     """Writes every iteration to the places the flags name."""
 
-    def __init__(self, args: argparse.Namespace, *, enabled: bool) -> None:
+    def __init__(self, args: argparse.Namespace, *, enabled: bool, resumed_at: int = 0) -> None:
         self._interval = args.tensorboard_log_interval
         self._args = args
         self._writer: Any = None
@@ -70,13 +89,19 @@ class Recorder:
         if not enabled:
             return
         if args.metrics_file:
+            if resumed_at:
+                _keep_until(Path(args.metrics_file), resumed_at)
             # Line-buffered: what has been measured is on disk, whatever happens next.
-            self._file = open(args.metrics_file, "w", buffering=1)  # noqa: SIM115
+            mode = "a" if resumed_at else "w"
+            self._file = open(args.metrics_file, mode, buffering=1)  # noqa: SIM115
         if args.tensorboard_dir:
             from torch.utils.tensorboard import SummaryWriter
 
             self._writer = SummaryWriter(
-                log_dir=args.tensorboard_dir, max_queue=args.tensorboard_queue_size
+                log_dir=args.tensorboard_dir,
+                max_queue=args.tensorboard_queue_size,
+                # What a run that was killed logged after its last checkpoint comes again.
+                purge_step=resumed_at + 1 if resumed_at else None,
             )
         if args.wandb_project:
             import wandb

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 from megatron.core.num_microbatches_calculator import init_num_microbatches_calculator
 
+from megatron.training.checkpoint.checkpointer import Checkpointer, expected_progress
+from megatron.training.checkpoint.signals import StopSignal
 from megatron.training.console import Console
+from megatron.training.core_private import gather_parameters
 from megatron.training.data import chunk_iterators
 from megatron.training.initialize import Job
 from megatron.training.loop import Evaluator, Schedule, Trainer
@@ -23,7 +27,15 @@ from megatron.training.recorder import Recorder
 
 
 def run_job(job: Job) -> None:
-    """Train the job's model to its end."""
+    """Train the job's model to its end, or until it is asked to stop."""
+    with ExitStack() as stack:
+        stop_signal = None
+        if job.args.exit_signal_handler:
+            stop_signal = stack.enter_context(StopSignal(job.args.exit_signal))
+        _run(job, stack, stop_signal)
+
+
+def _run(job: Job, stack: ExitStack, stop_signal: StopSignal | None) -> None:
     args = job.args
     init_num_microbatches_calculator(
         job.rank,
@@ -32,7 +44,9 @@ def run_job(job: Job) -> None:
         args.micro_batch_size,
         args.data_parallel_size,
     )
-    console = Console(speaks=job.rank == 0, total_iterations=args.train_iters)
+    start = expected_progress(job.checkpoint).iteration
+    console = Console(speaks=job.rank == 0, total_iterations=args.train_iters, start=start)
+    stack.callback(console.close)
     model = build_model(args, plan=job.plan, rank=job.rank, groups=job.groups, device=job.device)
     optimizer = TrainingOptimizer(
         args,
@@ -43,7 +57,8 @@ def run_job(job: Job) -> None:
         device=job.device,
     )
     schedule = Schedule(job, model)
-    recorder = Recorder(args, enabled=job.rank == 0)
+    recorder = Recorder(args, enabled=job.rank == 0, resumed_at=start)
+    stack.callback(recorder.close)
     rows = stage_rows(job, model)
     print_overview(job, rows, console)
     if args.eval_iters and not _is_enough(job, job.datasets.sizes.valid):
@@ -51,38 +66,50 @@ def run_job(job: Job) -> None:
             "no evaluation: the validation split is too small for one step over all ranks; give "
             "--split a larger second number"
         )
+    scheduler = build_scheduler(args, optimizer)
+    checkpointer = Checkpointer(
+        job, model=model, optimizer=optimizer, scheduler=scheduler, console=console
+    )
+    stack.callback(checkpointer.close)
     trainer = Trainer(
         job,
         model=model,
         optimizer=optimizer,
-        scheduler=build_scheduler(args, optimizer),
+        scheduler=scheduler,
         schedule=schedule,
         console=console,
         recorder=recorder,
-        after_first_iteration=lambda: print_peak_memory(job, console),
+        report_memory=lambda iteration: print_peak_memory(job, console, iteration=iteration),
+        checkpointer=checkpointer,
+        progress=checkpointer.resume(),
+        stop_signal=stop_signal,
     )
     evaluator = Evaluator(job, model=model, schedule=schedule, console=console, recorder=recorder)
-    try:
-        if not args.skip_train:
-            trainer.train(
-                _iterators(job, job.datasets.train, cyclic=args.dataloader_type == "cyclic"),
-                _evaluation(job, trainer, evaluator),
-            )
+    if not args.skip_train:
+        trainer.train(
+            _iterators(
+                job,
+                job.datasets.train,
+                consumed=trainer.consumed_samples,
+                cyclic=args.dataloader_type == "cyclic",
+            ),
+            _evaluation(job, trainer, evaluator),
+        )
+    checkpointer.finish()
+    if not trainer.interrupted:
         _final_evaluations(job, trainer, evaluator)
-        if args.hetero_report:
-            write_report(job, trainer, rows)
-    finally:
-        console.close()
-        recorder.close()
+    if args.hetero_report:
+        gather_parameters(model.chunks)
+        write_report(job, trainer, rows)
 
 
-def _iterators(job: Job, dataset: Any, *, cyclic: bool = False) -> list[Any]:
+def _iterators(job: Job, dataset: Any, *, consumed: int = 0, cyclic: bool = False) -> list[Any]:
     return chunk_iterators(
         job.args,
         dataset,
         coordinate=job.coordinate,
         plan=job.plan,
-        consumed=0,
+        consumed=consumed,
         device=job.device,
         cyclic=cyclic,
     )
@@ -91,7 +118,9 @@ def _iterators(job: Job, dataset: Any, *, cyclic: bool = False) -> list[Any]:
 def _evaluation(job: Job, trainer: Trainer, evaluator: Evaluator) -> Callable[[], None] | None:
     if not job.args.eval_iters or not _is_enough(job, job.datasets.sizes.valid):
         return None
-    iterators = _iterators(job, job.datasets.valid, cyclic=True)
+    iterators = _iterators(
+        job, job.datasets.valid, consumed=trainer.consumed_valid_samples, cyclic=True
+    )
 
     def evaluate() -> None:
         evaluator.run(
@@ -100,6 +129,7 @@ def _evaluation(job: Job, trainer: Trainer, evaluator: Evaluator) -> Callable[[]
             iteration=trainer.iteration,
             when=f"at iteration {trainer.iteration}",
         )
+        trainer.consumed_valid_samples += job.args.eval_iters * job.args.global_batch_size
 
     return evaluate
 

@@ -8,6 +8,7 @@ the user, and the second is filled in.
 from __future__ import annotations
 
 import argparse
+import hashlib
 import importlib.util
 import json
 import os
@@ -20,9 +21,16 @@ import sentencepiece
 from megatron.core.tokenizers import MegatronTokenizer
 from megatron.core.tokenizers.base_tokenizer import MegatronTokenizerBase
 
+from hetero.agreement import AgreedError
 from hetero.errors import UserError
 
 SENTENCEPIECE_TYPES = ("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer")
+BERT_TYPES = ("BertWordPieceLowerCase", "BertWordPieceCase")
+_BYTES = 256
+_SAMPLE_TEXT = (
+    "The quick brown fox jumps over the lazy dog, 1234567890 times; def function(argument): return"
+    " x + y\nWhere there is a will there is a way. Zwölf Boxkämpfer, 漢字 и кириллица."
+)
 NO_PAD = -1
 """The pad id of a tokenizer without one: what megatron-core's datasets use for 'nothing padded'."""
 
@@ -91,20 +99,54 @@ def build_tokenizer(args: argparse.Namespace) -> Tokenizer:
         return _build_huggingface(args, _huggingface_directory(_model_of(args)))
     if kind == "GPT2BPETokenizer":
         return _build_gpt2(args)
+    if kind in BERT_TYPES:
+        return _build_bert(args)
     if kind == "TikTokenizer":
         return _build_tiktoken(args)
+    if kind == "ByteLevelTokenizer":
+        return _build_bytes(args)
     if kind == "NullTokenizer":
         return _build_null(args)
-    known = (*SENTENCEPIECE_TYPES, "HuggingFaceTokenizer", "GPT2BPETokenizer", "TikTokenizer")
+    known = (*SENTENCEPIECE_TYPES, "HuggingFaceTokenizer", "GPT2BPETokenizer", *BERT_TYPES)
     raise UserError(
-        f"--tokenizer-type {kind} is not supported; use {', '.join(known)} or NullTokenizer"
+        f"--tokenizer-type {kind} is not supported; use {', '.join(known)}, TikTokenizer, "
+        "ByteLevelTokenizer or NullTokenizer"
     )
+
+
+def tokenizer_digest(tokenizer: Tokenizer) -> str | None:
+    """What a tokenizer makes of a fixed text, to tell apart two of one size; None if it cannot.
+
+    The library and the file's name do not matter, the tokens do.
+    """
+    try:
+        tokens = tokenizer.tokenize(_SAMPLE_TEXT)
+    except Exception:  # one of numbers, or of bytes: its size says it all
+        return None
+    return hashlib.sha256(json.dumps([int(token) for token in tokens]).encode()).hexdigest()
 
 
 def padded_vocab_size(vocab_size: int, *, make_divisible_by: int, tensor_parallel_size: int) -> int:
     """The rows of the embedding: as many for every tensor-parallel rank, in a size GPUs like."""
     multiple = make_divisible_by * tensor_parallel_size
     return -(-vocab_size // multiple) * multiple
+
+
+def embedding_rows(args: argparse.Namespace, vocab_size: int) -> int:
+    """--padded-vocab-size where it is given and fits, the tokenizer's size padded elsewhere."""
+    rows, split = args.padded_vocab_size, args.tensor_model_parallel_size
+    if rows is None:
+        return padded_vocab_size(
+            vocab_size,
+            make_divisible_by=args.make_vocab_size_divisible_by,
+            tensor_parallel_size=split,
+        )
+    if rows < vocab_size or rows % split:
+        raise AgreedError(
+            f"--padded-vocab-size {rows} must be at least the tokenizer's {vocab_size} and a "
+            f"multiple of --tensor-model-parallel-size {split}"
+        )
+    return int(rows)
 
 
 def _build_sentencepiece(args: argparse.Namespace) -> Tokenizer:
@@ -173,6 +215,41 @@ def _build_gpt2(args: argparse.Namespace) -> Tokenizer:
         }
         source = f"{files['vocab.json']} and {files['merges.txt']}"
         return _build_huggingface(args, directory, source=source, identity=identity)
+
+
+def _build_bert(args: argparse.Namespace) -> Tokenizer:
+    """BERT's word pieces from a vocabulary file; [SEP] ends a document, as it ends a sentence."""
+    path = _flag(args, "vocab_file")
+    if not path:
+        raise UserError(f"--tokenizer-type {args.tokenizer_type} needs --vocab-file")
+    path = os.path.abspath(_readable_file(path, "--vocab-file"))
+    settings = {
+        "tokenizer_class": "BertTokenizer",
+        "do_lower_case": args.tokenizer_type == "BertWordPieceLowerCase",
+        "eos_token": "[SEP]",
+    }
+    with tempfile.TemporaryDirectory(prefix="bert-tokenizer-") as directory:
+        os.symlink(path, Path(directory, "vocab.txt"))
+        Path(directory, "tokenizer_config.json").write_text(json.dumps(settings))
+        identity = {"tokenizer_path": args.tokenizer_type, "vocab_file": path}
+        return _build_huggingface(args, directory, source=path, identity=identity)
+
+
+def _build_bytes(args: argparse.Namespace) -> Tokenizer:
+    """Every byte a token, and after the bytes the tokens that end and pad a document."""
+    special = ["<pad>", "<eod>", *(_flag(args, "tokenizer_special_tokens") or [])]
+    # megatron-core numbers special tokens downwards from the last id.
+    last = _BYTES + len(special) - 1
+    core = _from_core(
+        args,
+        "byte-level",
+        None,
+        vocab_size=_BYTES,
+        special_tokens=special,
+        _pad_id=last,
+        _eos_id=last - 1,
+    )
+    return _complete(core, "ByteLevelTokenizer")
 
 
 def _build_tiktoken(args: argparse.Namespace) -> Tokenizer:

@@ -34,6 +34,8 @@ class InitialWeights:
     gated_linear_unit: bool
     tied_embeddings: bool
     xavier_uniform: bool = False
+    zero_centered_norms: bool = False
+    """Whether the weight of a norm is stored minus one."""
 
     def draw(
         self, name: str, parameter: torch.nn.Parameter, *, tp_rank: int, tp_size: int
@@ -42,7 +44,7 @@ class InitialWeights:
         if name.endswith(".bias"):
             return torch.zeros(parameter.shape)
         if parameter.dim() == 1:
-            return torch.ones(parameter.shape)
+            return torch.full(parameter.shape, 0.0 if self.zero_centered_norms else 1.0)
         split = getattr(parameter, "tensor_model_parallel", False) and tp_size > 1
         dim = parameter.partition_dim if split else 0  # type: ignore[attr-defined]
         shape = list(parameter.shape)

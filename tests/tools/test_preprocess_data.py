@@ -17,6 +17,9 @@ from megatron.core.datasets.indexed_dataset import IndexedDataset
 
 from tools import preprocess_data, text_input, train_tokenizer
 from tools.preprocess_data import main
+from tools.preprocessing import batches
+from tools.preprocessing.encoder import Encoder
+from tools.preprocessing.workers import BATCHES_AHEAD, encoded_in_order
 
 TOOL = Path(__file__).parents[2] / "tools" / "preprocess_data.py"
 CORPUS = "one small step\nfor a man\n\n\none giant leap\n\nfor mankind 1969\n"
@@ -154,7 +157,7 @@ any_text = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="
 @given(documents=st.lists(any_text, min_size=1, max_size=40).filter(any), batch=st.integers(1, 9))
 def test_text_comes_back_from_the_files_whatever_the_workers(tokenizer, documents, batch):
     with tempfile.TemporaryDirectory() as name, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(preprocess_data, "BATCH_DOCUMENTS", batch)
+        patch.setattr(batches, "BATCH_DOCUMENTS", batch)
         directory = Path(name)
         records = directory / "records.jsonl"
         records.write_text("".join(json.dumps({"text": text}) + "\n" for text in documents))
@@ -194,7 +197,7 @@ def test_bad_input_ends_in_one_sentence_and_leaves_no_file(
 
 
 def test_the_first_bad_line_is_told_whatever_the_workers(tmp_path, tokenizer, capsys, monkeypatch):
-    monkeypatch.setattr(preprocess_data, "BATCH_DOCUMENTS", 1)
+    monkeypatch.setattr(batches, "BATCH_DOCUMENTS", 1)
     lines = ['{"text": "fine"}'] * 50
     lines[20] = lines[40] = "{"
     (tmp_path / "many.jsonl").write_text("\n".join(lines))
@@ -257,7 +260,7 @@ def test_an_unwritable_place_is_one_sentence(tmp_path, corpus, tokenizer, capsys
 
 def test_reading_stays_a_fixed_number_of_batches_ahead(tmp_path, tokenizer, monkeypatch):
     """Memory would otherwise grow with the input whenever reading is faster than tokenizing."""
-    monkeypatch.setattr(preprocess_data, "BATCH_DOCUMENTS", 1)
+    monkeypatch.setattr(batches, "BATCH_DOCUMENTS", 1)
     (tmp_path / "many.txt").write_text("a\n\n" * 200)
     flags = flags_for(tokenizer, tmp_path / "out", tmp_path / "many.txt", workers=2)
     args = preprocess_data.build_parser().parse_args(flags)
@@ -266,14 +269,14 @@ def test_reading_stays_a_fixed_number_of_batches_ahead(tmp_path, tokenizer, monk
     def counted():
         nonlocal read
         files = text_input.open_inputs(args.input, "auto")
-        for batch in preprocess_data.cut_batches(files, "blank-line"):
+        for batch in batches.cut_batches(files, "blank-line"):
             read += 1
             yield batch
 
-    encoder = preprocess_data.Encoder(args)
-    with preprocess_data.encoded_in_order(counted(), encoder, args) as encoded:
+    encoder = Encoder(args)
+    with encoded_in_order(counted(), encoder, args) as encoded:
         for done, _ in enumerate(encoded):
-            assert read - done <= 2 * preprocess_data.BATCHES_AHEAD
+            assert read - done <= 2 * BATCHES_AHEAD
     assert read == 200
 
 
@@ -326,7 +329,7 @@ def test_when_killed_it_ends_at_once_and_leaves_no_file(
     assert process.stderr.readline().startswith("processed ")
     workers = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
     os.kill(process.pid if victim == "parent" else int(workers[0]), number)
-    _, errors = process.communicate(timeout=10)
+    _, errors = process.communicate(timeout=60)
     own_lines = [line for line in errors.splitlines() if not line.startswith("processed ")]
     assert process.returncode == code
     assert "".join(own_lines).startswith(sentence)

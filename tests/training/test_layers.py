@@ -5,12 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
-from megatron.core.transformer.enums import AttnMaskType
+import torch.nn.functional as F
+from megatron.core.transformer.enums import AttnBackend, AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
+from torch.nn.attention import _cur_sdpa_kernel_backends
 
+from hetero.errors import TrainingError
 from megatron.training.cpu_shim import cpu_shim
 from megatron.training.layers import LayerNorm, RMSNorm, SdpaAttention, norm_class
 
@@ -77,6 +81,20 @@ def test_a_norm_has_the_models_dtype_and_takes_megatron_cores_arguments() -> Non
     config = _config(params_dtype=torch.bfloat16)
     norm = RMSNorm(config=config, hidden_size=32, eps=1e-6, persist_layer_norm=True)  # type: ignore[call-arg]
     assert norm.weight.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"), [(RMSNorm, torch.nn.RMSNorm), (LayerNorm, torch.nn.LayerNorm)]
+)
+def test_a_zero_centred_norm_stores_its_weight_minus_one(ours: Any, theirs: Any) -> None:
+    """--apply-layernorm-1p"""
+    norm = ours(_config(layernorm_zero_centered_gamma=True), 32, eps=1e-3)
+    reference = theirs(32, eps=1e-3, device=_device())
+    with torch.no_grad():
+        norm.weight.copy_(torch.randn(32))
+        reference.weight.copy_(norm.weight + 1)
+    x = torch.randn(5, 2, 32, device=_device())
+    assert torch.allclose(norm(x), reference(x), atol=1e-6)
 
 
 def test_the_norm_is_chosen_by_the_configuration() -> None:
@@ -167,3 +185,44 @@ def test_nothing_is_dropped_out_in_evaluation() -> None:
     query, key, value = _inputs(4, 4)
     expected = _reference(query, key, value, _causal(6, 2))
     assert torch.allclose(attention(query, key, value, None), expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("backend", ["auto", "flash", "fused", "unfused", "local"])
+def test_every_backend_computes_the_same_attention(backend: str) -> None:
+    """--attention-backend"""
+    query, key, value = _inputs(4, 2)
+    config = _config(num_query_groups=2, attention_backend=AttnBackend[backend])
+    output = _attention(config)(query, key, value, None)
+    assert torch.allclose(output, _reference(query, key, value, _causal(6, 2)), atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("backend", "allowed"),
+    [
+        ("flash", {"FLASH_ATTENTION"}),
+        ("fused", {"CUDNN_ATTENTION", "FLASH_ATTENTION", "EFFICIENT_ATTENTION"}),
+        ("unfused", {"MATH"}),
+        ("local", {"MATH"}),
+    ],
+)
+def test_a_backend_leaves_torch_its_kernels_and_no_other(backend: str, allowed: set[str]) -> None:
+    attention = _attention(_config(attention_backend=AttnBackend[backend]))
+    with attention._kernel(torch.empty(1)):
+        enabled = {kernel.name for kernel in _cur_sdpa_kernel_backends()}
+    assert enabled == allowed
+
+
+def test_a_kernel_that_does_not_exist_is_one_sentence() -> None:
+    attention = _attention(_config(attention_backend=AttnBackend.flash))
+    query, key, value = _inputs(4, 4)
+    with (
+        mock.patch.object(F, "scaled_dot_product_attention", side_effect=_NO_KERNEL),
+        pytest.raises(
+            TrainingError, match=r"--attention-backend flash takes .* of width 8"
+        ) as error,
+    ):
+        attention(query, key, value, None)
+    assert "use --attention-backend auto" in str(error.value)
+
+
+_NO_KERNEL = RuntimeError("No available kernel. Aborting execution.")

@@ -194,3 +194,15 @@ def test_meshes_that_cannot_be_joined_are_refused(
     text += f"- {{vendor: nvidia, layers: [5], {second}}}\n"
     with pytest.raises(PlanError, match=says):
         adopt_plan_file(_args(_file(tmp_path / "plan.yaml", text), ranks=4))
+
+
+# Recomputation.
+
+
+def test_units_of_recomputation_have_to_divide_every_stage() -> None:
+    flags = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 3"
+    assert _plan(flags, layers=6).layers == ((6,),)
+    with pytest.raises(PlanError, match="do not divide the 4 layers of pipeline stage 0"):
+        _plan(f"{flags} --pipeline-model-parallel-size 2", layers=8, ranks=2)
+    block = flags.replace("uniform", "block")
+    assert _plan(block, layers=8).layers == ((8,),)

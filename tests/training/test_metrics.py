@@ -22,6 +22,7 @@ LLAMA_8B = Namespace(
     hidden_size=4096,
     num_layers=32,
     num_attention_heads=32,
+    group_query_attention=True,
     num_query_groups=8,
     kv_channels=128,
     ffn_hidden_size=14336,
@@ -61,6 +62,8 @@ def test_every_size_counts_as_it_should() -> None:
     base = flops()
     assert base - flops(swiglu=False) == 6 * 32 * 4096 * 14336
     assert flops(num_query_groups=32) - base == 6 * 32 * 2 * 4096 * 3072
+    # Without grouped queries --num-query-groups says nothing: every head has its own key and value.
+    assert flops(group_query_attention=False) == flops(num_query_groups=32)
     assert flops(seq_length=16384) - base == 6 * 32 * 4096 * 8192
     assert flops(num_layers=64) - flops(num_layers=32) == 6 * 32 * 251_658_240
     assert flops(padded_vocab_size=128512) - base == 6 * 4096 * 256

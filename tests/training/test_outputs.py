@@ -21,6 +21,7 @@ from megatron.training.recorder import Recorder, check_outputs
 def _outputs(**changed: Any) -> Namespace:
     return Namespace(
         tensorboard_dir=None,
+        wandb_save_dir=None,
         **{"metrics_file": None, "hetero_report": None, "wandb_project": None} | changed,
     )
 

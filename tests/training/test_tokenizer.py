@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from hetero.errors import UserError
-from megatron.training.tokenizer import NO_PAD, build_tokenizer, padded_vocab_size
+from megatron.training.tokenizer import NO_PAD, build_tokenizer, embedding_rows, padded_vocab_size
 
 TEXT = "héllo  wörld\n漢字 🙂 12"
 
@@ -236,7 +236,11 @@ def test_missing_transformers_names_the_install_command(monkeypatch, huggingface
     ("kind", "flags", "sentence"),
     [
         (None, {}, "--tokenizer-type is missing"),
-        ("BertWordPieceCase", {}, "BertWordPieceCase is not supported; use SentencePieceTokenizer"),
+        (
+            "MultimodalTokenizer",
+            {},
+            "MultimodalTokenizer is not supported; use SentencePieceTokenizer",
+        ),
         ("SentencePieceTokenizer", {}, "SentencePieceTokenizer needs --tokenizer-model"),
         ("SentencePieceTokenizer", {"tokenizer_model": "/no/such.model"}, "/no/such.model cannot"),
         ("SentencePieceTokenizer", {"tokenizer_model": "/tmp"}, "/tmp is a directory"),
@@ -257,3 +261,69 @@ def test_the_vocabulary_is_padded_as_in_megatron():
     assert padded_vocab_size(50257, make_divisible_by=128, tensor_parallel_size=1) == 50304
     assert padded_vocab_size(50257, make_divisible_by=128, tensor_parallel_size=8) == 51200
     assert padded_vocab_size(1024, make_divisible_by=128, tensor_parallel_size=8) == 1024
+
+
+# Word pieces and bytes.
+
+
+@pytest.fixture(scope="module")
+def bert_vocabulary(tmp_path_factory) -> str:
+    path = tmp_path_factory.mktemp("bert") / "vocab.txt"
+    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+    path.write_text("\n".join([*special, "hello", "Hello", "wor", "##ld"]) + "\n")
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("kind", "ids"), [("BertWordPieceLowerCase", [5, 7, 8]), ("BertWordPieceCase", [6, 7, 8])]
+)
+def test_word_pieces_come_from_the_vocabulary_file(bert_vocabulary, kind, ids):
+    """--vocab-file"""
+    built = build_tokenizer(Namespace(tokenizer_type=kind, vocab_file=bert_vocabulary))
+    assert built.tokenize("Hello world") == ids
+    assert (built.eod, built.pad, built.vocab_size) == (3, 0, 9)
+
+
+def test_word_pieces_need_their_file(tmp_path):
+    missing = Namespace(tokenizer_type="BertWordPieceCase", vocab_file=str(tmp_path / "none"))
+    with pytest.raises(UserError, match=r"--vocab-file .* cannot be read"):
+        build_tokenizer(missing)
+    with pytest.raises(UserError, match="BertWordPieceCase needs --vocab-file"):
+        build_tokenizer(Namespace(tokenizer_type="BertWordPieceCase"))
+
+
+def test_bytes_are_tokens_and_two_more_end_and_pad():
+    built = build_tokenizer(Namespace(tokenizer_type="ByteLevelTokenizer"))
+    assert built.tokenize("hé") == list("hé".encode())
+    assert built.detokenize([*"hé 漢".encode(), built.eod, built.pad]) == "hé 漢"
+    assert (built.vocab_size, built.eod, built.pad) == (258, 256, 257)
+
+
+def test_more_special_tokens_leave_the_bytes_alone():
+    built = build_tokenizer(
+        Namespace(tokenizer_type="ByteLevelTokenizer", tokenizer_special_tokens=["<x>", "<y>"])
+    )
+    assert built.vocab_size == 260
+    assert {built.eod, built.pad} == {258, 259}
+
+
+# The embedding.
+
+
+@pytest.mark.parametrize(
+    ("given", "rows"), [({}, 256), ({"padded_vocab_size": 202}, 202), ({"tp": 3}, 384)]
+)
+def test_the_embedding_is_padded_or_as_large_as_it_is_told(given, rows):
+    args = Namespace(
+        padded_vocab_size=given.get("padded_vocab_size"),
+        make_vocab_size_divisible_by=128,
+        tensor_model_parallel_size=given.get("tp", 1),
+    )
+    assert embedding_rows(args, 200) == rows
+
+
+@pytest.mark.parametrize(("rows", "ranks"), [(199, 1), (201, 2)])
+def test_an_embedding_that_does_not_fit_is_refused(rows, ranks):
+    args = Namespace(padded_vocab_size=rows, tensor_model_parallel_size=ranks)
+    with pytest.raises(UserError, match=r"--padded-vocab-size .* must be at least the tokenizer's"):
+        embedding_rows(args, 200)

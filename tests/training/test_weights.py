@@ -173,6 +173,11 @@ def test_the_embedding_and_its_tied_copy_have_their_own_width() -> None:
     assert _draw(OUTPUT, (256, 64), how=untied).std().item() == pytest.approx(0.02, rel=0.02)
 
 
+def test_norms_that_store_their_weight_minus_one_start_at_zero() -> None:
+    how = replace(HOW, zero_centered_norms=True)
+    assert torch.equal(_draw("final_layernorm.weight", (4,), how=how), torch.zeros(4))
+
+
 def test_biases_are_zero_and_norms_are_one() -> None:
     assert torch.equal(_draw("decoder.layers.0.mlp.linear_fc1.bias", (9,)), torch.zeros(9))
     assert torch.equal(_draw("decoder.final_layernorm.bias", (9,)), torch.zeros(9))

@@ -1,18 +1,36 @@
-"""Megatron's checkpoint flags, which `checks.checkpoint` refuses until checkpoints exist."""
+"""Megatron's checkpoint flags, and ours for how many are kept and what a failed save means."""
 
 import argparse
 
 from megatron.training.arguments.convert import integer, text
 
+EXIT_SIGNALS = ("SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2")
+
 
 def add_checkpoint_flags(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("checkpoints (not available yet)")
+    group = parser.add_argument_group("checkpoints")
     group.add_argument("--save", type=text, help="folder to write checkpoints to")
     group.add_argument(
         "--save-interval", "--persistent-save-interval", type=integer(1), help="steps between them"
     )
     group.add_argument(
         "--save-retain-interval", type=integer(1), help="keep those at multiples of this step"
+    )
+    group.add_argument(
+        "--keep-last", type=integer(1), metavar="N", help="keep so many of the newest; else all"
+    )
+    group.add_argument(
+        "--exit-on-save-failure",
+        action="store_true",
+        help="end the run when a checkpoint cannot be written; else it goes on and says so",
+    )
+    group.add_argument(
+        "--exit-signal-handler",
+        action="store_true",
+        help="on --exit-signal finish the step, save, and exit with 0",
+    )
+    group.add_argument(
+        "--exit-signal", choices=EXIT_SIGNALS, default="SIGTERM", help="what asks for it"
     )
     group.add_argument("--load", type=text, help="folder to read a checkpoint from")
     group.add_argument("--ckpt-step", type=integer(0), help="step to read; left out: the latest")

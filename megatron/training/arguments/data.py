@@ -11,6 +11,9 @@ TOKENIZERS = (
     "HuggingFaceTokenizer",
     "Llama2Tokenizer",
     "TikTokenizer",
+    "BertWordPieceLowerCase",
+    "BertWordPieceCase",
+    "ByteLevelTokenizer",
     "NullTokenizer",
 )
 
@@ -27,6 +30,12 @@ def _add_source_flags(group: argparse._ArgumentGroup) -> None:
     )
     for split in ("train", "valid", "test"):
         group.add_argument(f"--{split}-data-path", nargs="*", help=f"the same, for {split} only")
+    group.add_argument("--data-args-path", type=text, help="file that holds what --data-path would")
+    group.add_argument(
+        "--per-split-data-args-path",
+        type=text,
+        help="JSON file with such a list under each of train, valid and test",
+    )
     group.add_argument(
         "--split", help="shares of train, valid and test; left out with --data-path: 969, 30, 1"
     )
@@ -75,10 +84,12 @@ def _add_sample_flags(group: argparse._ArgumentGroup) -> None:
 
 
 def add_tokenizer_flags(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--tokenizer-type", choices=TOKENIZERS, help="which kind")
+    group.add_argument("--tokenizer-type", choices=TOKENIZERS, help="which kind; left out: GPT2BPE")
     group.add_argument("--tokenizer-model", type=text, help="its file, or Hugging Face name")
     group.add_argument("--vocab-size", type=integer(1), help="size before padding")
-    group.add_argument("--vocab-file", type=text, help="vocabulary of GPT2BPETokenizer")
+    group.add_argument(
+        "--vocab-file", type=text, help="vocabulary of GPT2BPETokenizer or BertWordPiece*"
+    )
     group.add_argument("--merge-file", type=text, help="merges of GPT2BPETokenizer")
     group.add_argument("--vocab-extra-ids", type=integer(0), default=0, help="extra tokens")
     group.add_argument("--tokenizer-metadata", type=text, help="JSON file that describes it")

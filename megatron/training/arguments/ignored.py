@@ -18,10 +18,12 @@ class Ignored:
     dest: str
     default: Any = False
     takes_value: bool = False
+    choices: tuple[str, ...] | None = None
+    """The values that ask for nothing; None where every value is one."""
 
 
 _ONE_LOGGER = "this program does not report to NVIDIA's one-logger"
-_DEPRECATED = "deprecated in Megatron-LM; --ckpt-format chooses the checkpoint format"
+_DEPRECATED = "deprecated in Megatron-LM; checkpoints have one format here"
 
 IGNORED: dict[str, Ignored] = {
     "--use-mcore-models": Ignored(
@@ -31,6 +33,8 @@ IGNORED: dict[str, Ignored] = {
     "--no-one-logger": Ignored(_ONE_LOGGER, "enable_one_logger", True),
     "--one-logger-project": Ignored(_ONE_LOGGER, "one_logger_project", "megatron-lm", True),
     "--one-logger-run-name": Ignored(_ONE_LOGGER, "one_logger_run_name", None, True),
+    "--enable-one-logger": Ignored(_ONE_LOGGER, "enable_one_logger_by_name"),
+    "--one-logger-entity": Ignored(_ONE_LOGGER, "one_logger_entity", None, True),
     "--one-logger-async": Ignored(_ONE_LOGGER, "one_logger_async"),
     "--app-tag-run-name": Ignored(_ONE_LOGGER, "app_tag_run_name", None, True),
     "--app-tag-run-version": Ignored(_ONE_LOGGER, "app_tag_run_version", "0.0.0", True),
@@ -48,41 +52,47 @@ IGNORED: dict[str, Ignored] = {
     "--no-scatter-gather-tensors-in-pipeline": Ignored(
         "stages send whole tensors", "scatter_gather_tensors_in_pipeline", True
     ),
+    "--use-contiguous-parameters-in-local-ddp": Ignored(
+        "gradients always lie in one buffer", "use_contiguous_parameters_in_local_ddp"
+    ),
+    "--log-batch-size-to-tensorboard": Ignored(
+        "the batch size is always there", "log_batch_size_to_tensorboard"
+    ),
+    "--log-learning-rate-to-tensorboard": Ignored(
+        "the learning rate is always there", "log_learning_rate_to_tensorboard"
+    ),
+    "--data-impl": Ignored("token files have one format", "data_impl", None, True),
+    "--fused-single-qkv-rope": Ignored(
+        "queries and keys are rotated with plain tensor operations", "fused_single_qkv_rope"
+    ),
+    "--use-te-activation-func": Ignored(
+        "activations are torch's or megatron-core's own", "use_te_activation_func"
+    ),
+    "--rerun-mode": Ignored(
+        "no step is computed twice to be compared", "rerun_mode", "disabled", True, ("disabled",)
+    ),
 }
 
 
-_NO_CHECKPOINTS = "nothing is saved or loaded"
+_ONE_FORMAT = "checkpoints have one format, which every rank writes its part of"
+_LAUNCHER = "the launcher's LOCAL_RANK decides"
 _NO_TIMERS = "stages are not timed one by one; the line of each iteration has the whole step"
 
 # Flags that other modules parse, because Megatron gives them a meaning, and that have none here.
 WITHOUT_EFFECT: dict[str, str] = {
-    "--save-interval": _NO_CHECKPOINTS,
-    "--persistent-save-interval": _NO_CHECKPOINTS,
-    "--save-retain-interval": _NO_CHECKPOINTS,
-    "--ckpt-step": _NO_CHECKPOINTS,
-    "--ckpt-format": _NO_CHECKPOINTS,
-    "--auto-detect-ckpt-format": _NO_CHECKPOINTS,
-    "--async-save": _NO_CHECKPOINTS,
-    "--no-ckpt-fully-parallel-save": _NO_CHECKPOINTS,
-    "--disable-ckpt-fully-parallel-save": _NO_CHECKPOINTS,
-    "--ckpt-fully-parallel-load": _NO_CHECKPOINTS,
-    "--ckpt-assume-constant-structure": _NO_CHECKPOINTS,
-    "--dist-ckpt-strictness": _NO_CHECKPOINTS,
-    "--no-save-optim": _NO_CHECKPOINTS,
-    "--no-save-rng": _NO_CHECKPOINTS,
-    "--no-load-optim": _NO_CHECKPOINTS,
-    "--no-load-rng": _NO_CHECKPOINTS,
-    "--finetune": _NO_CHECKPOINTS,
-    "--use-checkpoint-args": _NO_CHECKPOINTS,
-    "--exit-on-missing-checkpoint": _NO_CHECKPOINTS,
-    "--log-progress": _NO_CHECKPOINTS,
+    "--ckpt-format": _ONE_FORMAT,
+    "--auto-detect-ckpt-format": _ONE_FORMAT,
+    "--no-ckpt-fully-parallel-save": _ONE_FORMAT,
+    "--disable-ckpt-fully-parallel-save": _ONE_FORMAT,
+    "--ckpt-fully-parallel-load": _ONE_FORMAT,
+    "--ckpt-assume-constant-structure": _ONE_FORMAT,
+    "--dist-ckpt-strictness": _ONE_FORMAT,
+    "--log-progress": "the log of the run says what was saved, and when",
     "--timing-log-level": _NO_TIMERS,
     "--timing-log-option": _NO_TIMERS,
     "--no-barrier-with-level-1-timing": _NO_TIMERS,
     "--log-timers-to-tensorboard": _NO_TIMERS,
     "--log-throughput": "throughput is always logged",
-    "--log-memory-interval": "peak memory is logged once, after the first iteration",
-    "--log-device-memory-used": "the allocator's peak is logged, not the driver's count",
     "--logging-level": "the program logs what a person can act on, at one level",
     "--no-manual-gc-eval": "evaluation triggers no collection of its own",
     "--disable-manual-gc-eval": "evaluation triggers no collection of its own",
@@ -91,6 +101,11 @@ WITHOUT_EFFECT: dict[str, str] = {
     "--disable-async-tensor-model-parallel-allreduce": "megatron-core decides this by itself",
     "--disable-gloo-process-groups": "groups that cross vendors are gloo, others are not",
     "--no-persist-layer-norm": "the persistent norm kernel is not used",
+    "--no-masked-softmax-fusion": "scores never leave the attention kernel",
+    "--no-rope-fusion": "queries and keys are rotated with plain tensor operations",
+    "--no-gradient-accumulation-fusion": "it needs apex's kernel, which is not used",
+    "--local-rank": _LAUNCHER,
+    "--local_rank": _LAUNCHER,
     "--no-initialization": "weights are always drawn, by parameter name",
     "--use-cpu-initialization": "weights are always drawn on the CPU",
     "--no-create-attention-mask-in-dataloader": (
@@ -105,7 +120,11 @@ def add_ignored_flags(parser: argparse.ArgumentParser) -> None:
     for flag, ignored in IGNORED.items():
         if ignored.takes_value:
             group.add_argument(
-                flag, dest=ignored.dest, default=ignored.default, help=ignored.reason
+                flag,
+                dest=ignored.dest,
+                default=ignored.default,
+                choices=ignored.choices,
+                help=ignored.reason,
             )
         else:
             action = "store_false" if ignored.default is True else "store_true"

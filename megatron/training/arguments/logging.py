@@ -8,6 +8,7 @@ from megatron.training.arguments.convert import integer, text
 def add_logging_flags(parser: argparse.ArgumentParser) -> None:
     _add_console_flags(parser.add_argument_group("log"))
     _add_tensorboard_flags(parser.add_argument_group("TensorBoard and W&B"))
+    _add_profiler_flags(parser.add_argument_group("profiler"))
 
 
 def _add_console_flags(group: argparse._ArgumentGroup) -> None:
@@ -69,3 +70,25 @@ def _add_tensorboard_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--wandb-exp-name", type=text, help="W&B name of the run")
     group.add_argument("--wandb-save-dir", type=text, help="folder for W&B's local files")
     group.add_argument("--wandb-entity", type=text, help="W&B user or team")
+
+
+def _add_profiler_flags(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--profile",
+        action="store_true",
+        help="profile some steps: nsys with --capture-range=cudaProfilerApi, or torch's profiler",
+    )
+    group.add_argument(
+        "--use-pytorch-profiler",
+        action="store_true",
+        help="profile with torch; the traces go to --tensorboard-dir",
+    )
+    group.add_argument(
+        "--profile-step-start", type=integer(0), default=10, help="steps before the first profiled"
+    )
+    group.add_argument(
+        "--profile-step-end", type=integer(1), default=12, help="steps up to the last profiled"
+    )
+    group.add_argument(
+        "--profile-ranks", nargs="+", type=integer(0), default=[0], help="ranks that are profiled"
+    )

@@ -154,7 +154,7 @@ def _add_block_flags(group: argparse._ArgumentGroup) -> None:
         "--apply-layernorm-1p",
         dest="layernorm_zero_centered_gamma",
         action="store_true",
-        help="store the norm's weight minus one; needs transformer_engine",
+        help="store the norm's weight minus one, so that weight decay and rounding pull it to one",
     )
     group.add_argument(
         "--no-persist-layer-norm", action="store_true", help="avoid the persistent norm kernel"
@@ -192,6 +192,12 @@ def _add_block_flags(group: argparse._ArgumentGroup) -> None:
         "--cross-entropy-loss-fusion",
         action="store_true",
         help="fused loss over a split vocabulary",
+    )
+    group.add_argument(
+        "--cross-entropy-fusion-impl",
+        choices=("native", "te"),
+        default="native",
+        help="whose fused loss: megatron-core's, or TransformerEngine's with its layers",
     )
 
 

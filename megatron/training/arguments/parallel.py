@@ -128,6 +128,7 @@ def _add_runtime_flags(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument(
         "--local-rank",
+        "--local_rank",
         type=integer(0),
         help="rank on this machine; left out: LOCAL_RANK",
     )

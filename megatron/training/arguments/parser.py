@@ -9,6 +9,8 @@ from typing import NoReturn
 
 from hetero.errors import UserError
 from megatron.training.arguments.checkpoint import add_checkpoint_flags
+from megatron.training.arguments.config_file import FLAG as CONFIG_FILE_FLAG
+from megatron.training.arguments.config_file import expand_config_files
 from megatron.training.arguments.data import add_data_flags
 from megatron.training.arguments.hetero import add_hetero_flags
 from megatron.training.arguments.ignored import add_ignored_flags, describe_ignored
@@ -19,6 +21,7 @@ from megatron.training.arguments.parallel import add_parallel_flags
 from megatron.training.arguments.training import add_training_flags
 from megatron.training.arguments.unknown import explain_unknown
 from megatron.training.arguments.validate import check_flags, finish_validation
+from megatron.training.checkpoint.compatibility import adopt_checkpoint_args
 
 
 class Parser(argparse.ArgumentParser):
@@ -40,6 +43,13 @@ def build_parser() -> Parser:
         allow_abbrev=False,
         exit_on_error=False,
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument_group("configuration file").add_argument(
+        CONFIG_FILE_FLAG,
+        metavar="FILE",
+        # Replaced by what the file holds before argparse sees it, so it leaves no value behind.
+        default=argparse.SUPPRESS,
+        help="YAML file of flags, read before the command line; may be given several times",
     )
     add_model_flags(parser)
     add_training_flags(parser)
@@ -64,6 +74,7 @@ def parse_args(
     """
     words = list(sys.argv[1:] if argv is None else argv)
     parser = build_parser()
+    words = expand_config_files(words, parser)
     given = _given_flags(words, parser)
     args = _parse(words, parser)
     args.rank = _environment_integer("RANK", 0)
@@ -73,6 +84,8 @@ def parse_args(
     if args.local_rank is None:
         args.local_rank = _environment_integer("LOCAL_RANK", 0)
     args.ignored_flags = describe_ignored(given)
+    if args.use_checkpoint_args:
+        adopt_checkpoint_args(args)
     check_flags(args, given)
     if args.hetero_plan is None:
         finish_validation(args, args.world_size)

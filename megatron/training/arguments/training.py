@@ -26,7 +26,7 @@ def _add_batch_flags(group: argparse._ArgumentGroup) -> None:
         type=integer(1),
         nargs=3,
         metavar=("START", "STEP", "SAMPLES"),
-        help="grow the global batch from START by STEP over SAMPLES; needs --train-samples",
+        help="grow the global batch from START by STEP over SAMPLES",
     )
     group.add_argument(
         "--calculate-per-token-loss",
@@ -89,7 +89,10 @@ def _add_recompute_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--recompute-method", choices=("uniform", "block"), help="which layers")
     group.add_argument("--recompute-num-layers", type=integer(1), help="layers per unit or stage")
     group.add_argument(
-        "--recompute-modules", nargs="+", help="selective: core_attn, layernorm, mlp"
+        "--recompute-modules",
+        nargs="+",
+        help="selective: core_attn, mlp (without bias), layernorm (with TransformerEngine); left "
+        "out: core_attn",
     )
     group.add_argument(
         "--distribute-saved-activations",
@@ -100,7 +103,10 @@ def _add_recompute_flags(group: argparse._ArgumentGroup) -> None:
 
 def _add_evaluation_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
-        "--eval-iters", type=integer(0), default=100, help="batches of one evaluation"
+        "--eval-iters",
+        type=integer(-1),
+        default=100,
+        help="batches of one evaluation; 0 or -1: none",
     )
     group.add_argument(
         "--eval-interval", type=integer(1), default=1000, help="steps between evaluations"

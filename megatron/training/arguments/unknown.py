@@ -40,6 +40,7 @@ FEATURES = (
         "hybrid and Mamba models",
         ("--mamba-", "--hybrid-", "--is-hybrid", "--disable-mamba-"),
     ),
+    Feature("AMD's Lumen layers", ("--lumen-", "--linear-fp8")),
     Feature("linear-attention models", ("--linear-",), _flags("experimental-attention-variant")),
     Feature("sparse-attention models", ("--dsa-",)),
     Feature(
@@ -57,15 +58,25 @@ FEATURES = (
     ),
     Feature(
         "8-bit and 4-bit training",
-        ("--fp8-", "--fp4-", "--no-fp8-", "--disable-fp8-", "--num-layers-at-", "--kitchen-"),
+        (
+            *("--fp8-", "--fp4-", "--no-fp8-", "--disable-fp8-", "--keep-fp8-"),
+            *("--num-layers-at-", "--kitchen-"),
+        ),
         _flags(
-            "first-last-layers-bf16 keep-fp8-transpose-cache te-precision-config-file"
-            " use-kitchen-attention reuse-grad-buf-for-mxfp8-param-ag"
+            "first-last-layers-bf16 te-precision-config-file use-kitchen-attention"
+            " reuse-grad-buf-for-mxfp8-param-ag"
         ),
     ),
     Feature(
         "fully sharded data parallelism",
-        ("--use-megatron-fsdp", "--use-custom-fsdp", "--use-torch-fsdp", "--torch-fsdp", "--fsdp-"),
+        (
+            "--use-megatron-fsdp",
+            "--use-custom-fsdp",
+            "--use-torch-fsdp",
+            "--torch-fsdp",
+            "--fsdp-",
+            "--megatron-fsdp-",
+        ),
         _flags(
             "data-parallel-sharding-strategy outer-dp-sharding-strategy"
             " enable-full-sharding-in-hsdp suggested-communication-unit-size"
@@ -94,17 +105,24 @@ FEATURES = (
     ),
     Feature(
         "BERT, T5 and retrieval models",
-        ("--bert-", "--biencoder-", "--ict-", "--retriever-", "--indexer-", "--encoder-"),
+        (
+            *("--bert-", "--biencoder-", "--ict-", "--retriever-", "--retro-", "--indexer-"),
+            "--encoder-",
+        ),
         _flags(
             "decoder-num-layers decoder-seq-length output-bert-embeddings titles-data-path"
             " query-in-block-prob use-one-sent-docs evidence-data-path block-data-path"
             " embedding-path mask-prob short-seq-prob sample-rate relative-attention-num-buckets"
-            " relative-attention-max-distance"
+            " relative-attention-max-distance pipeline-model-parallel-split-rank"
         ),
     ),
     Feature("fill-in-the-middle data", ("--fim-",)),
     Feature("supervised fine-tuning", ("--sft",)),
     Feature("the Muon optimizer", ("--muon-",)),
+    Feature("the Lion optimizer", ("--lion-",)),
+    Feature("YaRN's positions", ("--yarn-", "--no-yarn-")),
+    Feature("distillation", ("--logits-load-", "--logits-save-")),
+    Feature("OpenTelemetry", ("--otel-",)),
     Feature(
         "offloading to the CPU",
         ("--cpu-offload", "--optimizer-cpu-", "--optimizer-offload-", "--fine-grained-activation-"),
@@ -117,7 +135,7 @@ FEATURES = (
         "restarting and fault injection",
         ("--inprocess-", "--ft-", "--error-injection-", "--adlr-autoresume"),
         _flags(
-            "enable-ft-package calc-ft-timeouts rerun-mode check-for-spiky-loss"
+            "enable-ft-package calc-ft-timeouts check-for-spiky-loss"
             " check-for-large-grads result-rejected-tracker-filename iterations-to-skip"
         ),
     ),
@@ -125,10 +143,7 @@ FEATURES = (
         "straggler and workload inspection",
         ("--straggler-", "--log-straggler", "--disable-straggler-", "--run-workload-inspector"),
     ),
-    Feature(
-        "profiling",
-        ("--profile", "--use-pytorch-profiler", "--record-memory-history", "--memory-snapshot-"),
-    ),
+    Feature("memory snapshots", ("--record-memory-history", "--memory-snapshot-")),
     Feature(
         "Transformer Engine's communication overlap",
         ("--tp-comm-", "--no-tp-comm-", "--disable-tp-comm-"),
@@ -154,22 +169,21 @@ FEATURES = (
         ),
     ),
     Feature("Megatron-LM's models from before megatron-core", (), _flags("use-legacy-models")),
-    Feature("YAML configuration", (), _flags("yaml-cfg")),
 )
 
 # Single options of Megatron-LM that belong to no feature above.
 NOT_OFFERED = _flags(
     "account-for-embedding-in-pipeline-split account-for-loss-in-pipeline-split"
-    " full-validation multiple-validation-sets test-mode data-args-path per-split-data-args-path"
-    " per-dataset-sequences-path phase-transition-iterations object-storage-cache-path"
+    " full-validation multiple-validation-sets test-mode per-dataset-sequences-path"
+    " phase-transition-iterations object-storage-cache-path"
     " dataloader-fast-cache-load dataloader-defer-npy-index-mmap allow-ambiguous-pad-tokens"
-    " decrease-batch-size-if-needed exit-signal exit-signal-handler"
+    " decrease-batch-size-if-needed"
     " exit-signal-handler-for-dataloader check-weight-hash-across-dp-replicas-interval"
     " train-sync-interval log-energy log-max-attention-logit openai-gelu quick-geglu"
     " glu-linear-offset activation-func-clamp-value use-fused-weighted-squared-relu"
-    " use-te-activation-func apply-residual-connection-post-layernorm qk-l2-norm qk-clip"
+    " apply-residual-connection-post-layernorm qk-l2-norm qk-clip"
     " qk-clip-alpha qk-clip-threshold attention-output-gate softmax-type window-size"
-    " window-attn-skip-freq no-rope-freq cross-entropy-fusion-impl"
+    " window-attn-skip-freq no-rope-freq"
     " disable-bf16-reduced-precision-matmul use-ring-exchange-p2p delay-wgrad-compute"
     " defer-embedding-wgrad-compute wgrad-deferral-limit"
     " no-clone-scatter-output-in-embedding disable-clone-scatter-output-in-embedding"
@@ -179,6 +193,9 @@ NOT_OFFERED = _flags(
     " overlap-param-gather-with-optimizer-step num-distributed-optimizer-instances"
     " use-tp-pp-dp-mapping fake-process-group enable-experimental spec"
     " apply-wd-to-qk-layernorm no-weight-decay-cond-type dump-param-to-param-group-map"
+    " standalone-embedding-stage s3-cache-path delay-param-gather no-delay-grad-reduce"
+    " override-ckpt-iteration freeze-all-layers renormalize-blend-weights output-logit-dtype"
+    " use-same-sampling-seed-across-dp-ranks dataloader-inter-document-masking"
 )
 
 # Flags that older scripts carry, and the flag that took their place.
@@ -187,7 +204,11 @@ REPLACED = {
     "--warmup": "--lr-warmup-fraction",
     "--model-parallel-size": "--tensor-model-parallel-size",
     "--checkpoint-activations": "--recompute-activations",
+    "--activations-checkpoint-method": "--recompute-method",
 }
+
+# Flags of a Megatron-LM newer than the megatron-core below, and what does the same here.
+NEWER = {"--step-batch-size-schedule": "--rampup-batch-size"}
 
 # Promised in the design, per mesh; each leaves this set with the change that brings it.
 HETERO_LATER = _flags(
@@ -201,6 +222,8 @@ def explain_unknown(flag: str, known: Collection[str]) -> str:
         return f"{flag} is not available yet; remove it"
     if flag in REPLACED:
         return f"{flag} is no longer a flag of Megatron-LM; use {REPLACED[flag]}"
+    if flag in NEWER:
+        return f"{flag} is a flag of a newer Megatron-LM; use {NEWER[flag]}"
     # The nearest name would be the opposite of what was meant.
     if f"--no-{flag[2:]}" in known:
         return f"{flag} is on unless --no-{flag[2:]} is given; remove it"

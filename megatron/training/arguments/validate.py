@@ -4,7 +4,7 @@ from argparse import Namespace
 from collections.abc import Collection
 
 from hetero.errors import UserError
-from megatron.training.arguments.checks.checkpoint import refuse_checkpoints
+from megatron.training.arguments.checks.checkpoint import check_checkpoints
 from megatron.training.arguments.checks.data import check_data
 from megatron.training.arguments.checks.hetero import check_hetero, derive_pipeline_size
 from megatron.training.arguments.checks.model import check_model, check_model_split
@@ -20,16 +20,18 @@ REQUIRED = (
     "max_position_embeddings",
     "micro_batch_size",
     "lr",
-    "tokenizer_type",
 )
+# What Megatron's pretrain_gpt.py falls back on.
+DEFAULT_TOKENIZER = "GPT2BPETokenizer"
 
 
 def check_flags(args: Namespace, given: Collection[str]) -> None:
     """All that can be said before the parallel sizes are known; `given` is what was typed."""
-    refuse_checkpoints(args)
+    check_checkpoints(args)
     for name in REQUIRED:
         if getattr(args, name) is None:
             raise UserError(f"--{name.replace('_', '-')} is required; add it")
+    args.tokenizer_type = args.tokenizer_type or DEFAULT_TOKENIZER
     check_hetero(args, given)
     check_model(args, given)
     check_training(args)
@@ -48,6 +50,9 @@ def finish_validation(args: Namespace, world_size: int) -> None:
     if args.pipeline_model_parallel_size is None:
         raise ValueError("pipeline_model_parallel_size has to be set before finish_validation")
     args.world_size = world_size
+    absent = [rank for rank in args.profile_ranks if rank >= world_size]
+    if args.profile and absent:
+        raise UserError(f"--profile-ranks {absent[0]} is none of the {world_size} ranks")
     check_parallel(args)
     check_model_split(args)
     check_batch(args)
@@ -61,8 +66,23 @@ def finish_validation(args: Namespace, world_size: int) -> None:
 def _check_logging(args: Namespace) -> None:
     if args.wandb_project and not args.wandb_exp_name:
         raise UserError("--wandb-project needs --wandb-exp-name; add it")
+    _check_profiler(args)
     if args.log_memory_interval and args.log_memory_interval % args.log_interval:
         raise UserError(
             f"--log-memory-interval {args.log_memory_interval} must be a multiple of "
             f"--log-interval {args.log_interval}"
+        )
+
+
+def _check_profiler(args: Namespace) -> None:
+    if not args.profile:
+        if args.use_pytorch_profiler:
+            args.ignored_flags.append("--use-pytorch-profiler: it needs --profile")
+        return
+    if args.use_pytorch_profiler and not args.tensorboard_dir:
+        raise UserError("--use-pytorch-profiler needs --tensorboard-dir, where its traces go")
+    if args.profile_step_start >= args.profile_step_end:
+        raise UserError(
+            f"--profile-step-start {args.profile_step_start} must be less than --profile-step-end "
+            f"{args.profile_step_end}"
         )

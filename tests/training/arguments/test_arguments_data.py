@@ -1,5 +1,8 @@
 """Where tokens come from, and the tokenizer that made them."""
 
+import json
+from pathlib import Path
+
 import pytest
 
 REAL = {"without": "--mock-data"}
@@ -78,3 +81,55 @@ def test_padded_vocabulary_cannot_be_smaller(refusal):
     assert "--padded-vocab-size 99 must be at least --vocab-size 100" in refusal(
         "--padded-vocab-size 99"
     )
+
+
+def test_blend_can_be_read_from_a_file(parse, tmp_path: Path):
+    listed = tmp_path / "blend.txt"
+    listed.write_text("0.3 a\n0.7 b\n")
+    args = parse(f"--data-args-path {listed}", **REAL)
+    assert args.data_path == ["0.3", "a", "0.7", "b"]
+    assert args.split == "969, 30, 1"
+
+
+def test_blends_of_the_splits_can_be_read_from_a_file(parse, tmp_path: Path):
+    listed = tmp_path / "splits.json"
+    listed.write_text(json.dumps({"train": [0.3, "a", 0.7, "b"], "valid": ["c"], "test": None}))
+    args = parse(f"--per-split-data-args-path {listed}", **REAL)
+    assert args.train_data_path == ["0.3", "a", "0.7", "b"]
+    assert (args.valid_data_path, args.test_data_path) == (["c"], None)
+
+
+@pytest.mark.parametrize(
+    ("flag", "text", "words"),
+    [
+        ("--data-args-path", None, "cannot be read (No such file or directory)"),
+        ("--data-args-path", "", "--data-path names no file"),
+        ("--data-args-path", "1 a b", "mixes weights and prefixes"),
+        ("--per-split-data-args-path", None, "cannot be read"),
+        ("--per-split-data-args-path", "[", "is not a JSON object"),
+        ("--per-split-data-args-path", '["a"]', "is not a JSON object"),
+        ("--per-split-data-args-path", '{"training": ["a"]}', "is not a JSON object"),
+        ("--per-split-data-args-path", '{"train": "a"}', "is not a JSON object"),
+        ("--per-split-data-args-path", '{"train": [["a"]]}', "is not a JSON object"),
+        ("--per-split-data-args-path", '{"valid": ["a"]}', "nothing is named to train on"),
+    ],
+)
+def test_file_of_a_blend_that_cannot_be_used_is_refused(refusal, tmp_path, flag, text, words):
+    path = tmp_path / "list"
+    if text is not None:
+        path.write_text(text)
+    assert words in refusal(f"{flag} {path}", **REAL)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    ["--data-path a --data-args-path b", "--train-data-path a --per-split-data-args-path b"],
+)
+def test_a_list_is_given_once(refusal, flags):
+    assert "exclude each other" in refusal(flags, **REAL)
+
+
+def test_a_script_without_a_tokenizer_means_gpt2s(refusal):
+    """Megatron's pretrain_gpt.py falls back on it, and its oldest scripts count on that."""
+    sentence = refusal("", without="--tokenizer-type --vocab-size")
+    assert sentence == "--tokenizer-type GPT2BPETokenizer needs --vocab-file; add it"

@@ -17,7 +17,6 @@ from megatron.training.arguments.layout import parse_layout
         "--max-position-embeddings",
         "--micro-batch-size",
         "--lr",
-        "--tokenizer-type",
     ],
 )
 def test_required_flag(refusal, flag):
@@ -35,7 +34,6 @@ def test_required_flag(refusal, flag):
         ),
         ("--swiglu --squared-relu", "exclude each other"),
         ("--hidden-size 16 --swiglu", "give --ffn-hidden-size"),
-        ("--apply-layernorm-1p", "needs --transformer-impl transformer_engine"),
         ("--no-position-embedding", "--no-position-embedding is deprecated"),
         ("--use-rope-scaling", "--use-rope-scaling needs --position-embedding-type rope"),
         ("--rotary-percent 1.5", "--rotary-percent must be at most 1"),
@@ -102,9 +100,29 @@ def test_layer_scaling_brings_a_float32_softmax(parse):
     assert parse("--apply-query-key-layer-scaling").attention_softmax_in_fp32 is True
 
 
-def test_zero_centred_norm_is_accepted_with_transformer_engine(parse):
-    args = parse("--apply-layernorm-1p --transformer-impl transformer_engine")
-    assert args.layernorm_zero_centered_gamma is True
+def test_zero_centred_norm_is_accepted_with_either_implementation(parse):
+    for implementation in ("local", "transformer_engine"):
+        args = parse(f"--apply-layernorm-1p --transformer-impl {implementation}")
+        assert args.layernorm_zero_centered_gamma is True
+        assert args.ignored_flags == []
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--attention-softmax-in-fp32",
+        "--apply-query-key-layer-scaling",
+        "--cross-entropy-fusion-impl te",
+    ],
+)
+def test_what_only_transformer_engine_does_is_said_of_local_layers(parse, flags):
+    (line,) = parse(flags).ignored_flags
+    assert line.startswith(f"{flags.split()[0]}: ")
+    assert parse(f"{flags} --transformer-impl transformer_engine").ignored_flags == []
+
+
+def test_local_layers_have_one_fused_loss(parse):
+    assert parse("--cross-entropy-fusion-impl te").cross_entropy_fusion_impl == "native"
 
 
 def test_sequence_parallelism_needs_tensor_parallelism(parse):

@@ -137,7 +137,10 @@ def test_a_value_that_does_not_fit_is_refused_with_its_flag(refusal, flags, word
         ("--use-megatron-fsdp", "fully sharded data parallelism"),
         ("--inference-dynamic-batching", "inference"),
         ("--encoder-num-layers", "BERT, T5 and retrieval models"),
-        ("--profile", "profiling"),
+        ("--record-memory-history", "memory snapshots"),
+        ("--retro-project-dir", "retrieval models"),
+        ("--yarn-beta-fast", "YaRN's positions"),
+        ("--lumen-attn-backend", "AMD's Lumen layers"),
         ("--use-legacy-models", "before megatron-core"),
     ],
 )
@@ -164,6 +167,9 @@ def test_flag_of_megatron_that_is_left_out_is_not_taken_for_a_slip(flag):
         ("--warmup 1", "use --lr-warmup-fraction"),
         ("--model-parallel-size 2", "use --tensor-model-parallel-size"),
         ("--checkpoint-activations", "use --recompute-activations"),
+        ("--activations-checkpoint-method uniform", "use --recompute-method"),
+        ("--step-batch-size-schedule 0:8", "of a newer Megatron-LM; use --rampup-batch-size"),
+        ("--rerun-mode validate_results", "--rerun-mode cannot be 'validate_results'"),
         ("--hetero-tensor-sizes 1 2", "--hetero-tensor-sizes is not available yet; remove it"),
         ("--hetero-data-sizes 1 2", "not available yet"),
         ("--hetero-micro-batch-sizes 1 2", "not available yet"),
@@ -172,9 +178,6 @@ def test_flag_of_megatron_that_is_left_out_is_not_taken_for_a_slip(flag):
         ("--account-for-embedding-in-pipeline-split", "does not offer"),
         ("--context-parallel-size 2", "--context-parallel-size 2 is not offered"),
         ("--expert-model-parallel-size 2", "--expert-model-parallel-size 2 is not offered"),
-        ("--save out", "checkpoints are not available yet; remove --save"),
-        ("--load out", "checkpoints are not available yet; remove --load"),
-        ("--pretrained-checkpoint out", "remove --pretrained-checkpoint"),
     ],
 )
 def test_flag_that_went_or_is_to_come_is_refused_with_what_to_do(refusal, flags, words):
@@ -201,8 +204,17 @@ def test_flags_without_effect_are_accepted_and_listed_in_the_order_typed(parse):
 
 @pytest.mark.parametrize("flag", sorted(IGNORED))
 def test_each_flag_without_effect_says_so(parse, flag):
-    value = " 1" if IGNORED[flag].takes_value else ""
-    assert parse(flag + value).ignored_flags == [f"{flag}: {IGNORED[flag].reason}"]
+    ignored = IGNORED[flag]
+    value = f" {ignored.choices[0] if ignored.choices else 1}" if ignored.takes_value else ""
+    assert parse(flag + value).ignored_flags == [f"{flag}: {ignored.reason}"]
+
+
+@pytest.mark.parametrize(
+    "flag", ["--no-rope-fusion", "--no-masked-softmax-fusion", "--local_rank=0", "--log-throughput"]
+)
+def test_a_flag_of_megatron_that_does_nothing_here_says_so(parse, flag):
+    (line,) = parse(flag).ignored_flags
+    assert line.startswith(f"{flag.split('=')[0]}: ")
 
 
 def test_query_groups_without_grouped_attention_are_reported(parse):

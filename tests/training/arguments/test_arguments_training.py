@@ -2,6 +2,8 @@
 
 import pytest
 
+from megatron.training.arguments.checks.training import samples_after
+
 SAMPLES = {"without": "--train-iters"}
 
 
@@ -10,7 +12,6 @@ SAMPLES = {"without": "--train-iters"}
     [
         ("", "--train-iters", "--train-iters or --train-samples is required"),
         ("--train-samples 100", "", "--train-iters and --train-samples exclude each other"),
-        ("--rampup-batch-size 2 2 10", "", "--rampup-batch-size needs --train-samples"),
         ("--train-samples 1", "--train-iters", "--train-samples 1 is less than one global batch"),
         ("--global-batch-size 3", "", "a global batch of 3 must be a multiple"),
         (
@@ -218,3 +219,54 @@ def test_weight_decay_that_grows(parse):
 )
 def test_logging_that_does_not_fit_is_refused(refusal, flags, words):
     assert words in refusal(flags)
+
+
+def test_a_run_counted_in_steps_can_ramp_up_too(parse):
+    """Batches of 2, then of 4, four samples of each, and of 6 from the eighth sample on."""
+    args = parse("--global-batch-size 6 --rampup-batch-size 2 2 8")
+    assert args.train_iters == 10
+    assert [samples_after(args, steps) for steps in range(6)] == [0, 2, 4, 8, 14, 20]
+
+
+def test_samples_and_steps_of_a_ramp_up_agree(parse):
+    flags = "--global-batch-size 10 --rampup-batch-size 2 2 50"
+    for steps in (20, 21, 30):
+        samples = samples_after(parse(flags), steps)
+        counted = parse(f"{flags} --train-samples {samples}", without="--train-iters")
+        assert counted.train_iters == steps
+
+
+def test_megatron_writes_minus_one_for_no_evaluation(parse, refusal):
+    assert parse("--eval-iters -1").eval_iters == 0
+    assert "--eval-iters must be" in refusal("--eval-iters -2")
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("--profile --use-pytorch-profiler", "--use-pytorch-profiler needs --tensorboard-dir"),
+        ("--profile --profile-step-start 5 --profile-step-end 5", "5 must be less than"),
+        ("--profile --profile-ranks 0 1", "--profile-ranks 1 is none of the 1 ranks"),
+    ],
+)
+def test_profile_that_cannot_be_taken_is_refused(refusal, flags, words):
+    assert words in refusal(flags)
+
+
+def test_torchs_profiler_does_nothing_by_itself(parse):
+    assert parse("--use-pytorch-profiler").ignored_flags == [
+        "--use-pytorch-profiler: it needs --profile"
+    ]
+
+
+def test_the_mlp_is_not_recomputed_with_biases(parse, refusal):
+    flags = "--recompute-activations --recompute-modules mlp"
+    assert refusal(flags) == "--recompute-modules mlp needs --disable-bias-linear"
+    assert parse(f"{flags} --disable-bias-linear").recompute_modules == ["mlp"]
+
+
+def test_norms_are_recomputed_by_transformer_engine_alone(parse, refusal):
+    flags = "--recompute-activations --recompute-modules layernorm"
+    assert "layernorm needs --transformer-impl transformer_engine" in refusal(flags)
+    args = parse(f"{flags} --transformer-impl transformer_engine")
+    assert args.recompute_modules == ["layernorm"]

@@ -1,13 +1,30 @@
-"""The one place that says checkpoints do not exist yet; goes when they do."""
+"""Checks of what a run saves and what it starts from."""
 
 from argparse import Namespace
 
 from hetero.errors import UserError
 
+_OF_SAVING = (
+    *("save_interval", "save_retain_interval", "keep_last", "exit_on_save_failure"),
+    *("async_save", "no_save_optim", "no_save_rng"),
+)
+_OF_LOADING = (
+    *("ckpt_step", "finetune", "exit_on_missing_checkpoint", "no_load_optim", "no_load_rng"),
+)
 
-def refuse_checkpoints(args: Namespace) -> None:
-    """A run that was told to save and would not is worse than one that does not start."""
-    for name in ("save", "load", "pretrained_checkpoint"):
-        if getattr(args, name) is not None:
-            flag = f"--{name.replace('_', '-')}"
-            raise UserError(f"checkpoints are not available yet; remove {flag}")
+
+def check_checkpoints(args: Namespace) -> None:
+    """Refuse what contradicts itself; say which flags have nothing to act on."""
+    loads = args.load is not None or args.pretrained_checkpoint is not None
+    for names, is_given, flag in (
+        (_OF_SAVING, args.save is not None, "--save"),
+        (_OF_LOADING, loads, "--load"),
+    ):
+        for name in names:
+            if getattr(args, name) and not is_given:
+                args.ignored_flags.append(f"--{name.replace('_', '-')}: it needs {flag}")
+    interval, retained = args.save_interval, args.save_retain_interval
+    if interval and retained and retained % interval:
+        raise UserError(
+            f"--save-retain-interval {retained} must be a multiple of --save-interval {interval}"
+        )

@@ -1,8 +1,10 @@
 """Checks of where the tokens come from and of the tokenizer that made them."""
 
+import json
 import math
 import re
 from argparse import Namespace
+from pathlib import Path
 
 from hetero.errors import UserError
 
@@ -18,15 +20,61 @@ TOKENIZER_NEEDS = {
     "HuggingFaceTokenizer": ("tokenizer_model",),
     "Llama2Tokenizer": ("tokenizer_model",),
     "TikTokenizer": ("tokenizer_model",),
+    "BertWordPieceLowerCase": ("vocab_file",),
+    "BertWordPieceCase": ("vocab_file",),
+    "ByteLevelTokenizer": (),
     "NullTokenizer": ("vocab_size",),
 }
 
 
 def check_data(args: Namespace) -> None:
+    _read_lists(args)
     _check_source(args)
     _check_tokenizer(args)
     if args.dataloader_type is None:
         args.dataloader_type = "single"
+
+
+def _read_lists(args: Namespace) -> None:
+    """Put what --data-args-path and --per-split-data-args-path name where the flags would be."""
+    if args.data_args_path is not None:
+        if args.data_path is not None:
+            raise UserError("--data-path and --data-args-path exclude each other; remove one")
+        args.data_path = _read_text(args.data_args_path, "--data-args-path").split()
+    if args.per_split_data_args_path is None:
+        return
+    for split in SPLITS:
+        if getattr(args, f"{split}_data_path") is not None:
+            raise UserError(
+                f"--{split}-data-path and --per-split-data-args-path exclude each other; remove one"
+            )
+    for split, words in _read_split_lists(args.per_split_data_args_path).items():
+        setattr(args, f"{split}_data_path", words)
+
+
+def _read_split_lists(path: str) -> dict[str, list[str]]:
+    flag = "--per-split-data-args-path"
+    wanted = f"a JSON object with a list of words under each of {', '.join(SPLITS)}"
+    try:
+        lists = json.loads(_read_text(path, flag))
+    except json.JSONDecodeError as error:
+        raise UserError(f"{flag} {path} is not {wanted} ({error})") from None
+    if not isinstance(lists, dict) or not set(lists) <= set(SPLITS):
+        raise UserError(f"{flag} {path} is not {wanted}")
+    given = {split: words for split, words in lists.items() if words is not None}
+    for words in given.values():
+        plain = isinstance(words, list) and all(isinstance(w, str | int | float) for w in words)
+        if not plain:
+            raise UserError(f"{flag} {path} is not {wanted}")
+    return {split: [str(word) for word in words] for split, words in given.items()}
+
+
+def _read_text(path: str, flag: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "it is no text"
+        raise UserError(f"{flag} {path} cannot be read ({reason}); check the path") from None
 
 
 def _check_source(args: Namespace) -> None:

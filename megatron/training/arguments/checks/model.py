@@ -94,6 +94,31 @@ def _check_mlp(args: Namespace) -> None:
         )
 
 
+def _say_what_local_layers_leave_out(args: Namespace) -> None:
+    """What only TransformerEngine's layers do, or torch's attention kernels do in any case."""
+    softmax = "torch's attention kernels compute it in float32 in any case"
+    for flag, is_given, reason in (
+        (
+            "--apply-query-key-layer-scaling",
+            args.apply_query_key_layer_scaling,
+            "torch's attention kernels keep scores in float32, where they cannot overflow",
+        ),
+        (
+            "--attention-softmax-in-fp32",
+            args.attention_softmax_in_fp32 and not args.apply_query_key_layer_scaling,
+            softmax,
+        ),
+        (
+            "--cross-entropy-fusion-impl",
+            args.cross_entropy_fusion_impl == "te",
+            "it needs --transformer-impl transformer_engine; megatron-core's own loss is used",
+        ),
+    ):
+        if is_given:
+            args.ignored_flags.append(f"{flag}: {reason}")
+    args.cross_entropy_fusion_impl = "native"
+
+
 def default_ffn_hidden_size(hidden_size: int, *, gated: bool) -> int:
     """Megatron's choice: a gated MLP has a third matrix, so it is narrower for the same weights."""
     if gated:
@@ -102,11 +127,8 @@ def default_ffn_hidden_size(hidden_size: int, *, gated: bool) -> int:
 
 
 def _check_block(args: Namespace) -> None:
-    if args.layernorm_zero_centered_gamma and args.transformer_impl == "local":
-        raise UserError(
-            "--apply-layernorm-1p needs --transformer-impl transformer_engine; remove it or "
-            "change the implementation"
-        )
+    if args.transformer_impl == "local":
+        _say_what_local_layers_leave_out(args)
     # Kept in step as Megatron keeps them: the second is the narrower switch.
     if args.add_bias_linear:
         args.add_qkv_bias = True

@@ -11,6 +11,8 @@ def check_training(args: Namespace) -> None:
     _check_length(args)
     _check_precision(args)
     _check_recompute(args)
+    # Megatron's scripts write -1 for no evaluation.
+    args.eval_iters = max(args.eval_iters, 0)
     if args.deterministic_mode and args.cross_entropy_loss_fusion:
         raise UserError(
             "--cross-entropy-loss-fusion is not deterministic; remove it or --deterministic-mode"
@@ -22,8 +24,6 @@ def _check_length(args: Namespace) -> None:
         raise UserError("--train-iters or --train-samples is required; add one of them")
     if args.train_iters is not None and args.train_samples is not None:
         raise UserError("--train-iters and --train-samples exclude each other; remove one of them")
-    if args.rampup_batch_size is not None and args.train_samples is None:
-        raise UserError("--rampup-batch-size needs --train-samples in place of --train-iters")
 
 
 def _check_precision(args: Namespace) -> None:
@@ -63,12 +63,23 @@ def _check_recompute(args: Namespace) -> None:
     if args.recompute_modules is not None:
         if args.recompute_granularity is None:
             raise UserError("--recompute-modules needs --recompute-granularity selective")
-        for module in args.recompute_modules:
-            if module not in RECOMPUTE_MODULES:
-                raise UserError(
-                    f"--recompute-modules cannot be {module!r}; choose from "
-                    f"{', '.join(RECOMPUTE_MODULES)}"
-                )
+        _check_recompute_modules(args)
+
+
+def _check_recompute_modules(args: Namespace) -> None:
+    for module in args.recompute_modules:
+        if module not in RECOMPUTE_MODULES:
+            raise UserError(
+                f"--recompute-modules cannot be {module!r}; choose from "
+                f"{', '.join(RECOMPUTE_MODULES)}"
+            )
+    # The bias is handed out of the recomputed part, and megatron-core's backward pass would then
+    # call itself without end.
+    if "mlp" in args.recompute_modules and args.add_bias_linear:
+        raise UserError("--recompute-modules mlp needs --disable-bias-linear")
+    # megatron-core asks TransformerEngine for its state while it recomputes a norm.
+    if "layernorm" in args.recompute_modules and args.transformer_impl == "local":
+        raise UserError("--recompute-modules layernorm needs --transformer-impl transformer_engine")
 
 
 def _check_full_recompute(args: Namespace) -> None:
@@ -164,3 +175,18 @@ def steps_of(args: Namespace) -> int:
         consumed += sizes[int(consumed / samples_per_size)]
         steps += 1
     return int(steps + max(args.train_samples - consumed, 0) // args.global_batch_size)
+
+
+def samples_after(args: Namespace, steps: int) -> int:
+    """Samples that the first `steps` steps take, smaller batches of a ramp-up included."""
+    if args.rampup_batch_size is None:
+        return int(steps * args.global_batch_size)
+    ramp_samples = args.rampup_batch_size[2]
+    sizes = batch_sizes(args)
+    samples_per_size = ramp_samples / (len(sizes) - 1)
+    consumed = 0
+    for done in range(steps):
+        if consumed > ramp_samples:
+            return int(consumed + (steps - done) * args.global_batch_size)
+        consumed += sizes[int(consumed / samples_per_size)]
+    return int(consumed)

@@ -1,0 +1,81 @@
+"""What the parser offers, flag by flag, for docs/flags.md and for tests."""
+
+import argparse
+from dataclasses import dataclass
+
+from megatron.training.arguments.ignored import IGNORED, WITHOUT_EFFECT
+from megatron.training.arguments.parser import build_parser
+from megatron.training.arguments.unknown import explain_unknown
+
+SAME, OURS, WITHOUT = "same", "ours", "without effect"
+# What Megatron-LM does not have, beside all that begins with --hetero-.
+OURS_BY_NAME = frozenset({"--metrics-file", "--keep-last", "--exit-on-save-failure"})
+# Flags whose meaning departs from Megatron-LM's, and how.
+DEPARTURES = {
+    "--yaml-cfg": "Megatron's replaces the command line; here the file's flags come before it",
+    "--transformer-impl": "the default is local, which exists for every vendor",
+    "--attention-backend": "chooses among torch's kernels with --transformer-impl local",
+    "--padded-vocab-size": "checked against the tokenizer and the tensor-parallel size",
+    "--eval-interval": "the default of Megatron up to core 0.15; None, no evaluation, since",
+    "--rampup-batch-size": "goes with --train-iters too, which Megatron refuses",
+    "--tokenizer-type": "ByteLevelTokenizer is an addition, from megatron-core",
+    "--context-parallel-size": "more than 1 is refused",
+    "--expert-model-parallel-size": "more than 1 is refused",
+}
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One flag with its aliases."""
+
+    group: str
+    flags: tuple[str, ...]
+    kind: str
+    default: str
+    help: str
+    choices: tuple[str, ...] = ()
+
+
+def describe_parser() -> list[Entry]:
+    """Every flag of the parser, in the order of --help."""
+    return [
+        _entry(group.title or "", action)
+        for group in build_parser()._action_groups
+        for action in group._group_actions
+        if any(name.startswith("--") for name in action.option_strings) and action.dest != "help"
+    ]
+
+
+def describe_refused(flag: str) -> str:
+    """The sentence with which a flag that the parser does not have is refused."""
+    return explain_unknown(flag, sorted(build_parser().flags))
+
+
+def _entry(group: str, action: argparse.Action) -> Entry:
+    flags = tuple(name for name in action.option_strings if name.startswith("--"))
+    reasons = [WITHOUT_EFFECT[flag] for flag in flags if flag in WITHOUT_EFFECT]
+    help_text = reasons[0] if reasons else action.help or ""
+    kind = SAME
+    if reasons or any(flag in IGNORED for flag in flags):
+        kind = WITHOUT
+    elif any(flag.startswith("--hetero-") or flag in OURS_BY_NAME for flag in flags):
+        kind = OURS
+    departure = next((DEPARTURES[flag] for flag in flags if flag in DEPARTURES), None)
+    return Entry(
+        group=group,
+        flags=flags,
+        kind=kind,
+        default=_default(action),
+        help=help_text if departure is None else f"{help_text} ({departure})",
+        choices=tuple(map(str, action.choices or ())),
+    )
+
+
+def _default(action: argparse.Action) -> str:
+    if action.nargs == 0 or action.default in (None, argparse.SUPPRESS):
+        return ""
+    if isinstance(action.default, list | tuple):
+        return " ".join(map(str, action.default))
+    if isinstance(action.default, float):
+        return f"{action.default:g}"
+    return str(action.default)

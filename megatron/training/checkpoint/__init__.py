@@ -1,0 +1,1 @@
+"""Checkpoints: what a run writes so that another, of any layout, goes on from it."""

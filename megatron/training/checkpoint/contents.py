@@ -1,0 +1,185 @@
+"""What this rank writes: the pieces that it owns of the model, the optimizer and the random states.
+
+A piece that several ranks hold alike is written once: by tensor-parallel rank 0 what tensor
+parallelism does not split, and by the data-parallel replicas in turns, so that they share the work.
+The second copy of a tied embedding is not written at all.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy
+import torch
+
+from hetero.plan import Coordinate, Plan
+from megatron.training.checkpoint.boxes import Shard
+from megatron.training.checkpoint.names import (
+    OUTPUT_LAYER,
+    is_split,
+    optimizer_name,
+    shard_of,
+    stored_name,
+)
+from megatron.training.checkpoint.stream import Piece
+from megatron.training.core_private import (
+    OptimizerShard,
+    adam_step,
+    dropout_states,
+    optimizer_shards,
+    set_dropout_states,
+)
+from megatron.training.model import StageModel
+from megatron.training.optimizer import TrainingOptimizer
+
+MAIN_COPY = "main"
+"""The optimizer's name for the float32 copies of weights of lower precision."""
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A parameter of this rank, its name in checkpoints and its place in the whole tensor."""
+
+    name: str
+    parameter: torch.nn.Parameter
+    shard: Shard
+    is_tied_copy: bool
+    is_split: bool
+
+
+def placed_parameters(
+    args: argparse.Namespace, model: StageModel, *, plan: Plan, coordinate: Coordinate
+) -> list[Placed]:
+    tp_size = plan.meshes[coordinate.mesh].tensor
+    return [
+        Placed(
+            name=stored_name(name),
+            parameter=parameter,
+            shard=shard_of(
+                name,
+                parameter,
+                tp_rank=coordinate.tensor,
+                tp_size=tp_size,
+                gated=args.swiglu,
+            ),
+            is_tied_copy=model.has_tied_copy and name == OUTPUT_LAYER,
+            is_split=is_split(parameter, tp_size),
+        )
+        for name, parameter in model.named_parameters()
+    ]
+
+
+def owned_pieces(
+    placed: Sequence[Placed],
+    optimizer: TrainingOptimizer | None,
+    *,
+    plan: Plan,
+    coordinate: Coordinate,
+) -> list[Piece]:
+    """The pieces of model and (where given) optimizer that this rank writes."""
+    written = [p for p in placed if not p.is_tied_copy and (p.is_split or coordinate.tensor == 0)]
+    replicas = plan.meshes[coordinate.mesh].data
+    mine = _share(written, replicas, coordinate.data) if coordinate.context == 0 else set()
+    pieces = [_weight_piece(p) for p in written if p.name in mine]
+    if optimizer is None:
+        return pieces
+    by_parameter = {id(p.parameter): p for p in written}
+    for shard in optimizer_shards(optimizer.inner):
+        at = by_parameter.get(id(shard.parameter))
+        if at is None:
+            continue
+        # The distributed optimizer has cut this one up; without it every replica has all.
+        is_own = optimizer.config.use_distributed_optimizer or at.name in mine
+        if is_own and coordinate.context == 0:
+            pieces += _optimizer_pieces(at, shard)
+    return pieces
+
+
+def _share(written: Iterable[Placed], replicas: int, replica: int) -> set[str]:
+    """The names that one of several equal replicas writes, so that all write about as much."""
+    loads = [0] * replicas
+    mine = set()
+    for p in sorted(written, key=lambda p: (-p.shard.size, p.name)):
+        lightest = loads.index(min(loads))
+        loads[lightest] += p.shard.size
+        if lightest == replica:
+            mine.add(p.name)
+    return mine
+
+
+def _weight_piece(p: Placed) -> Piece:
+    return Piece(
+        name=p.name,
+        shape=p.shard.whole,
+        dtype=p.parameter.dtype,
+        boxes=tuple(p.shard.boxes()),
+        source=lambda: p.parameter,
+    )
+
+
+def _optimizer_pieces(at: Placed, shard: OptimizerShard) -> list[Piece]:
+    boxes = tuple(at.shard.boxes(shard.begin, shard.end))
+    states = {MAIN_COPY: shard.main} if shard.is_copy else {}
+    states |= {
+        name: value
+        for name, value in shard.inner.state.get(shard.main, {}).items()
+        if name != "step" and torch.is_tensor(value)
+    }
+    return [
+        Piece(
+            name=optimizer_name(state, at.name),
+            shape=at.shard.whole,
+            dtype=value.dtype,
+            boxes=boxes,
+            source=lambda value=value: value,  # type: ignore[misc]
+        )
+        for state, value in states.items()
+    ]
+
+
+def optimizer_step_count(optimizer: TrainingOptimizer) -> int | None:
+    return adam_step(optimizer_shards(optimizer.inner))
+
+
+def random_pieces(coordinate: Coordinate) -> list[Piece]:
+    """Every random state of this rank, as small tensors named after its place in the plan."""
+    prefix = random_prefix(coordinate)
+    host = {"python": random.getstate(), "numpy": _numpy_state()}
+    pieces = {
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state(),
+        "host": torch.frombuffer(bytearray(json.dumps(host).encode()), dtype=torch.uint8),
+    }
+    pieces |= {f"dropout.{name}": state for name, state in dropout_states().items()}
+    return [Piece.whole(f"{prefix}{name}", state.clone()) for name, state in pieces.items()]
+
+
+def random_prefix(coordinate: Coordinate) -> str:
+    c = coordinate
+    return f"rng.stage{c.stage}.data{c.data}.context{c.context}.tensor{c.tensor}."
+
+
+def restore_random(states: dict[str, torch.Tensor]) -> bool:
+    """Set what `random_pieces` gave. False, with nothing changed, if it is another device's."""
+    if states["cuda"].numel() != torch.cuda.get_rng_state().numel():
+        return False
+    host = json.loads(bytes(states["host"].tolist()).decode())
+    version, numbers, gauss = host["python"]
+    random.setstate((version, tuple(numbers), gauss))
+    kind, keys, *rest = host["numpy"]
+    numpy.random.set_state((kind, numpy.array(keys, dtype=numpy.uint32), *rest))
+    torch.set_rng_state(states["torch"])
+    torch.cuda.set_rng_state(states["cuda"])
+    head = "dropout."
+    set_dropout_states({n.removeprefix(head): s for n, s in states.items() if n.startswith(head)})
+    return True
+
+
+def _numpy_state() -> list[Any]:
+    kind, keys, *rest = numpy.random.get_state()
+    return [kind, [int(key) for key in keys], *rest]

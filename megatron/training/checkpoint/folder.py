@@ -1,0 +1,206 @@
+"""The folder that --save and --load name: Megatron's layout, kept whole whatever happens.
+
+    SAVE/latest_checkpointed_iteration.txt      the tracker
+    SAVE/iter_0000010/                          one checkpoint
+    SAVE/iter_0000020.saving/                   one that is being written, or died on the way
+
+A checkpoint appears by one rename and the tracker changes by another, so that a run that is killed
+at any moment leaves the checkpoints before it as they were. No torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from hetero.errors import UserError
+from megatron.training.checkpoint.index import INDEX_FILE
+
+TRACKER = "latest_checkpointed_iteration.txt"
+RELEASE = "release"
+SAVING = ".saving"
+_REMOVING, _REPLACED = ".removing", ".replaced"
+_FINISHED = re.compile(r"iter_(\d{7,})")
+_UNFINISHED = re.compile(r"(iter_\d{7,}|release)\.(saving|removing)")
+_REPLACED_NAME = re.compile(r"(iter_\d{7,}|release)\.replaced")
+
+
+def folder_name(iteration: int) -> str:
+    return f"iter_{iteration:07d}"
+
+
+@dataclass(frozen=True)
+class Tracker:
+    """What the tracker says: a folder's name, nothing, or something that nobody can read."""
+
+    exists: bool
+    folder: str | None
+
+
+def read_tracker(save: Path) -> Tracker:
+    try:
+        text = (save / TRACKER).read_text().strip()
+    except FileNotFoundError:
+        return Tracker(exists=False, folder=None)
+    except (OSError, UnicodeDecodeError):
+        return Tracker(exists=True, folder=None)
+    if text == RELEASE:
+        return Tracker(exists=True, folder=RELEASE)
+    return Tracker(exists=True, folder=folder_name(int(text)) if text.isdecimal() else None)
+
+
+def write_tracker(save: Path, text: str) -> None:
+    """Replace the tracker in one step."""
+    temporary = save / f"{TRACKER}.tmp"
+    with temporary.open("w") as file:
+        file.write(text)
+        sync_file(file)
+    temporary.replace(save / TRACKER)
+    sync_folder(save)
+
+
+def sync_file(file: IO[Any]) -> None:
+    """Have what was written to an open file on the disk."""
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def sync_folder(folder: Path) -> None:
+    """Make what was created, renamed or removed in a folder outlive a crash of the machine."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        # Some network file systems cannot, and order such changes themselves.
+        with contextlib.suppress(OSError):
+            os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def iterations(save: Path) -> list[int]:
+    """Iterations that have a folder, ascending."""
+    try:
+        names = [entry.name for entry in save.iterdir() if entry.is_dir()]
+    except OSError:
+        return []
+    return sorted(int(match[1]) for name in names if (match := _FINISHED.fullmatch(name)))
+
+
+def candidates(save: Path) -> list[str]:
+    """Folders to try, best first: the tracker's, then those before it, newest first.
+
+    Without a tracker that can be read, or with one that names a folder that is gone, all of them.
+    """
+    tracked = read_tracker(save).folder
+    found = iterations(save)
+    has_release = (save / RELEASE).is_dir()
+    if tracked == RELEASE and has_release:
+        return [RELEASE]
+    limit = found[-1] if found else 0
+    if tracked is not None and (match := _FINISHED.fullmatch(tracked)):
+        limit = int(match[1])
+    names = [folder_name(i) for i in reversed(found) if i <= limit]
+    names = names or [folder_name(i) for i in reversed(found)]
+    if tracked is not None and tracked not in names:
+        # Named so that whoever tries it can say that it is not there.
+        names.insert(0, tracked)
+    return names + ([RELEASE] if has_release else [])
+
+
+def recover(save: Path) -> None:
+    """Finish what a killed run was about to do, or undo it; remove its unfinished folders."""
+    for entry in list(save.iterdir()) if save.is_dir() else []:
+        if match := _REPLACED_NAME.fullmatch(entry.name):
+            original = save / match[1]
+            if original.exists():
+                _remove(entry)
+            else:
+                entry.rename(original)
+        elif _UNFINISHED.fullmatch(entry.name):
+            shutil.rmtree(entry)
+
+
+def restore_replaced(load: Path) -> None:
+    """Undo the replacement of a checkpoint that a kill interrupted; nothing else is touched."""
+    for entry in list(load.iterdir()) if load.is_dir() else []:
+        match = _REPLACED_NAME.fullmatch(entry.name)
+        if match and not (load / match[1]).exists():
+            # A folder that may only be read keeps it, and the one before it is used.
+            with contextlib.suppress(OSError):
+                entry.rename(load / match[1])
+
+
+def check_save_folder(save: Path) -> None:
+    """Refuse a --save that cannot be written, before hours of training depend on it."""
+    probe = save / f"probe-{os.getpid()}.tmp"
+    try:
+        save.mkdir(parents=True, exist_ok=True)
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise UserError(
+            f"--save {save} cannot be written ({error.strerror}); name another folder"
+        ) from error
+
+
+def begin(save: Path, name: str) -> Path:
+    """A new empty folder to write the checkpoint `name` into."""
+    save.mkdir(parents=True, exist_ok=True)
+    recover(save)
+    temporary = save / (name + SAVING)
+    temporary.mkdir()
+    return temporary
+
+
+def abandon(temporary: Path) -> None:
+    shutil.rmtree(temporary, ignore_errors=True)
+
+
+def commit(temporary: Path) -> Path:
+    """Give a checkpoint its name, and let the tracker point at it."""
+    save = temporary.parent
+    final = save / temporary.name.removesuffix(SAVING)
+    replaced = save / (final.name + _REPLACED)
+    sync_folder(temporary)
+    if final.exists():
+        final.rename(replaced)
+    temporary.rename(final)
+    sync_folder(save)
+    match = _FINISHED.fullmatch(final.name)
+    write_tracker(save, str(int(match[1])) if match else RELEASE)
+    if replaced.exists():
+        _remove(replaced)
+    return final
+
+
+def prune(save: Path, *, newest: int, keep_last: int | None, retain_interval: int | None) -> None:
+    """Remove checkpoints older than `newest` that neither flag wants to keep.
+
+    `keep_last` counts whole ones, `newest` among them. With `retain_interval` alone, all but the
+    newest and the multiples of it go, as in Megatron.
+    """
+    if keep_last is None and retain_interval is None:
+        return
+    older = [i for i in reversed(iterations(save)) if i < newest]
+    kept = 1
+    for iteration in older:
+        folder = save / folder_name(iteration)
+        if retain_interval is not None and iteration % retain_interval == 0:
+            continue
+        if keep_last is not None and kept < keep_last and (folder / INDEX_FILE).exists():
+            kept += 1
+            continue
+        _remove(folder)
+
+
+def _remove(folder: Path) -> None:
+    """A folder that is half removed must not look like a checkpoint."""
+    doomed = folder.with_name(folder.name.removesuffix(_REPLACED) + _REMOVING)
+    if doomed.exists():
+        shutil.rmtree(doomed)
+    folder.rename(doomed)
+    shutil.rmtree(doomed)

@@ -1,0 +1,201 @@
+"""The index of a checkpoint: its tensors, where their pieces lie, its files. JSON, no torch.
+
+`index.json` is written last. It carries a digest of itself and the size and checksums of every
+other file, so that whoever has read it knows what a whole checkpoint looks like.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hetero.errors import HeteroError
+from megatron.training.checkpoint.boxes import Box
+
+INDEX_FILE = "index.json"
+FORMAT_VERSION = 1
+DTYPES = ("float32", "float64", "bfloat16", "float16", "uint8", "int32", "int64")
+
+
+class DamagedCheckpoint(HeteroError):
+    """A checkpoint that cannot be trusted. The text says what is wrong with which file."""
+
+    exit_code = 2
+
+
+@dataclass(frozen=True)
+class StoredBox:
+    """A box of a tensor: `box.size` elements from `offset` on in `file`'s flat tensor."""
+
+    file: str
+    offset: int
+    box: Box
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """One tensor of the whole model: in each file that holds a part, a flat tensor of its name."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    boxes: tuple[StoredBox, ...]
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True)
+class StoredFile:
+    """Its bytes, and the CRC-32 of each block of `stream.BLOCK_BYTES` of them."""
+
+    size: int
+    blocks: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Index:
+    """All that is known of a checkpoint without opening its tensors.
+
+    `args` are the flags of the run that wrote it, `run` its progress: see `progress.py`.
+    """
+
+    args: Mapping[str, Any]
+    run: Mapping[str, Any]
+    tensors: Mapping[str, StoredTensor]
+    files: Mapping[str, StoredFile]
+
+    @property
+    def iteration(self) -> int:
+        return int(self.run.get("iteration", 0))
+
+    def to_json(self) -> str:
+        body = {
+            "format": FORMAT_VERSION,
+            "args": dict(self.args),
+            "run": dict(self.run),
+            "tensors": {name: tensor_record(t) for name, t in sorted(self.tensors.items())},
+            "files": {name: [f.size, list(f.blocks)] for name, f in sorted(self.files.items())},
+        }
+        # Numbers and names survive a round trip through JSON, so the reader can repeat this.
+        return json.dumps({"sha256": _digest(body), "checkpoint": body})
+
+
+def tensor_record(tensor: StoredTensor) -> dict[str, Any]:
+    return {
+        "shape": list(tensor.shape),
+        "dtype": tensor.dtype,
+        "boxes": [[b.file, b.offset, list(b.box.start), list(b.box.shape)] for b in tensor.boxes],
+    }
+
+
+def tensor_from_record(record: Mapping[str, Any]) -> StoredTensor:
+    return StoredTensor(
+        shape=tuple(record["shape"]),
+        dtype=record["dtype"],
+        boxes=tuple(
+            StoredBox(file, offset, Box(tuple(start), tuple(shape)))
+            for file, offset, start, shape in record["boxes"]
+        ),
+    )
+
+
+def _digest(body: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+
+
+def parse_index(text: str) -> Index:
+    """The index that `text` holds. Raises DamagedCheckpoint."""
+    try:
+        record = json.loads(text)
+        body = record["checkpoint"]
+        version = body["format"]
+        if version != FORMAT_VERSION:
+            raise DamagedCheckpoint(
+                f"{INDEX_FILE} has format {version!r}, this program reads {FORMAT_VERSION}"
+            )
+        if _digest(body) != record["sha256"]:
+            raise DamagedCheckpoint(f"{INDEX_FILE} was changed after it was written")
+        index = Index(
+            args=body["args"],
+            run=body["run"],
+            tensors={name: tensor_from_record(t) for name, t in body["tensors"].items()},
+            files={
+                name: StoredFile(size, tuple(blocks))
+                for name, (size, blocks) in body["files"].items()
+            },
+        )
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise DamagedCheckpoint(f"{INDEX_FILE} is cut short or no index") from error
+    _check_coverage(index)
+    return index
+
+
+def read_index(folder: Path) -> Index:
+    """The index of a checkpoint's folder. Raises DamagedCheckpoint."""
+    try:
+        return parse_index((folder / INDEX_FILE).read_text())
+    except FileNotFoundError:
+        raise DamagedCheckpoint(_without_index(folder)) from None
+    except UnicodeDecodeError:
+        raise DamagedCheckpoint(f"{INDEX_FILE} is no text") from None
+    except OSError as error:
+        raise DamagedCheckpoint(f"{INDEX_FILE} cannot be read ({error.strerror})") from error
+
+
+def _without_index(folder: Path) -> str:
+    if not folder.is_dir():
+        return "it does not exist"
+    if (folder / ".metadata").exists() or next(folder.glob("mp_rank_*"), None) is not None:
+        return (
+            "it was written by Megatron-LM, whose checkpoints hold pickled code and are not read "
+            "here; convert it to Hugging Face's format there"
+        )
+    return f"it has no {INDEX_FILE}"
+
+
+def _check_coverage(index: Index) -> None:
+    """Every element of every tensor lies somewhere, in a file that the index lists."""
+    for name, tensor in index.tensors.items():
+        if tensor.dtype not in DTYPES:
+            raise DamagedCheckpoint(f"tensor {name} has the unknown dtype {tensor.dtype!r}")
+        if any(stored.file not in index.files for stored in tensor.boxes):
+            raise DamagedCheckpoint(f"tensor {name} lies in a file that {INDEX_FILE} does not list")
+        inside = all(stored.box.lies_in(tensor.shape) for stored in tensor.boxes)
+        if not inside or sum(stored.box.size for stored in tensor.boxes) != tensor.size:
+            raise DamagedCheckpoint(f"tensor {name} is not whole")
+
+
+def require_whole_model(index: Index, *, num_layers: int, tied: bool) -> None:
+    """Refuse a checkpoint that lacks a layer, or a tensor that its other layers have."""
+    weights = {name for name in index.tensors if not name.startswith(("optimizer.", "rng."))}
+    layers: dict[int, set[str]] = {number: set() for number in range(num_layers)}
+    for name in weights:
+        head, found, rest = name.partition(".layers.")
+        number, _, tensor = rest.partition(".")
+        if found:
+            layers.setdefault(int(number), set()).add(f"{head}.{tensor}")
+    everywhere = set().union(*layers.values())
+    for layer, names in layers.items():
+        for missing in sorted(everywhere - names):
+            raise DamagedCheckpoint(f"tensor {missing} of layer {layer} is missing")
+    needed = ["embedding.word_embeddings.weight", "decoder.final_layernorm.weight"]
+    needed += [] if tied else ["output_layer.weight"]
+    for name in needed:
+        if name not in weights:
+            raise DamagedCheckpoint(f"tensor {name} is missing")
+    for name in index.tensors:
+        if name.startswith("optimizer."):
+            _, state, parameter = name.split(".", 2)
+            if parameter not in weights:
+                raise DamagedCheckpoint(f"tensor {parameter} is missing, though {name} is there")
+    states = {name.split(".", 2)[1] for name in index.tensors if name.startswith("optimizer.")}
+    for state in sorted(states):
+        for parameter in sorted(weights):
+            if f"optimizer.{state}.{parameter}" not in index.tensors:
+                raise DamagedCheckpoint(f"tensor optimizer.{state}.{parameter} is missing")

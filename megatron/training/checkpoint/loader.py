@@ -1,0 +1,140 @@
+"""Fills this rank's model and optimizer from a checkpoint of any layout."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from hetero.errors import UserError
+from hetero.plan import Coordinate, Plan
+from megatron.training.checkpoint.boxes import Shard
+from megatron.training.checkpoint.contents import (
+    MAIN_COPY,
+    Placed,
+    random_prefix,
+    restore_random,
+)
+from megatron.training.checkpoint.names import (
+    EMBEDDING,
+    VOCABULARY,
+    optimizer_name,
+)
+from megatron.training.checkpoint.reader import CheckpointReader
+from megatron.training.core_private import (
+    OptimizerShard,
+    optimizer_shards,
+    set_loss_scaler_state,
+    set_optimizer_state,
+)
+from megatron.training.optimizer import TrainingOptimizer
+
+_MOMENTS = {"adam": ("exp_avg", "exp_avg_sq"), "sgd": ("momentum_buffer",)}
+
+
+@torch.no_grad()
+def load_weights(reader: CheckpointReader, placed: Sequence[Placed], *, exact: bool) -> None:
+    """Fill the parameters. With `exact`, from the optimizer's float32 copies where they hold more.
+
+    Raises UserError for a tensor that the checkpoint lacks or has in another shape.
+    """
+    for p in placed:
+        name = _source(p)
+        copy = optimizer_name(MAIN_COPY, name)
+        wider = p.parameter.dtype == torch.float32 and copy in reader.index.tensors
+        source = copy if exact and wider and reader.dtype(name) != torch.float32 else name
+        values = _read(reader, source, p.shard, fill=p.parameter)
+        p.parameter.data.copy_(values.view(p.parameter.shape))
+
+
+@torch.no_grad()
+def load_optimizer(
+    reader: CheckpointReader, placed: Sequence[Placed], optimizer: TrainingOptimizer, kind: str
+) -> None:
+    """Fill float32 copies, moments, Adam's count of updates and the loss scaler."""
+    by_parameter = {id(p.parameter): p for p in placed}
+    step = reader.run.get("optimizer_step")
+    for shard in optimizer_shards(optimizer.inner):
+        at = by_parameter[id(shard.parameter)]
+        if shard.is_copy:
+            _load_copy(reader, at, shard)
+        moments = {}
+        for moment in _MOMENTS[kind]:
+            name = optimizer_name(moment, _source(at))
+            if name in reader.index.tensors:
+                value = torch.zeros_like(shard.main)
+                flat = _read(reader, name, at.shard, fill=value, begin=shard.begin, end=shard.end)
+                moments[moment] = value.copy_(flat.view(value.shape))
+        if moments:
+            set_optimizer_state(shard, moments, step=step)
+    set_loss_scaler_state(optimizer.inner, reader.run.get("loss_scaler", {}))
+
+
+def _load_copy(reader: CheckpointReader, at: Placed, shard: OptimizerShard) -> None:
+    name = optimizer_name(MAIN_COPY, _source(at))
+    # A run in float32 has no copies: its weights are what they would hold.
+    source = name if name in reader.index.tensors else _source(at)
+    fill = shard.main
+    values = _read(reader, source, at.shard, fill=fill, begin=shard.begin, end=shard.end)
+    shard.main.copy_(values.view(shard.main.shape))
+
+
+def _source(p: Placed) -> str:
+    return EMBEDDING if p.is_tied_copy else p.name
+
+
+def _read(
+    reader: CheckpointReader,
+    name: str,
+    shard: Shard,
+    *,
+    fill: torch.Tensor,
+    begin: int = 0,
+    end: int | None = None,
+) -> torch.Tensor:
+    """A flat range of a shard, on the CPU. Rows of the vocabulary's padding that the checkpoint
+    lacks keep the values of `fill`."""
+    if name not in reader.index.tensors:
+        raise UserError(f"the checkpoint {reader.folder} holds no tensor {name}")
+    stored, wanted = reader.shape(name), shard.whole
+    is_padding = name.endswith(VOCABULARY) and stored[1:] == wanted[1:]
+    if stored != wanted and not is_padding:
+        raise UserError(
+            f"tensor {name} of the checkpoint {reader.folder} has the shape {list(stored)} and "
+            f"this model's has {list(wanted)}"
+        )
+    boxes = shard.boxes(begin, end)
+    if stored == wanted:
+        return reader.boxes(name, boxes)
+    flat = fill.detach().cpu().reshape(-1).to(reader.dtype(name))
+    reader.read_into(flat, name, boxes)
+    return flat
+
+
+def load_random(
+    reader: CheckpointReader, args: argparse.Namespace, *, plan: Plan, coordinate: Coordinate
+) -> str | None:
+    """Restore this rank's random states; why not, where they do not fit this layout."""
+    if reader.run.get("layout") != layout_record(args, plan):
+        return "it was written under another layout, whose random states fit no rank of this one"
+    prefix = random_prefix(coordinate)
+    names = [name for name in reader.index.tensors if name.startswith(prefix)]
+    if not names:
+        return "it holds none"
+    states = {name.removeprefix(prefix): reader.tensor(name) for name in names}
+    if not restore_random(states):
+        return "it was written on another kind of device"
+    return None
+
+
+def layout_record(args: argparse.Namespace, plan: Plan) -> dict[str, Any]:
+    """What has to be the same for every rank to draw the random numbers it would have drawn."""
+    meshes = [plan.meshes[plan.mesh_of_stage(stage)] for stage in range(plan.stages)]
+    return {
+        "layers": [list(chunks) for chunks in plan.layers],
+        "stages": [[mesh.tensor, mesh.context, mesh.data] for mesh in meshes],
+        "sequence_parallel": bool(args.sequence_parallel),
+        "micro_batch_size": args.micro_batch_size,
+    }

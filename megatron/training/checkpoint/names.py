@@ -1,0 +1,50 @@
+"""Tensors' names in a checkpoint, and how a rank's parameter lies in the whole tensor.
+
+Names are those of megatron-core's local layers, counted over the whole model. TransformerEngine
+fuses a norm into the linear layer behind it and names its weight after that; a checkpoint knows one
+name, so that one side of a run may use TransformerEngine and the other not.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from megatron.training.checkpoint.boxes import Shard
+
+EMBEDDING = "embedding.word_embeddings.weight"
+OUTPUT_LAYER = "output_layer.weight"
+VOCABULARY = (EMBEDDING, OUTPUT_LAYER)
+"""Tensors with a row for each token, and padding rows that depend on the tensor-parallel size."""
+
+_FUSED_NORMS = (
+    ("self_attention.linear_qkv.layer_norm_", "input_layernorm."),
+    ("mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm."),
+)
+_GATED = ("mlp.linear_fc1.weight", "mlp.linear_fc1.bias")
+
+
+def stored_name(name: str) -> str:
+    """A parameter's name in a checkpoint, from its name in the whole model."""
+    for fused, separate in _FUSED_NORMS:
+        name = name.replace(fused, separate)
+    return name
+
+
+def optimizer_name(state: str, name: str) -> str:
+    return f"optimizer.{state}.{name}"
+
+
+def shard_of(
+    name: str, parameter: torch.Tensor, *, tp_rank: int, tp_size: int, gated: bool
+) -> Shard:
+    """Where a tensor-parallel rank's parameter lies. `gated`: fc1 stacks gate and up projection."""
+    shape = tuple(parameter.shape)
+    if tp_size == 1 or not getattr(parameter, "tensor_model_parallel", False):
+        return Shard.unsplit(shape)
+    dim: int = parameter.partition_dim  # type: ignore[attr-defined]
+    stacked = 2 if gated and name.endswith(_GATED) else 1
+    return Shard.split(shape, dim=dim, rank=tp_rank, ranks=tp_size, stacked=stacked)
+
+
+def is_split(parameter: torch.Tensor, tp_size: int) -> bool:
+    return tp_size > 1 and bool(getattr(parameter, "tensor_model_parallel", False))

@@ -1,0 +1,195 @@
+"""Reads a checkpoint, in training and in tools: tensors whole or in part, by their global names.
+
+    reader = CheckpointReader.open(Path("runs/llama"))      # the newest one that is whole
+    reader.args["hidden_size"], reader.names()
+    reader.tensor("decoder.final_layernorm.weight")
+
+Needs no process group, and reads of each file only what is asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from megatron.training.checkpoint import folder as folders
+from megatron.training.checkpoint.boxes import Box
+from megatron.training.checkpoint.index import (
+    DamagedCheckpoint,
+    Index,
+    StoredBox,
+    StoredTensor,
+    read_index,
+)
+from megatron.training.checkpoint.stream import BLOCK_BYTES, checksum_problem
+
+
+class CheckpointReader:
+    """One checkpoint's folder. Close it, or use it in a `with`."""
+
+    def __init__(self, folder: Path, index: Index | None = None) -> None:
+        self.folder = folder
+        self.index = read_index(folder) if index is None else index
+        self._files: dict[str, Any] = {}
+        self._stack = ExitStack()
+
+    @classmethod
+    def open(cls, load: Path, *, iteration: int | None = None) -> CheckpointReader:
+        """The checkpoint of an iteration, or the newest whose files are all there, checked whole.
+
+        `load` may also be a checkpoint's own folder. Raises DamagedCheckpoint, saying of each one
+        tried what is wrong with it.
+        """
+        if (load / "index.json").exists():
+            names, load = [load.name], load.parent
+        elif iteration is not None:
+            names = [folders.folder_name(iteration)]
+        else:
+            names = folders.candidates(load)
+        problems = []
+        for name in names:
+            try:
+                reader = cls(load / name)
+                reader.verify()
+            except DamagedCheckpoint as error:
+                problems.append(f"{name}: {error}")
+                continue
+            return reader
+        tried = "; ".join(problems) or "it holds none"
+        raise DamagedCheckpoint(f"there is no checkpoint in {load} that can be used ({tried})")
+
+    @property
+    def args(self) -> Mapping[str, Any]:
+        """The flags of the run that wrote it, by destination, and what follows from them."""
+        return self.index.args
+
+    @property
+    def run(self) -> Mapping[str, Any]:
+        return self.index.run
+
+    def names(self, *, optimizer: bool = False) -> list[str]:
+        """The model's tensors, or with `optimizer` all that are stored."""
+        return [n for n in self.index.tensors if optimizer or not n.startswith(_NOT_WEIGHTS)]
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._stored(name).shape
+
+    def dtype(self, name: str) -> torch.dtype:
+        return _dtype(self._stored(name))
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """The whole tensor, on the CPU."""
+        stored = self._stored(name)
+        return self.boxes(name, [Box((0,) * len(stored.shape), stored.shape)]).view(stored.shape)
+
+    def slice(self, name: str, begin: int, end: int) -> torch.Tensor:
+        """Rows [begin, end) of a tensor's first dimension."""
+        shape = self._stored(name).shape
+        rows = (end - begin, *shape[1:])
+        return self.boxes(name, [Box((begin, *(0 for _ in shape[1:])), rows)]).view(rows)
+
+    def boxes(self, name: str, wanted: Sequence[Box]) -> torch.Tensor:
+        """The elements of `wanted`, one box after the other, flat, on the CPU."""
+        stored = self._stored(name)
+        flat = torch.empty(sum(box.size for box in wanted), dtype=_dtype(stored))
+        self.read_into(flat, name, wanted)
+        return flat
+
+    def read_into(self, flat: torch.Tensor, name: str, wanted: Sequence[Box]) -> None:
+        """As `boxes`, into a flat tensor; what lies outside the stored tensor is left as it is."""
+        stored = self._stored(name)
+        offset = 0
+        for box in wanted:
+            target = flat[offset : offset + box.size].view(box.shape)
+            offset += box.size
+            for piece in stored.boxes:
+                common = box.intersection(piece.box)
+                if common is not None:
+                    for part, values in self._elements(name, piece, common):
+                        _view(target, box, part).copy_(values)
+
+    def verify(self, *, part: int = 0, parts: int = 1) -> None:
+        """Compare the files with their checksums; of several readers each can take a part.
+
+        Raises DamagedCheckpoint.
+        """
+        mine = sorted(self.index.files)[part::parts]
+        with ThreadPoolExecutor(max_workers=max(1, min(4, len(mine)))) as pool:
+            problems = pool.map(
+                lambda name: checksum_problem(self.folder / name, self.index.files[name]), mine
+            )
+            for problem in problems:
+                if problem is not None:
+                    raise DamagedCheckpoint(problem)
+
+    def close(self) -> None:
+        self._files.clear()
+        self._stack.close()
+
+    def __enter__(self) -> CheckpointReader:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _stored(self, name: str) -> StoredTensor:
+        try:
+            return self.index.tensors[name]
+        except KeyError:
+            raise DamagedCheckpoint(f"{self.folder} holds no tensor {name}") from None
+
+    def _elements(
+        self, name: str, piece: StoredBox, common: Box
+    ) -> Iterator[tuple[Box, torch.Tensor]]:
+        """A part of one stored box, a few rows at a time: each with where it lies in the whole."""
+        inner = piece.box.size // piece.box.shape[0]
+        step = max(1, BLOCK_BYTES // (inner * 8))
+        first, last = common.start[0], common.start[0] + common.shape[0]
+        for begin in range(first, last, step):
+            rows = min(step, last - begin)
+            at = piece.offset + (begin - piece.box.start[0]) * inner
+            flat = self._read(piece.file, name, at, at + rows * inner)
+            held = Box((begin, *piece.box.start[1:]), (rows, *piece.box.shape[1:]))
+            part = Box((begin, *common.start[1:]), (rows, *common.shape[1:]))
+            yield part, _view(flat.view(held.shape), held, part)
+
+    def _read(self, file: str, name: str, begin: int, end: int) -> torch.Tensor:
+        try:
+            if file not in self._files:
+                opened = safe_open(self.folder / file, framework="pt", device="cpu")
+                self._files[file] = self._stack.enter_context(opened)
+            values: torch.Tensor = self._files[file].get_slice(name)[begin:end]
+        except (SafetensorError, OSError) as error:
+            raise DamagedCheckpoint(f"{self.folder / file} cannot be read: {error}") from error
+        if values.numel() != end - begin:
+            raise DamagedCheckpoint(f"{self.folder / file} holds too little of {name}")
+        return values
+
+
+_NOT_WEIGHTS = ("optimizer.", "rng.")
+
+
+def _dtype(stored: StoredTensor) -> torch.dtype:
+    dtype: torch.dtype = getattr(torch, stored.dtype)
+    return dtype
+
+
+def _view(tensor: torch.Tensor, held: Box, part: Box) -> torch.Tensor:
+    """The part of `tensor`, which holds the box `held`, where `part` lies."""
+    for dim, (begin, origin, length) in enumerate(
+        zip(part.start, held.start, part.shape, strict=True)
+    ):
+        tensor = tensor.narrow(dim, begin - origin, length)
+    return tensor

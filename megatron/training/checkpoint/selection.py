@@ -1,0 +1,176 @@
+"""Which checkpoint a run starts from, agreed on by all ranks before anything is built.
+
+The newest one whose files are as they were written. A damaged one is passed over by name, and the
+one before it is used; one that --ckpt-step names is used or refused.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hetero.agreement import AgreedError
+from hetero.errors import UserError
+from megatron.training.checkpoint import folder as folders
+from megatron.training.checkpoint.compatibility import require_same_model
+from megatron.training.checkpoint.index import (
+    INDEX_FILE,
+    DamagedCheckpoint,
+    Index,
+    read_index,
+    require_whole_model,
+)
+from megatron.training.checkpoint.reader import CheckpointReader
+
+# megatron-core copies these into each parameter group before the schedule is loaded.
+_SCHEDULE_ARGS = (
+    *("lr", "min_lr", "decoupled_lr", "decoupled_min_lr"),
+    *("start_weight_decay", "end_weight_decay"),
+)
+
+Exchange = Callable[..., list[dict[str, Any]]]
+"""`Agreement.exchange`: (phase, payload=, error=) -> every rank's payload, or AgreedError."""
+
+
+@dataclass(frozen=True)
+class Selection:
+    """The checkpoint to start from, and what a person should know about how it was found."""
+
+    folder: Path
+    index: Index
+    weights_only: bool
+    """Take the weights and begin at iteration 0, as --finetune asks."""
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Nothing:
+    """No checkpoint is there to start from."""
+
+    notes: tuple[str, ...] = ()
+
+
+def select(
+    args: argparse.Namespace, exchange: Exchange, *, rank: int, world_size: int
+) -> Selection | Nothing:
+    """Find, check and agree on the checkpoint that the flags ask for. Collective.
+
+    Raises AgreedError: none is usable, or the one that is is of another model.
+    """
+    notes: tuple[str, ...] = ()
+    if args.load is not None:
+        found = _in_folder(args, exchange, Path(args.load), rank=rank, world_size=world_size)
+        if isinstance(found, Selection):
+            return found
+        notes = found.notes
+    if args.pretrained_checkpoint is not None:
+        args.finetune = True
+        path = Path(args.pretrained_checkpoint)
+        found = _in_folder(args, exchange, path, rank=rank, world_size=world_size)
+        if isinstance(found, Selection):
+            return found
+        raise AgreedError(f"--pretrained-checkpoint {path} holds no checkpoint; name another")
+    if args.load is not None and args.exit_on_missing_checkpoint:
+        raise AgreedError(
+            f"--load {args.load} holds no checkpoint and --exit-on-missing-checkpoint is given"
+        )
+    return Nothing(notes)
+
+
+def _in_folder(
+    args: argparse.Namespace, exchange: Exchange, load: Path, *, rank: int, world_size: int
+) -> Selection | Nothing:
+    names = _candidates(args, exchange, load, rank)
+    notes: list[str] = []
+    for name in names:
+        problem, index = _try(args, exchange, load / name, rank=rank, world_size=world_size)
+        if problem is None and index is not None:
+            weights_only = args.finetune or name == folders.RELEASE or "iteration" not in index.run
+            _check(args, index, load / name, weights_only=weights_only)
+            return Selection(load / name, index, weights_only, tuple(notes))
+        notes.append(f"checkpoint {load / name} is not used: {problem}")
+        if args.ckpt_step is not None:
+            raise AgreedError(
+                f"--ckpt-step {args.ckpt_step}: {load / name} cannot be used: {problem}; name "
+                "another step or leave the flag out"
+            )
+    if notes:
+        raise AgreedError(
+            f"--load {load} holds no checkpoint that can be used: "
+            + "; ".join(note.removeprefix(f"checkpoint {load}/") for note in notes[:3])
+            + (f"; and {len(notes) - 3} more" if len(notes) > 3 else "")
+        )
+    return Nothing((f"no checkpoint in {load}: training starts from the initial weights",))
+
+
+def _candidates(args: argparse.Namespace, exchange: Exchange, load: Path, rank: int) -> list[str]:
+    """Rank 0's list, so that all try the same."""
+    names: list[str] = []
+    if rank == 0:
+        folders.restore_replaced(load)
+        names = folders.candidates(load)
+        if args.ckpt_step is not None:
+            names = [folders.folder_name(args.ckpt_step)]
+    found: list[str] = exchange(f"checkpoints of {load}", payload={"names": names})[0]["names"]
+    return found
+
+
+def _try(
+    args: argparse.Namespace, exchange: Exchange, folder: Path, *, rank: int, world_size: int
+) -> tuple[str | None, Index | None]:
+    """What is wrong with a checkpoint, the same on every rank; its index if nothing is."""
+    index, problem = None, None
+    # Both hold on rank 0 wherever a checkpoint is there and the file system is shared.
+    visible = (folder / INDEX_FILE).exists()
+    try:
+        index = read_index(folder)
+        require_whole_model(
+            index,
+            num_layers=int(index.args.get("num_layers", args.num_layers)),
+            tied=not index.args.get("untie_embeddings_and_output_weights", False),
+        )
+        with CheckpointReader(folder, index) as reader:
+            reader.verify(part=rank, parts=world_size)
+    except DamagedCheckpoint as error:
+        problem = str(error)
+    said = exchange(
+        f"checkpoint {folder}",
+        payload={"problem": problem, "visible": visible},
+    )
+    blind = [r for r, record in enumerate(said) if not record["visible"]]
+    if said[0]["visible"] and blind:
+        raise AgreedError(
+            f"rank {blind[0]} does not see {folder / INDEX_FILE}, which rank 0 sees; --load must "
+            "be in a file system that all ranks share"
+        )
+    problems = [record["problem"] for record in said if record["problem"] is not None]
+    return (problems[0] if problems else None), index
+
+
+def _check(args: argparse.Namespace, index: Index, folder: Path, *, weights_only: bool) -> None:
+    """Every rank has read the same index and comes to the same conclusion."""
+    try:
+        require_same_model(index.args, args, folder=folder, weights_only=weights_only)
+    except UserError as error:
+        raise AgreedError(str(error)) from error
+    if weights_only:
+        return
+    if args.use_checkpoint_opt_param_scheduler:
+        for name in _SCHEDULE_ARGS:
+            setattr(args, name, index.args.get(name, getattr(args, name)))
+    lacks = [
+        (what, flag)
+        for what, flag, unwanted in (
+            ("optimizer", "--no-load-optim", args.no_load_optim),
+            ("random states", "--no-load-rng", args.no_load_rng),
+        )
+        if not unwanted and not index.run.get("holds", {}).get(what, False)
+    ]
+    for what, flag in lacks:
+        raise AgreedError(
+            f"the checkpoint {folder} was saved without {what}; add {flag}, or --finetune to begin "
+            "a new run from its weights"
+        )

@@ -1,0 +1,187 @@
+"""Writes one `.safetensors` file piece by piece, so that no more than a block is in host memory.
+
+The safetensors library writes a file from tensors that are all in memory. Its format is a length,
+a JSON header and the bytes of each tensor, so it is written here as it comes, and checksummed on
+the way. Reading is the library's.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import threading
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+import torch
+
+from megatron.training.checkpoint.boxes import Box
+from megatron.training.checkpoint.index import StoredBox, StoredFile, StoredTensor
+
+BLOCK_BYTES = 64 << 20
+_CODES = {
+    torch.float32: "F32",
+    torch.float64: "F64",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.uint8: "U8",
+    torch.int32: "I32",
+    torch.int64: "I64",
+}
+
+
+class WriteCancelled(Exception):
+    """Another rank's part failed, so nobody needs this one."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What one rank writes of one tensor: boxes of it, one after the other in flat memory.
+
+    `source` gives the elements, flat or of any shape; it is called when their turn comes, on the
+    thread that writes, and may return a tensor of any device.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    boxes: tuple[Box, ...]
+    source: Callable[[], torch.Tensor]
+
+    @property
+    def elements(self) -> int:
+        return sum(box.size for box in self.boxes)
+
+    @property
+    def bytes(self) -> int:
+        return self.elements * self.dtype.itemsize
+
+    @classmethod
+    def whole(cls, name: str, tensor: torch.Tensor) -> Piece:
+        shape = tuple(tensor.shape)
+        return cls(name, shape, tensor.dtype, (Box((0,) * len(shape), shape),), lambda: tensor)
+
+    def stored_in(self, file: str) -> StoredTensor:
+        offsets = [0]
+        for box in self.boxes:
+            offsets.append(offsets[-1] + box.size)
+        return StoredTensor(
+            shape=self.shape,
+            dtype=str(self.dtype).removeprefix("torch."),
+            boxes=tuple(
+                StoredBox(file, offset, box)
+                for offset, box in zip(offsets, self.boxes, strict=False)
+            ),
+        )
+
+
+class BlockChecksums:
+    """CRC-32 of each block of a stream of bytes."""
+
+    def __init__(self) -> None:
+        self._done: list[int] = []
+        self._crc, self._filled, self.size = 0, 0, 0
+
+    def update(self, data: memoryview) -> None:
+        self.size += len(data)
+        while len(data):
+            part = data[: BLOCK_BYTES - self._filled]
+            self._crc = zlib.crc32(part, self._crc)
+            self._filled += len(part)
+            data = data[len(part) :]
+            if self._filled == BLOCK_BYTES:
+                self._done.append(self._crc)
+                self._crc, self._filled = 0, 0
+
+    def result(self) -> StoredFile:
+        blocks = [*self._done, self._crc] if self._filled else self._done
+        return StoredFile(size=self.size, blocks=tuple(blocks))
+
+
+def write_safetensors(
+    path: Path, pieces: Sequence[Piece], *, cancelled: threading.Event | None = None
+) -> StoredFile:
+    """Write `pieces` in order, flat, under their names; the file is on disk when this returns.
+
+    Raises OSError, or WriteCancelled once `cancelled` is set.
+    """
+    sums = BlockChecksums()
+    with path.open("wb", buffering=0) as file:
+        _put(file, memoryview(_header(pieces)), sums)
+        for piece in pieces:
+            written = 0
+            for data in _blocks(piece):
+                if cancelled is not None and cancelled.is_set():
+                    raise WriteCancelled
+                _put(file, data, sums)
+                written += len(data)
+            if written != piece.bytes:
+                raise ValueError(f"{piece.name} gave {written} bytes instead of {piece.bytes}")
+        os.fsync(file.fileno())
+    return sums.result()
+
+
+def _put(file: BinaryIO, data: memoryview, sums: BlockChecksums) -> None:
+    sums.update(data)
+    while len(data):
+        data = data[file.write(data) :]
+
+
+def _header(pieces: Sequence[Piece]) -> bytes:
+    position, entries = 0, {}
+    for piece in pieces:
+        entries[piece.name] = {
+            "dtype": _CODES[piece.dtype],
+            "shape": [piece.elements],
+            "data_offsets": [position, position + piece.bytes],
+        }
+        position += piece.bytes
+    text = json.dumps(entries).encode()
+    # Data is aligned for every dtype; the format allows trailing spaces in its header.
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _blocks(piece: Piece) -> Iterator[memoryview]:
+    """A piece's bytes in host memory, a block at a time."""
+    flat = piece.source().detach().reshape(-1)
+    if flat.dtype != piece.dtype:
+        raise ValueError(f"{piece.name} is {flat.dtype}, not {piece.dtype} as announced")
+    step = BLOCK_BYTES // piece.dtype.itemsize
+    for begin in range(0, flat.numel(), step):
+        block = flat[begin : begin + step].cpu().contiguous()
+        yield memoryview(block.view(torch.uint8).numpy().data)
+
+
+def checksum_problem(path: Path, expected: StoredFile) -> str | None:
+    """What is wrong with a file that should be as `expected`, or None."""
+    try:
+        size = path.stat().st_size
+        if size != expected.size:
+            return f"{path.name} has {size} bytes instead of {expected.size}"
+        buffer = bytearray(min(BLOCK_BYTES, max(1, expected.size)))
+        with path.open("rb", buffering=0) as file:
+            for number, checksum in enumerate(expected.blocks):
+                wanted = min(BLOCK_BYTES, expected.size - number * BLOCK_BYTES)
+                view = memoryview(buffer)[:wanted]
+                _read_fully(file, view)
+                if zlib.crc32(view) != checksum:
+                    return f"{path.name} has other bytes than were written (block {number})"
+    except FileNotFoundError:
+        return f"{path.name} is missing"
+    except OSError as error:
+        return f"{path.name} cannot be read ({error.strerror or error})"
+    covered = math.ceil(expected.size / BLOCK_BYTES)
+    return None if covered == len(expected.blocks) else f"{path.name} has too few checksums"
+
+
+def _read_fully(file: BinaryIO, view: memoryview) -> None:
+    while len(view):
+        count = file.readinto(view)  # type: ignore[attr-defined]
+        if not count:
+            raise OSError("it became shorter while it was read")
+        view = view[count:]

@@ -1,0 +1,169 @@
+"""A checkpoint's whole model in one process, and the text that it writes.
+
+Any layout will do: a checkpoint's tensors are those of the whole model. There is no cache of keys
+and values, so every token costs a pass over all before it.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import tensor_parallel
+from megatron.core.models.gpt.gpt_model import GPTModel
+
+from hetero.errors import UserError
+from hetero.groups import build_groups
+from hetero.plan import Mesh, Plan
+from megatron.training.arguments.parser import build_parser
+from megatron.training.checkpoint.names import EMBEDDING, stored_name
+from megatron.training.checkpoint.reader import CheckpointReader
+from megatron.training.core_private import clear_groups, group_collection, register_groups
+from megatron.training.cpu_shim import cpu_shim
+from megatron.training.model import _build_chunk, transformer_config
+
+_MINUTE = timedelta(minutes=1)
+# What one process without gradients does differently from the run that wrote the checkpoint.
+_LONE_PROCESS: Mapping[str, Any] = {
+    "tensor_model_parallel_size": 1,
+    "pipeline_model_parallel_size": 1,
+    "virtual_pipeline_model_parallel_size": None,
+    "sequence_parallel": False,
+    "transformer_impl": "local",
+    "attention_backend": "auto",
+    "recompute_granularity": None,
+    "cross_entropy_loss_fusion": False,
+    "hidden_dropout": 0.0,
+    "attention_dropout": 0.0,
+    "fp32_residual_connection": False,
+}
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How a token is chosen. Temperature 0 takes the likeliest; 0 of `top_k` or `top_p`, all."""
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 0.0
+
+
+def checkpoint_args(reader: CheckpointReader) -> argparse.Namespace:
+    """Every flag as the run that wrote a checkpoint had it, defaults where it does not say."""
+    args = build_parser().parse_args([])
+    for name, value in reader.args.items():
+        setattr(args, name, value)
+    return args
+
+
+@contextmanager
+def whole_model(
+    reader: CheckpointReader, *, dtype: torch.dtype | None = None
+) -> Iterator[GPTModel]:
+    """The model, ready to be called in this process: on its GPU where it has one, or its CPU.
+
+    `dtype` is that of the weights, the checkpoint's own where left out. Raises HeteroError.
+    """
+    args = checkpoint_args(reader)
+    for name, value in _LONE_PROCESS.items():
+        setattr(args, name, value)
+    dtype = dtype or reader.dtype(EMBEDDING)
+    args.params_dtype = str(dtype).removeprefix("torch.")
+    args.bf16, args.fp16 = dtype == torch.bfloat16, dtype == torch.float16
+    args.padded_vocab_size = reader.shape(EMBEDDING)[0]
+    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    with cpu_shim(), torch.inference_mode(), _lone_groups(args.num_layers) as (plan, collection):
+        model = _build_chunk(
+            args,
+            transformer_config(args, plan, device),
+            plan=plan,
+            coordinate=plan.coordinate(0),
+            chunk=0,
+            groups=collection,
+        ).to(device)
+        model.eval()
+        _fill(model, reader)
+        yield model
+
+
+@contextmanager
+def _lone_groups(layers: int) -> Iterator[tuple[Plan, Any]]:
+    """The groups of one that megatron-core asks for."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=_MINUTE)
+    try:
+        plan = Plan(meshes=(Mesh(vendor="cpu", stages=1),), layers=((layers,),))
+        groups = build_groups(plan, 0, vendor_backend="gloo", timeout=_MINUTE)
+        register_groups(groups, plan, 0)
+        # Its layers are allocated under the generator of a tensor-parallel rank.
+        tensor_parallel.model_parallel_cuda_manual_seed(0, tp_rank=0, ep_rank=0, etp_rank=0)
+        yield plan, group_collection(groups)
+    finally:
+        clear_groups()
+        dist.destroy_process_group()
+
+
+def _fill(model: GPTModel, reader: CheckpointReader) -> None:
+    for name, parameter in model.named_parameters():
+        stored = stored_name(name)
+        if stored not in reader.index.tensors or reader.shape(stored) != tuple(parameter.shape):
+            raise UserError(
+                f"the checkpoint {reader.folder} has no tensor {stored} of the shape "
+                f"{list(parameter.shape)}, which its own arguments ask for"
+            )
+        parameter.copy_(reader.tensor(stored))
+
+
+def next_logits(model: GPTModel, tokens: Sequence[int]) -> torch.Tensor:
+    """float32 logits of every row of the vocabulary after each of `tokens`: (tokens, rows)."""
+    device = next(model.parameters()).device
+    ids = torch.tensor([list(tokens)], device=device)
+    positions = torch.arange(ids.shape[1], device=device)[None]
+    logits: torch.Tensor = model(ids, positions, None)
+    return logits[0].float()
+
+
+def generate(
+    model: GPTModel,
+    prompt: Sequence[int],
+    sampling: Sampling,
+    *,
+    longest: int,
+    vocabulary: int,
+    seed: int = 0,
+) -> Iterator[int]:
+    """Token after token, without end, of ids below `vocabulary`.
+
+    The model sees the `longest` last tokens, which is as far as its positions go.
+    """
+    if not prompt:
+        raise UserError("the prompt has no tokens; give at least one word")
+    generator = torch.Generator().manual_seed(seed)
+    tokens = list(prompt)
+    while True:
+        logits = next_logits(model, tokens[-longest:])[-1, :vocabulary]
+        chosen = choose(logits.cpu(), sampling, generator)
+        tokens.append(chosen)
+        yield chosen
+
+
+def choose(logits: torch.Tensor, sampling: Sampling, generator: torch.Generator) -> int:
+    """One token from the logits of one position."""
+    if sampling.temperature == 0.0:
+        return int(logits.argmax())
+    scaled = logits / sampling.temperature
+    if sampling.top_k:
+        least = scaled.topk(min(sampling.top_k, scaled.numel())).values[-1]
+        scaled = scaled.masked_fill(scaled < least, float("-inf"))
+    probabilities = scaled.softmax(-1)
+    if sampling.top_p:
+        ordered, ids = probabilities.sort(descending=True)
+        # The first is always kept, and so is the one that reaches the sum.
+        beyond = ordered.cumsum(-1) - ordered >= sampling.top_p
+        probabilities[ids[beyond]] = 0.0
+    return int(torch.multinomial(probabilities, 1, generator=generator))

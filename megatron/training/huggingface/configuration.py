@@ -1,0 +1,206 @@
+"""Hugging Face's config.json of a LLaMA or Qwen2, and our arguments. Pure.
+
+What the other side cannot say is refused by name, because a model that means something else would
+load without a word.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from hetero.errors import UserError
+
+ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM"}
+# megatron-core knows --use-rope-scaling with these numbers only.
+_LLAMA3_SCALING = {
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+_DEFAULT_SCALING_FACTOR = 8.0
+_DEFAULT_ROPE_THETA = 10000.0
+_DTYPES = ("float32", "bfloat16", "float16")
+
+
+@dataclass(frozen=True)
+class _Rope:
+    theta: int
+    scaling_factor: float | None
+
+
+def args_from_config(config: Mapping[str, Any], *, source: str) -> dict[str, Any]:
+    """Our arguments of the model, by destination. Raises UserError for what we have no flag for.
+
+    `padded_vocab_size` and `vocab_size` are the rows that the embedding has.
+    """
+    kind = _model_type(config, source)
+    _require(
+        source,
+        (
+            ("hidden_act", config.get("hidden_act", "silu"), "silu"),
+            ("mlp_bias", config.get("mlp_bias", False), False),
+            ("use_sliding_window", config.get("use_sliding_window", False), False),
+            ("pretraining_tp", config.get("pretraining_tp", 1), 1),
+            *(
+                ("layer_types", layer, "full_attention")
+                for layer in config.get("layer_types") or ()
+            ),
+            ("quantization_config", config.get("quantization_config"), None),
+            # LLaMA's gives the output projection a bias as well; Qwen2 has no such key.
+            ("attention_bias", kind == "llama" and config.get("attention_bias", False), False),
+        ),
+    )
+    rope = _rope(config, source)
+    sizes = _sizes(config, source)
+    tied = config.get("tie_word_embeddings", False)
+    return {
+        **sizes,
+        "padded_vocab_size": sizes["vocab_size"],
+        "make_vocab_size_divisible_by": 128,
+        "swiglu": True,
+        "squared_relu": False,
+        "normalization": "RMSNorm",
+        "layernorm_epsilon": float(config.get("rms_norm_eps", 1e-6)),
+        "layernorm_zero_centered_gamma": False,
+        "add_bias_linear": False,
+        "add_qkv_bias": kind == "qwen2",
+        "qk_layernorm": False,
+        "position_embedding_type": "rope",
+        "rotary_base": rope.theta,
+        "rotary_percent": 1.0,
+        "rotary_interleaved": False,
+        "rotary_seq_len_interpolation_factor": None,
+        "use_rope_scaling": rope.scaling_factor is not None,
+        "rope_scaling_factor": rope.scaling_factor or _DEFAULT_SCALING_FACTOR,
+        "untie_embeddings_and_output_weights": not tied,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+    }
+
+
+def _model_type(config: Mapping[str, Any], source: str) -> str:
+    kind = config.get("model_type")
+    architectures = config.get("architectures") or [ARCHITECTURES.get(str(kind))]
+    if kind not in ARCHITECTURES or architectures != [ARCHITECTURES[kind]]:
+        said = ", ".join(map(str, architectures)) if kind in ARCHITECTURES else f"{kind!r}"
+        raise UserError(
+            f"{source} is of the architecture {said}, which cannot be converted; those that can "
+            f"are {' and '.join(ARCHITECTURES.values())}"
+        )
+    return str(kind)
+
+
+def _require(source: str, settings: Iterable[tuple[str, Any, Any]]) -> None:
+    for name, value, wanted in settings:
+        if value != wanted:
+            raise UserError(
+                f"{source} has {name} {value!r}, which no flag of ours stands for; only {wanted!r} "
+                "can be converted"
+            )
+
+
+def _sizes(config: Mapping[str, Any], source: str) -> dict[str, Any]:
+    def size(name: str) -> int:
+        value = config.get(name)
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise UserError(
+                f"{source} has {name} {value!r} instead of a whole number; take the model's own "
+                "config.json"
+            )
+        return value
+
+    heads, hidden = size("num_attention_heads"), size("hidden_size")
+    groups = heads if config.get("num_key_value_heads") is None else size("num_key_value_heads")
+    if heads % groups:
+        raise UserError(f"{source} has {heads} attention heads for {groups} key-value heads")
+    return {
+        "num_layers": size("num_hidden_layers"),
+        "hidden_size": hidden,
+        "ffn_hidden_size": size("intermediate_size"),
+        "num_attention_heads": heads,
+        "group_query_attention": groups != heads,
+        "num_query_groups": groups if groups != heads else 1,
+        "kv_channels": hidden // heads if config.get("head_dim") is None else size("head_dim"),
+        "max_position_embeddings": size("max_position_embeddings"),
+        "vocab_size": size("vocab_size"),
+    }
+
+
+def _rope(config: Mapping[str, Any], source: str) -> _Rope:
+    """transformers 5 writes one `rope_parameters`, earlier ones `rope_theta`, `rope_scaling`."""
+    said = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
+    theta = said.get("rope_theta", config.get("rope_theta", _DEFAULT_ROPE_THETA))
+    if theta != int(theta):
+        raise UserError(f"{source} has rope_theta {theta}, and --rotary-base takes whole numbers")
+    partial = said.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
+    kind = said.get("rope_type", said.get("type", "default"))
+    if kind not in ("default", "llama3"):
+        raise UserError(
+            f"{source} has the rope scaling {kind!r}, which no flag of ours stands for; only "
+            "'llama3' can be converted"
+        )
+    _require(source, (("partial_rotary_factor", partial, 1.0),))
+    if kind == "default":
+        return _Rope(int(theta), None)
+    _require(source, ((name, said.get(name), value) for name, value in _LLAMA3_SCALING.items()))
+    return _Rope(int(theta), float(said.get("factor", _DEFAULT_SCALING_FACTOR)))
+
+
+def config_from_args(
+    args: Mapping[str, Any], *, vocabulary: int, dtype: str, source: str
+) -> dict[str, Any]:
+    """config.json of a checkpoint's model, in the keys that every release of transformers reads.
+
+    Raises UserError for a model that is neither a LLaMA nor a Qwen2.
+    """
+    for name, flag, wanted in (
+        ("swiglu", "--swiglu", True),
+        ("normalization", "--normalization", "RMSNorm"),
+        ("add_bias_linear", "--disable-bias-linear", False),
+        ("position_embedding_type", "--position-embedding-type", "rope"),
+        ("rotary_percent", "--rotary-percent", 1.0),
+        ("rotary_interleaved", "--rotary-interleaved", False),
+        ("rotary_seq_len_interpolation_factor", "--rotary-seq-len-interpolation-factor", None),
+        ("qk_layernorm", "--qk-layernorm", False),
+        ("layernorm_zero_centered_gamma", "--apply-layernorm-1p", False),
+        ("apply_query_key_layer_scaling", "--apply-query-key-layer-scaling", False),
+    ):
+        if args.get(name, wanted) != wanted:
+            raise UserError(
+                f"{source} is neither a LLaMA nor a Qwen2, because of {flag}; only those can be "
+                "converted"
+            )
+    if dtype not in _DTYPES:
+        raise UserError(f"{source} holds weights in {dtype}; use one of {', '.join(_DTYPES)}")
+    kind = "qwen2" if args["add_qkv_bias"] else "llama"
+    heads = args["num_attention_heads"]
+    config = {
+        "architectures": [ARCHITECTURES[kind]],
+        "model_type": kind,
+        "hidden_act": "silu",
+        "hidden_size": args["hidden_size"],
+        "intermediate_size": args["ffn_hidden_size"],
+        "num_hidden_layers": args["num_layers"],
+        "num_attention_heads": heads,
+        "num_key_value_heads": args["num_query_groups"] if args["group_query_attention"] else heads,
+        "head_dim": args["kv_channels"],
+        "max_position_embeddings": args["max_position_embeddings"],
+        "rms_norm_eps": args["layernorm_epsilon"],
+        "rope_theta": float(args["rotary_base"]),
+        "rope_scaling": None,
+        "tie_word_embeddings": not args["untie_embeddings_and_output_weights"],
+        "vocab_size": vocabulary,
+        "torch_dtype": dtype,
+        "attention_dropout": 0.0,
+        "use_cache": True,
+    }
+    if args["use_rope_scaling"]:
+        scaling = {"rope_type": "llama3", "factor": float(args["rope_scaling_factor"])}
+        config["rope_scaling"] = scaling | _LLAMA3_SCALING
+    if kind == "llama":
+        config |= {"attention_bias": False, "mlp_bias": False}
+    else:
+        config |= {"use_sliding_window": False}
+    return config

@@ -1,0 +1,345 @@
+"""Whole models between the two formats, streamed: a tensor of ours is in memory at a time.
+
+The result is written under a temporary name and renamed once it is whole.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from hetero.errors import UserError
+from megatron.training.checkpoint import folder as checkpoint_folders
+from megatron.training.checkpoint.index import (
+    INDEX_FILE,
+    Index,
+    StoredFile,
+    StoredTensor,
+    parse_index,
+    require_whole_model,
+)
+from megatron.training.checkpoint.names import EMBEDDING
+from megatron.training.checkpoint.reader import CheckpointReader
+from megatron.training.checkpoint.stream import Piece, write_safetensors
+from megatron.training.huggingface import folders
+from megatron.training.huggingface.configuration import args_from_config, config_from_args
+from megatron.training.huggingface.mapping import ModelShape, Rule, rules
+
+SHARD_BYTES = 5_000_000_000
+"""Hugging Face's own limit for a file."""
+COMPANION_FOLDER = "huggingface"
+"""Inside a converted checkpoint: the tokenizer and the settings that came with the weights."""
+_SAVING, _CONVERTING = ".saving", ".converting"
+# In the tied models of some releases, and constants of old ones.
+_SUPERFLUOUS = ("lm_head.weight", "rotary_emb.inv_freq")
+_TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+
+
+@dataclass(frozen=True)
+class Converted:
+    """What a conversion wrote."""
+
+    folder: Path
+    parameters: int
+    bytes: int
+    rows: int
+    """Of the embedding, as written."""
+    has_tokenizer: bool
+
+
+@dataclass(frozen=True)
+class _Task:
+    """One of our tensors on its way, in the one dtype of its parts."""
+
+    rule: Rule
+    dtype: torch.dtype
+
+    @property
+    def bytes(self) -> int:
+        return self.rule.size * self.dtype.itemsize
+
+
+def to_megatron(
+    source: Path, target: Path, *, divisible_by: int | None = None, shard_bytes: int = SHARD_BYTES
+) -> Converted:
+    """Write `target`/release from a Hugging Face folder; it trains with --load `target`.
+
+    `divisible_by` pads the vocabulary with rows of zeros; without it the rows are the model's own.
+    Raises UserError for input that cannot be converted.
+    """
+    model = folders.ModelFolder(source)
+    args = args_from_config(model.config, source=str(source / folders.CONFIG))
+    vocabulary = args["vocab_size"]
+    if divisible_by is not None:
+        args["make_vocab_size_divisible_by"] = divisible_by
+        args["padded_vocab_size"] = -(-vocabulary // divisible_by) * divisible_by
+    rows = args["padded_vocab_size"]
+    model.open()
+    tasks = _import_tasks(model, ModelShape.from_args(args, vocabulary=vocabulary, rows=rows))
+    args |= _precision(tasks[0].dtype)
+    _require_empty(target, besides=(checkpoint_folders.RELEASE + _SAVING,))
+    final = target / checkpoint_folders.RELEASE
+    if model.has_tokenizer:
+        args |= {
+            "tokenizer_type": "HuggingFaceTokenizer",
+            "tokenizer_model": str((final / COMPANION_FOLDER).absolute()),
+        }
+    with (
+        _temporary(target / (checkpoint_folders.RELEASE + _SAVING)) as folder,
+        _progress(tasks) as advance,
+    ):
+        index = _write_checkpoint(model, tasks, folder, args, advance, shard_bytes=shard_bytes)
+        (folder / COMPANION_FOLDER).mkdir()
+        kept = (folders.CONFIG, *folders.COMPANIONS)
+        folders.copy_companions(source, folder / COMPANION_FOLDER, names=kept)
+        text = index.to_json()
+        # What does not cover its tensors must never get a checkpoint's name.
+        require_whole_model(
+            parse_index(text),
+            num_layers=args["num_layers"],
+            tied=not args["untie_embeddings_and_output_weights"],
+        )
+        with (folder / INDEX_FILE).open("w") as file:
+            file.write(text)
+            checkpoint_folders.sync_file(file)
+        checkpoint_folders.commit(folder)
+    return _converted(tasks, folder=final, rows=rows, has_tokenizer=model.has_tokenizer)
+
+
+def to_huggingface(
+    source: Path,
+    target: Path,
+    *,
+    iteration: int | None = None,
+    vocabulary: int | None = None,
+    companions: Path | None = None,
+    shard_bytes: int = SHARD_BYTES,
+) -> Converted:
+    """Write a Hugging Face folder from the checkpoint of an iteration, the newest if left out.
+
+    `vocabulary` rows of the embedding are kept; left out, as many as there were tokens. The
+    tokenizer comes from `companions`, or from where the checkpoint says. Raises HeteroError.
+    """
+    _require_empty(target, besides=())
+    with CheckpointReader.open(source, iteration=iteration) as reader:
+        folder, index = reader.folder, reader.index
+    rows = index.tensors[EMBEDDING].shape[0] if EMBEDDING in index.tensors else 0
+    kept = _vocabulary(index.args, rows, vocabulary, folder)
+    config, shape = _describe(index, folder, kept, rows)
+    tasks = _export_tasks(index, shape, folder)
+    beside = _companions(index.args, folder, companions)
+    if beside is not None and (beside / folders.CONFIG).is_file():
+        theirs = folders.read_json(beside / folders.CONFIG)
+        config |= {name: theirs[name] for name in _TOKEN_IDS if name in theirs}
+    with (
+        _temporary(target.with_name(target.name + _CONVERTING)) as temporary,
+        _progress(tasks) as advance,
+    ):
+        _write_model(folder, index, tasks, temporary, advance, shard_bytes=shard_bytes)
+        if beside is not None:
+            folders.copy_companions(beside, temporary)
+        (temporary / folders.CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+        checkpoint_folders.sync_folder(temporary)
+        temporary.replace(target)
+    has_tokenizer = folders.has_tokenizer(target)
+    return _converted(tasks, folder=target, rows=kept, has_tokenizer=has_tokenizer)
+
+
+def _import_tasks(model: folders.ModelFolder, shape: ModelShape) -> list[_Task]:
+    tasks, wanted = [], set()
+    for rule in rules(shape):
+        dtypes = [model.require(part) for part in rule.parts]
+        if len(set(dtypes)) > 1:
+            raise UserError(
+                f"{', '.join(part.name for part in rule.parts)} in {model.folder} are of different "
+                "dtypes; save the model in one"
+            )
+        tasks.append(_Task(rule, dtypes[0]))
+        wanted |= {part.name for part in rule.parts}
+    for name in model.names():
+        if name not in wanted and not name.endswith(_SUPERFLUOUS):
+            raise UserError(
+                f"{model.folder} holds the tensor {name}, which its {folders.CONFIG} does not "
+                "account for; take the files of one model"
+            )
+    return tasks
+
+
+def _export_tasks(index: Index, shape: ModelShape, folder: Path) -> list[_Task]:
+    tasks = []
+    for rule in rules(shape):
+        stored = index.tensors.get(rule.name)
+        if stored is None or stored.shape != rule.shape:
+            found = "nothing" if stored is None else f"the shape {list(stored.shape)}"
+            raise UserError(
+                f"the checkpoint {folder} has {found} for {rule.name}, where its arguments say "
+                f"{list(rule.shape)}; only a LLaMA or Qwen2 can be converted"
+            )
+        tasks.append(_Task(rule, getattr(torch, stored.dtype)))
+    return tasks
+
+
+def _describe(
+    index: Index, folder: Path, vocabulary: int, rows: int
+) -> tuple[dict[str, Any], ModelShape]:
+    """config.json and the shapes of a checkpoint's model."""
+    try:
+        dtype = index.tensors[EMBEDDING].dtype
+        config = config_from_args(
+            index.args, vocabulary=vocabulary, dtype=dtype, source=f"the checkpoint {folder}"
+        )
+        return config, ModelShape.from_args(index.args, vocabulary=vocabulary, rows=rows)
+    except KeyError as error:
+        raise UserError(
+            f"the checkpoint {folder} does not say {error.args[0]}, which decides its model's "
+            "shape; save it again with this version"
+        ) from error
+
+
+def _vocabulary(args: Mapping[str, Any], rows: int, asked: int | None, folder: Path) -> int:
+    # The tokenizer's own count comes first: --vocab-size may leave out the end of a document.
+    kept = asked or args.get("tokenizer_vocab_size") or args.get("vocab_size") or rows
+    if kept > rows:
+        raise UserError(f"the checkpoint {folder} has {rows} rows of vocabulary, not {kept}")
+    return int(kept)
+
+
+def _companions(args: Mapping[str, Any], folder: Path, given: Path | None) -> Path | None:
+    if given is not None:
+        if not folders.has_tokenizer(given):
+            raise UserError(f"--tokenizer {given} holds no tokenizer of Hugging Face's format")
+        return given
+    named = args.get("tokenizer_model")
+    places = [folder / COMPANION_FOLDER, *([Path(named)] if named else [])]
+    return next((place for place in places if place.is_dir()), None)
+
+
+def _precision(dtype: torch.dtype) -> dict[str, Any]:
+    return {
+        "bf16": dtype == torch.bfloat16,
+        "fp16": dtype == torch.float16,
+        "params_dtype": str(dtype).removeprefix("torch."),
+    }
+
+
+def _write_checkpoint(
+    model: folders.ModelFolder,
+    tasks: Sequence[_Task],
+    folder: Path,
+    args: Mapping[str, Any],
+    advance: Callable[[int], object],
+    *,
+    shard_bytes: int,
+) -> Index:
+    tensors: dict[str, StoredTensor] = {}
+    files: dict[str, StoredFile] = {}
+    for number, shard in enumerate(_shards(tasks, shard_bytes)):
+        name = f"weights_{number:05d}.safetensors"
+        pieces = [_piece(model, task, advance) for task in shard]
+        files[name] = write_safetensors(folder / name, pieces)
+        tensors |= {piece.name: piece.stored_in(name) for piece in pieces}
+    run = {"holds": {"optimizer": False, "random states": False}}
+    return Index(args=args, run=run, tensors=tensors, files=files)
+
+
+def _piece(model: folders.ModelFolder, task: _Task, advance: Callable[[int], object]) -> Piece:
+    def read() -> torch.Tensor:
+        advance(task.bytes)
+        return task.rule.join([model.tensor(part.name) for part in task.rule.parts])
+
+    announced = Piece.whole(task.rule.name, torch.empty(task.rule.shape, device="meta"))
+    return Piece(announced.name, announced.shape, task.dtype, announced.boxes, read)
+
+
+def _write_model(
+    source: Path,
+    index: Index,
+    tasks: Sequence[_Task],
+    folder: Path,
+    advance: Callable[[int], object],
+    *,
+    shard_bytes: int,
+) -> None:
+    shards = list(_shards(tasks, shard_bytes))
+    weight_map: dict[str, str] = {}
+    total = 0
+
+    def tensors(shard: Sequence[_Task]) -> Iterator[tuple[str, torch.Tensor]]:
+        for task in shard:
+            # A reader of its own, which unmaps the file again.
+            with CheckpointReader(source, index) as reader:
+                whole = reader.tensor(task.rule.name)
+            for part, tensor in zip(task.rule.parts, task.rule.split(whole), strict=True):
+                yield part.name, tensor
+            advance(task.bytes)
+
+    for number, shard in enumerate(shards):
+        name = folders.shard_name(number, len(shards))
+        parts = [(part, task.dtype) for task in shard for part in task.rule.parts]
+        folders.write_shard(folder / name, parts, tensors(shard))
+        weight_map |= {part.name: name for part, _ in parts}
+        total += sum(part.size * dtype.itemsize for part, dtype in parts)
+    if len(shards) > 1:
+        folders.write_index(folder, weight_map, total_bytes=total)
+
+
+def _shards(tasks: Sequence[_Task], limit: int) -> Iterator[list[_Task]]:
+    """Tensors in order, as many a file as fit into `limit` bytes, and at least one."""
+    shard: list[_Task] = []
+    for task in tasks:
+        if shard and sum(t.bytes for t in shard) + task.bytes > limit:
+            yield shard
+            shard = []
+        shard.append(task)
+    yield shard
+
+
+def _require_empty(target: Path, *, besides: Sequence[str]) -> None:
+    if target.exists() and not target.is_dir():
+        raise UserError(f"{target} is a file; name a new folder")
+    if target.is_dir() and any(entry.name not in besides for entry in target.iterdir()):
+        raise UserError(f"{target} is not empty; name a new folder, or remove it first")
+
+
+@contextmanager
+def _temporary(folder: Path) -> Iterator[Path]:
+    """A new folder, gone again unless the body renames it; so are the parents made for it."""
+    shutil.rmtree(folder, ignore_errors=True)
+    made = [parent for parent in folder.parents if not parent.exists()]
+    try:
+        folder.mkdir(parents=True)
+        yield folder
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        for parent in made:
+            with suppress(OSError):
+                parent.rmdir()
+        raise
+
+
+@contextmanager
+def _progress(tasks: Sequence[_Task]) -> Iterator[Callable[[int], object]]:
+    """A bar of bytes, where there is a terminal to show it."""
+    total = sum(task.bytes for task in tasks)
+    with tqdm(total=total, unit="B", unit_scale=True, unit_divisor=1024, disable=None) as bar:
+        yield bar.update
+
+
+def _converted(
+    tasks: Sequence[_Task], *, folder: Path, rows: int, has_tokenizer: bool
+) -> Converted:
+    return Converted(
+        folder=folder,
+        parameters=sum(part.size for task in tasks for part in task.rule.parts),
+        bytes=sum(task.bytes for task in tasks),
+        rows=rows,
+        has_tokenizer=has_tokenizer,
+    )

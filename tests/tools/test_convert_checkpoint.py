@@ -1,0 +1,326 @@
+"""Hugging Face's folders into checkpoints and back, whole or not at all."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from megatron.training.checkpoint.reader import CheckpointReader
+from megatron.training.generation import next_logits, whole_model
+from megatron.training.huggingface import convert
+from megatron.training.huggingface.configuration import args_from_config
+from megatron.training.huggingface.folders import CONFIG, SINGLE, write_shard
+from megatron.training.huggingface.mapping import ModelShape, rules
+from tests.training.huggingface.tiny import MODELS, VOCABULARY, qwen2, save_tokenizer
+from tools import convert_checkpoint
+
+TOOL = Path(convert_checkpoint.__file__)
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Tiny models gain nothing by threads, and lose much where other tests run beside them."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(params=sorted(MODELS))
+def saved(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    """A model's folder with several shards and a tokenizer."""
+    return _save(MODELS[request.param](), tmp_path / "model")
+
+
+@pytest.fixture
+def sharded(tmp_path: Path) -> Path:
+    return _save(qwen2(), tmp_path / "model")
+
+
+def _save(model: Any, folder: Path) -> Path:
+    model.save_pretrained(folder, max_shard_size="100KB")
+    save_tokenizer(folder)
+    assert len(list(folder.glob("*.safetensors"))) > 1
+    return folder
+
+
+def _weights(folder: Path) -> dict[str, torch.Tensor]:
+    found: dict[str, torch.Tensor] = {}
+    for file in folder.glob("*.safetensors"):
+        found |= load_file(file)
+    return found
+
+
+def _config(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "config.json").read_text())
+
+
+def _there(source: Path, target: Path, *flags: str) -> int:
+    return convert_checkpoint.main(["hf-to-megatron", str(source), str(target), *flags])
+
+
+def _back(source: Path, target: Path, *flags: str) -> int:
+    return convert_checkpoint.main(["megatron-to-hf", str(source), str(target), *flags])
+
+
+def _assert_same_weights(one: Path, other: Path) -> None:
+    ours, theirs = _weights(one), _weights(other)
+    assert set(ours) == set(theirs)
+    for name, tensor in theirs.items():
+        assert ours[name].dtype == tensor.dtype
+        assert torch.equal(ours[name], tensor), name
+
+
+def test_a_round_trip_gives_identical_tensors(saved: Path, tmp_path: Path) -> None:
+    assert _there(saved, tmp_path / "ours") == 0
+    assert _back(tmp_path / "ours", tmp_path / "back") == 0
+    _assert_same_weights(tmp_path / "back", saved)
+
+
+def test_several_shards_have_an_index_that_transformers_reads(saved: Path, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    convert.to_megatron(saved, tmp_path / "ours", shard_bytes=60_000)
+    assert len(list((tmp_path / "ours" / "release").glob("weights_*.safetensors"))) > 2
+    convert.to_huggingface(tmp_path / "ours", tmp_path / "back", shard_bytes=60_000)
+    assert len(list((tmp_path / "back").glob("*.safetensors"))) > 2
+    _assert_same_weights(tmp_path / "back", saved)
+
+    first = transformers.AutoModelForCausalLM.from_pretrained(saved)
+    second = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "back")
+    ids = torch.arange(60)[None]
+    with torch.no_grad():
+        assert torch.equal(second(ids).logits, first(ids).logits)
+
+
+def test_padding_and_half_precision_survive_the_way_out(tmp_path: Path) -> None:
+    source = _save(qwen2(vocab_size=300).to(torch.bfloat16), tmp_path / "model")
+    assert _there(source, tmp_path / "ours", "--make-vocab-size-divisible-by", "128") == 0
+    with CheckpointReader.open(tmp_path / "ours") as reader:
+        embedding = reader.tensor("embedding.word_embeddings.weight")
+        assert reader.args["bf16"]
+    assert embedding.shape[0] == 384
+    assert not embedding[300:].any()
+    assert _back(tmp_path / "ours", tmp_path / "back") == 0
+    _assert_same_weights(tmp_path / "back", source)
+    assert _config(tmp_path / "back")["vocab_size"] == 300
+
+
+def test_logits_equal_those_of_transformers(saved: Path, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    assert _there(saved, tmp_path / "ours") == 0
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(saved).eval()
+    ids = torch.randint(0, VOCABULARY, (200,), generator=torch.Generator().manual_seed(2))
+    with torch.no_grad():
+        expected = theirs(ids[None]).logits[0]
+    with CheckpointReader.open(tmp_path / "ours") as reader, whole_model(reader) as model:
+        found = next_logits(model, ids.tolist())
+    assert expected.std() > 0.1
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
+
+
+def test_tokenizer_and_generation_settings_go_along(saved: Path, tmp_path: Path) -> None:
+    assert _there(saved, tmp_path / "ours") == 0
+    beside = tmp_path / "ours" / "release" / "huggingface"
+    with CheckpointReader.open(tmp_path / "ours") as reader:
+        assert reader.args["tokenizer_type"] == "HuggingFaceTokenizer"
+        assert reader.args["tokenizer_model"] == str(beside)
+    assert _back(tmp_path / "ours", tmp_path / "back") == 0
+    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+        assert (tmp_path / "back" / name).read_bytes() == (saved / name).read_bytes()
+    ids = ("bos_token_id", "eos_token_id")
+    assert [_config(tmp_path / "back").get(n) for n in ids] == [_config(saved)[n] for n in ids]
+
+
+def _without_shard(folder: Path) -> str:
+    doomed = sorted(folder.glob("*.safetensors"))[1]
+    doomed.unlink()
+    return f"lacks the shard {doomed.name}"
+
+
+def _cut_shard(folder: Path) -> str:
+    doomed = sorted(folder.glob("*.safetensors"))[1]
+    doomed.write_bytes(doomed.read_bytes()[:-10])
+    return f"{doomed} is damaged"
+
+
+def _pickled(folder: Path) -> str:
+    (folder / "model.safetensors.index.json").unlink()
+    (folder / "pytorch_model.bin").touch()
+    return "pickled weights are not read"
+
+
+def _other_architecture(folder: Path) -> str:
+    _change_config(folder, architectures=["GemmaForCausalLM"], model_type="gemma")
+    return "'gemma', which cannot be converted"
+
+
+def _other_shape(folder: Path) -> str:
+    _change_config(folder, intermediate_size=96)
+    return "has the shape [80, 48] and config.json says [96, 48]"
+
+
+def _too_few_layers(folder: Path) -> str:
+    _change_config(folder, num_hidden_layers=3)
+    return "holds the tensor model.layers.3."
+
+
+def _too_many_layers(folder: Path) -> str:
+    _change_config(folder, num_hidden_layers=5)
+    return "lacks the tensor model.layers.4."
+
+
+def _quantised(folder: Path) -> str:
+    file = sorted(folder.glob("*.safetensors"))[0]
+    tensors = load_file(file)
+    save_file({name: tensor.to(torch.int8) for name, tensor in tensors.items()}, file)
+    return "stored as I8"
+
+
+def _no_config(folder: Path) -> str:
+    (folder / "config.json").unlink()
+    return "config.json is missing"
+
+
+def _config_cut_short(folder: Path) -> str:
+    (folder / "config.json").write_text('{"model_type": ')
+    return "config.json is cut short or no JSON"
+
+
+def _change_config(folder: Path, **changes: Any) -> None:
+    (folder / "config.json").write_text(json.dumps(_config(folder) | changes))
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        _without_shard,
+        _cut_shard,
+        _pickled,
+        _other_architecture,
+        _other_shape,
+        _too_few_layers,
+        _too_many_layers,
+        _quantised,
+        _no_config,
+        _config_cut_short,
+    ],
+)
+def test_what_cannot_be_converted_is_one_sentence_and_leaves_nothing(
+    damage: Callable[[Path], str],
+    sharded: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    said = damage(sharded)
+    capsys.readouterr()
+    assert _there(sharded, tmp_path / "deep" / "ours") == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("error: ")
+    assert captured.err.count("\n") == 1
+    assert said in captured.err
+    assert not (tmp_path / "deep").exists()
+
+
+def test_a_folder_with_anything_in_it_is_not_written_to(
+    sharded: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert _there(sharded, tmp_path / "ours") == 0
+    for convert_again in (
+        lambda: _there(sharded, tmp_path / "ours"),
+        lambda: _back(tmp_path / "ours", sharded),
+    ):
+        assert convert_again() == 2
+        assert "is not empty" in capsys.readouterr().err
+
+
+def test_a_conversion_that_breaks_off_leaves_nothing(
+    sharded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert _there(sharded, tmp_path / "ours") == 0
+
+    def disk_full(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(convert.folders, "copy_companions", disk_full)
+    assert _there(sharded, tmp_path / "second") == 2
+    assert _back(tmp_path / "ours", tmp_path / "back") == 2
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["model", "ours"]
+
+
+def test_a_damaged_checkpoint_is_refused(
+    sharded: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert _there(sharded, tmp_path / "ours") == 0
+    weights = tmp_path / "ours" / "release" / "weights_00000.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1] + b"x")
+    assert _back(tmp_path / "ours", tmp_path / "back") == 2
+    assert "weights_00000.safetensors has other bytes than were written" in capsys.readouterr().err
+
+
+def test_more_rows_than_there_are_cannot_be_kept(
+    sharded: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert _there(sharded, tmp_path / "ours") == 0
+    assert _back(tmp_path / "ours", tmp_path / "back", "--vocab-size", "513") == 2
+    assert "has 512 rows of vocabulary, not 513" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_memory_does_not_grow_with_the_model(tmp_path: Path) -> None:
+    """Both ways of a model of 600 MiB, whose largest tensor has 16 MiB."""
+    source = tmp_path / "model"
+    _large_llama(source, layers=100)
+    for direction, start, end in (
+        ("hf-to-megatron", source, tmp_path / "ours"),
+        ("megatron-to-hf", tmp_path / "ours", tmp_path / "back"),
+    ):
+        code = (
+            "import resource, runpy, sys; import torch, megatron.training.huggingface.convert\n"
+            "base = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
+            "from tools.convert_checkpoint import main\n"
+            f"assert main([{direction!r}, {str(start)!r}, {str(end)!r}]) == 0\n"
+            "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - base)"
+        )
+        outcome = subprocess.run(
+            [sys.executable, "-c", code],
+            capture_output=True,
+            text=True,
+            timeout=240,
+            cwd=TOOL.parents[1],
+            check=False,
+        )
+        assert outcome.returncode == 0, outcome.stderr
+        assert int(outcome.stdout.split()[-1]) < 200 * 1024
+
+
+def _large_llama(folder: Path, *, layers: int) -> None:
+    """A model of zeros in one file."""
+    folder.mkdir()
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": 512,
+        "intermediate_size": 1024,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 64,
+        "vocab_size": 16384,
+        "tie_word_embeddings": True,
+    }
+    (folder / CONFIG).write_text(json.dumps(config))
+    shape = ModelShape.from_args(
+        args_from_config(config, source="it"), vocabulary=16384, rows=16384
+    )
+    parts = [part for rule in rules(shape) for part in rule.parts]
+    zeros = ((part.name, torch.zeros(part.shape, dtype=torch.bfloat16)) for part in parts)
+    write_shard(folder / SINGLE, [(part, torch.bfloat16) for part in parts], zeros)

@@ -1,0 +1,157 @@
+"""A person sees what a checkpoint's model writes."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.training.checkpoint.reader import CheckpointReader
+from megatron.training.generation import Sampling, choose, generate, whole_model
+from tests.training.huggingface.tiny import MODELS, save_tokenizer
+from tools import generate_text
+from tools.convert_checkpoint import main as convert
+
+PROMPT = "The quick brown fox"
+TOKENS = 257
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Tiny models gain nothing by threads, and lose much where other tests run beside them."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module", params=sorted(MODELS))
+def converted(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a model as Hugging Face has it and as we do."""
+    folder = tmp_path_factory.mktemp(request.param)
+    MODELS[request.param](vocab_size=TOKENS).save_pretrained(folder / "theirs")
+    save_tokenizer(folder / "theirs")
+    assert convert(["hf-to-megatron", str(folder / "theirs"), str(folder / "ours")]) == 0
+    return folder
+
+
+def _say(folder: Path, capsys: pytest.CaptureFixture[str], *flags: str) -> str:
+    capsys.readouterr()
+    words = ["--load", str(folder), "--prompt", PROMPT, "--max-new-tokens", "8", *flags]
+    assert generate_text.main(words) == 0
+    return capsys.readouterr().out
+
+
+def _theirs(folder: Path) -> tuple[Any, Any]:
+    transformers = pytest.importorskip("transformers")
+    return (
+        transformers.AutoModelForCausalLM.from_pretrained(folder),
+        transformers.AutoTokenizer.from_pretrained(folder),
+    )
+
+
+def test_greedy_text_equals_that_of_transformers(
+    converted: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, tokenizer = _theirs(converted / "theirs")
+    prompt = tokenizer(PROMPT, return_tensors="pt")
+    ids = model.generate(
+        **prompt, max_new_tokens=8, do_sample=False, eos_token_id=tokenizer.eos_token_id
+    )[0]
+    if ids[-1] == tokenizer.eos_token_id:
+        ids = ids[:-1]
+    assert _say(converted / "ours", capsys) == tokenizer.decode(ids) + "\n"
+
+
+def test_greedy_tokens_equal_those_of_transformers(converted: Path) -> None:
+    model, _ = _theirs(converted / "theirs")
+    generator = torch.Generator().manual_seed(3)
+    prompts = torch.randint(0, TOKENS, (5, 4), generator=generator)
+    expected = model.generate(prompts, max_new_tokens=8, do_sample=False, eos_token_id=None)
+    with CheckpointReader.open(converted / "ours") as reader, whole_model(reader) as ours:
+        found = []
+        for prompt in prompts.tolist():
+            stream = generate(ours, prompt, Sampling(), longest=256, vocabulary=TOKENS)
+            found.append([*prompt, *(next(stream) for _ in range(8))])
+    assert found == expected.tolist()
+    assert len(set(expected[:, 4:].flatten().tolist())) > 3
+
+
+def test_a_checkpoint_that_was_moved_finds_its_tokenizer(
+    converted: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(converted / "ours", tmp_path / "moved")
+    index = tmp_path / "moved" / "release" / "index.json"
+    assert str(converted) in json.loads(index.read_text())["checkpoint"]["args"]["tokenizer_model"]
+    shutil.move(converted / "ours", tmp_path / "away")
+    try:
+        moved = _say(tmp_path / "moved", capsys)
+    finally:
+        shutil.move(tmp_path / "away", converted / "ours")
+    assert moved == _say(converted / "ours", capsys)
+
+
+def test_a_seed_gives_the_same_text_again_and_another_seed_another(
+    converted: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sampled = ("--temperature", "1.0", "--top-k", "50", "--top-p", "0.95")
+    first = _say(converted / "ours", capsys, *sampled, "--seed", "1")
+    assert first.startswith(PROMPT)
+    assert _say(converted / "ours", capsys, *sampled, "--seed", "1") == first
+    assert _say(converted / "ours", capsys, *sampled, "--seed", "2") != first
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--prompt", ""], "--prompt is empty"),
+        (["--top-k", "5"], "need --temperature"),
+        (["--ckpt-step", "7"], "iter_0000007"),
+        (["--load", "nowhere"], "no checkpoint in nowhere"),
+        (
+            ["--tokenizer-type", "NullTokenizer", "--vocab-size", "1000"],
+            "name the same one with --tokenizer-type",
+        ),
+    ],
+)
+def test_bad_input_is_one_sentence(
+    flags: list[str], said: str, converted: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    capsys.readouterr()
+    words = ["--load", str(converted / "ours"), "--prompt", PROMPT, *flags]
+    assert generate_text.main(words) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert said in captured.err
+    assert captured.err.count("\n") == 1
+
+
+LOGITS = torch.tensor([0.5, 0.3, 0.15, 0.05]).log()
+
+
+def _drawn(sampling: Sampling) -> set[int]:
+    generator = torch.Generator().manual_seed(0)
+    return {choose(LOGITS.clone(), sampling, generator) for _ in range(400)}
+
+
+@pytest.mark.parametrize(
+    ("sampling", "possible"),
+    [
+        (Sampling(), {0}),
+        (Sampling(temperature=1.0), {0, 1, 2, 3}),
+        (Sampling(temperature=1.0, top_k=1), {0}),
+        (Sampling(temperature=1.0, top_k=3), {0, 1, 2}),
+        (Sampling(temperature=1.0, top_k=9), {0, 1, 2, 3}),
+        (Sampling(temperature=1.0, top_p=0.4), {0}),
+        (Sampling(temperature=1.0, top_p=0.7), {0, 1}),
+        (Sampling(temperature=1.0, top_k=2, top_p=0.9), {0, 1}),
+        (Sampling(temperature=0.01), {0}),
+    ],
+)
+def test_which_tokens_can_be_drawn(sampling: Sampling, possible: set[int]) -> None:
+    assert _drawn(sampling) == possible

@@ -1,0 +1,162 @@
+"""What `tools/inspect_data.py` promises: what token files hold, or what is wrong with them."""
+
+import json
+from pathlib import Path
+
+import numpy
+import pytest
+import torch
+from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+
+from tools.inspect_data import main
+
+HEADER = 34
+NULL = ["--tokenizer-type", "NullTokenizer", "--vocab-size", "100"]
+"""Its end token is 100, so that it has 101 tokens."""
+
+
+def build(prefix: Path, documents: list[list[list[int]]], dtype: type = numpy.uint16) -> str:
+    builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=dtype)
+    for sequences in documents:
+        for tokens in sequences:
+            builder.add_item(torch.tensor(tokens, dtype=torch.int64))
+        builder.end_document()
+    builder.finalize(f"{prefix}.idx")
+    return str(prefix)
+
+
+@pytest.fixture
+def data(tmp_path) -> str:
+    """Four documents of 3, 5, 1 and 0 tokens; two of them end with the end token."""
+    return build(tmp_path / "data", [[[1, 2, 100]], [[5, 6], [7, 8, 100]], [[9]], [[]]])
+
+
+def as_json(capsys, *flags: str) -> dict:
+    assert main([*flags, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def refusal(capsys, *flags: str) -> str:
+    assert main(list(flags)) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err.count("\n") == 1
+    return said.err
+
+
+def test_json_says_what_the_files_hold(data, capsys):
+    assert as_json(capsys, data, *NULL, "--show", "2") == {
+        "prefix": data,
+        "documents": 4,
+        "sequences": 5,
+        "tokens": 9,
+        "dtype": "uint16",
+        "index_bytes": HEADER + 5 * 12 + 5 * 8,
+        "data_bytes": 18,
+        "empty_documents": 1,
+        "length_mean": 2.25,
+        "length_percentiles": {
+            "0": 0, "1": 0, "5": 0, "25": 0, "50": 1, "75": 3, "95": 5, "99": 5, "100": 5,
+        },
+        "length_histogram": [[0, 0, 1], [1, 1, 1], [2, 3, 1], [4, 7, 1]],
+        "smallest_token": 1,
+        "largest_token": 100,
+        "last_token": 100,
+        "documents_with_last_token": 2,
+        "eod": 100,
+        "eod_tokens": 2,
+        "documents_with_eod": 2,
+        "vocab_size": 101,
+        "text": ["1 2 100", "5 6 7 8 100"],
+    }  # fmt: skip
+
+
+def test_without_a_tokenizer_it_says_what_documents_end_with(data, capsys):
+    found = as_json(capsys, data)
+    assert (found["eod"], found["vocab_size"], found["text"]) == (None, None, [])
+    assert (found["last_token"], found["documents_with_last_token"]) == (100, 2)
+
+
+def test_text_for_people(data, capsys):
+    assert main([data, *NULL]) == 0
+    out = capsys.readouterr().out
+    for words in (
+        "documents   4 (1 empty)",
+        "tokens      9 of type uint16, from 1 to 100",
+        "50.0 % of the documents end with the end token 100, which is 22.22 % of all tokens",
+        "document 1: '5 6 7 8 100'",
+        "4 to 7            1 ####",
+    ):
+        assert words in out
+
+
+@pytest.mark.parametrize("suffix", [".idx", ".bin"])
+def test_either_file_names_the_pair(data, capsys, suffix):
+    assert as_json(capsys, data + suffix)["prefix"] == data
+
+
+def test_numbers_do_not_depend_on_the_size_of_a_block(data, capsys, monkeypatch):
+    whole = as_json(capsys, data, *NULL)
+    for block in range(1, 10):
+        monkeypatch.setattr("tools.inspect_data.BLOCK", block)
+        assert as_json(capsys, data, *NULL) == whole
+
+
+def test_only_the_beginning_of_a_long_document_is_shown(tmp_path, capsys):
+    data = build(tmp_path / "data", [[[7] * 5000]])
+    (text,) = as_json(capsys, data, *NULL)["text"]
+    assert text == ("7 " * 100) + "…"
+
+
+def damage(data: str, suffix: str, position: int, content: bytes) -> None:
+    path = Path(data + suffix)
+    raw = bytearray(path.read_bytes())
+    raw[position : position + len(content)] = content
+    path.write_bytes(bytes(raw))
+
+
+@pytest.mark.parametrize(
+    ("suffix", "position", "content", "sentence"),
+    [
+        (".idx", 0, b"X", "data.idx is not an index of Megatron's format"),
+        (".idx", 17, b"\x63", "data.idx is not an index of Megatron's format"),
+        (".idx", 18, b"\xff", "data.idx is cut short"),
+        (".idx", HEADER + 4 * 5, b"\x02", "its numbers disagree"),
+        (".idx", HEADER + 12 * 5 + 8, b"\x09", "its numbers disagree"),
+        (".idx", HEADER + 12 * 5 + 40, b"more", "data.idx has 138 bytes where its header speaks"),
+        (".bin", 18, b"more", "data.bin has 22 bytes where"),
+    ],
+)
+def test_damage_is_told_in_one_sentence(data, capsys, suffix, position, content, sentence):
+    damage(data, suffix, position, content)
+    assert sentence in refusal(capsys, data)
+
+
+@pytest.mark.parametrize("suffix", [".idx", ".bin"])
+def test_a_file_that_was_cut_short_is_named(data, capsys, suffix):
+    path = Path(data + suffix)
+    path.write_bytes(path.read_bytes()[:-1])
+    error = refusal(capsys, data)
+    assert f"{path} is cut short" in error
+
+
+def test_a_token_beyond_the_vocabulary_is_found_wherever_it_is(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("tools.inspect_data.BLOCK", 64)
+    data = build(tmp_path / "data", [[[1] * 1000], [[101]]])
+    assert "data.bin holds token 101 but the tokenizer has 101" in refusal(capsys, data, *NULL)
+
+
+def test_a_negative_token_is_refused(tmp_path, capsys):
+    data = build(tmp_path / "data", [[[1, -1]]], dtype=numpy.int32)
+    assert "holds token -1" in refusal(capsys, data, *NULL)
+
+
+def test_missing_files_and_a_wrong_tokenizer_are_named(tmp_path, data, capsys):
+    assert "nothing.idx does not exist" in refusal(capsys, f"{tmp_path}/nothing")
+    model = ["--tokenizer-type", "SentencePieceTokenizer", "--tokenizer-model", f"{tmp_path}/no"]
+    assert f"{tmp_path}/no cannot be read" in refusal(capsys, data, *model)
+
+
+def test_documents_without_any_token_are_refused(tmp_path, capsys):
+    data = build(tmp_path / "data", [[[]], [[]]])
+    assert "holds no token" in refusal(capsys, data)

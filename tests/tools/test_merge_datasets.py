@@ -1,0 +1,150 @@
+"""What `tools/merge_datasets.py` promises: the token files of a and b are those of a and b."""
+
+import json
+import tempfile
+from pathlib import Path
+
+import numpy
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
+
+from megatron.training.dataset_checks import inspect_index
+from tools import preprocess_data
+from tools.merge_datasets import main
+from tools.preprocessing import index_file
+
+Documents = list[list[list[int]]]
+sequence = st.lists(st.integers(0, 60_000), max_size=5)
+document = st.lists(sequence, min_size=1, max_size=3)
+corpus = st.lists(document, min_size=1, max_size=8).filter(
+    lambda documents: any(any(parts) for parts in documents)
+)
+
+
+def build(prefix: Path, documents: Documents, dtype: type = numpy.uint16) -> str:
+    """Token files by megatron-core's own builder; a document may be several sequences."""
+    builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=dtype)
+    for sequences in documents:
+        for tokens in sequences:
+            builder.add_item(torch.tensor(tokens, dtype=torch.int64))
+        builder.end_document()
+    builder.finalize(f"{prefix}.idx")
+    return str(prefix)
+
+
+def contents(prefix: str | Path) -> tuple[bytes, bytes]:
+    return Path(f"{prefix}.bin").read_bytes(), Path(f"{prefix}.idx").read_bytes()
+
+
+def the_one_error(capsys) -> str:
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1, lines
+    return lines[0]
+
+
+@settings(max_examples=60, deadline=None)
+@given(parts=st.lists(corpus, min_size=1, max_size=4), block=st.integers(1, 7))
+def test_merging_indexes_is_indexing_all_documents(parts, block):
+    """Byte for byte what megatron-core's builder writes, wherever a block of numbers ends."""
+    with tempfile.TemporaryDirectory() as name, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(index_file, "BLOCK", block)
+        folder = Path(name)
+        prefixes = [build(folder / str(n), documents) for n, documents in enumerate(parts)]
+        assert main(["--input", *prefixes, "--output-prefix", f"{folder}/merged"]) == 0
+        whole = build(folder / "whole", [part for documents in parts for part in documents])
+        assert contents(f"{folder}/merged") == contents(whole)
+
+
+@settings(max_examples=10, deadline=None)
+@given(
+    texts=st.lists(
+        st.lists(st.lists(st.integers(0, 99), min_size=1), min_size=1, max_size=9),
+        min_size=2,
+        max_size=2,
+    )
+)
+def test_preprocessing_two_inputs_apart_and_merging_is_preprocessing_both(texts):
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        null = ["--tokenizer-type", "NullTokenizer", "--vocab-size", "100", "--workers", "1"]
+        inputs = []
+        for number, documents in enumerate(texts):
+            inputs.append(f"{folder}/{number}.jsonl")
+            lines = (json.dumps({"text": " ".join(map(str, ids))}) for ids in documents)
+            Path(inputs[-1]).write_text("\n".join(lines))
+
+        def index(output: str, *paths: str) -> str:
+            flags = ["--input", *paths, "--output-prefix", f"{folder}/{output}", *null]
+            assert preprocess_data.main([*flags, "--append-eod"]) == 0
+            return f"{folder}/{output}_text_document"
+
+        apart = [index(str(number), path) for number, path in enumerate(inputs)]
+        assert main(["--input", *apart, "--output-prefix", f"{folder}/merged"]) == 0
+        assert contents(f"{folder}/merged") == contents(index("both", *inputs))
+
+
+def test_a_folder_gives_its_token_files_by_name(tmp_path, capsys):
+    (tmp_path / "parts").mkdir()
+    for name, token in (("b", 2), ("a", 1), ("c", 3)):
+        build(tmp_path / "parts" / name, [[[token]]])
+    assert main(["--input", f"{tmp_path}/parts", "--output-prefix", f"{tmp_path}/out"]) == 0
+    dataset = IndexedDataset(f"{tmp_path}/out")
+    assert [dataset[number].tolist() for number in range(3)] == [[1], [2], [3]]
+    written = capsys.readouterr().out
+    assert written.startswith("wrote 3 documents, 3 tokens from 3 datasets: ")
+
+
+def test_bytes_behind_the_tokens_do_not_displace_what_follows(tmp_path):
+    first = build(tmp_path / "first", [[[1, 2]]])
+    with open(first + ".bin", "ab") as stream:
+        stream.write(b"left over")
+    second = build(tmp_path / "second", [[[3]]])
+    assert main(["--input", first, second, "--output-prefix", f"{tmp_path}/out"]) == 0
+    assert inspect_index(f"{tmp_path}/out").tokens == 3
+    # Named, because megatron-core unmaps the file when the dataset goes, views or not.
+    dataset = IndexedDataset(f"{tmp_path}/out")
+    assert dataset[1].tolist() == [3]
+
+
+def test_token_files_of_different_types_are_refused(tmp_path, capsys):
+    narrow = build(tmp_path / "narrow", [[[1]]])
+    wide = build(tmp_path / "wide", [[[1]]], dtype=numpy.int32)
+    assert main(["--input", narrow, wide, "--output-prefix", f"{tmp_path}/out"]) == 2
+    assert "different tokenizers" in the_one_error(capsys)
+
+
+@pytest.mark.parametrize("suffix", [".bin", ".idx"])
+def test_a_damaged_part_is_named_and_nothing_is_written(tmp_path, capsys, suffix):
+    whole = build(tmp_path / "whole", [[[1, 2, 3]]])
+    cut = build(tmp_path / "cut", [[[1, 2, 3]]])
+    path = Path(cut + suffix)
+    path.write_bytes(path.read_bytes()[:-1])
+    assert main(["--input", whole, cut, "--output-prefix", f"{tmp_path}/out"]) == 2
+    error = the_one_error(capsys)
+    assert str(path) in error
+    assert "cut short" in error
+    assert not list(tmp_path.glob("*out*"))
+
+
+def test_an_existing_output_is_kept_unless_told_otherwise(tmp_path, capsys):
+    part = build(tmp_path / "part", [[[1]]])
+    out = build(tmp_path / "out", [[[9]]])
+    flags = ["--input", part, "--output-prefix", out]
+    assert main(flags) == 2
+    assert f"{out}.bin exists" in the_one_error(capsys)
+    assert main([*flags, "--overwrite"]) == 0
+    assert contents(out) == contents(part)
+
+
+def test_a_dataset_can_be_merged_onto_itself(tmp_path):
+    part = build(tmp_path / "part", [[[1], [2]]])
+    assert main(["--input", part, part, "--output-prefix", part, "--overwrite"]) == 0
+    assert contents(part) == contents(build(tmp_path / "twice", [[[1], [2]], [[1], [2]]]))
+
+
+def test_an_empty_folder_is_named(tmp_path, capsys):
+    assert main(["--input", str(tmp_path), "--output-prefix", f"{tmp_path}/out"]) == 2
+    assert f"{tmp_path} is a folder without any .idx file" in the_one_error(capsys)

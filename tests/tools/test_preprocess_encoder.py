@@ -1,0 +1,77 @@
+"""Many texts at once give the ids that megatron-core gives for each."""
+
+from argparse import Namespace
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron.training.tokenizer import Tokenizer, build_tokenizer
+from tools import train_tokenizer
+from tools.preprocessing.encoder import tokenize_many
+
+CORPUS = "one small step for a man\n\none giant leap for mankind 1969, don't you know?\n"
+any_text = st.text(st.characters(exclude_categories=["Cs"]))
+texts = st.lists(any_text | st.sampled_from([CORPUS, "<|end|>", " <|end|>x", "</s>"]), max_size=9)
+
+
+def sentencepiece(folder: Path) -> Tokenizer:
+    (folder / "text.txt").write_text(CORPUS * 5)
+    command = ["--input", f"{folder}/text.txt", "--output-prefix", f"{folder}/tok"]
+    assert train_tokenizer.main([*command, "--vocab-size", "300"]) == 0
+    model = f"{folder}/tok.model"
+    return build_tokenizer(
+        Namespace(tokenizer_type="SentencePieceTokenizer", tokenizer_model=model)
+    )
+
+
+def huggingface(folder: Path) -> Tokenizer:
+    """A fast tokenizer whose file asks for truncation and padding, which is not for corpora."""
+    from tokenizers import Tokenizer as Rust
+    from tokenizers import decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    rust = Rust(models.BPE())
+    rust.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    rust.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=300,
+        special_tokens=["<|end|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    rust.train_from_iterator([CORPUS], trainer)
+    rust.enable_truncation(4)
+    rust.enable_padding(length=4)
+    fast = PreTrainedTokenizerFast(tokenizer_object=rust, eos_token="<|end|>")
+    fast.save_pretrained(folder / "fast")
+    return build_tokenizer(
+        Namespace(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=f"{folder}/fast")
+    )
+
+
+@pytest.fixture(scope="module", params=[sentencepiece, huggingface])
+def tokenizer(request, tmp_path_factory) -> Tokenizer:
+    return request.param(tmp_path_factory.mktemp("tokenizer"))
+
+
+@settings(max_examples=60, deadline=None)
+@given(texts=texts)
+def test_together_as_one_by_one(tokenizer, texts):
+    together = [ids.tolist() for ids in tokenize_many(tokenizer)(texts)]
+    assert together == [tokenizer.tokenize(text) for text in texts]
+
+
+def test_the_library_takes_them_together(tokenizer, monkeypatch):
+    """Otherwise the line above compares megatron-core with itself."""
+    together = tokenize_many(tokenizer)
+    expected = [tokenizer.tokenize(CORPUS)] * 2
+    monkeypatch.setattr(Tokenizer, "tokenize", None)
+    assert [ids.tolist() for ids in together([CORPUS, CORPUS])] == expected
+
+
+def test_a_library_that_answers_otherwise_is_not_asked(tokenizer, monkeypatch):
+    monkeypatch.setattr(Tokenizer, "tokenize", lambda self, text: [7])
+    ids = tokenize_many(tokenizer)([CORPUS, CORPUS, ""])
+    assert [each.tolist() for each in ids] == [[7], [7], []]

@@ -1,0 +1,59 @@
+"""Memory does not grow with the input. It is read from the kernel; no test looks at the clock."""
+
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import zstandard
+
+ROOT = Path(__file__).parents[2]
+LARGE = 6_000_000
+ALLOWED_GROWTH = LARGE // 3
+"""Bytes. The text alone would take all of LARGE, and a length and an offset for each of its half a
+million documents more than that."""
+
+PEAK = """
+import sys, resource
+from tools.preprocess_data import main
+assert main(sys.argv[1:]) == 0
+own = next(line for line in open("/proc/self/status") if line.startswith("VmHWM"))
+print("peak", int(own.split()[1]), resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)
+"""
+
+
+def write_text(path: Path, size: int) -> None:
+    """Lines of three numbers, a document each, packed where the name says so."""
+    draw = random.Random(1234)
+    line = "".join(f"{draw.randrange(1000)} {draw.randrange(1000)} 7\n" for _ in range(20_000))
+    text = (line * (size // len(line) + 1))[:size].rpartition("\n")[0].encode()
+    # Less than a repetition of the lines, or zstd would pack all of them into one.
+    parameters = zstandard.ZstdCompressionParameters(window_log=15)
+    pack = zstandard.ZstdCompressor(compression_params=parameters).compress
+    path.write_bytes(pack(text) if path.suffix == ".zst" else text)
+
+
+def peak_bytes(folder: Path, suffix: str, size: int) -> tuple[int, int]:
+    """The most that the parent, and the largest of its workers, ever held."""
+    text = folder / f"{size}.txt{suffix}"
+    write_text(text, size)
+    flags = [
+        *("--input", str(text), "--text-documents", "line", "--output-prefix", f"{folder}/{size}"),
+        *("--tokenizer-type", "NullTokenizer", "--vocab-size", "1000", "--workers", "2"),
+        # So small that a save happens in the small run too, and costs the same.
+        *("--save-seconds", "0.1", "--log-interval", "1000000000"),
+    ]
+    ended = subprocess.run(
+        [sys.executable, "-c", PEAK, *flags], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    parent, worker = ended.stdout.split()[-2:]
+    return int(parent) * 1024, int(worker) * 1024
+
+
+@pytest.mark.parametrize("suffix", ["", ".zst"])
+def test_neither_parent_nor_workers_grow_with_the_input(tmp_path, suffix):
+    small = peak_bytes(tmp_path, suffix, LARGE // 12)
+    large = peak_bytes(tmp_path, suffix, LARGE)
+    growth = [after - before for before, after in zip(small, large, strict=True)]
+    assert max(growth) < ALLOWED_GROWTH, f"parent and workers grew by {growth} bytes"

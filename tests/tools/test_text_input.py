@@ -1,0 +1,91 @@
+"""What `tools/text_input.py` promises: every document of a file once, packed or not."""
+
+import gzip
+import io
+
+import pytest
+import zstandard
+
+from hetero.errors import UserError
+from tools.text_input import Place, open_inputs
+
+TEXT = b"".join(b"document %d\nsecond line\n\n" % number for number in range(5000))
+PACKERS = {
+    ".txt": lambda text: text,
+    ".txt.gz": gzip.compress,
+    ".txt.zst": zstandard.ZstdCompressor().compress,
+}
+
+
+def texts(path, start: Place | None = None) -> list[bytes]:
+    (file,) = open_inputs([str(path)], "auto")
+    documents = file.documents("blank-line", *([start] if start else []))
+    return [document.data for document in documents]
+
+
+@pytest.fixture(params=PACKERS)
+def packed(request, tmp_path):
+    path = tmp_path / f"text{request.param}"
+    path.write_bytes(PACKERS[request.param](TEXT))
+    return path
+
+
+def test_packed_text_reads_as_plain_text_does(packed):
+    assert texts(packed) == TEXT.rstrip(b"\n").split(b"\n\n")
+
+
+def test_reading_goes_on_behind_any_document(packed):
+    whole = texts(packed)
+    (file,) = open_inputs([str(packed)], "auto")
+    documents = file.documents("blank-line")
+    for _ in range(2500):
+        document = next(documents)
+    assert document.line == 3 * 2499 + 1
+    (again,) = open_inputs([str(packed)], "auto")
+    rest = list(again.documents("blank-line", file.place))
+    assert [document.data for document in rest] == whole[2500:]
+    assert rest[0].line == 3 * 2500 + 1
+
+
+def test_zstd_frames_follow_one_another(tmp_path):
+    """As `cat a.zst b.zst` and parallel compressors make them; a frame may be empty."""
+    pack = zstandard.ZstdCompressor().compress
+    path = tmp_path / "text.txt.zst"
+    path.write_bytes(pack(b"one\n\nt") + pack(b"") + pack(b"wo") + b"")
+    assert texts(path) == [b"one", b"two"]
+
+
+def test_a_window_as_wide_as_zstd_allows_is_read(tmp_path):
+    """`zstd --long=28` and more is beyond the library's own limit."""
+    parameters = zstandard.ZstdCompressionParameters(window_log=28)
+    packed = io.BytesIO()
+    with zstandard.ZstdCompressor(compression_params=parameters).stream_writer(
+        packed, closefd=False
+    ) as writer:
+        writer.write(b"wide")
+    path = tmp_path / "text.txt.zst"
+    path.write_bytes(packed.getvalue())
+    assert texts(path) == [b"wide"]
+
+
+@pytest.mark.parametrize("suffix", [".txt.gz", ".txt.zst"])
+@pytest.mark.parametrize("share", [0.01, 0.5, 0.999])
+def test_a_packed_file_that_was_cut_short_is_never_taken_for_whole(tmp_path, suffix, share):
+    packed = PACKERS[suffix](TEXT)
+    path = tmp_path / f"text{suffix}"
+    path.write_bytes(packed[: int(len(packed) * share)])
+    with pytest.raises(UserError, match=r"is a damaged (gzip|zstd) file"):
+        texts(path)
+
+
+def test_plain_text_named_zst_is_refused(tmp_path):
+    path = tmp_path / "text.txt.zst"
+    path.write_bytes(b"not packed at all")
+    with pytest.raises(UserError, match="is a damaged zstd file"):
+        texts(path)
+
+
+def test_json_lines_are_told_by_the_name_under_the_packing(tmp_path):
+    path = tmp_path / "records.jsonl.zst"
+    path.write_bytes(zstandard.ZstdCompressor().compress(b'{"text": "a"}\n'))
+    assert open_inputs([str(path)], "auto")[0].format == "jsonl"

@@ -1,0 +1,143 @@
+"""The folder of checkpoints: its tracker, what is tried first, and what a kill leaves behind."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from hetero.errors import UserError
+from megatron.training.checkpoint import folder
+from megatron.training.checkpoint.index import INDEX_FILE
+
+
+def finished(save: Path, *iterations: int) -> None:
+    for iteration in iterations:
+        path = save / folder.folder_name(iteration)
+        path.mkdir(parents=True)
+        (path / INDEX_FILE).write_text(str(iteration))
+
+
+def names(save: Path) -> list[str]:
+    return sorted(path.name for path in save.iterdir())
+
+
+def test_a_save_appears_whole_and_the_tracker_names_it(tmp_path: Path) -> None:
+    temporary = folder.begin(tmp_path, folder.folder_name(10))
+    assert temporary.name == "iter_0000010.saving"
+    assert folder.candidates(tmp_path) == []
+    (temporary / INDEX_FILE).write_text("x")
+    final = folder.commit(temporary)
+    assert final == tmp_path / "iter_0000010"
+    assert names(tmp_path) == ["iter_0000010", folder.TRACKER]
+    assert (tmp_path / folder.TRACKER).read_text() == "10"
+
+
+def test_saving_an_iteration_again_replaces_it(tmp_path: Path) -> None:
+    finished(tmp_path, 10)
+    temporary = folder.begin(tmp_path, folder.folder_name(10))
+    (temporary / INDEX_FILE).write_text("new")
+    folder.commit(temporary)
+    assert (tmp_path / "iter_0000010" / INDEX_FILE).read_text() == "new"
+    assert names(tmp_path) == ["iter_0000010", folder.TRACKER]
+
+
+def test_the_next_save_removes_what_dead_ones_left(tmp_path: Path) -> None:
+    finished(tmp_path, 10)
+    for name in ("iter_0000020.saving", "iter_0000005.removing"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "part").write_text("x")
+    (tmp_path / "notes.saving").mkdir()
+    folder.begin(tmp_path, folder.folder_name(30))
+    assert names(tmp_path) == ["iter_0000010", "iter_0000030.saving", "notes.saving"]
+
+
+@pytest.mark.parametrize("undo", [folder.recover, folder.restore_replaced])
+def test_a_replacement_that_a_kill_interrupted_is_undone(tmp_path: Path, undo) -> None:
+    finished(tmp_path, 10)
+    (tmp_path / "iter_0000010").rename(tmp_path / "iter_0000010.replaced")
+    undo(tmp_path)
+    assert names(tmp_path) == ["iter_0000010"]
+
+
+def test_a_replacement_that_was_done_is_cleaned_up(tmp_path: Path) -> None:
+    finished(tmp_path, 10)
+    (tmp_path / "iter_0000010.replaced").mkdir()
+    folder.recover(tmp_path)
+    assert names(tmp_path) == ["iter_0000010"]
+
+
+def test_the_trackers_checkpoint_is_tried_first_and_then_those_before_it(tmp_path: Path) -> None:
+    finished(tmp_path, 10, 20, 30)
+    folder.write_tracker(tmp_path, "20")
+    assert folder.candidates(tmp_path) == ["iter_0000020", "iter_0000010"]
+
+
+@pytest.mark.parametrize("text", [None, "", "twenty", "\x00"])
+def test_without_a_tracker_that_can_be_read_the_newest_is_tried(tmp_path: Path, text) -> None:
+    finished(tmp_path, 10, 20)
+    if text is not None:
+        (tmp_path / folder.TRACKER).write_text(text)
+    assert folder.candidates(tmp_path) == ["iter_0000020", "iter_0000010"]
+
+
+def test_a_tracker_that_names_nothing_is_tried_so_that_it_can_be_said(tmp_path: Path) -> None:
+    finished(tmp_path, 10)
+    folder.write_tracker(tmp_path, "20")
+    assert folder.candidates(tmp_path) == ["iter_0000020", "iter_0000010"]
+
+
+def test_a_released_model_has_no_iteration(tmp_path: Path) -> None:
+    (tmp_path / "release").mkdir()
+    folder.write_tracker(tmp_path, "release")
+    assert folder.candidates(tmp_path) == ["release"]
+
+
+def test_a_released_model_is_committed_under_that_name(tmp_path: Path) -> None:
+    folder.commit(folder.begin(tmp_path, folder.RELEASE))
+    assert names(tmp_path) == [folder.TRACKER, "release"]
+    assert (tmp_path / folder.TRACKER).read_text() == "release"
+
+
+def test_an_empty_or_absent_folder_has_no_candidates(tmp_path: Path) -> None:
+    assert folder.candidates(tmp_path) == []
+    assert folder.candidates(tmp_path / "absent") == []
+
+
+def prune(save: Path, newest: int, **kept: int | None) -> list[str]:
+    folder.prune(save, newest=newest, **{"keep_last": None, "retain_interval": None} | kept)
+    return [name.removeprefix("iter_0000") for name in names(save)]
+
+
+def test_all_are_kept_unless_asked_otherwise(tmp_path: Path) -> None:
+    finished(tmp_path, 10, 20)
+    assert prune(tmp_path, 20) == ["010", "020"]
+
+
+def test_the_last_ones_are_kept_and_never_one_that_is_newer(tmp_path: Path) -> None:
+    finished(tmp_path, 10, 20, 30, 40, 90)
+    assert prune(tmp_path, 40, keep_last=2) == ["030", "040", "090"]
+
+
+def test_one_without_an_index_does_not_count(tmp_path: Path) -> None:
+    finished(tmp_path, 10, 20, 30)
+    (tmp_path / "iter_0000020" / INDEX_FILE).unlink()
+    assert prune(tmp_path, 30, keep_last=2) == ["010", "030"]
+
+
+def test_multiples_of_the_retained_interval_are_kept(tmp_path: Path) -> None:
+    finished(tmp_path, 10, 20, 30, 40, 50)
+    assert prune(tmp_path, 50, retain_interval=20) == ["020", "040", "050"]
+
+
+def test_both_flags_together_keep_what_either_keeps(tmp_path: Path) -> None:
+    finished(tmp_path, 10, 20, 30, 40, 50)
+    assert prune(tmp_path, 50, keep_last=2, retain_interval=30) == ["030", "040", "050"]
+
+
+def test_a_save_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(UserError, match=r"--save .*file/inside cannot be written"):
+        folder.check_save_folder(tmp_path / "file" / "inside")
+    folder.check_save_folder(tmp_path / "new" / "one")
+    assert names(tmp_path / "new" / "one") == []

@@ -1,0 +1,278 @@
+"""A checkpoint's files: written piece by piece, read in any cut, and refused when damaged."""
+
+from __future__ import annotations
+
+import json
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+
+from megatron.training.checkpoint import stream
+from megatron.training.checkpoint.boxes import Box, Shard
+from megatron.training.checkpoint.index import (
+    INDEX_FILE,
+    DamagedCheckpoint,
+    Index,
+    StoredFile,
+    StoredTensor,
+    parse_index,
+    read_index,
+    require_whole_model,
+)
+from megatron.training.checkpoint.reader import CheckpointReader
+from megatron.training.checkpoint.stream import (
+    BlockChecksums,
+    Piece,
+    WriteCancelled,
+    checksum_problem,
+    write_safetensors,
+)
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.uint8, torch.int64]
+
+
+def write(folder: Path, parts: dict[str, list[Piece]], **run: object) -> Index:
+    """A checkpoint whose file `name` holds the pieces listed for it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    files: dict[str, StoredFile] = {}
+    tensors: dict[str, StoredTensor] = {}
+    for name, pieces in parts.items():
+        files[name] = write_safetensors(folder / name, pieces)
+        for piece in pieces:
+            stored = piece.stored_in(name)
+            known = tensors.get(piece.name)
+            boxes = known.boxes + stored.boxes if known else stored.boxes
+            tensors[piece.name] = StoredTensor(stored.shape, stored.dtype, boxes)
+    index = Index(args={"num_layers": 1}, run=run, tensors=tensors, files=files)
+    (folder / INDEX_FILE).write_text(index.to_json())
+    return index
+
+
+def piece_of(name: str, whole: torch.Tensor, boxes: list[Box]) -> Piece:
+    held = torch.cat([_cut(whole, box).reshape(-1) for box in boxes])
+    return Piece(name, tuple(whole.shape), whole.dtype, tuple(boxes), lambda: held)
+
+
+def _cut(whole: torch.Tensor, box: Box) -> torch.Tensor:
+    return whole[tuple(slice(a, a + n) for a, n in zip(box.start, box.shape, strict=True))]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_written_file_is_what_the_library_reads(tmp_path: Path, dtype: torch.dtype) -> None:
+    tensors = {"a": torch.arange(24).view(2, 3, 4).to(dtype), "b": torch.arange(5).to(dtype)}
+    path = tmp_path / "x.safetensors"
+    stored = write_safetensors(path, [Piece.whole(n, t) for n, t in tensors.items()])
+    read = load_file(path)
+    assert read.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        assert torch.equal(read[name].view(tensor.shape), tensor)
+    assert stored.size == path.stat().st_size
+    assert checksum_problem(path, stored) is None
+
+
+def test_checksums_do_not_depend_on_how_bytes_arrive(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stream, "BLOCK_BYTES", 10)
+    data = bytes(range(57))
+    whole, bits = BlockChecksums(), BlockChecksums()
+    whole.update(memoryview(data))
+    for start in range(0, 57, 7):
+        bits.update(memoryview(data)[start : start + 7])
+    assert whole.result() == bits.result()
+    assert len(whole.result().blocks) == 6
+
+
+def test_a_tensor_larger_than_a_block_is_streamed(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(stream, "BLOCK_BYTES", 64)
+    values = torch.randn(1000)
+    stored = write_safetensors(tmp_path / "x", [Piece.whole("x", values)])
+    assert torch.equal(load_file(tmp_path / "x")["x"], values)
+    assert checksum_problem(tmp_path / "x", stored) is None
+
+
+def test_a_cancelled_writer_stops(tmp_path: Path) -> None:
+    cancelled = threading.Event()
+    cancelled.set()
+    with pytest.raises(WriteCancelled):
+        write_safetensors(tmp_path / "x", [Piece.whole("x", torch.ones(3))], cancelled=cancelled)
+
+
+@settings(max_examples=30)
+@given(data=st.data(), rows=st.integers(1, 4), columns=st.integers(1, 4), gated=st.booleans())
+def test_what_one_layout_wrote_another_reads(
+    tmp_path_factory: pytest.TempPathFactory, data, rows, columns, gated
+) -> None:
+    """TP slices cut into flat ranges of data-parallel ranks, read back as other slices' ranges."""
+    dim = 0 if gated else data.draw(st.integers(0, 1))
+    stacked = 2 if gated else 1
+    sizes = (rows * 12 * stacked, columns * 12)
+    whole = torch.arange(sizes[0] * sizes[1], dtype=torch.int64).view(sizes)
+
+    def shard(ranks: int, rank: int) -> Shard:
+        local = tuple(n // ranks if d == dim else n for d, n in enumerate(sizes))
+        return Shard.split(local, dim=dim, rank=rank, ranks=ranks, stacked=stacked)
+
+    def ranges(size: int) -> list[tuple[int, int]]:
+        cuts = data.draw(st.lists(st.integers(0, size), max_size=3).map(sorted))
+        return [(a, b) for a, b in zip([0, *cuts], [*cuts, size], strict=True) if a < b]
+
+    parts = {}
+    ranks = data.draw(st.sampled_from([1, 2, 3, 4]))
+    for rank in range(ranks):
+        own = shard(ranks, rank)
+        for begin, end in ranges(own.size):
+            boxes = own.boxes(begin, end)
+            parts[f"{rank}-{begin}.safetensors"] = [piece_of("w", whole, boxes)]
+    folder = tmp_path_factory.mktemp("relayout")
+    write(folder, parts)
+
+    with CheckpointReader(folder) as reader:
+        assert torch.equal(reader.tensor("w"), whole)
+        others = data.draw(st.sampled_from([1, 2, 3, 4]))
+        wanted = shard(others, data.draw(st.integers(0, others - 1)))
+        for begin, end in ranges(wanted.size):
+            boxes = wanted.boxes(begin, end)
+            expected = torch.cat([_cut(whole, box).reshape(-1) for box in boxes])
+            assert torch.equal(reader.boxes("w", boxes), expected)
+
+
+def test_the_reader_gives_names_shapes_rows_and_flags(tmp_path: Path) -> None:
+    values = torch.randn(6, 4)
+    moments = Piece.whole("optimizer.exp_avg.w", values * 2)
+    write(tmp_path, {"a": [Piece.whole("w", values.bfloat16()), moments]}, iteration=7)
+    with CheckpointReader(tmp_path) as reader:
+        assert reader.names() == ["w"]
+        assert reader.names(optimizer=True) == ["optimizer.exp_avg.w", "w"]
+        assert (reader.shape("w"), reader.dtype("w")) == ((6, 4), torch.bfloat16)
+        assert torch.equal(reader.slice("w", 2, 5), values.bfloat16()[2:5])
+        assert reader.args["num_layers"] == 1
+        assert reader.run["iteration"] == 7
+        with pytest.raises(DamagedCheckpoint, match="no tensor v"):
+            reader.tensor("v")
+
+
+def test_rows_that_the_checkpoint_lacks_keep_what_was_there(tmp_path: Path) -> None:
+    """A vocabulary with more padding than the checkpoint's."""
+    values = torch.randn(4, 3)
+    write(tmp_path, {"a": [Piece.whole("w", values)]})
+    flat = torch.full((18,), 7.0)
+    with CheckpointReader(tmp_path) as reader:
+        reader.read_into(flat, "w", [Box((0, 0), (6, 3))])
+    assert torch.equal(flat.view(6, 3)[:4], values)
+    assert flat.view(6, 3)[4:].eq(7.0).all()
+
+
+def test_an_index_survives_json(tmp_path: Path) -> None:
+    index = write(tmp_path, {"a": [Piece.whole("w", torch.ones(3, 2))]}, iteration=3)
+    again = parse_index(index.to_json())
+    assert again == index
+    assert read_index(tmp_path).iteration == 3
+
+
+def _damaged(folder: Path) -> str:
+    with pytest.raises(DamagedCheckpoint) as error:
+        CheckpointReader(folder).verify()
+    return str(error.value)
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    write(tmp_path, {"a.safetensors": [Piece.whole("w", torch.randn(50, 4))]})
+    return tmp_path
+
+
+def test_a_missing_file(checkpoint: Path) -> None:
+    (checkpoint / "a.safetensors").unlink()
+    assert _damaged(checkpoint) == "a.safetensors is missing"
+
+
+def test_a_file_cut_short(checkpoint: Path) -> None:
+    path = checkpoint / "a.safetensors"
+    size = path.stat().st_size
+    path.write_bytes(path.read_bytes()[:-1])
+    assert _damaged(checkpoint) == f"a.safetensors has {size - 1} bytes instead of {size}"
+
+
+@pytest.mark.parametrize("position", [0, 9, -1])
+def test_a_file_with_one_other_bit(checkpoint: Path, position: int) -> None:
+    path = checkpoint / "a.safetensors"
+    content = bytearray(path.read_bytes())
+    content[position] ^= 1
+    path.write_bytes(content)
+    assert "a.safetensors has other bytes than were written" in _damaged(checkpoint)
+
+
+def test_an_index_cut_anywhere_is_refused(checkpoint: Path) -> None:
+    text = (checkpoint / INDEX_FILE).read_text()
+    for end in range(0, len(text), 7):
+        (checkpoint / INDEX_FILE).write_text(text[:end])
+        assert "index.json" in _damaged(checkpoint)
+
+
+def test_an_index_that_was_edited_is_refused(checkpoint: Path) -> None:
+    path = checkpoint / INDEX_FILE
+    path.write_text(path.read_text().replace('"num_layers": 1', '"num_layers": 2'))
+    assert _damaged(checkpoint) == "index.json was changed after it was written"
+
+
+@pytest.mark.parametrize("text", ["", "[]", "null", '{"checkpoint": 3}', "\x00", '{"a": 1}'])
+def test_what_is_no_index_is_refused(checkpoint: Path, text: str) -> None:
+    (checkpoint / INDEX_FILE).write_text(text)
+    assert _damaged(checkpoint) == "index.json is cut short or no index"
+
+
+def test_another_format_version_is_refused_by_its_number(checkpoint: Path) -> None:
+    path = checkpoint / INDEX_FILE
+    record = json.loads(path.read_text())
+    record["checkpoint"]["format"] = 99
+    path.write_text(json.dumps(record))
+    assert "format 99" in _damaged(checkpoint)
+
+
+def test_a_folder_without_an_index_says_whose_it_is(tmp_path: Path) -> None:
+    assert _damaged(tmp_path / "nothing") == "it does not exist"
+    assert _damaged(tmp_path) == "it has no index.json"
+    (tmp_path / "mp_rank_00").mkdir()
+    assert "written by Megatron-LM" in _damaged(tmp_path)
+
+
+def test_a_tensor_with_a_hole_is_refused(tmp_path: Path) -> None:
+    whole = torch.randn(6, 2)
+    write(tmp_path, {"a": [piece_of("w", whole, [Box((0, 0), (5, 2))])]})
+    assert _damaged(tmp_path) == "tensor w is not whole"
+
+
+NAMES = [
+    "embedding.word_embeddings.weight",
+    "decoder.layers.0.mlp.linear_fc1.weight",
+    "decoder.layers.1.mlp.linear_fc1.weight",
+    "decoder.final_layernorm.weight",
+    "output_layer.weight",
+]
+
+
+def _model(*, without: str = "") -> Index:
+    whole = {name: StoredTensor((1,), "float32", ()) for name in NAMES}
+    state = {f"optimizer.exp_avg.{name}": tensor for name, tensor in whole.items()}
+    tensors = {name: tensor for name, tensor in (whole | state).items() if name != without}
+    return Index(args={}, run={}, tensors=tensors, files={})
+
+
+def test_a_whole_model_is_accepted() -> None:
+    require_whole_model(_model(), num_layers=2, tied=False)
+
+
+@pytest.mark.parametrize("missing", [*NAMES, *(f"optimizer.exp_avg.{n}" for n in NAMES)])
+def test_a_missing_tensor_is_named(missing: str) -> None:
+    with pytest.raises(DamagedCheckpoint, match="is missing") as error:
+        require_whole_model(_model(without=missing), num_layers=2, tied=False)
+    assert missing.split(".")[-2] in str(error.value)
+
+
+def test_a_missing_layer_is_named() -> None:
+    with pytest.raises(DamagedCheckpoint, match="of layer 2 is missing"):
+        require_whole_model(_model(), num_layers=3, tied=False)

@@ -1,0 +1,159 @@
+"""Saving by several ranks, played by threads: all or nothing, and everybody knows which."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hetero.device.cpu import CpuRuntime
+from megatron.training.checkpoint import saver as saving
+from megatron.training.checkpoint.boxes import Shard
+from megatron.training.checkpoint.folder import TRACKER
+from megatron.training.checkpoint.reader import CheckpointReader
+from megatron.training.checkpoint.saver import Contents, Kept, SaveOutcome, Saver
+from megatron.training.checkpoint.snapshot import Snapshot
+from megatron.training.checkpoint.stream import Piece
+
+RANKS = 3
+WHOLE = torch.arange(12 * 5, dtype=torch.float32).view(12, 5)
+
+
+class PlayedControl:
+    """`Control` between threads of one process."""
+
+    def __init__(self, rank: int, barrier: threading.Barrier, table: dict[int, Any]) -> None:
+        self.rank, self.world_size = rank, RANKS
+        self._barrier, self._table = barrier, table
+
+    def numbers(self, mine: int) -> list[int]:
+        return self._gather(mine)
+
+    def texts(self, mine: str) -> list[str]:
+        return self._gather(mine)
+
+    def _gather(self, mine: Any) -> list[Any]:
+        self._table[self.rank] = mine
+        self._barrier.wait(20)
+        everyone = [self._table[rank] for rank in range(RANKS)]
+        self._barrier.wait(20)
+        return everyone
+
+
+def on_every_rank(play: Callable[[PlayedControl], Any]) -> list[Any]:
+    barrier, table = threading.Barrier(RANKS), {}
+    with ThreadPoolExecutor(RANKS) as pool:
+        jobs = [pool.submit(play, PlayedControl(r, barrier, table)) for r in range(RANKS)]
+        return [job.result(timeout=60) for job in jobs]
+
+
+def contents(rank: int, *, source: Callable[[], torch.Tensor] | None = None) -> Contents:
+    shard = Shard.split((4, 5), dim=0, rank=rank, ranks=RANKS)
+    mine = WHOLE[rank * 4 : rank * 4 + 4].clone()
+    piece = Piece("w", (12, 5), torch.float32, tuple(shard.boxes()), source or (lambda: mine))
+    return Contents(pieces=[piece], args={"a": 1}, run={"iteration": 5}, optimizer_step=5)
+
+
+def save(control: PlayedControl, folder: Path, **how: Any) -> SaveOutcome:
+    saver = Saver(folder, control, kept=Kept())  # type: ignore[arg-type]
+    saver.start(5, contents(control.rank, **how))
+    outcome = saver.finish()
+    assert outcome is not None
+    assert not saver.in_flight
+    return outcome
+
+
+def failing() -> torch.Tensor:
+    raise OSError(28, "No space left on device")
+
+
+def test_a_save_of_several_ranks_is_one_checkpoint(tmp_path: Path) -> None:
+    outcomes = on_every_rank(lambda control: save(control, tmp_path))
+    assert [outcome.problem for outcome in outcomes] == [None] * RANKS
+    with CheckpointReader.open(tmp_path) as reader:
+        assert torch.equal(reader.tensor("w"), WHOLE)
+        assert reader.run == {"iteration": 5, "optimizer_step": 5}
+        assert sorted(path.name for path in reader.folder.iterdir()) == [
+            "index.json",
+            *(f"rank_{rank:05d}.safetensors" for rank in range(RANKS)),
+        ]
+
+
+@pytest.mark.parametrize("victim", range(RANKS))
+def test_a_part_that_cannot_be_written_undoes_the_save_on_all(tmp_path: Path, victim: int) -> None:
+    on_every_rank(lambda control: save(control, tmp_path))
+
+    def play(control: PlayedControl) -> SaveOutcome:
+        saver = Saver(tmp_path, control, kept=Kept())  # type: ignore[arg-type]
+        source = failing if control.rank == victim else None
+        saver.start(9, contents(control.rank, source=source))
+        outcome = saver.finish()
+        assert outcome is not None
+        return outcome
+
+    outcomes = on_every_rank(play)
+    said = f"rank {victim}: No space left on device"
+    assert [outcome.problem for outcome in outcomes] == [said] * RANKS
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["iter_0000005", TRACKER]
+    assert (tmp_path / TRACKER).read_text() == "5"
+
+
+def test_a_rank_that_does_not_see_the_folder_says_so(tmp_path: Path) -> None:
+    elsewhere = tmp_path / "other disk"
+    outcomes = on_every_rank(
+        lambda control: save(control, elsewhere if control.rank == 1 else tmp_path / "disk")
+    )
+    assert all("rank 1: it does not see" in str(outcome.problem) for outcome in outcomes)
+    assert all("all ranks share" in str(outcome.problem) for outcome in outcomes)
+
+
+def test_a_checkpoint_that_would_not_be_whole_gets_no_name(tmp_path: Path, monkeypatch) -> None:
+    """Whatever goes wrong in the parts, rank 0 checks the index before it writes it."""
+    monkeypatch.setattr(saving, "_joined", lambda known, part, name: part)
+    outcomes = on_every_rank(lambda control: save(control, tmp_path))
+    assert {outcome.problem for outcome in outcomes} == {"rank 0: tensor w is not whole"}
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_save_in_the_background_holds_what_was_there_when_it_began(tmp_path: Path) -> None:
+    def play(control: PlayedControl) -> SaveOutcome:
+        weights = WHOLE[control.rank * 4 : control.rank * 4 + 4].clone()
+        snapshot = Snapshot(CpuRuntime())
+        saver = Saver(tmp_path, control, kept=Kept(), snapshot=snapshot)  # type: ignore[arg-type]
+        saver.start(5, contents(control.rank, source=lambda: weights))
+        saver.order_updates()
+        weights.zero_()
+        outcome = None
+        while outcome is None:
+            outcome = saver.poll()
+        saver.close()
+        return outcome
+
+    outcomes = on_every_rank(play)
+    assert [outcome.problem for outcome in outcomes] == [None] * RANKS
+    with CheckpointReader.open(tmp_path) as reader:
+        assert torch.equal(reader.tensor("w"), WHOLE)
+
+
+def test_the_next_save_waits_for_none_but_its_own(tmp_path: Path) -> None:
+    """Several saves by one saver, the memory of the copy used again."""
+
+    def play(control: PlayedControl) -> list[str | None]:
+        snapshot = Snapshot(CpuRuntime())
+        saver = Saver(tmp_path, control, kept=Kept(last=2), snapshot=snapshot)  # type: ignore[arg-type]
+        problems = []
+        for iteration in (5, 6, 7):
+            saver.start(iteration, contents(control.rank))
+            outcome = saver.finish()
+            assert outcome is not None
+            problems.append(outcome.problem)
+        assert saver.finish() is None
+        return problems
+
+    assert on_every_rank(play) == [[None] * 3] * RANKS
+    assert sorted(path.name for path in tmp_path.glob("iter_*")) == ["iter_0000006", "iter_0000007"]

@@ -1,0 +1,221 @@
+"""Which checkpoint a run starts from, and which it refuses."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hetero.agreement import AgreedError
+from hetero.errors import UserError
+from megatron.training.checkpoint import folder
+from megatron.training.checkpoint.compatibility import (
+    adopt_checkpoint_args,
+    require_same_model,
+    require_same_schedule,
+)
+from megatron.training.checkpoint.index import INDEX_FILE, Index, StoredFile
+from megatron.training.checkpoint.selection import Nothing, Selection, select
+from megatron.training.checkpoint.stream import Piece, write_safetensors
+
+MODEL: dict[str, Any] = {
+    "num_layers": 1,
+    "hidden_size": 8,
+    "ffn_hidden_size": 16,
+    "num_attention_heads": 2,
+    "num_query_groups": 1,
+    "group_query_attention": False,
+    "kv_channels": 4,
+    "swiglu": True,
+    "normalization": "RMSNorm",
+    "add_bias_linear": False,
+    "add_qkv_bias": False,
+    "qk_layernorm": False,
+    "position_embedding_type": "rope",
+    "untie_embeddings_and_output_weights": False,
+    "squared_relu": False,
+    "rotary_base": 10000,
+    "layernorm_epsilon": 1e-5,
+    "optimizer": "adam",
+    "tokenizer_vocab_size": 100,
+    "tokenizer_digest": "abc",
+}
+OPTIONS: dict[str, Any] = {
+    "load": None,
+    "pretrained_checkpoint": None,
+    "ckpt_step": None,
+    "finetune": False,
+    "exit_on_missing_checkpoint": False,
+    "no_load_optim": None,
+    "no_load_rng": None,
+    "use_checkpoint_opt_param_scheduler": False,
+}
+NAMES = (
+    "embedding.word_embeddings.weight",
+    "decoder.layers.0.mlp.linear_fc1.weight",
+    "decoder.final_layernorm.weight",
+)
+
+
+def flags(load: Path | None, **changed: Any) -> Namespace:
+    return Namespace(**{**MODEL, **OPTIONS, "load": None if load is None else str(load), **changed})
+
+
+def checkpoint(save: Path, iteration: int, **run: Any) -> Path:
+    path = save / folder.folder_name(iteration)
+    path.mkdir(parents=True)
+    pieces = [Piece.whole(name, torch.ones(2, 2)) for name in NAMES]
+    stored: StoredFile = write_safetensors(path / "rank_00000.safetensors", pieces)
+    holds = {"optimizer": True, "random states": True}
+    index = Index(
+        args=MODEL,
+        run={"iteration": iteration, "holds": holds, **run},
+        tensors={piece.name: piece.stored_in("rank_00000.safetensors") for piece in pieces},
+        files={"rank_00000.safetensors": stored},
+    )
+    (path / INDEX_FILE).write_text(index.to_json())
+    folder.write_tracker(save, str(iteration))
+    return path
+
+
+def choose(args: Namespace) -> Selection | Nothing:
+    """One rank alone: its payload is everybody's."""
+    return select(args, lambda phase, payload, error=None: [payload], rank=0, world_size=1)
+
+
+def chosen(args: Namespace) -> Selection:
+    found = choose(args)
+    assert isinstance(found, Selection)
+    return found
+
+
+def refusal(args: Namespace) -> str:
+    with pytest.raises(AgreedError) as error:
+        choose(args)
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+def test_the_newest_is_used(tmp_path: Path) -> None:
+    checkpoint(tmp_path, 10)
+    newest = checkpoint(tmp_path, 20)
+    found = chosen(flags(tmp_path))
+    assert (found.folder, found.notes, found.weights_only) == (newest, (), False)
+
+
+def test_a_damaged_one_is_passed_over_by_name(tmp_path: Path) -> None:
+    whole, damaged = checkpoint(tmp_path, 10), checkpoint(tmp_path, 20)
+    (damaged / "rank_00000.safetensors").write_bytes(b"x")
+    found = chosen(flags(tmp_path))
+    assert found.folder == whole
+    (note,) = found.notes
+    assert note.startswith(f"checkpoint {damaged} is not used: rank_00000.safetensors has 1 bytes")
+
+
+def test_one_that_was_asked_for_is_used_or_refused(tmp_path: Path) -> None:
+    older, newer = checkpoint(tmp_path, 10), checkpoint(tmp_path, 20)
+    assert chosen(flags(tmp_path, ckpt_step=10)).folder == older
+    (newer / INDEX_FILE).write_text("{")
+    assert "--ckpt-step 20" in refusal(flags(tmp_path, ckpt_step=20))
+    assert "it does not exist" in refusal(flags(tmp_path, ckpt_step=30))
+
+
+def test_when_all_are_damaged_one_sentence_says_so(tmp_path: Path) -> None:
+    for iteration in (10, 20):
+        (checkpoint(tmp_path, iteration) / INDEX_FILE).unlink()
+    said = refusal(flags(tmp_path))
+    assert "no checkpoint that can be used" in said
+    assert "iter_0000020" in said
+    assert "iter_0000010" in said
+
+
+def test_an_empty_folder_means_a_new_run_unless_told_otherwise(tmp_path: Path) -> None:
+    found = choose(flags(tmp_path / "none"))
+    assert isinstance(found, Nothing)
+    assert "initial weights" in found.notes[0]
+    assert "--exit-on-missing" in refusal(flags(tmp_path, exit_on_missing_checkpoint=True))
+    assert choose(flags(None)) == Nothing()
+
+
+def test_a_pretrained_checkpoint_is_for_the_first_start_only(tmp_path: Path) -> None:
+    checkpoint(tmp_path / "base", 10)
+    args = flags(tmp_path / "run", pretrained_checkpoint=str(tmp_path / "base"))
+    assert chosen(args).weights_only
+    checkpoint(tmp_path / "run", 30)
+    args = flags(tmp_path / "run", pretrained_checkpoint=str(tmp_path / "base"))
+    assert not chosen(args).weights_only
+    assert "--pretrained-checkpoint" in refusal(flags(None, pretrained_checkpoint=str(tmp_path)))
+
+
+def test_what_was_not_saved_has_to_be_given_up(tmp_path: Path) -> None:
+    checkpoint(tmp_path, 10, holds={"optimizer": False, "random states": True})
+    assert "without optimizer; add --no-load-optim" in refusal(flags(tmp_path))
+    assert chosen(flags(tmp_path, no_load_optim=True)).index.iteration == 10
+    assert chosen(flags(tmp_path, finetune=True)).weights_only
+
+
+def test_a_rank_that_does_not_see_the_checkpoint_is_named(tmp_path: Path) -> None:
+    checkpoint(tmp_path, 10)
+
+    def exchange(phase: str, payload: dict, error: Exception | None = None) -> list[dict]:
+        blind = {"problem": "it does not exist", "visible": False}
+        return [payload, payload | blind if "visible" in payload else payload]
+
+    with pytest.raises(AgreedError, match=r"rank 1 does not see .* all ranks share"):
+        select(flags(tmp_path), exchange, rank=0, world_size=2)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("hidden_size", 16, "--hidden-size is 8 there and 16 here"),
+        ("num_layers", 2, "--num-layers is 1 there and 2 here"),
+        ("swiglu", False, "--swiglu is on there and off here"),
+        ("untie_embeddings_and_output_weights", True, "--untie-embeddings-and-output-weights"),
+        ("rotary_base", 500000, "--rotary-base is 10000 there and 500000 here"),
+        ("tokenizer_vocab_size", 101, "a tokenizer of 100 tokens and this run's has 101"),
+        ("tokenizer_digest", "def", "another tokenizer of the same size"),
+        ("optimizer", "sgd", "--optimizer adam and this run uses sgd"),
+    ],
+)
+def test_another_model_is_refused_by_what_differs(name: str, value: Any, words: str) -> None:
+    args = flags(None, **{name: value})
+    with pytest.raises(UserError) as error:
+        require_same_model(MODEL, args, folder=Path("x"), weights_only=False)
+    assert words in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["rotary_base", "tokenizer_digest", "optimizer"])
+def test_what_the_weights_mean_may_change_for_a_new_run(name: str) -> None:
+    args = flags(None, **{name: "other"})
+    require_same_model(MODEL, args, folder=Path("x"), weights_only=True)
+    with pytest.raises(UserError):
+        require_same_model(MODEL, args, folder=Path("x"), weights_only=False)
+
+
+def test_flags_that_a_converted_checkpoint_does_not_know_are_not_compared() -> None:
+    require_same_model({"hidden_size": 8}, flags(None), folder=Path("x"), weights_only=True)
+
+
+def test_the_model_can_be_taken_from_the_checkpoint(tmp_path: Path) -> None:
+    checkpoint(tmp_path, 10)
+    args = flags(tmp_path, hidden_size=99, num_layers=None, tokenizer_model=None)
+    adopt_checkpoint_args(args)
+    assert (args.hidden_size, args.num_layers) == (8, 1)
+    assert args.use_rotary_position_embeddings
+    with pytest.raises(UserError, match="needs --load"):
+        adopt_checkpoint_args(flags(None))
+    with pytest.raises(UserError, match="no checkpoint"):
+        adopt_checkpoint_args(flags(tmp_path / "none"))
+
+
+def test_another_schedule_is_refused_with_both_ways_out() -> None:
+    stored = {"max_lr": 0.1, "min_lr": 0.0}
+    require_same_schedule(stored, {"max_lr": 0.1, "min_lr": 0.0})
+    with pytest.raises(UserError) as error:
+        require_same_schedule(stored, {"max_lr": 0.2, "min_lr": 0.0})
+    for word in ("0.1", "0.2", "--lr", "--override-opt_param", "--use-checkpoint-opt_param"):
+        assert word in str(error.value)

@@ -1,0 +1,155 @@
+"""What goes to TensorBoard and to Weights & Biases (a stand-in of it), flag by flag."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from hetero.errors import UserError
+from megatron.training.arguments import build_parser
+from megatron.training.metrics import IterationRecord
+from megatron.training.recorder import Recorder, check_outputs
+
+RECORD = IterationRecord(
+    iteration=4,
+    consumed_samples=8,
+    consumed_tokens=256,
+    elapsed_ms=100.0,
+    tokens_per_s=640.0,
+    tflops_per_gpu=1.5,
+    loss=2.0,
+    grad_norm=0.5,
+    learning_rate=1e-3,
+    weight_decay=0.1,
+    batch_size=2,
+    loss_scale=16.0,
+    skipped=False,
+    num_zeros=3.0,
+    params_norm=7.0,
+    peak_memory_bytes=1 << 20,
+    link_bytes=0,
+    simulated=False,
+)
+WANDB = "--wandb-project words --wandb-exp-name first"
+
+
+def _recorder(flags: str) -> Recorder:
+    args = build_parser().parse_args(flags.split())
+    args.world_size = 6
+    return Recorder(args, enabled=True)
+
+
+def _points(folder: Path) -> dict[str, list[tuple[int, float]]]:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(folder))
+    events.Reload()
+    return {
+        tag: [(point.step, point.value) for point in events.Scalars(tag)]
+        for tag in events.Tags()["scalars"]
+    }
+
+
+def _written(tmp_path: Path, flags: str = "") -> dict[str, list[tuple[int, float]]]:
+    recorder = _recorder(f"--tensorboard-dir {tmp_path} {flags}")
+    recorder.iteration(RECORD)
+    recorder.evaluation("validation", loss=2.0, perplexity=8.0, iteration=4)
+    recorder.close()
+    return _points(tmp_path)
+
+
+def test_points_have_megatrons_names(tmp_path: Path) -> None:
+    points = _written(tmp_path)
+    for name, value in (
+        ("lm loss", 2.0),
+        ("learning-rate", 1e-3),
+        ("grad-norm", 0.5),
+        ("num-zeros", 3.0),
+        ("params-norm", 7.0),
+        ("batch-size", 2.0),
+        ("iteration-time", 0.1),
+        ("throughput", 1.5),
+        ("loss-scale", 16.0),
+        ("lm loss validation", 2.0),
+    ):
+        assert points[name] == [(4, pytest.approx(value))]
+    assert not {"world-size", "mem-max-allocated-bytes", "lm loss validation ppl"} & set(points)
+
+
+@pytest.mark.parametrize(
+    ("flag", "name", "value"),
+    [
+        ("--log-world-size-to-tensorboard", "world-size", 6.0),
+        ("--log-memory-to-tensorboard", "mem-max-allocated-bytes", float(1 << 20)),
+        ("--log-validation-ppl-to-tensorboard", "lm loss validation ppl", 8.0),
+    ],
+)
+def test_a_flag_adds_its_points(tmp_path: Path, flag: str, name: str, value: float) -> None:
+    assert _written(tmp_path, flag)[name] == [(4, value)]
+
+
+def test_a_flag_leaves_the_loss_scale_out(tmp_path: Path) -> None:
+    assert "loss-scale" not in _written(tmp_path, "--no-log-loss-scale-to-tensorboard")
+
+
+@pytest.mark.parametrize(("interval", "written"), [(2, True), (3, False)])
+def test_points_are_as_far_apart_as_asked(tmp_path: Path, interval: int, written: bool) -> None:
+    points = _written(tmp_path, f"--tensorboard-log-interval {interval}")
+    assert ("lm loss" in points) is written
+    assert "lm loss validation" in points
+
+
+def test_the_queue_has_the_size_asked_for(tmp_path: Path) -> None:
+    with mock.patch("torch.utils.tensorboard.SummaryWriter") as writer:
+        _recorder(f"--tensorboard-dir {tmp_path} --tensorboard-queue-size 5")
+    assert writer.call_args.kwargs["max_queue"] == 5
+
+
+@pytest.fixture
+def wandb(monkeypatch: pytest.MonkeyPatch) -> Any:
+    module = mock.Mock()
+    monkeypatch.setitem(sys.modules, "wandb", module)
+    return module
+
+
+def test_wandb_is_told_the_run_as_the_flags_name_it(wandb: Any, tmp_path: Path) -> None:
+    recorder = _recorder(f"{WANDB} --wandb-entity team --wandb-save-dir {tmp_path} --lr 0.5")
+    given = wandb.init.call_args.kwargs
+    config = given.pop("config")
+    assert given == {"project": "words", "name": "first", "entity": "team", "dir": str(tmp_path)}
+    assert config["lr"] == 0.5
+    recorder.iteration(RECORD)
+    values, step = wandb.init.return_value.log.call_args
+    assert (values[0]["lm loss"], step["step"]) == (2.0, 4)
+    recorder.close()
+    wandb.init.return_value.finish.assert_called_once_with()
+
+
+def test_what_is_left_out_is_left_to_wandb(wandb: Any) -> None:
+    """Its own settings decide, WANDB_MODE=offline among them."""
+    _recorder(WANDB)
+    given = wandb.init.call_args.kwargs
+    assert (given["entity"], given["dir"]) == (None, None)
+    assert "mode" not in given
+
+
+def test_no_project_is_no_wandb(wandb: Any) -> None:
+    _recorder("--wandb-exp-name first --wandb-save-dir .")
+    wandb.init.assert_not_called()
+
+
+def test_the_folder_of_wandb_is_made(wandb: Any, tmp_path: Path) -> None:
+    folder = tmp_path / "a" / "b"
+    check_outputs(build_parser().parse_args(f"{WANDB} --wandb-save-dir {folder}".split()))
+    assert folder.is_dir()
+
+
+def test_a_folder_of_wandb_that_cannot_be_made_is_refused(wandb: Any, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    args = build_parser().parse_args(f"{WANDB} --wandb-save-dir {tmp_path}/file/x".split())
+    with pytest.raises(UserError, match=r"--wandb-save-dir .* cannot be made"):
+        check_outputs(args)

@@ -1,0 +1,154 @@
+"""Write docs/flags.md: every flag of pretrain_gpt.py and what it is worth here.
+
+python -m tools.list_flags            # write it
+python -m tools.list_flags --check    # exit 1 if it is out of date
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Iterable, Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from megatron.training.arguments.listing import (
+    OURS,
+    SAME,
+    WITHOUT,
+    Entry,
+    describe_parser,
+    describe_refused,
+)
+from megatron.training.arguments.unknown import FEATURES, HETERO_LATER, NEWER, NOT_OFFERED, REPLACED
+
+ROOT = Path(__file__).resolve().parents[1]
+DOCUMENT = ROOT / "docs" / "flags.md"
+PUBLIC_SCRIPTS = ROOT / "tests" / "training" / "arguments" / "public_scripts.json"
+
+HEAD = """# Flags
+
+Written by `python -m tools.list_flags` from the parser; `make test` says when it is out of date.
+
+- **same**: Megatron-LM's flag and meaning (core 0.16.1); a difference is in brackets.
+- **ours**: Megatron-LM does not have it.
+- **without effect**: accepted, so that a script runs unchanged; the log says so in one line.
+
+A flag of a feature that is not offered is refused in a sentence that names the feature, any other
+word in one that names the nearest flag. `--yaml-cfg FILE` reads flags from a file
+([presets](../examples/presets/README.md)).
+"""
+
+
+def render() -> str:
+    """The whole document."""
+    entries = describe_parser()
+    parts = [HEAD, _counts(entries)]
+    for group, members in groupby(entries, key=lambda entry: entry.group):
+        parts.append(f"## {group[0].upper()}{group[1:]}\n\n{_table(members)}")
+    parts.append(_refused())
+    parts.append(_public_scripts(entries))
+    return "\n".join(parts)
+
+
+def _counts(entries: Sequence[Entry]) -> str:
+    counts = [
+        f"{sum(entry.kind == kind for entry in entries)} {kind}" for kind in (SAME, OURS, WITHOUT)
+    ]
+    return f"{len(entries)} flags: {', '.join(counts)}.\n"
+
+
+def _table(entries: Iterable[Entry]) -> str:
+    lines = ["| flag | | default | |", "|---|---|---|---|"]
+    for entry in entries:
+        flags = ", ".join(f"`{flag}`" for flag in entry.flags)
+        default = f"`{entry.default}`" if entry.default else ""
+        text = entry.help
+        if entry.choices:
+            text += ": " + ", ".join(f"`{choice}`" for choice in entry.choices)
+        lines.append(f"| {flags} | {entry.kind} | {default} | {_cell(text)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _cell(text: str) -> str:
+    return re.sub(r"([|*])", r"\\\1", text)
+
+
+def _refused() -> str:
+    lines = ["## Refused by name\n", "| feature | flags |", "|---|---|"]
+    for feature in FEATURES:
+        flags = [f"`{prefix}...`" for prefix in feature.prefixes]
+        flags += [f"`{flag}`" for flag in sorted(feature.flags)]
+        lines.append(f"| {feature.name} | {', '.join(flags)} |")
+    lines.append(f"| others | {', '.join(f'`{flag}`' for flag in sorted(NOT_OFFERED))} |")
+    lines.append("\n| flag | use |\n|---|---|")
+    lines += [f"| `{flag}` | `{use}` |" for flag, use in sorted((REPLACED | NEWER).items())]
+    lines += [f"| `{flag}` | not available yet |" for flag in sorted(HETERO_LATER)]
+    return "\n".join(lines) + "\n"
+
+
+def _public_scripts(entries: Sequence[Entry]) -> str:
+    """Every flag of the public scripts, so that the share understood can be counted."""
+    scripts: list[dict[str, Any]] = json.loads(PUBLIC_SCRIPTS.read_text())
+    kinds = {flag: entry.kind for entry in entries for flag in entry.flags}
+    used: dict[str, list[int]] = {}
+    lines = [
+        "## Flags of public scripts\n",
+        "What Megatron-LM's and ROCm's pre-training scripts of dense GPT, LLaMA and Qwen2 models "
+        "pass, their\nswitches included; the scripts themselves are parsed in "
+        "`tests/training/arguments/test_public_scripts.py`.\n",
+        "| | script | revision | flags | |",
+        "|---|---|---|---|---|",
+    ]
+    for number, script in enumerate(scripts, 1):
+        words = f"{script['always']} {script['sometimes']}".split()
+        flags = sorted({word.split("=")[0] for word in words if word.startswith("--")})
+        for flag in flags:
+            used.setdefault(flag, []).append(number)
+        refused = script.get("refused_as_written")
+        verdict = f"refused for `{refused}`" if refused else "accepted as written"
+        if "note" in script:
+            verdict += f" ({script['note']})"
+        lines.append(
+            f"| {number} | {script['repository']} `{script['path']}` | `{script['revision']}` "
+            f"| {len(flags)} | {verdict} |"
+        )
+    known = sum(flag in kinds for flag in used)
+    lines.append(
+        f"\n{len(used)} flags, all understood: {known} accepted, {len(used) - known} refused by "
+        "name.\n\n| flag | | scripts |\n|---|---|---|"
+    )
+    for flag, numbers in sorted(used.items()):
+        lines.append(f"| `{flag}` | {_verdict(flag, kinds)} | {', '.join(map(str, numbers))} |")
+    return "\n".join(lines) + "\n"
+
+
+def _verdict(flag: str, kinds: dict[str, str]) -> str:
+    if flag in kinds:
+        return kinds[flag]
+    sentence = describe_refused(flag)
+    feature = re.search(r"is a flag of (.+), which", sentence)
+    if feature:
+        return f"refused: {feature[1]}"
+    return "refused: " + sentence.split("is ", 1)[1].split(";")[0]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="tools.list_flags", description=__doc__)
+    parser.add_argument("--check", action="store_true", help="only say whether it is up to date")
+    args = parser.parse_args(argv)
+    text = render()
+    if not args.check:
+        DOCUMENT.write_text(text)
+        return 0
+    if DOCUMENT.is_file() and DOCUMENT.read_text() == text:
+        return 0
+    print(f"{DOCUMENT} is out of date; run python -m tools.list_flags", file=sys.stderr)
+    return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,179 @@
+"""Join token files into one, in the order given: PREFIX.bin and PREFIX.idx from several."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import numpy
+from tqdm import tqdm
+
+if not __package__:  # Run as a script, where only tools/ itself would be importable.
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from hetero.errors import UserError
+from tools.command_line import Parser, run
+from tools.preprocessing.index_file import HEADER, IndexContent, blocks_of_file, write_index
+from tools.text_input import temporary_name
+
+_COPY_BYTES = 1 << 24
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = build_parser().parse_args(argv)
+    return run(lambda: merge(args))
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = Parser("Join token files of one tokenizer into PREFIX.bin and PREFIX.idx.")
+    parser.add_argument(
+        "--input",
+        nargs="+",
+        required=True,
+        help="prefixes of token files, in the order wanted; or a folder, whose token files are "
+        "taken by name",
+    )
+    parser.add_argument("--output-prefix", required=True, help="path of the files, without suffix")
+    parser.add_argument("--overwrite", action="store_true", help="replace files that exist")
+    return parser
+
+
+@dataclass(frozen=True)
+class Part:
+    """One of the datasets that are joined, found whole."""
+
+    prefix: str
+    dtype_code: int
+    dtype_size: int
+    sequences: int
+    documents: int
+    tokens: int
+
+    @property
+    def index(self) -> str:
+        return self.prefix + ".idx"
+
+
+def merge(args: argparse.Namespace) -> str:
+    """Write the joined files and return the line that says what was written."""
+    output = args.output_prefix
+    prefixes = [prefix for name in args.input for prefix in _prefixes(name)]
+    _refuse_existing(output, args.overwrite)
+    parts = [_inspect(prefix) for prefix in prefixes]
+    for part in parts[1:]:
+        if part.dtype_code != parts[0].dtype_code:
+            raise UserError(
+                f"{part.prefix} and {parts[0].prefix} store tokens of different types, so they "
+                "come from different tokenizers; preprocess both with one"
+            )
+    _write(output, parts)
+    return (
+        f"wrote {sum(part.documents for part in parts)} documents, "
+        f"{sum(part.tokens for part in parts)} tokens from {len(parts)} datasets: "
+        f"{output}.bin, {output}.idx"
+    )
+
+
+def _prefixes(name: str) -> list[str]:
+    if not os.path.isdir(name):
+        return [name.removesuffix(".idx").removesuffix(".bin")]
+    indexes = sorted(path for path in Path(name).glob("*.idx") if not path.name.startswith("."))
+    if not indexes:
+        raise UserError(f"--input {name} is a folder without any .idx file; name another")
+    return [str(path.with_suffix("")) for path in indexes]
+
+
+def _refuse_existing(output: str, overwrite: bool) -> None:
+    for path in (f"{output}.bin", f"{output}.idx"):
+        if os.path.isdir(path) or (os.path.exists(path) and not overwrite):
+            raise UserError(f"{path} exists; choose another --output-prefix or --overwrite it")
+
+
+def _inspect(prefix: str) -> Part:
+    from megatron.training.dataset_checks import inspect_index
+
+    summary = inspect_index(prefix)
+    with open(prefix + ".idx", "rb") as stream:
+        code = HEADER.unpack(stream.read(HEADER.size))[2]
+    return Part(
+        prefix=prefix,
+        dtype_code=code,
+        dtype_size=numpy.dtype(summary.dtype).itemsize,
+        sequences=summary.sequences,
+        documents=summary.documents,
+        tokens=summary.tokens,
+    )
+
+
+def _write(output: str, parts: Sequence[Part]) -> None:
+    """Both files under temporary names first; a reader needs both, and the .idx comes last."""
+    temporary = {suffix: temporary_name(output + suffix) for suffix in (".bin", ".idx")}
+    os.makedirs(os.path.dirname(output) or ".", exist_ok=True)
+    try:
+        _join_data(temporary[".bin"], parts)
+        write_index(
+            temporary[".idx"],
+            IndexContent(
+                dtype_code=parts[0].dtype_code,
+                dtype_size=parts[0].dtype_size,
+                sequences=sum(part.sequences for part in parts),
+                documents=sum(part.documents for part in parts),
+                lengths=partial(_lengths, parts),
+                boundaries=_boundaries(parts),
+            ),
+        )
+        with suppress(FileNotFoundError):
+            os.remove(output + ".idx")
+        for suffix in (".bin", ".idx"):
+            os.replace(temporary[suffix], output + suffix)
+    finally:
+        for path in temporary.values():
+            with suppress(OSError):
+                os.remove(path)
+
+
+def _join_data(path: str, parts: Sequence[Part]) -> None:
+    total = sum(part.tokens * part.dtype_size for part in parts)
+    with ExitStack() as stack:
+        target = stack.enter_context(open(path, "wb"))
+        bar = stack.enter_context(
+            tqdm(total=total, unit="B", unit_scale=True, desc="joining", disable=None)
+        )
+        for part in parts:
+            left = part.tokens * part.dtype_size
+            with open(part.prefix + ".bin", "rb") as source:
+                while left:
+                    # Exactly what the index speaks of, or all that follows would be displaced.
+                    piece = source.read(min(_COPY_BYTES, left))
+                    if not piece:
+                        raise UserError(f"{part.prefix}.bin became shorter while it was read")
+                    target.write(piece)
+                    left -= len(piece)
+                    bar.update(len(piece))
+        target.flush()
+        os.fsync(target.fileno())
+
+
+def _lengths(parts: Sequence[Part]) -> Iterator[numpy.ndarray]:
+    for part in parts:
+        yield from blocks_of_file(part.index, numpy.int32, offset=HEADER.size, count=part.sequences)
+
+
+def _boundaries(parts: Sequence[Part]) -> Iterator[numpy.ndarray]:
+    before = 0
+    for part in parts:
+        # Behind the lengths and offsets of the sequences, and the zero that every list begins with.
+        offset = HEADER.size + 12 * part.sequences + 8
+        for block in blocks_of_file(part.index, numpy.int64, offset=offset, count=part.documents):
+            yield block + before
+        before += part.sequences
+
+
+if __name__ == "__main__":
+    sys.exit(main())
