@@ -8,6 +8,7 @@ rails each.
 from __future__ import annotations
 
 import os
+from multiprocessing import forkserver
 from pathlib import Path
 
 import pytest
@@ -15,13 +16,28 @@ import pytest
 from tests.rdma.rails import Rail, rails_of
 
 HERE = Path(__file__).parent
+NEEDED = "HETERO_TEST_RAILS"
+# What every process that a test starts would else import for itself. The last is most of a start.
+PRELOADED = [
+    "tests.hetero.transport.contract",
+    "megatron.training.session",
+    "megatron.core.tokenizers.text",
+]
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Begin the imports, which take a minute here, while pytest still collects."""
+    only_smoke = all("test_smoke" in argument for argument in session.config.args)
+    if NEEDED in os.environ and not only_smoke:
+        forkserver.set_forkserver_preload(PRELOADED)
+        forkserver.ensure_running()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     ours = [item for item in items if HERE in item.path.parents]
     for item in ours:
         item.add_marker(pytest.mark.rdma)
-        if "HETERO_TEST_RAILS" not in os.environ:
+        if NEEDED not in os.environ:
             item.add_marker(
                 pytest.mark.skip(reason="needs emulated RDMA devices: `make test-rdma` has them")
             )
@@ -29,4 +45,4 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def rails() -> list[Rail]:
-    return rails_of(os.environ["HETERO_TEST_RAILS"])
+    return rails_of(os.environ[NEEDED])

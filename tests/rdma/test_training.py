@@ -59,8 +59,6 @@ def train(folder: Path, *, by_rank: Sequence[Sequence[str]]) -> Run:
     metrics, report = folder / "metrics.jsonl", folder / "report.json"
     written = ["--metrics-file", str(metrics), "--hetero-report", str(report)]
     context = multiprocessing.get_context("forkserver")
-    # Importing takes most of a run's time here, so it is done once for all processes.
-    context.set_forkserver_preload(["megatron.training.session", "megatron.core.tokenizers.text"])
     port = free_port()
     logs = [folder / f"rank{rank}.log" for rank in range(2)]
     processes = [
