@@ -21,6 +21,7 @@ from hetero.plan import Mesh, Plan
 from hetero.transport.base import Link
 from hetero.transport.names import PATHS
 from hetero.transport.paths import ChannelOptions
+from hetero.transport.verbs.available import no_rdma
 
 _SMALL, _LARGE = 4 << 10, 16 << 20
 _PING_PONGS = 50
@@ -89,6 +90,8 @@ def measure_paths(end: End) -> list[PathResult]:
         end.store.set("passed over", json.dumps([text.partition(":")[0] for text in passed_over]))
     end.store.wait(["passed over"], timedelta(seconds=_TIMEOUT))
     hopeless = json.loads(end.store.get("passed over"))
+    if _either_lacks_rdma(end):
+        hopeless += ["verbs", "verbs-host"]
     ways: list[_Way] = []
     for path in PATHS:
         if path in hopeless:
@@ -98,6 +101,14 @@ def measure_paths(end: End) -> list[PathResult]:
         if chosen.error or chosen.path != f"auto: {path}":
             ways.append(_Way(path, path, every))
     return [chosen, *(_measure(end, way)[0] for way in ways)]
+
+
+def _either_lacks_rdma(end: End) -> bool:
+    """`auto` says nothing of paths that are slower than the one it took."""
+    end.store.set(f"lacks rdma {end.number}", json.dumps(no_rdma() is not None))
+    keys = [f"lacks rdma {number}" for number in (0, 1)]
+    end.store.wait(keys, timedelta(seconds=_TIMEOUT))
+    return any(json.loads(end.store.get(key)) for key in keys)
 
 
 def _measure(end: End, way: _Way) -> tuple[PathResult, tuple[str, ...]]:

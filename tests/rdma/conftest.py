@@ -17,7 +17,7 @@ from tests.rdma.rails import Rail, rails_of
 
 HERE = Path(__file__).parent
 NEEDED = "HETERO_TEST_RAILS"
-# What every process that a test starts would else import for itself. The last is most of a start.
+# What every process that a test starts would else import for itself, the last most slowly.
 PRELOADED = [
     "tests.hetero.transport.contract",
     "megatron.training.session",
