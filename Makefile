@@ -35,7 +35,7 @@ test-all: lint
 # RDMA between emulated NICs, in an emulated machine that is booted for it and ended after RDMA_MINUTES. It
 # needs root on Debian; anywhere else it says that it was skipped.
 test-rdma: setup
-	$(BIN)/python -m tests.rdma.machine.boot --minutes $(RDMA_MINUTES)
+	$(BIN)/python -m tests.rdma.machine.boot --minutes $(RDMA_MINUTES) $(RDMA_FLAGS)
 
 clean:
 	rm -rf $(VENV) runs .cache
