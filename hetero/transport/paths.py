@@ -15,9 +15,10 @@ from hetero.transport.chunked import ChunkedLink, RingShape
 from hetero.transport.handshake import Meeting, exchange
 from hetero.transport.ordered.opening import RingMemory, open_ordered
 from hetero.transport.same_host import host_identity
-from hetero.transport.shm import open_shm
+from hetero.transport.shm import ShmEnds, open_shm
 from hetero.transport.tcp import TcpPaths, open_tcp
 from hetero.transport.verbs.available import no_rdma
+from hetero.transport.verbs.ends import VerbsEnds
 from hetero.transport.verbs.opening import DEVICE, HOST, VerbsOptions, open_verbs
 
 _CHUNK_BYTES = 2 << 20
@@ -161,15 +162,7 @@ def _open_ordered(
 
 def _open_shm(meeting: Meeting, *, options: ChannelOptions, device: torch.device) -> Link:
     ends = open_shm(meeting, shape=options.shape, runtime=runtime_for(device))
-    return ChunkedLink(
-        meeting.description,
-        transport="shm",
-        send_end=ends.send,
-        recv_end=ends.recv,
-        device=device,
-        checksum=options.checksum,
-        on_close=ends.close,
-    )
+    return _over_rings("shm", ends, meeting, options=options, device=device)
 
 
 def _open_verbs(
@@ -187,6 +180,17 @@ def _open_verbs(
             address=options.addresses[0],
         ),
     )
+    return _over_rings(path, ends, meeting, options=options, device=device)
+
+
+def _over_rings(
+    path: str,
+    ends: ShmEnds | VerbsEnds,
+    meeting: Meeting,
+    *,
+    options: ChannelOptions,
+    device: torch.device,
+) -> Link:
     return ChunkedLink(
         meeting.description,
         transport=path,

@@ -133,14 +133,7 @@ def open_verbs_link(
     Emulated NICs join the two processes over Unix sockets. Otherwise the NICs are real ones or
     Soft-RoCE's, named by HETERO_TEST_RAILS: those of rank 0, a slash, those of rank 1.
     """
-    count = store.add(f"opened by {description.rank}", 1)
-    meeting = Meeting(
-        store=store,
-        description=description,
-        name=f"contract/{count}",
-        listens=description.rank == 0,
-        secret=b"contract",
-    )
+    meeting = _meeting(description, store)
     verbs = None
     rails = "a0,a1/b0,b1" if emulated else os.environ["HETERO_TEST_RAILS"]
     if emulated:
