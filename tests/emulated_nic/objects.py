@@ -69,6 +69,20 @@ ENUMS = Record(
 )
 """The numbers of verbs; a test compares them with pyverbs' own where that is installed."""
 
+_STATUSES = (
+    "IBV_WC_SUCCESS",
+    "IBV_WC_LOC_PROT_ERR",
+    "IBV_WC_WR_FLUSH_ERR",
+    "IBV_WC_REM_ACCESS_ERR",
+    "IBV_WC_RETRY_EXC_ERR",
+    "IBV_WC_RNR_RETRY_EXC_ERR",
+)
+
+
+def name_of_status(status: int) -> str:
+    """A completion's status as people know it."""
+    return next(name for name in _STATUSES if getattr(ENUMS, name) == status)
+
 
 class Closing:
     """Counted while open; closing twice is allowed."""
@@ -167,6 +181,18 @@ class PD(Closing):
         if begin < 0 or begin + nbytes > region.length:
             return None
         return region.address + begin
+
+    def misses(self, key: int, address: int, nbytes: int, access: int) -> str:
+        """Why `locate` found nothing: what was asked for, and all that is known here."""
+        known = [
+            f"key {number}: {region.length} bytes from {region.iova:#x} on (in memory "
+            f"{region.address:#x}), access {region.access}{'' if region.open else ', closed'}"
+            for number, region in self.regions.items()
+        ]
+        return (
+            f"no region has {nbytes} bytes at {address:#x} under key {key} with access {access}; "
+            f"known are {'; '.join(known) or 'none'}"
+        )
 
 
 class MR(Closing):

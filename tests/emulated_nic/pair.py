@@ -7,11 +7,22 @@ import socket
 import struct
 import threading
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 from tests.emulated_nic import memory
-from tests.emulated_nic.objects import CQ, ENUMS, PD, Closing, EmulatedError, Record, gid_of
+from tests.emulated_nic.objects import (
+    CQ,
+    ENUMS,
+    PD,
+    Closing,
+    EmulatedError,
+    Record,
+    gid_of,
+    name_of_status,
+)
+from tests.emulated_nic.report import report
 from tests.emulated_nic.world import Fault
 
 # opcode, whether there is an immediate, it, remote key, remote address, bytes that follow
@@ -37,9 +48,19 @@ class _Request:
     inline: bytes | None
     signaled: bool
 
+    def __str__(self) -> str:
+        return (
+            f"request {self.number} (opcode {self.opcode}, {self.nbytes} bytes from "
+            f"{self.source:#x} under key {self.lkey} to {self.target:#x} under key {self.rkey})"
+        )
+
 
 class QP(Closing):
-    """A reliable connection. One request is on the wire at a time."""
+    """A reliable connection. One request is on the wire at a time.
+
+    Stopping waits for what is being put into memory, so that nothing is written after; posting
+    never does.
+    """
 
     def __init__(self, domain: PD, attributes: Any) -> None:
         capacity = attributes.cap
@@ -55,7 +76,9 @@ class QP(Closing):
         self._capacity = capacity
         self._send_cq: CQ = attributes.scq
         self._recv_cq: CQ = attributes.rcq
-        self._lock = threading.RLock()
+        self._placing = threading.RLock()
+        """Held while a packet is put into memory; taken before `_lock`."""
+        self._lock = threading.Lock()
         self._receives = 0
         self._sends = 0
         self._unsignaled = 0
@@ -72,6 +95,9 @@ class QP(Closing):
         ]
         for thread in self._threads:
             thread.start()
+
+    def __str__(self) -> str:
+        return f"{self._device.name} (queue pair {self.qp_num}, peer {self._peer})"
 
     def _name(self, gid: str, number: int) -> str:
         return f"\0emulated-nic/{self.world.name}/{gid}/{number}"
@@ -103,14 +129,15 @@ class QP(Closing):
     def modify(self, attributes: Any, mask: int) -> None:
         assert mask == ENUMS.IBV_QP_STATE
         assert attributes.qp_state == ENUMS.IBV_QPS_ERR
-        self._stop()
+        self._stop("its owner asks for it")
 
-    def _stop(self) -> None:
+    def _stop(self, reason: str) -> None:
         """The error state: what was posted is flushed, nothing comes in any more."""
-        with self._lock:
+        with self._placing, self._lock:
             if self.state == ENUMS.IBV_QPS_ERR:
                 return
             self.state = ENUMS.IBV_QPS_ERR
+            self._tell(f"it goes into the error state and flushes its receives: {reason}")
             for _ in range(self._receives):
                 self._flush(self._recv_cq, 0)
             self._receives = 0
@@ -120,6 +147,9 @@ class QP(Closing):
             Record(status=ENUMS.IBV_WC_WR_FLUSH_ERR, opcode=0, wr_id=number, imm_data=0),
             lambda: None,
         )
+
+    def _tell(self, what: str) -> None:
+        report(str(self), what)
 
     # Posting.
 
@@ -150,7 +180,7 @@ class QP(Closing):
         inline = None
         if request.send_flags & ENUMS.IBV_SEND_INLINE:
             assert nbytes <= self._capacity.max_inline_data
-            inline = memory.read(element.addr, nbytes)
+            inline = memory.read(element.addr, nbytes, who=str(self))
         return _Request(
             number=request.wr_id,
             opcode=int(request.opcode),
@@ -181,19 +211,17 @@ class QP(Closing):
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             connection.connect(self._name(*self._peer))
-        except OSError:
+        except OSError as error:
+            self._tell(f"the peer cannot be reached ({error})")
             connection.close()
             return None
         return connection
 
     def _carry(self, connection: socket.socket | None, request: _Request) -> int:
         """Bring one request to the peer; how it completes."""
-        data = request.inline
+        data = request.inline if request.inline is not None else self._fetch(request)
         if data is None:
-            where = self._domain.locate(request.lkey, request.source, request.nbytes, 0)
-            if request.nbytes and where is None:
-                return int(ENUMS.IBV_WC_LOC_PROT_ERR)
-            data = memory.read(where, request.nbytes) if where is not None else b""
+            return int(ENUMS.IBV_WC_LOC_PROT_ERR)
         assert len(data) <= self._device.max_message
         has_imm = request.opcode != ENUMS.IBV_WR_RDMA_WRITE
         packet = _PACKET.pack(
@@ -203,25 +231,44 @@ class QP(Closing):
             if connection is not None and self._device.fault in (None, Fault.DEAF):
                 connection.settimeout(_SLICE)
                 self._send(connection, packet + data)
-                if (answer := self._answer(connection)) is not None:
+                if (answer := self._answer(connection, request)) is not None:
                     return answer
-        except OSError:
-            return self._fail_after_retries()
+        except OSError as error:
+            self._tell(f"the connection broke ({error}) under {request}")
         return self._fail_after_retries()
+
+    def _fetch(self, request: _Request) -> bytes | None:
+        """The bytes to send; None where the NIC may not or cannot read them."""
+        asked = (request.lkey, request.source, request.nbytes, 0)
+        where = self._domain.locate(*asked)
+        if where is None:
+            if not request.nbytes:
+                return b""
+            self._tell(f"it cannot read for {request}: {self._domain.misses(*asked)}")
+            return None
+        # Where reading fails, the memory tells why.
+        with suppress(RuntimeError):
+            return memory.read(where, request.nbytes, who=str(self))
+        return None
 
     def _send(self, connection: socket.socket, data: bytes) -> None:
         connection.settimeout(self.world.ack_seconds)
         connection.sendall(data)
         connection.settimeout(_SLICE)
 
-    def _answer(self, connection: socket.socket) -> int | None:
-        deadline = time.monotonic() + self.world.ack_seconds + 10 * self._device.delay
-        while self.open and time.monotonic() < deadline:
+    def _answer(self, connection: socket.socket, request: _Request) -> int | None:
+        patience = self.world.ack_seconds + 10 * self._device.delay
+        deadline = time.monotonic() + patience
+        while self.open and self.state != ENUMS.IBV_QPS_ERR:
+            if time.monotonic() > deadline:
+                self._tell(f"no answer within {patience:g} s to {request}")
+                return None
             try:
                 answer = connection.recv(_ANSWER.size)
             except TimeoutError:
                 continue
             if not answer:
+                self._tell(f"the peer closed its end under {request}")
                 return None
             if self._device.fault is not None:
                 return None
@@ -240,8 +287,6 @@ class QP(Closing):
     def _complete(self, request: _Request, status: int) -> None:
         self._unsignaled += 1
         failed = status != ENUMS.IBV_WC_SUCCESS
-        if failed:
-            self._stop()
         if not (request.signaled or failed):
             return
         freed, self._unsignaled = self._unsignaled, 0
@@ -256,6 +301,9 @@ class QP(Closing):
             Record(status=status, opcode=opcode, wr_id=request.number, imm_data=0),
             lambda: self._free(freed),
         )
+        if failed:
+            # Only now: the completion that says why comes before those that are flushed for it.
+            self._stop(f"{request} ended with {name_of_status(status)}")
 
     def _free(self, count: int) -> None:
         with self._lock:
@@ -300,28 +348,44 @@ class QP(Closing):
         self, opcode: int, imm: int | None, rkey: int, target: int, data: bytes
     ) -> int | None:
         """Put the bytes in place and complete a receive; the status to answer with, if any."""
-        with self._lock:
+        with self._placing:
             if self.state != ENUMS.IBV_QPS_RTS:
+                self._tell(f"it drops a packet of {len(data)} bytes in state {self.state}")
                 return None
-            if data:
-                allowed = int(ENUMS.IBV_ACCESS_REMOTE_WRITE)
-                where = self._domain.locate(rkey, target, len(data), allowed)
-                if where is None:
-                    self._stop()
-                    return int(ENUMS.IBV_WC_REM_ACCESS_ERR)
-                memory.write(where, data)
+            if data and not self._place(rkey, target, data):
+                return int(ENUMS.IBV_WC_REM_ACCESS_ERR)
             if imm is None:
                 return int(ENUMS.IBV_WC_SUCCESS)
+            return self._receive(opcode, imm)
+
+    def _place(self, rkey: int, target: int, data: bytes) -> bool:
+        """Whether the bytes could be put where the peer wants them; if not, this end stops."""
+        asked = (rkey, target, len(data), int(ENUMS.IBV_ACCESS_REMOTE_WRITE))
+        where = self._domain.locate(*asked)
+        if where is None:
+            self._stop(f"the peer may not write: {self._domain.misses(*asked)}")
+            return False
+        try:
+            memory.write(where, data, who=str(self))
+        except RuntimeError as error:
+            self._stop(f"what the peer writes cannot be put into memory ({error})")
+            return False
+        return True
+
+    def _receive(self, opcode: int, imm: int) -> int:
+        """Complete a receive that was posted; the status to answer with."""
+        with self._lock:
             if self._receives == 0:
+                self._tell(f"no receive is posted for the peer's message {imm:#x}")
                 return int(ENUMS.IBV_WC_RNR_RETRY_EXC_ERR)
             self._receives -= 1
-            is_send = opcode == ENUMS.IBV_WR_SEND_WITH_IMM
-            done = ENUMS.IBV_WC_RECV if is_send else ENUMS.IBV_WC_RECV_RDMA_WITH_IMM
-            self._recv_cq.add(
-                Record(status=ENUMS.IBV_WC_SUCCESS, opcode=done, wr_id=0, imm_data=imm),
-                lambda: None,
-            )
-            return int(ENUMS.IBV_WC_SUCCESS)
+        is_send = opcode == ENUMS.IBV_WR_SEND_WITH_IMM
+        done = ENUMS.IBV_WC_RECV if is_send else ENUMS.IBV_WC_RECV_RDMA_WITH_IMM
+        self._recv_cq.add(
+            Record(status=ENUMS.IBV_WC_SUCCESS, opcode=done, wr_id=0, imm_data=imm),
+            lambda: None,
+        )
+        return int(ENUMS.IBV_WC_SUCCESS)
 
     def _read(self, connection: socket.socket, count: int) -> bytes | None:
         data = bytearray()

@@ -76,7 +76,11 @@ class World:
     dmabufs: dict[int, int] = field(default_factory=dict)
     """Where each emulated dma-buf begins in memory, by the inode of its descriptor."""
     ack_seconds: float = 0.3
-    """How long a request is tried without an answer."""
+    """How long a request is tried without an answer; after as long again it has failed.
+
+    A real NIC answers whatever its host does. This one's answer waits for the peer process and for
+    the driver of the peer's GPU, so where no fault is to be met, give it all the time there is.
+    """
     open_objects: int = 0
     _numbers: itertools.count[int] = field(default_factory=lambda: itertools.count(1))
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -91,14 +95,15 @@ class World:
             self.open_objects += change
 
 
-def two_rails(name: str) -> World:
+def two_rails(name: str, *, ack_seconds: float = World.ack_seconds) -> World:
     """Devices a0, a1 of one host and b0, b1 of another."""
     devices = [
         Device(name=f"{side}{rail}", address=f"10.{rail + 1}.0.{host + 1}")
         for rail in range(2)
         for host, side in enumerate("ab")
     ]
-    return World(name=name, devices={device.name: device for device in devices})
+    by_name = {device.name: device for device in devices}
+    return World(name=name, devices=by_name, ack_seconds=ack_seconds)
 
 
 def wait_until(ready: Callable[[], bool], seconds: float = 20.0) -> None:

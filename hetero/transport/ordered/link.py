@@ -22,7 +22,7 @@ from hetero.device.ordered import OrderedDevice
 from hetero.errors import LinkError
 from hetero.transport.base import Link, LinkDescription, Work, require_contiguous, sendable
 from hetero.transport.header import Header, HeaderWriter, job_token
-from hetero.transport.ordered.ring import Allotment, Entry, ahead
+from hetero.transport.ordered.ring import COUNTER_MASK, Allotment, Entry, ahead
 from hetero.transport.ordered.transfer import Flow, OrderedEnds, OrderedTransfer
 
 _WATCH_SECONDS = 0.1
@@ -30,7 +30,6 @@ _IDLE_SECONDS = 1.0
 _JOIN_SECONDS = 5.0
 _SPIN_SECONDS = 500e-6
 _GRACE_SECONDS = 200e-6
-_MASK = 0xFFFFFFFF
 
 _libc = ctypes.CDLL(None)
 
@@ -68,10 +67,6 @@ class OrderedLink(Link):
             daemon=True,
         )
         self._thread.start()
-
-    @property
-    def broken(self) -> LinkError | None:
-        return self._broken
 
     def send(self, tensor: torch.Tensor) -> Work:
         self._require_open()
@@ -200,14 +195,16 @@ class OrderedLink(Link):
                 if placed is None:
                     return flow.count - before
                 place, freed = placed
-                freed &= _MASK
+                freed &= COUNTER_MASK
                 if ahead(freed, direction.consumed) > 0:
                     flow.awaited = freed
                     flow.stream.wait_value(direction.consumed_word, freed, aside=in_parts)
                 if nbytes:
                     flow.stream.copy(ring + place, transfer.address + transfer.offset, nbytes)
                 flow.count += 1
-                flow.stream.write_value(direction.produced_word, flow.count & _MASK, aside=in_parts)
+                flow.stream.write_value(
+                    direction.produced_word, flow.count & COUNTER_MASK, aside=in_parts
+                )
                 direction.post(
                     transfer.header,
                     offset=transfer.offset,
@@ -230,7 +227,7 @@ class OrderedLink(Link):
             self._verify(entry, transfer)
             in_parts = entry.nbytes < transfer.nbytes
             flow.count += 1
-            count = flow.count & _MASK
+            count = flow.count & COUNTER_MASK
             if ahead(count, direction.produced) > 0:
                 flow.awaited = count
                 flow.stream.wait_value(direction.produced_word, count, aside=in_parts)
@@ -385,7 +382,7 @@ class OrderedLink(Link):
             bell = self._ends.mine.doorbell
             with self._lock:
                 self._enqueue()
-            taken = ahead(self._ends.outgoing.consumed, self._out.count & _MASK) >= 0
+            taken = ahead(self._ends.outgoing.consumed, self._out.count & COUNTER_MASK) >= 0
             if (taken and not self._out.waiting) or self._ends.theirs.is_closed:
                 return
             if self._ends.peer_has_gone() or self._ends.theirs.fault is not None:

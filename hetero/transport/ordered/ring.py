@@ -27,7 +27,8 @@ from hetero.transport.same_host import PAGE, SharedMemory
 ENTRIES = 256
 _ALIGNMENT = 512
 _RECORD = struct.Struct(f"<{HEADER_BYTES}sQQQ")
-_MASK = 0xFFFFFFFF
+COUNTER_MASK = 0xFFFFFFFF
+"""Counters are words of 32 bits: they count round."""
 
 # The control segment: a part for each end, then a part for each direction.
 _DOORBELL, _CLOSED, _FAULT = 0, 64, 128
@@ -40,7 +41,7 @@ CONTROL_BYTES = -(-(2 * _SIDE_BYTES + 2 * _DIRECTION_BYTES) // PAGE) * PAGE
 
 def ahead(newer: int, older: int) -> int:
     """How far one wrapping 32-bit counter is ahead of another; negative when it is behind."""
-    return ((newer - older + 0x80000000) & _MASK) - 0x80000000
+    return ((newer - older + 0x80000000) & COUNTER_MASK) - 0x80000000
 
 
 class Entry(NamedTuple):
@@ -91,22 +92,22 @@ class Direction:
         """Publish an entry; `count` entries have been posted with it."""
         where = self._records + (count - 1) % ENTRIES * _RECORD.size
         _RECORD.pack_into(self._bytes, where, header, offset, nbytes, place)
-        self._words[self._posted] = count & _MASK
+        self._words[self._posted] = count & COUNTER_MASK
 
     def entry(self, number: int) -> Entry:
         where = self._records + number % ENTRIES * _RECORD.size
         return Entry(*_RECORD.unpack_from(self._bytes, where))
 
     def retire(self, count: int) -> None:
-        self._words[self._retired] = count & _MASK
+        self._words[self._retired] = count & COUNTER_MASK
 
     def release_receiver(self, value: int) -> None:
         """Let a stream that waits for `produced` go on. Only for a link that has failed."""
-        self._words[self._produced] = value & _MASK
+        self._words[self._produced] = value & COUNTER_MASK
 
     def release_sender(self, value: int) -> None:
         """Let a stream that waits for `consumed` go on. Only for a link that has failed."""
-        self._words[self._consumed] = value & _MASK
+        self._words[self._consumed] = value & COUNTER_MASK
 
 
 class EndState:

@@ -140,7 +140,8 @@ def open_verbs_link(
         mine = {"world": uuid.uuid4().hex}
         theirs = exchange(meeting, "world", mine)
         chosen = mine if meeting.listens else theirs
-        verbs = emulated_nic(two_rails(chosen["world"]))
+        # No NIC is at fault here: only the other process or its GPU's driver can be late.
+        verbs = emulated_nic(two_rails(chosen["world"], ack_seconds=PATIENCE))
     runtime = runtime_for(device)
     ends = open_verbs(
         meeting,
@@ -150,6 +151,7 @@ def open_verbs_link(
         options=VerbsOptions(
             memory="host" if device.type == "cpu" else "device",
             nics=tuple(rails.split("/")[description.rank].split(",")),
+            stall_seconds=PATIENCE if emulated else None,
         ),
         verbs=verbs,
     )
@@ -350,6 +352,7 @@ def _live(
 ) -> None:
     """One process: its process group, its side, the scenario, and an end without ceremony."""
     code = 0
+    side = None
     try:
         side = _side(transport, rank, store_path, timeout, options)
         if opened:
@@ -359,6 +362,9 @@ def _live(
     except Exception as error:
         result.send((None, f"{type(error).__name__}: {error}\n{traceback.format_exc()}"))
         code = 1
+        if side is not None:
+            # The other side may have ended well, and would wait to the end of its patience.
+            side.say(f"end/{rank}")
     result.close()
     os._exit(code)
 

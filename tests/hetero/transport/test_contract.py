@@ -203,7 +203,7 @@ def lazy_views(side: Side) -> dict[str, bool]:
 
 
 def test_a_lazily_conjugated_source_arrives_as_its_values(transport: Transport) -> None:
-    _, arrived = values(run_pair(lazy_views, transport, timeout=SHORT))
+    _, arrived = values(run_pair(lazy_views, transport))
     assert arrived == {"conjugated": True, "negated": True}
 
 
