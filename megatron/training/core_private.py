@@ -8,7 +8,7 @@ that the plan built. Checked against the one version it was written for.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import metadata
@@ -19,11 +19,14 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
+from megatron.core.fusions import fused_bias_swiglu
+from megatron.core.models.common.embeddings import rope_utils
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.grad_scaler import DynamicGradScaler
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params, MegatronOptimizer
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel import get_cuda_rng_tracker
+from megatron.core.tensor_parallel import get_cuda_rng_tracker, layers
+from megatron.core.transformer import attention
 
 from hetero.errors import UserError
 from hetero.groups import Groups
@@ -216,7 +219,8 @@ def set_optimizer_state(
     if step is None:
         return
     if isinstance(shard.inner, torch.optim.Adam | torch.optim.AdamW):
-        kept["step"] = torch.tensor(float(step), dtype=torch.float32)
+        on_device = shard.main.device if _group_of(shard).get("fused") else "cpu"
+        kept["step"] = torch.tensor(float(step), dtype=torch.float32, device=on_device)
     else:
         _group_of(shard)["step"] = step
 
@@ -227,6 +231,24 @@ def _group_of(shard: OptimizerShard) -> dict[str, Any]:
             found: dict[str, Any] = group
             return found
     raise RuntimeError("an optimizer does not know a tensor that it updates")
+
+
+def provide_weight_gradient(kernels: object) -> None:
+    """Give megatron-core's linear layers what they look for in apex's extension."""
+    layers.fused_weight_gradient_mlp_cuda = kernels
+    layers._grad_accum_fusion_available = True
+
+
+def provide_rotary(rotate: Callable[..., Any], split_and_rotate: Callable[..., Any]) -> None:
+    """Give megatron-core's attention what it looks for in TransformerEngine."""
+    rope_utils.fused_apply_rotary_pos_emb = rotate
+    attention.apply_fused_qkv_rotary_pos_emb = split_and_rotate
+    attention.HAVE_FUSED_QKV_ROPE = True
+
+
+def provide_swiglu(function: object) -> None:
+    """Exchange the autograd function behind megatron-core's fused SwiGLU without bias."""
+    fused_bias_swiglu.SwiGLUFunction = function
 
 
 def gather_parameters(chunks: Iterable[DistributedDataParallel]) -> None:

@@ -1,7 +1,7 @@
 """A checkpoint's whole model in one process, and the text that it writes.
 
-Any layout will do: a checkpoint's tensors are those of the whole model. There is no cache of keys
-and values, so every token costs a pass over all before it.
+Any layout will do: a checkpoint's tensors are those of the whole model. Keys and values of the
+tokens before are kept, as long as the text is not longer than the model's positions go.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import tensor_parallel
+from megatron.core.inference.contexts import StaticInferenceContext
 from megatron.core.models.gpt.gpt_model import GPTModel
 
 from hetero.errors import UserError
@@ -26,9 +27,11 @@ from megatron.training.checkpoint.names import EMBEDDING, stored_name
 from megatron.training.checkpoint.reader import CheckpointReader
 from megatron.training.core_private import clear_groups, group_collection, register_groups
 from megatron.training.cpu_shim import cpu_shim
-from megatron.training.model import _build_chunk, transformer_config
+from megatron.training.model import build_chunk, transformer_config
 
 _MINUTE = timedelta(minutes=1)
+_SMALLEST_CACHE = 256
+"""Tokens that the first cache of keys and values has room for."""
 # What one process without gradients does differently from the run that wrote the checkpoint.
 _LONE_PROCESS: Mapping[str, Any] = {
     "tensor_model_parallel_size": 1,
@@ -79,7 +82,7 @@ def whole_model(
     args.padded_vocab_size = reader.shape(EMBEDDING)[0]
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     with cpu_shim(), torch.inference_mode(), _lone_groups(args.num_layers) as (plan, collection):
-        model = _build_chunk(
+        model = build_chunk(
             args,
             transformer_config(args, plan, device),
             plan=plan,
@@ -128,6 +131,42 @@ def next_logits(model: GPTModel, tokens: Sequence[int]) -> torch.Tensor:
     return logits[0].float()
 
 
+class CachedLogits:
+    """The logits after the last token of a text that grows, without a second pass over the rest."""
+
+    def __init__(self, model: GPTModel) -> None:
+        self._model = model
+        self._seen = self._capacity = 0
+        self._context: StaticInferenceContext | None = None
+
+    def after(self, tokens: Sequence[int]) -> torch.Tensor:
+        """float32 logits of every row of the vocabulary; `tokens` begin with those of before."""
+        if self._context is None or len(tokens) > self._capacity:
+            # Room for as much again, so that few of the passes begin anew.
+            self._capacity = max(_SMALLEST_CACHE, 2 * len(tokens))
+            self._context, self._seen = StaticInferenceContext(1, self._capacity), 0
+        device = next(self._model.parameters()).device
+        ids = torch.tensor([list(tokens[self._seen :])], device=device)
+        positions = torch.arange(self._seen, len(tokens), device=device)[None]
+        self._context.sequence_len_offset = self._seen
+        logits: torch.Tensor = self._model(
+            ids,
+            positions,
+            self._mask(len(tokens), device),
+            inference_context=self._context,
+            runtime_gather_output=True,
+        )
+        self._seen = len(tokens)
+        return logits[0, -1].float()
+
+    def _mask(self, total: int, device: torch.device) -> torch.Tensor | None:
+        """True where attention is forbidden; a first pass is causal, which needs no mask."""
+        if self._seen == 0:
+            return None
+        mask = torch.ones(total - self._seen, total, dtype=torch.bool, device=device)
+        return mask.triu(1 + self._seen)[None, None]
+
+
 def generate(
     model: GPTModel,
     prompt: Sequence[int],
@@ -139,15 +178,17 @@ def generate(
 ) -> Iterator[int]:
     """Token after token, without end, of ids below `vocabulary`.
 
-    The model sees the `longest` last tokens, which is as far as its positions go.
+    The model sees the `longest` last tokens, which is as far as its positions go. Beyond, every
+    token costs a pass over all of them: with each the positions of the others move.
     """
     if not prompt:
         raise UserError("the prompt has no tokens; give at least one word")
     generator = torch.Generator().manual_seed(seed)
-    tokens = list(prompt)
+    tokens, cached = list(prompt), CachedLogits(model)
     while True:
-        logits = next_logits(model, tokens[-longest:])[-1, :vocabulary]
-        chosen = choose(logits.cpu(), sampling, generator)
+        fits = len(tokens) <= longest
+        logits = cached.after(tokens) if fits else next_logits(model, tokens[-longest:])[-1]
+        chosen = choose(logits[:vocabulary].cpu(), sampling, generator)
         tokens.append(chosen)
         yield chosen
 

@@ -28,6 +28,7 @@ from hetero.groups import Groups
 from hetero.plan import Coordinate, Plan
 from megatron.training import weights
 from megatron.training.core_private import group_collection
+from megatron.training.kernels import Kernels, adapt, choose, model_class, use
 from megatron.training.layers import SdpaAttention, norm_class
 
 
@@ -41,6 +42,8 @@ class StageModel:
     first_layers: tuple[int, ...]
     has_tied_copy: bool
     """Whether an output layer of this rank is a second copy of the embedding."""
+    kernels: Kernels
+    """The fused kernels it computes with."""
 
     def named_parameters(self) -> list[tuple[str, torch.nn.Parameter]]:
         """Every parameter of this rank under its name in the whole model."""
@@ -177,7 +180,7 @@ def layer_spec(
     return TransformerBlockSubmodules(layer_specs=[spec] * layers, layer_norm=norm)
 
 
-def _build_chunk(
+def build_chunk(
     args: argparse.Namespace,
     config: TransformerConfig,
     *,
@@ -185,10 +188,13 @@ def _build_chunk(
     coordinate: Coordinate,
     chunk: int,
     groups: ProcessGroupCollection,
+    kernels: Kernels | None = None,
 ) -> GPTModel:
+    """One chunk of a rank's model, its weights not drawn yet."""
+    kernels = kernels or Kernels()
     is_first = coordinate.stage == 0 and chunk == 0
     is_last = coordinate.stage == plan.stages - 1 and chunk == plan.chunks - 1
-    return GPTModel(
+    built = model_class(kernels)(
         config=config,
         transformer_layer_spec=layer_spec(args, config, plan.layers[coordinate.stage][chunk]),
         vocab_size=args.padded_vocab_size,
@@ -206,6 +212,8 @@ def _build_chunk(
         pg_collection=groups,
         vp_stage=chunk if plan.chunks > 1 else None,
     )
+    adapt(built, kernels)
+    return built
 
 
 def initial_weights(args: argparse.Namespace) -> weights.InitialWeights:
@@ -248,9 +256,23 @@ def build_model(
     coordinate = plan.coordinate(rank)
     collection = group_collection(groups)
     config = transformer_config(args, plan, device)
+    kernels = use(
+        choose(args, device),
+        config,
+        device=device,
+        grad_dtype=torch.float32
+        if args.accumulate_allreduce_grads_in_fp32
+        else torch_dtype(args.params_dtype),
+    )
     bare = [
-        _build_chunk(
-            args, config, plan=plan, coordinate=coordinate, chunk=chunk, groups=collection
+        build_chunk(
+            args,
+            config,
+            plan=plan,
+            coordinate=coordinate,
+            chunk=chunk,
+            groups=collection,
+            kernels=kernels,
         ).to(device)
         for chunk in range(plan.chunks)
     ]
@@ -284,6 +306,7 @@ def build_model(
         groups=collection,
         first_layers=first_layers,
         has_tied_copy=not args.untie_embeddings_and_output_weights and plan.stages > 1,
+        kernels=kernels,
     )
 
 

@@ -21,6 +21,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from hetero.plan import Plan
 from megatron.training.arguments.checks.training import samples_after
+from megatron.training.fused import adam
 from megatron.training.model import StageModel, torch_dtype
 
 
@@ -120,6 +121,9 @@ class TrainingOptimizer:
             use_gloo_process_groups=False,
             pg_collection=model.groups,
         )
+        for part in self.inner.chained_optimizers:
+            if isinstance(part.optimizer, torch.optim.Optimizer):
+                adam.fuse(part.optimizer)
         model.config.grad_scale_func = self.inner.scale_loss
         self._statistics = statistics
         self._device = device

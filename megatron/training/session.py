@@ -61,6 +61,8 @@ def _run(job: Job, stack: ExitStack, stop_signal: StopSignal | None) -> None:
     stack.callback(recorder.close)
     rows = stage_rows(job, model)
     print_overview(job, rows, console)
+    if job.device.type == "cuda":
+        console.line(f"fused kernels: {model.kernels.names()}")
     if args.eval_iters and not _is_enough(job, job.datasets.sizes.valid):
         console.line(
             "no evaluation: the validation split is too small for one step over all ranks; give "

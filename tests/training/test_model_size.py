@@ -39,7 +39,7 @@ def _built(flags: str, monkeypatch: pytest.MonkeyPatch) -> tuple[int, int]:
     with cpu_shim():
         config = model.transformer_config(args, plan, torch.device("cpu"))
         config.use_cpu_initialization = True
-        chunk = model._build_chunk(
+        chunk = model.build_chunk(
             args, config, plan=plan, coordinate=plan.coordinate(0), chunk=0, groups=groups
         )
     counted = sum(parameter.numel() for parameter in chunk.parameters())

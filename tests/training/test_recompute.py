@@ -46,7 +46,7 @@ def _build(args: Namespace) -> torch.nn.Module:
     register_groups(groups, plan, 0)
     config = model.transformer_config(args, plan, torch.device("cpu"))
     config.use_cpu_initialization = True
-    chunk = model._build_chunk(
+    chunk = model.build_chunk(
         args,
         config,
         plan=plan,

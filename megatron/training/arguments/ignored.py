@@ -102,8 +102,6 @@ WITHOUT_EFFECT: dict[str, str] = {
     "--disable-gloo-process-groups": "groups that cross vendors are gloo, others are not",
     "--no-persist-layer-norm": "the persistent norm kernel is not used",
     "--no-masked-softmax-fusion": "scores never leave the attention kernel",
-    "--no-rope-fusion": "queries and keys are rotated with plain tensor operations",
-    "--no-gradient-accumulation-fusion": "it needs apex's kernel, which is not used",
     "--local-rank": _LAUNCHER,
     "--local_rank": _LAUNCHER,
     "--no-initialization": "weights are always drawn, by parameter name",

@@ -16,7 +16,7 @@ from unittest import mock
 import torch
 
 from hetero.plan import Plan
-from megatron.training import model, tokenizer
+from megatron.training import kernels, model, tokenizer
 from megatron.training.data import (
     chunk_iterators,
     dataset_config,
@@ -46,13 +46,18 @@ def gpt(args: Namespace) -> dict[str, Any]:
     args.padded_vocab_size = tokenizer.embedding_rows(args, 100)
     plan = _plan(args)
     with (
-        mock.patch.object(model, "GPTModel") as built,
+        mock.patch.object(model, "model_class") as chosen,
         mock.patch.object(model, "layer_spec"),
     ):
-        model._build_chunk(
+        model.build_chunk(
             args, None, plan=plan, coordinate=plan.coordinate(0), chunk=0, groups=None
         )
-    return dict(built.call_args.kwargs)
+    return dict(chosen.return_value.call_args.kwargs)
+
+
+def fused_kernels(args: Namespace) -> dict[str, Any]:
+    """The kernels of a run on a GPU."""
+    return dataclasses.asdict(kernels.choose(args, torch.device("cuda")))
 
 
 def ddp(args: Namespace) -> dict[str, Any]:

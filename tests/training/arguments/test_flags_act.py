@@ -119,6 +119,8 @@ ROWS = [
         False,
         base="--swiglu",
     ),
+    Row("--no-rope-fusion", "", see.fused_kernels, "rotary", False, base=ROPE),
+    Row("--no-gradient-accumulation-fusion", "", see.fused_kernels, "weight_gradient", False),
     Row("--no-bias-dropout-fusion", "", see.transformer, "bias_dropout_fusion", False),
     Row("--disable-bias-linear", "", see.transformer, "add_bias_linear", False),
     Row("--add-qkv-bias", "", see.transformer, "add_qkv_bias", True, base="--disable-bias-linear"),

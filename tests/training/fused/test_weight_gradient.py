@@ -1,0 +1,33 @@
+"""Products add weight gradients to their buffers, where torch can do it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron.training.fused.weight_gradient import ProductsIntoGradients, can_add_products
+
+
+def test_a_product_is_added_to_a_buffer_of_its_own_type() -> None:
+    input_tk, grad_output_tn = torch.randn(5, 3), torch.randn(5, 4)
+    main_grad = torch.ones(4, 3)
+    ProductsIntoGradients.wgrad_gemm_accum_fp32(input_tk, grad_output_tn, main_grad)
+    torch.testing.assert_close(main_grad, 1 + grad_output_tn.t() @ input_tk)
+
+
+def test_no_gpu_no_product_of_mixed_types() -> None:
+    types = {"input_dtype": torch.bfloat16, "grad_dtype": torch.float32}
+    assert not can_add_products(torch.device("cpu"), **types)
+
+
+@pytest.mark.gpu
+def test_half_precision_products_are_added_in_float32() -> None:
+    device = torch.device("cuda")
+    types = {"input_dtype": torch.bfloat16, "grad_dtype": torch.float32}
+    assert can_add_products(device, **types)
+    input_tk = torch.randn(64, 32, device=device, dtype=torch.bfloat16)
+    grad_output_tn = torch.randn(64, 16, device=device, dtype=torch.bfloat16)
+    main_grad = torch.full((16, 32), 1e4, device=device)
+    ProductsIntoGradients.wgrad_gemm_accum_fp32(input_tk, grad_output_tn, main_grad)
+    exact = 1e4 + grad_output_tn.double().t() @ input_tk.double()
+    torch.testing.assert_close(main_grad.double(), exact, rtol=0, atol=2e-3)

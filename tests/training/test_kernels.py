@@ -1,0 +1,80 @@
+"""Which fused kernels a run uses follows from its flags and its device."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.training import kernels
+from megatron.training.kernels import Kernels, choose
+
+GPU = torch.device("cuda")
+
+
+@pytest.fixture(autouse=True)
+def liger_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels.swiglu, "is_available", lambda: True)
+
+
+def flags(**changed: Any) -> argparse.Namespace:
+    """Those of a LLaMA with everything fused."""
+    return argparse.Namespace(
+        **{
+            "transformer_impl": "local",
+            "apply_rope_fusion": True,
+            "rotary_interleaved": False,
+            "group_query_attention": True,
+            "num_query_groups": 8,
+            "num_attention_heads": 32,
+            "tensor_model_parallel_size": 1,
+            "qk_layernorm": False,
+            "swiglu": True,
+            "bias_swiglu_fusion": True,
+            "add_bias_linear": False,
+            "cross_entropy_loss_fusion": True,
+            "gradient_accumulation_fusion": True,
+        }
+        | changed
+    )
+
+
+def test_a_llama_on_a_gpu_uses_all() -> None:
+    assert choose(flags(), GPU) == Kernels(True, True, True, True, True)
+
+
+def test_a_cpu_uses_none() -> None:
+    assert choose(flags(), torch.device("cpu")) == Kernels()
+    assert Kernels().names() == "none"
+
+
+@pytest.mark.parametrize(
+    ("changed", "kernel"),
+    [
+        ({"gradient_accumulation_fusion": False}, "weight_gradient"),
+        ({"apply_rope_fusion": False}, "rotary"),
+        ({"rotary_interleaved": True}, "rotary"),
+        ({"qk_layernorm": True}, "split_rotary"),
+        ({"num_query_groups": 2, "tensor_model_parallel_size": 4}, "split_rotary"),
+        ({"bias_swiglu_fusion": False}, "swiglu"),
+        ({"add_bias_linear": True}, "swiglu"),
+        ({"swiglu": False}, "swiglu"),
+        ({"cross_entropy_loss_fusion": False}, "cross_entropy"),
+        ({"tensor_model_parallel_size": 2}, "cross_entropy"),
+        ({"transformer_impl": "transformer_engine"}, "rotary"),
+    ],
+    ids=str,
+)
+def test_a_flag_leaves_one_out(changed: dict[str, Any], kernel: str) -> None:
+    assert not getattr(choose(flags(**changed), GPU), kernel)
+
+
+def test_swiglu_needs_liger_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels.swiglu, "is_available", lambda: False)
+    assert not choose(flags(), GPU).swiglu
+
+
+def test_the_log_names_what_is_used() -> None:
+    assert Kernels(weight_gradient=True, swiglu=True).names() == "weight gradient, swiglu"
