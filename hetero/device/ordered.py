@@ -164,11 +164,11 @@ class GpuOrderedDevice(OrderedDevice):
         self._driver = driver or driver_for(device)
         self.index = torch.cuda.current_device() if device.index is None else device.index
 
-    def can_order(self) -> bool:
-        """Whether streams of this device can wait on words of host memory; tried if in doubt."""
-        return self._driver.can_wait_on_stream(self.index) or (
-            probe_stream_values(self._driver, self.index) is None
-        )
+    def why_unordered(self) -> str | None:
+        """Why this device's streams cannot wait on words of host memory; tried if in doubt."""
+        if self._driver.can_wait_on_stream(self.index):
+            return None
+        return probe_stream_values(self._driver, self.index)
 
     def identity(self) -> dict[str, str]:
         """What two ends compare to see whether they can open each other's memory."""

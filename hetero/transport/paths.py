@@ -22,6 +22,7 @@ from hetero.transport.verbs.ends import VerbsEnds
 from hetero.transport.verbs.opening import DEVICE, HOST, VerbsOptions, open_verbs
 
 _CHUNK_BYTES = 2 << 20
+_ON_CPU = "the tensors are on a CPU"
 _ORDERED_CHUNK_BYTES = 4 << 20
 
 
@@ -62,19 +63,22 @@ class Situation:
     host: dict[str, Any]
     gpu: dict[str, str] | None
     """Vendor and identity of its GPU; None for CPU tensors."""
-    ordered: bool
-    """Whether its device's streams can wait on words of memory, and nothing else is asked for."""
+    unordered: str | None
+    """Why its streams cannot wait on words of memory, or may not; None if they can."""
     no_rdma: str | None
     """Why it cannot use RDMA; None if it can."""
 
     @classmethod
     def here(cls, *, device: torch.device, options: ChannelOptions) -> Situation:
         if device.type == "cpu":
-            return cls(host_identity(), gpu=None, ordered=False, no_rdma=no_rdma())
+            return cls(host_identity(), gpu=None, unordered=_ON_CPU, no_rdma=no_rdma())
         gpu = GpuOrderedDevice(device)
-        # A checksum is taken by the CPU, which sees no bytes when streams order themselves.
-        ordered = not options.checksum and gpu.can_order()
-        return cls(host_identity(), gpu=gpu.identity(), ordered=ordered, no_rdma=no_rdma())
+        unordered = (
+            "--hetero-checksum needs the CPU to see every byte"
+            if options.checksum
+            else gpu.why_unordered()
+        )
+        return cls(host_identity(), gpu=gpu.identity(), unordered=unordered, no_rdma=no_rdma())
 
 
 @dataclass(frozen=True)
@@ -96,7 +100,7 @@ class Pair:
 
     @property
     def order_themselves(self) -> bool:
-        return self.share_memory and self.here.ordered and self.there.ordered
+        return self.share_memory and self.here.unordered is None and self.there.unordered is None
 
     def obstacle(self, path: str) -> str | None:
         """Why a path need not even be tried."""
@@ -106,14 +110,10 @@ class Pair:
             return self.here.no_rdma or self.there.no_rdma
         if path == "ipc":
             if self.here.gpu is None or self.there.gpu is None:
-                return "it joins GPUs, and the tensors are on a CPU"
+                return f"it joins GPUs, and {_ON_CPU}"
             if self.here.gpu["vendor"] != self.there.gpu["vendor"]:
                 return "the two GPUs are of different vendors"
-            if not self.order_themselves:
-                return (
-                    "--hetero-checksum needs the CPU to see every byte, or a GPU's streams cannot "
-                    "wait on memory"
-                )
+            return self.here.unordered or self.there.unordered
         return None
 
 

@@ -62,6 +62,8 @@ class Transport:
     device: str = "cpu"
     has_header: bool = True
     """Without one, both ends are trusted to agree on what is sent."""
+    has_deadlines: bool = True
+    """Without them, a wait that lasts too long ends the process."""
 
     def __str__(self) -> str:
         return f"{self.name}-{self.device}"
@@ -186,7 +188,7 @@ def open_nccl(description: LinkDescription, store: dist.Store, device: torch.dev
 TRANSPORTS = (
     Transport("gloo", open_gloo),
     Transport("gloo", open_gloo, device="cuda"),
-    Transport("nccl", open_nccl, device="cuda", has_header=False),
+    Transport("nccl", open_nccl, device="cuda", has_header=False, has_deadlines=False),
     Transport("shm", functools.partial(open_channel, "shm")),
     Transport("shm", functools.partial(open_channel, "shm"), device="cuda"),
     Transport("shm-streams-emulated", functools.partial(open_emulated_streams, "host")),

@@ -14,9 +14,9 @@ from hetero.transport.paths import ChannelOptions, Pair, Situation, open_path
 from tests.hetero.transport.test_handshake import both, meeting
 
 HOST = {"boot": "a", "network": "n", "futex": True}
-NVIDIA = Situation(HOST, gpu={"vendor": "nvidia", "uuid": "1"}, ordered=True, no_rdma=None)
-AMD = Situation(HOST, gpu={"vendor": "amd", "uuid": "2"}, ordered=True, no_rdma=None)
-CPU = Situation(HOST, gpu=None, ordered=False, no_rdma="it has no RDMA device")
+NVIDIA = Situation(HOST, gpu={"vendor": "nvidia", "uuid": "1"}, unordered=None, no_rdma=None)
+AMD = Situation(HOST, gpu={"vendor": "amd", "uuid": "2"}, unordered=None, no_rdma=None)
+CPU = Situation(HOST, gpu=None, unordered="it is a CPU", no_rdma="it has no RDMA device")
 
 
 def elsewhere(situation: Situation) -> Situation:
@@ -37,7 +37,7 @@ def test_two_gpus_of_one_kind_in_one_host_may_use_every_path() -> None:
         (NVIDIA, CPU, "ipc", "on a CPU"),
         (NVIDIA, CPU, "verbs", "no RDMA device"),
         (CPU, NVIDIA, "verbs-host", "no RDMA device"),
-        (NVIDIA, replace(NVIDIA, ordered=False), "ipc", "--hetero-checksum"),
+        (NVIDIA, replace(NVIDIA, unordered="streams do not wait"), "ipc", "streams do not wait"),
     ],
 )
 def test_what_stands_in_the_way_is_said_alike_at_both_ends(
@@ -54,7 +54,7 @@ def test_two_vendors_in_one_host_share_memory_and_order_their_streams() -> None:
 
 
 def test_streams_order_themselves_only_if_both_can() -> None:
-    assert not Pair(NVIDIA, replace(AMD, ordered=False)).order_themselves
+    assert not Pair(NVIDIA, replace(AMD, unordered="streams do not wait")).order_themselves
     assert not Pair(NVIDIA, CPU).order_themselves
 
 
