@@ -3,8 +3,11 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+GPU_DRIVER := $(or $(wildcard /proc/driver/nvidia),$(wildcard /dev/kfd))
 # A machine without an NVIDIA or AMD driver gets the CPU build of torch.
-CONSTRAINTS := $(if $(or $(wildcard /proc/driver/nvidia),$(wildcard /dev/kfd)),,-c constraints-cpu.txt)
+CONSTRAINTS := $(if $(GPU_DRIVER),,-c constraints-cpu.txt)
+COMMA := ,
+EXTRAS := dev,hf$(if $(GPU_DRIVER),$(COMMA)gpu)
 TEXT ?=
 RDMA_MINUTES ?= 10
 
@@ -15,7 +18,7 @@ setup: $(STAMP)
 $(STAMP): requirements.txt constraints-cpu.txt pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(CONSTRAINTS) "setuptools>=70.1"
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(CONSTRAINTS) --no-build-isolation -e ".[dev,hf]"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(CONSTRAINTS) --no-build-isolation -e ".[$(EXTRAS)]"
 	touch $(STAMP)
 
 demo: setup

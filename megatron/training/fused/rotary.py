@@ -56,7 +56,8 @@ class _Rotation(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return _turned(grads[0], *ctx.saved_tensors, True), None, None
+        cos, sin = ctx.saved_tensors
+        return _turned(grads[0], cos, sin, True), None, None
 
 
 class _SplitRotation(torch.autograd.Function):
