@@ -1,0 +1,161 @@
+"""The curves of one run, read from the file that `--metrics-file` wrote."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hetero.errors import UserError
+
+Floats = NDArray[np.float64]
+Integers = NDArray[np.int64]
+
+_LARGEST_ITERATION = 2**53
+
+
+@dataclass(frozen=True, eq=False)
+class Curve:
+    """What one run wrote of its iterations, in ascending order; float64 as in the file.
+
+    A number that the file lacks or calls null is NaN.
+    """
+
+    name: str
+    """The file, as it was given."""
+    iteration: Integers
+    loss: Floats
+    grad_norm: Floats
+    """Before clipping."""
+    learning_rate: Floats
+    weight_decay: Floats
+    batch_size: Floats
+    """Samples of the global batch."""
+    consumed_tokens: Floats
+    skipped: NDArray[np.bool_]
+    simulated: bool
+    """Some rank played a vendor that it was not."""
+    notes: tuple[str, ...] = ()
+    """What was peculiar about the file."""
+
+    def __len__(self) -> int:
+        return len(self.iteration)
+
+    def at(self, positions: Integers) -> Curve:
+        """The curve of some of its iterations alone."""
+        columns: dict[str, Any] = {
+            field.name: getattr(self, field.name)[positions]
+            for field in fields(self)
+            if isinstance(getattr(self, field.name), np.ndarray)
+        }
+        return replace(self, **columns)
+
+
+def read_curve(path: str) -> Curve:
+    """Read a metrics file.
+
+    Where the iteration goes back, a run was resumed from a checkpoint: the iterations that it
+    computed again replace what was written of them before, and of later ones. A last line that was
+    cut off, as a killed run leaves it, is left out. Both are said in the notes. Raises UserError
+    for anything else that is no metrics file.
+    """
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        raise UserError(
+            f"{path} cannot be read ({error.strerror}); name a file that --metrics-file wrote"
+        ) from error
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path} is no text; name a file that --metrics-file wrote") from error
+    notes: list[str] = []
+    rows = _without_rewritten(_rows(path, text, notes), path, notes)
+    if not rows:
+        raise UserError(f"{path} holds no iteration; name the metrics file of a run that trained")
+    return Curve(
+        name=path,
+        iteration=np.array([row["iteration"] for row in rows], dtype=np.int64),
+        loss=_column(rows, "loss"),
+        grad_norm=_column(rows, "grad_norm"),
+        learning_rate=_column(rows, "learning_rate"),
+        weight_decay=_column(rows, "weight_decay"),
+        batch_size=_column(rows, "batch_size"),
+        consumed_tokens=_column(rows, "consumed_tokens"),
+        skipped=np.array([row.get("skipped") is True for row in rows], dtype=np.bool_),
+        simulated=any(row.get("simulated") is True for row in rows),
+        notes=tuple(notes),
+    )
+
+
+def _rows(path: str, text: str, notes: list[str]) -> list[dict[str, Any]]:
+    lines = text.split("\n")
+    rows = []
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            # Every whole line ends with a newline, so only the last element can be a piece.
+            if number == len(lines):
+                notes.append(f"{path}: line {number} is cut off and left out")
+                continue
+            raise UserError(
+                f"{path}, line {number}, is not JSON; name a file that --metrics-file wrote"
+            ) from error
+        _check_row(row, f"{path}, line {number},")
+        rows.append(row)
+    return rows
+
+
+_NUMBERS = ("loss", "grad_norm", "learning_rate", "weight_decay", "batch_size", "consumed_tokens")
+
+
+def _check_row(row: Any, where: str) -> None:
+    if not isinstance(row, dict) or "iteration" not in row or "loss" not in row:
+        raise UserError(
+            f"{where} is no object with an iteration and a loss; name a file that --metrics-file "
+            "wrote"
+        )
+    iteration = row["iteration"]
+    if type(iteration) is not int or not 0 <= iteration < _LARGEST_ITERATION:
+        raise UserError(f"{where} has the iteration {iteration!r}, which is no whole number")
+    for name in _NUMBERS:
+        value = row.get(name)
+        if value is not None and type(value) not in (int, float):
+            raise UserError(f"{where} has the {name} {value!r}, which is no number")
+
+
+def _without_rewritten(
+    rows: list[dict[str, Any]], path: str, notes: list[str]
+) -> list[dict[str, Any]]:
+    kept: list[dict[str, Any]] = []
+    for row in rows:
+        if kept and row["iteration"] <= kept[-1]["iteration"]:
+            last = kept[-1]["iteration"]
+            while kept and kept[-1]["iteration"] >= row["iteration"]:
+                kept.pop()
+            notes.append(
+                f"{path}: the run went back from iteration {last} to {row['iteration']}, as one "
+                "that is resumed does; what it wrote again counts"
+            )
+        kept.append(row)
+    return kept
+
+
+def _column(rows: Iterable[dict[str, Any]], name: str) -> Floats:
+    return np.array([_number(row.get(name)) for row in rows], dtype=np.float64)
+
+
+def _number(value: int | float | None) -> float:
+    if value is None:
+        return math.nan
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf

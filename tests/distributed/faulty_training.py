@@ -1,0 +1,91 @@
+"""pretrain_gpt.py with a fault that its flags and its files do not tell, named by FAULT.
+
+A script of its own, started in the place of pretrain_gpt.py.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from megatron.core.datasets.gpt_dataset import GPTDataset
+
+from megatron.training.optimizer import TrainingOptimizer
+from megatron.training.pretrain import pretrain
+
+
+def learning_rate(factor: float) -> Callable[[TrainingOptimizer], None]:
+    """Updates by a multiple of the rate that the schedule gives and the files tell."""
+
+    def spoil(optimizer: TrainingOptimizer) -> None:
+        step = optimizer.inner.step_with_ready_grads
+
+        def spoilt_step() -> bool:
+            groups = optimizer.inner.param_groups
+            told = [group["lr"] for group in groups]
+            for group in groups:
+                group["lr"] *= factor
+            updated = step()
+            for group, rate in zip(groups, told, strict=True):
+                group["lr"] = rate
+            return bool(updated)
+
+        optimizer.inner.step_with_ready_grads = spoilt_step
+
+    return spoil
+
+
+def last_stage_gradients(factor: float) -> Callable[[TrainingOptimizer], None]:
+    """Gradients of the last of two stages, a multiple of the right ones."""
+
+    def spoil(optimizer: TrainingOptimizer) -> None:
+        if os.environ["RANK"] != "1":
+            return
+        prepare = optimizer.inner.prepare_grads
+
+        def spoilt_prepare() -> bool:
+            for chained in optimizer.inner.chained_optimizers:
+                for parameter in chained.get_parameters():
+                    parameter.main_grad.mul_(factor)
+            return bool(prepare())
+
+        optimizer.inner.prepare_grads = spoilt_prepare
+
+    return spoil
+
+
+def after_building(spoil: Callable[[TrainingOptimizer], None]) -> None:
+    build = TrainingOptimizer.__init__
+
+    def spoilt_build(self: TrainingOptimizer, *args: Any, **keywords: Any) -> None:
+        build(self, *args, **keywords)
+        spoil(self)
+
+    TrainingOptimizer.__init__ = spoilt_build  # type: ignore[method-assign]
+
+
+def sample_order(choose: Callable[[int], int]) -> None:
+    """Every sample replaced by the one that `choose` names."""
+    get = GPTDataset.__getitem__
+
+    def chosen(self: GPTDataset, number: int | None) -> Any:
+        return get(self, None if number is None else choose(number))
+
+    GPTDataset.__getitem__ = chosen
+
+
+FAULTS: dict[str, Callable[[], None]] = {
+    "learning rate 10 % too high": lambda: after_building(learning_rate(1.1)),
+    "learning rate 10 % too low": lambda: after_building(learning_rate(0.9)),
+    "gradients of one stage doubled": lambda: after_building(last_stage_gradients(2.0)),
+    "gradients of one stage halved": lambda: after_building(last_stage_gradients(0.5)),
+    "gradients of one stage lost": lambda: after_building(last_stage_gradients(0.0)),
+    "64 samples again and again": lambda: sample_order(lambda number: number % 64),
+    "two samples of eight, four times": lambda: sample_order(lambda n: n - n % 8 + n % 2),
+}
+
+if __name__ == "__main__":
+    FAULTS[os.environ["FAULT"]]()
+    sys.exit(pretrain())

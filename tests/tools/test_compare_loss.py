@@ -1,0 +1,147 @@
+"""What `tools/compare_loss.py` promises, seen from outside."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from hetero.parity.curves import Curve
+from tests.hetero.parity.simulated_runs import Fault, simulated_run, with_loss
+from tools.compare_loss import main
+
+TOOL = Path(__file__).parents[2] / "tools" / "compare_loss.py"
+
+NUMBERS = ("loss", "grad_norm", "learning_rate", "weight_decay", "batch_size", "consumed_tokens")
+
+
+def metrics_file(path: Path, curve: Curve) -> str:
+    rows = []
+    for position, iteration in enumerate(curve.iteration.tolist()):
+        numbers = {name: float(getattr(curve, name)[position]) for name in NUMBERS}
+        finite = {name: value if np.isfinite(value) else None for name, value in numbers.items()}
+        skipped = bool(curve.skipped[position])
+        rows.append({"iteration": iteration, **finite, "skipped": skipped})
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory) -> dict[str, str]:
+    folder = tmp_path_factory.mktemp("metrics")
+    runs = {f"seed{seed}": simulated_run(seed, iterations=300) for seed in (1, 2, 3)}
+    runs["right"] = simulated_run(1, iterations=300, rounding=1e-3)
+    runs["wrong"] = simulated_run(1, iterations=300, fault=Fault(rate=1.1))
+    runs["short"] = runs["right"].at(np.arange(200))
+    runs["diverged"] = with_loss(runs["right"], 250, np.nan)
+    runs["larger"] = replace(runs["right"], batch_size=runs["right"].batch_size * 2)
+    return {name: metrics_file(folder / f"{name}.jsonl", run) for name, run in runs.items()}
+
+
+@pytest.fixture
+def run(files, tmp_path, capsys):
+    """Runs the tool on the files that words name; gives exit code, stdout and stderr."""
+
+    def call(command: str) -> tuple[int, str, str]:
+        words = [files.get(word, word) for word in command.split()]
+        try:
+            code = main([*words, "--out", str(tmp_path / "out")])
+        except SystemExit as ended:
+            code = int(ended.code or 0)
+        printed = capsys.readouterr()
+        return code, printed.out, printed.err
+
+    return call
+
+
+def test_a_right_run_passes_with_exit_code_0(files, tmp_path):
+    command = [sys.executable, str(TOOL), files["seed1"], files["right"]]
+    command += ["--seeds", files["seed2"], files["seed3"], "--out", str(tmp_path)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert ended.stdout.splitlines()[-1] == "pass"
+    assert json.loads((tmp_path / "compare_loss.json").read_text())["passed"] is True
+
+
+def test_a_wrong_run_fails_with_exit_code_1_and_the_results_are_written(run, files, tmp_path):
+    code, out, err = run("seed1 right wrong --seeds seed2 seed3")
+    assert (code, err) == (1, "")
+    assert out.splitlines()[-1] == f"FAIL: {files['wrong']}"
+    record = json.loads((tmp_path / "out" / "compare_loss.json").read_text())
+    assert [candidate["passed"] for candidate in record["candidates"]] == [True, False]
+
+
+def test_a_run_that_diverged_fails(run):
+    code, out, _ = run("seed1 diverged")
+    assert code == 1
+    assert "the loss of iteration 251 is NaN, infinite or missing" in out
+
+
+def test_bits_are_compared_on_request(run):
+    assert run("seed1 seed1 --identical")[0] == 0
+    code, out, _ = run("seed1 right --identical")
+    assert code == 1
+    assert "iterations that differ" in out
+    assert run("seed1 seed1 --criteria identical")[0] == 0
+
+
+def test_a_pass_without_the_envelope_says_so_at_the_top_and_at_the_end(run):
+    code, out, _ = run("seed1 right")
+    assert code == 0
+    assert "NO ENVELOPE" in out
+    assert out.splitlines()[-1] == "pass, without envelope, grad-norm-envelope"
+
+
+def test_named_criteria_replace_the_default_ones(run):
+    code, out, _ = run("seed1 wrong --criteria grad-norm-envelope=0.5 --seeds seed2 seed3")
+    assert code == 0
+    assert "final-relative" not in out
+    assert run("seed1 right --criteria final-relative=1e-9")[0] == 1
+
+
+def test_the_first_steps_and_the_range_can_be_chosen(run):
+    assert run("seed1 wrong --criteria first-steps --first 2")[0] == 0
+    assert run("seed1 wrong --criteria first-steps --first 100")[0] == 1
+    code, out, _ = run("seed1 short --to-iteration 200 --from-iteration 101 --smooth 50")
+    assert code == 0
+    assert "over 100 iterations (101 to 200), smoothed over 50" in out
+
+
+@pytest.mark.parametrize(
+    ("command", "says"),
+    [
+        ("seed1 absent", "absent cannot be read (No such file or directory)"),
+        ("seed1 {tool}", "line 1, is not JSON"),
+        ("seed1 short", "give --to-iteration 200 to compare what both have"),
+        ("seed1 right --from-iteration 301", "has no iteration from 301"),
+        ("seed1 larger", "has a global batch of 16 at iteration 1 and"),
+        ("seed1 right --seeds seed2", "needs 3 homogeneous runs"),
+        ("seed1 right --criteria envelope", "needs 3 homogeneous runs"),
+        ("seed1 right --seeds seed2 seed2", "hold the same numbers"),
+        ("seed1 right --criteria smoothly", "there is no 'smoothly'; choose from identical"),
+        ("seed1 right --criteria final-relative final-relative=1", "names final-relative twice"),
+        ("seed1 right --criteria final-relative --identical", "give one of the two"),
+        ("seed1 right --same-seed --other-seed", "not allowed with argument"),
+        ("seed1 right --smooth 0", "'0' is no whole number above 0"),
+        ("seed1 right --smooth 301", "--smooth 301 is more than the 300 iterations"),
+        ("seed1", "the following arguments are required: candidate"),
+    ],
+)
+def test_bad_input_is_one_sentence_and_exit_code_2_and_nothing_is_written(
+    run, tmp_path, command, says
+):
+    code, out, err = run(command.format(tool=TOOL))
+    assert (code, out) == (2, "")
+    assert says in err
+    assert err.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_file_as_the_folder_for_results_is_refused(files, tmp_path, capsys):
+    assert main([files["seed1"], files["right"], "--out", str(TOOL)]) == 2
+    assert "is a file; name a folder" in capsys.readouterr().err
