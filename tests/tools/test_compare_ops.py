@@ -1,0 +1,116 @@
+"""tools/compare_ops.py from the command line, on this machine's device."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from hetero.parity.operators import dump as dumps
+from hetero.parity.operators.sample import Sample
+from tools.compare_ops import main
+
+PRESETS = Path(__file__).resolve().parents[2] / "examples" / "presets"
+TINY = ["--yaml-cfg", str(PRESETS / "tiny.yaml"), "--padded-vocab-size", "512"]
+
+
+@pytest.fixture(autouse=True)
+def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def _changed(path: Path, name: str, factor: float) -> None:
+    """Let a dump say that one tensor was computed otherwise."""
+    dump = dumps.read(path)
+    sample = dump.samples[name]
+    values = (sample.values.float() * factor).to(sample.dtype)
+    samples = dump.samples | {name: Sample(values, sample.shape, sample.rms, sample.not_finite)}
+    dumps.write(dumps.Dump(dump.header, samples), path)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_check_compares_this_device_with_float64(dtype, capsys) -> None:
+    assert main(["check", "--dtype", dtype, *TINY]) == 0
+    text = capsys.readouterr().out
+    assert "against the float64 reference" in text
+    assert text.endswith("All 16 operators agree within rounding, forward and backward.\n")
+
+
+def test_dumps_travel_between_machines_as_files(tmp_path, capsys) -> None:
+    """Two runs of one machine stand for two machines here."""
+    here, there, exact = (str(tmp_path / name) for name in ("here", "there", "exact"))
+    assert main(["run", "--out", here, "--sample", "1000", *TINY]) == 0
+    assert "16 operators" in capsys.readouterr().out
+    assert main(["run", "--out", there, "--sample", "1000", *TINY]) == 0
+    assert main(["run", "--out", exact, "--sample", "1000", "--device", "reference", *TINY]) == 0
+    assert main(["compare", here, there]) == 0
+    assert main(["compare", here, exact]) == 0
+    _changed(Path(there), "isolated/layers.0.linear_fc1/output", 1.01)
+    assert main(["compare", here, there]) == 1
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.startswith("The first operator that diverges is layers.0.linear_fc1, forward")
+    assert "a wrong scale" in last
+
+
+def test_a_dump_is_small_and_knows_where_it_was_made(tmp_path) -> None:
+    path = tmp_path / "dump"
+    assert main(["run", "--out", str(path), "--sample", "100", *TINY]) == 0
+    header = dumps.read(path).header
+    assert (header.dtype, header.torch) == ("bfloat16", torch.__version__)
+    assert header.flags["hidden_size"] == 64
+    assert path.stat().st_size < 300_000
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["check", "--hiden-size", "64"], "--hiden-size"),
+        (["check", "--dtype", "int8"], "--dtype"),
+        (["check", *TINY, "--hidden-size", "65"], "hidden"),
+        (["check", "--yaml-cfg", "absent.yaml"], "absent.yaml"),
+        (["run", *TINY], "--out"),
+        (["run", "--out", "absent/folder/dump", *TINY], "there is no folder absent/folder"),
+        (["compare", "absent"], "required"),
+        (["compare", "absent", "absent"], "absent is no file"),
+        (["compare", "a", "b", "--dtype", "bf16"], "compare takes two files and no --dtype"),
+        ([], "COMMAND"),
+    ],
+)
+def test_bad_input_is_one_sentence_and_exit_code_2(words, sentence, capsys) -> None:
+    try:
+        code = main(words)
+    except SystemExit as error:
+        code = int(error.code or 0)
+    captured = capsys.readouterr()
+    assert code == 2
+    assert captured.err.startswith("error: ")
+    assert captured.err.count("\n") == 1
+    assert sentence in captured.err
+
+
+def test_dumps_of_different_models_are_refused(tmp_path, capsys) -> None:
+    one, two = str(tmp_path / "one"), str(tmp_path / "two")
+    assert main(["run", "--out", one, "--sample", "10", *TINY]) == 0
+    assert main(["run", "--out", two, "--sample", "10", *TINY, "--norm-epsilon", "1e-6"]) == 0
+    assert main(["compare", one, two]) == 2
+    assert "layernorm_epsilon is 1e-05 in one and 1e-06" in capsys.readouterr().err
+
+
+GPU_SHAPES = {
+    "tiny": TINY,
+    "llama 8b": [
+        *["--yaml-cfg", str(PRESETS / "llama3.1_8b.yaml"), "--seq-length", "1024"],
+        *["--padded-vocab-size", "32768"],
+    ],
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(600)
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="NOT CHECKED: no GPU on this machine")
+@pytest.mark.parametrize("shape", GPU_SHAPES)
+def test_every_operator_of_a_gpu_agrees_with_float64(shape, capsys) -> None:
+    code = main(["check", "--device", "cuda", "--dtype", "bf16", *GPU_SHAPES[shape]])
+    assert code == 0, capsys.readouterr().out
