@@ -78,8 +78,8 @@ def _to_megatron(args: argparse.Namespace) -> str:
     done = to_megatron(args.source, args.target, divisible_by=args.make_vocab_size_divisible_by)
     tokenizer = "" if done.has_tokenizer else "; it had no tokenizer, so name one"
     return (
-        f"{done.parameters:,} parameters written to {done.folder}; train from them with "
-        f"--load {args.target} --use-checkpoint-args --padded-vocab-size {done.rows}{tokenizer}"
+        f"{done.parameters:,} parameters, with {done.rows:,} rows of vocabulary, written to "
+        f"{done.folder}; train from them with --load {args.target} --use-checkpoint-args{tokenizer}"
     )
 
 

@@ -14,15 +14,17 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
-import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-ENTRY = Path(__file__).resolve().parent.parent / "pretrain_gpt.py"
+if not __package__:  # Run as a script, where only tools/ itself would be importable.
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from examples.quickstart.processes import StepFailure
+from tools.runs import SIMULATED, Launch, homogeneous_flags, mixed_flags, run_to_end
 
 
 @dataclass(frozen=True)
@@ -51,31 +53,14 @@ class Comparison:
     """Tokens per second over the homogeneous run's."""
 
 
-class RunFailed(RuntimeError):
-    """A training run did not end well; the text holds the end of its log."""
-
-
-def torchrun(flags: Sequence[str], *, nproc: int, log: Path, environ: dict[str, str]) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += [f"--nproc-per-node={nproc}", str(ENTRY), *flags]
-    with log.open("w") as stream:
-        code = subprocess.run(
-            command, stdout=stream, stderr=subprocess.STDOUT, env=os.environ | environ, check=False
-        ).returncode
-    if code:
-        tail = "\n".join(log.read_text(errors="replace").splitlines()[-20:])
-        raise RunFailed(f"the run failed with exit code {code}; the end of {log}:\n{tail}")
-
-
 def run_once(
-    name: str, flags: Sequence[str], *, nproc: int, out: Path, environ: dict[str, str]
+    name: str, flags: Sequence[str], *, nproc: int, out: Path, environ: Mapping[str, str]
 ) -> RunResult:
     """Train once and read back what the run wrote."""
-    metrics, report = out / f"{name}.metrics.jsonl", out / f"{name}.report.json"
-    written = ["--metrics-file", str(metrics), "--hetero-report", str(report)]
-    torchrun([*flags, *written], nproc=nproc, log=out / f"{name}.log", environ=environ)
-    rows = [json.loads(line) for line in metrics.read_text().splitlines()]
-    summary = json.loads(report.read_text())
+    finished = run_to_end(
+        Launch(name=name, flags=tuple(flags), nproc=nproc, folder=out, environ=environ)
+    )
+    rows, summary = finished.iterations, finished.report
     # The first iterations pay for compilation and for buffers.
     steady = rows[min(3, len(rows) - 1) :]
     return RunResult(
@@ -105,28 +90,28 @@ def prove(options: argparse.Namespace) -> list[Comparison]:
     out = Path(options.out)
     out.mkdir(parents=True, exist_ok=True)
     stages = sum(options.sizes)
-    layout = []
-    if options.layers:
-        parts = "|".join("t" * count for count in options.layers)
-        layout = ["--pipeline-model-parallel-layout", f"E{parts}L"]
     baseline = run_once(
         "homogeneous",
-        [*options.flags, "--pipeline-model-parallel-size", str(stages), *layout],
+        [*options.flags, *homogeneous_flags(stages=stages, layers=options.layers)],
         nproc=options.nproc,
         out=out,
         environ={},
     )
-    hetero = ["--hetero-pipeline", "--hetero-vendors", *options.vendors]
-    hetero += ["--hetero-pipeline-sizes", *map(str, options.sizes)]
-    if options.layers:
-        hetero += ["--hetero-pipeline-layers", *map(str, options.layers)]
     runs = [
         run_once(
             f"mixed-{transport}",
-            [*options.flags, *hetero, "--hetero-transport", transport],
+            [
+                *options.flags,
+                *mixed_flags(
+                    vendors=options.vendors,
+                    sizes=options.sizes,
+                    layers=options.layers,
+                    transport=transport,
+                ),
+            ],
             nproc=options.nproc,
             out=out,
-            environ={"HETERO_VENDOR": "plan"},
+            environ=SIMULATED,
         )
         for transport in options.transports
     ]
@@ -175,7 +160,7 @@ def parse_options(argv: Sequence[str] | None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     try:
         comparisons = prove(parse_options(argv))
-    except RunFailed as error:
+    except StepFailure as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     same = all(c.losses_identical and c.weights_identical for c in comparisons)

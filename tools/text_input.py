@@ -8,17 +8,19 @@ from __future__ import annotations
 
 import glob
 import gzip
+import importlib.util
 import io
 import json
 import os
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
-
-import zstandard
+from typing import TYPE_CHECKING, Any
 
 from hetero.errors import UserError
+
+if TYPE_CHECKING:
+    import zstandard
 
 FORMATS = ("auto", "text", "jsonl")
 TEXT_DOCUMENTS = ("blank-line", "line", "file")
@@ -110,6 +112,8 @@ class InputFile:
         self._offset = self._line = 0
         stem, extension = os.path.splitext(path)
         self._compression = _COMPRESSIONS.get(extension.lower())
+        if self._compression == "zstd":
+            _require_zstandard(path)
         self._stem = path if self._compression is None else stem
         self.format = self._guess_format() if format == "auto" else format
 
@@ -166,7 +170,7 @@ class InputFile:
                     self._offset += len(line)
                     self._line += 1
                     yield line.removeprefix(_UTF8_MARK) if self._line == 1 else line
-        except (gzip.BadGzipFile, EOFError, zlib.error, zstandard.ZstdError) as error:
+        except (gzip.BadGzipFile, EOFError, zlib.error) as error:
             raise UserError(
                 f"{self.path} is a damaged {self._compression} file ({error}); copy it again"
             ) from error
@@ -194,15 +198,27 @@ class InputFile:
             return "text"
 
 
+def _require_zstandard(path: str) -> None:
+    """Refuse a zstd file at once where the package that reads it, which few need, is missing."""
+    if importlib.util.find_spec("zstandard") is None:
+        raise UserError(
+            f"{path} is a zstd file and the package zstandard is not installed; "
+            "run: pip install zstandard"
+        )
+
+
 class _ZstdText(io.RawIOBase):
-    """What a zstd file holds, frame after frame.
+    """What a zstd file holds, frame after frame; a damaged one raises EOFError.
 
     zstandard's own reader ends in silence where a file was cut short, and so loses text; a frame
     that is decoded by itself tells whether it is whole.
     """
 
     def __init__(self, raw: io.FileIO) -> None:
+        import zstandard
+
         self._compressed = io.BufferedReader(raw, _BUFFER_BYTES)
+        self._damage = zstandard.ZstdError
         self._decompressor = zstandard.ZstdDecompressor(max_window_size=_ZSTD_LARGEST_WINDOW)
         self._frame: zstandard.ZstdDecompressionObj | None = None
         self._ahead = b""
@@ -229,7 +245,10 @@ class _ZstdText(io.RawIOBase):
             return False
         if self._frame is None:
             self._frame = self._decompressor.decompressobj()
-        self._text = memoryview(self._frame.decompress(piece))
+        try:
+            self._text = memoryview(self._frame.decompress(piece))
+        except self._damage as error:
+            raise EOFError(str(error)) from error
         self._ahead = b""
         if self._frame.eof:
             self._ahead = self._frame.unused_data

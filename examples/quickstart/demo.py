@@ -1,4 +1,4 @@
-"""Train a small LLaMA across two vendors and on one, and compare: `make demo`.
+"""Train a small LLaMA across two vendors and on one, compare, and let it write: `make demo`.
 
     python examples/quickstart/demo.py [--text FILE] [--out runs/demo] [--iterations 120]
 
@@ -83,22 +83,22 @@ def _demo(args: argparse.Namespace) -> int:
         with Progress(2 * args.iterations) as progress:
             data = _prepare(source, out, progress)
             folder = out.resolve()
-            hetero, transport = _train(
-                steps.hetero_run(data, folder / "hetero", args.iterations),
-                args.iterations,
-                progress,
-            )
+            mixed = steps.hetero_run(data, folder / "hetero", args.iterations)
+            hetero, transport = _train(mixed, args.iterations, progress)
             homogeneous, _ = _train(
                 steps.homogeneous_run(data, folder / "homogeneous", args.iterations),
                 args.iterations,
                 progress,
             )
+            progress.announce("completing a prompt")
+            completion = steps.complete_prompt(mixed, source.prompt)
         comparison = outcome.compare(
             hetero,
             homogeneous,
             transport=transport,
             source=source,
             data=data,
+            completion=completion,
             seconds=time.monotonic() - began,
         )
         write_html(comparison, out / "report.html")
@@ -183,7 +183,14 @@ def _train(run: steps.Run, iterations: int, progress: Progress) -> tuple[RunReco
 def _conclude(comparison: Comparison, out: Path, seconds: float) -> None:
     print()
     print(outcome.summary(comparison))
+    print(_printable(outcome.completion_text(comparison)))
     print(f"report: {out / 'report.html'} and {out / 'report.json'} ({seconds:.0f} s)")
+
+
+def _printable(text: str) -> str:
+    """What the terminal has letters for."""
+    encoding = sys.stdout.encoding or "utf-8"
+    return text.encode(encoding, "replace").decode(encoding)
 
 
 class Progress:

@@ -7,6 +7,7 @@ import os
 import platform
 from importlib import metadata
 from pathlib import Path
+from textwrap import indent
 from typing import Any
 
 from examples.quickstart import steps
@@ -23,6 +24,7 @@ from hetero.observe.units import size_text
 
 TITLES = {"hetero": " + ".join(steps.VENDORS), "homogeneous": "homogeneous"}
 
+_PROMPT, _COMPLETION = "prompt", "completion"
 _BYTES_OF_ACTIVATION = 4
 """The runs compute in fp32, as CPUs do well."""
 _TRANSPORT_WORDS = {"shm": "CPU forwarding, through shared host memory"}
@@ -88,6 +90,7 @@ def compare(
     transport: str,
     source: SourceText,
     data: steps.Data,
+    completion: str,
     seconds: float,
 ) -> Comparison:
     return Comparison(
@@ -97,7 +100,11 @@ def compare(
         transport=transport,
         transport_description=_TRANSPORT_WORDS.get(transport, "see docs/"),
         expected_link_bytes=expected_link_bytes(len(hetero.loss)),
-        facts=_facts(hetero, source, data),
+        facts=(
+            *_facts(hetero, source, data),
+            (_PROMPT, source.prompt),
+            (_COMPLETION, completion),
+        ),
         versions=_versions(),
         seconds=seconds,
     )
@@ -183,6 +190,15 @@ def summary(comparison: Comparison) -> str:
             "simulated: this machine's CPU played both vendors; no NVIDIA and no AMD GPU took part"
         )
     return "\n".join(lines)
+
+
+def completion_text(comparison: Comparison) -> str:
+    """What the mixed run's model wrote, for the terminal."""
+    facts = dict(comparison.facts)
+    return (
+        f"\nthe {comparison.hetero.title} model goes on from {facts[_PROMPT]!r}:\n\n"
+        f"{indent(facts[_COMPLETION], '    ')}\n"
+    )
 
 
 def _vendors(run: RunRecord) -> str:

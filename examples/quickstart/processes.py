@@ -36,6 +36,8 @@ class Step:
     log: Path
     directory: Path
     environment: Mapping[str, str]
+    output: Path | None = None
+    """Where its standard output goes; left out, into the log as its errors do."""
 
 
 class StepFailure(HeteroError):
@@ -73,14 +75,15 @@ def run_step(step: Step, watch: Callable[[], None] = lambda: None) -> None:
     Whatever ends the demo, also ctrl-C, ends the step and every process that it started.
     """
     step.log.parent.mkdir(parents=True, exist_ok=True)
-    with step.log.open("w") as log:
+    with contextlib.ExitStack() as files:
+        log = files.enter_context(step.log.open("w"))
         process = subprocess.Popen(
             step.command,
             cwd=step.directory,
             env=dict(step.environment),
             stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
+            stdout=log if step.output is None else files.enter_context(step.output.open("w")),
+            stderr=log,
             # ctrl-C reaches the demo alone, which then ends the step in order.
             start_new_session=True,
         )

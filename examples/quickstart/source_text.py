@@ -10,6 +10,7 @@ from hetero.errors import UserError
 
 LARGEST_BYTES = 16 * 2**20
 """Of a larger file only the beginning is used: the demo trains on well under a megabyte."""
+_PROMPT_WORDS, _PROMPT_LETTERS = 4, 40
 
 
 @dataclass(frozen=True)
@@ -18,6 +19,8 @@ class SourceText:
 
     name: str
     text: str
+    prompt: str
+    """What the trained model is asked to go on from."""
     is_cut: bool = False
 
 
@@ -25,7 +28,9 @@ def builtin_text() -> SourceText:
     """Python's own language reference, as `help()` shows it: real English, always there."""
     from pydoc_data.topics import topics
 
-    return SourceText(name="pydoc_data.topics", text="\n\n".join(topics.values()))
+    return SourceText(
+        name="pydoc_data.topics", text="\n\n".join(topics.values()), prompt="The value of"
+    )
 
 
 def read_text(path: str) -> SourceText:
@@ -37,7 +42,12 @@ def read_text(path: str) -> SourceText:
         raise UserError(f"--text {path} is a binary file; give a text file in UTF-8")
     if not text.strip():
         raise UserError(f"--text {path} is empty; give a file with some pages of text")
-    return SourceText(name=path, text=text, is_cut=is_cut)
+    return SourceText(name=path, text=text, prompt=_first_words(text), is_cut=is_cut)
+
+
+def _first_words(text: str) -> str:
+    """A few words, or of a script without spaces a few letters, that the text begins with."""
+    return " ".join(text.lstrip()[:1000].split()[:_PROMPT_WORDS])[:_PROMPT_LETTERS]
 
 
 def _read_bytes(path: str) -> bytes:

@@ -7,7 +7,7 @@ import re
 import shutil
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from examples.quickstart.processes import Step, StepFailure, run_step
@@ -52,6 +52,10 @@ _MODEL_FLAGS = f"""
 --use-distributed-optimizer --seed 1234
 --split 100,0,0 --eval-iters 0 --num-workers 0 --log-interval 10
 """.split()
+
+_NEW_TOKENS = 48
+_SAMPLING = ("--temperature", "0.5", "--top-k", "20", "--seed", "1")
+"""A model this small repeats itself where it always takes the likeliest token."""
 
 _HETERO_FLAGS = [
     "--hetero-pipeline",
@@ -108,6 +112,10 @@ class Run:
     @property
     def report(self) -> Path:
         return self.folder / "run.json"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.folder / "checkpoints"
 
 
 def clean_environment(added: Mapping[str, str]) -> dict[str, str]:
@@ -188,8 +196,15 @@ def _run_tool(name: str, log: Path, script: str, *flags: str) -> None:
 
 
 def hetero_run(data: Data, folder: Path, iterations: int) -> Run:
-    """Two stages, `amd` then `nvidia`: each process plays the vendor that the plan gives it."""
-    return _run("hetero", data, folder, iterations, _HETERO_FLAGS, {"HETERO_VENDOR": "plan"})
+    """Two stages, `amd` then `nvidia`: each process plays the vendor that the plan gives it.
+
+    It leaves its weights in `checkpoints`.
+    """
+    run = _run("hetero", data, folder, iterations, _HETERO_FLAGS, {"HETERO_VENDOR": "plan"})
+    # The weights at the end are all that is needed to have it write text.
+    saving = ("--save", str(run.checkpoints), "--save-interval", str(iterations))
+    command = (*run.step.command, *saving, "--no-save-optim", "--no-save-rng")
+    return replace(run, step=replace(run.step, command=command))
 
 
 def homogeneous_run(data: Data, folder: Path, iterations: int) -> Run:
@@ -230,3 +245,23 @@ def _run(
     )
     shown = {**RUN_ENVIRONMENT, **environment}
     return Run(name=name, folder=folder, step=step, shown_environment=tuple(shown.items()))
+
+
+def complete_prompt(run: Run, prompt: str) -> str:
+    """The prompt and how the model that `run` has trained goes on from it."""
+    output = run.folder / "completion.txt"
+    step = Step(
+        name="complete a prompt",
+        command=(
+            *(sys.executable, str(ROOT / "tools/generate_text.py")),
+            # Joined to its flag, as a text may begin with a dash.
+            *("--load", str(run.checkpoints), f"--prompt={prompt}"),
+            *("--max-new-tokens", str(_NEW_TOKENS), *_SAMPLING),
+        ),
+        log=run.folder / "generate.log",
+        directory=ROOT,
+        environment=clean_environment({"PYTHONIOENCODING": "utf-8"}),
+        output=output,
+    )
+    run_step(step)
+    return output.read_bytes().decode("utf-8").removesuffix("\n")

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import argparse
 import itertools
-from collections.abc import Iterator
+import time
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -162,6 +163,41 @@ class CyclicSampler:
                 yield order[first : first + self._micro_batch_size]
 
 
+class MicroBatches(Iterator[dict[str, torch.Tensor]]):
+    """A loader's batches, checked and on the device, and the time for which they kept the host.
+
+    The copy to the device is not counted: where the host has enqueued far ahead, it waits there for
+    the GPU and not for data.
+    """
+
+    def __init__(
+        self,
+        loader: Iterable[dict[str, torch.Tensor]],
+        *,
+        device: torch.device,
+        vocab_size: int,
+    ) -> None:
+        self._loader, self._device, self._vocab_size = loader, device, vocab_size
+        self._batches: Iterator[dict[str, torch.Tensor]] | None = None
+        self._seconds = 0.0
+
+    def __next__(self) -> dict[str, torch.Tensor]:
+        began = time.perf_counter()
+        try:
+            if self._batches is None:
+                self._batches = iter(self._loader)  # Starts the loader's processes.
+            batch = next(self._batches)
+            _require_known_tokens(batch, self._vocab_size)
+        finally:
+            self._seconds += time.perf_counter() - began
+        return {name: tensor.to(self._device, non_blocking=True) for name, tensor in batch.items()}
+
+    def take_wait(self) -> float:
+        """Seconds spent on the loader since the last call of this."""
+        seconds, self._seconds = self._seconds, 0.0
+        return seconds
+
+
 def micro_batches(
     args: argparse.Namespace,
     dataset: Any,
@@ -171,7 +207,7 @@ def micro_batches(
     consumed: int,
     device: torch.device,
     cyclic: bool,
-) -> Iterator[dict[str, torch.Tensor]]:
+) -> MicroBatches:
     """Endless for a cyclic order; otherwise until the samples run out."""
     place: dict[str, Any] = {
         "total": len(dataset),
@@ -190,9 +226,7 @@ def micro_batches(
         # Its own generator: the loader would otherwise draw from the one that dropout uses.
         generator=torch.Generator(),
     )
-    for batch in loader:
-        _require_known_tokens(batch, args.tokenizer_vocab_size)
-        yield {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
+    return MicroBatches(loader, device=device, vocab_size=args.tokenizer_vocab_size)
 
 
 def _require_known_tokens(batch: dict[str, torch.Tensor], vocab_size: int) -> None:

@@ -29,8 +29,14 @@ from megatron.training.checkpoint.checkpointer import Checkpointer
 from megatron.training.checkpoint.progress import Progress
 from megatron.training.checkpoint.signals import StopSignal
 from megatron.training.console import Console
+from megatron.training.data import MicroBatches
 from megatron.training.initialize import Job
-from megatron.training.metrics import IterationRecord, measured_peak_bytes, tflops_per_gpu
+from megatron.training.metrics import (
+    DataWaits,
+    IterationRecord,
+    measured_peak_bytes,
+    tflops_per_gpu,
+)
 from megatron.training.model import StageModel
 from megatron.training.optimizer import StepOutcome, TrainingOptimizer
 from megatron.training.profiling import StepProfiler
@@ -150,6 +156,7 @@ class Trainer:
         self._checkpointer, self._stop_signal = checkpointer, stop_signal
         self.records: list[IterationRecord] = []
         self._unlogged: list[IterationRecord] = []
+        self.data_waits = DataWaits()
         self._began = time.monotonic()
         self._profiler = StepProfiler(self.args, rank=job.rank, device=job.device)
 
@@ -236,6 +243,8 @@ class Trainer:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
         share = self.schedule.run(iterators, num_microbatches=get_num_microbatches())
+        data_wait = sum((i.take_wait() for i in iterators if isinstance(i, MicroBatches)), 0.0)
+        self.data_waits.add(data_wait)
         self._checkpointer.before_update()
         outcome = self.optimizer.step(
             loss_sum=share[0],
@@ -256,7 +265,7 @@ class Trainer:
         learning_rate = get_canonical_lr_for_logging(self.optimizer.inner.param_groups)
         seconds = time.perf_counter() - began
         self._release_cache()
-        self._record(outcome, batch_size, learning_rate, seconds)
+        self._record(outcome, batch_size, learning_rate, seconds, data_wait)
 
     def _check_links(self) -> None:
         if self.job.links is not None:
@@ -291,6 +300,7 @@ class Trainer:
         batch_size: int,
         learning_rate: float | None,
         seconds: float,
+        data_wait: float,
     ) -> None:
         tokens = batch_size * self.args.seq_length
         record = IterationRecord(
@@ -300,6 +310,9 @@ class Trainer:
             elapsed_ms=seconds * 1000,
             tokens_per_s=tokens / seconds,
             tflops_per_gpu=tflops_per_gpu(self.args, tokens=tokens, seconds=seconds),
+            tflops_per_gpu_full_square=tflops_per_gpu(
+                self.args, tokens=tokens, seconds=seconds, full_square=True
+            ),
             loss=outcome.loss,
             grad_norm=outcome.grad_norm,
             learning_rate=float(learning_rate or 0.0),
@@ -310,6 +323,7 @@ class Trainer:
             num_zeros=outcome.zeros,
             params_norm=self._params_norm(),
             peak_memory_bytes=measured_peak_bytes(self.job.device),
+            data_wait_ms=data_wait * 1000,
             link_bytes=outcome.link_bytes,
             simulated=self.job.simulated,
         )

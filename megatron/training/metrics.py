@@ -13,12 +13,13 @@ from typing import Any
 import torch
 
 
-def model_flops_per_token(args: argparse.Namespace) -> float:
+def model_flops_per_token(args: argparse.Namespace, *, full_square: bool = False) -> float:
     """Operations of one forward and backward pass, per token.
 
     Every matrix product of the forward pass counts two operations per multiply-add and the backward
-    pass twice the forward. Causal attention counts half of the score matrix, once. Recomputation
-    is not counted: it is work the model does not need.
+    pass twice the forward. Causal attention counts half of the score matrix, once; with
+    `full_square` all of it, as Megatron-LM's own log does. Recomputation is not counted: it is work
+    the model does not need.
     """
     hidden, layers, sequence = args.hidden_size, args.num_layers, args.seq_length
     queries = args.num_attention_heads * args.kv_channels
@@ -26,14 +27,17 @@ def model_flops_per_token(args: argparse.Namespace) -> float:
     keys = groups * args.kv_channels
     projections = hidden * (queries + 2 * keys) + queries * hidden
     mlp = (3 if args.swiglu else 2) * hidden * args.ffn_hidden_size
-    attention = 2 * queries * (sequence / 2)
+    attention = 2 * queries * (sequence if full_square else sequence / 2)
     head = hidden * args.padded_vocab_size
     forward = 2 * (layers * (projections + mlp + attention) + head)
     return 3.0 * forward
 
 
-def tflops_per_gpu(args: argparse.Namespace, *, tokens: float, seconds: float) -> float:
-    return model_flops_per_token(args) * tokens / seconds / args.world_size / 1e12
+def tflops_per_gpu(
+    args: argparse.Namespace, *, tokens: float, seconds: float, full_square: bool = False
+) -> float:
+    operations = model_flops_per_token(args, full_square=full_square) * tokens
+    return operations / seconds / args.world_size / 1e12
 
 
 def planned_state_bytes(parameters: int, *, args: argparse.Namespace, data_size: int) -> int:
@@ -66,6 +70,37 @@ def device_used_bytes(device: torch.device) -> int:
     return int(total - free)
 
 
+@dataclass
+class DataWaits:
+    """How long one rank stood still until its loader had a micro-batch, in seconds.
+
+    The first iteration is kept apart: it also starts the loader.
+    """
+
+    first: float | None = None
+    later: float = 0.0
+    longest_later: float = 0.0
+    """The longest of one iteration."""
+    later_iterations: int = 0
+
+    def add(self, seconds: float) -> None:
+        """Count one iteration."""
+        if self.first is None:
+            self.first = seconds
+            return
+        self.later += seconds
+        self.longest_later = max(self.longest_later, seconds)
+        self.later_iterations += 1
+
+    def as_json(self) -> dict[str, float]:
+        return {
+            "first_iteration_seconds": self.first or 0.0,
+            "later_seconds": self.later,
+            "longest_later_seconds": self.longest_later,
+            "later_iterations": self.later_iterations,
+        }
+
+
 @dataclass(frozen=True)
 class IterationRecord:
     """One line of `--metrics-file`."""
@@ -76,6 +111,8 @@ class IterationRecord:
     elapsed_ms: float
     tokens_per_s: float
     tflops_per_gpu: float
+    tflops_per_gpu_full_square: float
+    """The same time with attention counted as a full square, for comparison with other logs."""
     loss: float
     grad_norm: float | None
     learning_rate: float
@@ -87,6 +124,8 @@ class IterationRecord:
     params_norm: float | None
     peak_memory_bytes: int
     """Rank 0's."""
+    data_wait_ms: float
+    """Time for which rank 0 stood still until the loader had a micro-batch, in this iteration."""
     link_bytes: int
     """Tensor bytes sent so far over links that cross a boundary, all ranks together."""
     simulated: bool

@@ -174,6 +174,12 @@ def write_report(job: Job, trainer: Trainer, rows: list[dict[str, Any]]) -> None
     for part in _everyone(local):
         sums |= part
     links = [entry for part in _everyone(_link_entries(job)) for entry in part]
+    costs = _everyone(
+        {
+            "peak_memory_bytes": measured_peak_bytes(job.device),
+            "data_wait": trainer.data_waits.as_json(),
+        }
+    )
     if job.rank != 0:
         return
     report = {
@@ -185,6 +191,7 @@ def write_report(job: Job, trainer: Trainer, rows: list[dict[str, Any]]) -> None
             {k: v for k, v in asdict(identity).items() if k != "flags"}
             | {"simulated": identity.simulated}
             | {"stage": job.plan.coordinate(identity.rank).stage}
+            | costs[identity.rank]
             for identity in job.identities
         ],
         "links": links,

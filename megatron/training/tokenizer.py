@@ -64,11 +64,16 @@ class Tokenizer(MegatronTokenizerBase):
         plain = [int(token) for token in ids]
         if self._core.library == "tiktoken":
             # megatron-core decodes token by token and so breaks a letter that spans two tokens.
-            return str(self._core._tokenizer.tokenizer.decode(plain))
+            return str(self.library_tokenizer.tokenizer.decode(plain))
         return str(self._core.detokenize(plain))
 
     def apply_chat_template(self, *args: Any, **kwargs: Any) -> Any:
         return self._core.apply_chat_template(*args, **kwargs)
+
+    @property
+    def library_tokenizer(self) -> Any:
+        """What megatron-core has around the library's tokenizer, which is its `tokenizer`."""
+        return self._core._tokenizer
 
     @property
     def vocab(self) -> Any:
@@ -133,7 +138,11 @@ def padded_vocab_size(vocab_size: int, *, make_divisible_by: int, tensor_paralle
 
 
 def embedding_rows(args: argparse.Namespace, vocab_size: int) -> int:
-    """--padded-vocab-size where it is given and fits, the tokenizer's size padded elsewhere."""
+    """The rows of the embedding: as many as were asked for, the tokenizer's size padded elsewhere.
+
+    A checkpoint's own rows (--use-checkpoint-args) are padded to a tensor-parallel size that does
+    not divide them; --padded-vocab-size is taken as it is. Raises AgreedError for too few.
+    """
     rows, split = args.padded_vocab_size, args.tensor_model_parallel_size
     if rows is None:
         return padded_vocab_size(
@@ -141,6 +150,13 @@ def embedding_rows(args: argparse.Namespace, vocab_size: int) -> int:
             make_divisible_by=args.make_vocab_size_divisible_by,
             tensor_parallel_size=split,
         )
+    if args.use_checkpoint_args:
+        if rows < vocab_size:
+            raise AgreedError(
+                f"the checkpoint has {rows} rows of vocabulary and the tokenizer {vocab_size} "
+                "tokens; name the checkpoint's own with --tokenizer-type and --tokenizer-model"
+            )
+        return padded_vocab_size(rows, make_divisible_by=1, tensor_parallel_size=split)
     if rows < vocab_size or rows % split:
         raise AgreedError(
             f"--padded-vocab-size {rows} must be at least the tokenizer's {vocab_size} and a "

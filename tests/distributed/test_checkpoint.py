@@ -189,6 +189,7 @@ LAYOUTS = [
 
 
 @slow
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("precision", ["", "--bf16"], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 def test_every_layout_reads_what_every_other_wrote(

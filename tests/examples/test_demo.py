@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import fcntl
+import html
 import json
 import math
 import os
@@ -121,6 +123,22 @@ def test_a_byte_order_mark_is_not_text(tmp_path):
     assert source_text.read_text(str(file)).text == "hello"
 
 
+@pytest.mark.parametrize(
+    ("text", "prompt"),
+    [
+        ("\n  Once upon\ta time there was", "Once upon a time"),
+        ("one", "one"),
+        ("狐" * 3000, "狐" * 40),
+        (" " * 3000 + "far in", "far in"),
+    ],
+    ids=["words", "a word", "no spaces", "spaces"],
+)
+def test_the_model_is_asked_to_go_on_from_the_text_s_beginning(tmp_path, text, prompt):
+    file = tmp_path / "text.txt"
+    file.write_text(text)
+    assert source_text.read_text(str(file)).prompt == prompt
+
+
 def test_a_text_with_more_letters_than_the_vocabulary_gets_a_larger_one(tmp_path):
     text = "\n".join(
         "".join(chr(0x4E00 + (40 * line + n) % 2000) for n in range(40)) for line in range(200)
@@ -188,6 +206,14 @@ def test_a_failing_step_names_itself_and_shows_the_end_of_its_log(tmp_path):
     assert last == f"the whole log: {tmp_path / 'log'}"
     assert failure.value.sentence == "out of luck"
     assert failure.value.exit_code == 1
+
+
+def test_a_step_s_output_can_be_kept_from_its_log(tmp_path):
+    code = "import sys; print('text'); print('warning', file=sys.stderr)"
+    step = dataclasses.replace(python_step(tmp_path, code), output=tmp_path / "output")
+    run_step(step)
+    assert (tmp_path / "output").read_text() == "text\n"
+    assert step.log.read_text() == "warning\n"
 
 
 def test_the_launchers_own_pages_are_left_out(tmp_path):
@@ -270,6 +296,13 @@ def test_demo_from_text_to_report(tmp_path, page):
     vendors = [rank["vendor"] for rank in report["hetero"]["ranks"]]
     assert vendors == ["amd", "amd", "nvidia", "nvidia"]
     assert {rank["vendor"] for rank in report["homogeneous"]["ranks"]} == {"cpu"}
+
+    prompt, completion = report["facts"]["prompt"], report["facts"]["completion"]
+    assert prompt == "The fox number 0"
+    assert completion.startswith(prompt)
+    assert len(completion) > len(prompt)
+    assert f"the amd + nvidia model goes on from '{prompt}':\n\n    {prompt}" in stdout
+    assert html.escape(completion) in (out / "report.html").read_text()
 
     assert "bit-identical: yes" in stdout
     assert "simulated" in stdout

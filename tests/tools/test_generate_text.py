@@ -11,8 +11,16 @@ from typing import Any
 import pytest
 import torch
 
+from megatron.training import generation
 from megatron.training.checkpoint.reader import CheckpointReader
-from megatron.training.generation import Sampling, choose, generate, whole_model
+from megatron.training.generation import (
+    CachedLogits,
+    Sampling,
+    choose,
+    generate,
+    next_logits,
+    whole_model,
+)
 from tests.training.huggingface.tiny import MODELS, save_tokenizer
 from tools import generate_text
 from tools.convert_checkpoint import main as convert
@@ -82,6 +90,39 @@ def test_greedy_tokens_equal_those_of_transformers(converted: Path) -> None:
     assert len(set(expected[:, 4:].flatten().tolist())) > 3
 
 
+def test_keys_and_values_that_are_kept_give_the_logits_of_a_whole_pass(
+    converted: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With room for few tokens at first, so that the cache also grows; one to three at a time."""
+    monkeypatch.setattr(generation, "_SMALLEST_CACHE", 4)
+    text = torch.randint(0, TOKENS, (40,), generator=torch.Generator().manual_seed(5)).tolist()
+    with CheckpointReader.open(converted / "ours") as reader, whole_model(reader) as model:
+        expected = next_logits(model, text)
+        cached = CachedLogits(model)
+        for length in (3, 4, 6, 9, 10, 11, 12, 15, 30, 31, 33, 40):
+            found = cached.after(text[:length])
+            torch.testing.assert_close(found, expected[length - 1], rtol=1e-4, atol=1e-5)
+
+
+def test_a_token_costs_no_second_pass_over_the_text(
+    converted: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    passed: list[int] = []
+    with CheckpointReader.open(converted / "ours") as reader, whole_model(reader) as model:
+        monkeypatch.setattr(
+            model,
+            "forward",
+            lambda ids, *rest, f=model.forward, **named: (
+                passed.append(ids.shape[1]),
+                f(ids, *rest, **named),
+            )[1],
+        )
+        stream = generate(model, [1, 2, 3], Sampling(), longest=7, vocabulary=TOKENS)
+        tokens = [next(stream) for _ in range(7)]
+    assert passed == [3, 1, 1, 1, 1, 7, 7]
+    assert len(tokens) == 7
+
+
 def test_a_checkpoint_that_was_moved_finds_its_tokenizer(
     converted: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -94,6 +135,19 @@ def test_a_checkpoint_that_was_moved_finds_its_tokenizer(
     finally:
         shutil.move(tmp_path / "away", converted / "ours")
     assert moved == _say(converted / "ours", capsys)
+
+
+@pytest.mark.parametrize("flags", [[], ["--make-vocab-size-divisible-by", "128"]])
+def test_a_vocabulary_with_more_rows_than_tokens_needs_no_flag(
+    flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As Qwen2's own, and as a conversion pads it: the rows are those of the checkpoint."""
+    MODELS["qwen2"](vocab_size=TOKENS + 43).save_pretrained(tmp_path / "theirs")
+    save_tokenizer(tmp_path / "theirs")
+    assert (
+        convert(["hf-to-megatron", str(tmp_path / "theirs"), str(tmp_path / "ours"), *flags]) == 0
+    )
+    assert _say(tmp_path / "ours", capsys).startswith(PROMPT)
 
 
 def test_a_seed_gives_the_same_text_again_and_another_seed_another(

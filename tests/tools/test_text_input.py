@@ -2,12 +2,17 @@
 
 import gzip
 import io
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import zstandard
 
 from hetero.errors import UserError
 from tools.text_input import Place, open_inputs
+
+ROOT = Path(__file__).resolve().parents[2]
 
 TEXT = b"".join(b"document %d\nsecond line\n\n" % number for number in range(5000))
 PACKERS = {
@@ -89,3 +94,36 @@ def test_json_lines_are_told_by_the_name_under_the_packing(tmp_path):
     path = tmp_path / "records.jsonl.zst"
     path.write_bytes(zstandard.ZstdCompressor().compress(b'{"text": "a"}\n'))
     assert open_inputs([str(path)], "auto")[0].format == "jsonl"
+
+
+WITHOUT_ZSTANDARD = """
+import sys
+sys.modules["zstandard"] = None
+from tools.train_tokenizer import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize("suffix", PACKERS)
+def test_only_a_zstd_file_needs_the_package_that_reads_it(tmp_path, suffix):
+    path = tmp_path / f"text{suffix}"
+    path.write_bytes(PACKERS[suffix](TEXT))
+    words = ["--input", str(path), "--output-prefix", str(tmp_path / "tok"), "--vocab-size", "285"]
+    outcome = subprocess.run(
+        [sys.executable, "-c", WITHOUT_ZSTANDARD, *words],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        cwd=ROOT,
+        check=False,
+    )
+    if suffix != ".txt.zst":
+        assert outcome.returncode == 0, outcome.stderr
+        assert (tmp_path / "tok.model").exists()
+        return
+    assert outcome.returncode == 2
+    assert outcome.stderr == (
+        f"error: {path} is a zstd file and the package zstandard is not installed; "
+        "run: pip install zstandard\n"
+    )
+    assert not (tmp_path / "tok.model").exists()

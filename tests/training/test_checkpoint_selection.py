@@ -64,14 +64,16 @@ def flags(load: Path | None, **changed: Any) -> Namespace:
     return Namespace(**{**MODEL, **OPTIONS, "load": None if load is None else str(load), **changed})
 
 
-def checkpoint(save: Path, iteration: int, **run: Any) -> Path:
+def checkpoint(
+    save: Path, iteration: int, *, args: dict[str, Any] | None = None, **run: Any
+) -> Path:
     path = save / folder.folder_name(iteration)
     path.mkdir(parents=True)
     pieces = [Piece.whole(name, torch.ones(2, 2)) for name in NAMES]
     stored: StoredFile = write_safetensors(path / "rank_00000.safetensors", pieces)
     holds = {"optimizer": True, "random states": True}
     index = Index(
-        args=MODEL,
+        args=MODEL | (args or {}),
         run={"iteration": iteration, "holds": holds, **run},
         tensors={piece.name: piece.stored_in("rank_00000.safetensors") for piece in pieces},
         files={"rank_00000.safetensors": stored},
@@ -202,7 +204,7 @@ def test_flags_that_a_converted_checkpoint_does_not_know_are_not_compared() -> N
 
 def test_the_model_can_be_taken_from_the_checkpoint(tmp_path: Path) -> None:
     checkpoint(tmp_path, 10)
-    args = flags(tmp_path, hidden_size=99, num_layers=None, tokenizer_model=None)
+    args = flags(tmp_path, hidden_size=99, num_layers=None, padded_vocab_size=None)
     adopt_checkpoint_args(args)
     assert (args.hidden_size, args.num_layers) == (8, 1)
     assert args.use_rotary_position_embeddings
@@ -210,6 +212,28 @@ def test_the_model_can_be_taken_from_the_checkpoint(tmp_path: Path) -> None:
         adopt_checkpoint_args(flags(None))
     with pytest.raises(UserError, match="no checkpoint"):
         adopt_checkpoint_args(flags(tmp_path / "none"))
+
+
+@pytest.mark.parametrize("given", [None, 128])
+def test_the_rows_of_the_vocabulary_are_the_checkpoint_s(tmp_path: Path, given: int | None) -> None:
+    checkpoint(tmp_path, 10, args={"padded_vocab_size": 128})
+    args = flags(tmp_path, padded_vocab_size=given)
+    adopt_checkpoint_args(args)
+    assert args.padded_vocab_size == 128
+
+
+def test_other_rows_than_the_checkpoint_s_are_refused(tmp_path: Path) -> None:
+    path = checkpoint(tmp_path, 10, args={"padded_vocab_size": 128})
+    with pytest.raises(UserError) as error:
+        adopt_checkpoint_args(flags(tmp_path, padded_vocab_size=256))
+    assert f"--padded-vocab-size is 256 and the checkpoint {path} has 128 rows" in str(error.value)
+
+
+def test_rows_that_a_checkpoint_does_not_say_are_the_flag_s(tmp_path: Path) -> None:
+    checkpoint(tmp_path, 10)
+    args = flags(tmp_path, padded_vocab_size=256)
+    adopt_checkpoint_args(args)
+    assert args.padded_vocab_size == 256
 
 
 def test_another_schedule_is_refused_with_both_ways_out() -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from megatron.training.metrics import (
+    DataWaits,
     IterationRecord,
     measured_peak_bytes,
     model_flops_per_token,
@@ -69,6 +70,17 @@ def test_every_size_counts_as_it_should() -> None:
     assert flops(padded_vocab_size=128512) - base == 6 * 4096 * 256
 
 
+def test_attention_may_be_counted_as_a_full_square() -> None:
+    """Twice 33 554 432 multiply-adds in each of 32 layers, and nothing else changes."""
+    full = model_flops_per_token(LLAMA_8B, full_square=True)
+    assert full - model_flops_per_token(LLAMA_8B) == 6 * 32 * 33_554_432
+    causal, square = (
+        tflops_per_gpu(LLAMA_8B, tokens=1000, seconds=2.0, full_square=choice)
+        for choice in (False, True)
+    )
+    assert square / causal == pytest.approx(full / model_flops_per_token(LLAMA_8B))
+
+
 def test_throughput_is_shared_by_all_gpus() -> None:
     """1000 tokens are 51.47 TFLOP; in 2 s on 2 GPUs that is a quarter of it."""
     assert tflops_per_gpu(LLAMA_8B, tokens=1000, seconds=2.0) == pytest.approx(51.470401536 / 4)
@@ -106,6 +118,19 @@ def test_the_bytes_that_a_parameter_costs_before_any_activation(
 
 def test_the_peak_on_cpu_is_the_resident_set() -> None:
     assert measured_peak_bytes(torch.device("cpu")) > 50 << 20
+
+
+def test_waiting_for_data_keeps_the_first_iteration_apart() -> None:
+    waits = DataWaits()
+    assert waits.as_json()["first_iteration_seconds"] == 0.0
+    for seconds in (4.0, 0.25, 0.5):
+        waits.add(seconds)
+    assert waits.as_json() == {
+        "first_iteration_seconds": 4.0,
+        "later_seconds": 0.75,
+        "longest_later_seconds": 0.5,
+        "later_iterations": 2,
+    }
 
 
 def test_a_record_is_one_line_of_json() -> None:

@@ -21,6 +21,7 @@ RECORD = IterationRecord(
     elapsed_ms=100.0,
     tokens_per_s=640.0,
     tflops_per_gpu=1.5,
+    tflops_per_gpu_full_square=1.6,
     loss=2.0,
     grad_norm=0.5,
     learning_rate=1e-3,
@@ -31,6 +32,7 @@ RECORD = IterationRecord(
     num_zeros=3.0,
     params_norm=7.0,
     peak_memory_bytes=1 << 20,
+    data_wait_ms=0.5,
     link_bytes=0,
     simulated=False,
 )

@@ -318,12 +318,33 @@ def test_the_embedding_is_padded_or_as_large_as_it_is_told(given, rows):
         padded_vocab_size=given.get("padded_vocab_size"),
         make_vocab_size_divisible_by=128,
         tensor_model_parallel_size=given.get("tp", 1),
+        use_checkpoint_args=False,
     )
     assert embedding_rows(args, 200) == rows
 
 
 @pytest.mark.parametrize(("rows", "ranks"), [(199, 1), (201, 2)])
 def test_an_embedding_that_does_not_fit_is_refused(rows, ranks):
-    args = Namespace(padded_vocab_size=rows, tensor_model_parallel_size=ranks)
+    args = Namespace(
+        padded_vocab_size=rows, tensor_model_parallel_size=ranks, use_checkpoint_args=False
+    )
     with pytest.raises(UserError, match=r"--padded-vocab-size .* must be at least the tokenizer's"):
         embedding_rows(args, 200)
+
+
+def rows_of_a_checkpoint(rows: int, ranks: int) -> int:
+    args = Namespace(
+        padded_vocab_size=rows, tensor_model_parallel_size=ranks, use_checkpoint_args=True
+    )
+    return embedding_rows(args, 200)
+
+
+def test_a_checkpoint_s_rows_are_padded_to_what_tensor_parallelism_divides():
+    assert rows_of_a_checkpoint(201, 1) == 201
+    assert rows_of_a_checkpoint(202, 2) == 202
+    assert rows_of_a_checkpoint(202, 3) == 204
+
+
+def test_a_checkpoint_with_fewer_rows_than_tokens_is_refused():
+    with pytest.raises(UserError, match=r"199 rows of vocabulary and the tokenizer 200 tokens"):
+        rows_of_a_checkpoint(199, 1)

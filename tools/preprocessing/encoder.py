@@ -108,9 +108,9 @@ def tokenize_many(tokenizer: Any) -> Tokenize:
 
 def _library_call(tokenizer: Any) -> Tokenize | None:
     if tokenizer.library == "sentencepiece":
-        return _sentencepiece_call(tokenizer._core._tokenizer)
+        return _sentencepiece_call(tokenizer.library_tokenizer)
     if tokenizer.library == "huggingface":
-        return _huggingface_call(tokenizer._core._tokenizer)
+        return _huggingface_call(tokenizer.library_tokenizer)
     return None
 
 

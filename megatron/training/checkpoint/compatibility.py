@@ -113,17 +113,30 @@ def adopt_checkpoint_args(args: argparse.Namespace) -> None:
     else:
         names = folders.candidates(Path(load))
     for name in names:
+        folder = Path(load) / name
         try:
-            stored = read_index(Path(load) / name).args
+            stored = read_index(folder).args
         except DamagedCheckpoint:
             continue
-        adopt_model_args(args, stored)
+        adopt_model_args(args, stored, folder=folder)
         return
     raise UserError(f"--use-checkpoint-args: no checkpoint in {load} can be read; name another")
 
 
-def adopt_model_args(args: argparse.Namespace, stored: Mapping[str, Any]) -> None:
-    """--use-checkpoint-args: the model's flags from the checkpoint, whatever was typed."""
+def adopt_model_args(args: argparse.Namespace, stored: Mapping[str, Any], *, folder: Path) -> None:
+    """--use-checkpoint-args: the model's flags from the checkpoint, whatever was typed.
+
+    Raises UserError for a --padded-vocab-size other than the checkpoint's: it asks for weights that
+    the checkpoint does not have, or for a part of them.
+    """
+    rows = stored.get("padded_vocab_size")
+    if rows is not None and args.padded_vocab_size not in (None, rows):
+        raise UserError(
+            f"--padded-vocab-size is {args.padded_vocab_size} and the checkpoint {folder} has "
+            f"{rows} rows of vocabulary; leave the flag out, --use-checkpoint-args takes them "
+            "from it"
+        )
+    args.padded_vocab_size = args.padded_vocab_size if rows is None else rows
     for name in (*SHAPE, *MEANING, "group_query_attention", "make_vocab_size_divisible_by"):
         if name in stored:
             setattr(args, name, stored[name])

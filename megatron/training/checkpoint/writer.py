@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,31 +13,51 @@ from megatron.training.checkpoint.index import (
     StoredFile,
     StoredTensor,
     parse_index,
+    require_whole_model,
 )
 from megatron.training.checkpoint.stream import Piece, write_safetensors
 
+_HOLDS = {"optimizer": False, "random states": False}
 
-def write_release(save: Path, files: Iterable[Sequence[Piece]], *, args: Mapping[str, Any]) -> Path:
+
+def write_release(
+    save: Path,
+    files: Iterable[Sequence[Piece]],
+    *,
+    args: Mapping[str, Any],
+    add_companions: Callable[[Path], None] | None = None,
+) -> Path:
     """Write SAVE/release and point the tracker at it; the folder it made.
 
     `files` yields the pieces of one file after the other, so that only what a piece's `source`
-    returns is in memory. `args` are the model's flags by destination, as far as they are known. A
-    run starts from the weights as --finetune would. Raises OSError, and DamagedCheckpoint if the
-    pieces do not make whole tensors; nothing is left then.
+    returns is in memory. `args` are the model's flags by destination, as far as they are known;
+    `num_layers` and `untie_embeddings_and_output_weights` must be. `add_companions` may put other
+    files into the folder before it gets its name. A run starts from the weights as --finetune
+    would.
+
+    Raises OSError, and DamagedCheckpoint if the pieces do not make a whole model; nothing is left
+    then.
     """
     temporary = folders.begin(save, folders.RELEASE)
     try:
         tensors: dict[str, StoredTensor] = {}
         written: dict[str, StoredFile] = {}
         for number, pieces in enumerate(files):
-            name = f"part_{number:05d}.safetensors"
+            name = f"weights_{number:05d}.safetensors"
             written[name] = write_safetensors(temporary / name, pieces)
             for piece in pieces:
                 stored, known = piece.stored_in(name), tensors.get(piece.name)
                 boxes = stored.boxes if known is None else known.boxes + stored.boxes
                 tensors[piece.name] = StoredTensor(stored.shape, stored.dtype, boxes)
-        text = Index(args=args, run={}, tensors=tensors, files=written).to_json()
-        parse_index(text)
+        text = Index(args=args, run={"holds": _HOLDS}, tensors=tensors, files=written).to_json()
+        # What does not cover its tensors must never get a checkpoint's name.
+        require_whole_model(
+            parse_index(text),
+            num_layers=args["num_layers"],
+            tied=not args["untie_embeddings_and_output_weights"],
+        )
+        if add_companions is not None:
+            add_companions(temporary)
         with (temporary / INDEX_FILE).open("w") as file:
             file.write(text)
             folders.sync_file(file)

@@ -18,17 +18,11 @@ from tqdm import tqdm
 
 from hetero.errors import UserError
 from megatron.training.checkpoint import folder as checkpoint_folders
-from megatron.training.checkpoint.index import (
-    INDEX_FILE,
-    Index,
-    StoredFile,
-    StoredTensor,
-    parse_index,
-    require_whole_model,
-)
+from megatron.training.checkpoint.index import Index
 from megatron.training.checkpoint.names import EMBEDDING
 from megatron.training.checkpoint.reader import CheckpointReader
-from megatron.training.checkpoint.stream import Piece, write_safetensors
+from megatron.training.checkpoint.stream import Piece
+from megatron.training.checkpoint.writer import write_release
 from megatron.training.huggingface import folders
 from megatron.training.huggingface.configuration import args_from_config, config_from_args
 from megatron.training.huggingface.mapping import ModelShape, Rule, rules
@@ -37,7 +31,7 @@ SHARD_BYTES = 5_000_000_000
 """Hugging Face's own limit for a file."""
 COMPANION_FOLDER = "huggingface"
 """Inside a converted checkpoint: the tokenizer and the settings that came with the weights."""
-_SAVING, _CONVERTING = ".saving", ".converting"
+_CONVERTING = ".converting"
 # In the tied models of some releases, and constants of old ones.
 _SUPERFLUOUS = ("lm_head.weight", "rotary_emb.inv_freq")
 _TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -85,32 +79,25 @@ def to_megatron(
     model.open()
     tasks = _import_tasks(model, ModelShape.from_args(args, vocabulary=vocabulary, rows=rows))
     args |= _precision(tasks[0].dtype)
-    _require_empty(target, besides=(checkpoint_folders.RELEASE + _SAVING,))
+    _require_empty(target, besides=(checkpoint_folders.RELEASE + checkpoint_folders.SAVING,))
     final = target / checkpoint_folders.RELEASE
     if model.has_tokenizer:
         args |= {
             "tokenizer_type": "HuggingFaceTokenizer",
             "tokenizer_model": str((final / COMPANION_FOLDER).absolute()),
         }
-    with (
-        _temporary(target / (checkpoint_folders.RELEASE + _SAVING)) as folder,
-        _progress(tasks) as advance,
-    ):
-        index = _write_checkpoint(model, tasks, folder, args, advance, shard_bytes=shard_bytes)
+
+    def add_companions(folder: Path) -> None:
         (folder / COMPANION_FOLDER).mkdir()
         kept = (folders.CONFIG, *folders.COMPANIONS)
         folders.copy_companions(source, folder / COMPANION_FOLDER, names=kept)
-        text = index.to_json()
-        # What does not cover its tensors must never get a checkpoint's name.
-        require_whole_model(
-            parse_index(text),
-            num_layers=args["num_layers"],
-            tied=not args["untie_embeddings_and_output_weights"],
+
+    with _no_new_parents(final), _progress(tasks) as advance:
+        files = (
+            [_piece(model, task, advance) for task in shard]
+            for shard in _shards(tasks, shard_bytes)
         )
-        with (folder / INDEX_FILE).open("w") as file:
-            file.write(text)
-            checkpoint_folders.sync_file(file)
-        checkpoint_folders.commit(folder)
+        write_release(target, files, args=args, add_companions=add_companions)
     return _converted(tasks, folder=final, rows=rows, has_tokenizer=model.has_tokenizer)
 
 
@@ -230,26 +217,6 @@ def _precision(dtype: torch.dtype) -> dict[str, Any]:
     }
 
 
-def _write_checkpoint(
-    model: folders.ModelFolder,
-    tasks: Sequence[_Task],
-    folder: Path,
-    args: Mapping[str, Any],
-    advance: Callable[[int], object],
-    *,
-    shard_bytes: int,
-) -> Index:
-    tensors: dict[str, StoredTensor] = {}
-    files: dict[str, StoredFile] = {}
-    for number, shard in enumerate(_shards(tasks, shard_bytes)):
-        name = f"weights_{number:05d}.safetensors"
-        pieces = [_piece(model, task, advance) for task in shard]
-        files[name] = write_safetensors(folder / name, pieces)
-        tensors |= {piece.name: piece.stored_in(name) for piece in pieces}
-    run = {"holds": {"optimizer": False, "random states": False}}
-    return Index(args=args, run=run, tensors=tensors, files=files)
-
-
 def _piece(model: folders.ModelFolder, task: _Task, advance: Callable[[int], object]) -> Piece:
     def read() -> torch.Tensor:
         advance(task.bytes)
@@ -313,13 +280,23 @@ def _require_empty(target: Path, *, besides: Sequence[str]) -> None:
 def _temporary(folder: Path) -> Iterator[Path]:
     """A new folder, gone again unless the body renames it; so are the parents made for it."""
     shutil.rmtree(folder, ignore_errors=True)
-    made = [parent for parent in folder.parents if not parent.exists()]
+    with _no_new_parents(folder):
+        try:
+            folder.mkdir(parents=True)
+            yield folder
+        except BaseException:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
+
+
+@contextmanager
+def _no_new_parents(folder: Path) -> Iterator[None]:
+    """If the body fails, the parents that it made for `folder` are gone again."""
+    missing = [parent for parent in folder.parents if not parent.exists()]
     try:
-        folder.mkdir(parents=True)
-        yield folder
+        yield
     except BaseException:
-        shutil.rmtree(folder, ignore_errors=True)
-        for parent in made:
+        for parent in missing:
             with suppress(OSError):
                 parent.rmdir()
         raise

@@ -1,0 +1,360 @@
+"""The published table on the machine at hand: its rows, its figures, and one real run of it."""
+
+from __future__ import annotations
+
+import json
+from argparse import Namespace
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from hetero.errors import HeteroError, UserError
+from megatron.training.arguments import parse_args
+from tools import reproduce_table
+from tools.reproduction import rows, table
+from tools.reproduction.measurement import Attempt, Measurement, measure, summarise
+from tools.reproduction.options import parse_options
+from tools.reproduction.picture import draw
+from tools.reproduction.rows import Options, parsed_row, row_flags, run_order
+from tools.reproduction.settings import LLAMA3_8B, MODELS, QWEN2_7B, ROWS, TRAINING_FLAGS
+from tools.runs import DeadlinePassed, Finished, Launch
+
+TINY = Path(__file__).resolve().parents[2] / "examples" / "presets" / "tiny.yaml"
+
+
+def options(words: str) -> Options:
+    return parse_options(words.split(), description="")
+
+
+def refusal(capsys: pytest.CaptureFixture[str], words: str) -> str:
+    assert reproduce_table.main(words.split()) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    return line
+
+
+# The rows.
+
+
+@pytest.mark.parametrize("row", ROWS)
+@pytest.mark.parametrize("model", MODELS)
+def test_the_published_models_and_rows_are_command_lines_of_the_program(
+    model: str, row: str
+) -> None:
+    args = parsed_row(options(f"--model {model} --out x"), row)
+    assert (args.seq_length, args.micro_batch_size, args.global_batch_size) == (4096, 1, 128)
+    assert args.pipeline_model_parallel_size == 2
+    assert args.data_parallel_size == 1
+    assert args.bf16
+    assert args.hetero_pipeline == (row != "homogeneous")
+
+
+def test_the_split_is_the_published_one_with_amd_and_the_output_layer_last() -> None:
+    for setting, nvidia, amd in ((LLAMA3_8B, 17, 15), (QWEN2_7B, 16, 12)):
+        chosen = options(f"--model {setting.name} --out x")
+        args = parsed_row(chosen, "gloo")
+        assert args.hetero_vendors == ["nvidia", "amd"]
+        assert args.hetero_pipeline_layers == [nvidia, amd]
+        layout = parsed_row(chosen, "homogeneous").pipeline_model_parallel_layout
+        assert layout == f"E{'t' * nvidia}|{'t' * amd}L"
+
+
+def test_rows_differ_in_nothing_but_what_crosses_between_stages() -> None:
+    chosen = options("--model llama3_8b --out x")
+    differing = set()
+    reference = vars(parsed_row(chosen, "gloo"))
+    for row in ROWS:
+        args = vars(parsed_row(chosen, row))
+        differing |= {name for name in args if args[name] != reference[name]}
+    assert differing == {
+        *("hetero_transport", "hetero_pipeline", "hetero_vendors", "hetero_pipeline_sizes"),
+        *("hetero_pipeline_layers", "pipeline_model_parallel_layout"),
+    }
+
+
+def test_gpus_beyond_two_make_data_parallel_replicas() -> None:
+    assert parsed_row(options("--nproc 8 --out x"), "gloo").data_parallel_size == 4
+
+
+def test_what_the_user_adds_reaches_every_row_and_wins() -> None:
+    chosen = options("--out x -- --lr 2e-4 --attention-backend flash")
+    for row in ROWS:
+        args = parsed_row(chosen, row)
+        assert (args.lr, args.attention_backend) == (2e-4, "flash")
+    assert "--lr 1e-5" in TRAINING_FLAGS
+
+
+def test_published_figures_are_not_set_beside_another_model() -> None:
+    same = options("--seq-length 2048 --layers 16 16 --out x -- --lr 2e-4")
+    assert same.setting == LLAMA3_8B
+    smaller = options("--layers 4 4 --out x -- --num-layers 8")
+    assert smaller.setting.name == "a model changed from llama3_8b"
+    assert not smaller.setting.published
+
+
+def test_text_takes_the_place_of_made_up_tokens() -> None:
+    chosen = options(f"--model {TINY} --out x")
+    flags = row_flags(chosen, "gloo", data=["--data-path", "tokens"])
+    args = parse_args(flags, world_size=2)
+    assert not args.mock_data
+    assert args.data_path == ["tokens"]
+
+
+def test_rounds_go_forth_and_back() -> None:
+    chosen = options("--rows homogeneous gloo tcp --rounds 3 --out x")
+    assert [row for _, row in run_order(chosen)] == [
+        *("homogeneous", "gloo", "tcp"),
+        *("tcp", "gloo", "homogeneous"),
+        *("homogeneous", "gloo", "tcp"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        ("--nproc 3", "--nproc 3 cannot be shared by 2 pipeline stages"),
+        ("--model gpt5", "--model gpt5 is neither one of llama3_8b, qwen2_7b nor a preset"),
+        ("--iterations 3 --warmup 3", "--warmup 3 leaves nothing of 3 iterations"),
+        ("--warmup 0", "--warmup 0"),
+        ("--rounds 0", "--rounds and --deadline must be above zero"),
+        ("--layers 17 16", "33"),
+        ("--global-batch-size 7 --nproc 4", "7"),
+        ("--data-path nowhere", "there is no nowhere.idx"),
+        ("-- --no-such-flag", "--no-such-flag"),
+    ],
+)
+def test_what_no_row_could_run_with_is_refused_in_a_sentence(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, words: str, reason: str
+) -> None:
+    line = refusal(capsys, f"--out {tmp_path / 'out'} {words}")
+    assert line.startswith("error: ")
+    assert reason in line
+    assert not (tmp_path / "out").exists()
+
+
+def test_more_processes_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    with pytest.raises(UserError, match="--nproc 4 needs as many GPUs and there are 2"):
+        options("--nproc 4 --out x")
+
+
+@pytest.mark.parametrize(
+    ("error", "problem"),
+    [
+        (DeadlinePassed("gloo-1 was ended at its deadline of 9 s"), "ended at its deadline of 9 s"),
+        (HeteroError("it ended after 1 iterations"), "it ended after 1 iterations"),
+    ],
+)
+def test_a_row_that_has_no_result_says_why(
+    monkeypatch: pytest.MonkeyPatch, error: HeteroError, problem: str
+) -> None:
+    def fail(launch: object) -> None:
+        raise error
+
+    monkeypatch.setattr(rows, "run_to_end", fail)
+    outcome = rows.attempt(options("--out x"), "gloo", 1, data=[])
+    assert outcome.measurement is None
+    assert problem in str(outcome.problem)
+
+
+def test_rows_with_two_vendors_are_simulated_and_the_homogeneous_one_is_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    launches = []
+    monkeypatch.setenv("OMP_NUM_THREADS", "5")
+
+    def note(launch: Launch) -> Finished:
+        launches.append(launch)
+        raise HeteroError("enough seen")
+
+    monkeypatch.setattr(rows, "run_to_end", note)
+    for row in ("homogeneous", "gloo"):
+        rows.attempt(options("--deadline 7 --out x"), row, 2, data=[])
+    homogeneous, gloo = launches
+    assert "HETERO_VENDOR" not in homogeneous.environ
+    assert gloo.environ["HETERO_VENDOR"] == "plan"
+    assert gloo.environ["OMP_NUM_THREADS"] == "5"
+    assert (gloo.name, gloo.deadline) == ("gloo-2", 7.0)
+
+
+def test_an_interrupt_leaves_what_was_measured(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(*_args: object, **_how: object) -> Attempt:
+        if (tmp_path / "table.json").exists():
+            raise KeyboardInterrupt
+        return Attempt("homogeneous", 1, MEASURED)
+
+    monkeypatch.setattr(reproduce_table, "attempt", interrupted)
+    (tmp_path / "tokens.idx").touch()
+    words = f"--data-path {tmp_path / 'tokens'} --out {tmp_path}"
+    assert reproduce_table.main(words.split()) == 1
+    assert f"interrupted after 1 of 4 runs; what those measured is in {tmp_path}" in (
+        capsys.readouterr().err
+    )
+    record = json.loads((tmp_path / "table.json").read_text())
+    assert not record["is_complete"]
+    assert record["rows"][0]["tflops"]["median"] == 500
+
+
+# The figures.
+
+MEASURED = Measurement(
+    tokens_per_s=(1000.0, 1010.0, 990.0),
+    tflops=(500.0, 505.0, 495.0),
+    tflops_full_square=(530.0, 535.0, 525.0),
+    losses=(9.0, 8.0, 7.0, 6.0),
+    peak_memory_bytes=(90 << 30, 70 << 30),
+    data_wait_share=0.0004,
+    data_wait_longest_ms=2.0,
+    transport="nccl",
+    device="NVIDIA H200",
+    actual_vendor="nvidia",
+    simulated=False,
+)
+
+
+def slower(factor: float, **changed: object) -> Measurement:
+    return replace(
+        MEASURED,
+        tokens_per_s=tuple(factor * value for value in MEASURED.tokens_per_s),
+        tflops=tuple(factor * value for value in MEASURED.tflops),
+        transport="ipc",
+        simulated=True,
+        **changed,  # type: ignore[arg-type]
+    )
+
+
+def test_a_run_is_read_without_its_warm_up() -> None:
+    """The first of three iterations compiles; the later two take 2 s and wait 0.1 s for data."""
+    record = {"tflops_per_gpu": 1.0, "tflops_per_gpu_full_square": 2.0, "loss": 5.0}
+    iterations = [
+        record | {"elapsed_ms": ms, "tokens_per_s": 1 / ms} for ms in (60000.0, 1000.0, 1000.0)
+    ]
+    wait = {"first_iteration_seconds": 9.0, "longest_later_seconds": 0.08, "later_iterations": 2}
+    ranks = [
+        {
+            "peak_memory_bytes": peak,
+            "data_wait": wait | {"later_seconds": seconds},
+            "device": "H200",
+            "actual_vendor": "nvidia",
+        }
+        for peak, seconds in ((10, 0.05), (30, 0.1), (20, 0.0), (25, 0.0))
+    ]
+    stages = [{"ranks": [0, 1]}, {"ranks": [2, 3]}]
+    report = {"ranks": ranks, "stages": stages, "transport": "ipc", "simulated": True}
+    measured = measure(Finished(iterations, report), warmup=1)
+    assert measured.tokens_per_s == (0.001, 0.001)
+    assert measured.losses == (5.0, 5.0, 5.0)
+    assert measured.peak_memory_bytes == (30, 25)
+    assert measured.data_wait_share == pytest.approx(0.05)
+    assert measured.data_wait_longest_ms == 80.0
+
+
+def test_a_run_that_ended_within_its_warm_up_measured_nothing() -> None:
+    with pytest.raises(HeteroError, match="ended after 1 iterations"):
+        measure(Finished([{"elapsed_ms": 1.0}], {"ranks": []}), warmup=1)
+
+
+def test_efficiency_compares_within_a_round() -> None:
+    """The machine runs at half speed in the second round, which is no loss of the row's."""
+    attempts = [
+        Attempt("homogeneous", 1, MEASURED),
+        Attempt("device-direct", 1, slower(0.98)),
+        Attempt("device-direct", 2, slower(0.48)),
+        Attempt("homogeneous", 2, slower(0.5)),
+    ]
+    baseline, direct = summarise(attempts, LLAMA3_8B)
+    assert direct.efficiency is not None
+    assert direct.efficiency.smallest == pytest.approx(0.96)
+    assert direct.efficiency.largest == pytest.approx(0.98)
+    assert baseline.efficiency is not None
+    assert baseline.efficiency.median == 1.0
+    assert direct.tflops is not None
+    assert direct.tflops.largest == pytest.approx(0.98 * 505)
+    assert direct.published is not None
+    assert direct.published.tflops == 539.6
+    assert direct.published_efficiency == pytest.approx(539.6 / 549.7)
+
+
+def test_without_the_homogeneous_row_there_is_no_efficiency() -> None:
+    (row,) = summarise([Attempt("gloo", 1, slower(0.8))], LLAMA3_8B)
+    assert row.efficiency is None
+
+
+def test_on_amd_the_homogeneous_row_stands_beside_amds_published_figure() -> None:
+    on_amd = replace(MEASURED, actual_vendor="amd")
+    (row,) = summarise([Attempt("homogeneous", 1, on_amd)], QWEN2_7B)
+    assert row.boundary == "RCCL"
+    assert row.published is not None
+    assert row.published.tflops == 514.5
+
+
+def test_the_table_says_what_is_simulated_what_failed_and_how_data_was_waited_for() -> None:
+    attempts = [
+        Attempt("homogeneous", 1, MEASURED),
+        Attempt("device-direct", 1, slower(0.98, data_wait_share=0.02)),
+        Attempt("gloo", 1, problem="failed with exit code 1: no memory"),
+    ]
+    results = summarise(attempts, LLAMA3_8B)
+    lines = table.render(results).splitlines()
+    assert len({line.count("|") for line in lines}) == 1
+    assert "| 500 (495 to 505) | 530 (525 to 535) | 1,000 (990 to 1,010) | 100.0% |" in lines[2]
+    assert "| 98.0% | 90.00 GiB, 70.00 GiB | 2.000% | 539.6, 98.2% of NVIDIA only" in lines[3]
+    assert "| gloo | not measured |" in lines[4]
+    notes = "\n".join(table.notes(results, attempts, warmup=1, iterations=4))
+    assert "vendors are simulated" in notes
+    assert "device-direct: 2.00% of the time went into waiting for data" in notes
+    assert "homogeneous: " not in notes
+    assert "gloo, round 1: failed with exit code 1: no memory" in notes
+    assert "the same, bit for bit" in notes
+
+
+def test_losses_that_differ_are_told() -> None:
+    attempts = [
+        Attempt("homogeneous", 1, MEASURED),
+        Attempt("gloo", 1, slower(0.9, losses=(9.0, 8.0, 7.001, 6.0))),
+    ]
+    results = summarise(attempts, LLAMA3_8B)
+    notes = "\n".join(table.notes(results, attempts, warmup=1, iterations=4))
+    assert "within 0.001 of each other" in notes
+
+
+@pytest.mark.parametrize("runs", [[], [Attempt("homogeneous", 1, MEASURED)]])
+def test_the_picture_can_be_drawn_with_rows_missing(runs: list[Attempt]) -> None:
+    results = summarise([*runs, Attempt("gloo", 1, problem="failed")], LLAMA3_8B)
+    image = draw(results, title="a title", published_label="published")
+    assert image.startswith(b"\x89PNG")
+
+
+# One real run.
+
+
+def test_a_table_of_a_tiny_model_on_this_machines_cpu(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two rows that work and one that cannot, for want of GPUs: it is a line, and the rest runs."""
+    words = f"--model {TINY} --rows device-direct homogeneous gloo --iterations 3 --warmup 1"
+    assert reproduce_table.main([*words.split(), "--out", str(tmp_path)]) == 1
+    assert "1 of 3 runs have no result" in capsys.readouterr().err
+    record = Namespace(**json.loads((tmp_path / "table.json").read_text()))
+    direct, homogeneous, gloo = record.rows
+    assert record.is_complete
+    assert "--hetero-transport" in record.flags["gloo"]
+    assert "ipc: it joins GPUs" in direct["problems"][0]
+    assert homogeneous["boundary"] == "gloo (no GPU)"
+    assert gloo["boundary"] == "gloo"
+    assert gloo["efficiency"]["median"] > 0
+    assert gloo["tflops_full_square"]["median"] > gloo["tflops"]["median"]
+    assert len(gloo["peak_memory_bytes"]) == 2
+    assert 0 < gloo["data_wait_share"] < 1
+    _, first, second = record.runs
+    # The same model on the same data: on one CPU, the same bits.
+    assert first["measurement"]["losses"] == second["measurement"]["losses"]
+    assert not first["measurement"]["simulated"]
+    assert second["measurement"]["simulated"]
+    text = (tmp_path / "table.md").read_text()
+    assert "vendors simulated" in text.splitlines()[0]
+    assert (tmp_path / "table.png").stat().st_size > 1000
+    assert not list(tmp_path.glob("data-*"))

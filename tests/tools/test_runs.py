@@ -1,0 +1,85 @@
+"""Runs that tools start: what ends them, and what they leave."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from examples.quickstart.processes import StepFailure
+from megatron.training.arguments import parse_args
+from tools import runs
+from tools.runs import DeadlinePassed, Launch, homogeneous_flags, mixed_flags, run_to_end
+
+
+def launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, **how: object) -> Launch:
+    """A run of `script` in place of the training program."""
+    entry = tmp_path / "entry.py"
+    entry.write_text(script)
+    monkeypatch.setattr(runs, "ENTRY", entry)
+    return Launch(
+        name="run",
+        flags=(),
+        nproc=1,
+        folder=tmp_path,
+        environ={},
+        **how,  # type: ignore[arg-type]
+    )
+
+
+def test_a_run_past_its_deadline_is_ended_with_all_its_processes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pid = tmp_path / "pid"
+    script = (
+        "import os, pathlib, time\n"
+        f"pathlib.Path({str(pid)!r}).write_text(str(os.getpid()))\n"
+        f"pathlib.Path({str(tmp_path / 'run.metrics.jsonl')!r}).write_text('{{}}\\n')\n"
+        "time.sleep(600)\n"
+    )
+    hanging = launch(tmp_path, monkeypatch, script, deadline=20.0)
+    with pytest.raises(DeadlinePassed, match="deadline of 20 s, after 1 iterations"):
+        run_to_end(hanging)
+    worker = int(pid.read_text())
+    deadline = time.monotonic() + 10
+    while psutil.pid_exists(worker) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not psutil.pid_exists(worker)
+
+
+def test_a_run_that_fails_says_what_it_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = "import sys\nprint('error: no such data', file=sys.stderr)\nsys.exit(2)\n"
+    with pytest.raises(StepFailure) as failure:
+        run_to_end(launch(tmp_path, monkeypatch, script))
+    assert failure.value.sentence == "no such data"
+
+
+def test_files_of_an_earlier_run_are_not_taken_for_this_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "run.report.json").write_text("{}")
+    (tmp_path / "run.metrics.jsonl").write_text("{}\n")
+    with pytest.raises(FileNotFoundError):
+        run_to_end(launch(tmp_path, monkeypatch, "pass"))
+
+
+def test_both_kinds_of_pipeline_are_split_alike() -> None:
+    model = (
+        "--num-layers 8 --hidden-size 64 --num-attention-heads 4 --seq-length 16 --lr 1e-3 "
+        "--max-position-embeddings 16 --micro-batch-size 1 --train-iters 1 --mock-data "
+        "--tokenizer-type ByteLevelTokenizer"
+    ).split()
+    mixed = mixed_flags(
+        vendors=["amd", "nvidia"], sizes=[1, 1], layers=[5, 3], transport="cpu-forward"
+    )
+    args = parse_args([*model, *mixed], world_size=2)
+    assert args.hetero_pipeline_layers == [5, 3]
+    assert args.hetero_transport == "cpu-forward"
+    args = parse_args([*model, *homogeneous_flags(stages=2, layers=[5, 3])], world_size=2)
+    assert args.pipeline_model_parallel_layout == "Ettttt|tttL"
+    args = parse_args([*model, *homogeneous_flags(stages=2, layers=None)], world_size=2)
+    assert args.pipeline_model_parallel_size == 2

@@ -1,0 +1,123 @@
+"""Starts training runs on this machine, one after the other, and reads what they leave behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from examples.quickstart.processes import Step, run_step
+from hetero.errors import HeteroError
+
+ROOT = Path(__file__).resolve().parent.parent
+ENTRY = ROOT / "pretrain_gpt.py"
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One run of pretrain_gpt.py under torchrun, and where its files go."""
+
+    name: str
+    flags: tuple[str, ...]
+    nproc: int
+    folder: Path
+    environ: Mapping[str, str]
+    """Added to this process's own."""
+    deadline: float | None = None
+    """Seconds from the start of the launcher to its end; None for no limit."""
+
+    @property
+    def metrics(self) -> Path:
+        return self.folder / f"{self.name}.metrics.jsonl"
+
+    @property
+    def report(self) -> Path:
+        return self.folder / f"{self.name}.report.json"
+
+    @property
+    def log(self) -> Path:
+        return self.folder / f"{self.name}.log"
+
+    def command(self) -> tuple[str, ...]:
+        torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone")
+        written = ("--metrics-file", str(self.metrics), "--hetero-report", str(self.report))
+        return (*torchrun, f"--nproc-per-node={self.nproc}", str(ENTRY), *self.flags, *written)
+
+
+@dataclass(frozen=True)
+class Finished:
+    """What a run that ended well wrote: a record of every iteration, and the report."""
+
+    iterations: list[dict[str, Any]]
+    report: dict[str, Any]
+
+
+class DeadlinePassed(HeteroError):
+    """A run was ended because it took too long."""
+
+
+def run_to_end(launch: Launch) -> Finished:
+    """Train to the end.
+
+    Raises StepFailure when the run fails and DeadlinePassed when it takes too long. Whatever ends
+    this process ends the run and every process of it.
+    """
+    for stale in (launch.metrics, launch.report):
+        stale.unlink(missing_ok=True)
+    began = time.monotonic()
+
+    def watch() -> None:
+        if launch.deadline is not None and time.monotonic() - began > launch.deadline:
+            raise DeadlinePassed(
+                f"{launch.name} was ended at its deadline of {launch.deadline:g} s, after "
+                f"{len(_records(launch.metrics))} iterations; allow it more time or less work"
+            )
+
+    run_step(
+        Step(
+            name=launch.name,
+            command=launch.command(),
+            log=launch.log,
+            directory=Path.cwd(),
+            environment=os.environ | dict(launch.environ),
+        ),
+        watch,
+    )
+    return Finished(
+        iterations=_records(launch.metrics), report=json.loads(launch.report.read_text())
+    )
+
+
+def _records(metrics: Path) -> list[dict[str, Any]]:
+    if not metrics.exists():
+        return []
+    return [json.loads(line) for line in metrics.read_text().splitlines()]
+
+
+def mixed_flags(
+    *, vendors: Sequence[str], sizes: Sequence[int], layers: Sequence[int] | None, transport: str
+) -> list[str]:
+    """Flags of a pipeline over several meshes, whose `sizes` count their stages."""
+    flags = ["--hetero-pipeline", "--hetero-vendors", *vendors]
+    flags += ["--hetero-pipeline-sizes", *map(str, sizes), "--hetero-transport", transport]
+    if layers:
+        flags += ["--hetero-pipeline-layers", *map(str, layers)]
+    return flags
+
+
+def homogeneous_flags(*, stages: int, layers: Sequence[int] | None) -> list[str]:
+    """Flags of the same pipeline on one vendor: megatron-core's own, on the vendor's library."""
+    flags = ["--pipeline-model-parallel-size", str(stages)]
+    if layers:
+        parts = "|".join("t" * count for count in layers)
+        flags += ["--pipeline-model-parallel-layout", f"E{parts}L"]
+    return flags
+
+
+SIMULATED = {"HETERO_VENDOR": "plan"}
+"""Environment in which every rank plays the vendor that the plan gives it."""
