@@ -1,0 +1,151 @@
+# Shared by the launch scripts of examples/*/: their settings, what they refuse, and the command.
+# Sourced after a model's own model.sh; not run by itself.
+#
+# Variables that a user may set; DATA_PATH alone has to be:
+#   DATA_PATH          prefix of the token files that tools/preprocess_data.py wrote
+#   TOKENIZER_MODEL    folder or file of the tokenizer the data were made with; left out: the
+#                      model's own by its Hugging Face name, from the local cache
+#   TOKENIZER_TYPE     left out: the preset's, HuggingFaceTokenizer
+#   VENDORS            vendor of each pipeline stage, in order
+#   LAYERS             decoder layers of each pipeline stage, in the order of VENDORS
+#   TRANSPORT          how tensors cross between vendors (--hetero-transport)
+#   SEQ_LENGTH, MICRO_BATCH_SIZE, GLOBAL_BATCH_SIZE, TRAIN_ITERS, WARMUP_ITERS, LR, MIN_LR
+#                      as the flags of these names; the batches count sequences
+#   SAVE, SAVE_INTERVAL  folder for checkpoints, from which a run also goes on, and iterations
+#                      between two; left out: none are written
+#   PYTHON             interpreter with PyTorch for the GPUs of this machine
+#   OMP_NUM_THREADS    threads of each process on the CPU; left out: its share of the cores
+
+ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+
+: "${VENDORS:=nvidia amd}"
+: "${TRANSPORT:=auto}"
+: "${SEQ_LENGTH:=4096}"
+: "${MICRO_BATCH_SIZE:=1}"
+: "${GLOBAL_BATCH_SIZE:=128}"
+: "${TRAIN_ITERS:=1000}"
+: "${WARMUP_ITERS:=100}"
+: "${LR:=3e-4}"
+: "${MIN_LR:=3e-5}"
+: "${SAVE:=}"
+: "${SAVE_INTERVAL:=500}"
+: "${TOKENIZER_TYPE:=}"
+: "${TOKENIZER_MODEL:=}"
+: "${PYTHON:=python3}"
+DRY_RUN=no
+
+refuse() {
+    echo "error: $*" >&2
+    exit 2
+}
+
+# Take --dry-run out of the arguments; what is left are more flags for pretrain_gpt.py, in EXTRA.
+read_arguments() {
+    EXTRA=()
+    local word
+    for word in "$@"; do
+        if [[ $word == --dry-run ]]; then DRY_RUN=yes; else EXTRA+=("$word"); fi
+    done
+}
+
+require_number() { # NAME VALUE
+    [[ $2 =~ ^[1-9][0-9]*$ ]] || refuse "$1 must be a whole number above zero, not '$2'"
+}
+
+require_data() {
+    [[ -n ${DATA_PATH:-} ]] ||
+        refuse "DATA_PATH is not set; give the prefix that tools/preprocess_data.py wrote"
+    [[ $DRY_RUN == yes || -f $DATA_PATH.idx ]] ||
+        refuse "DATA_PATH $DATA_PATH: there is no $DATA_PATH.idx; give the prefix of the token files"
+}
+
+# Ends with a sentence unless this machine has GPUS GPUs, and those of VENDOR where one is named.
+require_gpus() { # GPUS [VENDOR]
+    [[ $DRY_RUN == no ]] || return 0
+    local found vendor count
+    found=$("$PYTHON" -c 'import torch
+print("amd" if torch.version.hip else "nvidia", torch.cuda.device_count())') ||
+        refuse "$PYTHON cannot import torch; set PYTHON, or activate the environment of this machine"
+    read -r vendor count <<<"$found"
+    ((count >= $1)) ||
+        refuse "$(hostname) has $count GPUs that PyTorch can use and $1 are needed; set GPUS"
+    [[ -z ${2:-} || $vendor == "$2" ]] ||
+        refuse "PyTorch on $(hostname) is built for $vendor but the plan puts $2 here; start the" \
+            "nodes in the order of VENDORS ($VENDORS)"
+}
+
+# All flags of pretrain_gpt.py, in FLAGS.
+build_flags() {
+    local vendors layers
+    read -ra vendors <<<"$VENDORS"
+    read -ra layers <<<"$LAYERS"
+    ((${#vendors[@]} == 2 && ${#layers[@]} == 2)) ||
+        refuse "VENDORS ($VENDORS) and LAYERS ($LAYERS) must each name two pipeline stages"
+    FLAGS=(
+        --yaml-cfg "$ROOT/examples/presets/$PRESET"
+        --hetero-pipeline --hetero-vendors "${vendors[@]}" --hetero-pipeline-sizes 1 1
+        --hetero-pipeline-layers "${layers[@]}" --hetero-transport "$TRANSPORT"
+        --seq-length "$SEQ_LENGTH"
+        --micro-batch-size "$MICRO_BATCH_SIZE" --global-batch-size "$GLOBAL_BATCH_SIZE"
+        --train-iters "$TRAIN_ITERS" --lr "$LR" --min-lr "$MIN_LR" --lr-decay-style cosine
+        --lr-warmup-iters "$WARMUP_ITERS" --weight-decay 0.1 --clip-grad 1.0 --adam-beta2 0.95
+        --use-distributed-optimizer
+        --data-path "$DATA_PATH" --split "99,1,0" --eval-interval 500 --eval-iters 10
+        --log-interval 1
+    )
+    [[ -z $TOKENIZER_TYPE ]] || FLAGS+=(--tokenizer-type "$TOKENIZER_TYPE")
+    [[ -z $TOKENIZER_MODEL ]] || FLAGS+=(--tokenizer-model "$TOKENIZER_MODEL")
+    [[ -z $SAVE ]] || FLAGS+=(--save "$SAVE" --load "$SAVE" --save-interval "$SAVE_INTERVAL")
+    FLAGS+=("${EXTRA[@]}")
+}
+
+# Run a command, or print it as the shell takes it.
+run_or_print() {
+    if [[ $DRY_RUN == yes ]]; then
+        printf '%q ' "$@"
+        echo
+    else
+        exec "$@"
+    fi
+}
+
+# Both vendors played by the GPUs of this machine: two stages, GPUS / 2 data-parallel replicas.
+launch_on_one_host() {
+    : "${GPUS:=2}"
+    [[ $GPUS =~ ^(2|4|8)$ ]] || refuse "GPUS is '$GPUS'; give 2, 4 or 8"
+    require_data
+    require_gpus "$GPUS"
+    build_flags
+    run_or_print env HETERO_VENDOR=plan OMP_NUM_THREADS="${OMP_NUM_THREADS:-$(cores_per "$GPUS")}" \
+        "$PYTHON" -m torch.distributed.run --standalone --nproc-per-node "$GPUS" \
+        "$ROOT/pretrain_gpt.py" "${FLAGS[@]}"
+}
+
+# This machine's part of a run over NODES nodes, the first half of which holds the first stage.
+launch_on_a_node() { # NODE_RANK
+    : "${NODES:=2}" "${GPUS:=8}" "${MASTER_PORT:=29500}"
+    require_number NODES "$NODES"
+    require_number GPUS "$GPUS"
+    ((NODES % 2 == 0)) || refuse "NODES is $NODES; both vendors need as many, so give an even number"
+    [[ $1 =~ ^[0-9]+$ && $1 -lt $NODES ]] ||
+        refuse "the rank of this node is '$1'; give 0 to $((NODES - 1)) as the first argument"
+    [[ -n ${MASTER_ADDR:-} ]] || refuse "MASTER_ADDR is not set; give the address of node 0"
+    local vendors
+    read -ra vendors <<<"$VENDORS"
+    require_data
+    require_gpus "$GPUS" "${vendors[$1 * 2 / NODES]}"
+    build_flags
+    local nics=()
+    [[ -z ${NICS:-} ]] || read -ra nics <<<"--hetero-nics $NICS"
+    run_or_print env OMP_NUM_THREADS="${OMP_NUM_THREADS:-$(cores_per "$GPUS")}" \
+        "$PYTHON" -m torch.distributed.run --nnodes "$NODES" --node-rank "$1" \
+        --nproc-per-node "$GPUS" --master-addr "$MASTER_ADDR" --master-port "$MASTER_PORT" \
+        "$ROOT/pretrain_gpt.py" "${FLAGS[@]}" "${nics[@]}"
+}
+
+# Initial weights are drawn on the CPU; torchrun would leave each process one thread.
+cores_per() { # PROCESSES
+    local cores
+    cores=$(nproc)
+    echo $((cores > $1 ? cores / $1 : 1))
+}
