@@ -23,7 +23,8 @@ from hetero.parity.alignment import align
 from hetero.parity.comparison import DEFAULT_FIRST, Comparison, Options, compare
 from hetero.parity.criteria import DEFAULT_CRITERIA, RULES, Criterion, parse_criterion
 from hetero.parity.curves import read_curve
-from hetero.parity.report import report_text, write_report
+from hetero.parity.report import write_report
+from hetero.parity.text import report_text
 from tools.command_line import Parser, run
 
 _FAILED = 1

@@ -8,7 +8,7 @@ from markupsafe import Markup
 from hetero.observe.style import STYLE
 from hetero.parity.comparison import Comparison
 from hetero.parity.picture import panel_svgs
-from hetero.parity.report import finding_row, summary, warnings
+from hetero.parity.text import finding_row, summary, warnings
 
 TEMPLATE = """<!doctype html>
 <html lang="en">

@@ -7,7 +7,7 @@ from markupsafe import Markup
 
 from hetero.observe.link_bench.picture import bandwidth_svg, latency_svg
 from hetero.observe.link_bench.record import Record
-from hetero.observe.link_bench.report import COLUMNS, explanation, link_lines
+from hetero.observe.link_bench.text import COLUMNS, explanation, link_lines
 from hetero.observe.style import STYLE
 
 TEMPLATE = """<!doctype html>

@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 
 from hetero.observe.charts import LIGHT, PAGE, Theme, as_svg, style_axes
 from hetero.observe.link_bench.record import Point, Record
-from hetero.observe.link_bench.report import short_size
+from hetero.observe.link_bench.text import short_size
 
 # Readable on a light and on a dark page alike. A limit takes the colour of what it bounds.
 _COLOURS = {

@@ -40,13 +40,8 @@ from hetero.observe.link_bench.record import (
     queue_depth,
     sockets_name,
 )
-from hetero.observe.link_bench.report import (
-    number,
-    share_of_limits,
-    short_size,
-    table_text,
-    write_report,
-)
+from hetero.observe.link_bench.report import share_of_limits, write_report
+from hetero.observe.link_bench.text import number, short_size, table_text
 
 CPU = torch.device("cpu")
 

@@ -12,7 +12,8 @@ import pytest
 from hetero.parity.alignment import align
 from hetero.parity.comparison import Comparison, Options, compare
 from hetero.parity.criteria import parse_criterion
-from hetero.parity.report import report_text, write_report
+from hetero.parity.report import write_report
+from hetero.parity.text import report_text
 from tests.hetero.parity.simulated_runs import Fault, simulated_run, with_loss
 
 
