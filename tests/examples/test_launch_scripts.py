@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import shlex
-import shutil
 import subprocess
+import sys
 from argparse import Namespace
 from dataclasses import dataclass
 from pathlib import Path
@@ -363,13 +363,15 @@ def test_the_shell_can_read_every_script(script: Path) -> None:
     assert outcome.returncode == 0, outcome.stderr
 
 
-@pytest.mark.skipif(shutil.which("shellcheck") is None, reason="shellcheck is not installed")
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
 def test_shellcheck_finds_nothing(script: Path) -> None:
     # Sourced files are checked by themselves, and set variables for those that source them; the
     # variables of users are written in capitals.
     quiet = "--exclude=SC1090,SC1091,SC2034,SC2153,SC2154"
     outcome = subprocess.run(
-        ["shellcheck", "--shell=bash", quiet, script], capture_output=True, text=True, check=False
+        [Path(sys.executable).with_name("shellcheck"), "--shell=bash", quiet, script],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert outcome.returncode == 0, outcome.stdout
