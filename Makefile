@@ -11,7 +11,7 @@ EXTRAS := dev,hf$(if $(GPU_DRIVER),$(COMMA)gpu)
 TEXT ?=
 RDMA_MINUTES ?= 10
 
-.PHONY: setup demo test test-all test-rdma lint clean
+.PHONY: setup demo test test-all test-gpu test-rdma lint clean
 
 setup: $(STAMP)
 
@@ -34,6 +34,10 @@ test: lint
 
 test-all: lint
 	$(BIN)/python -m pytest
+
+# On a machine with two GPUs of one vendor: the first thing to run on an AMD one.
+test-gpu: setup
+	$(BIN)/python -m pytest -m "gpu and not slow"
 
 # RDMA between emulated NICs, in an emulated machine that is booted for it and ended after RDMA_MINUTES. It
 # needs root on Debian; anywhere else it says that it was skipped.

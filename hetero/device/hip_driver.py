@@ -115,7 +115,7 @@ class HipDriver(GpuDriver):
     A stream's wait on a value is documented only for signal memory (hipExtMallocWithFlags), which
     two processes cannot share. AMD's sources also take registered host memory, but there the
     wait is a kernel of one thread that polls and holds a hardware queue, of which streams share
-    four unless GPU_MAX_HW_QUEUES says otherwise: what would end the wait may queue up behind it.
+    four unless GPU_MAX_HW_QUEUES says otherwise: what is enqueued later may queue up behind it.
     So it counts as usable only once `probe_stream_values` has passed.
     """
 
