@@ -23,7 +23,7 @@ from pathlib import Path
 if not __package__:  # Run as a script, where only tools/ itself would be importable.
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from examples.quickstart.processes import StepFailure
+from tools.launching.processes import StepFailure
 from tools.runs import SIMULATED, Launch, homogeneous_flags, mixed_flags, run_to_end
 
 

@@ -32,11 +32,11 @@ if not __package__:  # Run as a script, where only tools/ itself would be import
 from hetero.errors import HeteroError
 from hetero.observe.report import write_whole
 from tools import command_line
+from tools.real_text.data_set import NAME as TEXT_NAME
+from tools.real_text.data_set import build_real_text
 from tools.reproduction import picture, table
 from tools.reproduction.measurement import Attempt, as_mapping, summarise
 from tools.reproduction.options import parse_options
-from tools.reproduction.real_text import NAME as TEXT_NAME
-from tools.reproduction.real_text import build_real_text
 from tools.reproduction.rows import Options, attempt, parsed_row, row_flags, run_order
 from tools.reproduction.settings import SOURCE, SOURCE_SETTING, VENDORS
 

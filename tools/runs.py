@@ -1,4 +1,4 @@
-"""Starts training runs on this machine, one after the other, and reads what they leave behind."""
+"""Starts training runs on this machine and reads what they leave behind."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import json
 import os
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from examples.quickstart.processes import Step, run_step
 from hetero.errors import HeteroError
+from tools.launching.processes import Step, StepFailure, log_lines, run_step
 
 ROOT = Path(__file__).resolve().parent.parent
 ENTRY = ROOT / "pretrain_gpt.py"
@@ -61,8 +61,8 @@ class DeadlinePassed(HeteroError):
     """A run was ended because it took too long."""
 
 
-def run_to_end(launch: Launch) -> Finished:
-    """Train to the end.
+def run_to_end(launch: Launch, watch: Callable[[], None] = lambda: None) -> Finished:
+    """Train to the end, calling `watch` on the way: what that raises ends the run too.
 
     Raises StepFailure when the run fails and DeadlinePassed when it takes too long. Whatever ends
     this process ends the run and every process of it.
@@ -71,7 +71,8 @@ def run_to_end(launch: Launch) -> Finished:
         stale.unlink(missing_ok=True)
     began = time.monotonic()
 
-    def watch() -> None:
+    def guard() -> None:
+        watch()
         if launch.deadline is not None and time.monotonic() - began > launch.deadline:
             raise DeadlinePassed(
                 f"{launch.name} was ended at its deadline of {launch.deadline:g} s, after "
@@ -86,11 +87,19 @@ def run_to_end(launch: Launch) -> Finished:
             directory=Path.cwd(),
             environment=os.environ | dict(launch.environ),
         ),
-        watch,
+        guard,
     )
     return Finished(
         iterations=_records(launch.metrics), report=json.loads(launch.report.read_text())
     )
+
+
+def failure_text(error: HeteroError, launch: Launch) -> str:
+    """Why a run has no result, in a sentence: what it said itself where it failed."""
+    if not isinstance(error, StepFailure):
+        return str(error)
+    said = error.sentence or (log_lines(launch.log) or ["it said nothing"])[-1]
+    return f"failed with exit code {error.code}: {said}"
 
 
 def _records(metrics: Path) -> list[dict[str, Any]]:

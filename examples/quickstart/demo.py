@@ -24,11 +24,11 @@ if not __package__:  # Run as a script, where only this folder would be importab
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from examples.quickstart import outcome, steps
-from examples.quickstart.processes import ending_on_signals, run_step
 from examples.quickstart.source_text import SourceText, builtin_text, read_text
 from hetero.errors import HeteroError, UserError
 from hetero.observe.comparison import Comparison, RunRecord
 from hetero.observe.report import write_html, write_json
+from tools.launching.processes import ending_on_signals, run_step
 
 MARKER = ".hetero-demo"
 """Stands in a folder that the demo made, so that it never replaces files of anyone else."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hetero.errors import UserError
+from tools.real_text.sources import language_reference
 
 LARGEST_BYTES = 16 * 2**20
 """Of a larger file only the beginning is used: the demo trains on well under a megabyte."""
@@ -26,11 +27,7 @@ class SourceText:
 
 def builtin_text() -> SourceText:
     """Python's own language reference, as `help()` shows it: real English, always there."""
-    from pydoc_data.topics import topics
-
-    return SourceText(
-        name="pydoc_data.topics", text="\n\n".join(topics.values()), prompt="The value of"
-    )
+    return SourceText(name="pydoc_data.topics", text=language_reference(), prompt="The value of")
 
 
 def read_text(path: str) -> SourceText:

@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from examples.quickstart.processes import Step, StepFailure, run_step
 from hetero.errors import UserError
+from tools.launching.processes import Step, StepFailure, run_step
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from examples.quickstart.processes import StepFailure
 from megatron.training.arguments import parse_args
 from tools import runs
+from tools.launching.processes import StepFailure
 from tools.runs import DeadlinePassed, Launch, homogeneous_flags, mixed_flags, run_to_end
 
 

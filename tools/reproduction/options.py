@@ -12,7 +12,7 @@ import torch
 from hetero.errors import UserError
 from hetero.transport.names import TRANSPORTS
 from tools import command_line
-from tools.reproduction.real_text import NAME as TEXT_NAME
+from tools.real_text.data_set import NAME as TEXT_NAME
 from tools.reproduction.rows import Options, parsed_row
 from tools.reproduction.settings import (
     HOMOGENEOUS,

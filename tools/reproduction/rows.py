@@ -9,13 +9,19 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from examples.quickstart.processes import StepFailure, log_lines
 from hetero.errors import HeteroError
 from megatron.training.arguments import build_parser, parse_args
 from megatron.training.arguments.config_file import expand_config_files
 from tools.reproduction.measurement import Attempt, measure
 from tools.reproduction.settings import HOMOGENEOUS, TRAINING_FLAGS, VENDORS, ModelSetting
-from tools.runs import SIMULATED, Launch, homogeneous_flags, mixed_flags, run_to_end
+from tools.runs import (
+    SIMULATED,
+    Launch,
+    failure_text,
+    homogeneous_flags,
+    mixed_flags,
+    run_to_end,
+)
 
 
 @dataclass(frozen=True)
@@ -87,11 +93,8 @@ def attempt(options: Options, row: str, round_number: int, *, data: Sequence[str
     began = time.monotonic()
     try:
         measurement, problem = measure(run_to_end(launch), warmup=options.warmup), None
-    except StepFailure as failure:
-        said = failure.sentence or (log_lines(launch.log) or ["it said nothing"])[-1]
-        measurement, problem = None, f"failed with exit code {failure.code}: {said}"
     except HeteroError as error:
-        measurement, problem = None, str(error)
+        measurement, problem = None, failure_text(error, launch)
     return Attempt(
         row=row,
         round=round_number,

@@ -1,4 +1,4 @@
-"""Runs the demo's steps as processes of their own, and leaves none of them behind."""
+"""Runs steps as processes of their own, and leaves none of them behind."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _KILLED = re.compile(r"rank +: (\d+) .*\n +exitcode +: -9 ")
 
 @dataclass(frozen=True)
 class Step:
-    """One command of the demo."""
+    """One command, and where its words go."""
 
     name: str
     command: tuple[str, ...]
@@ -72,7 +72,7 @@ def log_lines(path: Path) -> list[str]:
 def run_step(step: Step, watch: Callable[[], None] = lambda: None) -> None:
     """Run a step to its end, calling `watch` on the way and once after it.
 
-    Whatever ends the demo, also ctrl-C, ends the step and every process that it started.
+    Whatever ends the caller, also ctrl-C, ends the step and every process that it started.
     """
     step.log.parent.mkdir(parents=True, exist_ok=True)
     with contextlib.ExitStack() as files:
@@ -84,7 +84,7 @@ def run_step(step: Step, watch: Callable[[], None] = lambda: None) -> None:
             stdin=subprocess.DEVNULL,
             stdout=log if step.output is None else files.enter_context(step.output.open("w")),
             stderr=log,
-            # ctrl-C reaches the demo alone, which then ends the step in order.
+            # ctrl-C reaches the caller alone, which then ends the step in order.
             start_new_session=True,
         )
         try:
@@ -136,7 +136,7 @@ def _may_set_handlers() -> bool:
 
 @contextlib.contextmanager
 def ending_on_signals() -> Iterator[None]:
-    """Let SIGTERM and a closed terminal unwind the demo as ctrl-C does, so that steps end too."""
+    """Let SIGTERM and a closed terminal unwind the caller as ctrl-C does, so that steps end too."""
     if not _may_set_handlers():
         yield
         return

@@ -1,0 +1,131 @@
+"""When the parity benchmark says that a model is the same, and when it does not."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.tools.parity_benchmark.made import failed, outcome, outcomes
+from tools.parity_benchmark.judgement import Judgement, judge
+from tools.parity_benchmark.plan import DETERMINISTIC, FAST, Run
+
+REFERENCE = {kernels: Run(kernels, "homogeneous", 1) for kernels in (DETERMINISTIC, FAST)}
+DIRECT = {kernels: Run(kernels, "device-direct", 1) for kernels in (DETERMINISTIC, FAST)}
+FORWARD = {kernels: Run(kernels, "cpu-forward", 1) for kernels in (DETERMINISTIC, FAST)}
+
+
+def failures(judgement: Judgement, run: Run) -> set[str]:
+    verdict = judgement.verdict(run)
+    assert verdict is not None
+    return {finding.criterion for finding in verdict.findings if finding.passed is False}
+
+
+@pytest.mark.parametrize("kernels", [DETERMINISTIC, FAST])
+def test_the_same_numbers_pass(tmp_path: Path, kernels: str) -> None:
+    judgement = judge(kernels, outcomes(tmp_path, kernels))
+    assert judgement.passed
+    assert not judgement.problems
+    assert judgement.verdict(DIRECT[kernels]) is not None
+    assert judgement.verdict(REFERENCE[kernels]) is None
+
+
+def test_default_kernels_are_judged_by_every_default_criterion(tmp_path: Path) -> None:
+    verdict = judge(FAST, outcomes(tmp_path, FAST)).verdict(DIRECT[FAST])
+    assert verdict is not None
+    assert {finding.criterion: finding.passed for finding in verdict.findings} == dict.fromkeys(
+        [
+            *("finite", "schedule", "first-steps", "first-grad-norms", "final-relative"),
+            *("envelope", "grad-norm-envelope"),
+        ],
+        True,
+    )
+
+
+@pytest.mark.parametrize(("kernels", "passes"), [(DETERMINISTIC, False), (FAST, True)])
+def test_the_last_bit_counts_with_deterministic_kernels_alone(
+    tmp_path: Path, kernels: str, passes: bool
+) -> None:
+    good = outcomes(tmp_path, kernels)
+    good[DIRECT[kernels]] = outcome(tmp_path, DIRECT[kernels], factor=1 + 2**-50)
+    judgement = judge(kernels, good)
+    assert judgement.passed is passes
+    assert failures(judgement, DIRECT[kernels]) == (set() if passes else {"identical"})
+    assert failures(judgement, FORWARD[kernels]) == set()
+
+
+def test_a_run_that_ends_elsewhere_fails(tmp_path: Path) -> None:
+    good = outcomes(tmp_path, FAST)
+    good[DIRECT[FAST]] = outcome(tmp_path, DIRECT[FAST], factor=1.05)
+    judgement = judge(FAST, good)
+    assert not judgement.passed
+    assert "final-relative" in failures(judgement, DIRECT[FAST])
+    assert failures(judgement, FORWARD[FAST]) == set()
+
+
+def test_other_weights_fail_though_every_loss_is_the_same(tmp_path: Path) -> None:
+    good = outcomes(tmp_path, DETERMINISTIC)
+    good[FORWARD[DETERMINISTIC]] = outcome(tmp_path, FORWARD[DETERMINISTIC], weights="other")
+    judgement = judge(DETERMINISTIC, good)
+    assert not judgement.passed
+    assert judgement.same_weights == {
+        DIRECT[DETERMINISTIC].name: True,
+        FORWARD[DETERMINISTIC].name: False,
+    }
+    assert failures(judgement, FORWARD[DETERMINISTIC]) == set()
+
+
+def test_a_run_without_a_result_fails_and_the_rest_is_compared(tmp_path: Path) -> None:
+    good = outcomes(tmp_path, DETERMINISTIC)
+    good[DIRECT[DETERMINISTIC]] = failed(good[DIRECT[DETERMINISTIC]], "ended at its deadline")
+    judgement = judge(DETERMINISTIC, good)
+    assert not judgement.passed
+    assert judgement.problems == ("deterministic, device-direct, seed 1: ended at its deadline",)
+    assert judgement.verdict(DIRECT[DETERMINISTIC]) is None
+    assert failures(judgement, FORWARD[DETERMINISTIC]) == set()
+
+
+def test_without_a_seed_there_is_no_envelope_and_the_other_criteria_hold(tmp_path: Path) -> None:
+    good = outcomes(tmp_path, FAST)
+    seed = Run(FAST, "homogeneous", 3)
+    good[seed] = failed(good[seed], "no memory")
+    judgement = judge(FAST, good)
+    assert not judgement.passed
+    verdict = judgement.verdict(DIRECT[FAST])
+    assert verdict is not None
+    applied = {f.criterion: f.passed for f in verdict.findings}
+    assert applied["envelope"] is None
+    assert applied["final-relative"] is True
+
+
+@pytest.mark.parametrize(
+    ("lacking", "what"),
+    [(("homogeneous",), "the homogeneous run"), (("device-direct", "cpu-forward"), "a mixed run")],
+)
+def test_with_nothing_to_compare_it_fails_and_says_so(
+    tmp_path: Path, lacking: tuple[str, ...], what: str
+) -> None:
+    good = {
+        run: failed(was, "broke") if run.transport in lacking else was
+        for run, was in outcomes(tmp_path, DETERMINISTIC).items()
+    }
+    judgement = judge(DETERMINISTIC, good)
+    assert not judgement.passed
+    assert judgement.problems[-1] == f"deterministic: nothing can be compared without {what}"
+
+
+def test_runs_that_cannot_be_compared_are_said_to_be_so(tmp_path: Path) -> None:
+    """One that an exit flag ended early, so that it holds fewer iterations."""
+    good = outcomes(tmp_path, FAST)
+    metrics = good[DIRECT[FAST]].launch.metrics
+    metrics.write_text("".join(metrics.read_text().splitlines(keepends=True)[:-3]))
+    judgement = judge(FAST, good)
+    assert not judgement.passed
+    assert "fast, device-direct, seed 1 ends at iteration 37" in judgement.problems[0]
+
+
+def test_it_can_be_written_as_json(tmp_path: Path) -> None:
+    record = json.loads(json.dumps(judge(FAST, outcomes(tmp_path, FAST)).as_mapping()))
+    assert record["passed"] is True
+    assert record["comparison"]["reference"] == "fast, homogeneous, seed 1"

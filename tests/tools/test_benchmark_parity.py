@@ -1,0 +1,168 @@
+"""The parity benchmark: what it refuses, and its shell command with real runs on the CPU."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hetero.errors import UserError
+from tools import benchmark_parity
+from tools.parity_benchmark.options import Options, parse_options
+from tools.runs import ROOT
+
+SCRIPT = ROOT / "docs" / "benchmarks" / "parity_training.sh"
+TINY = (
+    "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --num-query-groups 2"
+    " --ffn-hidden-size 64 --seq-length 32 --max-position-embeddings 32 --micro-batch-size 1"
+    " --global-batch-size 4 --num-workers 0"
+)
+
+
+def options(words: str) -> Options:
+    return parse_options(words.split(), description="")
+
+
+@pytest.fixture
+def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        ("--processes 3", "--processes 3 is no multiple of 2"),
+        ("--processes 0", "--processes 0 is no multiple of 2"),
+        ("--iterations 0", "must be above zero"),
+        ("--per-pair 0", "must be above zero"),
+        ("--deadline 0", "must be above zero"),
+        ("--minutes -1", "must be above zero"),
+        ("--model gpt5", "gpt5"),
+        ("--kernels slow", "slow"),
+        ("--transports pigeon", "pigeon"),
+        ("-- --no-such-flag", "--no-such-flag"),
+        ("-- --global-batch-size 6", "6"),
+    ],
+)
+def test_what_cannot_run_is_refused_in_a_sentence(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, words: str, reason: str
+) -> None:
+    try:
+        code: object = benchmark_parity.main(["--out", str(tmp_path / "out"), *words.split()])
+    except SystemExit as ended:
+        code = ended.code
+    assert code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: ")
+    assert reason in line
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_file_is_no_folder_for_results(tmp_path: Path) -> None:
+    (tmp_path / "thesis").touch()
+    with pytest.raises(UserError, match="is a file; name a folder"):
+        options(f"--out {tmp_path / 'thesis'}")
+
+
+@pytest.mark.usefixtures("two_gpus")
+def test_all_gpus_are_used_and_more_are_refused() -> None:
+    chosen = options("--out x")
+    assert (chosen.processes, chosen.gpus, chosen.per_pair) == (2, ("0", "1"), 3)
+    assert len(chosen.runs) == 8
+    assert "device-direct" in {run.transport for run in chosen.runs}
+    with pytest.raises(UserError, match="4 processes need as many GPUs and there are 2"):
+        options("--processes 4 --out x")
+
+
+@pytest.mark.usefixtures("two_gpus")
+def test_a_gpu_without_a_partner_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 3)
+    assert options("--out x").processes == 2
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    with pytest.raises(UserError, match="2 processes need as many GPUs and there are 1"):
+        options("--out x")
+
+
+@pytest.mark.usefixtures("two_gpus")
+def test_llama_8b_runs_alone_on_its_gpus_with_deterministic_kernels() -> None:
+    chosen = options("--model llama3_8b --out x")
+    assert [run.name for run in chosen.runs] == [
+        "deterministic, homogeneous, seed 1",
+        "deterministic, device-direct, seed 1",
+    ]
+    assert (chosen.per_pair, chosen.iterations, chosen.tokens) == (1, 50, 50 * 8 * 4096)
+
+
+def test_without_gpus_the_transports_are_those_of_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    chosen = options("--out x")
+    assert {run.transport for run in chosen.runs} == {"homogeneous", "gloo", "cpu-forward"}
+    assert (chosen.processes, chosen.gpus) == (2, ())
+
+
+def benchmark(out: Path, **environ: str) -> subprocess.CompletedProcess[str]:
+    """The shell command with a tiny model, on the CPU."""
+    return subprocess.run(
+        ["bash", SCRIPT, out],
+        env=os.environ
+        | {"PYTHON": sys.executable, "CUDA_VISIBLE_DEVICES": "-1", "ITERATIONS": "6"}
+        | environ,
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+
+
+def test_the_command_trains_and_compares_and_goes_on_without_a_run_that_fails(
+    tmp_path: Path,
+) -> None:
+    """On CPU device-direct cannot be: the benchmark fails for it, and judges the other."""
+    outcome = benchmark(
+        tmp_path / "out",
+        KERNELS="deterministic",
+        TRANSPORTS="device-direct gloo",
+        PER_PAIR="2",
+        FLAGS=TINY,
+    )
+    assert outcome.returncode == 1, outcome.stderr
+    lines = outcome.stdout.splitlines()
+    assert lines[-1] == "FAIL: deterministic"
+    (gloo,) = [line for line in lines if line.startswith("| deterministic | gloo")]
+    assert gloo.endswith("| losses identical, weights identical | pass |")
+    record = json.loads((tmp_path / "out" / "parity_training.json").read_text())
+    homogeneous, direct, gloo_run = record["runs"]
+    assert homogeneous["loss"] == gloo_run["loss"]
+    assert len(gloo_run["loss"]) == 6
+    assert homogeneous["weights_sha256"] == gloo_run["weights_sha256"]
+    assert "ipc: it joins GPUs" in direct["problem"]
+    assert "ipc: it joins GPUs" in (tmp_path / "out" / "failed_runs.log").read_text()
+
+
+@pytest.mark.slow
+def test_the_command_with_both_kinds_of_kernels_passes(tmp_path: Path) -> None:
+    outcome = benchmark(
+        tmp_path / "out", TRANSPORTS="cpu-forward", PROCESSES="4", PER_PAIR="1", FLAGS=TINY
+    )
+    assert outcome.returncode == 0, outcome.stdout + outcome.stderr
+    assert outcome.stdout.splitlines()[-1] == "pass"
+    record = json.loads((tmp_path / "out" / "parity_training.json").read_text())
+    assert record["passed"]
+    assert record["simulated"]
+    assert record["machine"] == "4 processes on the CPU, 1 runs at once on each 2"
+    (candidate,) = record["judgements"]["fast"]["comparison"]["candidates"]
+    assert {finding["passed"] for finding in candidate["findings"]} == {True}
+    first, *others = [tuple(run["loss"]) for run in record["runs"]]
+    assert len({first, *others}) == 3
+
+
+def test_the_command_refuses_as_the_program_does(tmp_path: Path) -> None:
+    outcome = benchmark(tmp_path / "out", PROCESSES="3")
+    assert outcome.returncode == 2
+    assert outcome.stderr == "error: --processes 3 is no multiple of 2; every run takes 2\n"

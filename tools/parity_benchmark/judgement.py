@@ -1,0 +1,81 @@
+"""Compares the runs of one kind of kernels as tools/compare_loss.py does."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from hetero.errors import UserError
+from hetero.parity.alignment import align
+from hetero.parity.comparison import Comparison, Options, Verdict, compare
+from hetero.parity.criteria import parse_criterion
+from hetero.parity.curves import Curve, read_curve
+from hetero.parity.envelope import FEWEST_SEEDS
+from tools.parity_benchmark.plan import DETERMINISTIC, Run
+from tools.parity_benchmark.side_by_side import Outcome
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """What was found of the runs with one kind of kernels."""
+
+    kernels: str
+    comparison: Comparison | None
+    same_weights: Mapping[str, bool]
+    """By name of the run, of those whose weights must be the reference's."""
+    problems: tuple[str, ...]
+    """Why something could not be compared."""
+
+    @property
+    def passed(self) -> bool:
+        compared = self.comparison is not None and self.comparison.passed
+        return compared and all(self.same_weights.values()) and not self.problems
+
+    def verdict(self, run: Run) -> Verdict | None:
+        """None of a run that was not judged."""
+        verdicts = self.comparison.verdicts if self.comparison else ()
+        return next((v for v in verdicts if v.candidate.name == run.name), None)
+
+    def as_mapping(self) -> dict[str, Any]:
+        return {
+            "passed": self.passed,
+            "weights_identical": dict(self.same_weights),
+            "problems": list(self.problems),
+            "comparison": self.comparison.as_mapping() if self.comparison else None,
+        }
+
+
+def judge(kernels: str, outcomes: Mapping[Run, Outcome]) -> Judgement:
+    """Compare what runs with these kernels left; one that failed is left away and said."""
+    runs = [run for run in outcomes if run.kernels == kernels]
+    good = {run: finished for run in runs if (finished := outcomes[run].finished) is not None}
+    problems = [f"{run.name}: {outcomes[run].problem}" for run in runs if run not in good]
+    reference = next((run for run in good if run.is_reference), None)
+    mixed = [run for run in good if not run.is_homogeneous]
+    seeds = [run for run in good if run.is_homogeneous and not run.is_reference]
+    if reference is None or not mixed:
+        lacking = "the homogeneous run" if reference is None else "a mixed run"
+        problems.append(f"{kernels}: nothing can be compared without {lacking}")
+        return Judgement(kernels, None, {}, tuple(problems))
+    if 1 + len(seeds) < FEWEST_SEEDS:
+        seeds = []
+    exact = kernels == DETERMINISTIC
+    criteria = (parse_criterion("identical"),) if exact else None
+    try:
+        aligned = align(
+            _curve(outcomes, reference),
+            seeds=[_curve(outcomes, run) for run in seeds],
+            candidates=[_curve(outcomes, run) for run in mixed],
+        )
+        comparison = compare(aligned, Options(criteria=criteria, same_seed=True))
+    except UserError as error:
+        return Judgement(kernels, None, {}, (*problems, f"{kernels}: {error}"))
+    weights = {run: finished.report["weights"]["sha256"] for run, finished in good.items()}
+    same = {run.name: weights[run] == weights[reference] for run in mixed if exact}
+    return Judgement(kernels, comparison, same, tuple(problems))
+
+
+def _curve(outcomes: Mapping[Run, Outcome], run: Run) -> Curve:
+    """By the name of the run, where a file's path would stand."""
+    return replace(read_curve(str(outcomes[run].launch.metrics)), name=run.name)

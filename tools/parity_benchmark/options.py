@@ -1,0 +1,161 @@
+"""The command line of tools/benchmark_parity.py, and what is refused before any run starts."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from hetero.errors import UserError
+from hetero.transport.names import TRANSPORTS
+from megatron.training.model_size import parameter_count
+from tools import command_line
+from tools.parity_benchmark.plan import (
+    KERNELS,
+    LLAMA_113M,
+    PAIR,
+    SETTINGS,
+    Run,
+    Setting,
+    parsed_run,
+    planned_runs,
+)
+from tools.parity_benchmark.side_by_side import VISIBLE, gpu_names
+from tools.reproduction.options import MODEL_SIZES
+
+Number = TypeVar("Number", int, float)
+
+CPU_TRANSPORTS = ("gloo", "cpu-forward")
+"""Without a GPU, unless the command line names others: device-direct joins GPUs."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the command line asks for."""
+
+    setting: Setting
+    gpus: tuple[str, ...]
+    """Empty where the processes run on the CPU."""
+    processes: int
+    per_pair: int
+    iterations: int
+    runs: tuple[Run, ...]
+    deadline: float
+    """Seconds of one run."""
+    minutes: float
+    """Of all runs together."""
+    out: Path
+    extra: tuple[str, ...]
+    arguments: argparse.Namespace
+    """The checked arguments of the first run."""
+    is_changed_model: bool
+    """The user's own flags make it another model than the setting's."""
+
+    @property
+    def model_name(self) -> str:
+        name = self.setting.name
+        return f"a model changed from {name}" if self.is_changed_model else name
+
+    @property
+    def tokens(self) -> int:
+        """That one run sees."""
+        return self.iterations * self.arguments.global_batch_size * self.arguments.seq_length
+
+    def parameters(self, *, vocabulary: int) -> int:
+        return parameter_count(self.arguments, vocab_size=vocabulary)
+
+
+def parse_options(argv: Sequence[str], *, description: str) -> Options:
+    """Read the command line. Exits with 2 and one sentence on bad input, as does what it calls."""
+    words = list(argv)
+    cut = words.index("--") if "--" in words else len(words)
+    given = _parser(description).parse_args(words[:cut])
+    setting = SETTINGS[given.model]
+    gpus = tuple(gpu_names())
+    default_transports = setting.transports if gpus else CPU_TRANSPORTS
+    transports = tuple(dict.fromkeys(given.transports or default_transports))
+    kernels = tuple(dict.fromkeys(given.kernels or setting.kernels))
+    processes = _processes(given.processes, gpus)
+    iterations = _chosen(given.iterations, setting.iterations)
+    extra = tuple(words[cut + 1 :])
+    runs = tuple(planned_runs(kernels, transports))
+    per_pair = _chosen(given.per_pair, setting.per_pair)
+    deadline = _chosen(given.deadline, setting.deadline)
+    if min(per_pair, iterations) < 1 or min(deadline, given.minutes) <= 0:
+        raise UserError(
+            "--per-pair, --iterations, --deadline and --minutes must be above zero; change them"
+        )
+    out = Path(given.out).absolute()
+    if out.exists() and not out.is_dir():
+        raise UserError(f"--out {given.out} is a file; name a folder")
+    arguments = [parsed_run(setting, run, iterations=iterations, extra=extra) for run in runs]
+    unchanged = parsed_run(setting, runs[0], iterations=iterations, extra=())
+    return Options(
+        setting=setting,
+        gpus=gpus,
+        processes=processes,
+        per_pair=per_pair,
+        iterations=iterations,
+        runs=runs,
+        deadline=deadline,
+        minutes=given.minutes,
+        out=out,
+        extra=extra,
+        arguments=arguments[0],
+        is_changed_model=any(
+            getattr(arguments[0], size) != getattr(unchanged, size) for size in MODEL_SIZES
+        ),
+    )
+
+
+def _chosen(given: Number | None, default: Number) -> Number:
+    return default if given is None else given
+
+
+def _processes(given: int | None, gpus: Sequence[str]) -> int:
+    """How many processes train at the same place, in pairs. Raises UserError."""
+    processes = _chosen(given, len(gpus) - len(gpus) % PAIR if gpus else PAIR)
+    if gpus and max(processes, PAIR) > len(gpus):
+        raise UserError(
+            f"{max(processes, PAIR)} processes need as many GPUs and there are {len(gpus)}; change "
+            f"--processes or {VISIBLE}"
+        )
+    if processes < PAIR or processes % PAIR:
+        raise UserError(f"--processes {processes} is no multiple of {PAIR}; every run takes {PAIR}")
+    return processes
+
+
+def _parser(description: str) -> argparse.ArgumentParser:
+    parser = command_line.Parser(description)
+    parser.add_argument("--model", choices=tuple(SETTINGS), default=LLAMA_113M.name)
+    parser.add_argument("--iterations", type=int, help="of every run; left out: the model's")
+    parser.add_argument(
+        "--processes", type=int, help="GPUs to use, in pairs; left out: all, or 2 on CPU"
+    )
+    parser.add_argument(
+        "--per-pair",
+        type=int,
+        help="runs that share a pair of GPUs at the same time; left out: the model's",
+    )
+    parser.add_argument(
+        "--kernels", nargs="+", choices=tuple(KERNELS), help="left out: the model's"
+    )
+    parser.add_argument(
+        "--transports",
+        nargs="+",
+        choices=TRANSPORTS,
+        metavar="TRANSPORT",
+        help=f"of the mixed runs, of {', '.join(TRANSPORTS)}; left out: the model's",
+    )
+    parser.add_argument(
+        "--deadline",
+        type=float,
+        help="seconds of one run, start-up included; left out: the model's",
+    )
+    parser.add_argument(
+        "--minutes", type=float, default=9.0, help="for all runs; what has not ended by then fails"
+    )
+    parser.add_argument("--out", required=True, help="folder for the results")
+    return parser
