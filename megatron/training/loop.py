@@ -157,6 +157,8 @@ class Trainer:
         self.records: list[IterationRecord] = []
         self._unlogged: list[IterationRecord] = []
         self.data_waits = DataWaits()
+        self.saving_seconds = 0.0
+        """For which training stood still while checkpoints were saved."""
         self._began = time.monotonic()
         self._profiler = StepProfiler(self.args, rank=job.rank, device=job.device)
 
@@ -205,6 +207,11 @@ class Trainer:
         return self.iteration >= self.args.train_iters
 
     def _save_if_due(self, *, last: bool) -> None:
+        began = time.monotonic()
+        self._save_or_go_on(last=last)
+        self.saving_seconds += time.monotonic() - began
+
+    def _save_or_go_on(self, *, last: bool) -> None:
         self._checkpointer.poll()
         if last or self._checkpointer.due(self.iteration):
             self._checkpointer.save(
