@@ -31,7 +31,8 @@ class Choice:
 
     def __str__(self) -> str:
         reasons = "; ".join(self.passed_over) or "the fastest there is"
-        return f"{self.link.description}: {self.link.transport} ({reasons})"
+        remark = f", {self.link.remark}" if self.link.remark else ""
+        return f"{self.link.description}: {self.link.transport}{remark} ({reasons})"
 
 
 def open_fastest(

@@ -73,6 +73,8 @@ class Link(ABC):
 
     transport: str
     """The name under which `--hetero-transport` knows it."""
+    remark: str = ""
+    """How it works on this machine, where that is not the same on all; for the log."""
 
     def __init__(self, description: LinkDescription) -> None:
         self.description = description

@@ -138,10 +138,11 @@ class ChunkedLink(Link):
         recv_end: RecvEnd,
         device: torch.device,
         checksum: bool = False,
+        remark: str = "",
         on_close: Callable[[], None] = lambda: None,
     ) -> None:
         super().__init__(description)
-        self.transport = transport
+        self.transport, self.remark = transport, remark
         self._checksum = checksum
         self._on_close = on_close
         self._job = job_token(description.job)

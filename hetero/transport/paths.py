@@ -180,7 +180,8 @@ def _open_verbs(
             address=options.addresses[0],
         ),
     )
-    return _over_rings(path, ends, meeting, options=options, device=device)
+    remark = f"writes are made visible by {ends.visibility}" if path == "verbs" else ""
+    return _over_rings(path, ends, meeting, options=options, device=device, remark=remark)
 
 
 def _over_rings(
@@ -190,10 +191,12 @@ def _over_rings(
     *,
     options: ChannelOptions,
     device: torch.device,
+    remark: str = "",
 ) -> Link:
     return ChunkedLink(
         meeting.description,
         transport=path,
+        remark=remark,
         send_end=ends.send,
         recv_end=ends.recv,
         device=device,

@@ -7,6 +7,7 @@ import threading
 from collections import deque
 from typing import Any
 
+from tests.emulated_nic.bus import Bus
 from tests.emulated_nic.world import Device, World
 
 _EOPNOTSUPP, _EFAULT, _ENODEV, _EINVAL = 95, 14, 19, 22
@@ -32,6 +33,7 @@ class Record:
 ENUMS = Record(
     IBV_ACCESS_LOCAL_WRITE=1,
     IBV_ACCESS_REMOTE_WRITE=2,
+    IBV_ACCESS_REMOTE_READ=4,
     IBV_EVENT_CQ_ERR=0,
     IBV_EVENT_QP_FATAL=1,
     IBV_EVENT_QP_REQ_ERR=2,
@@ -61,11 +63,13 @@ ENUMS = Record(
     IBV_WC_RNR_RETRY_EXC_ERR=13,
     IBV_WC_SEND=0,
     IBV_WC_RDMA_WRITE=1,
+    IBV_WC_RDMA_READ=2,
     IBV_WC_RECV=128,
     IBV_WC_RECV_RDMA_WITH_IMM=129,
     IBV_WR_RDMA_WRITE=0,
     IBV_WR_RDMA_WRITE_WITH_IMM=1,
     IBV_WR_SEND_WITH_IMM=3,
+    IBV_WR_RDMA_READ=4,
 )
 """The numbers of verbs; a test compares them with pyverbs' own where that is installed."""
 
@@ -171,6 +175,7 @@ class PD(Closing):
         self.context = context
         self.regions: dict[int, MR] = {}
         """By key; local and remote keys are the same here."""
+        self.bus = Bus()
 
     def locate(self, key: int, address: int, nbytes: int, access: int) -> int | None:
         """The place in memory; None where the key does not cover it or does not allow it."""

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import queue
 import socket
-import struct
 import threading
 import time
 from contextlib import suppress
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from tests.emulated_nic import memory
@@ -23,36 +22,12 @@ from tests.emulated_nic.objects import (
     name_of_status,
 )
 from tests.emulated_nic.report import report
+from tests.emulated_nic.wire import ANSWER, PACKET, Request
 from tests.emulated_nic.world import Fault
 
-# opcode, whether there is an immediate, it, remote key, remote address, bytes that follow
-_PACKET = struct.Struct("<BBIIQI")
-_ANSWER = struct.Struct("<B")
 _ENOMEM, _EINVAL = 12, 22
 _SLICE = 0.02
 _FOR_EVER = 7
-
-
-@dataclass(frozen=True)
-class _Request:
-    """A posted request as the driver has copied it."""
-
-    number: int
-    opcode: int
-    imm: int
-    rkey: int
-    target: int
-    source: int
-    nbytes: int
-    lkey: int
-    inline: bytes | None
-    signaled: bool
-
-    def __str__(self) -> str:
-        return (
-            f"request {self.number} (opcode {self.opcode}, {self.nbytes} bytes from "
-            f"{self.source:#x} under key {self.lkey} to {self.target:#x} under key {self.rkey})"
-        )
 
 
 class QP(Closing):
@@ -82,8 +57,9 @@ class QP(Closing):
         self._receives = 0
         self._sends = 0
         self._unsignaled = 0
-        self._posted: queue.SimpleQueue[_Request | None] = queue.SimpleQueue()
+        self._posted: queue.SimpleQueue[Request | None] = queue.SimpleQueue()
         self._peer = ("", 0)
+        self._access = 0
         self._timeout = 0.0
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._listener.bind(self._name(gid_of(device.address), self.qp_num))
@@ -112,13 +88,15 @@ class QP(Closing):
 
     def to_init(self, attributes: Any) -> None:
         assert attributes.port_num == 1
-        assert attributes.qp_access_flags & ENUMS.IBV_ACCESS_REMOTE_WRITE
+        self._access = int(attributes.qp_access_flags)
+        assert self._access & (ENUMS.IBV_ACCESS_REMOTE_WRITE | ENUMS.IBV_ACCESS_REMOTE_READ)
         self.state = ENUMS.IBV_QPS_INIT
 
     def to_rts(self, attributes: Any) -> None:
         assert self.state == ENUMS.IBV_QPS_INIT
         assert attributes.retry_cnt < _FOR_EVER, "7 tries mean for ever"
         assert attributes.rnr_retry < _FOR_EVER, "7 tries mean for ever"
+        assert attributes.max_rd_atomic == attributes.max_dest_rd_atomic == 1
         assert attributes.path_mtu == ENUMS.IBV_MTU_4096
         assert attributes.ah_attr.is_global
         # The table's second entry is the RoCE v2 one.
@@ -174,14 +152,14 @@ class QP(Closing):
             self._posted.put(self._copy(request))
             request = request.next_wr
 
-    def _copy(self, request: Any) -> _Request:
+    def _copy(self, request: Any) -> Request:
         element = request.sg_list
         nbytes = element.length if request.num_sge else 0
         inline = None
         if request.send_flags & ENUMS.IBV_SEND_INLINE:
             assert nbytes <= self._capacity.max_inline_data
             inline = memory.read(element.addr, nbytes, who=str(self))
-        return _Request(
+        return Request(
             number=request.wr_id,
             opcode=int(request.opcode),
             imm=request.imm_data,
@@ -217,33 +195,30 @@ class QP(Closing):
             return None
         return connection
 
-    def _carry(self, connection: socket.socket | None, request: _Request) -> int:
+    def _carry(self, connection: socket.socket | None, request: Request) -> int:
         """Bring one request to the peer; how it completes."""
         data = request.inline if request.inline is not None else self._fetch(request)
         if data is None:
             return int(ENUMS.IBV_WC_LOC_PROT_ERR)
         assert len(data) <= self._device.max_message
-        has_imm = request.opcode != ENUMS.IBV_WR_RDMA_WRITE
-        packet = _PACKET.pack(
-            request.opcode, has_imm, request.imm, request.rkey, request.target, len(data)
-        )
+        fault = self._device.fault_of(is_read=request.is_read)
         try:
-            if connection is not None and self._device.fault in (None, Fault.DEAF):
+            if connection is not None and fault in (None, Fault.DEAF):
                 connection.settimeout(_SLICE)
-                self._send(connection, packet + data)
+                self._send(connection, request.packet() + data)
                 if (answer := self._answer(connection, request)) is not None:
                     return answer
         except OSError as error:
             self._tell(f"the connection broke ({error}) under {request}")
-        return self._fail_after_retries()
+        return self._fail_after_retries(is_read=request.is_read)
 
-    def _fetch(self, request: _Request) -> bytes | None:
+    def _fetch(self, request: Request) -> bytes | None:
         """The bytes to send; None where the NIC may not or cannot read them."""
+        if request.is_read or not request.nbytes:
+            return b""
         asked = (request.lkey, request.source, request.nbytes, 0)
         where = self._domain.locate(*asked)
         if where is None:
-            if not request.nbytes:
-                return b""
             self._tell(f"it cannot read for {request}: {self._domain.misses(*asked)}")
             return None
         # Where reading fails, the memory tells why.
@@ -256,7 +231,7 @@ class QP(Closing):
         connection.sendall(data)
         connection.settimeout(_SLICE)
 
-    def _answer(self, connection: socket.socket, request: _Request) -> int | None:
+    def _answer(self, connection: socket.socket, request: Request) -> int | None:
         patience = self.world.ack_seconds + 10 * self._device.delay
         deadline = time.monotonic() + patience
         while self.open and self.state != ENUMS.IBV_QPS_ERR:
@@ -264,27 +239,43 @@ class QP(Closing):
                 self._tell(f"no answer within {patience:g} s to {request}")
                 return None
             try:
-                answer = connection.recv(_ANSWER.size)
+                answer = connection.recv(ANSWER.size)
             except TimeoutError:
                 continue
             if not answer:
                 self._tell(f"the peer closed its end under {request}")
                 return None
-            if self._device.fault is not None:
+            if self._device.fault_of(is_read=request.is_read) is not None:
                 return None
-            return int(_ANSWER.unpack(answer)[0])
+            status = int(ANSWER.unpack(answer)[0])
+            if request.is_read and status == ENUMS.IBV_WC_SUCCESS:
+                return self._keep(request, self._read(connection, request.nbytes))
+            return status
         return None
 
-    def _fail_after_retries(self) -> int:
+    def _keep(self, request: Request, data: bytes | None) -> int | None:
+        """Put what was read into place; how the request completes, None where nothing came."""
+        if data is None:
+            return None
+        asked = (request.lkey, request.source, len(data), int(ENUMS.IBV_ACCESS_LOCAL_WRITE))
+        where = self._domain.locate(*asked)
+        if where is None:
+            self._tell(f"it cannot write for {request}: {self._domain.misses(*asked)}")
+            return int(ENUMS.IBV_WC_LOC_PROT_ERR)
+        memory.write(where, data, who=str(self))
+        return int(ENUMS.IBV_WC_SUCCESS)
+
+    def _fail_after_retries(self, *, is_read: bool) -> int:
         """No answer came. A silent device says nothing about it for ever."""
         deadline = time.monotonic() + self.world.ack_seconds
         while self.open and self.state != ENUMS.IBV_QPS_ERR:
-            if self._device.fault is not Fault.SILENT and time.monotonic() > deadline:
+            silent = self._device.fault_of(is_read=is_read) is Fault.SILENT
+            if not silent and time.monotonic() > deadline:
                 return int(ENUMS.IBV_WC_RETRY_EXC_ERR)
             time.sleep(_SLICE)
         return int(ENUMS.IBV_WC_WR_FLUSH_ERR)
 
-    def _complete(self, request: _Request, status: int) -> None:
+    def _complete(self, request: Request, status: int) -> None:
         self._unsignaled += 1
         failed = status != ENUMS.IBV_WC_SUCCESS
         if not (request.signaled or failed):
@@ -294,6 +285,7 @@ class QP(Closing):
             ENUMS.IBV_WR_RDMA_WRITE: ENUMS.IBV_WC_RDMA_WRITE,
             ENUMS.IBV_WR_RDMA_WRITE_WITH_IMM: ENUMS.IBV_WC_RDMA_WRITE,
             ENUMS.IBV_WR_SEND_WITH_IMM: ENUMS.IBV_WC_SEND,
+            ENUMS.IBV_WR_RDMA_READ: ENUMS.IBV_WC_RDMA_READ,
         }
         # The opcode of a failed completion means nothing: as on real NICs it may be any.
         opcode = ENUMS.IBV_WC_RECV if failed else by_request[request.opcode]
@@ -328,21 +320,29 @@ class QP(Closing):
 
     def _serve(self, connection: socket.socket) -> None:
         while self.open:
-            packet = self._read(connection, _PACKET.size)
+            packet = self._read(connection, PACKET.size)
             if packet is None:
                 return
-            opcode, has_imm, imm, rkey, target, nbytes = _PACKET.unpack(packet)
-            data = self._read(connection, nbytes)
+            opcode, has_imm, imm, rkey, target, nbytes = PACKET.unpack(packet)
+            is_read = opcode == ENUMS.IBV_WR_RDMA_READ
+            data = b"" if is_read else self._read(connection, nbytes)
             if data is None:
                 return
             if self._device.delay:
                 time.sleep(self._device.delay)
-            self._device.count()
-            if self._device.fault in (Fault.CUT, Fault.SILENT):
+            if is_read:
+                self._device.reads += 1
+            else:
+                self._device.count()
+            if self._device.fault_of(is_read=is_read) in (Fault.CUT, Fault.SILENT):
                 continue
-            status = self._apply(opcode, imm if has_imm else None, rkey, target, data)
-            if status is not None and self._device.fault is None:
-                connection.sendall(_ANSWER.pack(status))
+            found = b""
+            if is_read:
+                status, found = self._look_up(rkey, target, nbytes)
+            else:
+                status = self._apply(opcode, imm if has_imm else None, rkey, target, data)
+            if status is not None and self._device.fault_of(is_read=is_read) is None:
+                connection.sendall(ANSWER.pack(status) + found)
 
     def _apply(
         self, opcode: int, imm: int | None, rkey: int, target: int, data: bytes
@@ -352,25 +352,44 @@ class QP(Closing):
             if self.state != ENUMS.IBV_QPS_RTS:
                 self._tell(f"it drops a packet of {len(data)} bytes in state {self.state}")
                 return None
-            if data and not self._place(rkey, target, data):
+            held = self._device.holds_writes and imm is None
+            if data and not self._place(rkey, target, data, held=held):
                 return int(ENUMS.IBV_WC_REM_ACCESS_ERR)
             if imm is None:
                 return int(ENUMS.IBV_WC_SUCCESS)
             return self._receive(opcode, imm)
 
-    def _place(self, rkey: int, target: int, data: bytes) -> bool:
+    def _place(self, rkey: int, target: int, data: bytes, *, held: bool) -> bool:
         """Whether the bytes could be put where the peer wants them; if not, this end stops."""
         asked = (rkey, target, len(data), int(ENUMS.IBV_ACCESS_REMOTE_WRITE))
         where = self._domain.locate(*asked)
-        if where is None:
+        if where is None or not self._access & ENUMS.IBV_ACCESS_REMOTE_WRITE:
             self._stop(f"the peer may not write: {self._domain.misses(*asked)}")
             return False
+        if held:
+            self._domain.bus.hold(rkey, target, data)
+            return True
         try:
             memory.write(where, data, who=str(self))
         except RuntimeError as error:
             self._stop(f"what the peer writes cannot be put into memory ({error})")
             return False
         return True
+
+    def _look_up(self, rkey: int, target: int, nbytes: int) -> tuple[int | None, bytes]:
+        """Serve a read, after all writes that came before it; the status to answer with, if any."""
+        with self._placing:
+            if self.state != ENUMS.IBV_QPS_RTS:
+                self._tell(f"it drops a read of {nbytes} bytes in state {self.state}")
+                return None, b""
+            written = partial(self._domain.locate, access=int(ENUMS.IBV_ACCESS_REMOTE_WRITE))
+            self._domain.bus.land(written, who=str(self))
+            asked = (rkey, target, nbytes, int(ENUMS.IBV_ACCESS_REMOTE_READ))
+            where = self._domain.locate(*asked)
+            if where is None or not self._access & ENUMS.IBV_ACCESS_REMOTE_READ:
+                self._stop(f"the peer may not read: {self._domain.misses(*asked)}")
+                return int(ENUMS.IBV_WC_REM_ACCESS_ERR), b""
+            return int(ENUMS.IBV_WC_SUCCESS), memory.read(where, nbytes, who=str(self))
 
     def _receive(self, opcode: int, imm: int) -> int:
         """Complete a receive that was posted; the status to answer with."""

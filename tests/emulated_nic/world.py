@@ -39,9 +39,16 @@ class Device:
     delay: float = 0.0
     """Seconds by which everything that comes in is late."""
     fault: Fault | None = None
+    read_fault: Fault | None = None
+    """What is wrong with reads alone."""
+    holds_writes: bool = False
+    """Whether what is written without an immediate, as to a GPU, is seen only once the device has
+    read something after it. Real hardware shows it sooner or later; this one never."""
     active: bool = True
     received: int = 0
-    """Packets that came in."""
+    """Packets that came in, but for reads."""
+    reads: int = 0
+    """Reads that came in."""
     triggers: list[tuple[int, Callable[[Device], None]]] = field(default_factory=list)
     listeners: list[tuple[int, deque[int]]] = field(default_factory=list)
     """The event descriptor of every open context, and the events it has not taken."""
@@ -49,6 +56,9 @@ class Device:
     def after(self, packets: int, action: Callable[[Device], None]) -> None:
         """Do something when so many packets have come in."""
         self.triggers.append((packets, action))
+
+    def fault_of(self, *, is_read: bool) -> Fault | None:
+        return self.fault or (self.read_fault if is_read else None)
 
     def count(self) -> None:
         self.received += 1

@@ -13,13 +13,10 @@ only then are the chunks repeated on other rails.
 from __future__ import annotations
 
 import logging
-import os
-import select
 import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -35,6 +32,7 @@ from hetero.transport.verbs.flow import (
     unpack_record,
 )
 from hetero.transport.verbs.library import Verbs
+from hetero.transport.verbs.polling import Poller
 from hetero.transport.verbs.rail import Rail
 from hetero.transport.verbs.rings import Rings
 
@@ -75,15 +73,12 @@ class Channel:
         self._peer_has_gone = False
         self._send_closed = self._recv_closed = self._stopping = False
         self._watching = False
-        self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self._poller = select.poll()
-        self._handlers: dict[int, Callable[[], None]] = {}
-        self._attend(self._wake_fd, self._clear_wake)
-        self._attend(control.fileno(), self._hear_control)
+        self._poller = Poller()
+        self._poller.attend(control.fileno(), self._hear_control)
         for rail in rails:
-            self._attend(rail.channel_fd, partial(self._try, rail, rail.hear))
+            self._poller.attend(rail.channel_fd, partial(self._try, rail, rail.hear))
             if rail.news_fd is not None:
-                self._attend(rail.news_fd, partial(self._hear_news, rail))
+                self._poller.attend(rail.news_fd, partial(self._hear_news, rail))
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
@@ -141,7 +136,9 @@ class Channel:
                     taken = self._incoming.take()
                 if taken is not None:
                     break
-                self._raise_error()
+                # What has arrived still counts, whatever has failed since.
+                if not any(rail.reads for rail in self._rails):
+                    self._raise_error()
                 if deadline is None:
                     return None
                 self._wait(deadline)
@@ -176,13 +173,13 @@ class Channel:
                 return
             self._stopping = self._send_closed = self._recv_closed = True
             self._changed.notify_all()
-        self._wake()
+        self._poller.wake()
         self._thread.join(_JOIN_SECONDS)
         with self._changed:
             for rail in self._rails:
                 rail.close()
             self._control.close()
-            os.close(self._wake_fd)
+            self._poller.close()
 
     # Waiting. All below is called with the lock held, except for `_run`.
 
@@ -209,35 +206,18 @@ class Channel:
     def _run(self) -> None:
         """Sleep until a rail, a NIC or the peer has something to say, and see to it."""
         while True:
-            watched = self._stall_seconds / _CHECKS_PER_STALL * 1000
-            ready = self._poller.poll(watched if self._watching else None)
+            watched = self._stall_seconds / _CHECKS_PER_STALL
+            ready = self._poller.wait(watched if self._watching else None)
             with self._changed:
                 if self._stopping:
                     return
                 try:
-                    for descriptor, _ in ready:
-                        if (handler := self._handlers.get(descriptor)) is not None:
-                            handler()
+                    self._poller.handle(ready)
                     self._progress()
                     self._watch(is_due=not ready)
                 except Exception as error:  # whatever it is, the link's users must hear of it
                     self._fail(error)
                 self._changed.notify_all()
-
-    def _attend(self, descriptor: int, handler: Callable[[], None]) -> None:
-        self._handlers[descriptor] = handler
-        self._poller.register(descriptor, select.POLLIN)
-
-    def _ignore(self, descriptor: int | None) -> None:
-        if descriptor is not None and self._handlers.pop(descriptor, None) is not None:
-            self._poller.unregister(descriptor)
-
-    def _wake(self) -> None:
-        os.eventfd_write(self._wake_fd, 1)
-
-    def _clear_wake(self) -> None:
-        with suppress(BlockingIOError):
-            os.eventfd_read(self._wake_fd)
 
     def _watch(self, *, is_due: bool) -> None:
         """Drop a rail whose oldest request has been under way for too long.
@@ -245,13 +225,12 @@ class Channel:
         A NIC whose own link is down may never complete a request, with or without an error. The
         thread sleeps for ever once it was due and nothing was under way.
         """
-        now = time.monotonic()
-        busy = [(rail, rail.oldest) for rail in self._rails if rail.live]
-        for rail, oldest in busy:
-            if oldest is not None and now - oldest > self._stall_seconds:
-                self._lose(rail, f"nothing completed for {self._stall_seconds:g} s")
+        busy = [rail for rail in self._rails if rail.waits]
+        for rail in busy:
+            if (reason := rail.give_up(self._stall_seconds)) is not None:
+                self._lose(rail, reason)
         if is_due:
-            self._watching = any(oldest is not None for _, oldest in busy)
+            self._watching = bool(busy)
 
     # Moving chunks.
 
@@ -269,9 +248,9 @@ class Channel:
         while completions := self._poll(rail):
             for done in completions:
                 if done.status != enums.IBV_WC_SUCCESS:
-                    self._lose(rail, f"completion status {int(done.status)}")
+                    self._lose(rail, rail.failure(done))
                 elif done.opcode == enums.IBV_WC_RECV_RDMA_WITH_IMM:
-                    self._arrive(socket.ntohl(done.imm_data))
+                    self._arrive(rail, socket.ntohl(done.imm_data))
                     self._receive_again(rail)
                 elif done.opcode == enums.IBV_WC_RECV:
                     self._outgoing.credit(socket.ntohl(done.imm_data))
@@ -281,7 +260,13 @@ class Channel:
                     self._outgoing.complete(done.wr_id, rail.index)
                 elif done.opcode == enums.IBV_WC_SEND:
                     rail.credit_done()
+                elif done.opcode == enums.IBV_WC_RDMA_READ:
+                    for number, chunk in rail.seen():
+                        self._incoming.arrive(number, chunk)
             self._changed.notify_all()
+        self._try(rail, rail.start_reading)
+        if rail.reads:
+            self._be_watched()
 
     def _poll(self, rail: Rail) -> list[Any]:
         try:
@@ -294,16 +279,20 @@ class Channel:
         if rail.live:
             self._try(rail, rail.post_receive)
 
-    def _arrive(self, number: int) -> None:
+    def _arrive(self, rail: Rail, number: int) -> None:
         whole = self._incoming.place(number)
         if whole is None:
             return
-        _, record = self._rings.place(whole)
+        slot, record = self._rings.place(whole)
         record += self._rings.receiving_records
         chunk = unpack_record(self._records[record : record + RECORD_BYTES])
         if chunk.nbytes > self.slot_bytes:
             raise ValueError(f"a chunk of {chunk.nbytes} bytes does not fit a slot")
-        self._incoming.arrive(whole, chunk)
+        if rail.read_back is None or chunk.nbytes == 0:
+            self._incoming.arrive(whole, chunk)
+        else:
+            end = self._rings.receiving + slot + chunk.nbytes
+            rail.read_back.add((whole, chunk), last_byte=end - 1)
 
     def _pump(self) -> None:
         """Post waiting chunks, each on the least loaded rail: a faster one is so more often."""
@@ -333,7 +322,7 @@ class Channel:
     def _be_watched(self) -> None:
         if not self._watching:
             self._watching = True
-            self._wake()
+            self._poller.wake()
 
     def _try(self, rail: Rail, post: Callable[[], None]) -> None:
         try:
@@ -348,9 +337,10 @@ class Channel:
         if not rail.live:
             return
         rail.let_go()
-        self._ignore(rail.news_fd)
+        self._poller.ignore(rail.news_fd)
         if self._peer_has_gone or self._stopping:
             return
+        rail.stop_reading()
         left = sum(other.live for other in self._rails)
         _log.warning(
             "%s: rail %d (%s) is lost: %s; %d of %d rails go on",
@@ -365,8 +355,8 @@ class Channel:
     def _repeat(self, rail: Rail) -> None:
         """Both ends have stopped a rail: what it may not have carried goes over the others."""
         self._complete(rail)
-        self._ignore(rail.channel_fd)
-        count = self._outgoing.repeat(rail.index)
+        self._poller.ignore(rail.channel_fd)
+        count = self._outgoing.repeat(rail.index, landed=rail.peer_reads_back)
         if count and self._error is None:
             _log.warning("%s: %d chunks of rail %d are sent again", self._name, count, rail.index)
         self._incoming.telling_lost = True
@@ -377,7 +367,7 @@ class Channel:
         try:
             messages = self._control.receive()
         except OSError:
-            self._ignore(self._control.fileno())
+            self._poller.ignore(self._control.fileno())
             # What has arrived by now still counts.
             for rail in self._rails:
                 self._complete(rail)

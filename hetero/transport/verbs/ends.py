@@ -56,4 +56,6 @@ class VerbsEnds:
     recv: VerbsRecvEnd
     rails: tuple[str, ...]
     """The ports that carry it, and how each of them knows the rings' memory."""
+    visibility: str
+    """What makes a NIC's writes visible at this side, in words."""
     close: Callable[[], None]

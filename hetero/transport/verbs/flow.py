@@ -42,6 +42,8 @@ class Outgoing:
     """The rail on which each of those is that has been posted."""
     waiting: deque[int] = field(default_factory=deque)
     """Those that are not, oldest first."""
+    landed: dict[int, tuple[int, int]] = field(default_factory=dict)
+    """Those that have arrived and are not released: the rail that brought each, and its bytes."""
 
     def acquire(self) -> int | None:
         """The number of the next chunk, if its slot is free on both sides."""
@@ -62,6 +64,8 @@ class Outgoing:
         """The receiver's count. One that was overtaken by a later one changes nothing."""
         ahead = (released - self.released) & _WRAP
         if ahead <= self.published - self.released:
+            for number in range(self.released, self.released + ahead):
+                self.landed.pop(number, None)
             self.released += ahead
 
     def post(self, rail: int) -> int:
@@ -73,13 +77,20 @@ class Outgoing:
     def complete(self, number: int, rail: int) -> None:
         """The chunk has arrived, says the rail that it was posted on."""
         if self.on_rail.get(number) == rail:
-            del self.on_rail[number], self.sizes[number]
+            del self.on_rail[number]
+            nbytes = self.sizes.pop(number)
+            if number >= self.released:
+                self.landed[number] = (rail, nbytes)
 
-    def repeat(self, rail: int) -> int:
+    def repeat(self, rail: int, *, landed: bool = False) -> int:
         """Have the unacknowledged chunks of a lost rail posted again; returns how many.
 
-        What the receiver has given back has arrived, whatever the rail said.
+        With `landed` the others too: they have arrived, but the receiver may not have been able to
+        use them. What it has given back it has used, whatever the rail said.
         """
+        if landed:
+            for number in [n for n, (on, _) in self.landed.items() if on == rail]:
+                self.on_rail[number], self.sizes[number] = self.landed.pop(number)
         numbers = sorted(n for n, on in self.on_rail.items() if on == rail)
         for number in numbers:
             del self.on_rail[number]
@@ -111,7 +122,9 @@ class Incoming:
         return self.taken + ahead
 
     def arrive(self, number: int, chunk: Chunk) -> None:
-        self.arrived[number] = chunk
+        """The chunk can be taken. One that came before over another rail changes nothing."""
+        if self.place(number) is not None:
+            self.arrived[number] = chunk
 
     def take(self) -> tuple[int, Chunk] | None:
         """The next chunk in order, if it has arrived."""

@@ -108,13 +108,18 @@ class _Foreign:
         }
 
 
-def register(verbs: Verbs, domain: Any, buffer: Buffer, *, nic: str) -> Registration:
-    """Register a buffer with the NIC of a protection domain.
+def register(
+    verbs: Verbs, domain: Any, buffer: Buffer, *, nic: str, is_read: bool = False
+) -> Registration:
+    """Register a buffer, to be written by the peer and perhaps read, with a domain's NIC.
 
     Memory of a GPU is tried as a dma-buf first, then by its address. Raises LinkError with every
     attempt's error and what is needed for one of them to work.
     """
+    # Without IBV_ACCESS_RELAXED_ORDERING: a read-back shows only what is strictly ordered.
     access = verbs.enums.IBV_ACCESS_LOCAL_WRITE | verbs.enums.IBV_ACCESS_REMOTE_WRITE
+    if is_read:
+        access |= verbs.enums.IBV_ACCESS_REMOTE_READ
     failures = []
     if buffer.driver is not None:
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import socket
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -30,12 +31,12 @@ from hetero.transport.verbs.channel import Channel
 from hetero.transport.verbs.control import Control
 from hetero.transport.verbs.devices import Port, choose_devices, find_ports, pair_ports
 from hetero.transport.verbs.ends import VerbsEnds, VerbsRecvEnd, VerbsSendEnd
-from hetero.transport.verbs.flow import RECORD_STRIDE
 from hetero.transport.verbs.library import Verbs, load
 from hetero.transport.verbs.memory import DeviceMemory, device_buffer, host_buffer, index_of
 from hetero.transport.verbs.rail import Ending, Rail
 from hetero.transport.verbs.rings import Rings
 
+_log = logging.getLogger(__name__)
 T = TypeVar("T")
 DEVICE, HOST = "device", "host"
 _LONGEST_STALL = 20.0
@@ -53,6 +54,8 @@ class VerbsOptions:
     """This side's address for the connection beside the rails."""
     stall_seconds: float | None = None
     """How long a request may take before its rail is given up; else half the link's timeout."""
+    read_back: bool = False
+    """Read a NIC's writes back over it even where the memory or its driver needs no such thing."""
 
 
 def open_verbs(
@@ -108,10 +111,16 @@ def open_verbs(
             stall_seconds=stall,
         )
         stack.callback(channel.close)
+        carried_by = tuple(f"{rail.port} ({rail.how})" for rail in rails)
+        _log.info(
+            "%s: over %s; a NIC's writes are visible by: %s",
+            *(description, ", ".join(carried_by), rings.visibility),
+        )
         return VerbsEnds(
             send=VerbsSendEnd(channel),
             recv=VerbsRecvEnd(channel),
-            rails=tuple(f"{rail.port} ({rail.how})" for rail in rails),
+            rails=carried_by,
+            visibility=rings.visibility,
             close=stack.pop_all().close,
         )
 
@@ -189,15 +198,13 @@ def _make_rings(
     stack: ExitStack,
 ) -> Rings:
     total = 2 * shape.slots * shape.slot_bytes
-    records = host_buffer(2 * shape.slots * RECORD_STRIDE, runtime, stack)
+    records = host_buffer(Rings.record_bytes(shape), runtime, stack)
     if options.memory == HOST:
-        return Rings(shape, host_buffer(total, runtime, stack), records, visible=None)
-    if not runtime.make_remote_writes_visible():
-        raise LinkError(
-            f"{device} has no way to make a NIC's writes visible to its kernels; choose "
-            "--hetero-transport cpu-forward"
-        )
+        slots = host_buffer(total, runtime, stack)
+        return Rings(shape, slots, records, reads_back=options.read_back)
     slots = device_buffer(total, device, driver or driver_for(device), stack)
+    if options.read_back or not runtime.make_remote_writes_visible():
+        return Rings(shape, slots, records, reads_back=True)
     return Rings(shape, slots, records, visible=runtime.make_remote_writes_visible)
 
 
@@ -214,8 +221,7 @@ def _make_rails(verbs: Verbs, ports: list[Port], rings: Rings, stack: ExitStack)
             verbs,
             port,
             index=index,
-            slots=rings.slots,
-            records=rings.records,
+            rings=rings,
             # Half the slots are under way at once; the other half is being filled or emptied.
             depth=max(2, shape.slots // (2 * len(ports))),
             # A chunk a slot, a credit for each, and a chunk a slot that another rail had brought.

@@ -16,16 +16,14 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from hetero.errors import LinkError
-from hetero.transport.verbs.devices import INFINIBAND, Port
+from hetero.transport.verbs.connection import PairEnd, connect_pair, stop_pair
+from hetero.transport.verbs.devices import Port
 from hetero.transport.verbs.flow import RECORD_BYTES
 from hetero.transport.verbs.library import Verbs
 from hetero.transport.verbs.memory import Buffer, Registration, register
+from hetero.transport.verbs.read_back import READ_BACK, READS_AT_ONCE, Arrival, ReadBack
+from hetero.transport.verbs.rings import Rings
 
-# 4.096 us * 2**14 before a packet is sent again; 7 tries would mean for ever.
-_ACK_TIMEOUT, _TRIES = 14, 6
-# A receive is always posted before the peer may use it, so that this only covers a slow start.
-_NOT_READY_TIMER, _NOT_READY_TRIES = 12, 6
-_HOPS = 64
 _CREDITS_UNDER_WAY = 2
 _POLLED_AT_ONCE = 32
 _MAX_PSN = 1 << 24
@@ -43,6 +41,8 @@ class Ending:
     slots_key: int
     records: int
     records_key: int
+    reads_back: bool
+    """Whether this end reads back what has arrived, and so may lose it with the rail."""
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -61,8 +61,7 @@ class Rail:
         port: Port,
         *,
         index: int,
-        slots: Buffer,
-        records: Buffer,
+        rings: Rings,
         depth: int,
         receives: int,
     ) -> None:
@@ -74,6 +73,8 @@ class Rail:
         self.peer_let_go = False
         """Whether the peer has told that it has lost this rail."""
         self.chunks_under_way = 0
+        self.read_back: ReadBack | None = None
+        """None where a NIC's writes need no read-back to be seen."""
         self._credits_under_way = 0
         self._posted: deque[float] = deque()
         self._verbs = verbs
@@ -81,7 +82,7 @@ class Rail:
         self._psn = secrets.randbelow(_MAX_PSN)
         self._stack = ExitStack()
         try:
-            self._open(slots, records)
+            self._open(rings)
         except verbs.error as error:
             self.close()
             raise LinkError(
@@ -92,13 +93,13 @@ class Rail:
             self.close()
             raise
 
-    def _open(self, slots: Buffer, records: Buffer) -> None:
+    def _open(self, rings: Rings) -> None:
         verbs, enums = self._verbs, self._verbs.enums
         self.context, self.news_fd = verbs.open_context(self.port.device)
         self._keep(self.context)
         self._domain = self._keep(verbs.PD(self.context))
-        self._slots = self._register(slots)
-        self._records = self._register(records)
+        self._slots = self._register(rings.slots, is_read=rings.reads_back)
+        self._records = self._register(rings.records)
         self._channel, self.channel_fd = verbs.open_channel(self.context)
         self._keep(self._channel)
         sends = 2 * self.depth + _CREDITS_UNDER_WAY
@@ -108,11 +109,12 @@ class Rail:
                 f"{self.port} takes {limits.max_qp_wr} requests at once and "
                 f"{max(sends, self._receives)} are needed; choose larger chunks or a smaller ring"
             )
-        self._cq = self._keep(
-            verbs.CQ(self.context, sends + self._receives, None, self._channel, 0)
-        )
+        completions = sends + self._receives + (READS_AT_ONCE if rings.reads_back else 0)
+        self._cq = self._keep(verbs.CQ(self.context, completions, None, self._channel, 0))
         self._qp, inline = self._make_pair(sends)
         self._keep(self._qp)
+        if rings.reads_back:
+            self.read_back = self._make_read_back(rings)
         self._cq.req_notify()
         flags = enums.IBV_SEND_SIGNALED | (enums.IBV_SEND_INLINE if inline else 0)
         self._payload_sge, self._payload = self._request(enums.IBV_WR_RDMA_WRITE, 0)
@@ -126,10 +128,33 @@ class Rail:
         sge.close()
         self._receive.num_sge = 0
 
-    def _register(self, buffer: Buffer) -> Registration:
-        registration = register(self._verbs, self._domain, buffer, nic=str(self.port))
+    def _register(self, buffer: Buffer, *, is_read: bool = False) -> Registration:
+        nic = str(self.port)
+        registration = register(self._verbs, self._domain, buffer, nic=nic, is_read=is_read)
         self._keep(registration.region)
         return registration
+
+    def _make_read_back(self, rings: Rings) -> ReadBack:
+        verbs, enums = self._verbs, self._verbs.enums
+        # It receives nothing, but some NICs make no queue pair without room for one receive.
+        capacity = verbs.QPCap(
+            max_send_wr=READS_AT_ONCE,
+            max_recv_wr=1,
+            max_send_sge=1,
+            max_recv_sge=1,
+            max_inline_data=0,
+        )
+        wanted = verbs.QPInitAttr(
+            qp_type=enums.IBV_QPT_RC, scq=self._cq, rcq=self._cq, cap=capacity, sq_sig_all=0
+        )
+        return ReadBack(
+            verbs,
+            self.port,
+            pair=self._keep(verbs.QP(self._domain, wanted)),
+            request=self._request(enums.IBV_WR_RDMA_READ, enums.IBV_SEND_SIGNALED),
+            source=self._slots,
+            landing=(self._records, rings.landing),
+        )
 
     def _make_pair(self, sends: int) -> tuple[Any, bool]:
         """The queue pair, and whether it takes a record inside the request itself."""
@@ -185,40 +210,37 @@ class Rail:
             slots_key=self._slots.rkey,
             records=self._records.base + records_from,
             records_key=self._records.rkey,
+            reads_back=self.read_back is not None,
         )
 
     def connect(self, peer: Ending) -> None:
         """Let the connection go both ways. Receives are posted when this returns."""
-        verbs, enums = self._verbs, self._verbs.enums
+        enums = self._verbs.enums
         self._peer = peer
-        theirs = Port(**peer.port)
-        attributes = verbs.QPAttr(port_num=self.port.number)
-        attributes.qp_access_flags = enums.IBV_ACCESS_LOCAL_WRITE | enums.IBV_ACCESS_REMOTE_WRITE
-        self._qp.to_init(attributes)
-        for _ in range(self._receives):
-            self._qp.post_recv(self._receive)
-        attributes.path_mtu = min(self.port.mtu, theirs.mtu)
-        attributes.dest_qp_num = peer.qp
-        attributes.rq_psn, attributes.sq_psn = peer.psn, self._psn
-        attributes.max_rd_atomic = attributes.max_dest_rd_atomic = 1
-        attributes.min_rnr_timer, attributes.rnr_retry = _NOT_READY_TIMER, _NOT_READY_TRIES
-        attributes.timeout, attributes.retry_cnt = _ACK_TIMEOUT, _TRIES
-        within_subnet = self.port.kind == INFINIBAND and self.port.network == theirs.network
-        route = verbs.GlobalRoute(
-            dgid=verbs.GID(theirs.gid), sgid_index=self.port.gid_index, hop_limit=_HOPS
+
+        def post_receives() -> None:
+            for _ in range(self._receives):
+                self._qp.post_recv(self._receive)
+
+        connect_pair(
+            self._verbs,
+            self._qp,
+            here=PairEnd(self.port, int(self._qp.qp_num), self._psn),
+            there=PairEnd(Port(**peer.port), peer.qp, peer.psn),
+            access=enums.IBV_ACCESS_LOCAL_WRITE | enums.IBV_ACCESS_REMOTE_WRITE,
+            prepare=post_receives,
         )
-        attributes.ah_attr = verbs.AHAttr(
-            dlid=theirs.lid,
-            port_num=self.port.number,
-            is_global=0 if within_subnet else 1,
-            gr=route,
-        )
-        self._qp.to_rts(attributes)
+        if self.read_back is not None:
+            self.read_back.connect()
 
     @property
     def how(self) -> str:
         """In which way the slots are registered."""
         return self._slots.how
+
+    @property
+    def peer_reads_back(self) -> bool:
+        return self._peer.reads_back
 
     @property
     def has_room(self) -> bool:
@@ -229,9 +251,32 @@ class Rail:
         return self.live and self._credits_under_way < _CREDITS_UNDER_WAY
 
     @property
-    def oldest(self) -> float | None:
-        """When the oldest request that has not completed was posted (time.monotonic)."""
-        return self._posted[0] if self._posted else None
+    def reads(self) -> bool:
+        """Whether chunks have arrived that only a read-back is waited for."""
+        return self.read_back is not None and self.read_back.busy
+
+    @property
+    def waits(self) -> bool:
+        """Whether a request is under way that has to complete."""
+        return (self.live and bool(self._posted)) or self.reads
+
+    def give_up(self, seconds: float) -> str | None:
+        """Why the rail is lost, if a request has been under way for longer than this."""
+        before = time.monotonic() - seconds
+        if self.read_back is not None and self.read_back.is_late(before):
+            self.read_back.stop()
+            return f"it has not read its own slots back for {seconds:g} s"
+        if self.live and self._posted and self._posted[0] < before:
+            return f"nothing completed for {seconds:g} s"
+        return None
+
+    def failure(self, completion: Any) -> str:
+        """Why the rail is lost, by the completion of a failed request."""
+        status = f"completion status {int(completion.status)}"
+        if self.read_back is None or completion.wr_id != READ_BACK:
+            return status
+        self.read_back.stop()
+        return f"it cannot read its own slots back: {status}"
 
     def post_chunk(self, number: int, *, nbytes: int, slot: int, record: int) -> None:
         """Write a chunk and then its record. Both lie at the same offsets of both ends' rings."""
@@ -301,9 +346,22 @@ class Rail:
     def let_go(self) -> None:
         """Stop: nothing goes out or comes in from here on; what is under way is flushed."""
         self.live = False
-        enums = self._verbs.enums
         with suppress(self._verbs.error):
-            self._qp.modify(self._verbs.QPAttr(qp_state=enums.IBV_QPS_ERR), enums.IBV_QP_STATE)
+            stop_pair(self._verbs, self._qp)
+
+    def start_reading(self) -> None:
+        """One read-back for all that was found to have arrived. Raises the library's own error."""
+        if self.read_back is not None:
+            self.read_back.start()
+
+    def seen(self) -> list[Arrival]:
+        """The chunks that a read-back, which has completed, has shown to be visible."""
+        return [] if self.read_back is None else self.read_back.finish()
+
+    def stop_reading(self) -> None:
+        """Forget what has arrived and was not read back: the peer sends it again."""
+        if self.read_back is not None:
+            self.read_back.stop()
 
     def close(self) -> None:
         self.live = False

@@ -17,8 +17,27 @@ class Rings:
     shape: RingShape
     slots: Buffer
     records: Buffer
-    visible: Callable[[], bool] | None
-    """Makes what a NIC has written visible to the device; None for host memory."""
+    visible: Callable[[], bool] | None = None
+    """Makes what a NIC has written visible to the device, by the device's driver."""
+    reads_back: bool = False
+    """Whether every rail reads back what it has written instead."""
+
+    @classmethod
+    def record_bytes(cls, shape: RingShape) -> int:
+        """How large the records' buffer is: those of both directions and the place below."""
+        return (2 * shape.slots + 1) * RECORD_STRIDE
+
+    @property
+    def landing(self) -> int:
+        """Where in the records' buffer a read-back puts its byte, which nobody looks at."""
+        return 2 * self.shape.slots * RECORD_STRIDE
+
+    @property
+    def visibility(self) -> str:
+        """What makes a NIC's writes visible, in words."""
+        if self.reads_back:
+            return "a read-back over the NIC"
+        return "host memory" if self.visible is None else "the GPU's driver"
 
     @property
     def receiving(self) -> int:

@@ -128,12 +128,18 @@ def open_emulated_streams(
 
 
 def open_verbs_link(
-    description: LinkDescription, store: dist.Store, device: torch.device, *, emulated: bool
+    description: LinkDescription,
+    store: dist.Store,
+    device: torch.device,
+    *,
+    emulated: bool,
+    read_back: bool = False,
 ) -> Link:
     """RDMA over two rails, from device memory where there is a GPU.
 
-    Emulated NICs join the two processes over Unix sockets. Otherwise the NICs are real ones or
-    Soft-RoCE's, named by HETERO_TEST_RAILS: those of rank 0, a slash, those of rank 1.
+    Emulated NICs join the two processes over Unix sockets; those that are to read back hold what
+    they write until they do. Otherwise the NICs are real ones or Soft-RoCE's, named by
+    HETERO_TEST_RAILS: those of rank 0, a slash, those of rank 1.
     """
     meeting = _meeting(description, store)
     verbs = None
@@ -143,7 +149,10 @@ def open_verbs_link(
         theirs = exchange(meeting, "world", mine)
         chosen = mine if meeting.listens else theirs
         # No NIC is at fault here: only the other process or its GPU's driver can be late.
-        verbs = emulated_nic(two_rails(chosen["world"], ack_seconds=PATIENCE))
+        world = two_rails(chosen["world"], ack_seconds=PATIENCE)
+        for nic in world.devices.values():
+            nic.holds_writes = read_back
+        verbs = emulated_nic(world)
     runtime = runtime_for(device)
     ends = open_verbs(
         meeting,
@@ -154,6 +163,7 @@ def open_verbs_link(
             memory="host" if device.type == "cpu" else "device",
             nics=tuple(rails.split("/")[description.rank].split(",")),
             stall_seconds=PATIENCE if emulated else None,
+            read_back=read_back,
         ),
         verbs=verbs,
     )
@@ -168,7 +178,16 @@ def open_verbs_link(
 
 
 open_emulated_verbs = functools.partial(open_verbs_link, emulated=True)
-open_real_verbs = functools.partial(open_verbs_link, emulated=False)
+open_emulated_readback = functools.partial(open_verbs_link, emulated=True, read_back=True)
+
+
+def _real_verbs() -> list[Transport]:
+    """Over the NICs that HETERO_TEST_RAILS names; HETERO_TEST_READ_BACK makes them read back."""
+    if "HETERO_TEST_RAILS" not in os.environ:
+        return []
+    read_back = "HETERO_TEST_READ_BACK" in os.environ
+    opener = functools.partial(open_verbs_link, emulated=False, read_back=read_back)
+    return [Transport("verbs-readback" if read_back else "verbs", opener)]
 
 
 @functools.cache
@@ -201,7 +220,8 @@ TRANSPORTS = (
     Transport("tcp-to-rings", open_mixed_tcp),
     Transport("verbs-emulated", open_emulated_verbs),
     Transport("verbs-emulated", open_emulated_verbs, device="cuda"),
-    *([Transport("verbs", open_real_verbs)] if "HETERO_TEST_RAILS" in os.environ else []),
+    Transport("verbs-emulated-readback", open_emulated_readback),
+    *_real_verbs(),
 )
 
 

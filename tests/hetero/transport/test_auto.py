@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -122,3 +123,15 @@ def test_ends_on_two_hosts_do_not_try_shared_memory(
     found = choices()
     assert [choice.link.transport for choice in found] == ["tcp", "tcp"]
     assert "shm: the two ends run on different hosts" in str(found[0])
+
+
+def test_the_line_of_a_choice_says_how_it_works_on_this_machine() -> None:
+    link = SimpleNamespace(
+        description="link rank 0 (stage 0) - rank 1 (stage 1)",
+        transport="verbs",
+        remark="writes are made visible by a read-back over the NIC",
+    )
+    assert str(Choice(link, ("ipc: the two ends run on different hosts",))) == (  # type: ignore[arg-type]
+        "link rank 0 (stage 0) - rank 1 (stage 1): verbs, writes are made visible by a read-back "
+        "over the NIC (ipc: the two ends run on different hosts)"
+    )

@@ -112,7 +112,7 @@ def test_a_header_describes_a_tensor(dtype: torch.dtype) -> None:
 
 def test_the_codes_of_dtypes_never_change() -> None:
     """Both ends of a boundary may run different builds of one protocol version."""
-    assert PROTOCOL_VERSION == 1
+    assert PROTOCOL_VERSION == 2
     assert _DTYPES[:5] == (
         torch.float32,
         torch.bfloat16,
@@ -120,7 +120,7 @@ def test_the_codes_of_dtypes_never_change() -> None:
         torch.float64,
         torch.int64,
     )
-    assert A_HEADER.pack()[:8] == b"HTRO\x01\x00\x01\x00"
+    assert A_HEADER.pack()[:8] == b"HTRO\x02\x00\x01\x00"
 
 
 def test_what_a_link_cannot_carry_is_refused_by_name() -> None:

@@ -64,6 +64,8 @@ def test_a_chunk_that_came_before_is_a_duplicate() -> None:
     incoming.release()
     assert incoming.place(0) is None, "released"
     assert incoming.place(4) == 4
+    incoming.arrive(0, ANY)
+    assert incoming.take() is None, "shown to be visible, but long released"
 
 
 def test_chunks_are_taken_in_order_whatever_the_order_of_arrival() -> None:
@@ -82,6 +84,28 @@ def test_only_unacknowledged_chunks_of_the_lost_rail_are_sent_again_oldest_first
     outgoing.complete(on[4], 0)
     assert outgoing.repeat(1) == 2, "chunk 1 was released; the rail had 1, 3 and 4"
     assert list(outgoing.waiting) == [3, 4, 5, 6]
+
+
+def test_where_the_receiver_reads_back_what_has_arrived_is_sent_again_until_it_is_released() -> (
+    None
+):
+    outgoing = sender(slots=8, published=5)
+    for number, rail in enumerate((0, 1, 0, 1, 1)):
+        assert outgoing.post(rail) == number
+        outgoing.complete(number, rail)
+    outgoing.credit(2)
+    assert outgoing.repeat(1, landed=True) == 2, "chunk 1 was released; 3 and 4 were not"
+    assert list(outgoing.waiting) == [3, 4]
+    assert outgoing.sizes == {3: 1, 4: 1}
+    assert outgoing.repeat(1, landed=True) == 0, "they are on no rail by now"
+
+
+def test_a_chunk_that_was_released_before_its_rail_said_so_is_not_sent_again() -> None:
+    outgoing = sender()
+    outgoing.post(0)
+    outgoing.credit(1)
+    outgoing.complete(0, 0)
+    assert outgoing.repeat(0, landed=True) == 0
 
 
 def test_a_late_word_of_a_lost_rail_does_not_end_what_another_carries_again() -> None:

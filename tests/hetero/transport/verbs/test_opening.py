@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
@@ -104,6 +105,43 @@ def test_what_a_nic_wrote_is_made_visible_before_every_chunk_is_handed_on(
         before = CountingRuntime.flushes
         exchange(links, messages=1, nbytes=5 * SLOT_BYTES)
         assert CountingRuntime.flushes - before == 10
+
+
+class FlushlessRuntime(CpuRuntime):
+    """An emulated GPU whose driver cannot make remote writes visible, as AMD's cannot."""
+
+    def make_remote_writes_visible(self) -> bool:
+        return False
+
+
+@pytest.mark.parametrize("how", ["dma-buf", "address"])
+def test_where_the_driver_cannot_make_writes_visible_they_are_read_back(
+    world: World, device_memory: Setup, how: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    for device in world.devices.values():
+        device.registers_dmabuf = how == "dma-buf"
+        device.holds_writes = True
+    setup = replace(device_memory, runtime=FlushlessRuntime())
+    with caplog.at_level(logging.INFO), setup.ends() as (here, there):
+        assert here.visibility == there.visibility == "a read-back over the NIC"
+        assert here.rails == (f"a0:1 ({how})", f"a1:1 ({how})")
+    said = [r.message for r in caplog.records if "a NIC's writes" in r.message]
+    assert len(said) == 2, "each side says it once"
+    assert all("visible by: a read-back over the NIC" in line for line in said)
+    with setup.links() as links:
+        exchange(links, messages=4, nbytes=20 * SLOT_BYTES + 1)
+
+
+def test_where_the_driver_can_or_the_memory_is_the_hosts_nothing_is_read_back(
+    world: World, device_memory: Setup
+) -> None:
+    with device_memory.links() as links:
+        exchange(links, messages=1, nbytes=5 * SLOT_BYTES)
+    with device_memory.ends() as (here, _):
+        assert here.visibility == "the GPU's driver"
+    with Setup(world).ends() as (here, _):
+        assert here.visibility == "host memory"
+    assert sum(device.reads for device in world.devices.values()) == 0
 
 
 def test_a_gpu_whose_memory_cannot_be_registered_says_what_is_missing(
