@@ -49,6 +49,7 @@ _LOCAL_FLAGS = frozenset(
     # Which kernels compute it is each vendor's own affair.
     | {"transformer_impl", "attention_backend", "bias_swiglu_fusion", "bias_gelu_fusion"}
     | {"bias_dropout_fusion", "cross_entropy_loss_fusion", "masked_softmax_fusion"}
+    | {"apply_rope_fusion", "gradient_accumulation_fusion"}
 )
 
 

@@ -20,7 +20,7 @@ class Kernels:
     """The fused kernels of `megatron.training.fused` that a run uses."""
 
     weight_gradient: bool = False
-    """Products add to the gradient buffer; the embedding adds to the rows that occurred."""
+    """Products add to the gradient buffer; the embedding to the rows that occurred, in float32."""
     rotary: bool = False
     split_rotary: bool = False
     """The rotation reads the fused projection, instead of queries and keys split before."""

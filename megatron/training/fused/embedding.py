@@ -51,9 +51,24 @@ class RowwiseEmbedding(VocabParallelEmbedding):
     """
 
     def forward(self, input_: torch.Tensor) -> torch.Tensor:
-        if not hasattr(self.weight, "main_grad"):
+        main_grad = getattr(self.weight, "main_grad", None)
+        # In half precision every occurrence of a token would be rounded by itself, and a few
+        # hundred of them would no longer add up.
+        if main_grad is None or main_grad.dtype != torch.float32:
             result: torch.Tensor = super().forward(input_)
             return result
+        embedded = self._rows_held_here(input_)
+        if self.reduce_scatter_embeddings:
+            return reduce_scatter_to_sequence_parallel_region(
+                embedded.transpose(0, 1).contiguous(), group=self.tp_group
+            )
+        return reduce_from_tensor_model_parallel_region(embedded, group=self.tp_group)
+
+    def _rows_held_here(self, input_: torch.Tensor) -> torch.Tensor:
+        """Rows (b, s, hidden) of this rank's part of the vocabulary, zeros for the others'."""
+        if self.tp_group.size() == 1:
+            looked_up: torch.Tensor = _Lookup.apply(self.weight, input_)
+            return looked_up
         local = input_ - self.vocab_start_index
         rows = self.weight.shape[0]
         is_elsewhere = (local < 0) | (local >= rows)
@@ -61,14 +76,8 @@ class RowwiseEmbedding(VocabParallelEmbedding):
         # zero, would be added to it one after another.
         spread = torch.arange(local.numel(), device=local.device).remainder(rows)
         ids = torch.where(is_elsewhere, spread.view_as(local), local)
-        embedded = _Lookup.apply(self.weight, ids)
-        if self.tp_group.size() > 1:
-            embedded = embedded.masked_fill(is_elsewhere.unsqueeze(-1), 0)
-        if self.reduce_scatter_embeddings:
-            return reduce_scatter_to_sequence_parallel_region(
-                embedded.transpose(0, 1).contiguous(), group=self.tp_group
-            )
-        return reduce_from_tensor_model_parallel_region(embedded, group=self.tp_group)
+        embedded: torch.Tensor = _Lookup.apply(self.weight, ids)
+        return embedded.masked_fill(is_elsewhere.unsqueeze(-1), 0)
 
 
 def add_gradients_by_row(embedding: VocabParallelEmbedding) -> None:

@@ -140,8 +140,11 @@ class Rotary:
         return result
 
     def _cos_sin(self, angles: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        found: tuple[torch.Tensor, torch.Tensor] | None = self._known.get(angles)
-        if found is None:
-            found = angles.float().cos(), angles.float().sin()
-            self._known[angles] = found
-        return found
+        for known, of_known in self._known.items():
+            # Recomputation hands over the same memory as another tensor.
+            if known.dtype == angles.dtype and known.is_set_to(angles):
+                found: tuple[torch.Tensor, torch.Tensor] = of_known
+                return found
+        computed = angles.float().cos(), angles.float().sin()
+        self._known[angles] = computed
+        return computed

@@ -6,13 +6,16 @@ Triton kernel makes one, on both vendors.
 
 from __future__ import annotations
 
-import importlib.util
-
 import torch
 
 
 def is_available() -> bool:
-    return importlib.util.find_spec("liger_kernel") is not None
+    """Whether liger-kernel can be imported and has the kernel, as it does from 0.8.2 on."""
+    try:
+        from liger_kernel.ops.swiglu import LigerFusedGateUpSiLUMulFunction  # noqa: F401
+    except ImportError:
+        return False
+    return True
 
 
 class OnePassSwiGLU:
@@ -23,9 +26,9 @@ class OnePassSwiGLU:
         gate_up: torch.Tensor, fp8_input_store: bool = False, cpu_offload_input: bool = False
     ) -> torch.Tensor:
         """silu(gate) * up, (tokens, ffn), of `gate_up` (tokens, 2 * ffn)."""
-        from liger_kernel.ops.swiglu import LigerFusedGateUpSiLUMulFunction
-
         if fp8_input_store or cpu_offload_input:
             raise NotImplementedError("the one-pass SwiGLU keeps its input as it is, on the GPU")
+        from liger_kernel.ops.swiglu import LigerFusedGateUpSiLUMulFunction
+
         result: torch.Tensor = LigerFusedGateUpSiLUMulFunction.apply(gate_up)
         return result

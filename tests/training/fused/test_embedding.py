@@ -62,6 +62,11 @@ class TestOnOneRank:
         assert made.weight.grad is not None
         assert made.weight.grad.abs().sum() == 0
 
+    def test_an_id_beyond_the_vocabulary_is_refused(self) -> None:
+        made = embedding()
+        with pytest.raises(IndexError):
+            made(torch.tensor([[ROWS]]))
+
 
 @pytest.mark.usefixtures("lone_reduction")
 @pytest.mark.parametrize("tp_rank", [0, 1])
@@ -76,11 +81,16 @@ def test_a_rank_adds_only_to_rows_that_it_holds(tp_rank: int) -> None:
     assert made.weight.main_grad[:, 0].tolist() == expected[tp_rank * 5 :][:5].tolist()
 
 
-def test_without_a_buffer_torch_computes_the_gradient(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize("buffer", [None, torch.bfloat16, torch.float16], ids=str)
+def test_without_a_float32_buffer_torch_computes_the_gradient(
+    buffer: torch.dtype | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = embedding()
-    del made.weight.main_grad
+    weight: Any = made.weight
+    if buffer is None:
+        del weight.main_grad
+    else:
+        weight.main_grad = weight.main_grad.to(buffer)
     asked = []
     monkeypatch.setattr(
         fused.VocabParallelEmbedding, "forward", lambda self, ids: asked.append(ids) or ids

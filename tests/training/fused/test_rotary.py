@@ -58,6 +58,25 @@ def test_half_precision_is_rounded_once() -> None:
     torch.testing.assert_close(rounded.double(), exact, rtol=2**-8, atol=1e-6)
 
 
+def cosines(rotary: Rotary, turned: torch.Tensor) -> torch.Tensor:
+    """Those that a rotation has kept for its backward pass."""
+    x = torch.randn(SEQUENCE, BATCH, 4, WIDTH, requires_grad=True)
+    kept: torch.Tensor = rotary.rotate(x, turned).grad_fn.saved_tensors[0]  # type: ignore[union-attr]
+    return kept
+
+
+def test_cosines_are_computed_once_for_angles_that_recomputation_detached() -> None:
+    rotary, turned = Rotary(), angles(WIDTH)
+    first, again = cosines(rotary, turned), cosines(rotary, turned.detach())
+    assert again.data_ptr() == first.data_ptr()
+
+
+def test_other_angles_have_their_own_cosines() -> None:
+    rotary, first, second = Rotary(), angles(WIDTH), 2 * angles(WIDTH)
+    torch.testing.assert_close(cosines(rotary, first), first.cos())
+    torch.testing.assert_close(cosines(rotary, second), second.cos())
+
+
 def test_other_angles_for_keys_are_refused() -> None:
     mixed = torch.randn(SEQUENCE, BATCH, GROUPS, (PER_GROUP + 2) * WIDTH)
     widths = [PER_GROUP * WIDTH, WIDTH, WIDTH]

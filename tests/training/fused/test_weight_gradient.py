@@ -21,6 +21,7 @@ def test_no_gpu_no_product_of_mixed_types() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="NOT CHECKED: no GPU on this machine")
 def test_half_precision_products_are_added_in_float32() -> None:
     device = torch.device("cuda")
     types = {"input_dtype": torch.bfloat16, "grad_dtype": torch.float32}

@@ -1,0 +1,52 @@
+"""pretrain_gpt.py with the fused kernels that it uses on a GPU, on the CPU.
+
+A script of its own, started in the place of pretrain_gpt.py. What torch.compile would make one
+kernel of runs operation by operation, and SwiGLU, whose kernel is Triton's, is left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from dataclasses import replace
+
+import torch
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megatron.training import kernels as modules
+from megatron.training import model
+from megatron.training.kernels import Kernels, choose, use
+from megatron.training.pretrain import pretrain
+
+
+def as_on_a_gpu(args: argparse.Namespace, device: torch.device) -> Kernels:
+    return replace(choose(args, torch.device("cuda")), swiglu=False)
+
+
+def every_product_can_be_added(
+    device: torch.device, *, input_dtype: torch.dtype, grad_dtype: torch.dtype
+) -> bool:
+    if input_dtype != grad_dtype:
+        raise ValueError("the CPU has no product of half precision into a float32 buffer")
+    return True
+
+
+def use_and_name(
+    kernels: Kernels,
+    config: TransformerConfig,
+    *,
+    device: torch.device,
+    grad_dtype: torch.dtype,
+) -> Kernels:
+    """As a run on a GPU does, say which kernels it uses."""
+    used = use(kernels, config, device=device, grad_dtype=grad_dtype)
+    print(f"fused kernels: {used.names()}", flush=True)
+    return used
+
+
+if __name__ == "__main__":
+    # Compiling fails under the function mode in which megatron-core runs on the CPU.
+    torch.compiler.set_stance("force_eager")
+    model.choose, model.use = as_on_a_gpu, use_and_name
+    modules.can_add_products = every_product_can_be_added
+    sys.exit(pretrain())
