@@ -210,7 +210,8 @@ def test_each_flag_without_effect_says_so(parse, flag):
 
 
 @pytest.mark.parametrize(
-    "flag", ["--no-persist-layer-norm", "--no-masked-softmax-fusion", "--local_rank=0", "--log-throughput"]
+    "flag",
+    ["--no-persist-layer-norm", "--no-masked-softmax-fusion", "--local_rank=0", "--log-throughput"],
 )
 def test_a_flag_of_megatron_that_does_nothing_here_says_so(parse, flag):
     (line,) = parse(flag).ignored_flags
