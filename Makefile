@@ -7,6 +7,9 @@ GPU_DRIVER := $(or $(wildcard /proc/driver/nvidia),$(wildcard /dev/kfd))
 # A machine without an NVIDIA or AMD driver gets the CPU build of torch.
 CONSTRAINTS := $(if $(GPU_DRIVER),,-c constraints-cpu.txt)
 COMMA := ,
+# pip's own torch is CUDA's: on a machine with AMD GPUs alone it would find none of them.
+ROCM_ALONE := $(if $(wildcard /proc/driver/nvidia),,$(wildcard /dev/kfd))
+NEEDS_ROCM := { echo "error: install PyTorch 2.11 to 2.13 for ROCm into $(VENV) (see pytorch.org), then run make again" >&2; exit 2; }
 EXTRAS := dev,hf$(if $(GPU_DRIVER),$(COMMA)gpu)
 TEXT ?=
 RDMA_MINUTES ?= 10
@@ -17,6 +20,7 @@ setup: $(STAMP)
 
 $(STAMP): requirements.txt constraints-cpu.txt pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(if $(ROCM_ALONE),$(BIN)/python -c "import torch; assert torch.version.hip" 2>/dev/null || $(NEEDS_ROCM))
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(CONSTRAINTS) "setuptools>=70.1"
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(CONSTRAINTS) --no-build-isolation -e ".[$(EXTRAS)]"
 	touch $(STAMP)
