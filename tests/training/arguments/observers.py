@@ -104,17 +104,17 @@ def loader(args: Namespace) -> dict[str, Any]:
     """How batches are drawn."""
     args.tokenizer_vocab_size = 100
     plan = _plan(args)
-    iterators = chunk_iterators(
-        args,
-        list(range(64)),
-        coordinate=plan.coordinate(0),
-        plan=plan,
-        consumed=0,
-        device=torch.device("cpu"),
-        cyclic=args.dataloader_type == "cyclic",
-    )
     with mock.patch("torch.utils.data.DataLoader", return_value=[]) as built:
-        list(iterators[0])
+        (batches,) = chunk_iterators(
+            args,
+            list(range(64)),
+            coordinate=plan.coordinate(0),
+            plan=plan,
+            consumed=0,
+            device=torch.device("cpu"),
+            cyclic=args.dataloader_type == "cyclic",
+        )
+        list(batches)
     options = built.call_args.kwargs
     return {**options, "first": next(iter(options["batch_sampler"]))}
 
