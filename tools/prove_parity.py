@@ -149,10 +149,10 @@ def parse_options(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--transports", nargs="+", default=["gloo"])
     parser.add_argument("--out", default="runs/parity")
     given = list(sys.argv[1:] if argv is None else argv)
-    if "--" not in given:
-        parser.error("put the flags of pretrain_gpt.py behind --")
-    cut = given.index("--")
+    cut = given.index("--") if "--" in given else len(given)
     options = parser.parse_args(given[:cut])
+    if cut == len(given):
+        parser.error("put the flags of pretrain_gpt.py behind --")
     options.flags = given[cut + 1 :]
     return options
 

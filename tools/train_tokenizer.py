@@ -52,7 +52,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 def build_parser() -> argparse.ArgumentParser:
     parser = Parser("Train a SentencePiece tokenizer; writes PREFIX.model and PREFIX.vocab.")
     parser.add_argument(
-        "--input", nargs="+", required=True, help="text or JSON Lines files or globs, also .gz"
+        "--input",
+        nargs="+",
+        required=True,
+        help="text or JSON Lines files or globs, also .gz and .zst",
     )
     parser.add_argument("--output-prefix", required=True, help="path of the files, without suffix")
     parser.add_argument("--overwrite", action="store_true", help="replace files that exist")
