@@ -23,6 +23,7 @@ from pathlib import Path
 if not __package__:  # Run as a script, where only tools/ itself would be importable.
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from tools.command_line import Parser
 from tools.launching.processes import StepFailure
 from tools.runs import SIMULATED, Launch, homogeneous_flags, mixed_flags, run_to_end
 
@@ -141,7 +142,7 @@ def prove(options: argparse.Namespace) -> list[Comparison]:
 
 
 def parse_options(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser = Parser((__doc__ or "").splitlines()[0])
     parser.add_argument("--nproc", type=int, default=2, help="processes on this machine")
     parser.add_argument("--vendors", nargs="+", default=["amd", "nvidia"])
     parser.add_argument("--sizes", nargs="+", type=int, default=[1, 1], help="stages of each mesh")
