@@ -152,7 +152,7 @@ def parse_options(argv: Sequence[str] | None) -> argparse.Namespace:
     given = list(sys.argv[1:] if argv is None else argv)
     cut = given.index("--") if "--" in given else len(given)
     options = parser.parse_args(given[:cut])
-    if cut == len(given):
+    if cut + 1 >= len(given):
         parser.error("put the flags of pretrain_gpt.py behind --")
     options.flags = given[cut + 1 :]
     return options
