@@ -10,26 +10,20 @@ import argparse
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from megatron.core import tensor_parallel
 from megatron.core.inference.contexts import StaticInferenceContext
 from megatron.core.models.gpt.gpt_model import GPTModel
 
 from hetero.errors import UserError
-from hetero.groups import build_groups
-from hetero.plan import Mesh, Plan
 from megatron.training.arguments.parser import build_parser
 from megatron.training.checkpoint.names import EMBEDDING, stored_name
 from megatron.training.checkpoint.reader import CheckpointReader
-from megatron.training.core_private import clear_groups, group_collection, register_groups
 from megatron.training.cpu_shim import cpu_shim
+from megatron.training.lone_process import lone_groups
 from megatron.training.model import build_chunk, transformer_config
 
-_MINUTE = timedelta(minutes=1)
 _SMALLEST_CACHE = 256
 """Tokens that the first cache of keys and values has room for."""
 # What one process without gradients does differently from the run that wrote the checkpoint.
@@ -81,7 +75,7 @@ def whole_model(
     args.bf16, args.fp16 = dtype == torch.bfloat16, dtype == torch.float16
     args.padded_vocab_size = reader.shape(EMBEDDING)[0]
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-    with cpu_shim(), torch.inference_mode(), _lone_groups(args.num_layers) as (plan, collection):
+    with cpu_shim(), torch.inference_mode(), lone_groups(args.num_layers) as (plan, collection):
         model = build_chunk(
             args,
             transformer_config(args, plan, device),
@@ -93,22 +87,6 @@ def whole_model(
         model.eval()
         _fill(model, reader)
         yield model
-
-
-@contextmanager
-def _lone_groups(layers: int) -> Iterator[tuple[Plan, Any]]:
-    """The groups of one that megatron-core asks for."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=_MINUTE)
-    try:
-        plan = Plan(meshes=(Mesh(vendor="cpu", stages=1),), layers=((layers,),))
-        groups = build_groups(plan, 0, vendor_backend="gloo", timeout=_MINUTE)
-        register_groups(groups, plan, 0)
-        # Its layers are allocated under the generator of a tensor-parallel rank.
-        tensor_parallel.model_parallel_cuda_manual_seed(0, tp_rank=0, ep_rank=0, etp_rank=0)
-        yield plan, group_collection(groups)
-    finally:
-        clear_groups()
-        dist.destroy_process_group()
 
 
 def _fill(model: GPTModel, reader: CheckpointReader) -> None:

@@ -4,24 +4,20 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
-from contextlib import contextmanager
-from datetime import timedelta
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from megatron.core import tensor_parallel
 from megatron.core.models.gpt.gpt_model import GPTModel
 
 from hetero.cluster import running_vendor
 from hetero.errors import UserError
-from hetero.groups import build_groups
 from hetero.parity.operators.dump import REFERENCE, Dump, Header, Operator
-from hetero.plan import Mesh, Plan
+from hetero.plan import Plan
 from megatron.training import weights
-from megatron.training.core_private import clear_groups, group_collection, register_groups
 from megatron.training.cpu_shim import cpu_shim
 from megatron.training.kernels import Kernels, choose, use
+from megatron.training.lone_process import lone_groups
 from megatron.training.model import build_chunk, torch_dtype, transformer_config
 from megatron.training.operators import listing
 from megatron.training.operators.draws import Draws, fill_weights
@@ -35,8 +31,6 @@ from megatron.training.operators.tape import (
     Tape,
     clear_gradient,
 )
-
-_MINUTE = timedelta(minutes=1)
 
 
 def default_device() -> str:
@@ -69,7 +63,7 @@ def built_model(
     args: argparse.Namespace, place: torch.device
 ) -> Iterator[tuple[GPTModel, Kernels]]:
     """The model as training builds it, alone in this process, its weights not drawn yet."""
-    with cpu_shim(), _alone(args.num_layers, place) as (plan, collection):
+    with cpu_shim(), _groups(args.num_layers, place) as (plan, collection):
         config = transformer_config(args, plan, place)
         kernels = use(choose(args, place), config, device=place, grad_dtype=torch.float32)
         model = build_chunk(
@@ -94,23 +88,14 @@ def _add_gradient_buffers(model: GPTModel) -> None:
         clear_gradient(parameter)
 
 
-@contextmanager
-def _alone(layers: int, device: torch.device) -> Iterator[tuple[Plan, Any]]:
-    """The groups of one that megatron-core asks for, of the vendor's library as in training."""
-    vendor, backend, default = "cpu", "gloo", "gloo"
-    if device.type == "cuda":
-        vendor, backend, default = running_vendor(), "nccl", "cpu:gloo,cuda:nccl"
-        torch.cuda.set_device(0)
-    dist.init_process_group(default, store=dist.HashStore(), rank=0, world_size=1, timeout=_MINUTE)
-    try:
-        plan = Plan(meshes=(Mesh(vendor=vendor, stages=1),), layers=((layers,),))
-        groups = build_groups(plan, 0, vendor_backend=backend, timeout=_MINUTE)
-        register_groups(groups, plan, 0)
-        tensor_parallel.model_parallel_cuda_manual_seed(0, tp_rank=0, ep_rank=0, etp_rank=0)
-        yield plan, group_collection(groups)
-    finally:
-        clear_groups()
-        dist.destroy_process_group()
+def _groups(layers: int, device: torch.device) -> AbstractContextManager[tuple[Plan, Any]]:
+    """Groups of the vendor's library, as in training."""
+    if device.type != "cuda":
+        return lone_groups(layers)
+    torch.cuda.set_device(0)
+    return lone_groups(
+        layers, vendor=running_vendor(), vendor_backend="nccl", default="cpu:gloo,cuda:nccl"
+    )
 
 
 class _Side:
