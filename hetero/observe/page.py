@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import shlex
 
-import jinja2
 from markupsafe import Markup
 
 from hetero.observe.charts import difference_chart, loss_chart
 from hetero.observe.comparison import WARMUP_ITERATIONS, Comparison, RunRecord
 from hetero.observe.style import STYLE
+from hetero.observe.template import compiled
 from hetero.observe.units import size_text
 
 COMMAND_COLUMNS = 100
@@ -156,12 +156,9 @@ the time a rank was blocked on messages it was to receive, most of it while its 
 
 
 def render_page(comparison: Comparison) -> str:
-    environment = jinja2.Environment(
-        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )
     hetero, homogeneous = comparison.hetero, comparison.homogeneous
     fastest = max(hetero.tokens_per_s, homogeneous.tokens_per_s) or 1.0
-    return environment.from_string(TEMPLATE).render(
+    return compiled(TEMPLATE).render(
         c=comparison,
         runs=[("mixed", hetero), ("baseline", homogeneous)],
         style=Markup(STYLE),

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import jinja2
 from markupsafe import Markup
 
 from hetero.observe.style import STYLE
+from hetero.observe.template import compiled
 from hetero.parity.comparison import Comparison
 from hetero.parity.picture import panel_svgs
 from hetero.parity.text import finding_row, summary, warnings
@@ -54,10 +54,7 @@ TEMPLATE = """<!doctype html>
 
 
 def render_page(comparison: Comparison) -> str:
-    environment = jinja2.Environment(
-        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )
-    return environment.from_string(TEMPLATE).render(
+    return compiled(TEMPLATE).render(
         passed=comparison.passed,
         summary=summary(comparison),
         warnings=warnings(comparison),

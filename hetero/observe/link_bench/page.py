@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import jinja2
 from markupsafe import Markup
 
 from hetero.observe.link_bench.picture import bandwidth_svg, latency_svg
 from hetero.observe.link_bench.record import Record
 from hetero.observe.link_bench.text import COLUMNS, explanation, link_lines
 from hetero.observe.style import STYLE
+from hetero.observe.template import compiled
 
 TEMPLATE = """<!doctype html>
 <html lang="en">
@@ -62,10 +62,7 @@ TEMPLATE = """<!doctype html>
 
 
 def render_page(record: Record) -> str:
-    environment = jinja2.Environment(
-        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )
-    return environment.from_string(TEMPLATE).render(
+    return compiled(TEMPLATE).render(
         facts=record.facts,
         notes=record.notes,
         columns=COLUMNS,
