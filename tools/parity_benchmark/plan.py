@@ -67,15 +67,6 @@ LLAMA_113M = Setting(
 )
 LLAMA_8B = Setting(
     name=LLAMA3_8B.name,
-    flags=tuple(_LLAMA_113M.split()),
-    iterations=500,
-    kernels=(DETERMINISTIC, FAST),
-    transports=("device-direct", "cpu-forward"),
-    per_pair=3,
-    deadline=300.0,
-)
-LLAMA_8B = Setting(
-    name=LLAMA3_8B.name,
     flags=tuple(_LLAMA_8B.split()),
     iterations=50,
     kernels=(DETERMINISTIC,),
