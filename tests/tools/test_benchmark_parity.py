@@ -74,7 +74,7 @@ def test_a_file_is_no_folder_for_results(tmp_path: Path) -> None:
 def test_all_gpus_are_used_and_more_are_refused() -> None:
     chosen = options("--out x")
     assert (chosen.processes, chosen.gpus, chosen.per_pair) == (2, ("0", "1"), 3)
-    assert len(chosen.runs) == 8
+    assert len(chosen.runs) == 9
     assert "device-direct" in {run.transport for run in chosen.runs}
     with pytest.raises(UserError, match="4 processes need as many GPUs and there are 2"):
         options("--processes 4 --out x")
@@ -156,10 +156,14 @@ def test_the_command_with_both_kinds_of_kernels_passes(tmp_path: Path) -> None:
     assert record["passed"]
     assert record["simulated"]
     assert record["machine"] == "4 processes on the CPU, 1 runs at once on each 2"
-    (candidate,) = record["judgements"]["fast"]["comparison"]["candidates"]
-    assert {finding["passed"] for finding in candidate["findings"]} == {True}
-    first, *others = [tuple(run["loss"]) for run in record["runs"]]
-    assert len({first, *others}) == 3
+    candidates = record["judgements"]["fast"]["comparison"]["candidates"]
+    assert [candidate["name"] for candidate in candidates] == [
+        "fast, cpu-forward, seed 1",
+        "fast, homogeneous, seed 1, again",
+    ]
+    assert {f["passed"] for candidate in candidates for f in candidate["findings"]} == {True}
+    losses = [tuple(run["loss"]) for run in record["runs"]]
+    assert len(set(losses)) == 3
 
 
 def test_the_command_refuses_as_the_program_does(tmp_path: Path) -> None:

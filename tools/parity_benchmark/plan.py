@@ -87,14 +87,18 @@ class Run:
     transport: str
     """HOMOGENEOUS, or what carries tensors between the two stages."""
     seed: int
+    is_again: bool = False
+    """The reference once more: what is between the two is the kernels' own doing."""
 
     @property
     def name(self) -> str:
-        return f"{self.kernels}, {self.transport}, seed {self.seed}"
+        again = ", again" if self.is_again else ""
+        return f"{self.kernels}, {self.transport}, seed {self.seed}{again}"
 
     @property
     def file_stem(self) -> str:
-        return f"{self.kernels}_{self.transport}_{self.seed}"
+        again = "_again" if self.is_again else ""
+        return f"{self.kernels}_{self.transport}_{self.seed}{again}"
 
     @property
     def is_homogeneous(self) -> bool:
@@ -102,7 +106,7 @@ class Run:
 
     @property
     def is_reference(self) -> bool:
-        return self.is_homogeneous and self.seed == SEED
+        return self.is_homogeneous and self.seed == SEED and not self.is_again
 
 
 def planned_runs(kernels: Sequence[str], transports: Sequence[str]) -> Iterator[Run]:
@@ -113,6 +117,7 @@ def planned_runs(kernels: Sequence[str], transports: Sequence[str]) -> Iterator[
         if name != DETERMINISTIC:
             for seed in FURTHER_SEEDS:
                 yield Run(name, HOMOGENEOUS, seed)
+            yield Run(name, HOMOGENEOUS, SEED, is_again=True)
 
 
 def run_flags(

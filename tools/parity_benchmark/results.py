@@ -12,11 +12,10 @@ from typing import Any
 import torch
 
 from hetero.observe.report import write_whole
-from hetero.parity.comparison import Verdict
 from hetero.parity.criteria import Finding
 from hetero.parity.smoothing import default_window
 from hetero.parity.text import warnings
-from tools.parity_benchmark.judgement import Judgement
+from tools.parity_benchmark.judgement import FIXED_BOUND, Judgement
 from tools.parity_benchmark.options import Options
 from tools.parity_benchmark.plan import PAIR, Run
 from tools.parity_benchmark.side_by_side import VISIBLE, Outcome
@@ -91,6 +90,11 @@ def _notes(
         f"'last' is the mean loss of the last {default_window(options.iterations)} iterations; "
         "docs/parity.md says what the criteria are",
     ]
+    if any(judgement.repeats for judgement in judgements):
+        lines.append(
+            "'again' is the reference's own command once more: what is between the two, the "
+            "default kernels do by themselves"
+        )
     if facts["epochs"] > MOST_EPOCHS:
         lines.append(f"the text is too small: it was seen more than {MOST_EPOCHS} times")
     for judgement in judgements:
@@ -99,6 +103,12 @@ def _notes(
             # Without seeds there is no envelope; where bits must be equal, none is needed.
             said = warnings(judgement.comparison) if not judgement.same_weights else []
             lines += [f"{judgement.kernels}: {line}" for line in said]
+        if (noise := judgement.noise) is not None:
+            lines.append(
+                f"{judgement.kernels}: {FIXED_BOUND} decides nothing here, so it is in brackets: "
+                f"the reference's own command once more ends {noise.value:.2g} from it, and the "
+                f"bound is {noise.bound:g}; the envelope of the seeds decides"
+            )
     return lines
 
 
@@ -111,7 +121,7 @@ def _table(outcomes: Mapping[Run, Outcome], judgements: Sequence[Judgement]) -> 
 
 
 def _row(run: Run, outcome: Outcome, judgement: Judgement) -> tuple[str, ...]:
-    names = (run.kernels, run.transport, str(run.seed))
+    names = (run.kernels, run.transport, f"{run.seed}{', again' if run.is_again else ''}")
     if outcome.finished is None:
         return (*names, "-", "-", "-", "no result")
     # Null is what was not a number.
@@ -126,24 +136,28 @@ def _row(run: Run, outcome: Outcome, judgement: Judgement) -> tuple[str, ...]:
         role = "reference" if run.is_reference else "seed" if run.is_homogeneous else "not compared"
         return (*shown, "-", role)
     # That losses are numbers is worth a word only where they are not.
-    words = [_finding(f) for f in verdict.findings if f.criterion != "finite" or not f.passed]
+    shown_findings = [f for f in verdict.findings if f.criterion != "finite" or not f.passed]
+    words = [_finding(f, decides=_decides(f, judgement)) for f in shown_findings]
     same_weights = judgement.same_weights.get(run.name)
     if same_weights is not None:
         words.append(f"weights {'identical' if same_weights else 'DIFFER'}")
-    return (*shown, ", ".join(words), "pass" if _passed(verdict, same_weights) else "FAIL")
+    passed = "pass" if judgement.passes(run.name) else "FAIL"
+    return (*shown, ", ".join(words), "not judged" if run.is_again else passed)
 
 
-def _passed(verdict: Verdict, same_weights: bool | None) -> bool:
-    return verdict.passed and same_weights is not False
+def _decides(finding: Finding, judgement: Judgement) -> bool:
+    return judgement.noise is None or finding.criterion != FIXED_BOUND
 
 
-def _finding(finding: Finding) -> str:
+def _finding(finding: Finding, *, decides: bool) -> str:
     if finding.passed is None:
         return f"{finding.criterion} not applied"
     if finding.criterion == "identical":
         return "losses identical" if finding.passed else f"{finding.value:g} losses DIFFER"
     value = "" if finding.value is None else f" {finding.value:.2g}"
     words = f"{finding.criterion}{value}"
+    if not decides:
+        return f"({words})"
     return words if finding.passed else f"**{words}**"
 
 

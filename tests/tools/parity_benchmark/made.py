@@ -21,19 +21,22 @@ def outcome(
     run: Run,
     *,
     factor: float = 1.0,
+    changed_after: int = 5,
     weights: str = "same",
     broken_from: int | None = None,
 ) -> Outcome:
     """A run that ended well.
 
-    `factor` scales its losses after the first five iterations; from `broken_from` on they are not
-    numbers, which a metrics file calls null.
+    `factor` scales its losses after the first `changed_after` iterations; from `broken_from` on
+    they are not numbers, which a metrics file calls null.
     """
     noise = random.Random(run.seed)
     records: list[dict[str, Any]] = [
         {
             "iteration": number,
-            "loss": (3 + 6 / number) * (1 + noise.gauss(0, 1e-3)) * (factor if number > 5 else 1),
+            "loss": (3 + 6 / number)
+            * (1 + noise.gauss(0, 1e-3))
+            * (factor if number > changed_after else 1),
             "grad_norm": 1 + noise.random() / 10,
             "learning_rate": 1e-3,
             "weight_decay": 0.1,

@@ -64,6 +64,44 @@ def test_a_run_that_ends_elsewhere_fails(tmp_path: Path) -> None:
     assert failures(judgement, FORWARD[FAST]) == set()
 
 
+AGAIN = Run(FAST, "homogeneous", 1, is_again=True)
+
+
+def test_the_reference_once_more_is_shown_and_not_judged(tmp_path: Path) -> None:
+    good = outcomes(tmp_path, FAST)
+    good[AGAIN] = outcome(tmp_path, AGAIN, broken_from=30)
+    judgement = judge(FAST, good)
+    assert judgement.passed
+    assert failures(judgement, AGAIN) >= {"finite"}
+
+
+def test_a_bound_that_the_reference_misses_against_itself_decides_nothing(tmp_path: Path) -> None:
+    good = outcomes(tmp_path, FAST)
+    good[AGAIN] = outcome(tmp_path, AGAIN, factor=1.02, changed_after=10)
+    seeds = [Run(FAST, "homogeneous", seed) for seed in (2, 3)]
+    for seed, factor in zip(seeds, (0.97, 1.03), strict=True):
+        good[seed] = outcome(tmp_path, seed, factor=factor)
+    good[DIRECT[FAST]] = outcome(tmp_path, DIRECT[FAST], factor=1.01, changed_after=10)
+    judgement = judge(FAST, good)
+    assert judgement.noise is not None
+    assert failures(judgement, DIRECT[FAST]) == {"final-relative"}
+    assert judgement.passed
+    # What lies outside the envelope too is wrong, however noisy the runs are.
+    good[DIRECT[FAST]] = outcome(tmp_path, DIRECT[FAST], factor=1.5, changed_after=10)
+    assert not judge(FAST, good).passed
+
+
+def test_without_an_envelope_the_bound_decides_however_noisy_the_runs_are(tmp_path: Path) -> None:
+    good = outcomes(tmp_path, FAST)
+    good[AGAIN] = outcome(tmp_path, AGAIN, factor=1.02, changed_after=10)
+    good[DIRECT[FAST]] = outcome(tmp_path, DIRECT[FAST], factor=1.01, changed_after=10)
+    seed = Run(FAST, "homogeneous", 3)
+    good[seed] = failed(good[seed], "no memory")
+    judgement = judge(FAST, good)
+    assert not judgement.passes(DIRECT[FAST].name)
+    assert judgement.passes(FORWARD[FAST].name)
+
+
 def test_other_weights_fail_though_every_loss_is_the_same(tmp_path: Path) -> None:
     good = outcomes(tmp_path, DETERMINISTIC)
     good[FORWARD[DETERMINISTIC]] = outcome(tmp_path, FORWARD[DETERMINISTIC], weights="other")

@@ -38,7 +38,8 @@ def written(out: Path, data: RealText, made: dict[Run, Outcome], *words: str) ->
 
 
 def line_of(text: str, run: Run) -> str:
-    start = f"| {run.kernels} | {run.transport} | {run.seed} |"
+    again = ", again" if run.is_again else ""
+    start = f"| {run.kernels} | {run.transport} | {run.seed}{again} |"
     (line,) = [line for line in text.splitlines() if line.startswith(start)]
     return line
 
@@ -51,6 +52,8 @@ def test_the_table_has_a_line_for_every_run(tmp_path: Path, data: RealText) -> N
         line = line_of(text, run)
         if not run.is_homogeneous:
             assert line.endswith("| pass |")
+        elif run.is_again:
+            assert line.endswith("| not judged |")
         else:
             assert line.endswith("| reference |" if run.is_reference else "| seed |")
     direct = line_of(text, Run(DETERMINISTIC, "device-direct", 1))
@@ -83,6 +86,19 @@ def test_what_fails_is_told_by_name(tmp_path: Path, data: RealText) -> None:
     log = (tmp_path / "out" / "failed_runs.log").read_text()
     assert "many lines" in log
     assert json.loads((tmp_path / "out" / "parity_training.json").read_text())["passed"] is False
+
+
+def test_a_bound_that_decides_nothing_is_in_brackets_and_said(
+    tmp_path: Path, data: RealText
+) -> None:
+    made = outcomes(tmp_path, FAST)
+    again = Run(FAST, "homogeneous", 1, is_again=True)
+    made[again] = outcome(tmp_path, again, factor=1.02)
+    text = written(tmp_path / "out", data, made)
+    assert "(final-relative 0.02)" in line_of(text, again)
+    assert "(final-relative 0)" in line_of(text, Run(FAST, "device-direct", 1))
+    assert "final-relative decides nothing here" in text
+    assert "ends 0.02 from it, and the bound is 0.007" in text
 
 
 def test_the_files_are_few_and_small_and_hold_every_loss(tmp_path: Path, data: RealText) -> None:
