@@ -68,7 +68,9 @@ def start(
 ) -> list[subprocess.Popen[str]]:
     """Start every rank; `scripts` and `flags_by_rank` replace a single rank's own."""
     port = free_port()
-    shared = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **(environ or {})}
+    # Packages that lie in a folder of their own stay importable.
+    paths = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    shared = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths, **(environ or {})}
     processes = []
     for rank in range(nproc):
         own = {

@@ -1,0 +1,74 @@
+"""What the CPU runs of test_checkpoint.py and test_parity.py show, once more on two GPUs."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.distributed.harness import ROOT, Training, train
+from tools.runs import SIMULATED
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
+]
+
+ITERATIONS = 8
+HALF = ITERATIONS // 2
+SMALL_LLAMA = (
+    "--num-layers 4 --hidden-size 256 --num-attention-heads 4 --group-query-attention "
+    "--num-query-groups 2 --ffn-hidden-size 512 --seq-length 256 --max-position-embeddings 256 "
+    "--position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear "
+    "--hidden-dropout 0.1 --attention-dropout 0 --micro-batch-size 2 --global-batch-size 8 "
+    f"--train-iters {ITERATIONS} --lr 3e-3 --min-lr 3e-4 --lr-decay-style cosine "
+    "--lr-warmup-iters 1 --clip-grad 1.0 --log-interval 1 --eval-iters 0 --bf16 "
+    "--use-distributed-optimizer --deterministic-mode"
+).split()
+MIXED = (
+    "--hetero-pipeline --hetero-vendors amd nvidia --hetero-pipeline-sizes 1 1 "
+    "--hetero-transport device-direct"
+).split()
+HOMOGENEOUS = "--pipeline-model-parallel-size 2".split()
+
+
+@pytest.mark.timeout(400)
+def test_a_mixed_run_goes_on_homogeneous_with_the_same_bits_and_completes_a_prompt(
+    corpus, tmp_path: Path
+) -> None:
+    folder = tmp_path / "checkpoints"
+    saving = ["--save", str(folder), "--save-interval", str(HALF), "--async-save"]
+    loading = ["--load", str(folder), "--ckpt-step", str(HALF)]
+    flags = [*SMALL_LLAMA, *corpus.flags]
+
+    straight = train([*flags, *MIXED, *saving], 2, tmp_path / "straight", environ=SIMULATED)
+    resumed = train([*flags, *HOMOGENEOUS, *loading], 2, tmp_path / "resumed")
+
+    assert _devices(straight) == _devices(resumed) == {torch.cuda.get_device_name()}
+    assert straight.report["transport"] == "ipc"
+    assert resumed.losses == straight.losses[HALF:]
+    assert resumed.grad_norms == straight.grad_norms[HALF:]
+    assert resumed.weights == straight.weights
+    text = _complete(folder, "The statement")
+    assert text.startswith("The statement")
+    assert len(text) > len("The statement")
+
+
+def _devices(run: Training) -> set[str]:
+    return {rank["device"] for rank in run.report["ranks"]}
+
+
+def _complete(checkpoints: Path, prompt: str) -> str:
+    words = ["--load", str(checkpoints), "--prompt", prompt, "--max-new-tokens", "8"]
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "tools" / "generate_text.py"), *words],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout
