@@ -25,7 +25,7 @@ from tools.command_line import Parser, run
 
 if TYPE_CHECKING:
     from megatron.training.checkpoint.reader import CheckpointReader
-    from megatron.training.tokenizer import Tokenizer
+    from megatron.training.tokenizer.wrapper import Tokenizer
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -108,7 +108,7 @@ def _tokenizer(args: argparse.Namespace, reader: CheckpointReader) -> Tokenizer:
     from megatron.training.checkpoint.names import EMBEDDING
     from megatron.training.generation import checkpoint_args
     from megatron.training.huggingface.convert import COMPANION_FOLDER
-    from megatron.training.tokenizer import build_tokenizer
+    from megatron.training.tokenizer.build import build_tokenizer
 
     if args.tokenizer_type is not None:
         chosen = args

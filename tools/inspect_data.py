@@ -84,7 +84,7 @@ def inspect(args: argparse.Namespace) -> str:
         # megatron-core warns at import about GPU libraries that reading files does not need.
         warnings.simplefilter("ignore")
         from megatron.training.dataset_checks import inspect_index
-        from megatron.training.tokenizer import build_tokenizer
+        from megatron.training.tokenizer.build import build_tokenizer
 
         if args.tokenizer_type is not None:
             tokenizer = build_tokenizer(args)

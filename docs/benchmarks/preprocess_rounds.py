@@ -35,7 +35,7 @@ import sys, time, warnings
 warnings.simplefilter("ignore")
 from megatron.core.datasets.indexed_dataset import DType
 from transformers import AutoTokenizer
-import megatron.training.tokenizer
+import megatron.training.tokenizer.build
 from tools.preprocess_data import main
 kind, model, text, out, processes = sys.argv[1:]
 started, cpu_before = time.perf_counter(), cpu()

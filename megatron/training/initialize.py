@@ -37,7 +37,9 @@ from megatron.training.layout import adopt_plan_file, plan_from_args
 from megatron.training.optimizer import RankStatistics
 from megatron.training.recorder import check_outputs
 from megatron.training.rendezvous import environment_rank, open_store
-from megatron.training.tokenizer import build_tokenizer, embedding_rows, tokenizer_digest
+from megatron.training.tokenizer.build import build_tokenizer
+from megatron.training.tokenizer.vocabulary import embedding_rows
+from megatron.training.tokenizer.wrapper import tokenizer_digest
 
 # Flags that may differ between ranks without the ranks computing different things.
 _LOCAL_FLAGS = frozenset(

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 from megatron.training.arguments import parse_args
 from megatron.training.data import build_datasets
-from megatron.training.tokenizer import build_tokenizer
+from megatron.training.tokenizer.build import build_tokenizer
 from tests.distributed.harness import TINY_LLAMA, train
 from tests.training.huggingface.tiny import MODELS
 from tools.convert_checkpoint import main as convert

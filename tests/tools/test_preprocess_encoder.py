@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.training.tokenizer import Tokenizer, build_tokenizer
+from megatron.training.tokenizer.build import build_tokenizer
+from megatron.training.tokenizer.wrapper import Tokenizer
 from tools import train_tokenizer
 from tools.preprocessing.encoder import tokenize_many
 

@@ -11,7 +11,9 @@ import pytest
 import torch
 
 from hetero.errors import UserError
-from megatron.training.tokenizer import NO_PAD, build_tokenizer, embedding_rows, padded_vocab_size
+from megatron.training.tokenizer.build import build_tokenizer
+from megatron.training.tokenizer.vocabulary import embedding_rows, padded_vocab_size
+from megatron.training.tokenizer.wrapper import NO_PAD
 
 TEXT = "héllo  wörld\n漢字 🙂 12"
 

@@ -12,7 +12,7 @@ import pytest
 
 from hetero.errors import UserError
 from megatron.training.arguments import build_parser
-from megatron.training.tokenizer import build_tokenizer
+from megatron.training.tokenizer.build import build_tokenizer
 from tests.training.arguments import observers as see
 
 

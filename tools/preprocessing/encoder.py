@@ -36,7 +36,7 @@ class Encoder:
             warnings.simplefilter("ignore")
             from megatron.core.datasets.indexed_dataset import DType
 
-            from megatron.training.tokenizer import build_tokenizer
+            from megatron.training.tokenizer.build import build_tokenizer
         self._tokenizer = build_tokenizer(args)
         self._tokenize = tokenize_many(self._tokenizer)
         self._keys = tuple(args.json_keys)

@@ -14,9 +14,10 @@ from typing import Any
 from unittest import mock
 
 import torch
+from megatron.core.tokenizers import MegatronTokenizer
 
 from hetero.plan import Plan
-from megatron.training import kernels, model, tokenizer
+from megatron.training import kernels, model
 from megatron.training.data import (
     chunk_iterators,
     dataset_config,
@@ -25,6 +26,8 @@ from megatron.training.data import (
 from megatron.training.initialize import _channel_options
 from megatron.training.layout import plan_from_args
 from megatron.training.optimizer import build_scheduler, optimizer_config
+from megatron.training.tokenizer.build import build_tokenizer
+from megatron.training.tokenizer.vocabulary import embedding_rows
 
 Observer = Callable[[Namespace], dict[str, Any]]
 
@@ -43,7 +46,7 @@ def transformer(args: Namespace) -> dict[str, Any]:
 
 def gpt(args: Namespace) -> dict[str, Any]:
     """What the model is built with."""
-    args.padded_vocab_size = tokenizer.embedding_rows(args, 100)
+    args.padded_vocab_size = embedding_rows(args, 100)
     plan = _plan(args)
     with (
         mock.patch.object(model, "model_class") as chosen,
@@ -123,12 +126,10 @@ def core_tokenizer(args: Namespace) -> dict[str, Any]:
     """What megatron-core's tokenizer is made with; every library counts as installed."""
     core = mock.Mock(eod=0, pad=1, vocab_size=100)
     with (
-        mock.patch.object(
-            tokenizer.MegatronTokenizer, "from_pretrained", return_value=core
-        ) as made,
+        mock.patch.object(MegatronTokenizer, "from_pretrained", return_value=core) as made,
         mock.patch.object(importlib.util, "find_spec", return_value=object()),
     ):
-        built = tokenizer.build_tokenizer(args)
+        built = build_tokenizer(args)
     path, metadata = made.call_args.args
     identity = built._identity
     return {"path": path, **metadata, **made.call_args.kwargs, **identity}

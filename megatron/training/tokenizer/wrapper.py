@@ -1,0 +1,84 @@
+"""megatron-core's tokenizer with the ids that its own datasets ask for."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import OrderedDict
+from typing import Any
+
+from megatron.core.tokenizers.base_tokenizer import MegatronTokenizerBase
+
+NO_PAD = -1
+"""The pad id of a tokenizer without one: what megatron-core's datasets use for 'nothing padded'."""
+_SAMPLE_TEXT = (
+    "The quick brown fox jumps over the lazy dog, 1234567890 times; def function(argument): return"
+    " x + y\nWhere there is a will there is a way. Zwölf Boxkämpfer, 漢字 и кириллица."
+)
+
+
+class Tokenizer(MegatronTokenizerBase):
+    """megatron-core's tokenizer with an `eod` and a `pad` that are always ids.
+
+    Everything else is megatron-core's own, so this object goes wherever megatron-core takes one.
+    """
+
+    def __init__(self, core: Any, *, eod: int, pad: int, identity: dict[str, str]) -> None:
+        self._core = core
+        self._identity = identity
+        self.eod = eod
+        self.pad = pad
+
+    def __getattr__(self, name: str) -> Any:
+        # Unpickling asks for attributes before `_core` is there.
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self._core, name)
+
+    def tokenize(self, text: str) -> list[int]:
+        return list(self._core.tokenize(text))
+
+    def detokenize(self, ids: Any) -> str:
+        """The text of token ids, given as a list, an array or a tensor."""
+        plain = [int(token) for token in ids]
+        if self._core.library == "tiktoken":
+            # megatron-core decodes token by token and so breaks a letter that spans two tokens.
+            return str(self.library_tokenizer.tokenizer.decode(plain))
+        return str(self._core.detokenize(plain))
+
+    def apply_chat_template(self, *args: Any, **kwargs: Any) -> Any:
+        return self._core.apply_chat_template(*args, **kwargs)
+
+    @property
+    def library_tokenizer(self) -> Any:
+        """What megatron-core has around the library's tokenizer, which is its `tokenizer`."""
+        return self._core._tokenizer
+
+    @property
+    def vocab(self) -> Any:
+        return self._core.vocab
+
+    @property
+    def vocab_size(self) -> int:
+        return int(self._core.vocab_size)
+
+    @property
+    def pad_id(self) -> int:
+        return self.pad
+
+    @property
+    def unique_identifiers(self) -> OrderedDict[str, Any]:
+        """What megatron-core's datasets hash into the names of their cached indexes."""
+        return OrderedDict(self._core.unique_identifiers) | self._identity
+
+
+def tokenizer_digest(tokenizer: Tokenizer) -> str | None:
+    """What a tokenizer makes of a fixed text, to tell apart two of one size; None if it cannot.
+
+    The library and the file's name do not matter, the tokens do.
+    """
+    try:
+        tokens = tokenizer.tokenize(_SAMPLE_TEXT)
+    except Exception:  # one of numbers, or of bytes: its size says it all
+        return None
+    return hashlib.sha256(json.dumps([int(token) for token in tokens]).encode()).hexdigest()
