@@ -26,6 +26,7 @@ from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from hetero.errors import TrainingError
 from hetero.pipeline.communicator import PipelineCommunicator
 from megatron.training.checkpoint.checkpointer import Checkpointer
+from megatron.training.checkpoint.costs import SaveCosts
 from megatron.training.checkpoint.progress import Progress
 from megatron.training.checkpoint.signals import StopSignal
 from megatron.training.console import Console
@@ -157,8 +158,6 @@ class Trainer:
         self.records: list[IterationRecord] = []
         self._unlogged: list[IterationRecord] = []
         self.data_waits = DataWaits()
-        self.saving_seconds = 0.0
-        """For which training stood still while checkpoints were saved."""
         self._began = time.monotonic()
         self._profiler = StepProfiler(self.args, rank=job.rank, device=job.device)
 
@@ -206,12 +205,11 @@ class Trainer:
             return self.consumed_samples >= self.args.train_samples
         return self.iteration >= self.args.train_iters
 
-    def _save_if_due(self, *, last: bool) -> None:
-        began = time.monotonic()
-        self._save_or_go_on(last=last)
-        self.saving_seconds += time.monotonic() - began
+    @property
+    def save_costs(self) -> SaveCosts:
+        return self._checkpointer.costs
 
-    def _save_or_go_on(self, *, last: bool) -> None:
+    def _save_if_due(self, *, last: bool) -> None:
         self._checkpointer.poll()
         if last or self._checkpointer.due(self.iteration):
             self._checkpointer.save(
@@ -266,6 +264,7 @@ class Trainer:
         self._require_finite(outcome)
         if outcome.updated:
             self.scheduler.step(increment=batch_size)
+            self._checkpointer.after_update()
         else:
             self.skipped += 1
         # As Megatron logs it: the rate that the next iteration will use.

@@ -178,7 +178,7 @@ def write_report(job: Job, trainer: Trainer, rows: list[dict[str, Any]]) -> None
         {
             "peak_memory_bytes": measured_peak_bytes(job.device),
             "data_wait": trainer.data_waits.as_json(),
-            "saving_seconds": trainer.saving_seconds,
+            **trainer.save_costs.as_json(),
         }
     )
     if job.rank != 0:

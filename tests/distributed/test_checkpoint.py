@@ -132,6 +132,21 @@ def test_a_resumed_run_computes_the_same_bits(run: Run, corpus, tmp_path: Path) 
     assert _evaluations(straight.stdout)[-2:] == _evaluations(resumed.stdout)[-2:]
     assert any(straight.skipped) == ("--initial-loss-scale" in run.flags)
     assert (folder / TRACKER).read_text() == str(run.steps)
+    for rank in straight.report["ranks"]:
+        _require_told_costs(rank, folder, iterations=[half, run.steps])
+    assert straight.stdout.count("; training stood still for ") == 2
+
+
+def _require_told_costs(rank: dict, folder: Path, *, iterations: list[int]) -> None:
+    """What the report says of a rank's saves is what lies on the disk."""
+    saves = rank["saves"]
+    assert [save["iteration"] for save in saves] == iterations
+    assert rank["saving_seconds"] == sum(save["stood_still_s"] for save in saves)
+    for save in saves:
+        file = folder / f"iter_{save['iteration']:07d}" / f"rank_{rank['rank']:05d}.safetensors"
+        assert save["bytes"] == file.stat().st_size
+        assert save["written_s"] > 0
+        assert save["stood_still_s"] > save["memory_wait_s"] >= 0
 
 
 def _evaluations(log: str) -> list[str]:
@@ -352,6 +367,53 @@ def test_a_disk_that_is_full_during_a_save_loses_nothing(
         assert names == ["iter_0000002", "iter_0000006", TRACKER]
     with CheckpointReader.open(folder) as reader:
         assert reader.run["iteration"] == (2 if ends else 6)
+
+
+UNPINNED = """
+import runpy
+from hetero.device.cpu import CpuRuntime
+from hetero.errors import LinkError
+from megatron.training.checkpoint.host_memory import HostMemory
+from megatron.training.checkpoint.saver import Saver
+
+calls = []
+begun, started = HostMemory.__init__, Saver.start
+
+def begin(self, size, runtime):
+    print("memory is asked for", flush=True)
+    begun(self, size, runtime)
+
+def register(self, host):
+    calls.append(host)
+    if len(calls) == 1:
+        raise LinkError("the driver pins nothing")
+
+def start(self, iteration, contents):
+    print(f"save {{iteration}} starts", flush=True)
+    started(self, iteration, contents)
+
+HostMemory.__init__, CpuRuntime.register, Saver.start = begin, register, start
+runpy.run_path({entry!r}, run_name="__main__")
+"""
+
+
+def test_memory_for_copies_is_made_before_a_save_is_due_and_its_lack_ends_nothing(
+    corpus, tmp_path: Path
+) -> None:
+    unpinned = tmp_path / "unpinned.py"
+    unpinned.write_text(UNPINNED.format(entry=str(ENTRY)))
+    folder = tmp_path / "checkpoints"
+    flags = [*TINY_LLAMA, *corpus.flags, "--async-save"]
+    flags += ["--save", str(folder), "--save-interval", "3"]
+    (outcome,) = launch(flags, 1, scripts={0: unpinned})
+
+    assert outcome.code == 0, outcome.stderr
+    log = outcome.stdout
+    assert log.index("memory is asked for") < log.index("save 3 starts")
+    reason = "no host memory for a copy of the weights (the driver pins nothing)"
+    assert f"warning: the checkpoint of iteration 3 could not be written to {folder}" in log
+    assert reason in log
+    assert sorted(path.name for path in folder.iterdir()) == ["iter_0000006", TRACKER]
 
 
 # Loads the program once and forks a life of it for every line of flags.

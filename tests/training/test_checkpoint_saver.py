@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from hetero.device.cpu import CpuRuntime
+from hetero.errors import LinkError
 from megatron.training.checkpoint import saver as saving
 from megatron.training.checkpoint.boxes import Shard
 from megatron.training.checkpoint.folder import TRACKER
@@ -138,6 +139,53 @@ def test_a_save_in_the_background_holds_what_was_there_when_it_began(tmp_path: P
     assert [outcome.problem for outcome in outcomes] == [None] * RANKS
     with CheckpointReader.open(tmp_path) as reader:
         assert torch.equal(reader.tensor("w"), WHOLE)
+
+
+class RefusingOnce(CpuRuntime):
+    """A driver that pins nothing the first time it is asked."""
+
+    def __init__(self) -> None:
+        self._refused = False
+
+    def register(self, host: torch.Tensor) -> None:
+        if not self._refused:
+            self._refused = True
+            raise LinkError("cuMemHostRegister failed")
+
+
+def test_a_rank_without_memory_for_a_copy_says_so_and_the_next_save_is_whole(
+    tmp_path: Path,
+) -> None:
+    def play(control: PlayedControl) -> list[str | None]:
+        snapshot = Snapshot(RefusingOnce() if control.rank == 1 else CpuRuntime())
+        saver = Saver(tmp_path, control, kept=Kept(), snapshot=snapshot)  # type: ignore[arg-type]
+        saver.reserve(contents(control.rank).pieces)
+        problems = []
+        for iteration in (5, 6):
+            saver.start(iteration, contents(control.rank))
+            outcome = saver.finish()
+            assert outcome is not None
+            assert (outcome.part is None) == (outcome.problem is not None)
+            problems.append(outcome.problem)
+        saver.close()
+        return problems
+
+    said = (
+        "rank 1: there is no host memory for a copy of the weights (cuMemHostRegister failed); "
+        "a save without --async-save needs none"
+    )
+    assert on_every_rank(play) == [[said, None]] * RANKS
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["iter_0000006", TRACKER]
+
+
+def test_every_rank_knows_the_size_of_its_own_file(tmp_path: Path) -> None:
+    outcomes = on_every_rank(lambda control: save(control, tmp_path))
+    for rank, outcome in enumerate(outcomes):
+        file = tmp_path / "iter_0000005" / f"rank_{rank:05d}.safetensors"
+        assert outcome.part is not None
+        assert outcome.part.bytes == file.stat().st_size
+        assert 0 < outcome.part.seconds <= outcome.seconds
+    assert outcomes[0].bytes == sum(outcome.part.bytes for outcome in outcomes)
 
 
 def test_the_next_save_waits_for_none_but_its_own(tmp_path: Path) -> None:

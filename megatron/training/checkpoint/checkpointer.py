@@ -19,6 +19,7 @@ from megatron.training.checkpoint.contents import (
     random_pieces,
 )
 from megatron.training.checkpoint.control import Control
+from megatron.training.checkpoint.costs import SaveCosts
 from megatron.training.checkpoint.loader import (
     layout_record,
     load_optimizer,
@@ -30,6 +31,7 @@ from megatron.training.checkpoint.reader import CheckpointReader
 from megatron.training.checkpoint.saver import Contents, Kept, SaveError, SaveOutcome, Saver
 from megatron.training.checkpoint.selection import Nothing, Selection
 from megatron.training.checkpoint.snapshot import Snapshot
+from megatron.training.checkpoint.stream import Piece
 from megatron.training.console import Console
 from megatron.training.core_private import gather_parameters, loss_scaler_state
 from megatron.training.initialize import Job
@@ -63,7 +65,9 @@ class Checkpointer:
         self._placed = placed_parameters(
             self._args, model, plan=job.plan, coordinate=job.coordinate
         )
+        self.costs = SaveCosts()
         self._saver: Saver | None = None
+        self._has_reserved = False
         self._last_problem: str | None = None
         if self._args.save is not None:
             in_background = self._args.async_save
@@ -137,21 +141,40 @@ class Checkpointer:
         """
         if self._saver is None:
             return
-        self._told(self._saver.finish())
-        gather_parameters(self._model.chunks)
-        self._saver.start(progress.iteration, self._contents(progress))
-        if not self._args.async_save:
-            self._told(self._saver.finish())
+        with self.costs.standing_still():
+            outcome = self._saver.finish()
+        self._told(outcome)
+        self.costs.begin(progress.iteration)
+        outcome = None
+        with self.costs.standing_still():
+            gather_parameters(self._model.chunks)
+            self._saver.start(progress.iteration, self._contents(progress))
+            if not self._args.async_save:
+                outcome = self._saver.finish()
+        self._told(outcome)
 
     def before_update(self) -> None:
         """Call before weights change: a copy that is being taken goes first. Not collective."""
         if self._saver is not None:
             self._saver.order_updates()
 
+    def after_update(self) -> None:
+        """Call after weights change: the first time, a thread begins to make memory for copies.
+
+        The optimizer's state, which is to be copied too, exists from then on. Not collective.
+        """
+        copies = self._args.async_save and self._args.save_interval
+        if self._saver is not None and copies and not self._has_reserved:
+            self._has_reserved = True
+            self._saver.reserve(self._owned_pieces())
+
     def poll(self) -> None:
         """Once a step: hear whether a save in the background has ended."""
-        if self._saver is not None:
-            self._told(self._saver.poll())
+        if self._saver is None:
+            return
+        with self.costs.standing_still():
+            outcome = self._saver.poll()
+        self._told(outcome)
 
     def finish(self) -> None:
         """Wait for the save in the background. Raises SaveError if the run's last save failed."""
@@ -165,15 +188,18 @@ class Checkpointer:
         if self._saver is not None:
             self._saver.close()
 
+    def _owned_pieces(self) -> list[Piece]:
+        return owned_pieces(
+            self._placed,
+            None if self._args.no_save_optim else self._optimizer,
+            plan=self._job.plan,
+            coordinate=self._job.coordinate,
+        )
+
     def _contents(self, progress: Progress) -> Contents:
         args, job = self._args, self._job
         with_optimizer, with_random = not args.no_save_optim, not args.no_save_rng
-        pieces = owned_pieces(
-            self._placed,
-            self._optimizer if with_optimizer else None,
-            plan=job.plan,
-            coordinate=job.coordinate,
-        )
+        pieces = self._owned_pieces()
         if with_random:
             pieces += random_pieces(job.coordinate)
         run = {
@@ -195,12 +221,20 @@ class Checkpointer:
     def _told(self, outcome: SaveOutcome | None) -> None:
         if outcome is None:
             return
+        part = outcome.part
+        cost = self.costs.end(
+            memory_wait_s=outcome.memory_wait_s,
+            written_s=None if part is None else part.seconds,
+            bytes=None if part is None else part.bytes,
+        )
         if outcome.problem is None:
             self._last_problem = None
+            slowest_us = max(self._control.numbers(round(cost.stood_still_s * 1e6)))
             self._console.line(
                 f"saved checkpoint of iteration {outcome.iteration} to {self._args.save} "
                 f"({outcome.bytes / 2**20:,.1f} MiB in {outcome.seconds:.1f} s"
-                f"{', in the background' if self._args.async_save else ''})"
+                f"{', in the background' if self._args.async_save else ''}; training stood still "
+                f"for {slowest_us / 1e6:.3f} s)"
             )
             return
         kept = "the checkpoints before it are untouched"

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hetero.errors import OutputError
+from hetero.errors import HeteroError, OutputError
 from megatron.training.checkpoint import folder as folders
 from megatron.training.checkpoint.control import Control, combine
 from megatron.training.checkpoint.index import (
@@ -30,7 +30,7 @@ from megatron.training.checkpoint.index import (
     tensor_from_record,
     tensor_record,
 )
-from megatron.training.checkpoint.snapshot import Snapshot
+from megatron.training.checkpoint.snapshot import Snapshot, copy_bytes
 from megatron.training.checkpoint.stream import Piece, WriteCancelled, write_safetensors
 
 _POLL_SECONDS = 0.5
@@ -70,13 +70,28 @@ class Contents:
 
 
 @dataclass(frozen=True)
+class StoredPart:
+    """A rank's own file."""
+
+    bytes: int
+    seconds: float
+    """From the save's begin until it was on the disk."""
+
+
+@dataclass(frozen=True)
 class SaveOutcome:
-    """How a save ended, the same on every rank."""
+    """How a save ended: iteration and problem are the same on every rank."""
 
     iteration: int
     problem: str | None
     seconds: float
+    """From its begin until this rank knew of its end."""
     bytes: int = 0
+    """Of all files, on rank 0."""
+    part: StoredPart | None = None
+    """This rank's share, if it was written."""
+    memory_wait_s: float = 0.0
+    """For which this rank's training waited for the memory of a copy."""
 
 
 def part_name(rank: int) -> str:
@@ -96,6 +111,11 @@ class Saver:
     @property
     def in_flight(self) -> bool:
         return self._flight is not None
+
+    def reserve(self, pieces: Sequence[Piece]) -> None:
+        """Let a thread make the memory that copies of such pieces need. Not collective."""
+        if self._snapshot is not None:
+            self._snapshot.reserve(copy_bytes(pieces))
 
     def start(self, iteration: int, contents: Contents) -> None:
         """Begin a save. Collective. What goes wrong is told when the save ends."""
@@ -168,6 +188,8 @@ class Saver:
             problem=problem,
             seconds=time.monotonic() - flight.began,
             bytes=flight.bytes,
+            part=None if failed else flight.part,
+            memory_wait_s=flight.memory_wait_s,
         )
 
 
@@ -189,6 +211,8 @@ class _Flight:
         self.state = State.FAILED if problem else State.WRITING
         self.began = time.monotonic()
         self.bytes = 0
+        self.part: StoredPart | None = None
+        self.memory_wait_s = 0.0
         self._save, self._contents, self._kept = save, contents, kept
         self._rank, self._world_size = control.rank, control.world_size
         self._cancelled = threading.Event()
@@ -198,10 +222,15 @@ class _Flight:
     def write(self, pieces: Sequence[Piece], snapshot: Snapshot | None) -> None:
         try:
             copies = pieces if snapshot is None else snapshot.take(pieces)
-        except (RuntimeError, MemoryError) as error:
-            self.problem = f"there is no host memory for a copy of the weights ({_reason(error)})"
+        except (HeteroError, RuntimeError, MemoryError) as error:
+            self.problem = (
+                f"there is no host memory for a copy of the weights ({_reason(error)}); a save "
+                "without --async-save needs none"
+            )
             self.state = State.FAILED
             return
+        finally:
+            self.memory_wait_s = 0.0 if snapshot is None else snapshot.memory_wait_s
 
         def work() -> State:
             if snapshot is not None:
@@ -261,6 +290,7 @@ class _Flight:
         temporary = self.folder / f"{name}.json.tmp"
         temporary.write_text(json.dumps(record))
         temporary.rename(self.folder / f"{name}.json")
+        self.part = StoredPart(stored.size, time.monotonic() - self.began)
 
     def _commit(self) -> State:
         index = self._merged()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -9,7 +10,11 @@ from functools import partial
 import torch
 
 from hetero.device.base import DeviceRuntime, Mark
+from megatron.training.checkpoint.host_memory import HostMemory
 from megatron.training.checkpoint.stream import Piece
+
+_SPARE_BYTES = 1 << 20
+"""Random states are written as text, whose length differs from save to save."""
 
 
 class Snapshot:
@@ -21,23 +26,37 @@ class Snapshot:
 
     def __init__(self, runtime: DeviceRuntime) -> None:
         self._runtime = runtime
-        self._memory: torch.Tensor | None = None
+        self._memory: HostMemory | None = None
         self._marks: list[Mark] = []
+        self.memory_wait_s = 0.0
+        """For how long the last `take` waited for its memory."""
+
+    def reserve(self, size: int) -> None:
+        """Begin to make memory for pieces of `size` bytes in all, in a thread. Returns at once."""
+        if self._memory is not None and self._memory.size < size:
+            self.close()
+        if self._memory is None:
+            self._memory = HostMemory(size + _SPARE_BYTES, self._runtime)
 
     def take(self, pieces: Sequence[Piece]) -> list[Piece]:
-        """The same pieces with their elements in host memory, once `wait` returns."""
-        memory = self._room(sum(_aligned(piece.bytes) for piece in pieces))
+        """The same pieces with their elements in host memory, once `wait` returns.
+
+        Raises HostMemoryError where there is none; the next call tries again.
+        """
+        memory = self._room(copy_bytes(pieces))
         after = self._runtime.mark()
-        copies, at = [], 0
+        copies, begin = [], 0
         self._marks = []
         for piece in pieces:
-            source = piece.source().detach().reshape(-1)
-            target = memory[at : at + piece.bytes]
-            at += _aligned(piece.bytes)
-            mark = self._runtime.copy(target, source.view(torch.uint8), after=after)
-            self._marks.append(mark)
-            values = target.view(piece.dtype)
+            end = begin + piece.bytes
+            source, done = piece.source().detach().reshape(-1).view(torch.uint8), 0
+            for target in memory.spans(begin, end):
+                part = source[done : done + target.numel()]
+                self._marks.append(self._runtime.copy(target, part, after=after))
+                done += target.numel()
+            values = memory.whole(begin, end).view(piece.dtype)
             copies.append(replace(piece, source=partial(_identity, values)))
+            begin += _aligned(piece.bytes)
         return copies
 
     def wait(self) -> None:
@@ -52,16 +71,26 @@ class Snapshot:
 
     def close(self) -> None:
         if self._memory is not None:
-            self._runtime.unregister(self._memory)
+            self._memory.close()
             self._memory = None
 
-    def _room(self, size: int) -> torch.Tensor:
-        if self._memory is None or self._memory.numel() < size:
+    def _room(self, size: int) -> HostMemory:
+        began = time.monotonic()
+        self.reserve(size)
+        assert self._memory is not None
+        try:
+            self._memory.wait()
+        except Exception:
             self.close()
-            memory = torch.empty(max(size, 1), dtype=torch.uint8)
-            self._runtime.register(memory)
-            self._memory = memory
+            raise
+        finally:
+            self.memory_wait_s = time.monotonic() - began
         return self._memory
+
+
+def copy_bytes(pieces: Sequence[Piece]) -> int:
+    """The memory that a copy of `pieces` takes."""
+    return sum(_aligned(piece.bytes) for piece in pieces)
 
 
 def _identity(values: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,118 @@
+"""Host memory for a copy of what a rank saves, made in a thread while training goes on.
+
+A fresh page costs the kernel a fault, and pinning it costs the driver a call in which it keeps
+other threads from the device. So the memory is made part by part: each is touched first, which the
+driver has no share in, and pinned then, which is short.
+"""
+
+from __future__ import annotations
+
+import mmap
+import threading
+from collections.abc import Iterator
+
+import psutil
+import torch
+
+from hetero.device.base import DeviceRuntime
+from hetero.errors import HeteroError
+from hetero.observe.units import size_text
+
+PART_BYTES = 64 << 20
+STALL_SECONDS = 60.0
+"""A part that takes longer than this will not come."""
+SPARED_BYTES = 512 << 20
+"""What is left to everything else on the host."""
+
+
+class HostMemoryError(HeteroError):
+    """The host has no memory for a copy, or the driver does not pin it."""
+
+
+class HostMemory:
+    """Page-aligned memory, pinned where there is an accelerator; its making begins at once.
+
+    Forked processes do not get it: a fork would copy every page that is pinned.
+    """
+
+    def __init__(self, size: int, runtime: DeviceRuntime) -> None:
+        self.size = max(1, -(-size // mmap.PAGESIZE)) * mmap.PAGESIZE
+        self._runtime = runtime
+        self._bytes = torch.empty(0, dtype=torch.uint8)
+        self._parts: list[torch.Tensor] = []
+        self._problem: Exception | None = None
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._make, name="checkpoint memory", daemon=True)
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Block until the memory is there. Raises HostMemoryError if it will not be."""
+        while self._thread.is_alive():
+            made = len(self._parts)
+            self._thread.join(STALL_SECONDS)
+            if self._thread.is_alive() and len(self._parts) == made:
+                raise HostMemoryError(
+                    f"pinning {size_text(self.size)} has stood still for {STALL_SECONDS:g} s after "
+                    f"{size_text(made * PART_BYTES)}"
+                )
+        if self._problem is not None:
+            raise HostMemoryError(_reason(self._problem)) from self._problem
+
+    def spans(self, begin: int, end: int) -> Iterator[torch.Tensor]:
+        """The bytes [begin, end), cut where one pinned part ends and the next begins."""
+        while begin < end:
+            number, offset = divmod(begin, PART_BYTES)
+            length = min(PART_BYTES - offset, end - begin)
+            yield self._parts[number][offset : offset + length]
+            begin += length
+
+    def whole(self, begin: int, end: int) -> torch.Tensor:
+        """The bytes [begin, end) as one tensor."""
+        return self._bytes[begin:end]
+
+    def close(self) -> None:
+        """Unpin it. No copy may be under way."""
+        self._stopped.set()
+        self._thread.join(STALL_SECONDS)
+        # A thread that the driver does not let go gives its parts back itself, once it is free.
+        if not self._thread.is_alive():
+            self._release()
+
+    def _make(self) -> None:
+        try:
+            mapping = mmap.mmap(-1, self.size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            mapping.madvise(mmap.MADV_DONTFORK)
+            self._bytes = torch.frombuffer(mapping, dtype=torch.uint8)
+            for part in self._bytes.split(PART_BYTES):
+                if self._stopped.is_set():
+                    break
+                self._require_room(part.numel())
+                # The method, unlike an assignment, lets other threads have the interpreter.
+                part[:: mmap.PAGESIZE].zero_()
+                self._runtime.register(part)
+                self._parts.append(part)
+            if self._stopped.is_set():
+                self._release()
+        except Exception as error:  # told by `wait`
+            self._problem = error
+            self._release()
+
+    def _release(self) -> None:
+        while self._parts:
+            self._runtime.unregister(self._parts.pop())
+        self._bytes = torch.empty(0, dtype=torch.uint8)
+
+    def _require_room(self, size: int) -> None:
+        """The kernel promises memory that it does not have, and kills who then touches it."""
+        free = psutil.virtual_memory().available
+        if free < size + SPARED_BYTES:
+            raise MemoryError(
+                f"{size_text(self.size)} are needed, and {size_text(free)} are free after "
+                f"{size_text(len(self._parts) * PART_BYTES)} of them"
+            )
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    return str(error) or type(error).__name__

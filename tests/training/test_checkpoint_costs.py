@@ -1,0 +1,93 @@
+"""What a save cost: the time of every moment for which it kept training waiting, and no other."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron.training.checkpoint.costs import SaveCosts
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def costs(clock: Clock) -> SaveCosts:
+    return SaveCosts(clock)
+
+
+def stand_still(costs: SaveCosts, clock: Clock, seconds: float) -> None:
+    with costs.standing_still():
+        clock.now += seconds
+
+
+def test_each_save_has_its_own_time_and_the_run_their_sum(costs: SaveCosts, clock: Clock) -> None:
+    costs.begin(6)
+    stand_still(costs, clock, 1.5)
+    clock.now += 40.0
+    stand_still(costs, clock, 0.25)
+    costs.end(memory_wait_s=1.0, written_s=8.0, bytes=640)
+    costs.begin(12)
+    stand_still(costs, clock, 0.5)
+    costs.end(memory_wait_s=0.0, written_s=7.0, bytes=641)
+
+    assert costs.as_json() == {
+        "saving_seconds": 2.25,
+        "saves": [
+            {
+                "iteration": 6,
+                "stood_still_s": 1.75,
+                "memory_wait_s": 1.0,
+                "written_s": 8.0,
+                "bytes": 640,
+            },
+            {
+                "iteration": 12,
+                "stood_still_s": 0.5,
+                "memory_wait_s": 0.0,
+                "written_s": 7.0,
+                "bytes": 641,
+            },
+        ],
+    }
+
+
+def test_time_between_saves_is_no_saves(costs: SaveCosts, clock: Clock) -> None:
+    stand_still(costs, clock, 3.0)
+    assert costs.as_json() == {"saving_seconds": 0.0, "saves": []}
+
+
+def test_a_save_that_failed_cost_time_too(costs: SaveCosts, clock: Clock) -> None:
+    costs.begin(6)
+    stand_still(costs, clock, 2.0)
+    cost = costs.end(memory_wait_s=0.0, written_s=None, bytes=None)
+    assert (cost.stood_still_s, cost.written_s, cost.bytes) == (2.0, None, None)
+    assert costs.total_s == 2.0
+
+
+def test_time_counts_although_the_block_raised(costs: SaveCosts, clock: Clock) -> None:
+    def fail() -> None:
+        with costs.standing_still():
+            clock.now += 2.0
+            raise OSError("full")
+
+    costs.begin(6)
+    with pytest.raises(OSError, match="full"):
+        fail()
+    assert costs.total_s == 2.0
+
+
+def test_a_save_cannot_end_twice(costs: SaveCosts) -> None:
+    costs.begin(6)
+    costs.end(memory_wait_s=0.0, written_s=1.0, bytes=1)
+    with pytest.raises(RuntimeError, match="had not begun"):
+        costs.end(memory_wait_s=0.0, written_s=1.0, bytes=1)
