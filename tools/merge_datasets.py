@@ -81,7 +81,8 @@ def merge(args: argparse.Namespace) -> str:
 
 
 def _prefixes(name: str) -> list[str]:
-    if not os.path.isdir(name):
+    # Training on a dataset keeps its sample indexes in a folder that bears the dataset's name.
+    if not os.path.isdir(name) or os.path.isfile(f"{name}.idx"):
         return [name.removesuffix(".idx").removesuffix(".bin")]
     indexes = sorted(path for path in Path(name).glob("*.idx") if not path.name.startswith("."))
     if not indexes:

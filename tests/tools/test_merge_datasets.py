@@ -145,6 +145,13 @@ def test_a_dataset_can_be_merged_onto_itself(tmp_path):
     assert contents(part) == contents(build(tmp_path / "twice", [[[1], [2]], [[1], [2]]]))
 
 
+def test_a_dataset_that_was_trained_on_is_merged_in_spite_of_its_folder_of_indexes(tmp_path):
+    part = build(tmp_path / "part", [[[1], [2]]])
+    (tmp_path / "part" / "cache").mkdir(parents=True)
+    assert main(["--input", part, "--output-prefix", f"{tmp_path}/out"]) == 0
+    assert contents(f"{tmp_path}/out") == contents(part)
+
+
 def test_an_empty_folder_is_named(tmp_path, capsys):
     assert main(["--input", str(tmp_path), "--output-prefix", f"{tmp_path}/out"]) == 2
     assert f"{tmp_path} is a folder without any .idx file" in the_one_error(capsys)
