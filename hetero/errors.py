@@ -1,5 +1,7 @@
 """The errors a user is meant to read: one sentence that says what is wrong and what to do."""
 
+import sys
+
 
 class HeteroError(Exception):
     """Base of every error this project raises on purpose. Its text is one sentence for the user."""
@@ -34,3 +36,12 @@ class TrainingError(HeteroError):
     """
 
     known_to_all = True
+
+
+def print_error(text: str) -> None:
+    """Print `error: text` on stderr in a single write.
+
+    The ranks of a node share one stderr, and with PYTHONUNBUFFERED, which container images set,
+    `print` writes the end of the line by itself: two ranks' sentences would run into one line.
+    """
+    print(f"error: {text}\n", end="", file=sys.stderr, flush=True)

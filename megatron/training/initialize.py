@@ -6,7 +6,6 @@ import argparse
 import os
 import random
 import socket
-import sys
 import uuid
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -21,7 +20,7 @@ from megatron.core import tensor_parallel
 
 from hetero.agreement import AgreedError, Agreement
 from hetero.cluster import RankIdentity, check_identities, identify, running_vendor
-from hetero.errors import HeteroError, UserError
+from hetero.errors import HeteroError, UserError, print_error
 from hetero.groups import Groups, build_groups
 from hetero.pipeline.links import Opening, PipelineLinks, open_links
 from hetero.plan import Coordinate, Plan
@@ -348,7 +347,7 @@ class Starter:
         """Let the right rank print the error, and the others stay until it has."""
         if self.rank == 0 or not error.known_to_all:
             where = "" if self.world_size == 1 or error.known_to_all else f"rank {self.rank}: "
-            print(f"error: {where}{error}", file=sys.stderr, flush=True)
+            print_error(f"{where}{error}")
         if error.known_to_all and self.agreement is not None:
             self.agreement.part()
 

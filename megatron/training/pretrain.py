@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from hetero.errors import HeteroError
+from hetero.errors import HeteroError, print_error
 
 if TYPE_CHECKING:
     from megatron.training.initialize import Starter
@@ -63,15 +63,13 @@ def _explain(rank: int, error: Exception) -> None:
     if isinstance(error, BrokenPipeError):
         return
     if re.search(r"gloo|NCCL|[Cc]onnection (closed|reset|refused)", text):
-        print(
-            f"error: rank {rank}: a collective failed ({_reason(text)}); another rank has "
-            "probably ended: its own message says why",
-            file=sys.stderr,
-            flush=True,
+        print_error(
+            f"rank {rank}: a collective failed ({_reason(text)}); another rank has "
+            "probably ended: its own message says why"
         )
         return
-    print(f"error: rank {rank} failed:", file=sys.stderr)
-    traceback.print_exception(error)
+    trace = "".join(traceback.format_exception(error)).rstrip("\n")
+    print_error(f"rank {rank} failed:\n{trace}")
 
 
 def _reason(text: str) -> str:
