@@ -43,8 +43,10 @@ def run(work: Callable[[], str]) -> int:
 
 
 def _about_file(error: OSError) -> str:
-    named = f"{error.filename}: " if error.filename else ""
-    return f"{named}{error.strerror or error}; check the path, its permissions and the free space"
+    # A failed copy or rename is about two files, and the disk of the second may be the full one.
+    names = " to ".join(str(name) for name in (error.filename, error.filename2) if name)
+    what = f"{names}: {error.strerror}" if names else str(error.strerror or error)
+    return f"{what}; check the path, its permissions and the free space"
 
 
 def _fail(sentence: str, code: int) -> int:
