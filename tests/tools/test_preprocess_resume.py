@@ -1,5 +1,6 @@
 """An interrupted preprocessing goes on where it was, and never shows half an index."""
 
+import errno
 import gzip
 import itertools
 import json
@@ -58,7 +59,9 @@ def hidden_in(folder: Path) -> list[str]:
 
 
 @contextmanager
-def interrupted_after(count: int, error: type[BaseException] = KeyboardInterrupt) -> Iterator[None]:
+def interrupted_after(
+    count: int, error: BaseException | type[BaseException] = KeyboardInterrupt
+) -> Iterator[None]:
     """End a run once it has saved `count` batches, as ctrl-C or a full disk would."""
     calls = itertools.count()
     add = WorkFolder.add
@@ -137,9 +140,11 @@ def test_an_interrupted_run_says_how_to_go_on_and_the_next_one_from_where(tmp_pa
 
 def test_a_full_disk_keeps_what_was_saved(tmp_path, inputs, capsys):
     flags = flags_for(tmp_path, inputs)
-    with interrupted_after(2, OSError):
+    with interrupted_after(2, OSError(errno.ENOSPC, "No space left on device")):
         assert main(flags) == 2
-    assert "is kept in" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "is kept in" in said
+    assert f"error: {tmp_path}/.out.partial: No space left on device" in said
     assert main(flags) == 0
     assert "after 6 documents" in capsys.readouterr().err
 

@@ -262,6 +262,9 @@ class WorkFolder:
             # A full disk fails here a second time, and nothing may hide the error that came first.
             with suppress(OSError):
                 file.close()
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            # A failed write does not say of which file, and only these files are written.
+            error.filename = error.filename or str(self.path)
         keep = self._saved and not isinstance(error, UserError)
         if self._writing and not keep:
             shutil.rmtree(self.path, ignore_errors=True)
