@@ -7,6 +7,7 @@ tensor-parallel rank reads the (memory-mapped) samples itself: the same bits, an
 from __future__ import annotations
 
 import argparse
+import errno
 import itertools
 import time
 from collections.abc import Iterable, Iterator
@@ -22,6 +23,10 @@ from hetero.plan import Coordinate, Plan
 from megatron.training.arguments.checks.training import samples_after
 from megatron.training.core_private import lone_rank
 from megatron.training.dataset_checks import SPLITS, blends
+
+_CANNOT_WRITE = frozenset(
+    {errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.ENOSPC, errno.EDQUOT}
+)
 
 
 @dataclass(frozen=True)
@@ -93,13 +98,23 @@ def build_datasets(
         with lone_rank():
             built = BlendedMegatronDatasetBuilder(kind, sizes, lambda: True, config).build()
     except Exception as error:  # a damaged cache raises whatever its bytes happen to say
-        reason = " ".join(str(error).split())[:300] or type(error).__name__
-        raise UserError(
-            f"the datasets could not be built ({reason}); look at --data-path and --split, and "
-            "delete the index cache (--data-cache-path, or the folder 'cache' beside the data)"
-        ) from error
+        raise _not_built(error) from error
     _check_train_split(args, built[0])
     return list(built)
+
+
+def _not_built(error: Exception) -> UserError:
+    """What to do about it: data are often kept where nothing can be written."""
+    reason = " ".join(str(error).split())[:300] or type(error).__name__
+    if isinstance(error, OSError) and error.errno in _CANNOT_WRITE:
+        return UserError(
+            f"the sample indexes cannot be stored ({reason}); give --data-cache-path a folder that "
+            "can be written and has room"
+        )
+    return UserError(
+        f"the datasets could not be built ({reason}); look at --data-path and --split, and "
+        "delete the index cache (--data-cache-path, or the folder PREFIX/cache of each dataset)"
+    )
 
 
 def _check_train_split(args: argparse.Namespace, train: Any) -> None:

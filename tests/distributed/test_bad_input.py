@@ -86,6 +86,12 @@ def test_a_damaged_index_cache(corpus, tmp_path: Path) -> None:
     assert_refused(launch(flags, 2), "delete the index cache")
 
 
+def test_an_index_cache_that_cannot_be_written(corpus, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    flags = [*corpus.flags, "--data-cache-path", str(tmp_path / "file" / "cache")]
+    assert_refused(refused(flags, 1), "cannot be stored", "Not a directory", "--data-cache-path")
+
+
 def test_data_that_only_one_rank_cannot_see(corpus, tmp_path: Path) -> None:
     flags = [*TINY_LLAMA, *corpus.flags, *HETERO]
     elsewhere = [*flags, "--data-path", str(tmp_path / "gone")]
