@@ -25,7 +25,9 @@ def check_outputs(args: argparse.Namespace) -> None:
         try:
             parent.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise UserError(f"{flag} {path}: cannot make its folder: {error.strerror}") from error
+            raise UserError(
+                f"{flag} {path}: its folder cannot be made ({error.strerror}); name another file"
+            ) from error
         _check_file(flag, Path(path))
     folders = {"--tensorboard-dir": args.tensorboard_dir}
     if args.wandb_project:
@@ -37,7 +39,9 @@ def check_outputs(args: argparse.Namespace) -> None:
         try:
             Path(folder).mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise UserError(f"{flag} {folder} cannot be made: {error.strerror}") from error
+            raise UserError(
+                f"{flag} {folder} cannot be made ({error.strerror}); name another folder"
+            ) from error
     if args.wandb_project:
         try:
             import wandb  # noqa: F401

@@ -79,7 +79,7 @@ def test_a_path_that_cannot_be_written_is_refused_by_flag_and_path(
 ) -> None:
     (tmp_path / "file").write_text("")
     under_a_file = tmp_path / "file" / "x.json"
-    assert f"{flag} {under_a_file}: cannot make its folder" in _refusal(**{name: under_a_file})
+    assert f"{flag} {under_a_file}: its folder cannot be made" in _refusal(**{name: under_a_file})
     assert f"{flag} {tmp_path} cannot be written" in _refusal(**{name: tmp_path})
     assert "cannot be written" in _refusal(**{name: "/proc/x.json"})
     assert "no regular file" in _refusal(**{name: "/dev/full"})

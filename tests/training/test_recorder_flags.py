@@ -153,5 +153,5 @@ def test_the_folder_of_wandb_is_made(wandb: Any, tmp_path: Path) -> None:
 def test_a_folder_of_wandb_that_cannot_be_made_is_refused(wandb: Any, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     args = build_parser().parse_args(f"{WANDB} --wandb-save-dir {tmp_path}/file/x".split())
-    with pytest.raises(UserError, match=r"--wandb-save-dir .* cannot be made"):
+    with pytest.raises(UserError, match=r"--wandb-save-dir .* cannot be made .*; name another"):
         check_outputs(args)
