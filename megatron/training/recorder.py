@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import json
 import os
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -34,14 +35,8 @@ def check_outputs(args: argparse.Namespace) -> None:
         # W&B would take another folder where this one is missing.
         folders["--wandb-save-dir"] = args.wandb_save_dir
     for flag, folder in folders.items():
-        if not folder:
-            continue
-        try:
-            Path(folder).mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise UserError(
-                f"{flag} {folder} cannot be made ({error.strerror}); name another folder"
-            ) from error
+        if folder:
+            _check_folder(flag, Path(folder))
     if args.wandb_project:
         try:
             import wandb  # noqa: F401
@@ -64,6 +59,23 @@ def _check_file(flag: str, path: Path) -> None:
     except OSError as error:
         raise UserError(
             f"{flag} {path} cannot be written ({error.strerror}); name another file"
+        ) from error
+
+
+def _check_folder(flag: str, folder: Path) -> None:
+    """Make it, and write to it as training will, leaving no trace."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(
+            f"{flag} {folder} cannot be made ({error.strerror}); name another folder"
+        ) from error
+    try:
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise UserError(
+            f"{flag} {folder} cannot be written to ({error.strerror}); name another folder"
         ) from error
 
 

@@ -150,6 +150,12 @@ def test_the_folder_of_wandb_is_made(wandb: Any, tmp_path: Path) -> None:
     assert folder.is_dir()
 
 
+def test_a_folder_that_is_there_and_cannot_be_written_to_is_refused() -> None:
+    args = build_parser().parse_args("--tensorboard-dir /proc".split())
+    with pytest.raises(UserError, match=r"--tensorboard-dir /proc cannot be written to .*; name"):
+        check_outputs(args)
+
+
 def test_a_folder_of_wandb_that_cannot_be_made_is_refused(wandb: Any, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     args = build_parser().parse_args(f"{WANDB} --wandb-save-dir {tmp_path}/file/x".split())
