@@ -10,6 +10,7 @@ docs/parity.md says what each criterion sees, and how the envelope of the seeds 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -95,6 +96,7 @@ def compare_files(args: argparse.Namespace) -> Outcome:
         raise UserError(f"--out {out} is a file; name a folder")
     if args.identical and args.criteria:
         raise UserError("--identical stands for --criteria identical; give one of the two")
+    _refuse_the_reference_itself(args)
     options = Options(
         criteria=_criteria(args),
         window=args.smooth,
@@ -112,6 +114,13 @@ def compare_files(args: argparse.Namespace) -> Outcome:
     written = write_report(comparison, out)
     lines = [report_text(comparison), "", f"wrote {', '.join(map(str, written))}"]
     return Outcome("\n".join([*lines, _last_line(comparison)]), comparison.passed)
+
+
+def _refuse_the_reference_itself(args: argparse.Namespace) -> None:
+    """A run compared with itself would pass everything and show nothing."""
+    for path in (*args.candidates, *args.seeds):
+        if os.path.realpath(path) == os.path.realpath(args.reference):
+            raise UserError(f"{path} is the reference itself; name the file of another run")
 
 
 def _criteria(args: argparse.Namespace) -> tuple[Criterion, ...] | None:
