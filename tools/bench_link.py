@@ -23,17 +23,16 @@ from torch.multiprocessing.spawn import ProcessException, ProcessRaisedException
 if not __package__:  # Run as a script, where only tools/ itself would be importable.
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from hetero.errors import UserError, print_error
 from hetero.observe.link_bench.record import DEFAULT_SIZES, Options, parse_size
 from hetero.observe.link_bench.session import run_rank
 from hetero.transport.names import FAMILIES, TRANSPORTS
+from tools.command_line import Parser, make_results_folder
 
 
 def parse_options(argv: Sequence[str]) -> tuple[Options, str]:
     """The options and the folder for the results. Exits with 2 and a sentence on bad input."""
-    parser = argparse.ArgumentParser(
-        description=(__doc__ or "").splitlines()[0],
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
+    parser = Parser((__doc__ or "").splitlines()[0])
     parser.add_argument(
         "--transports",
         nargs="+",
@@ -89,8 +88,6 @@ def parse_options(argv: Sequence[str]) -> tuple[Options, str]:
     given = parser.parse_args(argv)
     if given.chunk is not None and given.chunk > given.ring:
         parser.error(f"--chunk {given.chunk} is larger than --ring {given.ring}")
-    if Path(given.out).exists() and not Path(given.out).is_dir():
-        parser.error(f"--out {given.out} is a file; name a folder")
     options = Options(
         transports=tuple(dict.fromkeys(given.transports)),
         sizes=tuple(sorted(set(given.sizes))),
@@ -126,6 +123,11 @@ def _count(text: str) -> int:
 def main(argv: Sequence[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else list(argv)
     options, out = parse_options(argv)
+    try:
+        make_results_folder(out)
+    except UserError as error:
+        print_error(str(error))
+        return error.exit_code
     command = ["python", "tools/bench_link.py", *argv]
     with tempfile.TemporaryDirectory() as folder:
         try:

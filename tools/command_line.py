@@ -8,6 +8,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
@@ -26,6 +27,17 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         self.exit(UserError.exit_code, f"error: {message}; --help lists the flags\n")
+
+
+def make_results_folder(path: str) -> Path:
+    """Make the folder that --out names. Raises UserError where that cannot be."""
+    try:
+        Path(path).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(
+            f"--out {path} cannot be made ({error.strerror}); name another folder"
+        ) from error
+    return Path(path)
 
 
 def run(work: Callable[[], str]) -> int:

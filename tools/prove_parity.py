@@ -23,7 +23,8 @@ from pathlib import Path
 if not __package__:  # Run as a script, where only tools/ itself would be importable.
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from tools.command_line import Parser
+from hetero.errors import UserError, print_error
+from tools.command_line import Parser, make_results_folder
 from tools.launching.processes import StepFailure
 from tools.runs import SIMULATED, Launch, homogeneous_flags, mixed_flags, run_to_end
 
@@ -88,8 +89,7 @@ def compare(run: RunResult, baseline: RunResult) -> Comparison:
 
 
 def prove(options: argparse.Namespace) -> list[Comparison]:
-    out = Path(options.out)
-    out.mkdir(parents=True, exist_ok=True)
+    out = make_results_folder(options.out)
     stages = sum(options.sizes)
     baseline = run_once(
         "homogeneous",
@@ -144,11 +144,15 @@ def prove(options: argparse.Namespace) -> list[Comparison]:
 def parse_options(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = Parser((__doc__ or "").splitlines()[0])
     parser.add_argument("--nproc", type=int, default=2, help="processes on this machine")
-    parser.add_argument("--vendors", nargs="+", default=["amd", "nvidia"])
+    parser.add_argument(
+        "--vendors", nargs="+", default=["amd", "nvidia"], help="of each mesh, in pipeline order"
+    )
     parser.add_argument("--sizes", nargs="+", type=int, default=[1, 1], help="stages of each mesh")
     parser.add_argument("--layers", nargs="+", type=int, help="layers of each stage, mixed runs")
-    parser.add_argument("--transports", nargs="+", default=["gloo"])
-    parser.add_argument("--out", default="runs/parity")
+    parser.add_argument(
+        "--transports", nargs="+", default=["gloo"], help="of the mixed runs, one run for each"
+    )
+    parser.add_argument("--out", default="runs/parity", help="folder for the results and the logs")
     given = list(sys.argv[1:] if argv is None else argv)
     cut = given.index("--") if "--" in given else len(given)
     options = parser.parse_args(given[:cut])
@@ -162,8 +166,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         comparisons = prove(parse_options(argv))
     except StepFailure as error:
-        print(f"error: {error}", file=sys.stderr)
+        print_error(str(error))
         return 1
+    except UserError as error:
+        print_error(str(error))
+        return error.exit_code
     same = all(c.losses_identical and c.weights_identical for c in comparisons)
     return 0 if same else 1
 

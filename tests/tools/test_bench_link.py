@@ -219,14 +219,25 @@ def test_a_transport_that_broke_is_the_exit_code(tmp_path, monkeypatch, capsys):
         ("--seconds-a-point nan", "no number of seconds above 0"),
         ("--repeats -1", "no whole number above 0"),
         ("--ring 1M --chunk 2M", "--chunk 2097152 is larger than --ring 1048576"),
-        (f"--out {TOOL}", "is a file; name a folder"),
     ],
 )
 def test_bad_input_is_one_sentence_and_exit_code_2(flags, says, capsys):
     with pytest.raises(SystemExit) as ended:
         parse_options(flags.split())
     assert ended.value.code == 2
-    assert says in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert said.startswith("error: ")
+    assert says in said
+    assert len(said.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("out", "reason"), [(f"{TOOL}", "File exists"), (f"{TOOL}/x", "Not a directory")]
+)
+def test_a_folder_for_results_that_cannot_be_made_is_bad_input(out, reason, capsys):
+    assert main(["--out", out]) == 2
+    says = f"error: --out {out} cannot be made ({reason}); name another folder\n"
+    assert capsys.readouterr().err == says
 
 
 def test_the_refusal_of_an_unknown_transport_lists_the_known_ones(capsys):

@@ -54,7 +54,15 @@ def test_what_stands_behind_the_dashes_is_the_programs() -> None:
     assert options.flags == ["--num-layers", "4"]
 
 
-@pytest.mark.parametrize("words", [[], ["--nproc", "2"], ["--nproc", "2", "--"], ["--nproc", "x"]])
+@pytest.mark.parametrize(
+    "words",
+    [
+        [],
+        ["--nproc", "2"],
+        ["--nproc", "2", "--"],
+        ["--nproc", "x"],
+    ],
+)
 def test_bad_input_is_one_sentence(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         prove_parity.main(words)
@@ -62,3 +70,8 @@ def test_bad_input_is_one_sentence(words: list[str], capsys: pytest.CaptureFixtu
     said = capsys.readouterr().err
     assert said.startswith("error: ")
     assert len(said.splitlines()) == 1
+
+
+def test_a_folder_that_cannot_be_made_is_bad_input(capsys: pytest.CaptureFixture[str]) -> None:
+    assert prove_parity.main(["--out", f"{__file__}/x", "--", "--num-layers", "4"]) == 2
+    assert f"error: --out {__file__}/x cannot be made" in capsys.readouterr().err
