@@ -20,6 +20,10 @@ from torch.distributed import DistNetworkError
 from hetero.errors import UserError
 
 _PULSE_SECONDS = 1.0
+_FIRST_PAUSE_SECONDS = 0.002
+_LONGEST_PAUSE_SECONDS = 0.1
+_PATIENCE_WITH_AN_ERROR = 30.0
+"""A rank that has to end anyway waits no longer for the others before it says why."""
 _SILENCE_SECONDS = 15.0
 """A rank that was heard and then is not for so long has ended, or its host is stuck."""
 
@@ -68,7 +72,7 @@ class Agreement:
         """
         mine = {"payload": dict(payload or {}), "error": _sentence(error)}
         self._store.set(self._key(phase, self._rank), json.dumps(mine))
-        records = self._collect(phase)
+        records = self._collect(phase, error)
         self._raise_errors(records, cause=error)
         return [record["payload"] for record in records]
 
@@ -107,8 +111,9 @@ class Agreement:
             except Exception:  # the main thread meets the same and reports it
                 return
 
-    def _collect(self, phase: str) -> list[dict[str, Any]]:
-        deadline = time.monotonic() + self._timeout
+    def _collect(self, phase: str, error: Exception | None) -> list[dict[str, Any]]:
+        patience = self._timeout if error is None else min(self._timeout, _PATIENCE_WITH_AN_ERROR)
+        deadline = time.monotonic() + patience
         records: list[dict[str, Any]] = []
         for rank in range(self._world_size):
             try:
@@ -122,6 +127,8 @@ class Agreement:
             except UserError:
                 # What has been heard says more than who has not been.
                 self._raise_errors(records)
+                if error is not None:
+                    raise UserError(_sentence(error)) from error
                 raise
         return records
 
@@ -132,13 +139,9 @@ class Agreement:
         pulse, heard = "", time.monotonic()
         while True:
             slice_seconds = min(_PULSE_SECONDS, max(0.05, deadline - time.monotonic()))
-            try:
-                self._store.wait([self._key(phase, rank)], timedelta(seconds=slice_seconds))
+            if self._comes(self._key(phase, rank), slice_seconds):
                 return
-            except DistNetworkError:
-                raise
-            except Exception:
-                now = time.monotonic()
+            now = time.monotonic()
             if failed := self._read(f"hetero/failed/{rank}"):
                 raise missing(f"rank {rank} failed: {failed}")
             beat = self._read(f"hetero/pulse/{rank}")
@@ -155,6 +158,17 @@ class Agreement:
                     f"compared their {phase}; see whether it was started, can reach rank 0's "
                     "host, and what its own log says"
                 )
+
+    def _comes(self, key: str, seconds: float) -> bool:
+        """Whether a key is set within so long. The store's own wait logs each time it is not."""
+        deadline, pause = time.monotonic() + seconds, _FIRST_PAUSE_SECONDS
+        while not self._store.check([key]):
+            left = deadline - time.monotonic()
+            if left <= 0:
+                return False
+            time.sleep(min(pause, left))
+            pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
+        return True
 
     def _read(self, key: str) -> str:
         """A key's value, empty where it is not set. Never waits."""

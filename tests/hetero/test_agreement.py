@@ -130,6 +130,20 @@ def test_an_error_is_told_even_when_another_rank_is_missing() -> None:
     assert "no file a" in str(outcome)
 
 
+@pytest.mark.parametrize("wrong", [1, 2])
+def test_a_rank_in_error_does_not_wait_for_ranks_that_were_never_started(
+    monkeypatch: pytest.MonkeyPatch, wrong: int
+) -> None:
+    monkeypatch.setattr("hetero.agreement._PATIENCE_WITH_AN_ERROR", 0.2)
+    sides: list[Side | None] = [None, None, None]
+    sides[wrong] = _refuses("no file a")
+    began = time.monotonic()
+    outcome = _run(*sides, timeout=20)[wrong]
+    assert time.monotonic() - began < 5
+    assert str(outcome) == "no file a"
+    assert not outcome.known_to_all, "rank 0 is not there to say it"
+
+
 def test_an_error_without_a_text_is_an_error() -> None:
     for outcome in _run(_says(), _refuses("")):
         assert isinstance(outcome, AgreedError)
