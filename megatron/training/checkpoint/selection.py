@@ -109,12 +109,16 @@ def _in_folder(
 def _candidates(args: argparse.Namespace, exchange: Exchange, load: Path, rank: int) -> list[str]:
     """Rank 0's list, so that all try the same."""
     names: list[str] = []
-    if rank == 0:
+    problem = None
+    if rank == 0 and load.exists() and not load.is_dir():
+        problem = UserError(f"{load} is a file; name the folder that --save named")
+    elif rank == 0:
         folders.restore_replaced(load)
         names = folders.candidates(load)
         if args.ckpt_step is not None:
             names = [folders.folder_name(args.ckpt_step)]
-    found: list[str] = exchange(f"checkpoints of {load}", payload={"names": names})[0]["names"]
+    told = exchange(f"checkpoints of {load}", payload={"names": names}, error=problem)
+    found: list[str] = told[0]["names"]
     return found
 
 

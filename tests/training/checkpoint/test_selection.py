@@ -83,9 +83,15 @@ def checkpoint(
     return path
 
 
+def alone(phase: str, *, payload: Any = None, error: Exception | None = None) -> list[Any]:
+    """What one rank hears of itself, as Agreement.exchange tells it."""
+    if error is not None:
+        raise AgreedError(str(error))
+    return [payload]
+
+
 def choose(args: Namespace) -> Selection | Nothing:
-    """One rank alone: its payload is everybody's."""
-    return select(args, lambda phase, payload, error=None: [payload], rank=0, world_size=1)
+    return select(args, alone, rank=0, world_size=1)
 
 
 def chosen(args: Namespace) -> Selection:
@@ -132,6 +138,12 @@ def test_when_all_are_damaged_one_sentence_says_so(tmp_path: Path) -> None:
     assert "no checkpoint that can be used" in said
     assert "iter_0000020" in said
     assert "iter_0000010" in said
+
+
+def test_a_file_is_no_folder_of_checkpoints(tmp_path: Path) -> None:
+    (tmp_path / "thesis").touch()
+    said = refusal(flags(tmp_path / "thesis"))
+    assert said == f"{tmp_path / 'thesis'} is a file; name the folder that --save named"
 
 
 def test_an_empty_folder_means_a_new_run_unless_told_otherwise(tmp_path: Path) -> None:
