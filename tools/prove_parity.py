@@ -24,9 +24,12 @@ if not __package__:  # Run as a script, where only tools/ itself would be import
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from hetero.errors import UserError, print_error
+from megatron.training.arguments import parse_args
 from tools.command_line import Parser, make_results_folder
 from tools.launching.processes import StepFailure
 from tools.runs import SIMULATED, Launch, homogeneous_flags, mixed_flags, run_to_end
+
+HOMOGENEOUS = "homogeneous"
 
 
 @dataclass(frozen=True)
@@ -88,33 +91,36 @@ def compare(run: RunResult, baseline: RunResult) -> Comparison:
     )
 
 
+def flags_of_runs(options: argparse.Namespace) -> dict[str, list[str]]:
+    """All flags of the homogeneous run and of the mixed ones, by name of the run."""
+    stages = homogeneous_flags(stages=sum(options.sizes), layers=options.layers)
+    flags = {HOMOGENEOUS: [*options.flags, *stages]}
+    for transport in options.transports:
+        mixed = mixed_flags(
+            vendors=options.vendors,
+            sizes=options.sizes,
+            layers=options.layers,
+            transport=transport,
+        )
+        flags[f"mixed-{transport}"] = [*options.flags, *mixed]
+    return flags
+
+
 def prove(options: argparse.Namespace) -> list[Comparison]:
+    flags = flags_of_runs(options)
+    for words in flags.values():
+        # A launcher would answer bad flags with an exit code and pages of its own.
+        parse_args(words, world_size=options.nproc)
     out = make_results_folder(options.out)
-    stages = sum(options.sizes)
-    baseline = run_once(
-        "homogeneous",
-        [*options.flags, *homogeneous_flags(stages=stages, layers=options.layers)],
-        nproc=options.nproc,
-        out=out,
-        environ={},
-    )
-    runs = [
+    baseline, *runs = [
         run_once(
-            f"mixed-{transport}",
-            [
-                *options.flags,
-                *mixed_flags(
-                    vendors=options.vendors,
-                    sizes=options.sizes,
-                    layers=options.layers,
-                    transport=transport,
-                ),
-            ],
+            name,
+            words,
             nproc=options.nproc,
             out=out,
-            environ=SIMULATED,
+            environ={} if name == HOMOGENEOUS else SIMULATED,
         )
-        for transport in options.transports
+        for name, words in flags.items()
     ]
     comparisons = [compare(run, baseline) for run in runs]
     record = {
@@ -126,7 +132,7 @@ def prove(options: argparse.Namespace) -> list[Comparison]:
     print(
         f"{'run':<16}{'losses':>11}{'weights':>11}{'max |dloss|':>13}{'tokens/s':>12}{'TFLOP/s':>9}"
     )
-    print(f"{'homogeneous':<16}{'':>11}{'':>11}{'':>13}", end="")
+    print(f"{HOMOGENEOUS:<16}{'':>11}{'':>11}{'':>13}", end="")
     print(f"{baseline.tokens_per_s:>12,.0f}{baseline.tflops_per_gpu:>9.1f}")
     for run, result in zip(runs, comparisons, strict=True):
         words = [
@@ -150,7 +156,7 @@ def parse_options(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--sizes", nargs="+", type=int, default=[1, 1], help="stages of each mesh")
     parser.add_argument("--layers", nargs="+", type=int, help="layers of each stage, mixed runs")
     parser.add_argument(
-        "--transports", nargs="+", default=["gloo"], help="of the mixed runs, one run for each"
+        "--transports", nargs="+", default=["auto"], help="of the mixed runs, one run for each"
     )
     parser.add_argument("--out", default="runs/parity", help="folder for the results and the logs")
     given = list(sys.argv[1:] if argv is None else argv)

@@ -92,7 +92,10 @@ class Document:
     def _string(self, record: dict[str, object], key: str) -> str:
         if key not in record:
             there = ", ".join(sorted(record)) or "none"
-            raise self.error(f"has no key {key!r} (its keys: {there}); name one of them")
+            raise self.error(
+                f"has no key {key!r} (its keys: {there}); name one of them (--json-keys, or "
+                "--json-key of train_tokenizer.py)"
+            )
         value = record[key]
         if not isinstance(value, str):
             raise self.error(f"holds {type(value).__name__} under {key!r} where a string belongs")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -73,5 +74,25 @@ def test_bad_input_is_one_sentence(words: list[str], capsys: pytest.CaptureFixtu
 
 
 def test_a_folder_that_cannot_be_made_is_bad_input(capsys: pytest.CaptureFixture[str]) -> None:
-    assert prove_parity.main(["--out", f"{__file__}/x", "--", "--num-layers", "4"]) == 2
+    flags = (
+        "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 32"
+        " --max-position-embeddings 32 --micro-batch-size 1 --train-iters 1 --lr 1e-3 --mock-data"
+        " --tokenizer-type ByteLevelTokenizer"
+    )
+    assert prove_parity.main(["--out", f"{__file__}/x", "--", *flags.split()]) == 2
     assert f"error: --out {__file__}/x cannot be made" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flag", ["--no-such-flag", "--train-iters many"])
+def test_bad_flags_of_the_program_are_bad_input(
+    flag: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    words = ["--out", str(out), "--", *"--num-layers 4 --mock-data".split(), *flag.split()]
+    try:
+        code: object = prove_parity.main(words)
+    except SystemExit as ended:
+        code = ended.code
+    assert code == 2
+    assert flag.split()[0] in capsys.readouterr().err
+    assert not out.exists()
