@@ -18,11 +18,15 @@ RDMA_MINUTES ?= 10
 
 setup: $(STAMP)
 
-$(STAMP): requirements.txt constraints-cpu.txt pyproject.toml
+NATIVE := hetero/transport/verbs/native
+
+$(STAMP): requirements.txt constraints-cpu.txt pyproject.toml setup.py $(wildcard $(NATIVE)/*.c $(NATIVE)/*.h)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@$(if $(ROCM_ALONE),$(BIN)/python -c "import torch; assert torch.version.hip" 2>/dev/null || $(NEEDS_ROCM))
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(CONSTRAINTS) "setuptools>=70.1"
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(CONSTRAINTS) --no-build-isolation -e ".[$(EXTRAS)]"
+	@$(BIN)/python -c "from hetero.transport.verbs.native.library import why_not; \
+		reason = why_not(); reason and print('note: Python will carry RDMA links:', reason)"
 	touch $(STAMP)
 
 demo: setup

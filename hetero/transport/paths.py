@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -19,8 +20,12 @@ from hetero.transport.shm import ShmEnds, open_shm
 from hetero.transport.tcp import TcpPaths, open_tcp
 from hetero.transport.verbs.available import no_rdma
 from hetero.transport.verbs.ends import VerbsEnds
-from hetero.transport.verbs.opening import DEVICE, HOST, VerbsOptions, open_verbs
+from hetero.transport.verbs.joining import DEVICE, HOST, VerbsOptions
+from hetero.transport.verbs.native.library import why_not as no_forwarder
+from hetero.transport.verbs.native.opening import open_native
+from hetero.transport.verbs.opening import open_verbs
 
+_log = logging.getLogger(__name__)
 _CHUNK_BYTES = 2 << 20
 _ON_CPU = "the tensors are on a CPU"
 _ORDERED_CHUNK_BYTES = 4 << 20
@@ -67,6 +72,8 @@ class Situation:
     """Why its streams cannot wait on words of memory, or may not; None if they can."""
     no_rdma: str | None
     """Why it cannot use RDMA; None if it can."""
+    no_forwarder: str | None = None
+    """Why RDMA cannot be carried without Python there; None if it can."""
 
     @classmethod
     def here(cls, *, device: torch.device, options: ChannelOptions) -> Situation:
@@ -78,7 +85,14 @@ class Situation:
             if options.checksum
             else gpu.why_unordered()
         )
-        return cls(host_identity(), gpu=gpu.identity(), unordered=unordered, no_rdma=no_rdma())
+        lacking = no_rdma()
+        return cls(
+            host_identity(),
+            gpu=gpu.identity(),
+            unordered=unordered,
+            no_rdma=lacking,
+            no_forwarder=None if lacking else no_forwarder(),
+        )
 
 
 @dataclass(frozen=True)
@@ -101,6 +115,13 @@ class Pair:
     @property
     def order_themselves(self) -> bool:
         return self.share_memory and self.here.unordered is None and self.there.unordered is None
+
+    @property
+    def why_python(self) -> str | None:
+        """Why Python carries an RDMA link between the two; None if the native forwarder does."""
+        ends = sorted((self.here, self.there), key=repr)
+        reasons = [reason for end in ends for reason in (end.unordered, end.no_forwarder)]
+        return next((reason for reason in reasons if reason is not None), None)
 
     def obstacle(self, path: str) -> str | None:
         """Why a path need not even be tried."""
@@ -126,12 +147,15 @@ def open_path(
             f"{meeting.description} cannot use {path}: {obstacle}; take --hetero-transport auto"
         )
     try:
-        return _open(path, meeting, pair=pair, options=options, device=device)
+        link = _open(path, meeting, pair=pair, options=options, device=device)
     except OSError as error:
         peer = meeting.description.peer
         raise meeting.failure(
             f"{path} ended while it was being opened ({error})", f"see the log of rank {peer}"
         ) from error
+    if link.remark:
+        _log.info("%s over %s: %s", meeting.description, path, link.remark)
+    return link
 
 
 def _open(
@@ -143,8 +167,10 @@ def _open(
         return _open_ordered(meeting, "host", options=options, device=device)
     if path == "shm":
         return _open_shm(meeting, options=options, device=device)
+    if path in ("verbs", "verbs-host") and pair.why_python is None:
+        return _open_native(path, meeting, options=options, device=device)
     if path in ("verbs", "verbs-host"):
-        return _open_verbs(path, meeting, options=options, device=device)
+        return _open_verbs(path, meeting, pair=pair, options=options, device=device)
     return _open_tcp(meeting, options=options, device=device)
 
 
@@ -165,23 +191,43 @@ def _open_shm(meeting: Meeting, *, options: ChannelOptions, device: torch.device
     return _over_rings("shm", ends, meeting, options=options, device=device)
 
 
-def _open_verbs(
+def _open_native(
     path: str, meeting: Meeting, *, options: ChannelOptions, device: torch.device
 ) -> Link:
-    on_device = path == "verbs" and device.type != "cpu"
+    return open_native(
+        meeting,
+        transport=path,
+        ring_bytes=options.ring_bytes // 2,
+        chunk_bytes=options.shape.slot_bytes,
+        ordered=GpuOrderedDevice(device),
+        device=device,
+        options=_verbs_options(path, options, device),
+    )
+
+
+def _open_verbs(
+    path: str, meeting: Meeting, *, pair: Pair, options: ChannelOptions, device: torch.device
+) -> Link:
     ends = open_verbs(
         meeting,
         shape=options.shape,
         runtime=runtime_for(device),
         device=device,
-        options=VerbsOptions(
-            memory=DEVICE if on_device else HOST,
-            nics=options.rdma_devices,
-            address=options.addresses[0],
-        ),
+        options=_verbs_options(path, options, device),
     )
-    remark = f"writes are made visible by {ends.visibility}" if path == "verbs" else ""
+    remark = f"carried by Python ({pair.why_python})"
+    if path == "verbs":
+        remark += f", writes are made visible by {ends.visibility}"
     return _over_rings(path, ends, meeting, options=options, device=device, remark=remark)
+
+
+def _verbs_options(path: str, options: ChannelOptions, device: torch.device) -> VerbsOptions:
+    on_device = path == "verbs" and device.type != "cpu"
+    return VerbsOptions(
+        memory=DEVICE if on_device else HOST,
+        nics=options.rdma_devices,
+        address=options.addresses[0],
+    )
 
 
 def _over_rings(

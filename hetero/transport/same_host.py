@@ -62,7 +62,7 @@ def share_memory(
 ) -> list[SharedMemory]:
     """Memory that both ends map, in the same order. The listener makes it and hands it over."""
     if meeting.listens:
-        descriptors = [_make_memory(nbytes) for nbytes in sizes]
+        descriptors = [make_memory(nbytes) for nbytes in sizes]
         socket.send_fds(control, [b"r"], descriptors)
     else:
         _, descriptors, _, _ = socket.recv_fds(control, 1, len(sizes))
@@ -80,7 +80,8 @@ def share_memory(
             os.close(descriptor)
 
 
-def _make_memory(nbytes: int) -> int:
+def make_memory(nbytes: int) -> int:
+    """The descriptor of memory without a name."""
     descriptor = os.memfd_create("hetero-ring", os.MFD_CLOEXEC)
     os.ftruncate(descriptor, nbytes)
     return descriptor

@@ -13,7 +13,8 @@ from hetero.device.choose import runtime_for
 from hetero.transport.base import Link, LinkDescription
 from hetero.transport.chunked import ChunkedLink, RingShape
 from hetero.transport.handshake import Meeting
-from hetero.transport.verbs.opening import VerbsOptions, open_verbs
+from hetero.transport.verbs.joining import VerbsOptions
+from hetero.transport.verbs.opening import open_verbs
 from tests.hetero.transport.contract import Transport
 from tests.rdma.rails import Rail
 

@@ -35,6 +35,9 @@ _DOORBELL, _CLOSED, _FAULT = 0, 64, 128
 FAULT_BYTES = 1024
 _SIDE_BYTES = 2048
 _PRODUCED, _CONSUMED, _POSTED, _RETIRED, _RECORDS = 0, 64, 128, 192, 256
+RECORD_BYTES = _RECORD.size
+NBYTES_IN_RECORD = struct.calcsize(f"<{HEADER_BYTES}sQ")
+PLACE_IN_RECORD = struct.calcsize(f"<{HEADER_BYTES}sQQ")
 _DIRECTION_BYTES = -(-(_RECORDS + ENTRIES * _RECORD.size) // 64) * 64
 CONTROL_BYTES = -(-(2 * _SIDE_BYTES + 2 * _DIRECTION_BYTES) // PAGE) * PAGE
 
@@ -42,6 +45,33 @@ CONTROL_BYTES = -(-(2 * _SIDE_BYTES + 2 * _DIRECTION_BYTES) // PAGE) * PAGE
 def ahead(newer: int, older: int) -> int:
     """How far one wrapping 32-bit counter is ahead of another; negative when it is behind."""
     return ((newer - older + 0x80000000) & COUNTER_MASK) - 0x80000000
+
+
+class DirectionPlaces(NamedTuple):
+    """Offsets of one direction's words and records in the control segment."""
+
+    posted: int
+    retired: int
+    produced: int
+    consumed: int
+    records: int
+
+    @classmethod
+    def of(cls, number: int) -> DirectionPlaces:
+        """The direction by its number, as for `Direction`."""
+        base = 2 * _SIDE_BYTES + number * _DIRECTION_BYTES
+        return cls(
+            posted=base + _POSTED,
+            retired=base + _RETIRED,
+            produced=base + _PRODUCED,
+            consumed=base + _CONSUMED,
+            records=base + _RECORDS,
+        )
+
+
+def doorbell_place(side: int) -> int:
+    """The offset of an end's doorbell in the control segment."""
+    return side * _SIDE_BYTES + _DOORBELL
 
 
 class Entry(NamedTuple):
@@ -63,14 +93,14 @@ class Direction:
     """
 
     def __init__(self, control: SharedMemory, number: int, device_base: int) -> None:
-        base = 2 * _SIDE_BYTES + number * _DIRECTION_BYTES
+        places = DirectionPlaces.of(number)
         self._words = control.words
         self._bytes = control.bytes
-        self._records = base + _RECORDS
-        self._produced, self._consumed = (base + _PRODUCED) // 4, (base + _CONSUMED) // 4
-        self._posted, self._retired = (base + _POSTED) // 4, (base + _RETIRED) // 4
-        self.produced_word = device_base + base + _PRODUCED
-        self.consumed_word = device_base + base + _CONSUMED
+        self._records = places.records
+        self._produced, self._consumed = places.produced // 4, places.consumed // 4
+        self._posted, self._retired = places.posted // 4, places.retired // 4
+        self.produced_word = device_base + places.produced
+        self.consumed_word = device_base + places.consumed
 
     @property
     def produced(self) -> int:

@@ -37,7 +37,9 @@ from hetero.transport.ordered.opening import RingMemory, open_ordered
 from hetero.transport.paths import ChannelOptions, Pair, open_path
 from hetero.transport.tcp import TcpPaths, open_tcp
 from hetero.transport.vendor import VendorLink
-from hetero.transport.verbs.opening import VerbsOptions, open_verbs
+from hetero.transport.verbs.joining import VerbsOptions
+from hetero.transport.verbs.native.opening import open_native
+from hetero.transport.verbs.opening import open_verbs
 from tests.emulated_nic.library import emulated as emulated_nic
 from tests.emulated_nic.world import two_rails
 from tests.emulated_streams import EmulatedOrderedDevice
@@ -181,13 +183,38 @@ open_emulated_verbs = functools.partial(open_verbs_link, emulated=True)
 open_emulated_readback = functools.partial(open_verbs_link, emulated=True, read_back=True)
 
 
+def open_native_link(
+    description: LinkDescription,
+    store: dist.Store,
+    device: torch.device,
+    *,
+    read_back: bool = False,
+) -> Link:
+    """RDMA by the native forwarder, over the NICs that HETERO_TEST_RAILS names.
+
+    The two ends' streams are the CPU's, which plays a GPU.
+    """
+    rails = os.environ["HETERO_TEST_RAILS"].split("/")[description.rank]
+    return open_native(
+        _meeting(description, store),
+        transport="verbs",
+        ring_bytes=1 << 20,
+        chunk_bytes=64 << 10,
+        ordered=EmulatedOrderedDevice(),
+        device=device,
+        options=VerbsOptions(nics=tuple(rails.split(",")), read_back=read_back),
+    )
+
+
 def _real_verbs() -> list[Transport]:
     """Over the NICs that HETERO_TEST_RAILS names; HETERO_TEST_READ_BACK makes them read back."""
     if "HETERO_TEST_RAILS" not in os.environ:
         return []
     read_back = "HETERO_TEST_READ_BACK" in os.environ
-    opener = functools.partial(open_verbs_link, emulated=False, read_back=read_back)
-    return [Transport("verbs-readback" if read_back else "verbs", opener)]
+    name = "verbs-readback" if read_back else "verbs"
+    by_python = functools.partial(open_verbs_link, emulated=False, read_back=read_back)
+    native = functools.partial(open_native_link, read_back=read_back)
+    return [Transport(name, by_python), Transport(f"{name}-native", native)]
 
 
 @functools.cache

@@ -58,6 +58,21 @@ def test_streams_order_themselves_only_if_both_can() -> None:
     assert not Pair(NVIDIA, CPU).order_themselves
 
 
+@pytest.mark.parametrize(
+    ("there", "reason"),
+    [
+        (AMD, None),
+        (elsewhere(AMD), None),
+        (replace(AMD, unordered="streams do not wait"), "streams do not wait"),
+        (replace(AMD, no_forwarder="it is not built"), "it is not built"),
+    ],
+)
+def test_rdma_is_carried_without_python_only_if_both_ends_can(
+    there: Situation, reason: str | None
+) -> None:
+    assert Pair(NVIDIA, there).why_python == Pair(there, NVIDIA).why_python == reason
+
+
 def test_a_path_that_cannot_be_is_refused_before_anything_is_opened() -> None:
     ours = meeting(0, dist.HashStore())
     with pytest.raises(LinkError, match=r"cannot use ipc: it joins GPUs.*--hetero-transport auto"):

@@ -10,10 +10,13 @@ from pathlib import Path
 NEEDED = (
     "busybox-static",
     "cpio",
+    "gcc",
     "ibverbs-providers",
     "ibverbs-utils",
     "iproute2",
     "kmod",
+    "libc6-dev",
+    "libibverbs-dev",
     "perftest",
     "python3-pyverbs",
     "qemu-system-x86",

@@ -17,7 +17,8 @@ from hetero.transport.base import LinkDescription
 from hetero.transport.chunked import ChunkedLink, RingShape
 from hetero.transport.handshake import Meeting
 from hetero.transport.verbs.ends import VerbsEnds
-from hetero.transport.verbs.opening import VerbsOptions, open_verbs
+from hetero.transport.verbs.joining import VerbsOptions
+from hetero.transport.verbs.opening import open_verbs
 from tests.emulated_nic.library import emulated
 from tests.emulated_nic.world import World
 

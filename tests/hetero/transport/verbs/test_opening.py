@@ -13,9 +13,9 @@ import torch
 from hetero.device.cpu import CpuRuntime
 from hetero.errors import LinkError
 from hetero.transport.chunked import RingShape
-from hetero.transport.verbs import opening
+from hetero.transport.verbs import joining, opening
+from hetero.transport.verbs.joining import VerbsOptions
 from hetero.transport.verbs.memory import Buffer, DeviceMemory, host_buffer
-from hetero.transport.verbs.opening import VerbsOptions
 from tests.emulated_nic.world import World
 from tests.hetero.transport.verbs.joined import SLOT_BYTES, STALL, Setup, exchange
 
@@ -187,7 +187,7 @@ def test_an_end_without_pyverbs_tells_the_other(
     def load() -> None:
         raise LinkError("RDMA needs pyverbs, which is not installed")
 
-    monkeypatch.setattr(opening, "load", load)
+    monkeypatch.setattr(joining, "load", load)
     told, own = errors(replace(Setup(world), without_nics=1))
     assert "needs pyverbs" in own
     assert "rank 1 says: RDMA needs pyverbs" in told

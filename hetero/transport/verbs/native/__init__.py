@@ -1,0 +1,1 @@
+"""A verbs link between devices whose streams order themselves, carried by a thread in C."""

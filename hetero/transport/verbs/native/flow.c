@@ -1,0 +1,209 @@
+#include "flow.h"
+
+int32_t flow_ahead(uint32_t newer, uint32_t older)
+{
+    return (int32_t)(newer - older);
+}
+
+static uint32_t earlier(uint32_t one, uint32_t other)
+{
+    return flow_ahead(one, other) < 0 ? one : other;
+}
+
+static struct part *part_of(struct sequence *sequence, uint32_t number)
+{
+    return &sequence->parts[number % FLOW_ENTRIES];
+}
+
+bool sequence_waiting(struct sequence *sequence, uint32_t limit, uint32_t *number)
+{
+    while (flow_ahead(limit, sequence->next) > 0) {
+        if (part_of(sequence, sequence->next)->state == PART_WAITING) {
+            *number = sequence->next;
+            return true;
+        }
+        sequence->next++;
+    }
+    return false;
+}
+
+void sequence_post(struct sequence *sequence, uint32_t number, uint8_t rail)
+{
+    *part_of(sequence, number) = (struct part){PART_POSTED, rail};
+    if (sequence->next == number)
+        sequence->next++;
+}
+
+void sequence_complete(struct sequence *sequence, uint32_t number, uint8_t rail)
+{
+    struct part *part = part_of(sequence, number);
+
+    if (part->state == PART_POSTED && part->rail == rail)
+        part->state = PART_DONE;
+}
+
+static uint32_t pass_done(struct sequence *sequence)
+{
+    while (flow_ahead(sequence->next, sequence->done) > 0 &&
+           part_of(sequence, sequence->done)->state == PART_DONE)
+        sequence->done++;
+    return sequence->done;
+}
+
+void outgoing_credit(struct outgoing *outgoing, uint32_t released)
+{
+    int32_t ahead = flow_ahead(released, outgoing->released);
+
+    if (ahead > 0 && ahead <= FLOW_ENTRIES)
+        outgoing->released = released;
+}
+
+uint32_t outgoing_free(struct outgoing *outgoing)
+{
+    uint32_t done = earlier(pass_done(&outgoing->records), pass_done(&outgoing->data));
+    uint32_t free = earlier(outgoing->released, done);
+
+    for (; flow_ahead(free, outgoing->freed) > 0; outgoing->freed++) {
+        part_of(&outgoing->records, outgoing->freed)->state = PART_WAITING;
+        part_of(&outgoing->data, outgoing->freed)->state = PART_WAITING;
+    }
+    return outgoing->freed;
+}
+
+static int repeat(struct outgoing *outgoing, struct sequence *sequence, uint8_t rail, bool landed)
+{
+    int count = 0;
+
+    for (uint32_t step = 0; step < FLOW_ENTRIES; step++) {
+        uint32_t number = outgoing->freed + step;
+        struct part *part = part_of(sequence, number);
+        bool is_released = flow_ahead(outgoing->released, number) > 0;
+
+        if (part->rail != rail || part->state == PART_WAITING)
+            continue;
+        if (is_released) {
+            /* What the receiver has consumed it has had, whatever the rail said. */
+            part->state = PART_DONE;
+        } else if (part->state == PART_POSTED || landed) {
+            part->state = PART_WAITING;
+            sequence->next = earlier(sequence->next, number);
+            sequence->done = earlier(sequence->done, number);
+            count++;
+        }
+    }
+    return count;
+}
+
+int outgoing_repeat(struct outgoing *outgoing, uint8_t rail, bool landed)
+{
+    /* A record lies in host memory, where it needs no read-back to be seen. */
+    repeat(outgoing, &outgoing->records, rail, false);
+    return repeat(outgoing, &outgoing->data, rail, landed);
+}
+
+static struct arrival *arrival_of(struct incoming *incoming, uint32_t number)
+{
+    return &incoming->arrivals[number % FLOW_ENTRIES];
+}
+
+/* The whole number behind one that has travelled; false if it came before. */
+static bool place(uint32_t base, uint32_t travelled, uint32_t *number)
+{
+    uint32_t ahead = (travelled - base) & FLOW_NUMBER_MASK;
+
+    *number = base + ahead;
+    return ahead < FLOW_ENTRIES;
+}
+
+void incoming_record(struct incoming *incoming, uint32_t travelled, uint64_t last_byte)
+{
+    uint32_t number;
+
+    if (!place(incoming->posted, travelled, &number) || arrival_of(incoming, number)->has_record)
+        return;
+    arrival_of(incoming, number)->has_record = true;
+    arrival_of(incoming, number)->last_byte = last_byte;
+    while (arrival_of(incoming, incoming->posted)->has_record) {
+        arrival_of(incoming, incoming->posted)->has_record = false;
+        incoming->posted++;
+    }
+}
+
+static void pass_visible(struct incoming *incoming)
+{
+    while (arrival_of(incoming, incoming->produced)->state == DATA_VISIBLE) {
+        arrival_of(incoming, incoming->produced)->state = DATA_ABSENT;
+        incoming->produced++;
+    }
+}
+
+void incoming_data(struct incoming *incoming, uint32_t travelled, uint8_t rail, bool needs_reading)
+{
+    uint32_t number;
+
+    if (!place(incoming->produced, travelled, &number))
+        return;
+    struct arrival *arrival = arrival_of(incoming, number);
+    if (arrival->state != DATA_ABSENT)
+        return;
+    arrival->state = needs_reading ? DATA_LANDED : DATA_VISIBLE;
+    arrival->rail = rail;
+    pass_visible(incoming);
+}
+
+bool incoming_claim(struct incoming *incoming, uint8_t rail, uint64_t *last_byte)
+{
+    bool found = false;
+
+    for (uint32_t step = 0; step < FLOW_ENTRIES; step++) {
+        uint32_t number = incoming->produced + step;
+        struct arrival *arrival = arrival_of(incoming, number);
+        bool has_record = arrival->has_record || flow_ahead(incoming->posted, number) > 0;
+
+        if (arrival->state != DATA_LANDED || arrival->rail != rail || !has_record)
+            continue;
+        if (arrival->last_byte == FLOW_NO_BYTE) {
+            arrival->state = DATA_VISIBLE;
+            continue;
+        }
+        arrival->state = DATA_BEING_READ;
+        *last_byte = arrival->last_byte;
+        found = true;
+    }
+    pass_visible(incoming);
+    return found;
+}
+
+static void change(struct incoming *incoming, uint8_t rail, uint8_t from, uint8_t to)
+{
+    for (uint32_t slot = 0; slot < FLOW_ENTRIES; slot++) {
+        struct arrival *arrival = &incoming->arrivals[slot];
+
+        if (arrival->state == from && arrival->rail == rail)
+            arrival->state = to;
+    }
+}
+
+void incoming_seen(struct incoming *incoming, uint8_t rail)
+{
+    change(incoming, rail, DATA_BEING_READ, DATA_VISIBLE);
+    pass_visible(incoming);
+}
+
+void incoming_forget(struct incoming *incoming, uint8_t rail)
+{
+    change(incoming, rail, DATA_BEING_READ, DATA_ABSENT);
+    change(incoming, rail, DATA_LANDED, DATA_ABSENT);
+}
+
+bool incoming_reads(const struct incoming *incoming, uint8_t rail)
+{
+    for (uint32_t slot = 0; slot < FLOW_ENTRIES; slot++) {
+        const struct arrival *arrival = &incoming->arrivals[slot];
+
+        if ((arrival->state == DATA_BEING_READ || arrival->state == DATA_LANDED) &&
+            arrival->rail == rail)
+            return true;
+    }
+    return false;
+}

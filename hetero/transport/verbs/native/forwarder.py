@@ -1,0 +1,250 @@
+"""The forwarder as Python uses it: one link's thread in C, its words and its rails."""
+
+from __future__ import annotations
+
+import ctypes
+import ipaddress
+import os
+import secrets
+from collections.abc import Mapping
+from ctypes import byref, create_string_buffer
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from hetero.errors import LinkError
+from hetero.transport.ordered.ring import (
+    CONTROL_BYTES,
+    ENTRIES,
+    NBYTES_IN_RECORD,
+    PLACE_IN_RECORD,
+    RECORD_BYTES,
+    DirectionPlaces,
+    doorbell_place,
+)
+from hetero.transport.verbs.devices import INFINIBAND, Port
+from hetero.transport.verbs.native.structures import (
+    GID_BYTES,
+    TEXT_BYTES,
+    Layout,
+    RailEnding,
+    RailPeer,
+    RailRequest,
+    RailRoute,
+)
+
+_MAX_PSN = 1 << 24
+
+
+@dataclass(frozen=True)
+class RingMemory:
+    """One end's memory: the sending ring, which the receiving one follows, and the words."""
+
+    rings: int
+    """Address, for the NIC."""
+    ring_bytes: int
+    """Of each ring."""
+    control: int
+    reads_back: bool
+    """Whether a NIC has to read its writes back before they count as arrived."""
+    dmabuf: tuple[int, int] | None = None
+    """Descriptor and offset of the rings' dma-buf."""
+
+
+@dataclass(frozen=True)
+class Ending:
+    """What the peer has to know of this end of a rail to connect it and to write over it."""
+
+    port: dict[str, Any]
+    psn: int
+    pair: int
+    receiving: int
+    receiving_key: int
+    control: int
+    control_key: int
+    reads_back: bool
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def of(cls, told: Mapping[str, Any]) -> Ending:
+        return cls(**told)
+
+
+class Forwarder:
+    """A link's thread in C. Every method may be called from any thread until `close`."""
+
+    def __init__(
+        self, library: ctypes.CDLL, memory: RingMemory, *, side: int, stall_seconds: float
+    ) -> None:
+        """`side` is 0 for the listener. Raises LinkError when the system refuses what it needs."""
+        self._library = library
+        self._memory = memory
+        self._loops: list[tuple[int, int]] = []
+        """For each rail the number and the first packet of the pair joined with itself."""
+        self._ports: list[Port] = []
+        error = create_string_buffer(TEXT_BYTES)
+        layout = _layout(memory, side, stall_seconds)
+        self._handle: int | None = library.forwarder_new(byref(layout), error)
+        if self._handle is None:
+            raise LinkError(_text(error))
+
+    def add_rail(self, port: Port) -> tuple[Ending, str]:
+        """Open a port; what the peer must know of it, and how it knows the rings' memory.
+
+        Raises LinkError with what the port refused.
+        """
+        memory = self._memory
+        psn = secrets.randbelow(_MAX_PSN)
+        descriptor, offset = memory.dmabuf or (-1, 0)
+        request = RailRequest(
+            device=port.device.encode(),
+            port=port.number,
+            reads_back=memory.reads_back,
+            dmabuf=descriptor,
+            dmabuf_offset=offset,
+            rings=memory.rings,
+            ring_bytes=memory.ring_bytes,
+            control=memory.control,
+            control_bytes=CONTROL_BYTES,
+            record_bytes=RECORD_BYTES,
+            psn=psn,
+        )
+        made, error = RailEnding(), create_string_buffer(TEXT_BYTES)
+        if not self._library.forwarder_add_rail(self._handle, byref(request), byref(made), error):
+            raise LinkError(f"{port} cannot be used for RDMA: {_text(error)}")
+        self._ports.append(port)
+        self._loops.append((made.loop_pair, secrets.randbelow(_MAX_PSN)))
+        ending = Ending(
+            port=port.as_dict(),
+            psn=psn,
+            pair=made.pair,
+            receiving=made.receiving,
+            receiving_key=made.receiving_key,
+            control=made.control,
+            control_key=made.control_key,
+            reads_back=memory.reads_back,
+        )
+        return ending, "dma-buf" if made.by_dmabuf else "address"
+
+    def connect_rail(self, index: int, peer: Ending) -> None:
+        """Let a rail go both ways. Receives are posted when this returns. Raises LinkError."""
+        here, there = self._ports[index], Port(**peer.port)
+        pair, psn = self._loops[index]
+        loop = _route(here, here, pair=pair, psn=psn)
+        told = RailPeer(
+            route=_route(here, there, pair=peer.pair, psn=peer.psn),
+            receiving=peer.receiving,
+            receiving_key=peer.receiving_key,
+            control=peer.control,
+            control_key=peer.control_key,
+            reads_back=peer.reads_back,
+        )
+        error = create_string_buffer(TEXT_BYTES)
+        if not self._library.forwarder_connect_rail(
+            self._handle, index, byref(told), byref(loop), error
+        ):
+            raise LinkError(f"{here} cannot be connected with {there} of the peer ({_text(error)})")
+
+    def start(self) -> None:
+        """Begin to carry. Raises LinkError when there can be no thread."""
+        error = create_string_buffer(TEXT_BYTES)
+        if not self._library.forwarder_start(self._handle, error):
+            raise LinkError(_text(error))
+
+    def wake(self) -> None:
+        """Have the thread look at the words, if it sleeps. Nothing once it is closed."""
+        if self._handle is not None:
+            os.eventfd_write(self._library.forwarder_bell(self._handle), 1)
+
+    @property
+    def losses_fd(self) -> int:
+        """Readable when the thread has lost a rail."""
+        return int(self._library.forwarder_losses(self._handle))
+
+    def news_fd(self, index: int) -> int:
+        """Readable when a rail's device has news of itself."""
+        return int(self._library.forwarder_news(self._handle, index))
+
+    def next_loss(self) -> tuple[int, str] | None:
+        """The next rail that the thread has lost, and why."""
+        reason = create_string_buffer(TEXT_BYTES)
+        index = int(self._library.forwarder_next_loss(self._handle, reason))
+        return None if index < 0 else (index, _text(reason))
+
+    def news(self, index: int) -> str | None:
+        """Take one event of a device, which must be there; why the rail is lost if it is."""
+        reason = create_string_buffer(TEXT_BYTES)
+        is_lost = self._library.forwarder_hear_news(self._handle, index, reason)
+        return _text(reason) if is_lost else None
+
+    def drop_rail(self, index: int) -> None:
+        """Stop a rail: nothing goes out or comes in over it from here on."""
+        self._library.forwarder_drop_rail(self._handle, index)
+
+    def repeat(self, index: int) -> int:
+        """Have the unfinished entries of a rail, which both ends have stopped, go over others."""
+        return int(self._library.forwarder_repeat(self._handle, index))
+
+    def settle(self, seconds: float) -> bool:
+        """Take in what has arrived by now; False if that was not possible in time."""
+        return bool(self._library.forwarder_settle(self._handle, seconds))
+
+    def settle_credits(self, seconds: float) -> bool:
+        """See that the peer hears what was consumed; False if that was not possible in time."""
+        return bool(self._library.forwarder_settle_credits(self._handle, seconds))
+
+    def ring(self) -> None:
+        """Wake whoever sleeps on this end's doorbell."""
+        self._library.forwarder_ring(self._handle)
+
+    def cpu_seconds(self) -> float:
+        """CPU time that the thread has used."""
+        return float(self._library.forwarder_cpu_seconds(self._handle))
+
+    def close(self) -> None:
+        """End the thread and close the rails. Nobody may be in another method by now."""
+        if self._handle is not None:
+            handle, self._handle = self._handle, None
+            self._library.forwarder_free(handle)
+
+
+def _layout(memory: RingMemory, side: int, stall_seconds: float) -> Layout:
+    outgoing, incoming = DirectionPlaces.of(side), DirectionPlaces.of(1 - side)
+    return Layout(
+        control=memory.control,
+        doorbell=doorbell_place(side),
+        out_posted=outgoing.posted,
+        out_retired=outgoing.retired,
+        out_produced=outgoing.produced,
+        out_consumed=outgoing.consumed,
+        out_records=outgoing.records,
+        in_posted=incoming.posted,
+        in_retired=incoming.retired,
+        in_produced=incoming.produced,
+        in_consumed=incoming.consumed,
+        in_records=incoming.records,
+        record_bytes=RECORD_BYTES,
+        record_nbytes=NBYTES_IN_RECORD,
+        record_place=PLACE_IN_RECORD,
+        entries=ENTRIES,
+        ring_bytes=memory.ring_bytes,
+        stall_seconds=stall_seconds,
+    )
+
+
+def _route(here: Port, there: Port, *, pair: int, psn: int) -> RailRoute:
+    within_subnet = here.kind == INFINIBAND and here.network == there.network
+    return RailRoute(
+        pair=pair,
+        psn=psn,
+        mtu=min(here.mtu, there.mtu),
+        lid=there.lid,
+        gid=(ctypes.c_uint8 * GID_BYTES)(*ipaddress.IPv6Address(there.gid).packed),
+        gid_index=here.gid_index,
+        is_global=not within_subnet,
+    )
+
+
+def _text(buffer: ctypes.Array[ctypes.c_char]) -> str:
+    return buffer.value.decode(errors="replace")

@@ -1,0 +1,223 @@
+"""Opening a verbs link that a native forwarder carries between two devices' streams."""
+
+from __future__ import annotations
+
+import logging
+import os
+from contextlib import ExitStack
+from ctypes import CDLL
+from dataclasses import dataclass
+
+import torch
+
+from hetero.device.driver import GpuDriver, driver_for
+from hetero.device.ordered import OrderedDevice
+from hetero.errors import LinkError
+from hetero.transport.handshake import Meeting, compare
+from hetero.transport.header import PROTOCOL_VERSION
+from hetero.transport.ordered.link import OrderedLink
+from hetero.transport.ordered.ring import CONTROL_BYTES, Direction
+from hetero.transport.ordered.transfer import OrderedEnds
+from hetero.transport.same_host import SharedMemory, make_memory
+from hetero.transport.verbs.control import Control
+from hetero.transport.verbs.devices import Port
+from hetero.transport.verbs.joining import HOST, Together, VerbsOptions, look_around, meet, pair_up
+from hetero.transport.verbs.library import Verbs
+from hetero.transport.verbs.memory import index_of
+from hetero.transport.verbs.native.ends import LocalEnd, RemoteEnd
+from hetero.transport.verbs.native.forwarder import Ending, Forwarder, RingMemory
+from hetero.transport.verbs.native.library import load
+from hetero.transport.verbs.native.watch import Watch
+
+_log = logging.getLogger(__name__)
+_CREDIT_SECONDS = 5.0
+
+
+@dataclass(frozen=True)
+class _Memory:
+    """One end's memory, as its own code, its device and its NICs reach it."""
+
+    control: SharedMemory
+    control_on_device: int
+    rings_on_device: int
+    for_nics: RingMemory
+
+
+def open_native(
+    meeting: Meeting,
+    *,
+    transport: str,
+    ring_bytes: int,
+    chunk_bytes: int,
+    ordered: OrderedDevice,
+    device: torch.device,
+    options: VerbsOptions,
+    verbs: Verbs | None = None,
+    library: CDLL | None = None,
+) -> OrderedLink:
+    """Open one link. Collective between the two ends; either may have its own options.
+
+    Raises LinkError, on both sides, with the first reason that either side met.
+
+    Args:
+        ring_bytes: of one direction.
+        chunk_bytes: the largest part of a message that is handed over at once.
+        verbs, library: stand in for the machine's own.
+    """
+    description = meeting.description
+    side = 0 if meeting.listens else 1
+    with ExitStack() as stack:
+        connection = stack.enter_context(meet(meeting, options.address))
+        connection.settimeout(meeting.timeout)
+        agreed = {
+            "protocol": PROTOCOL_VERSION,
+            "forwarder": "native",
+            "ring_bytes": ring_bytes,
+            "chunk_bytes": chunk_bytes,
+        }
+        compare(connection, meeting, agreed)
+        together = Together(connection, meeting)
+        (_, ours), told = together.take(
+            lambda: look_around(verbs, options, device),
+            lambda found: {"ports": [port.as_dict() for port in found[1]]},
+        )
+        ports = pair_up(meeting, ours, [Port(**port) for port in told["ports"]])
+
+        def prepare() -> tuple[_Memory, Forwarder, list[Ending], list[str]]:
+            _require_room(ports, min(chunk_bytes, ring_bytes // 2))
+            memory = _make_memory(ring_bytes, ordered, device, options, stack)
+            forwarder = Forwarder(
+                library or load(),
+                memory.for_nics,
+                side=side,
+                stall_seconds=options.stall_within(description.timeout),
+            )
+            stack.callback(forwarder.close)
+            rails = [forwarder.add_rail(port) for port in ports]
+            return memory, forwarder, [ending for ending, _ in rails], [how for _, how in rails]
+
+        (memory, forwarder, _, hows), told = together.take(
+            prepare, lambda made: {"endings": [ending.as_dict() for ending in made[2]]}
+        )
+        theirs = [Ending.of(ending) for ending in told["endings"]]
+        together.take(lambda: _connect(forwarder, theirs), lambda _: {"connected": True})
+        remote = RemoteEnd(memory.control, 1 - side, forwarder.wake)
+        watch = Watch(
+            forwarder,
+            Control(connection),
+            ports=ports,
+            peer_state=remote,
+            name=f"{transport} {description.rank}-{description.peer}",
+            peer=description.peer,
+        )
+        stack.callback(watch.close)
+        local = LocalEnd(memory.control, side, watch.tell_fault)
+        stack.callback(_settle, forwarder, watch, local, remote)
+        visibility = _visibility(memory, options)
+        carried_by = [f"{port} ({how})" for port, how in zip(ports, hows, strict=True)]
+        _log.info(
+            "%s: over %s by the native forwarder; a NIC's writes are visible by: %s",
+            *(description, ", ".join(carried_by), visibility),
+        )
+        ends = OrderedEnds(
+            outgoing=Direction(memory.control, side, memory.control_on_device),
+            incoming=Direction(memory.control, 1 - side, memory.control_on_device),
+            mine=local,
+            theirs=remote,
+            outgoing_ring=memory.rings_on_device,
+            incoming_ring=memory.rings_on_device + ring_bytes,
+            ring_bytes=ring_bytes,
+            peer_has_gone=watch.peer_has_gone,
+            close=stack.pop_all().close,
+        )
+    link = OrderedLink(
+        description, transport=transport, ends=ends, device=ordered, chunk_bytes=chunk_bytes
+    )
+    link.remark = f"carried by the native forwarder, writes are made visible by {visibility}"
+    return link
+
+
+def _visibility(memory: _Memory, options: VerbsOptions) -> str:
+    """What makes a NIC's writes visible at this side, in words."""
+    if memory.for_nics.reads_back:
+        return "a read-back over the NIC"
+    return "host memory" if options.memory == HOST else "the GPU itself"
+
+
+def _require_room(ports: list[Port], nbytes: int) -> None:
+    for port in ports:
+        if nbytes > port.max_message:
+            raise LinkError(
+                f"{port} carries messages of {port.max_message} bytes at most and a chunk has "
+                f"{nbytes}; choose smaller chunks"
+            )
+
+
+def _connect(forwarder: Forwarder, endings: list[Ending]) -> None:
+    for index, ending in enumerate(endings):
+        forwarder.connect_rail(index, ending)
+    # Receives are posted; the thread has nothing to send before the link is there.
+    forwarder.start()
+
+
+def _settle(forwarder: Forwarder, watch: Watch, local: LocalEnd, remote: RemoteEnd) -> None:
+    """The peer must hear what was consumed here before this end is gone."""
+    if local.fault is None and remote.fault is None and not watch.peer_has_gone():
+        forwarder.settle_credits(_CREDIT_SECONDS)
+
+
+def _make_memory(
+    ring_bytes: int,
+    ordered: OrderedDevice,
+    device: torch.device,
+    options: VerbsOptions,
+    stack: ExitStack,
+) -> _Memory:
+    control, control_on_device = _host_memory(CONTROL_BYTES, ordered, stack)
+    if options.memory == HOST:
+        rings, on_device = _host_memory(2 * ring_bytes, ordered, stack)
+        for_nics = RingMemory(
+            rings=rings.address,
+            ring_bytes=ring_bytes,
+            control=control.address,
+            reads_back=options.read_back,
+        )
+        return _Memory(control, control_on_device, on_device, for_nics)
+    driver, index = driver_for(device), index_of(device)
+    address, _ = ordered.allocate(2 * ring_bytes)
+    stack.callback(ordered.free, address)
+    dmabuf = _export(driver, index, address, 2 * ring_bytes)
+    if dmabuf is not None:
+        stack.callback(os.close, dmabuf[0])
+    for_nics = RingMemory(
+        rings=address,
+        ring_bytes=ring_bytes,
+        control=control.address,
+        reads_back=options.read_back or driver.remote_writes_need_flush(index),
+        dmabuf=dmabuf,
+    )
+    return _Memory(control, control_on_device, address, for_nics)
+
+
+def _export(driver: GpuDriver, device: int, address: int, nbytes: int) -> tuple[int, int] | None:
+    """A dma-buf and the offset in it; None where there is only the address to register by."""
+    if not driver.can_export_dmabuf(device):
+        return None
+    try:
+        with driver.on_device(device):
+            return driver.export_dmabuf(address, nbytes)
+    except LinkError as error:
+        _log.info("no dma-buf of GPU %d: %s", device, error)
+        return None
+
+
+def _host_memory(nbytes: int, ordered: OrderedDevice, stack: ExitStack) -> tuple[SharedMemory, int]:
+    descriptor = make_memory(nbytes)
+    try:
+        memory = SharedMemory(descriptor, nbytes)
+    finally:
+        os.close(descriptor)
+    stack.callback(memory.close)
+    address = ordered.register(memory.address, nbytes)
+    stack.callback(ordered.unregister, memory.address)
+    return memory, address

@@ -1,0 +1,169 @@
+"""What a native link leaves to Python: rails that are lost, and the connection to the peer.
+
+When a rail is lost at one end, that end stops its queue pair and says so; the other stops its own
+and answers. Only when both have stopped can no late packet fall into a place that is used again,
+and only then are the entries repeated on other rails.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from hetero.transport.ordered.ring import EndState
+from hetero.transport.verbs.control import Control
+from hetero.transport.verbs.devices import Port
+from hetero.transport.verbs.native.forwarder import Forwarder
+from hetero.transport.verbs.polling import Poller
+
+_log = logging.getLogger(__name__)
+# Longer than its longest step: what it uses is freed after it.
+_JOIN_SECONDS = 15.0
+_SETTLE_SECONDS = 2.0
+
+
+@dataclass
+class WatchedRail:
+    """What the two ends have said of one rail."""
+
+    port: Port
+    live: bool = True
+    peer_let_go: bool = False
+    """Whether the peer has told that it has lost this rail."""
+
+
+class Watch:
+    """A thread that sleeps until a rail, a NIC or the peer has something to say."""
+
+    def __init__(
+        self,
+        forwarder: Forwarder,
+        control: Control,
+        *,
+        ports: Sequence[Port],
+        peer_state: EndState,
+        name: str,
+        peer: int,
+    ) -> None:
+        """`peer_state` is where this side's link looks for the fault that ends it."""
+        self._forwarder = forwarder
+        self._control = control
+        self._rails = [WatchedRail(port) for port in ports]
+        self._peer_state = peer_state
+        self._name = name
+        self._peer = peer
+        self._sending = threading.Lock()
+        self._peer_has_gone = self._stopping = False
+        self._poller = Poller()
+        self._poller.attend(control.fileno(), self._hear_control)
+        self._poller.attend(forwarder.losses_fd, self._hear_losses)
+        for index in range(len(ports)):
+            self._poller.attend(forwarder.news_fd(index), partial(self._hear_news, index))
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def peer_has_gone(self) -> bool:
+        """Whether the peer has ended or closed its side; what came before has arrived then."""
+        return self._peer_has_gone
+
+    def tell_fault(self, reason: str) -> None:
+        """Tell the peer why this end takes part no more. Any thread may."""
+        try:
+            self._tell({"fault": reason})
+        except OSError:
+            # It has gone, and has no link left that this could end.
+            return
+
+    def close(self) -> None:
+        """End the thread and the connection: its end is how the peer learns of this one's."""
+        self._stopping = True
+        self._poller.wake()
+        self._thread.join(_JOIN_SECONDS)
+        self._control.close()
+        self._poller.close()
+
+    def _run(self) -> None:
+        while True:
+            ready = self._poller.wait(None)
+            if self._stopping:
+                return
+            try:
+                self._poller.handle(ready)
+            except Exception as error:  # whatever it is, the link's users must hear of it
+                self._fail(f"the link's watch failed ({error})")
+                _log.exception("%s: the watch failed", self._name)
+                return
+
+    def _hear_losses(self) -> None:
+        while (loss := self._forwarder.next_loss()) is not None:
+            self._lose(*loss)
+
+    def _hear_news(self, index: int) -> None:
+        reason = self._forwarder.news(index)
+        if reason is not None:
+            self._lose(index, reason)
+
+    def _hear_control(self) -> None:
+        try:
+            messages = self._control.receive()
+        except OSError:
+            self._poller.ignore(self._control.fileno())
+            self._forwarder.settle(_SETTLE_SECONDS)
+            self._peer_has_gone = True
+            self._forwarder.ring()
+            return
+        for message in messages:
+            if "fault" in message:
+                self._fail(str(message["fault"]))
+            if "lost" in message:
+                self._hear_lost(int(message["lost"]), str(message["reason"]))
+
+    def _hear_lost(self, index: int, reason: str) -> None:
+        rail = self._rails[index]
+        rail.peer_let_go = True
+        if rail.live:
+            self._lose(index, f"rank {self._peer} says: {reason}")
+        else:
+            self._repeat(index)
+
+    def _lose(self, index: int, reason: str) -> None:
+        """Stop a rail at this end and have the peer stop it at the other."""
+        rail = self._rails[index]
+        if not rail.live:
+            return
+        rail.live = False
+        self._forwarder.drop_rail(index)
+        self._poller.ignore(self._forwarder.news_fd(index))
+        if self._peer_has_gone:
+            return
+        left = sum(other.live for other in self._rails)
+        _log.warning(
+            "%s: rail %d (%s) is lost: %s; %d of %d rails go on",
+            *(self._name, index, rail.port, reason, left, len(self._rails)),
+        )
+        try:
+            self._tell({"lost": index, "reason": reason})
+        except OSError as error:
+            self._fail(f"rank {self._peer} cannot be told of a failure ({error})")
+        if left == 0:
+            self._fail(f"the last rail, {rail.port}, is lost: {reason}")
+        if rail.peer_let_go:
+            self._repeat(index)
+
+    def _repeat(self, index: int) -> None:
+        count = self._forwarder.repeat(index)
+        if count:
+            _log.warning("%s: %d entries of rail %d are sent again", self._name, count, index)
+
+    def _tell(self, message: dict[str, Any]) -> None:
+        with self._sending:
+            self._control.send(message)
+
+    def _fail(self, reason: str) -> None:
+        if self._peer_state.fault is None:
+            self._peer_state.fail(reason)
+        self._forwarder.ring()

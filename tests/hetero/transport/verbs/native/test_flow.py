@@ -1,0 +1,314 @@
+"""What the forwarder knows of its entries: counters that count round, order over rails, repeats."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from ctypes import POINTER, Structure, byref, c_bool, c_int, c_uint8, c_uint32, c_uint64
+from typing import Any
+
+import pytest
+
+from tests.loopback_nic.library import LoopbackNics
+
+ENTRIES = 256
+ALMOST_ROUND = 2**32 - 3
+NO_BYTE = 2**64 - 1
+
+
+class Part(Structure):
+    _fields_ = (("state", c_uint8), ("rail", c_uint8))
+
+
+class Sequence(Structure):
+    _fields_ = (("next", c_uint32), ("done", c_uint32), ("parts", Part * ENTRIES))
+
+
+class Outgoing(Structure):
+    _fields_ = (
+        ("records", Sequence),
+        ("data", Sequence),
+        ("released", c_uint32),
+        ("freed", c_uint32),
+    )
+
+
+class Arrival(Structure):
+    _fields_ = (
+        ("state", c_uint8),
+        ("rail", c_uint8),
+        ("has_record", c_bool),
+        ("last_byte", c_uint64),
+    )
+
+
+class Incoming(Structure):
+    _fields_ = (
+        ("posted", c_uint32),
+        ("produced", c_uint32),
+        ("told", c_uint32),
+        ("telling_lost", c_bool),
+        ("arrivals", Arrival * ENTRIES),
+    )
+
+
+class Sender:
+    """One direction's sender, whose first entry has any number."""
+
+    def __init__(self, library: Any, first: int) -> None:
+        self._library = library
+        self.state = Outgoing()
+        for sequence in (self.state.records, self.state.data):
+            sequence.next = sequence.done = first
+        self.state.released = self.state.freed = first
+
+    def waiting(self, what: str, limit: int) -> int | None:
+        number = c_uint32()
+        sequence = getattr(self.state, what)
+        found = self._library.sequence_waiting(
+            byref(sequence), c_uint32(limit & 0xFFFFFFFF), byref(number)
+        )
+        return number.value if found else None
+
+    def post(self, what: str, number: int, rail: int) -> None:
+        self._library.sequence_post(byref(getattr(self.state, what)), c_uint32(number), rail)
+
+    def complete(self, what: str, number: int, rail: int) -> None:
+        self._library.sequence_complete(byref(getattr(self.state, what)), c_uint32(number), rail)
+
+    def carry(self, number: int, rail: int) -> None:
+        """Post and complete both parts of an entry."""
+        for what in ("records", "data"):
+            self.post(what, number & 0xFFFFFFFF, rail)
+            self.complete(what, number & 0xFFFFFFFF, rail)
+
+    def credit(self, count: int) -> None:
+        self._library.outgoing_credit(byref(self.state), c_uint32(count & 0xFFFFFFFF))
+
+    def freed(self) -> int:
+        return int(self._library.outgoing_free(byref(self.state)))
+
+    def repeat(self, rail: int, *, landed: bool = False) -> int:
+        return int(self._library.outgoing_repeat(byref(self.state), rail, c_bool(landed)))
+
+
+class Receiver:
+    """One direction's receiver, whose first entry has any number."""
+
+    def __init__(self, library: Any, first: int) -> None:
+        self._library = library
+        self.state = Incoming(posted=first, produced=first, told=first)
+
+    def record(self, number: int, last_byte: int = 0) -> None:
+        self._library.incoming_record(
+            byref(self.state), c_uint32(number & 0x7FFFFFFF), c_uint64(last_byte)
+        )
+
+    def data(self, number: int, rail: int = 0, *, needs_reading: bool = False) -> None:
+        self._library.incoming_data(
+            byref(self.state), c_uint32(number & 0x7FFFFFFF), rail, c_bool(needs_reading)
+        )
+
+    def claim(self, rail: int) -> int | None:
+        last_byte = c_uint64()
+        found = self._library.incoming_claim(byref(self.state), rail, byref(last_byte))
+        return last_byte.value if found else None
+
+    def seen(self, rail: int) -> None:
+        self._library.incoming_seen(byref(self.state), rail)
+
+    def forget(self, rail: int) -> None:
+        self._library.incoming_forget(byref(self.state), rail)
+
+
+@pytest.fixture
+def library(nics: LoopbackNics) -> ctypes.CDLL:
+    chosen = nics.library
+    chosen.sequence_waiting.restype = c_bool
+    chosen.sequence_waiting.argtypes = [POINTER(Sequence), c_uint32, POINTER(c_uint32)]
+    chosen.outgoing_free.restype = c_uint32
+    chosen.outgoing_repeat.restype = c_int
+    chosen.incoming_claim.restype = c_bool
+    return chosen
+
+
+@pytest.fixture(params=[0, ALMOST_ROUND], ids=["from-zero", "round-the-counter"])
+def first(request: pytest.FixtureRequest) -> int:
+    return int(request.param)
+
+
+def whole(number: int) -> int:
+    return number & 0xFFFFFFFF
+
+
+# The sender.
+
+
+def test_parts_are_posted_in_order_and_never_beyond_the_limit(library: Any, first: int) -> None:
+    sender = Sender(library, first)
+    posted = []
+    while (number := sender.waiting("records", first + 5)) is not None:
+        sender.post("records", number, 0)
+        posted.append(number)
+    assert posted == [whole(first + n) for n in range(5)]
+
+
+def test_an_entry_is_freed_once_it_is_released_and_both_its_parts_have_completed(
+    library: Any, first: int
+) -> None:
+    sender = Sender(library, first)
+    sender.carry(first, 0)
+    assert sender.freed() == first
+    sender.credit(first + 2)
+    assert sender.freed() == whole(first + 1)
+    sender.post("records", whole(first + 1), 1)
+    sender.complete("records", whole(first + 1), 1)
+    assert sender.freed() == whole(first + 1)
+    sender.post("data", whole(first + 1), 0)
+    sender.complete("data", whole(first + 1), 0)
+    assert sender.freed() == whole(first + 2)
+
+
+def test_entries_that_complete_out_of_order_are_freed_in_order(library: Any, first: int) -> None:
+    sender = Sender(library, first)
+    for step in range(4):
+        for what in ("records", "data"):
+            sender.post(what, whole(first + step), step % 2)
+    sender.credit(first + 4)
+    freed = []
+    for step in (3, 1, 0, 2):
+        for what in ("records", "data"):
+            sender.complete(what, whole(first + step), step % 2)
+        freed.append(whole(sender.freed() - first))
+    assert freed == [0, 0, 2, 4]
+
+
+def test_a_full_ring_of_completed_entries_frees_no_more_than_there_are(
+    library: Any, first: int
+) -> None:
+    sender = Sender(library, first)
+    for step in range(ENTRIES):
+        sender.carry(first + step, 0)
+    sender.credit(first + ENTRIES)
+    assert sender.freed() == whole(first + ENTRIES)
+    assert sender.waiting("data", first + ENTRIES + 1) == whole(first + ENTRIES)
+
+
+def test_a_credit_that_was_overtaken_changes_nothing(library: Any, first: int) -> None:
+    sender = Sender(library, first)
+    for step in range(3):
+        sender.carry(first + step, 0)
+    for count in (3, 1, -500):
+        sender.credit(first + count)
+        assert sender.freed() == whole(first + 3)
+
+
+def test_a_lost_rail_s_unfinished_parts_wait_again_in_their_order(library: Any, first: int) -> None:
+    sender = Sender(library, first)
+    for step in range(6):
+        sender.carry(first + step, 1) if step == 0 else None
+        if step:
+            for what in ("records", "data"):
+                sender.post(what, whole(first + step), step % 2)
+    assert sender.repeat(0) == 2
+    again = []
+    while (number := sender.waiting("data", first + 6)) is not None:
+        sender.post("data", number, 1)
+        again.append(whole(number - first))
+    assert again == [2, 4]
+    # The lost rail's late word counts no more.
+    sender.complete("data", whole(first + 2), 0)
+    sender.credit(first + 6)
+    for step in range(1, 6):
+        sender.complete("records", whole(first + step), 1)
+        sender.complete("data", whole(first + step), 1)
+    assert sender.freed() == whole(first + 2)
+
+
+def test_what_has_landed_is_repeated_only_for_a_receiver_that_reads_back(library: Any) -> None:
+    for landed, count in ((False, 0), (True, 2)):
+        sender = Sender(library, 0)
+        for number in range(3):
+            sender.carry(number, 0)
+        sender.credit(1)
+        assert sender.repeat(0, landed=landed) == count
+        sender.freed()
+        assert sender.waiting("data", 3) == (1 if landed else None)
+
+
+def test_what_was_released_is_not_repeated_though_its_rail_never_said_so(library: Any) -> None:
+    sender = Sender(library, 0)
+    for what in ("records", "data"):
+        sender.post(what, 0, 0)
+    sender.credit(1)
+    assert sender.repeat(0, landed=True) == 0
+    assert sender.freed() == 1
+
+
+# The receiver.
+
+
+def test_entries_count_without_a_gap_whatever_order_the_rails_bring(
+    library: Any, first: int
+) -> None:
+    for arrive in (Receiver.record, Receiver.data):
+        receiver = Receiver(library, first)
+        counts = []
+        for step in (2, 0, 1, 3):
+            arrive(receiver, whole(first + step))
+            state = receiver.state
+            counts.append(
+                whole((state.posted if arrive is Receiver.record else state.produced) - first)
+            )
+        assert counts == [0, 1, 3, 4]
+
+
+def test_what_comes_twice_counts_once(library: Any, first: int) -> None:
+    receiver = Receiver(library, first)
+    for step in (0, 0, 1, 0, 1):
+        receiver.record(whole(first + step))
+        receiver.data(whole(first + step), rail=step)
+    assert receiver.state.posted == receiver.state.produced == whole(first + 2)
+
+
+def test_data_that_need_a_read_back_count_when_it_is_answered(library: Any) -> None:
+    receiver = Receiver(library, 0)
+    receiver.data(0, needs_reading=True)
+    assert receiver.claim(0) is None, "its record, which says where it lies, is not here"
+    receiver.record(0, last_byte=99)
+    assert receiver.claim(1) is None, "another rail has brought it"
+    assert receiver.claim(0) == 99
+    receiver.data(1, needs_reading=True)
+    receiver.record(1, last_byte=199)
+    receiver.seen(0)
+    assert receiver.state.produced == 1, "what came after the read was posted waits for the next"
+    assert receiver.claim(0) == 199
+    receiver.seen(0)
+    assert receiver.state.produced == 2
+
+
+def test_an_entry_without_data_needs_no_read_back(library: Any) -> None:
+    receiver = Receiver(library, 0)
+    receiver.record(0, last_byte=NO_BYTE)
+    receiver.data(0, needs_reading=True)
+    assert receiver.claim(0) is None
+    assert receiver.state.produced == 1
+
+
+@pytest.mark.parametrize(
+    "reach", [lambda r: None, lambda r: r.claim(0)], ids=["before-the-read", "during-the-read"]
+)
+def test_what_a_lost_rail_brought_unseen_comes_again_over_another(
+    library: Any, reach: Callable[[Receiver], Any]
+) -> None:
+    receiver = Receiver(library, 0)
+    receiver.record(0)
+    receiver.data(0, 0, needs_reading=True)
+    reach(receiver)
+    receiver.forget(0)
+    receiver.seen(0)
+    assert receiver.state.produced == 0
+    receiver.data(0, 1, needs_reading=True)
+    receiver.claim(1)
+    receiver.seen(1)
+    assert receiver.state.produced == 1

@@ -1,0 +1,226 @@
+"""A link that the native forwarder carries, over NICs that are copies within this process."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from hetero.errors import LinkError
+from hetero.transport.ordered.link import OrderedLink
+from tests.emulated_nic.world import wait_until
+from tests.hetero.transport.verbs.native.joined import (
+    CHUNK_BYTES,
+    RING_BYTES,
+    Setup,
+    forwarder_threads,
+    joined,
+)
+from tests.loopback_nic.library import Fault, LoopbackNics
+
+MESSAGES = 40
+
+
+def noise(nbytes: int, seed: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=generator)
+
+
+def stream(
+    sender: OrderedLink,
+    receiver: OrderedLink,
+    *,
+    nbytes: int = 3 * CHUNK_BYTES + 1,
+    before: Callable[[int], None] = lambda number: None,
+) -> int:
+    """Send messages and compare them; how many came out right."""
+    right = 0
+    for number in range(MESSAGES):
+        before(number)
+        sent = noise(nbytes, number)
+        target = torch.zeros_like(sent)
+        sending, receiving = sender.send(sent), receiver.recv(target)
+        receiving.wait()
+        sending.wait()
+        sender.check()
+        receiver.check()
+        right += torch.equal(sent, target)
+    return right
+
+
+def at(number: int, action: Callable[[], None]) -> Callable[[int], None]:
+    return lambda now: action() if now == number else None
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, CHUNK_BYTES, RING_BYTES - 1, 5 * RING_BYTES + 3])
+@pytest.mark.parametrize("read_back", [False, True], ids=["in-order", "read-back"])
+def test_every_byte_arrives(nics: LoopbackNics, nbytes: int, read_back: bool) -> None:
+    with joined(Setup(nics, read_back=read_back)) as (one, other):
+        assert stream(one, other, nbytes=nbytes) == MESSAGES
+        assert stream(other, one, nbytes=nbytes) == MESSAGES
+
+
+def test_more_messages_than_there_are_records_cross_both_ways_at_once(nics: LoopbackNics) -> None:
+    with joined(Setup(nics)) as links:
+        sent = [noise(100, number) for number in range(700)]
+        targets = [[torch.zeros(100, dtype=torch.uint8) for _ in sent] for _ in links]
+        works = [link.send(tensor) for link in links for tensor in sent]
+        works += [
+            link.recv(target) for link, mine in zip(links, targets, strict=True) for target in mine
+        ]
+        for work in works:
+            work.wait()
+        assert all(torch.equal(torch.stack(mine), torch.stack(sent)) for mine in targets)
+
+
+def test_two_rails_share_the_entries_of_a_message(nics: LoopbackNics) -> None:
+    """Held back at first, so that several entries are under way at once."""
+    with joined(Setup(nics, chunk_bytes=4096)) as (one, other):
+        stream(one, other)
+    assert min(nics.writes("b0"), nics.writes("b1")) > 0
+
+
+@pytest.mark.parametrize("name", ["a0", "b0"], ids=["at-the-sender", "at-the-receiver"])
+@pytest.mark.parametrize("fault", [Fault.CUT, Fault.SILENT], ids=str)
+@pytest.mark.parametrize("read_back", [False, True], ids=["in-order", "read-back"])
+def test_one_lost_rail_of_two_costs_no_byte_and_both_ends_say_so(
+    nics: LoopbackNics,
+    name: str,
+    fault: Fault,
+    read_back: bool,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    strike = at(MESSAGES // 3, lambda: nics.break_with(name, fault))
+    with caplog.at_level(logging.WARNING), joined(Setup(nics, read_back=read_back)) as links:
+        assert stream(*links, before=strike) == MESSAGES
+    for rail in ("(a0:1)", "(b0:1)"):
+        assert any(rail in line and "is lost" in line for line in caplog.messages), caplog.messages
+
+
+def test_a_port_that_goes_down_is_a_lost_rail_at_once(
+    nics: LoopbackNics, caplog: pytest.LogCaptureFixture
+) -> None:
+    strike = at(3, lambda: nics.take_port_down("b0"))
+    with caplog.at_level(logging.WARNING), joined(Setup(nics)) as links:
+        assert stream(*links, before=strike) == MESSAGES
+    assert any("(b0:1) is lost: its port has gone down" in line for line in caplog.messages)
+
+
+@pytest.mark.parametrize("fault", [Fault.CUT, Fault.SILENT], ids=str)
+def test_the_loss_of_the_last_rail_is_an_error_at_both_ends_that_names_it(
+    nics: LoopbackNics, fault: Fault
+) -> None:
+    errors: list[str] = []
+    with joined(Setup(nics, rails=1)) as links:
+
+        def expect(action: Callable[[], Any]) -> None:
+            with pytest.raises(LinkError) as failure:
+                action()
+            errors.append(str(failure.value))
+
+        stream(*links)
+        nics.break_with("a0", fault)
+        sent, target = noise(5, 0), torch.zeros(5, dtype=torch.uint8)
+        links[0].send(sent)
+        expect(links[1].recv(target).wait)
+        # A send is done when its bytes are in the ring; the next request hears of the loss.
+        wait_until(lambda: is_broken(links[0], sent))
+        expect(links[0].check)
+    for rank, (error, rail) in enumerate(zip(reversed(errors), ("a0:1", "b0:1"), strict=True)):
+        assert f"link rank {rank} (stage {rank}) - rank {1 - rank}" in error
+        assert f"the last rail, {rail}, is lost" in error
+
+
+def is_broken(link: OrderedLink, tensor: torch.Tensor) -> bool:
+    try:
+        link.send(tensor)
+        link.check()
+    except LinkError:
+        return True
+    return False
+
+
+def test_writes_that_only_a_read_back_shows_are_waited_for(nics: LoopbackNics) -> None:
+    for name in ("b0", "b1"):
+        nics.hold_writes(name)
+    with joined(Setup(nics, read_back=True)) as links:
+        assert stream(*links) == MESSAGES
+    assert nics.reads("b0") + nics.reads("b1") > 0
+
+
+def test_what_landed_on_a_rail_that_cannot_read_it_back_comes_again(nics: LoopbackNics) -> None:
+    """The sender's NIC has said that it arrived: only the receiver's end knows better."""
+    for name in ("b0", "b1"):
+        nics.hold_writes(name)
+    strike = at(MESSAGES // 2, lambda: nics.break_reads("b0"))
+    with joined(Setup(nics, read_back=True)) as links:
+        assert stream(*links, before=strike) == MESSAGES
+
+
+def test_a_peer_that_closes_is_an_error_at_whoever_waits_for_it(nics: LoopbackNics) -> None:
+    with joined(Setup(nics)) as (one, other):
+        assert stream(one, other) == MESSAGES
+        work = one.recv(torch.zeros(5))
+        other.close()
+        with pytest.raises(LinkError, match="rank 1 has ended or closed the link"):
+            work.wait()
+
+
+def test_a_peer_that_sends_nothing_is_an_error_after_the_deadline(nics: LoopbackNics) -> None:
+    with (
+        joined(Setup(nics, timeout=0.5)) as (one, _),
+        pytest.raises(LinkError, match=r"nothing moved for 0\.5 s"),
+    ):
+        one.recv(torch.zeros(5)).wait()
+
+
+def test_a_receiver_that_refuses_a_message_tells_its_sender(nics: LoopbackNics) -> None:
+    with joined(Setup(nics)) as (one, other):
+        sent = torch.ones(4)
+        one.send(sent)
+        with pytest.raises(LinkError, match="shape"):
+            other.recv(torch.zeros(5)).wait()
+        wait_until(lambda: is_broken(one, sent))
+        with pytest.raises(LinkError, match="rank 1 refused a message"):
+            one.check()
+
+
+def test_the_last_message_before_a_close_arrives(nics: LoopbackNics) -> None:
+    with joined(Setup(nics)) as (one, other):
+        sent, target = noise(3 * RING_BYTES, 1), torch.zeros(3 * RING_BYTES, dtype=torch.uint8)
+        one.send(sent)
+        closing = threading.Thread(target=one.close)
+        closing.start()
+        other.recv(target).wait()
+        closing.join()
+        assert torch.equal(target, sent)
+
+
+def test_a_link_can_be_opened_again(nics: LoopbackNics) -> None:
+    for _ in range(3):
+        with joined(Setup(nics)) as links:
+            assert stream(*links) == MESSAGES
+
+
+def test_an_idle_link_s_forwarders_never_wake(nics: LoopbackNics) -> None:
+    with joined(Setup(nics)) as links:
+        stream(*links)
+        time.sleep(0.2)
+        before = _times_slept()
+        time.sleep(0.5)
+        assert _times_slept() == before
+        assert len(before) == 2
+
+
+def _times_slept() -> dict[str, int]:
+    """How often each forwarder of this process has gone to sleep."""
+    slept = {}
+    for task in forwarder_threads():
+        status = (task / "status").read_text()
+        slept[task.name] = int(status.split("\nvoluntary_ctxt_switches:")[1].split()[0])
+    return slept

@@ -1,0 +1,518 @@
+/* The few functions of libibverbs that the native forwarder calls, between both ends of a link in one
+ * process: a write is a copy, and a request completes before it has been posted. For tests. */
+#include <errno.h>
+#include <infiniband/verbs.h>
+#include <pthread.h>
+#include <stdbool.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/eventfd.h>
+#include <unistd.h>
+
+#define DEVICES 4
+#define PAIRS 4096
+#define COMPLETIONS 8192
+#define HELD 1024
+
+/* Numbers that tests use. CUT fails requests, SILENT never completes them. */
+enum fault { FINE, CUT, SILENT };
+
+struct held {
+    void *target;
+    void *bytes;
+    size_t nbytes;
+};
+
+struct nic {
+    struct ibv_device device;
+    enum fault fault;
+    bool holds_writes; /* rings that may be read back are written only when they have been read */
+    bool copies;
+    bool cannot_read;
+    int async_fd;
+    bool is_down;
+    long reads;
+    long writes;
+    struct held held[HELD];
+    int held_count;
+};
+
+struct queue {
+    struct ibv_cq cq;
+    struct ibv_wc found[COMPLETIONS];
+    unsigned int head, tail;
+    bool armed;
+};
+
+struct pair {
+    struct ibv_qp qp;
+    struct nic *nic;
+    enum ibv_qp_state state;
+    uint32_t peer;
+    int receives;
+    struct ibv_send_wr silent[64];
+    int silent_count;
+    bool is_used;
+};
+
+static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
+static struct nic nics[DEVICES];
+static struct pair pairs[PAIRS];
+static _Atomic long open_objects;
+static pthread_once_t once = PTHREAD_ONCE_INIT;
+
+static void make_nics(void)
+{
+    static const char *const names[DEVICES] = {"a0", "a1", "b0", "b1"};
+
+    for (int index = 0; index < DEVICES; index++) {
+        strcpy(nics[index].device.name, names[index]);
+        nics[index].copies = true;
+        nics[index].async_fd = -1;
+    }
+}
+
+static struct nic *nic_named(const char *name)
+{
+    pthread_once(&once, make_nics);
+    for (int index = 0; index < DEVICES; index++)
+        if (strcmp(nics[index].device.name, name) == 0)
+            return &nics[index];
+    return NULL;
+}
+
+/* What tests ask. */
+
+void loopback_break(const char *name, int fault)
+{
+    nic_named(name)->fault = (enum fault)fault;
+}
+
+void loopback_hold_writes(const char *name, bool holds)
+{
+    nic_named(name)->holds_writes = holds;
+}
+
+void loopback_break_reads(const char *name)
+{
+    nic_named(name)->cannot_read = true;
+}
+
+void loopback_copy(const char *name, bool copies)
+{
+    nic_named(name)->copies = copies;
+}
+
+void loopback_take_port_down(const char *name)
+{
+    struct nic *nic = nic_named(name);
+
+    nic->fault = SILENT;
+    nic->is_down = true;
+    eventfd_write(nic->async_fd, 1);
+}
+
+void loopback_mend(const char *name)
+{
+    struct nic *nic = nic_named(name);
+
+    nic->fault = FINE;
+    nic->is_down = nic->holds_writes = nic->cannot_read = false;
+    nic->copies = true;
+    nic->reads = nic->writes = 0;
+}
+
+long loopback_reads(const char *name)
+{
+    return nic_named(name)->reads;
+}
+
+long loopback_writes(const char *name)
+{
+    return nic_named(name)->writes;
+}
+
+long loopback_open_objects(void)
+{
+    return open_objects;
+}
+
+/* Carrying. Called with the lock. */
+
+static void complete(struct queue *queue, struct ibv_wc completion)
+{
+    if (queue->tail - queue->head == COMPLETIONS)
+        abort();
+    queue->found[queue->tail++ % COMPLETIONS] = completion;
+    if (queue->armed) {
+        queue->armed = false;
+        eventfd_write(queue->cq.channel->fd, 1);
+    }
+}
+
+static void finish(struct pair *pair, const struct ibv_send_wr *request, enum ibv_wc_status status)
+{
+    static const enum ibv_wc_opcode opcodes[] = {
+        [IBV_WR_RDMA_WRITE_WITH_IMM] = IBV_WC_RDMA_WRITE,
+        [IBV_WR_SEND_WITH_IMM] = IBV_WC_SEND,
+        [IBV_WR_RDMA_READ] = IBV_WC_RDMA_READ,
+    };
+
+    complete((struct queue *)pair->qp.send_cq, (struct ibv_wc){.wr_id = request->wr_id,
+                                                               .status = status,
+                                                               .opcode = opcodes[request->opcode]});
+}
+
+static void write_held(struct nic *nic)
+{
+    for (int index = 0; index < nic->held_count; index++) {
+        memcpy(nic->held[index].target, nic->held[index].bytes, nic->held[index].nbytes);
+        free(nic->held[index].bytes);
+    }
+    nic->held_count = 0;
+}
+
+static void write_to(struct nic *nic, const struct ibv_send_wr *request)
+{
+    const struct ibv_sge *source = request->sg_list;
+    void *target = (void *)(uintptr_t)request->wr.rdma.remote_addr;
+    bool is_readable = request->wr.rdma.rkey & 1;
+
+    if (request->num_sge == 0)
+        return;
+    if (nic->holds_writes && is_readable && nic->held_count < HELD) {
+        struct held *held = &nic->held[nic->held_count++];
+
+        *held = (struct held){target, malloc(source->length), source->length};
+        memcpy(held->bytes, (const void *)(uintptr_t)source->addr, source->length);
+    } else if (nic->copies || source->length < 256) {
+        memcpy(target, (const void *)(uintptr_t)source->addr, source->length);
+    }
+}
+
+static void deliver(struct pair *peer, const struct ibv_send_wr *request)
+{
+    bool is_write = request->opcode == IBV_WR_RDMA_WRITE_WITH_IMM;
+
+    if (peer->receives-- == 0)
+        abort();
+    if (is_write) {
+        peer->nic->writes++;
+        write_to(peer->nic, request);
+    }
+    complete((struct queue *)peer->qp.recv_cq,
+             (struct ibv_wc){.opcode = is_write ? IBV_WC_RECV_RDMA_WITH_IMM : IBV_WC_RECV,
+                             .imm_data = request->imm_data});
+}
+
+static void flush(struct pair *pair)
+{
+    pair->state = IBV_QPS_ERR;
+    for (int index = 0; index < pair->silent_count; index++)
+        finish(pair, &pair->silent[index], IBV_WC_WR_FLUSH_ERR);
+    pair->silent_count = 0;
+}
+
+static void carry(struct pair *pair, const struct ibv_send_wr *request)
+{
+    struct pair *peer = &pairs[pair->peer % PAIRS];
+    enum fault fault = peer->nic == NULL || pair->nic->fault ? pair->nic->fault : peer->nic->fault;
+
+    if (pair->state == IBV_QPS_ERR) {
+        finish(pair, request, IBV_WC_WR_FLUSH_ERR);
+    } else if (fault == SILENT) {
+        pair->silent[pair->silent_count++] = *request;
+    } else if (fault == CUT || !peer->is_used || peer->state != IBV_QPS_RTS) {
+        finish(pair, request, IBV_WC_RETRY_EXC_ERR);
+        flush(pair);
+    } else if (request->opcode == IBV_WR_RDMA_READ && pair->nic->cannot_read) {
+        finish(pair, request, IBV_WC_LOC_PROT_ERR);
+        flush(pair);
+    } else if (request->opcode == IBV_WR_RDMA_READ) {
+        pair->nic->reads++;
+        write_held(pair->nic);
+        finish(pair, request, IBV_WC_SUCCESS);
+    } else {
+        deliver(peer, request);
+        finish(pair, request, IBV_WC_SUCCESS);
+    }
+}
+
+static int post_send(struct ibv_qp *qp, struct ibv_send_wr *request, struct ibv_send_wr **refused)
+{
+    (void)refused;
+    pthread_mutex_lock(&lock);
+    carry((struct pair *)qp, request);
+    pthread_mutex_unlock(&lock);
+    return 0;
+}
+
+static int post_recv(struct ibv_qp *qp, struct ibv_recv_wr *request, struct ibv_recv_wr **refused)
+{
+    (void)request;
+    (void)refused;
+    pthread_mutex_lock(&lock);
+    ((struct pair *)qp)->receives++;
+    pthread_mutex_unlock(&lock);
+    return 0;
+}
+
+static int poll_cq(struct ibv_cq *cq, int limit, struct ibv_wc *found)
+{
+    struct queue *queue = (struct queue *)cq;
+    int count = 0;
+
+    pthread_mutex_lock(&lock);
+    while (count < limit && queue->head != queue->tail)
+        found[count++] = queue->found[queue->head++ % COMPLETIONS];
+    pthread_mutex_unlock(&lock);
+    return count;
+}
+
+static int req_notify_cq(struct ibv_cq *cq, int solicited)
+{
+    (void)solicited;
+    pthread_mutex_lock(&lock);
+    ((struct queue *)cq)->armed = true;
+    pthread_mutex_unlock(&lock);
+    return 0;
+}
+
+/* Objects. */
+
+static void *make(size_t nbytes)
+{
+    open_objects++;
+    return calloc(1, nbytes);
+}
+
+static int unmake(void *object)
+{
+    open_objects--;
+    free(object);
+    return 0;
+}
+
+struct ibv_device **ibv_get_device_list(int *count)
+{
+    struct ibv_device **list = calloc(DEVICES + 1, sizeof *list);
+
+    nic_named("a0");
+    for (int index = 0; index < DEVICES; index++)
+        list[index] = &nics[index].device;
+    if (count != NULL)
+        *count = DEVICES;
+    return list;
+}
+
+void ibv_free_device_list(struct ibv_device **list)
+{
+    free(list);
+}
+
+const char *ibv_get_device_name(struct ibv_device *device)
+{
+    return device->name;
+}
+
+struct ibv_context *ibv_open_device(struct ibv_device *device)
+{
+    struct ibv_context *context = make(sizeof *context);
+
+    context->device = device;
+    context->ops.post_send = post_send;
+    context->ops.post_recv = post_recv;
+    context->ops.poll_cq = poll_cq;
+    context->ops.req_notify_cq = req_notify_cq;
+    context->async_fd = eventfd(0, EFD_CLOEXEC);
+    ((struct nic *)device)->async_fd = context->async_fd;
+    return context;
+}
+
+int ibv_close_device(struct ibv_context *context)
+{
+    close(context->async_fd);
+    return unmake(context);
+}
+
+int ibv_query_device(struct ibv_context *context, struct ibv_device_attr *attributes)
+{
+    (void)context;
+    *attributes = (struct ibv_device_attr){.max_qp_wr = 16384};
+    return 0;
+}
+
+#undef ibv_query_port
+int ibv_query_port(struct ibv_context *context, uint8_t port, struct _compat_ibv_port_attr *found)
+{
+    struct ibv_port_attr *attributes = (struct ibv_port_attr *)found;
+
+    (void)port;
+    attributes->state =
+        ((struct nic *)context->device)->is_down ? IBV_PORT_DOWN : IBV_PORT_ACTIVE;
+    return 0;
+}
+
+int ibv_get_async_event(struct ibv_context *context, struct ibv_async_event *event)
+{
+    eventfd_t count;
+
+    event->event_type = IBV_EVENT_PORT_ERR;
+    return eventfd_read(context->async_fd, &count);
+}
+
+void ibv_ack_async_event(struct ibv_async_event *event)
+{
+    (void)event;
+}
+
+struct ibv_pd *ibv_alloc_pd(struct ibv_context *context)
+{
+    struct ibv_pd *domain = make(sizeof *domain);
+
+    domain->context = context;
+    return domain;
+}
+
+int ibv_dealloc_pd(struct ibv_pd *domain)
+{
+    return unmake(domain);
+}
+
+#undef ibv_reg_mr
+struct ibv_mr *ibv_reg_mr(struct ibv_pd *domain, void *address, size_t nbytes, int access)
+{
+    struct ibv_mr *region = make(sizeof *region);
+
+    (void)nbytes;
+    region->pd = domain;
+    region->addr = address;
+    /* The lowest bit of a key tells that a region may be read back. */
+    region->rkey = region->lkey = access & IBV_ACCESS_REMOTE_READ ? 1 : 2;
+    return region;
+}
+
+struct ibv_mr *ibv_reg_mr_iova2(struct ibv_pd *domain, void *address, size_t nbytes, uint64_t iova,
+                                unsigned int access)
+{
+    (void)iova;
+    return ibv_reg_mr(domain, address, nbytes, (int)access);
+}
+
+struct ibv_mr *ibv_reg_dmabuf_mr(struct ibv_pd *domain, uint64_t offset, size_t nbytes,
+                                 uint64_t iova, int descriptor, int access)
+{
+    (void)domain;
+    (void)offset;
+    (void)nbytes;
+    (void)iova;
+    (void)descriptor;
+    (void)access;
+    errno = EOPNOTSUPP;
+    return NULL;
+}
+
+int ibv_dereg_mr(struct ibv_mr *region)
+{
+    return unmake(region);
+}
+
+struct ibv_comp_channel *ibv_create_comp_channel(struct ibv_context *context)
+{
+    struct ibv_comp_channel *channel = make(sizeof *channel);
+
+    channel->context = context;
+    channel->fd = eventfd(0, EFD_CLOEXEC | EFD_SEMAPHORE);
+    return channel;
+}
+
+int ibv_destroy_comp_channel(struct ibv_comp_channel *channel)
+{
+    close(channel->fd);
+    return unmake(channel);
+}
+
+int ibv_get_cq_event(struct ibv_comp_channel *channel, struct ibv_cq **cq, void **context)
+{
+    static struct ibv_cq nobody;
+    eventfd_t count;
+
+    *cq = &nobody;
+    *context = NULL;
+    return eventfd_read(channel->fd, &count);
+}
+
+void ibv_ack_cq_events(struct ibv_cq *cq, unsigned int count)
+{
+    (void)cq;
+    (void)count;
+}
+
+struct ibv_cq *ibv_create_cq(struct ibv_context *context, int entries, void *owner,
+                             struct ibv_comp_channel *channel, int vector)
+{
+    struct queue *queue = make(sizeof *queue);
+
+    (void)entries;
+    (void)owner;
+    (void)vector;
+    queue->cq.context = context;
+    queue->cq.channel = channel;
+    return &queue->cq;
+}
+
+int ibv_destroy_cq(struct ibv_cq *cq)
+{
+    return unmake(cq);
+}
+
+struct ibv_qp *ibv_create_qp(struct ibv_pd *domain, struct ibv_qp_init_attr *wanted)
+{
+    struct pair *pair = NULL;
+
+    pthread_mutex_lock(&lock);
+    for (uint32_t number = 1; number < PAIRS && pair == NULL; number++)
+        if (!pairs[number].is_used) {
+            pair = &pairs[number];
+            *pair = (struct pair){.is_used = true, .nic = (struct nic *)domain->context->device};
+            pair->qp.context = domain->context;
+            pair->qp.send_cq = wanted->send_cq;
+            pair->qp.recv_cq = wanted->recv_cq;
+            pair->qp.qp_num = number;
+        }
+    open_objects++;
+    pthread_mutex_unlock(&lock);
+    return &pair->qp;
+}
+
+int ibv_modify_qp(struct ibv_qp *qp, struct ibv_qp_attr *wanted, int mask)
+{
+    struct pair *pair = (struct pair *)qp;
+
+    pthread_mutex_lock(&lock);
+    if (mask & IBV_QP_DEST_QPN)
+        pair->peer = wanted->dest_qp_num;
+    if (wanted->qp_state == IBV_QPS_ERR)
+        flush(pair);
+    pair->state = wanted->qp_state;
+    /* Both ends exist by now; the other may hear before it may speak. */
+    if (pair->state == IBV_QPS_RTR)
+        pair->state = IBV_QPS_RTS;
+    pthread_mutex_unlock(&lock);
+    return 0;
+}
+
+int ibv_destroy_qp(struct ibv_qp *qp)
+{
+    pthread_mutex_lock(&lock);
+    ((struct pair *)qp)->is_used = false;
+    open_objects--;
+    pthread_mutex_unlock(&lock);
+    return 0;
+}
+
+const char *ibv_wc_status_str(enum ibv_wc_status status)
+{
+    return status == IBV_WC_RETRY_EXC_ERR ? "transport retry counter exceeded" : "flushed";
+}
