@@ -38,6 +38,11 @@ struct nic {
     int held_count;
 };
 
+struct channel {
+    struct ibv_comp_channel channel;
+    struct ibv_cq *cq;
+};
+
 struct queue {
     struct ibv_cq cq;
     struct ibv_wc found[COMPLETIONS];
@@ -154,11 +159,14 @@ static void complete(struct queue *queue, struct ibv_wc completion)
 static void finish(struct pair *pair, const struct ibv_send_wr *request, enum ibv_wc_status status)
 {
     static const enum ibv_wc_opcode opcodes[] = {
+        [IBV_WR_RDMA_WRITE] = IBV_WC_RDMA_WRITE,
         [IBV_WR_RDMA_WRITE_WITH_IMM] = IBV_WC_RDMA_WRITE,
         [IBV_WR_SEND_WITH_IMM] = IBV_WC_SEND,
         [IBV_WR_RDMA_READ] = IBV_WC_RDMA_READ,
     };
 
+    if (status == IBV_WC_SUCCESS && !(request->send_flags & IBV_SEND_SIGNALED))
+        return;
     complete((struct queue *)pair->qp.send_cq, (struct ibv_wc){.wr_id = request->wr_id,
                                                                .status = status,
                                                                .opcode = opcodes[request->opcode]});
@@ -195,6 +203,10 @@ static void deliver(struct pair *peer, const struct ibv_send_wr *request)
 {
     bool is_write = request->opcode == IBV_WR_RDMA_WRITE_WITH_IMM;
 
+    if (request->opcode == IBV_WR_RDMA_WRITE) {
+        write_to(peer->nic, request);
+        return;
+    }
     if (peer->receives-- == 0)
         abort();
     if (is_write) {
@@ -243,7 +255,8 @@ static int post_send(struct ibv_qp *qp, struct ibv_send_wr *request, struct ibv_
 {
     (void)refused;
     pthread_mutex_lock(&lock);
-    carry((struct pair *)qp, request);
+    for (; request != NULL; request = request->next)
+        carry((struct pair *)qp, request);
     pthread_mutex_unlock(&lock);
     return 0;
 }
@@ -420,7 +433,7 @@ int ibv_dereg_mr(struct ibv_mr *region)
 
 struct ibv_comp_channel *ibv_create_comp_channel(struct ibv_context *context)
 {
-    struct ibv_comp_channel *channel = make(sizeof *channel);
+    struct ibv_comp_channel *channel = make(sizeof(struct channel));
 
     channel->context = context;
     channel->fd = eventfd(0, EFD_CLOEXEC | EFD_SEMAPHORE);
@@ -435,11 +448,10 @@ int ibv_destroy_comp_channel(struct ibv_comp_channel *channel)
 
 int ibv_get_cq_event(struct ibv_comp_channel *channel, struct ibv_cq **cq, void **context)
 {
-    static struct ibv_cq nobody;
     eventfd_t count;
 
-    *cq = &nobody;
-    *context = NULL;
+    *cq = ((struct channel *)channel)->cq;
+    *context = (*cq)->cq_context;
     return eventfd_read(channel->fd, &count);
 }
 
@@ -455,10 +467,12 @@ struct ibv_cq *ibv_create_cq(struct ibv_context *context, int entries, void *own
     struct queue *queue = make(sizeof *queue);
 
     (void)entries;
-    (void)owner;
     (void)vector;
     queue->cq.context = context;
+    queue->cq.cq_context = owner;
     queue->cq.channel = channel;
+    if (channel != NULL)
+        ((struct channel *)channel)->cq = &queue->cq;
     return &queue->cq;
 }
 
@@ -480,6 +494,7 @@ struct ibv_qp *ibv_create_qp(struct ibv_pd *domain, struct ibv_qp_init_attr *wan
             pair->qp.send_cq = wanted->send_cq;
             pair->qp.recv_cq = wanted->recv_cq;
             pair->qp.qp_num = number;
+            pair->qp.qp_type = wanted->qp_type;
         }
     open_objects++;
     pthread_mutex_unlock(&lock);

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import pytest
@@ -13,10 +13,19 @@ import torch
 
 from hetero.errors import LinkError
 from hetero.transport.base import Work
-from tests.hetero.transport.contract import SLOWNESS, Side, make, run_pair, same_bits, values
-from tests.rdma.links import Heard, verbs_over
+from tests.hetero.transport.contract import (
+    SLOWNESS,
+    Side,
+    Transport,
+    make,
+    run_pair,
+    same_bits,
+    values,
+)
+from tests.rdma.links import Heard, native_over, verbs_over
 from tests.rdma.rails import Rail
 
+Carrier = Callable[..., Transport]
 TIMEOUT = 1.0 * SLOWNESS
 GRACE = 2.0 * SLOWNESS
 MESSAGES = 24
@@ -96,15 +105,27 @@ def _names_the_link(text: str, *, rank: int) -> bool:
 
 
 KINDS = ["take_down", "lose_packets"]
-BY = pytest.mark.parametrize("rank", [0, 1], ids=["at-the-sender", "at-the-receiver"])
+OVER = pytest.mark.parametrize("over", [verbs_over, native_over], ids=["by-python", "native"])
+# Time here is short. What the carrier has no part in is seen with one of them.
+FAULTS = pytest.mark.parametrize(
+    ("over", "kind", "rank"),
+    [
+        *[
+            pytest.param(verbs_over, kind, rank, id=f"by-python-{kind}-at-{rank}")
+            for kind in KINDS
+            for rank in range(2)
+        ],
+        pytest.param(native_over, "take_down", 1, id="native-take_down-at-1"),
+        pytest.param(native_over, "lose_packets", 0, id="native-lose_packets-at-0"),
+    ],
+)
 
 
-def test_two_rails_share_the_chunks_of_a_message(rails: list[Rail]) -> None:
+@OVER
+def test_two_rails_share_the_chunks_of_a_message(rails: list[Rail], over: Carrier) -> None:
     """Packets are seen on both wires, and no rail is taken for lost."""
     before = [rail.packets(0) for rail in rails]
-    sender, receiver = values(
-        run_pair(streamed, verbs_over(rails, **RING), timeout=TIMEOUT, faults={})
-    )
+    sender, receiver = values(run_pair(streamed, over(rails, **RING), timeout=TIMEOUT, faults={}))
     assert (sender.error, receiver.error) == ("", "")
     assert receiver.compared == MESSAGES
     carried = [rail.packets(0) - count for rail, count in zip(rails, before, strict=True)]
@@ -113,14 +134,13 @@ def test_two_rails_share_the_chunks_of_a_message(rails: list[Rail]) -> None:
     assert sender.heard == receiver.heard == []
 
 
-@BY
-@pytest.mark.parametrize("kind", KINDS)
+@FAULTS
 def test_one_lost_rail_of_two_costs_no_byte_and_both_ends_say_so(
-    rails: list[Rail], kind: str, rank: int
+    rails: list[Rail], over: Carrier, kind: str, rank: int
 ) -> None:
     faults = {MESSAGES // 3: Fault(kind, rails[0], rank)}
     sender, receiver = values(
-        run_pair(streamed, verbs_over(rails, **RING), timeout=TIMEOUT, faults=faults)
+        run_pair(streamed, over(rails, **RING), timeout=TIMEOUT, faults=faults)
     )
     assert (sender.error, receiver.error) == ("", "")
     assert receiver.compared == MESSAGES
@@ -128,24 +148,31 @@ def test_one_lost_rail_of_two_costs_no_byte_and_both_ends_say_so(
         assert any(device in line and "lost" in line for line in end.heard), end.heard
 
 
-@BY
-def test_the_loss_of_the_last_rail_is_an_error_at_both_ends(rails: list[Rail], rank: int) -> None:
+@pytest.mark.parametrize(
+    ("over", "rank"),
+    [(verbs_over, 0), (verbs_over, 1), (native_over, 0)],
+    ids=["by-python-at-0", "by-python-at-1", "native-at-0"],
+)
+def test_the_loss_of_the_last_rail_is_an_error_at_both_ends(
+    rails: list[Rail], over: Carrier, rank: int
+) -> None:
     faults = {
         MESSAGES // 3: Fault("take_down", rails[1], rank),
         2 * MESSAGES // 3: Fault("take_down", rails[0], rank),
     }
-    ends = values(run_pair(streamed, verbs_over(rails, **RING), timeout=TIMEOUT, faults=faults))
+    ends = values(run_pair(streamed, over(rails, **RING), timeout=TIMEOUT, faults=faults))
     for number, end in enumerate(ends):
         assert _names_the_link(end.error, rank=number), end
         assert end.seconds < TIMEOUT + GRACE
     assert MESSAGES // 3 <= ends[1].compared < MESSAGES
 
 
-@BY
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_link_of_one_rail_fails_with_it(rails: list[Rail], kind: str, rank: int) -> None:
+@FAULTS
+def test_a_link_of_one_rail_fails_with_it(
+    rails: list[Rail], over: Carrier, kind: str, rank: int
+) -> None:
     faults = {MESSAGES // 3: Fault(kind, rails[0], rank)}
-    ends = values(run_pair(streamed, verbs_over(rails[:1], **RING), timeout=TIMEOUT, faults=faults))
+    ends = values(run_pair(streamed, over(rails[:1], **RING), timeout=TIMEOUT, faults=faults))
     for number, end in enumerate(ends):
         assert _names_the_link(end.error, rank=number), end
         assert end.seconds < TIMEOUT + GRACE
@@ -161,8 +188,9 @@ def killed(side: Side) -> Streamed:
     os._exit(7)
 
 
-def test_a_peer_that_is_killed_is_an_error_at_the_sender(rails: list[Rail]) -> None:
-    survivor, dead = run_pair(killed, verbs_over(rails, **RING), timeout=TIMEOUT, faults={})
+@OVER
+def test_a_peer_that_is_killed_is_an_error_at_the_sender(rails: list[Rail], over: Carrier) -> None:
+    survivor, dead = run_pair(killed, over(rails, **RING), timeout=TIMEOUT, faults={})
     assert dead.exit_code == 7
     assert survivor.error is None
     assert _names_the_link(survivor.value.error, rank=0), survivor

@@ -88,6 +88,7 @@ class Forwarder:
         self._handle: int | None = library.forwarder_new(byref(layout), error)
         if self._handle is None:
             raise LinkError(_text(error))
+        self._bell_fd: int | None = library.forwarder_bell(self._handle)
 
     def add_rail(self, port: Port) -> tuple[Ending, str]:
         """Open a port; what the peer must know of it, and how it knows the rings' memory.
@@ -154,8 +155,8 @@ class Forwarder:
 
     def wake(self) -> None:
         """Have the thread look at the words, if it sleeps. Nothing once it is closed."""
-        if self._handle is not None:
-            os.eventfd_write(self._library.forwarder_bell(self._handle), 1)
+        if self._bell_fd is not None:
+            os.eventfd_write(self._bell_fd, 1)
 
     @property
     def losses_fd(self) -> int:
@@ -205,7 +206,7 @@ class Forwarder:
     def close(self) -> None:
         """End the thread and close the rails. Nobody may be in another method by now."""
         if self._handle is not None:
-            handle, self._handle = self._handle, None
+            handle, self._handle, self._bell_fd = self._handle, None, None
             self._library.forwarder_free(handle)
 
 
