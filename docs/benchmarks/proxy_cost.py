@@ -234,7 +234,8 @@ class _LoopbackVerbs(Verbs):
     """pyverbs up to release 56 cannot tell a channel's descriptor, and these are no kernel's."""
 
     def open_context(self, name: str) -> tuple[Any, int | None]:
-        return self.Context(name=name), None
+        with _OPENING:
+            return self.Context(name=name), None
 
     def open_channel(self, context: Any) -> tuple[Any, int]:
         with _OPENING:

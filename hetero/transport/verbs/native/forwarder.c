@@ -16,7 +16,7 @@
 #define CHECKS_PER_STALL 16
 /* While something is under way the thread spins for a while, then sleeps shortly, then longer. */
 #define SPIN_SECONDS 100e-6
-#define BRISK_SECONDS 5e-3
+#define BRISK_SECONDS 0.1
 #define BRISK_NANOSECONDS 20000
 #define SLOW_NANOSECONDS 200000
 #define WAITING_NANOSECONDS 200000

@@ -5,7 +5,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -88,5 +88,10 @@ def joined(setup: Setup) -> Iterator[tuple[OrderedLink, OrderedLink]]:
 
 def forwarder_threads() -> list[Path]:
     """This process's threads that carry links, which Python knows nothing of."""
-    tasks = Path("/proc/self/task").iterdir()
-    return [task for task in tasks if (task / "comm").read_text().strip() == "rdma-forwarder"]
+    found = []
+    for task in Path("/proc/self/task").iterdir():
+        # Others of the process's threads may end meanwhile.
+        with suppress(FileNotFoundError):
+            if (task / "comm").read_text().strip() == "rdma-forwarder":
+                found.append(task)
+    return found
