@@ -19,7 +19,7 @@ import torch
 
 from hetero.transport.base import Work
 from tests.hetero.transport.contract import SLOWNESS, Side, make, run_pair, same_bits, values
-from tests.rdma.links import verbs_over
+from tests.rdma.links import native_over, verbs_over
 from tests.rdma.rails import Rail
 
 MESSAGE = 4 << 20
@@ -100,10 +100,13 @@ def test_bandwidth_beside_ib_write_bw(rails: list[Rail]) -> None:
     # Before and after: this machine's processors are seldom as free at one time as at another.
     reference = [ib_write_bw(rail, port=18515 + number) for number in range(ROUNDS - 1)]
     # The shape of a link's rings where nothing else is asked for: 64 MiB, both ways together.
-    transport = verbs_over([rail], slots=16, slot_bytes=2 << 20)
-    _, ours = values(run_pair(measured, transport))
+    rings = {"slots": 16, "slot_bytes": 2 << 20}
+    _, ours = values(run_pair(measured, verbs_over([rail], **rings)))
+    _, native = values(run_pair(measured, native_over([rail], **rings)))
     reference += [ib_write_bw(rail, port=18525 + number) for number in range(ROUNDS - 1)]
-    ratio = statistics.median(ours) / statistics.median(reference)
+    ratio, native_ratio = (
+        statistics.median(rates) / statistics.median(reference) for rates in (ours, native)
+    )
     record = {
         "emulated": True,
         "device": rail.devices[0],
@@ -111,12 +114,14 @@ def test_bandwidth_beside_ib_write_bw(rails: list[Rail]) -> None:
         "link_mib_s": [rate / MIB for rate in ours],
         "ib_write_bw_mib_s": [rate / MIB for rate in reference],
         "ratio": ratio,
+        "native_link_mib_s": [rate / MIB for rate in native],
+        "native_ratio": native_ratio,
         "target": TARGET,
     }
     out = Path(os.environ["HETERO_TEST_OUT"]) / "bandwidth.json"
     out.write_text(json.dumps(record, indent=1) + "\n")
     print(
-        f"{MESSAGE // MIB} MiB messages over an emulated NIC: the link moves {ratio:.2f} of what "
-        f"ib_write_bw moves (target {TARGET})"
+        f"{MESSAGE // MIB} MiB messages over an emulated NIC: the link moves {ratio:.2f}, by the "
+        f"native forwarder {native_ratio:.2f}, of what ib_write_bw moves (target {TARGET})"
     )
     assert json.loads(out.read_text())["ratio"] == pytest.approx(ratio)

@@ -16,6 +16,7 @@ from tests.hetero.transport.contract import (
     Side,
     Transport,
     make,
+    open_native_link,
     open_verbs_link,
     run_pair,
     same_bits,
@@ -29,25 +30,40 @@ READING_BACK = Transport(
 )
 
 
+NATIVE = Transport("verbs-native", functools.partial(open_native_link, read_back=True))
+
+
 def exchanged(side: Side) -> int:
-    """Messages both ways at once, every byte compared; how many read-backs were answered here."""
+    """Messages both ways at once; how many arrived with every byte."""
+    flights = []
+    for number in range(MESSAGES):
+        ours, theirs = (
+            make((NBYTES,), torch.uint8, side.device, seed=2 * number + rank)
+            for rank in (side.rank, side.peer)
+        )
+        target = torch.zeros_like(theirs)
+        flights.append((side.link.send(ours), side.link.recv(target), target, theirs))
+    right = 0
+    for sending, receiving, target, expected in flights:
+        receiving.wait()
+        sending.wait()
+        right += same_bits(target, expected)
+    return right
+
+
+def counted(side: Side) -> int:
+    """The same; how many read-backs were answered here."""
     finish = ReadBack.finish
     with patch.object(ReadBack, "finish", autospec=True, side_effect=finish) as answered:
-        flights = []
-        for number in range(MESSAGES):
-            ours, theirs = (
-                make((NBYTES,), torch.uint8, side.device, seed=2 * number + rank)
-                for rank in (side.rank, side.peer)
-            )
-            target = torch.zeros_like(theirs)
-            flights.append((side.link.send(ours), side.link.recv(target), target, theirs))
-        for sending, receiving, target, expected in flights:
-            receiving.wait()
-            sending.wait()
-            assert same_bits(target, expected)
+        assert exchanged(side) == MESSAGES
     return int(answered.call_count)
 
 
 def test_chunks_are_read_back_at_both_ends() -> None:
-    reads = values(run_pair(exchanged, READING_BACK))
+    reads = values(run_pair(counted, READING_BACK))
     assert min(reads) > 0, reads
+
+
+def test_the_native_forwarder_reads_back_too() -> None:
+    """Its data count as arrived only once they have been read, so that they show that they were."""
+    assert values(run_pair(exchanged, NATIVE)) == [MESSAGES, MESSAGES]

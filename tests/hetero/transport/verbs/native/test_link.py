@@ -79,7 +79,7 @@ def test_more_messages_than_there_are_records_cross_both_ways_at_once(nics: Loop
 
 
 def test_two_rails_share_the_entries_of_a_message(nics: LoopbackNics) -> None:
-    """Held back at first, so that several entries are under way at once."""
+    """Of small entries several are under way at once, sooner or later."""
     with joined(Setup(nics, chunk_bytes=4096)) as (one, other):
         stream(one, other)
     assert min(nics.writes("b0"), nics.writes("b1")) > 0
