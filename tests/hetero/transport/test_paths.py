@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from hetero.errors import LinkError
+from hetero.transport import paths
 from hetero.transport.names import FAMILIES, PATHS
 from hetero.transport.paths import ChannelOptions, Pair, Situation, open_path
 from tests.hetero.transport.test_handshake import both, meeting
@@ -73,6 +75,32 @@ def test_rdma_is_carried_without_python_only_if_both_ends_can(
     assert Pair(NVIDIA, there).why_python == Pair(there, NVIDIA).why_python == reason
 
 
+@pytest.mark.parametrize("path", ["verbs", "verbs-host"])
+@pytest.mark.parametrize("lacking", [None, "it is not built"])
+def test_the_link_says_who_carries_it_and_if_python_why(
+    path: str, lacking: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    native = SimpleNamespace(remark="carried by the native forwarder")
+    monkeypatch.setattr(paths, "GpuOrderedDevice", lambda device: None)
+    monkeypatch.setattr(paths, "open_native", lambda meeting, **more: native)
+    ends = SimpleNamespace(send=None, recv=None, close=None, visibility="host memory")
+    monkeypatch.setattr(paths, "open_verbs", lambda meeting, **more: ends)
+    monkeypatch.setattr(
+        paths, "ChunkedLink", lambda description, remark, **more: SimpleNamespace(remark=remark)
+    )
+    link = open_path(
+        path,
+        meeting(0, dist.HashStore()),
+        pair=Pair(NVIDIA, replace(AMD, no_forwarder=lacking)),
+        options=ChannelOptions(),
+        device=torch.device("cpu"),
+    )
+    if lacking is None:
+        assert link is native
+    else:
+        assert link.remark.startswith("carried by Python (it is not built)")
+
+
 def test_a_path_that_cannot_be_is_refused_before_anything_is_opened() -> None:
     ours = meeting(0, dist.HashStore())
     with pytest.raises(LinkError, match=r"cannot use ipc: it joins GPUs.*--hetero-transport auto"):
@@ -99,8 +127,8 @@ def test_two_processes_of_one_host_find_out_that_they_share_memory() -> None:
 
 
 def test_every_family_is_made_of_paths_fastest_first() -> None:
-    for paths in FAMILIES.values():
-        assert list(paths) == sorted(paths, key=PATHS.index)
+    for family in FAMILIES.values():
+        assert list(family) == sorted(family, key=PATHS.index)
 
 
 def test_a_link_takes_no_more_memory_than_its_rings() -> None:

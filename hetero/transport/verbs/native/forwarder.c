@@ -4,6 +4,7 @@
 #include <poll.h>
 #include <pthread.h>
 #include <sched.h>
+#include <signal.h>
 #include <stdatomic.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -180,8 +181,14 @@ bool forwarder_connect_rail(struct forwarder *forwarder, int index, const struct
 
 bool forwarder_start(struct forwarder *forwarder, char *error)
 {
-    int code = pthread_create(&forwarder->thread, NULL, run, forwarder);
+    sigset_t all, before;
+    int code;
 
+    /* A signal that this thread took would not interrupt what Python's main thread waits in. */
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before);
+    code = pthread_create(&forwarder->thread, NULL, run, forwarder);
+    pthread_sigmask(SIG_SETMASK, &before, NULL);
     forwarder->is_running = code == 0;
     return code == 0 || fail(error, "the forwarder's thread cannot be started", code);
 }

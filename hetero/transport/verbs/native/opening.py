@@ -7,6 +7,7 @@ import os
 from contextlib import ExitStack
 from ctypes import CDLL
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -43,6 +44,21 @@ class _Memory:
     for_nics: RingMemory
 
 
+@dataclass(frozen=True)
+class _Prepared:
+    """What one end has made before it knows of the other's."""
+
+    memory: _Memory
+    forwarder: Forwarder
+    ports: list[Port]
+    endings: list[Ending]
+    hows: list[str]
+    """How the NIC of each port knows the rings' memory."""
+
+    def told(self) -> dict[str, Any]:
+        return {"endings": [ending.as_dict() for ending in self.endings]}
+
+
 def open_native(
     meeting: Meeting,
     *,
@@ -64,8 +80,6 @@ def open_native(
         chunk_bytes: the largest part of a message that is handed over at once.
         verbs, library: stand in for the machine's own.
     """
-    description = meeting.description
-    side = 0 if meeting.listens else 1
     with ExitStack() as stack:
         connection = stack.enter_context(meet(meeting, options.address))
         connection.settimeout(meeting.timeout)
@@ -83,58 +97,83 @@ def open_native(
         )
         ports = pair_up(meeting, ours, [Port(**port) for port in told["ports"]])
 
-        def prepare() -> tuple[_Memory, Forwarder, list[Ending], list[str]]:
+        def prepare() -> _Prepared:
             _require_room(ports, min(chunk_bytes, ring_bytes // 2))
             memory = _make_memory(ring_bytes, ordered, device, options, stack)
-            forwarder = Forwarder(
-                library or load(),
-                memory.for_nics,
-                side=side,
-                stall_seconds=options.stall_within(description.timeout),
-            )
-            stack.callback(forwarder.close)
-            rails = [forwarder.add_rail(port) for port in ports]
-            return memory, forwarder, [ending for ending, _ in rails], [how for _, how in rails]
+            return _make_forwarder(library or load(), memory, ports, meeting, options, stack)
 
-        (memory, forwarder, _, hows), told = together.take(
-            prepare, lambda made: {"endings": [ending.as_dict() for ending in made[2]]}
-        )
+        prepared, told = together.take(prepare, _Prepared.told)
         theirs = [Ending.of(ending) for ending in told["endings"]]
-        together.take(lambda: _connect(forwarder, theirs), lambda _: {"connected": True})
-        remote = RemoteEnd(memory.control, 1 - side, forwarder.wake)
-        watch = Watch(
-            forwarder,
-            Control(connection),
-            ports=ports,
-            peer_state=remote,
-            name=f"{transport} {description.rank}-{description.peer}",
-            peer=description.peer,
-        )
-        stack.callback(watch.close)
-        local = LocalEnd(memory.control, side, watch.tell_fault)
-        stack.callback(_settle, forwarder, watch, local, remote)
-        visibility = _visibility(memory, options)
-        carried_by = [f"{port} ({how})" for port, how in zip(ports, hows, strict=True)]
-        _log.info(
-            "%s: over %s by the native forwarder; a NIC's writes are visible by: %s",
-            *(description, ", ".join(carried_by), visibility),
-        )
-        ends = OrderedEnds(
-            outgoing=Direction(memory.control, side, memory.control_on_device),
-            incoming=Direction(memory.control, 1 - side, memory.control_on_device),
-            mine=local,
-            theirs=remote,
-            outgoing_ring=memory.rings_on_device,
-            incoming_ring=memory.rings_on_device + ring_bytes,
-            ring_bytes=ring_bytes,
-            peer_has_gone=watch.peer_has_gone,
-            close=stack.pop_all().close,
-        )
+        together.take(lambda: _connect(prepared.forwarder, theirs), lambda _: {"connected": True})
+        ends = _make_ends(prepared, Control(connection), meeting, transport, stack)
     link = OrderedLink(
-        description, transport=transport, ends=ends, device=ordered, chunk_bytes=chunk_bytes
+        meeting.description, transport=transport, ends=ends, device=ordered, chunk_bytes=chunk_bytes
     )
+    visibility = _visibility(prepared.memory, options)
     link.remark = f"carried by the native forwarder, writes are made visible by {visibility}"
+    carried_by = zip(ports, prepared.hows, strict=True)
+    _log.info(
+        "%s: over %s by the native forwarder; a NIC's writes are visible by: %s",
+        *(meeting.description, ", ".join(f"{port} ({how})" for port, how in carried_by)),
+        visibility,
+    )
     return link
+
+
+def _make_forwarder(
+    library: CDLL,
+    memory: _Memory,
+    ports: list[Port],
+    meeting: Meeting,
+    options: VerbsOptions,
+    stack: ExitStack,
+) -> _Prepared:
+    forwarder = Forwarder(
+        library,
+        memory.for_nics,
+        side=_side(meeting),
+        stall_seconds=options.stall_within(meeting.description.timeout),
+    )
+    stack.callback(forwarder.close)
+    rails = [forwarder.add_rail(port) for port in ports]
+    endings, hows = [ending for ending, _ in rails], [how for _, how in rails]
+    return _Prepared(memory, forwarder, ports, endings, hows)
+
+
+def _make_ends(
+    prepared: _Prepared, control: Control, meeting: Meeting, transport: str, stack: ExitStack
+) -> OrderedEnds:
+    """The ends of the link, which take over all that is on the stack."""
+    memory, forwarder, side = prepared.memory, prepared.forwarder, _side(meeting)
+    description = meeting.description
+    remote = RemoteEnd(memory.control, 1 - side, forwarder.wake)
+    watch = Watch(
+        forwarder,
+        control,
+        ports=prepared.ports,
+        peer_state=remote,
+        name=f"{transport} {description.rank}-{description.peer}",
+        peer=description.peer,
+    )
+    stack.callback(watch.close)
+    local = LocalEnd(memory.control, side, watch.tell_fault)
+    stack.callback(_settle, forwarder, watch, local, remote)
+    ring_bytes = memory.for_nics.ring_bytes
+    return OrderedEnds(
+        outgoing=Direction(memory.control, side, memory.control_on_device),
+        incoming=Direction(memory.control, 1 - side, memory.control_on_device),
+        mine=local,
+        theirs=remote,
+        outgoing_ring=memory.rings_on_device,
+        incoming_ring=memory.rings_on_device + ring_bytes,
+        ring_bytes=ring_bytes,
+        peer_has_gone=watch.peer_has_gone,
+        close=stack.pop_all().close,
+    )
+
+
+def _side(meeting: Meeting) -> int:
+    return 0 if meeting.listens else 1
 
 
 def _visibility(memory: _Memory, options: VerbsOptions) -> str:

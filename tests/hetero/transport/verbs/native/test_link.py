@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import re
+import signal
 import threading
 import time
 from collections.abc import Callable
@@ -215,6 +217,14 @@ def test_an_idle_link_s_forwarders_never_wake(nics: LoopbackNics) -> None:
         time.sleep(0.5)
         assert _times_slept() == before
         assert len(before) == 2
+
+
+def test_a_forwarder_takes_no_signal_away_from_python(nics: LoopbackNics) -> None:
+    with joined(Setup(nics)):
+        for task in forwarder_threads():
+            (blocked,) = re.findall(r"SigBlk:\s*(\w+)", (task / "status").read_text())
+            assert int(blocked, 16) & (1 << (signal.SIGINT - 1))
+            assert int(blocked, 16) & (1 << (signal.SIGTERM - 1))
 
 
 def _times_slept() -> dict[str, int]:
