@@ -89,53 +89,73 @@ static struct nic *nic_named(const char *name)
 
 /* What tests ask. */
 
+static struct nic *lock_nic(const char *name)
+{
+    struct nic *nic = nic_named(name);
+
+    pthread_mutex_lock(&lock);
+    return nic;
+}
+
+static long unlock(long answer)
+{
+    pthread_mutex_unlock(&lock);
+    return answer;
+}
+
 void loopback_break(const char *name, int fault)
 {
-    nic_named(name)->fault = (enum fault)fault;
+    lock_nic(name)->fault = (enum fault)fault;
+    unlock(0);
 }
 
 void loopback_hold_writes(const char *name, bool holds)
 {
-    nic_named(name)->holds_writes = holds;
+    lock_nic(name)->holds_writes = holds;
+    unlock(0);
 }
 
 void loopback_break_reads(const char *name)
 {
-    nic_named(name)->cannot_read = true;
+    lock_nic(name)->cannot_read = true;
+    unlock(0);
 }
 
 void loopback_copy(const char *name, bool copies)
 {
-    nic_named(name)->copies = copies;
+    lock_nic(name)->copies = copies;
+    unlock(0);
 }
 
 void loopback_take_port_down(const char *name)
 {
-    struct nic *nic = nic_named(name);
+    struct nic *nic = lock_nic(name);
 
     nic->fault = SILENT;
     nic->is_down = true;
     eventfd_write(nic->async_fd, 1);
+    unlock(0);
 }
 
 void loopback_mend(const char *name)
 {
-    struct nic *nic = nic_named(name);
+    struct nic *nic = lock_nic(name);
 
     nic->fault = FINE;
     nic->is_down = nic->holds_writes = nic->cannot_read = false;
     nic->copies = true;
     nic->reads = nic->writes = 0;
+    unlock(0);
 }
 
 long loopback_reads(const char *name)
 {
-    return nic_named(name)->reads;
+    return unlock(lock_nic(name)->reads);
 }
 
 long loopback_writes(const char *name)
 {
-    return nic_named(name)->writes;
+    return unlock(lock_nic(name)->writes);
 }
 
 long loopback_open_objects(void)
@@ -172,10 +192,11 @@ static void finish(struct pair *pair, const struct ibv_send_wr *request, enum ib
                                                                .opcode = opcodes[request->opcode]});
 }
 
-static void write_held(struct nic *nic)
+static void end_held(struct nic *nic, bool are_written)
 {
     for (int index = 0; index < nic->held_count; index++) {
-        memcpy(nic->held[index].target, nic->held[index].bytes, nic->held[index].nbytes);
+        if (are_written)
+            memcpy(nic->held[index].target, nic->held[index].bytes, nic->held[index].nbytes);
         free(nic->held[index].bytes);
     }
     nic->held_count = 0;
@@ -243,7 +264,7 @@ static void carry(struct pair *pair, const struct ibv_send_wr *request)
         flush(pair);
     } else if (request->opcode == IBV_WR_RDMA_READ) {
         pair->nic->reads++;
-        write_held(pair->nic);
+        end_held(pair->nic, true);
         finish(pair, request, IBV_WC_SUCCESS);
     } else {
         deliver(peer, request);
@@ -345,6 +366,10 @@ struct ibv_context *ibv_open_device(struct ibv_device *device)
 
 int ibv_close_device(struct ibv_context *context)
 {
+    /* The memory that they were meant for is gone. */
+    pthread_mutex_lock(&lock);
+    end_held((struct nic *)context->device, false);
+    pthread_mutex_unlock(&lock);
     close(context->async_fd);
     return unmake(context);
 }

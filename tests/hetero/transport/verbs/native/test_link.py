@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import random
 import re
 import signal
 import threading
@@ -162,6 +163,42 @@ def test_what_landed_on_a_rail_that_cannot_read_it_back_comes_again(nics: Loopba
     strike = at(MESSAGES // 2, lambda: nics.break_reads("b0"))
     with joined(Setup(nics, read_back=True)) as links:
         assert stream(*links, before=strike) == MESSAGES
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_fault_of_any_kind_at_any_time_costs_no_byte(nics: LoopbackNics, seed: int) -> None:
+    """Both ways at once, with many sizes, over two rails of which one is lost on the way."""
+    chance = random.Random(seed)
+    read_back = chance.random() < 0.5
+    name = chance.choice("ab") + chance.choice("01")
+    strike, fault = chance.choice(
+        [
+            (nics.break_with, Fault.CUT),
+            (nics.break_with, Fault.SILENT),
+            (nics.take_port_down, None),
+            (nics.break_reads, None),
+        ]
+    )
+    when = chance.randrange(MESSAGES)
+    flights = []
+    if read_back:
+        nics.hold_writes(name)
+    chunk_bytes = chance.choice([512, 4096, CHUNK_BYTES])
+    with joined(Setup(nics, read_back=read_back, chunk_bytes=chunk_bytes)) as links:
+        for number in range(MESSAGES):
+            if number == when:
+                strike(*[argument for argument in (name, fault) if argument is not None])
+            for one, other in (links, links[::-1]):
+                sent = noise(chance.choice([0, 1, 511, 5000, 2 * RING_BYTES]), number)
+                target = torch.zeros_like(sent)
+                flights.append((one.send(sent), other.recv(target), sent, target))
+            while len(flights) > (6 if number < MESSAGES - 1 else 0):
+                sending, receiving, sent, target = flights.pop(0)
+                receiving.wait()
+                sending.wait()
+                for link in links:
+                    link.check()
+                assert torch.equal(sent, target)
 
 
 def test_a_peer_that_closes_is_an_error_at_whoever_waits_for_it(nics: LoopbackNics) -> None:
