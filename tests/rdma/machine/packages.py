@@ -1,4 +1,7 @@
-"""Gets Debian's own packages: what runs the emulated machine, and the kernel that it boots."""
+"""Gets Debian's own packages: what runs the emulated machine, and the kernel that it boots.
+
+python -m tests.rdma.machine.packages      installs the first alone, or says why it cannot
+"""
 
 from __future__ import annotations
 
@@ -128,3 +131,11 @@ def _os_release() -> dict[str, str]:
         return platform.freedesktop_os_release()
     except OSError:
         return {}
+
+
+if __name__ == "__main__":
+    try:
+        require_debian()
+        install()
+    except CannotRun as reason:
+        print(f"test-rdma: nothing was installed: {reason}")
