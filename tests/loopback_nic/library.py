@@ -59,6 +59,14 @@ class LoopbackNics:
         """What is written to a ring that may be read back is seen only after it has been read."""
         self.library.loopback_hold_writes(name.encode(), True)
 
+    def refuse_memory(self, name: str) -> None:
+        """It registers no memory by its address."""
+        self.library.loopback_refuse_memory(name.encode())
+
+    def know_dmabuf(self, descriptor: int, begins: int) -> None:
+        """Have it register a dma-buf that begins at this address; 0 to have it refused."""
+        self.library.loopback_know_dmabuf(descriptor, ctypes.c_uint64(begins))
+
     def break_reads(self, name: str) -> None:
         """It cannot read its own memory back."""
         self.library.loopback_break_reads(name.encode())

@@ -14,6 +14,8 @@
 #define PAIRS 4096
 #define COMPLETIONS 8192
 #define HELD 1024
+#define REGIONS 4096
+#define DESCRIPTORS 1024
 
 /* Numbers that tests use. CUT fails requests, SILENT never completes them. */
 enum fault { FINE, CUT, SILENT };
@@ -30,6 +32,7 @@ struct nic {
     bool holds_writes; /* rings that may be read back are written only when they have been read */
     bool copies;
     bool cannot_read;
+    bool registers; /* memory by its address */
     int async_fd;
     bool is_down;
     long reads;
@@ -64,6 +67,12 @@ struct pair {
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static struct nic nics[DEVICES];
 static struct pair pairs[PAIRS];
+/* By the region's number: what a NIC's address has to be raised by. A key is twice the number, and one
+ * more where the region may be read back. */
+static uint64_t raised_by[REGIONS];
+static uint32_t region_count;
+/* By its descriptor: where a dma-buf begins in memory. */
+static uint64_t dmabufs[DESCRIPTORS];
 static _Atomic long open_objects;
 static pthread_once_t once = PTHREAD_ONCE_INIT;
 
@@ -73,7 +82,7 @@ static void make_nics(void)
 
     for (int index = 0; index < DEVICES; index++) {
         strcpy(nics[index].device.name, names[index]);
-        nics[index].copies = true;
+        nics[index].copies = nics[index].registers = true;
         nics[index].async_fd = -1;
     }
 }
@@ -121,9 +130,22 @@ void loopback_break_reads(const char *name)
     unlock(0);
 }
 
+void loopback_refuse_memory(const char *name)
+{
+    lock_nic(name)->registers = false;
+    unlock(0);
+}
+
 void loopback_copy(const char *name, bool copies)
 {
     lock_nic(name)->copies = copies;
+    unlock(0);
+}
+
+void loopback_know_dmabuf(int descriptor, uint64_t begins)
+{
+    pthread_mutex_lock(&lock);
+    dmabufs[descriptor] = begins;
     unlock(0);
 }
 
@@ -143,7 +165,7 @@ void loopback_mend(const char *name)
 
     nic->fault = FINE;
     nic->is_down = nic->holds_writes = nic->cannot_read = false;
-    nic->copies = true;
+    nic->copies = nic->registers = true;
     nic->reads = nic->writes = 0;
     unlock(0);
 }
@@ -204,19 +226,20 @@ static void end_held(struct nic *nic, bool are_written)
 
 static void write_to(struct nic *nic, const struct ibv_send_wr *request)
 {
-    const struct ibv_sge *source = request->sg_list;
-    void *target = (void *)(uintptr_t)request->wr.rdma.remote_addr;
-    bool is_readable = request->wr.rdma.rkey & 1;
+    const struct ibv_sge *element = request->sg_list;
+    uint32_t key = request->wr.rdma.rkey;
+    void *target = (void *)(uintptr_t)(request->wr.rdma.remote_addr + raised_by[key / 2]);
 
     if (request->num_sge == 0)
         return;
-    if (nic->holds_writes && is_readable && nic->held_count < HELD) {
+    const void *source = (const void *)(uintptr_t)(element->addr + raised_by[element->lkey / 2]);
+    if (nic->holds_writes && key % 2 == 1 && nic->held_count < HELD) {
         struct held *held = &nic->held[nic->held_count++];
 
-        *held = (struct held){target, malloc(source->length), source->length};
-        memcpy(held->bytes, (const void *)(uintptr_t)source->addr, source->length);
-    } else if (nic->copies || source->length < 256) {
-        memcpy(target, (const void *)(uintptr_t)source->addr, source->length);
+        *held = (struct held){target, malloc(element->length), element->length};
+        memcpy(held->bytes, source, element->length);
+    } else if (nic->copies || element->length < 256) {
+        memcpy(target, source, element->length);
     }
 }
 
@@ -418,17 +441,30 @@ int ibv_dealloc_pd(struct ibv_pd *domain)
     return unmake(domain);
 }
 
+static struct ibv_mr *make_region(struct ibv_pd *domain, uint64_t raise_by, int access)
+{
+    struct ibv_mr *region = make(sizeof *region);
+    uint32_t number;
+
+    pthread_mutex_lock(&lock);
+    number = region_count++ % REGIONS;
+    raised_by[number] = raise_by;
+    pthread_mutex_unlock(&lock);
+    region->pd = domain;
+    region->rkey = region->lkey = 2 * number + (access & IBV_ACCESS_REMOTE_READ ? 1 : 0);
+    return region;
+}
+
 #undef ibv_reg_mr
 struct ibv_mr *ibv_reg_mr(struct ibv_pd *domain, void *address, size_t nbytes, int access)
 {
-    struct ibv_mr *region = make(sizeof *region);
-
+    (void)address;
     (void)nbytes;
-    region->pd = domain;
-    region->addr = address;
-    /* The lowest bit of a key tells that a region may be read back. */
-    region->rkey = region->lkey = access & IBV_ACCESS_REMOTE_READ ? 1 : 2;
-    return region;
+    if (!((struct nic *)domain->context->device)->registers) {
+        errno = ENOMEM;
+        return NULL;
+    }
+    return make_region(domain, 0, access);
 }
 
 struct ibv_mr *ibv_reg_mr_iova2(struct ibv_pd *domain, void *address, size_t nbytes, uint64_t iova,
@@ -441,14 +477,12 @@ struct ibv_mr *ibv_reg_mr_iova2(struct ibv_pd *domain, void *address, size_t nby
 struct ibv_mr *ibv_reg_dmabuf_mr(struct ibv_pd *domain, uint64_t offset, size_t nbytes,
                                  uint64_t iova, int descriptor, int access)
 {
-    (void)domain;
-    (void)offset;
     (void)nbytes;
-    (void)iova;
-    (void)descriptor;
-    (void)access;
-    errno = EOPNOTSUPP;
-    return NULL;
+    if (dmabufs[descriptor] == 0) {
+        errno = EOPNOTSUPP;
+        return NULL;
+    }
+    return make_region(domain, dmabufs[descriptor] + offset - iova, access);
 }
 
 int ibv_dereg_mr(struct ibv_mr *region)

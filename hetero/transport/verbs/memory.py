@@ -131,19 +131,23 @@ def register(
         return Registration(region, base=buffer.address, how="address")
     except verbs.error as error:
         failures.append(f"by address: {error}")
-    if buffer.driver is None:
-        remedy = "raise the locked-memory limit (ulimit -l) or make the ring smaller"
-    else:
-        remedy = (
-            "RDMA to a GPU needs dma-buf (Linux 5.12, the GPU vendor's open kernel driver and a "
-            "NIC driver that supports it) or the vendor's peer memory module (nvidia_peermem; for "
-            "AMD, amdgpu with ROCm's peer memory support): load one, or choose --hetero-transport "
-            "cpu-forward"
-        )
+    remedy = registration_remedy(of_gpu=buffer.driver is not None)
     kind = "host" if buffer.driver is None else "GPU"
     raise LinkError(
         f"{nic} refused to register {buffer.nbytes} bytes of {kind} memory "
         f"({'; '.join(failures)}); {remedy}"
+    )
+
+
+def registration_remedy(*, of_gpu: bool) -> str:
+    """What to do where a NIC refuses to register host memory or that of a GPU."""
+    if not of_gpu:
+        return "raise the locked-memory limit (ulimit -l) or make the ring smaller"
+    return (
+        "RDMA to a GPU needs dma-buf (Linux 5.12, the GPU vendor's open kernel driver and a "
+        "NIC driver that supports it) or the vendor's peer memory module (nvidia_peermem; for "
+        "AMD, amdgpu with ROCm's peer memory support): load one, or choose --hetero-transport "
+        "cpu-forward"
     )
 
 

@@ -22,6 +22,7 @@ from hetero.transport.ordered.ring import (
     doorbell_place,
 )
 from hetero.transport.verbs.devices import INFINIBAND, Port
+from hetero.transport.verbs.memory import registration_remedy
 from hetero.transport.verbs.native.structures import (
     GID_BYTES,
     TEXT_BYTES,
@@ -46,6 +47,8 @@ class RingMemory:
     control: int
     reads_back: bool
     """Whether a NIC has to read its writes back before they count as arrived."""
+    of_gpu: bool = False
+    """Whether the rings are a GPU's memory."""
     dmabuf: tuple[int, int] | None = None
     """Descriptor and offset of the rings' dma-buf."""
 
@@ -113,7 +116,10 @@ class Forwarder:
         )
         made, error = RailEnding(), create_string_buffer(TEXT_BYTES)
         if not self._library.forwarder_add_rail(self._handle, byref(request), byref(made), error):
-            raise LinkError(f"{port} cannot be used for RDMA: {_text(error)}")
+            raise LinkError(
+                f"{port} cannot be used for RDMA: {_text(error)}; see its state with `rdma link`, "
+                f"and {registration_remedy(of_gpu=memory.of_gpu)}"
+            )
         self._ports.append(port)
         self._loops.append((made.loop_pair, secrets.randbelow(_MAX_PSN)))
         ending = Ending(

@@ -233,6 +233,7 @@ def _make_memory(
         ring_bytes=ring_bytes,
         control=control.address,
         reads_back=options.read_back or driver.remote_writes_need_flush(index),
+        of_gpu=True,
         dmabuf=dmabuf,
     )
     return _Memory(control, control_on_device, address, for_nics)

@@ -9,12 +9,14 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import pytest
 import torch
 
+from hetero.errors import LinkError
 from hetero.transport.base import LinkDescription
 from hetero.transport.handshake import Meeting
 from hetero.transport.ordered.link import OrderedLink
-from hetero.transport.verbs.joining import VerbsOptions
+from hetero.transport.verbs.joining import HOST, VerbsOptions
 from hetero.transport.verbs.native.opening import open_native
 from tests.emulated_nic.library import emulated
 from tests.emulated_nic.world import two_rails
@@ -39,6 +41,7 @@ class Setup:
     ring_bytes: int = RING_BYTES
     chunk_bytes: int = CHUNK_BYTES
     read_back: bool = False
+    memory: str = HOST
     devices: tuple[EmulatedOrderedDevice, ...] = field(
         default_factory=lambda: (EmulatedOrderedDevice(), EmulatedOrderedDevice())
     )
@@ -68,7 +71,12 @@ class Setup:
             chunk_bytes=self.chunk_bytes,
             ordered=self.devices[rank],
             device=CPU,
-            options=VerbsOptions(nics=names, stall_seconds=STALL, read_back=self.read_back),
+            options=VerbsOptions(
+                memory=self.memory,
+                nics=names,
+                stall_seconds=STALL,
+                read_back=self.read_back,
+            ),
             verbs=emulated(two_rails(uuid.uuid4().hex)),
             library=self.nics.library,
         )
@@ -84,6 +92,19 @@ def joined(setup: Setup) -> Iterator[tuple[OrderedLink, OrderedLink]]:
             yield links[0], links[1]
         finally:
             list(pool.map(lambda link: link.close(), links))
+
+
+def attempted(setup: Setup) -> list[str]:
+    """The texts of both ends' errors; opening must fail at both."""
+    store = LocalStore()
+
+    def error_of(rank: int) -> str:
+        with pytest.raises(LinkError) as failure:
+            setup.open(store, rank)
+        return str(failure.value)
+
+    with ThreadPoolExecutor(2) as pool:
+        return list(pool.map(error_of, range(2)))
 
 
 def forwarder_threads() -> list[Path]:
