@@ -20,7 +20,7 @@ FOLDER = Path(__file__).parent
 _VERSION = 1
 _NOT_BUILT = (
     "the native forwarder is not built; install a C compiler and libibverbs' headers (Debian: gcc, "
-    "libc6-dev and libibverbs-dev) and install this project again"
+    "libc6-dev and libibverbs-dev) and install this project again (pip install -e .)"
 )
 _FUNCTIONS: dict[str, tuple[object, list[object]]] = {
     "forwarder_new": (c_void_p, [POINTER(Layout), c_char_p]),
