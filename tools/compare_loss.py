@@ -13,7 +13,7 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 if not __package__:  # Run as a script, where only tools/ itself would be importable.
@@ -96,7 +96,6 @@ def compare_files(args: argparse.Namespace) -> Outcome:
         raise UserError(f"--out {out} is a file; name a folder")
     if args.identical and args.criteria:
         raise UserError("--identical stands for --criteria identical; give one of the two")
-    _refuse_the_reference_itself(args)
     options = Options(
         criteria=_criteria(args),
         window=args.smooth,
@@ -111,16 +110,19 @@ def compare_files(args: argparse.Namespace) -> Outcome:
         last=args.to_iteration,
     )
     comparison = compare(aligned, options)
+    comparison = replace(comparison, notes=(*_same_file_notes(args), *comparison.notes))
     written = write_report(comparison, out)
     lines = [report_text(comparison), "", f"wrote {', '.join(map(str, written))}"]
     return Outcome("\n".join([*lines, _last_line(comparison)]), comparison.passed)
 
 
-def _refuse_the_reference_itself(args: argparse.Namespace) -> None:
-    """A run compared with itself would pass everything and show nothing."""
-    for path in (*args.candidates, *args.seeds):
-        if os.path.realpath(path) == os.path.realpath(args.reference):
-            raise UserError(f"{path} is the reference itself; name the file of another run")
+def _same_file_notes(args: argparse.Namespace) -> list[str]:
+    """A run compared with itself passes everything and shows nothing: say so."""
+    return [
+        f"THE SAME FILE: {path} is the reference itself; that it passes shows nothing."
+        for path in args.candidates
+        if os.path.realpath(path) == os.path.realpath(args.reference)
+    ]
 
 
 def _criteria(args: argparse.Namespace) -> tuple[Criterion, ...] | None:

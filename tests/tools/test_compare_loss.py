@@ -91,6 +91,13 @@ def test_bits_are_compared_on_request(run):
     assert run("seed1 again --criteria identical")[0] == 0
 
 
+def test_a_run_compared_with_itself_passes_and_is_said_to_show_nothing(run):
+    code, out, _ = run("seed1 seed1 --identical")
+    assert code == 0
+    assert "THE SAME FILE" in out
+    assert "THE SAME FILE" not in run("seed1 again --identical")[1]
+
+
 def test_a_pass_without_the_envelope_says_so_at_the_top_and_at_the_end(run):
     code, out, _ = run("seed1 right")
     assert code == 0
@@ -119,8 +126,6 @@ def test_the_first_steps_and_the_range_can_be_chosen(run):
         ("seed1 absent", "absent cannot be read (No such file or directory)"),
         ("seed1 {tool}", "line 1, is not JSON"),
         ("seed1 short", "give --to-iteration 200 to compare what both have"),
-        ("seed1 seed1", "is the reference itself; name the file of another run"),
-        ("seed1 right --seeds seed2 seed1", "is the reference itself"),
         ("seed1 right --from-iteration 301", "has no iteration from 301"),
         ("seed1 larger", "has a global batch of 16 at iteration 1 and"),
         ("seed1 right --seeds seed2", "needs 3 homogeneous runs"),
