@@ -115,8 +115,8 @@ static bool make_queues(struct rail *rail, char *error)
     if (code != 0)
         return fail(error, "the device cannot be asked for its limits (%s)", strerror(code));
     if (limits.max_qp_wr < RECEIVES)
-        return fail(error, "it takes %d requests at once and %d are needed", limits.max_qp_wr,
-                    RECEIVES);
+        return fail(error, "it takes %d requests at once and %d are needed, so name others with "
+                    "--hetero-nics", limits.max_qp_wr, RECEIVES);
     rail->channel = ibv_create_comp_channel(rail->context);
     if (rail->channel == NULL)
         return fail(error, "it makes no completion channel (%s)", strerror(errno));
