@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
 
 import numpy
@@ -291,7 +292,15 @@ def test_the_parsers_own_errors_are_one_sentence(capsys):
 def command(*flags: str) -> subprocess.Popen[str]:
     pipe = subprocess.PIPE
     line = [sys.executable, str(TOOL), *flags]
-    return subprocess.Popen(line, stdout=pipe, stderr=pipe, text=True, cwd="/")
+    return subprocess.Popen(
+        line,
+        stdout=pipe,
+        stderr=pipe,
+        text=True,
+        cwd="/",
+        # A shell that runs the tests in the background has them, and so this, ignore SIGINT.
+        preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
+    )
 
 
 def test_as_a_command_it_prints_nothing_but_its_own_lines(tmp_path, corpus, tokenizer):
