@@ -12,6 +12,7 @@ import hashlib
 import os
 import subprocess
 import tempfile
+from collections.abc import Callable
 from enum import IntEnum
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from tests.hip_on_cuda.library import COMPILER
 SOURCES = [*sorted(FOLDER.glob("*.c")), Path(__file__).with_name("loopback_verbs.c")]
 HEADERS = Path("/usr/include/infiniband/verbs.h")
 DEVICES = ("a0", "a1", "b0", "b1")
+_COPIER = ctypes.CFUNCTYPE(None, ctypes.c_uint64, ctypes.c_uint64, ctypes.c_uint64)
 
 
 class Fault(IntEnum):
@@ -45,6 +47,7 @@ class LoopbackNics:
 
     def __init__(self) -> None:
         self.library = load(_built())
+        self._copier: object = None
         for name in ("loopback_reads", "loopback_writes", "loopback_open_objects"):
             getattr(self.library, name).restype = ctypes.c_long
 
@@ -75,6 +78,16 @@ class LoopbackNics:
         """Have data count as arrived without being copied, to see what all else costs."""
         self.library.loopback_copy(name.encode(), False)
 
+    def copy_with(self, copy: Callable[[int, int, int], None] | None) -> None:
+        """Copy bytes by a function of target, source and number; None for the CPU's own way.
+
+        It is called on the forwarders' threads, and returns when the bytes are there.
+        """
+        made = None if copy is None else _COPIER(copy)
+        self.library.loopback_copy_with(made or ctypes.c_void_p())
+        # The library keeps its address alone.
+        self._copier = made
+
     def reads(self, name: str) -> int:
         return int(self.library.loopback_reads(name.encode()))
 
@@ -86,6 +99,7 @@ class LoopbackNics:
         return int(self.library.loopback_open_objects())
 
     def mend(self) -> None:
+        self.copy_with(None)
         for name in DEVICES:
             self.library.loopback_mend(name.encode())
 

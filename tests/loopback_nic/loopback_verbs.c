@@ -74,6 +74,8 @@ static uint32_t region_count;
 /* By its descriptor: where a dma-buf begins in memory. */
 static uint64_t dmabufs[DESCRIPTORS];
 static _Atomic long open_objects;
+/* How bytes are copied where a GPU's memory may be among them; NULL for the CPU's own way. */
+static void (*copier)(uint64_t target, uint64_t source, uint64_t nbytes);
 static pthread_once_t once = PTHREAD_ONCE_INIT;
 
 static void make_nics(void)
@@ -139,6 +141,13 @@ void loopback_refuse_memory(const char *name)
 void loopback_copy(const char *name, bool copies)
 {
     lock_nic(name)->copies = copies;
+    unlock(0);
+}
+
+void loopback_copy_with(void (*chosen)(uint64_t target, uint64_t source, uint64_t nbytes))
+{
+    pthread_mutex_lock(&lock);
+    copier = chosen;
     unlock(0);
 }
 
@@ -214,11 +223,19 @@ static void finish(struct pair *pair, const struct ibv_send_wr *request, enum ib
                                                                .opcode = opcodes[request->opcode]});
 }
 
+static void copy(void *target, const void *source, size_t nbytes)
+{
+    if (copier != NULL)
+        copier((uintptr_t)target, (uintptr_t)source, nbytes);
+    else
+        memcpy(target, source, nbytes);
+}
+
 static void end_held(struct nic *nic, bool are_written)
 {
     for (int index = 0; index < nic->held_count; index++) {
         if (are_written)
-            memcpy(nic->held[index].target, nic->held[index].bytes, nic->held[index].nbytes);
+            copy(nic->held[index].target, nic->held[index].bytes, nic->held[index].nbytes);
         free(nic->held[index].bytes);
     }
     nic->held_count = 0;
@@ -237,9 +254,9 @@ static void write_to(struct nic *nic, const struct ibv_send_wr *request)
         struct held *held = &nic->held[nic->held_count++];
 
         *held = (struct held){target, malloc(element->length), element->length};
-        memcpy(held->bytes, source, element->length);
+        copy(held->bytes, source, element->length);
     } else if (nic->copies || element->length < 256) {
-        memcpy(target, source, element->length);
+        copy(target, source, element->length);
     }
 }
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from hetero.device.ordered import OrderedDevice
 from hetero.errors import LinkError
 from hetero.transport.base import LinkDescription
 from hetero.transport.handshake import Meeting
@@ -42,9 +43,10 @@ class Setup:
     chunk_bytes: int = CHUNK_BYTES
     read_back: bool = False
     memory: str = HOST
-    devices: tuple[EmulatedOrderedDevice, ...] = field(
+    devices: tuple[OrderedDevice, ...] = field(
         default_factory=lambda: (EmulatedOrderedDevice(), EmulatedOrderedDevice())
     )
+    tensors_on: tuple[torch.device, ...] = (CPU, CPU)
 
     def open(self, store: LocalStore, rank: int) -> OrderedLink:
         description = LinkDescription(
@@ -70,7 +72,7 @@ class Setup:
             ring_bytes=self.ring_bytes,
             chunk_bytes=self.chunk_bytes,
             ordered=self.devices[rank],
-            device=CPU,
+            device=self.tensors_on[rank],
             options=VerbsOptions(
                 memory=self.memory,
                 nics=names,

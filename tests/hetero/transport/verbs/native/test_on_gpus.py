@@ -1,0 +1,94 @@
+"""The native forwarder between two GPUs' own memory and streams, over NICs that are copies.
+
+*Emulated* NICs, both ends in one process: what is real is the GPUs' part, their streams that wait
+for words and write them, their rings, and the order of all that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from hetero.device.driver import driver_for
+from hetero.device.ordered import GpuOrderedDevice
+from hetero.transport.ordered.link import OrderedLink
+from hetero.transport.verbs.joining import DEVICE, HOST
+from tests.hetero.transport.verbs.native.joined import Setup, joined
+from tests.loopback_nic.library import Fault, LoopbackNics
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
+]
+
+RING_BYTES = 4 << 20
+CHUNK_BYTES = 1 << 20
+SIZES = (0, 1, 4099, CHUNK_BYTES, 3 * CHUNK_BYTES + 5, 5 * RING_BYTES)
+MESSAGES = 12
+
+
+@pytest.fixture
+def gpu_nics(nics: LoopbackNics) -> Iterator[LoopbackNics]:
+    """NICs that reach the memory of both GPUs, by a stream that waits for nothing else."""
+    device = torch.device("cuda", 0)
+    driver, stream = driver_for(device), torch.cuda.Stream(device)
+
+    def copy(target: int, source: int, nbytes: int) -> None:
+        with driver.on_device(0):
+            driver.copy(target, source, nbytes, stream.cuda_stream)
+            stream.synchronize()
+
+    nics.copy_with(copy)
+    yield nics
+    nics.copy_with(None)
+
+
+def setup(nics: LoopbackNics, *, memory: str, read_back: bool) -> Setup:
+    gpus = (torch.device("cuda", 0), torch.device("cuda", 1))
+    return Setup(
+        nics,
+        memory=memory,
+        read_back=read_back,
+        ring_bytes=RING_BYTES,
+        chunk_bytes=CHUNK_BYTES,
+        devices=tuple(GpuOrderedDevice(gpu) for gpu in gpus),
+        tensors_on=gpus,
+    )
+
+
+def cross(sender: OrderedLink, receiver: OrderedLink, *, nbytes: int, source: int) -> bool:
+    """Send from one GPU what a kernel has just made; whether the other GPU has the same."""
+    values = torch.arange(nbytes, device=f"cuda:{source}")
+    with torch.cuda.device(source):
+        sending = sender.send((values * 7 % 251).to(torch.uint8))
+    with torch.cuda.device(1 - source):
+        target = torch.zeros(nbytes, dtype=torch.uint8, device=f"cuda:{1 - source}")
+        receiving = receiver.recv(target)
+        receiving.wait()
+        expected = (torch.arange(nbytes, device=target.device) * 7 % 251).to(torch.uint8)
+        same = torch.equal(target, expected)
+    with torch.cuda.device(source):
+        sending.wait()
+        torch.cuda.synchronize()
+    sender.check()
+    receiver.check()
+    return same
+
+
+@pytest.mark.parametrize("memory", [DEVICE, HOST])
+@pytest.mark.parametrize("read_back", [False, True], ids=["in-order", "read-back"])
+def test_every_byte_crosses_both_ways(gpu_nics: LoopbackNics, memory: str, read_back: bool) -> None:
+    with joined(setup(gpu_nics, memory=memory, read_back=read_back)) as (one, other):
+        for nbytes in SIZES:
+            assert cross(one, other, nbytes=nbytes, source=0), nbytes
+            assert cross(other, one, nbytes=nbytes, source=1), nbytes
+
+
+def test_a_lost_rail_costs_no_byte(gpu_nics: LoopbackNics) -> None:
+    with joined(setup(gpu_nics, memory=DEVICE, read_back=True)) as (one, other):
+        for number in range(MESSAGES):
+            if number == MESSAGES // 3:
+                gpu_nics.break_with("b0", Fault.CUT)
+            assert cross(one, other, nbytes=3 * CHUNK_BYTES + 1, source=0), number
