@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from hetero.transport.verbs.devices import INFINIBAND, Port
+from hetero.transport.verbs.devices import Port
 from hetero.transport.verbs.library import Verbs
 
 # 4.096 us * 2**14 before a packet is sent again; 7 tries would mean for ever.
@@ -50,14 +50,13 @@ def connect_pair(
     attributes.max_rd_atomic = attributes.max_dest_rd_atomic = _READS_AT_ONCE
     attributes.min_rnr_timer, attributes.rnr_retry = _NOT_READY_TIMER, _NOT_READY_TRIES
     attributes.timeout, attributes.retry_cnt = _ACK_TIMEOUT, _TRIES
-    within_subnet = here.port.kind == INFINIBAND and here.port.network == there.port.network
     route = verbs.GlobalRoute(
         dgid=verbs.GID(there.port.gid), sgid_index=here.port.gid_index, hop_limit=_HOPS
     )
     attributes.ah_attr = verbs.AHAttr(
         dlid=there.port.lid,
         port_num=here.port.number,
-        is_global=0 if within_subnet else 1,
+        is_global=int(here.port.needs_route_to(there.port)),
         gr=route,
     )
     pair.to_rts(attributes)

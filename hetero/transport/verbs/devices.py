@@ -48,6 +48,10 @@ class Port:
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
 
+    def needs_route_to(self, other: Port) -> bool:
+        """Whether packets to it carry a global route; within one InfiniBand subnet they do not."""
+        return self.kind != INFINIBAND or self.network != other.network
+
 
 def choose_devices(
     gpu: PciDevice | None, named: Sequence[str] = (), *, sys_root: Path = SYS

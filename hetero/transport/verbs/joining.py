@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -11,6 +11,7 @@ import torch
 
 from hetero.device.driver import driver_for
 from hetero.device.topology import pci_device
+from hetero.errors import LinkError
 from hetero.transport.handshake import (
     Meeting,
     accept,
@@ -88,7 +89,33 @@ def meet(meeting: Meeting, address: str) -> socket.socket:
         return accept(listener, meeting)[0]
 
 
-def look_around(
+def agree_on_ports(
+    together: Together,
+    meeting: Meeting,
+    options: VerbsOptions,
+    *,
+    device: torch.device,
+    verbs: Verbs | None,
+) -> tuple[Verbs, list[Port]]:
+    """pyverbs, or what stands in for it, and this side's port of every rail, in one order."""
+    (library, ours), told = together.take(
+        lambda: _look_around(verbs, options, device),
+        lambda found: {"ports": [port.as_dict() for port in found[1]]},
+    )
+    return library, _pair_up(meeting, ours, [Port(**port) for port in told["ports"]])
+
+
+def require_room(ports: Sequence[Port], nbytes: int) -> None:
+    """Raises LinkError where a port carries no chunk of so many bytes."""
+    for port in ports:
+        if nbytes > port.max_message:
+            raise LinkError(
+                f"{port} carries messages of {port.max_message} bytes at most and a chunk has "
+                f"{nbytes}; choose smaller chunks"
+            )
+
+
+def _look_around(
     verbs: Verbs | None, options: VerbsOptions, device: torch.device
 ) -> tuple[Verbs, list[Port]]:
     """pyverbs, and this side's ports that can be used. Only now, so that the peer hears why not."""
@@ -99,7 +126,7 @@ def look_around(
     return library, find_ports(library, choose_devices(gpu, options.nics))
 
 
-def pair_up(meeting: Meeting, ours: list[Port], theirs: list[Port]) -> list[Port]:
+def _pair_up(meeting: Meeting, ours: list[Port], theirs: list[Port]) -> list[Port]:
     """This side's port of every rail, in one order on both sides."""
     if meeting.listens:
         chosen = [ours[mine] for mine, _ in pair_ports(ours, theirs)]

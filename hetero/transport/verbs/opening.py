@@ -17,7 +17,14 @@ from hetero.transport.verbs.channel import Channel
 from hetero.transport.verbs.control import Control
 from hetero.transport.verbs.devices import Port
 from hetero.transport.verbs.ends import VerbsEnds, VerbsRecvEnd, VerbsSendEnd
-from hetero.transport.verbs.joining import HOST, Together, VerbsOptions, look_around, meet, pair_up
+from hetero.transport.verbs.joining import (
+    HOST,
+    Together,
+    VerbsOptions,
+    agree_on_ports,
+    meet,
+    require_room,
+)
 from hetero.transport.verbs.library import Verbs
 from hetero.transport.verbs.memory import DeviceMemory, device_buffer, host_buffer
 from hetero.transport.verbs.rail import Ending, Rail
@@ -50,11 +57,7 @@ def open_verbs(
             {"protocol": PROTOCOL_VERSION, "slots": shape.slots, "slot_bytes": shape.slot_bytes},
         )
         together = Together(connection, meeting)
-        (library, ours), told = together.take(
-            lambda: look_around(verbs, options, device),
-            lambda found: {"ports": [port.as_dict() for port in found[1]]},
-        )
-        ports = pair_up(meeting, ours, [Port(**port) for port in told["ports"]])
+        library, ports = agree_on_ports(together, meeting, options, device=device, verbs=verbs)
 
         def prepare() -> tuple[Rings, list[Rail]]:
             rings = _make_rings(shape, runtime, device, options, driver, stack)
@@ -113,13 +116,9 @@ def _make_rings(
 
 def _make_rails(verbs: Verbs, ports: list[Port], rings: Rings, stack: ExitStack) -> list[Rail]:
     shape = rings.shape
+    require_room(ports, shape.slot_bytes)
     rails = []
     for index, port in enumerate(ports):
-        if shape.slot_bytes > port.max_message:
-            raise LinkError(
-                f"{port} carries messages of {port.max_message} bytes at most and a chunk has "
-                f"{shape.slot_bytes}; choose smaller chunks"
-            )
         rail = Rail(
             verbs,
             port,

@@ -21,7 +21,7 @@ from hetero.transport.ordered.ring import (
     DirectionPlaces,
     doorbell_place,
 )
-from hetero.transport.verbs.devices import INFINIBAND, Port
+from hetero.transport.verbs.devices import Port
 from hetero.transport.verbs.memory import registration_remedy
 from hetero.transport.verbs.native.structures import (
     GID_BYTES,
@@ -241,7 +241,6 @@ def _layout(memory: RingMemory, side: int, stall_seconds: float) -> Layout:
 
 
 def _route(here: Port, there: Port, *, pair: int, psn: int) -> RailRoute:
-    within_subnet = here.kind == INFINIBAND and here.network == there.network
     return RailRoute(
         pair=pair,
         psn=psn,
@@ -249,7 +248,7 @@ def _route(here: Port, there: Port, *, pair: int, psn: int) -> RailRoute:
         lid=there.lid,
         gid=(ctypes.c_uint8 * GID_BYTES)(*ipaddress.IPv6Address(there.gid).packed),
         gid_index=here.gid_index,
-        is_global=not within_subnet,
+        is_global=here.needs_route_to(there),
     )
 
 

@@ -22,7 +22,14 @@ from hetero.transport.ordered.transfer import OrderedEnds
 from hetero.transport.same_host import SharedMemory, make_memory
 from hetero.transport.verbs.control import Control
 from hetero.transport.verbs.devices import Port
-from hetero.transport.verbs.joining import HOST, Together, VerbsOptions, look_around, meet, pair_up
+from hetero.transport.verbs.joining import (
+    HOST,
+    Together,
+    VerbsOptions,
+    agree_on_ports,
+    meet,
+    require_room,
+)
 from hetero.transport.verbs.library import Verbs
 from hetero.transport.verbs.memory import index_of
 from hetero.transport.verbs.native.ends import LocalEnd, RemoteEnd
@@ -91,14 +98,10 @@ def open_native(
         }
         compare(connection, meeting, agreed)
         together = Together(connection, meeting)
-        (_, ours), told = together.take(
-            lambda: look_around(verbs, options, device),
-            lambda found: {"ports": [port.as_dict() for port in found[1]]},
-        )
-        ports = pair_up(meeting, ours, [Port(**port) for port in told["ports"]])
+        _, ports = agree_on_ports(together, meeting, options, device=device, verbs=verbs)
 
         def prepare() -> _Prepared:
-            _require_room(ports, min(chunk_bytes, ring_bytes // 2))
+            require_room(ports, min(chunk_bytes, ring_bytes // 2))
             memory = _make_memory(ring_bytes, ordered, device, options, stack)
             return _make_forwarder(library or load(), memory, ports, meeting, options, stack)
 
@@ -181,15 +184,6 @@ def _visibility(memory: _Memory, options: VerbsOptions) -> str:
     if memory.for_nics.reads_back:
         return "a read-back over the NIC"
     return "host memory" if options.memory == HOST else "the GPU itself"
-
-
-def _require_room(ports: list[Port], nbytes: int) -> None:
-    for port in ports:
-        if nbytes > port.max_message:
-            raise LinkError(
-                f"{port} carries messages of {port.max_message} bytes at most and a chunk has "
-                f"{nbytes}; choose smaller chunks"
-            )
 
 
 def _connect(forwarder: Forwarder, endings: list[Ending]) -> None:
