@@ -12,7 +12,7 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
-from hetero.errors import HeteroError, UserError
+from hetero.errors import HeteroError, UserError, print_error
 
 
 class Parser(argparse.ArgumentParser):
@@ -62,7 +62,7 @@ def _about_file(error: OSError) -> str:
 
 
 def _fail(sentence: str, code: int) -> int:
-    print(f"error: {sentence}", file=sys.stderr)
+    print_error(sentence)
     return code
 
 

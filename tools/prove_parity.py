@@ -23,10 +23,9 @@ from pathlib import Path
 if not __package__:  # Run as a script, where only tools/ itself would be importable.
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from hetero.errors import UserError, print_error
+from hetero.errors import HeteroError, print_error
 from megatron.training.arguments import parse_args
 from tools.command_line import Parser, make_results_folder
-from tools.launching.processes import StepFailure
 from tools.runs import SIMULATED, Launch, homogeneous_flags, mixed_flags, run_to_end
 
 HOMOGENEOUS = "homogeneous"
@@ -171,10 +170,7 @@ def parse_options(argv: Sequence[str] | None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     try:
         comparisons = prove(parse_options(argv))
-    except StepFailure as error:
-        print_error(str(error))
-        return 1
-    except UserError as error:
+    except HeteroError as error:
         print_error(str(error))
         return error.exit_code
     same = all(c.losses_identical and c.weights_identical for c in comparisons)

@@ -25,7 +25,7 @@ if not __package__:  # Run as a script, where only this folder would be importab
 
 from examples.quickstart import outcome, steps
 from examples.quickstart.source_text import SourceText, builtin_text, read_text
-from hetero.errors import HeteroError, UserError
+from hetero.errors import HeteroError, UserError, print_error
 from hetero.observe.comparison import Comparison, RunRecord
 from hetero.observe.report import write_html, write_json
 from tools.launching.processes import ending_on_signals, run_step
@@ -71,7 +71,7 @@ def _positive(text: str) -> int:
 
 
 def _fail(message: str, code: int) -> int:
-    print(f"error: {message}", file=sys.stderr)
+    print_error(message)
     return code
 
 

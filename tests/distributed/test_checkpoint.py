@@ -17,8 +17,8 @@ from tests.distributed.harness import (
     TINY_LLAMA,
     train,
 )
+from tools.runs import SIMULATED
 
-PLAYED = {"HETERO_VENDOR": "plan"}
 HETERO = "--hetero-pipeline --hetero-vendors amd nvidia --hetero-pipeline-sizes 1 1"
 UNTIED = "--untie-embeddings-and-output-weights"
 DROPOUT = "--hidden-dropout 0.1 --attention-dropout 0.1"
@@ -40,7 +40,7 @@ class Run:
 
     @property
     def environ(self) -> dict[str, str] | None:
-        return PLAYED if "--hetero-pipeline" in self.flags else None
+        return SIMULATED if "--hetero-pipeline" in self.flags else None
 
 
 RESUMES = [
@@ -155,7 +155,7 @@ def test_a_run_goes_on_under_other_layouts(corpus, tmp_path: Path) -> None:
             ],
             2,
             tmp_path / "two",
-            environ=PLAYED,
+            environ=SIMULATED,
         ),
         train([*flags, *kept], 1, tmp_path / "three"),
     ]

@@ -25,8 +25,8 @@ from tests.distributed.harness import (
     train,
     wait_for,
 )
+from tools.runs import SIMULATED
 
-PLAYED = {"HETERO_VENDOR": "plan"}
 HETERO = "--hetero-pipeline --hetero-vendors amd nvidia --hetero-pipeline-sizes 1 1"
 slow = pytest.mark.slow
 
@@ -67,7 +67,7 @@ def test_a_checkpoint_of_another_model_is_refused_before_training(corpus, tmp_pa
     flags = [*TINY_LLAMA, *corpus.flags]
     assert launch([*flags, "--train-iters", "2", "--save", str(folder)], 1)[0].code == 0
     other = [*flags, *HETERO.split(), "--load", str(folder), "--ffn-hidden-size", "96"]
-    outcomes = launch(other, 2, environ=PLAYED)
+    outcomes = launch(other, 2, environ=SIMULATED)
     assert [outcome.code for outcome in outcomes] == [2, 2]
     spoken = "".join(outcome.stderr for outcome in outcomes)
     assert spoken.count("error:") == 1

@@ -36,17 +36,15 @@ class Judgement:
     @property
     def passed(self) -> bool:
         """Whether the mixed runs are right. The reference once more is not judged."""
-        names = [verdict.candidate.name for verdict in self._verdicts]
-        judged = [self.passes(name) for name in names if name not in self.repeats]
+        judged = [self.passes(v) for v in self._verdicts if v.candidate.name not in self.repeats]
         return bool(judged) and all(judged) and not self.problems
 
-    def passes(self, name: str) -> bool:
-        """Whether the run of this name, which was compared, meets all that decides."""
-        verdict = next(v for v in self._verdicts if v.candidate.name == name)
+    def passes(self, verdict: Verdict) -> bool:
+        """Whether a run that was compared meets all that decides."""
         failed = {f.criterion for f in verdict.findings if f.passed is False}
         if self.noise is not None and _finding(verdict, ENVELOPE).passed:
             failed.discard(FIXED_BOUND)
-        return not failed and self.same_weights.get(name) is not False
+        return not failed and self.same_weights.get(verdict.candidate.name) is not False
 
     @property
     def noise(self) -> Finding | None:

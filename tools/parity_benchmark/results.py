@@ -141,7 +141,7 @@ def _row(run: Run, outcome: Outcome, judgement: Judgement) -> tuple[str, ...]:
     same_weights = judgement.same_weights.get(run.name)
     if same_weights is not None:
         words.append(f"weights {'identical' if same_weights else 'DIFFER'}")
-    passed = "pass" if judgement.passes(run.name) else "FAIL"
+    passed = "pass" if judgement.passes(verdict) else "FAIL"
     return (*shown, ", ".join(words), "not judged" if run.is_again else passed)
 
 

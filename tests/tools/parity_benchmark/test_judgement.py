@@ -98,8 +98,11 @@ def test_without_an_envelope_the_bound_decides_however_noisy_the_runs_are(tmp_pa
     seed = Run(FAST, "homogeneous", 3)
     good[seed] = failed(good[seed], "no memory")
     judgement = judge(FAST, good)
-    assert not judgement.passes(DIRECT[FAST].name)
-    assert judgement.passes(FORWARD[FAST].name)
+    direct, forward = judgement.verdict(DIRECT[FAST]), judgement.verdict(FORWARD[FAST])
+    assert direct is not None
+    assert forward is not None
+    assert not judgement.passes(direct)
+    assert judgement.passes(forward)
 
 
 def test_other_weights_fail_though_every_loss_is_the_same(tmp_path: Path) -> None:
