@@ -16,24 +16,9 @@ import time
 from collections.abc import Callable
 
 from hetero.device.base import Mark, Reached
-from hetero.device.ordered import OrderedDevice, OrderedStream
+from hetero.device.ordered import CurrentStream, OrderedDevice, OrderedStream
 
 _POLL_SECONDS = 50e-6
-
-
-class _EmulatedMark(Mark):
-    def __init__(self) -> None:
-        self.event = threading.Event()
-
-    def reached(self) -> bool:
-        return self.event.is_set()
-
-    def synchronize(self) -> None:
-        self.event.wait()
-
-    def order_current_stream(self) -> None:
-        # The caller's "stream" is its own thread.
-        self.event.wait()
 
 
 class _EmulatedStream(OrderedStream):
@@ -54,12 +39,7 @@ class _EmulatedStream(OrderedStream):
         self._work.put(mark.synchronize)
 
     def wait_value(self, word: int, value: int, *, aside: bool = False) -> None:
-        def wait() -> None:
-            here = ctypes.c_uint32.from_address(word)
-            while ((here.value - value + 0x80000000) & 0xFFFFFFFF) < 0x80000000:
-                time.sleep(_POLL_SECONDS)
-
-        self._work.put(wait)
+        self._work.put(lambda: _wait_value(word, value))
 
     def write_value(self, word: int, value: int, *, aside: bool = False) -> None:
         def write() -> None:
@@ -70,13 +50,10 @@ class _EmulatedStream(OrderedStream):
     def copy(self, target: int, source: int, nbytes: int) -> None:
         self._work.put(lambda: ctypes.memmove(target, source, nbytes) and None)
 
-    def mark(self) -> Mark:
-        mark = _EmulatedMark()
-        self._work.put(mark.event.set)
-        return mark
-
-    def synchronize(self) -> None:
-        self.mark().synchronize()
+    def rests_within(self, seconds: float) -> bool:
+        reached = threading.Event()
+        self._work.put(reached.set)
+        return reached.wait(seconds)
 
     def _run(self) -> None:
         while True:
@@ -87,6 +64,28 @@ class _EmulatedStream(OrderedStream):
 
     def _end(self) -> None:
         """Ends the thread when it is met."""
+
+
+def _wait_value(word: int, value: int) -> None:
+    here = ctypes.c_uint32.from_address(word)
+    while ((here.value - value + 0x80000000) & 0xFFFFFFFF) < 0x80000000:
+        time.sleep(_POLL_SECONDS)
+
+
+class _CallersThread(CurrentStream):
+    """A thread of a CPU is its own stream: what it enqueues is done at once."""
+
+    def __init__(self) -> None:
+        self.key = threading.get_ident()
+
+    def wait_value(self, word: int, value: int) -> None:
+        _wait_value(word, value)
+
+    def copy_and_write(
+        self, target: int, source: int, nbytes: int, *, word: int, value: int
+    ) -> None:
+        ctypes.memmove(target, source, nbytes)
+        ctypes.c_uint32.from_address(word).value = value
 
 
 class EmulatedOrderedDevice(OrderedDevice):
@@ -105,8 +104,14 @@ class EmulatedOrderedDevice(OrderedDevice):
         self._streams.append(stream)
         return stream
 
+    def current_stream(self) -> CurrentStream:
+        return _CallersThread()
+
     def mark(self) -> Mark:
         return Reached()
+
+    def rests_within(self, seconds: float) -> bool:
+        return all(stream.rests_within(seconds) for stream in self._streams)
 
     def register(self, address: int, nbytes: int) -> int:
         return address

@@ -7,17 +7,21 @@ word when a copy has ended, the other's stream waits for the word before it copi
 from __future__ import annotations
 
 import os
+import time
 from abc import ABC, abstractmethod
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
 from hetero.device.base import Mark, Reached
 from hetero.device.driver import driver_for
-from hetero.device.driver_base import GpuDriver
+from hetero.device.driver_base import GpuDriver, SmallCopies
 from hetero.device.gpu import EventMark
 from hetero.device.probe import probe_stream_values
 
 _IDLE = Reached()
+_POLL_SECONDS = 200e-6
+_NOTHING: AbstractContextManager[None] = nullcontext()
 
 
 class OrderedStream(ABC):
@@ -48,13 +52,25 @@ class OrderedStream(ABC):
     def copy(self, target: int, source: int, nbytes: int) -> None:
         """Copy bytes, from device or registered host memory to either."""
 
-    @abstractmethod
-    def mark(self) -> Mark:
-        """The end of the copies that were enqueued so far."""
+
+class CurrentStream(ABC):
+    """The stream in which a thread enqueues its own work. Nothing here blocks the thread.
+
+    One of a device belongs to one link, which uses it from one thread at a time.
+    """
+
+    key: int
+    """Tells it from the device's other streams."""
 
     @abstractmethod
-    def synchronize(self) -> None:
-        """Block until everything that was enqueued has ended."""
+    def wait_value(self, word: int, value: int) -> None:
+        """As `OrderedStream.wait_value`."""
+
+    @abstractmethod
+    def copy_and_write(
+        self, target: int, source: int, nbytes: int, *, word: int, value: int
+    ) -> None:
+        """Copy a few bytes, and write the word once they and everything before are in place."""
 
 
 class OrderedDevice(ABC):
@@ -69,8 +85,19 @@ class OrderedDevice(ABC):
         """A new stream."""
 
     @abstractmethod
+    def current_stream(self) -> CurrentStream:
+        """The calling thread's own stream."""
+
+    @abstractmethod
     def mark(self) -> Mark:
         """The end of what the caller has enqueued on its current stream so far."""
+
+    @abstractmethod
+    def rests_within(self, seconds: float) -> bool:
+        """Wait until all work has ended in the streams given out, callers' own among them.
+
+        False if it has not by then: what it uses must not be given back.
+        """
 
     @abstractmethod
     def register(self, address: int, nbytes: int) -> int:
@@ -111,9 +138,10 @@ class _GpuStream(OrderedStream):
         self._aside = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") != "1"
         self._waits = torch.cuda.Stream(device, priority=-1) if self._aside else self._copies
         self._writes = torch.cuda.Stream(device, priority=-1) if self._aside else self._copies
-        self._device = device
         self._driver = driver
         self._handle: int = self._copies.cuda_stream
+        self._joint = torch.cuda.Event()
+        """Recorded and waited for at once, so one is enough."""
         self._writes_lag = False
         """Whether the last write was made aside, so that one of the copies' must follow it."""
 
@@ -126,34 +154,59 @@ class _GpuStream(OrderedStream):
             self._driver.stream_wait_value(self._handle, word, value)
             return
         self._driver.stream_wait_value(self._waits.cuda_stream, word, value)
-        self._copies.wait_event(_event(self._waits))
+        self._join(self._waits, self._copies)
 
     def write_value(self, word: int, value: int, *, aside: bool = False) -> None:
         if aside and self._aside:
-            self._writes.wait_event(_event(self._copies))
+            self._join(self._copies, self._writes)
             self._driver.stream_write_value(self._writes.cuda_stream, word, value)
             self._writes_lag = True
             return
         if self._writes_lag:
-            self._copies.wait_event(_event(self._writes))
+            self._join(self._writes, self._copies)
             self._writes_lag = False
         self._driver.stream_write_value(self._handle, word, value)
 
     def copy(self, target: int, source: int, nbytes: int) -> None:
         self._driver.copy(target, source, nbytes, self._handle)
 
-    def mark(self) -> Mark:
-        return EventMark(_event(self._copies), self._device)
+    def is_idle(self) -> bool:
+        return all(stream.query() for stream in (self._waits, self._copies, self._writes))
 
-    def synchronize(self) -> None:
-        for stream in (self._waits, self._copies, self._writes):
-            stream.synchronize()
+    def _join(self, first: torch.cuda.Stream, then: torch.cuda.Stream) -> None:
+        self._joint.record(first)
+        then.wait_event(self._joint)
 
 
-def _event(stream: torch.cuda.Stream) -> torch.cuda.Event:
-    event = torch.cuda.Event()
-    event.record(stream)
-    return event
+class _GpuCurrentStream(CurrentStream):
+    def __init__(
+        self, stream: torch.cuda.Stream, driver: GpuDriver, small_copies: SmallCopies
+    ) -> None:
+        self.key = stream.cuda_stream
+        self.stream = stream
+        self._driver, self._small_copies = driver, small_copies
+        self._index = stream.device_index
+
+    def is_idle(self) -> bool:
+        return self.stream.query()
+
+    def wait_value(self, word: int, value: int) -> None:
+        with self._own_device():
+            self._driver.stream_wait_value(self.key, word, value)
+
+    def copy_and_write(
+        self, target: int, source: int, nbytes: int, *, word: int, value: int
+    ) -> None:
+        with self._own_device():
+            self._small_copies.copy_and_write(
+                self.key, target=target, source=source, nbytes=nbytes, word=word, value=value
+            )
+
+    def _own_device(self) -> AbstractContextManager[None]:
+        """The driver takes a device's default stream for that of whichever is current."""
+        if torch.cuda.current_device() == self._index:
+            return _NOTHING
+        return self._driver.on_device(self._index)
 
 
 class GpuOrderedDevice(OrderedDevice):
@@ -163,6 +216,9 @@ class GpuOrderedDevice(OrderedDevice):
         self._device = device
         self._driver = driver or driver_for(device)
         self.index = torch.cuda.current_device() if device.index is None else device.index
+        self._small_copies = self._driver.small_copies(self.index)
+        self._streams: list[_GpuStream] = []
+        self._current: dict[int, _GpuCurrentStream] = {}
 
     def why_unordered(self) -> str | None:
         """Why this device's streams cannot wait on words of host memory; tried if in doubt."""
@@ -178,14 +234,45 @@ class GpuOrderedDevice(OrderedDevice):
         torch.cuda.set_device(self._device)
 
     def stream(self) -> OrderedStream:
-        return _GpuStream(self._device, self._driver)
+        stream = _GpuStream(self._device, self._driver)
+        self._streams.append(stream)
+        return stream
+
+    def current_stream(self) -> CurrentStream:
+        return self._here()
 
     def mark(self) -> Mark:
-        stream = torch.cuda.current_stream(self._device)
+        stream = self._here().stream
         if stream.query():
             # Nothing to wait for, and an event costs its microseconds on both sides.
             return _IDLE
-        return EventMark(_event(stream), self._device)
+        event = torch.cuda.Event()
+        event.record(stream)
+        return EventMark(event, self._device)
+
+    def rests_within(self, seconds: float) -> bool:
+        deadline = time.monotonic() + seconds
+        streams = [stream.is_idle for stream in self._streams]
+        streams += [stream.is_idle for stream in self._current.values()]
+        try:
+            while not all(is_idle() for is_idle in streams):
+                if time.monotonic() > deadline:
+                    return False
+                time.sleep(_POLL_SECONDS)
+        except RuntimeError:
+            # After an error of the GPU nothing runs on it.
+            return True
+        return True
+
+    def _here(self) -> _GpuCurrentStream:
+        # Five microseconds less than torch.cuda.current_stream, which makes an object each time.
+        handle: int = torch._C._cuda_getCurrentRawStream(self.index)
+        found = self._current.get(handle)
+        if found is None:
+            stream = torch.cuda.current_stream(self._device)
+            found = _GpuCurrentStream(stream, self._driver, self._small_copies)
+            self._current[handle] = found
+        return found
 
     def register(self, address: int, nbytes: int) -> int:
         with self._driver.on_device(self.index):

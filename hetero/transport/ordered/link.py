@@ -13,25 +13,29 @@ calls `check()` before using what came of it therefore never uses them.
 from __future__ import annotations
 
 import ctypes
+import logging
 import threading
 import time
 
 import torch
 
-from hetero.device.ordered import OrderedDevice
+from hetero.device.ordered import CurrentStream, OrderedDevice
 from hetero.errors import LinkError
 from hetero.transport.base import Link, LinkDescription, Work, require_contiguous, sendable
 from hetero.transport.header import Header, HeaderWriter, job_token
-from hetero.transport.ordered.ring import COUNTER_MASK, Allotment, Entry, ahead
-from hetero.transport.ordered.transfer import Flow, OrderedEnds, OrderedTransfer
+from hetero.transport.ordered.flows import EntryRefused, Incoming, Outgoing
+from hetero.transport.ordered.ring import COUNTER_MASK, ahead
+from hetero.transport.ordered.transfer import OrderedEnds, OrderedTransfer
 
 _WATCH_SECONDS = 0.1
 _IDLE_SECONDS = 1.0
 _JOIN_SECONDS = 5.0
+_REST_SECONDS = 10.0
 _SPIN_SECONDS = 500e-6
 _GRACE_SECONDS = 200e-6
 
 _libc = ctypes.CDLL(None)
+_log = logging.getLogger(__name__)
 
 
 class OrderedLink(Link):
@@ -50,10 +54,10 @@ class OrderedLink(Link):
         self.transport = transport
         self._ends = ends
         self._device = device
-        self._chunk_bytes = min(chunk_bytes, ends.ring_bytes // 2)
         self._headers = HeaderWriter(job=job_token(description.job))
-        self._allotment = Allotment(ends.ring_bytes)
-        self._out, self._in = Flow(device.stream()), Flow(device.stream())
+        chunk_bytes = min(chunk_bytes, ends.ring_bytes // 2)
+        self._out = Outgoing(device, ends, chunk_bytes=chunk_bytes)
+        self._in = Incoming(device, ends, chunk_bytes=chunk_bytes)
         self._lock = threading.Lock()
         self._wanted = threading.Event()
         """Set when the link's thread should look: something waits that nobody else may bring on."""
@@ -71,11 +75,14 @@ class OrderedLink(Link):
     def send(self, tensor: torch.Tensor) -> Work:
         self._require_open()
         source = sendable(tensor)
+        stream = self._device.current_stream()
         with self._lock:
-            transfer = self._transfer(source, self._out, is_receive=False)
+            transfer = self._transfer(source, stream, is_receive=False)
             self._count_sent(source)
             self._out.waiting.append(transfer)
-            self._enqueue()
+            self._enqueue(sender=stream)
+            if transfer.ready is None and transfer.landed is None:
+                transfer.ready = self._device.mark()
             self._forget_ended()
         if transfer.landed is None or self._resting:
             self._wanted.set()
@@ -84,17 +91,33 @@ class OrderedLink(Link):
     def recv(self, tensor: torch.Tensor) -> Work:
         self._require_open()
         require_contiguous(tensor)
+        stream = self._device.current_stream()
         with self._lock:
-            transfer = self._transfer(tensor.detach(), self._in, is_receive=True)
+            transfer = self._transfer(tensor.detach(), stream, is_receive=True)
             self._count_received(tensor)
-            self._in.waiting.append(transfer)
-            self._enqueue()
+            if self._in.is_small(transfer):
+                # Left to the caller's `wait`, which may put it into the caller's stream.
+                self._enqueue()
+                self._in.waiting.append(transfer)
+            else:
+                self._in.waiting.append(transfer)
+                self._enqueue()
             self._forget_ended()
         # A caller that waits at once is faster than the thread, and the thread would be in its way.
         is_large = transfer.nbytes > self._ends.ring_bytes // 2
         if self._resting or (is_large and transfer.landed is None):
             self._wanted.set()
         return transfer
+
+    def check(self) -> None:
+        if self._broken is None and not self._closed and self._ends.theirs.has_failed:
+            with self._lock:
+                self._hear_of_fault()
+        super().check()
+
+    def _require_open(self) -> None:
+        self.check()
+        super()._require_open()
 
     def close(self) -> None:
         if self._closed:
@@ -112,9 +135,16 @@ class OrderedLink(Link):
         self._ends.theirs.ring()
         self._wanted.set()
         self._thread.join(_JOIN_SECONDS)
-        for flow in (self._out, self._in):
-            flow.stream.synchronize()
-        self._ends.close()
+        if self._device.rests_within(_REST_SECONDS):
+            self._ends.close()
+        else:
+            _log.warning(
+                "%s over %s: work of the device that uses the link's memory has not ended %g s "
+                "after the link was closed; the memory goes with the process",
+                self.description,
+                self.transport,
+                _REST_SECONDS,
+            )
 
     def progress_until_enqueued(self, transfer: OrderedTransfer) -> None:
         """Enqueue what can be until all of the transfer is, or it has failed."""
@@ -122,19 +152,19 @@ class OrderedLink(Link):
             self._callers += 1
         try:
             with self.timed_wait():
-                self._progress(transfer)
+                self._progress(transfer, self._device.current_stream())
         finally:
             with self._lock:
                 self._callers -= 1
                 if self._out.waiting or self._in.waiting:
                     self._wanted.set()
 
-    def _progress(self, transfer: OrderedTransfer) -> None:
+    def _progress(self, transfer: OrderedTransfer, stream: CurrentStream) -> None:
         spin_until = time.monotonic() + _SPIN_SECONDS
         while True:
             bell = self._ends.mine.doorbell
             with self._lock:
-                self._enqueue()
+                self._enqueue(receiver=stream)
             if transfer.landed is not None or transfer.error is not None:
                 return
             if time.monotonic() < spin_until:
@@ -145,13 +175,17 @@ class OrderedLink(Link):
             with self._lock:
                 self._look_for_trouble()
 
-    def _transfer(self, tensor: torch.Tensor, flow: Flow, *, is_receive: bool) -> OrderedTransfer:
+    def _transfer(
+        self, tensor: torch.Tensor, stream: CurrentStream, *, is_receive: bool
+    ) -> OrderedTransfer:
+        flow = self._in if is_receive else self._out
         sequence = flow.sequence
         flow.sequence += 1
         return OrderedTransfer(
             link=self,
             tensor=tensor,
-            ready=self._device.mark(),
+            ready=self._device.mark() if is_receive else None,
+            caller=stream.key,
             is_receive=is_receive,
             deadline=time.monotonic() + self.description.timeout,
             sequence=sequence,
@@ -160,13 +194,21 @@ class OrderedLink(Link):
             address=tensor.data_ptr(),
         )
 
-    def _enqueue(self) -> None:
-        """Put into the streams all that can be put there. Called with the lock."""
+    def _enqueue(
+        self, *, sender: CurrentStream | None = None, receiver: CurrentStream | None = None
+    ) -> None:
+        """Put into the streams all that can be put there. Called with the lock.
+
+        `sender` and `receiver` are the stream of a caller that is sending, or waits for a receive.
+        """
         if self._broken is not None:
             self._end_transfers(self._broken)
             return
         try:
-            moved = self._enqueue_sends() + self._enqueue_receives()
+            moved = self._out.enqueue(sender) + self._in.enqueue(receiver)
+        except EntryRefused as refusal:
+            self._break(self._refused(self._in.waiting[0], str(refusal)))
+            return
         except LinkError as error:
             self._break(error)
             return
@@ -177,96 +219,13 @@ class OrderedLink(Link):
             self._ends.theirs.ring()
 
     def _forget_ended(self) -> None:
-        """Let go of the tensors of transfers that have ended. Called with the lock."""
-        for flow in (self._out, self._in):
-            while flow.under_way and flow.under_way[0].done():
-                flow.under_way.popleft()
+        self._out.forget_ended()
+        self._in.forget_ended()
 
-    def _enqueue_sends(self) -> int:
-        flow, ring, direction = self._out, self._ends.outgoing_ring, self._ends.outgoing
-        before = flow.count
-        while flow.waiting:
-            transfer = flow.waiting[0]
-            self._begin(transfer, flow)
-            in_parts = transfer.nbytes > self._chunk_bytes
-            while transfer.landed is None:
-                nbytes = min(self._chunk_bytes, transfer.nbytes - transfer.offset)
-                placed = self._allotment.take(nbytes, retired=direction.retired)
-                if placed is None:
-                    return flow.count - before
-                place, freed = placed
-                freed &= COUNTER_MASK
-                if ahead(freed, direction.consumed) > 0:
-                    flow.awaited = freed
-                    flow.stream.wait_value(direction.consumed_word, freed, aside=in_parts)
-                if nbytes:
-                    flow.stream.copy(ring + place, transfer.address + transfer.offset, nbytes)
-                flow.count += 1
-                flow.stream.write_value(
-                    direction.produced_word, flow.count & COUNTER_MASK, aside=in_parts
-                )
-                direction.post(
-                    transfer.header,
-                    offset=transfer.offset,
-                    nbytes=nbytes,
-                    place=place,
-                    count=flow.count,
-                )
-                self._advance(transfer, flow, nbytes)
-        return flow.count - before
-
-    def _enqueue_receives(self) -> int:
-        flow, ring, direction = self._in, self._ends.incoming_ring, self._ends.incoming
-        before = flow.count
-        while flow.waiting:
-            transfer = flow.waiting[0]
-            self._begin(transfer, flow)
-            if ahead(direction.posted, flow.count) <= 0:
-                break
-            entry = direction.entry(flow.count)
-            self._verify(entry, transfer)
-            in_parts = entry.nbytes < transfer.nbytes
-            flow.count += 1
-            count = flow.count & COUNTER_MASK
-            if ahead(count, direction.produced) > 0:
-                flow.awaited = count
-                flow.stream.wait_value(direction.produced_word, count, aside=in_parts)
-            if entry.nbytes:
-                target = transfer.address + transfer.offset
-                flow.stream.copy(target, ring + entry.place, entry.nbytes)
-            flow.stream.write_value(direction.consumed_word, count, aside=in_parts)
-            direction.retire(flow.count)
-            self._advance(transfer, flow, entry.nbytes)
-        return flow.count - before
-
-    def _begin(self, transfer: OrderedTransfer, flow: Flow) -> None:
-        if not transfer.begun:
-            transfer.begun = True
-            flow.stream.wait_for(transfer.ready)
-
-    def _advance(self, transfer: OrderedTransfer, flow: Flow, nbytes: int) -> None:
-        transfer.offset += nbytes
-        if transfer.offset == transfer.nbytes:
-            transfer.landed = flow.stream.mark()
-            flow.under_way.append(flow.waiting.popleft())
-
-    def _verify(self, entry: Entry, transfer: OrderedTransfer) -> None:
-        if (
-            entry.header == transfer.header
-            and entry.offset == transfer.offset
-            and entry.nbytes <= transfer.nbytes - transfer.offset
-            and entry.place + entry.nbytes <= self._ends.ring_bytes
-        ):
-            return
-        expected = Header.unpack(transfer.header)
-        try:
-            difference = Header.unpack(entry.header).difference(expected)
-        except ValueError as error:
-            difference = str(error)
-        if difference is None:
-            difference = f"{entry.nbytes} bytes at {entry.offset} instead of {transfer.offset}"
+    def _refused(self, transfer: OrderedTransfer, difference: str) -> LinkError:
         self._ends.mine.fail(f"rank {self.description.rank} refused a message: {difference}")
-        raise self.failure(
+        expected = Header.unpack(transfer.header)
+        return self.failure(
             f"message {transfer.sequence} has {difference}",
             expected=f"{expected.dtype} of shape {expected.shape}",
             remedy="start both sides with the same model, batch and parallel flags",
@@ -313,8 +272,8 @@ class OrderedLink(Link):
         if self._broken is not None or not under_way:
             return
         peer = self.description.peer
-        if (fault := self._ends.theirs.fault) is not None:
-            self._break(self._trouble(fault, remedy=f"see the log of rank {peer}"))
+        if self._ends.theirs.has_failed:
+            self._hear_of_fault()
         elif any(time.monotonic() > t.deadline and not t.done() for t in under_way):
             timeout = self.description.timeout
             self._break(
@@ -329,6 +288,13 @@ class OrderedLink(Link):
                     remedy=f"see the log of rank {peer}",
                 )
             )
+
+    def _hear_of_fault(self) -> None:
+        """Break the link because the peer has. Called with the lock."""
+        fault = self._ends.theirs.fault
+        if self._broken is None and fault is not None:
+            peer = self.description.peer
+            self._break(self._trouble(fault, remedy=f"see the log of rank {peer}"))
 
     def _needs_peer(self) -> bool:
         """Whether something waits for what only the peer can do."""
@@ -370,9 +336,14 @@ class OrderedLink(Link):
 
     def _release_streams(self) -> None:
         outgoing, incoming = self._ends.outgoing, self._ends.incoming
-        if ahead(self._out.awaited, outgoing.consumed) > 0:
+        holds_out = ahead(self._out.awaited, outgoing.consumed) > 0
+        holds_in = ahead(self._in.awaited, incoming.produced) > 0
+        if (holds_out or holds_in) and not self._ends.mine.has_failed:
+            # The words are the peer's too: it must not take them for its device's.
+            self._ends.mine.fail(f"rank {self.description.rank} closed the link")
+        if holds_out:
             outgoing.release_sender(self._out.awaited)
-        if ahead(self._in.awaited, incoming.produced) > 0:
+        if holds_in:
             incoming.release_receiver(self._in.awaited)
 
     def _finish_sends(self) -> None:

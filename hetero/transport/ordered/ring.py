@@ -168,6 +168,10 @@ class EndState:
         self._control.store(self._base + _CLOSED, 1)
 
     @property
+    def has_failed(self) -> bool:
+        return self._control.load(self._base + _FAULT) != 0
+
+    @property
     def fault(self) -> str | None:
         """Why this end takes part no more; None while it does."""
         length = self._control.load(self._base + _FAULT)

@@ -1,19 +1,18 @@
-"""What an ordered link keeps of its ends, its directions and the transfers under way."""
+"""What an ordered link keeps of its ends and of the transfers under way."""
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
 from hetero.device.base import Mark
-from hetero.device.ordered import OrderedStream
+from hetero.device.ordered import OrderedDevice
 from hetero.errors import LinkError
 from hetero.transport.base import Work
-from hetero.transport.ordered.ring import Direction, EndState
+from hetero.transport.ordered.ring import Direction, EndState, ahead
 
 
 class EnqueuingLink(Protocol):
@@ -40,13 +39,54 @@ class OrderedEnds:
     close: Callable[[], None]
 
 
+class Arrival:
+    """The point at which a counter that this end's device writes comes to a value.
+
+    A peer that gives up writes it too, to release its own device, after it has said so.
+    """
+
+    def __init__(
+        self,
+        device: OrderedDevice,
+        word: int,
+        count: int,
+        *,
+        read: Callable[[], int],
+        peer: EndState,
+        caller: int | None,
+    ) -> None:
+        self._device, self._word, self._count, self._read = device, word, count, read
+        self._peer = peer
+        self._caller = caller
+        """The caller's stream that writes it; None for a stream of the link."""
+        self._reached = False
+
+    def reached(self) -> bool:
+        """Never blocks. True for ever, also when the link and its counters are gone."""
+        if not self._reached:
+            is_there = ahead(self._count, self._read()) <= 0
+            self._reached = is_there and not self._peer.has_failed
+        return self._reached
+
+    def order_current_stream(self) -> None:
+        """Let the caller's current stream go on only after it; the calling thread goes on now."""
+        if self.reached():
+            return
+        current = self._device.current_stream()
+        if current.key != self._caller:
+            current.wait_value(self._word, self._count)
+
+
 @dataclass(eq=False, slots=True)
 class OrderedTransfer(Work):
     """A tensor on its way through a stream of its link."""
 
     link: EnqueuingLink
     tensor: torch.Tensor
-    ready: Mark
+    ready: Mark | None
+    """What the caller had enqueued before it; None while it may still go into the same stream."""
+    caller: int
+    """The caller's stream."""
     is_receive: bool
     deadline: float
     sequence: int
@@ -55,7 +95,7 @@ class OrderedTransfer(Work):
     address: int
     offset: int = 0
     begun: bool = False
-    landed: Mark | None = None
+    landed: Arrival | None = None
     """Set once all of it has been enqueued."""
     error: LinkError | None = None
 
@@ -78,20 +118,3 @@ class OrderedTransfer(Work):
         # A device that is the CPU has waited; it must not be given what a failure released.
         if self.error is not None:
             raise self.error
-
-
-@dataclass
-class Flow:
-    """One direction of one end: what is to be enqueued, and what is on its way."""
-
-    stream: OrderedStream
-    waiting: deque[OrderedTransfer] = field(default_factory=deque)
-    under_way: deque[OrderedTransfer] = field(default_factory=deque)
-    count: int = 0
-    """Entries enqueued."""
-    sequence: int = 0
-    awaited: int = 0
-    """The largest counter value that the stream was made to wait for."""
-
-    def transfers(self) -> list[OrderedTransfer]:
-        return [*self.under_way, *self.waiting]

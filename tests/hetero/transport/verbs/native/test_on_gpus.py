@@ -7,6 +7,7 @@ for words and write them, their rings, and the order of all that.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from hetero.device.ordered import GpuOrderedDevice
 from hetero.transport.ordered.link import OrderedLink
 from hetero.transport.verbs.joining import DEVICE, HOST
 from tests.hetero.transport.verbs.native.joined import Setup, joined
-from tests.loopback_nic.library import Fault, LoopbackNics
+from tests.loopback_nic.library import Fault, LoopbackNics, lacking
 
 pytestmark = [
     pytest.mark.gpu,
@@ -29,8 +30,8 @@ SIZES = (0, 1, 4099, CHUNK_BYTES, 3 * CHUNK_BYTES + 5, 5 * RING_BYTES)
 MESSAGES = 12
 
 
-@pytest.fixture
-def gpu_nics(nics: LoopbackNics) -> Iterator[LoopbackNics]:
+@contextmanager
+def reaching_gpus(nics: LoopbackNics) -> Iterator[LoopbackNics]:
     """NICs that reach the memory of both GPUs, by a stream that waits for nothing else."""
     device = torch.device("cuda", 0)
     driver, stream = driver_for(device), torch.cuda.Stream(device)
@@ -41,8 +42,32 @@ def gpu_nics(nics: LoopbackNics) -> Iterator[LoopbackNics]:
             stream.synchronize()
 
     nics.copy_with(copy)
-    yield nics
-    nics.copy_with(None)
+    try:
+        yield nics
+    finally:
+        nics.copy_with(None)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def opened_gpus() -> None:
+    """One link has been used: CUDA opens files then and keeps them, which `nics` must not count.
+
+    A module's fixtures are set up before its tests' own, so `nics` counts after this.
+    """
+    if lacking() is not None:
+        return
+    with (
+        reaching_gpus(LoopbackNics()) as nics,
+        joined(setup(nics, memory=DEVICE, read_back=False)) as (one, other),
+    ):
+        assert cross(one, other, nbytes=3 * CHUNK_BYTES, source=0)
+        assert cross(other, one, nbytes=3 * CHUNK_BYTES, source=1)
+
+
+@pytest.fixture
+def gpu_nics(nics: LoopbackNics) -> Iterator[LoopbackNics]:
+    with reaching_gpus(nics):
+        yield nics
 
 
 def setup(nics: LoopbackNics, *, memory: str, read_back: bool) -> Setup:
