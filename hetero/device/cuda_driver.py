@@ -3,26 +3,21 @@
 from __future__ import annotations
 
 import ctypes
-import logging
 import os
 from ctypes import POINTER, c_char, c_char_p, c_int, c_size_t, c_uint, c_uint32, c_uint64, c_void_p
 from enum import IntEnum
 from typing import ClassVar
 
-from hetero.device import cuda_kernel
 from hetero.device.driver_base import (
     FREE_REMEDY,
     IPC_HANDLE_BYTES,
     IPC_REMEDY,
     PIN_REMEDY,
     GpuDriver,
-    SmallCopies,
     whole_allocation,
 )
 from hetero.device.library import Function, Symbol, bind, load
 from hetero.errors import LinkError
-
-_log = logging.getLogger(__name__)
 
 LIBRARY = "libcuda.so.1"
 _REMEDY = "install NVIDIA's driver, 515 or newer"
@@ -77,12 +72,6 @@ SYMBOLS = (
     Symbol("cuStreamWaitValue32_v2", (_stream, _address, c_uint32, c_uint)),
     Symbol("cuStreamWriteValue32_v2", (_stream, _address, c_uint32, c_uint)),
     Symbol("cuMemcpyAsync", (_address, _address, c_size_t, _stream)),
-    Symbol("cuModuleLoadData", (POINTER(c_void_p), c_char_p)),
-    Symbol("cuModuleGetFunction", (POINTER(c_void_p), c_void_p, c_char_p)),
-    Symbol(
-        "cuLaunchKernel",
-        (c_void_p, *(c_uint,) * 7, _stream, POINTER(c_void_p), POINTER(c_void_p)),
-    ),
     Symbol("cuMemHostRegister_v2", (c_void_p, c_size_t, c_uint)),
     Symbol("cuMemHostUnregister", (c_void_p,)),
     Symbol("cuMemHostGetDevicePointer_v2", (POINTER(_address), c_void_p, c_uint)),
@@ -113,7 +102,6 @@ class CudaDriver(GpuDriver):
         self._write = self._functions["cuStreamWriteValue32_v2"]
         self._copy = self._functions["cuMemcpyAsync"]
         self._contexts: dict[int, int] = {}
-        self._kernels: dict[int, int] = {}
         self._call("cuInit", 0, purpose="start the driver", remedy="check nvidia-smi")
 
     def use_device(self, device: int) -> None:
@@ -146,14 +134,6 @@ class CudaDriver(GpuDriver):
         if code:
             purpose = f"copy {nbytes} bytes from {source:#x} to {target:#x}"
             raise self._failure("cuMemcpyAsync", code, purpose)
-
-    def small_copies(self, device: int) -> SmallCopies:
-        try:
-            kernel = self._kernel(device)
-        except LinkError as error:
-            _log.info("small copies are made by the copy engine: %s", error)
-            return super().small_copies(device)
-        return self._by_kernel(kernel)
 
     def register_host(self, address: int, nbytes: int) -> None:
         self._call(
@@ -296,28 +276,6 @@ class CudaDriver(GpuDriver):
     def offers_stream_values(self, device: int) -> bool:
         # Every GPU of a driver that has the second version of the calls, which is required.
         return True
-
-    def _kernel(self, device: int) -> int:
-        """The handle of `cuda_kernel` on a device, loaded once."""
-        if device not in self._kernels:
-            module, function = c_void_p(), c_void_p()
-            purpose = f"load the kernel for small copies on GPU {device}"
-            with self.on_device(device):
-                self._call("cuModuleLoadData", module, cuda_kernel.PTX.encode(), purpose=purpose)
-                name = cuda_kernel.NAME.encode()
-                self._call("cuModuleGetFunction", function, module, name, purpose=purpose)
-                kernel = function.value or 0
-                # The first launch loads it, and loading waits for the device: better now.
-                self._by_kernel(kernel).copy_and_write(
-                    0, target=0, source=0, nbytes=0, word=0, value=0
-                )
-            self._kernels[device] = kernel
-        return self._kernels[device]
-
-    def _by_kernel(self, kernel: int) -> SmallCopies:
-        return cuda_kernel.KernelCopies(
-            kernel, launch=self._functions["cuLaunchKernel"], check=self._check
-        )
 
     def _call(self, name: str, *arguments: object, purpose: str, remedy: str = "") -> None:
         self._check(name, self._functions[name](*arguments), purpose, remedy)

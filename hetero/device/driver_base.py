@@ -21,16 +21,6 @@ INVALID_CONTEXT = 201
 """The same number in CUDA and in HIP."""
 
 
-class SmallCopies(ABC):
-    """Copies so small that their calls cost more than their bytes. One caller at a time."""
-
-    @abstractmethod
-    def copy_and_write(
-        self, stream: int, *, target: int, source: int, nbytes: int, word: int, value: int
-    ) -> None:
-        """`GpuDriver.copy`, and `stream_write_value` behind it."""
-
-
 class GpuDriver(ABC):
     """A vendor's driver behind one interface.
 
@@ -77,11 +67,6 @@ class GpuDriver(ABC):
     @abstractmethod
     def copy(self, target: int, source: int, nbytes: int, stream: int) -> None:
         """Copy on a stream, in any direction between registered host and device memory."""
-
-    def small_copies(self, device: int) -> SmallCopies:
-        """The cheapest way to copy little, for one caller at a time. Not while work is timed: it
-        may load a kernel, which waits for the device."""
-        return TwoCalls(self)
 
     @abstractmethod
     def register_host(self, address: int, nbytes: int) -> None:
@@ -203,20 +188,6 @@ class GpuDriver(ABC):
         said = ": ".join(dict.fromkeys(text for text in (name, words) if text))
         advice = f"; {remedy}" if remedy else ""
         return LinkError(f"{call} failed ({said or f'error {code}'}) to {purpose}{advice}")
-
-
-class TwoCalls(SmallCopies):
-    """By the calls that large copies use."""
-
-    def __init__(self, driver: GpuDriver) -> None:
-        self._driver = driver
-
-    def copy_and_write(
-        self, stream: int, *, target: int, source: int, nbytes: int, word: int, value: int
-    ) -> None:
-        if nbytes:
-            self._driver.copy(target, source, nbytes, stream)
-        self._driver.stream_write_value(stream, word, value)
 
 
 def whole_allocation(nbytes: int) -> int:

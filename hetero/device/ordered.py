@@ -15,7 +15,7 @@ import torch
 
 from hetero.device.base import Mark, Reached
 from hetero.device.driver import driver_for
-from hetero.device.driver_base import GpuDriver, SmallCopies
+from hetero.device.driver_base import GpuDriver
 from hetero.device.gpu import EventMark
 from hetero.device.probe import probe_stream_values
 
@@ -54,10 +54,7 @@ class OrderedStream(ABC):
 
 
 class CurrentStream(ABC):
-    """The stream in which a thread enqueues its own work. Nothing here blocks the thread.
-
-    One of a device belongs to one link, which uses it from one thread at a time.
-    """
+    """The stream in which a thread enqueues its own work. Nothing here blocks the thread."""
 
     key: int
     """Tells it from the device's other streams."""
@@ -179,12 +176,10 @@ class _GpuStream(OrderedStream):
 
 
 class _GpuCurrentStream(CurrentStream):
-    def __init__(
-        self, stream: torch.cuda.Stream, driver: GpuDriver, small_copies: SmallCopies
-    ) -> None:
+    def __init__(self, stream: torch.cuda.Stream, driver: GpuDriver) -> None:
         self.key = stream.cuda_stream
         self.stream = stream
-        self._driver, self._small_copies = driver, small_copies
+        self._driver = driver
         self._index = stream.device_index
 
     def is_idle(self) -> bool:
@@ -198,9 +193,9 @@ class _GpuCurrentStream(CurrentStream):
         self, target: int, source: int, nbytes: int, *, word: int, value: int
     ) -> None:
         with self._own_device():
-            self._small_copies.copy_and_write(
-                self.key, target=target, source=source, nbytes=nbytes, word=word, value=value
-            )
+            if nbytes:
+                self._driver.copy(target, source, nbytes, self.key)
+            self._driver.stream_write_value(self.key, word, value)
 
     def _own_device(self) -> AbstractContextManager[None]:
         """The driver takes a device's default stream for that of whichever is current."""
@@ -216,7 +211,6 @@ class GpuOrderedDevice(OrderedDevice):
         self._device = device
         self._driver = driver or driver_for(device)
         self.index = torch.cuda.current_device() if device.index is None else device.index
-        self._small_copies = self._driver.small_copies(self.index)
         self._streams: list[_GpuStream] = []
         self._current: dict[int, _GpuCurrentStream] = {}
 
@@ -270,7 +264,7 @@ class GpuOrderedDevice(OrderedDevice):
         found = self._current.get(handle)
         if found is None:
             stream = torch.cuda.current_stream(self._device)
-            found = _GpuCurrentStream(stream, self._driver, self._small_copies)
+            found = _GpuCurrentStream(stream, self._driver)
             self._current[handle] = found
         return found
 

@@ -234,43 +234,6 @@ def test_an_address_within_an_allocation_has_no_handle(fake) -> None:
         driver.ipc_handle(4096)
 
 
-SMALL = {"target": 0x2000, "source": 0x1000, "nbytes": 64, "word": 0x3000, "value": 7}
-
-
-def test_a_small_copy_is_one_launch_of_a_kernel_that_is_loaded_once_a_device(fake_cuda) -> None:
-    driver = CudaDriver(fake_cuda.path)
-    copies = driver.small_copies(0)
-    driver.small_copies(0)
-    assert fake_cuda.calls().count("cuModuleLoadData") == 1
-    driver.small_copies(1)
-    assert fake_cuda.calls().count("cuModuleLoadData") == 2
-    fake_cuda.forget()
-    copies.copy_and_write(1, **SMALL)
-    assert fake_cuda.calls() == ["cuLaunchKernel"]
-    fake_cuda.fail("cuLaunchKernel", 700)
-    with pytest.raises(LinkError, match=r"cuLaunchKernel failed .* to copy 64 bytes from 0x1000"):
-        copies.copy_and_write(1, **SMALL)
-
-
-@pytest.mark.parametrize("call", ["cuModuleLoadData", "cuModuleGetFunction", "cuLaunchKernel"])
-def test_a_gpu_that_takes_no_kernel_copies_by_two_calls(fake_cuda, call: str) -> None:
-    """One older than Volta, for one."""
-    driver = CudaDriver(fake_cuda.path)
-    fake_cuda.fail(call, 209)
-    copies = driver.small_copies(0)
-    fake_cuda.forget()
-    copies.copy_and_write(1, **SMALL)
-    assert fake_cuda.calls() == ["cuMemcpyAsync", "cuStreamWriteValue32_v2"]
-
-
-def test_hip_copies_by_two_calls_and_nothing_by_one(fake_hip) -> None:
-    copies = HipDriver(fake_hip.path).small_copies(0)
-    fake_hip.forget()
-    copies.copy_and_write(1, **SMALL)
-    copies.copy_and_write(1, **{**SMALL, "nbytes": 0})
-    assert fake_hip.calls() == ["hipMemcpyAsync", "hipStreamWriteValue32", "hipStreamWriteValue32"]
-
-
 def test_a_device_is_current_within_a_block_only(fake) -> None:
     library, driver, which = fake
     setter = ("cuCtxSetCurrent", "hipSetDevice")[which]

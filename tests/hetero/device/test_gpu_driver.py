@@ -15,7 +15,6 @@ import pytest
 import torch
 
 from hetero.device.cuda_driver import CudaDriver
-from hetero.device.cuda_kernel import KernelCopies
 from hetero.device.driver import HIP_LIBRARY_VARIABLE, driver_for
 from hetero.device.driver_base import ALLOCATION_BYTES, GpuDriver
 from hetero.device.gpu import GpuRuntime
@@ -110,37 +109,6 @@ def test_copies_go_in_every_direction(driver, page, memory, stream) -> None:
     stream.synchronize()
     assert list(page.words[512:1024]) == list(range(512))
     assert read(driver, memory, 1024).tolist() == 2 * list(range(512))
-
-
-@pytest.mark.parametrize(("to", "since"), [(0, 0), (16, 48), (1, 0), (0, 8), (5, 5)])
-@pytest.mark.parametrize("nbytes", [0, 1, 15, 16, 17, 4099, 65_536, 65_537, 262_144])
-def test_a_small_copy_is_whole_when_its_word_is_written(
-    driver, page, stream, nbytes: int, to: int, since: int
-) -> None:
-    source = torch.randint(0, 256, (nbytes + 64,), dtype=torch.uint8, device="cuda:0")
-    target = torch.zeros(nbytes + 64, dtype=torch.uint8, device="cuda:0")
-    expected = torch.zeros_like(target)
-    expected[to : to + nbytes] = source[since : since + nbytes]
-    torch.cuda.synchronize()
-    driver.small_copies(0).copy_and_write(
-        stream.cuda_stream,
-        target=target.data_ptr() + to,
-        source=source.data_ptr() + since,
-        nbytes=nbytes,
-        word=page.device + 4,
-        value=nbytes + 1,
-    )
-    deadline = time.monotonic() + SECONDS
-    while page.words[1] != nbytes + 1 and time.monotonic() < deadline:
-        pass
-    assert torch.equal(target, expected)
-    assert page.words[0] == 0
-
-
-def test_on_nvidia_small_copies_are_made_by_a_kernel(driver) -> None:
-    if driver.vendor != "nvidia":
-        pytest.skip("HIP has none yet: two calls make them")
-    assert isinstance(driver.small_copies(0), KernelCopies)
 
 
 def test_a_stream_waits_for_the_hosts_word(driver, page, stream) -> None:
