@@ -8,7 +8,7 @@ class HeteroError(Exception):
 
     exit_code = 1
     known_to_all = False
-    """Whether every rank raised it together, so that rank 0 alone may speak."""
+    """Whether every rank raised it together, so that one rank of each node may speak for all."""
 
 
 class UserError(HeteroError):

@@ -344,8 +344,11 @@ class Starter:
         )
 
     def report(self, error: HeteroError) -> None:
-        """Let the right rank print the error, and the others stay until it has."""
-        if self.rank == 0 or not error.known_to_all:
+        """Let the right ranks print the error, and the others stay until they have.
+
+        What all know one rank of each node says, as nobody sees the other nodes' consoles.
+        """
+        if self.rank == 0 or self.local_rank == 0 or not error.known_to_all:
             where = "" if self.world_size == 1 or error.known_to_all else f"rank {self.rank}: "
             print_error(f"{where}{error}")
         if error.known_to_all and self.agreement is not None:

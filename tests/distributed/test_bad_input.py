@@ -43,6 +43,13 @@ def test_an_unknown_flag_names_the_nearest(corpus) -> None:
     assert_refused(outcomes, "--num-layer", "--num-layers")
 
 
+def test_every_node_hears_what_is_wrong(corpus) -> None:
+    """Two nodes of one rank each: their consoles are two."""
+    outcomes = refused([*corpus.flags, "--num-layer", "4"], by_rank={1: {"LOCAL_RANK": "0"}})
+    for outcome in outcomes:
+        assert_refused([outcome], "--num-layer", "--num-layers")
+
+
 def test_a_missing_dataset(corpus, tmp_path: Path) -> None:
     outcomes = refused(
         [*corpus.flags, "--data-path", str(tmp_path / "nothing"), *HETERO], environ=SIMULATED
