@@ -7,6 +7,7 @@ word when a copy has ended, the other's stream waits for the word before it copi
 from __future__ import annotations
 
 import os
+import threading
 import time
 from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager, nullcontext
@@ -213,6 +214,8 @@ class GpuOrderedDevice(OrderedDevice):
         self.index = torch.cuda.current_device() if device.index is None else device.index
         self._streams: list[_GpuStream] = []
         self._current: dict[int, _GpuCurrentStream] = {}
+        self._known = threading.local()
+        """Of each thread: whether it has a context, without which the driver refuses its calls."""
 
     def why_unordered(self) -> str | None:
         """Why this device's streams cannot wait on words of host memory; tried if in doubt."""
@@ -233,7 +236,12 @@ class GpuOrderedDevice(OrderedDevice):
         return stream
 
     def current_stream(self) -> CurrentStream:
-        return self._here()
+        here = self._here()
+        if not hasattr(self._known, "has_context"):
+            # PyTorch's own calls give a thread its context; it may not have made one yet.
+            here.is_idle()
+            self._known.has_context = True
+        return here
 
     def mark(self) -> Mark:
         stream = self._here().stream
@@ -247,7 +255,7 @@ class GpuOrderedDevice(OrderedDevice):
     def rests_within(self, seconds: float) -> bool:
         deadline = time.monotonic() + seconds
         streams = [stream.is_idle for stream in self._streams]
-        streams += [stream.is_idle for stream in self._current.values()]
+        streams += [stream.is_idle for stream in list(self._current.values())]
         try:
             while not all(is_idle() for is_idle in streams):
                 if time.monotonic() > deadline:

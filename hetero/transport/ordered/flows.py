@@ -38,11 +38,13 @@ class Flow:
         self.stream = device.stream()
         self.waiting: deque[OrderedTransfer] = deque()
         self.under_way: deque[OrderedTransfer] = deque()
+        self.given_up: list[OrderedTransfer] = []
+        """Of a link that has failed: streams may still copy to and from their tensors."""
         self.count = 0
         """Entries enqueued."""
         self.sequence = 0
         self.awaited = 0
-        """The largest counter value of the peer's that a stream was made to wait for."""
+        """The last counter value of the peer's that an entry needs."""
         self._device = device
         self._chunk_bytes = chunk_bytes
         self._small_bytes = min(SMALL_BYTES, chunk_bytes)
@@ -59,6 +61,12 @@ class Flow:
         """Let go of the tensors of transfers that have ended."""
         while self.under_way and self.under_way[0].done():
             self.under_way.popleft()
+
+    def give_up(self) -> None:
+        self.given_up += self.under_way
+        self.given_up += (transfer for transfer in self.waiting if transfer.begun)
+        self.under_way.clear()
+        self.waiting.clear()
 
     def _is_settled(self) -> bool:
         """Whether the device is done with all entries so far."""
@@ -135,6 +143,7 @@ class Outgoing(Flow):
                     return self.count - before
                 place, freed = placed
                 freed &= COUNTER_MASK
+                self.awaited = freed
                 must_wait = ahead(freed, self._direction.consumed) > 0
                 # A caller's stream, which trains, is not held up until the peer has made room.
                 if not must_wait and stream is not None and self._fits(transfer, stream):
@@ -171,7 +180,6 @@ class Outgoing(Flow):
         self._begin(transfer)
         aside = nbytes < transfer.nbytes or not self._is_settled()
         if after is not None:
-            self.awaited = after
             self.stream.wait_value(self._direction.consumed_word, after, aside=aside)
         if nbytes:
             self.stream.copy(self._ring + place, transfer.address + transfer.offset, nbytes)
@@ -193,8 +201,10 @@ class Incoming(Flow):
         )
         self._ring, self._ring_bytes = ends.incoming_ring, ends.ring_bytes
 
-    def enqueue(self, stream: CurrentStream | None = None) -> int:
-        """As `Outgoing.enqueue`; `stream` is the caller's, in its call of `wait`.
+    def enqueue(
+        self, stream: CurrentStream | None = None, *, awaited: OrderedTransfer | None = None
+    ) -> int:
+        """As `Outgoing.enqueue`; `stream` is the caller's, in its call of `awaited.wait`.
 
         Raises EntryRefused.
         """
@@ -206,6 +216,9 @@ class Incoming(Flow):
             entry = self._direction.entry(self.count)
             self._verify(entry, transfer)
             is_whole = entry.nbytes == transfer.nbytes
+            # What comes after the awaited one must not hold the caller's stream up.
+            if awaited is not None and awaited.landed is not None:
+                stream = None
             if is_whole and stream is not None and self._fits(transfer, stream):
                 self._take_with_caller(transfer, stream, entry)
             else:
@@ -220,8 +233,8 @@ class Incoming(Flow):
         self._caller = stream.key
         self.count += 1
         count = self.count & COUNTER_MASK
+        self.awaited = count
         if ahead(count, self._direction.produced) > 0:
-            self.awaited = count
             stream.wait_value(self._direction.produced_word, count)
         stream.copy_and_write(
             transfer.address,
@@ -237,8 +250,8 @@ class Incoming(Flow):
         aside = entry.nbytes < transfer.nbytes or not self._is_settled()
         self.count += 1
         count = self.count & COUNTER_MASK
+        self.awaited = count
         if ahead(count, self._direction.produced) > 0:
-            self.awaited = count
             self.stream.wait_value(self._direction.produced_word, count, aside=aside)
         if entry.nbytes:
             target = transfer.address + transfer.offset

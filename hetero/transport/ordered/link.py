@@ -73,10 +73,11 @@ class OrderedLink(Link):
         self._thread.start()
 
     def send(self, tensor: torch.Tensor) -> Work:
-        self._require_open()
+        self.check()
         source = sendable(tensor)
         stream = self._device.current_stream()
         with self._lock:
+            self._require_open()
             transfer = self._transfer(source, stream, is_receive=False)
             self._count_sent(source)
             self._out.waiting.append(transfer)
@@ -89,10 +90,11 @@ class OrderedLink(Link):
         return transfer
 
     def recv(self, tensor: torch.Tensor) -> Work:
-        self._require_open()
+        self.check()
         require_contiguous(tensor)
         stream = self._device.current_stream()
         with self._lock:
+            self._require_open()
             transfer = self._transfer(tensor.detach(), stream, is_receive=True)
             self._count_received(tensor)
             if self._in.is_small(transfer):
@@ -115,10 +117,6 @@ class OrderedLink(Link):
                 self._hear_of_fault()
         super().check()
 
-    def _require_open(self) -> None:
-        self.check()
-        super()._require_open()
-
     def close(self) -> None:
         if self._closed:
             return
@@ -135,9 +133,14 @@ class OrderedLink(Link):
         self._ends.theirs.ring()
         self._wanted.set()
         self._thread.join(_JOIN_SECONDS)
+        self._see_callers_off()
         if self._device.rests_within(_REST_SECONDS):
+            self._out.given_up.clear()
+            self._in.given_up.clear()
             self._ends.close()
         else:
+            # Kept for ever, so that nothing unmaps what a device may still use.
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self))
             _log.warning(
                 "%s over %s: work of the device that uses the link's memory has not ended %g s "
                 "after the link was closed; the memory goes with the process",
@@ -145,6 +148,17 @@ class OrderedLink(Link):
                 self.transport,
                 _REST_SECONDS,
             )
+
+    def _see_callers_off(self) -> None:
+        """Wait until no other thread is in `wait()`, which looks at words of the memory."""
+        deadline = time.monotonic() + _JOIN_SECONDS
+        while self._callers and time.monotonic() < deadline:
+            time.sleep(_SPIN_SECONDS)
+
+    def look_after(self) -> None:
+        """Have the link's thread bring on what is asked after but not waited for."""
+        if not self._wanted.is_set():
+            self._wanted.set()
 
     def progress_until_enqueued(self, transfer: OrderedTransfer) -> None:
         """Enqueue what can be until all of the transfer is, or it has failed."""
@@ -161,10 +175,11 @@ class OrderedLink(Link):
 
     def _progress(self, transfer: OrderedTransfer, stream: CurrentStream) -> None:
         spin_until = time.monotonic() + _SPIN_SECONDS
+        receiver = stream if transfer.is_receive else None
         while True:
             bell = self._ends.mine.doorbell
             with self._lock:
-                self._enqueue(receiver=stream)
+                self._enqueue(receiver=receiver, awaited=transfer)
             if transfer.landed is not None or transfer.error is not None:
                 return
             if time.monotonic() < spin_until:
@@ -195,17 +210,21 @@ class OrderedLink(Link):
         )
 
     def _enqueue(
-        self, *, sender: CurrentStream | None = None, receiver: CurrentStream | None = None
+        self,
+        *,
+        sender: CurrentStream | None = None,
+        receiver: CurrentStream | None = None,
+        awaited: OrderedTransfer | None = None,
     ) -> None:
         """Put into the streams all that can be put there. Called with the lock.
 
-        `sender` and `receiver` are the stream of a caller that is sending, or waits for a receive.
+        `sender` and `receiver` are the stream of a caller that is sending, or waits for `awaited`.
         """
         if self._broken is not None:
             self._end_transfers(self._broken)
             return
         try:
-            moved = self._out.enqueue(sender) + self._in.enqueue(receiver)
+            moved = self._out.enqueue(sender) + self._in.enqueue(receiver, awaited=awaited)
         except EntryRefused as refusal:
             self._break(self._refused(self._in.waiting[0], str(refusal)))
             return
@@ -330,8 +349,7 @@ class OrderedLink(Link):
             for transfer in flow.transfers():
                 if not transfer.done():
                     transfer.error = error
-            flow.waiting.clear()
-            flow.under_way.clear()
+            flow.give_up()
         self._release_streams()
 
     def _release_streams(self) -> None:

@@ -21,6 +21,9 @@ class EnqueuingLink(Protocol):
     def progress_until_enqueued(self, transfer: OrderedTransfer) -> None:
         """Return once all of the transfer is in a stream, or it has failed."""
 
+    def look_after(self) -> None:
+        """See that transfers get into a stream though nobody waits for them."""
+
 
 @dataclass(frozen=True)
 class OrderedEnds:
@@ -102,7 +105,10 @@ class OrderedTransfer(Work):
     def done(self) -> bool:
         if self.error is not None:
             return True
-        return self.landed is not None and self.landed.reached()
+        if self.landed is None:
+            self.link.look_after()
+            return False
+        return self.landed.reached()
 
     def wait(self) -> None:
         """Order the current stream after the transfer.

@@ -1,0 +1,174 @@
+"""What a link does when an end fails, hangs or closes while it is in use. Streams are emulated."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+import weakref
+
+import pytest
+import torch
+
+from hetero.device.ordered import CurrentStream
+from hetero.errors import LinkError
+from tests.emulated_streams import EmulatedOrderedDevice
+from tests.hetero.transport.ordered.pair import (
+    LARGE,
+    SHORT,
+    is_broken,
+    opened,
+    wait_for,
+)
+from tests.hetero.transport.test_handshake import both
+
+
+def test_a_peer_whose_device_never_gets_there_breaks_the_link_in_time() -> None:
+    """The sender's program has gone on; its device hangs. Nobody waits on the CPU for it."""
+    with opened(timeout=SHORT) as pair:
+        pair.devices[0].held = True
+        sent = pair.sender.send(torch.ones(LARGE))
+        work = pair.receiver.recv(torch.zeros(LARGE))
+        pair.receiver.progress_until_enqueued(work)  # type: ignore[arg-type]
+        pair.receiver.check()
+        begin = time.monotonic()
+        assert wait_for(lambda: is_broken(pair.receiver))
+        assert time.monotonic() - begin < SHORT + 5
+        with pytest.raises(LinkError, match=r"rank 1 \(stage 1\).*nothing moved for 1 s"):
+            pair.receiver.check()
+        assert work.done()
+        with pytest.raises(LinkError, match="rank 1"):
+            work.wait()
+        assert wait_for(lambda: is_broken(pair.sender)), "the sender was not told"
+        with pytest.raises(LinkError):
+            sent.wait()
+
+
+def test_the_failure_is_known_before_the_stream_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that whoever waits for the device and then asks the link never uses what was not sent."""
+    with opened(timeout=SHORT) as pair:
+        pair.devices[0].held = True
+        pair.sender.send(torch.ones(LARGE))
+        known: list[bool] = []
+        release = pair.receiver._release_streams
+
+        def watched() -> None:
+            known.append(is_broken(pair.receiver))
+            release()
+
+        monkeypatch.setattr(pair.receiver, "_release_streams", watched)
+        work = pair.receiver.recv(torch.zeros(LARGE))
+        pair.receiver.progress_until_enqueued(work)  # type: ignore[arg-type]
+        assert wait_for(lambda: bool(known))
+        assert known[0]
+
+
+def test_what_a_failed_peer_released_is_not_taken_for_a_message() -> None:
+    """It writes words that its own device waits for, and this end's device has not."""
+    with opened() as pair:
+        work = pair.receiver.recv(torch.zeros(LARGE))
+        pair.devices[0].held = True
+        pair.sender.send(torch.ones(LARGE))
+        pair.receiver.progress_until_enqueued(work)  # type: ignore[arg-type]
+        with pair.sender._lock:
+            pair.sender._out.awaited = 1
+            pair.sender._break(LinkError("its device is lost"))
+        assert pair.receiver._ends.incoming.consumed == 1
+        assert not work.done() or is_broken(pair.receiver)
+        with pytest.raises(LinkError, match="its device is lost"):
+            pair.receiver.check()
+
+
+class Memory(bytearray):
+    """Memory of a tensor that can be seen to be let go of."""
+
+
+def test_memory_that_a_stream_still_copies_to_is_kept_until_the_failed_link_is_closed() -> None:
+    with opened() as pair:
+        pair.devices[0].held = True
+        memory = Memory(4 * LARGE)
+        kept = weakref.ref(memory)
+        work = pair.sender.send(torch.frombuffer(memory, dtype=torch.float32))
+        with pair.sender._lock:
+            pair.sender._break(LinkError("its device is lost"))
+        del memory, work
+        gc.collect()
+        assert kept() is not None
+        pair.devices[0].let_go.set()
+    gc.collect()
+    assert kept() is None
+
+
+class RestlessDevice(EmulatedOrderedDevice):
+    """A device whose work never ends."""
+
+    def rests_within(self, seconds: float) -> bool:
+        return False
+
+
+def test_memory_that_a_device_goes_on_using_outlives_its_link() -> None:
+    with opened(device=RestlessDevice) as pair:
+        ends = weakref.ref(pair.sender._ends)
+    del pair
+    gc.collect()
+    left = ends()
+    assert left is not None
+    left.close()
+
+
+def test_a_link_closed_while_another_thread_waits_ends_the_wait_with_its_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with opened() as pair:
+        work = pair.receiver.recv(torch.zeros(10))
+        errors: list[BaseException] = []
+        real = pair.receiver._ends.mine.sleep
+
+        asleep = threading.Event()
+
+        def wake_late(while_it_is: int, seconds: float) -> None:
+            if threading.current_thread() is waiting:
+                asleep.set()
+                time.sleep(0.5)
+            else:
+                real(while_it_is, seconds)
+
+        monkeypatch.setattr(pair.receiver._ends.mine, "sleep", wake_late)
+
+        def wait() -> None:
+            try:
+                work.wait()
+            except BaseException as error:
+                errors.append(error)
+
+        waiting = threading.Thread(target=wait)
+        waiting.start()
+        assert asleep.wait(10)
+        both(pair.receiver.close, pair.sender.close)
+        waiting.join(10)
+        assert [type(error) for error in errors] == [LinkError]
+        assert "closed while a transfer was under way" in str(errors[0])
+
+
+def test_nothing_is_enqueued_once_another_thread_has_closed_the_link() -> None:
+    with opened() as pair:
+        real = pair.sender._device.current_stream
+
+        def closed_meanwhile() -> CurrentStream:
+            both(pair.sender.close, pair.receiver.close)
+            return real()
+
+        pair.devices[0].current_stream = closed_meanwhile
+        for use in (pair.sender.send, pair.sender.recv):
+            with pytest.raises(LinkError, match="the link is closed"):
+                use(torch.ones(10))
+
+
+def test_a_transfer_that_ended_may_be_asked_after_its_link_was_closed() -> None:
+    with opened() as pair:
+        works = [pair.receiver.recv(torch.zeros(LARGE)), pair.sender.send(torch.ones(LARGE))]
+        for work in works:
+            work.wait()
+    for work in works:
+        assert work.done()
+        work.wait()
