@@ -72,15 +72,15 @@ class Flow:
         """Whether the device is done with all entries so far."""
         return ahead(self.count & COUNTER_MASK, self._done()) <= 0
 
-    def is_small(self, transfer: OrderedTransfer) -> bool:
-        """Whether the message is one for the caller's stream."""
-        return transfer.nbytes <= self._small_bytes
+    def is_small(self, nbytes: int) -> bool:
+        """Whether a message is one for the caller's stream."""
+        return nbytes <= self._small_bytes
 
     def _fits(self, transfer: OrderedTransfer, stream: CurrentStream) -> bool:
         """Whether it may go there, behind the entries before it."""
         return (
             stream.key == transfer.caller
-            and self.is_small(transfer)
+            and self.is_small(transfer.nbytes)
             and (self._caller == stream.key or self._is_settled())
         )
 

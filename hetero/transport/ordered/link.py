@@ -16,9 +16,12 @@ import ctypes
 import logging
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 
+from hetero.device.base import Mark
 from hetero.device.ordered import CurrentStream, OrderedDevice
 from hetero.errors import LinkError
 from hetero.transport.base import Link, LinkDescription, Work, require_contiguous, sendable
@@ -76,28 +79,32 @@ class OrderedLink(Link):
         self.check()
         source = sendable(tensor)
         stream = self._device.current_stream()
+        if self._resting:
+            self._wanted.set()
+        # Not with the lock: it may take long, on a stream that is full and waits for the peer.
+        ready = None if self._out.is_small(source.nbytes) else self._device.mark()
         with self._lock:
             self._require_open()
-            transfer = self._transfer(source, stream, is_receive=False)
+            transfer = self._transfer(source, stream, ready=ready, is_receive=False)
             self._count_sent(source)
             self._out.waiting.append(transfer)
             self._enqueue(sender=stream)
             if transfer.ready is None and transfer.landed is None:
                 transfer.ready = self._device.mark()
             self._forget_ended()
-        if transfer.landed is None or self._resting:
+        if transfer.landed is None:
             self._wanted.set()
         return transfer
 
     def recv(self, tensor: torch.Tensor) -> Work:
         self.check()
         require_contiguous(tensor)
-        stream = self._device.current_stream()
+        stream, ready = self._device.current_stream(), self._device.mark()
         with self._lock:
             self._require_open()
-            transfer = self._transfer(tensor.detach(), stream, is_receive=True)
+            transfer = self._transfer(tensor.detach(), stream, ready=ready, is_receive=True)
             self._count_received(tensor)
-            if self._in.is_small(transfer):
+            if self._in.is_small(transfer.nbytes):
                 # Left to the caller's `wait`, which may put it into the caller's stream.
                 self._enqueue()
                 self._in.waiting.append(transfer)
@@ -191,7 +198,12 @@ class OrderedLink(Link):
                 self._look_for_trouble()
 
     def _transfer(
-        self, tensor: torch.Tensor, stream: CurrentStream, *, is_receive: bool
+        self,
+        tensor: torch.Tensor,
+        stream: CurrentStream,
+        *,
+        ready: Mark | None,
+        is_receive: bool,
     ) -> OrderedTransfer:
         flow = self._in if is_receive else self._out
         sequence = flow.sequence
@@ -199,13 +211,13 @@ class OrderedLink(Link):
         return OrderedTransfer(
             link=self,
             tensor=tensor,
-            ready=self._device.mark() if is_receive else None,
+            ready=ready,
             caller=stream.key,
             is_receive=is_receive,
             deadline=time.monotonic() + self.description.timeout,
             sequence=sequence,
             header=self._headers.pack(tensor, sequence=sequence),
-            nbytes=tensor.numel() * tensor.element_size(),
+            nbytes=tensor.nbytes,
             address=tensor.data_ptr(),
         )
 
@@ -256,7 +268,7 @@ class OrderedLink(Link):
         last_busy = time.monotonic()
         while not self._closed:
             bell = self._ends.mine.doorbell
-            with self._lock:
+            with self._lock_or_release():
                 self._enqueue()
                 self._look_for_trouble()
                 waiting = bool(self._out.waiting or self._in.waiting)
@@ -274,10 +286,34 @@ class OrderedLink(Link):
                 self._rest()
                 last_busy = time.monotonic()
 
+    @contextmanager
+    def _lock_or_release(self) -> Iterator[None]:
+        """The lock, for the link's thread.
+
+        Whoever holds it may be in a call of the driver that does not return: on a stream that is
+        full, and waits for a peer that is no more. After the deadline the stream is released.
+        """
+        patience = self.description.timeout
+        while not self._lock.acquire(timeout=patience):
+            patience = _WATCH_SECONDS
+            if self._broken is None:
+                self._give_up(
+                    self._trouble(
+                        "a call of the device's driver has not returned for "
+                        f"{self.description.timeout:g} s",
+                        remedy=f"see the log of rank {self.description.peer}",
+                    )
+                )
+            self._release_streams()
+        try:
+            yield
+        finally:
+            self._lock.release()
+
     def _rest(self) -> None:
         """Sleep until there is something to watch."""
         self._resting = True
-        with self._lock:
+        with self._lock_or_release():
             idle = not (self._out.transfers() or self._in.transfers())
         if idle and not self._closed:
             self._wanted.wait()
@@ -338,10 +374,13 @@ class OrderedLink(Link):
 
     def _break(self, error: LinkError) -> None:
         """Note the failure, tell the peer, and only then release what waits for it."""
-        self._broken = error
-        if self._ends.mine.fault is None:
-            self._ends.mine.fail(f"rank {self.description.rank} gave the link up: {error}"[:900])
+        self._give_up(error)
         self._end_transfers(error)
+
+    def _give_up(self, error: LinkError) -> None:
+        self._broken = error
+        if not self._ends.mine.has_failed:
+            self._ends.mine.fail(f"rank {self.description.rank} gave the link up: {error}"[:900])
         self._ends.theirs.ring()
 
     def _end_transfers(self, error: LinkError) -> None:

@@ -6,6 +6,7 @@ import gc
 import threading
 import time
 import weakref
+from contextlib import suppress
 
 import pytest
 import torch
@@ -172,3 +173,31 @@ def test_a_transfer_that_ended_may_be_asked_after_its_link_was_closed() -> None:
     for work in works:
         assert work.done()
         work.wait()
+
+
+def test_a_call_of_the_driver_that_does_not_return_is_released_after_the_deadline() -> None:
+    """A stream that is full, and waits for a peer that hangs, blocks whoever gives it more work."""
+    with opened(timeout=SHORT) as pair:
+        pair.devices[0].held = True
+        pair.sender.send(torch.ones(LARGE))
+        receiving = pair.receiver.recv(torch.zeros(LARGE))
+        pair.receiver.progress_until_enqueued(receiving)  # type: ignore[arg-type]
+        entered, released = threading.Event(), []
+
+        def full_stream(target: int, source: int, nbytes: int) -> None:
+            entered.set()
+            released.append(wait_for(lambda: pair.receiver._ends.incoming.produced != 0))
+
+        pair.receiver._out.stream.copy = full_stream  # type: ignore[method-assign]
+
+        def use() -> None:
+            with suppress(LinkError):
+                pair.receiver.send(torch.ones(LARGE)).wait()
+
+        using = threading.Thread(target=use)
+        using.start()
+        assert entered.wait(SHORT)
+        using.join(20 * SHORT)
+        assert released and all(released)
+        with pytest.raises(LinkError, match="rank 1"):
+            pair.receiver.check()
