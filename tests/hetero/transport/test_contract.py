@@ -384,7 +384,7 @@ def differing(side: Side) -> tuple[str, float]:
     side.meet("ready")
     if side.rank == 0:
         return _fails(side.link.send(tensor).wait)
-    return _fails(side.link.recv(tensor).wait)
+    return _fails(lambda: side.link.recv(tensor).wait())
 
 
 FLOATS = ((4, 3), torch.float32)
@@ -414,7 +414,7 @@ def refused(side: Side) -> tuple[str, float]:
     tensor = torch.ones((4, 3) if side.rank == 0 else (3, 4), device=side.device)
     side.meet("ready")
     if side.rank == 1:
-        return _fails(side.link.recv(tensor).wait)
+        return _fails(lambda: side.link.recv(tensor).wait())
 
     def send_until_told() -> None:
         deadline = time.monotonic() + SHORT + 2 * GRACE
@@ -438,7 +438,8 @@ def of_two_jobs(side: Side) -> tuple[str, float]:
     link = side.open(job=f"{JOB} {side.rank}")
     tensor = torch.ones(4, device=side.device)
     side.meet("ready")
-    return _fails((link.send(tensor) if side.rank == 0 else link.recv(tensor)).wait)
+    use = link.send if side.rank == 0 else link.recv
+    return _fails(lambda: use(tensor).wait())
 
 
 def test_a_message_of_another_job_is_refused(header_transport: Transport) -> None:
@@ -452,7 +453,7 @@ def never_sent(side: Side) -> list[tuple[str, float]]:
         side.hear("gave up")
         return []
     tensor = torch.zeros(4, device=side.device)
-    first = _fails(side.link.recv(tensor).wait)
+    first = _fails(lambda: side.link.recv(tensor).wait())
     later = _fails(lambda: side.link.recv(tensor).wait())
     side.say("gave up")
     return [first, later]
@@ -499,7 +500,7 @@ def killed(side: Side) -> tuple[str, float]:
         os._exit(7)
     side.link.recv(tensor).wait()
     side.say("received")
-    result = _fails(side.link.recv(tensor).wait)
+    result = _fails(lambda: side.link.recv(tensor).wait())
     if side.options["leave"]:
         side.say("end/0")
     return result

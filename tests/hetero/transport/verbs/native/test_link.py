@@ -145,7 +145,7 @@ def test_the_loss_of_the_last_rail_is_an_error_at_both_ends_that_names_it(
         nics.break_with("a0", fault)
         sent, target = noise(5, 0), torch.zeros(5, dtype=torch.uint8)
         links[0].send(sent)
-        expect(links[1].recv(target).wait)
+        expect(lambda: links[1].recv(target).wait())
         # A send is done when its bytes are in the ring; the next request hears of the loss.
         wait_until(lambda: is_broken(links[0], sent))
         expect(links[0].check)
