@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 from hetero.device.ordered import CurrentStream, OrderedDevice
 from hetero.transport.header import Header
-from hetero.transport.ordered.ring import COUNTER_MASK, Allotment, EndState, Entry, ahead
+from hetero.transport.ordered.ring import COUNTER_MASK, Allotment, Entry, ahead
 from hetero.transport.ordered.transfer import Arrival, OrderedEnds, OrderedTransfer
 
 SMALL_BYTES = 256 << 10
@@ -29,11 +29,11 @@ class Flow:
     def __init__(
         self,
         device: OrderedDevice,
+        ends: OrderedEnds,
         *,
         chunk_bytes: int,
         done_word: int,
         done: Callable[[], int],
-        peer: EndState,
     ) -> None:
         self.stream = device.stream()
         self.waiting: deque[OrderedTransfer] = deque()
@@ -50,7 +50,7 @@ class Flow:
         self._small_bytes = min(SMALL_BYTES, chunk_bytes)
         self._done_word, self._done = done_word, done
         """The counter that this end's device writes after each entry."""
-        self._peer = peer
+        self._peer = ends.theirs
         self._caller: int | None = None
         """The caller's stream that the last entry went into; None if it was the link's."""
 
@@ -120,10 +120,10 @@ class Outgoing(Flow):
         self._direction = direction = ends.outgoing
         super().__init__(
             device,
+            ends,
             chunk_bytes=chunk_bytes,
             done_word=direction.produced_word,
             done=lambda: direction.produced,
-            peer=ends.theirs,
         )
         self._ring = ends.outgoing_ring
         self.allotment = Allotment(ends.ring_bytes)
@@ -194,10 +194,10 @@ class Incoming(Flow):
         self._direction = direction = ends.incoming
         super().__init__(
             device,
+            ends,
             chunk_bytes=chunk_bytes,
             done_word=direction.consumed_word,
             done=lambda: direction.consumed,
-            peer=ends.theirs,
         )
         self._ring, self._ring_bytes = ends.incoming_ring, ends.ring_bytes
 

@@ -413,6 +413,6 @@ class OrderedLink(Link):
             taken = ahead(self._ends.outgoing.consumed, self._out.count & COUNTER_MASK) >= 0
             if (taken and not self._out.waiting) or self._ends.theirs.is_closed:
                 return
-            if self._ends.peer_has_gone() or self._ends.theirs.fault is not None:
+            if self._ends.peer_has_gone() or self._ends.theirs.has_failed:
                 return
             self._ends.mine.sleep(bell, 0.002)

@@ -195,7 +195,7 @@ def _connect(forwarder: Forwarder, endings: list[Ending]) -> None:
 
 def _settle(forwarder: Forwarder, watch: Watch, local: LocalEnd, remote: RemoteEnd) -> None:
     """The peer must hear what was consumed here before this end is gone."""
-    if local.fault is None and remote.fault is None and not watch.peer_has_gone():
+    if not (local.has_failed or remote.has_failed) and not watch.peer_has_gone():
         forwarder.settle_credits(_CREDIT_SECONDS)
 
 

@@ -164,6 +164,6 @@ class Watch:
             self._control.send(message)
 
     def _fail(self, reason: str) -> None:
-        if self._peer_state.fault is None:
+        if not self._peer_state.has_failed:
             self._peer_state.fail(reason)
         self._forwarder.ring()
