@@ -18,15 +18,18 @@ RDMA_MINUTES ?= 10
 
 setup: $(STAMP)
 
-NATIVE := hetero/transport/verbs/native
+IN_C := $(wildcard $(foreach folder,hetero/native hetero/transport/verbs/native,$(folder)/*.c $(folder)/*.h))
 
-$(STAMP): requirements.txt constraints-cpu.txt pyproject.toml setup.py $(wildcard $(NATIVE)/*.c $(NATIVE)/*.h)
+$(STAMP): requirements.txt constraints-cpu.txt pyproject.toml setup.py $(IN_C)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@$(if $(ROCM_ALONE),$(BIN)/python -c "import torch; assert torch.version.hip" 2>/dev/null || $(NEEDS_ROCM))
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(CONSTRAINTS) "setuptools>=70.1"
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(CONSTRAINTS) --no-build-isolation -e ".[$(EXTRAS)]"
-	@$(BIN)/python -c "from hetero.transport.verbs.native.library import why_not; \
-		reason = why_not(); reason and print('note: Python will carry RDMA links:', reason)"
+	@$(BIN)/python -c "from hetero.native.library import LIBRARY; \
+		from hetero.transport.verbs.native.library import why_not; \
+		calls, rdma = LIBRARY.why_not(), why_not(); \
+		calls and print('note: Python will make each call of a GPU\'s driver:', calls); \
+		rdma and print('note: Python will carry RDMA links:', rdma)"
 	touch $(STAMP)
 
 demo: setup

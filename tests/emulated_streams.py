@@ -1,8 +1,8 @@
 """A CPU that plays a GPU whose streams wait on words: one thread a stream, copies by memmove.
 
-It lets the link between two GPUs run its whole protocol where there is no GPU. Device memory is a
-memfd of the process, and its handle says where another process finds it. *Emulated*: it says
-nothing of how a real GPU behaves.
+It lets the link between two GPUs run its whole protocol where there is no GPU. What of that is in C
+takes callbacks for a driver's functions. Device memory is a memfd of the process, and its handle
+says where another process finds it. *Emulated*: it says nothing of how a real GPU behaves.
 """
 
 from __future__ import annotations
@@ -14,41 +14,45 @@ import queue
 import threading
 import time
 from collections.abc import Callable
+from ctypes import CFUNCTYPE, c_int, c_size_t, c_uint, c_uint32, c_uint64, c_void_p
+from typing import Any
 
 from hetero.device.base import Mark, Reached
-from hetero.device.ordered import CurrentStream, OrderedDevice, OrderedStream
+from hetero.device.ordered import (
+    CurrentStream,
+    NativeStreams,
+    OrderedDevice,
+    OrderedStream,
+    Word,
+)
+from hetero.errors import LinkError
+from hetero.native.library import EntryPoints, Step, Streams, Vendor, native
 
 _POLL_SECONDS = 50e-6
+_ANY_VALUE = 2**32
+_FUNCTIONS = {
+    Step.COPY: CFUNCTYPE(c_int, c_uint64, c_uint64, c_size_t, c_void_p),
+    Step.WAIT_VALUE: CFUNCTYPE(c_int, c_void_p, c_uint64, c_uint32, c_uint),
+    Step.WRITE_VALUE: CFUNCTYPE(c_int, c_void_p, c_uint64, c_uint32, c_uint),
+    Step.RECORD_EVENT: CFUNCTYPE(c_int, c_void_p, c_void_p),
+    Step.WAIT_EVENT: CFUNCTYPE(c_int, c_void_p, c_void_p, c_uint),
+}
 
 
-class _EmulatedStream(OrderedStream):
+class _Queue:
+    """Work done in order by a thread of its own."""
+
     def __init__(self) -> None:
         self._work: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
-
-    def start(self) -> None:
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
+    def put(self, work: Callable[[], None]) -> None:
+        self._work.put(work)
+
     def stop(self) -> None:
         self._work.put(self._end)
-        if self._thread is not None:
-            self._thread.join()
-
-    def wait_for(self, mark: Mark) -> None:
-        self._work.put(mark.synchronize)
-
-    def wait_value(self, word: int, value: int, *, aside: bool = False) -> None:
-        self._work.put(lambda: _wait_value(word, value))
-
-    def write_value(self, word: int, value: int, *, aside: bool = False) -> None:
-        def write() -> None:
-            ctypes.c_uint32.from_address(word).value = value
-
-        self._work.put(write)
-
-    def copy(self, target: int, source: int, nbytes: int) -> None:
-        self._work.put(lambda: ctypes.memmove(target, source, nbytes) and None)
+        self._thread.join()
 
     def rests_within(self, seconds: float) -> bool:
         reached = threading.Event()
@@ -66,60 +70,228 @@ class _EmulatedStream(OrderedStream):
         """Ends the thread when it is met."""
 
 
-def _wait_value(word: int, value: int) -> None:
-    here = ctypes.c_uint32.from_address(word)
-    while ((here.value - value + 0x80000000) & 0xFFFFFFFF) < 0x80000000:
+class _EmulatedStream(OrderedStream):
+    def __init__(self, work: _Queue) -> None:
+        self._work = work
+
+    def wait_for(self, mark: Mark) -> None:
+        self._work.put(mark.synchronize)
+
+    def wait_value(self, word: Word) -> None:
+        self._work.put(lambda: _wait_value(word))
+
+    def move(
+        self,
+        target: int,
+        source: int,
+        nbytes: int,
+        *,
+        after: Word | None,
+        then: Word,
+        aside: bool,
+    ) -> None:
+        if after is not None:
+            self.wait_value(after)
+        self._work.put(lambda: _copy(target, source, nbytes))
+        self._work.put(lambda: _write_value(then))
+
+
+class _DriverForC:
+    """What C calls in the place of a GPU's driver.
+
+    A handle that is no queue's is the caller's stream. `before` is called with each step, and fails
+    it with the code that it returns.
+    """
+
+    def __init__(self) -> None:
+        self.before: Callable[[Step], int] = lambda step: 0
+        self.copied_by_callers = 0
+        self._queues: dict[int, _Queue] = {}
+        self._events: dict[int, Mark] = {}
+        self._functions = {
+            Step.COPY: self._copy,
+            Step.WAIT_VALUE: lambda stream, word, value, flags: self._give(
+                stream, lambda: _wait_value(Word(word, value))
+            ),
+            Step.WRITE_VALUE: lambda stream, word, value, flags: self._give(
+                stream, lambda: _write_value(Word(word, value))
+            ),
+            Step.RECORD_EVENT: self._record,
+            Step.WAIT_EVENT: lambda stream, event, flags: self._give(
+                stream, self._events[event].synchronize
+            ),
+        }
+        # C keeps their addresses alone.
+        self._callbacks = {step: _FUNCTIONS[step](self._called(step)) for step in _FUNCTIONS}
+
+    def entry_points(self) -> EntryPoints:
+        addresses = {
+            step.name.lower(): ctypes.cast(made, c_void_p).value
+            for step, made in self._callbacks.items()
+        }
+        return EntryPoints(vendor=Vendor.CUDA, end_of_counter=_ANY_VALUE, **addresses)
+
+    def know_queue(self, work: _Queue) -> int:
+        return self._handle(self._queues, work)
+
+    def know_event(self, mark: Mark) -> int:
+        return self._handle(self._events, mark)
+
+    def _handle(self, known: dict[int, Any], what: object) -> int:
+        # No thread has such a number, which a caller's stream goes by.
+        handle = 8 * (len(known) + 1)
+        known[handle] = what
+        return handle
+
+    def _called(self, step: Step) -> Callable[..., int]:
+        def call(*arguments: Any) -> int:
+            return self.before(step) or self._functions[step](*arguments)
+
+        return call
+
+    def _copy(self, target: int, source: int, nbytes: int, stream: int) -> int:
+        self.copied_by_callers += stream not in self._queues
+        return self._give(stream, lambda: _copy(target, source, nbytes))
+
+    def _give(self, stream: int, work: Callable[[], None]) -> int:
+        if stream in self._queues:
+            self._queues[stream].put(work)
+        else:
+            work()
+        return 0
+
+    def _record(self, event: int, stream: int) -> int:
+        mark = _Passed()
+        self._events[event] = mark
+        return self._give(stream, mark.passed.set)
+
+
+class _Passed(Mark):
+    def __init__(self) -> None:
+        self.passed = threading.Event()
+
+    def reached(self) -> bool:
+        return self.passed.is_set()
+
+    def synchronize(self) -> None:
+        self.passed.wait()
+
+    def order_current_stream(self) -> None:
+        self.passed.wait()
+
+
+class _StreamsForC(NativeStreams):
+    def __init__(self, library: ctypes.CDLL, driver: _DriverForC, queues: list[_Queue]) -> None:
+        self.library = library
+        self._driver = driver
+        copies, waits, writes = (driver.know_queue(work) for work in queues)
+        self.streams = Streams(
+            driver=driver.entry_points(),
+            copies=copies,
+            waits=waits,
+            writes=writes,
+            join=driver.know_event(Reached()),
+        )
+
+    def event_of(self, mark: Mark) -> int:
+        return 0 if isinstance(mark, Reached) else self._driver.know_event(mark)
+
+    def failure(self, failed: int, purpose: str) -> LinkError:
+        return LinkError(f"{Step(failed >> 32).name} failed ({failed & 0xFFFFFFFF}) to {purpose}")
+
+
+def _wait_value(word: Word) -> None:
+    here = c_uint32.from_address(word.address)
+    while ((here.value - word.value + 0x80000000) & 0xFFFFFFFF) < 0x80000000:
         time.sleep(_POLL_SECONDS)
+
+
+def _write_value(word: Word) -> None:
+    c_uint32.from_address(word.address).value = word.value
+
+
+def _copy(target: int, source: int, nbytes: int) -> None:
+    ctypes.memmove(target, source, nbytes)
 
 
 class _CallersThread(CurrentStream):
     """A thread of a CPU is its own stream: what it enqueues is done at once."""
 
-    def __init__(self) -> None:
+    def __init__(self, moved: Callable[[], None]) -> None:
         self.key = threading.get_ident()
+        self._moved = moved
 
-    def wait_value(self, word: int, value: int) -> None:
-        _wait_value(word, value)
+    def wait_value(self, word: Word) -> None:
+        _wait_value(word)
 
-    def copy_and_write(
-        self, target: int, source: int, nbytes: int, *, word: int, value: int
+    def move(
+        self, target: int, source: int, nbytes: int, *, after: Word | None, then: Word
     ) -> None:
-        ctypes.memmove(target, source, nbytes)
-        ctypes.c_uint32.from_address(word).value = value
+        if after is not None:
+            _wait_value(after)
+        _copy(target, source, nbytes)
+        _write_value(then)
+        self._moved()
 
 
 class EmulatedOrderedDevice(OrderedDevice):
-    """Streams of a device that is the CPU."""
+    """Streams of a device that is the CPU.
 
-    def __init__(self) -> None:
-        self._streams: list[_EmulatedStream] = []
+    Args:
+        in_c: have C give them work, where that library is built; left out, `by_default_in_c`.
+    """
+
+    by_default_in_c = False
+
+    def __init__(self, *, in_c: bool | None = None) -> None:
+        self._in_c = self.by_default_in_c if in_c is None else in_c
+        self._queues: list[_Queue] = []
         self._memory: dict[int, tuple[mmap.mmap, int]] = {}
+        self.driver_for_c = _DriverForC()
+        self._moved_by_callers = 0
 
     def use(self) -> None:
         return
 
     def stream(self) -> OrderedStream:
-        stream = _EmulatedStream()
-        stream.start()
-        self._streams.append(stream)
-        return stream
+        return _EmulatedStream(self._new_queue())
+
+    def native_streams(self) -> NativeStreams | None:
+        library = native() if self._in_c else None
+        if library is None:
+            return None
+        return _StreamsForC(library, self.driver_for_c, [self._new_queue() for _ in range(3)])
+
+    def _new_queue(self) -> _Queue:
+        made = _Queue()
+        self._queues.append(made)
+        return made
 
     def current_stream(self) -> CurrentStream:
-        return _CallersThread()
+        return _CallersThread(self._count_move)
+
+    @property
+    def moved_by_callers(self) -> int:
+        """How many messages went through the callers' own streams."""
+        return self._moved_by_callers + self.driver_for_c.copied_by_callers
+
+    def _count_move(self) -> None:
+        self._moved_by_callers += 1
 
     def mark(self) -> Mark:
         return Reached()
 
     def rests_within(self, seconds: float) -> bool:
-        return all(stream.rests_within(seconds) for stream in self._streams)
+        # Twice, for they give each other work.
+        return all(work.rests_within(seconds) for work in self._queues * 2)
 
     def register(self, address: int, nbytes: int) -> int:
         return address
 
     def unregister(self, address: int) -> None:
         # The first thing that a closing link does after its streams have come to rest.
-        while self._streams:
-            self._streams.pop().stop()
+        while self._queues:
+            self._queues.pop().stop()
 
     def allocate(self, nbytes: int) -> tuple[int, bytes]:
         descriptor = os.memfd_create("emulated-device-memory", os.MFD_CLOEXEC)

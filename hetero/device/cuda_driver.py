@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+from collections.abc import Mapping
 from ctypes import POINTER, c_char, c_char_p, c_int, c_size_t, c_uint, c_uint32, c_uint64, c_void_p
 from enum import IntEnum
 from typing import ClassVar
@@ -16,8 +17,9 @@ from hetero.device.driver_base import (
     GpuDriver,
     whole_allocation,
 )
-from hetero.device.library import Function, Symbol, bind, load
+from hetero.device.library import Symbol, bind, load
 from hetero.errors import LinkError
+from hetero.native.library import Step, Vendor
 
 LIBRARY = "libcuda.so.1"
 _REMEDY = "install NVIDIA's driver, 515 or newer"
@@ -54,8 +56,8 @@ FLUSH_TARGET_CURRENT_CONTEXT = 0
 ORDERED_FOR_OWNER = 100
 """CU_GPU_DIRECT_RDMA_WRITES_ORDERING_OWNER and CU_FLUSH_GPU_DIRECT_RDMA_WRITES_TO_OWNER."""
 
-# CUdeviceptr, CUdevice, and pointers to CUcontext and CUstream.
-_address, _device, _context, _stream = c_uint64, c_int, c_void_p, c_void_p
+# CUdeviceptr, CUdevice, and pointers to CUcontext, CUstream and CUevent.
+_address, _device, _context, _stream, _event = c_uint64, c_int, c_void_p, c_void_p, c_void_p
 
 SYMBOLS = (
     Symbol("cuInit", (c_uint,)),
@@ -72,6 +74,8 @@ SYMBOLS = (
     Symbol("cuStreamWaitValue32_v2", (_stream, _address, c_uint32, c_uint)),
     Symbol("cuStreamWriteValue32_v2", (_stream, _address, c_uint32, c_uint)),
     Symbol("cuMemcpyAsync", (_address, _address, c_size_t, _stream)),
+    Symbol("cuEventRecord", (_event, _stream)),
+    Symbol("cuStreamWaitEvent", (_stream, _event, c_uint)),
     Symbol("cuMemHostRegister_v2", (c_void_p, c_size_t, c_uint)),
     Symbol("cuMemHostUnregister", (c_void_p,)),
     Symbol("cuMemHostGetDevicePointer_v2", (POINTER(_address), c_void_p, c_uint)),
@@ -90,13 +94,20 @@ class CudaDriver(GpuDriver):
     """NVIDIA GPUs through libcuda."""
 
     vendor: ClassVar[str] = "nvidia"
+    name: ClassVar[str] = "CUDA"
     host_words_documented: ClassVar[bool] = True
+    _vendor_in_c = Vendor.CUDA
+    _steps: ClassVar[Mapping[Step, str]] = {
+        Step.WAIT_VALUE: "cuStreamWaitValue32_v2",
+        Step.COPY: "cuMemcpyAsync",
+        Step.WRITE_VALUE: "cuStreamWriteValue32_v2",
+        Step.RECORD_EVENT: "cuEventRecord",
+        Step.WAIT_EVENT: "cuStreamWaitEvent",
+    }
 
     def __init__(self, library: str = LIBRARY) -> None:
         super().__init__()
-        self._functions: dict[str, Function] = bind(
-            load([library], remedy=_REMEDY), SYMBOLS, remedy=_REMEDY
-        )
+        self._functions = bind(load([library], remedy=_REMEDY), SYMBOLS, remedy=_REMEDY)
         # The three calls that are made once a chunk are not looked up by name each time.
         self._wait = self._functions["cuStreamWaitValue32_v2"]
         self._write = self._functions["cuStreamWriteValue32_v2"]

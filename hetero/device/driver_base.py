@@ -6,12 +6,15 @@ Addresses, streams and devices are ints: an address as `Tensor.data_ptr()` gives
 
 from __future__ import annotations
 
+import ctypes
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import ClassVar
 
+from hetero.device.library import Function, address_of
 from hetero.errors import LinkError
+from hetero.native.library import EntryPoints, Step, Vendor
 
 IPC_HANDLE_BYTES = 64
 ALLOCATION_BYTES = 2 * 2**20
@@ -31,10 +34,18 @@ class GpuDriver(ABC):
     """
 
     vendor: ClassVar[str]
+    name: ClassVar[str]
+    """What errors call it."""
+    end_of_counter: ClassVar[int] = 2**32
+    """The first value that streams cannot be made to wait for; past all 32 bits they may wrap."""
     host_words_documented: ClassVar[bool]
     """Whether the vendor documents that a stream may wait on registered host memory."""
+    _vendor_in_c: ClassVar[Vendor]
+    _steps: ClassVar[Mapping[Step, str]]
+    """The functions that are called from C."""
 
     def __init__(self) -> None:
+        self._functions: dict[str, Function] = {}
         self._trusted: set[int] = set()
 
     @abstractmethod
@@ -50,6 +61,23 @@ class GpuDriver(ABC):
             yield
         finally:
             self._restore(before)
+
+    def entry_points(self) -> EntryPoints:
+        """Where the functions lie that C may call in the place of the methods below."""
+        addresses = {
+            step.name.lower(): address_of(self._functions[name])
+            for step, name in self._steps.items()
+        }
+        return EntryPoints(
+            vendor=self._vendor_in_c, end_of_counter=self.end_of_counter, **addresses
+        )
+
+    def step_failure(self, failed: int, purpose: str) -> LinkError:
+        """What a `failure` of native.h says."""
+        step, code = Step(failed >> 32), failed & 0xFFFFFFFF
+        if step is Step.PAST_COUNTER:
+            return self._past_counter(code)
+        return self._failure(self._steps[step], ctypes.c_int32(code).value, purpose)
 
     @abstractmethod
     def stream_wait_value(self, stream: int, address: int, value: int) -> None:
@@ -176,6 +204,12 @@ class GpuDriver(ABC):
     @abstractmethod
     def _texts(self, code: int) -> tuple[str, str]:
         """The library's own name and words for an error; empty where it has none."""
+
+    def _past_counter(self, value: int) -> LinkError:
+        return LinkError(
+            f"a counter of chunks has come to {value}, which {self.name} cannot wait for; close "
+            "the link and open it again"
+        )
 
     def _check(self, call: str, code: int, purpose: str, remedy: str = "") -> None:
         if code:

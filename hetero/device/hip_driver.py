@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from ctypes import (
     POINTER,
     c_char,
@@ -32,6 +32,7 @@ from hetero.device.driver_base import (
 )
 from hetero.device.library import Function, Symbol, bind, load, loaded_path
 from hetero.errors import LinkError
+from hetero.native.library import Step, Vendor
 
 _NAMES = ("libamdhip64.so", "libamdhip64.so.7", "libamdhip64.so.6", "libamdhip64.so.5")
 _HSA_NAME = "libhsa-runtime64.so"
@@ -65,7 +66,6 @@ MEMCPY_DEFAULT = 4
 IPC_LAZY_PEER_ACCESS = (1, 0)
 """hipIpcMemLazyEnablePeerAccess: 1 today, 0 until ROCm 5.2. Either refuses the other."""
 DMA_BUF_FD = 1
-END_OF_COUNTER = 3 * 2**30
 
 SYMBOLS = (
     Symbol("hipInit", (c_uint,)),
@@ -81,6 +81,8 @@ SYMBOLS = (
     Symbol("hipStreamWaitValue32", (c_void_p, c_void_p, c_uint32, c_uint, c_uint32)),
     Symbol("hipStreamWriteValue32", (c_void_p, c_void_p, c_uint32, c_uint)),
     Symbol("hipMemcpyAsync", (c_void_p, c_void_p, c_size_t, c_int, c_void_p)),
+    Symbol("hipEventRecord", (c_void_p, c_void_p)),
+    Symbol("hipStreamWaitEvent", (c_void_p, c_void_p, c_uint)),
     Symbol("hipHostRegister", (c_void_p, c_size_t, c_uint)),
     Symbol("hipHostUnregister", (c_void_p,)),
     Symbol("hipHostGetDevicePointer", (POINTER(c_void_p), c_void_p, c_uint)),
@@ -120,12 +122,23 @@ class HipDriver(GpuDriver):
     """
 
     vendor: ClassVar[str] = "amd"
+    name: ClassVar[str] = "HIP"
+    # HIP compares without wrapping: past the wrap it would let a stream go too early.
+    end_of_counter: ClassVar[int] = 3 * 2**30
     host_words_documented: ClassVar[bool] = False
+    _vendor_in_c = Vendor.HIP
+    _steps: ClassVar[Mapping[Step, str]] = {
+        Step.WAIT_VALUE: "hipStreamWaitValue32",
+        Step.COPY: "hipMemcpyAsync",
+        Step.WRITE_VALUE: "hipStreamWriteValue32",
+        Step.RECORD_EVENT: "hipEventRecord",
+        Step.WAIT_EVENT: "hipStreamWaitEvent",
+    }
 
     def __init__(self, library: str | None = None) -> None:
         super().__init__()
         loaded = load([library] if library else _candidates(), remedy=_REMEDY)
-        self._functions: dict[str, Function] = bind(loaded, SYMBOLS, remedy=_REMEDY)
+        self._functions = bind(loaded, SYMBOLS, remedy=_REMEDY)
         self._functions |= _hsa_functions(loaded)
         # The three calls that are made once a chunk are not looked up by name each time.
         self._wait = self._functions["hipStreamWaitValue32"]
@@ -139,12 +152,8 @@ class HipDriver(GpuDriver):
         )
 
     def stream_wait_value(self, stream: int, address: int, value: int) -> None:
-        if value >= END_OF_COUNTER:
-            # HIP compares without wrapping: past the wrap it would let the stream go too early.
-            raise LinkError(
-                f"a counter of chunks has come to {value}, which HIP cannot wait for; close the "
-                "link and open it again"
-            )
+        if value >= self.end_of_counter:
+            raise self._past_counter(value)
         code = self._wait(stream, address, value, WAIT_VALUE_GTE, ALL_BITS)
         if code:
             purpose = f"make a stream wait for {value} at {address:#x}"

@@ -1,10 +1,13 @@
-"""Waiting on a word of shared memory, across processes and without the GIL (Linux futex)."""
+"""Waiting on words of shared memory, across processes and without the GIL (Linux futex)."""
 
 from __future__ import annotations
 
 import ctypes
 import errno
 import platform
+from typing import NamedTuple
+
+from hetero.native.library import native
 
 _SYSCALL = {"x86_64": 202, "aarch64": 98}.get(platform.machine())
 _WAIT, _WAKE = 0, 1
@@ -15,6 +18,13 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 class _Timespec(ctypes.Structure):
     _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
+
+
+class Seen(NamedTuple):
+    """A 32-bit word of memory, and what it was."""
+
+    address: int
+    value: int
 
 
 def available() -> bool:
@@ -35,3 +45,15 @@ def wait(address: int, expected: int, seconds: float) -> None:
 def wake(address: int) -> None:
     """Wake every thread and process that waits on the word at `address`."""
     _libc.syscall(_SYSCALL, ctypes.c_void_p(address), _WAKE, ctypes.c_int(2**31 - 1), None)
+
+
+def spin(one: Seen, other: Seen, *, seconds: float) -> None:
+    """Look at two words until one is not what it was, for `seconds` at most.
+
+    May return at once, having given the core away: so where it cannot be done without the GIL.
+    """
+    library = native()
+    if library is None:
+        _libc.sched_yield()
+    else:
+        library.native_spin(one.address, one.value, other.address, other.value, int(seconds * 1e6))

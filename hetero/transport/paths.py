@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from hetero.device.choose import runtime_for
-from hetero.device.ordered import GpuOrderedDevice
+from hetero.device.gpu_ordered import GpuOrderedDevice
 from hetero.errors import LinkError
 from hetero.transport.base import Link
 from hetero.transport.chunked import ChunkedLink, RingShape

@@ -38,6 +38,8 @@ typedef void *stream;
     _(cuStreamWaitValue32_v2, (stream, address, uint32_t, unsigned))              \
     _(cuStreamWriteValue32_v2, (stream, address, uint32_t, unsigned))             \
     _(cuMemcpyAsync, (address, address, size_t, stream))                          \
+    _(cuEventRecord, (void *, stream))                                            \
+    _(cuStreamWaitEvent, (stream, void *, unsigned))                              \
     _(cuMemHostRegister_v2, (void *, size_t, unsigned))                           \
     _(cuMemHostUnregister, (void *))                                              \
     _(cuMemHostGetDevicePointer_v2, (address *, void *, unsigned))                \
@@ -184,6 +186,16 @@ int hipMemcpyAsync(void *target, const void *source, size_t size, int kind, stre
     if (kind != MEMCPY_DEFAULT)
         return INVALID_VALUE;
     return FORWARD_IN_CONTEXT(cuMemcpyAsync(ADDRESS(target), ADDRESS(source), size, on));
+}
+
+int hipEventRecord(void *event, stream on)
+{
+    return FORWARD_IN_CONTEXT(cuEventRecord(event, on));
+}
+
+int hipStreamWaitEvent(stream on, void *event, unsigned flags)
+{
+    return FORWARD_IN_CONTEXT(cuStreamWaitEvent(on, event, flags));
 }
 
 int hipHostRegister(void *host, size_t size, unsigned flags)

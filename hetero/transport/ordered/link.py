@@ -24,9 +24,12 @@ import torch
 from hetero.device.base import Mark
 from hetero.device.ordered import CurrentStream, OrderedDevice
 from hetero.errors import LinkError
+from hetero.transport import futex
 from hetero.transport.base import Link, LinkDescription, Work, require_contiguous, sendable
+from hetero.transport.futex import Seen
 from hetero.transport.header import Header, HeaderWriter, job_token
-from hetero.transport.ordered.flows import EntryRefused, Incoming, Outgoing
+from hetero.transport.ordered.flows import EntryRefused
+from hetero.transport.ordered.native_flows import make_flows
 from hetero.transport.ordered.ring import COUNTER_MASK, ahead
 from hetero.transport.ordered.transfer import OrderedEnds, OrderedTransfer
 
@@ -37,7 +40,6 @@ _REST_SECONDS = 10.0
 _SPIN_SECONDS = 500e-6
 _GRACE_SECONDS = 200e-6
 
-_libc = ctypes.CDLL(None)
 _log = logging.getLogger(__name__)
 
 
@@ -59,8 +61,9 @@ class OrderedLink(Link):
         self._device = device
         self._headers = HeaderWriter(job=job_token(description.job))
         chunk_bytes = min(chunk_bytes, ends.ring_bytes // 2)
-        self._out = Outgoing(device, ends, chunk_bytes=chunk_bytes)
-        self._in = Incoming(device, ends, chunk_bytes=chunk_bytes)
+        self._out, self._in = make_flows(device, ends, chunk_bytes=chunk_bytes)
+        self._doorbell_address = ends.mine.doorbell_address()
+        self._posted_address = ends.incoming.host_addresses().posted
         self._lock = threading.Lock()
         self._wanted = threading.Event()
         """Set when the link's thread should look: something waits that nobody else may bring on."""
@@ -99,10 +102,11 @@ class OrderedLink(Link):
     def recv(self, tensor: torch.Tensor) -> Work:
         self.check()
         require_contiguous(tensor)
+        plain = tensor.detach() if tensor.requires_grad else tensor
         stream, ready = self._device.current_stream(), self._device.mark()
         with self._lock:
             self._require_open()
-            transfer = self._transfer(tensor.detach(), stream, ready=ready, is_receive=True)
+            transfer = self._transfer(plain, stream, ready=ready, is_receive=True)
             self._count_received(tensor)
             if self._in.is_small(transfer.nbytes):
                 # Left to the caller's `wait`, which may put it into the caller's stream.
@@ -169,33 +173,39 @@ class OrderedLink(Link):
 
     def progress_until_enqueued(self, transfer: OrderedTransfer) -> None:
         """Enqueue what can be until all of the transfer is, or it has failed."""
+        begin = time.perf_counter()
+        receiver = self._device.current_stream() if transfer.is_receive else None
+        bell = self._ends.mine.doorbell
         with self._lock:
             self._callers += 1
+            self._enqueue(receiver=receiver, awaited=transfer)
         try:
-            with self.timed_wait():
-                self._progress(transfer, self._device.current_stream())
+            spin_until = time.monotonic() + _SPIN_SECONDS
+            while transfer.landed is None and transfer.error is None:
+                if time.monotonic() < spin_until:
+                    # A sleep here would cost a wake-up.
+                    self._spin(bell, until=spin_until)
+                else:
+                    self._ends.mine.sleep(bell, _WATCH_SECONDS)
+                    with self._lock:
+                        self._look_for_trouble()
+                bell = self._ends.mine.doorbell
+                with self._lock:
+                    self._enqueue(receiver=receiver, awaited=transfer)
         finally:
             with self._lock:
                 self._callers -= 1
                 if self._out.waiting or self._in.waiting:
                     self._wanted.set()
+            self.counters.wait_seconds += time.perf_counter() - begin
 
-    def _progress(self, transfer: OrderedTransfer, stream: CurrentStream) -> None:
-        spin_until = time.monotonic() + _SPIN_SECONDS
-        receiver = stream if transfer.is_receive else None
-        while True:
-            bell = self._ends.mine.doorbell
-            with self._lock:
-                self._enqueue(receiver=receiver, awaited=transfer)
-            if transfer.landed is not None or transfer.error is not None:
-                return
-            if time.monotonic() < spin_until:
-                # Gives the GIL and the core away; a sleep here would cost a wake-up.
-                _libc.sched_yield()
-                continue
-            self._ends.mine.sleep(bell, _WATCH_SECONDS)
-            with self._lock:
-                self._look_for_trouble()
+    def _spin(self, bell: int, *, until: float) -> None:
+        """Until the doorbell is not what it was or another entry has been posted."""
+        futex.spin(
+            Seen(self._doorbell_address, bell),
+            Seen(self._posted_address, self._in.count & COUNTER_MASK),
+            seconds=max(0.0, until - time.monotonic()),
+        )
 
     def _transfer(
         self,
@@ -236,7 +246,8 @@ class OrderedLink(Link):
             self._end_transfers(self._broken)
             return
         try:
-            moved = self._out.enqueue(sender) + self._in.enqueue(receiver, awaited=awaited)
+            sent = self._out.enqueue(sender)
+            moved = self._in.enqueue(receiver, awaited=awaited) or sent
         except EntryRefused as refusal:
             self._break(self._refused(self._in.waiting[0], str(refusal)))
             return

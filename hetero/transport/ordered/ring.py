@@ -25,7 +25,7 @@ from hetero.transport.header import HEADER_BYTES
 from hetero.transport.same_host import PAGE, SharedMemory
 
 ENTRIES = 256
-_ALIGNMENT = 512
+ALIGNMENT = 512
 _RECORD = struct.Struct(f"<{HEADER_BYTES}sQQQ")
 COUNTER_MASK = 0xFFFFFFFF
 """Counters are words of 32 bits: they count round."""
@@ -97,6 +97,7 @@ class Direction:
         self._words = control.words
         self._bytes = control.bytes
         self._records = places.records
+        self._places, self._address = places, control.address
         self._produced, self._consumed = places.produced // 4, places.consumed // 4
         self._posted, self._retired = places.posted // 4, places.retired // 4
         self.produced_word = device_base + places.produced
@@ -108,6 +109,18 @@ class Direction:
 
     @property
     def consumed(self) -> int:
+        return self._words[self._consumed]
+
+    def host_addresses(self) -> DirectionPlaces:
+        """Where this process has the words and the records."""
+        return DirectionPlaces(*(self._address + place for place in self._places))
+
+    def read_produced(self) -> int:
+        """As `produced`."""
+        return self._words[self._produced]
+
+    def read_consumed(self) -> int:
+        """As `consumed`."""
         return self._words[self._consumed]
 
     @property
@@ -146,14 +159,21 @@ class EndState:
     def __init__(self, control: SharedMemory, side: int) -> None:
         self._control = control
         self._base = side * _SIDE_BYTES
+        self._words = control.words
+        self._bell = (self._base + _DOORBELL) // 4
+        self._fault_length = (self._base + _FAULT) // 4
 
     @property
     def doorbell(self) -> int:
-        return self._control.load(self._base + _DOORBELL)
+        return self._words[self._bell]
+
+    def doorbell_address(self) -> int:
+        """Where this process has the doorbell; 0 if it wakes nobody to write there."""
+        return self._control.address + self._base + _DOORBELL
 
     def ring(self) -> None:
         """Wake this end. Only the other end calls it, so that no count is lost."""
-        self._control.store(self._base + _DOORBELL, self.doorbell + 1)
+        self._words[self._bell] = (self._words[self._bell] + 1) & COUNTER_MASK
         self._control.wake(self._base + _DOORBELL)
 
     def sleep(self, while_it_is: int, seconds: float) -> None:
@@ -169,7 +189,11 @@ class EndState:
 
     @property
     def has_failed(self) -> bool:
-        return self._control.load(self._base + _FAULT) != 0
+        return self._words[self._fault_length] != 0
+
+    def read_has_failed(self) -> bool:
+        """As `has_failed`."""
+        return self._words[self._fault_length] != 0
 
     @property
     def fault(self) -> str | None:
@@ -208,7 +232,7 @@ class Allotment:
 
         None while too few are retired. `nbytes` is at most the size of the ring.
         """
-        length = -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+        length = -(-nbytes // ALIGNMENT) * ALIGNMENT
         begin = self._head
         if begin % self._size + length > self._size:
             begin += self._size - begin % self._size

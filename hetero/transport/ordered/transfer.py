@@ -9,10 +9,10 @@ from typing import Protocol
 import torch
 
 from hetero.device.base import Mark
-from hetero.device.ordered import OrderedDevice
+from hetero.device.ordered import OrderedDevice, Word
 from hetero.errors import LinkError
 from hetero.transport.base import Work
-from hetero.transport.ordered.ring import Direction, EndState, ahead
+from hetero.transport.ordered.ring import COUNTER_MASK, Direction, EndState, ahead
 
 
 class EnqueuingLink(Protocol):
@@ -42,42 +42,53 @@ class OrderedEnds:
     close: Callable[[], None]
 
 
-class Arrival:
-    """The point at which a counter that this end's device writes comes to a value.
+class DoneCounter:
+    """The counter that this end's device writes after each entry of one direction.
 
     A peer that gives up writes it too, to release its own device, after it has said so.
     """
 
     def __init__(
-        self,
-        device: OrderedDevice,
-        word: int,
-        count: int,
-        *,
-        read: Callable[[], int],
-        peer: EndState,
-        caller: int | None,
+        self, device: OrderedDevice, address: int, *, read: Callable[[], int], peer: EndState
     ) -> None:
-        self._device, self._word, self._count, self._read = device, word, count, read
-        self._peer = peer
-        self._caller = caller
-        """The caller's stream that writes it; None for a stream of the link."""
+        self.device = device
+        self.has_failed = peer.read_has_failed
+        self._address = address
+        self._read = read
+
+    def word(self, count: int) -> Word:
+        """What the device writes when it is done with so many entries."""
+        return Word(self._address, count & COUNTER_MASK)
+
+    def has_come_to(self, count: int) -> bool:
+        return ahead(count & COUNTER_MASK, self._read()) <= 0
+
+
+class Arrival:
+    """The point at which a device is done with so many entries.
+
+    Args:
+        caller: the caller's stream that the last of them went into; None for one of the link.
+    """
+
+    __slots__ = ("_caller", "_count", "_done", "_reached")
+
+    def __init__(self, done: DoneCounter, count: int, caller: int | None) -> None:
+        self._done, self._count, self._caller = done, count, caller
         self._reached = False
 
     def reached(self) -> bool:
         """Never blocks. True for ever, also when the link and its counters are gone."""
         if not self._reached:
-            is_there = ahead(self._count, self._read()) <= 0
-            self._reached = is_there and not self._peer.has_failed
+            done = self._done
+            self._reached = done.has_come_to(self._count) and not done.has_failed()
         return self._reached
 
     def order_current_stream(self) -> None:
         """Let the caller's current stream go on only after it; the calling thread goes on now."""
-        if self.reached():
-            return
-        current = self._device.current_stream()
-        if current.key != self._caller:
-            current.wait_value(self._word, self._count)
+        current = self._done.device.current_stream()
+        if current.key != self._caller and not self.reached():
+            current.wait_value(self._done.word(self._count))
 
 
 @dataclass(eq=False, slots=True)

@@ -33,7 +33,7 @@ class Header:
             arguments = self._arguments(name)
             members = ";".join(arguments)
             structures.append(f"struct of_{name} {{ {members}; char end; }};")
-            fields = [re.findall(r"\w+", _bare(argument))[-1] for argument in arguments]
+            fields = [re.findall(r"\w+", argument)[-1] for argument in arguments]
             sizes = ", ".join(f"(int)sizeof(((struct of_{name} *)0)->{f})" for f in fields)
             holes = " ".join(["%d"] * len(fields))
             lines.append(f'printf("{name} {holes}\\n", {sizes});' if fields else f'puts("{name}");')
@@ -46,7 +46,7 @@ class Header:
         )
         assert match, f"{self._path} does not declare {name}"
         text = match[1].strip()
-        return [] if text in ("", "void") else [part.strip() for part in text.split(",")]
+        return [] if text in ("", "void") else [_bare(part) for part in text.split(",")]
 
     def _run(self, declarations: str, statements: list[str]) -> list[str]:
         assert COMPILER is not None, LACKING
@@ -69,4 +69,4 @@ def declared_sizes(symbols: Iterable[Symbol]) -> Mapping[str, list[int]]:
 
 def _bare(argument: str) -> str:
     """Without a default value."""
-    return argument.partition("__dparm")[0]
+    return re.split(r"__dparm|=", argument)[0].strip()

@@ -29,6 +29,7 @@ import torch.distributed as dist
 
 from hetero.device.choose import runtime_for
 from hetero.device.driver import HIP_LIBRARY_VARIABLE
+from hetero.device.gpu_ordered import GpuOrderedDevice
 from hetero.transport.base import Link, LinkDescription
 from hetero.transport.chunked import ChunkedLink, RingShape
 from hetero.transport.gloo import GlooLink
@@ -117,16 +118,27 @@ def open_over_hip(
     return open_channel(path, description, store, device)
 
 
-def open_emulated_streams(
-    memory: RingMemory, description: LinkDescription, store: dist.Store, device: torch.device
+def open_streams(
+    memory: RingMemory,
+    description: LinkDescription,
+    store: dist.Store,
+    device: torch.device,
+    *,
+    in_c: bool,
 ) -> Link:
+    """Streams that order themselves, given work by C or by Python. A CPU's are emulated."""
+    on_gpu = device.type == "cuda"
     return open_ordered(
         _meeting(description, store),
         memory=memory,
         ring_bytes=1 << 20,
         chunk_bytes=64 << 10,
-        device=EmulatedOrderedDevice(),
+        device=GpuOrderedDevice(device, in_c=in_c) if on_gpu else EmulatedOrderedDevice(in_c=in_c),
     )
+
+
+open_by_python = functools.partial(open_streams, in_c=False)
+open_by_c = functools.partial(open_streams, in_c=True)
 
 
 def open_verbs_link(
@@ -237,8 +249,11 @@ TRANSPORTS = (
     Transport("nccl", open_nccl, device="cuda", has_header=False, has_deadlines=False),
     Transport("shm", functools.partial(open_channel, "shm")),
     Transport("shm", functools.partial(open_channel, "shm"), device="cuda"),
-    Transport("shm-streams-emulated", functools.partial(open_emulated_streams, "host")),
-    Transport("ipc-emulated", functools.partial(open_emulated_streams, "device")),
+    Transport("shm-streams-emulated", functools.partial(open_by_python, "host")),
+    Transport("ipc-emulated", functools.partial(open_by_python, "device")),
+    Transport("ipc-emulated-by-c", functools.partial(open_by_c, "device")),
+    Transport("shm-by-python", functools.partial(open_by_python, "host"), device="cuda"),
+    Transport("ipc-by-python", functools.partial(open_by_python, "device"), device="cuda"),
     Transport("ipc", functools.partial(open_channel, "ipc"), device="cuda"),
     Transport("ipc-hip", functools.partial(open_over_hip, "ipc"), device="cuda"),
     Transport("shm-hip", functools.partial(open_over_hip, "shm"), device="cuda"),

@@ -8,6 +8,7 @@ import time
 
 import pytest
 
+from hetero.native.library import LIBRARY, native
 from hetero.transport import futex
 
 pytestmark = pytest.mark.skipif(not futex.available(), reason="no futex on this system")
@@ -44,3 +45,44 @@ def test_a_sleeper_is_woken_and_others_run_meanwhile() -> None:
     word.value = 1
     futex.wake(ctypes.addressof(word))
     assert woken.wait(10)
+
+
+@pytest.fixture(params=["native", "python"])
+def spinner(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Who spins: C, or Python where that library is not built."""
+    if request.param == "native" and native() is None:
+        pytest.skip(LIBRARY.why_not() or "")
+    if request.param == "python":
+        monkeypatch.setattr(futex, "native", lambda: None)
+    return str(request.param)
+
+
+def seen(word: ctypes.c_uint32) -> futex.Seen:
+    return futex.Seen(ctypes.addressof(word), word.value)
+
+
+@pytest.mark.parametrize("changed", [0, 1])
+def test_spinning_ends_when_either_word_changes(spinner: str, changed: int) -> None:
+    words = ctypes.c_uint32(2**32 - 1), ctypes.c_uint32(7)
+    before = seen(words[0]), seen(words[1])
+    ended = threading.Event()
+
+    def spin() -> None:
+        while (seen(words[0]), seen(words[1])) == before:
+            futex.spin(*before, seconds=30.0)
+        ended.set()
+
+    thread = threading.Thread(target=spin, daemon=True)
+    thread.start()
+    words[changed].value = 1
+    assert ended.wait(10)
+    thread.join(10)
+
+
+def test_spinning_ends_after_the_time_given(spinner: str) -> None:
+    words = ctypes.c_uint32(0), ctypes.c_uint32(0)
+    began = time.monotonic()
+    futex.spin(seen(words[0]), seen(words[1]), seconds=0.1)
+    elapsed = time.monotonic() - began
+    assert elapsed < 5
+    assert spinner == "python" or elapsed >= 0.09

@@ -27,5 +27,8 @@ class RemoteEnd(EndState):
         super().__init__(control, side)
         self._wake = wake
 
+    def doorbell_address(self) -> int:
+        return 0
+
     def ring(self) -> None:
         self._wake()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -14,9 +14,14 @@ import torch.distributed as dist
 
 from hetero.device.base import Mark
 from hetero.errors import LinkError
+from hetero.native.library import Step
 from hetero.transport.base import LinkDescription
+from hetero.transport.ordered.flows import Flow
 from hetero.transport.ordered.link import OrderedLink
+from hetero.transport.ordered.native_flows import NativeFlow
 from hetero.transport.ordered.opening import RingMemory, open_ordered
+from hetero.transport.ordered.python_flows import PythonIncoming, PythonOutgoing
+from hetero.transport.ordered.ring import Direction
 from tests.emulated_streams import EmulatedOrderedDevice
 from tests.hetero.transport.test_handshake import both, meeting
 
@@ -114,3 +119,58 @@ def cross(pair: Pair, sent: torch.Tensor) -> bool:
     receiving.wait()
     sending.wait()
     return torch.equal(target, sent)
+
+
+def start_counting_at(pair: Pair, count: int) -> None:
+    """As if so many entries had gone from the sender to the receiver."""
+    count_from(
+        count,
+        flows=(pair.sender._out, pair.receiver._in),
+        directions=(pair.sender._ends.outgoing, pair.receiver._ends.incoming),
+    )
+
+
+def count_from(count: int, *, flows: Sequence[Flow], directions: Sequence[Direction]) -> None:
+    """As if so many entries had gone from one flow to the other, over both their directions."""
+    for flow in flows:
+        if isinstance(flow, NativeFlow):
+            flow._state.count = flow._state.freed = count
+        elif isinstance(flow, PythonOutgoing | PythonIncoming):
+            flow._count = count
+        if isinstance(flow, PythonOutgoing):
+            flow.allotment._freed = count
+    for direction in directions:
+        direction.release_receiver(count)
+        direction.release_sender(count)
+        direction._words[direction._posted] = count
+        direction.retire(count)
+
+
+def pretend_to_await(flow: Flow, value: int) -> None:
+    """As if an entry needed this value of the peer's counter."""
+    if isinstance(flow, NativeFlow):
+        flow._state.awaited = value
+    elif isinstance(flow, PythonOutgoing | PythonIncoming):
+        flow._awaited = value
+
+
+def before_each_move(link: OrderedLink, act: Callable[[], None]) -> None:
+    """Act whenever what the link sends is given to its device."""
+    flow, device = link._out, link._device
+    if isinstance(flow, PythonOutgoing):
+        move = flow.stream.move
+
+        def acting(target: int, source: int, nbytes: int, **words: Any) -> None:
+            act()
+            move(target, source, nbytes, **words)
+
+        flow.stream.move = acting  # type: ignore[method-assign]
+        return
+    assert isinstance(device, EmulatedOrderedDevice)
+
+    def at_copies(step: Step) -> int:
+        if step is Step.COPY:
+            act()
+        return 0
+
+    device.driver_for_c.before = at_copies

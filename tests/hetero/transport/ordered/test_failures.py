@@ -17,11 +17,15 @@ from tests.emulated_streams import EmulatedOrderedDevice
 from tests.hetero.transport.ordered.pair import (
     LARGE,
     SHORT,
+    before_each_move,
     is_broken,
     opened,
+    pretend_to_await,
     wait_for,
 )
 from tests.hetero.transport.test_handshake import both
+
+pytestmark = pytest.mark.usefixtures("enqueued")
 
 
 def test_a_peer_whose_device_never_gets_there_breaks_the_link_in_time() -> None:
@@ -72,7 +76,7 @@ def test_what_a_failed_peer_released_is_not_taken_for_a_message() -> None:
         pair.sender.send(torch.ones(LARGE))
         pair.receiver.progress_until_enqueued(work)  # type: ignore[arg-type]
         with pair.sender._lock:
-            pair.sender._out.awaited = 1
+            pretend_to_await(pair.sender._out, 1)
             pair.sender._break(LinkError("its device is lost"))
         assert pair.receiver._ends.incoming.consumed == 1
         assert not work.done() or is_broken(pair.receiver)
@@ -184,11 +188,11 @@ def test_a_call_of_the_driver_that_does_not_return_is_released_after_the_deadlin
         pair.receiver.progress_until_enqueued(receiving)  # type: ignore[arg-type]
         entered, released = threading.Event(), []
 
-        def full_stream(target: int, source: int, nbytes: int) -> None:
+        def full_stream() -> None:
             entered.set()
             released.append(wait_for(lambda: pair.receiver._ends.incoming.produced != 0))
 
-        pair.receiver._out.stream.copy = full_stream  # type: ignore[method-assign]
+        before_each_move(pair.receiver, full_stream)
 
         def use() -> None:
             with suppress(LinkError):

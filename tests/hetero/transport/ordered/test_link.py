@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from hetero.device.ordered import OrderedStream
+from hetero.device.ordered import OrderedStream, Word
 from hetero.errors import LinkError
 from hetero.transport.ordered import link as link_module
 from hetero.transport.ordered.link import OrderedLink
@@ -19,9 +18,12 @@ from tests.emulated_streams import EmulatedOrderedDevice
 from tests.hetero.transport.ordered.pair import (
     cross,
     opened,
+    start_counting_at,
     wait_for,
 )
 from tests.hetero.transport.test_handshake import both, meeting
+
+pytestmark = pytest.mark.usefixtures("enqueued")
 
 
 def test_a_message_larger_than_the_ring_is_taken_in_parts() -> None:
@@ -60,14 +62,14 @@ def test_a_stream_is_never_told_to_wait_for_what_is_not_enqueued(
         real = stream_type.wait_value
         ends = pair.sender._ends, pair.receiver._ends
 
-        def checked(self: OrderedStream, word: int, value: int, *, aside: bool = False) -> None:
+        def checked(self: OrderedStream, word: Word) -> None:
             for end in ends:
                 posted, retired = end.incoming.posted, end.outgoing.retired
-                if word == end.incoming.produced_word and posted < value:
-                    broken.append(f"waits for entry {value}, {posted} posted")
-                if word == end.outgoing.consumed_word and retired < value:
-                    broken.append(f"waits for room {value}, {retired} retired")
-            real(self, word, value)
+                if word.address == end.incoming.produced_word and posted < word.value:
+                    broken.append(f"waits for entry {word.value}, {posted} posted")
+                if word.address == end.outgoing.consumed_word and retired < word.value:
+                    broken.append(f"waits for room {word.value}, {retired} retired")
+            real(self, word)
 
         monkeypatch.setattr(stream_type, "wait_value", checked)
         sent = [torch.full((30_000,), n, dtype=torch.uint8) for n in range(40)]
@@ -84,16 +86,7 @@ def test_a_stream_is_never_told_to_wait_for_what_is_not_enqueued(
 def test_counters_may_count_round() -> None:
     start = 2**32 - 7
     with opened() as pair:
-        for link, flow, direction in (
-            (pair.sender, pair.sender._out, pair.sender._ends.outgoing),
-            (pair.receiver, pair.receiver._in, pair.receiver._ends.incoming),
-        ):
-            flow.count = start
-            link._out.allotment._freed = start
-            direction.release_receiver(start)
-            direction.release_sender(start)
-            direction._words[direction._posted] = start
-            direction.retire(start)
+        start_counting_at(pair, start)
         for number in range(40):
             sent = torch.full((20_000,), number, dtype=torch.uint8)
             target = torch.zeros_like(sent)
@@ -175,21 +168,7 @@ def test_memory_that_cannot_be_pinned_ends_the_opening_at_both_ends_and_leaves_n
 def test_counters_far_ahead_of_the_last_wait_are_not_taken_for_a_held_stream() -> None:
     start = 2**31 + 5
     with opened() as pair:
-        for link, direction in (
-            (pair.sender, pair.sender._ends.outgoing),
-            (pair.receiver, pair.receiver._ends.incoming),
-        ):
-            for flow in (link._out, link._in):
-                flow.count = start if flow._done_word in _words(direction) else 0
-            link._out.allotment._freed = start if link is pair.sender else 0
-            direction.release_receiver(start)
-            direction.release_sender(start)
-            direction._words[direction._posted] = start
-            direction.retire(start)
+        start_counting_at(pair, start)
         assert cross(pair, torch.arange(10))
         pair.sender.close()
         pair.receiver.check()
-
-
-def _words(direction: Any) -> tuple[int, int]:
-    return direction.produced_word, direction.consumed_word

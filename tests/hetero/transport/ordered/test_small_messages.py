@@ -8,9 +8,7 @@ import time
 import pytest
 import torch
 
-from hetero.device.ordered import CurrentStream
 from hetero.transport.ordered import link as link_module
-from tests.emulated_streams import EmulatedOrderedDevice
 from tests.hetero.transport.ordered.pair import (
     LARGE,
     cross,
@@ -18,36 +16,19 @@ from tests.hetero.transport.ordered.pair import (
     wait_for,
 )
 
-
-class CountingDevice(EmulatedOrderedDevice):
-    """A device that counts the messages which go through the callers' own streams."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.by_caller = 0
-
-    def current_stream(self) -> CurrentStream:
-        stream = super().current_stream()
-        real = stream.copy_and_write
-
-        def counted(target: int, source: int, nbytes: int, *, word: int, value: int) -> None:
-            self.by_caller += 1
-            real(target, source, nbytes, word=word, value=value)
-
-        stream.copy_and_write = counted  # type: ignore[method-assign]
-        return stream
+pytestmark = pytest.mark.usefixtures("enqueued")
 
 
 def test_a_small_message_goes_through_the_callers_streams_and_a_large_one_does_not() -> None:
-    with opened(device=CountingDevice) as pair:
+    with opened() as pair:
         assert cross(pair, torch.arange(100))
-        assert [device.by_caller for device in pair.devices] == [1, 1]
+        assert [device.moved_by_callers for device in pair.devices] == [1, 1]
         assert cross(pair, torch.arange(LARGE))
-        assert [device.by_caller for device in pair.devices] == [1, 1]
+        assert [device.moved_by_callers for device in pair.devices] == [1, 1]
 
 
 def test_a_small_message_does_not_overtake_a_large_one() -> None:
-    with opened(device=CountingDevice) as pair:
+    with opened() as pair:
         for number in range(20):
             sent = [torch.full((size,), number) for size in (7, LARGE, 1, 3 * LARGE, 2)]
             targets = [torch.zeros_like(tensor) for tensor in sent]
@@ -56,12 +37,12 @@ def test_a_small_message_does_not_overtake_a_large_one() -> None:
             for work in reversed([*sending, *receiving]):
                 work.wait()
             assert all(torch.equal(t, s) for t, s in zip(targets, sent, strict=True)), number
-        assert pair.devices[0].by_caller >= 20
+        assert pair.devices[0].moved_by_callers >= 20
 
 
 def test_what_another_thread_waits_for_does_not_go_through_its_stream() -> None:
     """Its stream knows nothing of the work before the call of `recv`."""
-    with opened(device=CountingDevice) as pair:
+    with opened() as pair:
         target = torch.zeros(10)
         receiving = pair.receiver.recv(target)
         pair.sender.send(torch.ones(10))
@@ -69,31 +50,31 @@ def test_what_another_thread_waits_for_does_not_go_through_its_stream() -> None:
         waiting.start()
         waiting.join()
         assert torch.equal(target, torch.ones(10))
-        assert pair.devices[1].by_caller == 0
+        assert pair.devices[1].moved_by_callers == 0
 
 
 def test_waiting_for_one_message_does_not_hold_the_caller_up_for_the_next() -> None:
     """Its stream would otherwise not compute with the first before the peer has made the next."""
-    with opened(device=CountingDevice) as pair:
+    with opened() as pair:
         targets = [torch.zeros(10), torch.zeros(10)]
         works = [pair.receiver.recv(target) for target in targets]
         for _ in targets:
             pair.sender.send(torch.ones(10))
         works[0].wait()
-        assert pair.devices[1].by_caller == 1
+        assert pair.devices[1].moved_by_callers == 1
         works[1].wait()
         assert all(torch.equal(target, torch.ones(10)) for target in targets)
 
 
 def test_waiting_for_a_send_does_not_hold_the_caller_up_for_a_message() -> None:
-    with opened(device=CountingDevice) as pair:
+    with opened() as pair:
         target = torch.zeros(10)
         receiving = pair.receiver.recv(target)
         sending = pair.receiver.send(torch.ones(50_000))
         pair.sender.send(torch.ones(10))
         taking = pair.sender.recv(torch.zeros(50_000))
         sending.wait()
-        assert pair.devices[1].by_caller == 0
+        assert pair.devices[1].moved_by_callers == 0
         receiving.wait()
         taking.wait()
         assert torch.equal(target, torch.ones(10))

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from hetero.device.driver import driver_for
-from hetero.device.ordered import GpuOrderedDevice
+from hetero.device.gpu_ordered import GpuOrderedDevice
 from hetero.transport.ordered.link import OrderedLink
 from hetero.transport.verbs.joining import DEVICE, HOST
 from tests.hetero.transport.verbs.native.joined import Setup, joined

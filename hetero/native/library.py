@@ -1,0 +1,141 @@
+"""The functions and structures of native.h, as Python has them."""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import POINTER, Structure, c_bool, c_char_p, c_uint32, c_uint64, c_void_p
+from enum import IntEnum
+from functools import cache
+from pathlib import Path
+
+from hetero.errors import LinkError
+from hetero.native.built import BuiltLibrary
+
+FOLDER = Path(__file__).parent
+
+
+class EntryPoints(Structure):
+    """`struct entry_points`."""
+
+    _fields_ = (
+        ("vendor", c_uint64),
+        ("end_of_counter", c_uint64),
+        ("copy", c_uint64),
+        ("wait_value", c_uint64),
+        ("write_value", c_uint64),
+        ("record_event", c_uint64),
+        ("wait_event", c_uint64),
+    )
+
+
+class Streams(Structure):
+    """`struct streams`."""
+
+    _fields_ = (
+        ("driver", EntryPoints),
+        ("copies", c_uint64),
+        ("waits", c_uint64),
+        ("writes", c_uint64),
+        ("join", c_uint64),
+        ("writes_lag", c_bool),
+    )
+
+
+class Flow(Structure):
+    """`struct flow`."""
+
+    _fields_ = (
+        ("streams", Streams),
+        ("posted", c_uint64),
+        ("retired", c_uint64),
+        ("produced", c_uint64),
+        ("consumed", c_uint64),
+        ("records", c_uint64),
+        ("produced_word", c_uint64),
+        ("consumed_word", c_uint64),
+        ("ring", c_uint64),
+        ("ring_bytes", c_uint64),
+        ("chunk_bytes", c_uint64),
+        ("small_bytes", c_uint64),
+        ("entries", c_uint64),
+        ("header_bytes", c_uint64),
+        ("record_bytes", c_uint64),
+        ("alignment", c_uint64),
+        ("ends", c_uint64),
+        ("doorbell", c_uint64),
+        ("count", c_uint64),
+        ("offset", c_uint64),
+        ("awaited", c_uint64),
+        ("failed", c_uint64),
+        ("head", c_uint64),
+        ("tail", c_uint64),
+        ("freed", c_uint64),
+        ("in_flight", c_uint64),
+        ("oldest", c_uint64),
+        ("caller", c_uint64),
+        ("by_caller", c_bool),
+    )
+
+
+class Vendor(IntEnum):
+    """`enum vendor`."""
+
+    CUDA = 0
+    HIP = 1
+
+
+class Step(IntEnum):
+    """`enum step`."""
+
+    WAIT_VALUE = 1
+    COPY = 2
+    WRITE_VALUE = 3
+    RECORD_EVENT = 4
+    WAIT_EVENT = 5
+    PAST_COUNTER = 6
+
+
+class Progress(IntEnum):
+    """`enum progress`."""
+
+    WAITING = 0
+    WHOLE = 1
+    UNMARKED = 2
+    REFUSED = 3
+    FAILED = 4
+
+
+_MESSAGE = [
+    POINTER(Flow),
+    c_char_p,
+    c_uint64,
+    c_uint64,
+    c_uint64,
+    c_uint64,
+    c_bool,
+    c_uint64,
+    c_bool,
+]
+
+LIBRARY = BuiltLibrary(
+    name="native library",
+    folder=FOLDER,
+    stem="_native",
+    version=1,
+    version_function="native_version",
+    functions={
+        "native_spin": (None, [c_void_p, c_uint32, c_void_p, c_uint32, c_uint32]),
+        "native_put": (c_uint32, _MESSAGE),
+        "native_take": (c_uint32, _MESSAGE),
+    },
+    packages="a C compiler (Debian: gcc and libc6-dev)",
+)
+
+
+@cache
+def native() -> ctypes.CDLL | None:
+    """The library; None where it is not built or cannot be used, and Python does without it."""
+    try:
+        return LIBRARY.load()
+    except LinkError:
+        return None

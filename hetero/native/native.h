@@ -1,0 +1,123 @@
+/* What Python calls through ctypes (library.py). Nothing here holds the GIL, and nothing blocks but the
+ * GPU's driver.
+ *
+ * A flow is one direction of one end of an ordered link: hetero/transport/ordered says what it does,
+ * ring.py there what lies where in memory. Python holds the link's lock around every call with a flow. */
+#ifndef HETERO_NATIVE_H
+#define HETERO_NATIVE_H
+
+#include <stdbool.h>
+#include <stdint.h>
+
+#define NATIVE_VERSION 1
+
+uint32_t native_version(void);
+
+/* Return when either word is not what it was, or after so many microseconds. The core is given away
+ * between looks, for another thread may have to run before a word can change. */
+void native_spin(const uint32_t *word, uint32_t while_it_is, const uint32_t *other,
+                 uint32_t while_other_is, uint32_t microseconds);
+
+enum vendor { CUDA, HIP };
+
+/* Where a GPU's driver has the functions that streams are given work with. */
+struct entry_points {
+    uint64_t vendor;
+    /* The first value that its streams cannot be made to wait for. */
+    uint64_t end_of_counter;
+    uint64_t copy;
+    uint64_t wait_value;
+    uint64_t write_value;
+    uint64_t record_event;
+    uint64_t wait_event;
+};
+
+/* Which of them has failed in the upper half, its answer in the lower; 0 if none has. */
+typedef uint64_t failure;
+
+enum step { WAIT_VALUE = 1, COPY, WRITE_VALUE, RECORD_EVENT, WAIT_EVENT, PAST_COUNTER };
+
+/* Copies go into one stream. The waits and writes of many-part messages may go into two others, which
+ * an event joins with it, so that one copy runs on into the next. All three may be one. */
+struct streams {
+    struct entry_points driver;
+    uint64_t copies;
+    uint64_t waits;
+    uint64_t writes;
+    uint64_t join;
+    /* Whether the last write was made aside, so that one among the copies must follow it. */
+    bool writes_lag;
+};
+
+/* A word of registered host memory, by the device's address, and a value; no word if that is 0. */
+struct word {
+    uint64_t address;
+    uint32_t value;
+};
+
+struct move {
+    struct word after;
+    uint64_t target;
+    uint64_t source;
+    uint64_t nbytes;
+    struct word then;
+};
+
+/* Have the streams wait for a word, copy, and write a word; `aside` if this is one part of many. */
+failure streams_move(struct streams *streams, const struct move *move, bool aside);
+failure streams_wait_value(const struct streams *streams, struct word word);
+/* Have the copies go on behind an event of another stream. */
+failure streams_wait_event(const struct streams *streams, uint64_t event);
+
+/* Python makes it with all fields but those that say otherwise, and keeps it and what it points to. */
+struct flow {
+    struct streams streams;
+    /* The direction's words and records, by this process's addresses. */
+    uint64_t posted;
+    uint64_t retired;
+    uint64_t produced;
+    uint64_t consumed;
+    uint64_t records;
+    /* The words that devices write, by the device's addresses. */
+    uint64_t produced_word;
+    uint64_t consumed_word;
+    /* The data, by the device's address. */
+    uint64_t ring;
+    uint64_t ring_bytes;
+    uint64_t chunk_bytes;
+    /* Up to this a message may go into the caller's stream. */
+    uint64_t small_bytes;
+    uint64_t entries;
+    uint64_t header_bytes;
+    uint64_t record_bytes;
+    uint64_t alignment;
+    /* Of the sender: for each entry that is not free yet, the position after it; as many as `entries`. */
+    uint64_t ends;
+    /* The peer's doorbell, which is rung when entries have been enqueued; 0 where Python rings it. */
+    uint64_t doorbell;
+
+    /* Kept by C, 0 at first. */
+    uint64_t count;   /* entries enqueued */
+    uint64_t offset;  /* bytes enqueued of the message that was last brought on */
+    uint64_t awaited; /* the last value of the peer's counter that an entry needs */
+    failure failed;
+    uint64_t head, tail, freed, in_flight, oldest; /* the sender's book, as ring.Allotment */
+    uint64_t caller;                               /* whose stream the last entry went into */
+    bool by_caller;                                /* whether it was a caller's */
+};
+
+enum progress { WAITING, WHOLE, UNMARKED, REFUSED, FAILED };
+
+/* Enqueue what can be of one message. WHOLE when nothing of it is left, WAITING while the peer has to
+ * move first, UNMARKED where it is for the link's streams and nobody has said what it must follow.
+ * `is_callers_turn` has it go into the stream `caller`, where the order allows; else `event`, unless 0,
+ * is what it must follow. */
+uint32_t native_put(struct flow *flow, const uint8_t *header, uint64_t address, uint64_t nbytes,
+                    uint64_t offset, uint64_t event, bool is_marked, uint64_t caller,
+                    bool is_callers_turn);
+/* Likewise for what arrives; REFUSED where the next entry is no part of this message. */
+uint32_t native_take(struct flow *flow, const uint8_t *header, uint64_t address, uint64_t nbytes,
+                     uint64_t offset, uint64_t event, bool is_marked, uint64_t caller,
+                     bool is_callers_turn);
+
+#endif

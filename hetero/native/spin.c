@@ -1,0 +1,45 @@
+#include "native.h"
+
+#include <sched.h>
+#include <time.h>
+
+/* Looks between two calls of the system. */
+#define LOOKS 32
+
+uint32_t native_version(void)
+{
+    return NATIVE_VERSION;
+}
+
+static int64_t now_ns(void)
+{
+    struct timespec time;
+
+    clock_gettime(CLOCK_MONOTONIC, &time);
+    return (int64_t)time.tv_sec * 1000000000 + time.tv_nsec;
+}
+
+static void pause_core(void)
+{
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    __asm__ volatile("yield");
+#endif
+}
+
+void native_spin(const uint32_t *word, uint32_t while_it_is, const uint32_t *other,
+                 uint32_t while_other_is, uint32_t microseconds)
+{
+    int64_t end = now_ns() + (int64_t)microseconds * 1000;
+
+    do {
+        for (int look = 0; look < LOOKS; look++) {
+            if (__atomic_load_n(word, __ATOMIC_ACQUIRE) != while_it_is ||
+                __atomic_load_n(other, __ATOMIC_ACQUIRE) != while_other_is)
+                return;
+            pause_core();
+        }
+        sched_yield();
+    } while (now_ns() < end);
+}

@@ -1,0 +1,131 @@
+#include "native.h"
+
+#include <stddef.h>
+
+/* The drivers' own values. CU_STREAM_WAIT_VALUE_GEQ and hipStreamWaitValueGte are 0, as are the default
+ * flags of the other calls. */
+#define AT_LEAST 0
+#define HIP_ALL_BITS 0xFFFFFFFFu
+#define HIP_MEMCPY_DEFAULT 4
+
+typedef int (*cuda_copy)(uint64_t, uint64_t, size_t, void *);
+typedef int (*cuda_value)(void *, uint64_t, uint32_t, unsigned);
+typedef int (*hip_copy)(void *, const void *, size_t, int, void *);
+typedef int (*hip_wait)(void *, void *, uint32_t, unsigned, uint32_t);
+typedef int (*hip_write)(void *, void *, uint32_t, unsigned);
+typedef int (*event_record)(void *, void *);
+typedef int (*event_wait)(void *, void *, unsigned);
+
+#define FUNCTION(type, address) ((type)(uintptr_t)(address))
+#define POINTER(address) ((void *)(uintptr_t)(address))
+
+static failure outcome(enum step step, int code)
+{
+    return code ? (uint64_t)step << 32 | (uint32_t)code : 0;
+}
+
+static failure wait_value(const struct entry_points *driver, uint64_t stream, struct word word)
+{
+    int code;
+
+    if (word.value >= driver->end_of_counter)
+        return outcome(PAST_COUNTER, (int)word.value);
+    if (driver->vendor == HIP)
+        code = FUNCTION(hip_wait, driver->wait_value)(POINTER(stream), POINTER(word.address),
+                                                      word.value, AT_LEAST, HIP_ALL_BITS);
+    else
+        code = FUNCTION(cuda_value, driver->wait_value)(POINTER(stream), word.address, word.value,
+                                                        AT_LEAST);
+    return outcome(WAIT_VALUE, code);
+}
+
+static failure write_value(const struct entry_points *driver, uint64_t stream, struct word word)
+{
+    int code;
+
+    if (driver->vendor == HIP)
+        code = FUNCTION(hip_write, driver->write_value)(POINTER(stream), POINTER(word.address),
+                                                        word.value, 0);
+    else
+        code = FUNCTION(cuda_value, driver->write_value)(POINTER(stream), word.address, word.value,
+                                                         0);
+    return outcome(WRITE_VALUE, code);
+}
+
+static failure copy(const struct entry_points *driver, uint64_t stream, const struct move *move)
+{
+    int code;
+
+    if (driver->vendor == HIP)
+        code = FUNCTION(hip_copy, driver->copy)(POINTER(move->target), POINTER(move->source),
+                                                move->nbytes, HIP_MEMCPY_DEFAULT, POINTER(stream));
+    else
+        code = FUNCTION(cuda_copy, driver->copy)(move->target, move->source, move->nbytes,
+                                                 POINTER(stream));
+    return outcome(COPY, code);
+}
+
+static failure wait_event(const struct entry_points *driver, uint64_t stream, uint64_t event)
+{
+    event_wait wait = FUNCTION(event_wait, driver->wait_event);
+
+    return outcome(WAIT_EVENT, wait(POINTER(stream), POINTER(event), 0));
+}
+
+/* Have a stream go on behind what another was given so far. */
+static failure join(const struct streams *streams, uint64_t first, uint64_t then)
+{
+    event_record record = FUNCTION(event_record, streams->driver.record_event);
+    failure failed;
+
+    if (first == then)
+        return 0;
+    failed = outcome(RECORD_EVENT, record(POINTER(streams->join), POINTER(first)));
+    return failed ? failed : wait_event(&streams->driver, then, streams->join);
+}
+
+/* Have the copies wait for a word. */
+static failure hold(const struct streams *streams, struct word word, bool aside)
+{
+    uint64_t stream = aside ? streams->waits : streams->copies;
+    failure failed = wait_value(&streams->driver, stream, word);
+
+    return failed ? failed : join(streams, stream, streams->copies);
+}
+
+/* Have a word written behind the copies so far, and behind the words written before. */
+static failure write_behind(struct streams *streams, struct word word, bool aside)
+{
+    uint64_t stream = aside ? streams->writes : streams->copies;
+    failure failed = 0;
+
+    if (stream != streams->copies)
+        failed = join(streams, streams->copies, stream);
+    else if (streams->writes_lag)
+        failed = join(streams, streams->writes, stream);
+    if (failed)
+        return failed;
+    streams->writes_lag = stream != streams->copies;
+    return write_value(&streams->driver, stream, word);
+}
+
+failure streams_move(struct streams *streams, const struct move *move, bool aside)
+{
+    failure failed = 0;
+
+    if (move->after.address)
+        failed = hold(streams, move->after, aside);
+    if (!failed && move->nbytes)
+        failed = copy(&streams->driver, streams->copies, move);
+    return failed ? failed : write_behind(streams, move->then, aside);
+}
+
+failure streams_wait_value(const struct streams *streams, struct word word)
+{
+    return wait_value(&streams->driver, streams->copies, word);
+}
+
+failure streams_wait_event(const struct streams *streams, uint64_t event)
+{
+    return wait_event(&streams->driver, streams->copies, event);
+}

@@ -1,0 +1,42 @@
+"""Where C and where ctypes put the fields of structures that are written down in both."""
+
+from __future__ import annotations
+
+import ctypes
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+
+from tests.hip_on_cuda.library import COMPILER, LACKING
+
+Layout = list[tuple[str, str, int, int]]
+"""For each field: the structure, the field, its offset, the structure's size."""
+Structures = Mapping[str, type[ctypes.Structure]]
+
+
+def layout_in_python(structures: Structures) -> Layout:
+    return [
+        (name, field[0], getattr(mirrored, field[0]).offset, ctypes.sizeof(mirrored))
+        for name, mirrored in structures.items()
+        for field in mirrored._fields_
+    ]
+
+
+def layout_in_c(structures: Structures, *, header: Path, folder: Path) -> Layout:
+    """As a compiler has it; `folder` is for what is compiled."""
+    assert COMPILER is not None, LACKING
+    lines = [
+        f'printf("{name}/{field[0]}/%zu/%zu\\n", offsetof({name}, {field[0]}), sizeof({name}));'
+        for name, mirrored in structures.items()
+        for field in mirrored._fields_
+    ]
+    source, program = folder / "sizes.c", folder / "sizes"
+    source.write_text(
+        f'#include "{header.name}"\n#include <stddef.h>\n#include <stdio.h>\n'
+        "int main(void) {" + "\n".join(lines) + "}"
+    )
+    command = [COMPILER, "-I", str(header.parent), "-o", str(program), str(source)]
+    subprocess.run(command, check=True, timeout=60)
+    printed = subprocess.run([program], capture_output=True, text=True, check=True, timeout=60)
+    rows = (line.split("/") for line in printed.stdout.splitlines())
+    return [(name, field, int(offset), int(size)) for name, field, offset, size in rows]
