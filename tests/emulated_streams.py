@@ -214,7 +214,7 @@ def _copy(target: int, source: int, nbytes: int) -> None:
     ctypes.memmove(target, source, nbytes)
 
 
-class _CallersThread(CurrentStream):
+class CallersThread(CurrentStream):
     """A thread of a CPU is its own stream: what it enqueues is done at once."""
 
     def __init__(self, moved: Callable[[], None]) -> None:
@@ -268,7 +268,7 @@ class EmulatedOrderedDevice(OrderedDevice):
         return made
 
     def current_stream(self) -> CurrentStream:
-        return _CallersThread(self._count_move)
+        return CallersThread(self._count_move)
 
     @property
     def moved_by_callers(self) -> int:

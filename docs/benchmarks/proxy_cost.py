@@ -10,7 +10,7 @@ driver.
 
 Each message is sent when the one before has arrived. CPU time is each thread's own: that of the
 caller, and that of the link's threads, the native one's looking for what comes included. The
-threads that play GPU streams are not counted.
+threads that play GPU streams (tests/stream_driver) are not counted, nor is a GPU's driver there.
 """
 
 from __future__ import annotations
@@ -37,7 +37,6 @@ import torch
 
 from hetero.device.base import Mark, Reached
 from hetero.device.cpu import CpuRuntime
-from hetero.device.ordered import OrderedStream
 from hetero.transport.base import Link, LinkDescription
 from hetero.transport.chunked import ChunkedLink, RingShape
 from hetero.transport.handshake import Meeting
@@ -48,9 +47,9 @@ from hetero.transport.verbs.native import opening as native_opening
 from hetero.transport.verbs.native.forwarder import Forwarder
 from hetero.transport.verbs.native.opening import open_native
 from hetero.transport.verbs.opening import open_verbs
-from tests.emulated_streams import EmulatedOrderedDevice
 from tests.hetero.transport.verbs.joined import LocalStore
 from tests.loopback_nic.library import LoopbackNics
+from tests.stream_driver.library import DeviceInC
 
 MESSAGE = 8 << 20
 CHUNK = 2 << 20
@@ -207,7 +206,7 @@ class NativeLoop:
             transport="verbs",
             ring_bytes=RING,
             chunk_bytes=CHUNK,
-            ordered=_CopylessDevice(),
+            ordered=DeviceInC(copies=False),
             device=CPU,
             options=VerbsOptions(nics=("ab"[rank] + "0",)),
             library=self._nics.library,
@@ -219,15 +218,6 @@ class _Copyless(CpuRuntime):
 
     def copy(self, target: torch.Tensor, source: torch.Tensor, *, after: Mark | None) -> Mark:
         return Reached()
-
-
-class _CopylessDevice(EmulatedOrderedDevice):
-    """Streams whose waits and writes of words are real, in threads, and whose copies are not."""
-
-    def stream(self) -> OrderedStream:
-        stream = super().stream()
-        stream.copy = lambda target, source, nbytes: None  # type: ignore[method-assign]
-        return stream
 
 
 class _LoopbackVerbs(Verbs):

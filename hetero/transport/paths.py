@@ -11,6 +11,7 @@ import torch
 from hetero.device.choose import runtime_for
 from hetero.device.gpu_ordered import GpuOrderedDevice
 from hetero.errors import LinkError
+from hetero.native.library import LIBRARY
 from hetero.transport.base import Link
 from hetero.transport.chunked import ChunkedLink, RingShape
 from hetero.transport.handshake import Meeting, exchange
@@ -177,13 +178,16 @@ def _open(
 def _open_ordered(
     meeting: Meeting, memory: RingMemory, *, options: ChannelOptions, device: torch.device
 ) -> Link:
-    return open_ordered(
+    link = open_ordered(
         meeting,
         memory=memory,
         ring_bytes=options.ring_bytes // 2,
         chunk_bytes=options.ordered_chunk_bytes(memory),
         device=GpuOrderedDevice(device),
     )
+    if (reason := LIBRARY.why_not()) is not None:
+        link.remark = f"each call of the GPU's driver is made by Python ({reason})"
+    return link
 
 
 def _open_shm(meeting: Meeting, *, options: ChannelOptions, device: torch.device) -> Link:

@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import tempfile
+import threading
 from pathlib import Path
 
 from hetero.device.hip_driver import HipDriver
@@ -19,7 +20,7 @@ LACKING = "needs a C compiler (cc) to build the library that plays HIP"
 def compile_library(source: Path, target: Path) -> Path:
     """Compile one C file into a shared library. Raises CalledProcessError with the complaint."""
     assert COMPILER is not None, LACKING
-    partial = target.with_suffix(f".{os.getpid()}")
+    partial = target.with_suffix(f".{os.getpid()}-{threading.get_ident()}")
     command = [COMPILER, "-std=c11", "-D_GNU_SOURCE", "-O2", "-Wall", "-Wextra", "-Werror"]
     command += ["-shared", "-fPIC", "-o", str(partial), str(source), "-ldl", "-lpthread"]
     subprocess.run(command, check=True, capture_output=True, text=True, timeout=120)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import deque
+from dataclasses import dataclass
 
 from hetero.device.ordered import CurrentStream, OrderedDevice
 from hetero.transport.header import Header
@@ -18,11 +19,24 @@ from hetero.transport.ordered.ring import Direction, Entry
 from hetero.transport.ordered.transfer import Arrival, DoneCounter, OrderedEnds, OrderedTransfer
 
 SMALL_BYTES = 256 << 10
-"""Up to this a message may go through the caller's stream."""
+"""Up to this a message may go through the caller's stream: through pinned host memory it holds that
+up for 5 us."""
+SMALL_BYTES_OF_DEVICE = 1 << 20
+"""The same where the data lie in device memory: 4 us from one H200 to another."""
 
 
 class EntryRefused(Exception):
     """The peer has sent something else than what is to be received; says what differs."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How messages are cut, and where they go."""
+
+    chunk_bytes: int
+    """The largest part that is handed over at once."""
+    small_bytes: int
+    """The largest message that may go through the caller's stream; no larger than a part."""
 
 
 class Flow(ABC):
@@ -34,7 +48,7 @@ class Flow(ABC):
         ends: OrderedEnds,
         direction: Direction,
         *,
-        chunk_bytes: int,
+        limits: Limits,
         is_outgoing: bool,
     ) -> None:
         self.waiting: deque[OrderedTransfer] = deque()
@@ -43,8 +57,7 @@ class Flow(ABC):
         """Of a link that has failed: streams may still copy to and from their tensors."""
         self.sequence = 0
         self._device = device
-        self._chunk_bytes = chunk_bytes
-        self._small_bytes = min(SMALL_BYTES, chunk_bytes)
+        self._limits = limits
         self._direction = direction
         self._done = DoneCounter(
             device,
@@ -70,7 +83,7 @@ class Flow(ABC):
 
     def is_small(self, nbytes: int) -> bool:
         """Whether a message is one for the caller's stream."""
-        return nbytes <= self._small_bytes
+        return nbytes <= self._limits.small_bytes
 
     def enqueue(
         self, stream: CurrentStream | None = None, *, awaited: OrderedTransfer | None = None

@@ -28,7 +28,7 @@ from hetero.transport import futex
 from hetero.transport.base import Link, LinkDescription, Work, require_contiguous, sendable
 from hetero.transport.futex import Seen
 from hetero.transport.header import Header, HeaderWriter, job_token
-from hetero.transport.ordered.flows import EntryRefused
+from hetero.transport.ordered.flows import SMALL_BYTES, EntryRefused, Limits
 from hetero.transport.ordered.native_flows import make_flows
 from hetero.transport.ordered.ring import COUNTER_MASK, ahead
 from hetero.transport.ordered.transfer import OrderedEnds, OrderedTransfer
@@ -54,6 +54,7 @@ class OrderedLink(Link):
         ends: OrderedEnds,
         device: OrderedDevice,
         chunk_bytes: int,
+        small_bytes: int = SMALL_BYTES,
     ) -> None:
         super().__init__(description)
         self.transport = transport
@@ -61,7 +62,8 @@ class OrderedLink(Link):
         self._device = device
         self._headers = HeaderWriter(job=job_token(description.job))
         chunk_bytes = min(chunk_bytes, ends.ring_bytes // 2)
-        self._out, self._in = make_flows(device, ends, chunk_bytes=chunk_bytes)
+        limits = Limits(chunk_bytes=chunk_bytes, small_bytes=min(small_bytes, chunk_bytes))
+        self._out, self._in = make_flows(device, ends, limits=limits)
         self._doorbell_address = ends.mine.doorbell_address()
         self._posted_address = ends.incoming.host_addresses().posted
         self._lock = threading.Lock()

@@ -12,7 +12,7 @@ from hetero.device.ordered import CurrentStream, NativeStreams, OrderedDevice
 from hetero.native import library as native
 from hetero.native.library import Progress
 from hetero.transport.header import HEADER_BYTES
-from hetero.transport.ordered.flows import EntryRefused, Flow, refusal
+from hetero.transport.ordered.flows import EntryRefused, Flow, Limits, refusal
 from hetero.transport.ordered.python_flows import PythonIncoming, PythonOutgoing
 from hetero.transport.ordered.ring import ALIGNMENT, ENTRIES, RECORD_BYTES, Direction
 from hetero.transport.ordered.transfer import OrderedEnds, OrderedTransfer
@@ -30,10 +30,10 @@ class NativeFlow(Flow):
         direction: Direction,
         *,
         streams: NativeStreams,
-        chunk_bytes: int,
+        limits: Limits,
         is_outgoing: bool,
     ) -> None:
-        super().__init__(device, ends, direction, chunk_bytes=chunk_bytes, is_outgoing=is_outgoing)
+        super().__init__(device, ends, direction, limits=limits, is_outgoing=is_outgoing)
         self._streams = streams
         self._room = (c_uint64 * ENTRIES)()
         words = direction.host_addresses()
@@ -48,8 +48,8 @@ class NativeFlow(Flow):
             consumed_word=direction.consumed_word,
             ring=ends.outgoing_ring if is_outgoing else ends.incoming_ring,
             ring_bytes=ends.ring_bytes,
-            chunk_bytes=chunk_bytes,
-            small_bytes=self._small_bytes,
+            chunk_bytes=limits.chunk_bytes,
+            small_bytes=limits.small_bytes,
             entries=ENTRIES,
             header_bytes=HEADER_BYTES,
             record_bytes=RECORD_BYTES,
@@ -109,13 +109,13 @@ class NativeFlow(Flow):
         return progress
 
 
-def make_flows(device: OrderedDevice, ends: OrderedEnds, *, chunk_bytes: int) -> tuple[Flow, Flow]:
+def make_flows(device: OrderedDevice, ends: OrderedEnds, *, limits: Limits) -> tuple[Flow, Flow]:
     """What an end sends and what it receives: by C where the device offers that, else by Python."""
     sending, receiving = device.native_streams(), device.native_streams()
     if sending is None or receiving is None:
         return (
-            PythonOutgoing(device, ends, chunk_bytes=chunk_bytes),
-            PythonIncoming(device, ends, chunk_bytes=chunk_bytes),
+            PythonOutgoing(device, ends, limits=limits),
+            PythonIncoming(device, ends, limits=limits),
         )
     return (
         NativeFlow(
@@ -123,7 +123,7 @@ def make_flows(device: OrderedDevice, ends: OrderedEnds, *, chunk_bytes: int) ->
             ends,
             ends.outgoing,
             streams=sending,
-            chunk_bytes=chunk_bytes,
+            limits=limits,
             is_outgoing=True,
         ),
         NativeFlow(
@@ -131,7 +131,7 @@ def make_flows(device: OrderedDevice, ends: OrderedEnds, *, chunk_bytes: int) ->
             ends,
             ends.incoming,
             streams=receiving,
-            chunk_bytes=chunk_bytes,
+            limits=limits,
             is_outgoing=False,
         ),
     )

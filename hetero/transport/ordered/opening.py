@@ -16,6 +16,7 @@ from hetero.transport.handshake import (
     send_json,
 )
 from hetero.transport.header import PROTOCOL_VERSION
+from hetero.transport.ordered.flows import SMALL_BYTES, SMALL_BYTES_OF_DEVICE
 from hetero.transport.ordered.link import OrderedEnds, OrderedLink
 from hetero.transport.ordered.ring import CONTROL_BYTES, Direction, EndState
 from hetero.transport.same_host import SharedMemory, has_gone, join, share_memory
@@ -78,6 +79,7 @@ def open_ordered(
         ends=ends,
         device=device,
         chunk_bytes=chunk_bytes,
+        small_bytes=SMALL_BYTES_OF_DEVICE if memory == "device" else SMALL_BYTES,
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hetero.device.ordered import CurrentStream, OrderedDevice, Word
-from hetero.transport.ordered.flows import EntryRefused, Flow, refusal
+from hetero.transport.ordered.flows import EntryRefused, Flow, Limits, refusal
 from hetero.transport.ordered.ring import COUNTER_MASK, Allotment, Direction, Entry, ahead
 from hetero.transport.ordered.transfer import OrderedEnds, OrderedTransfer
 
@@ -15,10 +15,10 @@ class _PythonFlow(Flow):
         ends: OrderedEnds,
         direction: Direction,
         *,
-        chunk_bytes: int,
+        limits: Limits,
         is_outgoing: bool,
     ) -> None:
-        super().__init__(device, ends, direction, chunk_bytes=chunk_bytes, is_outgoing=is_outgoing)
+        super().__init__(device, ends, direction, limits=limits, is_outgoing=is_outgoing)
         self.stream = device.stream()
         self._count = 0
         self._awaited = 0
@@ -65,14 +65,14 @@ class _PythonFlow(Flow):
 class PythonOutgoing(_PythonFlow):
     """What this end sends."""
 
-    def __init__(self, device: OrderedDevice, ends: OrderedEnds, *, chunk_bytes: int) -> None:
-        super().__init__(device, ends, ends.outgoing, chunk_bytes=chunk_bytes, is_outgoing=True)
+    def __init__(self, device: OrderedDevice, ends: OrderedEnds, *, limits: Limits) -> None:
+        super().__init__(device, ends, ends.outgoing, limits=limits, is_outgoing=True)
         self._ring = ends.outgoing_ring
         self.allotment = Allotment(ends.ring_bytes)
 
     def _bring_on(self, transfer: OrderedTransfer, stream: CurrentStream | None) -> bool:
         while True:
-            nbytes = min(self._chunk_bytes, transfer.nbytes - transfer.offset)
+            nbytes = min(self._limits.chunk_bytes, transfer.nbytes - transfer.offset)
             placed = self.allotment.take(nbytes, retired=self._direction.retired)
             if placed is None:
                 return False
@@ -131,8 +131,8 @@ class PythonOutgoing(_PythonFlow):
 class PythonIncoming(_PythonFlow):
     """What this end receives."""
 
-    def __init__(self, device: OrderedDevice, ends: OrderedEnds, *, chunk_bytes: int) -> None:
-        super().__init__(device, ends, ends.incoming, chunk_bytes=chunk_bytes, is_outgoing=False)
+    def __init__(self, device: OrderedDevice, ends: OrderedEnds, *, limits: Limits) -> None:
+        super().__init__(device, ends, ends.incoming, limits=limits, is_outgoing=False)
         self._ring, self._ring_bytes = ends.incoming_ring, ends.ring_bytes
 
     def _bring_on(self, transfer: OrderedTransfer, stream: CurrentStream | None) -> bool:

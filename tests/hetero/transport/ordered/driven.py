@@ -22,7 +22,7 @@ from hetero.device.hip_driver import HipDriver
 from hetero.device.ordered import CurrentStream, NativeStreams, OrderedStream
 from hetero.native.library import Step, native
 from hetero.transport.header import Header
-from hetero.transport.ordered.flows import Flow
+from hetero.transport.ordered.flows import Flow, Limits
 from hetero.transport.ordered.native_flows import make_flows
 from hetero.transport.ordered.ring import CONTROL_BYTES, Direction, EndState, doorbell_place
 from hetero.transport.ordered.transfer import OrderedEnds, OrderedTransfer
@@ -146,8 +146,9 @@ class World:
         self.devices = [DrivenDevice(recorder, by, handles) for recorder in self.recorders]
         ends = [self._ends(number, ring_bytes) for number in range(2)]
         self._doorbells = [EndState(control, number) for number in range(2)]
-        self.sender = make_flows(self.devices[0], ends[0], chunk_bytes=chunk_bytes)[0]
-        self.receiver = make_flows(self.devices[1], ends[1], chunk_bytes=chunk_bytes)[1]
+        limits = Limits(chunk_bytes=chunk_bytes, small_bytes=chunk_bytes)
+        self.sender = make_flows(self.devices[0], ends[0], limits=limits)[0]
+        self.receiver = make_flows(self.devices[1], ends[1], limits=limits)[1]
         self.direction = ends[0].outgoing
         self.transfers: list[OrderedTransfer] = []
 
