@@ -43,19 +43,19 @@ class BuiltLibrary:
         try:
             library = ctypes.CDLL(str(path), use_errno=True)
             version: int = getattr(library, self.version_function)()
+            if version != self.version:
+                raise LinkError(
+                    f"the {self.name} is of version {version} and {self.version} is needed; "
+                    "install this project again"
+                )
+            for name, (result, arguments) in self.functions.items():
+                function = getattr(library, name)
+                function.restype, function.argtypes = result, arguments
         except (OSError, AttributeError) as error:
             raise LinkError(
                 f"the {self.name} cannot be loaded ({error}); install {self.at_run_time}this "
                 "project again"
             ) from error
-        if version != self.version:
-            raise LinkError(
-                f"the {self.name} is of version {version} and {self.version} is needed; install "
-                "this project again"
-            )
-        for name, (result, arguments) in self.functions.items():
-            function = getattr(library, name)
-            function.restype, function.argtypes = result, arguments
         return library
 
     def why_not(self) -> str | None:

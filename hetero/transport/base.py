@@ -143,7 +143,8 @@ def require_contiguous(tensor: torch.Tensor) -> None:
 
 def sendable(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor's values in plain contiguous memory: no strides, no lazy conjugate or negation."""
-    plain = tensor.detach() if tensor.requires_grad else tensor
+    # Another tensor of the same memory, which so outlives what the caller does to its own.
+    plain = tensor.detach()
     if plain.is_contiguous() and not plain.is_conj() and not plain.is_neg():
         return plain
     return plain.resolve_conj().resolve_neg().contiguous()

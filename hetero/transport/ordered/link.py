@@ -104,11 +104,10 @@ class OrderedLink(Link):
     def recv(self, tensor: torch.Tensor) -> Work:
         self.check()
         require_contiguous(tensor)
-        plain = tensor.detach() if tensor.requires_grad else tensor
         stream, ready = self._device.current_stream(), self._device.mark()
         with self._lock:
             self._require_open()
-            transfer = self._transfer(plain, stream, ready=ready, is_receive=True)
+            transfer = self._transfer(tensor.detach(), stream, ready=ready, is_receive=True)
             self._count_received(tensor)
             if self._in.is_small(transfer.nbytes):
                 # Left to the caller's `wait`, which may put it into the caller's stream.
@@ -176,24 +175,12 @@ class OrderedLink(Link):
     def progress_until_enqueued(self, transfer: OrderedTransfer) -> None:
         """Enqueue what can be until all of the transfer is, or it has failed."""
         begin = time.perf_counter()
-        receiver = self._device.current_stream() if transfer.is_receive else None
-        bell = self._ends.mine.doorbell
+        # Asked for by each thread before it calls the driver.
+        stream = self._device.current_stream()
         with self._lock:
             self._callers += 1
-            self._enqueue(receiver=receiver, awaited=transfer)
         try:
-            spin_until = time.monotonic() + _SPIN_SECONDS
-            while transfer.landed is None and transfer.error is None:
-                if time.monotonic() < spin_until:
-                    # A sleep here would cost a wake-up.
-                    self._spin(bell, until=spin_until)
-                else:
-                    self._ends.mine.sleep(bell, _WATCH_SECONDS)
-                    with self._lock:
-                        self._look_for_trouble()
-                bell = self._ends.mine.doorbell
-                with self._lock:
-                    self._enqueue(receiver=receiver, awaited=transfer)
+            self._progress(transfer, receiver=stream if transfer.is_receive else None)
         finally:
             with self._lock:
                 self._callers -= 1
@@ -201,13 +188,23 @@ class OrderedLink(Link):
                     self._wanted.set()
             self.counters.wait_seconds += time.perf_counter() - begin
 
-    def _spin(self, bell: int, *, until: float) -> None:
-        """Until the doorbell is not what it was or another entry has been posted."""
-        futex.spin(
-            Seen(self._doorbell_address, bell),
-            Seen(self._posted_address, self._in.count & COUNTER_MASK),
-            seconds=max(0.0, until - time.monotonic()),
-        )
+    def _progress(self, transfer: OrderedTransfer, *, receiver: CurrentStream | None) -> None:
+        spin_until = time.monotonic() + _SPIN_SECONDS
+        while True:
+            bell, posted = self._ends.mine.doorbell, self._ends.incoming.posted
+            with self._lock:
+                self._enqueue(receiver=receiver, awaited=transfer)
+            if transfer.landed is not None or transfer.error is not None:
+                return
+            spin_seconds = spin_until - time.monotonic()
+            if spin_seconds > 0:
+                # A sleep here would cost a wake-up. An entry is posted before the doorbell rings.
+                seen = Seen(self._doorbell_address, bell), Seen(self._posted_address, posted)
+                futex.spin(*seen, seconds=spin_seconds)
+                continue
+            self._ends.mine.sleep(bell, _WATCH_SECONDS)
+            with self._lock:
+                self._look_for_trouble()
 
     def _transfer(
         self,
@@ -253,10 +250,7 @@ class OrderedLink(Link):
         except EntryRefused as refusal:
             self._break(self._refused(self._in.waiting[0], str(refusal)))
             return
-        except LinkError as error:
-            self._break(error)
-            return
-        except RuntimeError as error:
+        except (LinkError, RuntimeError) as error:
             self._break(self._trouble(str(error), remedy="see the log of the GPU driver"))
             return
         if moved:

@@ -78,6 +78,8 @@ class NativeFlow(Flow):
         is_callers_turn = (
             stream is not None and stream.key == transfer.caller and stream.is_at_home()
         )
+        # Before the call, in case an exception of a signal's handler hides what it returns.
+        transfer.begun = True
         progress = self._give(transfer, is_callers_turn=is_callers_turn)
         if progress == Progress.UNMARKED:
             transfer.ready = self._device.mark()

@@ -558,6 +558,33 @@ def test_a_closed_link_refuses_and_may_be_closed_again(transport: Transport) -> 
             assert "closed" in text
 
 
+def let_go(side: Side) -> bool:
+    """As a pipeline does, which gives an output's memory back as soon as it has been sent."""
+    size = (300_000,)
+    messages = [make(size, torch.uint8, side.device, seed=n) for n in range(20)]
+    works, noise, kept = [], [], {}
+    for number, message in enumerate(messages):
+        if side.rank == 0:
+            tensor = message.clone()
+            works.append(side.link.send(tensor))
+        else:
+            tensor = torch.zeros_like(message)
+            works.append(side.link.recv(tensor))
+            if number % 2:
+                kept[number] = tensor.detach()
+        tensor.data = torch.empty((1,), dtype=torch.uint8, device=side.device)
+        # What would be allocated in its place.
+        noise.append(torch.full(size, 77, dtype=torch.uint8, device=side.device))
+    for work in works:
+        work.wait()
+    arrived = all(torch.equal(tensor, messages[number]) for number, tensor in kept.items())
+    return arrived and all(bool((tensor == 77).all()) for tensor in noise)
+
+
+def test_a_tensor_s_memory_outlives_what_its_owner_makes_of_it(transport: Transport) -> None:
+    assert values(run_pair(let_go, transport)) == [True, True]
+
+
 def opened_again(side: Side) -> list[Resources]:
     held = []
     for _ in range(4):

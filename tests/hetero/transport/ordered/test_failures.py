@@ -13,6 +13,9 @@ import torch
 
 from hetero.device.ordered import CurrentStream
 from hetero.errors import LinkError
+from hetero.native.library import Step
+from hetero.transport.ordered import link as link_module
+from hetero.transport.ordered.native_flows import NativeFlow
 from tests.emulated_streams import EmulatedOrderedDevice
 from tests.hetero.transport.ordered.pair import (
     LARGE,
@@ -205,3 +208,92 @@ def test_a_call_of_the_driver_that_does_not_return_is_released_after_the_deadlin
         assert set(released) == {True}
         with pytest.raises(LinkError, match="rank 1"):
             pair.receiver.check()
+
+
+def test_a_thread_has_its_stream_asked_for_before_the_driver_is_called() -> None:
+    """That gives it a context, without which a GPU's driver refuses its calls."""
+    with opened() as pair:
+        asked: list[threading.Thread] = []
+        real = pair.devices[0].current_stream
+
+        def asking() -> CurrentStream:
+            asked.append(threading.current_thread())
+            return real()
+
+        sending = pair.sender.send(torch.ones(20 * LARGE))
+        pair.devices[0].current_stream = asking
+        waiting = threading.Thread(target=sending.wait)
+        waiting.start()
+        pair.receiver.recv(torch.zeros(20 * LARGE)).wait()
+        waiting.join(20)
+        assert waiting in asked
+
+
+def test_an_interrupted_wait_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    with opened() as pair:
+        receiving = pair.receiver.recv(torch.zeros(10))
+
+        def interrupted(**arguments: object) -> None:
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patched:
+            patched.setattr(pair.receiver, "_enqueue", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                receiving.wait()
+        assert pair.receiver._callers == 0
+        pair.sender.send(torch.ones(10))
+        receiving.wait()
+
+
+@pytest.mark.parametrize("enqueued", ["by-c"], indirect=True)
+def test_a_failure_of_the_driver_names_the_link_and_both_ends_hear_of_it() -> None:
+    with opened() as pair:
+        pair.devices[0].driver_for_c.before = lambda step: 719 if step is Step.COPY else 0
+        sending = pair.sender.send(torch.ones(LARGE))
+        with pytest.raises(LinkError, match=r"link rank 0 .* COPY failed \(719\).*message 0"):
+            sending.wait()
+        with pytest.raises(LinkError, match=r"link rank 1 .* rank 0 gave the link up"):
+            pair.receiver.recv(torch.zeros(LARGE)).wait()
+        # The copy may be under way for all that is known.
+        assert [transfer.sequence for transfer in pair.sender._out.given_up] == [0]
+
+
+@pytest.mark.parametrize("enqueued", ["by-c"], indirect=True)
+def test_an_exception_that_hides_what_c_did_does_not_lose_the_tensor() -> None:
+    with opened() as pair:
+        flow = pair.sender._out
+        assert isinstance(flow, NativeFlow)
+        real = flow._call
+
+        def interrupted(*arguments: object) -> None:
+            flow._call = real
+            real(*arguments)
+            raise KeyboardInterrupt
+
+        flow._call = interrupted
+        with pytest.raises(KeyboardInterrupt):
+            pair.sender.send(torch.ones(LARGE))
+        with pair.sender._lock:
+            flow.give_up()
+        assert [transfer.sequence for transfer in flow.given_up] == [0]
+
+
+def test_what_others_left_under_way_is_brought_on_when_a_wait_ends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The link's thread leaves it to whoever waits, and is told when nobody does any more."""
+    with opened() as pair:
+        monkeypatch.setattr(link_module, "_WATCH_SECONDS", 60.0)
+        pair.sender.send(torch.ones(20 * LARGE))
+        receiving = pair.sender.recv(torch.zeros(10))
+        waiting = threading.Thread(target=receiving.wait)
+        waiting.start()
+        assert wait_for(lambda: pair.sender._callers == 1)
+        time.sleep(0.1)
+        pair.receiver.send(torch.ones(10))
+        waiting.join(20)
+        target = torch.zeros(20 * LARGE)
+        taking = threading.Thread(target=pair.receiver.recv(target).wait)
+        taking.start()
+        taking.join(20)
+        assert torch.equal(target, torch.ones(20 * LARGE))

@@ -22,6 +22,8 @@ from tests.loopback_nic.library import LoopbackNics
 
 OFFSET = 4096
 
+pytestmark = pytest.mark.usefixtures("enqueued")
+
 
 @dataclass
 class EmulatedDriver:

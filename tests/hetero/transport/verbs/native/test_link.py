@@ -29,6 +29,8 @@ from tests.loopback_nic.library import Fault, LoopbackNics
 
 MESSAGES = 40
 
+pytestmark = pytest.mark.usefixtures("enqueued")
+
 
 def noise(nbytes: int, seed: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
