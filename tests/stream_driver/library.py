@@ -8,7 +8,7 @@ import hashlib
 import os
 import tempfile
 import time
-from ctypes import c_bool, c_void_p
+from ctypes import c_bool, c_int, c_void_p
 from pathlib import Path
 
 from hetero.device.base import Mark
@@ -35,23 +35,24 @@ class DeviceInC(EmulatedOrderedDevice):
 
     def __init__(self, *, copies: bool = True) -> None:
         super().__init__()
-        self._copies = copies
         self._driver = _built()
+        self._device = self._driver.device_new(copies)
         self._made: list[_Streams] = []
 
     def native_streams(self) -> NativeStreams | None:
         library = native()
         assert library is not None, lacking()
-        streams = _Streams(library, self._driver, copies=self._copies)
-        self._made.append(streams)
-        return streams
+        first = 3 * len(self._made)
+        handles = [self._driver.device_stream(self._device, first + n) for n in range(3)]
+        self._made.append(_Streams(library, self._driver, handles))
+        return self._made[-1]
 
     def current_stream(self) -> CurrentStream:
         return _NoStream(lambda: None)
 
     def rests_within(self, seconds: float) -> bool:
         deadline = time.monotonic() + seconds
-        while not all(streams.are_idle() for streams in self._made):
+        while not self._driver.device_is_idle(self._device):
             if time.monotonic() > deadline:
                 return False
             time.sleep(_POLL_SECONDS)
@@ -59,6 +60,8 @@ class DeviceInC(EmulatedOrderedDevice):
 
     def unregister(self, address: int) -> None:
         # The first thing that a closing link does after its streams have come to rest.
+        if self._made:
+            self._driver.device_free(self._device)
         while self._made:
             self._made.pop().free()
 
@@ -71,12 +74,11 @@ class _NoStream(CallersThread):
 
 
 class _Streams(NativeStreams):
-    def __init__(self, library: ctypes.CDLL, driver: ctypes.CDLL, *, copies: bool) -> None:
+    def __init__(self, library: ctypes.CDLL, driver: ctypes.CDLL, handles: list[int]) -> None:
         self.library = library
         self._driver = driver
-        self._handles = [driver.stream_new(copies) for _ in range(3)]
         self._event = driver.event_new()
-        copying, waits, writes = self._handles
+        copies, waits, writes = handles
         addresses = {
             step.name.lower(): _address(getattr(driver, f"driver_{step.name.lower()}"))
             for step in Step
@@ -84,7 +86,7 @@ class _Streams(NativeStreams):
         }
         self.streams = Streams(
             driver=EntryPoints(vendor=Vendor.CUDA, end_of_counter=_ANY_VALUE, **addresses),
-            copies=copying,
+            copies=copies,
             waits=waits,
             writes=writes,
             join=self._event,
@@ -96,12 +98,7 @@ class _Streams(NativeStreams):
     def failure(self, failed: int, purpose: str) -> LinkError:
         return LinkError(f"a stream's queue of work was full, to {purpose}")
 
-    def are_idle(self) -> bool:
-        return all(self._driver.stream_is_idle(handle) for handle in self._handles)
-
     def free(self) -> None:
-        for handle in self._handles:
-            self._driver.stream_free(handle)
         self._driver.event_free(self._event)
 
 
@@ -116,9 +113,10 @@ def _built() -> ctypes.CDLL:
     target = Path(tempfile.gettempdir()) / f"libstream_driver-{os.getuid()}-{version}.so"
     driver = ctypes.CDLL(str(target if target.exists() else compile_library(_SOURCE, target)))
     for name, result, arguments in (
-        ("stream_new", c_void_p, [c_bool]),
-        ("stream_is_idle", c_bool, [c_void_p]),
-        ("stream_free", None, [c_void_p]),
+        ("device_new", c_void_p, [c_bool]),
+        ("device_stream", c_void_p, [c_void_p, c_int]),
+        ("device_is_idle", c_bool, [c_void_p]),
+        ("device_free", None, [c_void_p]),
         ("event_new", c_void_p, []),
         ("event_free", None, [c_void_p]),
     ):

@@ -1,17 +1,21 @@
-/* A GPU's driver as far as an ordered link calls it, played by threads: one a stream, which takes up its
- * work every few microseconds. Giving it work costs no call of the system, as with a GPU. Copies are
- * left out if asked for. *Emulated*: it says nothing of how a real GPU behaves. */
+/* A GPU's driver as far as an ordered link calls it, played by one thread that takes up the work of all
+ * streams. Giving it work costs a call of the system only where it sleeps. Copies are left out if asked
+ * for. *Emulated*: it says nothing of how a real GPU behaves. */
 
+#include <limits.h>
+#include <linux/futex.h>
 #include <pthread.h>
+#include <sched.h>
 #include <stdatomic.h>
 #include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
-#include <time.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 
-enum { ROOM = 4096, FULL = 1, NAP_NS = 20000 };
+enum { STREAMS = 8, ROOM = 4096, FULL = 1 };
 
 /* Recorded in several streams in turn, which reach their marks in any order. */
 struct event {
@@ -30,11 +34,17 @@ struct work {
 };
 
 struct stream {
+    struct device *device;
+    _Atomic uint64_t given, done;
+    struct work work[ROOM];
+};
+
+struct device {
     pthread_t thread;
     bool copies;
     atomic_bool stop;
-    _Atomic uint64_t given, done;
-    struct work work[ROOM];
+    _Atomic uint32_t asleep;
+    struct stream streams[STREAMS];
 };
 
 static bool may_go_on(const struct work *work)
@@ -48,11 +58,11 @@ static bool may_go_on(const struct work *work)
     return true;
 }
 
-static void carry_out(const struct stream *stream, const struct work *work)
+static void carry_out(const struct device *device, const struct work *work)
 {
     void *target = (void *)(uintptr_t)work->target;
 
-    if (work->kind == COPY && stream->copies)
+    if (work->kind == COPY && device->copies)
         memcpy(target, (const void *)(uintptr_t)work->source, work->nbytes);
     else if (work->kind == WRITE_VALUE)
         __atomic_store_n((uint32_t *)target, work->value, __ATOMIC_RELEASE);
@@ -60,22 +70,54 @@ static void carry_out(const struct stream *stream, const struct work *work)
         atomic_store(&work->event->reached[work->generation % ROOM], work->generation);
 }
 
-static void *run(void *argument)
+static bool is_idle(const struct stream *stream)
 {
-    struct stream *stream = argument;
-    const struct timespec nap = {0, NAP_NS};
+    return atomic_load(&stream->done) == atomic_load(&stream->given);
+}
 
-    while (!atomic_load(&stream->stop)) {
+bool device_is_idle(const struct device *device)
+{
+    for (int number = 0; number < STREAMS; number++)
+        if (!is_idle(&device->streams[number]))
+            return false;
+    return true;
+}
+
+static void go_on(const struct device *device, struct stream *stream)
+{
+    while (!is_idle(stream)) {
         uint64_t next = atomic_load(&stream->done);
         const struct work *work = &stream->work[next % ROOM];
-        if (next < atomic_load(&stream->given) && may_go_on(work)) {
-            carry_out(stream, work);
-            atomic_store(&stream->done, next + 1);
-        } else {
-            nanosleep(&nap, NULL);
+        if (!may_go_on(work))
+            return;
+        carry_out(device, work);
+        atomic_store(&stream->done, next + 1);
+    }
+}
+
+static void *run(void *argument)
+{
+    struct device *device = argument;
+
+    while (!atomic_load(&device->stop)) {
+        for (int number = 0; number < STREAMS; number++)
+            go_on(device, &device->streams[number]);
+        if (!device_is_idle(device)) {
+            sched_yield();
+            continue;
         }
+        atomic_store(&device->asleep, 1);
+        if (device_is_idle(device) && !atomic_load(&device->stop))
+            syscall(SYS_futex, &device->asleep, FUTEX_WAIT, 1, NULL, NULL, 0);
+        atomic_store(&device->asleep, 0);
     }
     return NULL;
+}
+
+static void wake(struct device *device)
+{
+    if (atomic_exchange(&device->asleep, 0))
+        syscall(SYS_futex, &device->asleep, FUTEX_WAKE, INT_MAX, NULL, NULL, 0);
 }
 
 static int give(struct stream *stream, struct work work)
@@ -86,30 +128,34 @@ static int give(struct stream *stream, struct work work)
         return FULL;
     stream->work[given % ROOM] = work;
     atomic_store(&stream->given, given + 1);
+    wake(stream->device);
     return 0;
 }
 
-void *stream_new(bool copies)
+void *device_new(bool copies)
 {
-    struct stream *stream = calloc(1, sizeof *stream);
+    struct device *device = calloc(1, sizeof *device);
 
-    stream->copies = copies;
-    if (pthread_create(&stream->thread, NULL, run, stream) == 0)
-        return stream;
-    free(stream);
+    device->copies = copies;
+    for (int number = 0; number < STREAMS; number++)
+        device->streams[number].device = device;
+    if (pthread_create(&device->thread, NULL, run, device) == 0)
+        return device;
+    free(device);
     return NULL;
 }
 
-bool stream_is_idle(const struct stream *stream)
+void *device_stream(struct device *device, int number)
 {
-    return atomic_load(&stream->done) == atomic_load(&stream->given);
+    return number < STREAMS ? &device->streams[number] : NULL;
 }
 
-void stream_free(struct stream *stream)
+void device_free(struct device *device)
 {
-    atomic_store(&stream->stop, true);
-    pthread_join(stream->thread, NULL);
-    free(stream);
+    atomic_store(&device->stop, true);
+    wake(device);
+    pthread_join(device->thread, NULL);
+    free(device);
 }
 
 void *event_new(void) { return calloc(1, sizeof(struct event)); }

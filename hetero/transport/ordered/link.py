@@ -3,11 +3,7 @@
 `send` and `recv` put copies into a stream of the link and return. What cannot be enqueued yet (the
 ring is full, or the peer has not sent) is enqueued by whoever comes first: the next call, a
 `wait()`, or the link's thread, which also watches deadlines and the peer, and sleeps while nothing
-is under way.
-
-When a link fails while a stream waits for the peer, the failure is noted first and the stream is
-then released, so it may copy bytes that are not the message. Whoever waits for the device and then
-calls `check()` before using what came of it therefore never uses them.
+is under way. What happens when an end fails is in failing.py.
 """
 
 from __future__ import annotations
@@ -16,8 +12,6 @@ import ctypes
 import logging
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import torch
 
@@ -25,15 +19,15 @@ from hetero.device.base import Mark
 from hetero.device.ordered import CurrentStream, OrderedDevice
 from hetero.errors import LinkError
 from hetero.transport import futex
-from hetero.transport.base import Link, LinkDescription, Work, require_contiguous, sendable
+from hetero.transport.base import LinkDescription, Work, require_contiguous, sendable
 from hetero.transport.futex import Seen
-from hetero.transport.header import Header, HeaderWriter, job_token
+from hetero.transport.header import HeaderWriter, job_token
+from hetero.transport.ordered.failing import WATCH_SECONDS, FailingLink
 from hetero.transport.ordered.flows import SMALL_BYTES, EntryRefused, Limits
 from hetero.transport.ordered.native_flows import make_flows
 from hetero.transport.ordered.ring import COUNTER_MASK, ahead
 from hetero.transport.ordered.transfer import OrderedEnds, OrderedTransfer
 
-_WATCH_SECONDS = 0.1
 _IDLE_SECONDS = 1.0
 _JOIN_SECONDS = 5.0
 _REST_SECONDS = 10.0
@@ -43,7 +37,7 @@ _GRACE_SECONDS = 200e-6
 _log = logging.getLogger(__name__)
 
 
-class OrderedLink(Link):
+class OrderedLink(FailingLink):
     """A link over a ring that two devices fill and empty by themselves."""
 
     def __init__(
@@ -56,17 +50,15 @@ class OrderedLink(Link):
         chunk_bytes: int,
         small_bytes: int = SMALL_BYTES,
     ) -> None:
-        super().__init__(description)
-        self.transport = transport
-        self._ends = ends
-        self._device = device
-        self._headers = HeaderWriter(job=job_token(description.job))
         chunk_bytes = min(chunk_bytes, ends.ring_bytes // 2)
         limits = Limits(chunk_bytes=chunk_bytes, small_bytes=min(small_bytes, chunk_bytes))
-        self._out, self._in = make_flows(device, ends, limits=limits)
+        flows = make_flows(device, ends, limits=limits)
+        super().__init__(description, ends=ends, outgoing=flows[0], incoming=flows[1])
+        self.transport = transport
+        self._device = device
+        self._headers = HeaderWriter(job=job_token(description.job))
         self._doorbell_address = ends.mine.doorbell_address()
         self._posted_address = ends.incoming.host_addresses().posted
-        self._lock = threading.Lock()
         self._wanted = threading.Event()
         """Set when the link's thread should look: something waits that nobody else may bring on."""
         self._resting = False
@@ -122,12 +114,6 @@ class OrderedLink(Link):
         if self._resting or (is_large and transfer.landed is None):
             self._wanted.set()
         return transfer
-
-    def check(self) -> None:
-        if self._broken is None and not self._closed and self._ends.theirs.has_failed:
-            with self._lock:
-                self._hear_of_fault()
-        super().check()
 
     def close(self) -> None:
         if self._closed:
@@ -202,7 +188,7 @@ class OrderedLink(Link):
                 seen = Seen(self._doorbell_address, bell), Seen(self._posted_address, posted)
                 futex.spin(*seen, seconds=spin_seconds)
                 continue
-            self._ends.mine.sleep(bell, _WATCH_SECONDS)
+            self._ends.mine.sleep(bell, WATCH_SECONDS)
             with self._lock:
                 self._look_for_trouble()
 
@@ -256,19 +242,6 @@ class OrderedLink(Link):
         if moved:
             self._ends.theirs.ring()
 
-    def _forget_ended(self) -> None:
-        self._out.forget_ended()
-        self._in.forget_ended()
-
-    def _refused(self, transfer: OrderedTransfer, difference: str) -> LinkError:
-        self._ends.mine.fail(f"rank {self.description.rank} refused a message: {difference}")
-        expected = Header.unpack(transfer.header)
-        return self.failure(
-            f"message {transfer.sequence} has {difference}",
-            expected=f"{expected.dtype} of shape {expected.shape}",
-            remedy="start both sides with the same model, batch and parallel flags",
-        )
-
     def _watch(self) -> None:
         """The link's thread: progress that no caller makes, deadlines, and the peer's end."""
         self._device.use()
@@ -283,39 +256,15 @@ class OrderedLink(Link):
             if waiting or under_way:
                 last_busy = time.monotonic()
             if waiting and not self._callers:
-                self._ends.mine.sleep(bell, _WATCH_SECONDS)
+                self._ends.mine.sleep(bell, WATCH_SECONDS)
             elif waiting or time.monotonic() - last_busy < _IDLE_SECONDS:
-                if self._wanted.wait(_WATCH_SECONDS):
+                if self._wanted.wait(WATCH_SECONDS):
                     self._wanted.clear()
                     # Whoever asked most often waits itself, at once, and is faster.
                     time.sleep(_GRACE_SECONDS)
             else:
                 self._rest()
                 last_busy = time.monotonic()
-
-    @contextmanager
-    def _lock_or_release(self) -> Iterator[None]:
-        """The lock, for the link's thread.
-
-        Whoever holds it may be in a call of the driver that does not return: on a stream that is
-        full, and waits for a peer that is no more. After the deadline the stream is released.
-        """
-        patience = self.description.timeout
-        while not self._lock.acquire(timeout=patience):
-            patience = _WATCH_SECONDS
-            if self._broken is None:
-                self._give_up(
-                    self._trouble(
-                        "a call of the device's driver has not returned for "
-                        f"{self.description.timeout:g} s",
-                        remedy=f"see the log of rank {self.description.peer}",
-                    )
-                )
-            self._release_streams()
-        try:
-            yield
-        finally:
-            self._lock.release()
 
     def _rest(self) -> None:
         """Sleep until there is something to watch."""
@@ -326,89 +275,6 @@ class OrderedLink(Link):
             self._wanted.wait()
         self._resting = False
         self._wanted.clear()
-
-    def _look_for_trouble(self) -> None:
-        """Break the link if a transfer is overdue or the peer has ended. Called with the lock."""
-        self._forget_ended()
-        under_way = [*self._out.transfers(), *self._in.transfers()]
-        if self._broken is not None or not under_way:
-            return
-        peer = self.description.peer
-        if self._ends.theirs.has_failed:
-            self._hear_of_fault()
-        elif any(time.monotonic() > t.deadline and not t.done() for t in under_way):
-            timeout = self.description.timeout
-            self._break(
-                self._trouble(
-                    f"nothing moved for {timeout:g} s", remedy="see what the peer's log says"
-                )
-            )
-        elif (self._ends.theirs.is_closed or self._ends.peer_has_gone()) and self._needs_peer():
-            self._break(
-                self._trouble(
-                    f"rank {peer} has ended or closed the link",
-                    remedy=f"see the log of rank {peer}",
-                )
-            )
-
-    def _hear_of_fault(self) -> None:
-        """Break the link because the peer has. Called with the lock."""
-        fault = self._ends.theirs.fault
-        if self._broken is None and fault is not None:
-            peer = self.description.peer
-            self._break(self._trouble(fault, remedy=f"see the log of rank {peer}"))
-
-    def _needs_peer(self) -> bool:
-        """Whether something waits for what only the peer can do."""
-        # What the peer did before it ended counts: look once more.
-        self._enqueue()
-        outgoing, incoming = self._ends.outgoing, self._ends.incoming
-        stuck_out = ahead(self._out.awaited, outgoing.consumed) > 0 and bool(self._out.under_way)
-        stuck_in = ahead(self._in.awaited, incoming.produced) > 0 and bool(self._in.under_way)
-        return bool(self._out.waiting or self._in.waiting or stuck_out or stuck_in)
-
-    def _trouble(self, what: str, *, remedy: str) -> LinkError:
-        waiting = [*self._in.transfers(), *self._out.transfers()]
-        expected = "an open link"
-        if waiting:
-            verb = "from" if waiting[0].is_receive else "taken by"
-            tensor = waiting[0].tensor
-            expected = (
-                f"{tensor.dtype} of shape {tuple(tensor.shape)} {verb} rank "
-                f"{self.description.peer} within {self.description.timeout:g} s"
-            )
-        return self.failure(what, expected=expected, remedy=remedy)
-
-    def _break(self, error: LinkError) -> None:
-        """Note the failure, tell the peer, and only then release what waits for it."""
-        self._give_up(error)
-        self._end_transfers(error)
-
-    def _give_up(self, error: LinkError) -> None:
-        self._broken = error
-        if not self._ends.mine.has_failed:
-            self._ends.mine.fail(f"rank {self.description.rank} gave the link up: {error}"[:900])
-        self._ends.theirs.ring()
-
-    def _end_transfers(self, error: LinkError) -> None:
-        for flow in (self._out, self._in):
-            for transfer in flow.transfers():
-                if not transfer.done():
-                    transfer.error = error
-            flow.give_up()
-        self._release_streams()
-
-    def _release_streams(self) -> None:
-        outgoing, incoming = self._ends.outgoing, self._ends.incoming
-        holds_out = ahead(self._out.awaited, outgoing.consumed) > 0
-        holds_in = ahead(self._in.awaited, incoming.produced) > 0
-        if (holds_out or holds_in) and not self._ends.mine.has_failed:
-            # The words are the peer's too: it must not take them for its device's.
-            self._ends.mine.fail(f"rank {self.description.rank} closed the link")
-        if holds_out:
-            outgoing.release_sender(self._out.awaited)
-        if holds_in:
-            incoming.release_receiver(self._in.awaited)
 
     def _finish_sends(self) -> None:
         """Wait until the peer has taken what was sent, while it lives and the deadline allows."""

@@ -283,7 +283,7 @@ def test_what_others_left_under_way_is_brought_on_when_a_wait_ends(
 ) -> None:
     """The link's thread leaves it to whoever waits, and is told when nobody does any more."""
     with opened() as pair:
-        monkeypatch.setattr(link_module, "_WATCH_SECONDS", 60.0)
+        monkeypatch.setattr(link_module, "WATCH_SECONDS", 60.0)
         pair.sender.send(torch.ones(20 * LARGE))
         receiving = pair.sender.recv(torch.zeros(10))
         waiting = threading.Thread(target=receiving.wait)

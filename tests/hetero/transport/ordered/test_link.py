@@ -41,7 +41,7 @@ def test_a_message_of_many_rings_goes_on_while_nobody_waits(
 ) -> None:
     """In a pipeline sends are never waited for. The link's thread must be told that there is more
     to do: were it to look only now and then, this would not end in time."""
-    monkeypatch.setattr(link_module, "_WATCH_SECONDS", 60.0)
+    monkeypatch.setattr(link_module, "WATCH_SECONDS", 60.0)
     with opened() as pair:
         for count in (1, 2, 3):
             sent = torch.arange(count << 17, dtype=torch.int32)

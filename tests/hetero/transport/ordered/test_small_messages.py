@@ -84,7 +84,7 @@ def test_a_message_that_is_only_asked_after_arrives_soon(monkeypatch: pytest.Mon
     """Nobody waits for it, so the link's thread must be told of it."""
     with opened() as pair:
         assert cross(pair, torch.arange(10))
-        monkeypatch.setattr(link_module, "_WATCH_SECONDS", 60.0)
+        monkeypatch.setattr(link_module, "WATCH_SECONDS", 60.0)
         time.sleep(0.2)
         for number in range(3):
             target = torch.zeros(10)
