@@ -59,6 +59,13 @@ def _software(facts: NodeFacts) -> Iterator[Advice]:
             "software",
             f"{line}; install with `pip install -r requirements.txt`",
         )
+    if not facts.gpus.usable:
+        return
+    if reason := facts.software.calls_by_python:
+        text = f"links would make each call of the GPU's driver from Python: {reason}"
+        yield Advice(Severity.WARNING, "software", text)
+    if facts.rdma and (reason := facts.software.rdma_by_python):
+        yield Advice(Severity.WARNING, "software", f"Python would carry RDMA links: {reason}")
 
 
 def _gpus(facts: NodeFacts) -> Iterator[Advice]:

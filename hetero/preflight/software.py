@@ -10,6 +10,8 @@ from pathlib import Path
 import torch
 from packaging.requirements import InvalidRequirement, Requirement
 
+from hetero.native.library import LIBRARY
+from hetero.transport.verbs.native.library import why_not as no_forwarder
 from hetero.version import __version__
 
 
@@ -30,6 +32,10 @@ class SoftwareFacts:
     megatron_core: str
     unmet: tuple[str, ...]
     """Lines of requirements.txt that this environment does not fulfil, and what it has instead."""
+    calls_by_python: str = ""
+    """Why Python, not C, gives a link's work to a GPU's driver."""
+    rdma_by_python: str = ""
+    """Why Python, not the native forwarder, carries RDMA links between GPUs."""
 
 
 def read_software(requirements: Path) -> SoftwareFacts:
@@ -45,6 +51,8 @@ def read_software(requirements: Path) -> SoftwareFacts:
         collectives=_collectives(rocm, cuda),
         megatron_core=_installed("megatron-core"),
         unmet=unmet_requirements(requirements),
+        calls_by_python=LIBRARY.why_not() or "",
+        rdma_by_python=no_forwarder() or "",
     )
 
 

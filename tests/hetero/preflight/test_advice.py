@@ -117,6 +117,14 @@ def test_what_requirements_ask_for_and_is_not_there_is_a_problem(tmp_path):
     assert said(machine, Severity.PROBLEM, "software").startswith(line)
 
 
+def test_a_node_without_gpus_needs_no_library_in_c(tmp_path):
+    machine = laptop(tmp_path)
+    before = machine.read()
+    lacking = replace(machine.live.software, calls_by_python="it is not built")
+    machine.change(software=replace(lacking, rdma_by_python="it is not built"))
+    assert advise(machine.read()) == advise(before)
+
+
 def slow_lanes(machine: Machine) -> None:
     gpu = machine.folder / "sys/bus/pci/devices/0000:18:00.0/current_link_width"
     gpu.write_text("8\n")
@@ -173,9 +181,19 @@ def nic_on_other_socket(machine: Machine) -> None:
         machine.port_file(f"bnxt_re{index}", "state").write_text("1: DOWN\n")
 
 
+def no_calls_from_c(machine: Machine) -> None:
+    machine.change(software=replace(machine.live.software, calls_by_python="it is not built"))
+
+
+def no_forwarder(machine: Machine) -> None:
+    machine.change(software=replace(machine.live.software, rdma_by_python="it is not built"))
+
+
 @pytest.mark.parametrize(
     ("fault", "subject", "expected"),
     [
+        (no_calls_from_c, "software", "the GPU's driver from Python: it is not built"),
+        (no_forwarder, "software", "Python would carry RDMA links: it is not built"),
         (slow_lanes, "GPU", "GPU 0 runs on 8 of its 16 PCIe lanes"),
         (no_roce_address, "RDMA", "bnxt_re2 port 1 (eth2) has no IPv4 RoCE v2 address"),
         (small_packets, "RDMA", "packets of 1024 bytes"),
