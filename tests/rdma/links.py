@@ -17,7 +17,7 @@ from hetero.transport.verbs.joining import VerbsOptions
 from hetero.transport.verbs.native.opening import open_native
 from hetero.transport.verbs.opening import open_verbs
 from tests.emulated_streams import EmulatedOrderedDevice
-from tests.hetero.transport.contract import Transport
+from tests.hetero.transport.transports import Transport
 from tests.rdma.rails import Rail
 
 

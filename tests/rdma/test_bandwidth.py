@@ -18,7 +18,8 @@ import pytest
 import torch
 
 from hetero.transport.base import Work
-from tests.hetero.transport.contract import SLOWNESS, Side, make, run_pair, same_bits, values
+from tests.hetero.transport.contract import Side, make, run_pair, same_bits, values
+from tests.hetero.transport.transports import SLOWNESS
 from tests.rdma.links import native_over, verbs_over
 from tests.rdma.rails import Rail
 

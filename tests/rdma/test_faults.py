@@ -13,15 +13,8 @@ import torch
 
 from hetero.errors import LinkError
 from hetero.transport.base import Work
-from tests.hetero.transport.contract import (
-    SLOWNESS,
-    Side,
-    Transport,
-    make,
-    run_pair,
-    same_bits,
-    values,
-)
+from tests.hetero.transport.contract import Side, make, run_pair, same_bits, values
+from tests.hetero.transport.transports import SLOWNESS, Transport
 from tests.rdma.links import Heard, native_over, verbs_over
 from tests.rdma.rails import Rail
 

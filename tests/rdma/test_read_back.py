@@ -12,16 +12,8 @@ from unittest.mock import patch
 import torch
 
 from hetero.transport.verbs.read_back import ReadBack
-from tests.hetero.transport.contract import (
-    Side,
-    Transport,
-    make,
-    open_native_link,
-    open_verbs_link,
-    run_pair,
-    same_bits,
-    values,
-)
+from tests.hetero.transport.contract import Side, make, run_pair, same_bits, values
+from tests.hetero.transport.transports import Transport, open_native_link, open_verbs_link
 
 MESSAGES = 6
 NBYTES = (256 << 10) + 3

@@ -3,20 +3,16 @@
 A test gives a scenario: a module-level function of one `Side`, run by both processes. What it
 returns, or the exception it ends with, comes back as that side's `Outcome`. A process that does not
 end in time is killed and its outcome says so, so that a hang is a failure and not a wait.
-
-To add a transport: write its `open_...` function and put one `Transport` into TRANSPORTS.
 """
 
 from __future__ import annotations
 
-import functools
 import multiprocessing
 import os
 import tempfile
 import threading
 import time
 import traceback
-import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -27,244 +23,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hetero.device.choose import runtime_for
-from hetero.device.driver import HIP_LIBRARY_VARIABLE
-from hetero.device.gpu_ordered import GpuOrderedDevice
 from hetero.transport.base import Link, LinkDescription
-from hetero.transport.chunked import ChunkedLink, RingShape
-from hetero.transport.gloo import GlooLink
-from hetero.transport.handshake import Meeting, exchange
-from hetero.transport.ordered.opening import RingMemory, open_ordered
-from hetero.transport.paths import ChannelOptions, Pair, open_path
-from hetero.transport.tcp import TcpPaths, open_tcp
-from hetero.transport.vendor import VendorLink
-from hetero.transport.verbs.joining import VerbsOptions
-from hetero.transport.verbs.native.opening import open_native
-from hetero.transport.verbs.opening import open_verbs
-from tests.emulated_nic.library import emulated as emulated_nic
-from tests.emulated_nic.world import two_rails
-from tests.emulated_streams import EmulatedOrderedDevice
-from tests.hip_on_cuda.library import hip_on_cuda_library
+from tests.hetero.transport.transports import PATIENCE, SLOWNESS, Transport
 
 JOB = "contract"
 # Not the ranks' numbers, so that an error that confuses a rank with a stage is seen.
 STAGES = (4, 5)
-SLOWNESS = float(os.environ.get("HETERO_TEST_SLOWNESS", "1"))
-"""How many times more time than a real machine's everything is given, on an emulated one."""
-PATIENCE = 60.0 * SLOWNESS
-
-Opener = Callable[[LinkDescription, dist.Store, torch.device], Link]
-
-
-@dataclass(frozen=True)
-class Transport:
-    """One way of moving bytes, and what of the contract it cannot offer by design."""
-
-    name: str
-    open: Opener
-    device: str = "cpu"
-    has_header: bool = True
-    """Without one, both ends are trusted to agree on what is sent."""
-    has_deadlines: bool = True
-    """Without them, a wait that lasts too long ends the process."""
-
-    def __str__(self) -> str:
-        return f"{self.name}-{self.device}"
-
-
-def open_gloo(description: LinkDescription, store: dist.Store, device: torch.device) -> Link:
-    mine, other = (1, 2) if description.rank == 0 else (2, 1)
-    return GlooLink(description, send_tag=mine, recv_tag=other)
-
-
-def _meeting(description: LinkDescription, store: dist.Store) -> Meeting:
-    # Both sides open their links in the same order, so a count of their own names each alike.
-    count = store.add(f"opened by {description.rank}", 1)
-    return Meeting(
-        store=store,
-        description=description,
-        name=f"contract/{count}",
-        listens=description.rank == 0,
-        secret=b"contract",
-    )
-
-
-def open_channel(
-    path: str, description: LinkDescription, store: dist.Store, device: torch.device
-) -> Link:
-    meeting = _meeting(description, store)
-    # Small slots, so that even small messages are cut and every ring wraps.
-    options = ChannelOptions(ring_bytes=2 << 20, chunk_bytes=64 << 10)
-    pair = Pair.of(meeting, device=device, options=options)
-    return open_path(path, meeting, pair=pair, options=options, device=device)
-
-
-def open_mixed_tcp(description: LinkDescription, store: dist.Store, device: torch.device) -> Link:
-    """As between a CPU's tensors and a GPU's: rank 0 in place, rank 1 through rings."""
-    return open_tcp(
-        _meeting(description, store),
-        shape=RingShape(slots=16, slot_bytes=64 << 10),
-        paths=TcpPaths(addresses=("127.0.0.1",)),
-        device=device,
-        in_place=description.rank == 0,
-    )
-
-
-def open_over_hip(
-    path: str, description: LinkDescription, store: dist.Store, device: torch.device
-) -> Link:
-    """The HIP runtime's own code, over a library that forwards each call to its CUDA twin."""
-    os.environ[HIP_LIBRARY_VARIABLE] = str(hip_on_cuda_library())
-    return open_channel(path, description, store, device)
-
-
-def open_streams(
-    memory: RingMemory,
-    description: LinkDescription,
-    store: dist.Store,
-    device: torch.device,
-    *,
-    in_c: bool,
-) -> Link:
-    """Streams that order themselves, given work by C or by Python. A CPU's are emulated."""
-    on_gpu = device.type == "cuda"
-    return open_ordered(
-        _meeting(description, store),
-        memory=memory,
-        ring_bytes=1 << 20,
-        chunk_bytes=64 << 10,
-        device=GpuOrderedDevice(device, in_c=in_c) if on_gpu else EmulatedOrderedDevice(in_c=in_c),
-    )
-
-
-open_by_python = functools.partial(open_streams, in_c=False)
-open_by_c = functools.partial(open_streams, in_c=True)
-
-
-def open_verbs_link(
-    description: LinkDescription,
-    store: dist.Store,
-    device: torch.device,
-    *,
-    emulated: bool,
-    read_back: bool = False,
-) -> Link:
-    """RDMA over two rails, from device memory where there is a GPU.
-
-    Emulated NICs join the two processes over Unix sockets; those that are to read back hold what
-    they write until they do. Otherwise the NICs are real ones or Soft-RoCE's, named by
-    HETERO_TEST_RAILS: those of rank 0, a slash, those of rank 1.
-    """
-    meeting = _meeting(description, store)
-    verbs = None
-    rails = "a0,a1/b0,b1" if emulated else os.environ["HETERO_TEST_RAILS"]
-    if emulated:
-        mine = {"world": uuid.uuid4().hex}
-        theirs = exchange(meeting, "world", mine)
-        chosen = mine if meeting.listens else theirs
-        # No NIC is at fault here: only the other process or its GPU's driver can be late.
-        world = two_rails(chosen["world"], ack_seconds=PATIENCE)
-        for nic in world.devices.values():
-            nic.holds_writes = read_back
-        verbs = emulated_nic(world)
-    runtime = runtime_for(device)
-    ends = open_verbs(
-        meeting,
-        shape=ChannelOptions(ring_bytes=2 << 20, chunk_bytes=64 << 10).shape,
-        runtime=runtime,
-        device=device,
-        options=VerbsOptions(
-            memory="host" if device.type == "cpu" else "device",
-            nics=tuple(rails.split("/")[description.rank].split(",")),
-            stall_seconds=PATIENCE if emulated else None,
-            read_back=read_back,
-        ),
-        verbs=verbs,
-    )
-    return ChunkedLink(
-        description,
-        transport="verbs",
-        send_end=ends.send,
-        recv_end=ends.recv,
-        device=device,
-        on_close=ends.close,
-    )
-
-
-open_emulated_verbs = functools.partial(open_verbs_link, emulated=True)
-open_emulated_readback = functools.partial(open_verbs_link, emulated=True, read_back=True)
-
-
-def open_native_link(
-    description: LinkDescription,
-    store: dist.Store,
-    device: torch.device,
-    *,
-    read_back: bool = False,
-) -> Link:
-    """RDMA by the native forwarder, over the NICs that HETERO_TEST_RAILS names.
-
-    The two ends' streams are the CPU's, which plays a GPU.
-    """
-    rails = os.environ["HETERO_TEST_RAILS"].split("/")[description.rank]
-    return open_native(
-        _meeting(description, store),
-        transport="verbs",
-        ring_bytes=1 << 20,
-        chunk_bytes=64 << 10,
-        ordered=EmulatedOrderedDevice(),
-        device=device,
-        options=VerbsOptions(nics=tuple(rails.split(",")), read_back=read_back),
-    )
-
-
-def _real_verbs() -> list[Transport]:
-    """Over the NICs that HETERO_TEST_RAILS names; HETERO_TEST_READ_BACK makes them read back."""
-    if "HETERO_TEST_RAILS" not in os.environ:
-        return []
-    read_back = "HETERO_TEST_READ_BACK" in os.environ
-    name = "verbs-readback" if read_back else "verbs"
-    by_python = functools.partial(open_verbs_link, emulated=False, read_back=read_back)
-    native = functools.partial(open_native_link, read_back=read_back)
-    return [Transport(name, by_python), Transport(f"{name}-native", native)]
-
-
-@functools.cache
-def _nccl_groups(timeout: float) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
-    forward, backward = (
-        dist.new_group([0, 1], backend="nccl", timeout=timedelta(seconds=timeout)) for _ in range(2)
-    )
-    return forward, backward
-
-
-def open_nccl(description: LinkDescription, store: dist.Store, device: torch.device) -> Link:
-    forward, backward = _nccl_groups(description.timeout)
-    send, recv = (forward, backward) if description.rank == 0 else (backward, forward)
-    return VendorLink(description, send_group=send, recv_group=recv)
-
-
-TRANSPORTS = (
-    Transport("gloo", open_gloo),
-    Transport("gloo", open_gloo, device="cuda"),
-    Transport("nccl", open_nccl, device="cuda", has_header=False, has_deadlines=False),
-    Transport("shm", functools.partial(open_channel, "shm")),
-    Transport("shm", functools.partial(open_channel, "shm"), device="cuda"),
-    Transport("shm-streams-emulated", functools.partial(open_by_python, "host")),
-    Transport("ipc-emulated", functools.partial(open_by_python, "device")),
-    Transport("ipc-emulated-by-c", functools.partial(open_by_c, "device")),
-    Transport("shm-by-python", functools.partial(open_by_python, "host"), device="cuda"),
-    Transport("ipc-by-python", functools.partial(open_by_python, "device"), device="cuda"),
-    Transport("ipc", functools.partial(open_channel, "ipc"), device="cuda"),
-    Transport("ipc-hip", functools.partial(open_over_hip, "ipc"), device="cuda"),
-    Transport("shm-hip", functools.partial(open_over_hip, "shm"), device="cuda"),
-    Transport("tcp", functools.partial(open_channel, "tcp")),
-    Transport("tcp", functools.partial(open_channel, "tcp"), device="cuda"),
-    Transport("tcp-to-rings", open_mixed_tcp),
-    Transport("verbs-emulated", open_emulated_verbs),
-    Transport("verbs-emulated", open_emulated_verbs, device="cuda"),
-    Transport("verbs-emulated-readback", open_emulated_readback),
-    *_real_verbs(),
-)
 
 
 @dataclass

@@ -21,18 +21,16 @@ from hetero.transport.base import Work
 from hetero.transport.header import _DTYPES
 from tests.hetero.transport.contract import (
     JOB,
-    SLOWNESS,
-    TRANSPORTS,
     Outcome,
     Resources,
     Side,
-    Transport,
     blank,
     make,
     run_pair,
     same_bits,
     values,
 )
+from tests.hetero.transport.transports import SLOWNESS, TRANSPORTS, Transport
 
 SHORT = 1.0 * SLOWNESS
 """The deadline of links whose transfers must fail."""
