@@ -1,10 +1,10 @@
-"""Where C and where ctypes put the fields of structures that are written down in both."""
+"""Where C and ctypes put the fields of structures that are written down in both, and C's numbers."""
 
 from __future__ import annotations
 
 import ctypes
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from tests.hip_on_cuda.library import COMPILER, LACKING
@@ -24,19 +24,30 @@ def layout_in_python(structures: Structures) -> Layout:
 
 def layout_in_c(structures: Structures, *, header: Path, folder: Path) -> Layout:
     """As a compiler has it; `folder` is for what is compiled."""
-    assert COMPILER is not None, LACKING
     lines = [
         f'printf("{name}/{field[0]}/%zu/%zu\\n", offsetof({name}, {field[0]}), sizeof({name}));'
         for name, mirrored in structures.items()
         for field in mirrored._fields_
     ]
-    source, program = folder / "sizes.c", folder / "sizes"
+    rows = (line.split("/") for line in _printed(lines, header=header, folder=folder))
+    return [(name, field, int(offset), int(size)) for name, field, offset, size in rows]
+
+
+def values_in_c(names: Iterable[str], *, header: Path, folder: Path) -> dict[str, int]:
+    """The values of enumerators, as a compiler has them."""
+    lines = [f'printf("{name}/%d\\n", (int){name});' for name in names]
+    rows = (line.split("/") for line in _printed(lines, header=header, folder=folder))
+    return {name: int(value) for name, value in rows}
+
+
+def _printed(statements: list[str], *, header: Path, folder: Path) -> list[str]:
+    assert COMPILER is not None, LACKING
+    source, program = folder / "print.c", folder / "print"
     source.write_text(
         f'#include "{header.name}"\n#include <stddef.h>\n#include <stdio.h>\n'
-        "int main(void) {" + "\n".join(lines) + "}"
+        "int main(void) {" + "\n".join(statements) + "}"
     )
     command = [COMPILER, "-I", str(header.parent), "-o", str(program), str(source)]
     subprocess.run(command, check=True, timeout=60)
-    printed = subprocess.run([program], capture_output=True, text=True, check=True, timeout=60)
-    rows = (line.split("/") for line in printed.stdout.splitlines())
-    return [(name, field, int(offset), int(size)) for name, field, offset, size in rows]
+    ran = subprocess.run([program], capture_output=True, text=True, check=True, timeout=60)
+    return ran.stdout.splitlines()

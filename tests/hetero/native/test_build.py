@@ -13,7 +13,7 @@ import pytest
 from hetero.errors import LinkError
 from hetero.native import library as native
 from hetero.transport.verbs.native import library as forwarder
-from tests.c_layout import layout_in_c, layout_in_python
+from tests.c_layout import layout_in_c, layout_in_python, values_in_c
 from tests.hip_on_cuda.library import COMPILER, LACKING
 from tests.loopback_nic.library import lacking
 
@@ -89,3 +89,12 @@ def test_python_s_structures_are_laid_out_as_c_s(tmp_path: Path) -> None:
     """Field by field: the two are written down apart from each other."""
     found = layout_in_c(STRUCTURES, header=native.FOLDER / "native.h", folder=tmp_path)
     assert found == layout_in_python(STRUCTURES)
+
+
+@pytest.mark.skipif(COMPILER is None, reason=LACKING)
+def test_python_s_numbers_are_c_s(tmp_path: Path) -> None:
+    mirrored = [*native.Vendor, *native.Step, *native.Progress]
+    found = values_in_c(
+        [number.name for number in mirrored], header=native.FOLDER / "native.h", folder=tmp_path
+    )
+    assert found == {number.name: number.value for number in mirrored}
