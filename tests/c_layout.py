@@ -1,4 +1,4 @@
-"""Where C and ctypes put the fields of structures that are written down in both, and C's numbers."""
+"""Where C and ctypes put the fields of structures that both have, and the numbers of C."""
 
 from __future__ import annotations
 
