@@ -1,4 +1,4 @@
-"""Who puts a link's entries into streams."""
+"""Every transport of the contract in turn, and who puts an ordered link's entries into streams."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import pytest
 
 from hetero.native.library import LIBRARY, native
 from tests.emulated_streams import EmulatedOrderedDevice
+from tests.hetero.transport.transports import Transport, of_this_machine
 
 
 @pytest.fixture(params=["by-python", "by-c"])
@@ -15,3 +16,16 @@ def enqueued(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
         pytest.skip(LIBRARY.why_not() or "")
     monkeypatch.setattr(EmulatedOrderedDevice, "by_default_in_c", request.param == "by-c")
     return str(request.param)
+
+
+@pytest.fixture(params=of_this_machine(present=True))
+def transport(request: pytest.FixtureRequest) -> Transport:
+    chosen: Transport = request.param
+    return chosen
+
+
+@pytest.fixture
+def header_transport(transport: Transport) -> Transport:
+    if not transport.has_header:
+        pytest.skip(f"{transport} sends no header, so it cannot see that the two sides differ")
+    return transport

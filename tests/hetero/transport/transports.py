@@ -11,7 +11,9 @@ import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -250,3 +252,19 @@ TRANSPORTS = (
     Transport("verbs-emulated-readback", open_emulated_readback),
     *_real_verbs(),
 )
+
+
+def why_absent(transport: Transport) -> str | None:
+    """Why this machine cannot run a transport."""
+    if transport.device == "cuda" and torch.cuda.device_count() < 2:
+        return f"{transport} needs two GPUs; this machine has {torch.cuda.device_count()}"
+    return None
+
+
+def of_this_machine(*, present: bool) -> list[Any]:
+    """The transports that this machine can run, or those that it cannot, as parameters of tests."""
+    return [
+        pytest.param(t, id=str(t), marks=[pytest.mark.gpu] if t.device == "cuda" else [])
+        for t in TRANSPORTS
+        if (why_absent(t) is None) == present
+    ]
