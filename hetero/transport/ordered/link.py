@@ -131,8 +131,7 @@ class OrderedLink(FailingLink):
         self._ends.theirs.ring()
         self._wanted.set()
         self._thread.join(_JOIN_SECONDS)
-        self._see_callers_off()
-        if self._device.rests_within(_REST_SECONDS):
+        if self._sees_callers_off() and self._device.rests_within(_REST_SECONDS):
             self._out.given_up.clear()
             self._in.given_up.clear()
             self._ends.close()
@@ -140,18 +139,18 @@ class OrderedLink(FailingLink):
             # Kept for ever, so that nothing unmaps what a device may still use.
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(self))
             _log.warning(
-                "%s over %s: work of the device that uses the link's memory has not ended %g s "
-                "after the link was closed; the memory goes with the process",
+                "%s over %s: work of the device or a wait that uses the link's memory has not "
+                "ended in time after the link was closed; the memory goes with the process",
                 self.description,
                 self.transport,
-                _REST_SECONDS,
             )
 
-    def _see_callers_off(self) -> None:
-        """Wait until no other thread is in `wait()`, which looks at words of the memory."""
+    def _sees_callers_off(self) -> bool:
+        """Whether no other thread is in `wait()`, which looks at words of the memory, in time."""
         deadline = time.monotonic() + _JOIN_SECONDS
         while self._callers and time.monotonic() < deadline:
             time.sleep(_SPIN_SECONDS)
+        return not self._callers
 
     def look_after(self) -> None:
         """Have the link's thread bring on what is asked after but not waited for."""

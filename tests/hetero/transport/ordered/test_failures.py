@@ -14,6 +14,8 @@ import torch
 from hetero.device.ordered import CurrentStream
 from hetero.errors import LinkError
 from hetero.native.library import Step
+from hetero.transport import futex
+from hetero.transport.base import Work
 from hetero.transport.ordered import link as link_module
 from hetero.transport.ordered.native_flows import NativeFlow
 from tests.emulated_streams import EmulatedOrderedDevice
@@ -122,6 +124,35 @@ def test_memory_that_a_device_goes_on_using_outlives_its_link() -> None:
     left = ends()
     assert left is not None
     left.close()
+
+
+def test_memory_that_a_wait_goes_on_looking_at_outlives_its_link(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """C would read where there is nothing any more, which ends the process."""
+    monkeypatch.setattr(link_module, "_JOIN_SECONDS", 0.1)
+    with opened() as pair:
+        work = pair.receiver.recv(torch.zeros(10))
+        entered, leave = threading.Event(), threading.Event()
+
+        def held(*seen: object, seconds: float) -> None:
+            entered.set()
+            leave.wait(20)
+
+        monkeypatch.setattr(futex, "spin", held)
+        waiting = threading.Thread(target=lambda: _fails(work))
+        waiting.start()
+        assert entered.wait(10)
+        both(pair.receiver.close, pair.sender.close)
+        assert pair.receiver._ends.incoming.posted == 0
+        leave.set()
+        waiting.join(10)
+        pair.receiver._ends.close()
+
+
+def _fails(work: Work) -> None:
+    with pytest.raises(LinkError):
+        work.wait()
 
 
 def test_a_link_closed_while_another_thread_waits_ends_the_wait_with_its_error(
