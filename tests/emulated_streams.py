@@ -29,7 +29,7 @@ from hetero.errors import LinkError
 from hetero.native.library import EntryPoints, Step, Streams, Vendor, native
 
 _POLL_SECONDS = 50e-6
-_ANY_VALUE = 2**32
+ANY_VALUE = 2**32
 _FUNCTIONS = {
     Step.COPY: CFUNCTYPE(c_int, c_uint64, c_uint64, c_size_t, c_void_p),
     Step.WAIT_VALUE: CFUNCTYPE(c_int, c_void_p, c_uint64, c_uint32, c_uint),
@@ -125,11 +125,7 @@ class _DriverForC:
         self._callbacks = {step: _FUNCTIONS[step](self._called(step)) for step in _FUNCTIONS}
 
     def entry_points(self) -> EntryPoints:
-        addresses = {
-            step.name.lower(): ctypes.cast(made, c_void_p).value
-            for step, made in self._callbacks.items()
-        }
-        return EntryPoints(vendor=Vendor.CUDA, end_of_counter=_ANY_VALUE, **addresses)
+        return EntryPoints.of(self._callbacks, vendor=Vendor.CUDA, end_of_counter=ANY_VALUE)
 
     def know_queue(self, work: _Queue) -> int:
         return self._handle(self._queues, work)

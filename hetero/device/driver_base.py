@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import ClassVar
 
-from hetero.device.library import Function, address_of
+from hetero.device.library import Function
 from hetero.errors import LinkError
 from hetero.native.library import EntryPoints, Step, Vendor
 
@@ -64,12 +64,9 @@ class GpuDriver(ABC):
 
     def entry_points(self) -> EntryPoints:
         """Where the functions lie that C may call in the place of the methods below."""
-        addresses = {
-            step.name.lower(): address_of(self._functions[name])
-            for step, name in self._steps.items()
-        }
-        return EntryPoints(
-            vendor=self._vendor_in_c, end_of_counter=self.end_of_counter, **addresses
+        functions = {step: self._functions[name] for step, name in self._steps.items()}
+        return EntryPoints.of(
+            functions, vendor=self._vendor_in_c, end_of_counter=self.end_of_counter
         )
 
     def step_failure(self, failed: int, purpose: str) -> LinkError:

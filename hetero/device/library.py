@@ -55,11 +55,6 @@ def bind(library: ctypes.CDLL, symbols: Sequence[Symbol], *, remedy: str) -> dic
     return functions
 
 
-def address_of(function: Any) -> int:
-    """Where a bound function lies, for C that calls it."""
-    return ctypes.cast(function, ctypes.c_void_p).value or 0
-
-
 def loaded_path(prefix: str) -> str | None:
     """The file of a library that this process has loaded already, by the start of its name."""
     with open("/proc/self/maps") as maps:

@@ -78,13 +78,13 @@ static failure move_with_caller(struct flow *flow, const struct message *message
 
 /* Through the link's streams: behind what a caller's was given, and what the caller had enqueued. */
 static failure move_aside(struct flow *flow, const struct message *message, const struct move *move,
-                          uint64_t done, bool settled)
+                          bool settled)
 {
     struct word so_far = {move->then.address, move->then.value - 1};
     bool is_part = move->nbytes < message->nbytes;
     failure failed = 0;
 
-    if (flow->by_caller && !reached(load(done), so_far.value))
+    if (flow->by_caller && !settled)
         failed = streams_wait_value(&flow->streams, so_far);
     flow->by_caller = false;
     if (!failed && message->offset == 0 && message->event)
@@ -166,7 +166,7 @@ static uint32_t put_piece(struct flow *flow, struct message *message)
         .then = {flow->produced_word, (uint32_t)flow->count},
     };
     failed = by_caller ? move_with_caller(flow, message, &move)
-                       : move_aside(flow, message, &move, flow->produced, settled);
+                       : move_aside(flow, message, &move, settled);
     if (failed)
         return fail(flow, failed);
     post(flow, message, &piece);
@@ -212,7 +212,7 @@ static uint32_t take_piece(struct flow *flow, struct message *message)
         .then = {flow->consumed_word, (uint32_t)flow->count},
     };
     failed = by_caller ? move_with_caller(flow, message, &move)
-                       : move_aside(flow, message, &move, flow->consumed, settled);
+                       : move_aside(flow, message, &move, settled);
     if (failed)
         return fail(flow, failed);
     store(flow->retired, flow->count);
@@ -227,38 +227,21 @@ static void ring(const struct flow *flow)
     syscall(SYS_futex, WORD(flow->doorbell), FUTEX_WAKE, INT_MAX, NULL, NULL, 0);
 }
 
-static uint32_t bring_on(struct flow *flow, struct message *message,
-                         uint32_t (*piece)(struct flow *, struct message *))
+uint32_t native_bring_on(struct flow *flow, const uint8_t *header, uint64_t address,
+                         uint64_t nbytes, uint64_t offset, uint64_t event, bool is_marked,
+                         uint64_t caller, bool is_callers_turn)
 {
+    struct message message = {header, address,   nbytes, offset,
+                              event,  is_marked, caller, is_callers_turn};
     uint64_t first = flow->count, before;
     uint32_t progress;
 
     do {
         before = flow->count;
-        progress = piece(flow, message);
+        progress = flow->is_outgoing ? put_piece(flow, &message) : take_piece(flow, &message);
     } while (progress == WAITING && flow->count != before);
-    flow->offset = message->offset;
+    flow->offset = message.offset;
     if (flow->doorbell && flow->count != first)
         ring(flow);
     return progress;
-}
-
-uint32_t native_put(struct flow *flow, const uint8_t *header, uint64_t address, uint64_t nbytes,
-                    uint64_t offset, uint64_t event, bool is_marked, uint64_t caller,
-                    bool is_callers_turn)
-{
-    struct message message = {header, address,   nbytes, offset,
-                              event,  is_marked, caller, is_callers_turn};
-
-    return bring_on(flow, &message, put_piece);
-}
-
-uint32_t native_take(struct flow *flow, const uint8_t *header, uint64_t address, uint64_t nbytes,
-                     uint64_t offset, uint64_t event, bool is_marked, uint64_t caller,
-                     bool is_callers_turn)
-{
-    struct message message = {header, address,   nbytes, offset,
-                              event,  is_marked, caller, is_callers_turn};
-
-    return bring_on(flow, &message, take_piece);
 }

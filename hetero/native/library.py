@@ -3,15 +3,35 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Mapping
 from ctypes import POINTER, Structure, c_bool, c_char_p, c_uint32, c_uint64, c_void_p
 from enum import IntEnum
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from hetero.errors import LinkError
 from hetero.native.built import BuiltLibrary
 
 FOLDER = Path(__file__).parent
+
+
+class Vendor(IntEnum):
+    """`enum vendor`."""
+
+    CUDA = 0
+    HIP = 1
+
+
+class Step(IntEnum):
+    """`enum step`."""
+
+    WAIT_VALUE = 1
+    COPY = 2
+    WRITE_VALUE = 3
+    RECORD_EVENT = 4
+    WAIT_EVENT = 5
+    PAST_COUNTER = 6
 
 
 class EntryPoints(Structure):
@@ -26,6 +46,17 @@ class EntryPoints(Structure):
         ("record_event", c_uint64),
         ("wait_event", c_uint64),
     )
+
+    @classmethod
+    def of(
+        cls, functions: Mapping[Step, Any], *, vendor: Vendor, end_of_counter: int
+    ) -> EntryPoints:
+        """Where functions lie that ctypes has found or made; whoever calls keeps them."""
+        addresses = {
+            step.name.lower(): ctypes.cast(function, c_void_p).value
+            for step, function in functions.items()
+        }
+        return cls(vendor=vendor, end_of_counter=end_of_counter, **addresses)
 
 
 class Streams(Structure):
@@ -63,6 +94,7 @@ class Flow(Structure):
         ("alignment", c_uint64),
         ("ends", c_uint64),
         ("doorbell", c_uint64),
+        ("is_outgoing", c_bool),
         ("count", c_uint64),
         ("offset", c_uint64),
         ("awaited", c_uint64),
@@ -77,24 +109,6 @@ class Flow(Structure):
     )
 
 
-class Vendor(IntEnum):
-    """`enum vendor`."""
-
-    CUDA = 0
-    HIP = 1
-
-
-class Step(IntEnum):
-    """`enum step`."""
-
-    WAIT_VALUE = 1
-    COPY = 2
-    WRITE_VALUE = 3
-    RECORD_EVENT = 4
-    WAIT_EVENT = 5
-    PAST_COUNTER = 6
-
-
 class Progress(IntEnum):
     """`enum progress`."""
 
@@ -105,18 +119,6 @@ class Progress(IntEnum):
     FAILED = 4
 
 
-_MESSAGE = [
-    POINTER(Flow),
-    c_char_p,
-    c_uint64,
-    c_uint64,
-    c_uint64,
-    c_uint64,
-    c_bool,
-    c_uint64,
-    c_bool,
-]
-
 LIBRARY = BuiltLibrary(
     name="native library",
     folder=FOLDER,
@@ -125,8 +127,20 @@ LIBRARY = BuiltLibrary(
     version_function="native_version",
     functions={
         "native_spin": (None, [c_void_p, c_uint32, c_void_p, c_uint32, c_uint32]),
-        "native_put": (c_uint32, _MESSAGE),
-        "native_take": (c_uint32, _MESSAGE),
+        "native_bring_on": (
+            c_uint32,
+            [
+                POINTER(Flow),
+                c_char_p,
+                c_uint64,
+                c_uint64,
+                c_uint64,
+                c_uint64,
+                c_bool,
+                c_uint64,
+                c_bool,
+            ],
+        ),
     },
     packages="a C compiler (Debian: gcc and libc6-dev)",
 )

@@ -95,6 +95,7 @@ struct flow {
     uint64_t ends;
     /* The peer's doorbell, which is rung when entries have been enqueued; 0 where Python rings it. */
     uint64_t doorbell;
+    bool is_outgoing;
 
     /* Kept by C, 0 at first. */
     uint64_t count;   /* entries enqueued */
@@ -108,16 +109,13 @@ struct flow {
 
 enum progress { WAITING, WHOLE, UNMARKED, REFUSED, FAILED };
 
-/* Enqueue what can be of one message. WHOLE when nothing of it is left, WAITING while the peer has to
- * move first, UNMARKED where it is for the link's streams and nobody has said what it must follow.
+/* Enqueue what can be of one message, which the flow sends or receives. WHOLE when nothing of it is left,
+ * WAITING while the peer has to move first, UNMARKED where it is for the link's streams and nobody has
+ * said what it must follow, REFUSED where the next entry is no part of what is to be received.
  * `is_callers_turn` has it go into the stream `caller`, where the order allows; else `event`, unless 0,
  * is what it must follow. */
-uint32_t native_put(struct flow *flow, const uint8_t *header, uint64_t address, uint64_t nbytes,
-                    uint64_t offset, uint64_t event, bool is_marked, uint64_t caller,
-                    bool is_callers_turn);
-/* Likewise for what arrives; REFUSED where the next entry is no part of this message. */
-uint32_t native_take(struct flow *flow, const uint8_t *header, uint64_t address, uint64_t nbytes,
-                     uint64_t offset, uint64_t event, bool is_marked, uint64_t caller,
-                     bool is_callers_turn);
+uint32_t native_bring_on(struct flow *flow, const uint8_t *header, uint64_t address,
+                         uint64_t nbytes, uint64_t offset, uint64_t event, bool is_marked,
+                         uint64_t caller, bool is_callers_turn);
 
 #endif

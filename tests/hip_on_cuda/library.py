@@ -28,15 +28,20 @@ def compile_library(source: Path, target: Path) -> Path:
     return target
 
 
+def compiled(source: Path) -> Path:
+    """The library of a C file, built once for each version of it and kept with temporary files."""
+    version = hashlib.sha256(source.read_bytes()).hexdigest()[:16]
+    target = Path(tempfile.gettempdir()) / f"lib{source.stem}-{os.getuid()}-{version}.so"
+    return target if target.exists() else compile_library(source, target)
+
+
 def hip_on_cuda_library() -> Path:
-    """The library, built once for each version of its source and kept with temporary files.
+    """The library, compiled.
 
     With HETERO_HIP_LIBRARY set to it, `driver_for` gives the HIP driver over it, in this process
     and in those it starts.
     """
-    version = hashlib.sha256(SOURCE.read_bytes()).hexdigest()[:16]
-    target = Path(tempfile.gettempdir()) / f"libhip_on_cuda-{os.getuid()}-{version}.so"
-    return target if target.exists() else compile_library(SOURCE, target)
+    return compiled(SOURCE)
 
 
 def hip_over_cuda_driver() -> HipDriver:

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import hashlib
-import os
-import tempfile
 import time
 from ctypes import c_bool, c_int, c_void_p
 from pathlib import Path
@@ -15,11 +12,10 @@ from hetero.device.base import Mark
 from hetero.device.ordered import CurrentStream, NativeStreams
 from hetero.errors import LinkError
 from hetero.native.library import LIBRARY, EntryPoints, Step, Streams, Vendor, native
-from tests.emulated_streams import CallersThread, EmulatedOrderedDevice
-from tests.hip_on_cuda.library import COMPILER, compile_library
+from tests.emulated_streams import ANY_VALUE, CallersThread, EmulatedOrderedDevice
+from tests.hip_on_cuda.library import COMPILER, compiled
 
 _SOURCE = Path(__file__).with_name("stream_driver.c")
-_ANY_VALUE = 2**32
 _POLL_SECONDS = 1e-3
 
 
@@ -79,13 +75,13 @@ class _Streams(NativeStreams):
         self._driver = driver
         self._event = driver.event_new()
         copies, waits, writes = handles
-        addresses = {
-            step.name.lower(): _address(getattr(driver, f"driver_{step.name.lower()}"))
+        functions = {
+            step: getattr(driver, f"driver_{step.name.lower()}")
             for step in Step
             if step is not Step.PAST_COUNTER
         }
         self.streams = Streams(
-            driver=EntryPoints(vendor=Vendor.CUDA, end_of_counter=_ANY_VALUE, **addresses),
+            driver=EntryPoints.of(functions, vendor=Vendor.CUDA, end_of_counter=ANY_VALUE),
             copies=copies,
             waits=waits,
             writes=writes,
@@ -102,16 +98,9 @@ class _Streams(NativeStreams):
         self._driver.event_free(self._event)
 
 
-def _address(function: object) -> int:
-    return ctypes.cast(function, c_void_p).value or 0  # type: ignore[arg-type]
-
-
 @functools.cache
 def _built() -> ctypes.CDLL:
-    """The driver, built once for each version of its source and kept with temporary files."""
-    version = hashlib.sha256(_SOURCE.read_bytes()).hexdigest()[:16]
-    target = Path(tempfile.gettempdir()) / f"libstream_driver-{os.getuid()}-{version}.so"
-    driver = ctypes.CDLL(str(target if target.exists() else compile_library(_SOURCE, target)))
+    driver = ctypes.CDLL(str(compiled(_SOURCE)))
     for name, result, arguments in (
         ("device_new", c_void_p, [c_bool]),
         ("device_stream", c_void_p, [c_void_p, c_int]),

@@ -62,7 +62,7 @@ class Flow(ABC):
         self._done = DoneCounter(
             device,
             direction.produced_word if is_outgoing else direction.consumed_word,
-            read=direction.read_produced if is_outgoing else direction.read_consumed,
+            read=(lambda: direction.produced) if is_outgoing else (lambda: direction.consumed),
             peer=ends.theirs,
         )
         self._leaves_ringing = True

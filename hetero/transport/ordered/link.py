@@ -159,19 +159,18 @@ class OrderedLink(FailingLink):
 
     def progress_until_enqueued(self, transfer: OrderedTransfer) -> None:
         """Enqueue what can be until all of the transfer is, or it has failed."""
-        begin = time.perf_counter()
         # Asked for by each thread before it calls the driver.
         stream = self._device.current_stream()
         with self._lock:
             self._callers += 1
         try:
-            self._progress(transfer, receiver=stream if transfer.is_receive else None)
+            with self.timed_wait():
+                self._progress(transfer, receiver=stream if transfer.is_receive else None)
         finally:
             with self._lock:
                 self._callers -= 1
                 if self._out.waiting or self._in.waiting:
                     self._wanted.set()
-            self.counters.wait_seconds += time.perf_counter() - begin
 
     def _progress(self, transfer: OrderedTransfer, *, receiver: CurrentStream | None) -> None:
         spin_until = time.monotonic() + _SPIN_SECONDS

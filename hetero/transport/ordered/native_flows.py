@@ -17,8 +17,6 @@ from hetero.transport.ordered.python_flows import PythonIncoming, PythonOutgoing
 from hetero.transport.ordered.ring import ALIGNMENT, ENTRIES, RECORD_BYTES, Direction
 from hetero.transport.ordered.transfer import OrderedEnds, OrderedTransfer
 
-_WHOLE = int(Progress.WHOLE)
-
 
 class NativeFlow(Flow):
     """One direction of one end."""
@@ -56,11 +54,11 @@ class NativeFlow(Flow):
             alignment=ALIGNMENT,
             ends=addressof(self._room),
             doorbell=ends.theirs.doorbell_address(),
+            is_outgoing=is_outgoing,
         )
         self._leaves_ringing = not self._state.doorbell
         self._reference = byref(self._state)
-        library = streams.library
-        self._call = library.native_put if is_outgoing else library.native_take
+        self._call = streams.library.native_bring_on
 
     @property
     def count(self) -> int:
@@ -84,7 +82,7 @@ class NativeFlow(Flow):
         if progress == Progress.UNMARKED:
             transfer.ready = self._device.mark()
             progress = self._give(transfer, is_callers_turn=False)
-        if progress == _WHOLE:
+        if progress == Progress.WHOLE:
             return True
         transfer.offset = self._state.offset
         transfer.begun = transfer.offset > 0 or progress == Progress.FAILED

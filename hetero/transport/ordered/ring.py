@@ -115,14 +115,6 @@ class Direction:
         """Where this process has the words and the records."""
         return DirectionPlaces(*(self._address + place for place in self._places))
 
-    def read_produced(self) -> int:
-        """As `produced`."""
-        return self._words[self._produced]
-
-    def read_consumed(self) -> int:
-        """As `consumed`."""
-        return self._words[self._consumed]
-
     @property
     def posted(self) -> int:
         return self._words[self._posted]
@@ -189,10 +181,6 @@ class EndState:
 
     @property
     def has_failed(self) -> bool:
-        return self._words[self._fault_length] != 0
-
-    def read_has_failed(self) -> bool:
-        """As `has_failed`."""
         return self._words[self._fault_length] != 0
 
     @property

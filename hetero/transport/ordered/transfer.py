@@ -52,7 +52,7 @@ class DoneCounter:
         self, device: OrderedDevice, address: int, *, read: Callable[[], int], peer: EndState
     ) -> None:
         self.device = device
-        self.has_failed = peer.read_has_failed
+        self.peer = peer
         self._address = address
         self._read = read
 
@@ -81,7 +81,7 @@ class Arrival:
         """Never blocks. True for ever, also when the link and its counters are gone."""
         if not self._reached:
             done = self._done
-            self._reached = done.has_come_to(self._count) and not done.has_failed()
+            self._reached = done.has_come_to(self._count) and not done.peer.has_failed
         return self._reached
 
     def order_current_stream(self) -> None:
