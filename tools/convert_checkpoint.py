@@ -94,9 +94,10 @@ def _to_huggingface(args: argparse.Namespace) -> str:
         companions=args.tokenizer,
     )
     tokenizer = "its tokenizer" if done.has_tokenizer else "no tokenizer (--tokenizer names one)"
+    unsaid = f"; their format has no word for {' '.join(done.unsaid)}, which training used"
     return (
         f"{done.parameters:,} parameters written to {done.folder}, with {done.rows:,} rows of "
-        f"vocabulary and {tokenizer}"
+        f"vocabulary and {tokenizer}{unsaid if done.unsaid else ''}"
     )
 
 

@@ -18,6 +18,7 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 
 from hetero.errors import UserError
 from megatron.training.arguments.parser import build_parser
+from megatron.training.checkpoint.model_flags import MODEL_FLAGS, Kind, spellings
 from megatron.training.checkpoint.names import EMBEDDING, stored_name
 from megatron.training.checkpoint.reader import CheckpointReader
 from megatron.training.cpu_shim import cpu_shim
@@ -52,8 +53,23 @@ class Sampling:
 
 
 def checkpoint_args(reader: CheckpointReader) -> argparse.Namespace:
-    """Every flag as the run that wrote a checkpoint had it, defaults where it does not say."""
-    args = build_parser().parse_args([])
+    """Every flag as the run that wrote a checkpoint had it.
+
+    A flag that it does not mention has its default, because its writer did not have it. Raises
+    UserError for one that decides a shape.
+    """
+    parser = build_parser()
+    missing = [
+        spelling.option
+        for name, spelling in spellings(parser).items()
+        if MODEL_FLAGS[name].kind is Kind.SHAPE and name not in reader.args
+    ]
+    if missing:
+        raise UserError(
+            f"the checkpoint {reader.folder} does not say {', '.join(missing)}, without which its "
+            "model cannot be built; write it again with this version"
+        )
+    args = parser.parse_args([])
     for name, value in reader.args.items():
         setattr(args, name, value)
     return args

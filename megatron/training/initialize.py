@@ -42,7 +42,8 @@ from megatron.training.tokenizer.wrapper import tokenizer_digest
 
 # Flags that may differ between ranks without the ranks computing different things.
 _LOCAL_FLAGS = frozenset(
-    {"rank", "local_rank", "ignored_flags", "data_path", "data_cache_path", "tokenizer_model"}
+    {"rank", "local_rank", "ignored_flags", "typed_flags", "taken_flags"}
+    | {"data_path", "data_cache_path", "tokenizer_model"}
     | {"data_args_path", "per_split_data_args_path"}
     | {"train_data_path", "valid_data_path", "test_data_path", "vocab_file", "merge_file"}
     | {"metrics_file", "hetero_report", "tensorboard_dir", "wandb_save_dir", "hetero_plan"}

@@ -105,6 +105,8 @@ def print_overview(job: Job, rows: list[dict[str, Any]], console: Console) -> No
         console.line(
             "vendors are simulated (HETERO_VENDOR): every number of this run is a simulated one"
         )
+    for taken in job.args.taken_flags:
+        console.line(taken)
     for ignored in job.args.ignored_flags:
         console.line(f"flag without effect here: {ignored}")
 

@@ -46,7 +46,9 @@ def add_checkpoint_flags(parser: argparse.ArgumentParser) -> None:
             help=f"do not {what.split('-')[0]} it",
         )
     group.add_argument(
-        "--use-checkpoint-args", action="store_true", help="take the model's shape from it"
+        "--use-checkpoint-args",
+        action="store_true",
+        help="take the model from it, as far as it is not typed",
     )
     group.add_argument(
         "--exit-on-missing-checkpoint", action="store_true", help="no fresh start without one"

@@ -21,7 +21,7 @@ from megatron.training.arguments.parallel import add_parallel_flags
 from megatron.training.arguments.training import add_training_flags
 from megatron.training.arguments.unknown import explain_unknown
 from megatron.training.arguments.validate import check_flags, finish_validation
-from megatron.training.checkpoint.compatibility import adopt_checkpoint_args
+from megatron.training.checkpoint.adoption import adopt_checkpoint_args
 
 
 class Parser(argparse.ArgumentParser):
@@ -84,8 +84,9 @@ def parse_args(
     if args.local_rank is None:
         args.local_rank = _environment_integer("LOCAL_RANK", 0)
     args.ignored_flags = describe_ignored(given)
+    args.typed_flags, args.taken_flags = given, []
     if args.use_checkpoint_args:
-        adopt_checkpoint_args(args)
+        adopt_checkpoint_args(args, parser)
     check_flags(args, given)
     if args.hetero_plan is None:
         finish_validation(args, args.world_size)

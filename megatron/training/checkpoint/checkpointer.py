@@ -248,12 +248,15 @@ class Checkpointer:
         self._console.line(f"warning: {sentence}, and training goes on")
 
 
+_OF_ONE_START = frozenset({"rank", "local_rank", "ignored_flags", "typed_flags", "taken_flags"})
+
+
 def plain_args(args: argparse.Namespace) -> Mapping[str, Any]:
     """The flags as JSON can say them; what it cannot say is derived anew by every run."""
     return {
         name: value
         for name, value in vars(args).items()
-        if name not in ("rank", "local_rank", "ignored_flags") and _is_plain(value)
+        if name not in _OF_ONE_START and _is_plain(value)
     }
 
 

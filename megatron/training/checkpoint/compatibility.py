@@ -3,149 +3,152 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from hetero.errors import UserError
-from megatron.training.checkpoint import folder as folders
-from megatron.training.checkpoint.index import DamagedCheckpoint, read_index
-
-# What decides the shape of some tensor: these must be equal for anything to be loaded.
-SHAPE = {
-    "num_layers": "--num-layers",
-    "hidden_size": "--hidden-size",
-    "ffn_hidden_size": "--ffn-hidden-size",
-    "num_attention_heads": "--num-attention-heads",
-    "num_query_groups": "--num-query-groups",
-    "kv_channels": "--kv-channels",
-    "swiglu": "--swiglu",
-    "normalization": "--normalization",
-    "add_bias_linear": "--disable-bias-linear",
-    "add_qkv_bias": "--add-qkv-bias",
-    "qk_layernorm": "--qk-layernorm",
-    "position_embedding_type": "--position-embedding-type",
-    "untie_embeddings_and_output_weights": "--untie-embeddings-and-output-weights",
-}
-# What decides what the weights mean: may change for fine-tuning, not in the middle of a run.
-MEANING = {
-    "squared_relu": "--squared-relu",
-    "rotary_base": "--rotary-base",
-    "rotary_percent": "--rotary-percent",
-    "rotary_interleaved": "--rotary-interleaved",
-    "use_rope_scaling": "--use-rope-scaling",
-    "rope_scaling_factor": "--rope-scaling-factor",
-    "layernorm_epsilon": "--norm-epsilon",
-}
-# Taken from a checkpoint by --use-checkpoint-args where the command line does not say.
-UNSAID = ("seq_length", "max_position_embeddings", "tokenizer_type", "tokenizer_model")
+from megatron.training.arguments.parser import build_parser
+from megatron.training.checkpoint.model_flags import (
+    Difference,
+    Kind,
+    Spelling,
+    completed,
+    differences,
+    spellings,
+    typed_destinations,
+)
 
 
 def require_same_model(
     stored: Mapping[str, Any], args: argparse.Namespace, *, folder: Path, weights_only: bool
-) -> None:
-    """Raise UserError, naming the first flag that differs, for a checkpoint of another model."""
-    flags = dict(SHAPE) if weights_only else {**SHAPE, **MEANING}
-    if args.position_embedding_type == "learned_absolute":
-        flags["max_position_embeddings"] = "--max-position-embeddings"
-    if not args.group_query_attention and not stored.get("group_query_attention", False):
-        flags.pop("num_query_groups")
-    for name, flag in flags.items():
-        if name in stored and hasattr(args, name) and stored[name] != getattr(args, name):
-            raise UserError(
-                f"the checkpoint {folder} is of another model: {flag} is "
-                f"{_word(stored[name])} there and {_word(getattr(args, name))} here; give this run "
-                "the flags of that model (--use-checkpoint-args takes them from it) or another "
-                "--load"
-            )
-    _require_same_tokenizer(stored, args, folder=folder, weights_only=weights_only)
+) -> tuple[str, ...]:
+    """Raise UserError for a checkpoint of another model, naming every flag that differs.
+
+    Returns lines about what may differ and does: a person should know of it.
+    """
+    spelled = spellings(build_parser())
+    typed = typed_destinations(spelled, getattr(args, "typed_flags", ()))
+    # A run writes down every flag that it knows; other writers of weights may leave some out.
+    said = stored if weights_only else completed(stored, spelled)
+    found = differences(said, vars(args), spelled=spelled, typed=typed)
+    refused = [d for d in found if not d.is_allowed(weights_only=weights_only)]
+    problems = [_another_model(refused, folder, weights_only=weights_only)] if refused else []
+    problems += _tokenizer_problems(stored, args, folder=folder, weights_only=weights_only)
     if not weights_only and not args.no_load_optim:
-        _require_same_optimizer(stored, args, folder=folder)
-
-
-def _require_same_tokenizer(
-    stored: Mapping[str, Any], args: argparse.Namespace, *, folder: Path, weights_only: bool
-) -> None:
-    theirs, ours = stored.get("tokenizer_vocab_size"), args.tokenizer_vocab_size
-    if theirs is not None and theirs != ours:
-        raise UserError(
-            f"the checkpoint {folder} was trained with a tokenizer of {theirs} tokens and this "
-            f"run's has {ours}; name the same one with --tokenizer-type and --tokenizer-model"
-        )
-    theirs, ours = stored.get("tokenizer_digest"), getattr(args, "tokenizer_digest", None)
-    if theirs is not None and ours is not None and theirs != ours and not weights_only:
-        raise UserError(
-            f"the checkpoint {folder} was trained with another tokenizer of the same size; name "
-            "the same one with --tokenizer-type and --tokenizer-model, or start anew from its "
-            "weights with --finetune"
-        )
-
-
-def _require_same_optimizer(
-    stored: Mapping[str, Any], args: argparse.Namespace, *, folder: Path
-) -> None:
-    theirs = stored.get("optimizer")
-    if theirs is not None and theirs != args.optimizer:
-        raise UserError(
-            f"the checkpoint {folder} has the state of --optimizer {theirs} and this run uses "
-            f"{args.optimizer}; use the same, or --no-load-optim to start without it"
-        )
-
-
-def _word(value: Any) -> str:
+        problems += _optimizer_problems(stored, args, folder=folder)
+    if problems:
+        raise UserError("; and ".join(problems))
     return (
-        {True: "on", False: "off"}.get(value, str(value))
-        if isinstance(value, bool)
-        else ("not given" if value is None else str(value))
+        *_kept(found),
+        *(_assumed(stored, args, spelled, folder) if weights_only else ()),
+        *_other_vocabulary(stored, args, folder=folder),
     )
 
 
-def adopt_checkpoint_args(args: argparse.Namespace) -> None:
-    """--use-checkpoint-args: before the flags are checked, take the model's from the checkpoint.
+def _another_model(refused: Sequence[Difference], folder: Path, *, weights_only: bool) -> str:
+    there = [d.spelling.typed(d.there) for d in refused]
+    without = [d.spelling.option for d, words in zip(refused, there, strict=True) if words is None]
+    remedy = " and ".join(
+        [
+            *([f"start with {' '.join(filter(None, there))}"] if any(there) else []),
+            *([f"leave out {' '.join(without)}"] if without else []),
+        ]
+    )
+    sentence = (
+        f"the checkpoint {folder} is of another model: {', '.join(map(str, refused))}; {remedy}, "
+        "or add --use-checkpoint-args, which takes from it what is not typed, or name another "
+        "--load"
+    )
+    free = [
+        d.spelling.option
+        for d in refused
+        if d.kind is Kind.TRAINING or (d.kind is Kind.TUNABLE and weights_only)
+    ]
+    return sentence + (f"; to train with another {' '.join(free)}, type it" if free else "")
 
-    Its files are checked later; here its index is read. Raises UserError.
-    """
-    load = args.load or args.pretrained_checkpoint
-    if load is None:
-        raise UserError("--use-checkpoint-args needs --load; add it")
-    if args.ckpt_step is not None:
-        names = [folders.folder_name(args.ckpt_step)]
-    else:
-        names = folders.candidates(Path(load))
-    for name in names:
-        folder = Path(load) / name
-        try:
-            stored = read_index(folder).args
-        except DamagedCheckpoint:
-            continue
-        adopt_model_args(args, stored, folder=folder)
-        return
-    raise UserError(f"--use-checkpoint-args: no checkpoint in {load} can be read; name another")
+
+def _kept(found: Sequence[Difference]) -> tuple[str, ...]:
+    """One line about the values that were typed instead of the checkpoint's, if any."""
+    kept = [
+        f"{d.spelling.option} is {d.spelling.word(d.here)}, in the checkpoint "
+        f"{d.spelling.word(d.there)}"
+        for d in found
+        if d.is_typed
+    ]
+    return (f"as typed, not as in the checkpoint: {'; '.join(kept)}",) if kept else ()
 
 
-def adopt_model_args(args: argparse.Namespace, stored: Mapping[str, Any], *, folder: Path) -> None:
-    """--use-checkpoint-args: the model's flags from the checkpoint, whatever was typed.
+def _assumed(
+    stored: Mapping[str, Any],
+    args: argparse.Namespace,
+    spelled: Mapping[str, Spelling],
+    folder: Path,
+) -> tuple[str, ...]:
+    """One line about flags that matter here and that the checkpoint does not mention."""
+    ours = vars(args)
+    mattering = [
+        spelled[name].typed(ours[name]) or spelled[name].option
+        for name, default in completed({}, spelled).items()
+        if name not in stored and ours.get(name, default) != default
+    ]
+    if not mattering:
+        return ()
+    return (f"the checkpoint {folder} does not say; as in this run: {' '.join(mattering)}",)
 
-    Raises UserError for a --padded-vocab-size other than the checkpoint's: it asks for weights that
-    the checkpoint does not have, or for a part of them.
-    """
-    rows = stored.get("padded_vocab_size")
-    if rows is not None and args.padded_vocab_size not in (None, rows):
-        raise UserError(
-            f"--padded-vocab-size is {args.padded_vocab_size} and the checkpoint {folder} has "
-            f"{rows} rows of vocabulary; leave the flag out, --use-checkpoint-args takes them "
-            "from it"
+
+def _other_vocabulary(
+    stored: Mapping[str, Any], args: argparse.Namespace, *, folder: Path
+) -> tuple[str, ...]:
+    """Lines about padding of the vocabulary, and about a tokenizer, that are not the same."""
+    lines = []
+    theirs, ours = stored.get("padded_vocab_size"), getattr(args, "padded_vocab_size", None)
+    if theirs is not None and ours is not None and theirs != ours:
+        lines.append(
+            f"the checkpoint {folder} has {theirs} rows of vocabulary and this run {ours}; rows of "
+            "padding take part in the softmax, so its losses are a little different"
         )
-    args.padded_vocab_size = args.padded_vocab_size if rows is None else rows
-    for name in (*SHAPE, *MEANING, "group_query_attention", "make_vocab_size_divisible_by"):
-        if name in stored:
-            setattr(args, name, stored[name])
-    for name in UNSAID:
-        if getattr(args, name, None) is None and name in stored:
-            setattr(args, name, stored[name])
-    # The two spellings of one flag must not contradict each other.
-    args.use_rotary_position_embeddings = args.position_embedding_type == "rope"
-    args.add_position_embedding = args.position_embedding_type == "learned_absolute"
+    if _is_other_digest(stored, args):
+        lines.append(
+            f"the checkpoint {folder} was trained with another tokenizer of the same size; its "
+            "weights are taken for this run's"
+        )
+    return tuple(lines)
+
+
+def _is_other_digest(stored: Mapping[str, Any], args: argparse.Namespace) -> bool:
+    theirs, ours = stored.get("tokenizer_digest"), getattr(args, "tokenizer_digest", None)
+    return theirs is not None and ours is not None and theirs != ours
+
+
+def _tokenizer_problems(
+    stored: Mapping[str, Any], args: argparse.Namespace, *, folder: Path, weights_only: bool
+) -> list[str]:
+    theirs, ours = stored.get("tokenizer_vocab_size"), args.tokenizer_vocab_size
+    if theirs is not None and theirs != ours:
+        return [
+            f"the checkpoint {folder} was trained with a tokenizer of {theirs} tokens and this "
+            f"run's has {ours}; name the same one with --tokenizer-type and --tokenizer-model"
+        ]
+    if _is_other_digest(stored, args) and not weights_only:
+        return [
+            f"the checkpoint {folder} was trained with another tokenizer of the same size; name "
+            "the same one with --tokenizer-type and --tokenizer-model, or start anew from its "
+            "weights with --finetune"
+        ]
+    return []
+
+
+def _optimizer_problems(
+    stored: Mapping[str, Any], args: argparse.Namespace, *, folder: Path
+) -> list[str]:
+    theirs = stored.get("optimizer")
+    if theirs is None or theirs == args.optimizer:
+        return []
+    return [
+        f"the checkpoint {folder} has the state of --optimizer {theirs} and this run uses "
+        f"{args.optimizer}; use the same, or --no-load-optim to start without it"
+    ]
 
 
 _SCHEDULE_FLAGS = {

@@ -15,6 +15,7 @@ from typing import Any
 from hetero.agreement import AgreedError
 from hetero.errors import UserError
 from megatron.training.checkpoint import folder as folders
+from megatron.training.checkpoint.adoption import is_weights_only
 from megatron.training.checkpoint.compatibility import require_same_model
 from megatron.training.checkpoint.index import (
     INDEX_FILE,
@@ -88,9 +89,9 @@ def _in_folder(
     for name in names:
         problem, index = _try(args, exchange, load / name, rank=rank, world_size=world_size)
         if problem is None and index is not None:
-            weights_only = args.finetune or name == folders.RELEASE or "iteration" not in index.run
-            _check(args, index, load / name, weights_only=weights_only)
-            return Selection(load / name, index, weights_only, tuple(notes))
+            weights_only = is_weights_only(args, name, index)
+            told = _check(args, index, load / name, weights_only=weights_only)
+            return Selection(load / name, index, weights_only, (*notes, *told))
         notes.append(f"checkpoint {load / name} is not used: {problem}")
         if args.ckpt_step is not None:
             raise AgreedError(
@@ -154,14 +155,19 @@ def _try(
     return (problems[0] if problems else None), index
 
 
-def _check(args: argparse.Namespace, index: Index, folder: Path, *, weights_only: bool) -> None:
-    """Every rank has read the same index and comes to the same conclusion."""
+def _check(
+    args: argparse.Namespace, index: Index, folder: Path, *, weights_only: bool
+) -> tuple[str, ...]:
+    """Every rank has read the same index and comes to the same conclusion.
+
+    Returns lines about what differs and may.
+    """
     try:
-        require_same_model(index.args, args, folder=folder, weights_only=weights_only)
+        told = require_same_model(index.args, args, folder=folder, weights_only=weights_only)
     except UserError as error:
         raise AgreedError(str(error)) from error
     if weights_only:
-        return
+        return told
     if args.use_checkpoint_opt_param_scheduler:
         for name in _SCHEDULE_ARGS:
             setattr(args, name, index.args.get(name, getattr(args, name)))
@@ -178,3 +184,4 @@ def _check(args: argparse.Namespace, index: Index, folder: Path, *, weights_only
             f"the checkpoint {folder} was saved without {what}; add {flag}, or --finetune to begin "
             "a new run from its weights"
         )
+    return told

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from hetero.errors import UserError
+from megatron.training.arguments.parser import build_parser
+from megatron.training.checkpoint.model_flags import completed, spellings
 
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM"}
 # megatron-core knows --use-rope-scaling with these numbers only.
@@ -22,12 +24,26 @@ _LLAMA3_SCALING = {
 _DEFAULT_SCALING_FACTOR = 8.0
 _DEFAULT_ROPE_THETA = 10000.0
 _DTYPES = ("float32", "bfloat16", "float16")
+# What a LLaMA and a Qwen2 are, by destination; `config_from_args` says all else in its own keys.
+NEEDED: Mapping[str, Any] = {
+    "swiglu": True,
+    "squared_relu": False,
+    "normalization": "RMSNorm",
+    "layernorm_zero_centered_gamma": False,
+    "add_bias_linear": False,
+    "qk_layernorm": False,
+    "position_embedding_type": "rope",
+    "rotary_percent": 1.0,
+    "rotary_interleaved": False,
+    "apply_query_key_layer_scaling": False,
+}
 
 
 @dataclass(frozen=True)
 class _Rope:
     theta: int
-    scaling_factor: float | None
+    llama3_factor: float | None = None
+    linear_factor: int | None = None
 
 
 def args_from_config(config: Mapping[str, Any], *, source: str) -> dict[str, Any]:
@@ -48,6 +64,8 @@ def args_from_config(config: Mapping[str, Any], *, source: str) -> dict[str, Any
                 for layer in config.get("layer_types") or ()
             ),
             ("quantization_config", config.get("quantization_config"), None),
+            # Code of its own may compute anything.
+            ("auto_map", config.get("auto_map"), None),
             # LLaMA's gives the output projection a bias as well; Qwen2 has no such key.
             ("attention_bias", kind == "llama" and config.get("attention_bias", False), False),
         ),
@@ -59,24 +77,16 @@ def args_from_config(config: Mapping[str, Any], *, source: str) -> dict[str, Any
         **sizes,
         "padded_vocab_size": sizes["vocab_size"],
         "make_vocab_size_divisible_by": 128,
-        "swiglu": True,
-        "squared_relu": False,
-        "normalization": "RMSNorm",
+        **NEEDED,
         "layernorm_epsilon": float(config.get("rms_norm_eps", 1e-6)),
-        "layernorm_zero_centered_gamma": False,
-        "add_bias_linear": False,
         "add_qkv_bias": kind == "qwen2",
-        "qk_layernorm": False,
-        "position_embedding_type": "rope",
         "rotary_base": rope.theta,
-        "rotary_percent": 1.0,
-        "rotary_interleaved": False,
-        "rotary_seq_len_interpolation_factor": None,
-        "use_rope_scaling": rope.scaling_factor is not None,
-        "rope_scaling_factor": rope.scaling_factor or _DEFAULT_SCALING_FACTOR,
+        "rotary_seq_len_interpolation_factor": rope.linear_factor,
+        "use_rope_scaling": rope.llama3_factor is not None,
+        "rope_scaling_factor": rope.llama3_factor or _DEFAULT_SCALING_FACTOR,
         "untie_embeddings_and_output_weights": not tied,
         "hidden_dropout": 0.0,
-        "attention_dropout": 0.0,
+        "attention_dropout": float(config.get("attention_dropout") or 0.0),
     }
 
 
@@ -131,21 +141,32 @@ def _sizes(config: Mapping[str, Any], source: str) -> dict[str, Any]:
 def _rope(config: Mapping[str, Any], source: str) -> _Rope:
     """transformers 5 writes one `rope_parameters`, earlier ones `rope_theta`, `rope_scaling`."""
     said = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
+    for name, value in said.items():
+        if isinstance(value, Mapping):
+            raise UserError(f"{source} has RoPE's parameters {name!r} for some layers only")
     theta = said.get("rope_theta", config.get("rope_theta", _DEFAULT_ROPE_THETA))
     if theta != int(theta):
         raise UserError(f"{source} has rope_theta {theta}, and --rotary-base takes whole numbers")
     partial = said.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
     kind = said.get("rope_type", said.get("type", "default"))
-    if kind not in ("default", "llama3"):
+    if kind not in ("default", "llama3", "linear"):
         raise UserError(
             f"{source} has the rope scaling {kind!r}, which no flag of ours stands for; only "
-            "'llama3' can be converted"
+            "'llama3' and 'linear' can be converted"
         )
     _require(source, (("partial_rotary_factor", partial, 1.0),))
     if kind == "default":
-        return _Rope(int(theta), None)
+        return _Rope(int(theta))
+    factor = said.get("factor")
+    if not isinstance(factor, int | float) or factor < 1 or (kind == "linear" and factor % 1):
+        wanted = "a whole number" if kind == "linear" else "a number of at least 1"
+        raise UserError(
+            f"{source} has the factor {factor!r} of {kind!r} rope scaling, not {wanted}"
+        )
+    if kind == "linear":
+        return _Rope(int(theta), linear_factor=int(factor))
     _require(source, ((name, said.get(name), value) for name, value in _LLAMA3_SCALING.items()))
-    return _Rope(int(theta), float(said.get("factor", _DEFAULT_SCALING_FACTOR)))
+    return _Rope(int(theta), llama3_factor=float(factor))
 
 
 def config_from_args(
@@ -153,25 +174,20 @@ def config_from_args(
 ) -> dict[str, Any]:
     """config.json of a checkpoint's model, in the keys that every release of transformers reads.
 
-    Raises UserError for a model that is neither a LLaMA nor a Qwen2.
+    Raises UserError for a model that is neither a LLaMA nor a Qwen2, naming every flag that says
+    so. `hidden_dropout` has no key there; only training uses it.
     """
-    for name, flag, wanted in (
-        ("swiglu", "--swiglu", True),
-        ("normalization", "--normalization", "RMSNorm"),
-        ("add_bias_linear", "--disable-bias-linear", False),
-        ("position_embedding_type", "--position-embedding-type", "rope"),
-        ("rotary_percent", "--rotary-percent", 1.0),
-        ("rotary_interleaved", "--rotary-interleaved", False),
-        ("rotary_seq_len_interpolation_factor", "--rotary-seq-len-interpolation-factor", None),
-        ("qk_layernorm", "--qk-layernorm", False),
-        ("layernorm_zero_centered_gamma", "--apply-layernorm-1p", False),
-        ("apply_query_key_layer_scaling", "--apply-query-key-layer-scaling", False),
-    ):
-        if args.get(name, wanted) != wanted:
-            raise UserError(
-                f"{source} is neither a LLaMA nor a Qwen2, because of {flag}; only those can be "
-                "converted"
-            )
+    spelled = spellings(build_parser())
+    args = completed(args, spelled)
+    foreign = [name for name, wanted in NEEDED.items() if args[name] != wanted]
+    if args["use_rope_scaling"] and args["rotary_seq_len_interpolation_factor"] is not None:
+        foreign += ["use_rope_scaling", "rotary_seq_len_interpolation_factor"]
+    if foreign:
+        said = ", ".join(f"{spelled[n].option} ({spelled[n].word(args[n])})" for n in foreign)
+        raise UserError(
+            f"{source} is neither a LLaMA nor a Qwen2, because of {said}; only those can be "
+            "converted"
+        )
     if dtype not in _DTYPES:
         raise UserError(f"{source} holds weights in {dtype}; use one of {', '.join(_DTYPES)}")
     kind = "qwen2" if args["add_qkv_bias"] else "llama"
@@ -193,12 +209,16 @@ def config_from_args(
         "tie_word_embeddings": not args["untie_embeddings_and_output_weights"],
         "vocab_size": vocabulary,
         "torch_dtype": dtype,
-        "attention_dropout": 0.0,
+        "attention_dropout": args["attention_dropout"],
         "use_cache": True,
     }
     if args["use_rope_scaling"]:
         scaling = {"rope_type": "llama3", "factor": float(args["rope_scaling_factor"])}
         config["rope_scaling"] = scaling | _LLAMA3_SCALING
+    elif args["rotary_seq_len_interpolation_factor"] is not None:
+        factor = float(args["rotary_seq_len_interpolation_factor"])
+        # `type` is what releases before 4.43 read.
+        config["rope_scaling"] = {"rope_type": "linear", "type": "linear", "factor": factor}
     if kind == "llama":
         config |= {"attention_bias": False, "mlp_bias": False}
     else:

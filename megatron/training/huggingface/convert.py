@@ -9,7 +9,7 @@ import json
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +47,8 @@ class Converted:
     rows: int
     """Of the embedding, as written."""
     has_tokenizer: bool
+    unsaid: tuple[str, ...] = ()
+    """Flags with their values that the other format has no word for; only training uses them."""
 
 
 @dataclass(frozen=True)
@@ -137,10 +139,16 @@ def to_huggingface(
         checkpoint_folders.sync_folder(temporary)
         temporary.replace(target)
     has_tokenizer = folders.has_tokenizer(target)
-    return _converted(tasks, folder=target, rows=kept, has_tokenizer=has_tokenizer)
+    dropout = index.args.get("hidden_dropout", 0.0)
+    return replace(
+        _converted(tasks, folder=target, rows=kept, has_tokenizer=has_tokenizer),
+        unsaid=(f"--hidden-dropout {dropout}",) if dropout else (),
+    )
 
 
 def _import_tasks(model: folders.ModelFolder, shape: ModelShape) -> list[_Task]:
+    if shape.tied:
+        _require_tied(model)
     tasks, wanted = [], set()
     for rule in rules(shape):
         dtypes = [model.require(part) for part in rule.parts]
@@ -158,6 +166,18 @@ def _import_tasks(model: folders.ModelFolder, shape: ModelShape) -> list[_Task]:
                 "account for; take the files of one model"
             )
     return tasks
+
+
+def _require_tied(model: folders.ModelFolder) -> None:
+    """Refuse an output layer that is not the embedding, though the configuration calls it tied."""
+    embedding, output = "model.embed_tokens.weight", "lm_head.weight"
+    if {embedding, output} <= set(model.names()) and not torch.equal(
+        model.tensor(embedding), model.tensor(output)
+    ):
+        raise UserError(
+            f"{model.folder} has another {output} than {embedding}, and its {folders.CONFIG} says "
+            "tie_word_embeddings; set that to false if the model was trained with both"
+        )
 
 
 def _export_tasks(index: Index, shape: ModelShape, folder: Path) -> list[_Task]:

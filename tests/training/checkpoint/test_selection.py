@@ -12,11 +12,7 @@ import torch
 from hetero.agreement import AgreedError
 from hetero.errors import UserError
 from megatron.training.checkpoint import folder
-from megatron.training.checkpoint.compatibility import (
-    adopt_checkpoint_args,
-    require_same_model,
-    require_same_schedule,
-)
+from megatron.training.checkpoint.compatibility import require_same_schedule
 from megatron.training.checkpoint.index import INDEX_FILE, Index, StoredFile
 from megatron.training.checkpoint.selection import Nothing, Selection, select
 from megatron.training.checkpoint.stream import Piece, write_safetensors
@@ -171,6 +167,17 @@ def test_what_was_not_saved_has_to_be_given_up(tmp_path: Path) -> None:
     assert chosen(flags(tmp_path, finetune=True)).weights_only
 
 
+def test_what_differs_and_may_is_told(tmp_path: Path) -> None:
+    checkpoint(tmp_path, 10)
+    typed = {"typed_flags": ("--rotary-base",), "rotary_base": 500000}
+    assert "--rotary-base is 10000 there and 500000 here" in refusal(flags(tmp_path, **typed))
+    (line,) = chosen(flags(tmp_path, finetune=True, **typed)).notes
+    assert (
+        line
+        == "as typed, not as in the checkpoint: --rotary-base is 500000, in the checkpoint 10000"
+    )
+
+
 def test_a_rank_that_does_not_see_the_checkpoint_is_named(tmp_path: Path) -> None:
     checkpoint(tmp_path, 10)
 
@@ -180,72 +187,6 @@ def test_a_rank_that_does_not_see_the_checkpoint_is_named(tmp_path: Path) -> Non
 
     with pytest.raises(AgreedError, match=r"rank 1 does not see .* all ranks share"):
         select(flags(tmp_path), exchange, rank=0, world_size=2)
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "words"),
-    [
-        ("hidden_size", 16, "--hidden-size is 8 there and 16 here"),
-        ("num_layers", 2, "--num-layers is 1 there and 2 here"),
-        ("swiglu", False, "--swiglu is on there and off here"),
-        ("untie_embeddings_and_output_weights", True, "--untie-embeddings-and-output-weights"),
-        ("rotary_base", 500000, "--rotary-base is 10000 there and 500000 here"),
-        ("tokenizer_vocab_size", 101, "a tokenizer of 100 tokens and this run's has 101"),
-        ("tokenizer_digest", "def", "another tokenizer of the same size"),
-        ("optimizer", "sgd", "--optimizer adam and this run uses sgd"),
-    ],
-)
-def test_another_model_is_refused_by_what_differs(name: str, value: Any, words: str) -> None:
-    args = flags(None, **{name: value})
-    with pytest.raises(UserError) as error:
-        require_same_model(MODEL, args, folder=Path("x"), weights_only=False)
-    assert words in str(error.value)
-
-
-@pytest.mark.parametrize("name", ["rotary_base", "tokenizer_digest", "optimizer"])
-def test_what_the_weights_mean_may_change_for_a_new_run(name: str) -> None:
-    args = flags(None, **{name: "other"})
-    require_same_model(MODEL, args, folder=Path("x"), weights_only=True)
-    with pytest.raises(UserError):
-        require_same_model(MODEL, args, folder=Path("x"), weights_only=False)
-
-
-def test_flags_that_a_converted_checkpoint_does_not_know_are_not_compared() -> None:
-    require_same_model({"hidden_size": 8}, flags(None), folder=Path("x"), weights_only=True)
-
-
-def test_the_model_can_be_taken_from_the_checkpoint(tmp_path: Path) -> None:
-    checkpoint(tmp_path, 10)
-    args = flags(tmp_path, hidden_size=99, num_layers=None, padded_vocab_size=None)
-    adopt_checkpoint_args(args)
-    assert (args.hidden_size, args.num_layers) == (8, 1)
-    assert args.use_rotary_position_embeddings
-    with pytest.raises(UserError, match="needs --load"):
-        adopt_checkpoint_args(flags(None))
-    with pytest.raises(UserError, match="no checkpoint"):
-        adopt_checkpoint_args(flags(tmp_path / "none"))
-
-
-@pytest.mark.parametrize("given", [None, 128])
-def test_the_rows_of_the_vocabulary_are_the_checkpoint_s(tmp_path: Path, given: int | None) -> None:
-    checkpoint(tmp_path, 10, args={"padded_vocab_size": 128})
-    args = flags(tmp_path, padded_vocab_size=given)
-    adopt_checkpoint_args(args)
-    assert args.padded_vocab_size == 128
-
-
-def test_other_rows_than_the_checkpoint_s_are_refused(tmp_path: Path) -> None:
-    path = checkpoint(tmp_path, 10, args={"padded_vocab_size": 128})
-    with pytest.raises(UserError) as error:
-        adopt_checkpoint_args(flags(tmp_path, padded_vocab_size=256))
-    assert f"--padded-vocab-size is 256 and the checkpoint {path} has 128 rows" in str(error.value)
-
-
-def test_rows_that_a_checkpoint_does_not_say_are_the_flag_s(tmp_path: Path) -> None:
-    checkpoint(tmp_path, 10)
-    args = flags(tmp_path, padded_vocab_size=256)
-    adopt_checkpoint_args(args)
-    assert args.padded_vocab_size == 256
 
 
 def test_another_schedule_is_refused_with_both_ways_out() -> None:
