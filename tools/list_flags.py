@@ -1,7 +1,8 @@
-"""Write docs/flags.md: every flag of pretrain_gpt.py and what it is worth here.
+"""Write docs/flags.md, every flag of pretrain_gpt.py and what it is worth here, and the table of
+docs/checkpoints.md, what a checkpoint's value of each flag of the model is worth.
 
-python -m tools.list_flags            # write it
-python -m tools.list_flags --check    # exit 1 if it is out of date
+python -m tools.list_flags            # write them
+python -m tools.list_flags --check    # exit 1 if one is out of date
 """
 
 from __future__ import annotations
@@ -23,10 +24,15 @@ from megatron.training.arguments.listing import (
     describe_parser,
     describe_refused,
 )
+from megatron.training.arguments.parser import build_parser
 from megatron.training.arguments.unknown import FEATURES, HETERO_LATER, NEWER, NOT_OFFERED, REPLACED
+from megatron.training.checkpoint.model_flags import MODEL_FLAGS, Kind, spellings
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENT = ROOT / "docs" / "flags.md"
+CHECKPOINTS = ROOT / "docs" / "checkpoints.md"
+TABLE_BEGINS = "<!-- written by python -m tools.list_flags -->\n"
+TABLE_ENDS = "<!-- end of what is written -->\n"
 PUBLIC_SCRIPTS = ROOT / "tests" / "training" / "arguments" / "public_scripts.json"
 
 HEAD = """# Flags
@@ -43,8 +49,22 @@ word in one that names the nearest flag. `--yaml-cfg FILE` reads flags from a fi
 """
 
 
+# Of each kind: with --use-checkpoint-args, in a resumed run, in a run from weights alone.
+_TREATMENT = {
+    Kind.SHAPE: ("taken", "equal", "equal"),
+    Kind.MEANING: ("taken", "equal", "equal"),
+    Kind.TUNABLE: ("taken", "equal", "equal, or typed"),
+    Kind.TRAINING: ("taken", "equal, or typed", "equal, or typed"),
+    Kind.ROWS: ("taken", "told", "told"),
+    Kind.TOKENIZER: ("taken", "compared", "size compared, else told"),
+    Kind.LIMIT: ("taken", "free", "free"),
+    Kind.SPELLING: ("as that", "as that", "as that"),
+    Kind.NONE: ("no effect", "no effect", "no effect"),
+}
+
+
 def render() -> str:
-    """The whole document."""
+    """All of docs/flags.md."""
     entries = describe_parser()
     parts = [HEAD, _counts(entries)]
     for group, members in groupby(entries, key=lambda entry: entry.group):
@@ -136,18 +156,43 @@ def _verdict(flag: str, kinds: dict[str, str]) -> str:
     return "refused: " + sentence.split("is ", 1)[1].split(";")[0]
 
 
+def render_model_flags() -> str:
+    """The table of docs/checkpoints.md: the flags of the model that are treated alike in a row."""
+    spelled = spellings(build_parser())
+    rows: dict[tuple[Kind, str], list[str]] = {}
+    for name, flag in MODEL_FLAGS.items():
+        rows.setdefault((flag.kind, flag.why), []).append(f"`{spelled[name].option}`")
+    lines = [
+        "| flags | `--use-checkpoint-args` | resumed run | from weights alone | why |",
+        "|---|---|---|---|---|",
+        *(
+            f"| {', '.join(flags)} | {' | '.join(_TREATMENT[kind])} | {why} |"
+            for (kind, why), flags in rows.items()
+        ),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def with_model_flags(text: str) -> str:
+    """A document with the table as it has to be."""
+    before, _, rest = text.partition(TABLE_BEGINS)
+    _, _, after = rest.partition(TABLE_ENDS)
+    return f"{before}{TABLE_BEGINS}{render_model_flags()}{TABLE_ENDS}{after}"
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="tools.list_flags", description=__doc__)
-    parser.add_argument("--check", action="store_true", help="only say whether it is up to date")
+    parser.add_argument("--check", action="store_true", help="only say whether they are up to date")
     args = parser.parse_args(argv)
-    text = render()
+    texts = {DOCUMENT: render(), CHECKPOINTS: with_model_flags(CHECKPOINTS.read_text())}
     if not args.check:
-        DOCUMENT.write_text(text)
+        for document, text in texts.items():
+            document.write_text(text)
         return 0
-    if DOCUMENT.is_file() and DOCUMENT.read_text() == text:
-        return 0
-    print(f"{DOCUMENT} is out of date; run python -m tools.list_flags", file=sys.stderr)
-    return 1
+    old = [d for d, text in texts.items() if not d.is_file() or d.read_text() != text]
+    for document in old:
+        print(f"{document} is out of date; run python -m tools.list_flags", file=sys.stderr)
+    return 1 if old else 0
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from megatron.training.checkpoint.index import INDEX_FILE, read_index
 from megatron.training.checkpoint.reader import CheckpointReader
 from megatron.training.generation import next_logits, whole_model
 from megatron.training.huggingface import convert
@@ -137,6 +139,65 @@ def test_tokenizer_and_generation_settings_go_along(saved: Path, tmp_path: Path)
         assert (tmp_path / "back" / name).read_bytes() == (saved / name).read_bytes()
     ids = ("bos_token_id", "eos_token_id")
     assert [_config(tmp_path / "back").get(n) for n in ids] == [_config(saved)[n] for n in ids]
+
+
+@pytest.mark.parametrize("factor", [1.0, 4.0])
+def test_linear_scaling_of_rope_gives_the_same_logits_and_comes_back(
+    factor: float, tmp_path: Path
+) -> None:
+    theirs = MODELS["llama"](rope_scaling={"rope_type": "linear", "factor": factor})
+    theirs.save_pretrained(tmp_path / "theirs")
+    assert _there(tmp_path / "theirs", tmp_path / "ours") == 0
+    ids = torch.randint(0, VOCABULARY, (60,), generator=torch.Generator().manual_seed(2))
+    with torch.no_grad():
+        expected = theirs(ids[None]).logits[0]
+    with CheckpointReader.open(tmp_path / "ours") as reader, whole_model(reader) as model:
+        assert reader.args["rotary_seq_len_interpolation_factor"] == factor
+        torch.testing.assert_close(next_logits(model, ids.tolist()), expected, atol=1e-4, rtol=0)
+    assert _back(tmp_path / "ours", tmp_path / "back") == 0
+    back = type(theirs).from_pretrained(tmp_path / "back")
+    with torch.no_grad():
+        assert torch.equal(back(ids[None]).logits[0], expected)
+
+
+def test_a_tied_model_with_an_output_layer_of_its_own_is_refused(
+    sharded: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """transformers may use it or not, from release to release."""
+    embedding = _weights(sharded)["model.embed_tokens.weight"]
+    _add_output_layer(sharded, embedding.clone())
+    assert _there(sharded, tmp_path / "equal") == 0
+    _add_output_layer(sharded, embedding + 1)
+    assert _there(sharded, tmp_path / "other") == 2
+    assert "says tie_word_embeddings" in capsys.readouterr().err
+
+
+def _add_output_layer(folder: Path, weight: torch.Tensor) -> None:
+    save_file({"lm_head.weight": weight}, folder / "output.safetensors")
+    index = folder / "model.safetensors.index.json"
+    record = json.loads(index.read_text())
+    record["weight_map"]["lm_head.weight"] = "output.safetensors"
+    index.write_text(json.dumps(record))
+
+
+def test_what_their_format_has_no_word_for_is_told(
+    sharded: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert _there(sharded, tmp_path / "ours") == 0
+    _change_flags(tmp_path / "ours" / "release", hidden_dropout=0.1, attention_dropout=0.2)
+    capsys.readouterr()
+    assert _back(tmp_path / "ours", tmp_path / "back") == 0
+    assert "no word for --hidden-dropout 0.1, which training used" in capsys.readouterr().out
+    assert _config(tmp_path / "back")["attention_dropout"] == 0.2
+    _change_flags(tmp_path / "ours" / "release", layernorm_zero_centered_gamma=True)
+    assert _back(tmp_path / "ours", tmp_path / "no") == 2
+    assert "because of --apply-layernorm-1p (on)" in capsys.readouterr().err
+
+
+def _change_flags(folder: Path, **changes: Any) -> None:
+    index = read_index(folder)
+    changed = dataclasses.replace(index, args={**index.args, **changes})
+    (folder / INDEX_FILE).write_text(changed.to_json())
 
 
 def _without_shard(folder: Path) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 from megatron.training import generation
+from megatron.training.checkpoint.index import INDEX_FILE, read_index
 from megatron.training.checkpoint.reader import CheckpointReader
 from megatron.training.generation import (
     CachedLogits,
@@ -209,3 +211,17 @@ def _drawn(sampling: Sampling) -> set[int]:
 )
 def test_which_tokens_can_be_drawn(sampling: Sampling, possible: set[int]) -> None:
     assert _drawn(sampling) == possible
+
+
+@pytest.mark.parametrize("name", ["num_layers", "swiglu"])
+def test_a_checkpoint_that_leaves_a_shape_open_is_refused(
+    name: str, converted: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(converted / "ours", tmp_path / "ours")
+    release = tmp_path / "ours" / "release"
+    index = read_index(release)
+    known = {key: value for key, value in index.args.items() if key != name}
+    (release / INDEX_FILE).write_text(dataclasses.replace(index, args=known).to_json())
+    words = ["--load", str(tmp_path / "ours"), "--prompt", PROMPT]
+    assert generate_text.main(words) == 2
+    assert f"does not say --{name.replace('_', '-')}" in capsys.readouterr().err

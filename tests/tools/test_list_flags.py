@@ -22,6 +22,23 @@ def test_a_document_that_is_not_is_reported_and_written_anew(monkeypatch, tmp_pa
     assert list_flags.main(["--check"]) == 0
 
 
+def test_a_table_of_the_model_s_flags_that_is_old_is_reported_and_written_anew(
+    monkeypatch, tmp_path, capsys
+) -> None:
+    document = tmp_path / "checkpoints.md"
+    document.write_text(f"before\n{list_flags.TABLE_BEGINS}old\n{list_flags.TABLE_ENDS}after\n")
+    monkeypatch.setattr(list_flags, "CHECKPOINTS", document)
+    assert list_flags.main(["--check"]) == 1
+    assert "is out of date" in capsys.readouterr().err
+    assert list_flags.main([]) == 0
+    assert list_flags.main(["--check"]) == 0
+    text = document.read_text()
+    assert text.startswith("before\n")
+    assert text.endswith("after\n")
+    row = next(line for line in text.splitlines() if "`--hidden-dropout`" in line)
+    assert "| taken | equal, or typed | equal, or typed |" in row
+
+
 def test_every_flag_is_listed_with_what_it_is_worth() -> None:
     text = list_flags.render()
     for flag in build_parser().flags - {"-h", "--help"}:

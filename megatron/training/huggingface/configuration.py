@@ -140,7 +140,12 @@ def _sizes(config: Mapping[str, Any], source: str) -> dict[str, Any]:
 
 def _rope(config: Mapping[str, Any], source: str) -> _Rope:
     """transformers 5 writes one `rope_parameters`, earlier ones `rope_theta`, `rope_scaling`."""
-    said = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
+    old, new = config.get("rope_scaling") or {}, config.get("rope_parameters") or {}
+    if any(old[name] != new[name] for name in old.keys() & new.keys()):
+        raise UserError(
+            f"{source} has other rope_parameters than rope_scaling; keep those of the model"
+        )
+    said = {**old, **new}
     for name, value in said.items():
         if isinstance(value, Mapping):
             raise UserError(f"{source} has RoPE's parameters {name!r} for some layers only")

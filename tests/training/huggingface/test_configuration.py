@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 
 from hetero.errors import UserError
-from megatron.training.arguments import parse_args
+from megatron.training.arguments import build_parser, parse_args
+from megatron.training.checkpoint.model_flags import COMPARED, MODEL_FLAGS, spellings
 from megatron.training.huggingface.configuration import args_from_config, config_from_args
+from megatron.training.huggingface.mapping import ModelShape
 
 PRESETS = Path(__file__).resolve().parents[3] / "examples" / "presets"
 
@@ -57,6 +59,14 @@ QWEN2_0_5B = {
     "tie_word_embeddings": True,
     "use_sliding_window": False,
     "vocab_size": 151936,
+}
+_SIZES = {
+    "hidden_size": 8,
+    "intermediate_size": 8,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 1,
+    "max_position_embeddings": 8,
+    "vocab_size": 8,
 }
 
 
@@ -114,7 +124,14 @@ def test_without_grouped_queries_every_head_has_a_key() -> None:
         ({"layer_types": ["full_attention", "sliding_attention"]}, "'sliding_attention'"),
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope scaling 'yarn'"),
-        ({"rope_scaling": {"type": "linear", "factor": 4.0}}, "rope scaling 'linear'"),
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}}, "rope scaling 'dynamic'"),
+        ({"rope_scaling": {"type": "linear", "factor": 2.5}}, "factor 2.5 of 'linear'"),
+        ({"rope_scaling": {"type": "linear"}}, "factor None of 'linear'"),
+        ({"rope_scaling": {"rope_type": "llama3"}}, "factor None of 'llama3'"),
+        ({"rope_parameters": {"full_attention": {"rope_theta": 1e6}}}, "for some layers only"),
+        ({"rope_parameters": {"rope_type": "default"}}, "rope_parameters than rope_scaling"),
+        ({"auto_map": {"AutoModelForCausalLM": "modeling.Other"}}, "auto_map"),
+        ({"pretraining_tp": 2}, "pretraining_tp 2"),
         ({"rope_theta": 10000.5}, "rope_theta 10000.5"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
         ({"hidden_size": None}, "hidden_size None"),
@@ -125,6 +142,47 @@ def test_what_no_flag_stands_for_is_refused(changes: dict[str, Any], said: str) 
     with pytest.raises(UserError) as refused:
         _args(LLAMA_3_1_8B, **changes)
     assert said in str(refused.value)
+
+
+def test_squeezed_positions_are_linear_scaling() -> None:
+    found = _args(LLAMA_3_1_8B, rope_scaling={"type": "linear", "factor": 4.0})
+    assert (found["rotary_seq_len_interpolation_factor"], found["use_rope_scaling"]) == (4, False)
+    back = config_from_args(found, vocabulary=1, dtype="float32", source="it")
+    assert back["rope_scaling"] == {"rope_type": "linear", "type": "linear", "factor": 4.0}
+
+
+def test_dropout_of_attention_is_theirs_too() -> None:
+    found = _args(QWEN2_0_5B, attention_dropout=0.25)
+    assert (found["attention_dropout"], found["hidden_dropout"]) == (0.25, 0.0)
+    back = config_from_args(found, vocabulary=1, dtype="float32", source="it")
+    assert back["attention_dropout"] == 0.25
+
+
+@pytest.mark.parametrize("name", ["LlamaConfig", "Qwen2Config"])
+def test_every_setting_of_transformers_is_read_or_has_no_effect(name: str) -> None:
+    """With another release's new setting this fails: read it, refuse it, or list it below."""
+    transformers = pytest.importorskip("transformers")
+    asked: set[str] = set()
+
+    class Asked(dict[str, Any]):
+        def get(self, key: str, default: Any = None) -> Any:
+            asked.add(key)
+            return super().get(key, default)
+
+    kind = name.removesuffix("Config").lower()
+    args_from_config(
+        Asked(model_type=kind, rope_theta=1.0, **_SIZES),
+        source="it",
+    )
+    # Initial weights, special tokens, outputs and windows of a switch that must be off.
+    without_effect = {
+        *("initializer_range", "pad_token_id", "bos_token_id", "eos_token_id", "use_cache"),
+        *("max_window_layers", "sliding_window", "dtype", "transformers_version"),
+        *("architectures", "id2label", "label2id", "problem_type", "_name_or_path", "return_dict"),
+        *("output_attentions", "output_hidden_states", "chunk_size_feed_forward"),
+        "is_encoder_decoder",
+    }
+    assert set(getattr(transformers, name)().to_dict()) - asked <= without_effect
 
 
 def test_llama_3_scaling_with_other_numbers_is_refused() -> None:
@@ -143,6 +201,10 @@ def test_llama_3_scaling_with_other_numbers_is_refused() -> None:
         ({"rotary_percent": 0.5}, "--rotary-percent"),
         ({"qk_layernorm": True}, "--qk-layernorm"),
         ({"layernorm_zero_centered_gamma": True}, "--apply-layernorm-1p"),
+        ({"apply_query_key_layer_scaling": True}, "--apply-query-key-layer-scaling"),
+        ({"rotary_interleaved": True}, "--rotary-interleaved"),
+        ({"squared_relu": True}, "--squared-relu"),
+        ({"rotary_seq_len_interpolation_factor": 2}, "--rotary-seq-len-interpolation-factor"),
     ],
 )
 def test_a_model_that_is_no_llama_is_refused_on_the_way_out(
@@ -152,3 +214,51 @@ def test_a_model_that_is_no_llama_is_refused_on_the_way_out(
         config_from_args(
             _args(LLAMA_3_1_8B) | changes, vocabulary=1, dtype="float32", source="the checkpoint"
         )
+
+
+@pytest.mark.parametrize("config", [LLAMA_3_1_8B, QWEN2_0_5B])
+@pytest.mark.parametrize(
+    "name", sorted(name for name, flag in MODEL_FLAGS.items() if flag.kind in COMPARED)
+)
+def test_every_flag_of_the_model_is_expressed_or_refused(config: dict[str, Any], name: str) -> None:
+    """On the way in each is written down; on the way out no other value is lost in silence."""
+    args = _args(config)
+    assert name in args
+    other = args | {name: _another(args[name])}
+    if name == "rope_scaling_factor" and not args["use_rope_scaling"]:
+        return  # It does not act.
+    if name == "hidden_dropout":
+        return  # Only training uses it; the tool says so.
+
+    def exported(values: dict[str, Any]) -> str:
+        try:
+            config = config_from_args(values, vocabulary=1, dtype="float32", source="it")
+        except UserError as error:
+            return str(error)
+        return f"{config} {ModelShape.from_args(values, vocabulary=1, rows=1)}"
+
+    before, after = exported(args), exported(other)
+    assert before.startswith("{")
+    assert after != before
+    assert after.startswith("{") or spellings(build_parser())[name].option in after
+
+
+def _another(value: Any) -> Any:
+    if isinstance(value, bool):
+        return not value
+    return {None: 2, "RMSNorm": "LayerNorm", "rope": "none"}.get(value, 0.5)
+
+
+def test_all_that_makes_a_model_foreign_is_told_at_once() -> None:
+    args = _args(LLAMA_3_1_8B) | {"swiglu": False, "layernorm_zero_centered_gamma": True}
+    with pytest.raises(UserError, match=r"--swiglu \(off\), --apply-layernorm-1p \(on\)"):
+        config_from_args(args, vocabulary=1, dtype="float32", source="it")
+
+
+def test_a_checkpoint_that_does_not_mention_a_later_flag_did_not_use_it() -> None:
+    args = _args(LLAMA_3_1_8B)
+    del args["apply_query_key_layer_scaling"]
+    assert config_from_args(args, vocabulary=1, dtype="float32", source="it")
+    del args["swiglu"]
+    with pytest.raises(KeyError, match="swiglu"):
+        config_from_args(args, vocabulary=1, dtype="float32", source="it")
