@@ -49,7 +49,7 @@ _LOCAL_FLAGS = frozenset(
     | {"metrics_file", "hetero_report", "tensorboard_dir", "wandb_save_dir", "hetero_plan"}
     | {"num_workers", "hetero_nics"}
     # Which kernels compute it is each vendor's own affair.
-    | {"transformer_impl", "attention_backend", "bias_swiglu_fusion", "bias_gelu_fusion"}
+    | {"transformer_impl", "attention_backend", "bias_swiglu_fusion"}
     | {"bias_dropout_fusion", "cross_entropy_loss_fusion", "masked_softmax_fusion"}
     | {"apply_rope_fusion", "gradient_accumulation_fusion"}
 )

@@ -6,6 +6,7 @@ import argparse
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -98,7 +99,7 @@ def transformer_config(
         normalization=args.normalization,
         layernorm_epsilon=args.layernorm_epsilon,
         layernorm_zero_centered_gamma=args.layernorm_zero_centered_gamma,
-        activation_func=_activation(args),
+        activation_func=_activation(args, on_gpu=on_gpu),
         gated_linear_unit=args.swiglu,
         add_bias_linear=args.add_bias_linear,
         add_qkv_bias=args.add_qkv_bias,
@@ -146,11 +147,14 @@ def transformer_config(
     )
 
 
-def _activation(args: argparse.Namespace):  # type: ignore[no-untyped-def]
+def _activation(args: argparse.Namespace, *, on_gpu: bool):  # type: ignore[no-untyped-def]
     if args.swiglu:
         return F.silu
     if args.squared_relu:
         return lambda x: torch.pow(F.relu(x), 2)
+    if _activation_fusion(args) and not on_gpu:
+        # What megatron-core's fused kernel computes, so that a model is the same on every device.
+        return partial(F.gelu, approximate="tanh")
     return F.gelu
 
 

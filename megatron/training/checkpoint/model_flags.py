@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
@@ -48,11 +48,11 @@ class ModelFlag:
 
     kind: Kind
     why: str
-    only_with: tuple[str, Any] | None = None
-    """Compared only where the checkpoint has this value of another flag, by destination."""
+    only_with: Mapping[str, Any] = field(default_factory=dict)
+    """Compared only where the checkpoint has these values of other flags, by destination."""
 
 
-_ROPE = ("position_embedding_type", "rope")
+_ROPE = {"position_embedding_type": "rope"}
 _START = "what weights start from; a checkpoint has them"
 _FUSED = "the same sums, in one kernel or in several"
 _PRECISION = "precision of the arithmetic, free to be chosen anew"
@@ -76,7 +76,7 @@ MODEL_FLAGS: Mapping[str, ModelFlag] = {
     "max_position_embeddings": ModelFlag(
         Kind.SHAPE,
         "shape of learned positions; of others it is a limit, and is taken but not compared",
-        ("position_embedding_type", "learned_absolute"),
+        {"position_embedding_type": "learned_absolute"},
     ),
     "position_embedding_type": ModelFlag(Kind.MEANING, "how the weights know positions"),
     "rotary_percent": ModelFlag(Kind.MEANING, "which part of a head is rotated", _ROPE),
@@ -92,7 +92,12 @@ MODEL_FLAGS: Mapping[str, ModelFlag] = {
     ),
     "use_rope_scaling": ModelFlag(Kind.TUNABLE, "angles; longer contexts change them", _ROPE),
     "rope_scaling_factor": ModelFlag(
-        Kind.TUNABLE, "angles; longer contexts change them", ("use_rope_scaling", True)
+        Kind.TUNABLE, "angles; longer contexts change them", {"use_rope_scaling": True}
+    ),
+    "bias_gelu_fusion": ModelFlag(
+        Kind.TUNABLE,
+        "fused with its bias, GeLU is approximated by tanh",
+        {"swiglu": False, "squared_relu": False, "add_bias_linear": True},
     ),
     "apply_query_key_layer_scaling": ModelFlag(Kind.TUNABLE, "how scores are scaled"),
     **_rows(
@@ -129,7 +134,7 @@ MODEL_FLAGS: Mapping[str, ModelFlag] = {
         Kind.NONE,
         _FUSED,
         *("masked_softmax_fusion", "apply_rope_fusion", "no_persist_layer_norm"),
-        *("bias_gelu_fusion", "bias_swiglu_fusion", "bias_dropout_fusion"),
+        *("bias_swiglu_fusion", "bias_dropout_fusion"),
         *("cross_entropy_loss_fusion", "cross_entropy_fusion_impl"),
     ),
     **_rows(
@@ -248,7 +253,7 @@ def differences(
     for name, flag in MODEL_FLAGS.items():
         if flag.kind not in COMPARED or name not in theirs or name not in mine:
             continue
-        if flag.only_with is not None and theirs.get(flag.only_with[0]) != flag.only_with[1]:
+        if any(theirs.get(other) != value for other, value in flag.only_with.items()):
             continue
         if theirs[name] != mine[name]:
             found.append(

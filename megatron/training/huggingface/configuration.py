@@ -85,6 +85,7 @@ def args_from_config(config: Mapping[str, Any], *, source: str) -> dict[str, Any
         "use_rope_scaling": rope.llama3_factor is not None,
         "rope_scaling_factor": rope.llama3_factor or _DEFAULT_SCALING_FACTOR,
         "untie_embeddings_and_output_weights": not tied,
+        "bias_gelu_fusion": False,
         "hidden_dropout": 0.0,
         "attention_dropout": float(config.get("attention_dropout") or 0.0),
     }

@@ -31,13 +31,13 @@ _WHAT = (
     "num_layers seq_length micro_batch_size hidden_size ffn_hidden_size num_attention_heads "
     "group_query_attention num_query_groups kv_channels padded_vocab_size normalization "
     "layernorm_epsilon layernorm_zero_centered_gamma swiglu squared_relu add_bias_linear "
-    "add_qkv_bias qk_layernorm position_embedding_type max_position_embeddings rotary_base "
-    "rotary_percent rotary_interleaved rotary_seq_len_interpolation_factor use_rope_scaling "
+    "bias_gelu_fusion add_qkv_bias qk_layernorm position_embedding_type "
+    "max_position_embeddings rotary_base rotary_percent rotary_interleaved rotary_seq_len_interpolation_factor use_rope_scaling "
     "rope_scaling_factor untie_embeddings_and_output_weights init_method_std "
     "embedding_init_method_std init_method_xavier_uniform"
 ).split()
 _HOW = (
-    "attention_backend attention_softmax_in_fp32 bias_swiglu_fusion bias_gelu_fusion "
+    "attention_backend attention_softmax_in_fp32 bias_swiglu_fusion "
     "bias_dropout_fusion cross_entropy_loss_fusion cross_entropy_fusion_impl apply_rope_fusion "
     "gradient_accumulation_fusion deterministic_mode"
 ).split()

@@ -174,6 +174,8 @@ class Reference:
             output = gate * torch.sigmoid(gate) * up
         elif self._args.squared_relu:
             output = x.clamp_min(0.0).square()
+        elif self._args.bias_gelu_fusion:
+            output = 0.5 * x * (1.0 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
         else:
             output = 0.5 * x * (1.0 + torch.erf(x * math.sqrt(0.5)))
         tape.outputs(operator, {"output": output}, used)

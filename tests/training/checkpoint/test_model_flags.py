@@ -60,6 +60,7 @@ ANOTHER = {
     "use_rope_scaling": f"{ROPE} --use-rope-scaling",
     "rope_scaling_factor": f"{ROPE} --use-rope-scaling --rope-scaling-factor 32",
     "apply_query_key_layer_scaling": "--apply-query-key-layer-scaling",
+    "bias_gelu_fusion": "--no-bias-gelu-fusion",
     "hidden_dropout": "--hidden-dropout 0",
     "attention_dropout": "--attention-dropout 0",
 }
@@ -176,7 +177,9 @@ def test_groups_of_as_many_as_there_are_heads_are_no_groups() -> None:
 
 
 def test_what_does_not_act_is_not_compared() -> None:
-    """RoPE's flags without RoPE, positions that are not learned."""
+    """RoPE's flags without RoPE, positions that are not learned, GeLU's without GeLU."""
+    fused = written_by(f"{SIZES} --squared-relu --no-bias-gelu-fusion")
+    assert compare(fused, f"{SIZES} --squared-relu") == ()
     assert compare(written_by(f"{SIZES} --rotary-base 5"), SIZES) == ()
     longer = written_by(f"{SIZES} {ROPE} --max-position-embeddings 16")
     assert compare(longer, f"{SIZES} {ROPE}") == ()

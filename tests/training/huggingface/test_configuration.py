@@ -225,7 +225,7 @@ def test_every_flag_of_the_model_is_expressed_or_refused(config: dict[str, Any],
     args = _args(config)
     assert name in args
     other = args | {name: _another(args[name])}
-    if name == "rope_scaling_factor" and not args["use_rope_scaling"]:
+    if any(args[other] != value for other, value in MODEL_FLAGS[name].only_with.items()):
         return  # It does not act.
     if name == "hidden_dropout":
         return  # Only training uses it; the tool says so.
