@@ -32,9 +32,10 @@ _WHAT = (
     "group_query_attention num_query_groups kv_channels padded_vocab_size normalization "
     "layernorm_epsilon layernorm_zero_centered_gamma swiglu squared_relu add_bias_linear "
     "bias_gelu_fusion add_qkv_bias qk_layernorm position_embedding_type "
-    "max_position_embeddings rotary_base rotary_percent rotary_interleaved rotary_seq_len_interpolation_factor use_rope_scaling "
-    "rope_scaling_factor untie_embeddings_and_output_weights init_method_std "
-    "embedding_init_method_std init_method_xavier_uniform"
+    "max_position_embeddings rotary_base rotary_percent rotary_interleaved "
+    "rotary_seq_len_interpolation_factor use_rope_scaling rope_scaling_factor "
+    "untie_embeddings_and_output_weights init_method_std embedding_init_method_std "
+    "init_method_xavier_uniform"
 ).split()
 _HOW = (
     "attention_backend attention_softmax_in_fp32 bias_swiglu_fusion "
