@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import copy
 import gc
 import math
 import time
@@ -42,6 +43,9 @@ from megatron.training.model import StageModel
 from megatron.training.optimizer import StepOutcome, TrainingOptimizer
 from megatron.training.profiling import StepProfiler
 from megatron.training.recorder import Recorder
+from megatron.training.timing.communicator import TimedCommunicator
+from megatron.training.timing.report import Interval, TimingLog
+from megatron.training.timing.timers import Timers
 
 Batch = dict[str, torch.Tensor]
 
@@ -61,10 +65,11 @@ def loss_function(
 
 
 def forward_step(
-    batches: Iterator[Batch], model: Callable[..., torch.Tensor]
+    batches: Iterator[Batch], model: Callable[..., torch.Tensor], *, timers: Timers
 ) -> tuple[torch.Tensor, Callable[..., Any] | None]:
     """One micro-batch through one model chunk. Middle chunks get an empty batch."""
-    batch = next(batches)
+    with timers("batch-generator"):
+        batch = next(batches)
     output = model(
         batch.get("tokens"),
         batch.get("position_ids"),
@@ -78,9 +83,10 @@ def forward_step(
 class Schedule:
     """Runs micro-batches through the pipeline, forward and backward or forward only."""
 
-    def __init__(self, job: Job, model: StageModel) -> None:
+    def __init__(self, job: Job, model: StageModel, timers: Timers) -> None:
         self._args = job.args
         self._model = model
+        self._forward_step = partial(forward_step, timers=timers)
         self._device = job.device
         plan = job.plan
         self._run = get_forward_backward_func(
@@ -97,7 +103,14 @@ class Schedule:
             )
         elif plan.stages > 1:
             # The homogeneous baseline is megatron-core's own p2p on the vendor's library.
-            self._communicator = P2PCommunicator(job.groups.pipeline, model.config)
+            config = model.config
+            if timers.level > 1:
+                # Without its own timers: they leave overlapped receives out.
+                config = copy.copy(config)
+                config.timers = None
+            self._communicator = P2PCommunicator(job.groups.pipeline, config)
+        if self._communicator is not None and timers.level > 1:
+            self._communicator = TimedCommunicator(self._communicator, timers)
         self._counts_loss = job.is_last_stage and job.coordinate.tensor == 0
 
     def run(
@@ -106,7 +119,7 @@ class Schedule:
         """This rank's share of (loss sum, tokens), float64: zero but on the last stage."""
         groups = self._model.groups if self._communicator is not None else None
         results = self._run(
-            forward_step_func=forward_step,
+            forward_step_func=self._forward_step,
             data_iterator=iterators if len(iterators) > 1 else iterators[0],
             model=self._model.chunks if len(iterators) > 1 else self._model.chunks[0],
             num_microbatches=num_microbatches,
@@ -148,6 +161,7 @@ class Trainer:
         checkpointer: Checkpointer,
         progress: Progress,
         stop_signal: StopSignal | None,
+        timers: Timers,
     ) -> None:
         self._report_memory = report_memory
         self.job = job
@@ -168,6 +182,16 @@ class Trainer:
         self.records: list[IterationRecord] = []
         self._unlogged: list[IterationRecord] = []
         self.data_waits = DataWaits()
+        self._timers = timers
+        self._timing = TimingLog(
+            job.args,
+            timers=timers,
+            plan=job.plan,
+            identities=job.identities,
+            statistics=job.statistics,
+            console=console,
+            recorder=recorder,
+        )
         self._began = time.monotonic()
         self._profiler = StepProfiler(self.args, rank=job.rank, device=job.device)
 
@@ -197,7 +221,9 @@ class Trainer:
             # Nothing was left to train: the checkpoint is written again, in this run's layout.
             self._save_if_due(last=True)
         self._profiler.close()
-        self._log_pending()
+        if self._unlogged:
+            self._log_pending()
+            self._show(self._timing.rest(self.iteration))
 
     def _release_cache(self) -> None:
         if self.args.empty_unused_memory_level and self.job.device.type == "cuda":
@@ -254,22 +280,26 @@ class Trainer:
 
     def _iterate(self, iterators: list[Iterator[Any]]) -> None:
         began = time.perf_counter()
+        self._timers.begin()
         update_num_microbatches(self.consumed_samples, verbose=False)
         batch_size = get_current_global_batch_size()
         for chunk in self.model.chunks:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
         share = self.schedule.run(iterators, num_microbatches=get_num_microbatches())
+        # A GPU still has all of this iteration to do.
+        self._timers.settle()
         data_wait = sum((i.take_wait() for i in iterators if isinstance(i, MicroBatches)), 0.0)
         self.data_waits.add(data_wait)
         self._checkpointer.before_update()
-        outcome = self.optimizer.step(
-            loss_sum=share[0],
-            tokens=share[1],
-            link_bytes=self._boundary_bytes(),
-            check_links=self._check_links,
-            stop_requested=self._stop_signal is not None and self._stop_signal.seen,
-        )
+        with self._timers("optimizer"):
+            outcome = self.optimizer.step(
+                loss_sum=share[0],
+                tokens=share[1],
+                link_bytes=self._boundary_bytes(),
+                check_links=self._check_links,
+                stop_requested=self._stop_signal is not None and self._stop_signal.seen,
+            )
         self.interrupted = self.interrupted or outcome.stop_requested
         self.iteration += 1
         self.consumed_samples += batch_size
@@ -281,6 +311,7 @@ class Trainer:
             self.skipped += 1
         # As Megatron logs it: the rate that the next iteration will use.
         learning_rate = get_canonical_lr_for_logging(self.optimizer.inner.param_groups)
+        self._timers.end()
         seconds = time.perf_counter() - began
         self._release_cache()
         self._record(outcome, batch_size, learning_rate, seconds, data_wait)
@@ -346,11 +377,16 @@ class Trainer:
             simulated=self.job.simulated,
         )
         self.records.append(record)
-        self.recorder.iteration(record)
+        logged = self.iteration % self.args.log_interval == 0
+        timing = self._timing.after(self.iteration, logged=logged)
+        self.recorder.iteration(
+            record, timing=None if timing is None else self._timing.as_json(timing)
+        )
         self.console.advance(record)
         self._unlogged.append(record)
-        if self.iteration % self.args.log_interval == 0:
+        if logged:
             self._log_pending()
+        self._show(timing)
 
     def _params_norm(self) -> float | None:
         """Norm of all weights, with --log-params-norm. Collective."""
@@ -364,6 +400,10 @@ class Trainer:
             if coordinate.data == 0 and not is_copy and (is_split or coordinate.tensor == 0):
                 square += parameter.detach().double().square().sum()
         return math.sqrt(math.fsum(row[0] for row in self.job.statistics.gather(square)))
+
+    def _show(self, timing: Interval | None) -> None:
+        if timing is not None:
+            self._timing.show(timing)
 
     def _log_pending(self) -> None:
         if self._unlogged and not self.console.has_bar:

@@ -23,6 +23,7 @@ from hetero.plan import Plan
 from megatron.training.arguments.checks.training import samples_after
 from megatron.training.fused import adam
 from megatron.training.model import StageModel, torch_dtype
+from megatron.training.timing.timers import Timers
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,7 @@ class RankStatistics:
         return [row.tolist() for row in torch.stack(everyone).cpu()]
 
 
-def optimizer_config(args: argparse.Namespace) -> OptimizerConfig:
+def optimizer_config(args: argparse.Namespace, timers: Timers | None = None) -> OptimizerConfig:
     """megatron-core's configuration of the optimizer."""
     return OptimizerConfig(
         optimizer=args.optimizer,
@@ -98,6 +99,7 @@ def optimizer_config(args: argparse.Namespace) -> OptimizerConfig:
         use_distributed_optimizer=args.use_distributed_optimizer,
         overlap_param_gather=args.overlap_param_gather,
         log_num_zeros_in_grad=args.log_num_zeros_in_grad,
+        timers=timers,
     )
 
 
@@ -113,8 +115,10 @@ class TrainingOptimizer:
         rank: int,
         statistics: RankStatistics,
         device: torch.device,
+        timers: Timers,
     ) -> None:
-        self.config = optimizer_config(args)
+        self.config = optimizer_config(args, timers if timers.level else None)
+        self._timers = timers
         self.inner = get_megatron_optimizer(
             self.config,
             model.chunks,
@@ -162,9 +166,11 @@ class TrainingOptimizer:
         overflowed = self.inner.prepare_grads()
         local = torch.zeros(5, dtype=torch.float64, device=self._device)
         if not overflowed and self._counts[self._rank]:
-            local[0] = self._squared_norm()
+            with self._timers("optimizer-clip-main-grad"):
+                local[0] = self._squared_norm()
         local[1], local[2], local[3], local[4] = loss_sum, tokens, link_bytes, stop_requested
-        rows = self._statistics.gather(local, check=check_links)
+        with self._timers("grad-norm-all-gather"):
+            rows = self._statistics.gather(local, check=check_links)
         outcome = StepOutcome(
             updated=False,
             grad_norm=None if overflowed else self._norm([row[0] for row in rows]),
@@ -175,8 +181,12 @@ class TrainingOptimizer:
         )
         if outcome.grad_norm is None or not math.isfinite(outcome.grad_norm + outcome.loss):
             return outcome
-        self._clip(outcome.grad_norm)
-        zeros = self.inner.count_zeros() if self.config.log_num_zeros_in_grad else None
+        with self._timers("optimizer-clip-main-grad"):
+            self._clip(outcome.grad_norm)
+        zeros = None
+        if self.config.log_num_zeros_in_grad:
+            with self._timers("optimizer-count-zeros"):
+                zeros = self.inner.count_zeros()
         updated = bool(self.inner.step_with_ready_grads())
         return replace(outcome, updated=updated, zeros=zeros)
 

@@ -130,16 +130,21 @@ class Recorder:
                 config={k: v for k, v in vars(args).items() if not k.startswith("_")},
             )
 
-    def iteration(self, record: IterationRecord) -> None:
-        self._write(record)
+    def iteration(self, record: IterationRecord, *, timing: dict[str, Any] | None = None) -> None:
+        """One iteration, with the timers of those since the last log where there are any."""
+        self._write(record, {} if timing is None else {"timing": timing})
         if record.iteration % self._interval == 0:
             self._scalars(self._selected(record), step=record.iteration)
 
-    def _write(self, record: IterationRecord) -> None:
+    def timers(self, seconds: dict[str, float], *, step: int) -> None:
+        """What --log-timers-to-tensorboard asks for."""
+        self._scalars(dict(seconds), step=step)
+
+    def _write(self, record: IterationRecord, more: dict[str, Any]) -> None:
         if self._file is None:
             return
         try:
-            self._file.write(json.dumps(record.as_json(), allow_nan=False) + "\n")
+            self._file.write(json.dumps(record.as_json() | more, allow_nan=False) + "\n")
         except OSError as error:
             raise OutputError(
                 f"--metrics-file {self._file.name} can no longer be written ({error.strerror}) at "

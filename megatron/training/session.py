@@ -24,6 +24,8 @@ from megatron.training.overview import (
     write_report,
 )
 from megatron.training.recorder import Recorder
+from megatron.training.timing.clocks import clock_of
+from megatron.training.timing.timers import Timers
 
 
 def run_job(job: Job) -> None:
@@ -48,6 +50,8 @@ def _run(job: Job, stack: ExitStack, stop_signal: StopSignal | None) -> None:
     console = Console(speaks=job.rank == 0, total_iterations=args.train_iters, start=start)
     stack.callback(console.close)
     model = build_model(args, plan=job.plan, rank=job.rank, groups=job.groups, device=job.device)
+    timers = Timers(level=args.timing_log_level, clock=clock_of(job.device))
+    model.config.timers = timers if timers.level else None
     optimizer = TrainingOptimizer(
         args,
         model=model,
@@ -55,8 +59,9 @@ def _run(job: Job, stack: ExitStack, stop_signal: StopSignal | None) -> None:
         rank=job.rank,
         statistics=job.statistics,
         device=job.device,
+        timers=timers,
     )
-    schedule = Schedule(job, model)
+    schedule = Schedule(job, model, timers)
     recorder = Recorder(args, enabled=job.rank == 0, resumed_at=start)
     stack.callback(recorder.close)
     rows = stage_rows(job, model)
@@ -85,6 +90,7 @@ def _run(job: Job, stack: ExitStack, stop_signal: StopSignal | None) -> None:
         checkpointer=checkpointer,
         progress=checkpointer.resume(),
         stop_signal=stop_signal,
+        timers=timers,
     )
     evaluator = Evaluator(job, model=model, schedule=schedule, console=console, recorder=recorder)
     if not args.skip_train:

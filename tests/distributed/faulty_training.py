@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from collections.abc import Callable
 from typing import Any
 
 from megatron.core.datasets.gpt_dataset import GPTDataset
+from megatron.core.models.gpt.gpt_model import GPTModel
 
 from megatron.training.optimizer import TrainingOptimizer
 from megatron.training.pretrain import pretrain
@@ -76,6 +78,19 @@ def sample_order(choose: Callable[[int], int]) -> None:
     GPTDataset.__getitem__ = chosen
 
 
+def slow_forward(rank: int, seconds: float) -> None:
+    """Every forward pass of one rank's model chunks takes longer, and computes the same."""
+    if os.environ["RANK"] != str(rank):
+        return
+    forward = GPTModel.forward
+
+    def slowed(self: GPTModel, *args: Any, **keywords: Any) -> Any:
+        time.sleep(seconds)
+        return forward(self, *args, **keywords)
+
+    GPTModel.forward = slowed
+
+
 FAULTS: dict[str, Callable[[], None]] = {
     "learning rate 10 % too high": lambda: after_building(learning_rate(1.1)),
     "learning rate 10 % too low": lambda: after_building(learning_rate(0.9)),
@@ -84,6 +99,8 @@ FAULTS: dict[str, Callable[[], None]] = {
     "gradients of one stage lost": lambda: after_building(last_stage_gradients(0.0)),
     "64 samples again and again": lambda: sample_order(lambda number: number % 64),
     "two samples of eight, four times": lambda: sample_order(lambda n: n - n % 8 + n % 2),
+    "rank 0 slow": lambda: slow_forward(0, 0.05),
+    "rank 1 slow": lambda: slow_forward(1, 0.05),
 }
 
 if __name__ == "__main__":

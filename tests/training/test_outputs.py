@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from argparse import Namespace
 from dataclasses import fields
@@ -103,6 +104,17 @@ def test_what_has_been_recorded_is_on_disk_at_once(tmp_path: Path) -> None:
         '{"iteration": 2',
     ]
     recorder.close()
+
+
+def test_timers_stand_in_the_line_of_the_iteration_that_logs_them(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    recorder = Recorder(build_parser().parse_args(["--metrics-file", str(path)]), enabled=True)
+    recorder.iteration(_record(iteration=1))
+    recorder.iteration(_record(iteration=2), timing={"iterations": [1, 2]})
+    recorder.close()
+    without, row = (json.loads(line) for line in path.read_text().splitlines())
+    assert row.pop("timing") == {"iterations": [1, 2]}
+    assert row.keys() == without.keys()
 
 
 def test_a_rank_that_does_not_record_writes_nothing(tmp_path: Path) -> None:

@@ -127,6 +127,8 @@ def test_wandb_is_told_the_run_as_the_flags_name_it(wandb: Any, tmp_path: Path) 
     recorder.iteration(RECORD)
     values, step = wandb.init.return_value.log.call_args
     assert (values[0]["lm loss"], step["step"]) == (2.0, 4)
+    recorder.timers({"optimizer-time": 0.25}, step=4)
+    assert wandb.init.return_value.log.call_args == mock.call({"optimizer-time": 0.25}, step=4)
     recorder.close()
     wandb.init.return_value.finish.assert_called_once_with()
 

@@ -76,7 +76,6 @@ IGNORED: dict[str, Ignored] = {
 
 _ONE_FORMAT = "checkpoints have one format, which every rank writes its part of"
 _LAUNCHER = "the launcher's LOCAL_RANK decides"
-_NO_TIMERS = "stages are not timed one by one; the line of each iteration has the whole step"
 
 # Flags that other modules parse, because Megatron gives them a meaning, and that have none here.
 WITHOUT_EFFECT: dict[str, str] = {
@@ -88,10 +87,7 @@ WITHOUT_EFFECT: dict[str, str] = {
     "--ckpt-assume-constant-structure": _ONE_FORMAT,
     "--dist-ckpt-strictness": _ONE_FORMAT,
     "--log-progress": "the log of the run says what was saved, and when",
-    "--timing-log-level": _NO_TIMERS,
-    "--timing-log-option": _NO_TIMERS,
-    "--no-barrier-with-level-1-timing": _NO_TIMERS,
-    "--log-timers-to-tensorboard": _NO_TIMERS,
+    "--no-barrier-with-level-1-timing": "timers never make ranks wait for each other",
     "--log-throughput": "throughput is always logged",
     "--logging-level": "the program logs what a person can act on, at one level",
     "--no-manual-gc-eval": "evaluation triggers no collection of its own",

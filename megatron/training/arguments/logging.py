@@ -24,10 +24,17 @@ def _add_console_flags(group: argparse._ArgumentGroup) -> None:
         "--log-device-memory-used", action="store_true", help="include what the driver counts"
     )
     group.add_argument(
-        "--timing-log-level", type=int, choices=(0, 1, 2), default=0, help="how many timers"
+        "--timing-log-level",
+        type=int,
+        choices=(0, 1, 2),
+        default=0,
+        help="time no parts of an iteration, those that come once in it, or all, waits included",
     )
     group.add_argument(
-        "--timing-log-option", choices=("max", "minmax", "all"), default="minmax", help="over ranks"
+        "--timing-log-option",
+        choices=("max", "minmax", "all"),
+        default="minmax",
+        help="show each timer's longest, its shortest and longest, or every rank's",
     )
     group.add_argument(
         "--no-barrier-with-level-1-timing",

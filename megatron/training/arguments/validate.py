@@ -67,6 +67,8 @@ def _check_logging(args: Namespace) -> None:
     if args.wandb_project and not args.wandb_exp_name:
         raise UserError("--wandb-project needs --wandb-exp-name; add it")
     _check_profiler(args)
+    if args.log_timers_to_tensorboard and not args.timing_log_level:
+        args.ignored_flags.append("--log-timers-to-tensorboard: it needs --timing-log-level 1 or 2")
     if args.log_memory_interval and args.log_memory_interval % args.log_interval:
         raise UserError(
             f"--log-memory-interval {args.log_memory_interval} must be a multiple of "

@@ -259,6 +259,13 @@ def test_torchs_profiler_does_nothing_by_itself(parse):
     ]
 
 
+def test_points_of_timers_need_timers(parse):
+    assert parse("--log-timers-to-tensorboard").ignored_flags == [
+        "--log-timers-to-tensorboard: it needs --timing-log-level 1 or 2"
+    ]
+    assert parse("--log-timers-to-tensorboard --timing-log-level 1").ignored_flags == []
+
+
 def test_the_mlp_is_not_recomputed_with_biases(parse, refusal):
     flags = "--recompute-activations --recompute-modules mlp"
     assert refusal(flags) == "--recompute-modules mlp needs --disable-bias-linear"
