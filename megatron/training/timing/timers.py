@@ -43,7 +43,8 @@ TIMERS: dict[str, tuple[int, str]] = {
     "all-grads-sync": (1, "grad sync"),
     "params-all-gather": (1, "optimizer"),
     "optimizer-copy-to-main-grad": (1, "optimizer"),
-    "optimizer-unscale-and-check-inf": (1, "optimizer"),
+    # With fp16 all ranks agree here whether gradients overflowed, before the norm.
+    "optimizer-unscale-and-check-inf": (1, "wait all"),
     # Megatron has no timer for it: its all-reduce of the norm is part of the next one.
     "grad-norm-all-gather": (1, "wait all"),
     "optimizer-clip-main-grad": (1, "optimizer"),
