@@ -312,9 +312,12 @@ class Trainer:
         # As Megatron logs it: the rate that the next iteration will use.
         learning_rate = get_canonical_lr_for_logging(self.optimizer.inner.param_groups)
         self._timers.end()
+        # Reading it waits for the device: the update is enqueued by now, and its time is this
+        # iteration's.
+        loss_scale = self.optimizer.loss_scale
         seconds = time.perf_counter() - began
         self._release_cache()
-        self._record(outcome, batch_size, learning_rate, seconds, data_wait)
+        self._record(outcome, batch_size, learning_rate, loss_scale, seconds, data_wait)
 
     def _check_links(self) -> None:
         if self.job.links is not None:
@@ -348,6 +351,7 @@ class Trainer:
         outcome: StepOutcome,
         batch_size: int,
         learning_rate: float | None,
+        loss_scale: float,
         seconds: float,
         data_wait: float,
     ) -> None:
@@ -367,7 +371,7 @@ class Trainer:
             learning_rate=float(learning_rate or 0.0),
             weight_decay=float(self.scheduler.get_wd()),
             batch_size=batch_size,
-            loss_scale=self.optimizer.loss_scale,
+            loss_scale=loss_scale,
             skipped=not outcome.updated,
             num_zeros=outcome.zeros,
             params_norm=self._params_norm(),

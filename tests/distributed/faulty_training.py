@@ -91,6 +91,17 @@ def slow_forward(rank: int, seconds: float) -> None:
     GPTModel.forward = slowed
 
 
+def late_update(seconds: float) -> None:
+    """The device ends an update only so long after it was enqueued, as whoever reads of it sees."""
+    read = TrainingOptimizer.loss_scale.fget  # type: ignore[attr-defined]
+
+    def late(self: TrainingOptimizer) -> float:
+        time.sleep(seconds)
+        return float(read(self))
+
+    TrainingOptimizer.loss_scale = property(late)  # type: ignore[assignment,method-assign]
+
+
 FAULTS: dict[str, Callable[[], None]] = {
     "learning rate 10 % too high": lambda: after_building(learning_rate(1.1)),
     "learning rate 10 % too low": lambda: after_building(learning_rate(0.9)),
@@ -101,6 +112,7 @@ FAULTS: dict[str, Callable[[], None]] = {
     "two samples of eight, four times": lambda: sample_order(lambda n: n - n % 8 + n % 2),
     "rank 0 slow": lambda: slow_forward(0, 0.05),
     "rank 1 slow": lambda: slow_forward(1, 0.05),
+    "late update": lambda: late_update(0.5),
 }
 
 if __name__ == "__main__":

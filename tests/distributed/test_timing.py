@@ -153,3 +153,9 @@ def test_points_are_the_longest_times_in_seconds(mixed: Run, interleaved: Run) -
     without = EventAccumulator(str(mixed.points))
     without.Reload()
     assert "backward-compute-time" not in without.Tags()["scalars"]
+
+
+def test_the_time_of_an_iteration_ends_with_its_update_and_not_before(tmp_path: Path) -> None:
+    """A GPU's update is under way when its enqueuing returns; its time was counted nowhere."""
+    late = _run(tmp_path, [], 1, fault="late update")
+    assert all(row["elapsed_ms"] >= 500 for row in late.rows)
