@@ -13,12 +13,11 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tqdm import tqdm
-
 if not __package__:  # Run as a script, where only tools/ itself would be importable.
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from hetero.errors import UserError
+from hetero.observe.bar import progress_bar
 from megatron.training.arguments.convert import integer, number
 from megatron.training.arguments.data import add_tokenizer_flags
 from tools.command_line import Parser, run
@@ -79,6 +78,8 @@ def complete(args: argparse.Namespace) -> str:
 
     with CheckpointReader.open(args.load, iteration=args.ckpt_step) as reader:
         tokenizer = _tokenizer(args, reader)
+        for line in (*reader.notes, f"checkpoint {reader.title}"):
+            print(line, file=sys.stderr)
         prompt = tokenizer.tokenize(args.prompt)
         dtype = getattr(torch, args.dtype) if args.dtype else None
         with whole_model(reader, dtype=dtype) as model:
@@ -100,7 +101,7 @@ def complete(args: argparse.Namespace) -> str:
 
 def _shown(stream: Any, count: int) -> Any:
     """The first `count` tokens, with a bar where there is a terminal."""
-    return tqdm(islice(stream, count), total=count, unit="token", leave=False, disable=None)
+    return progress_bar(islice(stream, count), total=count, unit="token", leave=False)
 
 
 def _tokenizer(args: argparse.Namespace, reader: CheckpointReader) -> Tokenizer:

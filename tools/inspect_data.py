@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy
-from tqdm import tqdm
 
 if not __package__:  # Run as a script, where only tools/ itself would be importable.
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from hetero.errors import UserError
+from hetero.observe.bar import progress_bar
 from megatron.training.arguments.convert import integer
 from megatron.training.arguments.data import add_tokenizer_flags
 from tools.command_line import Parser, run
@@ -182,7 +182,7 @@ class _Scan:
         self.largest, self.smallest, self.eod_tokens = 0, 0, 0
         self.last: dict[int, int] = {}
         width = numpy.dtype(summary.dtype).itemsize
-        with tqdm(total=summary.tokens * width, unit="B", unit_scale=True, disable=None) as bar:
+        with progress_bar(total=summary.tokens * width, unit="B", unit_scale=True) as bar:
             for first in range(0, summary.tokens, BLOCK):
                 block = numpy.fromfile(prefix + ".bin", summary.dtype, BLOCK, offset=first * width)
                 if not first:

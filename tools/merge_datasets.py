@@ -12,12 +12,12 @@ from functools import partial
 from pathlib import Path
 
 import numpy
-from tqdm import tqdm
 
 if not __package__:  # Run as a script, where only tools/ itself would be importable.
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from hetero.errors import UserError
+from hetero.observe.bar import progress_bar
 from tools.command_line import Parser, run
 from tools.preprocessing.index_file import HEADER, IndexContent, blocks_of_file, write_index
 from tools.text_input import temporary_name
@@ -144,7 +144,7 @@ def _join_data(path: str, parts: Sequence[Part]) -> None:
     with ExitStack() as stack:
         target = stack.enter_context(open(path, "wb"))
         bar = stack.enter_context(
-            tqdm(total=total, unit="B", unit_scale=True, desc="joining", disable=None)
+            progress_bar(total=total, unit="B", unit_scale=True, desc="joining")
         )
         for part in parts:
             left = part.tokens * part.dtype_size

@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import sentencepiece
-from tqdm import tqdm
 
 if not __package__:  # Run as a script, where only tools/ itself would be importable.
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from hetero.errors import UserError
+from hetero.observe.bar import progress_bar
 from megatron.training.arguments.convert import integer, number
 from tools.command_line import Parser, run
 from tools.text_input import FORMATS, Document, InputFile, open_inputs, temporary_name
@@ -166,7 +166,7 @@ class Sentences:
 
     def _sentences(self) -> Iterator[str]:
         total = sum(file.size for file in self._files)
-        with tqdm(total=total, unit="B", unit_scale=True, desc="reading", disable=None) as bar:
+        with progress_bar(total=total, unit="B", unit_scale=True, desc="reading") as bar:
             for file in self._files:
                 counted = 0
                 for document in file.documents("line"):

@@ -18,14 +18,13 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
-
 if not __package__:  # Run as a script, where only this folder would be importable.
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from examples.quickstart import outcome, steps
 from examples.quickstart.source_text import SourceText, builtin_text, read_text
 from hetero.errors import HeteroError, UserError, print_error
+from hetero.observe.bar import progress_bar
 from hetero.observe.comparison import Comparison, RunRecord
 from hetero.observe.report import write_html, write_json
 from tools.launching.processes import ending_on_signals, run_step
@@ -194,54 +193,48 @@ def _printable(text: str) -> str:
 
 
 class Progress:
-    """One bar for the whole demo where there is a terminal, a line now and then where not."""
+    """One bar for the whole demo where there is a terminal, a line now and then where not.
+
+    Both where stderr is a terminal and stdout, which may be kept as a log, is not.
+    """
 
     LINES_PER_RUN = 4
 
     def __init__(self, total: int) -> None:
-        self._bar: tqdm[Any] | None = None
-        if sys.stderr.isatty():
-            # A terminal that is recorded may claim to have no size, and tqdm would show nothing.
-            columns, lines = shutil.get_terminal_size()
-            self._bar = tqdm(total=total, unit="it", ncols=columns, nrows=lines, file=sys.stderr)
+        self._bar = progress_bar(total=total, unit="it")
+        self._prints = bool(self._bar.disable) or not sys.stdout.isatty()
         self._refreshed = 0.0
 
     def announce(self, what: str) -> None:
-        if self._bar is not None:
-            self._bar.set_postfix_str("", refresh=False)
-            self._bar.set_description_str(what)
-        else:
+        self._bar.set_postfix_str("", refresh=False)
+        self._bar.set_description_str(what)
+        if self._prints:
             print(what, flush=True)
 
     def advance(self, title: str, records: list[dict[str, Any]], *, of: int) -> None:
         """Show the iterations that have been finished since the last call."""
-        if self._bar is not None:
-            self._advance_bar(self._bar, title, records)
-            return
+        self._advance_bar(title, records)
         step = max(1, of // self.LINES_PER_RUN)
         for record in records:
-            if record["iteration"] % step == 0:
-                print(
-                    f"{title}: iteration {record['iteration']}/{of}, loss {record['loss']:.4f}",
-                    flush=True,
-                )
+            if self._prints and record["iteration"] % step == 0:
+                number = f"{record['iteration']}/{of}"
+                print(f"{title}: iteration {number}, loss {record['loss']:.4f}", flush=True)
 
-    def _advance_bar(self, bar: tqdm[Any], title: str, records: list[dict[str, Any]]) -> None:
+    def _advance_bar(self, title: str, records: list[dict[str, Any]]) -> None:
         if records:
-            bar.set_description_str(title, refresh=False)
-            bar.set_postfix_str(f"loss {records[-1]['loss']:.4f}", refresh=False)
-            bar.update(len(records))
+            self._bar.set_description_str(title, refresh=False)
+            self._bar.set_postfix_str(f"loss {records[-1]['loss']:.4f}", refresh=False)
+            self._bar.update(len(records))
         elif time.monotonic() - self._refreshed > 0.5:
             # The clock goes on while processes start.
-            bar.refresh()
+            self._bar.refresh()
             self._refreshed = time.monotonic()
 
     def __enter__(self) -> Progress:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._bar is not None:
-            self._bar.close()
+        self._bar.close()
 
 
 if __name__ == "__main__":

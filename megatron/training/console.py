@@ -1,6 +1,8 @@
 """What a person sees: the table at the start, the line of each iteration, a bar on a terminal.
 
-Only rank 0 speaks; the other ranks hold a console that is silent.
+Only rank 0 speaks; the other ranks hold a console that is silent. Every line goes to stdout at
+once, whatever stdout and stderr are, so that a log is whole. The bar is an addition where stderr is
+a terminal; where stdout is the same one, the lines stand above it.
 """
 
 from __future__ import annotations
@@ -8,10 +10,10 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Sequence
-from typing import Any
 
 from tqdm import tqdm
 
+from hetero.observe.bar import progress_bar
 from megatron.training.metrics import IterationRecord
 
 
@@ -24,37 +26,31 @@ def format_table(rows: Sequence[Sequence[str]]) -> str:
 
 
 class Console:
-    """Rank 0's voice: lines on stdout, and a progress bar where stderr is a terminal."""
+    """Rank 0's voice: lines on stdout, and beside them a bar where stderr is a terminal."""
 
     def __init__(self, *, speaks: bool, total_iterations: int, start: int = 0) -> None:
         self._speaks = speaks
         self._total = total_iterations
-        self._bar: tqdm[Any] | None = None
-        if speaks and sys.stderr.isatty():
-            self._bar = tqdm(total=total_iterations, initial=start, unit="it", desc="training")
+        self._bar = progress_bar(
+            total=total_iterations, shown=speaks, initial=start, unit="it", desc="training"
+        )
 
     def line(self, text: str) -> None:
         if not self._speaks:
             return
-        if self._bar is not None:
-            self._bar.write(text)
-        else:
-            try:
+        try:
+            # The bar makes room, and comes again below the line.
+            with tqdm.external_write_mode(file=sys.stdout):
                 print(text, flush=True)
-            except BrokenPipeError:
-                # Whoever read along has left; the run goes on, silently.
-                self._speaks = False
+        except BrokenPipeError:
+            # Whoever read along has left; the run goes on, silently.
+            self._speaks = False
 
     def advance(self, record: IterationRecord) -> None:
-        if self._bar is not None:
-            self._bar.set_postfix_str(
-                f"loss {record.loss:.4f}, {record.tokens_per_s:,.0f} tokens/s", refresh=False
-            )
-            self._bar.update(1)
-
-    @property
-    def has_bar(self) -> bool:
-        return self._bar is not None
+        self._bar.set_postfix_str(
+            f"loss {record.loss:.4f}, {record.tokens_per_s:,.0f} tokens/s", refresh=False
+        )
+        self._bar.update(1)
 
     def iteration(self, records: Sequence[IterationRecord], *, skipped: int, nan: int) -> None:
         """Megatron's iteration line: the last record, with times and losses averaged over all."""
@@ -84,6 +80,4 @@ class Console:
         self.line(f" [{stamp}] " + " | ".join(parts) + " |")
 
     def close(self) -> None:
-        if self._bar is not None:
-            self._bar.close()
-            self._bar = None
+        self._bar.close()

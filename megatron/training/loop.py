@@ -410,7 +410,7 @@ class Trainer:
             self._timing.show(timing)
 
     def _log_pending(self) -> None:
-        if self._unlogged and not self.console.has_bar:
+        if self._unlogged:
             self.console.iteration(self._unlogged, skipped=self.skipped, nan=self.nan)
         self._unlogged = []
 

@@ -163,6 +163,7 @@ def test_metrics_are_read_while_they_are_written(tmp_path):
 def test_one_bar_shows_the_loss_on_a_terminal_of_any_size(monkeypatch, capsys, size):
     screen, terminal = pty.openpty()
     fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", *size, 0, 0))
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     with os.fdopen(terminal, "w") as stderr:
         monkeypatch.setattr(sys, "stderr", stderr)
         with Progress(4) as progress:
@@ -188,6 +189,16 @@ def test_lines_take_the_bar_s_place_without_a_terminal(capsys):
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == Progress.LINES_PER_RUN
     assert lines[-1] == "homogeneous: iteration 8/8, loss 1.0000"
+
+
+def test_a_log_has_the_lines_also_where_a_terminal_has_the_bar(monkeypatch, capsys):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    with Progress(4) as progress:
+        progress.announce("tokenizing")
+        progress.advance("homogeneous", [{"iteration": 4, "loss": 2.0}], of=4)
+    shown = capsys.readouterr()
+    assert shown.out.splitlines() == ["tokenizing", "homogeneous: iteration 4/4, loss 2.0000"]
+    assert "loss 2.0000" in shown.err
 
 
 def start_demo(tmp_path: Path, text: Path, iterations: int) -> subprocess.Popen[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -14,7 +15,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from megatron.training.checkpoint.index import INDEX_FILE, read_index
+from megatron.training.checkpoint.folder import folder_name, write_tracker
+from megatron.training.checkpoint.index import INDEX_FILE, Index, read_index
 from megatron.training.checkpoint.reader import CheckpointReader
 from megatron.training.generation import next_logits, whole_model
 from megatron.training.huggingface import convert
@@ -325,6 +327,50 @@ def test_a_damaged_checkpoint_is_refused(
     weights.write_bytes(weights.read_bytes()[:-1] + b"x")
     assert _back(tmp_path / "ours", tmp_path / "back") == 2
     assert "weights_00000.safetensors has other bytes than were written" in capsys.readouterr().err
+
+
+def _trained(ours: Path, *iterations: int) -> None:
+    """Iterations beside the converted weights, as a run that trained on would leave them."""
+    for iteration in iterations:
+        index = read_index(ours / "release")
+        folder = ours / folder_name(iteration)
+        shutil.copytree(ours / "release", folder)
+        run = {**index.run, "iteration": iteration}
+        index = Index(args=index.args, run=run, tensors=index.tensors, files=index.files)
+        (folder / INDEX_FILE).write_text(index.to_json())
+    write_tracker(ours, str(iterations[-1]))
+
+
+def test_an_export_names_its_iteration_and_never_takes_an_older_one_by_itself(
+    sharded: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert _there(sharded, tmp_path / "ours") == 0
+    _trained(tmp_path / "ours", 10, 20)
+    capsys.readouterr()
+    assert _back(tmp_path / "ours", tmp_path / "newest") == 0
+    assert f"parameters of {tmp_path / 'ours' / 'iter_0000020'}, iteration 20" in (
+        capsys.readouterr().out
+    )
+    (tmp_path / "ours" / "iter_0000020" / "weights_00000.safetensors").write_bytes(b"x")
+    assert _back(tmp_path / "ours", tmp_path / "back") == 2
+    said = capsys.readouterr().err
+    assert "iter_0000020, cannot be used: weights_00000.safetensors has 1 bytes" in said
+    assert "--ckpt-step 10" in said
+    assert not (tmp_path / "back").exists()
+    assert _back(tmp_path / "ours", tmp_path / "back", "--ckpt-step", "10") == 0
+    assert "iteration 10 written to" in capsys.readouterr().out
+
+
+def test_an_export_says_that_the_tracker_passes_over_newer_ones(
+    sharded: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert _there(sharded, tmp_path / "ours") == 0
+    _trained(tmp_path / "ours", 20, 10)
+    capsys.readouterr()
+    assert _back(tmp_path / "ours", tmp_path / "back") == 0
+    shown = capsys.readouterr()
+    assert "iteration 10 written to" in shown.out
+    assert shown.err.startswith("note: iter_0000020 in ")
 
 
 def test_more_rows_than_there_are_cannot_be_kept(

@@ -139,6 +139,22 @@ def test_a_checkpoint_that_was_moved_finds_its_tokenizer(
     assert moved == _say(converted / "ours", capsys)
 
 
+def test_an_older_checkpoint_is_used_with_the_reason_said(
+    converted: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(converted / "ours", tmp_path / "ours")
+    damaged = tmp_path / "ours" / "iter_0000010"
+    shutil.copytree(tmp_path / "ours" / "release", damaged)
+    (damaged / "weights_00000.safetensors").write_bytes(b"x")
+    (tmp_path / "ours" / "latest_checkpointed_iteration.txt").write_text("10")
+    capsys.readouterr()
+    words = ["--load", str(tmp_path / "ours"), "--prompt", PROMPT, "--max-new-tokens", "1"]
+    assert generate_text.main(words) == 0
+    said = capsys.readouterr().err.splitlines()
+    assert said[0].startswith(f"checkpoint {damaged} is not used: weights_00000.safetensors has 1 ")
+    assert said[1] == f"checkpoint {tmp_path / 'ours' / 'release'}"
+
+
 @pytest.mark.parametrize("flags", [[], ["--make-vocab-size-divisible-by", "128"]])
 def test_a_vocabulary_with_more_rows_than_tokens_needs_no_flag(
     flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]

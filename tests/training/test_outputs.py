@@ -202,15 +202,3 @@ def test_the_console_of_any_other_rank_is_silent(capsys: pytest.CaptureFixture[s
     console.advance(_record())
     console.close()
     assert capsys.readouterr() == ("", "")
-    assert not console.has_bar
-
-
-def test_there_is_a_bar_only_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert not Console(speaks=True, total_iterations=5).has_bar
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    console = Console(speaks=True, total_iterations=5)
-    assert console.has_bar
-    console.advance(_record())
-    console.close()
-    assert not console.has_bar
-    assert not Console(speaks=False, total_iterations=5).has_bar

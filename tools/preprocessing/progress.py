@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
 
-from tqdm import tqdm
-
+from hetero.observe.bar import progress_bar
 from tools.preprocessing.batches import Batch
 
 
@@ -48,14 +47,8 @@ class Progress:
 
     def __enter__(self) -> Progress:
         self._started = time.perf_counter()
-        # Without a terminal tqdm switches itself off.
-        self._bar = tqdm(
-            total=self.total,
-            initial=self.before,
-            unit="B",
-            unit_scale=True,
-            desc="tokenizing",
-            disable=None,
+        self._bar = progress_bar(
+            total=self.total, initial=self.before, unit="B", unit_scale=True, desc="tokenizing"
         )
         return self
 

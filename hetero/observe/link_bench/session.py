@@ -14,9 +14,9 @@ from pathlib import Path as FilePath
 import psutil
 import torch
 import torch.distributed as dist
-from tqdm import tqdm
 
 from hetero.device.topology import rdma_devices
+from hetero.observe.bar import progress_bar
 from hetero.observe.link_bench import perftest
 from hetero.observe.link_bench.facts import load_notes, run_facts, simulation_notes
 from hetero.observe.link_bench.limits import bare_copies, measure_copy
@@ -215,7 +215,7 @@ class Session:
 @contextmanager
 def _progress(count: int, *, shown: bool) -> Iterator[Callable[[str], None]]:
     """A bar on a terminal, nothing elsewhere; call what it gives as each size begins."""
-    with tqdm(total=count, unit="size", leave=False, disable=None if shown else True) as bar:
+    with progress_bar(total=count, shown=shown, unit="size", leave=False) as bar:
         begun = 0
 
         def begin(text: str) -> None:

@@ -111,6 +111,26 @@ def candidates(save: Path) -> list[str]:
     return names + ([RELEASE] if has_release else [])
 
 
+def notes_on_newest(save: Path) -> list[str]:
+    """Why what `candidates` puts first is not simply the newest folder; mostly nothing."""
+    tracker, found = read_tracker(save), iterations(save)
+    if tracker.folder is None:
+        if not tracker.exists or not found:
+            return []
+        return [f"{save / TRACKER} cannot be read, so that its folders are tried newest first"]
+    first = candidates(save)[0]
+    named = _FINISHED.fullmatch(tracker.folder)
+    limit = int(named[1]) if named else -1
+    newer = [folder_name(i) for i in found if i > limit]
+    if first != tracker.folder or not newer:
+        return []
+    are = "is" if len(newer) == 1 else "are"
+    return [
+        f"{', '.join(newer)} in {save} {are} newer and not used: {TRACKER} there names "
+        f"{tracker.folder}; --ckpt-step takes another"
+    ]
+
+
 def recover(save: Path) -> None:
     """Finish what a killed run was about to do, or undo it; remove its unfinished folders."""
     for entry in list(save.iterdir()) if save.is_dir() else []:

@@ -19,9 +19,12 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
+from hetero.errors import UserError
 from megatron.training.checkpoint import folder as folders
 from megatron.training.checkpoint.boxes import Box
+from megatron.training.checkpoint.folder import RELEASE
 from megatron.training.checkpoint.index import (
+    INDEX_FILE,
     DamagedCheckpoint,
     Index,
     StoredBox,
@@ -34,36 +37,58 @@ from megatron.training.checkpoint.stream import BLOCK_BYTES, checksum_problem
 class CheckpointReader:
     """One checkpoint's folder. Close it, or use it in a `with`."""
 
-    def __init__(self, folder: Path, index: Index | None = None) -> None:
+    def __init__(
+        self, folder: Path, index: Index | None = None, *, notes: Sequence[str] = ()
+    ) -> None:
         self.folder = folder
+        self.notes = tuple(notes)
+        """Why newer ones were passed over; a tool says it."""
         self.index = read_index(folder) if index is None else index
         self._files: dict[str, Any] = {}
         self._stack = ExitStack()
 
     @classmethod
-    def open(cls, load: Path, *, iteration: int | None = None) -> CheckpointReader:
+    def open(
+        cls, load: Path, *, iteration: int | None = None, older: bool = True
+    ) -> CheckpointReader:
         """The checkpoint of an iteration, or the newest whose files are all there, checked whole.
 
-        `load` may also be a checkpoint's own folder. Raises DamagedCheckpoint, saying of each one
-        tried what is wrong with it.
+        With `older` false it is the newest or none. `load` may also be a checkpoint's own folder.
+        Raises DamagedCheckpoint, saying of each one tried what is wrong with it, and UserError for
+        a checkpoint's own folder beside another iteration.
         """
-        if (load / "index.json").exists():
+        notes: list[str] = []
+        if (load / INDEX_FILE).exists():
+            if iteration is not None and load.name != folders.folder_name(iteration):
+                raise UserError(
+                    f"{load} is one checkpoint, and not that of --ckpt-step {iteration}; leave the "
+                    "flag out, or name the folder that --save named"
+                )
             names, load = [load.name], load.parent
         elif iteration is not None:
             names = [folders.folder_name(iteration)]
         else:
-            names = folders.candidates(load)
+            names, notes = folders.candidates(load), folders.notes_on_newest(load)
         problems = []
         for name in names:
             try:
-                reader = cls(load / name)
+                reader = cls(load / name, notes=notes)
                 reader.verify()
             except DamagedCheckpoint as error:
                 problems.append(f"{name}: {error}")
+                notes.append(f"checkpoint {load / name} is not used: {error}")
+                if not older and len(names) > 1:
+                    raise _newest_is_damaged(load, names, error) from error
                 continue
             return reader
         tried = "; ".join(problems) or "it holds none"
         raise DamagedCheckpoint(f"there is no checkpoint in {load} that can be used ({tried})")
+
+    @property
+    def title(self) -> str:
+        """What was read, for a person."""
+        iteration = self.index.run.get("iteration")
+        return str(self.folder) if iteration is None else f"{self.folder}, iteration {iteration}"
 
     @property
     def args(self) -> Mapping[str, Any]:
@@ -176,6 +201,18 @@ class CheckpointReader:
         if values.numel() != end - begin:
             raise DamagedCheckpoint(f"{self.folder / file} holds too little of {name}")
         return values
+
+
+def _newest_is_damaged(
+    load: Path, names: Sequence[str], error: DamagedCheckpoint
+) -> DamagedCheckpoint:
+    steps = [name.removeprefix("iter_").lstrip("0") for name in names[1:] if name != RELEASE]
+    others = [f"--ckpt-step {step or 0}" for step in steps[:3]]
+    others = others or [str(load / RELEASE)]
+    return DamagedCheckpoint(
+        f"the newest checkpoint, {load / names[0]}, cannot be used: {error}; name an older one "
+        f"instead: {' or '.join(others)}"
+    )
 
 
 _NOT_WEIGHTS = ("optimizer.", "rng.")

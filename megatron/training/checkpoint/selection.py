@@ -84,43 +84,61 @@ def select(
 def _in_folder(
     args: argparse.Namespace, exchange: Exchange, load: Path, *, rank: int, world_size: int
 ) -> Selection | Nothing:
-    names = _candidates(args, exchange, load, rank)
-    notes: list[str] = []
+    names, notes = _candidates(args, exchange, load, rank)
+    damaged: list[str] = []
     for name in names:
         problem, index = _try(args, exchange, load / name, rank=rank, world_size=world_size)
         if problem is None and index is not None:
             weights_only = is_weights_only(args, name, index)
             told = _check(args, index, load / name, weights_only=weights_only)
-            return Selection(load / name, index, weights_only, (*notes, *told))
-        notes.append(f"checkpoint {load / name} is not used: {problem}")
+            return Selection(load / name, index, weights_only, (*notes, *damaged, *told))
+        damaged.append(f"checkpoint {load / name} is not used: {problem}")
         if args.ckpt_step is not None:
             raise AgreedError(
                 f"--ckpt-step {args.ckpt_step}: {load / name} cannot be used: {problem}; name "
                 "another step or leave the flag out"
             )
-    if notes:
+    if damaged:
         raise AgreedError(
             f"--load {load} holds no checkpoint that can be used: "
-            + "; ".join(note.removeprefix(f"checkpoint {load}/") for note in notes[:3])
-            + (f"; and {len(notes) - 3} more" if len(notes) > 3 else "")
+            + "; ".join(note.removeprefix(f"checkpoint {load}/") for note in damaged[:3])
+            + (f"; and {len(damaged) - 3} more" if len(damaged) > 3 else "")
         )
     return Nothing((f"no checkpoint in {load}: training starts from the initial weights",))
 
 
-def _candidates(args: argparse.Namespace, exchange: Exchange, load: Path, rank: int) -> list[str]:
-    """Rank 0's list, so that all try the same."""
+def _candidates(
+    args: argparse.Namespace, exchange: Exchange, load: Path, rank: int
+) -> tuple[list[str], list[str]]:
+    """Rank 0's list, so that all try the same, and what is to be said of it."""
     names: list[str] = []
-    problem = None
-    if rank == 0 and load.exists() and not load.is_dir():
-        problem = UserError(f"{load} is a file; name the folder that --save named")
-    elif rank == 0:
+    notes: list[str] = []
+    problem = _not_a_save_folder(load) if rank == 0 else None
+    if rank == 0 and problem is None:
         folders.restore_replaced(load)
-        names = folders.candidates(load)
         if args.ckpt_step is not None:
             names = [folders.folder_name(args.ckpt_step)]
-    told = exchange(f"checkpoints of {load}", payload={"names": names}, error=problem)
-    found: list[str] = told[0]["names"]
-    return found
+        else:
+            names, notes = folders.candidates(load), folders.notes_on_newest(load)
+    payload = {"names": names, "notes": notes}
+    told = exchange(f"checkpoints of {load}", payload=payload, error=problem)[0]
+    return told["names"], told["notes"]
+
+
+def _not_a_save_folder(load: Path) -> UserError | None:
+    """What would pass for a folder without checkpoints, and train from the initial weights."""
+    if load.exists() and not load.is_dir():
+        return UserError(f"{load} is a file; name the folder that --save named")
+    if (load / INDEX_FILE).exists():
+        number = load.name.removeprefix("iter_")
+        step = f" --ckpt-step {int(number)}" if number.isdecimal() else ""
+        return UserError(f"{load} is one checkpoint; name the folder it is in: {load.parent}{step}")
+    if (load / "config.json").exists() and not folders.candidates(load):
+        return UserError(
+            f"{load} is a model of Hugging Face's format; convert it with "
+            f"tools/convert_checkpoint.py hf-to-megatron {load} NEW_FOLDER, and name that"
+        )
+    return None
 
 
 def _try(

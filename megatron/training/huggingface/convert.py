@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tqdm import tqdm
 
 from hetero.errors import UserError
+from hetero.observe.bar import progress_bar
 from megatron.training.checkpoint import folder as checkpoint_folders
 from megatron.training.checkpoint.index import Index
 from megatron.training.checkpoint.names import EMBEDDING
@@ -47,6 +47,10 @@ class Converted:
     rows: int
     """Of the embedding, as written."""
     has_tokenizer: bool
+    source: str
+    """What was read."""
+    notes: tuple[str, ...] = ()
+    """Why it is not simply the newest."""
     unsaid: tuple[str, ...] = ()
     """Flags with their values that the other format has no word for; only training uses them."""
 
@@ -100,7 +104,9 @@ def to_megatron(
             for shard in _shards(tasks, shard_bytes)
         )
         write_release(target, files, args=args, add_companions=add_companions)
-    return _converted(tasks, folder=final, rows=rows, has_tokenizer=model.has_tokenizer)
+    return _converted(
+        tasks, folder=final, rows=rows, has_tokenizer=model.has_tokenizer, source=str(source)
+    )
 
 
 def to_huggingface(
@@ -114,12 +120,14 @@ def to_huggingface(
 ) -> Converted:
     """Write a Hugging Face folder from the checkpoint of an iteration, the newest if left out.
 
+    A newest one that is damaged is refused: nobody would see that an export is an older one's.
+
     `vocabulary` rows of the embedding are kept; left out, as many as there were tokens. The
     tokenizer comes from `companions`, or from where the checkpoint says. Raises HeteroError.
     """
     _require_empty(target, besides=())
-    with CheckpointReader.open(source, iteration=iteration) as reader:
-        folder, index = reader.folder, reader.index
+    with CheckpointReader.open(source, iteration=iteration, older=False) as reader:
+        folder, index, title, notes = reader.folder, reader.index, reader.title, reader.notes
     rows = index.tensors[EMBEDDING].shape[0] if EMBEDDING in index.tensors else 0
     kept = _vocabulary(index.args, rows, vocabulary, folder)
     config, shape = _describe(index, folder, kept, rows)
@@ -140,8 +148,11 @@ def to_huggingface(
         temporary.replace(target)
     has_tokenizer = folders.has_tokenizer(target)
     dropout = index.args.get("hidden_dropout", 0.0)
+    done = _converted(
+        tasks, folder=target, rows=kept, has_tokenizer=has_tokenizer, source=title, notes=notes
+    )
     return replace(
-        _converted(tasks, folder=target, rows=kept, has_tokenizer=has_tokenizer),
+        done,
         unsaid=(f"--hidden-dropout {dropout}",) if dropout else (),
     )
 
@@ -326,12 +337,18 @@ def _no_new_parents(folder: Path) -> Iterator[None]:
 def _progress(tasks: Sequence[_Task]) -> Iterator[Callable[[int], object]]:
     """A bar of bytes, where there is a terminal to show it."""
     total = sum(task.bytes for task in tasks)
-    with tqdm(total=total, unit="B", unit_scale=True, unit_divisor=1024, disable=None) as bar:
+    with progress_bar(total=total, unit="B", unit_scale=True, unit_divisor=1024) as bar:
         yield bar.update
 
 
 def _converted(
-    tasks: Sequence[_Task], *, folder: Path, rows: int, has_tokenizer: bool
+    tasks: Sequence[_Task],
+    *,
+    folder: Path,
+    rows: int,
+    has_tokenizer: bool,
+    source: str,
+    notes: tuple[str, ...] = (),
 ) -> Converted:
     return Converted(
         folder=folder,
@@ -339,4 +356,6 @@ def _converted(
         bytes=sum(task.bytes for task in tasks),
         rows=rows,
         has_tokenizer=has_tokenizer,
+        source=source,
+        notes=notes,
     )

@@ -87,6 +87,19 @@ def test_a_tracker_that_names_nothing_is_tried_so_that_it_can_be_said(tmp_path: 
     assert folder.candidates(tmp_path) == ["iter_0000020", "iter_0000010"]
 
 
+def test_a_tracker_that_passes_over_newer_ones_is_said(tmp_path: Path) -> None:
+    finished(tmp_path, 10, 20, 30)
+    assert folder.notes_on_newest(tmp_path) == []
+    folder.write_tracker(tmp_path, "30")
+    assert folder.notes_on_newest(tmp_path) == []
+    folder.write_tracker(tmp_path, "20")
+    (note,) = folder.notes_on_newest(tmp_path)
+    assert note.startswith(f"iter_0000030 in {tmp_path} is newer and not used")
+    (tmp_path / folder.TRACKER).write_text("twenty")
+    (note,) = folder.notes_on_newest(tmp_path)
+    assert "cannot be read" in note
+
+
 def test_a_released_model_has_no_iteration(tmp_path: Path) -> None:
     (tmp_path / "release").mkdir()
     folder.write_tracker(tmp_path, "release")

@@ -12,8 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
+from hetero.errors import UserError
 from megatron.training.checkpoint import stream
 from megatron.training.checkpoint.boxes import Box, Shard
+from megatron.training.checkpoint.folder import folder_name, write_tracker
 from megatron.training.checkpoint.index import (
     INDEX_FILE,
     DamagedCheckpoint,
@@ -276,3 +278,42 @@ def test_a_missing_tensor_is_named(missing: str) -> None:
 def test_a_missing_layer_is_named() -> None:
     with pytest.raises(DamagedCheckpoint, match="of layer 2 is missing"):
         require_whole_model(_model(), num_layers=3, tied=False)
+
+
+def _saved(save: Path, *iterations: int) -> None:
+    for number in iterations:
+        pieces = {"x.safetensors": [Piece.whole("a", torch.full((3,), float(number)))]}
+        write(save / folder_name(number), pieces, iteration=number)
+    write_tracker(save, str(iterations[-1]))
+
+
+def test_a_reader_that_takes_an_older_one_says_why(tmp_path: Path) -> None:
+    _saved(tmp_path, 10, 20, 30)
+    with CheckpointReader.open(tmp_path) as reader:
+        assert (reader.title, reader.notes) == (f"{tmp_path / 'iter_0000030'}, iteration 30", ())
+    (tmp_path / "iter_0000030" / "x.safetensors").write_bytes(b"x")
+    with CheckpointReader.open(tmp_path) as reader:
+        assert reader.tensor("a").tolist() == [20.0, 20.0, 20.0]
+        (note,) = reader.notes
+    assert note.startswith(f"checkpoint {tmp_path / 'iter_0000030'} is not used: x.safetensors has")
+
+
+def test_a_reader_that_may_not_take_an_older_one_names_them(tmp_path: Path) -> None:
+    _saved(tmp_path, 10, 20, 30)
+    (tmp_path / "iter_0000030" / "x.safetensors").write_bytes(b"x")
+    with pytest.raises(DamagedCheckpoint) as error:
+        CheckpointReader.open(tmp_path, older=False)
+    assert str(error.value).startswith(
+        f"the newest checkpoint, {tmp_path / 'iter_0000030'}, cannot"
+    )
+    assert str(error.value).endswith("name an older one instead: --ckpt-step 20 or --ckpt-step 10")
+    with CheckpointReader.open(tmp_path, iteration=20, older=False) as reader:
+        assert reader.index.iteration == 20
+
+
+def test_a_checkpoint_s_own_folder_beside_another_step_is_refused(tmp_path: Path) -> None:
+    _saved(tmp_path, 10, 20)
+    with CheckpointReader.open(tmp_path / "iter_0000010", iteration=10) as reader:
+        assert reader.index.iteration == 10
+    with pytest.raises(UserError, match="not that of --ckpt-step 20"):
+        CheckpointReader.open(tmp_path / "iter_0000010", iteration=20)

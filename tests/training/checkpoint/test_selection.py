@@ -119,6 +119,26 @@ def test_a_damaged_one_is_passed_over_by_name(tmp_path: Path) -> None:
     assert note.startswith(f"checkpoint {damaged} is not used: rank_00000.safetensors has 1 bytes")
 
 
+def test_newer_ones_that_the_tracker_does_not_name_are_said(tmp_path: Path) -> None:
+    older, _ = checkpoint(tmp_path, 10), checkpoint(tmp_path, 20)
+    folder.write_tracker(tmp_path, "10")
+    found = chosen(flags(tmp_path))
+    assert found.folder == older
+    (note,) = found.notes
+    assert "iter_0000020" in note
+    assert chosen(flags(tmp_path, ckpt_step=10)).notes == ()
+
+
+def test_what_would_pass_for_an_empty_folder_is_refused_with_its_remedy(tmp_path: Path) -> None:
+    """Else a run that should go on begins anew, with one line in its log to say so."""
+    own = checkpoint(tmp_path / "run", 10)
+    said = f"{own} is one checkpoint; name the folder it is in: {tmp_path / 'run'} --ckpt-step 10"
+    assert refusal(flags(own)) == said
+    (tmp_path / "llama").mkdir()
+    (tmp_path / "llama" / "config.json").write_text("{}")
+    assert "hf-to-megatron" in refusal(flags(tmp_path / "llama"))
+
+
 def test_one_that_was_asked_for_is_used_or_refused(tmp_path: Path) -> None:
     older, newer = checkpoint(tmp_path, 10), checkpoint(tmp_path, 20)
     assert chosen(flags(tmp_path, ckpt_step=10)).folder == older

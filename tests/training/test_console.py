@@ -1,0 +1,68 @@
+"""A log holds every line, whatever stdout and stderr are; a terminal has a bar besides."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests import terminals
+
+PROGRAM = """
+from megatron.training.console import Console
+from tests.training.test_outputs import _record
+
+console = Console(speaks=True, total_iterations=3)
+console.line("mixed run")
+for number in (1, 2, 3):
+    record = _record(iteration=number)
+    console.advance(record)
+    console.iteration([record], skipped=0, nan=0)
+console.line(" validation loss")
+console.close()
+"""
+
+
+def _show(folder: Path, on_terminal: list[str], size: tuple[int, int]) -> terminals.Shown:
+    script = folder / "program.py"
+    script.write_text(PROGRAM)
+    root = str(Path(__file__).resolve().parents[2])
+    return terminals.run(
+        [sys.executable, str(script)],
+        folder,
+        on_terminal=on_terminal,
+        size=size,
+        environ={"PYTHONPATH": root},
+    )
+
+
+def _lines(text: str) -> list[str]:
+    """The lines of a text as an eye sees them: what a bar writes over is gone."""
+    shown = [line.rsplit("\r", 1)[-1].strip() for line in text.replace("\r\n", "\n").split("\n")]
+    return [line.split(" | ")[0].split("] ")[-1] for line in shown if line]
+
+
+WANTED = [
+    "mixed run",
+    "iteration        1/       3",
+    "iteration        2/       3",
+    "iteration        3/       3",
+    "validation loss",
+]
+
+
+@pytest.mark.parametrize("size", [(24, 200), (0, 0)])
+@pytest.mark.parametrize(
+    "on_terminal", [[], ["stderr"], ["stdout"], ["stdout", "stderr"]], ids=" ".join
+)
+def test_every_line_is_there_and_a_bar_where_stderr_is_a_terminal(
+    tmp_path: Path, on_terminal: list[str], size: tuple[int, int]
+) -> None:
+    shown = _show(tmp_path, on_terminal, size)
+    assert shown.code == 0
+    log = shown.screen if "stdout" in on_terminal else shown.stdout
+    assert [line for line in _lines(log) if not line.startswith("training:")] == WANTED
+    has_bar = "training:" in (shown.screen if "stderr" in on_terminal else shown.stderr)
+    assert has_bar == ("stderr" in on_terminal)
+    assert "training:" not in shown.stdout
