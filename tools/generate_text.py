@@ -101,7 +101,10 @@ def complete(args: argparse.Namespace) -> str:
 
 def _shown(stream: Any, count: int) -> Any:
     """The first `count` tokens, with a bar where there is a terminal."""
-    return progress_bar(islice(stream, count), total=count, unit="token", leave=False)
+    with progress_bar(total=count, unit="token", leave=False) as bar:
+        for token in islice(stream, count):
+            yield token
+            bar.update()
 
 
 def _tokenizer(args: argparse.Namespace, reader: CheckpointReader) -> Tokenizer:

@@ -10,6 +10,7 @@ import uuid
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from hetero.transport.nics import Nics, find_nics
 from hetero.transport.paths import ChannelOptions
 from megatron.training.arguments import parse_args
 from megatron.training.checkpoint.folder import check_save_folder
+from megatron.training.checkpoint.lock import SaveLock
 from megatron.training.checkpoint.selection import Nothing, Selection, select
 from megatron.training.core_private import register_groups, require_supported_core
 from megatron.training.data import Datasets, Splits, build_datasets, needs_data
@@ -69,6 +71,8 @@ class Job:
     statistics: RankStatistics
     datasets: Datasets
     checkpoint: Selection | Nothing
+    lock: SaveLock | None
+    """Rank 0's hold on --save."""
     vendor_backend: str
 
     @property
@@ -171,6 +175,7 @@ class Starter:
     def __init__(self) -> None:
         self.rank, self.world_size, self.local_rank = 0, 1, 0
         self.agreement: Agreement | None = None
+        self._lock: SaveLock | None = None
 
     def start(self, argv: Sequence[str] | None) -> Job:
         self.rank, self.world_size, self.local_rank = environment_rank()
@@ -189,6 +194,7 @@ class Starter:
         identities, device = self._meet(args, plan, problem)
         if args is None or plan is None:
             raise RuntimeError("the ranks agreed although this one's command line was refused")
+        self._claim_save_folder(args)
         datasets = self._agree_on_data(args, plan)
         checkpoint = select(
             args, self._agreed().exchange, rank=self.rank, world_size=self.world_size
@@ -227,6 +233,23 @@ class Starter:
             # Every rank sees the same identities and comes to the same conclusion.
             raise AgreedError(str(error)) from error
         return identities, device
+
+    def _claim_save_folder(self, args: argparse.Namespace) -> None:
+        """Rank 0 takes the lock of --save, before anything is written or restored there."""
+        if args.save is None or args.skip_train:
+            return
+        problem: UserError | None = None
+        if self.rank == 0:
+            try:
+                self._lock = SaveLock.take(Path(args.save), say=partial(print, flush=True))
+            except UserError as error:
+                problem = error
+        self._agreed().exchange("save folder", error=problem)
+
+    def close(self) -> None:
+        """Let another run have --save. At the very end, however the run ended."""
+        if self._lock is not None:
+            self._lock.release()
 
     def _agree_on_data(self, args: argparse.Namespace, plan: Plan) -> Datasets:
         tokenizer, absent = self._agree_on_tokenizer(args)
@@ -341,6 +364,7 @@ class Starter:
             statistics=RankStatistics(groups.world, device),
             datasets=datasets,
             checkpoint=checkpoint,
+            lock=self._lock,
             vendor_backend=vendor_backend,
         )
 

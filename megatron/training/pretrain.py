@@ -51,7 +51,7 @@ def _run(starter: Starter, argv: Sequence[str] | None) -> None:
     from megatron.training.cpu_shim import cpu_shim
     from megatron.training.session import run_job
 
-    with cpu_shim():
+    with cpu_shim(), contextlib.closing(starter):
         job = starter.start(argv)
         run_job(job)
         job.close()

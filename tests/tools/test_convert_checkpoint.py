@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from megatron.training.checkpoint.folder import folder_name, write_tracker
 from megatron.training.checkpoint.index import INDEX_FILE, Index, read_index
+from megatron.training.checkpoint.lock import LOCK_FILE, SaveLock
 from megatron.training.checkpoint.reader import CheckpointReader
 from megatron.training.generation import next_logits, whole_model
 from megatron.training.huggingface import convert
@@ -303,6 +304,16 @@ def test_a_folder_with_anything_in_it_is_not_written_to(
     ):
         assert convert_again() == 2
         assert "is not empty" in capsys.readouterr().err
+
+
+def test_a_folder_that_a_run_saves_to_is_not_written_to(
+    sharded: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with SaveLock.take(tmp_path / "ours", say=print):
+        assert _there(sharded, tmp_path / "ours") == 2
+        assert f"writes to {tmp_path / 'ours'}; wait for its end" in capsys.readouterr().err
+        assert [path.name for path in (tmp_path / "ours").iterdir()] == [LOCK_FILE]
+    assert _there(sharded, tmp_path / "ours") == 0
 
 
 def test_a_conversion_that_breaks_off_leaves_nothing(

@@ -76,6 +76,7 @@ class Checkpointer:
                 self._control,
                 kept=Kept(self._args.keep_last, self._args.save_retain_interval),
                 snapshot=Snapshot(runtime_for(job.device)) if in_background else None,
+                lock=job.lock,
             )
 
     def resume(self) -> Progress:
@@ -137,7 +138,8 @@ class Checkpointer:
     def save(self, progress: Progress) -> None:
         """Write a checkpoint, or with --async-save begin to.
 
-        A failure is logged; with --exit-on-save-failure it raises SaveError on all ranks.
+        A failure is logged; with --exit-on-save-failure it raises SaveError on all ranks, and so
+        does a folder that another run has taken over.
         """
         if self._saver is None:
             return

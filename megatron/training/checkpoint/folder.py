@@ -3,6 +3,7 @@
     SAVE/latest_checkpointed_iteration.txt      the tracker
     SAVE/iter_0000010/                          one checkpoint
     SAVE/iter_0000020.saving/                   one that is being written, or died on the way
+    SAVE/writer.lock                            who writes to it (lock.py)
 
 A checkpoint appears by one rename and the tracker changes by another, so that a run that is killed
 at any moment leaves the checkpoints before it as they were. No torch.
@@ -14,6 +15,7 @@ import contextlib
 import os
 import re
 import shutil
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -144,11 +146,16 @@ def recover(save: Path) -> None:
             shutil.rmtree(entry)
 
 
-def restore_replaced(load: Path) -> None:
-    """Undo the replacement of a checkpoint that a kill interrupted; nothing else is touched."""
+def restore_replaced(load: Path, *, in_use: Callable[[], bool]) -> None:
+    """Undo the replacement of a checkpoint that a kill interrupted; nothing else is touched.
+
+    Where the folder is `in_use` by a run that saves, that run is in the midst of replacing it.
+    """
     for entry in list(load.iterdir()) if load.is_dir() else []:
         match = _REPLACED_NAME.fullmatch(entry.name)
         if match and not (load / match[1]).exists():
+            if in_use():
+                return
             # A folder that may only be read keeps it, and the one before it is used.
             with contextlib.suppress(OSError):
                 entry.rename(load / match[1])

@@ -30,10 +30,13 @@ from megatron.training.checkpoint.index import (
     tensor_from_record,
     tensor_record,
 )
+from megatron.training.checkpoint.lock import LockLost, SaveLock
 from megatron.training.checkpoint.snapshot import Snapshot, copy_bytes
 from megatron.training.checkpoint.stream import Piece, WriteCancelled, write_safetensors
 
 _POLL_SECONDS = 0.5
+_LOST = "lost: "
+"""Before what rank 0 says to all when the folder is another run's now."""
 
 
 class SaveError(OutputError):
@@ -102,10 +105,17 @@ class Saver:
     """This rank's side of every save of a run."""
 
     def __init__(
-        self, save: Path, control: Control, *, kept: Kept, snapshot: Snapshot | None = None
+        self,
+        save: Path,
+        control: Control,
+        *,
+        kept: Kept,
+        snapshot: Snapshot | None = None,
+        lock: SaveLock | None = None,
     ) -> None:
+        """`lock` is rank 0's hold on the folder."""
         self._save, self._control, self._kept = save, control, kept
-        self._snapshot = snapshot
+        self._snapshot, self._lock = snapshot, lock
         self._flight: _Flight | None = None
 
     @property
@@ -118,7 +128,10 @@ class Saver:
             self._snapshot.reserve(copy_bytes(pieces))
 
     def start(self, iteration: int, contents: Contents) -> None:
-        """Begin a save. Collective. What goes wrong is told when the save ends."""
+        """Begin a save. Collective. What goes wrong is told when the save ends.
+
+        Raises SaveError on every rank: another run has taken the folder over.
+        """
         if self._flight is not None:
             raise RuntimeError("a save was started while another was running")
         name = folders.folder_name(iteration)
@@ -126,17 +139,33 @@ class Saver:
         problem = ""
         if self._control.rank == 0:
             try:
+                self._require_lock()
                 folders.begin(self._save, name)
+            except LockLost as error:
+                problem = _LOST + str(error)
             except OSError as error:
                 problem = _reason(error)
         # Nobody writes before the folder is there.
         problem = self._control.texts(problem)[0]
+        if problem.startswith(_LOST):
+            raise SaveError(problem.removeprefix(_LOST))
         flight = _Flight(
-            self._save, folder, iteration, self._control, contents, self._kept, problem
+            self._save,
+            folder,
+            iteration,
+            self._control,
+            contents,
+            self._kept,
+            problem,
+            before_commit=self._require_lock,
         )
         self._flight = flight
         if not problem:
             flight.write(contents.pieces, self._snapshot)
+
+    def _require_lock(self) -> None:
+        if self._lock is not None:
+            self._lock.require_held()
 
     def order_updates(self) -> None:
         """Before weights change: let the change come after the copy of a save that is running."""
@@ -205,7 +234,10 @@ class _Flight:
         contents: Contents,
         kept: Kept,
         problem: str,
+        *,
+        before_commit: Callable[[], None],
     ) -> None:
+        self._before_commit = before_commit
         self.folder, self.iteration = folder, iteration
         self.problem = problem
         self.state = State.FAILED if problem else State.WRITING
@@ -293,6 +325,7 @@ class _Flight:
         self.part = StoredPart(stored.size, time.monotonic() - self.began)
 
     def _commit(self) -> State:
+        self._before_commit()
         index = self._merged()
         text = index.to_json()
         # What does not cover its tensors must never get a checkpoint's name.

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from megatron.training.checkpoint.index import (
     read_index,
     require_whole_model,
 )
+from megatron.training.checkpoint.lock import is_held_by_another
 from megatron.training.checkpoint.reader import CheckpointReader
 
 # megatron-core copies these into each parameter group before the schedule is loaded.
@@ -115,7 +117,8 @@ def _candidates(
     notes: list[str] = []
     problem = _not_a_save_folder(load) if rank == 0 else None
     if rank == 0 and problem is None:
-        folders.restore_replaced(load)
+        say = partial(print, flush=True)
+        folders.restore_replaced(load, in_use=lambda: is_held_by_another(load, say=say))
         if args.ckpt_step is not None:
             names = [folders.folder_name(args.ckpt_step)]
         else:

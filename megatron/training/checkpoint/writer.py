@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from megatron.training.checkpoint.index import (
     parse_index,
     require_whole_model,
 )
+from megatron.training.checkpoint.lock import SaveLock
 from megatron.training.checkpoint.stream import Piece, write_safetensors
 
 _HOLDS = {"optimizer": False, "random states": False}
@@ -35,9 +38,19 @@ def write_release(
     files into the folder before it gets its name. A run starts from the weights as --finetune
     would.
 
-    Raises OSError, and DamagedCheckpoint if the pieces do not make a whole model; nothing is left
-    then.
+    Raises OSError, UserError if a run writes to SAVE, and DamagedCheckpoint if the pieces do not
+    make a whole model; nothing is left then.
     """
+    with SaveLock.take(save, say=partial(print, file=sys.stderr)):
+        return _write(save, files, args, add_companions)
+
+
+def _write(
+    save: Path,
+    files: Iterable[Sequence[Piece]],
+    args: Mapping[str, Any],
+    add_companions: Callable[[Path], None] | None,
+) -> Path:
     temporary = folders.begin(save, folders.RELEASE)
     try:
         tensors: dict[str, StoredTensor] = {}

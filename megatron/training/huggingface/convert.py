@@ -19,6 +19,7 @@ from hetero.errors import UserError
 from hetero.observe.bar import progress_bar
 from megatron.training.checkpoint import folder as checkpoint_folders
 from megatron.training.checkpoint.index import Index
+from megatron.training.checkpoint.lock import LOCK_FILE
 from megatron.training.checkpoint.names import EMBEDDING
 from megatron.training.checkpoint.reader import CheckpointReader
 from megatron.training.checkpoint.stream import Piece
@@ -85,7 +86,9 @@ def to_megatron(
     model.open()
     tasks = _import_tasks(model, ModelShape.from_args(args, vocabulary=vocabulary, rows=rows))
     args |= _precision(tasks[0].dtype)
-    _require_empty(target, besides=(checkpoint_folders.RELEASE + checkpoint_folders.SAVING,))
+    unfinished = checkpoint_folders.RELEASE + checkpoint_folders.SAVING
+    # Whose lock it is, the writer finds out.
+    _require_empty(target, besides=(unfinished, LOCK_FILE))
     final = target / checkpoint_folders.RELEASE
     if model.has_tokenizer:
         args |= {

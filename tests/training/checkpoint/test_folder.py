@@ -52,12 +52,22 @@ def test_the_next_save_removes_what_dead_ones_left(tmp_path: Path) -> None:
     assert names(tmp_path) == ["iter_0000010", "iter_0000030.saving", "notes.saving"]
 
 
-@pytest.mark.parametrize("undo", [folder.recover, folder.restore_replaced])
+def restore_unused(load: Path) -> None:
+    folder.restore_replaced(load, in_use=lambda: False)
+
+
+@pytest.mark.parametrize("undo", [folder.recover, restore_unused])
 def test_a_replacement_that_a_kill_interrupted_is_undone(tmp_path: Path, undo) -> None:
     finished(tmp_path, 10)
     (tmp_path / "iter_0000010").rename(tmp_path / "iter_0000010.replaced")
     undo(tmp_path)
     assert names(tmp_path) == ["iter_0000010"]
+
+
+def test_a_replacement_under_way_is_left_to_the_run_that_makes_it(tmp_path: Path) -> None:
+    (tmp_path / "iter_0000010.replaced").mkdir()
+    folder.restore_replaced(tmp_path, in_use=lambda: True)
+    assert names(tmp_path) == ["iter_0000010.replaced"]
 
 
 def test_a_replacement_that_was_done_is_cleaned_up(tmp_path: Path) -> None:

@@ -16,8 +16,9 @@ from hetero.errors import LinkError
 from megatron.training.checkpoint import saver as saving
 from megatron.training.checkpoint.boxes import Shard
 from megatron.training.checkpoint.folder import TRACKER
+from megatron.training.checkpoint.lock import LockLost
 from megatron.training.checkpoint.reader import CheckpointReader
-from megatron.training.checkpoint.saver import Contents, Kept, SaveOutcome, Saver
+from megatron.training.checkpoint.saver import Contents, Kept, SaveError, SaveOutcome, Saver
 from megatron.training.checkpoint.snapshot import Snapshot
 from megatron.training.checkpoint.stream import Piece
 
@@ -205,3 +206,40 @@ def test_the_next_save_waits_for_none_but_its_own(tmp_path: Path) -> None:
 
     assert on_every_rank(play) == [[None] * 3] * RANKS
     assert sorted(path.name for path in tmp_path.glob("iter_*")) == ["iter_0000006", "iter_0000007"]
+
+
+class PlayedLock:
+    """`SaveLock` of a run whose folder is taken over after so many looks at it."""
+
+    def __init__(self, looks: int) -> None:
+        self._left = looks
+
+    def require_held(self) -> None:
+        self._left -= 1
+        if self._left < 0:
+            raise LockLost("another run (host b, pid 7) took over")
+
+
+def test_a_run_whose_folder_another_has_taken_over_writes_nothing_and_ends(tmp_path: Path) -> None:
+    def play(control: PlayedControl) -> str:
+        lock = PlayedLock(0) if control.rank == 0 else None
+        saver = Saver(tmp_path, control, kept=Kept(), lock=lock)  # type: ignore[arg-type]
+        with pytest.raises(SaveError) as error:
+            saver.start(5, contents(control.rank))
+        return str(error.value)
+
+    assert on_every_rank(play) == ["another run (host b, pid 7) took over"] * RANKS
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_taken_over_during_a_save_keeps_what_the_other_run_wrote(tmp_path: Path) -> None:
+    def play(control: PlayedControl) -> SaveOutcome | None:
+        lock = PlayedLock(1) if control.rank == 0 else None
+        saver = Saver(tmp_path, control, kept=Kept(), lock=lock)  # type: ignore[arg-type]
+        saver.start(5, contents(control.rank))
+        return saver.finish()
+
+    problems = {outcome.problem for outcome in on_every_rank(play)}
+    assert problems == {"rank 0: another run (host b, pid 7) took over"}
+    assert not (tmp_path / "iter_0000005").exists()
+    assert not (tmp_path / TRACKER).exists()

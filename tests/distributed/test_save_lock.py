@@ -1,0 +1,78 @@
+"""Two runs that name one --save: the second is refused, and a killed one is followed at once."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from megatron.training.checkpoint.folder import TRACKER
+from megatron.training.checkpoint.lock import LOCK_FILE
+from tests.distributed.harness import ENTRY, TINY_LLAMA, finish, launch, start, wait_for
+from tools.runs import SIMULATED
+
+HETERO = "--hetero-pipeline --hetero-vendors amd nvidia --hetero-pipeline-sizes 1 1".split()
+IMPATIENT = """
+import runpy
+from megatron.training.checkpoint import lock
+
+lock.PATIENCE_SECONDS = 2.0
+runpy.run_path({entry!r}, run_name="__main__")
+"""
+
+
+def test_a_second_run_is_refused_and_a_killed_one_is_followed_at_once(
+    corpus, tmp_path: Path
+) -> None:
+    folder, metrics = tmp_path / "checkpoints", tmp_path / "metrics.jsonl"
+    flags = [*TINY_LLAMA, *corpus.flags, *HETERO, "--save", str(folder), "--load", str(folder)]
+    flags += ["--async-save", "--lr-decay-iters", "1000", "--train-iters", "100000"]
+    first = start([*flags, "--save-interval", "2"], 2, environ=SIMULATED)
+    try:
+        wait_for(lambda: (folder / TRACKER).exists(), seconds=90, what="a save")
+        held = (folder / LOCK_FILE).read_bytes()
+
+        second = [*flags, "--metrics-file", str(metrics), "--save-interval", "1"]
+        outcomes = launch(second, 2, environ=SIMULATED)
+        assert [outcome.code for outcome in outcomes] == [2, 2]
+        (said,) = [
+            line for outcome in outcomes for line in outcome.stderr.splitlines() if "error" in line
+        ]
+        owner = json.loads(held)
+        assert owner["pid"] == first[0].pid
+        who = f"host {owner['host']}, pid {owner['pid']}, since {owner['since']}"
+        assert f"another run ({who}) writes to {folder}" in said
+        assert "name another folder with --save" in said
+        assert not metrics.exists()
+        assert (folder / LOCK_FILE).read_bytes() == held
+        assert all(process.poll() is None for process in first)
+    finally:
+        for process in first:
+            process.kill()
+        finish(first, seconds=30)
+
+    assert (folder / LOCK_FILE).exists()
+    stop = int((folder / TRACKER).read_text()) + 2
+    outcomes = launch([*flags, "--exit-interval", str(stop)], 2, environ=SIMULATED)
+    assert [outcome.code for outcome in outcomes] == [0, 0], outcomes[0].stderr
+    log = outcomes[0].stdout
+    assert f"{folder} is taken over from a run that ended ({who}): its process is gone" in log
+    assert "watching" not in log
+    assert f"saved checkpoint of iteration {stop}" in log
+    assert not (folder / LOCK_FILE).exists()
+
+
+def test_a_run_whose_node_died_is_followed_once_it_has_been_still_for_a_while(
+    corpus, tmp_path: Path
+) -> None:
+    script, folder = tmp_path / "impatient.py", tmp_path / "checkpoints"
+    script.write_text(IMPATIENT.format(entry=str(ENTRY)))
+    folder.mkdir()
+    owner = {"token": "t", "host": "gpu07", "pid": 1, "since": "yesterday", "job": "Slurm job 5"}
+    (folder / LOCK_FILE).write_text(json.dumps({**owner, "kernel": "another", "started": "1"}))
+    flags = [*TINY_LLAMA, *corpus.flags, *HETERO, "--train-iters", "2", "--save", str(folder)]
+    outcomes = launch(flags, 2, environ=SIMULATED, scripts={0: script})
+    assert [outcome.code for outcome in outcomes] == [0, 0], outcomes[0].stderr
+    log = outcomes[0].stdout
+    assert "names another run (host gpu07, pid 1, Slurm job 5, since yesterday); watching" in log
+    assert "did not renew writer.lock" in log
+    assert sorted(path.name for path in folder.iterdir()) == ["iter_0000002", TRACKER]
