@@ -22,6 +22,11 @@ from hetero.errors import UserError
 from hetero.observe.bar import progress_bar
 from megatron.training.arguments.convert import integer
 from megatron.training.arguments.data import add_tokenizer_flags
+from megatron.training.dataset_description import (
+    TokenizerFacts,
+    contradiction,
+    read_description,
+)
 from tools.command_line import Parser, run
 from tools.preprocessing.index_file import BLOCK, HEADER
 
@@ -72,6 +77,8 @@ class Contents:
     eod_tokens: int | None = None
     documents_with_eod: int | None = None
     vocab_size: int | None = None
+    made_with: str | None = None
+    """The tokenizer, as the description beside the files says."""
     text: tuple[str, ...] = ()
     """The beginning of the first documents."""
 
@@ -88,12 +95,21 @@ def inspect(args: argparse.Namespace) -> str:
 
         if args.tokenizer_type is not None:
             tokenizer = build_tokenizer(args)
+            _require_its_tokenizer(prefix, args.tokenizer_type, tokenizer)
     summary = inspect_index(prefix)
     _require_all_of_it(prefix, summary)
     contents = _read(prefix, summary, tokenizer, args.show)
     if args.json:
         return json.dumps(asdict(contents), indent=1)
     return _as_text(contents)
+
+
+def _require_its_tokenizer(prefix: str, kind: str, tokenizer: Any) -> None:
+    from megatron.training.tokenizer.wrapper import tokenizer_digest
+
+    given = TokenizerFacts(kind, int(tokenizer.vocab_size), tokenizer_digest(tokenizer))
+    if (said := contradiction(prefix, given)) is not None:
+        raise UserError(f"the tokenizer given is a {given}, and {said}; name the one it says")
 
 
 def _require_all_of_it(prefix: str, summary: Any) -> None:
@@ -129,6 +145,7 @@ def _read(prefix: str, summary: Any, tokenizer: Any, show: int) -> Contents:
             f"{prefix}.bin holds token {wrong} but the tokenizer has {vocab_size}; preprocess the "
             "text with this tokenizer, or name the one that it was made with"
         )
+    description = read_description(prefix)
     last, with_last = max(scan.last.items(), key=lambda item: item[1])
     return Contents(
         prefix=prefix,
@@ -157,6 +174,7 @@ def _read(prefix: str, summary: Any, tokenizer: Any, show: int) -> Contents:
         eod_tokens=None if eod is None else scan.eod_tokens,
         documents_with_eod=None if eod is None else scan.last.get(eod, 0),
         vocab_size=vocab_size,
+        made_with=None if description is None else str(description.tokenizer),
         text=tuple(_decoded(prefix, summary, ends[:show], tokenizer)),
     )
 
@@ -238,6 +256,8 @@ def _as_text(contents: Contents) -> str:
         f"sequences   {c.sequences:,}",
         f"tokens      {c.tokens:,} of type {c.dtype}, from {c.smallest_token} to {c.largest_token}",
     ]
+    unknown = "unknown: no description lies beside the files"
+    lines.append(f"made with   {c.made_with or unknown}")
     if c.vocab_size is not None:
         lines.append(f"vocabulary  {c.vocab_size:,}: every token is in it")
     lines.append(_ending(c))

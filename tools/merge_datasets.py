@@ -18,6 +18,7 @@ if not __package__:  # Run as a script, where only tools/ itself would be import
 
 from hetero.errors import UserError
 from hetero.observe.bar import progress_bar
+from megatron.training.dataset_description import SUFFIX, Description, read_description
 from tools.command_line import Parser, run
 from tools.preprocessing.index_file import HEADER, IndexContent, blocks_of_file, write_index
 from tools.text_input import temporary_name
@@ -72,11 +73,49 @@ def merge(args: argparse.Namespace) -> str:
                 f"{part.prefix} and {parts[0].prefix} store tokens of different types, so they "
                 "come from different tokenizers; preprocess both with one"
             )
-    _write(output, parts)
+    _write(output, parts, _common_description(parts))
     return (
         f"wrote {sum(part.documents for part in parts)} documents, "
         f"{sum(part.tokens for part in parts)} tokens from {len(parts)} datasets: "
         f"{output}.bin, {output}.idx"
+    )
+
+
+def _common_description(parts: Sequence[Part]) -> Description | None:
+    """What the joined files were made with, where it is known of all parts that they agree.
+
+    Raises UserError, naming every part that was made with another tokenizer than the first.
+    """
+    found = {part.prefix: read_description(part.prefix) for part in parts}
+    known = {prefix: made for prefix, made in found.items() if made is not None}
+    unknown = [prefix for prefix in found if prefix not in known]
+    if unknown and len(found) > 1:
+        names = ", ".join(unknown[:5]) + (f" and {len(unknown) - 5} more" if unknown[5:] else "")
+        print(
+            f"warning: nothing beside {names} says which tokenizer made it (PREFIX{SUFFIX}), so "
+            "that all are of one is not checked",
+            file=sys.stderr,
+        )
+    if not known:
+        return None
+    first, made = next(iter(known.items()))
+    differing = [
+        f"{prefix} was made with {other.tokenizer} ({difference})"
+        for prefix, other in known.items()
+        if (difference := other.tokenizer.difference(made.tokenizer)) is not None
+    ]
+    if differing:
+        raise UserError(
+            f"{first} was made with {made.tokenizer}, and {', '.join(differing)}; preprocess all "
+            f"of them with one tokenizer, or remove a description (PREFIX{SUFFIX}) that is wrong"
+        )
+    if unknown:
+        return None
+    ends = {other.append_eod for other in known.values()}
+    return Description(
+        made.tokenizer,
+        append_eod=ends.pop() if len(ends) == 1 else None,
+        made={"joined from": [os.path.abspath(part.prefix) for part in parts]},
     )
 
 
@@ -91,7 +130,7 @@ def _prefixes(name: str) -> list[str]:
 
 
 def _refuse_existing(output: str, overwrite: bool) -> None:
-    for path in (f"{output}.bin", f"{output}.idx"):
+    for path in (f"{output}.bin", f"{output}.idx", output + SUFFIX):
         if os.path.isdir(path) or (os.path.exists(path) and not overwrite):
             raise UserError(f"{path} exists; choose another --output-prefix or --overwrite it")
 
@@ -112,9 +151,10 @@ def _inspect(prefix: str) -> Part:
     )
 
 
-def _write(output: str, parts: Sequence[Part]) -> None:
-    """Both files under temporary names first; a reader needs both, and the .idx comes last."""
-    temporary = {suffix: temporary_name(output + suffix) for suffix in (".bin", ".idx")}
+def _write(output: str, parts: Sequence[Part], description: Description | None) -> None:
+    """All files under temporary names first; a reader needs .bin and .idx, which comes last."""
+    suffixes = (".bin", ".idx") if description is None else (SUFFIX, ".bin", ".idx")
+    temporary = {suffix: temporary_name(output + suffix) for suffix in suffixes}
     os.makedirs(os.path.dirname(output) or ".", exist_ok=True)
     try:
         _join_data(temporary[".bin"], parts)
@@ -129,9 +169,12 @@ def _write(output: str, parts: Sequence[Part]) -> None:
                 boundaries=_boundaries(parts),
             ),
         )
-        with suppress(FileNotFoundError):
-            os.remove(output + ".idx")
-        for suffix in (".bin", ".idx"):
+        if description is not None:
+            Path(temporary[SUFFIX]).write_text(description.to_json())
+        for old in (".idx", SUFFIX):
+            with suppress(FileNotFoundError):
+                os.remove(output + old)
+        for suffix in suffixes:
             os.replace(temporary[suffix], output + suffix)
     finally:
         for path in temporary.values():

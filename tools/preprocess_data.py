@@ -106,7 +106,7 @@ def preprocess(args: argparse.Namespace) -> str:
         if not folder.state.complete:
             _tokenize(args, files, encoder, folder, progress)
             _require_text(folder, args.input)
-        folder.finish()
+        folder.finish(encoder.facts)
     return _summary(folder, progress)
 
 

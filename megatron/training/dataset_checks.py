@@ -21,6 +21,7 @@ from megatron.core.datasets.blended_megatron_dataset_config import (
 from megatron.core.datasets.utils import get_blend_from_list
 
 from hetero.errors import UserError
+from megatron.training.dataset_description import TokenizerFacts, contradiction
 
 SPLITS = ("train", "valid", "test")
 _MAGIC = b"MMIDIDX\x00\x00"
@@ -153,6 +154,21 @@ def _check_vocabulary(prefix: str, summary: IndexSummary, vocab_size: int) -> No
         )
 
 
+def _check_descriptions(args: argparse.Namespace, prefixes: list[str], vocab_size: int) -> None:
+    """Refuse all data that its own description says another tokenizer made."""
+    kind, digest = getattr(args, "tokenizer_type", None), getattr(args, "tokenizer_digest", None)
+    if kind is None:
+        return
+    tokenizer = TokenizerFacts(kind, vocab_size, digest)
+    said = [contradiction(prefix, tokenizer) for prefix in dict.fromkeys(prefixes)]
+    if found := [text for text in said if text is not None]:
+        more = f"; and {len(found) - 5} more" if len(found) > 5 else ""
+        raise UserError(
+            f"this run's tokenizer is a {tokenizer}, and {'; '.join(found[:5])}{more}; name the "
+            "tokenizer that made the data, or preprocess the text with this run's"
+        )
+
+
 def blend(paths: list[str] | None) -> tuple[list[str], list[float] | None] | None:
     """Prefixes and their weights, as megatron-core reads them."""
     try:
@@ -206,6 +222,7 @@ def check_datasets(
         for prefix, _ in listed:
             check_header(prefix)
         return frozenset()
+    _check_descriptions(args, [prefix for prefix, _ in listed], vocab_size)
     absent = set()
     for prefix, name in listed:
         summary = inspect_index(prefix)

@@ -6,10 +6,12 @@ import shutil
 import socket
 from collections.abc import Sequence
 from pathlib import Path
+from pydoc_data.topics import topics
 
 import pytest
 
 from tests.distributed.harness import ENTRY, TINY_LLAMA, RankOutcome, launch
+from tools import train_tokenizer
 
 HETERO = "--hetero-pipeline --hetero-vendors amd nvidia --hetero-pipeline-sizes 1 1".split()
 SIMULATED = {"HETERO_VENDOR": "plan"}
@@ -83,6 +85,20 @@ def test_data_of_another_tokenizer(corpus, tensor: str) -> None:
         ]
     )
     assert_refused(outcomes, "holds token", "the tokenizer has")
+
+
+def test_data_of_another_tokenizer_of_the_same_size(corpus, tmp_path: Path) -> None:
+    """Every token id is in the vocabulary, so only what lies beside the data tells."""
+    text = tmp_path / "text.txt"
+    text.write_text("\n\n".join(topics[name] for name in sorted(topics)[40:]))
+    words = ["--input", str(text), "--output-prefix", str(tmp_path / "tok"), "--vocab-size", "500"]
+    assert train_tokenizer.main(words) == 0
+    blend = [str(copy_of(corpus, tmp_path)), str(corpus.prefix)]
+    shutil.copy(f"{corpus.prefix}.json", f"{blend[0]}.json")
+    flags = [*corpus.flags, "--tokenizer-model", str(tmp_path / "tok.model"), *HETERO]
+    outcomes = refused([*flags, "--data-path", *blend], environ=SIMULATED)
+    made = f"was made with SentencePieceTokenizer {corpus.tokenizer} of 500 tokens: other tokens"
+    assert_refused(outcomes, *(f"{prefix} {made}" for prefix in blend), "preprocess the text")
 
 
 def test_a_damaged_index_cache(corpus, tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
+from megatron.training.dataset_description import Description, TokenizerFacts
 from tools.inspect_data import main
 
 HEADER = 34
@@ -67,6 +68,7 @@ def test_json_says_what_the_files_hold(data, capsys):
         "eod_tokens": 2,
         "documents_with_eod": 2,
         "vocab_size": 101,
+        "made_with": None,
         "text": ["1 2 100", "5 6 7 8 100"],
     }  # fmt: skip
 
@@ -75,6 +77,18 @@ def test_without_a_tokenizer_it_says_what_documents_end_with(data, capsys):
     found = as_json(capsys, data)
     assert (found["eod"], found["vocab_size"], found["text"]) == (None, None, [])
     assert (found["last_token"], found["documents_with_last_token"]) == (100, 2)
+
+
+def test_it_says_which_tokenizer_made_the_files_and_refuses_another(data, capsys):
+    assert main([data]) == 0
+    assert "made with   unknown: no description lies beside the files" in capsys.readouterr().out
+    made = TokenizerFacts("SentencePieceTokenizer", 200, "abc", "tok.model")
+    Path(data + ".json").write_text(Description(made, True, {}).to_json())
+    assert main([data]) == 0
+    said = "SentencePieceTokenizer tok.model of 200 tokens"
+    assert f"made with   {said}" in capsys.readouterr().out
+    error = refusal(capsys, data, "--tokenizer-type", "ByteLevelTokenizer")
+    assert f"{data} was made with {said}: 200 tokens and not 25" in error
 
 
 def test_text_for_people(data, capsys):

@@ -12,6 +12,11 @@ from hypothesis import strategies as st
 from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
 
 from megatron.training.dataset_checks import inspect_index
+from megatron.training.dataset_description import (
+    Description,
+    TokenizerFacts,
+    read_description,
+)
 from tools import preprocess_data
 from tools.merge_datasets import main
 from tools.preprocessing import index_file
@@ -114,6 +119,58 @@ def test_token_files_of_different_types_are_refused(tmp_path, capsys):
     wide = build(tmp_path / "wide", [[[1]]], dtype=numpy.int32)
     assert main(["--input", narrow, wide, "--output-prefix", f"{tmp_path}/out"]) == 2
     assert "different tokenizers" in the_one_error(capsys)
+
+
+def described(prefix: str, size: int, digest: str | None, *, eod: bool = True) -> str:
+    """What preprocess_data leaves beside its files."""
+    tokenizer = TokenizerFacts("SentencePieceTokenizer", size, digest, f"{digest}.model")
+    Path(prefix + ".json").write_text(Description(tokenizer, eod, {}).to_json())
+    return prefix
+
+
+def test_files_of_other_tokenizers_are_refused_all_at_once(tmp_path, capsys):
+    """Their ids fit one another's vocabulary, so nothing else would tell."""
+    first, same, other, larger = (
+        described(build(tmp_path / name, [[[1]]]), size, digest)
+        for name, size, digest in (
+            ("first", 500, "abc"),
+            ("same", 500, "abc"),
+            ("other", 500, "def"),
+            ("larger", 600, "abc"),
+        )
+    )
+    out = f"{tmp_path}/out"
+    assert main(["--input", first, same, other, larger, "--output-prefix", out]) == 2
+    error = the_one_error(capsys)
+    assert f"{first} was made with SentencePieceTokenizer abc.model of 500 tokens" in error
+    assert f"{other} was made with SentencePieceTokenizer def.model of 500 tokens" in error
+    assert "(other tokens for the same text)" in error
+    assert f"{larger} was made with" in error
+    assert "(600 tokens and not 500)" in error
+    assert f"{same} was" not in error
+    assert not list(tmp_path.glob("*out*"))
+
+
+def test_files_of_one_tokenizer_give_a_file_that_says_so(tmp_path, capsys):
+    parts = [described(build(tmp_path / name, [[[1]]]), 500, "abc") for name in "ab"]
+    assert main(["--input", *parts, "--output-prefix", f"{tmp_path}/out"]) == 0
+    assert capsys.readouterr().err == ""
+    found = read_description(f"{tmp_path}/out")
+    assert found.tokenizer == TokenizerFacts("SentencePieceTokenizer", 500, "abc")
+    assert found.append_eod is True
+    assert found.made == {"joined from": parts}
+
+
+def test_files_that_say_nothing_are_joined_with_a_warning_and_give_one_that_says_nothing(
+    tmp_path, capsys
+):
+    known, unknown = (build(tmp_path / name, [[[1]]]) for name in ("known", "unknown"))
+    described(known, 500, "abc")
+    out = described(build(tmp_path / "out", [[[1]]]), 500, "old")
+    assert main(["--input", known, unknown, "--output-prefix", out, "--overwrite"]) == 0
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"warning: nothing beside {unknown} says which tokenizer made it")
+    assert not Path(out + ".json").exists()
 
 
 @pytest.mark.parametrize("suffix", [".bin", ".idx"])

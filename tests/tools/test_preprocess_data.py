@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 
+from megatron.training.dataset_description import read_description
 from tools import preprocess_data, text_input, train_tokenizer
 from tools.preprocess_data import main
 from tools.preprocessing import batches
@@ -75,7 +76,20 @@ def the_one_error(capsys) -> str:
 def test_plain_text_is_cut_at_blank_lines(tmp_path, corpus, tokenizer):
     assert main(flags_for(tokenizer, tmp_path / "out", corpus)) == 0
     assert texts_in(tokenizer, tmp_path / "out") == PARAGRAPHS
-    assert files_in(tmp_path) == ["corpus.txt", "out_text_document.bin", "out_text_document.idx"]
+    written = [f"out_text_document.{suffix}" for suffix in ("bin", "idx", "json")]
+    assert files_in(tmp_path) == ["corpus.txt", *written]
+
+
+def test_beside_the_files_lies_what_they_were_made_with(tmp_path, corpus, tokenizer):
+    flags = [*flags_for(tokenizer, tmp_path / "out", corpus), "--append-eod"]
+    assert main(flags) == 0
+    found = read_description(f"{tmp_path}/out_text_document")
+    assert (found.tokenizer.type, found.append_eod) == ("SentencePieceTokenizer", True)
+    assert found.tokenizer.digest is not None
+    assert found.made["inputs"][0][0] == str(corpus)
+    assert main(flags) == 2
+    assert main([*flags[:-1], "--overwrite"]) == 0
+    assert read_description(f"{tmp_path}/out_text_document").append_eod is False
 
 
 @pytest.mark.parametrize(

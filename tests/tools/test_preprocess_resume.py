@@ -19,6 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 
+from megatron.training.dataset_description import read_description
 from tools.preprocess_data import main
 from tools.preprocessing import batches, work_folder
 from tools.preprocessing.work_folder import WorkFolder
@@ -157,7 +158,7 @@ def test_before_the_first_save_nothing_is_left(tmp_path, inputs, capsys):
     assert capsys.readouterr().err.endswith("error: interrupted; nothing was written\n")
 
 
-@pytest.mark.parametrize("renamed", range(4))
+@pytest.mark.parametrize("renamed", range(6))
 def test_a_run_that_ends_while_it_renames_shows_each_index_whole_or_not_at_all(
     tmp_path, small_batches, monkeypatch, renamed
 ):
@@ -176,7 +177,7 @@ def test_a_run_that_ends_while_it_renames_shows_each_index_whole_or_not_at_all(
         patch.setattr(work_folder.os, "replace", replace_or_stop)
         assert main(flags) == 130
     shown = [key for key in "ab" if (tmp_path / f"out_{key}_document.idx").exists()]
-    assert shown == ["a"] * (renamed >= 2)
+    assert shown == ["a"] * (renamed >= 3)
     for key in shown:
         dataset = IndexedDataset(f"{tmp_path}/out_{key}_document")
         assert len(dataset) == 20
@@ -184,6 +185,7 @@ def test_a_run_that_ends_while_it_renames_shows_each_index_whole_or_not_at_all(
     for key, length in (("a", 2), ("b", 3)):
         dataset = IndexedDataset(f"{tmp_path}/out_{key}_document")
         assert dataset.sequence_lengths.tolist() == [length] * 20
+        assert read_description(f"{tmp_path}/out_{key}_document") is not None
     assert hidden_in(tmp_path) == []
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy
 
+from megatron.training.dataset_description import TokenizerFacts
 from tools.preprocessing.batches import Batch
 from tools.text_input import Document
 
@@ -37,11 +38,18 @@ class Encoder:
             from megatron.core.datasets.indexed_dataset import DType
 
             from megatron.training.tokenizer.build import build_tokenizer
+            from megatron.training.tokenizer.wrapper import tokenizer_digest
         self._tokenizer = build_tokenizer(args)
         self._tokenize = tokenize_many(self._tokenizer)
         self._keys = tuple(args.json_keys)
         self._end = numpy.array([self._tokenizer.eod] if args.append_eod else [], dtype=numpy.int64)
         self._vocab_size = self._tokenizer.vocab_size
+        self.facts = TokenizerFacts(
+            type=args.tokenizer_type,
+            vocab_size=self._vocab_size,
+            digest=tokenizer_digest(self._tokenizer),
+            model=args.tokenizer_model or args.vocab_file,
+        )
         self.dtype: type[numpy.number[Any]] = DType.optimal_dtype(self._vocab_size)
 
     def encode(self, batch: Batch) -> dict[str, Tokens]:

@@ -25,6 +25,7 @@ from typing import IO, Any
 import numpy
 
 from hetero.errors import HeteroError, UserError
+from megatron.training.dataset_description import SUFFIX, Description, TokenizerFacts
 from tools.preprocessing.batches import Frontier
 from tools.preprocessing.encoder import Tokens
 from tools.preprocessing.index_file import (
@@ -35,7 +36,9 @@ from tools.preprocessing.index_file import (
 )
 from tools.text_input import Place
 
-_STATE_VERSION = 1
+_STATE_VERSION = 2
+_SUFFIXES = (SUFFIX, ".bin", ".idx")
+"""Of the finished files, in the order in which they are shown."""
 
 
 class Interrupted(HeteroError):
@@ -96,7 +99,7 @@ class WorkFolder:
         record = self._read_state()
         ours = record is not None and record["run"] == self._run and record["saved"]["complete"]
         for number, output in enumerate(self.outputs):
-            for suffix in (".bin", ".idx"):
+            for suffix in _SUFFIXES:
                 path = Path(output + suffix)
                 renamed = ours and not self._inside(number, suffix).exists()
                 if path.is_dir() or (path.exists() and not overwrite and not renamed):
@@ -148,13 +151,23 @@ class WorkFolder:
             os.fsync(file.fileno())
         self._write_state()
 
-    def finish(self) -> None:
-        """Write the indexes, and show all files under their names."""
+    def finish(self, tokenizer: TokenizerFacts) -> None:
+        """Write descriptions and indexes, and show all files under their names."""
         if not self.state.complete:
+            self._write_descriptions(tokenizer)
             self._write_indexes()
         for number, output in enumerate(self.outputs):
             self._show(number, output)
         self._saved = False
+
+    def _write_descriptions(self, tokenizer: TokenizerFacts) -> None:
+        append_eod = bool(self._run["flags"]["append_eod"])
+        text = Description(tokenizer, append_eod, self._run).to_json()
+        for number in range(len(self.outputs)):
+            with self._inside(number, SUFFIX).open("w") as stream:
+                stream.write(text)
+                stream.flush()
+                os.fsync(stream.fileno())
 
     def _write_indexes(self) -> None:
         from megatron.core.datasets.indexed_dataset import DType
@@ -181,8 +194,9 @@ class WorkFolder:
         if self._inside(number, ".bin").exists():
             with suppress(FileNotFoundError):
                 os.remove(output + ".idx")
-            os.replace(self._inside(number, ".bin"), output + ".bin")
-        os.replace(self._inside(number, ".idx"), output + ".idx")
+        for suffix in _SUFFIXES:
+            if self._inside(number, suffix).exists():
+                os.replace(self._inside(number, suffix), output + suffix)
 
     def _open_output(self, number: int) -> tuple[IO[bytes], IO[bytes]]:
         """Both files at the place up to which the state vouches for them."""
