@@ -83,6 +83,12 @@ def complete(args: argparse.Namespace) -> str:
         prompt = tokenizer.tokenize(args.prompt)
         dtype = getattr(torch, args.dtype) if args.dtype else None
         with whole_model(reader, dtype=dtype) as model:
+            if len(prompt) > model.max_sequence_length:
+                print(
+                    f"the prompt has {len(prompt)} tokens and the model only sees the last "
+                    f"{model.max_sequence_length}, which is as far as its positions go",
+                    file=sys.stderr,
+                )
             stream = generate(
                 model,
                 prompt,

@@ -7,8 +7,9 @@ and a token outside the vocabulary a gradient of zero where the vocabulary is sp
 from __future__ import annotations
 
 import argparse
+import hashlib
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -20,6 +21,7 @@ from megatron.core.datasets.blended_megatron_dataset_config import (
 )
 from megatron.core.datasets.utils import get_blend_from_list
 
+from hetero.agreement import AgreedError
 from hetero.errors import UserError
 from megatron.training.dataset_description import TokenizerFacts, contradiction
 
@@ -200,12 +202,27 @@ def split_tokens(split: str, lengths: numpy.ndarray) -> list[int]:
     return counts
 
 
-def check_datasets(
-    args: argparse.Namespace, *, vocab_size: int, whole: bool = True
-) -> frozenset[str]:
-    """Check all data that the flags name; return the splits that hold nothing.
+@dataclass(frozen=True)
+class CheckedData:
+    """What was found in all data that the flags name."""
 
-    Not `whole`, only what costs nothing is checked, and nothing is said of the splits: one rank of
+    absent: frozenset[str] = frozenset()
+    """Splits that hold nothing."""
+    digests: tuple[str, ...] = ()
+    """Of every dataset in the order of the flags: its index, and the beginning of its tokens."""
+
+
+def _digest(prefix: str, summary: IndexSummary) -> str:
+    found = hashlib.blake2b(str(numpy.dtype(summary.dtype)).encode(), digest_size=8)
+    found.update(summary.lengths.data)
+    found.update(numpy.fromfile(prefix + ".bin", summary.dtype, _SAMPLED_TOKENS).data)
+    return found.hexdigest()
+
+
+def check_datasets(args: argparse.Namespace, *, vocab_size: int, whole: bool = True) -> CheckedData:
+    """Check all data that the flags name.
+
+    Not `whole`, only what costs nothing is checked, and nothing is said of the data: one rank of
     a node reads the indexes, which may be gigabytes, for all of them.
     """
     found = blends(args)
@@ -221,12 +238,13 @@ def check_datasets(
     if not whole:
         for prefix, _ in listed:
             check_header(prefix)
-        return frozenset()
+        return CheckedData()
     _check_descriptions(args, [prefix for prefix, _ in listed], vocab_size)
-    absent = set()
+    absent, digests = set(), []
     for prefix, name in listed:
         summary = inspect_index(prefix)
         _check_vocabulary(prefix, summary, vocab_size)
+        digests.append(_digest(prefix, summary))
         if name is None:
             tokens = split_tokens(args.split, summary.lengths)
         else:
@@ -238,4 +256,34 @@ def check_datasets(
                 f"{summary.tokens} tokens, {tokens[0]} of them for training; use more text, a "
                 "shorter sequence or a larger training part in --split"
             )
-    return frozenset(absent)
+    return CheckedData(frozenset(absent), tuple(digests))
+
+
+def require_same_text(payloads: Sequence[dict[str, Any]]) -> None:
+    """Every rank comes to the same conclusion: the nodes have the same tokenizer and data.
+
+    Their paths may differ, and one stage's tokens are another's labels. Raises AgreedError.
+    """
+    first_size, _ = first = payloads[0]["tokenizer"]
+    for rank, record in enumerate(payloads):
+        size, _ = record["tokenizer"]
+        if record["tokenizer"] != first:
+            what = "other tokens for the same text" if size == first_size else f"{size} tokens"
+            raise AgreedError(
+                f"rank {rank} reads another tokenizer than rank 0, whose has {first_size} tokens: "
+                f"it has {what}; give every node the same tokenizer"
+            )
+        if record["data"] and record["data"] != payloads[0]["data"]:
+            raise AgreedError(
+                f"rank {rank} on its node reads other data than rank 0{_place(record, payloads[0])}"
+                "; give every node the same files"
+            )
+
+
+def _place(one: dict[str, Any], other: dict[str, Any]) -> str:
+    """Which of a blend differs; nothing where that would say no more."""
+    pairs = enumerate(zip(one["data"], other["data"], strict=False), start=1)
+    differing = [str(number) for number, (mine, theirs) in pairs if mine != theirs]
+    if len(one["data"]) == 1 or not differing:
+        return ""
+    return f" in dataset {', '.join(differing)} of {len(one['data'])}"

@@ -33,7 +33,7 @@ from megatron.training.checkpoint.lock import SaveLock
 from megatron.training.checkpoint.selection import Nothing, Selection, select
 from megatron.training.core_private import register_groups, require_supported_core
 from megatron.training.data import Datasets, Splits, build_datasets, needs_data
-from megatron.training.dataset_checks import check_datasets
+from megatron.training.dataset_checks import check_datasets, require_same_text
 from megatron.training.layout import adopt_plan_file, plan_from_args
 from megatron.training.optimizer import RankStatistics
 from megatron.training.recorder import check_outputs
@@ -279,23 +279,23 @@ class Starter:
             tokenizer = build_tokenizer(args)
             args.tokenizer_vocab_size = int(tokenizer.vocab_size)
             args.tokenizer_digest = tokenizer_digest(tokenizer)
-            payload = {"vocab_size": args.tokenizer_vocab_size, "absent": []}
+            payload = {
+                "tokenizer": [args.tokenizer_vocab_size, args.tokenizer_digest],
+                "absent": [],
+                "data": [],
+            }
             if not args.mock_data:
                 # One rank of a node reads the indexes, and tells the others which splits are empty.
                 whole = self.local_rank == 0
                 vocab_size = args.tokenizer_vocab_size
-                payload["absent"] = sorted(check_datasets(args, vocab_size=vocab_size, whole=whole))
+                found = check_datasets(args, vocab_size=vocab_size, whole=whole)
+                payload |= {"absent": sorted(found.absent), "data": found.digests}
         except UserError as error:
             problem = error
         payloads = self._agreed().exchange("data files", payload=payload, error=problem)
         absent = frozenset(name for record in payloads for name in record["absent"])
-        sizes = {record["vocab_size"] for record in payloads}
-        if len(sizes) > 1:
-            raise AgreedError(
-                f"the ranks read tokenizers of different sizes {sorted(sizes)}; give every node "
-                "the same tokenizer"
-            )
-        args.padded_vocab_size = embedding_rows(args, sizes.pop())
+        require_same_text(payloads)
+        args.padded_vocab_size = embedding_rows(args, args.tokenizer_vocab_size)
         return tokenizer, absent
 
     def _agreed(self) -> Agreement:

@@ -101,6 +101,33 @@ def test_data_of_another_tokenizer_of_the_same_size(corpus, tmp_path: Path) -> N
     assert_refused(outcomes, *(f"{prefix} {made}" for prefix in blend), "preprocess the text")
 
 
+TWO_NODES = {1: {"LOCAL_RANK": "0"}}
+
+
+def test_nodes_with_different_data_under_one_name(corpus, tmp_path: Path) -> None:
+    """The first stage would take its tokens from one and the last its labels from the other."""
+    prefix = copy_of(corpus, tmp_path)
+    data = prefix.with_suffix(".bin")
+    tokens = data.read_bytes()
+    data.write_bytes(tokens[4:6] + tokens[2:])
+    flags = [*TINY_LLAMA, *corpus.flags, *HETERO]
+    other = {1: [*flags, "--data-path", str(prefix)]}
+    for outcome in launch(flags, 2, environ=SIMULATED, by_rank=TWO_NODES, flags_by_rank=other):
+        assert_refused([outcome], "rank 1 on its node reads other data than rank 0", "same files")
+
+
+def test_nodes_with_different_tokenizers_of_one_size(corpus, tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("\n\n".join(topics[name] for name in sorted(topics)[40:]))
+    words = ["--input", str(text), "--output-prefix", str(tmp_path / "tok"), "--vocab-size", "500"]
+    assert train_tokenizer.main(words) == 0
+    prefix = copy_of(corpus, tmp_path)  # without the description that names its tokenizer
+    flags = [*TINY_LLAMA, *corpus.flags, *HETERO, "--data-path", str(prefix)]
+    other = {1: [*flags, "--tokenizer-model", str(tmp_path / "tok.model")]}
+    outcomes = launch(flags, 2, environ=SIMULATED, flags_by_rank=other)
+    assert_refused(outcomes, "rank 1 reads another tokenizer", "give every node the same tokenizer")
+
+
 def test_a_damaged_index_cache(corpus, tmp_path: Path) -> None:
     flags = [*TINY_LLAMA, *corpus.flags, "--data-cache-path", str(tmp_path), "--skip-train"]
     assert launch(flags, 1)[0].code == 0

@@ -155,6 +155,17 @@ def test_an_older_checkpoint_is_used_with_the_reason_said(
     assert said[1] == f"checkpoint {tmp_path / 'ours' / 'release'}"
 
 
+def test_a_prompt_of_which_the_model_sees_the_end_alone_is_said(
+    converted: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--load", str(converted / "ours"), "--prompt", PROMPT * 60, "--max-new-tokens", "1"]
+    capsys.readouterr()
+    assert generate_text.main(words) == 0
+    said = "tokens and the model only sees the last 256," in capsys.readouterr().err
+    with CheckpointReader.open(converted / "ours") as reader:
+        assert said == (reader.args["max_position_embeddings"] == 256)
+
+
 @pytest.mark.parametrize("flags", [[], ["--make-vocab-size-divisible-by", "128"]])
 def test_a_vocabulary_with_more_rows_than_tokens_needs_no_flag(
     flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
