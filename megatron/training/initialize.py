@@ -289,7 +289,7 @@ class Starter:
                 whole = self.local_rank == 0
                 vocab_size = args.tokenizer_vocab_size
                 found = check_datasets(args, vocab_size=vocab_size, whole=whole)
-                payload |= {"absent": sorted(found.absent), "data": found.digests}
+                payload |= {"absent": sorted(found.absent), "data": list(found.digests)}
         except UserError as error:
             problem = error
         payloads = self._agreed().exchange("data files", payload=payload, error=problem)
