@@ -5,11 +5,20 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 GPU_DRIVER := $(or $(wildcard /proc/driver/nvidia),$(wildcard /dev/kfd))
 # A machine without an NVIDIA or AMD driver gets the CPU build of torch.
-CONSTRAINTS := $(if $(GPU_DRIVER),,-c constraints-cpu.txt)
+CONSTRAINTS := $(if $(GPU_DRIVER),/dev/null,constraints-cpu.txt)
 COMMA := ,
 # pip's own torch is CUDA's: on a machine with AMD GPUs alone it would find none of them.
 ROCM_ALONE := $(if $(wildcard /proc/driver/nvidia),,$(wildcard /dev/kfd))
 NEEDS_ROCM := { echo "error: install PyTorch 2.11 to 2.13 for ROCm into $(VENV) (see pytorch.org), then run make again" >&2; exit 2; }
+# An image's Python brings its vendor's PyTorch, which a virtual environment sees where it is not in one itself.
+FROM_IMAGE := $(shell $(PYTHON) -c "import sys; from importlib.metadata import version; \
+	version('torch'); print('--system-site-packages' * (sys.prefix == sys.base_prefix))" 2>/dev/null)
+# What is there before the first setup stays there, also while pip resolves the rest.
+KEPT := $(VENV)/.kept
+KEEP_TORCH := $(BIN)/python -c "from importlib.metadata import version; print('torch==' + version('torch'))" \
+	>$(KEPT) 2>/dev/null || true
+PIP_INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check \
+	-c $$(test -s $(KEPT) && echo $(KEPT) || echo $(CONSTRAINTS))
 EXTRAS := dev,hf$(if $(GPU_DRIVER),$(COMMA)gpu)
 TEXT ?=
 RDMA_MINUTES ?= 10
@@ -21,10 +30,11 @@ setup: $(STAMP)
 IN_C := $(wildcard $(foreach folder,hetero/native hetero/transport/verbs/native,$(folder)/*.c $(folder)/*.h))
 
 $(STAMP): requirements.txt constraints-cpu.txt pyproject.toml setup.py $(IN_C)
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	test -x $(BIN)/python || $(PYTHON) -m venv $(FROM_IMAGE) $(VENV)
+	@$(if $(wildcard $(STAMP)),,$(KEEP_TORCH))
 	@$(if $(ROCM_ALONE),$(BIN)/python -c "import torch; assert torch.version.hip" 2>/dev/null || $(NEEDS_ROCM))
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(CONSTRAINTS) "setuptools>=70.1"
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(CONSTRAINTS) --no-build-isolation -e ".[$(EXTRAS)]"
+	$(PIP_INSTALL) "setuptools>=70.1"
+	$(PIP_INSTALL) --no-build-isolation -e ".[$(EXTRAS)]"
 	@$(BIN)/python -c "from hetero.native.library import LIBRARY; \
 		from hetero.transport.verbs.native.library import why_not; \
 		calls, rdma = LIBRARY.why_not(), why_not(); \

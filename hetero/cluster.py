@@ -8,11 +8,12 @@ import re
 import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib import metadata
 from typing import Any
 
 import torch
+from packaging.version import InvalidVersion, Version
 
+from hetero.beside import core_version
 from hetero.errors import UserError
 from hetero.plan import VENDORS, Plan
 from hetero.version import __version__
@@ -103,9 +104,17 @@ def identify(
         device=device,
         project_version=__version__,
         torch_version=str(torch.__version__),
-        core_version=metadata.version("megatron-core"),
+        core_version=core_version(),
         flags=dict(flags),
     )
+
+
+def release_of(version: str) -> str:
+    """The release in a version of PyTorch: 2.11.0 of 2.11.0a0+git1a2b.nv25.8 and 2.11.0+rocm7."""
+    try:
+        return Version(version).base_version
+    except InvalidVersion:  # a build of someone's own
+        return version.partition("+")[0]
 
 
 def _spans(ranks: Sequence[int]) -> str:
@@ -137,15 +146,15 @@ def check_identities(
 ) -> None:
     """Refuse a run whose ranks cannot work together or are not what the plan says.
 
-    `boundary_transport` is what crosses from mesh to mesh, None in a homogeneous run. The local
-    part of PyTorch's version (`+cu130`, `+rocm7.1`) differs between vendors by nature and
-    is not compared.
+    `boundary_transport` is what crosses from mesh to mesh, None in a homogeneous run. Of PyTorch
+    the releases are compared: what follows them (`a0+gitabc.nv25.8`, `+rocm7.1`) differs between
+    vendors by nature.
     """
     _require_equal(
         identities, [i.project_version for i in identities], what="versions of this project"
     )
     _require_equal(
-        identities, [i.torch_version.split("+")[0] for i in identities], what="PyTorch versions"
+        identities, [release_of(i.torch_version) for i in identities], what="PyTorch releases"
     )
     _require_equal(identities, [i.core_version for i in identities], what="megatron-core versions")
     _check_flags(identities)

@@ -21,8 +21,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-if not __package__:  # Run as a script, where only tools/ itself would be importable.
+if __name__ == "__main__":  # As a script it finds tools/ alone, and perhaps another Megatron.
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+    from hetero.beside import leave_if_foreign
+
+    leave_if_foreign()
 
 from tools import command_line
 from tools.parity_benchmark.judgement import Judgement, judge

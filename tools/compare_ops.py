@@ -20,8 +20,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-if not __package__:  # Run as a script, where only tools/ itself would be importable.
+if __name__ == "__main__":  # As a script it finds tools/ alone, and perhaps another Megatron.
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+    from hetero.beside import leave_if_foreign
+
+    leave_if_foreign()
 
 from hetero.errors import UserError
 from megatron.training.arguments.convert import integer
@@ -101,11 +104,9 @@ def _record(options: argparse.Namespace, device: str | None) -> Dump:
     # megatron-core says at every start what else could be installed.
     warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.core.*")
     logging.getLogger("megatron.core").setLevel(logging.ERROR)
-    from megatron.training.core_private import require_supported_core
     from megatron.training.operators.flags import layer_arguments
     from megatron.training.operators.session import default_device, record
 
-    require_supported_core()
     args = layer_arguments(options.flags, dtype=options.dtype, layers=options.layers)
     return record(args, device=device or default_device(), sample=options.sample)
 

@@ -11,8 +11,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-if not __package__:  # Run as a script, where only tools/ itself would be importable.
+if __name__ == "__main__":  # As a script it finds tools/ alone, and perhaps another Megatron.
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+    from hetero.beside import leave_if_foreign
+
+    leave_if_foreign()
 
 from megatron.training.arguments.convert import integer
 from tools.command_line import Parser, run

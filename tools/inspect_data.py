@@ -15,8 +15,11 @@ from typing import Any
 
 import numpy
 
-if not __package__:  # Run as a script, where only tools/ itself would be importable.
+if __name__ == "__main__":  # As a script it finds tools/ alone, and perhaps another Megatron.
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+    from hetero.beside import leave_if_foreign
+
+    leave_if_foreign()
 
 from hetero.errors import UserError
 from hetero.observe.bar import progress_bar

@@ -17,8 +17,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-if not __package__:  # Run as a script, where only tools/ itself would be importable.
+if __name__ == "__main__":  # As a script it finds tools/ alone, and perhaps another Megatron.
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+    from hetero.beside import leave_if_foreign
+
+    leave_if_foreign(core=False)  # which is a finding, and not an end
     # The ranks wait for each other in slices; PyTorch would report the end of each as a timeout.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 

@@ -20,8 +20,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-if not __package__:  # Run as a script, where only tools/ itself would be importable.
+if __name__ == "__main__":  # As a script it finds tools/ alone, and perhaps another Megatron.
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+    from hetero.beside import leave_if_foreign
+
+    leave_if_foreign()
 
 from hetero.errors import HeteroError, print_error
 from megatron.training.arguments import parse_args

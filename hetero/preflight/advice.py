@@ -59,6 +59,8 @@ def _software(facts: NodeFacts) -> Iterator[Advice]:
             "software",
             f"{line}; install with `pip install -r requirements.txt`",
         )
+    if facts.software.another_core:
+        yield Advice(Severity.PROBLEM, "software", facts.software.another_core)
     if not facts.gpus.usable:
         return
     if reason := facts.software.calls_by_python:

@@ -10,6 +10,9 @@ from pathlib import Path
 import torch
 from packaging.requirements import InvalidRequirement, Requirement
 
+from hetero.beside import core_version, require_supported_core
+from hetero.cluster import release_of
+from hetero.errors import UserError
 from hetero.native.library import LIBRARY
 from hetero.transport.verbs.native.library import why_not as no_forwarder
 from hetero.version import __version__
@@ -32,6 +35,8 @@ class SoftwareFacts:
     megatron_core: str
     unmet: tuple[str, ...]
     """Lines of requirements.txt that this environment does not fulfil, and what it has instead."""
+    another_core: str = ""
+    """What is wrong where megatron.core is imported from elsewhere than pip's."""
     calls_by_python: str = ""
     """Why Python, not C, gives a link's work to a GPU's driver."""
     rdma_by_python: str = ""
@@ -39,18 +44,19 @@ class SoftwareFacts:
 
 
 def read_software(requirements: Path) -> SoftwareFacts:
-    release, _, build = str(torch.__version__).partition("+")
+    build = str(torch.__version__).partition("+")[2]
     rocm, cuda = torch.version.hip or "", torch.version.cuda or ""
     return SoftwareFacts(
         project=__version__,
         python=platform.python_version(),
-        torch=release,
+        torch=release_of(str(torch.__version__)),
         torch_build=build or (f"rocm{rocm}" if rocm else f"cu{cuda}" if cuda else "cpu"),
         cuda=cuda,
         rocm=rocm,
         collectives=_collectives(rocm, cuda),
-        megatron_core=_installed("megatron-core"),
+        megatron_core=_core_version(),
         unmet=unmet_requirements(requirements),
+        another_core=_another_core(),
         calls_by_python=LIBRARY.why_not() or "",
         rdma_by_python=no_forwarder() or "",
     )
@@ -76,6 +82,22 @@ def unmet_requirements(file: Path) -> tuple[str, ...]:
         elif not wanted.specifier.contains(version, prereleases=True):
             unmet.append(f"{wanted} is wanted and {version} installed")
     return tuple(unmet)
+
+
+def _core_version() -> str:
+    try:
+        return core_version()
+    except UserError:
+        return ""
+
+
+def _another_core() -> str:
+    """What is wrong where another megatron-core is imported than the one that pip has installed."""
+    try:
+        require_supported_core()
+    except UserError as error:
+        return str(error) if _core_version() != _installed("megatron-core") else ""
+    return ""
 
 
 def _installed(name: str) -> str:

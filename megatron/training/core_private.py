@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib import metadata
 from typing import Any
 from unittest import mock
 
@@ -28,21 +27,8 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import get_cuda_rng_tracker, layers
 from megatron.core.transformer import attention
 
-from hetero.errors import UserError
 from hetero.groups import Groups
 from hetero.plan import Plan
-
-SUPPORTED_CORE = "0.16.1"
-
-
-def require_supported_core() -> None:
-    """Refuse any megatron-core but the one whose private parts are known."""
-    installed = metadata.version("megatron-core")
-    if installed != SUPPORTED_CORE:
-        raise UserError(
-            f"megatron-core {installed} is installed but this project knows {SUPPORTED_CORE}; "
-            f"install megatron-core=={SUPPORTED_CORE}"
-        )
 
 
 def register_groups(groups: Groups, plan: Plan, rank: int) -> None:

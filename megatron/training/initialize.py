@@ -31,7 +31,7 @@ from megatron.training.arguments import parse_args
 from megatron.training.checkpoint.folder import check_save_folder
 from megatron.training.checkpoint.lock import SaveLock
 from megatron.training.checkpoint.selection import Nothing, Selection, select
-from megatron.training.core_private import register_groups, require_supported_core
+from megatron.training.core_private import register_groups
 from megatron.training.data import Datasets, Splits, build_datasets, needs_data
 from megatron.training.dataset_checks import check_datasets, require_same_text
 from megatron.training.layout import adopt_plan_file, plan_from_args
@@ -97,7 +97,6 @@ class Job:
 
 def read_arguments(argv: Sequence[str] | None, rank: int) -> tuple[argparse.Namespace, Plan]:
     """Everything that can be refused without asking the other ranks."""
-    require_supported_core()
     args = parse_args(argv)
     if args.hetero_plan:
         adopt_plan_file(args)

@@ -134,9 +134,12 @@ def test_ranks_that_are_what_the_plan_says_are_accepted() -> None:
     check_identities(_identities(["nvidia"] * 4), HOMOGENEOUS, boundary_transport=None)
 
 
-def test_the_local_part_of_a_torch_version_is_the_vendors_own() -> None:
+@pytest.mark.parametrize(
+    "version", ["2.9.0+rocm7.1", "2.9.0a0+git1a2b3c4.nv25.8", "2.9.0.dev20251001", "2.9.0rc1"]
+)
+def test_what_follows_the_release_of_a_torch_version_is_the_vendors_own(version: str) -> None:
     identities = _identities(["amd", "amd", "nvidia", "nvidia"])
-    identities[:2] = [replace(i, torch_version="2.9.0+rocm7.1") for i in identities[:2]]
+    identities[:2] = [replace(i, torch_version=version) for i in identities[:2]]
     check_identities(identities, MIXED, boundary_transport="gloo")
 
 
@@ -144,7 +147,7 @@ def test_the_local_part_of_a_torch_version_is_the_vendors_own() -> None:
     ("field", "value", "what"),
     [
         ("project_version", "0.2.0", "versions of this project"),
-        ("torch_version", "2.8.0+rocm7.1", "PyTorch versions"),
+        ("torch_version", "2.8.0+rocm7.1", "PyTorch releases"),
         ("core_version", "0.17.0", "megatron-core versions"),
     ],
 )

@@ -5,22 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import fields
 from datetime import timedelta
-from importlib import metadata
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from hetero.errors import UserError
 from hetero.groups import Groups, build_groups
 from hetero.plan import Mesh, Plan
 from megatron.training.core_private import (
-    SUPPORTED_CORE,
     clear_groups,
     group_collection,
     register_groups,
-    require_supported_core,
 )
 from megatron.training.cpu_shim import cpu_shim
 
@@ -42,20 +38,6 @@ def groups() -> Iterator[Groups]:
 
 def _globals() -> dict[str, Any]:
     return {n: v for n, v in vars(parallel_state).items() if n.startswith("_") and n.isupper()}
-
-
-def test_the_installed_megatron_core_is_the_one_that_is_known() -> None:
-    require_supported_core()
-    assert metadata.version("megatron-core") == SUPPORTED_CORE
-
-
-def test_any_other_megatron_core_is_refused_with_both_versions(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(metadata, "version", lambda name: "0.17.0")
-    with pytest.raises(UserError, match=r"megatron-core 0\.17\.0 is installed") as error:
-        require_supported_core()
-    assert f"install megatron-core=={SUPPORTED_CORE}" in str(error.value)
 
 
 def test_registered_groups_are_what_megatron_core_finds(groups: Groups) -> None:

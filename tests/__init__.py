@@ -1,0 +1,1 @@
+"""The tests' own folder, and not the one of the same name in a checkout of Megatron-LM."""

@@ -1,0 +1,190 @@
+"""Beside a checkout of Megatron-LM: ours is imported, or one sentence says what is."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+from hetero.beside import core_version, require_own_training, require_supported_core
+from hetero.version import MEGATRON_CORE
+
+ROOT = Path(__file__).resolve().parents[2]
+INSPECT = ROOT / "tools" / "inspect_data.py"
+GUARD = "import sys; {}; import hetero.beside; hetero.beside.leave_if_foreign()"
+
+
+def checkout(folder: Path, *, core: str | None = None, one_package: bool = False) -> Path:
+    """What Megatron-LM has in the places of ours: packages that need what is not installed."""
+    packages = ["megatron/training", "megatron/training/arguments", "tools", "examples", "tests"]
+    for package in packages + ["megatron"] * one_package:
+        (folder / package).mkdir(parents=True, exist_ok=True)
+        (folder / package / "__init__.py").write_text("import six_of_another_megatron\n")
+    if core is not None:
+        (folder / "megatron/core").mkdir(parents=True)
+        (folder / "megatron/core/__init__.py").write_text("import six_of_another_megatron\n")
+        (folder / "megatron/core/package_info.py").write_text(f"__version__ = {core!r}\n")
+    return folder
+
+
+def run(
+    *words: str | Path, beside: Path, cwd: Path, **environ: str
+) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *map(str, words)],
+        env={**os.environ, "PYTHONPATH": str(beside), **environ},
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        (INSPECT, "--help"),
+        ("-m", "tools.inspect_data", "--help"),
+        (ROOT / "tools/preflight.py", "--help"),
+        (ROOT / "pretrain_gpt.py", "--help"),
+        (ROOT / "examples/quickstart/demo.py", "--help"),
+    ],
+    ids=["a tool", "a tool as a module", "preflight", "training", "the demo"],
+)
+def test_what_is_ours_wins(tmp_path: Path, words: tuple[str | Path, ...]) -> None:
+    cwd = ROOT if words[0] == "-m" else tmp_path
+    outcome = run(*words, beside=checkout(tmp_path / "Megatron-LM"), cwd=cwd)
+    assert outcome.returncode == 0, outcome.stderr
+
+
+def test_it_wins_in_processes_that_ours_start(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import multiprocessing, sys\n"
+        f"sys.path.insert(0, {str(ROOT)!r})\n"
+        "def show(queue):\n"
+        "    import megatron.training\n"
+        "    queue.put(megatron.training.__file__)\n"
+        "if __name__ == '__main__':\n"
+        "    spawn = multiprocessing.get_context('spawn')\n"
+        "    queue = spawn.Queue()\n"
+        "    spawn.Process(target=show, args=(queue,)).start()\n"
+        "    print(queue.get(timeout=60))\n"
+    )
+    outcome = run(script, beside=checkout(tmp_path / "Megatron-LM"), cwd=tmp_path)
+    assert outcome.stdout.strip() == str(ROOT / "megatron/training/__init__.py"), outcome.stderr
+
+
+@pytest.mark.parametrize("script", [INSPECT, ROOT / "pretrain_gpt.py"], ids=["a tool", "training"])
+@pytest.mark.parametrize(
+    ("contents", "words"),
+    [
+        ({"core": "0.18.0"}, ("core/__init__.py, version 0.18.0", f"for {MEGATRON_CORE}")),
+        ({"one_package": True}, ("megatron/__init__.py, and not this project's", "training")),
+    ],
+    ids=["another core", "Megatron-LM before 2024"],
+)
+def test_another_megatron_that_wins_is_named_once_with_exit_code_2(
+    tmp_path: Path, script: Path, contents: dict, words: tuple[str, ...]
+) -> None:
+    beside = checkout(tmp_path / "Megatron-LM", **contents)
+    outcome = run(script, "--help", beside=beside, cwd=tmp_path)
+    assert outcome.returncode == 2, outcome.stderr
+    (line,) = outcome.stderr.splitlines()
+    assert line.startswith(f"error: megatron.{words[-1] if 'one_package' in contents else 'core'}")
+    for word in (*words, f"take {beside} out of PYTHONPATH"):
+        assert word in line
+    second = run(script, "--help", beside=beside, cwd=tmp_path, LOCAL_RANK="1")
+    assert (second.returncode, second.stderr) == (2, "")
+
+
+def test_another_training_is_named_where_ours_is_installed_behind_it(tmp_path: Path) -> None:
+    """As with an own script: Python puts PYTHONPATH before what pip installed."""
+    site = tmp_path / "site"
+    site.mkdir()
+    for package in ("hetero", "megatron"):
+        (site / package).symlink_to(ROOT / package)
+    beside = checkout(tmp_path / "Megatron-LM")
+    outcome = run(
+        "-P", "-c", GUARD.format(f"sys.path.append({str(site)!r})"), beside=beside, cwd=tmp_path
+    )
+    assert outcome.returncode == 2, outcome.stderr
+    assert "megatron/training/__init__.py, and not this project's" in outcome.stderr
+
+
+def test_no_megatron_core_at_all_is_said(tmp_path: Path) -> None:
+    # -S leaves out what pip installed.
+    outcome = run(
+        "-S",
+        "-c",
+        GUARD.format(f"sys.path.insert(0, {str(ROOT)!r})"),
+        beside=tmp_path,
+        cwd=tmp_path,
+    )
+    assert outcome.returncode == 2, outcome.stderr
+    assert "megatron-core is not installed" in outcome.stderr
+    assert f"pip install megatron-core=={MEGATRON_CORE}" in outcome.stderr
+
+
+def test_this_environment_is_as_it_should_be() -> None:
+    require_own_training()
+    require_supported_core()
+    assert core_version() == MEGATRON_CORE
+
+
+# PyTorch as the vendors' images bring it.
+
+VENDORS_OWN = ["2.11.0a0+git1a2b3c4.nv25.8", "2.12.0a0+0123abcd", "2.11.0+rocm6.4.gitabc", "2.13.0"]
+
+
+def torch_requirement() -> str:
+    lines = (ROOT / "requirements.txt").read_text().splitlines()
+    return next(line for line in lines if line.startswith("torch"))
+
+
+@pytest.mark.parametrize("version", VENDORS_OWN)
+def test_a_vendors_pytorch_satisfies_the_requirement(version: str) -> None:
+    assert Requirement(torch_requirement()).specifier.contains(version)
+
+
+@pytest.mark.parametrize("version", ["2.10.0", "2.14.0a0+git1", "2.14.0"])
+def test_a_release_out_of_range_does_not(version: str) -> None:
+    assert not Requirement(torch_requirement()).specifier.contains(version, prereleases=True)
+
+
+def wheel(folder: Path, version: str) -> Path:
+    """A torch without contents, as pip takes it."""
+    path = folder / f"torch-{version}-py3-none-any.whl"
+    info = f"torch-{version}.dist-info"
+    with zipfile.ZipFile(path, "w") as file:
+        file.writestr(
+            f"{info}/METADATA", f"Metadata-Version: 2.1\nName: torch\nVersion: {version}\n"
+        )
+        file.writestr(
+            f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+        )
+        file.writestr(f"{info}/RECORD", "")
+    return path
+
+
+def test_pip_keeps_a_vendors_pre_release(tmp_path: Path) -> None:
+    """`--dry-run` in a place of its own, with a newer torch to be had from a folder."""
+    index, site = tmp_path / "index", tmp_path / "site"
+    index.mkdir()
+    subprocess.run(
+        [sys.executable, "-m", "venv", "--without-pip", str(site)], check=True, capture_output=True
+    )
+    pip = [sys.executable, "-m", "pip", "--python", str(site / "bin/python"), "install"]
+    pip += ["--no-index", "--disable-pip-version-check"]
+    own = wheel(tmp_path, VENDORS_OWN[0])
+    subprocess.run([*pip, "--quiet", "--no-deps", str(own)], check=True, capture_output=True)
+    wheel(index, "2.13.0")
+    asked = [*pip, "--dry-run", "--find-links", str(index), torch_requirement()]
+    kept = subprocess.run(asked, capture_output=True, text=True, check=True).stdout
+    assert f"already satisfied: {torch_requirement().split('>')[0]}" in kept
+    assert "Would install" not in kept
