@@ -8,16 +8,19 @@ it goes through the rendezvous store, which works while nothing else does.
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import json
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from typing import Any, Protocol
 
 from torch.distributed import DistNetworkError
 
-from hetero.errors import UserError
+from hetero.errors import HeteroError, UserError
+from hetero.waiting import Intervals, Waiting, name_ranks
 
 _PULSE_SECONDS = 1.0
 _FIRST_PAUSE_SECONDS = 0.002
@@ -46,8 +49,20 @@ class AgreedError(UserError):
 class Agreement:
     """One rank's side of the agreement. `close` ends its pulse."""
 
-    def __init__(self, store: Store, *, rank: int, world_size: int, timeout: float) -> None:
+    def __init__(
+        self,
+        store: Store,
+        *,
+        rank: int,
+        world_size: int,
+        timeout: float,
+        place: str = "",
+        intervals: Intervals | None = None,
+    ) -> None:
+        """`place` is where the ranks meet, in words; `intervals` are those of a wait's lines."""
         self._store = store
+        self._at = f" at {place}" if place else ""
+        self._intervals = intervals
         self._rank = rank
         self._world_size = world_size
         self._timeout = timeout
@@ -83,6 +98,64 @@ class Agreement:
         except Exception:  # the store is gone, and so are those who would have read it
             return
 
+    @contextlib.contextmanager
+    def together(self, what: str) -> Iterator[None]:
+        """Around what the ranks do together without this agreement, such as opening groups.
+
+        Whoever is missing is named while it lasts; an error on the way is a UserError that names
+        those who never came to it, if there are any.
+        """
+        mine = f"hetero/{{}}/{what}/{self._rank}"
+        self._store.set(mine.format("began"), "1")
+        over = threading.Event()
+        watch = threading.Thread(target=self._watch, args=(what, over), name=what, daemon=True)
+        watch.start()
+        try:
+            yield
+            self._store.set(mine.format("done"), "1")
+        except HeteroError:
+            raise
+        except Exception as error:
+            if absent := self._absent(f"began/{what}"):
+                raise UserError(
+                    f"{name_ranks(absent, self._world_size)} did not come to the {what}"
+                    f"{self._at} in time; see its log, and whether it hangs"
+                ) from error
+            raise
+        finally:
+            over.set()
+
+    def _watch(self, what: str, over: threading.Event) -> None:
+        try:
+            # A connection of its own: the other may be held by a wait of minutes.
+            apart = copy.copy(self)
+            apart._store = self._store.clone()  # type: ignore[attr-defined]
+            waiting = Waiting(self._intervals)
+            while not over.wait(_LONGEST_PAUSE_SECONDS):
+                waiting.tell(lambda: apart._whom_to_open(what))
+        except Exception:  # the store is gone; the main thread meets the same and reports it
+            return
+
+    def _whom(self, phase: str) -> str | None:
+        """Whom the ranks wait for, if this is the first of those who do."""
+        absent = self._absent(f"agree/{phase}")
+        here = set(range(self._world_size)) - set(absent)
+        if not absent or self._rank != min(here):
+            return None
+        return f"{name_ranks(absent, self._world_size)}{self._at}"
+
+    def _whom_to_open(self, what: str) -> str | None:
+        """The same of what is opened together: those who never came, or else are still at it."""
+        absent, busy = self._absent(f"began/{what}"), self._absent(f"done/{what}")
+        if self._rank != min(set(busy) - set(absent), default=None):
+            return None
+        verb = "come to" if absent else "finish"
+        return f"{name_ranks(absent or busy, self._world_size)} to {verb} the {what}{self._at}"
+
+    def _absent(self, kind: str) -> list[int]:
+        keys = {rank: f"hetero/{kind}/{rank}" for rank in range(self._world_size)}
+        return [rank for rank, key in keys.items() if not self._store.check([key])]
+
     def part(self, seconds: float = 10.0) -> None:
         """End together after an error that all ranks know of. Rank 0 has printed it by now.
 
@@ -114,10 +187,11 @@ class Agreement:
     def _collect(self, phase: str, error: Exception | None) -> list[dict[str, Any]]:
         patience = self._timeout if error is None else min(self._timeout, _PATIENCE_WITH_AN_ERROR)
         deadline = time.monotonic() + patience
+        waiting = Waiting(self._intervals)
         records: list[dict[str, Any]] = []
         for rank in range(self._world_size):
             try:
-                self._wait_for(rank, phase, deadline)
+                self._wait_for(rank, phase, deadline, waiting)
                 records.append(json.loads(self._store.get(self._key(phase, rank))))
             except DistNetworkError as failure:
                 raise UserError(
@@ -132,7 +206,7 @@ class Agreement:
                 raise
         return records
 
-    def _wait_for(self, rank: int, phase: str, deadline: float) -> None:
+    def _wait_for(self, rank: int, phase: str, deadline: float, waiting: Waiting) -> None:
         """Wait for a rank's word of this phase, as long as it shows that it lives."""
         # Rank 0 speaks for all, unless it is the one that is missing.
         missing = UserError if rank == 0 else AgreedError
@@ -141,6 +215,7 @@ class Agreement:
             slice_seconds = min(_PULSE_SECONDS, max(0.05, deadline - time.monotonic()))
             if self._comes(self._key(phase, rank), slice_seconds):
                 return
+            waiting.tell(lambda: self._whom(phase))
             now = time.monotonic()
             if failed := self._read(f"hetero/failed/{rank}"):
                 raise missing(f"rank {rank} failed: {failed}")
@@ -153,10 +228,11 @@ class Agreement:
                     f"{phase}; see its log"
                 )
             if now > deadline:
+                absent = name_ranks(self._absent(f"agree/{phase}"), self._world_size)
                 raise missing(
-                    f"rank {rank} did not come within {self._timeout:g} s while the ranks "
-                    f"compared their {phase}; see whether it was started, can reach rank 0's "
-                    "host, and what its own log says"
+                    f"{absent or f'rank {rank}'} did not come within {self._timeout:g} s while "
+                    f"the ranks compared their {phase}; see whether it was started, can reach "
+                    "rank 0's host, and what its own log says"
                 )
 
     def _comes(self, key: str, seconds: float) -> bool:

@@ -17,6 +17,7 @@ from hetero.beside import core_version
 from hetero.errors import UserError
 from hetero.plan import VENDORS, Plan
 from hetero.version import __version__
+from hetero.waiting import spans
 
 VENDOR_VARIABLE = "HETERO_VENDOR"
 _COUNT = re.compile(r"[1-9][0-9]{0,4}")
@@ -117,24 +118,12 @@ def release_of(version: str) -> str:
         return version.partition("+")[0]
 
 
-def _spans(ranks: Sequence[int]) -> str:
-    """Ranks as people write them: 'rank 3', 'ranks 0-3, 8'."""
-    spans: list[list[int]] = []
-    for rank in sorted(ranks):
-        if spans and rank == spans[-1][1] + 1:
-            spans[-1][1] = rank
-        else:
-            spans.append([rank, rank])
-    text = ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in spans)
-    return f"rank {text}" if len(ranks) == 1 else f"ranks {text}"
-
-
 def _require_equal(identities: Sequence[RankIdentity], values: Sequence[str], *, what: str) -> None:
     by_value: dict[str, list[int]] = {}
     for identity, value in zip(identities, values, strict=True):
         by_value.setdefault(value, []).append(identity.rank)
     if len(by_value) > 1:
-        sides = "; ".join(f"{_spans(ranks)} {value}" for value, ranks in by_value.items())
+        sides = "; ".join(f"{spans(ranks)} {value}" for value, ranks in by_value.items())
         raise UserError(f"the ranks run different {what}: {sides}; install the same on every node")
 
 

@@ -1,6 +1,10 @@
 """The errors a user is meant to read: one sentence that says what is wrong and what to do."""
 
+import json
+import os
 import sys
+import time
+from pathlib import Path
 
 
 class HeteroError(Exception):
@@ -45,3 +49,23 @@ def print_error(text: str) -> None:
     `print` writes the end of the line by itself: two ranks' sentences would run into one line.
     """
     print(f"error: {text}\n", end="", file=sys.stderr, flush=True)
+
+
+def leave_word(
+    text: str, *, printed: bool, known_to_all: bool = False, consequence: bool = False
+) -> None:
+    """Leave for the launcher why this process ends, in the error file that it named.
+
+    The format is torchelastic's. What it has no place for is for `hetero.run`: whether this process
+    has `printed` the text, whether all ranks know it, and whether it is but the `consequence` of
+    another's end.
+    """
+    file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not file:
+        return
+    extra = {"py_callstack": text, "timestamp": str(int(time.time()))}
+    ours = {"printed": printed, "known_to_all": known_to_all, "consequence": consequence}
+    try:
+        Path(file).write_text(json.dumps({"message": {"message": text, "extraInfo": extra | ours}}))
+    except OSError:  # the text stands on stderr too
+        return

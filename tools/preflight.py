@@ -28,7 +28,7 @@ if __name__ == "__main__":  # As a script it finds tools/ alone, and perhaps ano
 from hetero.agreement import Agreement
 from hetero.errors import HeteroError, UserError
 from hetero.preflight.session import Report, Settings, Together, check_alone
-from megatron.training.rendezvous import environment_rank, open_store
+from megatron.training.rendezvous import environment_rank, meeting_point, open_store
 from tools import command_line
 
 _REQUIREMENTS = Path(__file__).resolve().parent.parent / "requirements.txt"
@@ -96,7 +96,9 @@ def _check(options: argparse.Namespace, rank: int, world_size: int) -> Report:
         _tell(report, options)
         return report
     store = open_store(rank, world_size, _PATIENCE)
-    agreement = Agreement(store, rank=rank, world_size=world_size, timeout=_PATIENCE)
+    agreement = Agreement(
+        store, rank=rank, world_size=world_size, timeout=_PATIENCE, place=meeting_point()
+    )
     try:
         report = Together(settings, rank=rank, store=store, agreement=agreement).check()
         if rank == 0:

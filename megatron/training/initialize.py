@@ -21,7 +21,7 @@ from megatron.core import tensor_parallel
 
 from hetero.agreement import AgreedError, Agreement
 from hetero.cluster import RankIdentity, check_identities, identify, running_vendor
-from hetero.errors import HeteroError, UserError, print_error
+from hetero.errors import HeteroError, LinkError, UserError, leave_word, print_error
 from hetero.groups import Groups, build_groups
 from hetero.pipeline.links import Opening, PipelineLinks, open_links
 from hetero.plan import Coordinate, Plan
@@ -37,7 +37,7 @@ from megatron.training.dataset_checks import check_datasets, require_same_text
 from megatron.training.layout import adopt_plan_file, plan_from_args
 from megatron.training.optimizer import RankStatistics
 from megatron.training.recorder import check_outputs
-from megatron.training.rendezvous import environment_rank, open_store
+from megatron.training.rendezvous import environment_rank, meeting_point, open_store
 from megatron.training.tokenizer.build import build_tokenizer
 from megatron.training.tokenizer.vocabulary import embedding_rows
 from megatron.training.tokenizer.wrapper import tokenizer_digest
@@ -188,7 +188,11 @@ class Starter:
         timeout = 60.0 * (args.distributed_timeout_minutes if args is not None else 10)
         store = open_store(self.rank, self.world_size, timeout)
         self.agreement = Agreement(
-            store, rank=self.rank, world_size=self.world_size, timeout=timeout
+            store,
+            rank=self.rank,
+            world_size=self.world_size,
+            timeout=timeout,
+            place=meeting_point(),
         )
         identities, device = self._meet(args, plan, problem)
         if args is None or plan is None:
@@ -319,38 +323,40 @@ class Starter:
         default = "gloo" if device.type == "cpu" else "cpu:gloo"
         if device.type == "cuda" and not mixed:
             default = f"cpu:gloo,cuda:{vendor_backend}"
-        dist.init_process_group(
-            default,
-            store=dist.PrefixStore("hetero/default", store),
-            rank=self.rank,
-            world_size=self.world_size,
-            timeout=timedelta(seconds=timeout),
-        )
-        groups = build_groups(
-            plan,
-            self.rank,
-            vendor_backend=vendor_backend,
-            timeout=timedelta(seconds=timeout),
-            crossing_timeout=timedelta(seconds=args.hetero_timeout),
-        )
+        with self._agreed().together("process groups"):
+            dist.init_process_group(
+                default,
+                store=dist.PrefixStore("hetero/default", store),
+                rank=self.rank,
+                world_size=self.world_size,
+                timeout=timedelta(seconds=timeout),
+            )
+            groups = build_groups(
+                plan,
+                self.rank,
+                vendor_backend=vendor_backend,
+                timeout=timedelta(seconds=timeout),
+                crossing_timeout=timedelta(seconds=args.hetero_timeout),
+            )
         register_groups(groups, plan, self.rank)
         coordinate = plan.coordinate(self.rank)
         seed_everything(args, coordinate)
         job_name = self._agreed().exchange("job", payload={"name": uuid.uuid4().hex})[0]["name"]
         links = None
         if args.hetero_pipeline:
-            links = open_links(
-                plan,
-                self.rank,
-                Opening(
-                    boundary_transport=args.hetero_transport,
-                    device=device,
-                    store=dist.PrefixStore("hetero/links", store),
-                    job=job_name,
-                    timeout=args.hetero_timeout,
-                    channel=_channel_options(args),
-                ),
-            )
+            with self._agreed().together("links"):
+                links = open_links(
+                    plan,
+                    self.rank,
+                    Opening(
+                        boundary_transport=args.hetero_transport,
+                        device=device,
+                        store=dist.PrefixStore("hetero/links", store),
+                        job=job_name,
+                        timeout=args.hetero_timeout,
+                        channel=_channel_options(args),
+                    ),
+                )
         self._agreed().close()
         return Job(
             args=args,
@@ -372,9 +378,16 @@ class Starter:
 
         What all know one rank of each node says, as nobody sees the other nodes' consoles.
         """
-        if self.rank == 0 or self.local_rank == 0 or not error.known_to_all:
+        speaks = self.rank == 0 or self.local_rank == 0 or not error.known_to_all
+        if speaks:
             where = "" if self.world_size == 1 or error.known_to_all else f"rank {self.rank}: "
             print_error(f"{where}{error}")
+        leave_word(
+            str(error),
+            printed=speaks,
+            known_to_all=error.known_to_all,
+            consequence=isinstance(error, LinkError),
+        )
         if error.known_to_all and self.agreement is not None:
             self.agreement.part()
 

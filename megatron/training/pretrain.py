@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from hetero.errors import HeteroError, print_error
+from hetero.errors import HeteroError, leave_word, print_error
 
 if TYPE_CHECKING:
     from megatron.training.initialize import Starter
@@ -63,13 +63,16 @@ def _explain(rank: int, error: Exception) -> None:
     if isinstance(error, BrokenPipeError):
         return
     if re.search(r"gloo|NCCL|[Cc]onnection (closed|reset|refused)", text):
-        print_error(
-            f"rank {rank}: a collective failed ({_reason(text)}); another rank has "
-            "probably ended: its own message says why"
+        sentence = (
+            f"a collective failed ({_reason(text)}); another rank has probably ended: its own "
+            "message says why"
         )
+        print_error(f"rank {rank}: {sentence}")
+        leave_word(sentence, printed=True, consequence=True)
         return
     trace = "".join(traceback.format_exception(error)).rstrip("\n")
     print_error(f"rank {rank} failed:\n{trace}")
+    leave_word(f"{type(error).__name__}: {error}", printed=True)
 
 
 def _reason(text: str) -> str:

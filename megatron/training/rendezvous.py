@@ -10,6 +10,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from hetero.errors import UserError
+from hetero.waiting import Waiting
 
 
 def environment_rank() -> tuple[int, int, int]:
@@ -29,6 +30,11 @@ def environment_rank() -> tuple[int, int, int]:
             f"RANK={rank} is not below WORLD_SIZE={world_size}; start this program with torchrun"
         )
     return rank, world_size, local_rank
+
+
+def meeting_point() -> str:
+    """Where the ranks meet, as people write it."""
+    return f"{os.environ.get('MASTER_ADDR', '')}:{os.environ.get('MASTER_PORT', '')}"
 
 
 def open_store(rank: int, world_size: int, timeout: float) -> dist.Store:
@@ -68,16 +74,21 @@ def open_store(rank: int, world_size: int, timeout: float) -> dist.Store:
 
 def _await_listener(host: str, port: int, rank: int, timeout: float) -> None:
     """Wait until somebody listens there. The store's own client would fill the log meanwhile."""
-    deadline = time.monotonic() + timeout
+    deadline, waiting, reason = time.monotonic() + timeout, Waiting(), ""
+    # One rank of a node speaks for those that share its way to the others.
+    speaks = os.environ.get("LOCAL_RANK", "0") == "0"
     while True:
         try:
             with socket.create_connection((host, port), timeout=5.0):
                 return
         except OSError as error:
+            reason = error.strerror or str(error)
             if time.monotonic() > deadline:
                 raise UserError(
                     f"nobody listens at {host}:{port}, where rank {rank} was told to meet the "
-                    f"others ({error.strerror or error}), for {timeout:.0f} s; see that rank 0 "
+                    f"others ({reason}), for {timeout:.0f} s; see that rank 0 "
                     "was started and that this address can be reached from here"
                 ) from error
+        if speaks:
+            waiting.tell(f"rank 0 at {host}:{port} ({reason}; this is rank {rank})")
         time.sleep(0.2)

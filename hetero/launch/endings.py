@@ -1,0 +1,105 @@
+"""Which of the processes that ended badly is the cause of it, and the sentence that says so."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+_ORDERED_SECONDS = 2
+"""Ends within so long of the first may have been noticed in any order."""
+_FROM_OUTSIDE = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT})
+_ALONE = frozenset({signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE})
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How one process ended, as its launcher saw it."""
+
+    rank: int
+    host: str
+    code: int
+    """Its exit code, or minus the signal that ended it."""
+    time: int = 0
+    """Seconds since the epoch."""
+    text: str = ""
+    """Why, in its own words, where it left them in its error file."""
+    printed: bool = False
+    known_to_all: bool = False
+    consequence: bool = False
+
+    @property
+    def is_cause(self) -> bool:
+        """Whether it ended of itself, as far as can be seen from here."""
+        return not self.consequence and -self.code not in _FROM_OUTSIDE
+
+    @property
+    def exit_code(self) -> int:
+        """What a launcher returns that ends because of it, as shells do for signals."""
+        return self.code if self.code >= 0 else 128 - self.code
+
+    def sentence(self, *, out_of_memory: bool = False) -> str:
+        """What a person has to know who sees nothing else."""
+        who = f"rank {self.rank} on {self.host}"
+        if self.text:
+            return self.text if self.known_to_all else f"{who}: {self.text}"
+        if self.code >= 0:
+            return f"{who} ended with exit code {self.code}; what it printed is above"
+        name = _signal_name(-self.code)
+        if -self.code == signal.SIGKILL:
+            memory = "the host ran out of memory" if out_of_memory else "did memory run out?"
+            return f"{who} was killed by {name}; {memory}"
+        return f"{who} was ended by {name}; what it printed is above"
+
+
+def ending_of(rank: int, host: str, failure: Any) -> Ending:
+    """From a ProcessFailure of torchelastic's, with or without an error file."""
+    message = failure.message if Path(failure.error_file).is_file() else ""
+    extra: Mapping[str, Any] = {}
+    if isinstance(message, Mapping):
+        extra, message = message.get("extraInfo", {}), message.get("message", "")
+    return Ending(
+        rank=rank,
+        host=host,
+        code=failure.exitcode,
+        time=failure.timestamp,
+        text=str(message),
+        printed=bool(extra.get("printed")),
+        known_to_all=bool(extra.get("known_to_all")),
+        consequence=bool(extra.get("consequence")),
+    )
+
+
+def find_cause(endings: Iterable[Ending]) -> Ending:
+    """The end that the others follow from. There must be one at least."""
+    endings = list(endings)
+    first = min(ending.time for ending in endings)
+    early = [ending for ending in endings if ending.time <= first + _ORDERED_SECONDS]
+    return min(early, key=lambda ending: (_rank_as_cause(ending), ending.time, ending.rank))
+
+
+def _rank_as_cause(ending: Ending) -> int:
+    if -ending.code in _ALONE:
+        return 0
+    if not ending.is_cause:
+        return 3
+    return 1 if ending.text else 2
+
+
+def is_said(cause: Ending, endings: Sequence[Ending]) -> bool:
+    """Whether the last thing on this node's screen is already what the cause says.
+
+    So it is if one of its processes has printed it, and none anything else at its end.
+    """
+    printed = {ending.text for ending in endings if ending.printed}
+    accounted = all(ending.text or -ending.code in _FROM_OUTSIDE for ending in endings)
+    return accounted and printed == {cause.text}
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"

@@ -1,0 +1,81 @@
+"""Why a node's processes ended, told to the launchers of the other nodes."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict
+
+from torch.distributed import PrefixStore
+from torch.distributed.elastic.rendezvous import RendezvousInfo
+
+from hetero.launch.endings import Ending
+
+_PAUSE = 0.2
+_PATIENCE = 5.0
+"""Seconds for the other nodes to notice what this one has."""
+_GRACE = 15.0
+"""Seconds for processes to end of themselves after those of another node."""
+
+
+class News:
+    """One launcher's side, over the store of its rendezvous.
+
+    Everything here is an extra for a person who reads: whatever fails, fails silently.
+    """
+
+    def __init__(self, info: RendezvousInfo, *, grace: float = _GRACE) -> None:
+        # A connection of its own: torchelastic may wait for minutes on the other.
+        self._store = PrefixStore("hetero/news", info.store).clone()  # type: ignore[attr-defined]
+        self._node, self._nodes = info.rank, info.world_size
+        self._grace = grace
+        self._over = threading.Event()
+        self.ended_for: Ending | None = None
+        """The other node's process for whose end this node's were ended."""
+
+    def watch(self, end: Callable[[], None]) -> None:
+        """Call `end` if a process of another node is the cause of an end, and ours go on."""
+        threading.Thread(target=self._watch, args=(end,), name="news", daemon=True).start()
+
+    def _watch(self, end: Callable[[], None]) -> None:
+        while not self._over.wait(_PAUSE):
+            cause = self._cause_elsewhere()
+            if cause is not None and not self._over.wait(self._grace):
+                self.ended_for = cause
+                end()
+                return
+
+    def settle(self, own: Ending) -> Ending:
+        """Tell the others; return the cause, which may lie with them."""
+        self._over.set()
+        with suppress(Exception):
+            self._store.set(f"ending/{self._node}", json.dumps(asdict(own)))
+        cause, deadline = own, time.monotonic() + _PATIENCE
+        while not cause.is_cause and time.monotonic() < deadline:
+            time.sleep(_PAUSE)
+            cause = self._cause_elsewhere() or own
+        return cause
+
+    def part(self) -> None:
+        """Node 0's launcher hosts the store: it stays until the others have read, for a while."""
+        self._over.set()
+        with suppress(Exception):
+            self._store.set(f"left/{self._node}", "1")
+            others = [f"left/{node}" for node in range(self._nodes) if node != self._node]
+            deadline = time.monotonic() + _PATIENCE
+            while self._node == 0 and others and time.monotonic() < deadline:
+                others = [key for key in others if not self._store.check([key])]
+                time.sleep(_PAUSE if others else 0)
+
+    def _cause_elsewhere(self) -> Ending | None:
+        with suppress(Exception):
+            for node in range(self._nodes):
+                key = f"ending/{node}"
+                if node != self._node and self._store.check([key]):
+                    ending = Ending(**json.loads(self._store.get(key)))
+                    if ending.is_cause:
+                        return ending
+        return None

@@ -1,0 +1,248 @@
+"""Start a program on the processes of this node, as torchrun does, with its flags.
+
+    python -m hetero.run --nproc-per-node 8 pretrain_gpt.py --num-layers 32 ...
+
+Unlike torchrun it says whom it waits for, ends with one sentence that names the cause with its rank
+and host, and returns that rank's exit code: 2 for bad input, 1 for a failure, 128 plus the signal's
+number where one ended it, so 130 after Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib.util
+import io
+import logging
+import os
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import uuid
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+
+if __name__ == "__main__":
+    # PyTorch reads it at its import, and would report the end of a store with its stack.
+    _HUSHED = "TORCH_CPP_LOG_LEVEL" not in os.environ
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
+
+from torch.distributed import DistError
+from torch.distributed import run as torchrun
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.rendezvous import (
+    RendezvousError,
+    RendezvousInfo,
+    RendezvousParameters,
+    rendezvous_handler_registry,
+)
+
+from hetero.errors import UserError, print_error
+from hetero.launch.endings import ending_of, find_cause, is_said
+from hetero.launch.meeting import BACKEND, Meeting, Place
+from hetero.launch.memory import kills_for_memory
+from hetero.launch.news import News
+from hetero.waiting import Intervals
+
+_PATIENCE = 600.0
+
+
+def main(argv: Sequence[str] | None = None, *, intervals: Intervals | None = None) -> int:
+    """Run the launcher; return its exit code. Once in a process, as torchelastic's registry is."""
+    try:
+        options = _parse(argv)
+        with _quiet_torch(), _own_log_folder(options):
+            place = _find_place(options, intervals or Intervals())
+            _check_program(options)
+            _share_cores(place.processes)
+            with _as_bad_input():
+                torchrun.config_from_args(options)
+            return _Launcher(place).run(options)
+    except UserError as error:
+        print_error(str(error))
+        return error.exit_code
+    except KeyboardInterrupt:
+        return _interrupted(signal.SIGINT)
+
+
+class _Launcher:
+    """One run of torchelastic's agent, and what is said of it."""
+
+    def __init__(self, place: Place) -> None:
+        self._place = place
+        self._news: News | None = None
+        self._memory_kills = kills_for_memory()
+
+    def run(self, options: argparse.Namespace) -> int:
+        rendezvous_handler_registry.register(BACKEND, self._meeting)
+        try:
+            torchrun.run(options)
+        except ChildFailedError as failed:
+            return self._explain(failed)
+        except SignalException as stopped:
+            return self._stopped(signal.Signals(stopped.sigval))
+        except (RendezvousError, DistError) as error:
+            raise UserError(
+                f"the launchers lost their meeting at {self._place.endpoint} "
+                f"({str(error).splitlines()[0]}); see what the launcher of node 0 says"
+            ) from error
+        finally:
+            if self._news is not None:
+                self._news.part()
+            _end_children()
+        return 0
+
+    def _meeting(self, parameters: RendezvousParameters) -> Meeting:
+        return Meeting(self._place, parameters, self._met)
+
+    def _met(self, info: RendezvousInfo) -> None:
+        if info.world_size > 1 and self._news is None:
+            self._news = News(info)
+            self._news.watch(lambda: os.kill(os.getpid(), signal.SIGTERM))
+
+    def _explain(self, failed: ChildFailedError) -> int:
+        host = socket.gethostname()
+        endings = [ending_of(rank, host, failure) for rank, failure in failed.failures.items()]
+        cause = find_cause(endings)
+        if self._news is not None:
+            cause = self._news.settle(cause)
+        if not is_said(cause, endings):
+            out_of_memory = kills_for_memory() > self._memory_kills and cause.host == host
+            print_error(cause.sentence(out_of_memory=out_of_memory))
+        return cause.exit_code
+
+    def _stopped(self, number: signal.Signals) -> int:
+        if self._news is not None and (cause := self._news.ended_for) is not None:
+            print_error(cause.sentence())
+            return cause.exit_code
+        return _interrupted(number)
+
+
+def _interrupted(number: signal.Signals) -> int:
+    what = "interrupted" if number == signal.SIGINT else f"ended by {number.name}"
+    print_error(f"{what}; so are the processes of {socket.gethostname()}")
+    return 128 + number
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = torchrun.get_args_parser()
+    parser.prog, parser.description = "python -m hetero.run", (__doc__ or "").splitlines()[0]
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said):
+            return parser.parse_args(argv)
+    except SystemExit as stop:
+        if not stop.code:
+            raise
+        reason = said.getvalue().strip().rpartition("error: ")[2]
+        raise UserError(f"{reason}; --help lists the flags, which are torchrun's") from None
+
+
+def _find_place(options: argparse.Namespace, intervals: Intervals) -> Place:
+    """Where the nodes meet; makes torchelastic take the meeting of this project for it."""
+    with _as_bad_input(f"--nnodes {options.nnodes}: "):
+        _, nodes = torchrun.parse_min_max_nnodes(options.nnodes)
+    with _as_bad_input(f"--nproc-per-node {options.nproc_per_node}: "):
+        processes = torchrun.determine_local_world_size(options.nproc_per_node)
+    with _as_bad_input(f"--rdzv-conf {options.rdzv_conf}: "):
+        pairs = [part.partition("=") for part in options.rdzv_conf.split(",")]
+        configured = {key.strip(): value for key, _, value in pairs}
+        own = configured.get("timeout") or _PATIENCE
+        timeout = float(configured.get("join_timeout") or own)
+    if processes < 1:
+        raise UserError(f"--nproc-per-node is {processes}; give 1 or more")
+    alone = nodes == 1 and not options.rdzv_endpoint and options.master_port is None
+    backend = options.rdzv_backend
+    if options.standalone or (backend == "static" and alone):
+        backend, endpoint, options.rdzv_id = "c10d", "localhost:0", str(uuid.uuid4())
+    else:
+        endpoint = options.rdzv_endpoint or f"{options.master_addr}:{options.master_port or 29500}"
+    if backend == "static":
+        if not 0 <= options.node_rank < nodes:
+            raise UserError(
+                f"--node-rank is {options.node_rank} and there are {nodes} nodes; "
+                f"give 0 to {nodes - 1}"
+            )
+        if not endpoint.rpartition(":")[2].isdecimal():
+            raise UserError(f"the meeting point {endpoint!r} has no port; give HOST:PORT")
+    options.standalone, options.rdzv_backend, options.rdzv_endpoint = False, BACKEND, endpoint
+    return Place(
+        backend=backend,
+        endpoint=endpoint,
+        nodes=nodes,
+        node_rank=options.node_rank,
+        processes=processes,
+        intervals=intervals,
+        timeout=timeout,
+    )
+
+
+def _share_cores(processes: int) -> None:
+    """Give each process its share of the cores; torchrun gives it one, and says so at length."""
+    if processes > 1:
+        share = len(os.sched_getaffinity(0)) // processes
+        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, share)))
+
+
+def _check_program(options: argparse.Namespace) -> None:
+    """Refuse what would fail on every rank, each with a traceback."""
+    program = options.training_script
+    if options.no_python and options.module:
+        raise UserError("--no-python and --module exclude each other; give one of them")
+    if options.no_python:
+        if shutil.which(program) is None:
+            raise UserError(f"there is no program {program}; give a path, or a name on PATH")
+    elif options.module:
+        if importlib.util.find_spec(program.partition(".")[0]) is None:
+            raise UserError(f"there is no module {program}; see the folder and PYTHONPATH")
+    elif not Path(program).exists():
+        raise UserError(f"there is no file {program}; the script comes after the launcher's flags")
+
+
+@contextmanager
+def _as_bad_input(flag: str = "") -> Iterator[None]:
+    try:
+        yield
+    except (ValueError, RuntimeError, AssertionError) as error:
+        reason = str(error).strip().rstrip(".")
+        raise UserError(f"{flag}{reason}; --help lists the flags, which are torchrun's") from error
+
+
+@contextmanager
+def _quiet_torch() -> Iterator[None]:
+    """Leave out what torchelastic logs of every failure, unless the user has set a level."""
+    if "LOGLEVEL" not in os.environ:
+        for name in logging.root.manager.loggerDict:
+            if name.startswith(("torch.distributed.elastic", "torch.distributed.run")):
+                logging.getLogger(name).setLevel(logging.CRITICAL + 1)
+    yield
+
+
+@contextmanager
+def _own_log_folder(options: argparse.Namespace) -> Iterator[None]:
+    """Where the ranks' error files go; torchrun would leave a folder behind for each run."""
+    if options.log_dir is not None:
+        yield
+        return
+    with tempfile.TemporaryDirectory(prefix="hetero-run-") as folder:
+        options.log_dir = folder
+        yield
+
+
+def _end_children() -> None:
+    """End what is left of this node's processes, as after a second Ctrl-C."""
+    for child in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            child.kill()
+
+
+if __name__ == "__main__":
+    if _HUSHED:  # The processes it starts report as ever.
+        del os.environ["TORCH_CPP_LOG_LEVEL"]
+    sys.exit(main())
