@@ -120,7 +120,8 @@ launch_on_one_host() {
     require_gpus "$GPUS"
     build_flags
     run_or_print env HETERO_VENDOR=plan OMP_NUM_THREADS="${OMP_NUM_THREADS:-$(cores_per "$GPUS")}" \
-        "$PYTHON" -m torch.distributed.run --standalone --nproc-per-node "$GPUS" \
+        PYTHONPATH="$ROOT${PYTHONPATH:+:$PYTHONPATH}" \
+        "$PYTHON" -m hetero.run --standalone --nproc-per-node "$GPUS" \
         "$ROOT/pretrain_gpt.py" "${FLAGS[@]}"
 }
 
@@ -141,12 +142,13 @@ launch_on_a_node() { # NODE_RANK
     local nics=()
     [[ -z ${NICS:-} ]] || read -ra nics <<<"--hetero-nics $NICS"
     run_or_print env OMP_NUM_THREADS="${OMP_NUM_THREADS:-$(cores_per "$GPUS")}" \
-        "$PYTHON" -m torch.distributed.run --nnodes "$NODES" --node-rank "$1" \
+        PYTHONPATH="$ROOT${PYTHONPATH:+:$PYTHONPATH}" \
+        "$PYTHON" -m hetero.run --nnodes "$NODES" --node-rank "$1" \
         --nproc-per-node "$GPUS" --master-addr "$MASTER_ADDR" --master-port "$MASTER_PORT" \
         "$ROOT/pretrain_gpt.py" "${FLAGS[@]}" "${nics[@]}"
 }
 
-# Initial weights are drawn on the CPU; torchrun would leave each process one thread.
+# Initial weights are drawn on the CPU; a launcher would leave each process one thread, or its share.
 cores_per() { # PROCESSES
     local cores
     cores=$(nproc)

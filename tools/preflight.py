@@ -1,7 +1,7 @@
 """Check a node, or all nodes of a job together, before training: what is there and what is amiss.
 
     python tools/preflight.py                                       # this node alone
-    torchrun --nnodes 2 --node-rank $N --nproc-per-node 1 \\
+    python -m hetero.run --nnodes 2 --node-rank $N --nproc-per-node 1 \\
         --master-addr $HOST --master-port 29500 tools/preflight.py  # all nodes together
 
 One process a node is enough. Exit code 0: a job can start; 1: it would fail, see the problems;
@@ -26,7 +26,7 @@ if __name__ == "__main__":  # As a script it finds tools/ alone, and perhaps ano
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 from hetero.agreement import Agreement
-from hetero.errors import HeteroError, UserError
+from hetero.errors import HeteroError, UserError, leave_word
 from hetero.preflight.session import Report, Settings, Together, check_alone
 from megatron.training.rendezvous import environment_rank, meeting_point, open_store
 from tools import command_line
@@ -51,6 +51,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 sys.exit(error.exit_code)
             raise
         problems.append(report.has_problem)
+        if report.has_problem:  # Rank 0 prints it as the last line; a launcher adds none.
+            leave_word(report.verdict, printed=rank == 0, known_to_all=True)
         return report.verdict
 
     code = command_line.run(work)

@@ -20,7 +20,7 @@ ENTRY = ROOT / "pretrain_gpt.py"
 
 @dataclass(frozen=True)
 class Launch:
-    """One run of pretrain_gpt.py under torchrun, and where its files go."""
+    """One run of pretrain_gpt.py under hetero.run, and where its files go."""
 
     name: str
     flags: tuple[str, ...]
@@ -44,9 +44,9 @@ class Launch:
         return self.folder / f"{self.name}.log"
 
     def command(self) -> tuple[str, ...]:
-        torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone")
+        launcher = (sys.executable, "-m", "hetero.run", "--standalone")
         written = ("--metrics-file", str(self.metrics), "--hetero-report", str(self.report))
-        return (*torchrun, f"--nproc-per-node={self.nproc}", str(ENTRY), *self.flags, *written)
+        return (*launcher, f"--nproc-per-node={self.nproc}", str(ENTRY), *self.flags, *written)
 
 
 @dataclass(frozen=True)
@@ -70,6 +70,8 @@ def run_to_end(launch: Launch, watch: Callable[[], None] = lambda: None) -> Fini
     for stale in (launch.metrics, launch.report):
         stale.unlink(missing_ok=True)
     began = time.monotonic()
+    # The launcher is a module, to be found from any folder.
+    paths = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
 
     def guard() -> None:
         watch()
@@ -85,7 +87,7 @@ def run_to_end(launch: Launch, watch: Callable[[], None] = lambda: None) -> Fini
             command=launch.command(),
             log=launch.log,
             directory=Path.cwd(),
-            environment=os.environ | dict(launch.environ),
+            environment=os.environ | {"PYTHONPATH": paths} | dict(launch.environ),
         ),
         guard,
     )

@@ -223,7 +223,7 @@ def _run(
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     command = [
-        *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
+        *(sys.executable, "-m", "hetero.run", "--standalone"),
         *("--local-addr", "127.0.0.1", "--nproc-per-node", str(PROCESSES)),
         str(ROOT / "pretrain_gpt.py"),
         *_MODEL_FLAGS,

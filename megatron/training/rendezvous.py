@@ -21,7 +21,7 @@ def environment_rank() -> tuple[int, int, int]:
         if not text.isdecimal():
             raise UserError(
                 f"the environment variable {name} must be a whole number, not {text!r}; start "
-                "this program with torchrun"
+                "this program with python -m hetero.run or torchrun"
             )
         values.append(int(text))
     rank, world_size, local_rank = values
@@ -44,7 +44,9 @@ def open_store(rank: int, world_size: int, timeout: float) -> dist.Store:
     """
     if "MASTER_ADDR" not in os.environ:
         if world_size > 1:
-            raise UserError("MASTER_ADDR is not set; start several processes with torchrun")
+            raise UserError(
+                "MASTER_ADDR is not set; start several processes with python -m hetero.run"
+            )
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     host, port_text = os.environ["MASTER_ADDR"], os.environ.get("MASTER_PORT", "")
     if not port_text.isdecimal() or int(port_text) > 65535:

@@ -49,7 +49,7 @@ def refusal(script: str, *arguments: str, **environ: str) -> str:
 
 @dataclass(frozen=True)
 class Command:
-    """A printed command: its environment, torchrun's options and the program's parsed flags."""
+    """A printed command: its environment, the launcher's options and the program's parsed flags."""
 
     environ: dict[str, str]
     launcher: dict[str, str]
@@ -64,7 +64,8 @@ def parsed(line: str) -> Command:
     while "=" in words[0]:
         name, _, value = words.pop(0).partition("=")
         environ[name] = value
-    assert words[1:3] == ["-m", "torch.distributed.run"]
+    assert words[1:3] == ["-m", "hetero.run"]
+    assert environ["PYTHONPATH"].split(":")[0] == str(ROOT)
     entry = words.index(str(ROOT / "pretrain_gpt.py"))
     options = [word for word in words[3:entry] if word != "--standalone"]
     launcher = dict(zip(options[::2], options[1::2], strict=True))

@@ -11,6 +11,7 @@ import pytest
 
 from hetero.agreement import AgreedError, Agreement
 from hetero.errors import UserError
+from hetero.waiting import Intervals
 
 
 class DictStore:
@@ -38,6 +39,9 @@ class DictStore:
             )
         if not there:
             raise RuntimeError(f"timed out on {keys}")
+
+    def clone(self) -> Any:
+        return self
 
 
 Side = Callable[[Agreement], Any]
@@ -210,3 +214,68 @@ def test_a_rank_whose_pulse_stops_ends_the_others(monkeypatch: pytest.MonkeyPatc
     threading.Timer(0.3, silent.close).start()
     with pytest.raises(AgreedError, match="rank 1 ended, or its host hangs"):
         waiting.exchange("flags")
+
+
+# What is said meanwhile.
+
+OFTEN = Intervals(first=0.05, again=0.05)
+
+
+def _member(store: DictStore, rank: int, *, world_size: int = 4, timeout: float = 0.4) -> Agreement:
+    return Agreement(
+        store,
+        rank=rank,
+        world_size=world_size,
+        timeout=timeout,
+        place="host:29500",
+        intervals=OFTEN,
+    )
+
+
+def _fail_later(text: str) -> None:
+    time.sleep(0.4)
+    raise RuntimeError(text)
+
+
+def test_who_is_missing_is_said_by_the_first_who_came_and_named_at_the_end(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    store = DictStore()
+    second = _member(store, 1)
+    with ThreadPoolExecutor() as pool:
+        ended = [pool.submit(m.exchange, "flags") for m in (second, _member(store, 2))]
+    said = capfd.readouterr().err.splitlines()
+    assert {line.rpartition(",")[0] for line in said} == {"waiting for ranks 0, 3 at host:29500"}, (
+        said
+    )
+    for future in ended:
+        assert "ranks 0, 3 did not come within 0.4 s" in str(future.exception())
+
+
+def test_nothing_is_said_of_a_wait_that_is_short(capfd: pytest.CaptureFixture[str]) -> None:
+    _run(_says(n=0), _says(n=1))
+    assert capfd.readouterr().err == ""
+
+
+def test_who_never_comes_to_what_is_opened_together_is_named(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    member = _member(DictStore(), 0, world_size=2)
+    with (
+        pytest.raises(UserError, match="rank 1 did not come to the process groups at host:29500"),
+        member.together("process groups"),
+    ):
+        _fail_later("timed out")
+    assert "waiting for rank 1 to come to the process groups" in capfd.readouterr().err
+
+
+def test_who_is_still_at_it_is_named_and_its_own_error_left_alone(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    store = DictStore()
+    first, second = _member(store, 0, world_size=2), _member(store, 1, world_size=2)
+    with second.together("links"):
+        pass
+    with pytest.raises(RuntimeError, match="no route"), first.together("links"):
+        _fail_later("no route")
+    assert "waiting for rank 0 to finish the links" in capfd.readouterr().err

@@ -30,14 +30,15 @@ def alone(*flags: str, **environ: str) -> subprocess.CompletedProcess[str]:
 
 
 def together(processes: int, *flags: str) -> subprocess.CompletedProcess[str]:
-    """Through torchrun, on loopback."""
+    """Through the launcher, on loopback."""
     launcher = ["--nnodes", "1", "--nproc-per-node", str(processes)]
     launcher += ["--master-addr", "127.0.0.1", "--master-port", str(free_port())]
     return subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", *launcher, str(TOOL), *flags],
+        [sys.executable, "-m", "hetero.run", *launcher, str(TOOL), *flags],
         capture_output=True,
         text=True,
         timeout=200,
+        cwd=ROOT,
         env=environment(),
     )
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import re
 import signal
 import subprocess
 import sys
@@ -22,9 +21,6 @@ from hetero.errors import HeteroError
 LOG_LINES = 15
 POLL_SECONDS = 0.1
 GRACE_SECONDS = 5.0
-_LAUNCHER_NOISE = re.compile(r"^[WEI]\d{4} .*torch/distributed/|^Traceback .*torchrun")
-
-_KILLED = re.compile(r"rank +: (\d+) .*\n +exitcode +: -9 ")
 
 
 @dataclass(frozen=True)
@@ -51,22 +47,16 @@ class StepFailure(HeteroError):
         parts.append(f"the whole log: {step.log}")
         super().__init__("\n".join(parts))
         self.code = code
-        self.sentence = next(
-            (line.removeprefix("error: ") for line in lines if line.startswith("error: ")), ""
-        )
+        said = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
+        # A launcher's line that only points to what a process printed says less than that.
+        own = [line for line in said if not line.endswith("what it printed is above")]
+        self.sentence = (own or said or [""])[-1]
         """What the step itself said was wrong, if it did."""
 
 
 def log_lines(path: Path) -> list[str]:
-    """A step's own words: torchrun puts pages of its own below them when a worker fails.
-
-    Of those, what no worker could say itself is kept: that it was killed.
-    """
-    lines = [line for line in path.read_text(errors="replace").splitlines() if line.strip()]
-    own = next((i for i, line in enumerate(lines) if _LAUNCHER_NOISE.search(line)), len(lines))
-    killed = sorted(set(_KILLED.findall("\n".join(lines[own:]))))
-    words = [f"rank {rank} was killed; did the machine run out of memory?" for rank in killed]
-    return lines[:own] + words or lines
+    """What a step has said, without empty lines."""
+    return [line for line in path.read_text(errors="replace").splitlines() if line.strip()]
 
 
 def run_step(step: Step, watch: Callable[[], None] = lambda: None) -> None:
@@ -102,7 +92,7 @@ def run_step(step: Step, watch: Callable[[], None] = lambda: None) -> None:
 def end_family(process: subprocess.Popen[bytes]) -> None:
     """End a process and its descendants: politely, and then not.
 
-    torchrun puts each worker into a session of its own, so a signal to its group would miss them.
+    A launcher puts each worker into a session of its own, so a signal to its group would miss them.
     """
     with contextlib.suppress(psutil.NoSuchProcess), _deaf_to_interrupts():
         root = psutil.Process(process.pid)

@@ -141,6 +141,6 @@ def _environment_integer(name: str, default: int) -> int:
     if value < 0:
         raise UserError(
             f"the environment variable {name} must be a whole number, not {text!r}; "
-            "start this program with torchrun"
+            "start this program with python -m hetero.run or torchrun"
         )
     return value

@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tools.launching.processes import Step, StepFailure, log_lines, run_step
+from tools.launching.processes import Step, StepFailure, run_step
 
 
 def python_step(tmp_path: Path, code: str) -> Step:
@@ -38,24 +38,8 @@ def test_a_step_s_output_can_be_kept_from_its_log(tmp_path: Path) -> None:
     assert step.log.read_text() == "warning\n"
 
 
-def test_the_launchers_own_pages_are_left_out(tmp_path: Path) -> None:
-    log = tmp_path / "log"
-    log.write_text(
-        "training\nerror: the loss is nan\n"
-        "W1121 02:00:00.0 12 torch/distributed/elastic/multiprocessing/api.py:1] Sending\n"
-        "Traceback (most recent call last):\n  many lines\n"
-        "[1]:\n  rank      : 1 (local_rank: 1)\n  exitcode  : -9 (pid: 7)  (SIGKILL)\n"
-        "[2]:\n  rank      : 2 (local_rank: 2)\n  exitcode  : -15 (pid: 8)  (SIGTERM)\n"
-    )
-    assert log_lines(log) == [
-        "training",
-        "error: the loss is nan",
-        "rank 1 was killed; did the machine run out of memory?",
-    ]
-
-
 def test_an_interrupted_step_leaves_no_process(tmp_path: Path) -> None:
-    # As torchrun does, the child puts its own child into another session.
+    # As a launcher does, the child puts its own child into another session.
     code = (
         "import subprocess, sys, time\n"
         "p = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'],"

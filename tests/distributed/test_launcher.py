@@ -1,0 +1,93 @@
+"""Training under `python -m hetero.run`, over a mixed pipeline of simulated vendors."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import psutil
+
+from tests.distributed.harness import ENTRY, ROOT, TINY_LLAMA, start, wait_for
+from tests.hetero.test_beside import checkout
+
+HETERO = "--hetero-pipeline --hetero-vendors amd nvidia --hetero-pipeline-sizes 1 1".split()
+
+IMPATIENT = """
+import functools, runpy, sys, time
+import hetero.waiting as waiting
+waiting.Intervals = functools.partial(waiting.Intervals, first=0.2, again=0.2)
+import megatron.training.initialize as initialize
+{}
+runpy.run_path({!r}, run_name="__main__")
+"""
+
+
+def launched(flags: Sequence[str], *, beside: Path | None = None) -> subprocess.Popen[str]:
+    paths = os.pathsep.join([str(ROOT), *([str(beside)] if beside else [])])
+    return subprocess.Popen(
+        [sys.executable, "-m", "hetero.run", "--nproc-per-node", "2", str(ENTRY), *flags],
+        env={**os.environ, "HETERO_VENDOR": "plan", "PYTHONPATH": paths},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def test_it_trains_beside_another_megatron(corpus, tmp_path: Path) -> None:
+    flags = [*TINY_LLAMA, *corpus.flags, *HETERO]
+    process = launched(flags, beside=checkout(tmp_path / "Megatron-LM"))
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
+    assert "iteration        6/" in out
+    assert "hetero.run" not in err
+
+
+def test_bad_input_is_one_sentence_with_exit_code_2(corpus) -> None:
+    process = launched([*TINY_LLAMA, *corpus.flags, *HETERO, "--num-layer", "4"])
+    _, err = process.communicate(timeout=120)
+    assert process.returncode == 2
+    (line,) = err.splitlines()
+    assert line.startswith("error: --num-layer is not a flag")
+
+
+def test_a_killed_rank_is_the_last_word(corpus, tmp_path: Path) -> None:
+    """Whatever the others say of the connection that it closed."""
+    metrics = tmp_path / "metrics.jsonl"
+    flags = [*TINY_LLAMA, *corpus.flags, *HETERO, "--train-iters", "100000"]
+    process = launched([*flags, "--metrics-file", str(metrics)])
+    wait_for(lambda: metrics.exists() and bool(metrics.read_text()), seconds=90, what="training")
+    ranks = {p.environ().get("RANK"): p for p in psutil.Process(process.pid).children()}
+    ranks["1"].send_signal(signal.SIGKILL)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 128 + signal.SIGKILL
+    last = err.splitlines()[-1]
+    assert last.startswith(f"error: rank 1 on {os.uname().nodename} was killed by SIGKILL")
+    assert "Traceback" not in err
+
+
+def test_a_rank_that_hangs_before_the_groups_is_named_while_the_others_wait(
+    corpus, tmp_path: Path
+) -> None:
+    hangs = "initialize._set_determinism = lambda args: time.sleep(600)"
+    scripts = {}
+    for rank, fault in ((0, ""), (1, hangs)):
+        scripts[rank] = tmp_path / f"rank{rank}.py"
+        scripts[rank].write_text(IMPATIENT.format(fault, str(ENTRY)))
+    processes = start(
+        [*TINY_LLAMA, *corpus.flags, *HETERO],
+        2,
+        environ={"HETERO_VENDOR": "plan"},
+        scripts=scripts,
+    )
+    try:
+        assert processes[0].stderr is not None
+        words = "waiting for rank 1 to come to the process groups at 127.0.0.1:"
+        assert any(line.startswith(words) for line in processes[0].stderr)
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()

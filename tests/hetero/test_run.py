@@ -1,0 +1,194 @@
+"""The launcher: its exit codes, and the line that stands last."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.distributed.harness import free_port
+
+ROOT = Path(__file__).resolve().parents[2]
+
+SCRIPT = """
+import os, signal, sys, time
+how, rank = sys.argv[1], int(os.environ["RANK"])
+if how == "well":
+    print(rank, os.environ["WORLD_SIZE"], os.environ["OMP_NUM_THREADS"], *sys.argv[2:], flush=True)
+    sys.exit(0)
+if rank == int(os.environ["WORLD_SIZE"]) - 1:
+    print("about to end", file=sys.stderr, flush=True)
+    if how == "exit3":
+        sys.exit(3)
+    if how == "raise":
+        raise ValueError("out of luck")
+    if how == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+if how == "wait" and rank == 0:
+    print("ready", flush=True)
+time.sleep(120)
+"""
+
+SOON = """
+import sys
+from hetero.run import main
+from hetero.waiting import Intervals
+if __name__ == "__main__":
+    sys.exit(main(intervals=Intervals(first=0.2, again=0.2)))
+"""
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> str:
+    path = tmp_path / "script.py"
+    path.write_text(SCRIPT)
+    return str(path)
+
+
+def environment() -> dict[str, str]:
+    kept = {n: v for n, v in os.environ.items() if n not in ("OMP_NUM_THREADS", "LOGLEVEL")}
+    return kept | {"PYTHONPATH": str(ROOT)}
+
+
+def start(*words: str, launcher: tuple[str, ...] = ("-m", "hetero.run")) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, *launcher, *words],
+        env=environment() | {"TORCH_CPP_LOG_LEVEL": "FATAL"} * (launcher[0] != "-m"),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def ended(process: subprocess.Popen[str]) -> tuple[int, list[str], list[str]]:
+    out, err = process.communicate(timeout=120)
+    return process.returncode, out.splitlines(), err.splitlines()
+
+
+def test_a_program_that_ends_well_is_all_that_is_heard(script: str) -> None:
+    code, out, err = ended(start("--nproc-per-node", "2", script, "well", "--its", "flags"))
+    assert code == 0
+    assert err == []
+    assert sorted(line.split()[:2] for line in out) == [["0", "2"], ["1", "2"]]
+    assert all(line.endswith("--its flags") for line in out)
+
+
+@pytest.mark.parametrize(
+    ("how", "code", "last"),
+    [
+        ("exit3", 3, "ended with exit code 3; what it printed is above"),
+        ("raise", 1, "ended with exit code 1; what it printed is above"),
+        ("kill", 137, "was killed by SIGKILL"),
+    ],
+)
+def test_a_rank_that_fails_is_named_last_with_its_exit_code(
+    script: str, how: str, code: int, last: str
+) -> None:
+    returned, _, err = ended(start("--standalone", "--nproc-per-node", "2", script, how))
+    assert returned == code
+    assert err[-1].startswith(f"error: rank 1 on {os.uname().nodename} ")
+    assert last in err[-1]
+    assert sum("error: " in line for line in err) == 1
+    assert sum("Traceback" in line for line in err) == (how == "raise")
+
+
+def test_other_programs_and_modules_are_started_as_torchrun_does(script: str) -> None:
+    shell = ("--no-python", "--nproc-per-node", "2", "sh", "-c", "exit $((3 * $RANK))")
+    assert ended(start(*shell))[0] == 3
+    code, out, _ = ended(start("--nproc-per-node", "1", "-m", "json.tool", "--help"))
+    assert code == 0
+    assert "usage" in out[0]
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_ends_everything_with_one_line(script: str, number: int, code: int) -> None:
+    process = start("--nproc-per-node", "2", script, "wait")
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    process.send_signal(number)
+    returned, _, err = ended(process)
+    assert returned == code
+    assert err[-1].startswith("error: ")
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        ("--foo SCRIPT", "unrecognized arguments: --foo"),
+        ("", "the following arguments are required: training_script"),
+        ("nothing.py", "there is no file nothing.py"),
+        ("-m no_such_module_at_all", "there is no module no_such_module_at_all"),
+        ("--no-python no-such-program", "there is no program no-such-program"),
+        ("--nproc-per-node many SCRIPT", "--nproc-per-node many: "),
+        ("--nproc-per-node 0 SCRIPT", "--nproc-per-node is 0"),
+        ("--nnodes some SCRIPT", "--nnodes some: "),
+        ("--nnodes 2 --node-rank 2 SCRIPT", "--node-rank is 2 and there are 2 nodes; give 0 to 1"),
+        ("--max-restarts -1 SCRIPT", "max_restarts must be >= 0"),
+        ("--rdzv-backend x --rdzv-endpoint y:1 SCRIPT", "--rdzv-backend x"),
+    ],
+)
+def test_bad_flags_end_in_one_sentence(
+    script: str, words: str, reason: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, _, err = ended(start(*words.replace("SCRIPT", script).split()))
+    assert code == 2
+    (line,) = err
+    assert line.startswith(f"error: {reason}")
+
+
+# Several nodes, all on this host.
+
+
+def nodes(port: int, *words: str, first: int = 0, count: int = 2, of: int = 2) -> list:
+    place = ["--nnodes", str(of), "--master-addr", "127.0.0.1", "--master-port", str(port)]
+    return [
+        start(*place, "--node-rank", str(node), "--nproc-per-node", "2", *words)
+        for node in range(first, first + count)
+    ]
+
+
+def test_a_cause_on_one_node_is_the_last_word_and_the_exit_code_on_all(script: str) -> None:
+    """The other node's processes know nothing of it, and would go on."""
+    for process in nodes(free_port(), script, "kill"):
+        code, _, err = ended(process)
+        assert code == 137
+        assert err[-1].startswith("error: rank 3 on ")
+        assert "was killed by SIGKILL" in err[-1]
+
+
+def test_node_0_names_the_nodes_that_are_missing_until_its_deadline(
+    script: str, tmp_path: Path
+) -> None:
+    soon = tmp_path / "soon.py"
+    soon.write_text(SOON)
+    port = free_port()
+    words = ["--nnodes", "3", "--node-rank", "0", "--nproc-per-node", "4"]
+    words += ["--master-addr", "127.0.0.1", "--master-port", str(port)]
+    words += ["--rdzv-conf", "timeout=1", script, "well"]
+    code, _, err = ended(start(*words, launcher=(str(soon),)))
+    assert code == 2
+    who = "nodes 1-2 of 3 (from rank 4 on)"
+    assert err[0].startswith(f"waiting for {who} at 127.0.0.1:{port}, ")
+    assert err[-1].startswith(f"error: {who} did not come to 127.0.0.1:{port} within 1 s")
+
+
+@pytest.mark.parametrize("backend", ["static", "c10d"])
+@pytest.mark.parametrize("host", ["127.0.0.1", "no-such-host.invalid"])
+def test_a_node_that_cannot_reach_the_meeting_says_so_itself(
+    script: str, tmp_path: Path, backend: str, host: str
+) -> None:
+    soon = tmp_path / "soon.py"
+    soon.write_text(SOON)
+    words = ["--nnodes", "2", "--node-rank", "1", "--rdzv-backend", backend]
+    words += ["--rdzv-endpoint", f"{host}:{free_port()}"]
+    words += ["--rdzv-conf", "timeout=1,is_host=0", script, "well"]
+    code, _, err = ended(start(*words, launcher=(str(soon),)))
+    assert code == 2
+    assert err[0].startswith("waiting for ")
+    assert host in err[0]
+    assert " could not reach " in err[-1]
+    assert sum(line.startswith("error: ") for line in err) == 1
