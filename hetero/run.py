@@ -47,14 +47,23 @@ from hetero.errors import UserError, print_error
 from hetero.launch.endings import ending_of, find_cause, is_said
 from hetero.launch.meeting import BACKEND, Meeting, Place
 from hetero.launch.memory import kills_for_memory
-from hetero.launch.news import News
+from hetero.launch.news import GRACE, News
 from hetero.waiting import Intervals
 
 _PATIENCE = 600.0
 
 
-def main(argv: Sequence[str] | None = None, *, intervals: Intervals | None = None) -> int:
-    """Run the launcher; return its exit code. Once in a process, as torchelastic's registry is."""
+def main(
+    argv: Sequence[str] | None = None,
+    *,
+    intervals: Intervals | None = None,
+    grace: float = GRACE,
+) -> int:
+    """Run the launcher; return its exit code. Once in a process, as torchelastic's registry is.
+
+    `intervals` are those between a wait's lines; `grace` is how many seconds this node's processes
+    may go on after one of another node has ended badly.
+    """
     try:
         options = _parse(argv)
         with _quiet_torch(), _own_log_folder(options):
@@ -63,7 +72,7 @@ def main(argv: Sequence[str] | None = None, *, intervals: Intervals | None = Non
             _share_cores(place.processes)
             with _as_bad_input():
                 torchrun.config_from_args(options)
-            return _Launcher(place).run(options)
+            return _Launcher(place, grace).run(options)
     except UserError as error:
         print_error(str(error))
         return error.exit_code
@@ -74,8 +83,9 @@ def main(argv: Sequence[str] | None = None, *, intervals: Intervals | None = Non
 class _Launcher:
     """One run of torchelastic's agent, and what is said of it."""
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: Place, grace: float) -> None:
         self._place = place
+        self._grace = grace
         self._news: News | None = None
         self._memory_kills = kills_for_memory()
 
@@ -103,7 +113,7 @@ class _Launcher:
 
     def _met(self, info: RendezvousInfo) -> None:
         if info.world_size > 1 and self._news is None:
-            self._news = News(info)
+            self._news = News(info, grace=self._grace)
             self._news.watch(lambda: os.kill(os.getpid(), signal.SIGTERM))
 
     def _explain(self, failed: ChildFailedError) -> int:

@@ -17,7 +17,7 @@ from hetero.launch.endings import Ending
 _PAUSE = 0.2
 _PATIENCE = 5.0
 """Seconds for the other nodes to notice what this one has."""
-_GRACE = 15.0
+GRACE = 15.0
 """Seconds for processes to end of themselves after those of another node."""
 
 
@@ -27,7 +27,7 @@ class News:
     Everything here is an extra for a person who reads: whatever fails, fails silently.
     """
 
-    def __init__(self, info: RendezvousInfo, *, grace: float = _GRACE) -> None:
+    def __init__(self, info: RendezvousInfo, *, grace: float) -> None:
         # A connection of its own: torchelastic may wait for minutes on the other.
         self._store = PrefixStore("hetero/news", info.store).clone()  # type: ignore[attr-defined]
         self._node, self._nodes = info.rank, info.world_size

@@ -39,7 +39,7 @@ import sys
 from hetero.run import main
 from hetero.waiting import Intervals
 if __name__ == "__main__":
-    sys.exit(main(intervals=Intervals(first=0.2, again=0.2)))
+    sys.exit(main(intervals=Intervals(first=0.2, again=0.2), grace=0.5))
 """
 
 
@@ -147,21 +147,24 @@ def test_bad_flags_end_in_one_sentence(
 # Several nodes, all on this host.
 
 
-def nodes(port: int, *words: str, first: int = 0, count: int = 2, of: int = 2) -> list:
-    place = ["--nnodes", str(of), "--master-addr", "127.0.0.1", "--master-port", str(port)]
-    return [
-        start(*place, "--node-rank", str(node), "--nproc-per-node", "2", *words)
-        for node in range(first, first + count)
-    ]
-
-
-def test_a_cause_on_one_node_is_the_last_word_and_the_exit_code_on_all(script: str) -> None:
+def test_a_cause_on_one_node_is_the_last_word_and_the_exit_code_on_all(
+    script: str, tmp_path: Path
+) -> None:
     """The other node's processes know nothing of it, and would go on."""
-    for process in nodes(free_port(), script, "kill"):
+    soon = tmp_path / "soon.py"
+    soon.write_text(SOON)
+    place = ["--nnodes", "2", "--nproc-per-node", "2"]
+    place += ["--master-addr", "127.0.0.1", "--master-port", str(free_port())]
+    nodes = [
+        start(*place, "--node-rank", str(node), script, "kill", launcher=(str(soon),))
+        for node in range(2)
+    ]
+    for process in nodes:
         code, _, err = ended(process)
         assert code == 137
-        assert err[-1].startswith("error: rank 3 on ")
-        assert "was killed by SIGKILL" in err[-1]
+        (line,) = [line for line in err if line.startswith("error: ")]
+        assert line.startswith("error: rank 3 on ")
+        assert "was killed by SIGKILL" in line
 
 
 def test_node_0_names_the_nodes_that_are_missing_until_its_deadline(
