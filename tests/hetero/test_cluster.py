@@ -9,7 +9,6 @@ import torch
 from hetero.cluster import (
     RankIdentity,
     _named_vendor,
-    _spans,
     check_identities,
     identify,
     running_vendor,
@@ -197,19 +196,6 @@ def test_the_vendors_library_joins_simulated_vendors_but_no_real_ones() -> None:
     assert "cannot join amd and nvidia" in _refusal(identities, MIXED, transport="nccl")
     identities = [replace(i, actual_vendor="cpu") for i in identities]
     assert "needs GPUs" in _refusal(identities, MIXED, transport="nccl")
-
-
-@pytest.mark.parametrize(
-    ("ranks", "text"),
-    [
-        ([3], "rank 3"),
-        ([0, 1, 2, 3], "ranks 0-3"),
-        ([8, 0, 1, 3], "ranks 0-1, 3, 8"),
-        ([5, 7], "ranks 5, 7"),
-    ],
-)
-def test_ranks_are_written_as_people_write_them(ranks: list[int], text: str) -> None:
-    assert _spans(ranks) == text
 
 
 def test_a_mixed_run_of_one_mesh_still_runs_on_the_vendor_it_names() -> None:
