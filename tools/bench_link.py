@@ -17,17 +17,23 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+if __name__ == "__main__":
+    # As a script, only this file's folder would be importable; what follows may take a while.
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+    from tools.command_line import leave_on_interrupt
+
+    leave_on_interrupt()
+
 import torch
 from torch.multiprocessing.spawn import ProcessException, ProcessRaisedException
 
-if not __package__:  # Run as a script, where only tools/ itself would be importable.
-    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
-from hetero.errors import UserError, print_error
+from hetero.errors import HeteroError
+from hetero.interrupts import children_ignore_interrupts
 from hetero.observe.link_bench.record import DEFAULT_SIZES, Options, parse_size
 from hetero.observe.link_bench.session import run_rank
 from hetero.transport.names import FAMILIES, TRANSPORTS
-from tools.command_line import Parser, make_results_folder
+from tools.command_line import Parser, make_results_folder, run
+from tools.launching.processes import end_family
 
 
 def parse_options(argv: Sequence[str]) -> tuple[Options, str]:
@@ -62,7 +68,7 @@ def parse_options(argv: Sequence[str]) -> tuple[Options, str]:
         "--ring", type=parse_size, default=Options.ring_bytes, help="bytes of a link's rings"
     )
     parser.add_argument(
-        "--chunk", type=parse_size, help="bytes of a slot; None is what suits each transport"
+        "--chunk", type=parse_size, help="bytes of a slot; left out: what suits each transport"
     )
     parser.add_argument(
         "--connections",
@@ -123,30 +129,40 @@ def _count(text: str) -> int:
 def main(argv: Sequence[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else list(argv)
     options, out = parse_options(argv)
-    try:
-        make_results_folder(out)
-    except UserError as error:
-        print_error(str(error))
-        return error.exit_code
     command = ["python", "tools/bench_link.py", *argv]
-    with tempfile.TemporaryDirectory() as folder:
-        try:
-            torch.multiprocessing.spawn(
-                run_rank, args=(options, folder, out, command), nprocs=2, join=True
-            )
-        except ProcessRaisedException as error:
-            # The last line of a process's traceback is its error.
-            print(
-                f"rank {error.error_index}: {error.msg.strip().splitlines()[-1]}", file=sys.stderr
-            )
-            return 1
-        except ProcessException as error:
-            print(f"rank {error.error_index} ended: {error.msg}", file=sys.stderr)
-            return 1
-    failed = json.loads((Path(out) / "links.json").read_text())["failed"]
+    return run(lambda: measure(options, out, command))
+
+
+def measure(options: Options, out: str, command: Sequence[str]) -> str:
+    """Measure and write; the process that leads says where. HeteroError for a link that broke."""
+    folder = make_results_folder(out)
+    with tempfile.TemporaryDirectory() as meeting:
+        _run_both(options, meeting, out, command)
+    failed = json.loads((folder / "links.json").read_text())["failed"]
     if failed:
-        print(f"broke while it was measured: {', '.join(failed)}; see above", file=sys.stderr)
-    return 1 if failed else 0
+        raise HeteroError(f"broke while it was measured: {', '.join(failed)}; see above")
+    return ""
+
+
+def _run_both(options: Options, meeting: str, out: str, command: Sequence[str]) -> None:
+    with children_ignore_interrupts():
+        processes = torch.multiprocessing.spawn(
+            run_rank, args=(options, meeting, out, command), nprocs=2, join=False
+        )
+    try:
+        while not processes.join():
+            pass
+    except ProcessRaisedException as error:
+        # The last line of a process's traceback is its error.
+        raise HeteroError(
+            f"rank {error.error_index}: {error.msg.strip().splitlines()[-1]}"
+        ) from error
+    except ProcessException as error:
+        raise HeteroError(f"rank {error.error_index} ended: {error.msg}") from error
+    finally:
+        for process in processes.processes:
+            if process.is_alive():
+                end_family(process.pid)
 
 
 if __name__ == "__main__":

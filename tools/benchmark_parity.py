@@ -21,11 +21,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-if __name__ == "__main__":  # As a script it finds tools/ alone, and perhaps another Megatron.
+if __name__ == "__main__":
+    # As a script, only this file's folder would be importable; what follows may take a while.
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-    from hetero.beside import leave_if_foreign
+    from tools.command_line import begin_script
 
-    leave_if_foreign()
+    begin_script()
 
 from tools import command_line
 from tools.parity_benchmark.judgement import Judgement, judge

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import signal
 import sys
 import threading
@@ -12,18 +13,24 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
+from hetero.beside import leave_if_foreign
 from hetero.errors import HeteroError, UserError, print_error
+from hetero.help_text import HelpFormatter
+
+INTERRUPTED = 128 + signal.SIGINT
+
+
+class Interrupted(HeteroError):
+    """Ctrl-C ended the work after it had left something; the text says what."""
+
+    exit_code = INTERRUPTED
 
 
 class Parser(argparse.ArgumentParser):
     """An argument parser whose errors are one sentence, like every other error of the tools."""
 
     def __init__(self, description: str) -> None:
-        super().__init__(
-            description=description,
-            allow_abbrev=False,
-            formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-        )
+        super().__init__(description=description, allow_abbrev=False, formatter_class=HelpFormatter)
 
     def error(self, message: str) -> NoReturn:
         self.exit(UserError.exit_code, f"error: {message}; --help lists the flags\n")
@@ -40,18 +47,54 @@ def make_results_folder(path: str) -> Path:
     return Path(path)
 
 
-def run(work: Callable[[], str]) -> int:
-    """Do the work, print the line it returns, and turn its failures into an exit code."""
+def run(work: Callable[[], str], *, interrupted: str = "") -> int:
+    """Do the work, print the text it returns, if any, and turn its failures into an exit code.
+
+    `interrupted` says what an interrupt leaves, where that is always the same.
+    """
     try:
-        with _termination_unwinds():
-            print(work())
+        with _signals_unwind():
+            if text := work():
+                print(text)
     except HeteroError as error:
         return _fail(str(error), error.exit_code)
     except OSError as error:
         return _fail(_about_file(error), UserError.exit_code)
     except KeyboardInterrupt:
-        return _fail("interrupted; nothing was written", 128 + signal.SIGINT)
+        return _fail("; ".join(filter(None, ("interrupted", interrupted))), INTERRUPTED)
     return 0
+
+
+def begin_script(*, core: bool = True) -> None:
+    """For a tool started as a script, before it imports much: how it ends, and whose `megatron` it has.
+
+    `core=False` is for what does without megatron-core.
+    """
+    leave_on_interrupt()
+    leave_if_foreign(core=core)
+
+
+def leave_on_interrupt() -> None:
+    """Let ctrl-C end this process at once, with a line: there is nothing yet to tidy up.
+
+    A tool that is run as a script asks for it before its longer imports; `run` takes over from it.
+    """
+    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+        signal.signal(signal.SIGINT, _leave_at_once)
+
+
+@contextmanager
+def interrupts_leave() -> Iterator[None]:
+    """The same for a while, around work that Python could not unwind and that leaves nothing."""
+    with _handled_by(_leave_at_once, signal.SIGINT, signal.SIGTERM):
+        yield
+
+
+def _leave_at_once(number: int, _frame: FrameType | None) -> NoReturn:
+    if number == signal.SIGINT:
+        # Not through sys.stderr, which may be in the middle of a write of its own.
+        os.write(2, b"error: interrupted; nothing was written\n")
+    os._exit(128 + number)
 
 
 def _about_file(error: OSError) -> str:
@@ -67,17 +110,35 @@ def _fail(sentence: str, code: int) -> int:
 
 
 @contextmanager
-def _termination_unwinds() -> Iterator[None]:
-    """Let SIGTERM, which a scheduler sends, remove temporary files as ctrl-C does."""
+def _signals_unwind() -> Iterator[None]:
+    """Let a scheduler's SIGTERM and a closed terminal unwind the work as ctrl-C does."""
+    with _handled_by(_unwind, signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        yield
+
+
+def _unwind(number: int, _frame: FrameType | None) -> NoReturn:
+    # A second one must not stop us from ending what the first has left running.
+    signal.signal(number, signal.SIG_IGN)
+    if number == signal.SIGINT:
+        raise KeyboardInterrupt
+    sys.exit(128 + number)
+
+
+@contextmanager
+def _handled_by(handler: Callable[..., object] | int, *numbers: signal.Signals) -> Iterator[None]:
+    """Signals that we were started to ignore, as by nohup, stay ignored."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-
-    def leave(signal_number: int, _frame: FrameType | None) -> NoReturn:
-        sys.exit(128 + signal_number)
-
-    before = signal.signal(signal.SIGTERM, leave)
+    before = {
+        number: known
+        for number in numbers
+        if (known := signal.getsignal(number)) not in (None, signal.SIG_IGN)
+    }
+    for number in before:
+        signal.signal(number, handler)
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, known in before.items():
+            signal.signal(number, known)

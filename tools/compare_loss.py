@@ -16,8 +16,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-if not __package__:  # Run as a script, where only tools/ itself would be importable.
+if __name__ == "__main__":
+    # As a script, only this file's folder would be importable; what follows may take a while.
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+    from tools.command_line import leave_on_interrupt
+
+    leave_on_interrupt()
 
 from hetero.errors import UserError
 from hetero.parity.alignment import align

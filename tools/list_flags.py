@@ -7,7 +7,6 @@ python -m tools.list_flags --check    # exit 1 if one is out of date
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
 import sys
@@ -16,6 +15,14 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+if __name__ == "__main__":
+    # As a script, only this file's folder would be importable; what follows may take a while.
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+    from tools.command_line import leave_on_interrupt
+
+    leave_on_interrupt()
+
+from hetero.errors import HeteroError
 from megatron.training.arguments.listing import (
     OURS,
     SAME,
@@ -27,6 +34,7 @@ from megatron.training.arguments.listing import (
 from megatron.training.arguments.parser import build_parser
 from megatron.training.arguments.unknown import FEATURES, HETERO_LATER, NEWER, NOT_OFFERED, REPLACED
 from megatron.training.checkpoint.model_flags import MODEL_FLAGS, Kind, spellings
+from tools.command_line import Parser, run
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENT = ROOT / "docs" / "flags.md"
@@ -181,18 +189,29 @@ def with_model_flags(text: str) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="tools.list_flags", description=__doc__)
+    parser = Parser((__doc__ or "").splitlines()[0])
     parser.add_argument("--check", action="store_true", help="only say whether they are up to date")
     args = parser.parse_args(argv)
-    texts = {DOCUMENT: render(), CHECKPOINTS: with_model_flags(CHECKPOINTS.read_text())}
-    if not args.check:
-        for document, text in texts.items():
-            document.write_text(text)
-        return 0
-    old = [d for d, text in texts.items() if not d.is_file() or d.read_text() != text]
-    for document in old:
-        print(f"{document} is out of date; run python -m tools.list_flags", file=sys.stderr)
-    return 1 if old else 0
+    return run(_check if args.check else _write)
+
+
+def _texts() -> dict[Path, str]:
+    return {DOCUMENT: render(), CHECKPOINTS: with_model_flags(CHECKPOINTS.read_text())}
+
+
+def _write() -> str:
+    for document, text in _texts().items():
+        document.write_text(text)
+    return f"written: {DOCUMENT} and the table in {CHECKPOINTS}"
+
+
+def _check() -> str:
+    old = [d for d, text in _texts().items() if not d.is_file() or d.read_text() != text]
+    if old:
+        raise HeteroError(
+            f"{' and '.join(map(str, old))} out of date; run python -m tools.list_flags"
+        )
+    return f"{DOCUMENT} and {CHECKPOINTS} are up to date"
 
 
 if __name__ == "__main__":

@@ -11,13 +11,14 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-import numpy
-
-if __name__ == "__main__":  # As a script it finds tools/ alone, and perhaps another Megatron.
+if __name__ == "__main__":
+    # As a script, only this file's folder would be importable; what follows may take a while.
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-    from hetero.beside import leave_if_foreign
+    from tools.command_line import begin_script
 
-    leave_if_foreign()
+    begin_script()
+
+import numpy
 
 from hetero.errors import UserError
 from hetero.observe.bar import progress_bar
@@ -31,7 +32,7 @@ _COPY_BYTES = 1 << 24
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = build_parser().parse_args(argv)
-    return run(lambda: merge(args))
+    return run(lambda: merge(args), interrupted="nothing was written")
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -17,11 +17,12 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-if __name__ == "__main__":  # As a script it finds tools/ alone, and perhaps another Megatron.
+if __name__ == "__main__":
+    # As a script, only this file's folder would be importable; what follows may take a while.
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-    from hetero.beside import leave_if_foreign
+    from tools.command_line import begin_script
 
-    leave_if_foreign(core=False)  # which is a finding, and not an end
+    begin_script(core=False)  # another core is a finding, and not an end
     # The ranks wait for each other in slices; PyTorch would report the end of each as a timeout.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 

@@ -10,11 +10,12 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-if __name__ == "__main__":  # As a script it finds tools/ alone, and perhaps another Megatron.
+if __name__ == "__main__":
+    # As a script, only this file's folder would be importable; what follows may take a while.
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-    from hetero.beside import leave_if_foreign
+    from tools.command_line import begin_script
 
-    leave_if_foreign()
+    begin_script()
 
 from hetero.errors import UserError
 from megatron.training.arguments.convert import integer, number
@@ -31,7 +32,7 @@ from tools.text_input import FORMATS, TEXT_DOCUMENTS, InputFile, open_inputs
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = build_parser().parse_args(argv)
-    return run(lambda: preprocess(args))
+    return run(lambda: preprocess(args), interrupted="nothing was written")
 
 
 def build_parser() -> argparse.ArgumentParser:

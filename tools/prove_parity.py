@@ -20,15 +20,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-if __name__ == "__main__":  # As a script it finds tools/ alone, and perhaps another Megatron.
+if __name__ == "__main__":
+    # As a script, only this file's folder would be importable; what follows may take a while.
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-    from hetero.beside import leave_if_foreign
+    from tools.command_line import begin_script
 
-    leave_if_foreign()
+    begin_script()
 
-from hetero.errors import HeteroError, print_error
 from megatron.training.arguments import parse_args
-from tools.command_line import Parser, make_results_folder
+from tools import command_line
 from tools.runs import SIMULATED, Launch, homogeneous_flags, mixed_flags, run_to_end
 
 HOMOGENEOUS = "homogeneous"
@@ -113,7 +113,7 @@ def prove(options: argparse.Namespace) -> list[Comparison]:
     for words in flags.values():
         # A launcher would answer bad flags with an exit code and pages of its own.
         parse_args(words, world_size=options.nproc)
-    out = make_results_folder(options.out)
+    out = command_line.make_results_folder(options.out)
     baseline, *runs = [
         run_once(
             name,
@@ -145,12 +145,13 @@ def prove(options: argparse.Namespace) -> list[Comparison]:
             f"{run.name:<16}{words[0]:>11}{words[1]:>11}{result.max_abs_loss_difference:>13.3g}"
             f"{run.tokens_per_s:>12,.0f}{run.tflops_per_gpu:>9.1f}"
         )
-    print("vendors simulated: one machine played both" if any(r.simulated for r in runs) else "")
+    if any(run.simulated for run in runs):
+        print("vendors simulated: one machine played both")
     return comparisons
 
 
 def parse_options(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = Parser((__doc__ or "").splitlines()[0])
+    parser = command_line.Parser((__doc__ or "").splitlines()[0])
     parser.add_argument("--nproc", type=int, default=2, help="processes on this machine")
     parser.add_argument(
         "--vendors", nargs="+", default=["amd", "nvidia"], help="of each mesh, in pipeline order"
@@ -171,13 +172,15 @@ def parse_options(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    try:
-        comparisons = prove(parse_options(argv))
-    except HeteroError as error:
-        print_error(str(error))
-        return error.exit_code
-    same = all(c.losses_identical and c.weights_identical for c in comparisons)
-    return 0 if same else 1
+    options = parse_options(argv)
+    comparisons: list[Comparison] = []
+
+    def work() -> str:
+        comparisons.extend(prove(options))
+        return f"written: parity.json in {options.out}"
+
+    code = command_line.run(work)
+    return code or int(not all(c.losses_identical and c.weights_identical for c in comparisons))
 
 
 if __name__ == "__main__":

@@ -24,13 +24,14 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-import torch
-
-if __name__ == "__main__":  # As a script it finds tools/ alone, and perhaps another Megatron.
+if __name__ == "__main__":
+    # As a script, only this file's folder would be importable; what follows may take a while.
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-    from hetero.beside import leave_if_foreign
+    from tools.command_line import begin_script
 
-    leave_if_foreign()
+    begin_script()
+
+import torch
 
 from hetero.errors import HeteroError
 from hetero.observe.report import write_whole
@@ -128,7 +129,7 @@ def reproduce(argv: Sequence[str]) -> str:
                 print(f"  {_outcome(last)} ({last.seconds:.0f} s)", flush=True)
                 text = write_results(options, attempts, ("tools/reproduce_table.py", *argv))
     except KeyboardInterrupt:
-        raise HeteroError(
+        raise command_line.Interrupted(
             f"interrupted after {len(attempts)} of {options.rounds * len(options.rows)} runs; what "
             f"those measured is in {options.out}"
         ) from None

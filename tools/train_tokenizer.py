@@ -6,26 +6,26 @@ import argparse
 import io
 import os
 import re
-import signal
 import sys
-import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import sentencepiece
-
-if __name__ == "__main__":  # As a script it finds tools/ alone, and perhaps another Megatron.
+if __name__ == "__main__":
+    # As a script, only this file's folder would be importable; what follows may take a while.
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-    from hetero.beside import leave_if_foreign
+    from tools.command_line import begin_script
 
-    leave_if_foreign()
+    begin_script()
+
+import sentencepiece
 
 from hetero.errors import UserError
 from hetero.observe.bar import progress_bar
 from megatron.training.arguments.convert import integer, number
-from tools.command_line import Parser, run
+from tools.command_line import Parser, interrupts_leave, run
 from tools.text_input import FORMATS, Document, InputFile, open_inputs, temporary_name
 
 SENTENCE_BYTES = 4000
@@ -49,7 +49,7 @@ LLAMA_OPTIONS: dict[str, Any] = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = build_parser().parse_args(argv)
-    return run(lambda: train(args))
+    return run(lambda: train(args), interrupted="nothing was written")
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -110,21 +110,26 @@ def _train_model(args: argparse.Namespace, files: Sequence[InputFile]) -> bytes:
     """SentencePiece's model, held in memory so that no name of a temporary file ends up in it."""
     sentences = Sentences(files, args.json_key)
     model = io.BytesIO()
-    sentencepiece.set_random_generator_seed(args.seed)
+
+    def work() -> None:
+        sentencepiece.set_random_generator_seed(args.seed)
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=iter(sentences),
+            model_writer=model,
+            vocab_size=args.vocab_size,
+            model_type=args.model_type,
+            character_coverage=min(args.character_coverage, 1.0),
+            input_sentence_size=args.input_sentence_size,
+            shuffle_input_sentence=args.input_sentence_size > 0,
+            num_threads=args.threads,
+            minloglevel=2,
+            **LLAMA_OPTIONS,
+        )
+
     try:
-        with _interrupt_ends_at_once():
-            sentencepiece.SentencePieceTrainer.train(
-                sentence_iterator=iter(sentences),
-                model_writer=model,
-                vocab_size=args.vocab_size,
-                model_type=args.model_type,
-                character_coverage=min(args.character_coverage, 1.0),
-                input_sentence_size=args.input_sentence_size,
-                shuffle_input_sentence=args.input_sentence_size > 0,
-                num_threads=args.threads,
-                minloglevel=2,
-                **LLAMA_OPTIONS,
-            )
+        # In a thread, as Python answers ctrl-C only between steps of its own: here, in the wait.
+        with interrupts_leave(), ThreadPoolExecutor(1) as pool:
+            pool.submit(work).result()
     except (RuntimeError, OSError) as error:
         # SentencePiece turns an error in reading the text into its own; tell the first one.
         raise sentences.error or _explained(error, args, sentences.count) from error
@@ -218,22 +223,6 @@ def _write_together(contents: dict[str, bytes]) -> None:
         for path in contents:
             with suppress(OSError):
                 os.remove(temporary_name(path))
-
-
-@contextmanager
-def _interrupt_ends_at_once() -> Iterator[None]:
-    """Python sees ctrl-C only once SentencePiece returns; until files are written, just end."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = {which: signal.getsignal(which) for which in (signal.SIGINT, signal.SIGTERM)}
-    for which in before:
-        signal.signal(which, signal.SIG_DFL)
-    try:
-        yield
-    finally:
-        for which, handler in before.items():
-            signal.signal(which, handler)
 
 
 if __name__ == "__main__":

@@ -18,16 +18,22 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-if not __package__:  # Run as a script, where only this folder would be importable.
+if __name__ == "__main__":
+    # As a script, only this file's folder would be importable; what follows may take a while.
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+    from tools.command_line import leave_on_interrupt
+
+    leave_on_interrupt()
+
 
 from examples.quickstart import outcome, steps
 from examples.quickstart.source_text import SourceText, builtin_text, read_text
-from hetero.errors import HeteroError, UserError, print_error
+from hetero.errors import UserError
 from hetero.observe.bar import progress_bar
 from hetero.observe.comparison import Comparison, RunRecord
 from hetero.observe.report import write_html, write_json
-from tools.launching.processes import ending_on_signals, run_step
+from tools.command_line import Parser, run
+from tools.launching.processes import run_step
 
 MARKER = ".hetero-demo"
 """Stands in a folder that the demo made, so that it never replaces files of anyone else."""
@@ -36,30 +42,25 @@ MARKER = ".hetero-demo"
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the demo; 0 when both runs agree bit for bit, 2 for bad input, 1 for a failure."""
     args = _parser().parse_args(argv)
-    try:
-        with ending_on_signals():
-            return _demo(args)
-    except HeteroError as error:
-        return _fail(str(error), error.exit_code)
-    except OSError as error:
-        named = f"{error.filename}: " if error.filename else ""
-        return _fail(
-            f"{named}{error.strerror or error}; check the path, its permissions and the free space",
-            UserError.exit_code,
-        )
-    except KeyboardInterrupt:
-        return _fail("interrupted; every process of the demo has been ended", 130)
+    agreed: list[bool] = []
+
+    def work() -> str:
+        began = time.monotonic()
+        comparison, out = _demo(args)
+        agreed.append(comparison.bit_identical)
+        return _conclusion(comparison, out, time.monotonic() - began)
+
+    code = run(work, interrupted="every process of the demo has been ended")
+    return code or int(not all(agreed))
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description="Train a small LLaMA across two (simulated) vendors and on one, and compare.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-        allow_abbrev=False,
-    )
-    parser.add_argument("--text", metavar="FILE", help="text to learn from; Python's own otherwise")
+def _parser() -> Parser:
+    parser = Parser("Train a small LLaMA across two (simulated) vendors and on one, and compare.")
+    parser.add_argument("--text", metavar="FILE", help="text to learn from; left out: Python's own")
     parser.add_argument("--out", default="runs/demo", help="folder for the report and the logs")
-    parser.add_argument("--iterations", type=_positive, default=120, help="of each of the two runs")
+    parser.add_argument(
+        "--iterations", type=_positive, default=120, help="iterations of each of the two runs"
+    )
     return parser
 
 
@@ -69,12 +70,7 @@ def _positive(text: str) -> int:
     return int(text)
 
 
-def _fail(message: str, code: int) -> int:
-    print_error(message)
-    return code
-
-
-def _demo(args: argparse.Namespace) -> int:
+def _demo(args: argparse.Namespace) -> tuple[Comparison, Path]:
     source = read_text(args.text) if args.text else builtin_text()
     began = time.monotonic()
     with _claimed(Path(args.out)) as out:
@@ -102,8 +98,7 @@ def _demo(args: argparse.Namespace) -> int:
         )
         write_html(comparison, out / "report.html")
         write_json(comparison, out / "report.json")
-    _conclude(comparison, out, time.monotonic() - began)
-    return 0 if comparison.bit_identical else 1
+    return comparison, out
 
 
 def _introduce(source: SourceText, iterations: int) -> None:
@@ -179,11 +174,11 @@ def _train(run: steps.Run, iterations: int, progress: Progress) -> tuple[RunReco
     return record, str(json.loads(run.report.read_text())["transport"])
 
 
-def _conclude(comparison: Comparison, out: Path, seconds: float) -> None:
-    print()
-    print(outcome.summary(comparison))
-    print(_printable(outcome.completion_text(comparison)))
-    print(f"report: {out / 'report.html'} and {out / 'report.json'} ({seconds:.0f} s)")
+def _conclusion(comparison: Comparison, out: Path, seconds: float) -> str:
+    return (
+        f"\n{outcome.summary(comparison)}\n{_printable(outcome.completion_text(comparison))}\n"
+        f"report: {out / 'report.html'} and {out / 'report.json'} ({seconds:.0f} s)"
+    )
 
 
 def _printable(text: str) -> str:

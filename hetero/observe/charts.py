@@ -38,30 +38,33 @@ LIGHT = Theme(ink="#5d636e", rule="#e2e0da", paper="#fbfaf7")
 """Those of the page by day, for a picture that stands alone."""
 
 
-def loss_chart(mixed: Sequence[float], baseline: Sequence[float], names: tuple[str, str]) -> str:
-    """Both curves: the baseline broad and pale, so that an equal one on top of it is still seen."""
-    figure, axes = _chart(height=3.3)
+def loss_chart(
+    mixed: Sequence[float],
+    baseline: Sequence[float],
+    differences: Sequence[float],
+    names: tuple[str, str],
+) -> str:
+    """Both losses, and below them, over the same iterations, the mixed one minus the baseline."""
+    figure = Figure(figsize=(8.6, 5.0), layout="constrained")
+    losses, below = figure.subplots(2, 1, sharex=True, height_ratios=(3.2, 1.3))
+    style_axes(losses, PAGE, x_label="")
+    style_axes(below, PAGE, x_label="iteration")
+    # The baseline broad and pale, so that an equal one on top of it is still seen.
+    broad = {"linewidth": 6, "solid_capstyle": "round", "solid_joinstyle": "round"}
     iterations = range(1, len(mixed) + 1)
-    axes.plot(
-        iterations,
-        baseline,
-        color=_BASELINE,
-        linewidth=6,
-        label=names[1],
-        solid_capstyle="round",
-        solid_joinstyle="round",
-    )
-    axes.plot(iterations, mixed, color=_MIXED, linewidth=1.6, label=names[0])
-    axes.set_ylabel("loss")
-    axes.legend(frameon=False, labelcolor=_INK, loc="upper right")
-    return as_svg(figure, "loss", f"Loss of {names[0]} and of {names[1]} by iteration")
+    losses.plot(iterations, baseline, color=_BASELINE, label=names[1], **broad)
+    losses.plot(iterations, mixed, color=_MIXED, linewidth=1.6, label=names[0])
+    losses.set_ylabel("loss")
+    losses.legend(frameon=False, labelcolor=_INK, loc="upper right")
+    _draw_differences(below, iterations, differences)
+    figure.align_ylabels()
+    description = f"Loss of {names[0]} and of {names[1]} by iteration, and their difference"
+    return as_svg(figure, "loss", description)
 
 
-def difference_chart(differences: Sequence[float]) -> str:
-    """Mixed minus baseline, around zero."""
-    figure, axes = _chart(height=1.9)
+def _draw_differences(axes: Axes, iterations: Sequence[int], differences: Sequence[float]) -> None:
     axes.axhline(0, color=_RULE, linewidth=1)
-    axes.plot(range(1, len(differences) + 1), differences, color=_MIXED, linewidth=1.6)
+    axes.plot(iterations, differences, color=_MIXED, linewidth=1.6)
     largest = max((abs(d) for d in differences), default=0.0)
     if largest == 0:
         # Any scale would do; this one says that there is nothing to see.
@@ -70,7 +73,6 @@ def difference_chart(differences: Sequence[float]) -> str:
     else:
         axes.set_ylim(-1.15 * largest, 1.15 * largest)
     axes.set_ylabel("difference")
-    return as_svg(figure, "difference", "Difference between the two losses by iteration")
 
 
 def style_axes(axes: Axes, theme: Theme, *, x_label: str) -> None:
@@ -84,13 +86,6 @@ def style_axes(axes: Axes, theme: Theme, *, x_label: str) -> None:
     axes.set_xlabel(x_label, color=theme.ink)
     axes.yaxis.label.set_color(theme.ink)
     axes.margins(x=0.01)
-
-
-def _chart(*, height: float) -> tuple[Figure, Axes]:
-    figure = Figure(figsize=(8.6, height), layout="constrained")
-    axes = figure.add_subplot()
-    style_axes(axes, PAGE, x_label="iteration")
-    return figure, axes
 
 
 def as_svg(figure: Figure, name: str, description: str) -> str:

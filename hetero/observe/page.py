@@ -6,7 +6,7 @@ import shlex
 
 from markupsafe import Markup
 
-from hetero.observe.charts import difference_chart, loss_chart
+from hetero.observe.charts import loss_chart
 from hetero.observe.comparison import WARMUP_ITERATIONS, Comparison, RunRecord
 from hetero.observe.style import STYLE
 from hetero.observe.template import compiled
@@ -72,11 +72,9 @@ those of this machine's CPU and say nothing about GPUs.</p>
 <section>
 <h2>Loss</h2>
 <figure>{{ loss }}</figure>
-<h3>Difference, mixed minus homogeneous</h3>
-<figure>{{ difference }}</figure>
-<p class="caption">
-{% if c.losses_identical %}Zero at every iteration.
-{% else %}At most {{ number(c.max_abs_loss_difference) }}.{% endif %}</p>
+<p class="caption">Above, the loss of both runs; below, mixed minus homogeneous, over the same
+iterations: {% if c.losses_identical %}zero at every one.
+{% else %}at most {{ number(c.max_abs_loss_difference) }}.{% endif %}</p>
 </section>
 
 <section>
@@ -162,9 +160,15 @@ def render_page(comparison: Comparison) -> str:
         c=comparison,
         runs=[("mixed", hetero), ("baseline", homogeneous)],
         style=Markup(STYLE),
-        # Both are drawn by us from numbers and from text that matplotlib has escaped.
-        loss=Markup(loss_chart(hetero.loss, homogeneous.loss, (hetero.title, homogeneous.title))),
-        difference=Markup(difference_chart(comparison.differences)),
+        # Drawn by us from numbers and from text that matplotlib has escaped.
+        loss=Markup(
+            loss_chart(
+                hetero.loss,
+                homogeneous.loss,
+                comparison.differences,
+                (hetero.title, homogeneous.title),
+            )
+        ),
         share=lambda run: round(100 * run.tokens_per_s / fastest, 1),
         warmup=_warmup(hetero),
         command=command_text,

@@ -189,7 +189,7 @@ def test_an_interrupt_leaves_what_was_measured(
     monkeypatch.setattr(reproduce_table, "attempt", interrupted)
     (tmp_path / "tokens.idx").touch()
     words = f"--data-path {tmp_path / 'tokens'} --out {tmp_path}"
-    assert reproduce_table.main(words.split()) == 1
+    assert reproduce_table.main(words.split()) == 130
     assert f"interrupted after 1 of 4 runs; what those measured is in {tmp_path}" in (
         capsys.readouterr().err
     )

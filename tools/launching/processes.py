@@ -5,14 +5,11 @@ from __future__ import annotations
 import contextlib
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
-from typing import NoReturn
 
 import psutil
 
@@ -83,19 +80,20 @@ def run_step(step: Step, watch: Callable[[], None] = lambda: None) -> None:
                 time.sleep(POLL_SECONDS)
         finally:
             if process.poll() is None:
-                end_family(process)
+                end_family(process.pid)
+                process.wait()
     watch()
     if process.returncode:
         raise StepFailure(step, process.returncode)
 
 
-def end_family(process: subprocess.Popen[bytes]) -> None:
-    """End a process and its descendants: politely, and then not.
+def end_family(pid: int) -> None:
+    """End a child of ours and its descendants: politely, and then not.
 
     A launcher puts each worker into a session of its own, so a signal to its group would miss them.
     """
     with contextlib.suppress(psutil.NoSuchProcess), _deaf_to_interrupts():
-        root = psutil.Process(process.pid)
+        root = psutil.Process(pid)
         family = [*root.children(recursive=True), root]
         for member in family:
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -104,7 +102,6 @@ def end_family(process: subprocess.Popen[bytes]) -> None:
         for member in alive:
             with contextlib.suppress(psutil.NoSuchProcess):
                 member.kill()
-    process.wait()
 
 
 @contextlib.contextmanager
@@ -122,21 +119,3 @@ def _deaf_to_interrupts() -> Iterator[None]:
 
 def _may_set_handlers() -> bool:
     return threading.current_thread() is threading.main_thread()
-
-
-@contextlib.contextmanager
-def ending_on_signals() -> Iterator[None]:
-    """Let SIGTERM and a closed terminal unwind the caller as ctrl-C does, so that steps end too."""
-    if not _may_set_handlers():
-        yield
-        return
-
-    def leave(number: int, _frame: FrameType | None) -> NoReturn:
-        sys.exit(128 + number)
-
-    before = {number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGHUP)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

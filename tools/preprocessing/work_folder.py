@@ -24,8 +24,9 @@ from typing import IO, Any
 
 import numpy
 
-from hetero.errors import HeteroError, UserError
+from hetero.errors import UserError
 from megatron.training.dataset_description import SUFFIX, Description, TokenizerFacts
+from tools.command_line import Interrupted
 from tools.preprocessing.batches import Frontier
 from tools.preprocessing.encoder import Tokens
 from tools.preprocessing.index_file import (
@@ -39,12 +40,6 @@ from tools.text_input import Place
 _STATE_VERSION = 2
 _SUFFIXES = (SUFFIX, ".bin", ".idx")
 """Of the finished files, in the order in which they are shown."""
-
-
-class Interrupted(HeteroError):
-    """Ctrl-C ended the run after it had saved something."""
-
-    exit_code = 130
 
 
 @dataclass(frozen=True)

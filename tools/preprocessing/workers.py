@@ -20,6 +20,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 
 from hetero.errors import HeteroError
+from hetero.interrupts import children_ignore_interrupts
 from tools.preprocessing.batches import Batch
 from tools.preprocessing.encoder import Encoder, Tokens
 
@@ -81,7 +82,9 @@ class _Worker:
         self._process: BaseProcess = context.Process(
             target=_answer_batches, args=(theirs, args), daemon=True
         )
-        self._process.start()
+        # The parent alone answers ctrl-C and SIGTERM; it ends the workers.
+        with children_ignore_interrupts():
+            self._process.start()
         # With this copy closed the worker's end is nowhere else, so its death ends the connection.
         theirs.close()
 
@@ -116,8 +119,6 @@ def _died() -> WorkerDied:
 
 
 def _answer_batches(connection: Connection, args: argparse.Namespace) -> None:
-    # The parent alone answers ctrl-C and SIGTERM; it ends the workers.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     # Where the parent is killed outright, nobody else would.
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
