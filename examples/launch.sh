@@ -6,8 +6,10 @@
 #   TOKENIZER_MODEL    folder or file of the tokenizer the data were made with; left out: the
 #                      model's own by its Hugging Face name, from the local cache
 #   TOKENIZER_TYPE     left out: the preset's, HuggingFaceTokenizer
-#   VENDORS            vendor of each pipeline stage, in order
-#   LAYERS             decoder layers of each pipeline stage, in the order of VENDORS
+#   VENDORS            the vendors in pipeline order, as in "nvidia amd"
+#   SIZES              pipeline stages of each vendor, in the order of VENDORS; left out: one each,
+#                      or as the vendors' numbers of GPUs stand to each other, as in "2 1"
+#   LAYERS             decoder layers of each pipeline stage, in order
 #   TRANSPORT          how tensors cross between vendors (--hetero-transport)
 #   MICRO_BATCH_SIZE   2 is 2 % faster than 1 where a replica has 64 or more sequences a step; with
 #                      32 or fewer take 1, as the pipeline's bubble grows
@@ -54,6 +56,12 @@ require_number() { # NAME VALUE
     [[ $2 =~ ^[1-9][0-9]*$ ]] || refuse "$1 must be a whole number above zero, not '$2'"
 }
 
+require_vendors() {
+    local vendors
+    read -ra vendors <<<"$VENDORS"
+    ((${#vendors[@]} == 2)) || refuse "VENDORS ($VENDORS) must name two vendors, as in 'nvidia amd'"
+}
+
 require_data() {
     [[ -n ${DATA_PATH:-} ]] ||
         refuse "DATA_PATH is not set; give the prefix that tools/preprocess_data.py wrote"
@@ -76,16 +84,56 @@ print("amd" if torch.version.hip else "nvidia", torch.cuda.device_count())') ||
             "nodes in the order of VENDORS ($VENDORS)"
 }
 
+# The stages of each vendor, in STAGES: as SIZES says, or as its GPUs stand to the other's.
+# A stage has the same number of GPUs with every vendor, as data and tensor parallelism have one
+# size; its layers may differ.
+share_stages() { # GPUS_OF_FIRST GPUS_OF_SECOND
+    local layers divisor
+    if [[ -n ${SIZES:-} ]]; then
+        read -ra STAGES <<<"$SIZES"
+    else
+        divisor=$(common_divisor "$1" "$2")
+        STAGES=($(($1 / divisor)) $(($2 / divisor)))
+    fi
+    ((${#STAGES[@]} == 2)) ||
+        refuse "SIZES ($SIZES) must give the pipeline stages of each of two vendors, as in '2 1'"
+    require_number SIZES "${STAGES[0]}" && require_number SIZES "${STAGES[1]}"
+    (($1 % STAGES[0] == 0 && $2 % STAGES[1] == 0 && $1 / STAGES[0] == $2 / STAGES[1])) ||
+        refuse "$1 and $2 GPUs cannot hold ${STAGES[0]} and ${STAGES[1]} stages of as many GPUs each;" \
+            "set SIZES, or change the numbers of nodes or GPUs"
+    read -ra layers <<<"$LAYERS"
+    ((${#layers[@]} == STAGES[0] + STAGES[1])) ||
+        refuse "LAYERS ($LAYERS) names ${#layers[@]} pipeline stages and there are" \
+            "$((STAGES[0] + STAGES[1])), ${STAGES[0]} of ${VENDORS%% *} and ${STAGES[1]} of" \
+            "${VENDORS##* }; give the layers of each"
+}
+
+common_divisor() { # NUMBER NUMBER
+    local larger=$1 smaller=$2 rest
+    while ((smaller)); do
+        rest=$((larger % smaller)) larger=$smaller smaller=$rest
+    done
+    echo "$larger"
+}
+
+# One number for each vendor out of "8" or "8 4".
+each_vendor() { # NAME VALUE
+    local numbers number
+    read -ra numbers <<<"$2"
+    ((${#numbers[@]} != 1)) || numbers+=("${numbers[0]}")
+    ((${#numbers[@]} == 2)) || refuse "$1 is '$2'; give one number, or one for each vendor"
+    for number in "${numbers[@]}"; do require_number "$1" "$number"; done
+    echo "${numbers[@]}"
+}
+
 # All flags of pretrain_gpt.py, in FLAGS.
 build_flags() {
     local vendors layers
     read -ra vendors <<<"$VENDORS"
     read -ra layers <<<"$LAYERS"
-    ((${#vendors[@]} == 2 && ${#layers[@]} == 2)) ||
-        refuse "VENDORS ($VENDORS) and LAYERS ($LAYERS) must each name two pipeline stages"
     FLAGS=(
         --yaml-cfg "$ROOT/examples/presets/$PRESET"
-        --hetero-pipeline --hetero-vendors "${vendors[@]}" --hetero-pipeline-sizes 1 1
+        --hetero-pipeline --hetero-vendors "${vendors[@]}" --hetero-pipeline-sizes "${STAGES[@]}"
         --hetero-pipeline-layers "${layers[@]}" --hetero-transport "$TRANSPORT"
         --seq-length "$SEQ_LENGTH"
         --micro-batch-size "$MICRO_BATCH_SIZE" --global-batch-size "$GLOBAL_BATCH_SIZE"
@@ -112,11 +160,18 @@ run_or_print() {
     fi
 }
 
-# Both vendors played by the GPUs of this machine: two stages, GPUS / 2 data-parallel replicas.
+# Both vendors played by the GPUs of this machine, one stage of each where SIZES says nothing else.
 launch_on_one_host() {
-    : "${GPUS:=2}"
-    [[ $GPUS =~ ^(2|4|8)$ ]] || refuse "GPUS is '$GPUS'; give 2, 4 or 8"
+    : "${GPUS:=2}" "${SIZES:=1 1}"
+    require_number GPUS "$GPUS"
+    require_vendors
     require_data
+    local stages first second
+    stages=$(each_vendor SIZES "$SIZES") || exit
+    read -r first second <<<"$stages"
+    ((GPUS % (first + second) == 0)) ||
+        refuse "GPUS is $GPUS; give a multiple of the $((first + second)) pipeline stages"
+    share_stages $((GPUS * first / (first + second))) $((GPUS * second / (first + second)))
     require_gpus "$GPUS"
     build_flags
     run_or_print env HETERO_VENDOR=plan OMP_NUM_THREADS="${OMP_NUM_THREADS:-$(cores_per "$GPUS")}" \
@@ -125,26 +180,36 @@ launch_on_one_host() {
         "$ROOT/pretrain_gpt.py" "${FLAGS[@]}"
 }
 
-# This machine's part of a run over NODES nodes, the first half of which holds the first stage.
+# This machine's part of a run over the nodes of both vendors, the first vendor's first.
 launch_on_a_node() { # NODE_RANK
-    : "${NODES:=2}" "${GPUS:=8}" "${MASTER_PORT:=29500}"
-    require_number NODES "$NODES"
-    require_number GPUS "$GPUS"
-    ((NODES % 2 == 0)) || refuse "NODES is $NODES; both vendors need as many, so give an even number"
-    [[ $1 =~ ^[0-9]+$ && $1 -lt $NODES ]] ||
-        refuse "the rank of this node is '$1'; give 0 to $((NODES - 1)) as the first argument"
-    [[ -n ${MASTER_ADDR:-} ]] || refuse "MASTER_ADDR is not set; give the address of node 0"
-    local vendors
+    : "${NODES:=1 1}" "${GPUS:=8}" "${MASTER_PORT:=29500}"
+    local nodes gpus vendors vendor
+    require_vendors
+    nodes=$(each_vendor NODES "$NODES") && gpus=$(each_vendor GPUS "$GPUS") || exit
+    read -ra nodes <<<"$nodes"
+    read -ra gpus <<<"$gpus"
     read -ra vendors <<<"$VENDORS"
+    local all=$((nodes[0] + nodes[1]))
+    [[ $1 =~ ^[0-9]+$ && $1 -lt $all ]] ||
+        refuse "the rank of this node is '$1'; give 0 to $((all - 1)) as the first argument"
+    [[ -n ${MASTER_ADDR:-} ]] || refuse "MASTER_ADDR is not set; give the address of node 0"
+    vendor=$(($1 < nodes[0] ? 0 : 1))
     require_data
-    require_gpus "$GPUS" "${vendors[$1 * 2 / NODES]}"
+    share_stages $((nodes[0] * gpus[0])) $((nodes[1] * gpus[1]))
+    require_gpus "${gpus[vendor]}" "${vendors[vendor]}"
     build_flags
     local nics=()
     [[ -z ${NICS:-} ]] || read -ra nics <<<"--hetero-nics $NICS"
+<<<<<<< HEAD
     run_or_print env OMP_NUM_THREADS="${OMP_NUM_THREADS:-$(cores_per "$GPUS")}" \
         PYTHONPATH="$ROOT${PYTHONPATH:+:$PYTHONPATH}" \
         "$PYTHON" -m hetero.run --nnodes "$NODES" --node-rank "$1" \
         --nproc-per-node "$GPUS" --master-addr "$MASTER_ADDR" --master-port "$MASTER_PORT" \
+=======
+    run_or_print env OMP_NUM_THREADS="${OMP_NUM_THREADS:-$(cores_per "${gpus[vendor]}")}" \
+        "$PYTHON" -m torch.distributed.run --nnodes "$all" --node-rank "$1" \
+        --nproc-per-node "${gpus[vendor]}" --master-addr "$MASTER_ADDR" --master-port "$MASTER_PORT" \
+>>>>>>> e916c33 (The launch scripts and Slurm take other numbers of nodes and GPUs for each vendor, environments of conda, and containers on either side)
         "$ROOT/pretrain_gpt.py" "${FLAGS[@]}" "${nics[@]}"
 }
 

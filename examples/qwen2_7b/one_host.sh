@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# Qwen2 7B on one machine whose GPUs play both vendors (simulated): one half each.
+# Qwen2 7B on one machine whose GPUs play both vendors (simulated).
 #
 #   DATA_PATH=/data/tokens GPUS=8 bash examples/qwen2_7b/one_host.sh [--dry-run] [more flags]
 #
-# GPUS is 2, 4 or 8 (2 where left out). examples/launch.sh lists all other variables. --dry-run
-# prints the command and looks neither for data nor for GPUs. More flags go to pretrain_gpt.py and
-# win over the script's.
+# GPUS is a multiple of the pipeline stages (2 where left out). examples/launch.sh lists all other
+# variables. --dry-run prints the command and looks neither for data nor for GPUs. More flags go to
+# pretrain_gpt.py and win over the script's.
 set -euo pipefail
 HERE=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 source "$HERE/model.sh"

@@ -20,7 +20,11 @@
 # examples/launch.sh:
 #   ENV_NVIDIA, ENV_AMD  script that each side sources for its own PyTorch (env_nvidia.sh, env_amd.sh
 #                        beside this file)
-#   GPUS                 GPUs of every node; the same as --gpus-per-node above (8)
+#   GPUS                 GPUs of a node (8), or of a node of each component ("8 4"); the same as
+#                        --gpus-per-node above
+#   CONTAINER_NVIDIA, CONTAINER_AMD, CONTAINER_MOUNTS
+#                        images in which pyxis starts each side, and what is mounted in both beside
+#                        the checkout, as in "/data:/data"
 #   MASTER_PORT          a free port of the first node (made from the job's number)
 set -euo pipefail
 
@@ -43,18 +47,31 @@ MODEL=${1:-}
 first=$(scontrol show hostnames "$SLURM_JOB_NODELIST_HET_GROUP_0")
 second=$(scontrol show hostnames "$SLURM_JOB_NODELIST_HET_GROUP_1")
 mapfile -t hosts <<<"$first"$'\n'"$second"
-(($(wc -l <<<"$first") == $(wc -l <<<"$second"))) ||
-    refuse "the components have $(wc -l <<<"$first") and $(wc -l <<<"$second") nodes; give both as many"
 
 # What every node reads: the ranks of the nodes are their places in HOSTS.
 export HOSTS="${hosts[*]}" ROOT MODEL
-export NODES=${#hosts[@]} MASTER_ADDR=${hosts[0]} VENDORS=${VENDORS:-nvidia amd}
+NODES="$(wc -l <<<"$first") $(wc -l <<<"$second")"
+export NODES MASTER_ADDR=${hosts[0]} VENDORS=${VENDORS:-nvidia amd}
 export MASTER_PORT=${MASTER_PORT:-$((20000 + SLURM_JOB_ID % 10000))}
 read -r first_vendor second_vendor <<<"$VENDORS"
 echo "nodes in the order of their ranks: $HOSTS; meeting at $MASTER_ADDR:$MASTER_PORT"
 
+# pyxis's options for one side, in CONTAINER: none where that side's variable is not set.
+choose_container() { # VENDOR
+    local variable=CONTAINER_${1^^} mounts=$ROOT:$ROOT${CONTAINER_MOUNTS:+,$CONTAINER_MOUNTS}
+    [[ $1 != amd ]] || mounts+=,/dev/kfd:/dev/kfd,/dev/dri:/dev/dri
+    CONTAINER=()
+    [[ -z ${!variable:-} ]] ||
+        CONTAINER=(--container-image="${!variable}" --container-mounts="$mounts"
+            --container-workdir="$ROOT")
+}
+
 # One step over both components: when a node fails, all end. The one task of a node starts its ranks,
 # so it must not be bound to one core.
-task=(--ntasks-per-node=1 --cpu-bind=none --kill-on-bad-exit=1 bash "$ROOT/examples/slurm/node_task.sh")
-exec srun --het-group=0 "${task[@]}" "$first_vendor" "${@:2}" \
-    : --het-group=1 "${task[@]}" "$second_vendor" "${@:2}"
+step=(--ntasks-per-node=1 --cpu-bind=none --kill-on-bad-exit=1)
+task=(bash "$ROOT/examples/slurm/node_task.sh")
+choose_container "$first_vendor"
+components=(--het-group=0 "${step[@]}" "${CONTAINER[@]}" "${task[@]}" "$first_vendor" "${@:2}" :)
+choose_container "$second_vendor"
+components+=(--het-group=1 "${step[@]}" "${CONTAINER[@]}" "${task[@]}" "$second_vendor" "${@:2}")
+exec srun "${components[@]}"

@@ -10,10 +10,11 @@ nvidia) environment=${ENV_NVIDIA:-$ROOT/examples/slurm/env_nvidia.sh} ;;
 amd) environment=${ENV_AMD:-$ROOT/examples/slurm/env_amd.sh} ;;
 *) echo "error: VENDORS names '$1'; give nvidia and amd" >&2 && exit 2 ;;
 esac
-# What it sets reaches the run, with or without `export`.
-set -a
+# What it sets reaches the run, with or without `export`. The scripts of conda and of modules read
+# variables that nobody has set.
+set -a +u
 source "$environment"
-set +a
+set +a -u
 
 read -ra hosts <<<"$HOSTS"
 for rank in "${!hosts[@]}"; do

@@ -57,7 +57,8 @@ class Command:
     plan: Plan
 
 
-def parsed(line: str) -> Command:
+def parsed(line: str, world_size: int | None = None) -> Command:
+    """`world_size` where not all nodes have as many processes as this one."""
     env, *words = shlex.split(line)
     assert env == "env"
     environ = {}
@@ -69,16 +70,16 @@ def parsed(line: str) -> Command:
     entry = words.index(str(ROOT / "pretrain_gpt.py"))
     options = [word for word in words[3:entry] if word != "--standalone"]
     launcher = dict(zip(options[::2], options[1::2], strict=True))
-    world_size = int(launcher.get("--nnodes", 1)) * int(launcher["--nproc-per-node"])
+    world_size = world_size or int(launcher.get("--nnodes", 1)) * int(launcher["--nproc-per-node"])
     args = parse_args(words[entry + 1 :], world_size=world_size)
     return Command(environ, launcher, args, plan_from_args(args, vendor="nvidia"))
 
 
-def printed(script: str, *arguments: str, **environ: str) -> Command:
+def printed(script: str, *arguments: str, world_size: int | None = None, **environ: str) -> Command:
     outcome = run(script, *arguments, "--dry-run", **{"DATA_PATH": "/data/tokens"} | environ)
     assert outcome.returncode == 0, outcome.stderr
     (line,) = outcome.stdout.splitlines()
-    return parsed(line)
+    return parsed(line, world_size)
 
 
 # One host.
@@ -107,6 +108,17 @@ def test_the_examples_and_the_table_train_the_same_split(setting) -> None:
     assert command.args.global_batch_size == setting.global_batch_size
 
 
+def test_one_host_may_hold_more_stages_of_one_vendor() -> None:
+    command = printed("llama3_8b/one_host.sh", GPUS="6", SIZES="2 1", LAYERS="12 11 9")
+    assert [mesh.stages for mesh in command.plan.meshes] == [2, 1]
+    assert command.args.data_parallel_size == 2
+
+
+def test_one_host_refuses_gpus_that_its_stages_do_not_share() -> None:
+    line = refusal("llama3_8b/one_host.sh", "--dry-run", DATA_PATH="x", GPUS="3")
+    assert "GPUS is 3; give a multiple of the 2 pipeline stages" in line
+
+
 def test_variables_and_further_flags_reach_the_program_and_flags_win() -> None:
     command = printed(
         "llama3_8b/one_host.sh",
@@ -133,7 +145,7 @@ def test_variables_and_further_flags_reach_the_program_and_flags_win() -> None:
     [
         ({}, "DATA_PATH is not set"),
         ({"DATA_PATH": "/nowhere/tokens"}, "there is no /nowhere/tokens.idx"),
-        ({"DATA_PATH": "x", "GPUS": "3"}, "GPUS is '3'; give 2, 4 or 8"),
+        ({"DATA_PATH": "x.", "GPUS": "3"}, "there is no x..idx"),
     ],
 )
 def test_one_host_refuses_what_is_missing(environ: dict[str, str], reason: str) -> None:
@@ -168,27 +180,70 @@ def test_an_interpreter_without_torch_is_refused(tmp_path: Path, data: str) -> N
 # Nodes.
 
 
-@pytest.mark.parametrize("nodes", [2, 4])
+@dataclass(frozen=True)
+class Cluster:
+    """Nodes and GPUs of two vendors, in the scripts' variables, and what a run makes of them."""
+
+    nodes: tuple[int, int]
+    gpus: tuple[int, int]
+    stages: tuple[int, int]
+    data_parallel: int
+    environ: dict[str, str]
+
+
+CLUSTERS = {
+    "as many of both": Cluster((2, 2), (8, 8), (1, 1), 16, {"NODES": "2 2"}),
+    "one number for both": Cluster((2, 2), (4, 4), (1, 1), 8, {"NODES": "2", "GPUS": "4"}),
+    "two nodes and one": Cluster(
+        (2, 1), (8, 8), (2, 1), 8, {"NODES": "2 1", "LAYERS": "10 10 {last}"}
+    ),
+    "eight GPUs and four": Cluster(
+        (1, 1), (8, 4), (2, 1), 4, {"GPUS": "8 4", "LAYERS": "10 10 {last}"}
+    ),
+    "smaller nodes, more of them": Cluster(
+        (1, 2), (8, 4), (1, 1), 8, {"NODES": "1 2", "GPUS": "8 4"}
+    ),
+    "more stages than need be": Cluster(
+        (1, 1), (8, 8), (2, 2), 4, {"SIZES": "2 2", "LAYERS": "5 5 10 {last}"}
+    ),
+}
+
+
+@pytest.mark.parametrize("cluster", CLUSTERS.values(), ids=list(CLUSTERS))
 @pytest.mark.parametrize("model", MODELS)
 def test_every_node_runs_the_same_plan_and_its_ranks_are_its_vendors(
-    model: str, nodes: int
+    model: str, cluster: Cluster
 ) -> None:
+    last = PARAMETERS[model][0] - 20
+    environ = {name: value.format(last=last) for name, value in cluster.environ.items()}
+    per_node = [cluster.gpus[0]] * cluster.nodes[0] + [cluster.gpus[1]] * cluster.nodes[1]
     commands = [
-        printed(f"{model}/node.sh", str(rank), MASTER_ADDR="node0", NODES=str(nodes))
-        for rank in range(nodes)
+        printed(
+            f"{model}/node.sh",
+            str(rank),
+            world_size=sum(per_node),
+            MASTER_ADDR="node0",
+            **environ,
+        )
+        for rank in range(len(per_node))
     ]
+    first_rank = 0
     for rank, command in enumerate(commands):
         assert command.launcher == {
-            "--nnodes": str(nodes),
+            "--nnodes": str(len(per_node)),
             "--node-rank": str(rank),
-            "--nproc-per-node": "8",
+            "--nproc-per-node": str(per_node[rank]),
             "--master-addr": "node0",
             "--master-port": "29500",
         }
         assert "HETERO_VENDOR" not in command.environ
         assert vars(command.args) == vars(commands[0].args)
-        vendors = {command.plan.vendor_of_rank(8 * rank + local) for local in range(8)}
-        assert vendors == {"nvidia" if rank < nodes // 2 else "amd"}
+        assert tuple(mesh.stages for mesh in command.plan.meshes) == cluster.stages
+        assert command.args.data_parallel_size == cluster.data_parallel
+        ranks = range(first_rank, first_rank + per_node[rank])
+        vendors = {command.plan.vendor_of_rank(rank) for rank in ranks}
+        assert vendors == {"nvidia" if rank < cluster.nodes[0] else "amd"}
+        first_rank = ranks.stop
 
 
 def test_rails_may_be_named_for_each_node() -> None:
@@ -214,7 +269,19 @@ def test_a_node_of_the_wrong_vendor_is_refused(tmp_path: Path, data: str) -> Non
         (("--dry-run",), {}, "the rank of this node is '--dry-run'"),
         (("0",), {}, "MASTER_ADDR is not set"),
         (("0",), {"MASTER_ADDR": "a"}, "DATA_PATH is not set"),
-        (("0",), {"NODES": "3"}, "NODES is 3; both vendors need as many"),
+        (("0",), {"NODES": "1 1 1"}, "NODES is '1 1 1'; give one number, or one for each vendor"),
+        (("0",), {"NODES": "1 0"}, "NODES must be a whole number above zero, not '0'"),
+        (("0",), {"VENDORS": "amd"}, "VENDORS (amd) must name two vendors"),
+        (
+            ("0", "--dry-run"),
+            {"MASTER_ADDR": "a", "DATA_PATH": "x", "NODES": "2 1"},
+            "LAYERS (16 12) names 2 pipeline stages and there are 3, 2 of nvidia and 1 of amd",
+        ),
+        (
+            ("0", "--dry-run"),
+            {"MASTER_ADDR": "a", "DATA_PATH": "x", "NODES": "2 1", "SIZES": "1 1"},
+            "16 and 8 GPUs cannot hold 1 and 1 stages of as many GPUs each",
+        ),
         (("0",), {"GPUS": "many"}, "GPUS must be a whole number above zero, not 'many'"),
     ],
 )
@@ -298,6 +365,56 @@ def test_a_heterogeneous_job_starts_every_node_with_its_vendors_environment(
     assert commands[0].args.data_parallel_size == 16
 
 
+def test_the_components_may_differ_in_nodes_and_gpus(slurm: dict[str, str]) -> None:
+    changed = {"SLURM_JOB_NODELIST_HET_GROUP_1": "mi325x-1", "LAYERS": "12 11 9"}
+    outcome = run("slurm/hetjob.sh", "llama3_8b", "--dry-run", **slurm | changed)
+    assert outcome.returncode == 0, outcome.stderr
+    _, *lines = outcome.stdout.splitlines()
+    commands = [parsed(line, world_size=24) for line in lines]
+    assert [mesh.stages for mesh in commands[0].plan.meshes] == [2, 1]
+    assert len(commands) == 3
+    changed |= {"GPUS": "4 8", "LAYERS": "17 15"}
+    outcome = run("slurm/hetjob.sh", "llama3_8b", "--dry-run", **slurm | changed)
+    _, *lines = outcome.stdout.splitlines()
+    commands = [parsed(line, world_size=16) for line in lines]
+    assert [command.launcher["--nproc-per-node"] for command in commands] == ["4", "4", "8"]
+    assert commands[0].args.data_parallel_size == 8
+
+
+CONDA = """
+# Activation as conda's own scripts do it: variables are read that nobody has set.
+if [ -n "$CONDA_SHLVL" ]; then echo "already active" >&2; fi
+conda() { PATH="$1-$2:$PATH"; unset _unknown; CONDA_BACKUP_CXX=$CXX; PYTHON=python-of-$2; }
+"""
+
+
+def test_an_environment_of_conda_can_be_activated(slurm: dict[str, str], tmp_path: Path) -> None:
+    (tmp_path / "conda.sh").write_text(CONDA)
+    for vendor in ("NVIDIA", "AMD"):
+        Path(slurm[f"ENV_{vendor}"]).write_text(
+            f"source {tmp_path}/conda.sh\nconda activate {vendor}\n"
+        )
+    outcome = run("slurm/hetjob.sh", "llama3_8b", "--dry-run", **slurm)
+    assert outcome.returncode == 0, outcome.stderr
+    assert outcome.stdout.count("python-of-activate") == 0
+    assert outcome.stdout.count("python-of-AMD") == 2
+
+
+def test_each_side_may_have_its_container(slurm: dict[str, str], tmp_path: Path) -> None:
+    (tmp_path / "srun").write_text('#!/bin/sh\nprintf "%s\\n" "$*"\n')
+    images = {"CONTAINER_AMD": "rocm/pytorch:tag", "CONTAINER_MOUNTS": "/data:/data"}
+    outcome = run("slurm/hetjob.sh", "llama3_8b", **slurm | images)
+    nvidia, amd = outcome.stdout.splitlines()[-1].split(" : ")
+    assert "--container" not in nvidia
+    words = amd.split()
+    assert words[0] == "--het-group=1"
+    assert "--container-image=rocm/pytorch:tag" in words
+    assert (
+        f"--container-mounts={ROOT}:{ROOT},/data:/data,/dev/kfd:/dev/kfd,/dev/dri:/dev/dri" in words
+    )
+    assert words.index(f"--container-workdir={ROOT}") < words.index("bash")
+
+
 def test_amd_may_come_first(slurm: dict[str, str]) -> None:
     lists = {
         "SLURM_JOB_NODELIST_HET_GROUP_0": "mi325x-1",
@@ -322,9 +439,9 @@ def test_amd_may_come_first(slurm: dict[str, str]) -> None:
         (("llama3_8b",), {"SLURM_HET_SIZE": "3"}, "the job has 3 components"),
         (("llama3_8b",), {"DATA_PATH": ""}, "DATA_PATH is not set"),
         (
-            ("llama3_8b",),
+            ("llama3_8b", "--dry-run"),
             {"SLURM_JOB_NODELIST_HET_GROUP_1": "mi325x-1"},
-            "the components have 2 and 1 nodes",
+            "LAYERS (17 15) names 2 pipeline stages and there are 3",
         ),
         (("llama3_8b",), {"VENDORS": "cpu amd"}, "VENDORS names 'cpu'"),
     ],
