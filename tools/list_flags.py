@@ -209,7 +209,7 @@ def _check() -> str:
     old = [d for d, text in _texts().items() if not d.is_file() or d.read_text() != text]
     if old:
         raise HeteroError(
-            f"{' and '.join(map(str, old))} out of date; run python -m tools.list_flags"
+            f"{' and '.join(map(str, old))} is out of date; run python -m tools.list_flags"
         )
     return f"{DOCUMENT} and {CHECKPOINTS} are up to date"
 

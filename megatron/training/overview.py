@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from dataclasses import asdict
@@ -155,8 +156,10 @@ def _reported_transport(job: Job, links: list[dict[str, Any]]) -> str:
     return ", ".join(crossing) or job.vendor_backend
 
 
-def write_report(job: Job, trainer: Trainer, rows: list[dict[str, Any]]) -> None:
+def write_report(job: Job, trainer: Trainer, rows: list[dict[str, Any]], console: Console) -> None:
     """Leave a JSON file that says what the run was and what it ended with. Collective.
+
+    Where the disk does not take it, a warning says so: the run is not lost with it.
 
     `weights.sha256` covers every parameter by its name in the whole model, so that two runs of any
     pipeline layout can be compared bit for bit.
@@ -209,5 +212,13 @@ def write_report(job: Job, trainer: Trainer, rows: list[dict[str, Any]]) -> None
     }
     target = Path(args.hetero_report)
     temporary = target.with_name(target.name + f".{os.getpid()}.tmp")
-    temporary.write_text(json.dumps(report, indent=1))
-    temporary.rename(target)
+    try:
+        temporary.write_text(json.dumps(report, indent=1))
+        temporary.rename(target)
+    except OSError as error:
+        console.line(
+            f"warning: --hetero-report {target} could not be written ({error.strerror}); the run "
+            "itself ended well"
+        )
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)

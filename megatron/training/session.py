@@ -62,7 +62,7 @@ def _run(job: Job, stack: ExitStack, stop_signal: StopSignal | None) -> None:
         timers=timers,
     )
     schedule = Schedule(job, model, timers)
-    recorder = Recorder(args, enabled=job.rank == 0, resumed_at=start)
+    recorder = Recorder(args, enabled=job.rank == 0, resumed_at=start, tell=console.line)
     stack.callback(recorder.close)
     rows = stage_rows(job, model)
     print_overview(job, rows, console)
@@ -108,7 +108,7 @@ def _run(job: Job, stack: ExitStack, stop_signal: StopSignal | None) -> None:
         _final_evaluations(job, trainer, evaluator)
     if args.hetero_report:
         gather_parameters(model.chunks)
-        write_report(job, trainer, rows)
+        write_report(job, trainer, rows, console)
 
 
 def _iterators(job: Job, dataset: Any, *, consumed: int = 0, cyclic: bool = False) -> list[Any]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 import sys
 from argparse import Namespace
 from dataclasses import fields
@@ -115,6 +117,49 @@ def test_timers_stand_in_the_line_of_the_iteration_that_logs_them(tmp_path: Path
     without, row = (json.loads(line) for line in path.read_text().splitlines())
     assert row.pop("timing") == {"iterations": [1, 2]}
     assert row.keys() == without.keys()
+
+
+def test_a_disk_that_is_full_costs_the_metrics_and_says_so_once(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.symlink_to("/dev/full")
+    args = build_parser().parse_args(["--metrics-file", str(path)])
+    said: list[str] = []
+    recorder = Recorder(args, enabled=True, tell=said.append)
+    for iteration in range(1, 4):
+        recorder.iteration(_record(iteration=iteration))
+    recorder.close()
+    assert said == [
+        f"warning: --metrics-file {path} can no longer be written (No space left on device); "
+        "training goes on and writes nothing more there"
+    ]
+
+
+def test_a_run_outlives_every_file_of_numbers(tmp_path: Path) -> None:
+    """No file may grow beyond a KiB here, which fails as a full disk does."""
+    flags = (
+        "--num-layers 1 --hidden-size 16 --num-attention-heads 2 --seq-length 8 --vocab-size 16 "
+        "--max-position-embeddings 8 --micro-batch-size 1 --global-batch-size 1 --lr 1e-3 "
+        "--train-iters 12 --eval-iters 0 --mock-data --tokenizer-type NullTokenizer "
+        f"--metrics-file {tmp_path}/metrics.jsonl --hetero-report {tmp_path}/report.json "
+        f"--tensorboard-dir {tmp_path}/board --tensorboard-queue-size 1"
+    )
+    ended = subprocess.run(
+        ["bash", "-c", f"ulimit -f 1; exec {sys.executable} pretrain_gpt.py {flags}"],
+        cwd=Path(__file__).parents[2],
+        env=os.environ | {"CUDA_VISIBLE_DEVICES": "-1", "PYTHONDONTWRITEBYTECODE": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert "iteration       12/" in ended.stdout
+    assert "Traceback" not in ended.stderr
+    for name in ("metrics-file", "hetero-report", "tensorboard-dir"):
+        assert ended.stdout.count(f"warning: --{name} {tmp_path}") == 1
+    records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [record["iteration"] for record in records] == list(range(1, len(records) + 1))
+    assert not list(tmp_path.glob("report.json*"))
 
 
 def test_a_rank_that_does_not_record_writes_nothing(tmp_path: Path) -> None:
