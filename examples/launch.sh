@@ -200,16 +200,10 @@ launch_on_a_node() { # NODE_RANK
     build_flags
     local nics=()
     [[ -z ${NICS:-} ]] || read -ra nics <<<"--hetero-nics $NICS"
-<<<<<<< HEAD
-    run_or_print env OMP_NUM_THREADS="${OMP_NUM_THREADS:-$(cores_per "$GPUS")}" \
-        PYTHONPATH="$ROOT${PYTHONPATH:+:$PYTHONPATH}" \
-        "$PYTHON" -m hetero.run --nnodes "$NODES" --node-rank "$1" \
-        --nproc-per-node "$GPUS" --master-addr "$MASTER_ADDR" --master-port "$MASTER_PORT" \
-=======
     run_or_print env OMP_NUM_THREADS="${OMP_NUM_THREADS:-$(cores_per "${gpus[vendor]}")}" \
-        "$PYTHON" -m torch.distributed.run --nnodes "$all" --node-rank "$1" \
+        PYTHONPATH="$ROOT${PYTHONPATH:+:$PYTHONPATH}" \
+        "$PYTHON" -m hetero.run --nnodes "$all" --node-rank "$1" \
         --nproc-per-node "${gpus[vendor]}" --master-addr "$MASTER_ADDR" --master-port "$MASTER_PORT" \
->>>>>>> e916c33 (The launch scripts and Slurm take other numbers of nodes and GPUs for each vendor, environments of conda, and containers on either side)
         "$ROOT/pretrain_gpt.py" "${FLAGS[@]}" "${nics[@]}"
 }
 

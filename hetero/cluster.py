@@ -18,6 +18,7 @@ from hetero.errors import UserError
 from hetero.plan import VENDORS, Plan
 from hetero.version import __version__
 from hetero.waiting import spans
+from hetero.words import counted
 
 VENDOR_VARIABLE = "HETERO_VENDOR"
 _COUNT = re.compile(r"[1-9][0-9]{0,4}")
@@ -73,8 +74,8 @@ def _named_vendor(value: str, *, local_rank: int, planned: str) -> str:
         return names[0]
     if local_rank >= len(names):
         raise UserError(
-            f"{VENDOR_VARIABLE}={value!r} names {len(names)} ranks but local rank {local_rank} "
-            "was started; name one vendor for each local rank"
+            f"{VENDOR_VARIABLE}={value!r} names {counted(len(names), 'rank')} but local rank "
+            f"{local_rank} was started; name one vendor for each local rank"
         )
     return names[local_rank]
 

@@ -17,6 +17,7 @@ from typing import Any
 import yaml
 
 from hetero.errors import UserError
+from hetero.words import counted
 
 VENDORS = ("nvidia", "amd", "cpu")
 
@@ -97,7 +98,7 @@ class Plan:
             raise PlanError("the plan has no mesh; name at least one")
         if len(self.layers) != self.stages:
             raise PlanError(
-                f"the plan has {self.stages} pipeline stages but gives layers for "
+                f"the plan has {counted(self.stages, 'pipeline stage')} but gives layers for "
                 f"{len(self.layers)}; give one number of layers for each stage"
             )
         if len({len(chunks) for chunks in self.layers}) != 1 or not self.layers[0]:
@@ -132,7 +133,7 @@ class Plan:
             if stage < mesh.stages:
                 return index
             stage -= mesh.stages
-        raise IndexError(f"the plan has {self.stages} stages")
+        raise IndexError(f"the plan has {counted(self.stages, 'stage')}")
 
     def ranks_of_stage(self, stage: int) -> range:
         first = sum(self.meshes[self.mesh_of_stage(s)].ranks_per_stage for s in range(stage))
@@ -199,12 +200,13 @@ class Plan:
     def require_world_size(self, world_size: int) -> None:
         if world_size != self.world_size:
             parts = " + ".join(
-                f"{m.vendor} {m.stages} stages x TP {m.tensor} x CP {m.context} x DP {m.data}"
+                f"{m.vendor} {counted(m.stages, 'stage')} x TP {m.tensor} x CP {m.context} x DP "
+                f"{m.data}"
                 for m in self.meshes
             )
             raise PlanError(
-                f"the plan needs {self.world_size} ranks ({parts}) but {world_size} were started; "
-                "change the number of processes or the plan"
+                f"the plan needs {counted(self.world_size, 'rank')} ({parts}) but {world_size} "
+                "were started; change the number of processes or the plan"
             )
 
     def require_layers(self, num_layers: int) -> None:
@@ -263,7 +265,7 @@ def _mesh_from_mapping(
         context=entry.get("context", 1),
     )
     if mesh.stages != len(layers):
-        raise PlanError(f"{where}: {mesh.stages} stages but layers for {len(layers)}")
+        raise PlanError(f"{where}: {counted(mesh.stages, 'stage')} but layers for {len(layers)}")
     return mesh, layers
 
 
@@ -273,8 +275,8 @@ def _chunks_from_entry(item: object, *, where: str, chunks: int) -> tuple[int, .
     if isinstance(item, list) and all(type(count) is int for count in item):
         if len(item) != chunks:
             raise PlanError(
-                f"{where}: a stage lists {len(item)} chunks but the virtual pipeline size is "
-                f"{chunks}"
+                f"{where}: a stage lists {counted(len(item), 'chunk')} but the virtual pipeline "
+                f"size is {chunks}"
             )
         return tuple(item)
     raise PlanError(f"{where}: {item!r} is not a number of layers")

@@ -28,6 +28,7 @@ if __name__ == "__main__":
 
     begin_script()
 
+from hetero.words import counted
 from tools import command_line
 from tools.parity_benchmark.judgement import Judgement, judge
 from tools.parity_benchmark.options import Options, parse_options
@@ -103,10 +104,10 @@ def _train(options: Options, data: RealText, folder: Path, finish_by: float) -> 
         for run in options.runs
     ]
     names = {run.file_stem: run.name for run in options.runs}
-    print(f"{len(launches)} runs, {min(len(here), len(launches))} at once", flush=True)
+    print(f"{counted(len(launches), 'run')}, {min(len(here), len(launches))} at once", flush=True)
 
     def announce(outcome: Outcome) -> None:
-        words = outcome.problem or f"{options.iterations} iterations"
+        words = outcome.problem or counted(options.iterations, "iteration")
         print(f"{names[outcome.launch.name]}: {words} ({outcome.seconds:.0f} s)", flush=True)
 
     outcomes = run_side_by_side(launches, here, finish_by=finish_by, announce=announce)

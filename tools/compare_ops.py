@@ -28,6 +28,7 @@ if __name__ == "__main__":
     begin_script()
 
 from hetero.errors import UserError
+from hetero.words import counted
 from megatron.training.arguments.convert import integer
 from tools.command_line import Parser, run
 
@@ -121,8 +122,8 @@ def _run(options: argparse.Namespace) -> tuple[str, bool]:
     write(dump, options.out)
     size = options.out.stat().st_size / 2**20
     return (
-        f"{options.out}: {len(dump.header.operators)} operators of {dump.header.label} in "
-        f"{dump.header.dtype}, {size:.1f} MiB"
+        f"{options.out}: {counted(len(dump.header.operators), 'operator')} of {dump.header.label} "
+        f"in {dump.header.dtype}, {size:.1f} MiB"
     ), True
 
 

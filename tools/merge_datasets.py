@@ -22,6 +22,7 @@ import numpy
 
 from hetero.errors import UserError
 from hetero.observe.bar import progress_bar
+from hetero.words import counted
 from megatron.training.dataset_description import SUFFIX, Description, read_description
 from tools.command_line import Parser, run
 from tools.preprocessing.index_file import HEADER, IndexContent, blocks_of_file, write_index
@@ -79,9 +80,9 @@ def merge(args: argparse.Namespace) -> str:
             )
     _write(output, parts, _common_description(parts))
     return (
-        f"wrote {sum(part.documents for part in parts)} documents, "
-        f"{sum(part.tokens for part in parts)} tokens from {len(parts)} datasets: "
-        f"{output}.bin, {output}.idx"
+        f"wrote {counted(sum(part.documents for part in parts), 'document')}, "
+        f"{counted(sum(part.tokens for part in parts), 'token')} from "
+        f"{counted(len(parts), 'dataset')}: {output}.bin, {output}.idx"
     )
 
 

@@ -18,6 +18,7 @@ if __name__ == "__main__":
     begin_script()
 
 from hetero.errors import UserError
+from hetero.words import counted
 from megatron.training.arguments.convert import integer, number
 from megatron.training.arguments.data import add_tokenizer_flags
 from tools.command_line import Parser, run
@@ -163,8 +164,8 @@ def _summary(folder: WorkFolder, progress: Progress) -> str:
     left_out = f", {empty} empty ones left out" if empty else ""
     files = ", ".join(output + suffix for output in folder.outputs for suffix in (".bin", ".idx"))
     return (
-        f"wrote {documents} documents, {sum(state.tokens)} tokens{left_out} in "
-        f"{progress.seconds:.1f} s ({progress.text_bytes / progress.seconds / 1e6:.2f} MB/s): "
+        f"wrote {counted(documents, 'document')}, {counted(sum(state.tokens), 'token')}{left_out} "
+        f"in {progress.seconds:.1f} s ({progress.text_bytes / progress.seconds / 1e6:.2f} MB/s): "
         f"{files}"
     )
 

@@ -35,6 +35,7 @@ import torch
 
 from hetero.errors import HeteroError
 from hetero.observe.report import write_whole
+from hetero.words import counted
 from tools import command_line
 from tools.real_text.data_set import NAME as TEXT_NAME
 from tools.real_text.data_set import build_real_text
@@ -130,7 +131,8 @@ def reproduce(argv: Sequence[str]) -> str:
                 text = write_results(options, attempts, ("tools/reproduce_table.py", *argv))
     except KeyboardInterrupt:
         raise command_line.Interrupted(
-            f"interrupted after {len(attempts)} of {options.rounds * len(options.rows)} runs; what "
+            f"interrupted after {len(attempts)} of "
+            f"{counted(options.rounds * len(options.rows), 'run')}; what "
             f"those measured is in {options.out}"
         ) from None
     print(f"\n{text}")

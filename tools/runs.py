@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from hetero.errors import HeteroError
+from hetero.words import counted
 from tools.launching.processes import Step, StepFailure, log_lines, run_step
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -78,7 +79,8 @@ def run_to_end(launch: Launch, watch: Callable[[], None] = lambda: None) -> Fini
         if launch.deadline is not None and time.monotonic() - began > launch.deadline:
             raise DeadlinePassed(
                 f"{launch.name} was ended at its deadline of {launch.deadline:g} s, after "
-                f"{len(_records(launch.metrics))} iterations; allow it more time or less work"
+                f"{counted(len(_records(launch.metrics)), 'iteration')}; allow it more time or "
+                "less work"
             )
 
     run_step(

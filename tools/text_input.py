@@ -6,12 +6,14 @@ only cuts them, and the ones that tokenize do the rest. Each knows its file and 
 
 from __future__ import annotations
 
+import codecs
 import glob
 import gzip
 import importlib.util
 import io
 import json
 import os
+import shlex
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -68,7 +70,7 @@ class Document:
             line = self.line + self.data.count(b"\n", 0, error.start)
             raise UserError(
                 f"{self.path}:{line}: byte 0x{self.data[error.start]:02x} is not UTF-8; "
-                "convert the file, for example with `iconv -t utf-8`"
+                f"{iconv_hint(self.path, self.data)}"
             ) from error
 
     def values(self, keys: Sequence[str]) -> dict[str, str]:
@@ -103,6 +105,25 @@ class Document:
 
     def error(self, problem: str) -> UserError:
         return UserError(f"{self.path}:{self.line}: {problem}")
+
+
+def iconv_hint(path: str, beginning: bytes) -> str:
+    """How a file in another encoding is made one in UTF-8: a command that can be pasted.
+
+    UTF-16 shows at its `beginning`. Encodings of one byte a letter do not show, so the most common
+    one is named, and as a guess. Without -f, iconv would take the terminal's, which is UTF-8.
+    """
+    root, suffix = os.path.splitext(path)
+    unpacked = {"gzip": "gzip -dc", "zstd": "zstd -dc"}.get(_COMPRESSIONS.get(suffix, ""), "")
+    stem, extension = os.path.splitext(root if unpacked else path)
+    source, target = shlex.quote(path), shlex.quote(f"{stem}.utf8{extension}")
+    if beginning.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        encoding, guess = "UTF-16", ""
+    else:
+        encoding, guess = "WINDOWS-1252", " if it is in Western Europe's encoding"
+    convert = f"iconv -f {encoding} -t UTF-8"
+    command = f"{unpacked} {source} | {convert}" if unpacked else f"{convert} {source}"
+    return f"convert it{guess}: `{command} > {target}`"
 
 
 class InputFile:

@@ -32,6 +32,7 @@ from hetero.errors import UserError
 from hetero.observe.bar import progress_bar
 from hetero.observe.comparison import Comparison, RunRecord
 from hetero.observe.report import write_html, write_json
+from hetero.words import counted
 from tools.command_line import Parser, run
 from tools.launching.processes import run_step
 
@@ -104,8 +105,8 @@ def _demo(args: argparse.Namespace) -> tuple[Comparison, Path]:
 def _introduce(source: SourceText, iterations: int) -> None:
     print(
         f"Training a small LLaMA on {source.name} ({len(source.text):,} characters), "
-        f"{iterations} iterations,\nfirst across amd + nvidia, then homogeneous. The vendors are "
-        "simulated: this machine's CPU plays both.",
+        f"{counted(iterations, 'iteration')},\nfirst across amd + nvidia, then homogeneous. The "
+        "vendors are simulated: this machine's CPU plays both.",
         flush=True,
     )
     if source.is_cut:

@@ -21,6 +21,7 @@ from hetero.observe.comparison import (
     stage_rows,
 )
 from hetero.observe.units import size_text
+from hetero.words import counted
 
 TITLES = {"hetero": " + ".join(steps.VENDORS), "homogeneous": "homogeneous"}
 
@@ -59,8 +60,8 @@ def run_record(
     records = metrics.records
     if len(records) != iterations or not run.report.exists():
         raise HeteroError(
-            f"the step '{run.step.name}' ended after {len(records)} of {iterations} iterations "
-            f"without saying why; look at {run.step.log}"
+            f"the step '{run.step.name}' ended after {len(records)} of "
+            f"{counted(iterations, 'iteration')} without saying why; look at {run.step.log}"
         )
     report = json.loads(run.report.read_text())
     return RunRecord(

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from hetero.errors import UserError
 from tools.real_text.sources import language_reference
+from tools.text_input import iconv_hint
 
 LARGEST_BYTES = 16 * 2**20
 """Of a larger file only the beginning is used: the demo trains on well under a megabyte."""
@@ -69,7 +70,7 @@ def _decoded(path: str, data: bytes, *, is_cut: bool) -> str:
         text = decoder.decode(data, final=not is_cut)
     except UnicodeDecodeError as error:
         raise UserError(
-            f"--text {path} is not text in UTF-8 (its byte {error.start} cannot be read); convert "
-            "it, for example with `iconv -t utf-8`"
+            f"--text {path} is not text in UTF-8 (its byte {error.start} cannot be read); "
+            f"{iconv_hint(path, data)}"
         ) from error
     return text

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from hetero.errors import UserError
+from hetero.words import counted
 from tools.launching.processes import Step, StepFailure, run_step
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -152,8 +153,8 @@ def prepare_data(text: str, folder: Path, announce: Callable[[str], None]) -> Da
     )
     if data.tokens < SEQUENCE_LENGTH + 1:
         raise UserError(
-            f"the text is too small to train on: {data.tokens} tokens where one sample takes "
-            f"{SEQUENCE_LENGTH + 1}; give at least a page of text"
+            f"the text is too small to train on: {counted(data.tokens, 'token')} where one sample "
+            f"takes {SEQUENCE_LENGTH + 1}; give at least a page of text"
         )
     return data
 

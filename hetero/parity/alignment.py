@@ -11,6 +11,7 @@ import numpy as np
 from hetero.errors import UserError
 from hetero.parity.curves import Curve, Floats
 from hetero.parity.smoothing import relative_difference
+from hetero.words import counted
 
 SCHEDULE_TOLERANCE = 1e-9
 """Relative. Two machines' cosines may differ in the last bit; two schedules differ by far more."""
@@ -49,8 +50,8 @@ def align(
     for curve in curves:
         if missing := len(curve) - len(common):
             notes.append(
-                f"{curve.name}: {missing} of its {len(curve)} iterations are left out, because "
-                "another file lacks them"
+                f"{curve.name}: {missing} of its {counted(len(curve), 'iteration')} are left out, "
+                "because another file lacks them"
             )
     curves = [curve.at(np.searchsorted(curve.iteration, common)) for curve in curves]
     for curve in curves[1:]:

@@ -32,6 +32,7 @@ from hetero.parity.smoothing import (
     smoothed_iterations,
     smoothed_loss,
 )
+from hetero.words import counted
 
 DEFAULT_FIRST = 10
 
@@ -123,7 +124,8 @@ def compare(aligned: Aligned, options: Options) -> Comparison:
     window = options.window or default_window(iterations)
     if window > iterations:
         raise UserError(
-            f"--smooth {window} is more than the {iterations} iterations that are compared"
+            f"--smooth {window} is more than the {counted(iterations, 'iteration')} that are "
+            "compared"
         )
     envelopes = _envelopes(aligned, window)
     verdicts = tuple(

@@ -20,6 +20,7 @@ from hetero.parity.smoothing import (
     smoothed_iterations,
     smoothed_loss,
 )
+from hetero.words import counted
 
 
 @dataclass(frozen=True)
@@ -124,21 +125,22 @@ def _first_grad_norms(pair: Pair, bound: float) -> Finding:
 def _first(pair: Pair, name: str, bound: float, mine: Floats, theirs: Floats) -> Finding:
     difference = np.abs(relative_difference(mine[: pair.first], theirs[: pair.first]))
     value, at = _largest(difference)
-    what = f"largest of the first {len(difference)} iterations, at {_at(pair, at)}"
+    what = f"largest of the first {counted(len(difference), 'iteration')}, at {_at(pair, at)}"
     return _within(name, value, bound, what)
 
 
 def _final_relative(pair: Pair, bound: float) -> Finding:
     mine, theirs = _smoothed_losses(pair)
     value = float(np.abs(relative_difference(mine[-1:], theirs[-1:]))[0])
-    detail = f"mean loss of the last {pair.window} iterations: {mine[-1]:.6g}, not {theirs[-1]:.6g}"
+    last = counted(pair.window, "iteration")
+    detail = f"mean loss of the last {last}: {mine[-1]:.6g}, not {theirs[-1]:.6g}"
     return _within("final-relative", value, bound, detail)
 
 
 def _smoothed_relative(pair: Pair, bound: float) -> Finding:
     value, at = _largest(np.abs(relative_difference(*_smoothed_losses(pair))))
     last = smoothed_iterations(pair.reference, pair.window)[at]
-    detail = f"largest of the means over {pair.window} iterations, up to {last}"
+    detail = f"largest of the means over {counted(pair.window, 'iteration')}, up to {last}"
     return _within("smoothed-relative", value, bound, detail)
 
 

@@ -20,6 +20,7 @@ from hetero.parity.smoothing import (
     smoothed_iterations,
     smoothed_loss,
 )
+from hetero.words import counted
 
 # Readable on a light and on a dark page alike.
 _CANDIDATES = ("#d1492e", "#2a9d78", "#9560c2", "#cf8f1d", "#c2528b", "#6f9e1f")
@@ -55,7 +56,7 @@ def panel_svgs(comparison: Comparison) -> list[tuple[str, str]]:
 
 def _panels(comparison: Comparison) -> dict[str, tuple[Draw, str]]:
     band = " Shaded: where a further seed would lie." if comparison.envelopes else ""
-    over = f"smoothed over {comparison.window} iterations"
+    over = f"smoothed over {counted(comparison.window, 'iteration')}"
     panels: dict[str, tuple[Draw, str]] = {
         "loss": (_draw_loss, f"Loss, {over}.{band}"),
         "difference": (

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from hetero.parity.comparison import Comparison
 from hetero.parity.criteria import Finding
+from hetero.words import counted
 
 
 def report_text(comparison: Comparison) -> str:
@@ -24,7 +25,7 @@ def summary(comparison: Comparison) -> str:
     reference, seeds = comparison.aligned.reference, comparison.aligned.seeds
     further = f" and {len(seeds)} further seeds of it" if seeds else ""
     return (
-        f"Compared with {reference.name}{further}, over {len(reference)} iterations "
+        f"Compared with {reference.name}{further}, over {counted(len(reference), 'iteration')} "
         f"({reference.iteration[0]} to {reference.iteration[-1]}), smoothed over "
         f"{comparison.window}."
     )

@@ -9,6 +9,7 @@ from enum import StrEnum
 from hetero.device.topology import Distance
 from hetero.observe.units import size_text
 from hetero.preflight.node import NodeFacts
+from hetero.words import counted
 
 _ROCE_PACKET = 4096
 _LOCKED_MEMORY = 1 << 30
@@ -80,7 +81,7 @@ def _gpus(facts: NodeFacts) -> Iterator[Advice]:
             yield Advice(
                 Severity.NOTE if gpus.hidden_by else Severity.WARNING,
                 subject,
-                f"PyTorch sees {len(gpus.usable)} of {present} GPUs ({reason})",
+                f"PyTorch sees {len(gpus.usable)} of {counted(present, 'GPU')} ({reason})",
             )
     elif not on_bus:
         yield Advice(Severity.NOTE, subject, "this node has no GPU; training would run on its CPU")

@@ -13,6 +13,7 @@ from hetero.preflight.gpudirect import GpuDirectFacts
 from hetero.preflight.host import HostFacts
 from hetero.preflight.node import NodeFacts
 from hetero.preflight.reach import Call
+from hetero.words import counted
 
 WIDTH = 98
 _LABEL = 12
@@ -103,14 +104,10 @@ def advice_lines(advice: Iterable[Advice]) -> list[str]:
 def verdict(advice: Sequence[Advice], *, nodes: int) -> str:
     """The last line: whether a job can start here."""
     counts = {s: sum(entry.severity is s for entry in advice) for s in Severity}
-    told = [_count(counts[s], s.value) for s in Severity if counts[s]]
+    told = [counted(counts[s], s.value) for s in Severity if counts[s]]
     where = "this node" if nodes == 1 else f"these {nodes} nodes"
     end = "NOT READY: mend the problems first" if counts[Severity.PROBLEM] else "ready"
     return f"{where}: {', '.join(told) or 'nothing to mend'}; {end}"
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'s' if number != 1 else ''}"
 
 
 def _block(label: str, rows: Sequence[str]) -> list[str]:
@@ -154,8 +151,8 @@ def _software(facts: NodeFacts) -> str:
 def _host(host: HostFacts) -> str:
     parts = [
         host.processor,
-        _count(host.cores, "core"),
-        _count(host.numa_nodes, "NUMA node"),
+        counted(host.cores, "core"),
+        counted(host.numa_nodes, "NUMA node"),
         size_text(host.memory),
         f"kernel {host.kernel}",
         f"governor {', '.join(host.governors) or 'not shown'}",
@@ -249,7 +246,7 @@ def _gpudirect(direct: GpuDirectFacts) -> str:
             f"peer-memory module {', '.join(direct.peer_modules) or 'none'}",
             *options,
             f"pyverbs {release if direct.pyverbs.usable else 'missing'}",
-            f"{_count(len(direct.verbs_files), 'uverbs file')}",
+            f"{counted(len(direct.verbs_files), 'uverbs file')}",
             f"ACS redirects: {redirect}",
         ]
     )

@@ -20,6 +20,7 @@ from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, Moc
 
 from hetero.errors import DataError, UserError
 from hetero.plan import Coordinate, Plan
+from hetero.words import counted
 from megatron.training.arguments.checks.training import samples_after
 from megatron.training.core_private import lone_rank
 from megatron.training.dataset_checks import SPLITS, blends
@@ -124,9 +125,9 @@ def _check_train_split(args: argparse.Namespace, train: Any) -> None:
         return
     if train is None or len(train) < stride:
         raise UserError(
-            f"the training split gives {0 if train is None else len(train)} samples of "
-            f"{args.seq_length} tokens but one step over all ranks takes {stride}; use more text "
-            "or a larger first number in --split"
+            f"the training split gives {counted(0 if train is None else len(train), 'sample')} of "
+            f"{counted(args.seq_length, 'token')} but one step over all ranks takes {stride}; use "
+            "more text or a larger first number in --split"
         )
 
 

@@ -23,6 +23,7 @@ from megatron.core.datasets.utils import get_blend_from_list
 
 from hetero.agreement import AgreedError
 from hetero.errors import UserError
+from hetero.words import counted
 from megatron.training.dataset_description import TokenizerFacts, contradiction
 
 SPLITS = ("train", "valid", "test")
@@ -253,8 +254,8 @@ def check_datasets(args: argparse.Namespace, *, vocab_size: int, whole: bool = T
         if -1 < tokens[0] < args.seq_length + 1 and not args.skip_train:
             raise UserError(
                 f"--seq-length {args.seq_length} is longer than the data: {prefix} holds "
-                f"{summary.tokens} tokens, {tokens[0]} of them for training; use more text, a "
-                "shorter sequence or a larger training part in --split"
+                f"{counted(summary.tokens, 'token')}, {tokens[0]} of them for training; use more "
+                "text, a shorter sequence or a larger training part in --split"
             )
     return CheckedData(frozenset(absent), tuple(digests))
 

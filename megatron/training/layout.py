@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 
 from hetero.plan import Mesh, Plan, PlanError, load_plan, split_over_chunks
+from hetero.words import counted
 from megatron.training.arguments.layout import parse_layout
 from megatron.training.arguments.validate import finish_validation
 
@@ -80,7 +81,8 @@ def _even_layers(args: argparse.Namespace, stages: int) -> list[int]:
     rest = args.num_layers - (first or 0) - (last or 0)
     if (middle == 0 and rest) or (middle and (rest < 0 or rest % middle)):
         raise PlanError(
-            f"{args.num_layers} layers cannot be split evenly over {stages} pipeline stages"
+            f"{counted(args.num_layers, 'layer')} cannot be split evenly over "
+            f"{counted(stages, 'pipeline stage')}"
             + (f" with {first} on the first" if first is not None else "")
             + (f" with {last} on the last" if last is not None else "")
             + "; give --hetero-pipeline-layers, --pipeline-model-parallel-layout or other numbers"
@@ -105,7 +107,7 @@ def _require_whole_recompute_units(args: argparse.Namespace, plan: Plan) -> None
         for layers in chunks:
             if layers % unit:
                 raise PlanError(
-                    f"--recompute-method uniform recomputes {unit} layers at a time, which do not "
-                    f"divide the {layers} layers of pipeline stage {stage}; change "
+                    f"--recompute-method uniform recomputes {counted(unit, 'layer')} at a time, "
+                    f"which do not divide the {layers} layers of pipeline stage {stage}; change "
                     "--recompute-num-layers, or use --recompute-method block"
                 )

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from hetero.observe.units import size_text
 from hetero.plan import Edge
+from hetero.words import counted
 from megatron.training import weights
 from megatron.training.console import Console, format_table
 from megatron.training.initialize import Job
@@ -98,7 +99,7 @@ def print_overview(job: Job, rows: list[dict[str, Any]], console: Console) -> No
     choices = [] if job.links is None else [str(choice) for choice in job.links.choices]
     lines = [line for part in _everyone(choices) for line in part]
     kind = "mixed" if len(job.plan.meshes) > 1 else "homogeneous"
-    console.line(f"{kind} run on {job.args.world_size} ranks, {job.device.type}:")
+    console.line(f"{kind} run on {counted(job.args.world_size, 'rank')}, {job.device.type}:")
     console.line(format_table(table))
     for line in lines:
         console.line(line)

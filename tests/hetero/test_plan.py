@@ -18,6 +18,7 @@ from hetero.plan import (
     plan_from_mapping,
     split_over_chunks,
 )
+from hetero.words import counted
 
 sizes = st.integers(1, 3)
 meshes = st.builds(
@@ -221,7 +222,7 @@ def test_another_world_size_is_refused_with_both_numbers(plan: Plan, started: in
         with pytest.raises(PlanError) as error:
             plan.require_world_size(started)
         sentence = _refusal(error)
-        assert f"needs {plan.world_size} ranks" in sentence
+        assert f"needs {counted(plan.world_size, 'rank')}" in sentence
         assert f"but {started} were started" in sentence
 
 

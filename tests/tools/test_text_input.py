@@ -4,13 +4,14 @@ import gzip
 import io
 import subprocess
 import sys
+from collections import deque
 from pathlib import Path
 
 import pytest
 import zstandard
 
 from hetero.errors import UserError
-from tools.text_input import Place, open_inputs
+from tools.text_input import Place, iconv_hint, open_inputs
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -127,3 +128,34 @@ def test_only_a_zstd_file_needs_the_package_that_reads_it(tmp_path, suffix):
         "run: pip install zstandard\n"
     )
     assert not (tmp_path / "tok.model").exists()
+
+
+GERMAN = "Grüße aus Köln\n\nund “mehr”\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "encoding", "pack"),
+    [
+        ("it's here.txt", "windows-1252", None),
+        ("wide.txt", "utf-16", None),
+        ("packed.txt.gz", "windows-1252", gzip.compress),
+        ("lines.jsonl", "windows-1252", None),
+        ("no_suffix", "windows-1252", None),
+    ],
+)
+def test_the_command_that_a_refusal_names_makes_the_file_readable(tmp_path, name, encoding, pack):
+    path = tmp_path / name
+    data = GERMAN.encode(encoding)
+    path.write_bytes(pack(data) if pack else data)
+    documents = next(iter(open_inputs([str(path)], "text"))).documents("blank-line")
+    with pytest.raises(UserError) as refused:
+        deque(document.text() for document in documents)
+    command = str(refused.value).split("`")[1]
+    subprocess.run(["bash", "-c", command], check=True, capture_output=True)
+    (written,) = set(tmp_path.iterdir()) - {path}
+    assert written.read_bytes() == GERMAN.encode()
+
+
+def test_a_packed_zstd_file_is_unpacked_on_the_way():
+    command = iconv_hint("a b.txt.zst", b"").split("`")[1]
+    assert command == "zstd -dc 'a b.txt.zst' | iconv -f WINDOWS-1252 -t UTF-8 > 'a b.utf8.txt'"

@@ -9,6 +9,7 @@ from types import TracebackType
 from typing import Any
 
 from hetero.observe.bar import progress_bar
+from hetero.words import counted
 from tools.preprocessing.batches import Batch
 
 
@@ -38,7 +39,8 @@ class Progress:
             speed = f"{self.text_bytes / self.seconds / 1e6:.2f} MB/s"
             share = f"{100 * self.before / max(self.total, 1):.0f} %"
             print(
-                f"processed {self.documents} documents ({share}, {rate}, {speed})", file=sys.stderr
+                f"processed {counted(self.documents, 'document')} ({share}, {rate}, {speed})",
+                file=sys.stderr,
             )
 
     @property

@@ -25,6 +25,7 @@ from typing import IO, Any
 import numpy
 
 from hetero.errors import UserError
+from hetero.words import counted
 from megatron.training.dataset_description import SUFFIX, Description, TokenizerFacts
 from tools.command_line import Interrupted
 from tools.preprocessing.batches import Frontier
@@ -113,7 +114,8 @@ class WorkFolder:
             self.state = Saved.from_mapping(record["saved"])
             self._saved = True
             print(
-                f"continuing the interrupted run in {self.path} after {self.state.read} documents",
+                f"continuing the interrupted run in {self.path} after "
+                f"{counted(self.state.read, 'document')}",
                 file=sys.stderr,
             )
         else:

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from hetero.errors import HeteroError
+from hetero.words import counted
 from tools.reproduction.settings import HOMOGENEOUS, ModelSetting, Published, published_of
 from tools.runs import Finished
 
@@ -89,8 +90,8 @@ def measure(finished: Finished, *, warmup: int) -> Measurement:
     steady = finished.iterations[warmup:]
     if not steady:
         raise HeteroError(
-            f"it ended after {len(finished.iterations)} iterations, before the first of those "
-            "that count; look for a flag that ends it"
+            f"it ended after {counted(len(finished.iterations), 'iteration')}, before the first "
+            "of those that count; look for a flag that ends it"
         )
     report, ranks = finished.report, finished.report["ranks"]
     later_seconds = sum(record["elapsed_ms"] for record in finished.iterations[1:]) / 1000

@@ -11,6 +11,7 @@ import torch
 
 from hetero.errors import UserError
 from hetero.transport.names import TRANSPORTS
+from hetero.words import counted
 from tools import command_line
 from tools.real_text.data_set import NAME as TEXT_NAME
 from tools.reproduction.rows import Options, parsed_row
@@ -118,7 +119,8 @@ def _check(options: Options) -> None:
         )
     if not 1 <= options.warmup < options.iterations:
         raise UserError(
-            f"--warmup {options.warmup} leaves nothing of {options.iterations} iterations to "
+            f"--warmup {options.warmup} leaves nothing of "
+            f"{counted(options.iterations, 'iteration')} to "
             "measure, or keeps the first, which pays for start-up; give at least 1 and less than "
             "--iterations"
         )

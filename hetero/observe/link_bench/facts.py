@@ -14,6 +14,7 @@ import torch
 
 from hetero.cluster import VENDOR_VARIABLE, running_vendor
 from hetero.version import __version__
+from hetero.words import counted
 
 _DRIVER_FILES = {
     "nvidia": Path("/proc/driver/nvidia/version"),
@@ -48,8 +49,8 @@ def load_notes(load: float, cores: int) -> list[str]:
     if load < 0.5 * cores:
         return []
     return [
-        f"other work was running: the load was {load:.1f} on {cores} cores before the measuring "
-        "began; compare ratios only"
+        f"other work was running: the load was {load:.1f} on {counted(cores, 'core')} before the "
+        "measuring began; compare ratios only"
     ]
 
 

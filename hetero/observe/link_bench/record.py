@@ -9,6 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from hetero.words import counted
+
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 DEFAULT_SIZES = (
     *(4 * KIB, 16 * KIB, 64 * KIB, 256 * KIB),
@@ -27,8 +29,7 @@ RDMA_WRITE = "ib_write_bw"
 
 
 def sockets_name(connections: int) -> str:
-    plural = "" if connections == 1 else "s"
-    return f"bare TCP, {connections} connection{plural}"
+    return f"bare TCP, {counted(connections, 'connection')}"
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 from hetero.observe.link_bench.record import LinkFacts, Point, Record
 from hetero.observe.units import size_text
+from hetero.words import counted
 
 Column = tuple[str, Callable[[Point], str]]
 
@@ -29,7 +30,8 @@ def _heading(record: Record) -> str:
     facts, options = record.facts, record.options
     slots = short_size(options.chunk_bytes) if options.chunk_bytes else "as suits each"
     return (
-        f"two processes on {facts['device']} ({facts['cores']} cores), torch {facts['torch']}, "
+        f"two processes on {facts['device']} ({counted(facts['cores'], 'core')}), torch "
+        f"{facts['torch']}, "
         f"{facts['date']}; ring {short_size(options.ring_bytes)} a link, slots {slots}"
     )
 
@@ -52,7 +54,7 @@ def link_lines(record: Record) -> list[str]:
     if record.idle is not None:
         used, before = record.idle.with_links, record.idle.without_links
         lines.append(
-            f"idle for {record.idle.seconds:g} s with {len(record.links)} links open: "
+            f"idle for {record.idle.seconds:g} s with {counted(len(record.links), 'link')} open: "
             f"{100 * used[0]:.2f} % and {100 * used[1]:.2f} % of a core; without links "
             f"{100 * before[0]:.2f} % and {100 * before[1]:.2f} %"
         )

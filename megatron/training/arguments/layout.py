@@ -3,6 +3,7 @@
 import re
 
 from hetero.errors import UserError
+from hetero.words import counted
 
 FLAG = "--pipeline-model-parallel-layout"
 # E embedding, t transformer layer, L output layer and loss; | ends a stage.
@@ -29,7 +30,8 @@ def parse_layout(text: str, *, num_layers: int) -> list[str]:
         raise UserError(f"{FLAG} {text!r} must have one E at its beginning and one L at its end")
     if letters.count("t") != num_layers:
         raise UserError(
-            f"{FLAG} {text!r} has {letters.count('t')} layers, but --num-layers is {num_layers}"
+            f"{FLAG} {text!r} has {counted(letters.count('t'), 'layer')}, but --num-layers is "
+            f"{num_layers}"
         )
     return stages
 

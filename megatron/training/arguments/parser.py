@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from hetero.errors import UserError
+from hetero.help_text import HelpFormatter
 from megatron.training.arguments.checkpoint import add_checkpoint_flags
 from megatron.training.arguments.config_file import FLAG as CONFIG_FILE_FLAG
 from megatron.training.arguments.config_file import expand_config_files
@@ -42,7 +43,7 @@ def build_parser() -> Parser:
         description="Train a GPT-style model with Megatron-LM's flags, on one vendor or on two.",
         allow_abbrev=False,
         exit_on_error=False,
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        formatter_class=HelpFormatter,
     )
     parser.add_argument_group("configuration file").add_argument(
         CONFIG_FILE_FLAG,

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hetero.errors import UserError
+from hetero.words import counted
 from megatron.training.arguments.parser import build_parser
 from megatron.training.checkpoint.model_flags import completed, spellings
 
@@ -125,7 +126,10 @@ def _sizes(config: Mapping[str, Any], source: str) -> dict[str, Any]:
     heads, hidden = size("num_attention_heads"), size("hidden_size")
     groups = heads if config.get("num_key_value_heads") is None else size("num_key_value_heads")
     if heads % groups:
-        raise UserError(f"{source} has {heads} attention heads for {groups} key-value heads")
+        raise UserError(
+            f"{source} has {counted(heads, 'attention head')} for "
+            f"{counted(groups, 'key-value head')}"
+        )
     return {
         "num_layers": size("num_hidden_layers"),
         "hidden_size": hidden,

@@ -37,17 +37,17 @@ def test_pipeline_size_may_be_said_twice(parse):
         ),
         (
             "--hetero-pipeline --hetero-vendors amd --hetero-pipeline-sizes 1 1",
-            "--hetero-vendors names 1 meshes and --hetero-pipeline-sizes 2",
+            "--hetero-vendors names 1 mesh and --hetero-pipeline-sizes 2",
         ),
         (f"{TWO} --hetero-pipeline-layers 3 4", "adds up to 7, but --num-layers is 8"),
         (
             f"{TWO} --hetero-pipeline-layers 3 3 2",
-            "--hetero-pipeline-layers has 3 numbers, but 2 pipeline stages need 2",
+            "--hetero-pipeline-layers has 3 numbers and there are 2 pipeline stages; give 2",
         ),
         (
             f"{TWO} --hetero-pipeline-layers 3 3 2 --num-virtual-stages-per-pipeline-rank"
             " 2 --global-batch-size 8",
-            "2 pipeline stages need 2 (or 4, one a chunk)",
+            "there are 2 pipeline stages; give 2 (or 4, one a chunk)",
         ),
         (
             f"{TWO} --hetero-pipeline-layers 3 5 --num-layers-per-virtual-pipeline-stage 2",

@@ -154,7 +154,7 @@ def test_layout_is_read_as_megatron_core_reads_it(text):
         ("EtLt", "one L at its end"),
         ("EEttL", "one E at its beginning"),
         ("", "one E at its beginning"),
-        ("EtL", "has 1 layers, but --num-layers is 2"),
+        ("EtL", "has 1 layer, but --num-layers is 2"),
         ("Et*999999L", "repeats a stage too often"),
         ("E((t*99999)*99999)*99999L", "repeats a stage too often"),
         ("Et*" + "9" * 5000 + "L", "repeats a stage too often"),

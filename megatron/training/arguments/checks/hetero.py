@@ -4,6 +4,7 @@ from argparse import Namespace
 from collections.abc import Collection
 
 from hetero.errors import UserError
+from hetero.words import counted
 from megatron.training.arguments.hetero import ALLOWED_WITHOUT_PIPELINE
 
 # What a plan's file says in full, and these flags in short.
@@ -34,7 +35,8 @@ def check_hetero(args: Namespace, given: Collection[str]) -> None:
             raise UserError(f"--hetero-pipeline needs {_flag(name)}, or a --hetero-plan; add it")
     if len(args.hetero_vendors) != len(args.hetero_pipeline_sizes):
         raise UserError(
-            f"--hetero-vendors names {len(args.hetero_vendors)} meshes and --hetero-pipeline-sizes "
+            f"--hetero-vendors names {counted(len(args.hetero_vendors), 'mesh', 'meshes')} and "
+            "--hetero-pipeline-sizes "
             f"{len(args.hetero_pipeline_sizes)}; give one size for each vendor"
         )
     layers = args.hetero_pipeline_layers
@@ -52,7 +54,7 @@ def derive_pipeline_size(args: Namespace) -> None:
         stages = sum(args.hetero_pipeline_sizes)
         if given is not None and given != stages:
             raise UserError(
-                f"--hetero-pipeline-sizes adds up to {stages} stages, but "
+                f"--hetero-pipeline-sizes adds up to {counted(stages, 'stage')}, but "
                 f"--pipeline-model-parallel-size is {given}; change one, or remove the latter"
             )
         args.pipeline_model_parallel_size = stages

@@ -3,6 +3,7 @@
 from argparse import Namespace
 
 from hetero.errors import UserError
+from hetero.words import counted
 from megatron.training.arguments.layout import parse_layout
 
 
@@ -60,8 +61,8 @@ def _virtual_size_of_layout(args: Namespace) -> int:
     stages = parse_layout(args.pipeline_model_parallel_layout, num_layers=args.num_layers)
     if len(stages) % args.pipeline_model_parallel_size:
         raise UserError(
-            f"--pipeline-model-parallel-layout has {len(stages)} stages, which is no multiple of "
-            f"--pipeline-model-parallel-size {args.pipeline_model_parallel_size}"
+            f"--pipeline-model-parallel-layout has {counted(len(stages), 'stage')}, which is no "
+            f"multiple of --pipeline-model-parallel-size {args.pipeline_model_parallel_size}"
         )
     return len(stages) // args.pipeline_model_parallel_size
 
@@ -142,13 +143,16 @@ def _check_stages(args: Namespace) -> None:
     layers = args.num_layers - sum(ends)
     if ends and (layers < 0 or (stages <= 0 and layers) or (stages > 0 and not layers)):
         raise UserError(
-            f"{sum(ends)} layers in the first and last stage leave {layers} of --num-layers "
-            f"{args.num_layers} for the other {max(stages, 0)} stages; change "
+            f"{counted(sum(ends), 'layer')} in the first and last stage leave {layers} of "
+            "--num-layers "
+            f"{args.num_layers} for the other {counted(max(stages, 0), 'stage')}; change "
             "--decoder-first-pipeline-num-layers or --decoder-last-pipeline-num-layers"
         )
     chunks = args.virtual_pipeline_model_parallel_size or 1
     if any(size % chunks for size in ends) or (stages > 0 and layers % (stages * chunks)):
-        shares = f"{stages} pipeline stages" + (f" of {chunks} chunks" if chunks > 1 else "")
+        shares = counted(stages, "pipeline stage") + (
+            f" of {counted(chunks, 'chunk')}" if chunks > 1 else ""
+        )
         raise UserError(
             f"the {layers} layers cannot be shared evenly by {shares}; change --num-layers, or "
             "give uneven stages with --pipeline-model-parallel-layout or --hetero-pipeline-layers"
@@ -163,8 +167,8 @@ def _check_hetero_layers(args: Namespace) -> None:
     if len(args.hetero_pipeline_layers) not in (stages, stages * chunks):
         chunked = f" (or {stages * chunks}, one a chunk)" if chunks > 1 else ""
         raise UserError(
-            f"--hetero-pipeline-layers has {len(args.hetero_pipeline_layers)} numbers, but "
-            f"{stages} pipeline stages need {stages}{chunked}"
+            f"--hetero-pipeline-layers has {counted(len(args.hetero_pipeline_layers), 'number')} "
+            f"and there are {counted(stages, 'pipeline stage')}; give {stages}{chunked}"
         )
 
 

@@ -3,6 +3,7 @@
 from argparse import Namespace
 
 from hetero.errors import UserError
+from hetero.words import counted
 
 RECOMPUTE_MODULES = ("core_attn", "layernorm", "mlp")
 
@@ -149,7 +150,7 @@ def _check_interleaved_microbatches(args: Namespace, microbatches: int) -> None:
     if microbatches < stages:
         raise UserError(
             f"with interleaving, the {microbatches} micro batches of a global batch must be at "
-            f"least as many as the {stages} pipeline stages; raise --global-batch-size"
+            f"least as many as the {counted(stages, 'pipeline stage')}; raise --global-batch-size"
         )
     if not stages <= group <= microbatches:
         raise UserError(
