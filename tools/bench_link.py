@@ -59,7 +59,7 @@ def parse_options(argv: Sequence[str]) -> tuple[Options, str]:
         "--seconds-a-point",
         type=_positive,
         default=Options.seconds_a_point,
-        help="time for one transport at one size; a few samples are taken whatever it is",
+        help="seconds for one transport at one size; a few samples are taken whatever it is",
     )
     parser.add_argument(
         "--repeats", type=_count, default=Options.repeats, help="samples of a figure, at most"
@@ -80,7 +80,7 @@ def parse_options(argv: Sequence[str]) -> tuple[Options, str]:
         "--idle-seconds",
         type=_positive,
         default=Options.idle_seconds,
-        help="how long the open links are watched while nothing is sent",
+        help="seconds for which the open links are watched while nothing is sent",
     )
     parser.add_argument(
         "--timeout",

@@ -75,7 +75,9 @@ def build_parser() -> argparse.ArgumentParser:
         "--first", type=_count, default=DEFAULT_FIRST, help="iterations that are the first steps"
     )
     parser.add_argument(
-        "--smooth", type=_count, help="iterations of a smoothed point; None: a tenth, at most 200"
+        "--smooth",
+        type=_count,
+        help="iterations of a smoothed point; left out: a tenth of them, at most 200",
     )
     parser.add_argument("--from-iteration", type=_count, metavar="N", help="leave out those before")
     parser.add_argument("--to-iteration", type=_count, metavar="N", help="leave out those after")

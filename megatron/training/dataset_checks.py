@@ -77,7 +77,7 @@ def _checked(prefix: str, check: Callable[[Path, Path], Checked]) -> Checked:
     for path in (index, data):
         if not path.is_file():
             raise UserError(
-                f"the dataset file {path} does not exist; give --data-path the prefix without "
+                f"the dataset file {path} does not exist; name the prefix of both files, without "
                 f".bin or .idx, or {_REMEDY}"
             )
     try:

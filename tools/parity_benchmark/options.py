@@ -129,7 +129,9 @@ def _processes(given: int | None, gpus: Sequence[str]) -> int:
 
 def _parser(description: str) -> argparse.ArgumentParser:
     parser = command_line.Parser(description)
-    parser.add_argument("--model", choices=tuple(SETTINGS), default=LLAMA_113M.name)
+    parser.add_argument(
+        "--model", choices=tuple(SETTINGS), default=LLAMA_113M.name, help="what is trained"
+    )
     parser.add_argument("--iterations", type=int, help="of every run; left out: the model's")
     parser.add_argument(
         "--processes", type=int, help="GPUs to use, in pairs; left out: all, or 2 on CPU"
@@ -155,7 +157,10 @@ def _parser(description: str) -> argparse.ArgumentParser:
         help="seconds of one run, start-up included; left out: the model's",
     )
     parser.add_argument(
-        "--minutes", type=float, default=9.0, help="for all runs; what has not ended by then fails"
+        "--minutes",
+        type=float,
+        default=9.0,
+        help="minutes for all runs; what has not ended by then fails",
     )
     parser.add_argument("--out", required=True, help="folder for the results")
     return parser

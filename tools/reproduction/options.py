@@ -92,7 +92,7 @@ def _parser(description: str) -> argparse.ArgumentParser:
     parser.add_argument(
         "--rounds", type=int, default=1, help="times every row runs; every second round backwards"
     )
-    parser.add_argument("--iterations", type=int, default=6, help="of one run")
+    parser.add_argument("--iterations", type=int, default=6, help="iterations of one run")
     parser.add_argument("--warmup", type=int, default=3, help="iterations left away at its start")
     parser.add_argument(
         "--layers", type=int, nargs=2, help="of each stage; left out: as published, or halves"

@@ -96,9 +96,12 @@ def add_tokenizer_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--tokenizer-special-tokens", nargs="+", help="tokens to add")
     group.add_argument("--tiktoken-pattern", help="TikTokenizer: v1, v2 or a regular expression")
     group.add_argument(
-        "--tiktoken-num-special-tokens", type=integer(0), default=1000, help="TikTokenizer"
+        "--tiktoken-num-special-tokens",
+        type=integer(0),
+        default=1000,
+        help="TikTokenizer: its first tokens, which are special",
     )
-    group.add_argument("--tiktoken-special-tokens", nargs="+", help="TikTokenizer")
+    group.add_argument("--tiktoken-special-tokens", nargs="+", help="TikTokenizer: their names")
     group.add_argument(
         "--tokenizer-sentencepiece-legacy", action="store_true", help="older SentencePiece rules"
     )

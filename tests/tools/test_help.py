@@ -1,0 +1,173 @@
+"""--help of every tool and of the training program: what a flag is worth, and no noise."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import importlib
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from megatron.training.arguments.parser import build_parser
+from tools import inspect_data
+
+ROOT = Path(__file__).resolve().parents[2]
+SHARED = {"command_line", "runs", "text_input"}
+"""What tools have in common, which nobody starts."""
+MODULES = [
+    *(f"tools.{path.stem}" for path in sorted(ROOT.glob("tools/*.py")) if path.stem not in SHARED),
+    "examples.quickstart.demo",
+]
+NOISE = re.compile(r"\(default: (?:None|False|True|\[\]|)\)|==SUPPRESS==|\bNone\b|%\(")
+UNITS = (
+    *("second", "minute", "iteration", "step", "sample", "token", "sequence", "byte", "MiB", "KiB"),
+    *("layer", "rank", "stage", "process", "document", "connection", "GPU", "element", "size"),
+    *("times", "threads", "number", "share", "probability", "factor", "seed", "dropout", "chunk"),
+    *("batches", "model's", "samples", "letters", "characters", "level", "pairs", "line", "head"),
+)
+PURE = (
+    *("--rotary-base", "--initial-loss-scale", "--min-loss-scale", "--lr", "--min-lr"),
+    *("--lr-warmup-init", "--adam-beta1", "--adam-beta2", "--adam-eps", "--weight-decay"),
+    *("--clip-grad", "--sgd-momentum", "--norm-epsilon", "--init-method-std", "--hysteresis"),
+)
+"""Numbers of no unit."""
+
+
+def parsers_of(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
+    yield parser
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for command in action.choices.values():
+                yield from parsers_of(command)
+
+
+@pytest.fixture(scope="module")
+def parsers() -> dict[str, list[argparse.ArgumentParser]]:
+    """Of every program, its parser and those of its commands."""
+    found: dict[str, list[argparse.ArgumentParser]] = {}
+    with pytest.MonkeyPatch.context() as patched:
+        for name in MODULES:
+
+            def keep(self: argparse.ArgumentParser, name: str = name, file: object = None) -> None:
+                found[name] = list(parsers_of(self))
+
+            patched.setattr(argparse.ArgumentParser, "print_help", keep)
+            with pytest.raises(SystemExit) as ended:
+                importlib.import_module(name).main(["--help"])
+            assert ended.value.code == 0
+    return found | {"pretrain_gpt": list(parsers_of(build_parser()))}
+
+
+@pytest.fixture(params=[*MODULES, "pretrain_gpt"])
+def program(request, parsers) -> list[argparse.ArgumentParser]:
+    return parsers[request.param]
+
+
+def test_a_default_is_shown_only_where_it_says_something(program) -> None:
+    for parser in program:
+        assert NOISE.findall(" ".join(parser.format_help().split())) == []
+
+
+def test_every_flag_has_help(program) -> None:
+    missing = [
+        action.option_strings or action.dest
+        for parser in program
+        for action in parser._actions
+        if not action.help and not isinstance(action, argparse._SubParsersAction)
+    ]
+    assert missing == []
+
+
+def test_the_help_of_a_number_says_of_what(program) -> None:
+    silent = [
+        (action.option_strings[0], action.help)
+        for parser in program
+        for action in parser._actions
+        if action.option_strings
+        and isinstance(action.default, int | float)
+        and not isinstance(action.default, bool)
+        and action.help != argparse.SUPPRESS
+        and action.option_strings[0] not in PURE
+        and not any(unit in f"{action.option_strings[0]} {action.help}" for unit in UNITS)
+    ]
+    assert silent == []
+
+
+# Flags that messages name.
+
+FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]+")
+TRAINS = {
+    *("tools.prove_parity", "tools.reproduce_table", "tools.benchmark_parity"),
+    *("tools.compare_ops", "tools.list_flags"),
+}
+"""Tools that take the training program's flags behind their own, and speak of them."""
+
+
+def said(path: Path) -> Iterator[tuple[str, str]]:
+    """Every flag in a text of a module, docstrings and declarations of flags left out."""
+    tree = ast.parse(path.read_text())
+    left_out = {
+        id(part)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and node.func.attr in ("add_argument", "add_parser")
+        for part in (*node.args, *(keyword.value for keyword in node.keywords))
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Expr):  # a docstring
+            left_out.add(id(node.value))
+    parts = {
+        id(value)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.JoinedStr)
+        for value in node.values
+    }
+    for node in ast.walk(tree):
+        if id(node) in left_out | parts:
+            continue
+        if isinstance(node, ast.JoinedStr):
+            text = "".join(v.value for v in node.values if isinstance(v, ast.Constant))
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            text = node.value
+        else:
+            continue
+        for flag in FLAG.findall(text):
+            yield flag, text
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_a_tool_speaks_of_no_flag_that_it_lacks(module: str, parsers) -> None:
+    def flags_of(name: str) -> set[str]:
+        actions = [action for parser in parsers[name] for action in parser._actions]
+        return {flag for action in actions for flag in action.option_strings}
+
+    own = flags_of(module) | (flags_of("pretrain_gpt") if module in TRAINS else set())
+    # What is said of training is said of its flags.
+    others = {name.rsplit(".", 1)[-1]: flags_of(name) for name in parsers}
+    path = ROOT / f"{module.replace('.', '/')}.py"
+    unknown = [
+        (flag, text)
+        for flag, text in said(path)
+        if flag not in own
+        and not any(flag in flags for name, flags in others.items() if name in text)
+        and not ("train" in text and flag in others["pretrain_gpt"])
+    ]
+    assert unknown == []
+
+
+def test_inspect_data_advises_what_it_can_be_given(capsys, tmp_path, parsers) -> None:
+    flags = {
+        flag
+        for action in parsers["tools.inspect_data"][0]._actions
+        for flag in action.option_strings
+    }
+    prefix = tmp_path / "absent"
+    kinds = ("SentencePieceTokenizer", "HuggingFaceTokenizer", "GPT2BPETokenizer", "TikTokenizer")
+    for words in ((), *(("--tokenizer-type", kind) for kind in (*kinds, "NullTokenizer"))):
+        assert inspect_data.main([str(prefix), *words]) == 2
+        sentence = capsys.readouterr().err
+        assert set(FLAG.findall(sentence)) <= flags, sentence
