@@ -72,7 +72,8 @@ def test_the_command_for_two_nodes_is_one_that_the_program_takes() -> None:
     words = shlex.split(command.replace("\\\n", " "))
     flags = words[words.index("pretrain_gpt.py") + 1 :]
     preset = ["--yaml-cfg", str(ROOT / "examples/presets/llama3.1_8b.yaml"), "--mock-data"]
-    args = parse_args([*preset, "--train-iters", "1", "--lr", "1", *flags], world_size=16)
+    others = "--micro-batch-size 1 --global-batch-size 8 --train-iters 1 --lr 1".split()
+    args = parse_args([*preset, *others, *flags], world_size=16)
     plan = plan_from_args(args, vendor="nvidia")
     assert [mesh.vendor for mesh in plan.meshes] == ["nvidia", "amd"]
     assert plan.layers == ((17,), (15,))

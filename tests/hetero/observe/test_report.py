@@ -143,6 +143,14 @@ def test_chart_references_stay_inside_their_chart(comparison):
     assert set(referred) <= set(ids)
 
 
+def test_losses_and_their_difference_stand_over_one_axis_of_iterations(comparison):
+    page = render_page(comparison)
+    (chart,) = re.findall(r"<svg .*?</svg>", page, flags=re.DOTALL)
+    assert chart.count(">iteration<") == 1
+    assert ">loss<" in chart
+    assert ">difference<" in chart
+
+
 def test_page_escapes_everything_it_is_given(comparison):
     hostile = "<script>alert('x')</script> & \"quotes\""
     other = replace(
