@@ -66,9 +66,10 @@ def run(work: Callable[[], str], *, interrupted: str = "") -> int:
 
 
 def begin_script(*, core: bool = True) -> None:
-    """For a tool started as a script, before it imports much: how it ends, and whose `megatron` it has.
+    """For a tool that is run as a script, before its longer imports.
 
-    `core=False` is for what does without megatron-core.
+    Ctrl-C ends it in a line, and another project's `megatron` in a sentence. `core=False` is for
+    what does without megatron-core.
     """
     leave_on_interrupt()
     leave_if_foreign(core=core)
