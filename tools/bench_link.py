@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -145,11 +146,11 @@ def measure(options: Options, out: str, command: Sequence[str]) -> str:
 
 
 def _run_both(options: Options, meeting: str, out: str, command: Sequence[str]) -> None:
-    with children_ignore_interrupts():
-        processes = torch.multiprocessing.spawn(
-            run_rank, args=(options, meeting, out, command), nprocs=2, join=False
-        )
     try:
+        with children_ignore_interrupts():
+            processes = torch.multiprocessing.spawn(
+                run_rank, args=(options, meeting, out, command), nprocs=2, join=False
+            )
         while not processes.join():
             pass
     except ProcessRaisedException as error:
@@ -160,8 +161,9 @@ def _run_both(options: Options, meeting: str, out: str, command: Sequence[str]) 
     except ProcessException as error:
         raise HeteroError(f"rank {error.error_index} ended: {error.msg}") from error
     finally:
-        for process in processes.processes:
-            if process.is_alive():
+        # Asked of Python: an interrupt that came while they were started has left no `processes`.
+        for process in multiprocessing.active_children():
+            if process.pid is not None:
                 end_family(process.pid)
 
 
