@@ -13,9 +13,7 @@ rounding; 1: one does not; 2: the comparison could not be made.
 from __future__ import annotations
 
 import argparse
-import logging
 import sys
-import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -30,6 +28,7 @@ if __name__ == "__main__":
 from hetero.errors import UserError
 from hetero.words import counted
 from megatron.training.arguments.convert import integer
+from megatron.training.quiet import quiet_core
 from tools.command_line import Parser, run
 
 if TYPE_CHECKING:
@@ -103,9 +102,7 @@ def _add_run_flags(parser: argparse.ArgumentParser, *, reference: bool) -> None:
 
 
 def _record(options: argparse.Namespace, device: str | None) -> Dump:
-    # megatron-core says at every start what else could be installed.
-    warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.core.*")
-    logging.getLogger("megatron.core").setLevel(logging.ERROR)
+    quiet_core()
     from megatron.training.operators.flags import layer_arguments
     from megatron.training.operators.session import default_device, record
 

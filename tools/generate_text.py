@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-import warnings
 from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
@@ -25,6 +24,7 @@ from hetero.errors import UserError
 from hetero.observe.bar import progress_bar
 from megatron.training.arguments.convert import integer, number
 from megatron.training.arguments.data import add_tokenizer_flags
+from megatron.training.quiet import quiet_core
 from tools.command_line import Parser, run
 
 if TYPE_CHECKING:
@@ -74,8 +74,7 @@ def complete(args: argparse.Namespace) -> str:
         raise UserError("--top-k and --top-p need --temperature; add it, for example 1")
     if not args.prompt:
         raise UserError("--prompt is empty; give at least one word")
-    # megatron-core says at every start what else could be installed.
-    warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.core.*")
+    quiet_core()
     import torch
 
     from megatron.training.checkpoint.reader import CheckpointReader

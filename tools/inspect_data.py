@@ -7,7 +7,6 @@ import json
 import math
 import os
 import sys
-import warnings
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -31,6 +30,7 @@ from megatron.training.dataset_description import (
     contradiction,
     read_description,
 )
+from megatron.training.quiet import quiet_core
 from tools.command_line import Parser, run
 from tools.preprocessing.index_file import BLOCK, HEADER
 
@@ -91,15 +91,13 @@ def inspect(args: argparse.Namespace) -> str:
     """Everything about the files as text or JSON; raises UserError where they are damaged."""
     prefix = args.prefix.removesuffix(".idx").removesuffix(".bin")
     tokenizer = None
-    with warnings.catch_warnings():
-        # megatron-core warns at import about GPU libraries that reading files does not need.
-        warnings.simplefilter("ignore")
-        from megatron.training.dataset_checks import inspect_index
-        from megatron.training.tokenizer.build import build_tokenizer
+    quiet_core()
+    from megatron.training.dataset_checks import inspect_index
+    from megatron.training.tokenizer.build import build_tokenizer
 
-        if args.tokenizer_type is not None:
-            tokenizer = build_tokenizer(args)
-            _require_its_tokenizer(prefix, args.tokenizer_type, tokenizer)
+    if args.tokenizer_type is not None:
+        tokenizer = build_tokenizer(args)
+        _require_its_tokenizer(prefix, args.tokenizer_type, tokenizer)
     summary = inspect_index(prefix)
     _require_all_of_it(prefix, summary)
     contents = _read(prefix, summary, tokenizer, args.show)

@@ -23,6 +23,7 @@ if __name__ == "__main__":
     leave_on_interrupt()
 
 from hetero.errors import HeteroError
+from megatron.training.arguments.left_out import Feature, features
 from megatron.training.arguments.listing import (
     OURS,
     SAME,
@@ -32,7 +33,7 @@ from megatron.training.arguments.listing import (
     describe_refused,
 )
 from megatron.training.arguments.parser import build_parser
-from megatron.training.arguments.unknown import FEATURES, HETERO_LATER, NEWER, NOT_OFFERED, REPLACED
+from megatron.training.arguments.unknown import FORKS, HETERO_LATER, REPLACED
 from megatron.training.checkpoint.model_flags import MODEL_FLAGS, Kind, spellings
 from tools.command_line import Parser, run
 
@@ -77,7 +78,7 @@ def render() -> str:
     parts = [HEAD, _counts(entries)]
     for group, members in groupby(entries, key=lambda entry: entry.group):
         parts.append(f"## {group[0].upper()}{group[1:]}\n\n{_table(members)}")
-    parts.append(_refused())
+    parts.append(_left_out())
     parts.append(_public_scripts(entries))
     return "\n".join(parts)
 
@@ -105,17 +106,32 @@ def _cell(text: str) -> str:
     return re.sub(r"([|*])", r"\\\1", text)
 
 
-def _refused() -> str:
-    lines = ["## Refused by name\n", "| feature | flags |", "|---|---|"]
-    for feature in FEATURES:
-        flags = [f"`{prefix}...`" for prefix in feature.prefixes]
-        flags += [f"`{flag}`" for flag in sorted(feature.flags)]
-        lines.append(f"| {feature.name} | {', '.join(flags)} |")
-    lines.append(f"| others | {', '.join(f'`{flag}`' for flag in sorted(NOT_OFFERED))} |")
-    lines.append("\n| flag | use |\n|---|---|")
-    lines += [f"| `{flag}` | `{use}` |" for flag, use in sorted((REPLACED | NEWER).items())]
+def _left_out() -> str:
+    lines = [
+        "## Not offered\n",
+        "Flags of Megatron-LM that are taken where they ask for nothing: at their default there, "
+        "or without the\nflag that they serve. The log says so in one line.\n",
+        "| feature | refused | flags |",
+        "|---|---|---|",
+    ]
+    for feature in features():
+        flags = ", ".join(f"`{flag}`" for flag in feature.options)
+        lines.append(f"| {feature.name} | {_condition(feature)} | {flags} |")
+    lines.append("\n| older flag | use |\n|---|---|")
+    lines += [f"| `{flag}` | `{use}` |" for flag, use in sorted(REPLACED.items())]
     lines += [f"| `{flag}` | not available yet |" for flag in sorted(HETERO_LATER)]
+    lines.append("\n| relative of Megatron-LM | flags refused as its own |\n|---|---|")
+    for fork, owned in FORKS.items():
+        lines.append(f"| {fork} | {', '.join(f'`{flag}`' for flag in sorted(owned))} |")
     return "\n".join(lines) + "\n"
+
+
+def _condition(feature: Feature) -> str:
+    if feature.kind == "each":
+        return "with any value but the default"
+    if feature.kind == "idle":
+        return f"never: {feature.detail}"
+    return f"with {' or '.join(f'`{flag}`' for flag in feature.switches)}"
 
 
 def _public_scripts(entries: Sequence[Entry]) -> str:
@@ -158,6 +174,8 @@ def _verdict(flag: str, kinds: dict[str, str]) -> str:
     if flag in kinds:
         return kinds[flag]
     sentence = describe_refused(flag)
+    if sentence.startswith(f"{flag}: "):
+        return f"taken: {sentence.split(': ', 1)[1]}"
     feature = re.search(r"is a flag of (.+), which", sentence)
     if feature:
         return f"refused: {feature[1]}"

@@ -24,6 +24,7 @@ from hetero.errors import UserError
 from hetero.observe.bar import progress_bar
 from hetero.words import counted
 from megatron.training.dataset_description import SUFFIX, Description, read_description
+from megatron.training.quiet import quiet_core
 from tools.command_line import Parser, run
 from tools.preprocessing.index_file import HEADER, IndexContent, blocks_of_file, write_index
 from tools.text_input import temporary_name
@@ -141,6 +142,7 @@ def _refuse_existing(output: str, overwrite: bool) -> None:
 
 
 def _inspect(prefix: str) -> Part:
+    quiet_core()
     from megatron.training.dataset_checks import inspect_index
 
     summary = inspect_index(prefix)

@@ -21,7 +21,7 @@ from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, Moc
 from hetero.errors import DataError, UserError
 from hetero.plan import Coordinate, Plan
 from hetero.words import counted
-from megatron.training.arguments.checks.training import samples_after
+from megatron.training.arguments.batch_sizes import samples_after
 from megatron.training.core_private import lone_rank
 from megatron.training.dataset_checks import SPLITS, blends
 
@@ -40,9 +40,10 @@ class Splits:
 
 
 def required_samples(args: argparse.Namespace) -> Splits:
-    train = args.train_samples or samples_after(args, args.train_iters)
+    # The last batch of a schedule may go beyond --train-samples.
+    train = max(args.train_samples or 0, samples_after(args, args.train_iters))
     rounds = (args.train_iters // args.eval_interval + 1) if args.eval_interval else 1
-    per_round = args.eval_iters * args.global_batch_size
+    per_round = args.eval_iters * args.eval_global_batch_size
     return Splits(train=train, valid=rounds * per_round, test=per_round)
 
 
@@ -223,12 +224,13 @@ def micro_batches(
     consumed: int,
     device: torch.device,
     cyclic: bool,
+    micro_batch_size: int,
 ) -> MicroBatches:
     """Endless for a cyclic order; otherwise until the samples run out."""
     place: dict[str, Any] = {
         "total": len(dataset),
         "consumed": consumed,
-        "micro_batch_size": args.micro_batch_size,
+        "micro_batch_size": micro_batch_size,
         "data_rank": coordinate.data,
         "data_size": plan.meshes[coordinate.mesh].data,
     }
@@ -264,8 +266,12 @@ def chunk_iterators(
     consumed: int,
     device: torch.device,
     cyclic: bool = False,
+    micro_batch_size: int | None = None,
 ) -> list[Iterator[Any]]:
-    """One iterator for each model chunk of this rank; chunks in the middle need no batch."""
+    """One iterator for each model chunk of this rank; chunks in the middle need no batch.
+
+    `micro_batch_size` is that of training where it is left out.
+    """
     iterators: list[Iterator[Any]] = []
     for chunk in range(plan.chunks):
         is_first = coordinate.stage == 0 and chunk == 0
@@ -281,6 +287,7 @@ def chunk_iterators(
                     consumed=consumed,
                     device=device,
                     cyclic=cyclic,
+                    micro_batch_size=micro_batch_size or args.micro_batch_size,
                 )
             )
         else:

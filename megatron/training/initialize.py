@@ -7,7 +7,6 @@ import os
 import random
 import socket
 import uuid
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from functools import partial
@@ -27,14 +26,13 @@ from hetero.pipeline.links import Opening, PipelineLinks, open_links
 from hetero.plan import Coordinate, Plan
 from hetero.transport.nics import Nics, find_nics
 from hetero.transport.paths import ChannelOptions
-from megatron.training.arguments import parse_args
 from megatron.training.checkpoint.folder import check_save_folder
 from megatron.training.checkpoint.lock import SaveLock
 from megatron.training.checkpoint.selection import Nothing, Selection, select
 from megatron.training.core_private import register_groups
 from megatron.training.data import Datasets, Splits, build_datasets, needs_data
 from megatron.training.dataset_checks import check_datasets, require_same_text
-from megatron.training.layout import adopt_plan_file, plan_from_args
+from megatron.training.layout import plan_from_args
 from megatron.training.optimizer import RankStatistics
 from megatron.training.recorder import check_outputs
 from megatron.training.rendezvous import environment_rank, meeting_point, open_store
@@ -45,6 +43,7 @@ from megatron.training.tokenizer.wrapper import tokenizer_digest
 # Flags that may differ between ranks without the ranks computing different things.
 _LOCAL_FLAGS = frozenset(
     {"rank", "local_rank", "ignored_flags", "typed_flags", "taken_flags"}
+    | {"lacks_transformer_engine"}
     | {"data_path", "data_cache_path", "tokenizer_model"}
     | {"data_args_path", "per_split_data_args_path"}
     | {"train_data_path", "valid_data_path", "test_data_path", "vocab_file", "merge_file"}
@@ -95,17 +94,14 @@ class Job:
         dist.destroy_process_group()
 
 
-def read_arguments(argv: Sequence[str] | None, rank: int) -> tuple[argparse.Namespace, Plan]:
-    """Everything that can be refused without asking the other ranks."""
-    args = parse_args(argv)
-    if args.hetero_plan:
-        adopt_plan_file(args)
+def plan_launch(args: argparse.Namespace, rank: int) -> Plan:
+    """The plan of a command line, once this process is known to be able to follow it."""
     if args.transformer_impl == "transformer_engine":
         try:
             import transformer_engine  # noqa: F401
         except ImportError as error:
             raise UserError(
-                "--transformer-impl transformer_engine needs TransformerEngine; install it with "
+                f"TransformerEngine is installed and cannot be imported ({error}); install it with "
                 "pip install '.[te]' or use --transformer-impl local"
             ) from error
     plan = plan_from_args(args, vendor=running_vendor())
@@ -115,7 +111,7 @@ def read_arguments(argv: Sequence[str] | None, rank: int) -> tuple[argparse.Name
         check_outputs(args)
         if args.save is not None and not args.skip_train:
             check_save_folder(Path(args.save))
-    return args, plan
+    return plan
 
 
 def _choose_device(local_rank: int) -> torch.device:
@@ -175,16 +171,22 @@ class Starter:
         self.rank, self.world_size, self.local_rank = 0, 1, 0
         self.agreement: Agreement | None = None
         self._lock: SaveLock | None = None
+        self._spoken: str | None = None
 
-    def start(self, argv: Sequence[str] | None) -> Job:
+    def start(
+        self, args: argparse.Namespace | None, refused: UserError | None, *, spoken: bool
+    ) -> Job:
+        """`args`, or why the command line was refused, and whether that has been printed."""
+        self._spoken = str(refused) if spoken else None
         self.rank, self.world_size, self.local_rank = environment_rank()
-        args, plan, problem = None, None, None
-        try:
-            args, plan = read_arguments(argv, self.rank)
-        except UserError as error:
-            if self.world_size == 1:
-                raise
-            problem = error
+        plan, problem = None, refused
+        if args is not None:
+            try:
+                plan = plan_launch(args, self.rank)
+            except UserError as error:
+                problem = error
+        if problem is not None and self.world_size == 1:
+            raise problem
         timeout = 60.0 * (args.distributed_timeout_minutes if args is not None else 10)
         store = open_store(self.rank, self.world_size, timeout)
         self.agreement = Agreement(
@@ -381,7 +383,8 @@ class Starter:
         speaks = self.rank == 0 or self.local_rank == 0 or not error.known_to_all
         if speaks:
             where = "" if self.world_size == 1 or error.known_to_all else f"rank {self.rank}: "
-            print_error(f"{where}{error}")
+            if str(error) not in (self._spoken, f"rank {self.rank}: {self._spoken}"):
+                print_error(f"{where}{error}")
         leave_word(
             str(error),
             printed=speaks,

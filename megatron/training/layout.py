@@ -6,6 +6,7 @@ import argparse
 
 from hetero.plan import Mesh, Plan, PlanError, load_plan, split_over_chunks
 from hetero.words import counted
+from megatron.training.arguments.checks.parallel import counted_layers
 from megatron.training.arguments.layout import parse_layout
 from megatron.training.arguments.validate import finish_validation
 
@@ -66,7 +67,25 @@ def _layers(args: argparse.Namespace, chunks: int) -> tuple[tuple[int, ...], ...
     if args.pipeline_model_parallel_layout:
         parts = parse_layout(args.pipeline_model_parallel_layout, num_layers=args.num_layers)
         return _by_stage([part.count("t") for part in parts], stages)
+    if args.account_for_embedding_in_pipeline_split or args.account_for_loss_in_pipeline_split:
+        return _accounted_layers(args, stages, chunks)
     return tuple(split_over_chunks(count, chunks) for count in _even_layers(args, stages))
+
+
+def _accounted_layers(
+    args: argparse.Namespace, stages: int, chunks: int
+) -> tuple[tuple[int, ...], ...]:
+    """Equal chunks, in the first and last of which embedding and loss take a layer's place."""
+    each, rest = divmod(counted_layers(args), stages * chunks)
+    if rest:
+        raise PlanError(
+            f"{counted_layers(args)} layers, embedding and loss among them, cannot be split evenly "
+            f"over {stages} pipeline stages of {chunks} model chunks; change --num-layers"
+        )
+    layers = [[each] * chunks for _ in range(stages)]
+    layers[0][0] -= args.account_for_embedding_in_pipeline_split
+    layers[-1][-1] -= args.account_for_loss_in_pipeline_split
+    return tuple(map(tuple, layers))
 
 
 def _by_stage(counts: list[int], stages: int) -> tuple[tuple[int, ...], ...]:

@@ -12,11 +12,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from megatron.core.num_microbatches_calculator import (
-    get_current_global_batch_size,
-    get_num_microbatches,
-    update_num_microbatches,
-)
 from megatron.core.optimizer_param_scheduler import (
     OptimizerParamScheduler,
     get_canonical_lr_for_logging,
@@ -26,6 +21,7 @@ from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 
 from hetero.errors import TrainingError
 from hetero.pipeline.communicator import PipelineCommunicator
+from megatron.training.arguments.batch_sizes import batch_size_at
 from megatron.training.checkpoint.checkpointer import Checkpointer
 from megatron.training.checkpoint.costs import SaveCosts
 from megatron.training.checkpoint.progress import Progress
@@ -43,6 +39,7 @@ from megatron.training.model import StageModel
 from megatron.training.optimizer import StepOutcome, TrainingOptimizer
 from megatron.training.profiling import StepProfiler
 from megatron.training.recorder import Recorder
+from megatron.training.replicas import require_same_weights
 from megatron.training.timing.communicator import TimedCommunicator
 from megatron.training.timing.report import Interval, TimingLog
 from megatron.training.timing.timers import Timers
@@ -114,7 +111,12 @@ class Schedule:
         self._counts_loss = job.is_last_stage and job.coordinate.tensor == 0
 
     def run(
-        self, iterators: list[Iterator[Any]], *, num_microbatches: int, forward_only: bool = False
+        self,
+        iterators: list[Iterator[Any]],
+        *,
+        num_microbatches: int,
+        micro_batch_size: int,
+        forward_only: bool = False,
     ) -> torch.Tensor:
         """This rank's share of (loss sum, tokens), float64: zero but on the last stage."""
         groups = self._model.groups if self._communicator is not None else None
@@ -124,7 +126,7 @@ class Schedule:
             model=self._model.chunks if len(iterators) > 1 else self._model.chunks[0],
             num_microbatches=num_microbatches,
             seq_length=self._args.seq_length,
-            micro_batch_size=self._args.micro_batch_size,
+            micro_batch_size=micro_batch_size,
             forward_only=forward_only,
             p2p_communicator=self._communicator,
             pg_collection=groups,
@@ -281,12 +283,16 @@ class Trainer:
     def _iterate(self, iterators: list[Iterator[Any]]) -> None:
         began = time.perf_counter()
         self._timers.begin()
-        update_num_microbatches(self.consumed_samples, verbose=False)
-        batch_size = get_current_global_batch_size()
+        batch_size = batch_size_at(self.args, self.consumed_samples)
         for chunk in self.model.chunks:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
-        share = self.schedule.run(iterators, num_microbatches=get_num_microbatches())
+        micro_batch_size = self.args.micro_batch_size
+        share = self.schedule.run(
+            iterators,
+            num_microbatches=batch_size // (micro_batch_size * self.args.data_parallel_size),
+            micro_batch_size=micro_batch_size,
+        )
         # A GPU still has all of this iteration to do.
         self._timers.settle()
         data_wait = sum((i.take_wait() for i in iterators if isinstance(i, MicroBatches)), 0.0)
@@ -303,7 +309,7 @@ class Trainer:
         self.interrupted = self.interrupted or outcome.stop_requested
         self.iteration += 1
         self.consumed_samples += batch_size
-        self._require_finite(outcome)
+        self._require_finite(outcome, batch_size)
         if outcome.updated:
             self.scheduler.step(increment=batch_size)
             self._checkpointer.after_update()
@@ -317,6 +323,8 @@ class Trainer:
         loss_scale = self.optimizer.loss_scale
         seconds = time.perf_counter() - began
         self._release_cache()
+        if self._is_multiple(self.args.check_weight_hash_across_dp_replicas_interval):
+            require_same_weights(self.job, self.model, iteration=self.iteration)
         self._record(outcome, batch_size, learning_rate, loss_scale, seconds, data_wait)
 
     def _check_links(self) -> None:
@@ -329,7 +337,7 @@ class Trainer:
             return 0
         return sum(link.counters.bytes_sent for link in links.boundary())
 
-    def _require_finite(self, outcome: StepOutcome) -> None:
+    def _require_finite(self, outcome: StepOutcome, batch_size: int) -> None:
         loss_is_finite = math.isfinite(outcome.loss)
         norm_is_finite = outcome.grad_norm is None or math.isfinite(outcome.grad_norm)
         if loss_is_finite and norm_is_finite:
@@ -341,7 +349,7 @@ class Trainer:
             raise TrainingError(
                 f"the {what} of iteration {self.iteration} is {value}; its weights were not "
                 "updated: lower --lr, look at the data of these samples "
-                f"({self.consumed_samples - get_current_global_batch_size()} to "
+                f"({self.consumed_samples - batch_size} to "
                 f"{self.consumed_samples - 1}), or pass --no-check-for-nan-in-loss-and-grad to "
                 "skip such iterations"
             )
@@ -435,12 +443,16 @@ class Evaluator:
         args = self._job.args
         self._model.train(False)
         data_size = self._job.plan.meshes[self._job.coordinate.mesh].data
-        microbatches = args.global_batch_size // (args.micro_batch_size * data_size)
+        micro_batch_size = args.eval_micro_batch_size
+        microbatches = args.eval_global_batch_size // (micro_batch_size * data_size)
         total = torch.zeros(2, dtype=torch.float64, device=self._job.device)
         with torch.no_grad():
             for _ in range(args.eval_iters):
                 total += self._schedule.run(
-                    iterators, num_microbatches=microbatches, forward_only=True
+                    iterators,
+                    num_microbatches=microbatches,
+                    micro_batch_size=micro_batch_size,
+                    forward_only=True,
                 )
         links = self._job.links
         rows = self._job.statistics.gather(total, check=None if links is None else links.check)

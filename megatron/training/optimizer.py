@@ -20,7 +20,7 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from hetero.plan import Plan
-from megatron.training.arguments.checks.training import samples_after
+from megatron.training.arguments.batch_sizes import samples_after
 from megatron.training.fused import adam
 from megatron.training.model import StageModel, torch_dtype
 from megatron.training.timing.timers import Timers

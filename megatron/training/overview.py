@@ -22,6 +22,9 @@ from megatron.training.loop import Trainer
 from megatron.training.metrics import device_used_bytes, measured_peak_bytes, planned_state_bytes
 from megatron.training.model import StageModel
 
+# Behind the layers of a stage that are not the ones asked for.
+FALLBACK = " (TransformerEngine is not installed)"
+
 
 def _everyone(value: Any) -> list[Any]:
     """Every rank's value, by rank. Objects travel over the default group's gloo side."""
@@ -41,6 +44,8 @@ def stage_rows(job: Job, model: StageModel) -> list[dict[str, Any]]:
     plan = job.plan
     parameters = sum(p.numel() for _, p in model.named_parameters())
     counts = _everyone(parameters)
+    lacks = job.args.lacks_transformer_engine
+    built = _everyone(f"{job.args.transformer_impl}{FALLBACK if lacks else ''}")
     edges = {edge.source: edge for edge in plan.edges()}
     downstream = job.links.downstream if job.links is not None else None
     opened = _everyone(downstream.transport if downstream is not None else "")
@@ -62,6 +67,7 @@ def stage_rows(job: Job, model: StageModel) -> list[dict[str, Any]]:
                 "layers": list(plan.layers[stage]),
                 "tensor_parallel": mesh.tensor,
                 "data_parallel": mesh.data,
+                "transformer_impl": built[ranks.start],
                 "parameters": sum(counts[r] for r in ranks[: mesh.tensor]),
                 "state_bytes_per_rank": planned_state_bytes(
                     counts[ranks.start], args=job.args, data_size=mesh.data
@@ -109,6 +115,13 @@ def print_overview(job: Job, rows: list[dict[str, Any]], console: Console) -> No
         )
     for taken in job.args.taken_flags:
         console.line(taken)
+    without = [row for row in rows if row["transformer_impl"].endswith(FALLBACK)]
+    if without:
+        stages = ", ".join(f"{row['stage']} ({row['vendor']})" for row in without)
+        console.line(
+            f"--transformer-impl transformer_engine: it is not installed for pipeline stage "
+            f"{stages}; megatron-core's local layers are built there (pip install '.[te]')"
+        )
     for ignored in job.args.ignored_flags:
         console.line(f"flag without effect here: {ignored}")
 

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import re
 import sys
 import traceback
-import warnings
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from hetero.errors import HeteroError, leave_word, print_error
+from hetero.errors import HeteroError, UserError, leave_word, print_error
+from megatron.training.command_line import read_command_line
+from megatron.training.quiet import quiet_core
+from megatron.training.rendezvous import environment_rank
 
 if TYPE_CHECKING:
+    from argparse import Namespace
+
     from megatron.training.initialize import Starter
 
 
@@ -23,17 +26,48 @@ def pretrain(argv: Sequence[str] | None = None) -> int:
 
     0 when training ended as asked, 2 for bad input, 1 for a failure on the way. After a failure
     the process ends at once, whatever its threads and the network still wait for.
+
+    What is wrong with the command line is told before torch and megatron-core are imported, which
+    takes seconds.
     """
-    warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.core.*")
-    warnings.filterwarnings("ignore", category=FutureWarning)
-    # megatron-core looks at `.grad` of views on purpose.
-    warnings.filterwarnings("ignore", message=r"The \.grad attribute of a Tensor")
-    logging.getLogger("megatron.core").setLevel(logging.ERROR)
+    args, refused = None, None
+    try:
+        args = read_command_line(argv)
+    except UserError as error:
+        refused = error
+    spoken = refused is not None and _local_rank() == 0
+    if refused is not None and spoken:
+        print_error(str(refused))
+        if _ends_the_others():
+            leave_word(str(refused), printed=True)
+            return _leave(refused.exit_code)
+    return _pretrain(args, refused, spoken=spoken)
+
+
+def _local_rank() -> int:
+    try:
+        return environment_rank()[2]
+    except UserError:
+        return 0
+
+
+def _ends_the_others() -> bool:
+    """Whether this process's end is all it takes: it is alone, or its launcher has all ranks."""
+    try:
+        _, world_size, _ = environment_rank()
+    except UserError:
+        return True
+    has_all = os.environ.get("LOCAL_WORLD_SIZE") == str(world_size)
+    return world_size == 1 or (has_all and "TORCHELASTIC_RUN_ID" in os.environ)
+
+
+def _pretrain(args: Namespace | None, refused: UserError | None, *, spoken: bool) -> int:
+    quiet_core()
     from megatron.training.initialize import Starter
 
     starter = Starter()
     try:
-        _run(starter, argv)
+        _run(starter, args, refused, spoken=spoken)
     except HeteroError as error:
         starter.report(error)
         return _leave(error.exit_code)
@@ -47,12 +81,14 @@ def pretrain(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _run(starter: Starter, argv: Sequence[str] | None) -> None:
+def _run(
+    starter: Starter, args: Namespace | None, refused: UserError | None, *, spoken: bool
+) -> None:
     from megatron.training.cpu_shim import cpu_shim
     from megatron.training.session import run_job
 
     with cpu_shim(), contextlib.closing(starter):
-        job = starter.start(argv)
+        job = starter.start(args, refused, spoken=spoken)
         run_job(job)
         job.close()
 

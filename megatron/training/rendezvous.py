@@ -6,11 +6,13 @@ import os
 import socket
 import time
 from datetime import timedelta
-
-import torch.distributed as dist
+from typing import TYPE_CHECKING
 
 from hetero.errors import UserError
 from hetero.waiting import Waiting
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
 
 
 def environment_rank() -> tuple[int, int, int]:
@@ -42,6 +44,8 @@ def open_store(rank: int, world_size: int, timeout: float) -> dist.Store:
 
     Nobody waits here for the ranks that are not there yet: the agreement does, and names them.
     """
+    import torch.distributed as dist
+
     if "MASTER_ADDR" not in os.environ:
         if world_size > 1:
             raise UserError(

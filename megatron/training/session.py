@@ -6,8 +6,6 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
-from megatron.core.num_microbatches_calculator import init_num_microbatches_calculator
-
 from megatron.training.checkpoint.checkpointer import Checkpointer, expected_progress
 from megatron.training.checkpoint.signals import StopSignal
 from megatron.training.console import Console
@@ -39,13 +37,6 @@ def run_job(job: Job) -> None:
 
 def _run(job: Job, stack: ExitStack, stop_signal: StopSignal | None) -> None:
     args = job.args
-    init_num_microbatches_calculator(
-        job.rank,
-        args.rampup_batch_size,
-        args.global_batch_size,
-        args.micro_batch_size,
-        args.data_parallel_size,
-    )
     start = expected_progress(job.checkpoint).iteration
     console = Console(speaks=job.rank == 0, total_iterations=args.train_iters, start=start)
     stack.callback(console.close)
@@ -98,6 +89,7 @@ def _run(job: Job, stack: ExitStack, stop_signal: StopSignal | None) -> None:
             _iterators(
                 job,
                 job.datasets.train,
+                micro_batch_size=args.micro_batch_size,
                 consumed=trainer.consumed_samples,
                 cyclic=args.dataloader_type == "cyclic",
             ),
@@ -111,7 +103,9 @@ def _run(job: Job, stack: ExitStack, stop_signal: StopSignal | None) -> None:
         write_report(job, trainer, rows, console)
 
 
-def _iterators(job: Job, dataset: Any, *, consumed: int = 0, cyclic: bool = False) -> list[Any]:
+def _iterators(
+    job: Job, dataset: Any, *, micro_batch_size: int, consumed: int = 0, cyclic: bool = False
+) -> list[Any]:
     return chunk_iterators(
         job.args,
         dataset,
@@ -120,6 +114,7 @@ def _iterators(job: Job, dataset: Any, *, consumed: int = 0, cyclic: bool = Fals
         consumed=consumed,
         device=job.device,
         cyclic=cyclic,
+        micro_batch_size=micro_batch_size,
     )
 
 
@@ -127,7 +122,11 @@ def _evaluation(job: Job, trainer: Trainer, evaluator: Evaluator) -> Callable[[]
     if not job.args.eval_iters or not _is_enough(job, job.datasets.sizes.valid):
         return None
     iterators = _iterators(
-        job, job.datasets.valid, consumed=trainer.consumed_valid_samples, cyclic=True
+        job,
+        job.datasets.valid,
+        micro_batch_size=job.args.eval_micro_batch_size,
+        consumed=trainer.consumed_valid_samples,
+        cyclic=True,
     )
 
     def evaluate() -> None:
@@ -137,7 +136,7 @@ def _evaluation(job: Job, trainer: Trainer, evaluator: Evaluator) -> Callable[[]
             iteration=trainer.iteration,
             when=f"at iteration {trainer.iteration}",
         )
-        trainer.consumed_valid_samples += job.args.eval_iters * job.args.global_batch_size
+        trainer.consumed_valid_samples += job.args.eval_iters * job.args.eval_global_batch_size
 
     return evaluate
 
@@ -152,7 +151,7 @@ def _final_evaluations(job: Job, trainer: Trainer, evaluator: Evaluator) -> None
     ):
         if _is_enough(job, size):
             evaluator.run(
-                _iterators(job, data, cyclic=True),
+                _iterators(job, data, micro_batch_size=job.args.eval_micro_batch_size, cyclic=True),
                 name=name,
                 iteration=trainer.iteration,
                 when=f"at the end of training, iteration {trainer.iteration}",
@@ -160,4 +159,4 @@ def _final_evaluations(job: Job, trainer: Trainer, evaluator: Evaluator) -> None
 
 
 def _is_enough(job: Job, samples: int) -> bool:
-    return samples >= job.args.micro_batch_size * job.args.data_parallel_size
+    return samples >= job.args.eval_micro_batch_size * job.args.data_parallel_size

@@ -45,6 +45,16 @@ def test_an_unknown_flag_names_the_nearest(corpus) -> None:
     assert_refused(outcomes, "--num-layer", "--num-layers")
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_command_line_that_is_wrong_on_one_rank_alone_ends_all(corpus, rank: int) -> None:
+    flags = [*TINY_LLAMA, *corpus.flags]
+    wrong = [*flags, "--num-layer", "4", "--lr", "fast"]
+    outcomes = launch(flags, 2, seconds=60, flags_by_rank={rank: wrong})
+    assert_refused(outcomes, "2 things have to be put right" if rank == 0 else "rank 1: 2 things")
+    spoken = "".join(outcome.stderr for outcome in outcomes)
+    assert spoken.count("did you mean --num-layers?") == spoken.count("not 'fast'") == 1
+
+
 def test_every_node_hears_what_is_wrong(corpus) -> None:
     """Two nodes of one rank each: their consoles are two."""
     outcomes = refused([*corpus.flags, "--num-layer", "4"], by_rank={1: {"LOCAL_RANK": "0"}})

@@ -178,12 +178,11 @@ def test_a_run_stops_after_its_time(minutes: int, stops: bool) -> None:
 def test_a_loss_that_is_no_number_ends_the_run_unless_it_may_not(flags: str, raises: bool) -> None:
     outcome: Any = SimpleNamespace(loss=math.nan, grad_norm=1.0)
     trainer = _trainer(flags, iteration=5, consumed_samples=10, nan=0)
-    with mock.patch("megatron.training.loop.get_current_global_batch_size", return_value=2):
-        if raises:
-            with pytest.raises(TrainingError, match="pass --no-check-for-nan-in-loss-and-grad"):
-                Trainer._require_finite(trainer, outcome)
-        else:
-            Trainer._require_finite(trainer, outcome)
+    if raises:
+        with pytest.raises(TrainingError, match="pass --no-check-for-nan-in-loss-and-grad"):
+            Trainer._require_finite(trainer, outcome, 2)
+    else:
+        Trainer._require_finite(trainer, outcome, 2)
     assert trainer.nan == 1
 
 

@@ -163,6 +163,12 @@ def test_a_plan_file_decides_the_sizes(tmp_path: Path) -> None:
     assert plan_from_args(args, vendor="cpu").layers == ((3,), (5,))
 
 
+def test_a_scripts_one_stage_does_not_contradict_the_plan_file(tmp_path: Path) -> None:
+    args = _args(_file(tmp_path / "plan.yaml", TWO) + "--pipeline-model-parallel-size 1", ranks=8)
+    adopt_plan_file(args)
+    assert args.pipeline_model_parallel_size == 2
+
+
 def test_a_flag_that_contradicts_the_plan_file_is_refused(tmp_path: Path) -> None:
     flags = _file(tmp_path / "plan.yaml", TWO) + "--tensor-model-parallel-size 4"
     with pytest.raises(PlanError, match="--tensor-model-parallel-size 4 contradicts") as error:
@@ -206,3 +212,42 @@ def test_units_of_recomputation_have_to_divide_every_stage() -> None:
         _plan(f"{flags} --pipeline-model-parallel-size 2", layers=8, ranks=2)
     block = flags.replace("uniform", "block")
     assert _plan(block, layers=8).layers == ((8,),)
+
+
+EMBEDDING = "--account-for-embedding-in-pipeline-split"
+LOSS = "--account-for-loss-in-pipeline-split"
+
+
+@pytest.mark.parametrize(
+    ("flags", "layers", "stages"),
+    [
+        (EMBEDDING, 7, ((3,), (4,))),
+        (LOSS, 7, ((4,), (3,))),
+        (f"{EMBEDDING} {LOSS}", 6, ((3,), (3,))),
+        (f"{EMBEDDING} --num-layers-per-virtual-pipeline-stage 2", 7, ((1, 2), (2, 2))),
+        (f"{EMBEDDING} {LOSS} --num-virtual-stages-per-pipeline-rank 2", 6, ((1, 2), (2, 1))),
+    ],
+)
+def test_embedding_and_loss_take_a_layers_place_where_they_count(
+    flags: str, layers: int, stages: tuple[tuple[int, ...], ...]
+) -> None:
+    for how in ("--pipeline-model-parallel-size 2", MIXED):
+        assert _plan(f"{how} {flags}", layers=layers, ranks=2).layers == stages
+
+
+@pytest.mark.parametrize(
+    ("flags", "layers", "words"),
+    [
+        (EMBEDDING, 8, "the 8 layers and 1 for embedding or loss cannot be shared evenly"),
+        (f"{LOSS} --decoder-first-pipeline-num-layers 3", 7, "cannot go with --decoder-first"),
+    ],
+)
+def test_places_that_do_not_come_out_are_refused(flags: str, layers: int, words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        _plan(f"--pipeline-model-parallel-size 2 {flags}", layers=layers, ranks=2)
+
+
+def test_layers_given_by_stage_have_counted_embedding_and_loss() -> None:
+    args = _args(f"{MIXED} {EMBEDDING} --hetero-pipeline-layers 3 5", ranks=2)
+    assert plan_from_args(args, vendor="cpu").layers == ((3,), (5,))
+    assert "gives the layers" in args.ignored_flags[0]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 import numpy
 
 from megatron.training.dataset_description import TokenizerFacts
+from megatron.training.quiet import quiet_core
 from tools.preprocessing.batches import Batch
 from tools.text_input import Document
 
@@ -32,13 +32,12 @@ class Encoder:
     """The tokenizer of a run, built once in each process that has one."""
 
     def __init__(self, args: argparse.Namespace) -> None:
-        with warnings.catch_warnings():
-            # megatron-core warns at import about GPU libraries that no tokenizer needs.
-            warnings.simplefilter("ignore")
-            from megatron.core.datasets.indexed_dataset import DType
+        quiet_core()
+        from megatron.core.datasets.indexed_dataset import DType
 
-            from megatron.training.tokenizer.build import build_tokenizer
-            from megatron.training.tokenizer.wrapper import tokenizer_digest
+        from megatron.training.tokenizer.build import build_tokenizer
+        from megatron.training.tokenizer.wrapper import tokenizer_digest
+
         self._tokenizer = build_tokenizer(args)
         self._tokenize = tokenize_many(self._tokenizer)
         self._keys = tuple(args.json_keys)

@@ -27,6 +27,7 @@ import numpy
 from hetero.errors import UserError
 from hetero.words import counted
 from megatron.training.dataset_description import SUFFIX, Description, TokenizerFacts
+from megatron.training.quiet import quiet_core
 from tools.command_line import Interrupted
 from tools.preprocessing.batches import Frontier
 from tools.preprocessing.encoder import Tokens
@@ -167,6 +168,7 @@ class WorkFolder:
                 os.fsync(stream.fileno())
 
     def _write_indexes(self) -> None:
+        quiet_core()
         from megatron.core.datasets.indexed_dataset import DType
 
         self.save()

@@ -2,7 +2,7 @@
 
 import argparse
 
-from megatron.training.arguments.convert import integer, text
+from megatron.training.arguments.convert import integer, interval, text
 
 EXIT_SIGNALS = ("SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2")
 
@@ -11,10 +11,10 @@ def add_checkpoint_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("checkpoints")
     group.add_argument("--save", type=text, help="folder to write checkpoints to")
     group.add_argument(
-        "--save-interval", "--persistent-save-interval", type=integer(1), help="steps between them"
+        "--save-interval", "--persistent-save-interval", type=interval, help="steps between them"
     )
     group.add_argument(
-        "--save-retain-interval", type=integer(1), help="keep those at multiples of this step"
+        "--save-retain-interval", type=interval, help="keep those at multiples of this step"
     )
     group.add_argument(
         "--keep-last", type=integer(1), metavar="N", help="keep so many of the newest; else all"
@@ -54,7 +54,10 @@ def add_checkpoint_flags(parser: argparse.ArgumentParser) -> None:
         "--exit-on-missing-checkpoint", action="store_true", help="no fresh start without one"
     )
     group.add_argument(
-        "--ckpt-format", choices=("torch", "torch_dist"), default="torch_dist", help="on disk"
+        "--ckpt-format",
+        choices=("torch", "torch_dist", "torch_dcp", "fsdp_dtensor", "zarr"),
+        default="torch_dist",
+        help="on disk",
     )
     group.add_argument(
         "--auto-detect-ckpt-format", action="store_true", help="find the format when reading"

@@ -25,6 +25,11 @@ def integer(minimum: int | None = None) -> Callable[[str], int]:
     return convert
 
 
+def interval(text: str) -> int | None:
+    """A converter for steps between two events, where 0 stands for never, as in Megatron."""
+    return integer(0)(text) or None
+
+
 def number(
     *, minimum: float | None = None, above: float | None = None, below: float | None = None
 ) -> Callable[[str], float]:

@@ -59,7 +59,13 @@ def _add_source_flags(group: argparse._ArgumentGroup) -> None:
 
 
 def _add_sample_flags(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--seq-length", type=integer(1), help="tokens of one sample")
+    group.add_argument(
+        "--seq-length",
+        "--encoder-seq-length",
+        dest="seq_length",
+        type=integer(1),
+        help="tokens of one sample",
+    )
     group.add_argument(
         "--num-workers", type=integer(0), default=2, help="loader processes on each rank"
     )

@@ -55,6 +55,12 @@ IGNORED: dict[str, Ignored] = {
     "--use-contiguous-parameters-in-local-ddp": Ignored(
         "gradients always lie in one buffer", "use_contiguous_parameters_in_local_ddp"
     ),
+    "--no-query-key-layer-scaling": Ignored(
+        "scores are only scaled by --apply-query-key-layer-scaling", "no_query_key_layer_scaling"
+    ),
+    "--log-optimizer-states-to-tensorboard": Ignored(
+        "the optimizer's state is not recorded", "log_optimizer_states_to_tensorboard"
+    ),
     "--log-batch-size-to-tensorboard": Ignored(
         "the batch size is always there", "log_batch_size_to_tensorboard"
     ),
@@ -65,11 +71,22 @@ IGNORED: dict[str, Ignored] = {
     "--fused-single-qkv-rope": Ignored(
         "queries and keys are rotated with plain tensor operations", "fused_single_qkv_rope"
     ),
+    "--tokenizer-hf-no-use-fast": Ignored(
+        "the Rust tokenizer is only used with --tokenizer-hf-use-fast", "tokenizer_hf_no_use_fast"
+    ),
+    "--tokenizer-hf-no-include-special-tokens": Ignored(
+        "special tokens are only added with --tokenizer-hf-include-special-tokens",
+        "tokenizer_hf_no_include_special_tokens",
+    ),
     "--use-te-activation-func": Ignored(
         "activations are torch's or megatron-core's own", "use_te_activation_func"
     ),
     "--rerun-mode": Ignored(
-        "no step is computed twice to be compared", "rerun_mode", "disabled", True, ("disabled",)
+        "no step is computed twice to be compared",
+        "rerun_mode",
+        "disabled",
+        True,
+        ("disabled", "validate_results", "report_determinism_stats"),
     ),
 }
 

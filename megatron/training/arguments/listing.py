@@ -4,8 +4,10 @@ import argparse
 from dataclasses import dataclass
 
 from megatron.training.arguments.ignored import IGNORED, WITHOUT_EFFECT
+from megatron.training.arguments.left_out import is_left_out, sort_out
 from megatron.training.arguments.parser import build_parser
 from megatron.training.arguments.unknown import explain_unknown
+from megatron.training.arguments.words import Segment
 
 SAME, OURS, WITHOUT = "same", "ours", "without effect"
 # What Megatron-LM does not have, beside all that begins with --hetero-.
@@ -19,8 +21,10 @@ DEPARTURES = {
     "--eval-interval": "the default of Megatron up to core 0.15; None, no evaluation, since",
     "--rampup-batch-size": "goes with --train-iters too, which Megatron refuses",
     "--tokenizer-type": "ByteLevelTokenizer is an addition, from megatron-core",
-    "--context-parallel-size": "more than 1 is refused",
-    "--expert-model-parallel-size": "more than 1 is refused",
+    "--pipeline-model-parallel-size": "1 and the sum of --hetero-pipeline-sizes are the same there",
+    "--step-batch-size-schedule": "of core 0.18 and later",
+    "--eval-global-batch-size": "of core 0.18 and later",
+    "--eval-micro-batch-size": "of core 0.18 and later",
 }
 
 
@@ -47,7 +51,10 @@ def describe_parser() -> list[Entry]:
 
 
 def describe_refused(flag: str) -> str:
-    """The sentence with which a flag that the parser does not have is refused."""
+    """The sentence with which a flag that the parser does not have is refused, or taken."""
+    if is_left_out(flag):
+        complaints, notes = sort_out([Segment(flag, ("1",))])
+        return next(iter([*complaints, *notes]), f"{flag}: nothing is asked for")
     return explain_unknown(flag, sorted(build_parser().flags))
 
 

@@ -2,7 +2,7 @@
 
 import argparse
 
-from megatron.training.arguments.convert import integer, text
+from megatron.training.arguments.convert import integer, interval, text
 
 
 def add_logging_flags(parser: argparse.ArgumentParser) -> None:
@@ -19,7 +19,7 @@ def _add_console_flags(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument("--log-throughput", action="store_true", help="TFLOP/s of one GPU")
     group.add_argument("--log-progress", action="store_true", help="keep progress.txt with --save")
-    group.add_argument("--log-memory-interval", type=integer(1), help="steps between memory lines")
+    group.add_argument("--log-memory-interval", type=interval, help="steps between memory lines")
     group.add_argument(
         "--log-device-memory-used", action="store_true", help="include what the driver counts"
     )
@@ -74,7 +74,9 @@ def _add_tensorboard_flags(group: argparse._ArgumentGroup) -> None:
         help="leave the loss scale out",
     )
     group.add_argument("--wandb-project", type=text, help="W&B project; turns W&B on")
-    group.add_argument("--wandb-exp-name", type=text, help="W&B name of the run")
+    group.add_argument(
+        "--wandb-exp-name", type=text, help="W&B name of the run; left out: W&B finds one"
+    )
     group.add_argument("--wandb-save-dir", type=text, help="folder for W&B's local files")
     group.add_argument("--wandb-entity", type=text, help="W&B user or team")
 

@@ -14,7 +14,13 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_size_flags(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--num-layers", type=integer(1), help="transformer layers of the model")
+    group.add_argument(
+        "--num-layers",
+        "--encoder-num-layers",
+        dest="num_layers",
+        type=integer(1),
+        help="transformer layers of the model",
+    )
     group.add_argument("--hidden-size", type=integer(1), help="width of the residual stream")
     group.add_argument(
         "--ffn-hidden-size",

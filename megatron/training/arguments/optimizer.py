@@ -25,6 +25,32 @@ def _add_update_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--sgd-momentum", type=number(minimum=0, below=1), default=0.9, help="momentum of SGD"
     )
+    _add_state_flags(group)
+
+
+def _add_state_flags(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--use-precision-aware-optimizer",
+        action="store_true",
+        help="allow --main-grads-dtype; all else of the optimizer stays in float32",
+    )
+    group.add_argument(
+        "--main-grads-dtype",
+        choices=("fp32", "bf16"),
+        default="fp32",
+        help="of the gradients that are summed and kept until the update",
+    )
+    for name, what, halves in (
+        ("main-params", "float32 copy of the weights", ("fp16",)),
+        ("exp-avg", "mean", ("fp16", "bf16", "fp8")),
+        ("exp-avg-sq", "square", ("fp16", "bf16", "fp8")),
+    ):
+        group.add_argument(
+            f"--{name}-dtype",
+            choices=("fp32", *halves),
+            default="fp32",
+            help=f"of the {what}; only fp32 is offered",
+        )
 
 
 def _add_learning_rate_flags(group: argparse._ArgumentGroup) -> None:

@@ -23,12 +23,6 @@ def _add_shape_flags(group: argparse._ArgumentGroup) -> None:
         help="pipeline stages; left out: 1, or what the heterogeneous layout says",
     )
     group.add_argument(
-        "--context-parallel-size", type=integer(1), default=1, help="only 1 is offered"
-    )
-    group.add_argument(
-        "--expert-model-parallel-size", type=integer(1), default=1, help="only 1 is offered"
-    )
-    group.add_argument(
         "--sequence-parallel",
         action="store_true",
         help="split norms and dropout along the sequence; off when the tensor-parallel size is 1",
@@ -62,6 +56,12 @@ def _add_pipeline_flags(group: argparse._ArgumentGroup) -> None:
         "--pipeline-model-parallel-layout",
         help="all stages spelled out, for example 'Ett|ttt|ttL'",
     )
+    for part in ("embedding", "loss"):
+        group.add_argument(
+            f"--account-for-{part}-in-pipeline-split",
+            action="store_true",
+            help=f"count the {part} as a layer when the stages share them",
+        )
     group.add_argument(
         "--no-overlap-p2p-communication",
         dest="overlap_p2p_comm",
@@ -85,6 +85,7 @@ def _add_data_parallel_flags(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument(
         "--no-align-grad-reduce",
+        "--disable-align-grad-reduce",
         dest="align_grad_reduce",
         action="store_false",
         help="let every pipeline stage start its reduction when it likes",

@@ -4,7 +4,7 @@ import argparse
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NoReturn
 
 from hetero.errors import UserError
@@ -15,13 +15,17 @@ from megatron.training.arguments.config_file import expand_config_files
 from megatron.training.arguments.data import add_data_flags
 from megatron.training.arguments.hetero import add_hetero_flags
 from megatron.training.arguments.ignored import add_ignored_flags, describe_ignored
+from megatron.training.arguments.layers import fall_back
+from megatron.training.arguments.left_out import feature_of, is_left_out, sort_out
 from megatron.training.arguments.logging import add_logging_flags
 from megatron.training.arguments.model import add_model_flags
 from megatron.training.arguments.optimizer import add_optimizer_flags
 from megatron.training.arguments.parallel import add_parallel_flags
+from megatron.training.arguments.problems import Arguments, Problems
 from megatron.training.arguments.training import add_training_flags
-from megatron.training.arguments.unknown import explain_unknown
-from megatron.training.arguments.validate import check_flags, finish_validation
+from megatron.training.arguments.unknown import explain_unknown, meant_by
+from megatron.training.arguments.validate import REQUIRED, check_flags, check_sizes
+from megatron.training.arguments.words import Segment, split_words
 from megatron.training.checkpoint.adoption import adopt_checkpoint_args
 
 
@@ -61,6 +65,8 @@ def build_parser() -> Parser:
     add_hetero_flags(parser)
     add_checkpoint_flags(parser)
     add_ignored_flags(parser)
+    # megatron-core's name for what is never more than one here.
+    parser.set_defaults(context_parallel_size=1, expert_model_parallel_size=1)
     return parser
 
 
@@ -71,53 +77,153 @@ def parse_args(
 
     `world_size` is read from WORLD_SIZE where left out. With --hetero-plan the parallel sizes may
     come from the plan's file, which is not read here: whoever reads it sets them and then calls
-    `finish_validation`. In every other case that has been done when this returns.
+    `finish_validation`. In every other case that has been done when this returns. Raises a
+    `Refusal` that tells all that is wrong.
     """
+    problems = Problems()
+    args = collect_args(argv, problems, world_size=world_size)
+    problems.raise_all()
+    return args
+
+
+def collect_args(
+    argv: Sequence[str] | None, problems: Problems, *, world_size: int | None = None
+) -> Arguments:
+    """The same, with what is wrong added to `problems`; what was refused cannot be read."""
     words = list(sys.argv[1:] if argv is None else argv)
     parser = build_parser()
-    words = expand_config_files(words, parser)
-    given = _given_flags(words, parser)
-    args = _parse(words, parser)
-    args.rank = _environment_integer("RANK", 0)
-    args.world_size = _environment_integer("WORLD_SIZE", 1) if world_size is None else world_size
-    if args.world_size < 1:
-        raise UserError(f"the world size must be at least 1, not {args.world_size}; check torchrun")
-    if args.local_rank is None:
-        args.local_rank = _environment_integer("LOCAL_RANK", 0)
-    args.ignored_flags = describe_ignored(given)
+    expanded: list[str] = []
+    problems.run(_expand(words, parser, expanded))
+    is_partial = bool(problems)
+    offered, notes, meant = _take_offered(split_words(expanded), parser, problems)
+    args, given = _parse(offered, parser, problems)
+    for flag in meant:
+        _forget(args, flag, parser)
+    if is_partial:
+        # What a file that cannot be read would have set is not known.
+        for action in parser._actions:
+            if not set(action.option_strings) & set(given) and action.dest in vars(args):
+                delattr(args, action.dest)
+    args.ignored_flags = [*describe_ignored(given), *notes]
     args.typed_flags, args.taken_flags = given, []
-    if args.use_checkpoint_args:
-        adopt_checkpoint_args(args, parser)
-    check_flags(args, given)
-    if args.hetero_plan is None:
-        finish_validation(args, args.world_size)
+    problems.run(_read_environment(args, world_size), _adopt_checkpoint(args, parser))
+    fall_back(args)
+    check_flags(args, given, problems)
+    if vars(args).get("hetero_plan") is None and "world_size" in vars(args):
+        check_sizes(args, args.world_size, problems)
     return args
 
 
-def _given_flags(words: Sequence[str], parser: Parser) -> tuple[str, ...]:
-    """The flags in the order typed; the first that does not exist is an error.
-
-    This comes before argparse, because a value next to a mistyped flag would otherwise be blamed.
-    """
-    known = parser.flags
-    given = [word.split("=", 1)[0] for word in words if word.startswith("--") and word != "--"]
-    for flag in given:
-        if flag not in known:
-            raise UserError(explain_unknown(flag, sorted(known)))
-    return tuple(dict.fromkeys(given))
-
-
-def _parse(words: Sequence[str], parser: Parser) -> argparse.Namespace:
+def _expand(words: list[str], parser: Parser, expanded: list[str]) -> Iterator[str]:
     try:
-        args, left_over = parser.parse_known_args(words)
-    except argparse.ArgumentError as error:
-        raise UserError(_sentence(error)) from None
-    if left_over:
-        raise UserError(
-            f"{left_over[0]!r} belongs to no flag; put a flag before it, or quotes around a value "
-            "with spaces"
-        )
-    return args
+        expanded += expand_config_files(words, parser)
+    except UserError as error:
+        yield str(error)
+        expanded += words
+
+
+def _take_offered(
+    segments: Sequence[Segment], parser: Parser, problems: Problems
+) -> tuple[list[Segment], list[str], list[str]]:
+    """The segments that argparse is to read, notes on others, and the flags others stand for."""
+    known = parser.flags
+    offered: list[Segment] = []
+    foreign: list[Segment] = []
+    meant: list[str] = []
+    complaints: list[str] = []
+    for segment in segments:
+        flag = segment.flag
+        if flag in ("", "--"):
+            complaints += [_stray(word) for word in segment.words() if word not in ("-h",)]
+            offered += [segment] * ("-h" in segment.values)
+        elif flag in known:
+            offered.append(segment)
+        elif is_left_out(flag):
+            foreign.append(segment)
+        else:
+            stands_for = meant_by(flag, sorted(known))
+            meant += [stands_for] if stands_for else []
+            if stands_for is None and feature_of(flag) is not None:
+                foreign.append(segment)
+            else:
+                complaints.append(explain_unknown(flag, sorted(known)))
+    refused, notes = sort_out(foreign)
+    problems.run(complaints, refused)
+    return offered, notes, meant
+
+
+def _parse(
+    segments: Sequence[Segment], parser: Parser, problems: Problems
+) -> tuple[Arguments, tuple[str, ...]]:
+    """What argparse makes of the flags, and which it read; those it cannot read are told of."""
+    readable = list(segments)
+    try:
+        args, left_over = parser.parse_known_args(_joined(segments), Arguments())
+    except argparse.ArgumentError:
+        readable, refused = [], []
+        for segment in segments:
+            try:
+                parser.parse_known_args(segment.words(), Arguments())
+                readable.append(segment)
+            except argparse.ArgumentError as error:
+                refused.append(segment.flag)
+                problems.run([_sentence(error)])
+        args, left_over = parser.parse_known_args(_joined(readable), Arguments())
+        for flag in refused:
+            _forget(args, flag, parser)
+    problems.run(map(_stray, left_over))
+    return args, tuple(dict.fromkeys(segment.flag for segment in readable))
+
+
+def _joined(segments: Sequence[Segment]) -> list[str]:
+    return [word for segment in segments for word in segment.words()]
+
+
+def _forget(args: Arguments, flag: str, parser: Parser) -> None:
+    """Make what a flag sets unknowable."""
+    for action in parser._actions:
+        if flag in action.option_strings and action.dest in vars(args):
+            delattr(args, action.dest)
+
+
+def _stray(word: str) -> str:
+    return (
+        f"{word!r} belongs to no flag; put a flag before it, or quotes around a value with spaces"
+    )
+
+
+def _read_environment(args: Arguments, world_size: int | None) -> Iterator[str]:
+    for name, default in (("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1)):
+        if name == "WORLD_SIZE" and world_size is not None:
+            continue
+        text = os.environ.get(name, str(default))
+        if not text.isdecimal():
+            yield (
+                f"the environment variable {name} must be a whole number, not {text!r}; "
+                "start this program with python -m hetero.run or torchrun"
+            )
+        elif name != "LOCAL_RANK":
+            setattr(args, name.lower(), int(text))
+        elif args.local_rank is None:
+            args.local_rank = int(text)
+    if world_size is not None:
+        args.world_size = world_size
+    if args.world_size < 1:
+        yield f"the world size must be at least 1, not {args.world_size}; check torchrun"
+        del args.world_size
+
+
+def _adopt_checkpoint(args: Arguments, parser: Parser) -> Iterator[str]:
+    if not args.use_checkpoint_args:
+        return
+    try:
+        adopt_checkpoint_args(args, parser)
+    except UserError as error:
+        yield str(error)
+        # What the checkpoint would have said is not known.
+        for name in (*REQUIRED, "tokenizer_type"):
+            if vars(args).get(name) is None:
+                vars(args).pop(name, None)
 
 
 def _sentence(error: argparse.ArgumentError) -> str:
@@ -131,17 +237,3 @@ def _sentence(error: argparse.ArgumentError) -> str:
     if error.message.startswith("ignored explicit argument"):
         return f"{flag} takes no value; remove what follows the ="
     return f"{flag} {error.message}"
-
-
-def _environment_integer(name: str, default: int) -> int:
-    text = os.environ.get(name, str(default))
-    try:
-        value = int(text)
-    except ValueError:
-        value = -1
-    if value < 0:
-        raise UserError(
-            f"the environment variable {name} must be a whole number, not {text!r}; "
-            "start this program with python -m hetero.run or torchrun"
-        )
-    return value

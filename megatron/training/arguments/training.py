@@ -2,7 +2,8 @@
 
 import argparse
 
-from megatron.training.arguments.convert import integer, number
+from megatron.training.arguments.batch_sizes import step_schedule
+from megatron.training.arguments.convert import integer, interval, number
 
 
 def add_training_flags(parser: argparse.ArgumentParser) -> None:
@@ -29,6 +30,13 @@ def _add_batch_flags(group: argparse._ArgumentGroup) -> None:
         help="grow the global batch from START by STEP over SAMPLES",
     )
     group.add_argument(
+        "--step-batch-size-schedule",
+        type=step_schedule,
+        metavar="TOKENS:BATCH,...",
+        help="the global batch from so many tokens on, as in 0:768,250B:1536; the last one is "
+        "--global-batch-size",
+    )
+    group.add_argument(
         "--calculate-per-token-loss",
         action="store_true",
         help="weigh every token equally, not every micro batch",
@@ -38,8 +46,8 @@ def _add_batch_flags(group: argparse._ArgumentGroup) -> None:
 def _add_length_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--train-iters", type=integer(1), help="optimizer steps of the whole run")
     group.add_argument("--train-samples", type=integer(1), help="sequences of the whole run")
-    group.add_argument("--exit-interval", type=integer(1), help="stop at a multiple of this step")
-    group.add_argument("--exit-duration-in-mins", type=integer(1), help="stop after so long")
+    group.add_argument("--exit-interval", type=interval, help="stop at a multiple of this step")
+    group.add_argument("--exit-duration-in-mins", type=interval, help="stop after so long")
 
 
 def _add_precision_flags(group: argparse._ArgumentGroup) -> None:
@@ -109,12 +117,27 @@ def _add_evaluation_flags(group: argparse._ArgumentGroup) -> None:
         help="batches of one evaluation; 0 or -1: none",
     )
     group.add_argument(
-        "--eval-interval", type=integer(1), default=1000, help="steps between evaluations"
+        "--eval-interval", type=interval, default=1000, help="steps between evaluations"
+    )
+    group.add_argument(
+        "--eval-global-batch-size",
+        type=integer(1),
+        help="sequences of one batch of an evaluation; left out: --global-batch-size",
+    )
+    group.add_argument(
+        "--eval-micro-batch-size",
+        type=integer(1),
+        help="sequences of its forward pass; left out: --micro-batch-size",
     )
     group.add_argument("--skip-train", action="store_true", help="evaluate only")
 
 
 def _add_care_flags(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--check-weight-hash-across-dp-replicas-interval",
+        type=interval,
+        help="steps between comparisons of the weights of data-parallel ranks, bit for bit",
+    )
     group.add_argument("--seed", type=integer(1), default=1234, help="of every random number")
     group.add_argument(
         "--deterministic-mode", action="store_true", help="only kernels that repeat bit for bit"

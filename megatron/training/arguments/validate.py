@@ -1,9 +1,8 @@
 """The order in which the flags are checked against each other, and what is derived from them."""
 
 from argparse import Namespace
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 
-from hetero.errors import UserError
 from megatron.training.arguments.checks.checkpoint import check_checkpoints
 from megatron.training.arguments.checks.data import check_data
 from megatron.training.arguments.checks.hetero import check_hetero, derive_pipeline_size
@@ -11,6 +10,7 @@ from megatron.training.arguments.checks.model import check_model, check_model_sp
 from megatron.training.arguments.checks.parallel import check_parallel
 from megatron.training.arguments.checks.schedule import check_schedule
 from megatron.training.arguments.checks.training import check_batch, check_training
+from megatron.training.arguments.problems import Problems
 
 REQUIRED = (
     "num_layers",
@@ -21,24 +21,23 @@ REQUIRED = (
     "micro_batch_size",
     "lr",
 )
-# What Megatron's pretrain_gpt.py falls back on.
-DEFAULT_TOKENIZER = "GPT2BPETokenizer"
 
 
-def check_flags(args: Namespace, given: Collection[str]) -> None:
+def check_flags(args: Namespace, given: Collection[str], problems: Problems) -> None:
     """All that can be said before the parallel sizes are known; `given` is what was typed."""
-    check_checkpoints(args)
-    for name in REQUIRED:
-        if getattr(args, name) is None:
-            raise UserError(f"--{name.replace('_', '-')} is required; add it")
-    args.tokenizer_type = args.tokenizer_type or DEFAULT_TOKENIZER
-    check_hetero(args, given)
-    check_model(args, given)
-    check_training(args)
-    check_schedule(args)
-    check_data(args)
-    _check_logging(args)
-    derive_pipeline_size(args)
+    problems.run(
+        _check_required(args),
+        check_checkpoints(args),
+        *check_hetero(args, given),
+        *check_model(args, given),
+        *check_training(args),
+        *check_schedule(args),
+        *check_data(args),
+        _check_profiler(args),
+        _check_timers(args),
+        _check_memory_log(args),
+        derive_pipeline_size(args),
+    )
 
 
 def finish_validation(args: Namespace, world_size: int) -> None:
@@ -47,15 +46,22 @@ def finish_validation(args: Namespace, world_size: int) -> None:
     Sets what Megatron's own validation sets: `data_parallel_size`, `global_batch_size`,
     `virtual_pipeline_model_parallel_size`, `train_iters` of a run counted in samples, and so on.
     """
-    if args.pipeline_model_parallel_size is None:
+    problems = Problems()
+    check_sizes(args, world_size, problems)
+    problems.raise_all()
+
+
+def check_sizes(args: Namespace, world_size: int, problems: Problems) -> None:
+    """What `finish_validation` does, its complaints among the others of the command line."""
+    if vars(args).get("pipeline_model_parallel_size", 1) is None:
         raise ValueError("pipeline_model_parallel_size has to be set before finish_validation")
     args.world_size = world_size
-    absent = [rank for rank in args.profile_ranks if rank >= world_size]
-    if args.profile and absent:
-        raise UserError(f"--profile-ranks {absent[0]} is none of the {world_size} ranks")
-    check_parallel(args)
-    check_model_split(args)
-    check_batch(args)
+    problems.run(
+        _check_profiled_ranks(args),
+        *check_parallel(args),
+        *check_model_split(args),
+        *check_batch(args),
+    )
     # Where a run starts; loading a checkpoint would move it on.
     args.consumed_train_samples = 0
     args.skipped_train_samples = 0
@@ -63,28 +69,42 @@ def finish_validation(args: Namespace, world_size: int) -> None:
     args.variable_seq_lengths = False
 
 
-def _check_logging(args: Namespace) -> None:
-    if args.wandb_project and not args.wandb_exp_name:
-        raise UserError("--wandb-project needs --wandb-exp-name; add it")
-    _check_profiler(args)
+def _check_required(args: Namespace) -> Iterator[str]:
+    for name in REQUIRED:
+        if name in vars(args) and getattr(args, name) is None:
+            delattr(args, name)
+            yield f"--{name.replace('_', '-')} is required; add it"
+
+
+def _check_profiled_ranks(args: Namespace) -> Iterator[str]:
+    absent = [rank for rank in args.profile_ranks if rank >= args.world_size]
+    if args.profile and absent:
+        yield f"--profile-ranks {absent[0]} is none of the {args.world_size} ranks"
+
+
+def _check_timers(args: Namespace) -> Iterator[str]:
     if args.log_timers_to_tensorboard and not args.timing_log_level:
         args.ignored_flags.append("--log-timers-to-tensorboard: it needs --timing-log-level 1 or 2")
+    yield from ()
+
+
+def _check_memory_log(args: Namespace) -> Iterator[str]:
     if args.log_memory_interval and args.log_memory_interval % args.log_interval:
-        raise UserError(
+        yield (
             f"--log-memory-interval {args.log_memory_interval} must be a multiple of "
             f"--log-interval {args.log_interval}"
         )
 
 
-def _check_profiler(args: Namespace) -> None:
+def _check_profiler(args: Namespace) -> Iterator[str]:
     if not args.profile:
         if args.use_pytorch_profiler:
             args.ignored_flags.append("--use-pytorch-profiler: it needs --profile")
         return
     if args.use_pytorch_profiler and not args.tensorboard_dir:
-        raise UserError("--use-pytorch-profiler needs --tensorboard-dir, where its traces go")
+        yield "--use-pytorch-profiler needs --tensorboard-dir, where its traces go"
     if args.profile_step_start >= args.profile_step_end:
-        raise UserError(
+        yield (
             f"--profile-step-start {args.profile_step_start} must be less than --profile-step-end "
             f"{args.profile_step_end}"
         )

@@ -1,8 +1,11 @@
 """A launch that is accepted as it is, to which every test adds the flags it is about."""
 
 import shlex
+import sys
+import types
 from argparse import Namespace
 from collections.abc import Callable
+from importlib.machinery import ModuleSpec
 
 import pytest
 
@@ -40,6 +43,14 @@ def command_line(flags: str, without: str) -> list[str]:
 
 
 @pytest.fixture
+def engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """TransformerEngine, as far as a command line is concerned."""
+    module = types.ModuleType("transformer_engine")
+    module.__spec__ = ModuleSpec("transformer_engine", None)
+    monkeypatch.setitem(sys.modules, "transformer_engine", module)
+
+
+@pytest.fixture
 def parse() -> Parse:
     """The arguments of the smallest launch, `without` some of its flags, plus `flags`."""
 
@@ -51,14 +62,14 @@ def parse() -> Parse:
 
 @pytest.fixture
 def refusal() -> Refusal:
-    """The one sentence with which such a launch is refused."""
+    """The sentences with which such a launch is refused, a line each."""
 
     def refuse(flags: str = "", *, without: str = "", world_size: int = 1) -> str:
         with pytest.raises(UserError) as error:
             parse_args(command_line(flags, without), world_size=world_size)
-        sentence = str(error.value)
-        assert "\n" not in sentence
         assert error.value.exit_code == 2
-        return sentence
+        sentences = getattr(error.value, "sentences", (str(error.value),))
+        assert not any("\n" in sentence for sentence in sentences)
+        return "\n".join(sentences)
 
     return refuse

@@ -68,7 +68,7 @@ def test_blend_is_kept_as_it_was_written(parse, words):
         ("Llama2Tokenizer", "--tokenizer-model"),
         ("HuggingFaceTokenizer", "--tokenizer-model"),
         ("TikTokenizer", "--tokenizer-model"),
-        ("GPT2BPETokenizer", "--vocab-file"),
+        ("GPT2BPETokenizer", "--vocab-file and --merge-file"),
         ("GPT2BPETokenizer --vocab-file v", "--merge-file"),
     ],
 )
@@ -132,4 +132,4 @@ def test_a_list_is_given_once(refusal, flags):
 def test_a_script_without_a_tokenizer_means_gpt2s(refusal):
     """Megatron's pretrain_gpt.py falls back on it, and its oldest scripts count on that."""
     sentence = refusal("", without="--tokenizer-type --vocab-size")
-    assert sentence == "--tokenizer-type GPT2BPETokenizer needs --vocab-file; add it"
+    assert "GPT2BPETokenizer needs --vocab-file and --merge-file; add it" in sentence

@@ -66,7 +66,10 @@ def test_pipeline_size_may_be_said_twice(parse):
             "exclude each other",
         ),
         (f"{TWO} --num-layers 7", "the 7 layers cannot be shared evenly"),
-        (f"{TWO} --hetero-plan p.yaml", "--hetero-plan and --hetero-vendors exclude each other"),
+        (
+            f"{TWO} --hetero-plan p.yaml",
+            "--hetero-plan and --hetero-vendors and --hetero-pipeline-sizes exclude each other",
+        ),
         (
             f"{PLAN} --hetero-pipeline-layers 4 4",
             "--hetero-plan and --hetero-pipeline-layers exclude each other",

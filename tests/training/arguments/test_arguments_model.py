@@ -35,7 +35,6 @@ def test_required_flag(refusal, flag):
         ("--swiglu --squared-relu", "exclude each other"),
         ("--hidden-size 16 --swiglu", "give --ffn-hidden-size"),
         ("--no-position-embedding", "--no-position-embedding is deprecated"),
-        ("--use-rope-scaling", "--use-rope-scaling needs --position-embedding-type rope"),
         ("--rotary-percent 1.5", "--rotary-percent must be at most 1"),
     ],
 )
@@ -118,6 +117,11 @@ def test_zero_centred_norm_is_accepted_with_either_implementation(parse):
 def test_what_only_transformer_engine_does_is_said_of_local_layers(parse, flags):
     (line,) = parse(flags).ignored_flags
     assert line.startswith(f"{flags.split()[0]}: ")
+
+
+@pytest.mark.usefixtures("engine")
+@pytest.mark.parametrize("flags", ["--attention-softmax-in-fp32", "--cross-entropy-fusion-impl te"])
+def test_what_only_transformer_engine_does_is_not_said_of_its_layers(parse, flags):
     assert parse(f"{flags} --transformer-impl transformer_engine").ignored_flags == []
 
 
@@ -164,3 +168,9 @@ def test_layout_that_cannot_be_read_is_refused(text, words):
     with pytest.raises(UserError, match="--pipeline-model-parallel-layout") as error:
         parse_layout(text, num_layers=2)
     assert words in str(error.value)
+
+
+def test_a_scaling_of_rotations_needs_rotations(parse):
+    args = parse("--use-rope-scaling")
+    assert args.use_rope_scaling is False
+    assert args.ignored_flags == ["--use-rope-scaling: it needs --position-embedding-type rope"]

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from hetero.errors import UserError
 from megatron.training.arguments import build_parser, parse_args
 from megatron.training.arguments.ignored import IGNORED
-from megatron.training.arguments.unknown import FEATURES, NOT_OFFERED, explain_unknown
+from megatron.training.arguments.left_out import asks_for_nothing, features, left_out_flags
+from megatron.training.arguments.unknown import explain_unknown
 
 KNOWN = sorted(build_parser().flags)
 
@@ -63,8 +64,9 @@ def test_world_size_zero_is_refused(refusal):
         ("--num_layers 3", "did you mean --num-layers?"),
         ("--micro-batchsize=3", "--micro-batchsize is not a flag"),
         ("--tensor-model-paralel-size 2", "did you mean --tensor-model-parallel-size?"),
-        ("--num-layer x --lr x", "did you mean --num-layers?"),  # the slip, not the bad value
-        ("--xyzzy", "--xyzzy is not a flag of this program; see --help"),
+        ("--xyzzy", "--xyzzy is not a flag of this program; remove it, or see --help"),
+        ("--use-mpi", "--use-mpi is not a flag of this program; remove it, or see --help"),
+        ("--use-sharpp", "--use-sharpp is not a flag of this program; Megatron-LM has --use-sharp"),
         ("--encoder 1", "--encoder is not a flag"),
         ("--overlap-p2p-communication", "is on unless --no-overlap-p2p-communication is given"),
         ("--no-bf16", "leave --bf16 out"),
@@ -72,7 +74,7 @@ def test_world_size_zero_is_refused(refusal):
         ("stray", "'stray' belongs to no flag"),
         ("-x", "'-x' belongs to no flag"),
         ("--lr 1 2", "'2' belongs to no flag"),
-        ("-- --lr", "belongs to no flag"),
+        ("--", "'--' belongs to no flag"),
     ],
 )
 def test_what_is_no_flag_is_refused_with_what_was_meant(refusal, flags, words):
@@ -99,7 +101,6 @@ def test_what_is_no_flag_is_refused_with_what_was_meant(refusal, flags, words):
         ("--adam-beta1 1", "--adam-beta1 must be"),
         ("--adam-beta2 1.5", "--adam-beta2 must be"),
         ("--adam-eps 0", "--adam-eps must be"),
-        ("--eval-interval 0", "--eval-interval must be"),
         ("--log-interval 0", "--log-interval must be"),
         ("--rotary-base 1e4", "--rotary-base must be a whole number"),
         ("--hetero-timeout 0", "--hetero-timeout must be"),
@@ -118,46 +119,93 @@ def test_a_value_that_does_not_fit_is_refused_with_its_flag(refusal, flags, word
 
 
 @pytest.mark.parametrize(
-    ("flag", "feature"),
+    ("flags", "feature"),
     [
-        ("--num-experts", "mixture-of-experts models"),
-        ("--moe-router-topk", "mixture-of-experts models"),
-        ("--moe-something-new", "mixture-of-experts models"),
-        ("--expert-tensor-parallel-size", "mixture-of-experts models"),
-        ("--hybrid-override-pattern", "hybrid and Mamba models"),
-        ("--mamba-state-dim", "hybrid and Mamba models"),
-        ("--vision-pretraining", "vision models"),
-        ("--img-h", "vision models"),
-        ("--cp-comm-type", "context parallelism"),
-        ("--fp8-format", "8-bit and 4-bit training"),
-        ("--fp4-format", "8-bit and 4-bit training"),
-        ("--multi-latent-attention", "multi-latent attention"),
-        ("--q-lora-rank", "multi-latent attention"),
-        ("--mtp-num-layers", "multi-token prediction"),
-        ("--use-megatron-fsdp", "fully sharded data parallelism"),
-        ("--inference-dynamic-batching", "inference"),
-        ("--encoder-num-layers", "BERT, T5 and retrieval models"),
+        ("--num-experts 8", "mixture-of-experts models"),
+        ("--num-experts 8 --moe-router-topk 4 --moe-grouped-gemm", "mixture-of-experts models"),
+        ("--moe-something-new 1", "mixture-of-experts models"),
+        ("--expert-model-parallel-size 2", "mixture-of-experts models"),
+        ("--context-parallel-size 2 --cp-comm-type a2a", "context parallelism"),
+        ("--hybrid-override-pattern M*", "hybrid and Mamba models"),
+        ("--fp8-format hybrid --fp8-margin 2", "8-bit and 4-bit training"),
+        ("--fp4-format e2m1", "8-bit and 4-bit training"),
+        ("--multi-latent-attention --q-lora-rank 2", "multi-latent attention"),
+        ("--mtp-num-layers 2", "multi-token prediction"),
+        ("--use-megatron-fsdp --data-parallel-sharding-strategy optim", "fully sharded data"),
         ("--record-memory-history", "memory snapshots"),
-        ("--retro-project-dir", "retrieval models"),
-        ("--yarn-beta-fast", "YaRN's positions"),
-        ("--lumen-attn-backend", "AMD's Lumen layers"),
-        ("--use-legacy-models", "before megatron-core"),
+        ("--optimizer-cpu-offload", "offloading to the CPU"),
+        ("--retro-project-dir x", "retrieval during training"),
+        ("--delay-wgrad-compute", "Megatron-LM"),
+        ("--full-validation", "Megatron-LM"),
     ],
 )
-def test_flag_of_a_feature_left_out_is_refused_by_its_name(refusal, flag, feature):
-    sentence = refusal(f"{flag} 2")
-    assert sentence.startswith(f"{flag} is a flag of ")
+def test_what_a_feature_left_out_is_asked_with_is_refused_in_one_sentence(refusal, flags, feature):
+    sentence = refusal(flags)
+    words = [word for word in flags.split() if word.startswith("--")]
+    assert all(word in sentence for word in words)
     assert feature in sentence
-    assert sentence.endswith("which this program does not offer; remove it")
+    assert "which this program does not offer" in sentence or "does not offer;" in sentence
+
+
+def test_a_flag_is_offered_or_left_out_and_left_out_once():
+    flags = list(left_out_flags())
+    assert set(flags).isdisjoint(KNOWN)
+    assert len(flags) == len(set(flags))
+    switches = {flag for feature in features() for flag in feature.switches}
+    assert switches <= set(flags)
+
+
+@pytest.mark.parametrize("feature", features(), ids=lambda feature: feature.detail or "each")
+def test_left_out_flags_at_their_defaults_are_taken_in_silence(parse, feature):
+    words = [
+        f"{option.flag} {option.default}"
+        for option in feature.options.values()
+        if option.arity != "0" and option.default != "none"
+    ]
+    assert parse(" ".join(words)).ignored_flags == []
 
 
 @pytest.mark.parametrize(
-    "flag",
-    sorted(NOT_OFFERED | frozenset().union(*(feature.flags for feature in FEATURES))),
+    ("flags", "note"),
+    [
+        ("--moe-grouped-gemm --moe-router-topk 8", "without --num-experts"),
+        ("--expert-tensor-parallel-size 1 --num-experts 0", "without --num-experts"),
+        ("--rotary-scaling-factor 40", "without --multi-latent-attention"),
+        ("--fp8-margin 3", "without --fp8-format"),
+        ("--cp-comm-type a2a --context-parallel-size 1", "without --context-parallel-size"),
+        ("--data-parallel-sharding-strategy optim", "without --use-megatron-fsdp"),
+        ("--inference-max-seq-length 4096", "nothing is generated"),
+        ("--img-h 7", "only vision models"),
+        ("--tp-comm-overlap", "user buffers"),
+        ("--use-persistent-ckpt-worker", "a worker of its own"),
+        ("--dist-ckpt-optim-fully-reshardable", "one format"),
+        ("--test-mode", "no effect in Megatron-LM"),
+        ("--num-distributed-optimizer-instances 2", "all data-parallel ranks"),
+    ],
 )
-def test_flag_of_megatron_that_is_left_out_is_not_taken_for_a_slip(flag):
-    assert flag not in KNOWN
-    assert explain_unknown(flag, KNOWN).endswith("does not offer; remove it")
+def test_what_asks_for_nothing_is_taken_and_said(parse, flags, note):
+    (line,) = parse(flags).ignored_flags
+    assert note in line
+    assert line.startswith(flags.split()[0])
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "nothing"),
+    [
+        ("--moe-grouped-gemm", False, True),
+        ("--moe-grouped-gemm", True, False),
+        ("--num-experts", None, True),
+        ("--num-experts", 8, False),
+        ("--moe-router-topk", 2, True),
+        ("--moe-router-topk", "2.0", True),
+        ("--cp-comm-type", ["p2p"], True),
+        ("--cp-comm-type", ["a2a"], False),
+        ("--img-h", 5, True),
+        ("--xyzzy", None, False),
+    ],
+)
+def test_whether_a_value_of_a_file_asks_for_something(flag, value, nothing):
+    assert asks_for_nothing(flag, value) is nothing
 
 
 @pytest.mark.parametrize(
@@ -168,16 +216,13 @@ def test_flag_of_megatron_that_is_left_out_is_not_taken_for_a_slip(flag):
         ("--model-parallel-size 2", "use --tensor-model-parallel-size"),
         ("--checkpoint-activations", "use --recompute-activations"),
         ("--activations-checkpoint-method uniform", "use --recompute-method"),
-        ("--step-batch-size-schedule 0:8", "of a newer Megatron-LM; use --rampup-batch-size"),
-        ("--rerun-mode validate_results", "--rerun-mode cannot be 'validate_results'"),
+        ("--layernorm-epsilon 1", "use --norm-epsilon"),
+        ("--deepspeed", "is a flag of Megatron-DeepSpeed, not of Megatron-LM"),
+        ("--use-mc2", "is a flag of MindSpeed, not of Megatron-LM"),
         ("--hetero-tensor-sizes 1 2", "--hetero-tensor-sizes is not available yet; remove it"),
         ("--hetero-data-sizes 1 2", "not available yet"),
         ("--hetero-micro-batch-sizes 1 2", "not available yet"),
         ("--hetero-recompute full none", "not available yet"),
-        ("--full-validation", "does not offer"),
-        ("--account-for-embedding-in-pipeline-split", "does not offer"),
-        ("--context-parallel-size 2", "--context-parallel-size 2 is not offered"),
-        ("--expert-model-parallel-size 2", "--expert-model-parallel-size 2 is not offered"),
     ],
 )
 def test_flag_that_went_or_is_to_come_is_refused_with_what_to_do(refusal, flags, words):
@@ -242,9 +287,7 @@ def test_a_slip_of_the_finger_is_answered_with_a_flag_as_near_as_the_one_meant(f
         "swap": flag[:at] + flag[at + 1] + flag[at] + flag[at + 2 :],
     }[slip]
     assume(typed not in KNOWN)
-    with pytest.raises(UserError) as error:
-        parse_args([typed, "1"])
-    sentence = str(error.value)
+    sentence = explain_unknown(typed, KNOWN)
     assert sentence.startswith(f"{typed} is not a flag of this program; did you mean --")
     meant = sentence.removesuffix("?").split()[-1]
     assert meant in KNOWN
@@ -260,3 +303,69 @@ def edits(one: str, other: str) -> int:
         for j, opposite in enumerate(other, 1):
             above, row[j] = row[j], min(row[j] + 1, row[j - 1] + 1, above + (letter != opposite))
     return row[-1]
+
+
+def test_everything_wrong_is_told_at_once_and_nothing_that_follows_from_it(parse):
+    launch = (
+        "--num-layer 4 --lr fast --seed 0 --bf16 --fp16 --num-experts 8 --moe-router-topk 4 "
+        "--deepspeed stray --data-cache-path --optimizer lion --hidden-size 100 "
+        "--global-batch-size 3 --use-mpi"
+    )
+    with pytest.raises(UserError) as error:
+        parse(launch, without="--num-layers")
+    first, *sentences = str(error.value).split("\n  ")
+    assert first == f"{len(sentences)} things have to be put right:"
+    told = [
+        "did you mean --num-layers?",
+        "of Megatron-DeepSpeed",
+        "--use-mpi is not a flag",
+        "--num-experts and --moe-router-topk are flags of mixture-of-experts models",
+        "--lr must be",
+        "--seed must be",
+        "--data-cache-path lacks a value",
+        "--optimizer cannot be 'lion'",
+        "--bf16 and --fp16 exclude",
+        "a global batch of 3 must be a multiple",
+    ]
+    for words in told:
+        assert sum(words in sentence for sentence in sentences) == 1, words
+    # `stray` is taken for a value of --deepspeed; the layers, the rate and the rest are not judged.
+    assert len(sentences) == len(told), sentences
+
+
+@pytest.mark.parametrize(
+    ("flags", "name", "value"),
+    [
+        ("""--split "'99,1,0'" """, "split", "99,1,0"),
+        ("""--lr '"1e-4"'""", "lr", 1e-4),
+        ("""--save="'/a b'" """, "save", "/a b"),
+        (
+            """--rampup-batch-size "'2" 2 "8'" --global-batch-size 6""",
+            "rampup_batch_size",
+            [2, 2, 8],
+        ),
+        ("""--tiktoken-pattern "'x'" """, "tiktoken_pattern", "'x'"),
+    ],
+)
+def test_quotes_that_a_shells_array_leaves_are_no_part_of_a_value(parse, flags, name, value):
+    assert getattr(parse(flags), name) == value
+
+
+REFUSED = "--num-layer 3 --lr fast"
+
+
+@pytest.mark.parametrize("flags", [REFUSED, "--help", "--num-experts 8"])
+def test_a_refusal_and_help_wait_for_neither_torch_nor_megatron_core(flags):
+    code = (
+        "import atexit, os, sys\n"
+        "slow = lambda: [m for m in ('torch', 'megatron.core', 'numpy') if m in sys.modules]\n"
+        "end = os._exit\n"
+        "os._exit = lambda code: (print('slow', slow(), flush=True), end(code))\n"
+        "atexit.register(lambda: print('slow', slow(), flush=True))\n"
+        "from megatron.training.pretrain import pretrain\n"
+        f"pretrain({flags.split()!r})\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout.rstrip().endswith("slow []")
+    assert done.returncode == (0 if flags == "--help" else 2)
+    assert ("error: " in done.stderr) == (flags != "--help")

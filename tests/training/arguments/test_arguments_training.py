@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron.training.arguments.checks.training import samples_after
+from megatron.training.arguments.batch_sizes import batch_size_at, samples_after
 
 SAMPLES = {"without": "--train-iters"}
 
@@ -92,7 +92,6 @@ def test_steps_of_a_growing_batch_are_those_of_megatron_core(parse, samples, ram
             "--recompute-granularity full --recompute-method uniform",
             "needs --recompute-num-layers",
         ),
-        ("--recompute-method uniform", "--recompute-method needs --recompute-granularity full"),
         (
             "--recompute-activations --recompute-num-layers 1",
             "--recompute-num-layers needs --recompute-granularity full",
@@ -102,13 +101,35 @@ def test_steps_of_a_growing_batch_are_those_of_megatron_core(parse, samples, ram
             " --recompute-num-layers 1",
             "--recompute-activations means selective",
         ),
-        ("--recompute-modules mlp", "--recompute-modules needs --recompute-granularity selective"),
-        ("--recompute-activations --recompute-modules moe", "--recompute-modules cannot be 'moe'"),
+        ("--recompute-activations --recompute-modules xyz", "--recompute-modules cannot be 'xyz'"),
+        ("--main-grads-dtype bf16 --use-precision-aware-optimizer", "needs --bf16"),
+        ("--bf16 --main-grads-dtype bf16", "needs --use-precision-aware-optimizer"),
         (
-            "--recompute-granularity full --recompute-method block --recompute-num-layers 1"
-            " --recompute-modules mlp",
-            "--recompute-modules needs --recompute-granularity selective",
+            "--bf16 --main-grads-dtype bf16 --use-precision-aware-optimizer"
+            " --accumulate-allreduce-grads-in-fp32",
+            "--main-grads-dtype bf16 and --accumulate-allreduce-grads-in-fp32 exclude each other",
         ),
+        (
+            "--use-precision-aware-optimizer --exp-avg-dtype bf16",
+            "--exp-avg-dtype bf16 needs an optimizer of TransformerEngine's",
+        ),
+        (
+            "--use-precision-aware-optimizer --exp-avg-sq-dtype fp8 --main-params-dtype fp16",
+            "--main-params-dtype fp16 needs an optimizer of TransformerEngine's",
+        ),
+        ("--step-batch-size-schedule 0:4,1K:2,1000:6", "must be TOKENS:BATCH pairs"),
+        ("--step-batch-size-schedule 5:4", "must be TOKENS:BATCH pairs"),
+        ("--step-batch-size-schedule 0:4,1K:3", "a global batch of 3 must be a multiple"),
+        ("--step-batch-size-schedule 0:4,5:6", "twice within one sequence of 32 tokens"),
+        (
+            "--step-batch-size-schedule 0:4,1K:8 --global-batch-size 6",
+            "ends with a batch of 8, but --global-batch-size is 6",
+        ),
+        (
+            "--step-batch-size-schedule 0:4,1K:8 --rampup-batch-size 2 2 8",
+            "--step-batch-size-schedule and --rampup-batch-size exclude each other",
+        ),
+        ("--eval-global-batch-size 3", "a global batch of 3 in evaluation must be a multiple"),
         (
             "--distribute-saved-activations",
             "--distribute-saved-activations needs --recompute-granularity full",
@@ -213,7 +234,6 @@ def test_weight_decay_that_grows(parse):
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        ("--wandb-project p", "--wandb-project needs --wandb-exp-name"),
         ("--log-memory-interval 150", "--log-memory-interval 150 must be a multiple of"),
     ],
 )
@@ -272,8 +292,79 @@ def test_the_mlp_is_not_recomputed_with_biases(parse, refusal):
     assert parse(f"{flags} --disable-bias-linear").recompute_modules == ["mlp"]
 
 
-def test_norms_are_recomputed_by_transformer_engine_alone(parse, refusal):
+def test_norms_are_recomputed_by_transformer_engine_alone(parse, engine):
     flags = "--recompute-activations --recompute-modules layernorm"
-    assert "layernorm needs --transformer-impl transformer_engine" in refusal(flags)
-    args = parse(f"{flags} --transformer-impl transformer_engine")
-    assert args.recompute_modules == ["layernorm"]
+    assert parse(f"{flags} --transformer-impl transformer_engine").recompute_modules == [
+        "layernorm"
+    ]
+    args = parse(f"{flags} core_attn moe_act")
+    assert args.recompute_modules == ["core_attn"]
+    assert len(args.ignored_flags) == 2
+    assert parse(flags).recompute_granularity is None
+
+
+@pytest.mark.parametrize(
+    ("flags", "name"),
+    [
+        ("--recompute-method uniform --recompute-num-layers 1", "recompute_method"),
+        ("--recompute-num-layers 1", "recompute_num_layers"),
+        ("--recompute-modules mlp", "recompute_modules"),
+        (
+            "--recompute-granularity full --recompute-method block --recompute-num-layers 1"
+            " --recompute-modules mlp",
+            "recompute_modules",
+        ),
+    ],
+)
+def test_how_to_recompute_means_nothing_where_nothing_like_it_is_recomputed(parse, flags, name):
+    args = parse(flags)
+    assert getattr(args, name) is None
+    assert any(line.startswith(f"--{name.replace('_', '-')}: ") for line in args.ignored_flags)
+
+
+def test_gradients_are_kept_in_bfloat16_where_the_optimizer_may(parse):
+    flags = "--bf16 --use-precision-aware-optimizer"
+    assert parse(flags).accumulate_allreduce_grads_in_fp32 is True
+    assert parse(f"{flags} --main-grads-dtype bf16").accumulate_allreduce_grads_in_fp32 is False
+    (line,) = parse("--exp-avg-dtype bf16").ignored_flags
+    assert line == "--exp-avg-dtype: it needs --use-precision-aware-optimizer"
+
+
+SCHEDULE = "--step-batch-size-schedule"
+
+
+@pytest.mark.parametrize("text", ["0:2,320:4,0.64K:8", "'0:2 0.32k:4 640:8'", "0:2,0.64K:8,320:4"])
+def test_a_schedule_sets_the_batch_by_the_tokens_so_far(parse, text):
+    args = parse(f"{SCHEDULE} {text}")
+    assert args.global_batch_size == 8
+    # 32 tokens a sample: steps at 10 and 20 samples.
+    sizes = [batch_size_at(args, consumed) for consumed in (0, 8, 9, 10, 18, 19, 20, 99)]
+    assert sizes == [2, 2, 2, 4, 4, 4, 8, 8]
+    assert [samples_after(args, steps) for steps in (0, 1, 5, 6, 8, 9, 10)] == [
+        *(0, 2, 10, 14, 22, 30, 38)
+    ]
+
+
+def test_steps_of_samples_follow_the_schedule_and_drop_what_is_left(parse):
+    args = parse(f"{SCHEDULE} 0:2,320:4,640:8 --train-samples 40", **SAMPLES)
+    assert args.train_iters == 10
+    assert samples_after(args, args.train_iters) == 38
+
+
+def test_evaluation_has_batches_of_its_own(parse):
+    args = parse("--eval-global-batch-size 6 --eval-micro-batch-size 3 --global-batch-size 4")
+    assert (args.eval_global_batch_size, args.eval_micro_batch_size) == (6, 3)
+    args = parse("--global-batch-size 4")
+    assert (args.eval_global_batch_size, args.eval_micro_batch_size) == (4, 2)
+
+
+@pytest.mark.parametrize(
+    "flag",
+    [
+        *("--save-interval", "--save-retain-interval", "--exit-interval", "--eval-interval"),
+        *("--exit-duration-in-mins", "--log-memory-interval"),
+        "--check-weight-hash-across-dp-replicas-interval",
+    ],
+)
+def test_an_interval_of_0_is_never(parse, flag):
+    assert getattr(parse(f"{flag} 0"), flag[2:].replace("-", "_")) is None

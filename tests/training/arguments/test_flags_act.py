@@ -20,7 +20,7 @@ CHECKPOINT_GROUP = "checkpoint"
 
 
 @pytest.fixture(autouse=True)
-def _without_accelerator():
+def _without_accelerator(engine):
     with cpu_shim():
         yield
 

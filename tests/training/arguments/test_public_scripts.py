@@ -57,5 +57,5 @@ def test_a_flag_of_a_script_is_known_or_refused_by_the_name_of_its_feature(flag:
     if flag in known:
         return
     sentence = describe_refused(flag)
-    assert sentence.startswith(f"{flag} is a flag of ")
+    assert sentence.startswith((f"{flag} is a flag of ", f"{flag}: "))
     assert "is not a flag" not in sentence

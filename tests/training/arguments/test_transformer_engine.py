@@ -1,4 +1,4 @@
-"""--transformer-impl: TransformerEngine's layers where it is installed, one sentence elsewhere."""
+"""--transformer-impl: TransformerEngine's layers where it is installed, else local ones."""
 
 from __future__ import annotations
 
@@ -9,24 +9,41 @@ import pytest
 
 from hetero.errors import UserError
 from megatron.training import model
-from megatron.training.initialize import read_arguments
-from tests.training.arguments.conftest import command_line
+from megatron.training.initialize import plan_launch
 
 TE = "--transformer-impl transformer_engine"
 
 
-def test_an_engine_that_is_not_installed_is_refused_with_the_remedy(monkeypatch) -> None:
+def test_an_engine_that_is_not_installed_gives_way_to_the_local_layers(parse, monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "transformer_engine", None)
-    with pytest.raises(UserError, match=r"needs TransformerEngine; install it with .*\[te\]"):
-        read_arguments(command_line(TE, ""), 0)
+    args = parse(f"{TE} --recompute-activations --recompute-modules layernorm core_attn")
+    assert (args.transformer_impl, args.lacks_transformer_engine) == ("local", True)
+    assert args.recompute_modules == ["core_attn"]
 
 
-def test_an_engine_that_is_installed_is_accepted(monkeypatch) -> None:
-    monkeypatch.setitem(sys.modules, "transformer_engine", mock.Mock())
-    args, _ = read_arguments(command_line(TE, ""), 0)
-    assert args.transformer_impl == "transformer_engine"
+def test_local_layers_that_were_asked_for_lack_nothing(parse) -> None:
+    assert parse().lacks_transformer_engine is False
 
 
+@pytest.mark.usefixtures("engine")
+def test_an_engine_that_is_installed_is_accepted(parse) -> None:
+    args = parse(TE)
+    assert (args.transformer_impl, args.lacks_transformer_engine) == (
+        "transformer_engine",
+        False,
+    )
+    plan_launch(args, 0)
+
+
+@pytest.mark.usefixtures("engine")
+def test_an_engine_that_cannot_be_imported_is_refused_with_the_remedy(parse, monkeypatch) -> None:
+    args = parse(TE)
+    monkeypatch.setitem(sys.modules, "transformer_engine", None)
+    with pytest.raises(UserError, match=r"cannot be imported .* install it with .*\[te\]"):
+        plan_launch(args, 0)
+
+
+@pytest.mark.usefixtures("engine")
 def test_the_layers_are_the_engines(parse) -> None:
     with mock.patch.object(model, "get_gpt_layer_with_transformer_engine_spec") as spec:
         built = model.layer_spec(parse(f"{TE} --qk-layernorm"), mock.Mock(), 2)

@@ -1,8 +1,7 @@
 """Checks of what a run saves and what it starts from."""
 
 from argparse import Namespace
-
-from hetero.errors import UserError
+from collections.abc import Iterator
 
 _OF_SAVING = (
     *("save_interval", "save_retain_interval", "keep_last", "exit_on_save_failure"),
@@ -13,7 +12,7 @@ _OF_LOADING = (
 )
 
 
-def check_checkpoints(args: Namespace) -> None:
+def check_checkpoints(args: Namespace) -> Iterator[str]:
     """Refuse what contradicts itself; say which flags have nothing to act on."""
     loads = args.load is not None or args.pretrained_checkpoint is not None
     for names, is_given, flag in (
@@ -25,6 +24,6 @@ def check_checkpoints(args: Namespace) -> None:
                 args.ignored_flags.append(f"--{name.replace('_', '-')}: it needs {flag}")
     interval, retained = args.save_interval, args.save_retain_interval
     if interval and retained and retained % interval:
-        raise UserError(
+        yield (
             f"--save-retain-interval {retained} must be a multiple of --save-interval {interval}"
         )

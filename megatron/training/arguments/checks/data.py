@@ -4,10 +4,13 @@ import json
 import math
 import re
 from argparse import Namespace
+from collections.abc import Iterator
 from pathlib import Path
 
 from hetero.errors import UserError
 
+# What Megatron's pretrain_gpt.py falls back on.
+DEFAULT_TOKENIZER = "GPT2BPETokenizer"
 SPLITS = ("train", "valid", "test")
 # What Megatron falls back on when --data-path comes without --split.
 DEFAULT_SPLIT = "969, 30, 1"
@@ -27,29 +30,32 @@ TOKENIZER_NEEDS = {
 }
 
 
-def check_data(args: Namespace) -> None:
-    _read_lists(args)
-    _check_source(args)
-    _check_tokenizer(args)
-    if args.dataloader_type is None:
-        args.dataloader_type = "single"
+def check_data(args: Namespace) -> tuple[Iterator[str], ...]:
+    return _read_lists(args), _check_source(args), _check_tokenizer(args)
 
 
-def _read_lists(args: Namespace) -> None:
+def _read_lists(args: Namespace) -> Iterator[str]:
     """Put what --data-args-path and --per-split-data-args-path name where the flags would be."""
     if args.data_args_path is not None:
         if args.data_path is not None:
-            raise UserError("--data-path and --data-args-path exclude each other; remove one")
+            yield "--data-path and --data-args-path exclude each other; remove one"
+            return
+        # Unknowable, and not absent, while it cannot be read.
+        del args.data_path
         args.data_path = _read_text(args.data_args_path, "--data-args-path").split()
     if args.per_split_data_args_path is None:
         return
     for split in SPLITS:
         if getattr(args, f"{split}_data_path") is not None:
-            raise UserError(
+            yield (
                 f"--{split}-data-path and --per-split-data-args-path exclude each other; remove one"
             )
-    for split, words in _read_split_lists(args.per_split_data_args_path).items():
-        setattr(args, f"{split}_data_path", words)
+            return
+    for split in SPLITS:
+        delattr(args, f"{split}_data_path")
+    lists = _read_split_lists(args.per_split_data_args_path)
+    for split in SPLITS:
+        setattr(args, f"{split}_data_path", lists.get(split))
 
 
 def _read_split_lists(path: str) -> dict[str, list[str]]:
@@ -77,53 +83,55 @@ def _read_text(path: str, flag: str) -> str:
         raise UserError(f"{flag} {path} cannot be read ({reason}); check the path") from None
 
 
-def _check_source(args: Namespace) -> None:
+def _check_source(args: Namespace) -> Iterator[str]:
     per_split = {f"--{split}-data-path": getattr(args, f"{split}_data_path") for split in SPLITS}
     lists = {"--data-path": args.data_path, **per_split}
     given = [flag for flag, words in lists.items() if words is not None]
     for flag in given:
-        check_blend(flag, lists[flag])
+        yield from check_blend(flag, lists[flag])
     sources = [
         *(["--mock-data"] if args.mock_data else []),
         *(["--data-path"] if args.data_path is not None else []),
         *[flag for flag in given if flag in per_split][:1],
     ]
     if not sources:
-        raise UserError("no data is named; add --data-path or --mock-data")
+        yield "no data is named; add --data-path or --mock-data"
+        return
     if len(sources) > 1:
-        raise UserError(f"{' and '.join(sources)} exclude each other; keep one source of data")
+        yield f"{' and '.join(sources)} exclude each other; keep one source of data"
+        return
     if args.split is not None and sources[0] in per_split:
-        raise UserError(f"--split cannot go with {sources[0]}; remove it")
+        yield f"--split cannot go with {sources[0]}; remove it"
     if args.data_path is not None and args.split is None:
         args.split = DEFAULT_SPLIT
     if args.split is not None:
         shares = check_split(args.split)
         if not shares[0] and not args.skip_train:
-            raise UserError(
-                f"--split {args.split!r} leaves nothing to train on; raise its first share"
-            )
+            yield (f"--split {args.split!r} leaves nothing to train on; raise its first share")
     if sources[0] in per_split and args.train_data_path is None and not args.skip_train:
-        raise UserError("nothing is named to train on; add --train-data-path or --skip-train")
+        yield "nothing is named to train on; add --train-data-path or --skip-train"
 
 
-def check_blend(flag: str, words: list[str]) -> None:
+def check_blend(flag: str, words: list[str]) -> Iterator[str]:
     """A list of prefixes, or of weights and prefixes in turn, as megatron-core reads it.
 
     It takes an even list whose every second word is a number for weights, so a mixture of the two
     forms would train on other data than was meant.
     """
     if not words or not all(word.strip() for word in words):
-        raise UserError(f"{flag} names no file; give at least one prefix")
+        yield f"{flag} names no file; give at least one prefix"
+        return
     weights = [_weight(word) for word in words[::2]]
     if len(words) == 1 or all(_weight(word) is None for word in words):
         return
     if len(words) % 2 or any(weight is None for weight in weights):
-        raise UserError(
+        yield (
             f"{flag} mixes weights and prefixes; give a weight before every prefix, or none at all"
         )
+        return
     numbers = [weight for weight in weights if weight is not None]
     if any(not math.isfinite(weight) or weight < 0 for weight in numbers) or not sum(numbers):
-        raise UserError(f"the weights of {flag} must be numbers of at least 0, not all of them 0")
+        yield f"the weights of {flag} must be numbers of at least 0, not all of them 0"
 
 
 def _weight(word: str) -> float | None:
@@ -146,18 +154,19 @@ def check_split(split: str) -> list[float]:
     return numbers
 
 
-def _check_tokenizer(args: Namespace) -> None:
-    for name in TOKENIZER_NEEDS[args.tokenizer_type]:
-        if getattr(args, name) is None:
-            raise UserError(
-                f"--tokenizer-type {args.tokenizer_type} needs --{name.replace('_', '-')}; add it"
-            )
+def _check_tokenizer(args: Namespace) -> Iterator[str]:
+    args.tokenizer_type = args.tokenizer_type or DEFAULT_TOKENIZER
+    args.dataloader_type = args.dataloader_type or "single"
+    needs = [name for name in TOKENIZER_NEEDS[args.tokenizer_type] if getattr(args, name) is None]
+    if needs:
+        flags = " and ".join(f"--{name.replace('_', '-')}" for name in needs)
+        yield f"--tokenizer-type {args.tokenizer_type} needs {flags}; add it"
     if (
         args.padded_vocab_size is not None
         and args.vocab_size is not None
         and args.padded_vocab_size < args.vocab_size
     ):
-        raise UserError(
+        yield (
             f"--padded-vocab-size {args.padded_vocab_size} must be at least --vocab-size "
             f"{args.vocab_size}"
         )

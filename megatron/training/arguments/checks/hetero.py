@@ -1,9 +1,8 @@
 """Checks of the --hetero- flags against each other; a plan's file is read and checked elsewhere."""
 
 from argparse import Namespace
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 
-from hetero.errors import UserError
 from hetero.words import counted
 from megatron.training.arguments.hetero import ALLOWED_WITHOUT_PIPELINE
 
@@ -11,53 +10,81 @@ from megatron.training.arguments.hetero import ALLOWED_WITHOUT_PIPELINE
 SHORTHAND = ("hetero_vendors", "hetero_pipeline_sizes", "hetero_pipeline_layers")
 
 
-def check_hetero(args: Namespace, given: Collection[str]) -> None:
-    if not args.hetero_pipeline:
-        for flag in given:
-            if flag.startswith("--hetero-") and flag not in ALLOWED_WITHOUT_PIPELINE:
-                raise UserError(f"{flag} needs --hetero-pipeline; add it or remove {flag}")
+def check_hetero(args: Namespace, given: Collection[str]) -> tuple[Iterator[str], ...]:
+    return (
+        _check_absence(args, given),
+        _check_ring(args),
+        _check_plan(args),
+        _check_meshes(args),
+        _check_layers(args),
+    )
+
+
+def _check_absence(args: Namespace, given: Collection[str]) -> Iterator[str]:
+    if args.hetero_pipeline:
         return
-    if 2 * 2 * (args.hetero_chunk_kib or 0) > args.hetero_ring_mib * 1024:
-        raise UserError(
+    for flag in given:
+        if flag.startswith("--hetero-") and flag not in ALLOWED_WITHOUT_PIPELINE:
+            yield f"{flag} needs --hetero-pipeline; add it or remove {flag}"
+
+
+def _check_ring(args: Namespace) -> Iterator[str]:
+    if args.hetero_pipeline and 2 * 2 * (args.hetero_chunk_kib or 0) > args.hetero_ring_mib * 1024:
+        yield (
             f"--hetero-ring-mib {args.hetero_ring_mib} does not hold two slots of "
             f"--hetero-chunk-kib {args.hetero_chunk_kib} in each direction; enlarge the ring or "
             "shrink the slots"
         )
-    if args.hetero_plan is not None:
-        for name in SHORTHAND:
-            if getattr(args, name) is not None:
-                raise UserError(
-                    f"--hetero-plan and {_flag(name)} exclude each other; remove one of them"
-                )
+
+
+def _check_plan(args: Namespace) -> Iterator[str]:
+    if not args.hetero_pipeline or args.hetero_plan is None:
         return
-    for name in ("hetero_vendors", "hetero_pipeline_sizes"):
-        if getattr(args, name) is None:
-            raise UserError(f"--hetero-pipeline needs {_flag(name)}, or a --hetero-plan; add it")
-    if len(args.hetero_vendors) != len(args.hetero_pipeline_sizes):
-        raise UserError(
+    short = [_flag(name) for name in SHORTHAND if getattr(args, name) is not None]
+    if short:
+        yield f"--hetero-plan and {' and '.join(short)} exclude each other; remove one of them"
+
+
+def _check_meshes(args: Namespace) -> Iterator[str]:
+    if not args.hetero_pipeline or args.hetero_plan is not None:
+        return
+    missing = [name for name in SHORTHAND[:2] if getattr(args, name) is None]
+    for name in missing:
+        yield f"--hetero-pipeline needs {_flag(name)}, or a --hetero-plan; add it"
+    if not missing and len(args.hetero_vendors) != len(args.hetero_pipeline_sizes):
+        yield (
             f"--hetero-vendors names {counted(len(args.hetero_vendors), 'mesh', 'meshes')} and "
             "--hetero-pipeline-sizes "
             f"{len(args.hetero_pipeline_sizes)}; give one size for each vendor"
         )
+
+
+def _check_layers(args: Namespace) -> Iterator[str]:
     layers = args.hetero_pipeline_layers
-    if layers is not None and sum(layers) != args.num_layers:
-        raise UserError(
+    if args.hetero_pipeline and layers is not None and sum(layers) != args.num_layers:
+        yield (
             f"--hetero-pipeline-layers adds up to {sum(layers)}, but --num-layers is "
             f"{args.num_layers}"
         )
 
 
-def derive_pipeline_size(args: Namespace) -> None:
-    """The pipeline size, unless a plan that is yet to be read has to say it."""
+def derive_pipeline_size(args: Namespace) -> Iterator[str]:
+    """The pipeline size, unless a plan that is yet to be read has to say it.
+
+    A script's 1 says nothing about the stages that are to be placed.
+    """
     given = args.pipeline_model_parallel_size
     if args.hetero_pipeline_sizes is not None:
         stages = sum(args.hetero_pipeline_sizes)
-        if given is not None and given != stages:
-            raise UserError(
+        if given not in (None, 1, stages):
+            yield (
                 f"--hetero-pipeline-sizes adds up to {counted(stages, 'stage')}, but "
                 f"--pipeline-model-parallel-size is {given}; change one, or remove the latter"
             )
         args.pipeline_model_parallel_size = stages
+    elif args.hetero_pipeline and args.hetero_plan is None:
+        # The sizes that are missing would decide it.
+        del args.pipeline_model_parallel_size
     elif given is None and args.hetero_plan is None:
         args.pipeline_model_parallel_size = 1
 

@@ -1,78 +1,95 @@
 """Checks of the model's shape, and the sizes that follow from the ones that were given."""
 
 from argparse import Namespace
-from collections.abc import Collection
-
-from hetero.errors import UserError
+from collections.abc import Collection, Iterator
 
 
-def check_model(args: Namespace, given: Collection[str]) -> None:
-    _check_positions(args)
-    _check_heads(args, given)
-    _check_mlp(args)
-    _check_block(args)
+def check_model(args: Namespace, given: Collection[str]) -> tuple[Iterator[str], ...]:
+    return (
+        _check_length(args),
+        _check_positions(args),
+        _check_heads(args, given),
+        _check_mlp(args),
+        _check_block(args),
+    )
 
 
-def check_model_split(args: Namespace) -> None:
+def check_model_split(args: Namespace) -> tuple[Iterator[str], ...]:
     """What the tensor-parallel size, known only now, asks of the shape."""
+    return _check_split_heads(args), _check_split_mlp(args), _check_split_sequence(args)
+
+
+def _check_split_heads(args: Namespace) -> Iterator[str]:
     size = args.tensor_model_parallel_size
     if args.num_attention_heads % size:
-        raise UserError(
+        yield (
             f"--num-attention-heads {args.num_attention_heads} must be a multiple of "
             f"--tensor-model-parallel-size {size}"
         )
     if args.group_query_attention and args.num_query_groups % size:
-        raise UserError(
+        yield (
             f"--num-query-groups {args.num_query_groups} must be a multiple of "
             f"--tensor-model-parallel-size {size}"
         )
+
+
+def _check_split_mlp(args: Namespace) -> Iterator[str]:
+    size = args.tensor_model_parallel_size
     if args.ffn_hidden_size % size:
-        raise UserError(
+        yield (
             f"--ffn-hidden-size {args.ffn_hidden_size} must be a multiple of "
             f"--tensor-model-parallel-size {size}"
         )
+
+
+def _check_split_sequence(args: Namespace) -> Iterator[str]:
+    size = args.tensor_model_parallel_size
     # Megatron turns it off as well: with one rank it would change numerics and save nothing.
     if size == 1:
         args.sequence_parallel = False
     if args.sequence_parallel and args.seq_length % size:
-        raise UserError(
+        yield (
             f"--seq-length {args.seq_length} must be a multiple of --tensor-model-parallel-size "
             f"{size} with --sequence-parallel"
         )
 
 
-def _check_positions(args: Namespace) -> None:
+def _check_length(args: Namespace) -> Iterator[str]:
     if args.max_position_embeddings < args.seq_length:
-        raise UserError(
+        yield (
             f"--max-position-embeddings {args.max_position_embeddings} must be at least "
             f"--seq-length {args.seq_length}"
         )
+
+
+def _check_positions(args: Namespace) -> Iterator[str]:
     if args.use_rotary_position_embeddings:
         args.position_embedding_type = "rope"
     rotary = args.position_embedding_type == "rope"
     if not rotary:
         args.apply_rope_fusion = False
     if not args.add_position_embedding and not rotary:
-        raise UserError(
-            "--no-position-embedding is deprecated; use --position-embedding-type none instead"
-        )
+        yield ("--no-position-embedding is deprecated; use --position-embedding-type none instead")
     if args.use_rope_scaling and not rotary:
-        raise UserError("--use-rope-scaling needs --position-embedding-type rope")
+        args.ignored_flags.append("--use-rope-scaling: it needs --position-embedding-type rope")
+        args.use_rope_scaling = False
     if args.rotary_percent > 1:
-        raise UserError(f"--rotary-percent must be at most 1, not {args.rotary_percent:g}")
+        yield f"--rotary-percent must be at most 1, not {args.rotary_percent:g}"
 
 
-def _check_heads(args: Namespace, given: Collection[str]) -> None:
+def _check_heads(args: Namespace, given: Collection[str]) -> Iterator[str]:
     if args.kv_channels is None:
+        del args.kv_channels
         if args.hidden_size % args.num_attention_heads:
-            raise UserError(
+            yield (
                 f"--hidden-size {args.hidden_size} must be a multiple of --num-attention-heads "
                 f"{args.num_attention_heads}, or --kv-channels must be given"
             )
+            return
         args.kv_channels = args.hidden_size // args.num_attention_heads
     if args.group_query_attention:
         if args.num_attention_heads % args.num_query_groups:
-            raise UserError(
+            yield (
                 f"--num-attention-heads {args.num_attention_heads} must be a multiple of "
                 f"--num-query-groups {args.num_query_groups}"
             )
@@ -82,16 +99,19 @@ def _check_heads(args: Namespace, given: Collection[str]) -> None:
         args.attention_softmax_in_fp32 = True
 
 
-def _check_mlp(args: Namespace) -> None:
+def _check_mlp(args: Namespace) -> Iterator[str]:
     if args.swiglu and args.squared_relu:
-        raise UserError("--swiglu and --squared-relu exclude each other; remove one of them")
+        yield "--swiglu and --squared-relu exclude each other; remove one of them"
     if args.ffn_hidden_size is None:
+        # Unknowable, and not absent, until what it follows from has been read.
+        del args.ffn_hidden_size
         args.ffn_hidden_size = default_ffn_hidden_size(args.hidden_size, gated=args.swiglu)
     if args.ffn_hidden_size < 1:
-        raise UserError(
+        yield (
             f"--hidden-size {args.hidden_size} is too small for --swiglu to choose the width of "
             "the MLP; give --ffn-hidden-size"
         )
+        del args.ffn_hidden_size
 
 
 def _say_what_local_layers_leave_out(args: Namespace) -> None:
@@ -126,7 +146,7 @@ def default_ffn_hidden_size(hidden_size: int, *, gated: bool) -> int:
     return 4 * hidden_size
 
 
-def _check_block(args: Namespace) -> None:
+def _check_block(args: Namespace) -> Iterator[str]:
     if args.transformer_impl == "local":
         _say_what_local_layers_leave_out(args)
     # Kept in step as Megatron keeps them: the second is the narrower switch.
@@ -134,3 +154,4 @@ def _check_block(args: Namespace) -> None:
         args.add_qkv_bias = True
     else:
         args.bias_gelu_fusion = False
+    yield from ()

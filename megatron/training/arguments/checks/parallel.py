@@ -1,44 +1,40 @@
 """Checks of how ranks share the model, and the sizes that follow from the world size."""
 
 from argparse import Namespace
+from collections.abc import Iterator
 
 from hetero.errors import UserError
 from hetero.words import counted
 from megatron.training.arguments.layout import parse_layout
 
 
-def check_parallel(args: Namespace) -> None:
-    _check_world(args)
-    args.virtual_pipeline_model_parallel_size = _virtual_size(args)
-    _check_interleaving(args)
-    _check_stages(args)
-    _check_hetero_layers(args)
-    _check_overlap(args)
+def check_parallel(args: Namespace) -> tuple[Iterator[str], ...]:
+    return (
+        _check_world(args),
+        _check_chunks(args),
+        _check_interleaving(args),
+        _check_stages(args),
+        _check_hetero_layers(args),
+        _check_overlap(args),
+    )
 
 
-def _check_world(args: Namespace) -> None:
-    for what, size in (
-        ("context", args.context_parallel_size),
-        ("expert-model", args.expert_model_parallel_size),
-    ):
-        if size > 1:
-            raise UserError(
-                f"--{what}-parallel-size {size} is not offered by this program; remove it"
-            )
+def _check_world(args: Namespace) -> Iterator[str]:
     model = args.tensor_model_parallel_size * args.pipeline_model_parallel_size
     if args.world_size % model:
-        raise UserError(
+        yield (
             f"the world size {args.world_size} must be a multiple of the tensor-parallel size "
             f"{args.tensor_model_parallel_size} times the pipeline size "
             f"{args.pipeline_model_parallel_size}; start another number of processes, or change "
             "the sizes"
         )
+        return
     args.data_parallel_size = args.world_size // model
     # Megatron's name for the same number, which its helpers read.
     args.transformer_pipeline_model_parallel_size = args.pipeline_model_parallel_size
 
 
-def _virtual_size(args: Namespace) -> int | None:
+def _check_chunks(args: Namespace) -> Iterator[str]:
     """Model chunks on each rank; None when the schedule is not interleaved."""
     ways = {
         "--num-layers-per-virtual-pipeline-stage": args.num_layers_per_virtual_pipeline_stage,
@@ -47,14 +43,15 @@ def _virtual_size(args: Namespace) -> int | None:
     }
     chosen = [flag for flag, value in ways.items() if value is not None]
     if len(chosen) > 1:
-        raise UserError(f"{' and '.join(chosen)} exclude each other; keep one of them")
+        yield f"{' and '.join(chosen)} exclude each other; keep one of them"
+        return
     if args.pipeline_model_parallel_layout is not None:
         size = _virtual_size_of_layout(args)
     elif args.num_layers_per_virtual_pipeline_stage is not None:
         size = _virtual_size_of_layers(args)
     else:
         size = args.num_virtual_stages_per_pipeline_rank or 1
-    return size if size > 1 else None
+    args.virtual_pipeline_model_parallel_size = size if size > 1 else None
 
 
 def _virtual_size_of_layout(args: Namespace) -> int:
@@ -82,19 +79,34 @@ def _virtual_size_of_layers(args: Namespace) -> int:
             )
     chunk = args.num_layers_per_virtual_pipeline_stage
     unit = args.pipeline_model_parallel_size * chunk
-    if args.num_layers % unit:
+    layers = counted_layers(args)
+    if layers % unit:
         raise UserError(
-            f"--num-layers {args.num_layers} must be a multiple of --pipeline-model-parallel-size "
-            f"{args.pipeline_model_parallel_size} times --num-layers-per-virtual-pipeline-stage "
-            f"{chunk}"
+            f"--num-layers {args.num_layers}{_counted_too(args)} must be a multiple of "
+            f"--pipeline-model-parallel-size {args.pipeline_model_parallel_size} times "
+            f"--num-layers-per-virtual-pipeline-stage {chunk}"
         )
-    return int(args.num_layers // unit)
+    return layers // unit
 
 
-def _check_interleaving(args: Namespace) -> None:
+def counted_layers(args: Namespace) -> int:
+    """Layers to be shared by the stages, the embedding and the loss among them if asked for."""
+    return int(
+        args.num_layers
+        + args.account_for_embedding_in_pipeline_split
+        + args.account_for_loss_in_pipeline_split
+    )
+
+
+def _counted_too(args: Namespace) -> str:
+    extra = counted_layers(args) - args.num_layers
+    return f" and {extra} for embedding or loss" if extra else ""
+
+
+def _check_interleaving(args: Namespace) -> Iterator[str]:
     if args.virtual_pipeline_model_parallel_size is None:
         if args.overlap_p2p_comm_warmup_flush:
-            raise UserError(
+            yield (
                 "--overlap-p2p-communication-warmup-flush needs interleaving; add "
                 "--num-virtual-stages-per-pipeline-rank"
             )
@@ -103,24 +115,24 @@ def _check_interleaving(args: Namespace) -> None:
         args.align_param_gather = False
         return
     if args.pipeline_model_parallel_size == 1:
-        raise UserError("interleaving needs --pipeline-model-parallel-size above 1")
+        yield "interleaving needs --pipeline-model-parallel-size above 1"
     if args.overlap_p2p_comm:
         return
     # Batched transfers between the same two ranks are matched in the order they were posted, so
     # activations and gradients would change places: megatron-core trains on, silently wrong.
     if args.pipeline_model_parallel_size == 2:
-        raise UserError(
+        yield (
             "interleaving over two pipeline stages with --no-overlap-p2p-communication would mix "
             "up activations and gradients; remove that flag"
         )
     if args.overlap_p2p_comm_warmup_flush:
-        raise UserError(
+        yield (
             "--overlap-p2p-communication-warmup-flush and --no-overlap-p2p-communication exclude "
             "each other; remove one of them"
         )
 
 
-def _check_stages(args: Namespace) -> None:
+def _check_stages(args: Namespace) -> Iterator[str]:
     """Layers have to fall evenly on the stages that nothing else speaks of."""
     first, last = args.decoder_first_pipeline_num_layers, args.decoder_last_pipeline_num_layers
     elsewhere = {
@@ -130,54 +142,72 @@ def _check_stages(args: Namespace) -> None:
     }
     spoken = [flag for flag, value in elsewhere.items() if value is not None]
     if len(spoken) > 1:
-        raise UserError(f"{' and '.join(spoken)} exclude each other; keep one of them")
+        yield f"{' and '.join(spoken)} exclude each other; keep one of them"
+        return
     ends = [size for size in (first, last) if size is not None]
+    counted = counted_layers(args) - args.num_layers
+    if counted and spoken:
+        args.ignored_flags.append(
+            f"--account-for-embedding-in-pipeline-split and its like: {spoken[0]} gives the layers"
+        )
+        args.account_for_embedding_in_pipeline_split = False
+        args.account_for_loss_in_pipeline_split = False
+    if counted and ends:
+        yield (
+            "--account-for-embedding-in-pipeline-split and -loss-in- cannot go with "
+            "--decoder-first-pipeline-num-layers or -last-; keep one way"
+        )
+        return
     if spoken:
         if ends:
-            raise UserError(
+            yield (
                 "--decoder-first-pipeline-num-layers and --decoder-last-pipeline-num-layers cannot "
                 f"go with {spoken[0]}; remove them"
             )
         return
     stages = args.pipeline_model_parallel_size - len(ends)
-    layers = args.num_layers - sum(ends)
+    layers = counted_layers(args) - sum(ends)
     if ends and (layers < 0 or (stages <= 0 and layers) or (stages > 0 and not layers)):
-        raise UserError(
+        yield (
             f"{counted(sum(ends), 'layer')} in the first and last stage leave {layers} of "
             "--num-layers "
             f"{args.num_layers} for the other {counted(max(stages, 0), 'stage')}; change "
             "--decoder-first-pipeline-num-layers or --decoder-last-pipeline-num-layers"
         )
+        return
     chunks = args.virtual_pipeline_model_parallel_size or 1
     if any(size % chunks for size in ends) or (stages > 0 and layers % (stages * chunks)):
         shares = counted(stages, "pipeline stage") + (
             f" of {counted(chunks, 'chunk')}" if chunks > 1 else ""
         )
-        raise UserError(
-            f"the {layers} layers cannot be shared evenly by {shares}; change --num-layers, or "
-            "give uneven stages with --pipeline-model-parallel-layout or --hetero-pipeline-layers"
+        yield (
+            f"the {args.num_layers - sum(ends)} layers{_counted_too(args)} cannot be shared evenly "
+            f"by {shares}; change --num-layers, or give uneven stages with "
+            "--pipeline-model-parallel-layout or --hetero-pipeline-layers"
         )
 
 
-def _check_hetero_layers(args: Namespace) -> None:
+def _check_hetero_layers(args: Namespace) -> Iterator[str]:
     if args.hetero_pipeline_layers is None:
         return
     chunks = args.virtual_pipeline_model_parallel_size or 1
     stages = args.pipeline_model_parallel_size
     if len(args.hetero_pipeline_layers) not in (stages, stages * chunks):
         chunked = f" (or {stages * chunks}, one a chunk)" if chunks > 1 else ""
-        raise UserError(
+        yield (
             f"--hetero-pipeline-layers has {counted(len(args.hetero_pipeline_layers), 'number')} "
             f"and there are {counted(stages, 'pipeline stage')}; give {stages}{chunked}"
         )
 
 
-def _check_overlap(args: Namespace) -> None:
+def _check_overlap(args: Namespace) -> Iterator[str]:
     if args.overlap_param_gather:
-        for needed in ("use_distributed_optimizer", "overlap_grad_reduce"):
-            if not getattr(args, needed):
-                raise UserError(f"--overlap-param-gather needs --{needed.replace('_', '-')}")
+        needed = [
+            f"--{name.replace('_', '-')}"
+            for name in ("use_distributed_optimizer", "overlap_grad_reduce")
+            if not getattr(args, name)
+        ]
+        if needed:
+            yield f"--overlap-param-gather needs {' and '.join(needed)}"
     if args.ddp_num_buckets is not None and args.ddp_bucket_size is not None:
-        raise UserError(
-            "--ddp-num-buckets and --ddp-bucket-size exclude each other; remove one of them"
-        )
+        yield ("--ddp-num-buckets and --ddp-bucket-size exclude each other; remove one of them")

@@ -1,193 +1,288 @@
 """Checks of what one run does: its length, precision, recomputation and batch."""
 
 from argparse import Namespace
+from collections.abc import Iterator
 
-from hetero.errors import UserError
 from hetero.words import counted
+from megatron.training.arguments.batch_sizes import batch_sizes, steps_of
 
 RECOMPUTE_MODULES = ("core_attn", "layernorm", "mlp")
+# Those of layers that no model here has.
+RECOMPUTE_MODULES_ELSEWHERE = ("moe", "moe_act", "shared_experts", "mla_up_proj")
 
 
-def check_training(args: Namespace) -> None:
-    _check_length(args)
-    _check_precision(args)
-    _check_recompute(args)
-    # Megatron's scripts write -1 for no evaluation.
-    args.eval_iters = max(args.eval_iters, 0)
+def check_training(args: Namespace) -> tuple[Iterator[str], ...]:
+    return (
+        _check_length(args),
+        _check_precision(args),
+        _check_gradients(args),
+        _check_optimizer_state(args),
+        _check_recompute(args),
+        _check_determinism(args),
+    )
+
+
+def _check_determinism(args: Namespace) -> Iterator[str]:
     if args.deterministic_mode and args.cross_entropy_loss_fusion:
-        raise UserError(
+        yield (
             "--cross-entropy-loss-fusion is not deterministic; remove it or --deterministic-mode"
         )
 
 
-def _check_length(args: Namespace) -> None:
+def _check_length(args: Namespace) -> Iterator[str]:
     if args.train_iters is None and args.train_samples is None:
-        raise UserError("--train-iters or --train-samples is required; add one of them")
+        yield "--train-iters or --train-samples is required; add one of them"
     if args.train_iters is not None and args.train_samples is not None:
-        raise UserError("--train-iters and --train-samples exclude each other; remove one of them")
+        yield "--train-iters and --train-samples exclude each other; remove one of them"
 
 
-def _check_precision(args: Namespace) -> None:
+def _check_precision(args: Namespace) -> Iterator[str]:
     if args.bf16 and args.fp16:
-        raise UserError("--bf16 and --fp16 exclude each other; remove one of them")
-    if args.fp16_lm_cross_entropy and not args.fp16:
-        raise UserError("--fp16-lm-cross-entropy needs --fp16")
-    if args.fp32_residual_connection and not (args.bf16 or args.fp16):
-        raise UserError("--fp32-residual-connection needs --bf16 or --fp16")
-    if args.min_loss_scale > args.initial_loss_scale:
-        raise UserError(
-            f"--min-loss-scale {args.min_loss_scale:g} must be at most --initial-loss-scale "
-            f"{args.initial_loss_scale:g}"
-        )
+        yield "--bf16 and --fp16 exclude each other; remove one of them"
     # A name and not a torch.dtype: nothing here may wait for torch to be imported.
     args.params_dtype = "bfloat16" if args.bf16 else "float16" if args.fp16 else "float32"
+    if args.fp16_lm_cross_entropy and not args.fp16:
+        yield "--fp16-lm-cross-entropy needs --fp16"
+    if args.fp32_residual_connection and not (args.bf16 or args.fp16):
+        yield "--fp32-residual-connection needs --bf16 or --fp16"
     # A dynamic loss scale is found by running into values that are not numbers.
     if args.fp16 and args.loss_scale is None:
         args.check_for_nan_in_loss_and_grad = False
+    if args.min_loss_scale > args.initial_loss_scale:
+        yield (
+            f"--min-loss-scale {args.min_loss_scale:g} must be at most --initial-loss-scale "
+            f"{args.initial_loss_scale:g}"
+        )
+
+
+def _check_gradients(args: Namespace) -> Iterator[str]:
+    """In what precision gradients are summed and kept until the update, which is in float32."""
+    in_half = args.main_grads_dtype == "bf16"
+    if in_half and not args.bf16:
+        yield "--main-grads-dtype bf16 needs --bf16"
+    if in_half and args.accumulate_allreduce_grads_in_fp32:
+        yield (
+            "--main-grads-dtype bf16 and --accumulate-allreduce-grads-in-fp32 exclude each other; "
+            "remove one of them"
+        )
+    if in_half and not args.use_precision_aware_optimizer:
+        yield "--main-grads-dtype bf16 needs --use-precision-aware-optimizer; add it"
     if args.bf16:
-        args.accumulate_allreduce_grads_in_fp32 = not args.grad_reduce_in_bf16
+        args.accumulate_allreduce_grads_in_fp32 = not (args.grad_reduce_in_bf16 or in_half)
 
 
-def _check_recompute(args: Namespace) -> None:
+def _check_optimizer_state(args: Namespace) -> Iterator[str]:
+    for name in ("main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype"):
+        kept = getattr(args, name)
+        if kept == "fp32":
+            continue
+        flag = f"--{name.replace('_', '-')}"
+        if args.use_precision_aware_optimizer:
+            yield (
+                f"{flag} {kept} needs an optimizer of TransformerEngine's, which this program does "
+                "not use; remove it, the optimizer's state is in float32"
+            )
+        else:
+            args.ignored_flags.append(f"{flag}: it needs --use-precision-aware-optimizer")
+
+
+def _check_recompute(args: Namespace) -> Iterator[str]:
     if args.recompute_activations:
         if args.recompute_granularity == "full":
-            raise UserError(
+            yield (
                 "--recompute-activations means selective; remove it or --recompute-granularity full"
             )
+            return
         args.recompute_granularity = "selective"
     if args.recompute_granularity == "full":
-        _check_full_recompute(args)
+        yield from _check_full_recompute(args)
+    elif args.recompute_granularity == "selective":
+        yield from _check_selective_recompute(args)
+    else:
+        _leave_out_recompute(args)
+
+
+def _leave_out_recompute(args: Namespace) -> None:
+    """Without a granularity nothing is recomputed, whatever is said about how."""
+    for name in ("recompute_method", "recompute_num_layers", "recompute_modules"):
+        if getattr(args, name) is not None:
+            flag = f"--{name.replace('_', '-')}"
+            args.ignored_flags.append(f"{flag}: it needs --recompute-granularity")
+            setattr(args, name, None)
+
+
+def _check_selective_recompute(args: Namespace) -> Iterator[str]:
+    for name in ("recompute_method", "recompute_num_layers"):
+        if getattr(args, name) is not None:
+            yield f"--{name.replace('_', '-')} needs --recompute-granularity full"
+    if args.recompute_modules is None:
         return
-    for name in ("recompute_method", "recompute_num_layers", "distribute_saved_activations"):
-        if getattr(args, name):
-            raise UserError(f"--{name.replace('_', '-')} needs --recompute-granularity full")
-    if args.recompute_modules is not None:
-        if args.recompute_granularity is None:
-            raise UserError("--recompute-modules needs --recompute-granularity selective")
-        _check_recompute_modules(args)
-
-
-def _check_recompute_modules(args: Namespace) -> None:
-    for module in args.recompute_modules:
+    modules = [name for name in args.recompute_modules if name not in RECOMPUTE_MODULES_ELSEWHERE]
+    if absent := [name for name in args.recompute_modules if name not in modules]:
+        args.ignored_flags.append(f"--recompute-modules {' '.join(absent)}: no layer here has it")
+    for module in modules:
         if module not in RECOMPUTE_MODULES:
-            raise UserError(
+            yield (
                 f"--recompute-modules cannot be {module!r}; choose from "
                 f"{', '.join(RECOMPUTE_MODULES)}"
             )
     # The bias is handed out of the recomputed part, and megatron-core's backward pass would then
     # call itself without end.
-    if "mlp" in args.recompute_modules and args.add_bias_linear:
-        raise UserError("--recompute-modules mlp needs --disable-bias-linear")
+    if "mlp" in modules and args.add_bias_linear:
+        yield "--recompute-modules mlp needs --disable-bias-linear"
     # megatron-core asks TransformerEngine for its state while it recomputes a norm.
-    if "layernorm" in args.recompute_modules and args.transformer_impl == "local":
-        raise UserError("--recompute-modules layernorm needs --transformer-impl transformer_engine")
+    if "layernorm" in modules and args.transformer_impl == "local":
+        args.ignored_flags.append(
+            "--recompute-modules layernorm: norms are recomputed by TransformerEngine's layers only"
+        )
+        modules.remove("layernorm")
+    args.recompute_modules = modules
+    if not modules:
+        args.recompute_granularity = args.recompute_modules = None
 
 
-def _check_full_recompute(args: Namespace) -> None:
-    for name in ("recompute_method", "recompute_num_layers"):
-        if getattr(args, name) is None:
-            raise UserError(f"--recompute-granularity full needs --{name.replace('_', '-')}")
+def _check_full_recompute(args: Namespace) -> Iterator[str]:
+    needed = [
+        f"--{name.replace('_', '-')}"
+        for name in ("recompute_method", "recompute_num_layers")
+        if getattr(args, name) is None
+    ]
+    if needed:
+        yield f"--recompute-granularity full needs {' and '.join(needed)}"
     if args.recompute_modules is not None:
-        raise UserError("--recompute-modules needs --recompute-granularity selective")
+        args.ignored_flags.append("--recompute-modules: whole layers are recomputed")
+        args.recompute_modules = None
     if args.distribute_saved_activations and args.sequence_parallel:
-        raise UserError(
+        yield (
             "--distribute-saved-activations and --sequence-parallel exclude each other; "
             "remove one of them"
         )
 
 
-def check_batch(args: Namespace) -> None:
+def check_batch(args: Namespace) -> tuple[Iterator[str], ...]:
     """The batch and the number of steps, which follow from the data-parallel size."""
-    if args.distribute_saved_activations and args.tensor_model_parallel_size == 1:
-        raise UserError("--distribute-saved-activations needs --tensor-model-parallel-size above 1")
+    return (
+        _check_saved_activations(args),
+        _check_training_batch(args),
+        _check_evaluation_batch(args),
+    )
+
+
+def _check_saved_activations(args: Namespace) -> Iterator[str]:
+    if not args.distribute_saved_activations:
+        return
+    if args.recompute_granularity != "full":
+        yield "--distribute-saved-activations needs --recompute-granularity full"
+    if args.tensor_model_parallel_size == 1:
+        yield "--distribute-saved-activations needs --tensor-model-parallel-size above 1"
+
+
+def _check_training_batch(args: Namespace) -> Iterator[str]:
     unit = args.micro_batch_size * args.data_parallel_size
-    if args.global_batch_size is None:
-        args.global_batch_size = unit
-    _check_rampup(args)
+    for complaint in (*_check_schedule(args), *_check_rampup(args, unit)):
+        yield complaint
+        return
     for size in batch_sizes(args):
         if size % unit:
-            raise UserError(
+            yield (
                 f"a global batch of {size} must be a multiple of --micro-batch-size "
                 f"{args.micro_batch_size} times the data-parallel size {args.data_parallel_size}; "
-                "change --global-batch-size"
-                + (" or --rampup-batch-size" if args.rampup_batch_size else "")
+                f"change {_flag_of_batch(args)}"
             )
-        _check_interleaved_microbatches(args, size // unit)
-    if args.train_samples is not None:
+            return
+        yield from _check_interleaved_microbatches(args, size // unit)
+    if args.train_samples is not None and args.train_iters is None:
         args.train_iters = steps_of(args)
         if args.train_iters == 0:
-            raise UserError(
+            yield (
                 f"--train-samples {args.train_samples} is less than one global batch of "
                 f"{args.global_batch_size}"
             )
 
 
-def batch_sizes(args: Namespace) -> list[int]:
-    """Every global batch size that the run goes through, in order."""
-    if args.rampup_batch_size is None:
-        return [args.global_batch_size]
-    start, step, _ = args.rampup_batch_size
-    return list(range(start, args.global_batch_size + 1, step))
+def _flag_of_batch(args: Namespace) -> str:
+    if args.step_batch_size_schedule is not None:
+        return "--step-batch-size-schedule"
+    return "--global-batch-size" + (" or --rampup-batch-size" if args.rampup_batch_size else "")
 
 
-def _check_rampup(args: Namespace) -> None:
+def _check_schedule(args: Namespace) -> Iterator[str]:
+    if args.step_batch_size_schedule is None:
+        return
+    if args.rampup_batch_size is not None:
+        yield (
+            "--step-batch-size-schedule and --rampup-batch-size exclude each other; remove one of "
+            "them"
+        )
+    last = args.step_batch_size_schedule[-1][1]
+    if args.global_batch_size not in (None, last):
+        yield (
+            f"--step-batch-size-schedule ends with a batch of {last}, but --global-batch-size is "
+            f"{args.global_batch_size}; remove the latter"
+        )
+    thresholds = [tokens // args.seq_length for tokens, _ in args.step_batch_size_schedule]
+    if len(set(thresholds)) < len(thresholds):
+        yield (
+            "--step-batch-size-schedule changes the batch twice within one sequence of "
+            f"{args.seq_length} tokens; its thresholds are tokens"
+        )
+    args.global_batch_size = last
+
+
+def _check_rampup(args: Namespace, unit: int) -> Iterator[str]:
+    if args.global_batch_size is None:
+        args.global_batch_size = unit
     if args.rampup_batch_size is None:
         return
     start, step, _ = args.rampup_batch_size
     if start >= args.global_batch_size or (args.global_batch_size - start) % step:
-        raise UserError(
+        yield (
             f"--rampup-batch-size must reach --global-batch-size {args.global_batch_size} from "
             f"{start} in steps of {step}"
         )
 
 
-def _check_interleaved_microbatches(args: Namespace, microbatches: int) -> None:
+def _check_evaluation_batch(args: Namespace) -> Iterator[str]:
+    # Megatron's scripts write -1 for no evaluation.
+    args.eval_iters = max(args.eval_iters, 0)
+    if args.eval_micro_batch_size is None:
+        args.eval_micro_batch_size = args.micro_batch_size
+    if args.eval_global_batch_size is None:
+        args.eval_global_batch_size = args.global_batch_size
+    if not args.eval_iters or args.eval_global_batch_size is None:
+        return
+    unit = args.eval_micro_batch_size * args.data_parallel_size
+    size = args.eval_global_batch_size
+    own = (size, args.eval_micro_batch_size) != (args.global_batch_size, args.micro_batch_size)
+    if own and size % unit:
+        yield (
+            f"a global batch of {size} in evaluation must be a multiple of its micro batch "
+            f"{args.eval_micro_batch_size} times the data-parallel size {args.data_parallel_size}; "
+            "change --eval-global-batch-size or --eval-micro-batch-size"
+        )
+    elif own:
+        for complaint in _check_interleaved_microbatches(args, size // unit):
+            yield f"{complaint} (in evaluation: --eval-global-batch-size)"
+
+
+def _check_interleaved_microbatches(args: Namespace, microbatches: int) -> Iterator[str]:
     """megatron-core's interleaved schedule works on groups of micro batches."""
     if args.virtual_pipeline_model_parallel_size is None:
         return
     stages = args.pipeline_model_parallel_size
     group = args.microbatch_group_size_per_vp_stage or stages
     if microbatches < stages:
-        raise UserError(
+        yield (
             f"with interleaving, the {microbatches} micro batches of a global batch must be at "
             f"least as many as the {counted(stages, 'pipeline stage')}; raise --global-batch-size"
         )
-    if not stages <= group <= microbatches:
-        raise UserError(
+    elif not stages <= group <= microbatches:
+        yield (
             f"--microbatch-group-size-per-virtual-pipeline-stage {group} must be between the "
             f"{stages} pipeline stages and the {microbatches} micro batches of a global batch"
         )
-    if 0 < microbatches % group < stages:
-        raise UserError(
+    elif 0 < microbatches % group < stages:
+        yield (
             f"with interleaving, the {microbatches} micro batches of a global batch must be a "
             f"multiple of {group}, or leave at least {stages} over; change --global-batch-size"
         )
-
-
-def steps_of(args: Namespace) -> int:
-    """Steps that --train-samples gives, dropping the last incomplete batch as Megatron does."""
-    if args.rampup_batch_size is None:
-        return int(args.train_samples // args.global_batch_size)
-    ramp_samples = args.rampup_batch_size[2]
-    sizes = batch_sizes(args)
-    samples_per_size = ramp_samples / (len(sizes) - 1)
-    steps = consumed = 0
-    while consumed <= min(ramp_samples, args.train_samples):
-        consumed += sizes[int(consumed / samples_per_size)]
-        steps += 1
-    return int(steps + max(args.train_samples - consumed, 0) // args.global_batch_size)
-
-
-def samples_after(args: Namespace, steps: int) -> int:
-    """Samples that the first `steps` steps take, smaller batches of a ramp-up included."""
-    if args.rampup_batch_size is None:
-        return int(steps * args.global_batch_size)
-    ramp_samples = args.rampup_batch_size[2]
-    sizes = batch_sizes(args)
-    samples_per_size = ramp_samples / (len(sizes) - 1)
-    consumed = 0
-    for done in range(steps):
-        if consumed > ramp_samples:
-            return int(consumed + (steps - done) * args.global_batch_size)
-        consumed += sizes[int(consumed / samples_per_size)]
-    return int(consumed)

@@ -1,0 +1,178 @@
+"""Flags of Megatron-LM that this program does not offer: which of them ask for nothing, and why.
+
+`left_out.txt` lists them by feature, with their defaults. A launch script sets many that matter
+only together with one it does not set (`--moe-grouped-gemm` without `--num-experts`), or sets them
+to what they are anyway. Those are taken; what really asks for a feature is refused by its name.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from megatron.training.arguments.words import Segment
+
+TABLE = Path(__file__).with_name("left_out.txt")
+OTHERS = "others"
+# Values that stand for an option that is not used.
+NOTHING = frozenset({"", "none", "null", "0.0", "false"})
+
+
+@dataclass(frozen=True)
+class Option:
+    """One flag, as Megatron's parser has it."""
+
+    flag: str
+    arity: str
+    """How many values it takes: '0', '1', '+' or '*'."""
+    default: str
+
+    def asks_for_nothing(self, values: Sequence[str]) -> bool:
+        """Whether these values change nothing: the default, or none where there is no default."""
+        if self.arity == "0":
+            return False
+        text = " ".join(values)
+        return _plain(text) == _plain(self.default) or (
+            self.default == "none" and _plain(text) in NOTHING
+        )
+
+
+@dataclass(frozen=True)
+class Feature:
+    """A part of Megatron-LM that is left out."""
+
+    name: str
+    kind: str
+    """`needs`: its flags matter with one of `switches`; `idle`: never; `each`: each by itself."""
+    detail: str
+    options: Mapping[str, Option]
+
+    @property
+    def switches(self) -> tuple[str, ...]:
+        return tuple(self.detail.split()) if self.kind == "needs" else ()
+
+
+@cache
+def features() -> tuple[Feature, ...]:
+    """The table, read once."""
+    found: list[Feature] = []
+    for section in TABLE.read_text(encoding="utf-8").split("\n[")[1:]:
+        name, rule, words = section.replace("]\n", "\n", 1).split("\n", 2)
+        kind, _, detail = rule.partition(" ")
+        options = {option.flag: option for option in map(_option, words.split())}
+        found.append(Feature(name=name, kind=kind, detail=detail, options=options))
+    return tuple(found)
+
+
+@cache
+def feature_of(flag: str) -> Feature | None:
+    """The feature that a flag belongs to, by its name or, for a newer flag, by its first word."""
+    exact = next((feature for feature in features() if flag in feature.options), None)
+    return exact or _families().get(_first_word(flag))
+
+
+def is_left_out(flag: str) -> bool:
+    """Whether Megatron-LM has this flag and this program does not."""
+    return any(flag in feature.options for feature in features())
+
+
+def asks_for_nothing(flag: str, value: object) -> bool:
+    """Whether a flag of Megatron-LM that is not offered asks for nothing with this value.
+
+    `value` is as a YAML file has it. A flag that matters only together with another one is not
+    known here to ask for nothing; see `sort_out`.
+    """
+    feature = next((feature for feature in features() if flag in feature.options), None)
+    if feature is None:
+        return False
+    if value is None or value is False or feature.kind == "idle":
+        return True
+    if value is True:
+        return False
+    values = list(map(str, value)) if isinstance(value, list) else [str(value)]
+    return feature.options[flag].asks_for_nothing(values)
+
+
+def sort_out(segments: Iterable[Segment]) -> tuple[list[str], list[str]]:
+    """Complaints about what is asked for, and notes on what was taken and does nothing.
+
+    Flags at their defaults are taken without a note.
+    """
+    asking: dict[str, list[str]] = {}
+    for segment in segments:
+        feature = feature_of(segment.flag)
+        if feature is not None and not _is_default(feature, segment):
+            flags = asking.setdefault(f"{feature.name}\n{feature.detail}", [])
+            flags += [segment.flag] * (segment.flag not in flags)
+    complaints, notes = [], []
+    for feature in features():
+        flags = asking.pop(f"{feature.name}\n{feature.detail}", [])
+        if not flags:
+            continue
+        if feature.kind == "idle":
+            notes.append(f"{', '.join(flags)}: {feature.detail}")
+        elif feature.kind == "each":
+            complaints += [refuse(feature, [flag]) for flag in flags]
+        elif any(flag in feature.switches or flag not in feature.options for flag in flags):
+            complaints.append(refuse(feature, flags))
+        else:
+            needed = " or ".join(feature.switches[:2])
+            notes.append(f"{', '.join(flags)}: nothing is asked for without {needed}")
+    return complaints, notes
+
+
+def refuse(feature: Feature, flags: Sequence[str]) -> str:
+    """The sentence about flags of one feature."""
+    if feature.name == OTHERS:
+        return f"{flags[0]} is a flag of Megatron-LM that this program does not offer; remove it"
+    verb, pronoun = ("is a flag", "it") if len(flags) == 1 else ("are flags", "them")
+    names = " and ".join([", ".join(flags[:-1]), flags[-1]]) if len(flags) > 1 else flags[0]
+    return f"{names} {verb} of {feature.name}, which this program does not offer; remove {pronoun}"
+
+
+def _is_default(feature: Feature, segment: Segment) -> bool:
+    option = feature.options.get(segment.flag)
+    return option is not None and option.asks_for_nothing(segment.values)
+
+
+def _option(word: str) -> Option:
+    name, equals, default = word.partition("=")
+    if not equals:
+        return Option(flag=name, arity="0", default="")
+    if name[-1] in "+*":
+        return Option(flag=name[:-1], arity=name[-1], default=default)
+    return Option(flag=name, arity="1", default=default)
+
+
+def _plain(text: str) -> str:
+    """A value in one spelling, whatever way its number is written."""
+    try:
+        return repr(float(text))
+    except ValueError:
+        return text.strip().lower()
+
+
+def _first_word(flag: str) -> str:
+    return flag[2:].split("-", 1)[0]
+
+
+@cache
+def _families() -> Mapping[str, Feature]:
+    """The first words that belong to flags of one feature alone, three of them or more."""
+    owners: dict[str, list[Feature]] = {}
+    for feature in features():
+        for flag in feature.options:
+            owners.setdefault(_first_word(flag), []).append(feature)
+    return {
+        word: found[0]
+        for word, found in owners.items()
+        if len(found) >= 3
+        and len({feature.name for feature in found}) == 1
+        and found[0].name != OTHERS
+    }
+
+
+def left_out_flags() -> Iterator[str]:
+    """Every flag of the table."""
+    for feature in features():
+        yield from feature.options

@@ -1,0 +1,84 @@
+"""Flags of existing scripts in a mixed run: they act, and change nothing that they should not."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from textwrap import dedent
+
+import pytest
+
+from tests.distributed.harness import ENTRY, TINY_LLAMA, launch, train
+
+SIMULATED = {"HETERO_VENDOR": "plan"}
+MIXED = "--hetero-pipeline --hetero-vendors amd nvidia --hetero-pipeline-sizes 1 1".split()
+# What a script carries that was written for Megatron-LM and one vendor.
+SCRIPT = (
+    "--num-layers 6 --pipeline-model-parallel-size 1 --transformer-impl transformer_engine "
+    "--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split "
+    "--step-batch-size-schedule 0:4,512:8 --split '8,1,1' --eval-iters 2 --eval-interval 3 "
+    "--eval-global-batch-size 4 --eval-micro-batch-size 2 --bf16 --use-distributed-optimizer "
+    "--use-precision-aware-optimizer --main-grads-dtype bf16 --use-persistent-ckpt-worker "
+    "--dist-ckpt-optim-fully-reshardable --moe-grouped-gemm --tp-comm-overlap"
+).split()
+
+
+def _evaluations(text: str) -> list[str]:
+    return [line for line in text.splitlines() if "loss value" in line]
+
+
+def test_a_script_with_three_flags_more_is_the_run_it_was(corpus, tmp_path: Path) -> None:
+    """--eval-micro-batch-size, --step-batch-size-schedule, --main-grads-dtype and the rest."""
+    flags = [*TINY_LLAMA, *corpus.flags, *SCRIPT]
+    flags[flags.index("--global-batch-size") + 1] = "8"
+    mixed = train([*flags, *MIXED], 2, tmp_path / "mixed", environ=SIMULATED)
+    # The same without what is said to do nothing, one stage after the other on one vendor.
+    flags[flags.index("--pipeline-model-parallel-size") + 1] = "2"
+    plain = train(flags[: flags.index("--use-persistent-ckpt-worker")], 2, tmp_path / "plain")
+    assert mixed.losses == plain.losses
+    assert mixed.weights == plain.weights
+    assert _evaluations(mixed.stdout) == _evaluations(plain.stdout)
+    assert len(_evaluations(mixed.stdout)) == 4
+    rows = [json.loads(line) for line in (tmp_path / "mixed/metrics.jsonl").open()]
+    # 512 tokens are 16 samples: four steps of 4, then 8.
+    assert [row["batch_size"] for row in rows] == [4, 4, 4, 4, 8, 8]
+    assert [stage["layers"] for stage in mixed.report["stages"]] == [[3], [3]]
+    built = {stage["transformer_impl"] for stage in mixed.report["stages"]}
+    assert built == {"local (TransformerEngine is not installed)"}
+    assert "it is not installed for pipeline stage 0 (amd), 1 (nvidia)" in mixed.stdout
+    for flag in ("--moe-grouped-gemm", "--tp-comm-overlap", "--use-persistent-ckpt-worker"):
+        assert f"flag without effect here: {flag}: " in mixed.stdout
+
+
+@pytest.mark.parametrize("optimizer", ["", "--use-distributed-optimizer"])
+def test_weights_that_differ_between_replicas_end_the_run(corpus, tmp_path, optimizer) -> None:
+    """--check-weight-hash-across-dp-replicas-interval: rank 1's weights slip in its third step."""
+    flags = [*TINY_LLAMA, *corpus.flags, *optimizer.split(), "--train-iters", "5"]
+    flags += ["--check-weight-hash-across-dp-replicas-interval", "2"]
+    slip = tmp_path / "slip.py"
+    slip.write_text(
+        dedent(f"""
+        import sys
+        sys.path.insert(0, {str(ENTRY.parent)!r})
+        if __name__ == "__main__":
+            from megatron.training import loop
+            from megatron.training.pretrain import pretrain
+            iterate = loop.Trainer._iterate
+
+            def slipping(self, iterators):
+                if self.iteration == 2:
+                    next(self.model.chunks[0].parameters()).data.view(-1)[0] += 1e-3
+                iterate(self, iterators)
+
+            loop.Trainer._iterate = slipping
+            sys.exit(pretrain())
+        """)
+    )
+    outcomes = launch(flags, 2, scripts={1: slip} if not optimizer else None, seconds=120)
+    if optimizer:
+        assert [outcome.code for outcome in outcomes] == [0, 0]
+        return
+    assert [outcome.code for outcome in outcomes] == [1, 1]
+    spoken = outcomes[0].stderr + outcomes[1].stderr
+    assert "the weights of data-parallel ranks differ after iteration 4: rank 1 on " in spoken
+    assert spoken.count("error:") == 1

@@ -1,0 +1,34 @@
+"""What megatron-core says at import stays out of every tool's output."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+IMPORTS_CORE = re.compile(
+    r"^\s+from megatron\.(core|training\.(dataset_checks|tokenizer\.build|generation|operators))",
+    re.MULTILINE,
+)
+TOOLS = sorted(path for path in (ROOT / "tools").rglob("*.py") if "quiet" not in path.name)
+
+
+def test_megatron_core_is_quiet_once_it_has_been_told() -> None:
+    code = (
+        "from megatron.training.quiet import quiet_core; quiet_core()\n"
+        "import megatron.training.dataset_checks, megatron.training.generation"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert (done.stdout, done.stderr) == ("", "")
+
+
+@pytest.mark.parametrize("path", TOOLS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_a_tool_tells_it_before_it_imports_it(path: Path) -> None:
+    text = path.read_text()
+    first = IMPORTS_CORE.search(text)
+    if first is not None:
+        assert "quiet_core()" in text[: first.start()]
