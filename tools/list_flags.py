@@ -52,8 +52,9 @@ Written by `python -m tools.list_flags` from the parser; `make test` says when i
 - **ours**: Megatron-LM does not have it.
 - **without effect**: accepted, so that a script runs unchanged; the log says so in one line.
 
-A flag of a feature that is not offered is refused in a sentence that names the feature, any other
-word in one that names the nearest flag. `--yaml-cfg FILE` reads flags from a file
+A flag of a feature that is not offered is refused where it asks for something, in a sentence that
+names the feature, and taken where it does not; any other word is refused in one that names the
+nearest flag. All that is wrong is told at once. `--yaml-cfg FILE` reads flags from a file
 ([presets](../examples/presets/README.md)).
 """
 
