@@ -143,3 +143,18 @@ def test_plan_and_another_layout_exclude_each_other(parse, flags):
     args.pipeline_model_parallel_size = 1
     with pytest.raises(UserError, match="--hetero-plan"):
         finish_validation(args, 1)
+
+
+def test_sizes_that_were_refused_decide_nothing(refusal):
+    told = refusal("--hetero-pipeline --hetero-vendors amd nvidia --hetero-pipeline-sizes x 1")
+    assert told == "--hetero-pipeline-sizes must be a whole number of at least 1, not 'x'"
+
+
+@pytest.mark.parametrize("size", ["", "--pipeline-model-parallel-size 1"])
+def test_a_scripts_one_stage_says_nothing_about_the_stages_of_two_vendors(parse, size):
+    args = parse(
+        "--hetero-pipeline --hetero-vendors amd nvidia --hetero-pipeline-sizes 1 2 "
+        f"--hetero-pipeline-layers 2 3 3 {size}",
+        world_size=3,
+    )
+    assert args.pipeline_model_parallel_size == 3

@@ -74,6 +74,8 @@ def derive_pipeline_size(args: Namespace) -> Iterator[str]:
     A script's 1 says nothing about the stages that are to be placed.
     """
     given = args.pipeline_model_parallel_size
+    # Unknowable, and not absent, while what decides it is.
+    del args.pipeline_model_parallel_size
     if args.hetero_pipeline_sizes is not None:
         stages = sum(args.hetero_pipeline_sizes)
         if given not in (None, 1, stages):
@@ -82,11 +84,10 @@ def derive_pipeline_size(args: Namespace) -> Iterator[str]:
                 f"--pipeline-model-parallel-size is {given}; change one, or remove the latter"
             )
         args.pipeline_model_parallel_size = stages
-    elif args.hetero_pipeline and args.hetero_plan is None:
-        # The sizes that are missing would decide it.
-        del args.pipeline_model_parallel_size
-    elif given is None and args.hetero_plan is None:
-        args.pipeline_model_parallel_size = 1
+    elif args.hetero_plan is not None:
+        args.pipeline_model_parallel_size = given
+    elif not args.hetero_pipeline:
+        args.pipeline_model_parallel_size = given or 1
 
 
 def _flag(name: str) -> str:
