@@ -80,7 +80,8 @@ def _accounted_layers(
     if rest:
         raise PlanError(
             f"{counted_layers(args)} layers, embedding and loss among them, cannot be split evenly "
-            f"over {stages} pipeline stages of {chunks} model chunks; change --num-layers"
+            f"over {counted(stages, 'pipeline stage')} of {counted(chunks, 'model chunk')}; change "
+            "--num-layers"
         )
     layers = [[each] * chunks for _ in range(stages)]
     layers[0][0] -= args.account_for_embedding_in_pipeline_split

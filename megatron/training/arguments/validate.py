@@ -3,6 +3,7 @@
 from argparse import Namespace
 from collections.abc import Collection, Iterator
 
+from hetero.words import counted
 from megatron.training.arguments.checks.checkpoint import check_checkpoints
 from megatron.training.arguments.checks.data import check_data
 from megatron.training.arguments.checks.hetero import check_hetero, derive_pipeline_size
@@ -79,7 +80,7 @@ def _check_required(args: Namespace) -> Iterator[str]:
 def _check_profiled_ranks(args: Namespace) -> Iterator[str]:
     absent = [rank for rank in args.profile_ranks if rank >= args.world_size]
     if args.profile and absent:
-        yield f"--profile-ranks {absent[0]} is none of the {args.world_size} ranks"
+        yield f"--profile-ranks {absent[0]} is none of the run's {counted(args.world_size, 'rank')}"
 
 
 def _check_timers(args: Namespace) -> Iterator[str]:

@@ -145,14 +145,14 @@ def _check_stages(args: Namespace) -> Iterator[str]:
         yield f"{' and '.join(spoken)} exclude each other; keep one of them"
         return
     ends = [size for size in (first, last) if size is not None]
-    counted = counted_layers(args) - args.num_layers
-    if counted and spoken:
+    extra = counted_layers(args) - args.num_layers
+    if extra and spoken:
         args.ignored_flags.append(
             f"--account-for-embedding-in-pipeline-split and its like: {spoken[0]} gives the layers"
         )
         args.account_for_embedding_in_pipeline_split = False
         args.account_for_loss_in_pipeline_split = False
-    if counted and ends:
+    if extra and ends:
         yield (
             "--account-for-embedding-in-pipeline-split and -loss-in- cannot go with "
             "--decoder-first-pipeline-num-layers or -last-; keep one way"
