@@ -266,7 +266,7 @@ def test_megatron_writes_minus_one_for_no_evaluation(parse, refusal):
     [
         ("--profile --use-pytorch-profiler", "--use-pytorch-profiler needs --tensorboard-dir"),
         ("--profile --profile-step-start 5 --profile-step-end 5", "5 must be less than"),
-        ("--profile --profile-ranks 0 1", "--profile-ranks 1 is none of the 1 ranks"),
+        ("--profile --profile-ranks 0 1", "--profile-ranks 1 is none of the run's 1 rank"),
     ],
 )
 def test_profile_that_cannot_be_taken_is_refused(refusal, flags, words):
