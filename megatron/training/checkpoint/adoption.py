@@ -36,14 +36,15 @@ def adopt_checkpoint_args(args: argparse.Namespace, parser: argparse.ArgumentPar
     Its files are checked later; here its index is read. Where there is none yet, nothing is taken.
     Raises UserError: its flags and the typed ones contradict each other, or none can be read.
     """
-    unreadable = None
+    unreadable, problems = None, []
     for load in filter(None, (args.load, args.pretrained_checkpoint)):
         for name in _candidates(args, Path(load)):
             folder = Path(load) / name
             try:
                 index = read_index(folder)
-            except DamagedCheckpoint:
+            except DamagedCheckpoint as error:
                 unreadable = load
+                problems.append(f"{name}: {error}")
                 continue
             weights_only = load != args.load or is_weights_only(args, name, index)
             adopt_model_args(
@@ -52,7 +53,8 @@ def adopt_checkpoint_args(args: argparse.Namespace, parser: argparse.ArgumentPar
             return
         if unreadable is not None:
             raise UserError(
-                f"--use-checkpoint-args: no checkpoint in {unreadable} can be read; name another"
+                f"--use-checkpoint-args: no checkpoint in {unreadable} can be read "
+                f"({'; '.join(problems[:3])}); name another"
             )
     _begin_without(args, parser)
 

@@ -153,8 +153,8 @@ def _without_index(folder: Path) -> str:
         return "it does not exist"
     if (folder / ".metadata").exists() or next(folder.glob("mp_rank_*"), None) is not None:
         return (
-            "it was written by Megatron-LM, whose checkpoints hold pickled code and are not read "
-            "here; convert it to Hugging Face's format there"
+            "it was written by Megatron-LM; convert it with `python tools/convert_checkpoint.py "
+            f"import-megatron {folder.parent} NEW_FOLDER` and name the new folder with --load"
         )
     return f"it has no {INDEX_FILE}"
 

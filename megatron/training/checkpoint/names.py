@@ -30,6 +30,13 @@ def stored_name(name: str) -> str:
     return name
 
 
+def fused_name(name: str) -> str:
+    """The name that TransformerEngine's layers have for a tensor of a checkpoint."""
+    for fused, separate in _FUSED_NORMS:
+        name = name.replace(separate, fused)
+    return name
+
+
 def optimizer_name(state: str, name: str) -> str:
     return f"optimizer.{state}.{name}"
 

@@ -1,4 +1,4 @@
-"""Writes a checkpoint of weights from one process, for tools that convert from other formats."""
+"""Writes a checkpoint from one process, for tools that convert from other formats."""
 
 from __future__ import annotations
 
@@ -30,39 +30,55 @@ def write_release(
     args: Mapping[str, Any],
     add_companions: Callable[[Path], None] | None = None,
 ) -> Path:
-    """Write SAVE/release and point the tracker at it; the folder it made.
+    """`write_checkpoint` for SAVE/release, from whose weights a run starts as --finetune would."""
+    run = {"holds": _HOLDS}
+    name = folders.RELEASE
+    return write_checkpoint(save, name, files, args=args, run=run, add_companions=add_companions)
+
+
+def write_checkpoint(
+    save: Path,
+    name: str,
+    files: Iterable[Sequence[Piece]],
+    *,
+    args: Mapping[str, Any],
+    run: Mapping[str, Any],
+    add_companions: Callable[[Path], None] | None = None,
+) -> Path:
+    """Write SAVE/`name` and point the tracker at it; the folder it made.
 
     `files` yields the pieces of one file after the other, so that only what a piece's `source`
     returns is in memory. `args` are the model's flags by destination, as far as they are known;
-    `num_layers` and `untie_embeddings_and_output_weights` must be. `add_companions` may put other
-    files into the folder before it gets its name. A run starts from the weights as --finetune
-    would.
+    `num_layers` and `untie_embeddings_and_output_weights` must be. `run` is the run's progress, see
+    `progress.py`. `add_companions` may put other files into the folder before it gets its name.
 
     Raises OSError, UserError if a run writes to SAVE, and DamagedCheckpoint if the pieces do not
     make a whole model; nothing is left then.
     """
     with SaveLock.take(save, say=partial(print, file=sys.stderr)):
-        return _write(save, files, args, add_companions)
+        return _write(save, name, files, args, run, add_companions)
 
 
 def _write(
     save: Path,
+    name: str,
     files: Iterable[Sequence[Piece]],
     args: Mapping[str, Any],
+    run: Mapping[str, Any],
     add_companions: Callable[[Path], None] | None,
 ) -> Path:
-    temporary = folders.begin(save, folders.RELEASE)
+    temporary = folders.begin(save, name)
     try:
         tensors: dict[str, StoredTensor] = {}
         written: dict[str, StoredFile] = {}
         for number, pieces in enumerate(files):
-            name = f"weights_{number:05d}.safetensors"
-            written[name] = write_safetensors(temporary / name, pieces)
+            file_name = f"weights_{number:05d}.safetensors"
+            written[file_name] = write_safetensors(temporary / file_name, pieces)
             for piece in pieces:
-                stored, known = piece.stored_in(name), tensors.get(piece.name)
+                stored, known = piece.stored_in(file_name), tensors.get(piece.name)
                 boxes = stored.boxes if known is None else known.boxes + stored.boxes
                 tensors[piece.name] = StoredTensor(stored.shape, stored.dtype, boxes)
-        text = Index(args=args, run={"holds": _HOLDS}, tensors=tensors, files=written).to_json()
+        text = Index(args=args, run=run, tensors=tensors, files=written).to_json()
         # What does not cover its tensors must never get a checkpoint's name.
         require_whole_model(
             parse_index(text),

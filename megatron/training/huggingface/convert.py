@@ -6,9 +6,7 @@ The result is written under a temporary name and renamed once it is whole.
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,8 +14,15 @@ from typing import Any
 import torch
 
 from hetero.errors import UserError
-from hetero.observe.bar import progress_bar
 from megatron.training.checkpoint import folder as checkpoint_folders
+from megatron.training.checkpoint.conversion import (
+    CONVERTING,
+    no_new_parents,
+    progress,
+    require_empty,
+    shards,
+    temporary_folder,
+)
 from megatron.training.checkpoint.index import Index
 from megatron.training.checkpoint.lock import LOCK_FILE
 from megatron.training.checkpoint.names import EMBEDDING
@@ -32,7 +37,6 @@ SHARD_BYTES = 5_000_000_000
 """Hugging Face's own limit for a file."""
 COMPANION_FOLDER = "huggingface"
 """Inside a converted checkpoint: the tokenizer and the settings that came with the weights."""
-_CONVERTING = ".converting"
 # In the tied models of some releases, and constants of old ones.
 _SUPERFLUOUS = ("lm_head.weight", "rotary_emb.inv_freq")
 _TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -88,7 +92,7 @@ def to_megatron(
     args |= _precision(tasks[0].dtype)
     unfinished = checkpoint_folders.RELEASE + checkpoint_folders.SAVING
     # Whose lock it is, the writer finds out.
-    _require_empty(target, besides=(unfinished, LOCK_FILE))
+    require_empty(target, besides=(unfinished, LOCK_FILE))
     final = target / checkpoint_folders.RELEASE
     if model.has_tokenizer:
         args |= {
@@ -101,10 +105,9 @@ def to_megatron(
         kept = (folders.CONFIG, *folders.COMPANIONS)
         folders.copy_companions(source, folder / COMPANION_FOLDER, names=kept)
 
-    with _no_new_parents(final), _progress(tasks) as advance:
+    with no_new_parents(final), progress(sum(task.bytes for task in tasks)) as advance:
         files = (
-            [_piece(model, task, advance) for task in shard]
-            for shard in _shards(tasks, shard_bytes)
+            [_piece(model, task, advance) for task in shard] for shard in shards(tasks, shard_bytes)
         )
         write_release(target, files, args=args, add_companions=add_companions)
     return _converted(
@@ -128,7 +131,7 @@ def to_huggingface(
     `vocabulary` rows of the embedding are kept; left out, as many as there were tokens. The
     tokenizer comes from `companions`, or from where the checkpoint says. Raises HeteroError.
     """
-    _require_empty(target, besides=())
+    require_empty(target)
     with CheckpointReader.open(source, iteration=iteration, older=False) as reader:
         folder, index, title, notes = reader.folder, reader.index, reader.title, reader.notes
     rows = index.tensors[EMBEDDING].shape[0] if EMBEDDING in index.tensors else 0
@@ -140,8 +143,8 @@ def to_huggingface(
         theirs = folders.read_json(beside / folders.CONFIG)
         config |= {name: theirs[name] for name in _TOKEN_IDS if name in theirs}
     with (
-        _temporary(target.with_name(target.name + _CONVERTING)) as temporary,
-        _progress(tasks) as advance,
+        temporary_folder(target.with_name(target.name + CONVERTING)) as temporary,
+        progress(sum(task.bytes for task in tasks)) as advance,
     ):
         _write_model(folder, index, tasks, temporary, advance, shard_bytes=shard_bytes)
         if beside is not None:
@@ -269,7 +272,7 @@ def _write_model(
     *,
     shard_bytes: int,
 ) -> None:
-    shards = list(_shards(tasks, shard_bytes))
+    files = list(shards(tasks, shard_bytes))
     weight_map: dict[str, str] = {}
     total = 0
 
@@ -282,66 +285,14 @@ def _write_model(
                 yield part.name, tensor
             advance(task.bytes)
 
-    for number, shard in enumerate(shards):
-        name = folders.shard_name(number, len(shards))
+    for number, shard in enumerate(files):
+        name = folders.shard_name(number, len(files))
         parts = [(part, task.dtype) for task in shard for part in task.rule.parts]
         folders.write_shard(folder / name, parts, tensors(shard))
         weight_map |= {part.name: name for part, _ in parts}
         total += sum(part.size * dtype.itemsize for part, dtype in parts)
-    if len(shards) > 1:
+    if len(files) > 1:
         folders.write_index(folder, weight_map, total_bytes=total)
-
-
-def _shards(tasks: Sequence[_Task], limit: int) -> Iterator[list[_Task]]:
-    """Tensors in order, as many a file as fit into `limit` bytes, and at least one."""
-    shard: list[_Task] = []
-    for task in tasks:
-        if shard and sum(t.bytes for t in shard) + task.bytes > limit:
-            yield shard
-            shard = []
-        shard.append(task)
-    yield shard
-
-
-def _require_empty(target: Path, *, besides: Sequence[str]) -> None:
-    if target.exists() and not target.is_dir():
-        raise UserError(f"{target} is a file; name a new folder")
-    if target.is_dir() and any(entry.name not in besides for entry in target.iterdir()):
-        raise UserError(f"{target} is not empty; name a new folder, or remove it first")
-
-
-@contextmanager
-def _temporary(folder: Path) -> Iterator[Path]:
-    """A new folder, gone again unless the body renames it; so are the parents made for it."""
-    shutil.rmtree(folder, ignore_errors=True)
-    with _no_new_parents(folder):
-        try:
-            folder.mkdir(parents=True)
-            yield folder
-        except BaseException:
-            shutil.rmtree(folder, ignore_errors=True)
-            raise
-
-
-@contextmanager
-def _no_new_parents(folder: Path) -> Iterator[None]:
-    """If the body fails, the parents that it made for `folder` are gone again."""
-    missing = [parent for parent in folder.parents if not parent.exists()]
-    try:
-        yield
-    except BaseException:
-        for parent in missing:
-            with suppress(OSError):
-                parent.rmdir()
-        raise
-
-
-@contextmanager
-def _progress(tasks: Sequence[_Task]) -> Iterator[Callable[[int], object]]:
-    """A bar of bytes, where there is a terminal to show it."""
-    total = sum(task.bytes for task in tasks)
-    with progress_bar(total=total, unit="B", unit_scale=True, unit_divisor=1024) as bar:
-        yield bar.update
 
 
 def _converted(
