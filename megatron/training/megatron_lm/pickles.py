@@ -14,6 +14,8 @@ import re
 import struct
 import zipfile
 from argparse import Namespace
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
@@ -96,7 +98,7 @@ class RestrictedLoader:
             try:
                 if not isinstance(source, Path):
                     source.seek(0)
-                with torch.serialization.safe_globals([Namespace, *names]):
+                with _allowed_only([Namespace, *names]):
                     return torch.load(source, map_location="cpu", weights_only=True, mmap=mmap)
             except pickle.UnpicklingError as error:
                 self._stand_in(str(error), what)
@@ -109,7 +111,7 @@ class RestrictedLoader:
         """Let the class through that torch refused, or refuse it by name."""
         found = _NAMED.search(problem)
         if found is None:
-            reason = problem.strip().split("\n")[-1]
+            reason = problem.rpartition("WeightsUnpickler error: ")[2].strip().split("\n")[0]
             raise DamagedCheckpoint(f"{what} is damaged or no checkpoint ({reason})")
         name = found[1]
         if name in self._stood_in or not name.startswith(_STOOD_IN):
@@ -118,6 +120,19 @@ class RestrictedLoader:
                 "nothing of it was run, and it is not converted"
             )
         self._stood_in.add(name)
+
+
+@contextmanager
+def _allowed_only(allowed: Sequence[Any]) -> Iterator[None]:
+    """Let torch's loader make objects of these classes and of no others: not of those either that
+    megatron-core allows for the whole process when it is imported."""
+    before = torch.serialization.get_safe_globals()
+    torch.serialization.clear_safe_globals()
+    try:
+        with torch.serialization.safe_globals(list(allowed)):
+            yield
+    finally:
+        torch.serialization.add_safe_globals(before)
 
 
 def _as_torch_file(data: bytes) -> io.BytesIO:

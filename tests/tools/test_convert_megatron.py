@@ -1,0 +1,419 @@
+"""Megatron-LM's own checkpoints into ours and back, whole or not at all."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+from argparse import Namespace
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.training.checkpoint.boxes import Box
+from megatron.training.checkpoint.index import read_index
+from megatron.training.checkpoint.reader import CheckpointReader
+from megatron.training.megatron_lm import torch_dist_writer
+from megatron.training.megatron_lm.torch_dist_writer import Part
+from tests.training.megatron_lm.tiny import (
+    GPT2,
+    LLAMA,
+    MODELS,
+    QWEN,
+    assert_same,
+    read,
+    save_training,
+    save_weights,
+    weights,
+)
+from tools.convert_checkpoint import main
+
+LAYOUTS = [(1, 1, None), (2, 1, None), (1, 2, None), (4, 2, None), (2, 2, 1), (2, 4, None)]
+TRACKER = "latest_checkpointed_iteration.txt"
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Tiny models gain nothing by threads, and lose much where other tests run beside them."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def _import(source: Path, target: Path, *flags: str) -> int:
+    return main(["import-megatron", str(source), str(target), *flags])
+
+
+def _export(source: Path, target: Path, *flags: str) -> int:
+    return main(["export-megatron", str(source), str(target), *flags])
+
+
+def _sizes(tensor: int, pipeline: int, per_chunk: int | None = None) -> list[str]:
+    flags = ["--tensor-model-parallel-size", str(tensor)]
+    flags += ["--pipeline-model-parallel-size", str(pipeline)]
+    if per_chunk is not None:
+        flags += ["--num-layers-per-virtual-pipeline-stage", str(per_chunk)]
+    return flags
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("name", sorted(MODELS))
+def test_weights_go_through_the_older_layout_of_any_size(
+    name: str, layout: tuple[int, int, int | None], tmp_path: Path
+) -> None:
+    expected = weights(MODELS[name], torch.bfloat16)
+    save_weights(tmp_path / "ours", MODELS[name], expected)
+    impl = "local" if layout[0] == 2 else "transformer_engine"
+    flags = ["--format", "torch", "--transformer-impl", impl, *_sizes(*layout)]
+    assert _export(tmp_path / "ours", tmp_path / "theirs", *flags) == 0
+    assert (tmp_path / "theirs" / TRACKER).read_text() == "release"
+    ranks = list((tmp_path / "theirs" / "release").glob("mp_rank_*/model_optim_rng.pt"))
+    assert len(ranks) == layout[0] * layout[1]
+    assert _import(tmp_path / "theirs", tmp_path / "back") == 0
+    assert_same(read(tmp_path / "back"), expected)
+    args = read_index(tmp_path / "back" / "release").args
+    assert {key: args[key] for key in MODELS[name]} == dict(MODELS[name])
+
+
+@pytest.mark.parametrize("distributed", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", sorted(MODELS))
+def test_weights_and_optimizer_go_through_torch_dist(
+    name: str, dtype: torch.dtype, distributed: bool, tmp_path: Path
+) -> None:
+    expected = save_training(tmp_path / "ours", MODELS[name], dtype=dtype)
+    kind = "--use-distributed-optimizer" if distributed else "--no-use-distributed-optimizer"
+    assert _export(tmp_path / "ours", tmp_path / "theirs", kind) == 0
+    assert (tmp_path / "theirs" / TRACKER).read_text() == "3"
+    assert _import(tmp_path / "theirs", tmp_path / "back") == 0
+    assert_same(read(tmp_path / "back"), expected)
+    there, back = (read_index(tmp_path / n / "iter_0000003") for n in ("ours", "back"))
+    for fact in ("iteration", "consumed_train_samples", "scheduler", "optimizer_step", "holds"):
+        assert back.run[fact] == there.run[fact]
+    assert back.args["use_distributed_optimizer"] is distributed
+
+
+def test_the_optimizer_can_stay_behind_either_way(tmp_path: Path) -> None:
+    expected = save_training(tmp_path / "ours", LLAMA, dtype=torch.bfloat16)
+    alone = {n: t for n, t in expected.items() if not n.startswith("optimizer.")}
+    assert _export(tmp_path / "ours", tmp_path / "theirs") == 0
+    assert _import(tmp_path / "theirs", tmp_path / "one", "--weights-only") == 0
+    assert_same(read(tmp_path / "one"), alone)
+    assert _export(tmp_path / "ours", tmp_path / "release", "--weights-only") == 0
+    assert (tmp_path / "release" / TRACKER).read_text() == "release"
+    assert _import(tmp_path / "release", tmp_path / "two") == 0
+    assert_same(read(tmp_path / "two"), alone)
+
+
+def test_the_vocabulary_is_padded_as_asked(tmp_path: Path) -> None:
+    expected = weights(LLAMA)
+    save_weights(tmp_path / "ours", {**LLAMA, "vocab_size": 27}, expected)
+    flags = ["--format", "torch", "--make-vocab-size-divisible-by", "20", *_sizes(2, 1)]
+    assert _export(tmp_path / "ours", tmp_path / "theirs", *flags) == 0
+    assert _import(tmp_path / "theirs", tmp_path / "back") == 0
+    with CheckpointReader.open(tmp_path / "back") as reader:
+        assert reader.args["padded_vocab_size"] == 40
+        for name in ("embedding.word_embeddings.weight", "output_layer.weight"):
+            found = reader.tensor(name)
+            assert torch.equal(found[:32], expected[name])
+            assert not found[32:].any()
+
+
+def _rank_files(folder: Path) -> list[Path]:
+    return sorted(folder.glob("*/mp_rank_*/model_optim_rng.pt"))
+
+
+def _edit(path: Path, change: Any) -> None:
+    state = torch.load(path, weights_only=False)
+    change(state)
+    torch.save(state, path)
+
+
+_OLD_NAMES = {
+    "embedding.": "language_model.embedding.",
+    "decoder.final_layernorm.": "language_model.encoder.final_norm.",
+    "decoder.": "language_model.encoder.",
+    "self_attention.linear_qkv.": "self_attention.query_key_value.",
+    "self_attention.linear_proj.": "self_attention.dense.",
+    "pre_mlp_layernorm.": "post_attention_norm.",
+    "input_layernorm.": "input_norm.",
+    "mlp.linear_fc1.": "mlp.dense_h_to_4h.",
+    "mlp.linear_fc2.": "mlp.dense_4h_to_h.",
+}
+
+
+def _with_old_names(state: dict[str, Any]) -> None:
+    """Nested as the models before megatron-core were saved, with what is no parameter."""
+    nested: dict[str, Any] = {}
+    for name, value in state["model"].items():
+        for new, old in _OLD_NAMES.items():
+            name = name.replace(new, old)
+        if name == "output_layer.weight":
+            nested["word_embeddings_for_head"] = {"weight": value}
+            continue
+        _, part, rest = name.split(".", 2)
+        within = nested.setdefault("language_model", {}).setdefault(part, {})
+        if part == "embedding":
+            kind, leaf = rest.split(".")
+            within.setdefault(kind, {})[leaf] = value
+        else:
+            within[rest] = value
+    nested["language_model"].setdefault("encoder", {})["layers.0.rotary_emb.inv_freq"] = (
+        torch.zeros(2)
+    )
+    state["model"] = nested
+
+
+def _in_old_order(version: float, heads: int) -> Any:
+    def change(state: dict[str, Any]) -> None:
+        state["checkpoint_version"] = version
+        for name, value in state["model"].items():
+            if ".linear_qkv." not in name:
+                continue
+            inner = value.shape[1:]
+            grouped = value.view(heads, 3, -1, *inner)
+            order = (0, 1) if version == 0 else (1, 2)
+            state["model"][name] = grouped.transpose(*order).reshape(value.shape).clone()
+
+    return change
+
+
+@pytest.mark.parametrize("version", [0, 1.0, 3.0])
+def test_names_and_order_from_before_megatron_core_are_known(
+    version: float, tmp_path: Path
+) -> None:
+    model = {**GPT2, "qk_layernorm": False}
+    expected = weights(model)
+    save_weights(tmp_path / "ours", model, expected)
+    flags = ["--format", "torch", "--transformer-impl", "local", *_sizes(2, 2)]
+    assert _export(tmp_path / "ours", tmp_path / "theirs", *flags) == 0
+    for path in _rank_files(tmp_path / "theirs"):
+        if version < 2:
+            _edit(path, _in_old_order(version, heads=2))
+        _edit(path, _with_old_names)
+    assert _import(tmp_path / "theirs", tmp_path / "back") == 0
+    assert_same(read(tmp_path / "back"), expected)
+
+
+def test_flat_parts_of_older_versions_are_put_together(tmp_path: Path) -> None:
+    """`fully_sharded_model_space`: [pieces of each dimension ..., elements of a piece], cut
+    anywhere, here at a third of every piece."""
+    expected = save_training(tmp_path / "ours", LLAMA, dtype=torch.float32)
+    assert _export(tmp_path / "ours", tmp_path / "theirs") == 0
+    folder = tmp_path / "theirs" / "iter_0000003"
+    _flatten_optimizer(folder)
+    assert _import(tmp_path / "theirs", tmp_path / "back") == 0
+    assert_same(read(tmp_path / "back"), expected)
+
+
+def _flatten_optimizer(folder: Path) -> None:
+    from megatron.training.megatron_lm.torch_dist import TorchDistReader
+
+    reader = TorchDistReader(folder)
+    common = torch.load(folder / "common.pt", weights_only=False)
+    parts = []
+    for key, stored in reader.keys.items():
+        whole = reader.box(key, Box((0,) * len(stored.size), stored.size), of=stored.size)
+        if not key.startswith("optimizer.state."):
+            parts.append(_part(key, stored.size, Box((0,) * whole.dim(), stored.size), whole))
+            continue
+        key = key.replace("optimizer.state.param.", "optimizer.state.fp32_param.")
+        fragments = [
+            2 if n % 2 == 0 and n > 4 else n if d == 0 else 1 for d, n in enumerate(stored.size)
+        ]
+        local = [n // f for n, f in zip(stored.size, fragments, strict=True)]
+        size = (*fragments, torch.Size(local).numel())
+        for numbers in (
+            torch.cartesian_prod(*(torch.arange(f) for f in fragments))
+            .view(-1, len(fragments))
+            .tolist()
+        ):
+            piece = whole
+            for dim, (number, length) in enumerate(zip(numbers, local, strict=True)):
+                piece = piece.narrow(dim, number * length, length)
+            flat, cut = piece.reshape(-1), piece.numel() // 3
+            for begin, end in ((0, cut), (cut, flat.numel())):
+                if begin < end:
+                    box = Box((*numbers, begin), (*(1 for _ in numbers), end - begin))
+                    parts.append(_part(key, size, box, flat[begin:end]))
+    common["content_metadata"] = {"distrib_optim_sharding_type": "fully_sharded_model_space"}
+    shutil.rmtree(folder)
+    folder.mkdir()
+    torch_dist_writer.write(folder, parts, empty_objects=[], common=common)
+
+
+def _part(key: str, size: tuple[int, ...], box: Box, values: torch.Tensor) -> Part:
+    return Part(key, tuple(size), values.dtype, box, values.clone)
+
+
+@pytest.fixture
+def legacy(tmp_path: Path) -> Path:
+    """LLaMA in the older layout, of two tensor-parallel ranks and two stages."""
+    save_weights(tmp_path / "ours", LLAMA, weights(LLAMA))
+    assert _export(tmp_path / "ours", tmp_path / "theirs", "--format", "torch", *_sizes(2, 2)) == 0
+    return tmp_path / "theirs"
+
+
+@pytest.fixture
+def sharded(tmp_path: Path) -> Path:
+    save_training(tmp_path / "training", QWEN, dtype=torch.bfloat16)
+    assert _export(tmp_path / "training", tmp_path / "sharded") == 0
+    return tmp_path / "sharded"
+
+
+def _refused(capsys: pytest.CaptureFixture[str], source: Path, target: Path, *flags: str) -> str:
+    """The one sentence of an import that ends with 2 and leaves nothing."""
+    capsys.readouterr()
+    assert _import(source, target, *flags) == 2
+    assert not target.exists()
+    error = capsys.readouterr().err
+    assert error.startswith("error: ")
+    assert len(error.strip().splitlines()) == 1
+    return error
+
+
+def test_ranks_that_are_missing_are_named(
+    legacy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.rmtree(legacy / "release" / "mp_rank_01_001")
+    error = _refused(capsys, legacy, tmp_path / "back")
+    assert "tensor-parallel rank 1 in pipeline stage 1" in error
+    shutil.rmtree(legacy / "release" / "mp_rank_01_000")
+    error = _refused(capsys, legacy, tmp_path / "back")
+    assert "holds 1 tensor-parallel ranks and its arguments say 2" in error
+
+
+def test_a_damaged_rank_is_named(
+    legacy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = _rank_files(legacy)[2]
+    path.write_bytes(path.read_bytes()[:-2000])
+    assert "mp_rank_01_000" in _refused(capsys, legacy, tmp_path / "back")
+
+
+def test_a_model_that_is_not_computed_is_refused(
+    legacy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for path in _rank_files(legacy):
+        _edit(path, lambda state: setattr(state["args"], "num_experts", 8))
+    assert "--num-experts 8" in _refused(capsys, legacy, tmp_path / "back")
+
+
+def test_tensors_that_the_arguments_do_not_account_for_are_named(
+    legacy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def change(state: Mapping[str, Any]) -> None:
+        state["model"]["decoder.layers.0.mlp.router.weight"] = torch.zeros(2)
+        state["model"]["decoder.layers.0.mlp.linear_fc1._extra_state"] = torch.zeros(2)
+
+    for path in _rank_files(legacy):
+        _edit(path, change)
+    error = _refused(capsys, legacy, tmp_path / "back")
+    assert "decoder.layers.0.mlp.router.weight is none of this model's" in error
+    assert "_extra_state" not in error
+
+
+class _Malicious:
+    def __init__(self, marker: Path) -> None:
+        self._marker = marker
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.system, (f"touch {self._marker}",)
+
+
+def test_a_pickle_that_runs_something_is_refused(
+    legacy: Path, sharded: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    marker = tmp_path / "ran"
+    common = sharded / "iter_0000003" / "common.pt"
+    torch.save({"args": Namespace(), "more": _Malicious(marker)}, common)
+    _edit(_rank_files(legacy)[3], lambda state: state.update(more=_Malicious(marker)))
+    for source in (sharded, legacy):
+        assert "posix.system" in _refused(capsys, source, tmp_path / "back")
+    assert not marker.exists()
+
+
+def test_shards_that_are_missing_or_cut_short_are_named(
+    sharded: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = sharded / "iter_0000003" / "__0_0.distcp"
+    data = path.read_bytes()
+    path.write_bytes(data[: len(data) // 2])
+    assert "__0_0.distcp is cut short" in _refused(capsys, sharded, tmp_path / "back")
+    path.unlink()
+    assert "__0_0.distcp is missing" in _refused(capsys, sharded, tmp_path / "back")
+    (sharded / "iter_0000003" / ".metadata").write_bytes(b"nothing")
+    assert ".metadata is damaged" in _refused(capsys, sharded, tmp_path / "back")
+    (sharded / "iter_0000003" / "metadata.json").write_text(json.dumps({"sharded_backend": "zarr"}))
+    assert "format zarr" in _refused(capsys, sharded, tmp_path / "back")
+
+
+def test_copies_that_are_not_of_these_weights_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = save_training(tmp_path / "ours", LLAMA, dtype=torch.bfloat16)
+    from tests.training.megatron_lm import tiny
+
+    name = "decoder.layers.2.mlp.linear_fc2.weight"
+    found[f"optimizer.main.{name}"] = found[f"optimizer.main.{name}"].flip(0)
+    run = dict(read_index(tmp_path / "ours" / "iter_0000003").run)
+    pieces = [[tiny.Piece.whole(n, t) for n, t in found.items()]]
+    tiny.write_checkpoint(
+        tmp_path / "ours", "iter_0000003", pieces, args={**LLAMA, "bf16": True}, run=run
+    )
+    assert _export(tmp_path / "ours", tmp_path / "theirs") == 0
+    error = _refused(capsys, tmp_path / "theirs", tmp_path / "back")
+    assert f"copy of {name}" in error
+    assert "--weights-only" in error
+
+
+def test_targets_and_sources_that_cannot_be_are_refused(
+    legacy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "file").touch()
+    capsys.readouterr()
+    assert _import(legacy, tmp_path / "full") == 2
+    assert "is not empty" in capsys.readouterr().err
+    assert _export(tmp_path / "ours", tmp_path / "full") == 2
+    assert "is not empty" in capsys.readouterr().err
+    assert "is not a folder" in _refused(capsys, tmp_path / "nowhere", tmp_path / "back")
+    (tmp_path / "empty").mkdir()
+    assert TRACKER in _refused(capsys, tmp_path / "empty", tmp_path / "back")
+    error = _refused(capsys, legacy, tmp_path / "back", "--ckpt-step", "7")
+    assert "holds no iter_0000007" in error
+    assert "--load takes as they are" in _refused(capsys, tmp_path / "ours", tmp_path / "back")
+
+
+def test_sizes_that_do_not_divide_are_named_together(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_weights(tmp_path / "ours", LLAMA, weights(LLAMA))
+    capsys.readouterr()
+    flags = ["--format", "torch", *_sizes(5, 3)]
+    assert _export(tmp_path / "ours", tmp_path / "theirs", *flags) == 2
+    error = capsys.readouterr().err
+    assert "4 layers over 3 stages" in error
+    assert "embedding.word_embeddings.weight over 5" in error
+    assert not (tmp_path / "theirs").exists()
+
+
+@pytest.mark.parametrize("kind", ["torch_dist", "torch"])
+def test_a_full_disk_leaves_nothing(
+    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_weights(tmp_path / "ours", LLAMA, weights(LLAMA))
+    capsys.readouterr()
+
+    def full(*_args: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    assert _export(tmp_path / "ours", tmp_path / "theirs", "--format", kind) == 2
+    assert "No space left" in capsys.readouterr().err
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["ours"]

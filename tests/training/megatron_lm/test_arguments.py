@@ -1,0 +1,81 @@
+"""Megatron-LM's arguments as ours and back, and what is refused."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from typing import Any
+
+import pytest
+import torch
+
+from hetero.errors import UserError
+from megatron.training.megatron_lm.arguments import to_ours, to_theirs
+from tests.training.megatron_lm.tiny import LLAMA, MODELS
+
+
+def _theirs(**changes: Any) -> Namespace:
+    return Namespace(**{**LLAMA, **changes})
+
+
+@pytest.mark.parametrize("name", sorted(MODELS))
+def test_a_model_comes_back_as_it_went(name: str) -> None:
+    args = dict(MODELS[name])
+    there = to_theirs(args, tensor=2, pipeline=2, virtual=None, params_dtype=torch.bfloat16)
+    back = to_ours(there, source="it")
+    assert {key: back[key] for key in args} == args
+    assert back["params_dtype"] == "bfloat16"
+
+
+def test_older_names_are_known() -> None:
+    args = dict(LLAMA)
+    for name in ("layernorm_epsilon", "layernorm_zero_centered_gamma", "add_bias_linear"):
+        del args[name]
+    del args["position_embedding_type"]
+    older = {
+        "norm_epsilon": 1e-6,
+        "apply_layernorm_1p": True,
+        "disable_bias_linear": True,
+        "use_rotary_position_embeddings": True,
+    }
+    found = to_ours(Namespace(**args, **older), source="it")
+    assert found["layernorm_epsilon"] == 1e-6
+    assert found["layernorm_zero_centered_gamma"]
+    assert not found["add_bias_linear"]
+    assert found["position_embedding_type"] == "rope"
+
+
+def test_flags_that_an_old_version_did_not_have_are_at_their_default() -> None:
+    kept = ("num_layers", "hidden_size", "num_attention_heads", "max_position_embeddings")
+    found = to_ours(Namespace(**{name: LLAMA[name] for name in kept}), source="it")
+    assert found["normalization"] == "LayerNorm"
+    assert found["ffn_hidden_size"] == 4 * LLAMA["hidden_size"]
+    assert found["num_query_groups"] == LLAMA["num_attention_heads"]
+    assert found["add_bias_linear"]
+
+
+def test_a_model_that_is_not_computed_is_refused_with_all_that_is_wrong() -> None:
+    wrong = {
+        "num_experts": 8,
+        "multi_latent_attention": True,
+        "fp8": "hybrid",
+        "window_size": (128, 0),
+        "position_embedding_type": "yarn",
+        "softmax_type": "learnable",
+    }
+    with pytest.raises(UserError) as error:
+        to_ours(_theirs(**wrong), source="the checkpoint")
+    for flag in (
+        *("--num-experts 8", "--multi-latent-attention", "--fp8-format hybrid", "--window-size"),
+        *("--position-embedding-type yarn", "--softmax-type learnable"),
+    ):
+        assert flag in str(error.value)
+
+
+def test_flags_that_ask_for_nothing_are_not() -> None:
+    nothing = {"num_experts": None, "fp8": None, "softmax_type": "vanilla", "rope_type": "rope"}
+    assert to_ours(_theirs(**nothing, mtp_num_layers=0), source="it")["num_layers"] == 4
+
+
+def test_arguments_that_do_not_tell_the_model_are_refused() -> None:
+    with pytest.raises(UserError, match="num_layers, hidden_size"):
+        to_ours(Namespace(num_attention_heads=4, max_position_embeddings=8), source="it")

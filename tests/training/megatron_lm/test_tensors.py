@@ -1,0 +1,49 @@
+"""The names, shapes and orders that we expect, against megatron-core's own model."""
+
+from __future__ import annotations
+
+import argparse
+
+import pytest
+import torch
+
+from megatron.training.arguments.parser import build_parser
+from megatron.training.checkpoint.names import stored_name
+from megatron.training.cpu_shim import cpu_shim
+from megatron.training.lone_process import lone_groups
+from megatron.training.megatron_lm.tensors import buffer_order, model_tensors
+from megatron.training.model import build_chunk, transformer_config
+from tests.training.megatron_lm.tiny import LLAMA, MODELS
+
+
+@pytest.mark.parametrize("name", sorted(MODELS))
+def test_they_are_those_of_megatron_core_in_its_order(name: str) -> None:
+    flags = {
+        **vars(build_parser().parse_args([])),
+        **MODELS[name],
+        "params_dtype": "float32",
+        "tensor_model_parallel_size": 1,
+    }
+    args = argparse.Namespace(**flags)
+    with cpu_shim(), lone_groups(args.num_layers) as (plan, groups):
+        config = transformer_config(args, plan, torch.device("cpu"))
+        model = build_chunk(
+            args, config, plan=plan, coordinate=plan.coordinate(0), chunk=0, groups=groups
+        )
+    found = [(stored_name(n), tuple(p.shape)) for n, p in model.named_parameters()]
+    expected = [(t.name, t.shape) for t in model_tensors(MODELS[name], rows=32)]
+    assert found == expected
+
+
+def test_transformer_engine_has_norms_before_the_weights_they_are_fused_with() -> None:
+    """Its LayerNormLinear registers the norm's weight first."""
+    layer = [t for t in model_tensors(LLAMA, rows=32) if t.layer == 0]
+    order = [t.tail for t in buffer_order(layer, fused_norms=True)[::-1]]
+    assert order == [
+        "self_attention.linear_proj.weight",
+        "input_layernorm.weight",
+        "self_attention.linear_qkv.weight",
+        "pre_mlp_layernorm.weight",
+        "mlp.linear_fc1.weight",
+        "mlp.linear_fc2.weight",
+    ]
