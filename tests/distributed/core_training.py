@@ -40,7 +40,6 @@ from safetensors.torch import save_file
 
 from megatron.training.cpu_shim import cpu_shim
 
-TENSOR, PIPELINE = 2, 2
 SEED = 1234
 
 
@@ -54,14 +53,18 @@ def main() -> None:
 
 
 class _Run:
-    """What the plan asks for: `model` flags, `batches` file, `load`, `save`, `first`, `last`."""
+    """What a plan asks for: steps `first` to `last` with `args` on `batches`, and their `losses`.
+
+    `load` is a checkpoint to begin from, `legacy` one whose weights are looked at after that;
+    `weights` is a folder for them. `saves` are made before step `save_before`, or at the end.
+    """
 
     def __init__(self, plan: dict[str, Any]) -> None:
         self.plan = plan
         self.args = argparse.Namespace(**plan["args"])
         parallel_state.initialize_model_parallel(
-            tensor_model_parallel_size=TENSOR,
-            pipeline_model_parallel_size=PIPELINE,
+            tensor_model_parallel_size=self.args.tensor_model_parallel_size,
+            pipeline_model_parallel_size=self.args.pipeline_model_parallel_size,
             virtual_pipeline_model_parallel_size=self._virtual,
             create_gloo_process_groups=False,
         )
@@ -77,20 +80,27 @@ class _Run:
         return self.args.virtual_pipeline_model_parallel_size
 
     def go(self) -> None:
-        if self.plan.get("load"):
-            self._load(Path(self.plan["load"]))
-        if self.plan.get("weights"):
-            self._dump(Path(self.plan["weights"]))
-        batches = torch.load(self.plan["batches"], weights_only=True)
+        plan = self.plan
+        if plan.get("load"):
+            self._load(Path(plan["load"]))
+        batches = torch.load(plan["batches"], weights_only=True)
         losses = []
-        for step in range(self.plan["first"], self.plan["last"]):
-            if step == self.plan.get("save_before"):
-                self._save(Path(self.plan["save"]), step)
-            losses.append(self._step(batches[step]))
-        if self.plan["last"] == self.plan.get("save_before"):
-            self._save(Path(self.plan["save"]), self.plan["last"])
+        for step in range(plan["first"], plan["last"] + 1):
+            if step == plan.get("save_before"):
+                self._save_all(step)
+            if step == plan.get("weights_before"):
+                self._dump(Path(plan["weights"]))
+            if step < plan["last"]:
+                losses.append(self._step(batches[step]))
+        if plan.get("legacy"):
+            self._load(Path(plan["legacy"]))
+            self._dump(Path(plan["legacy_weights"]))
         if dist.get_rank() == dist.get_world_size() - 1:
-            Path(self.plan["losses"]).write_text(json.dumps(losses))
+            Path(plan["losses"]).write_text(json.dumps(losses))
+
+    def _save_all(self, step: int) -> None:
+        for save in self.plan["saves"]:
+            self._save(Path(save["folder"]), step, save)
 
     def _config(self) -> Any:
         args = self.args
@@ -111,8 +121,8 @@ class _Run:
             params_dtype=self.dtype,
             bf16=args.bf16,
             pipeline_dtype=self.dtype,
-            tensor_model_parallel_size=TENSOR,
-            pipeline_model_parallel_size=PIPELINE,
+            tensor_model_parallel_size=self.args.tensor_model_parallel_size,
+            pipeline_model_parallel_size=self.args.pipeline_model_parallel_size,
             virtual_pipeline_model_parallel_size=self._virtual,
             gradient_accumulation_fusion=False,
             masked_softmax_fusion=False,
@@ -194,10 +204,9 @@ class _Run:
 
     def _step(self, batch: dict[str, torch.Tensor]) -> float:
         args = self.args
-        samples = [
-            (batch["tokens"][i : i + 1], batch["labels"][i : i + 1])
-            for i in range(args.global_batch_size)
-        ]
+        replicas = parallel_state.get_data_parallel_world_size()
+        mine = range(parallel_state.get_data_parallel_rank(), args.global_batch_size, replicas)
+        samples = [(batch["tokens"][i : i + 1], batch["labels"][i : i + 1]) for i in mine]
         positions = torch.arange(args.seq_length)[None]
 
         def forward(iterator: Any, model: Any) -> Any:
@@ -218,14 +227,32 @@ class _Run:
             forward_step_func=forward,
             data_iterator=iterators if len(iterators) > 1 else iterators[0],
             model=self.model if len(self.model) > 1 else self.model[0],
-            num_microbatches=args.global_batch_size,
+            num_microbatches=len(samples),
             seq_length=args.seq_length,
             micro_batch_size=1,
         )
         self.optimizer.step()
         self.scheduler.step(args.global_batch_size)
         losses = [record["loss"] for record in found if record]
-        return float(torch.stack(losses).mean()) if losses else 0.0
+        if not losses:
+            return 0.0
+        mean = torch.stack(losses).mean() / replicas
+        dist.all_reduce(mean, group=parallel_state.get_data_parallel_group())
+        return float(mean)
+
+    @property
+    def _place(self) -> tuple[int, int]:
+        """Pipeline stage and tensor-parallel rank."""
+        return (
+            parallel_state.get_pipeline_model_parallel_rank(),
+            parallel_state.get_tensor_model_parallel_rank(),
+        )
+
+    @property
+    def _rank_folder(self) -> str:
+        stage, rank = self._place
+        has_stages = self.args.pipeline_model_parallel_size > 1
+        return f"mp_rank_{rank:02d}" + (f"_{stage:03d}" if has_stages else "")
 
     def _bare(self) -> list[Any]:
         bare = []
@@ -248,7 +275,7 @@ class _Run:
     def _key(self, number: int) -> str:
         return "model" if len(self.model) == 1 else f"model{number}"
 
-    def _save(self, save: Path, step: int) -> None:
+    def _save(self, save: Path, step: int, kind: dict[str, str]) -> None:
         """Megatron-LM's `save_checkpoint`: --ckpt-format torch_dist or torch."""
         self.args.iteration = step
         self.args.consumed_train_samples = step * self.args.global_batch_size
@@ -257,15 +284,15 @@ class _Run:
             folder.mkdir(parents=True)
         dist.barrier()
         state: dict[str, Any] = {
-            "args": self._megatron_args(),
+            "args": self._megatron_args(kind["format"]),
             "checkpoint_version": 3.0,
             "iteration": step,
             "num_floating_point_operations_so_far": 0,
         }
-        if self.plan["format"] == "torch":
+        if kind["format"] == "torch":
             self._save_legacy(folder, state)
         else:
-            self._save_sharded(folder, state)
+            self._save_sharded(folder, state, kind["sharding"])
         dist.barrier()
         if dist.get_rank() == 0:
             (save / "latest_checkpointed_iteration.txt").write_text(str(step))
@@ -276,18 +303,16 @@ class _Run:
         state["optimizer"] = {"optimizer": {"param_groups": []}}
         state["opt_param_scheduler"] = self.scheduler.state_dict()
         state["rng_state"] = self._random_states()
-        rank = (
-            f"mp_rank_{parallel_state.get_tensor_model_parallel_rank():02d}"
-            f"_{parallel_state.get_pipeline_model_parallel_rank():03d}"
-        )
-        (folder / rank).mkdir()
-        torch.save(state, folder / rank / "model_optim_rng.pt")
+        rank = self._rank_folder
+        if parallel_state.get_data_parallel_rank() == 0:
+            (folder / rank).mkdir()
+            torch.save(state, folder / rank / "model_optim_rng.pt")
 
-    def _metadata(self) -> dict[str, Any]:
+    def _metadata(self, sharding: str) -> dict[str, Any]:
         metadata: dict[str, Any] = {}
         if self.args.use_distributed_optimizer:
-            metadata["distrib_optim_sharding_type"] = self.plan["sharding"]
-            if self.plan["sharding"] == "fully_reshardable":
+            metadata["distrib_optim_sharding_type"] = sharding
+            if sharding == "fully_reshardable":
                 metadata["distrib_optim_fully_reshardable_mem_efficient"] = False
         metadata["singleton_local_shards"] = False
         metadata["chained_optim_avoid_prefix"] = True
@@ -304,17 +329,14 @@ class _Run:
         )
         state["opt_param_scheduler"] = self.scheduler.state_dict()
 
-    def _save_sharded(self, folder: Path, state: dict[str, Any]) -> None:
-        metadata = self._metadata()
+    def _save_sharded(self, folder: Path, state: dict[str, Any], sharding: str) -> None:
+        metadata = self._metadata(sharding)
         self._sharded(state, metadata, loading=False)
         state["rng_state"] = ShardedObject(
             "rng_state",
             self._random_states(),
-            (PIPELINE, TENSOR),
-            (
-                parallel_state.get_pipeline_model_parallel_rank(),
-                parallel_state.get_tensor_model_parallel_rank(),
-            ),
+            (self.args.pipeline_model_parallel_size, self.args.tensor_model_parallel_size),
+            self._place,
             replica_id=parallel_state.get_data_parallel_rank(with_context_parallel=True),
         )
         dist_checkpointing.save(state, str(folder), content_metadata=metadata)
@@ -330,7 +352,7 @@ class _Run:
             }
         ]
 
-    def _megatron_args(self) -> argparse.Namespace:
+    def _megatron_args(self, ckpt_format: str) -> argparse.Namespace:
         """The arguments with what Megatron-LM's own validation has put into them."""
         derived = {
             "attention_backend": AttnBackend.auto,
@@ -338,11 +360,9 @@ class _Run:
             "model_type": ModelType.encoder_or_decoder,
             "params_dtype": self.dtype,
             "world_size": dist.get_world_size(),
-            "data_parallel_size": 1,
+            "data_parallel_size": parallel_state.get_data_parallel_world_size(),
             "rank": 0,
-            "tensor_model_parallel_size": TENSOR,
-            "pipeline_model_parallel_size": PIPELINE,
-            "ckpt_format": self.plan["format"],
+            "ckpt_format": ckpt_format,
             "num_experts": None,
             "multi_latent_attention": False,
             "fp8": None,
@@ -352,15 +372,12 @@ class _Run:
 
     def _load(self, load: Path) -> None:
         """Megatron-LM's `load_checkpoint` of either format."""
-        step = int((load / "latest_checkpointed_iteration.txt").read_text())
-        folder = load / f"iter_{step:07d}"
+        step = (load / "latest_checkpointed_iteration.txt").read_text()
+        folder = load / (step if step == "release" else f"iter_{int(step):07d}")
         if (folder / "metadata.json").exists():
             self._load_sharded(folder)
             return
-        rank = (
-            f"mp_rank_{parallel_state.get_tensor_model_parallel_rank():02d}"
-            f"_{parallel_state.get_pipeline_model_parallel_rank():03d}"
-        )
+        rank = self._rank_folder
         state = torch.load(folder / rank / "model_optim_rng.pt", weights_only=False)
         for number, model in enumerate(self._bare()):
             model.load_state_dict(state[self._key(number)], strict=True)

@@ -83,7 +83,7 @@ def find(
         stored = {
             name: reader.object(f"{_BUCKETS}0.{name}") for name in ("optimizer", "grad_scaler")
         }
-    elif any(key.startswith("optimizer.") for key in reader.keys):
+    elif any(key.startswith("optimizer.") for key in (*reader.keys, *reader.object_keys())):
         raise UserError(
             f"{reader.folder} holds the optimizer's state as {kind}, which cannot be read"
             f"{_WITHOUT}--dist-ckpt-optim-fully-reshardable"

@@ -75,6 +75,10 @@ class TorchDistReader:
     def weight_keys(self) -> list[str]:
         return [key for key in self.keys if not key.startswith(_NO_WEIGHTS)]
 
+    def object_keys(self) -> list[str]:
+        """Of what ranks stored beside tensors."""
+        return list(self._objects)
+
     def object(self, key: str) -> Any:
         """What one rank stored beside tensors, under `key` without its shard; None if absent."""
         place = self._objects.get(f"{key}/shard_0_1")

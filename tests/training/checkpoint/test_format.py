@@ -240,6 +240,7 @@ def test_a_folder_without_an_index_says_whose_it_is(tmp_path: Path) -> None:
     assert _damaged(tmp_path) == "it has no index.json"
     (tmp_path / "mp_rank_00").mkdir()
     assert "written by Megatron-LM" in _damaged(tmp_path)
+    assert f"convert_checkpoint.py import-megatron {tmp_path.parent}" in _damaged(tmp_path)
 
 
 def test_a_tensor_with_a_hole_is_refused(tmp_path: Path) -> None:

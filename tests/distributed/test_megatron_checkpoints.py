@@ -1,0 +1,254 @@
+"""Checkpoints that megatron-core itself writes: converted, trained across two (simulated) vendors,
+converted back, and loaded by megatron-core."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from megatron.training.arguments import parse_args
+from megatron.training.checkpoint.index import read_index
+from megatron.training.checkpoint.reader import CheckpointReader
+from megatron.training.data import build_datasets
+from megatron.training.megatron_lm.tensors import model_tensors
+from megatron.training.tokenizer.build import build_tokenizer
+from tests.distributed.harness import launch, train
+from tools.convert_checkpoint import main as convert
+
+SCRIPT = Path(__file__).with_name("core_training.py")
+PLAYED = {"HETERO_VENDOR": "plan"}
+HETERO = (
+    "--hetero-pipeline --hetero-vendors amd nvidia --hetero-pipeline-sizes 1 1 "
+    "--hetero-pipeline-layers 1 3 --hetero-transport cpu-forward"
+).split()
+BATCH, SAVED, RESAVED, STEPS = 4, 3, 5, 7
+MODEL: Mapping[str, Any] = {
+    "num_layers": 4,
+    "hidden_size": 32,
+    "ffn_hidden_size": 64,
+    "num_attention_heads": 4,
+    "group_query_attention": True,
+    "num_query_groups": 2,
+    "kv_channels": 8,
+    "seq_length": 32,
+    "max_position_embeddings": 32,
+    "position_embedding_type": "rope",
+    "add_position_embedding": True,
+    "rotary_base": 10000,
+    "normalization": "RMSNorm",
+    "layernorm_epsilon": 1e-5,
+    "swiglu": True,
+    "add_bias_linear": False,
+    "add_qkv_bias": False,
+    "untie_embeddings_and_output_weights": True,
+    "padded_vocab_size": 512,
+    "bf16": False,
+    "fp16": False,
+    "use_distributed_optimizer": True,
+    "tensor_model_parallel_size": 2,
+    "pipeline_model_parallel_size": 2,
+    "virtual_pipeline_model_parallel_size": None,
+    "optimizer": "adam",
+    "lr": 3e-3,
+    "min_lr": 3e-4,
+    "weight_decay": 0.1,
+    "adam_beta1": 0.9,
+    "adam_beta2": 0.95,
+    "clip_grad": 1.0,
+    "train_iters": STEPS,
+    "global_batch_size": BATCH,
+    "micro_batch_size": 1,
+    "lr_warmup_iters": 1,
+    "lr_decay_style": "cosine",
+}
+# The same model and recipe in words, so that nothing has to be taken from a checkpoint.
+FLAGS = (
+    "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --group-query-attention "
+    "--num-query-groups 2 --ffn-hidden-size 64 --seq-length 32 --max-position-embeddings 32 "
+    "--position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear "
+    "--untie-embeddings-and-output-weights --hidden-dropout 0 --attention-dropout 0 "
+    f"--micro-batch-size 1 --global-batch-size {BATCH} --train-iters {STEPS} --lr 3e-3 "
+    "--min-lr 3e-4 --lr-decay-style cosine --lr-warmup-iters 1 --weight-decay 0.1 --clip-grad 1.0 "
+    "--adam-beta2 0.95 --log-interval 1 --eval-iters 0 --num-workers 0"
+).split()
+
+
+def _core(folder: Path, name: str, model: Mapping[str, Any], **plan: Any) -> list[float]:
+    """Train with megatron-core alone, on four ranks; its losses."""
+    folder.mkdir(exist_ok=True)
+    losses, written = folder / f"{name}.losses", folder / f"{name}.json"
+    written.write_text(
+        json.dumps({"args": dict(model), "losses": str(losses), **plan}, default=str)
+    )
+    outcomes = launch([str(written)], 4, seconds=240, scripts=dict.fromkeys(range(4), SCRIPT))
+    for rank, outcome in enumerate(outcomes):
+        assert outcome.code == 0, f"rank {rank}: {outcome.stdout[-1000:]}{outcome.stderr[-3000:]}"
+    found: list[float] = json.loads(losses.read_text())
+    return found
+
+
+def _save(folder: Path, ckpt_format: str, sharding: str = "") -> dict[str, str]:
+    return {"folder": str(folder), "format": ckpt_format, "sharding": sharding}
+
+
+def _random_batches(path: Path, steps: int) -> None:
+    generator = torch.Generator().manual_seed(5)
+    rows = [torch.randint(0, 500, (BATCH, 33), generator=generator) for _ in range(steps)]
+    torch.save([{"tokens": r[:, :-1].clone(), "labels": r[:, 1:].clone()} for r in rows], path)
+
+
+def _read_batches(path: Path, flags: Sequence[str]) -> None:
+    """What a run of ours with these flags reads, step by step."""
+    args = parse_args(list(flags), world_size=1)
+    data, _, _ = build_datasets(args, tokenizer=build_tokenizer(args), absent=frozenset())
+    assert data is not None
+    steps = [[data[step * BATCH + i] for i in range(BATCH)] for step in range(STEPS)]
+    torch.save(
+        [
+            {key: torch.stack([sample[key] for sample in step]) for key in ("tokens", "labels")}
+            for step in steps
+        ],
+        path,
+    )
+
+
+def _assert_ranks_hold(dumped: Path, checkpoint: Path) -> None:
+    """Every bit of what each of four ranks, TP2 and PP2, has, is what the checkpoint has."""
+    compared = 0
+    with CheckpointReader.open(checkpoint) as reader:
+        tensors = {t.name: t for t in model_tensors(reader.args, rows=512)}
+        for rank in range(4):
+            stage, tensor_rank = divmod(rank, 2)
+            for name, values in load_file(dumped / f"rank{rank}.safetensors").items():
+                whole = name.removeprefix("0.")
+                head, found, rest = whole.partition("decoder.layers.")
+                if found:
+                    number, _, tail = rest.partition(".")
+                    whole = f"{head}{found}{int(number) + 2 * stage}.{tail}"
+                shard = tensors[whole].shard(tensor_rank, 2)
+                expected = reader.boxes(whole, shard.boxes()).view(shard.local)
+                assert torch.equal(values, expected), whole
+                compared += values.numel()
+    assert compared > sum(tensor.size for tensor in tensors.values())
+
+
+def test_a_checkpoint_of_megatron_core_is_trained_mixed_and_goes_back(
+    corpus, tmp_path: Path
+) -> None:
+    batches = tmp_path / "batches.pt"
+    flags = [*FLAGS, *corpus.flags]
+    _read_batches(batches, flags)
+    saves = [
+        _save(tmp_path / "sharded", "torch_dist", "dp_reshardable"),
+        _save(tmp_path / "legacy", "torch"),
+    ]
+    first = _core(
+        tmp_path / "core",
+        "first",
+        MODEL,
+        batches=str(batches),
+        first=0,
+        last=RESAVED,
+        save_before=SAVED,
+        saves=saves,
+        weights_before=SAVED,
+        weights=str(tmp_path / "weights"),
+        bucket_size=9000,
+    )
+
+    for kind in ("sharded", "legacy"):
+        assert (
+            convert(["import-megatron", str(tmp_path / kind), str(tmp_path / f"ours_{kind}")]) == 0
+        )
+        _assert_ranks_hold(tmp_path / "weights", tmp_path / f"ours_{kind}")
+
+    resumed = ["--load", str(tmp_path / "ours_sharded"), "--no-load-rng", "--save"]
+    resumed += [
+        str(tmp_path / "mixed"),
+        "--save-interval",
+        str(RESAVED),
+        "--exit-on-missing-checkpoint",
+    ]
+    ours = train([*flags, *HETERO, *resumed], 2, tmp_path / "run", environ=PLAYED)
+    assert len(ours.losses) == STEPS - SAVED
+    assert ours.losses[: RESAVED - SAVED] == pytest.approx(first[SAVED:], rel=1e-6)
+
+    mixed, theirs = tmp_path / "mixed", tmp_path / "theirs"
+    step = ["--ckpt-step", str(RESAVED)]
+    export = ["export-megatron", str(mixed)]
+    # The run had no distributed optimizer; megatron-core goes on with its own.
+    kind = ["--use-distributed-optimizer"]
+    assert convert([*export, str(theirs), *kind, *step]) == 0
+    older = ["--format", "torch", "--transformer-impl", "local"]
+    older += ["--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "2"]
+    assert convert([*export, str(tmp_path / "theirs_legacy"), *older, *step]) == 0
+    second = _core(
+        tmp_path / "core",
+        "second",
+        MODEL,
+        batches=str(batches),
+        load=str(theirs),
+        first=RESAVED,
+        last=STEPS,
+        weights_before=RESAVED,
+        weights=str(tmp_path / "weights_back"),
+        legacy=str(tmp_path / "theirs_legacy"),
+        legacy_weights=str(tmp_path / "weights_legacy"),
+    )
+    for dumped in ("weights_back", "weights_legacy"):
+        _assert_ranks_hold(tmp_path / dumped, mixed / f"iter_{RESAVED:07d}")
+    assert second == pytest.approx(ours.losses[RESAVED - SAVED :], rel=1e-6)
+
+
+def test_half_precision_and_data_parallel_ranks_resume_as_if_nothing_had_been(
+    tmp_path: Path,
+) -> None:
+    """Both ways in which the distributed optimizer is written, tied embeddings, biases."""
+    model = {
+        **MODEL,
+        "bf16": True,
+        "add_qkv_bias": True,
+        "untie_embeddings_and_output_weights": False,
+        "pipeline_model_parallel_size": 1,
+    }
+    _random_batches(tmp_path / "batches.pt", RESAVED)
+    kinds = ("dp_reshardable", "fully_reshardable")
+    shared = {"batches": str(tmp_path / "batches.pt"), "last": RESAVED, "bucket_size": 20000}
+    saves = [_save(tmp_path / kind, "torch_dist", kind) for kind in kinds[:1]]
+    first = _core(
+        tmp_path / "core", "first", model, first=0, save_before=SAVED, saves=saves, **shared
+    )
+    assert convert(["import-megatron", str(tmp_path / kinds[0]), str(tmp_path / "ours")]) == 0
+    index = read_index(tmp_path / "ours" / f"iter_{SAVED:07d}")
+    assert index.tensors["embedding.word_embeddings.weight"].dtype == "bfloat16"
+    assert index.tensors["optimizer.main.embedding.word_embeddings.weight"].dtype == "float32"
+
+    assert convert(["export-megatron", str(tmp_path / "ours"), str(tmp_path / "theirs")]) == 0
+    resaved = [_save(tmp_path / kinds[1], "torch_dist", kinds[1])]
+    second = _core(
+        tmp_path / "core",
+        "second",
+        model,
+        load=str(tmp_path / "theirs"),
+        first=SAVED,
+        save_before=SAVED,
+        saves=resaved,
+        **{**shared, "bucket_size": None},
+    )
+    assert second == first[SAVED:]
+    assert convert(["import-megatron", str(tmp_path / kinds[1]), str(tmp_path / "again")]) == 0
+    _assert_same(tmp_path / "ours", tmp_path / "again")
+
+
+def _assert_same(one: Path, other: Path) -> None:
+    with CheckpointReader.open(one) as first, CheckpointReader.open(other) as second:
+        assert set(first.index.tensors) == set(second.index.tensors)
+        for name in first.index.tensors:
+            assert torch.equal(first.tensor(name), second.tensor(name)), name
+        assert first.run == second.run
