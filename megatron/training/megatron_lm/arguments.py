@@ -12,37 +12,15 @@ from typing import Any
 
 from hetero.errors import UserError
 from megatron.training.arguments.parser import build_parser
+from megatron.training.checkpoint.model_flags import COMPARED, MODEL_FLAGS, spellings
 
 _REQUIRED = ("num_layers", "hidden_size", "num_attention_heads", "max_position_embeddings")
-# What Megatron-LM takes for a flag that an older version did not know.
-_DEFAULTS: Mapping[str, Any] = {
-    "swiglu": False,
-    "squared_relu": False,
-    "normalization": "LayerNorm",
-    "layernorm_epsilon": 1e-5,
-    "layernorm_zero_centered_gamma": False,
-    "add_bias_linear": True,
-    "add_qkv_bias": False,
-    "qk_layernorm": False,
-    "group_query_attention": False,
-    "position_embedding_type": "learned_absolute",
-    "rotary_base": 10000,
-    "rotary_percent": 1.0,
-    "rotary_interleaved": False,
-    "rotary_seq_len_interpolation_factor": None,
-    "use_rope_scaling": False,
-    "rope_scaling_factor": 8.0,
-    "untie_embeddings_and_output_weights": False,
-    "apply_query_key_layer_scaling": False,
-    "make_vocab_size_divisible_by": 128,
-    "optimizer": "adam",
-}
 # Files, and what is another in every run.
 _NOT_OURS = (
     *("rank", "local_rank", "load", "save", "pretrained_checkpoint", "ckpt_step", "finetune"),
     *("use_checkpoint_args", "data_path", "data_cache_path", "tensorboard_dir", "wandb_project"),
     *("exit_interval", "exit_duration_in_mins", "attention_backend", "ckpt_format"),
-    *("exit_signal", "ignored_flags"),
+    *("exit_signal", "ignored_flags", "typed_flags", "taken_flags"),
 )
 
 
@@ -158,14 +136,23 @@ def _modern(stored: Mapping[str, Any]) -> dict[str, Any]:
         and theirs.get("position_embedding_type", "learned_absolute") == "learned_absolute"
     ):
         theirs["position_embedding_type"] = "none"
-    theirs = {**_DEFAULTS, **theirs}
+    theirs = {**_defaults(), **theirs}
     hidden, heads = theirs.get("hidden_size"), theirs.get("num_attention_heads")
     if hidden and heads:
         theirs.setdefault("kv_channels", hidden // heads)
         theirs.setdefault("ffn_hidden_size", 4 * hidden)
-        theirs.setdefault("num_query_groups", 1 if theirs["group_query_attention"] else heads)
     theirs["params_dtype"] = str(theirs.get("params_dtype", "float32")).removeprefix("torch.")
     return theirs
+
+
+def _defaults() -> dict[str, Any]:
+    """What Megatron-LM takes for a flag of the model that an older version did not know."""
+    found = spellings(build_parser())
+    return {
+        name: spelling.default
+        for name, spelling in found.items()
+        if MODEL_FLAGS[name].kind in COMPARED and spelling.default is not None
+    }
 
 
 def to_theirs(
@@ -187,10 +174,6 @@ def to_theirs(
             "apply_layernorm_1p": args["layernorm_zero_centered_gamma"],
             "disable_bias_linear": not args["add_bias_linear"],
             "use_rotary_position_embeddings": args["position_embedding_type"] == "rope",
-            # Megatron-LM compares it with the run's, which has it on unless it was turned off;
-            # --use-checkpoint-args derives ours from the kind of embedding.
-            "add_position_embedding": args.get("add_position_embedding", True)
-            or args.get("use_checkpoint_args", False),
             "tensor_model_parallel_size": tensor,
             "pipeline_model_parallel_size": pipeline,
             "virtual_pipeline_model_parallel_size": virtual,

@@ -314,6 +314,13 @@ def test_a_checkpoint_that_cannot_be_read_is_no_new_start(tmp_path: Path) -> Non
         _resume(tmp_path, SIZES)
 
 
+def test_one_of_megatron_lm_is_told_with_the_command_to_run(tmp_path: Path) -> None:
+    (tmp_path / "iter_0000010").mkdir()
+    (tmp_path / "iter_0000010" / ".metadata").touch()
+    with pytest.raises(UserError, match=f"import-megatron {tmp_path} "):
+        _resume(tmp_path, SIZES)
+
+
 def _save(folder: Path, words: str) -> Path:
     """A checkpoint as far as its flags are concerned."""
     (folder / "iter_0000010").mkdir(parents=True)

@@ -9,6 +9,8 @@ import pytest
 import torch
 
 from hetero.errors import UserError
+from megatron.training.arguments.parser import build_parser
+from megatron.training.checkpoint.model_flags import MODEL_FLAGS, TAKEN, Kind, spellings
 from megatron.training.megatron_lm.arguments import to_ours, to_theirs
 from tests.training.megatron_lm.tiny import LLAMA, MODELS
 
@@ -24,6 +26,24 @@ def test_a_model_comes_back_as_it_went(name: str) -> None:
     back = to_ours(there, source="it")
     assert {key: back[key] for key in args} == args
     assert back["params_dtype"] == "bfloat16"
+
+
+def test_every_flag_that_decides_the_model_goes_there_and_back() -> None:
+    other = {"position_embedding_type": "rope", "normalization": "RMSNorm"}
+    args = dict(LLAMA)
+    for name, spelling in spellings(build_parser()).items():
+        if MODEL_FLAGS[name].kind not in TAKEN - {Kind.TOKENIZER} or name in other:
+            continue
+        if spelling.const is not None:
+            args[name] = spelling.const
+        elif isinstance(spelling.default, int | float):
+            args[name] = spelling.default + 1
+        else:
+            args[name] = args.get(name) or 8
+    args |= other
+    there = to_theirs(args, tensor=1, pipeline=1, virtual=None, params_dtype=torch.float32)
+    back = to_ours(there, source="it")
+    assert {name: back[name] for name in args} == args
 
 
 def test_older_names_are_known() -> None:
@@ -49,7 +69,6 @@ def test_flags_that_an_old_version_did_not_have_are_at_their_default() -> None:
     found = to_ours(Namespace(**{name: LLAMA[name] for name in kept}), source="it")
     assert found["normalization"] == "LayerNorm"
     assert found["ffn_hidden_size"] == 4 * LLAMA["hidden_size"]
-    assert found["num_query_groups"] == LLAMA["num_attention_heads"]
     assert found["add_bias_linear"]
 
 
