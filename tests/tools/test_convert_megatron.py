@@ -353,6 +353,16 @@ def test_shards_that_are_missing_or_cut_short_are_named(
     assert "format zarr" in _refused(capsys, sharded, tmp_path / "back")
 
 
+def test_another_number_of_layers_than_the_arguments_say_is_refused(
+    legacy: Path, sharded: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for path in [sharded / "iter_0000003" / "common.pt", *_rank_files(legacy)]:
+        _edit(path, lambda state: setattr(state["args"], "num_layers", 3))
+    assert "is of 4 layers instead of 3" in _refused(capsys, sharded, tmp_path / "back")
+    error = _refused(capsys, legacy, tmp_path / "back")
+    assert "decoder.layers.3.input_layernorm.weight is none of this model's" in error
+
+
 def test_copies_that_are_not_of_these_weights_are_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -72,7 +72,12 @@ def export_checkpoint(
     theirs = _their_args(index, options, rows=rows, optimizer=optimizer)
     if options.format is Format.TORCH:
         options.layout.require_fit(tensors, index.args["num_layers"])
-    total = sum(t.size * getattr(torch, index.tensors[t.name].dtype).itemsize for t in tensors)
+    weights = {tensor.name for tensor in tensors}
+    total = sum(
+        stored.size * getattr(torch, stored.dtype).itemsize
+        for name, stored in index.tensors.items()
+        if name in weights or (optimizer and name.startswith("optimizer."))
+    )
     with (
         temporary_folder(target.with_name(target.name + CONVERTING)) as temporary,
         progress(total) as advance,

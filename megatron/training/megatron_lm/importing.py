@@ -127,6 +127,8 @@ def _tensors_of(
         elif shape != tensor.shape:
             wrong.append(f"{tensor.name} is {list(shape)} instead of {list(tensor.shape)}")
         used |= set(reader.used_keys(tensor))
+    if isinstance(reader, TorchDistReader):
+        wrong += reader.other_depths(args["num_layers"])
     wrong += [
         f"{key} is none of this model's"
         for key in expected_keys(reader.weight_keys())

@@ -167,9 +167,10 @@ class LegacyReader:
                     )
                 chunks.append(dict(_parameters(models[chunk])))
         starts = layer_starts([_layer_count(chunk) for chunk in chunks])
-        for number, (weights, start) in enumerate(zip(chunks, starts, strict=True)):
+        for weights, start in zip(chunks, starts, strict=True):
             for name, value in weights.items():
-                if number and name == OUTPUT_LAYER and not self._is_untied:
+                # A tied model's last stage has a copy of the embedding.
+                if name == OUTPUT_LAYER and not self._is_untied:
                     continue
                 self._weights.setdefault(_moved(name, start), {})[tensor] = value
         for name, parts in self._weights.items():

@@ -75,6 +75,14 @@ class TorchDistReader:
     def weight_keys(self) -> list[str]:
         return [key for key in self.keys if not key.startswith(_NO_WEIGHTS)]
 
+    def other_depths(self, layers: int) -> list[str]:
+        """Keys of weights that are of another number of layers, where one tensor holds all."""
+        return [
+            f"{key} is of {self.keys[key].size[0]} layers instead of {layers}"
+            for key in self.weight_keys()
+            if self._is_layered(key) and self.keys[key].size[0] != layers
+        ]
+
     def object_keys(self) -> list[str]:
         """Of what ranks stored beside tensors."""
         return list(self._objects)
@@ -179,16 +187,14 @@ class TorchDistReader:
             return
         # Before 0.14 the distributed optimizer wrote flat parts: [whole / local ..., local's size].
         *fragments, size = stored.size
-        if len(fragments) != len(whole) or any(
-            n % f for n, f in zip(whole, fragments, strict=True)
-        ):
+        fits = len(fragments) == len(whole) and all(
+            n % f == 0 for n, f in zip(whole, fragments, strict=True)
+        )
+        local = tuple(n // f for n, f in zip(whole, fragments, strict=True)) if fits else ()
+        if not fits or math.prod(local) != size:
             raise UserError(
-                f"{key} of {self.folder} has the shape {list(stored.size)}, which is not known"
-            )
-        local = tuple(n // f for n, f in zip(whole, fragments, strict=True))
-        if math.prod(local) != size:
-            raise UserError(
-                f"{key} of {self.folder} has the shape {list(stored.size)}, which is not known"
+                f"{key} of {self.folder} has the shape {list(stored.size)}, of which it is not "
+                f"known how it makes {list(whole)}"
             )
         for (*numbers, begin), (*_, length), place in stored.chunks:
             moved = []
@@ -245,11 +251,7 @@ class TorchDistReader:
                 )
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise DamagedCheckpoint(f"{path} is damaged or not Megatron-LM's ({error})") from error
-        if any(
-            info.transform_descriptors
-            for info in metadata.storage_data.values()
-            if hasattr(info, "transform_descriptors")
-        ):
+        if any(getattr(i, "transform_descriptors", None) for i in metadata.storage_data.values()):
             raise UserError(f"{path} says that its tensors are compressed, which is not read")
 
 

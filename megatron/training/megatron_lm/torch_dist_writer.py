@@ -8,13 +8,13 @@ turn comes.
 from __future__ import annotations
 
 import io
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
@@ -35,11 +35,18 @@ from torch.distributed.checkpoint.planner import (
 from megatron.training.checkpoint.boxes import Box
 from megatron.training.checkpoint.conversion import shards
 from megatron.training.checkpoint.folder import sync_file
-from megatron.training.megatron_lm.folders import COMMON
+from megatron.training.megatron_lm.folders import COMMON, CONFIG
 from megatron.training.megatron_lm.tensors import Shape
 
-FILE_BYTES = 1_000_000_000
+FILE_BYTES = 500_000_000
 """PyTorch's writer keeps some of a file's parts in memory until the file is written."""
+_BACKENDS = {
+    "sharded_backend": "torch_dist",
+    "sharded_backend_version": 1,
+    "common_backend": "torch",
+    "common_backend_version": 1,
+}
+"""As megatron-core's `save_config` writes them; to import it takes longer than to convert."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +82,9 @@ def write(
     with (folder / COMMON).open("wb") as file:
         torch.save(dict(common), file)
         sync_file(file)
-    save_config(CheckpointingConfig("torch_dist"), str(folder))
+    with (folder / CONFIG).open("w") as config:
+        json.dump(_BACKENDS, config)
+        sync_file(config)
 
 
 def _empty(key: str) -> WriteItem:
