@@ -79,14 +79,17 @@ FLAGS = (
 ).split()
 
 
-def _core(folder: Path, name: str, model: Mapping[str, Any], **plan: Any) -> list[float]:
-    """Train with megatron-core alone, on four ranks; its losses."""
+def _core(
+    folder: Path, name: str, model: Mapping[str, Any], *, ranks: int = 4, **plan: Any
+) -> list[float]:
+    """Train with megatron-core alone; its losses."""
     folder.mkdir(exist_ok=True)
     losses, written = folder / f"{name}.losses", folder / f"{name}.json"
     written.write_text(
         json.dumps({"args": dict(model), "losses": str(losses), **plan}, default=str)
     )
-    outcomes = launch([str(written)], 4, seconds=240, scripts=dict.fromkeys(range(4), SCRIPT))
+    scripts = dict.fromkeys(range(ranks), SCRIPT)
+    outcomes = launch([str(written)], ranks, seconds=240, scripts=scripts)
     for rank, outcome in enumerate(outcomes):
         assert outcome.code == 0, f"rank {rank}: {outcome.stdout[-1000:]}{outcome.stderr[-3000:]}"
     found: list[float] = json.loads(losses.read_text())
@@ -215,14 +218,22 @@ def test_half_precision_and_data_parallel_ranks_resume_as_if_nothing_had_been(
         "bf16": True,
         "add_qkv_bias": True,
         "untie_embeddings_and_output_weights": False,
+        "tensor_model_parallel_size": 1,
         "pipeline_model_parallel_size": 1,
     }
     _random_batches(tmp_path / "batches.pt", RESAVED)
     kinds = ("dp_reshardable", "fully_reshardable")
-    shared = {"batches": str(tmp_path / "batches.pt"), "last": RESAVED, "bucket_size": 20000}
-    saves = [_save(tmp_path / kind, "torch_dist", kind) for kind in kinds[:1]]
+    shared = {"batches": str(tmp_path / "batches.pt"), "last": RESAVED, "ranks": 2}
+    saves = [_save(tmp_path / kinds[0], "torch_dist", kinds[0])]
     first = _core(
-        tmp_path / "core", "first", model, first=0, save_before=SAVED, saves=saves, **shared
+        tmp_path / "core",
+        "first",
+        model,
+        first=0,
+        save_before=SAVED,
+        saves=saves,
+        bucket_size=20000,
+        **shared,
     )
     assert convert(["import-megatron", str(tmp_path / kinds[0]), str(tmp_path / "ours")]) == 0
     index = read_index(tmp_path / "ours" / f"iter_{SAVED:07d}")
@@ -239,7 +250,7 @@ def test_half_precision_and_data_parallel_ranks_resume_as_if_nothing_had_been(
         first=SAVED,
         save_before=SAVED,
         saves=resaved,
-        **{**shared, "bucket_size": None},
+        **shared,
     )
     assert second == first[SAVED:]
     assert convert(["import-megatron", str(tmp_path / kinds[1]), str(tmp_path / "again")]) == 0
