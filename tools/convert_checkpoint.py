@@ -191,8 +191,8 @@ def _from_megatron_lm(args: argparse.Namespace) -> str:
             "--no-load-rng"
         )
     return (
-        f"{done.parameters:,} parameters, with {done.rows:,} rows of vocabulary, written to "
-        f"{done.folder}, {how}"
+        f"{done.parameters:,} parameters of {done.source}, with {done.rows:,} rows of vocabulary, "
+        f"written to {done.folder}, {how}"
     )
 
 
@@ -218,9 +218,12 @@ def _for_megatron_lm(args: argparse.Namespace) -> str:
         how = "the weights alone, as a release"
     else:
         how = f"with the optimizer's state, of iteration {done.iteration}"
+    for note in done.notes:
+        print(f"note: {note}", file=sys.stderr)
     return (
-        f"{done.parameters:,} parameters, with {done.rows:,} rows of vocabulary, written to "
-        f"{done.folder} in the format {args.format}, {how}; load them with --load {args.target}"
+        f"{done.parameters:,} parameters of {done.source}, with {done.rows:,} rows of vocabulary, "
+        f"written to {done.folder} in the format {args.format}, {how}; load them with --load "
+        f"{args.target}"
     )
 
 

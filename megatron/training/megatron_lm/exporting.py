@@ -51,12 +51,12 @@ def export_checkpoint(
 ) -> Converted:
     """Write `target`, for Megatron-LM's --load, from a checkpoint of ours.
 
-    With the optimizer's state it is of the same iteration, without it is a release. Raises
-    HeteroError.
+    With the optimizer's state it is of the same iteration, without it is a release. A newest one
+    that is damaged is refused, as for Hugging Face. Raises HeteroError.
     """
     require_empty(target)
-    with CheckpointReader.open(source, iteration=iteration) as opened:
-        folder, index = opened.folder, opened.index
+    with CheckpointReader.open(source, iteration=iteration, older=False) as opened:
+        folder, index, title, notes = opened.folder, opened.index, opened.title, opened.notes
     tensors, rows = _stored_tensors(index, folder, options)
     optimizer = (
         options.format is Format.TORCH_DIST
@@ -108,7 +108,14 @@ def export_checkpoint(
         # An empty folder may be there; a rename replaces it.
         temporary.replace(target)
     parameters = sum(tensor.size for tensor in tensors)
-    return Converted(target / name, parameters, rows, index.iteration if optimizer else None)
+    return Converted(
+        target / name,
+        parameters,
+        rows,
+        index.iteration if optimizer else None,
+        source=title,
+        notes=notes,
+    )
 
 
 def _stored_tensors(

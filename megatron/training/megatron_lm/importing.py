@@ -21,6 +21,7 @@ from megatron.training.checkpoint.conversion import (
     shards,
 )
 from megatron.training.checkpoint.index import DTYPES, DamagedCheckpoint
+from megatron.training.checkpoint.lock import LOCK_FILE
 from megatron.training.checkpoint.names import EMBEDDING, optimizer_name
 from megatron.training.checkpoint.progress import Progress
 from megatron.training.checkpoint.stream import Piece
@@ -48,6 +49,10 @@ class Converted:
     """Of the embedding, as written."""
     iteration: int | None
     """None where the weights were written alone."""
+    source: str
+    """What was read."""
+    notes: tuple[str, ...] = ()
+    """Why it is not simply the newest."""
 
 
 @dataclass(frozen=True)
@@ -101,14 +106,16 @@ def import_checkpoint(
     run = None if optimizer is None else _run_record(reader.common, args, optimizer, found.folder)
     step = None if run is None else int(run["iteration"])
     name = folders.RELEASE if step is None else folders.folder_name(step)
-    require_empty(target, besides=(name + folders.SAVING,))
+    # Whose lock it is, the writer finds out.
+    require_empty(target, besides=(name + folders.SAVING, LOCK_FILE))
     with no_new_parents(target / name), progress(sum(task.bytes for task in tasks)) as advance:
         files = ([_piece(task, advance) for task in shard] for shard in shards(tasks, file_bytes))
         if run is None:
             folder = write_release(target, files, args=args)
         else:
             folder = write_checkpoint(target, name, files, args=args, run=run)
-    return Converted(folder, sum(t.size for t in tensors), rows, step)
+    parameters = sum(tensor.size for tensor in tensors)
+    return Converted(folder, parameters, rows, step, source=str(found.folder))
 
 
 def _tensors_of(
