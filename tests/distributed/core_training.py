@@ -405,7 +405,7 @@ class _Run:
         there before, and loses the number of updates. Transformer Engine's needs neither."""
         steps = []
         for part in self.optimizer.chained_optimizers:
-            inner = common["optimizer"]["optimizer"]
+            inner = common["optimizer"].get("optimizer", common["optimizer"])
             steps.append(
                 inner["param_groups"][0]["step"]
                 if "step" in inner["param_groups"][0]
