@@ -182,13 +182,12 @@ def _from_megatron_lm(args: argparse.Namespace) -> str:
     done = import_checkpoint(
         args.source, args.target, iteration=args.ckpt_step, weights_only=args.weights_only
     )
-    flags = f"--load {args.target} --use-checkpoint-args"
     if done.iteration is None:
-        how = f"its weights alone; train from them with {flags}"
+        how = f"its weights alone; train from them with --load {args.target} --use-checkpoint-args"
     else:
         how = (
-            f"with the optimizer's state; go on from iteration {done.iteration} with {flags} "
-            "--no-load-rng"
+            f"with the optimizer's state; train on from iteration {done.iteration} with --load "
+            f"{args.target} --use-checkpoint-args --no-load-rng"
         )
     return (
         f"{done.parameters:,} parameters of {done.source}, with {done.rows:,} rows of vocabulary, "
@@ -222,8 +221,8 @@ def _for_megatron_lm(args: argparse.Namespace) -> str:
         print(f"note: {note}", file=sys.stderr)
     return (
         f"{done.parameters:,} parameters of {done.source}, with {done.rows:,} rows of vocabulary, "
-        f"written to {done.folder} in the format {args.format}, {how}; load them with --load "
-        f"{args.target}"
+        f"written to {done.folder} in the format {args.format}, {how}; Megatron-LM "
+        f"trains from them with --load {args.target}"
     )
 
 
