@@ -7,13 +7,12 @@ python -m tools.list_flags --check    # exit 1 if one is out of date
 
 from __future__ import annotations
 
-import json
 import re
 import sys
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from itertools import groupby
 from pathlib import Path
-from typing import Any
 
 if __name__ == "__main__":
     # As a script, only this file's folder would be importable; what follows may take a while.
@@ -36,13 +35,13 @@ from megatron.training.arguments.parser import build_parser
 from megatron.training.arguments.unknown import FORKS, HETERO_LATER, REPLACED
 from megatron.training.checkpoint.model_flags import MODEL_FLAGS, Kind, spellings
 from tools.command_line import Parser, run
+from tools.public_commands import by_source, shares, verdicts
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENT = ROOT / "docs" / "flags.md"
 CHECKPOINTS = ROOT / "docs" / "checkpoints.md"
 TABLE_BEGINS = "<!-- written by python -m tools.list_flags -->\n"
 TABLE_ENDS = "<!-- end of what is written -->\n"
-PUBLIC_SCRIPTS = ROOT / "tests" / "training" / "arguments" / "public_scripts.json"
 
 HEAD = """# Flags
 
@@ -80,7 +79,7 @@ def render() -> str:
     for group, members in groupby(entries, key=lambda entry: entry.group):
         parts.append(f"## {group[0].upper()}{group[1:]}\n\n{_table(members)}")
     parts.append(_left_out())
-    parts.append(_public_scripts(entries))
+    parts.append(_public_commands(entries))
     return "\n".join(parts)
 
 
@@ -135,40 +134,42 @@ def _condition(feature: Feature) -> str:
     return f"with {' or '.join(f'`{flag}`' for flag in feature.switches)}"
 
 
-def _public_scripts(entries: Sequence[Entry]) -> str:
-    """Every flag of the public scripts, so that the share understood can be counted."""
-    scripts: list[dict[str, Any]] = json.loads(PUBLIC_SCRIPTS.read_text())
-    kinds = {flag: entry.kind for entry in entries for flag in entry.flags}
-    used: dict[str, list[int]] = {}
+def _public_commands(entries: Sequence[Entry]) -> str:
+    """Which public command lines are accepted, and every flag of them with its worth here."""
     lines = [
-        "## Flags of public scripts\n",
-        "What Megatron-LM's and ROCm's pre-training scripts of dense GPT, LLaMA and Qwen2 models "
-        "pass, their\nswitches included; the scripts themselves are parsed in "
-        "`tests/training/arguments/test_public_scripts.py`.\n",
-        "| | script | revision | flags | |",
-        "|---|---|---|---|---|",
+        "## Public command lines\n",
+        "Scripts of public repositories, run by bash against stubs, so with the words that really "
+        "arrive; the\nrevisions and how they were run are in "
+        "`tests/training/arguments/public_commands/`. What counts\nis a dense GPT model whose "
+        "words "
+        "Megatron-LM core 0.16.1 itself accepts. `python -m\ntools.public_commands` prints why "
+        "the "
+        "others are refused.\n",
+        *by_source(),
+        "",
     ]
-    for number, script in enumerate(scripts, 1):
-        words = f"{script['always']} {script['sometimes']}".split()
-        flags = sorted({word.split("=")[0] for word in words if word.startswith("--")})
-        for flag in flags:
-            used.setdefault(flag, []).append(number)
-        refused = script.get("refused_as_written")
-        verdict = f"refused for `{refused}`" if refused else "accepted as written"
-        if "note" in script:
-            verdict += f" ({script['note']})"
-        lines.append(
-            f"| {number} | {script['repository']} `{script['path']}` | `{script['revision']}` "
-            f"| {len(flags)} | {verdict} |"
-        )
-    known = sum(flag in kinds for flag in used)
-    lines.append(
-        f"\n{len(used)} flags, all understood: {known} accepted, {len(used) - known} refused by "
-        "name.\n\n| flag | | scripts |\n|---|---|---|"
-    )
-    for flag, numbers in sorted(used.items()):
-        lines.append(f"| `{flag}` | {_verdict(flag, kinds)} | {', '.join(map(str, numbers))} |")
+    for name, (accepted, counted) in shares().items():
+        lines.append(f"- {accepted} of {counted} ({accepted / counted:.2f}): {name}")
+    lines += ["\n| script | revision | |", "|---|---|---|"]
+    for verdict in verdicts():
+        command = verdict.command
+        if not command.path.endswith(".yaml"):
+            name = f"{command.repository} `{command.path}`"
+            name += f", {command.variant}" if command.variant else ""
+            lines.append(f"| {name} | `{command.revision}` | {_answer(verdict.refusal)} |")
+    kinds = {name: entry.kind for entry in entries for name in entry.flags}
+    used = Counter(name for verdict in verdicts() for name in verdict.command.flags)
+    lines += ["\n| flag of these commands | | commands |", "|---|---|---|"]
+    for flag, count in sorted(used.items()):
+        lines.append(f"| `{flag}` | {_verdict(flag, kinds)} | {count} |")
     return "\n".join(lines) + "\n"
+
+
+def _answer(refusal: str | None) -> str:
+    if refusal is None:
+        return "accepted"
+    sentences = refusal.splitlines()
+    return "refused: " + _cell("; ".join(line.strip() for line in sentences[len(sentences) > 1 :]))
 
 
 def _verdict(flag: str, kinds: dict[str, str]) -> str:

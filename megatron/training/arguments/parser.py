@@ -11,7 +11,7 @@ from hetero.errors import UserError
 from hetero.help_text import HelpFormatter
 from megatron.training.arguments.checkpoint import add_checkpoint_flags
 from megatron.training.arguments.config_file import FLAG as CONFIG_FILE_FLAG
-from megatron.training.arguments.config_file import expand_config_files
+from megatron.training.arguments.config_file import expand_with_notes
 from megatron.training.arguments.data import add_data_flags
 from megatron.training.arguments.hetero import add_hetero_flags
 from megatron.training.arguments.ignored import add_ignored_flags, describe_ignored
@@ -93,7 +93,8 @@ def collect_args(
     words = list(sys.argv[1:] if argv is None else argv)
     parser = build_parser()
     expanded: list[str] = []
-    problems.run(_expand(words, parser, expanded))
+    told: list[str] = []
+    problems.run(_expand(words, parser, expanded, told))
     is_partial = bool(problems)
     offered, notes, meant = _take_offered(split_words(expanded), parser, problems)
     args, given = _parse(offered, parser, problems)
@@ -104,7 +105,7 @@ def collect_args(
         for action in parser._actions:
             if not set(action.option_strings) & set(given) and action.dest in vars(args):
                 delattr(args, action.dest)
-    args.ignored_flags = [*describe_ignored(given), *notes]
+    args.ignored_flags = [*describe_ignored(given), *notes, *told]
     args.typed_flags, args.taken_flags = given, []
     problems.run(_read_environment(args, world_size), _adopt_checkpoint(args, parser))
     fall_back(args)
@@ -114,12 +115,17 @@ def collect_args(
     return args
 
 
-def _expand(words: list[str], parser: Parser, expanded: list[str]) -> Iterator[str]:
+def _expand(
+    words: list[str], parser: Parser, expanded: list[str], told: list[str]
+) -> Iterator[str]:
     try:
-        expanded += expand_config_files(words, parser)
+        with_files, notes = expand_with_notes(words, parser)
     except UserError as error:
-        yield str(error)
+        yield from getattr(error, "sentences", (str(error),))
         expanded += words
+    else:
+        expanded += with_files
+        told += notes
 
 
 def _take_offered(

@@ -1,0 +1,181 @@
+"""Names that a configuration file may hold and a command line may not.
+
+Two kinds of files are read besides this program's own: Megatron-LM's, whose keys are fields of
+megatron-core's configuration, and Primus', which has settings of its own beside Megatron-LM's.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+# megatron-core's name of what a flag sets, where the flag is called otherwise.
+RENAMED: Mapping[str, str] = {
+    "num_moe_experts": "num_experts",
+    "fp8": "fp8_format",
+    "fp4": "fp4_format",
+    "virtual_pipeline_model_parallel_size": "num_virtual_stages_per_pipeline_rank",
+    "fp8_param": "fp8_param_gather",
+    "bias_activation_fusion": "bias_gelu_fusion",
+}
+
+# The flag for each activation that Megatron-LM's files can name.
+ACTIVATIONS: Mapping[str, str | None] = {
+    "gelu": None,
+    "swiglu": "--swiglu",
+    "squaredrelu": "--squared-relu",
+}
+
+
+# Primus' names for the tokenizer of a Hugging Face folder.
+TOKENIZER = "HuggingFaceTokenizer"
+TOKENIZERS = frozenset(
+    f"{model}Tokenizer"
+    for model in "Llama3 Llama4 Mixtral DeepSeekV2 DeepSeekV3 DeepSeekV4 Lfm2 KimiK2".split()
+)
+
+
+@dataclass(frozen=True)
+class Group:
+    """Settings that are no flags; a name ending in _ stands for all that begin with it.
+
+    One of `switches` that is on is refused, or only told of where `note` says what happens instead.
+    The others say no more than how, and are taken in silence.
+    """
+
+    name: str
+    switches: frozenset[str] = frozenset()
+    others: tuple[str, ...] = ()
+    note: str | None = None
+    usual: frozenset[object] = frozenset()
+    """Values of a switch that ask for nothing, beside those that never do."""
+
+    def owns(self, key: str) -> bool:
+        return key in self.switches or any(
+            key == name or (name.endswith("_") and key.startswith(name)) for name in self.others
+        )
+
+    def is_asked_for(self, key: str, value: Any) -> bool:
+        if key not in self.switches or is_nothing(value):
+            return False
+        return isinstance(value, list) or value not in self.usual
+
+
+def is_nothing(value: Any) -> bool:
+    """Whether a value stands for an option that is not used."""
+    return value is None or value is False or value in (0, "", [], "null", "none")
+
+
+def _names(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+GROUPS = (
+    Group(
+        "megatron-core's internals, which this program sets itself",
+        _names(
+            "init_method output_layer_init_method embedding_init_method timers params_dtype"
+            " pipeline_dtype autocast_dtype enable_autocast finalize_model_grads_func"
+            " grad_scale_func no_sync_func grad_sync_func param_sync_func variable_seq_lengths"
+            " num_microbatches_with_partial_activation_checkpoints memory_efficient_layer_norm"
+            " moe_token_dropping cpu_offloading cpu_offloading_num_layers _cpu_offloading_context"
+            " gated_linear_unit"
+        ),
+        (
+            *("batch_p2p_comm", "batch_p2p_sync", "deallocate_pipeline_outputs"),
+            *("cpu_offloading_weights", "cpu_offloading_activations", "cpu_offloading_double_"),
+            *("tp_comm_split_", "tp_comm_atomic_", "tp_comm_bulk_", "bert_binary_head"),
+            *(
+                "original_max_position_embeddings",
+                "muon_split_qkv",
+                "muon_use_nesterov",
+                "data_parallel_replicate_degree",
+            ),
+            "retro_verify_neighbor_count",
+        ),
+    ),
+    Group(
+        "Primus' kernels",
+        _names(
+            "enable_primus_turbo use_turbo_attention use_turbo_gemm use_turbo_grouped_gemm"
+            " use_turbo_grouped_mlp use_turbo_rms_norm use_turbo_autotune use_turbo_deepep"
+            " use_turbo_fused_act_with_probs moe_use_fused_router_with_aux_score"
+            " turbo_sync_free_moe_stage use_turbo_parallel_linear"
+            " use_turbo_token_dispatcher_fp8_alltoall use_turbo_permute_padding"
+        ),
+        ("turbo_",),
+        note="Primus' kernels are not used; this program's own compute the same",
+    ),
+    Group("Primus' FP8 attention", _names("enable_turbo_attention_float8")),
+    Group(
+        "Primus' sliding window and attention sinks",
+        _names("use_sink_attention sink_sliding_window"),
+        ("sink_window_",),
+    ),
+    Group(
+        "Primus' zero-bubble pipeline",
+        _names("patch_zero_bubble"),
+        (
+            *("zero_bubble_", "enable_zero_bubble", "enable_zb_runtime", "enable_1f1b_v"),
+            *("pre_communication_optimization", "enable_optimizer_post_validation"),
+            *("enable_exactly_numeric_match", "allow_padding_num_layers", "profile_memory_iter"),
+            *("interleave_group_size", "offload_chunk_num", "offload_time", "auto_offload_time"),
+            *("offload_overlap_sr", "num_seq_splits", "cpu_offload", "debug_scheduler_table"),
+        ),
+    ),
+    Group(
+        "Primus' pipeline schedules",
+        _names("patch_primus_pipeline dump_pp_data"),
+        (
+            "pp_algorithm",
+            "communication_method",
+            "offload",
+            "offload_ops",
+            "pp_max_mem",
+            "pp_cost_",
+        ),
+    ),
+    Group("Primus' on-demand communication", _names("enable_odc use_odc"), ("odc_",)),
+    Group(
+        "Primus' changes of a model",
+        _names(
+            "final_logit_softcapping attn_logit_softcapping router_logit_softcapping"
+            " lfm_layer_types recompute_layer_ids decoder_pipeline_manual_split_list"
+            " use_deprecated_20241209_moe_layer disable_primus_topk_router"
+        ),
+        ("conv_L_cache", "conv_bias", "moe_router_force_load_balancing_type"),
+    ),
+    Group("the models that are no GPT", _names("model_type"), usual=frozenset({"gpt"})),
+    Group(
+        "continuing from --save by itself",
+        _names("auto_continue_train"),
+        note="give --load with the folder of --save to go on from it",
+    ),
+    Group(
+        "Primus' own way of working",
+        frozenset(),
+        (
+            *("trainable", "sink_level", "file_sink_level", "stderr_sink_level"),
+            *("disable_tensorboard", "disable_wandb", "disable_mlflow", "mlflow_"),
+            *("generate_tracelens_", "disable_compile_dependencies", "use_rocm_mem_info"),
+            *("use_rocm_mem_info_", "disable_profiler_activity_cpu", "torch_profiler_"),
+            *("disable_last_saving", "no_fp8_weight_transpose_cache", "patch_moe_overlap"),
+            *(
+                "pp_warmup",
+                "dataloader_mp_context",
+                "log_avg_",
+                "wall_clock_step_timer",
+                "disable_delayed_scaling_patches",
+            ),
+        ),
+    ),
+)
+
+# What a setting of Primus switches off: keys that begin so.
+SWITCHED_OFF: Mapping[str, str] = {"disable_wandb": "wandb_", "disable_tensorboard": "tensorboard_"}
+# Headings whose keys are read by nobody unless the one named is on.
+OPTIONAL_HEADINGS: Mapping[str, str] = {"torch_compile": "enable", "mock_dataset": "class"}
+
+
+def group_of(key: str) -> Group | None:
+    """The group that a name belongs to."""
+    return next((group for group in GROUPS if group.owns(key)), None)

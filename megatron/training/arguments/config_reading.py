@@ -1,0 +1,174 @@
+"""What configuration files say: one flat mapping, whatever they build on and are grouped by.
+
+Three forms are read: a mapping of flags, grouped under headings or not (Megatron-LM's form); the
+same with `extends:` or `bases:`, which names files to build on (Primus' model and trainer files);
+and Primus' experiment, whose `modules: pre_trainer:` names one file of each and overrides them.
+`${NAME}` is the environment's variable of that name, `${NAME:default}` has a value where it is not
+set.
+"""
+
+import os
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from hetero.errors import UserError
+from megatron.training.arguments.config_names import OPTIONAL_HEADINGS, SWITCHED_OFF, is_nothing
+
+VARIABLE = re.compile(r"\$\{(\w+)(?::-?([^}]*))?\}")
+BUILT_ON = ("extends", "bases", "includes")
+TRAINER = "pre_trainer"
+# Where a checkout of Primus keeps the files that an experiment names.
+PRIMUS_FOLDERS = {
+    "config": "primus/configs/modules/megatron",
+    "model": "primus/configs/models/megatron",
+}
+
+Settings = dict[str, Any]
+
+
+class _UniqueKeys(yaml.SafeLoader):
+    """YAML as it should be: of a key written twice, plain YAML keeps the last in silence."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        mapping = super().construct_mapping(node, deep=deep)
+        if len(mapping) != len(node.value):
+            keys = [self.construct_object(key) for key, _ in node.value]
+            twice = next(key for key in keys if keys.count(key) > 1)
+            raise UserError(
+                f"line {node.start_mark.line + 1}: the key {twice!r} is given twice; keep one"
+            )
+        return mapping
+
+
+def read_settings(path: Path, above: tuple[Path, ...] = ()) -> Settings:
+    """What the file says by itself or through the files that it builds on; its own words win.
+
+    Keys have underscores. Raises `UserError`.
+    """
+    if path.resolve() in above:
+        raise UserError(f"{path} builds on itself; remove it from {' or '.join(BUILT_ON)}")
+    content = _load(path)
+    above = (*above, path.resolve())
+    if "modules" in content:
+        return _without_switched_off(_read_experiment(path, content["modules"], above))
+    settings: Settings = {}
+    for name in BUILT_ON:
+        for base in _names_in(path, name, content.pop(name, None)):
+            settings |= read_settings(_beside(path, base), above)
+    settings |= _flat(content)
+    return _without_switched_off(settings) if len(above) == 1 else settings
+
+
+def _load(path: Path) -> dict[Any, Any]:
+    try:
+        content = yaml.load(path.read_text(encoding="utf-8"), _UniqueKeys)
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "it is no text"
+        raise UserError(f"{path} cannot be read ({reason}); check the path") from None
+    except yaml.YAMLError as error:
+        reason = " ".join(str(error).split())
+        raise UserError(f"{path} is no YAML ({reason}); correct it") from None
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from None
+    if not isinstance(content, dict):
+        raise UserError(f"{path} must hold `flag: value` lines")
+    return dict(_with_variables(content, path))
+
+
+def _with_variables(value: Any, path: Path) -> Any:
+    """`value` with every `${...}` in it replaced, and read as YAML again."""
+    if isinstance(value, dict):
+        return {key: _with_variables(inner, path) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_with_variables(inner, path) for inner in value]
+    if not isinstance(value, str) or not VARIABLE.search(value):
+        return value
+
+    def look_up(match: re.Match[str]) -> str:
+        found = os.environ.get(match[1], match[2])
+        if found is None:
+            raise UserError(
+                f"{path}: the environment variable {match[1]} is not set; set it, or write "
+                f"${{{match[1]}:value}} in the file"
+            )
+        return found
+
+    try:
+        return yaml.safe_load(VARIABLE.sub(look_up, value))
+    except yaml.YAMLError:
+        return VARIABLE.sub(look_up, value)
+
+
+def _read_experiment(path: Path, modules: Any, above: tuple[Path, ...]) -> Settings:
+    """An experiment of Primus: the trainer's file, the model's file, and what overrides them."""
+    module = modules.get(TRAINER) if isinstance(modules, dict) else None
+    if not isinstance(module, dict):
+        raise UserError(f"{path}: modules must hold {TRAINER}, the only one this program offers")
+    if module.get("framework", "megatron") != "megatron":
+        raise UserError(
+            f"{path}: framework {module['framework']} is not Megatron-LM's; give an experiment of "
+            "framework megatron"
+        )
+    settings: Settings = {}
+    for name, folder in PRIMUS_FOLDERS.items():
+        if module.get(name) is not None:
+            settings |= read_settings(_named_file(path, name, str(module[name]), folder), above)
+    overrides = module.get("overrides") or {}
+    if not isinstance(overrides, dict):
+        raise UserError(f"{path}: overrides must hold `flag: value` lines")
+    return settings | _flat(overrides)
+
+
+def _named_file(path: Path, name: str, named: str, folder: str) -> Path:
+    """The file that an experiment names: beside it, or in the checkout of Primus that holds it."""
+    places = [path.parent / named]
+    places += [above / folder / named for above in path.resolve().parents]
+    for place in places:
+        if place.is_file():
+            return place
+    raise UserError(
+        f"{path}: {name} {named} is found neither beside it nor under {folder} of a folder above; "
+        "put it there"
+    )
+
+
+def _beside(path: Path, named: str) -> Path:
+    if not (path.parent / named).is_file():
+        raise UserError(f"{path} builds on {named}, which is not beside it; put it there")
+    return path.parent / named
+
+
+def _names_in(path: Path, name: str, value: Any) -> list[str]:
+    names = [value] if isinstance(value, str) else value or []
+    if not isinstance(names, list) or not all(isinstance(one, str) for one in names):
+        raise UserError(f"{path}: {name} must be the name of a file, or a list of them")
+    return names
+
+
+def _flat(content: Mapping[Any, Any]) -> Settings:
+    """Keys and values, headings left away. Of a key under two headings, the last value holds."""
+    flat: Settings = {}
+    for key, value in _entries(content):
+        if value is not None or key not in flat:
+            flat[key] = value
+    return flat
+
+
+def _entries(content: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
+    for key, value in content.items():
+        name = str(key).replace("-", "_")
+        if not isinstance(value, dict):
+            yield name, value
+        elif name not in OPTIONAL_HEADINGS:
+            yield from _entries(value)
+        elif not is_nothing(value.get(OPTIONAL_HEADINGS[name])):
+            yield name, True
+
+
+def _without_switched_off(settings: Settings) -> Settings:
+    gone = tuple(what for switch, what in SWITCHED_OFF.items() if settings.get(switch) is True)
+    return {key: value for key, value in settings.items() if not gone or not key.startswith(gone)}
