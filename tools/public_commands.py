@@ -6,7 +6,6 @@ python -m tools.public_commands --refused   # every refused command and its sent
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
 import shlex
@@ -17,8 +16,16 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+if __name__ == "__main__":
+    # As a script, only this file's folder would be importable; what follows may take a while.
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+    from tools.command_line import leave_on_interrupt
+
+    leave_on_interrupt()
+
 from hetero.errors import UserError
 from megatron.training.arguments import parse_args
+from tools.command_line import Parser, run
 
 DATA = (
     Path(__file__)
@@ -146,21 +153,24 @@ def _lines(refusal: str) -> list[str]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="tools.public_commands", description=__doc__)
+    parser = Parser((__doc__ or "").splitlines()[0])
     parser.add_argument("--refused", action="store_true", help="name every refused command")
     args = parser.parse_args(argv)
-    print("\n".join(by_source()), end="\n\n")
+    return run(lambda: "\n".join(report(with_refused=args.refused)))
+
+
+def report(*, with_refused: bool) -> list[str]:
+    """The table by source, the shares, and the reasons by count."""
+    lines = [*by_source(), ""]
     for name, (accepted, counted) in shares().items():
-        print(f"{accepted} of {counted} ({accepted / counted:.3f}): {name}")
-    print()
-    for text, count in reasons():
-        print(f"{count:5}  {text}")
-    if args.refused:
-        print()
+        lines.append(f"{accepted} of {counted} ({accepted / counted:.3f}): {name}")
+    lines += ["", *(f"{count:5}  {text}" for text, count in reasons())]
+    if with_refused:
+        lines.append("")
         for verdict in verdicts():
             if verdict.refusal is not None:
-                print(f"{verdict.command.name}\n    {verdict.refusal}")
-    return 0
+                lines += [verdict.command.name, f"    {verdict.refusal}"]
+    return lines
 
 
 if __name__ == "__main__":

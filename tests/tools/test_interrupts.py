@@ -104,7 +104,7 @@ STARTING = {
 
 ALONE = {
     *("compare_ops", "convert_checkpoint", "generate_text"),
-    *("inspect_data", "list_flags", "merge_datasets"),
+    *("inspect_data", "list_flags", "merge_datasets", "public_commands"),
 }
 """Tools that do their work in one process and under `run`, as compare_loss does."""
 
