@@ -180,6 +180,8 @@ class Trainer:
         self.skipped = progress.skipped_iterations
         self.nan = 0
         self.interrupted = False
+        self.stopped_early = False
+        """Whether it was asked to stop before the last iteration: whoever asks wants it soon."""
         self._checkpointer, self._stop_signal = checkpointer, stop_signal
         self.records: list[IterationRecord] = []
         self._unlogged: list[IterationRecord] = []
@@ -218,6 +220,7 @@ class Trainer:
             stops = self._asked_to_stop()
             self._save_if_due(last=stops or self._finished())
             if stops:
+                self.stopped_early = not self._finished()
                 break
         if not self.records and self.args.save != self.args.load:
             # Nothing was left to train: the checkpoint is written again, in this run's layout.

@@ -96,7 +96,7 @@ def _run(job: Job, stack: ExitStack, stop_signal: StopSignal | None) -> None:
             _evaluation(job, trainer, evaluator),
         )
     checkpointer.finish()
-    if not trainer.interrupted:
+    if not trainer.stopped_early:
         _final_evaluations(job, trainer, evaluator)
     if args.hetero_report:
         gather_parameters(model.chunks)

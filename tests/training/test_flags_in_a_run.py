@@ -126,6 +126,7 @@ def test_a_run_stops_where_it_is_told_to(cyclic: Run) -> None:
     """--exit-interval, before the five steps of --train-samples."""
     assert [row["consumed_samples"] for row in cyclic.rows] == [2, 4, 6]
     assert cyclic.containing("stopping at iteration 3, as --exit-interval asks")
+    assert cyclic.containing("at the end of training") == []
 
 
 def test_samples_come_in_the_order_asked_for(ramp: Run, cyclic: Run) -> None:
