@@ -29,7 +29,7 @@ RAMP = (
 ).split()
 CYCLIC = (
     "--train-samples 10 --global-batch-size 2 --dataloader-type cyclic --seed 7 "
-    "--exit-interval 3 --lr-decay-style constant --lr-warmup-init 0"
+    "--exit-interval 3 --eval-iters 1 --lr-decay-style constant --lr-warmup-init 0"
 ).split()
 
 
