@@ -14,9 +14,11 @@ from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
+import numpy
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.fusions import fused_bias_swiglu
 from megatron.core.models.common.embeddings import rope_utils
@@ -119,6 +121,28 @@ def lone_rank() -> Iterator[None]:
         return
     with mock.patch("torch.distributed.get_rank", return_value=0):
         yield
+
+
+@dataclass
+class RewritingConfig(GPTDatasetConfig):
+    """Of a `RewritingDataset`."""
+
+    rewrite: Callable[[numpy.ndarray, int], numpy.ndarray] | None = None
+    """Sample and its index to another sample of the same length, one more than the sequence's."""
+
+
+class RewritingDataset(GPTDataset):
+    """megatron-core's dataset, whose samples change before they become tokens and labels."""
+
+    config: RewritingConfig
+
+    def _query_document_sample_shuffle_indices(
+        self, idx: int
+    ) -> tuple[numpy.ndarray, numpy.ndarray]:
+        sample, documents = super()._query_document_sample_shuffle_indices(idx)
+        if self.config.rewrite is not None:
+            sample = self.config.rewrite(sample, int(idx))
+        return sample, documents
 
 
 @dataclass(frozen=True)

@@ -22,8 +22,9 @@ from hetero.errors import DataError, UserError
 from hetero.plan import Coordinate, Plan
 from hetero.words import counted
 from megatron.training.arguments.batch_sizes import samples_after
-from megatron.training.core_private import lone_rank
+from megatron.training.core_private import RewritingConfig, RewritingDataset, lone_rank
 from megatron.training.dataset_checks import SPLITS, blends
+from megatron.training.fill_in_middle import fill_in_middle
 
 _CANNOT_WRITE = frozenset(
     {errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.ENOSPC, errno.EDQUOT}
@@ -61,7 +62,9 @@ class Datasets:
 
 def dataset_config(args: argparse.Namespace, *, tokenizer: Any) -> GPTDatasetConfig:
     """megatron-core's configuration of how samples are made of token files."""
-    return GPTDatasetConfig(
+    reordering = fill_in_middle(args, tokenizer)
+    rewriting = {} if reordering is None else {"rewrite": reordering.reorder}
+    return (RewritingConfig if rewriting else GPTDatasetConfig)(
         random_seed=args.seed,
         sequence_length=args.seq_length,
         path_to_cache=args.data_cache_path,
@@ -75,6 +78,7 @@ def dataset_config(args: argparse.Namespace, *, tokenizer: Any) -> GPTDatasetCon
         # Without it attention is causal inside the kernel, and no mask is ever stored.
         create_attention_mask=args.reset_attention_mask,
         **blends(args),
+        **rewriting,
     )
 
 
@@ -95,6 +99,8 @@ def build_datasets(
         ]
     samples = required_samples(args)
     kind = MockGPTDataset if args.mock_data else GPTDataset
+    if args.fim_data:
+        kind = RewritingDataset
     sizes = [samples.train, samples.valid, samples.test]
     try:
         with lone_rank():

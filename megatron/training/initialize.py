@@ -32,6 +32,7 @@ from megatron.training.checkpoint.selection import Nothing, Selection, select
 from megatron.training.core_private import register_groups
 from megatron.training.data import Datasets, Splits, build_datasets, needs_data
 from megatron.training.dataset_checks import check_datasets, require_same_text
+from megatron.training.fill_in_middle import fill_in_middle
 from megatron.training.layout import plan_from_args
 from megatron.training.optimizer import RankStatistics
 from megatron.training.recorder import check_outputs
@@ -284,8 +285,10 @@ class Starter:
             tokenizer = build_tokenizer(args)
             args.tokenizer_vocab_size = int(tokenizer.vocab_size)
             args.tokenizer_digest = tokenizer_digest(tokenizer)
+            reordering = fill_in_middle(args, tokenizer)
+            special = None if reordering is None else reordering.ids
             payload = {
-                "tokenizer": [args.tokenizer_vocab_size, args.tokenizer_digest],
+                "tokenizer": [args.tokenizer_vocab_size, [args.tokenizer_digest, special]],
                 "absent": [],
                 "data": [],
             }

@@ -31,12 +31,21 @@ def interval(text: str) -> int | None:
 
 
 def number(
-    *, minimum: float | None = None, above: float | None = None, below: float | None = None
+    *,
+    minimum: float | None = None,
+    above: float | None = None,
+    below: float | None = None,
+    maximum: float | None = None,
 ) -> Callable[[str], float]:
     """A converter for finite numbers; NaN and infinity would only surface later as a broken run."""
     bounds = [
         f"{words} {bound:g}"
-        for words, bound in (("of at least", minimum), ("above", above), ("below", below))
+        for words, bound in (
+            ("of at least", minimum),
+            ("above", above),
+            ("below", below),
+            ("at most", maximum),
+        )
         if bound is not None
     ]
     wanted = " ".join(["a finite number", *[" and ".join(bounds)] * bool(bounds)])
@@ -51,6 +60,7 @@ def number(
             and (minimum is None or value >= minimum)
             and (above is None or value > above)
             and (below is None or value < below)
+            and (maximum is None or value <= maximum)
         )
         if not inside:
             raise argparse.ArgumentTypeError(f"must be {wanted}, not {text!r}")

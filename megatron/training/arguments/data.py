@@ -21,6 +21,7 @@ TOKENIZERS = (
 def add_data_flags(parser: argparse.ArgumentParser) -> None:
     _add_source_flags(parser.add_argument_group("data"))
     _add_sample_flags(parser.add_argument_group("samples"))
+    _add_fill_in_middle_flags(parser.add_argument_group("fill in the middle"))
     add_tokenizer_flags(parser.add_argument_group("tokenizer"))
 
 
@@ -87,6 +88,41 @@ def _add_sample_flags(group: argparse._ArgumentGroup) -> None:
         action="store_false",
         help="let the kernel make the causal mask",
     )
+
+
+def _add_fill_in_middle_flags(group: argparse._ArgumentGroup) -> None:
+    probability = number(minimum=0, maximum=1)
+    group.add_argument(
+        "--fim-data", action="store_true", help="reorder documents: the middle after the suffix"
+    )
+    group.add_argument(
+        "--fim-rate", type=probability, default=0.5, help="probability that a document is reordered"
+    )
+    group.add_argument(
+        "--fim-spm-rate",
+        type=probability,
+        default=0.5,
+        help="probability that its suffix comes before its prefix",
+    )
+    group.add_argument(
+        "--fim-split-sample",
+        type=text,
+        help="token at which a document is cut into fragments, such as the files of a repository",
+    )
+    group.add_argument(
+        "--fim-fragment-rate", type=probability, help="probability that a fragment is reordered"
+    )
+    group.add_argument(
+        "--fim-no-prefix", type=text, help="leave text as it is that begins with this"
+    )
+    for part, default, use in (
+        ("prefix", "<fim_prefix>", "before the prefix"),
+        ("middle", "<fim_middle>", "before the middle"),
+        ("suffix", "<fim_suffix>", "before the suffix"),
+        ("pad", "<fim_pad>", "fills a sample that has become shorter"),
+        ("eod", "<|endoftext|>", "ends a document, as the tokenizer's own end token does"),
+    ):
+        group.add_argument(f"--fim-{part}-token", type=text, default=default, help=f"token: {use}")
 
 
 def add_tokenizer_flags(group: argparse._ArgumentGroup) -> None:

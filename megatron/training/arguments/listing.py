@@ -20,6 +20,13 @@ DEPARTURES = {
     "--padded-vocab-size": "checked against the tokenizer and the tensor-parallel size",
     "--eval-interval": "the default of Megatron up to core 0.15; None, no evaluation, since",
     "--rampup-batch-size": "goes with --train-iters too, which Megatron refuses",
+    "--fim-data": (
+        "what is drawn for a sample follows from its index and --seed, in any layout and after a "
+        "restart, and not from the order of reading; end tokens stay where they are; a token that "
+        "the tokenizer lacks is refused and not taken for the unknown one"
+    ),
+    "--fim-rate": "0 is taken too",
+    "--fim-spm-rate": "0 is taken too",
     "--tokenizer-type": "ByteLevelTokenizer is an addition, from megatron-core",
     "--pipeline-model-parallel-size": "1 and the sum of --hetero-pipeline-sizes are the same there",
     "--step-batch-size-schedule": "of core 0.18 and later",

@@ -44,6 +44,9 @@ class Tokenizer(MegatronTokenizerBase):
         if self._core.library == "tiktoken":
             # megatron-core decodes token by token and so breaks a letter that spans two tokens.
             return str(self.library_tokenizer.tokenizer.decode(plain))
+        if self._core.library == "byte-level":
+            # megatron-core drops white space at the end, which is part of the text.
+            return bytes(token for token in plain if token < 256).decode(errors="ignore")
         return str(self._core.detokenize(plain))
 
     def apply_chat_template(self, *args: Any, **kwargs: Any) -> Any:

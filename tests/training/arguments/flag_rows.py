@@ -41,6 +41,13 @@ WSD = "--lr-decay-style WSD --lr-wsd-decay-iters 5"
 GROWING = "--weight-decay-incr-style linear --start-weight-decay 0.1 --end-weight-decay 0.2"
 PAIR = "--hetero-pipeline --hetero-vendors amd nvidia --hetero-pipeline-sizes 1 1 --hetero-nics lo"
 FILES = {"without": "--mock-data"}
+# Bytes have the numbers 0 to 255; special tokens follow, numbered from the last one on.
+FIM_TOKENS = {
+    "base": "--data-path a --tokenizer-type ByteLevelTokenizer --tokenizer-special-tokens "
+    "<fim_prefix> <fim_middle> <fim_suffix> <fim_pad> '<|endoftext|>' <x>",
+    "without": "--mock-data --tokenizer-type --vocab-size",
+}
+FIM = {**FIM_TOKENS, "base": f"{FIM_TOKENS['base']} --fim-data"}
 CHUNKS = (
     "--pipeline-model-parallel-size 4 --num-virtual-stages-per-pipeline-rank 2 "
     "--global-batch-size 24"
@@ -416,6 +423,31 @@ ROWS = [
     Row("--reset-attention-mask", "", see.datasets, "reset_attention_mask", True),
     Row("--reset-attention-mask", "", see.datasets, "create_attention_mask", True),
     Row("--eod-mask-loss", "", see.datasets, "eod_mask_loss", True),
+    Row("--fim-data", "", see.reordering, "done", True, **FIM_TOKENS),
+    Row("--fim-rate", "0.3", see.reordering, "rate", 0.3, **FIM),
+    Row("--fim-spm-rate", "0", see.reordering, "spm_rate", 0.0, **FIM),
+    Row(
+        "--fim-split-sample",
+        "<x>",
+        see.reordering,
+        "separator",
+        256,
+        **{**FIM, "base": f"{FIM['base']} --fim-fragment-rate 0.3"},
+    ),
+    Row(
+        "--fim-fragment-rate",
+        "0.3",
+        see.reordering,
+        "fragment_rate",
+        0.3,
+        **{**FIM, "base": f"{FIM['base']} --fim-split-sample <x> --fim-fragment-rate 0.2"},
+    ),
+    Row("--fim-no-prefix", "#!", see.reordering, "no_prefix", "#!", **FIM),
+    Row("--fim-prefix-token", "<x>", see.reordering, "prefix", 256, **FIM),
+    Row("--fim-middle-token", "<x>", see.reordering, "middle", 256, **FIM),
+    Row("--fim-suffix-token", "<x>", see.reordering, "suffix", 256, **FIM),
+    Row("--fim-pad-token", "<x>", see.reordering, "pad", 256, **FIM),
+    Row("--fim-eod-token", "<x>", see.reordering, "ends", frozenset({256, 262}), **FIM),
     Row("--step-batch-size-schedule", "0:2,320:4", see.datasets, "train", 30),
     Row("--eval-global-batch-size", "4", see.datasets, "valid", 400),
     Row(

@@ -103,6 +103,13 @@ def datasets(args: Namespace) -> dict[str, Any]:
     return dict(vars(config)) | dataclasses.asdict(required_samples(args))
 
 
+def reordering(args: Namespace) -> dict[str, Any]:
+    """What is done to a sample before it becomes tokens and labels; nothing without --fim-data."""
+    config = dataset_config(args, tokenizer=build_tokenizer(args))
+    found = getattr(config, "rewrite", None)
+    return {"done": found is not None} | (vars(found.__self__) if found else {})
+
+
 def loader(args: Namespace) -> dict[str, Any]:
     """How batches are drawn."""
     args.tokenizer_vocab_size = 100

@@ -133,3 +133,27 @@ def test_a_script_without_a_tokenizer_means_gpt2s(refusal):
     """Megatron's pretrain_gpt.py falls back on it, and its oldest scripts count on that."""
     sentence = refusal("", without="--tokenizer-type --vocab-size")
     assert "GPT2BPETokenizer needs --vocab-file and --merge-file; add it" in sentence
+
+
+def test_all_that_is_wrong_with_fill_in_the_middle_is_told_together(refusal):
+    text = refusal(
+        "--fim-data --fim-rate 1.5 --fim-spm-rate nan --fim-split-sample '<file>' "
+        "--fim-prefix-token '<a>' --fim-suffix-token '<a>'"
+    )
+    assert "--fim-rate must be a finite number of at least 0 and at most 1, not '1.5'" in text
+    assert "--fim-spm-rate must be a finite number of at least 0 and at most 1, not 'nan'" in text
+    assert "--fim-data needs text, which --mock-data has not" in text
+    assert "--fim-data needs text, which a NullTokenizer has not" in text
+    assert "--fim-split-sample needs --fim-fragment-rate" in text
+    assert "are <a>, <fim_middle>, <a>; name three different tokens" in text
+    assert "--fim-data takes no value" in refusal("--fim-data=1")
+
+
+def test_flags_of_fill_in_the_middle_that_do_nothing_are_said_to(parse):
+    notes = "; ".join(parse("--fim-rate 0.9 --fim-pad-token x").ignored_flags)
+    assert "--fim-rate, --fim-pad-token: nothing is asked for without --fim-data" in notes
+    alone = parse(
+        "--fim-data --fim-fragment-rate 0.9 --data-path a --tokenizer-type ByteLevelTokenizer",
+        without="--mock-data --tokenizer-type --vocab-size",
+    )
+    assert "--fim-fragment-rate: it needs --fim-split-sample" in alone.ignored_flags

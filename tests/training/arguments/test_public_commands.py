@@ -17,7 +17,7 @@ from tools.public_commands import (
 )
 
 # Raise these with what they have reached; they never fall.
-ALL, WITHOUT_LEFT_OUT = 0.74, 0.98
+ALL, WITHOUT_LEFT_OUT = 0.75, 0.99
 
 
 def test_the_share_of_public_commands_that_is_accepted_does_not_fall() -> None:

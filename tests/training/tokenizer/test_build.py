@@ -297,7 +297,7 @@ def test_word_pieces_need_their_file(tmp_path):
 def test_bytes_are_tokens_and_two_more_end_and_pad():
     built = build_tokenizer(Namespace(tokenizer_type="ByteLevelTokenizer"))
     assert built.tokenize("hé") == list("hé".encode())
-    assert built.detokenize([*"hé 漢".encode(), built.eod, built.pad]) == "hé 漢"
+    assert built.detokenize([*"hé 漢\n".encode(), built.eod, built.pad]) == "hé 漢\n"
     assert (built.vocab_size, built.eod, built.pad) == (258, 256, 257)
 
 

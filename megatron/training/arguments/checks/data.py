@@ -31,7 +31,15 @@ TOKENIZER_NEEDS = {
 
 
 def check_data(args: Namespace) -> tuple[Iterator[str], ...]:
-    return _read_lists(args), _check_source(args), _check_tokenizer(args)
+    return (
+        _read_lists(args),
+        _check_source(args),
+        _check_tokenizer(args),
+        _check_fim_absence(args),
+        _check_fim_text(args),
+        _check_fim_fragments(args),
+        _check_fim_tokens(args),
+    )
 
 
 def _read_lists(args: Namespace) -> Iterator[str]:
@@ -169,4 +177,41 @@ def _check_tokenizer(args: Namespace) -> Iterator[str]:
         yield (
             f"--padded-vocab-size {args.padded_vocab_size} must be at least --vocab-size "
             f"{args.vocab_size}"
+        )
+
+
+def _check_fim_absence(args: Namespace) -> Iterator[str]:
+    idle = [flag for flag in args.typed_flags if flag.startswith("--fim-")]
+    if idle and not args.fim_data:
+        args.ignored_flags.append(f"{', '.join(idle)}: nothing is asked for without --fim-data")
+    yield from ()
+
+
+def _check_fim_text(args: Namespace) -> Iterator[str]:
+    if not args.fim_data:
+        return
+    if args.mock_data:
+        yield "--fim-data needs text, which --mock-data has not; use --data-path"
+    if args.tokenizer_type == "NullTokenizer":
+        yield "--fim-data needs text, which a NullTokenizer has not; use another --tokenizer-type"
+
+
+def _check_fim_fragments(args: Namespace) -> Iterator[str]:
+    if not args.fim_data:
+        return
+    if args.fim_split_sample is not None and args.fim_fragment_rate is None:
+        yield "--fim-split-sample needs --fim-fragment-rate; add it"
+    elif args.fim_split_sample is None and args.fim_fragment_rate is not None:
+        args.ignored_flags.append("--fim-fragment-rate: it needs --fim-split-sample")
+
+
+def _check_fim_tokens(args: Namespace) -> Iterator[str]:
+    if not args.fim_data:
+        return
+    flags = ("prefix", "middle", "suffix")
+    names = [getattr(args, f"fim_{part}_token") for part in flags]
+    if len(set(names)) < len(names):
+        yield (
+            f"{', '.join(f'--fim-{part}-token' for part in flags)} are {', '.join(names)}; name "
+            "three different tokens"
         )
