@@ -99,6 +99,7 @@ STARTING = {
     "--global-batch-size 1 --lr 1e-3 --train-iters 1 --mock-data --tokenizer-type NullTokenizer "
     "--vocab-size 100",
     "reproduce_table": "--out {folder}/out",
+    "train_public_commands": "--out {folder}/out",
 }
 """Tools that start processes."""
 

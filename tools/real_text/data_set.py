@@ -73,12 +73,12 @@ def _write_json_lines(path: Path, documents: Sequence[str]) -> None:
 def _tokenized(folder: Path, text: Path, *, tokenizer_text: Path, workers: int) -> RealText:
     """Train a tokenizer and tokenize, with the project's own tools."""
     model = folder / "tokenizer.model"
-    _tool(
+    run_tool(
         *("train_tokenizer", "--input", str(tokenizer_text)),
         *("--output-prefix", str(model.with_suffix("")), "--vocab-size", str(VOCABULARY)),
         folder=folder,
     )
-    _tool(
+    run_tool(
         *("preprocess_data", "--input", str(text), "--output-prefix", str(folder / "tokens")),
         *("--tokenizer-type", "SentencePieceTokenizer", "--tokenizer-model", str(model)),
         *("--append-eod", "--workers", str(workers)),
@@ -87,7 +87,8 @@ def _tokenized(folder: Path, text: Path, *, tokenizer_text: Path, workers: int) 
     return RealText(folder)
 
 
-def _tool(name: str, *flags: str, folder: Path) -> None:
+def run_tool(name: str, *flags: str, folder: Path) -> None:
+    """Run a tool of this project; what it says goes to a log in `folder`. Raises StepFailure."""
     run_step(
         Step(
             name=name,

@@ -1,0 +1,88 @@
+"""Train ten public Megatron-LM commands on the CPU, as they are and with three flags more.
+
+    python -m tools.train_public_commands --out runs/public_scripts
+    python -m tools.train_public_commands --out runs/two --only aws-gpt3 rocm-llama3
+
+Each command is one of the collection of tools/public_commands.py, shrunk: its sizes, data, folders
+and processes are replaced, and listed; all else stays as its script wrote it. It trains on Python's
+language reference, homogeneous and then with --hetero-pipeline, --hetero-vendors nvidia amd and
+--hetero-pipeline-sizes 1 1, and the losses and final weights of the two are compared. One machine
+plays both vendors, which the results call simulated. The folder holds results.md and results.json,
+written anew after every command, and each run's log, metrics and report. Exit code 1 where a
+command does not train or the two differ by more than rounding does.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+if __name__ == "__main__":
+    # As a script, only this file's folder would be importable; what follows may take a while.
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+    from tools.command_line import begin_script
+
+    begin_script()
+
+from hetero.errors import HeteroError
+from tools import command_line
+from tools.public_training.chosen import CHOSEN, Chosen
+from tools.public_training.comparison import train_both
+from tools.public_training.results import Row, write_results
+from tools.public_training.shrinking import shrink
+from tools.public_training.texts import build_text
+from tools.real_text.sources import language_reference
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = command_line.Parser((__doc__ or "").splitlines()[0])
+    parser.add_argument("--out", required=True, metavar="FOLDER", help="where results go")
+    names = [one.short for one in CHOSEN]
+    parser.add_argument(
+        *("--only",),
+        nargs="+",
+        choices=names,
+        default=names,
+        metavar="NAME",
+        help=f"some of {', '.join(names)}",
+    )
+    args = parser.parse_args(argv)
+    chosen = [one for one in CHOSEN if one.short in args.only]
+    return command_line.run(lambda: train_all(chosen, command_line.make_results_folder(args.out)))
+
+
+def train_all(chosen: Sequence[Chosen], out: Path) -> str:
+    """Train every pair and write what came of them. Raises HeteroError where one is not right."""
+    rows: list[Row] = []
+    with tempfile.TemporaryDirectory(prefix="public-text-") as folder:
+        text = Path(folder)
+        for kind in dict.fromkeys(shrink(one.command).tokenizer for one in chosen):
+            build_text(kind, language_reference(), text)
+        for one in chosen:
+            rows.append(_train(one, text, out))
+            print(rows[-1].summary, flush=True)
+            write_results(rows, out)
+    wrong = [row.chosen.short for row in rows if not row.is_right]
+    if wrong:
+        raise HeteroError(
+            f"{len(wrong)} of {len(rows)} are not right: {', '.join(wrong)}; {out}/results.md "
+            "says why, the logs beside it say more"
+        )
+    return f"written: results.md and results.json in {out}"
+
+
+def _train(one: Chosen, text: Path, out: Path) -> Row:
+    shrunk = shrink(one.command)
+    with tempfile.TemporaryDirectory(prefix="public-run-") as runs:
+        # Checkpoints of an earlier run would be loaded.
+        try:
+            pair = train_both(shrunk, name=one.short, text=text, work=Path(runs), out=out)
+        except HeteroError as error:
+            return Row(one, shrunk, problem=str(error).splitlines()[0])
+    return Row(one, shrunk, pair)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
