@@ -6,10 +6,11 @@
 Each command is one of the collection of tools/public_commands.py, shrunk: its sizes, data, folders
 and processes are replaced, and listed; all else stays as its script wrote it. It trains on Python's
 language reference, homogeneous and then with --hetero-pipeline, --hetero-vendors nvidia amd and
---hetero-pipeline-sizes 1 1, and the losses and final weights of the two are compared. One machine
-plays both vendors, which the results call simulated. The folder holds results.md and results.json,
-written anew after every command, and each run's log, metrics and report. Exit code 1 where a
-command does not train or the two differ by more than rounding does.
+--hetero-pipeline-sizes 1 1, and losses, gradient norms and final weights are compared. A script of
+one pipeline stage becomes one of two, and is compared with two homogeneous stages as well: to these
+all must be equal, bit for bit. One machine plays both vendors, which the results call simulated.
+The folder holds results.md and results.json, written anew after every command, and each run's log,
+metrics and report. Exit code 1 where a command does not train or is not equal.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ if __name__ == "__main__":
 from hetero.errors import HeteroError
 from tools import command_line
 from tools.public_training.chosen import CHOSEN, Chosen
-from tools.public_training.comparison import train_both
+from tools.public_training.comparison import train_all
 from tools.public_training.results import Row, write_results
 from tools.public_training.shrinking import shrink
 from tools.public_training.texts import build_text
@@ -50,10 +51,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     args = parser.parse_args(argv)
     chosen = [one for one in CHOSEN if one.short in args.only]
-    return command_line.run(lambda: train_all(chosen, command_line.make_results_folder(args.out)))
+    return command_line.run(
+        lambda: train_chosen(chosen, command_line.make_results_folder(args.out))
+    )
 
 
-def train_all(chosen: Sequence[Chosen], out: Path) -> str:
+def train_chosen(chosen: Sequence[Chosen], out: Path) -> str:
     """Train every pair and write what came of them. Raises HeteroError where one is not right."""
     rows: list[Row] = []
     with tempfile.TemporaryDirectory(prefix="public-text-") as folder:
@@ -75,13 +78,13 @@ def train_all(chosen: Sequence[Chosen], out: Path) -> str:
 
 def _train(one: Chosen, text: Path, out: Path) -> Row:
     shrunk = shrink(one.command)
-    with tempfile.TemporaryDirectory(prefix="public-run-") as runs:
+    with tempfile.TemporaryDirectory(prefix="public-run-") as work:
         # Checkpoints of an earlier run would be loaded.
         try:
-            pair = train_both(shrunk, name=one.short, text=text, work=Path(runs), out=out)
+            runs = train_all(shrunk, name=one.short, text=text, work=Path(work), out=out)
         except HeteroError as error:
             return Row(one, shrunk, problem=str(error).splitlines()[0])
-    return Row(one, shrunk, pair)
+    return Row(one, shrunk, runs)
 
 
 if __name__ == "__main__":

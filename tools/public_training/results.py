@@ -10,11 +10,11 @@ from typing import Any
 
 from hetero.observe.report import write_whole
 from tools.public_training.chosen import Chosen
-from tools.public_training.comparison import THREE_FLAGS, Pair
+from tools.public_training.comparison import THREE_FLAGS, Difference, Runs, Trained
 from tools.public_training.shrinking import Replacement, Shrunk
 
-ROUNDING = 1e-3
-"""Largest relative difference of losses where two layouts round differently, in 16-bit training."""
+ROUNDING = 1e-4
+"""Most that losses of 16-bit training may differ by where two layouts add in another order."""
 
 
 @dataclass(frozen=True)
@@ -23,24 +23,37 @@ class Row:
 
     chosen: Chosen
     shrunk: Shrunk
-    pair: Pair | None = None
+    runs: Runs | None = None
     problem: str = ""
 
     @property
     def is_right(self) -> bool:
-        return self.pair is not None and self.pair.largest_difference <= ROUNDING
+        if self.runs is None:
+            return False
+        return self.runs.from_staged.is_none and self.runs.from_own.losses <= ROUNDING
 
     @property
     def verdict(self) -> str:
-        if self.pair is None:
+        if self.runs is None:
             return self.problem
-        if not self.pair.losses_equal:
-            return f"losses within {self.pair.largest_difference:.1e}"
-        return "losses and weights" if self.pair.weights_equal else "losses"
+        own, staged = self.runs.from_own, self.runs.from_staged
+        if own.is_none and staged.is_none:
+            return "all"
+        return f"{_words(own)}; of the same stages: {_words(staged)}"
 
     @property
     def summary(self) -> str:
         return f"{self.chosen.short}: {self.verdict}"
+
+
+def _words(difference: Difference) -> str:
+    """What is equal, and within what the rest is."""
+    if difference.is_none:
+        return "all"
+    parts = [f"losses within {difference.losses:.0e}" if difference.losses else "losses"]
+    parts += ["weights"] if difference.weights_equal else []
+    parts += [f"gradient norms within {difference.grad_norms:.0e}"] if difference.grad_norms else []
+    return ", ".join(parts)
 
 
 def write_results(rows: Sequence[Row], out: Path) -> None:
@@ -57,7 +70,7 @@ def table(rows: Sequence[Row]) -> list[str]:
         "|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
-        command, pair = row.chosen.command, row.pair
+        command = row.chosen.command
         path = Path(command.path)
         # A configuration's folder is its name.
         script = path.parent.name if path.name == "model_config.yaml" else path.name
@@ -66,24 +79,28 @@ def table(rows: Sequence[Row]) -> list[str]:
             f"{command.repository}@{command.revision}",
             f"`{script}`{variant}",
             row.chosen.uses,
-            *_figures(pair),
+            *_figures(row.runs),
             row.verdict,
         ]
         lines.append(f"| {' | '.join(cells)} |")
     return lines
 
 
-def _figures(pair: Pair | None) -> list[str]:
-    if pair is None:
+def _figures(runs: Runs | None) -> list[str]:
+    if runs is None:
         return [""] * 4
-    plain, mixed = pair.homogeneous, pair.mixed
+    plain, mixed = runs.homogeneous, runs.mixed
     both = {plain.processes, mixed.processes}
     skipped = f", {plain.skipped} skipped" if plain.skipped else ""
     return [
         str(plain.processes) if len(both) == 1 else f"{plain.processes}, mixed {mixed.processes}",
         f"{len(plain.losses)}{skipped}",
-        *(f"{run.losses[0]:.6f}, {run.losses[-1]:.6f}" for run in (plain, mixed)),
+        *(_first_and_last(run) for run in (plain, mixed)),
     ]
+
+
+def _first_and_last(run: Trained) -> str:
+    return f"{run.losses[0]:.6f}, {run.losses[-1]:.6f}"
 
 
 def replacements(rows: Sequence[Row]) -> list[str]:
@@ -106,5 +123,5 @@ def _as_mapping(row: Row) -> dict[str, Any]:
         "words": row.shrunk.words,
         "replaced": [asdict(one) for one in row.shrunk.replaced],
         "verdict": row.verdict,
-        "runs": asdict(row.pair) if row.pair else None,
+        "runs": asdict(row.runs) if row.runs else None,
     }
