@@ -66,7 +66,7 @@ def test_a_dump_is_small_and_knows_where_it_was_made(tmp_path) -> None:
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (["check", "--hiden-size", "64"], "--hiden-size"),
+        (["check", *TINY, "--hiden-size", "64"], "--hiden-size"),
         (["check", "--dtype", "int8"], "--dtype"),
         (["check", *TINY, "--hidden-size", "65"], "hidden"),
         (["check", "--yaml-cfg", "absent.yaml"], "absent.yaml"),

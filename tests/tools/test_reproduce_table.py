@@ -66,7 +66,7 @@ def test_rows_differ_in_nothing_but_what_crosses_between_stages() -> None:
     for row in ROWS:
         args = vars(parsed_row(chosen, row))
         differing |= {name for name in args if args[name] != reference[name]}
-    assert differing == {
+    assert differing - {"typed_flags"} == {
         *("hetero_transport", "hetero_pipeline", "hetero_vendors", "hetero_pipeline_sizes"),
         *("hetero_pipeline_layers", "pipeline_model_parallel_layout"),
     }
@@ -253,7 +253,7 @@ def test_a_run_is_read_without_its_warm_up() -> None:
 
 
 def test_a_run_that_ended_within_its_warm_up_measured_nothing() -> None:
-    with pytest.raises(HeteroError, match="ended after 1 iterations"):
+    with pytest.raises(HeteroError, match="ended after 1 iteration,"):
         measure(Finished([{"elapsed_ms": 1.0}], {"ranks": []}), warmup=1)
 
 

@@ -40,7 +40,7 @@ def test_a_run_past_its_deadline_is_ended_with_all_its_processes(
         "time.sleep(600)\n"
     )
     hanging = launch(tmp_path, monkeypatch, script, deadline=20.0)
-    with pytest.raises(DeadlinePassed, match="deadline of 20 s, after 1 iterations"):
+    with pytest.raises(DeadlinePassed, match="deadline of 20 s, after 1 iteration;"):
         run_to_end(hanging)
     worker = int(pid.read_text())
     deadline = time.monotonic() + 10

@@ -74,7 +74,7 @@ def test_a_missing_file_is_named() -> None:
     index, data = _whole()
     assert "PREFIX.idx does not exist" in _refusal(None, data)
     assert "PREFIX.bin does not exist" in _refusal(index, None)
-    assert "--data-path the prefix without .bin or .idx" in _refusal(None, None)
+    assert "name the prefix of both files, without .bin or .idx" in _refusal(None, None)
 
 
 @given(st.integers(0, INDEX_BYTES - 1))

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import sys
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+
 import pytest
 import torch
 
@@ -67,7 +71,11 @@ def test_flags_of_a_training_run_are_read_for_the_layers_alone() -> None:
     assert args.recompute_granularity is None
 
 
-def test_transformer_engines_joined_modules_are_refused() -> None:
+def test_transformer_engines_joined_modules_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where it is installed; elsewhere the local layers are taken."""
+    engine = ModuleType("transformer_engine")
+    engine.__spec__ = ModuleSpec("transformer_engine", None)
+    monkeypatch.setitem(sys.modules, "transformer_engine", engine)
     words = f"{LLAMA} --transformer-impl transformer_engine"
     with pytest.raises(UserError, match="--transformer-impl local"):
         layer_arguments(words.split(), dtype="bf16", layers=1)
