@@ -181,7 +181,7 @@ class Trainer:
         self.nan = 0
         self.interrupted = False
         self.stopped_early = False
-        """Whether it was asked to stop before the last iteration: whoever asks wants it soon."""
+        """Whether it was told to stop, and not only at its end: whoever asks wants it soon."""
         self._checkpointer, self._stop_signal = checkpointer, stop_signal
         self.records: list[IterationRecord] = []
         self._unlogged: list[IterationRecord] = []
@@ -220,7 +220,7 @@ class Trainer:
             stops = self._asked_to_stop()
             self._save_if_due(last=stops or self._finished())
             if stops:
-                self.stopped_early = not self._finished()
+                self.stopped_early = self.interrupted or not self._finished()
                 break
         if not self.records and self.args.save != self.args.load:
             # Nothing was left to train: the checkpoint is written again, in this run's layout.
