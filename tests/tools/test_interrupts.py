@@ -135,14 +135,7 @@ def test_while_it_reads(tool: str, tmp_path: Path) -> None:
     assert said.count("\n") == 1
 
 
-# Now and then, on a busy machine, a process that bench_link is starting answers as well.
-UNSETTLED = {"bench_link"}
-
-
-@pytest.mark.parametrize(
-    "tool",
-    [pytest.param(t, marks=[pytest.mark.slow] if t in UNSETTLED else []) for t in STARTING],
-)
+@pytest.mark.parametrize("tool", STARTING)
 def test_while_its_processes_work(tool: str, tmp_path: Path) -> None:
     words = STARTING[tool].format(folder=tmp_path).split()
     process = started(TOOLS[tool], *words)
