@@ -187,6 +187,7 @@ class _StreamsForC(NativeStreams):
             waits=waits,
             writes=writes,
             join=driver.know_event(Reached()),
+            callers_wait=True,
         )
 
     def event_of(self, mark: Mark) -> int:

@@ -109,6 +109,7 @@ class GpuNativeStreams(NativeStreams):
             waits=streams.waits.cuda_stream,
             writes=streams.writes.cuda_stream,
             join=streams.joint.cuda_event,
+            callers_wait=True,
         )
 
     def event_of(self, mark: Mark) -> int:

@@ -190,20 +190,21 @@ static uint32_t take_piece(struct flow *flow, struct message *message)
 {
     bool settled = reached(load(flow->consumed), flow->count);
     struct piece piece;
-    bool by_caller;
+    bool has_come, by_caller;
     failure failed;
 
     if (!reached(load(flow->posted), flow->count + 1))
         return WAITING;
     if (!is_expected(flow, message, &piece))
         return REFUSED;
-    by_caller = piece.nbytes == message->nbytes && fits_caller(flow, message, settled);
+    has_come = reached(load(flow->produced), flow->count + 1);
+    by_caller = piece.nbytes == message->nbytes && (has_come || flow->streams.callers_wait) &&
+                fits_caller(flow, message, settled);
     if (!by_caller && !message->is_marked)
         return UNMARKED;
     flow->count++;
     flow->awaited = (uint32_t)flow->count;
 
-    bool has_come = reached(load(flow->produced), flow->count);
     struct move move = {
         .after = {has_come ? 0 : flow->produced_word, (uint32_t)flow->count},
         .target = message->address + message->offset,

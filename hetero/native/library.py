@@ -68,6 +68,7 @@ class Streams(Structure):
         ("waits", c_uint64),
         ("writes", c_uint64),
         ("join", c_uint64),
+        ("callers_wait", c_bool),
         ("writes_lag", c_bool),
     )
 
@@ -126,6 +127,10 @@ LIBRARY = BuiltLibrary(
     version=1,
     version_function="native_version",
     functions={
+        "host_stream_create": (c_void_p, []),
+        "host_stream_destroy": (None, [c_void_p]),
+        "host_stream_synchronize": (c_bool, [c_void_p, c_uint32]),
+        "host_wait_word": (c_bool, [c_void_p, c_uint32, c_uint32]),
         "native_spin": (None, [c_void_p, c_uint32, c_void_p, c_uint32, c_uint32]),
         "native_bring_on": (
             c_uint32,

@@ -6,6 +6,8 @@
 #ifndef HETERO_NATIVE_H
 #define HETERO_NATIVE_H
 
+#include "host.h"
+
 #include <stdbool.h>
 #include <stdint.h>
 
@@ -45,6 +47,8 @@ struct streams {
     uint64_t waits;
     uint64_t writes;
     uint64_t join;
+    /* Whether a caller's stream may be made to wait for a word: not where it is the calling thread. */
+    bool callers_wait;
     /* Whether the last write was made aside, so that one among the copies must follow it. */
     bool writes_lag;
 };

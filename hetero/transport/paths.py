@@ -10,6 +10,7 @@ import torch
 
 from hetero.device.choose import runtime_for
 from hetero.device.gpu_ordered import GpuOrderedDevice
+from hetero.device.host import HostDevice
 from hetero.errors import LinkError
 from hetero.native.library import LIBRARY
 from hetero.transport.base import Link
@@ -29,6 +30,7 @@ from hetero.transport.verbs.opening import open_verbs
 _log = logging.getLogger(__name__)
 _CHUNK_BYTES = 2 << 20
 _ON_CPU = "the tensors are on a CPU"
+_CHECKSUM = "--hetero-checksum needs the CPU to see every byte"
 _ORDERED_CHUNK_BYTES = 4 << 20
 
 
@@ -79,10 +81,16 @@ class Situation:
     @classmethod
     def here(cls, *, device: torch.device, options: ChannelOptions) -> Situation:
         if device.type == "cpu":
-            return cls(host_identity(), gpu=None, unordered=_ON_CPU, no_rdma=no_rdma())
+            return cls(
+                host_identity(),
+                gpu=None,
+                unordered=_CHECKSUM if options.checksum else None,
+                no_rdma=no_rdma(),
+                no_forwarder=_ON_CPU,
+            )
         gpu = GpuOrderedDevice(device)
         unordered = (
-            "--hetero-checksum needs the CPU to see every byte"
+            _CHECKSUM
             if options.checksum
             else gpu.why_unordered()
         )
@@ -183,7 +191,7 @@ def _open_ordered(
         memory=memory,
         ring_bytes=options.ring_bytes // 2,
         chunk_bytes=options.ordered_chunk_bytes(memory),
-        device=GpuOrderedDevice(device),
+        device=HostDevice() if device.type == "cpu" else GpuOrderedDevice(device),
     )
     if (reason := LIBRARY.why_not()) is not None:
         link.remark = f"each call of the GPU's driver is made by Python ({reason})"

@@ -86,6 +86,7 @@ class _Streams(NativeStreams):
             waits=waits,
             writes=writes,
             join=self._event,
+            callers_wait=True,
         )
 
     def event_of(self, mark: Mark) -> int:

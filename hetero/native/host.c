@@ -1,0 +1,278 @@
+#include "host.h"
+
+#include <errno.h>
+#include <limits.h>
+#include <linux/futex.h>
+#include <pthread.h>
+#include <sched.h>
+#include <stdatomic.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/syscall.h>
+#include <time.h>
+#include <unistd.h>
+
+#define FIRST_ROOM 64
+#define SLICE_MILLISECONDS 100
+/* Looks at a word before a thread sleeps on it, and between two of its calls of the system. */
+#define LOOKS 1024
+#define LOOKS_A_YIELD 64
+
+enum kind { COPY, WAIT_VALUE, WRITE_VALUE };
+
+struct work {
+    enum kind kind;
+    uint64_t target;
+    uint64_t source;
+    uint64_t nbytes;
+    uint32_t value;
+};
+
+/* A queue of work and the thread that does it. All but `stopping` is guarded by the lock. */
+struct host_stream {
+    pthread_t thread;
+    pthread_mutex_t lock;
+    pthread_cond_t given;
+    pthread_cond_t idle;
+    atomic_bool stopping;
+    bool is_working;
+    struct work *work; /* a ring of `room` places */
+    size_t room, first, count;
+};
+
+static int64_t now_ms(void)
+{
+    struct timespec time;
+
+    clock_gettime(CLOCK_MONOTONIC, &time);
+    return (int64_t)time.tv_sec * 1000 + time.tv_nsec / 1000000;
+}
+
+static void pause_core(void)
+{
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    __asm__ volatile("yield");
+#endif
+}
+
+static bool has_come(const uint32_t *word, uint32_t value, uint32_t *seen)
+{
+    *seen = __atomic_load_n(word, __ATOMIC_ACQUIRE);
+    return (int32_t)(*seen - value) >= 0;
+}
+
+static bool look_for(const uint32_t *word, uint32_t value)
+{
+    uint32_t seen;
+
+    for (int look = 1; look <= LOOKS; look++) {
+        if (has_come(word, value, &seen))
+            return true;
+        if (look % LOOKS_A_YIELD == 0)
+            sched_yield();
+        else
+            pause_core();
+    }
+    return false;
+}
+
+static void sleep_on(uint32_t *word, uint32_t while_it_is, int64_t milliseconds)
+{
+    struct timespec time = {milliseconds / 1000, milliseconds % 1000 * 1000000};
+
+    syscall(SYS_futex, word, FUTEX_WAIT, while_it_is, &time, NULL, 0);
+}
+
+bool host_wait_word(uint32_t *word, uint32_t value, uint32_t milliseconds)
+{
+    uint32_t *sleepers = word + 1, seen;
+    int64_t left, end = now_ms() + milliseconds;
+
+    if (look_for(word, value))
+        return true;
+    while (!has_come(word, value, &seen)) {
+        left = end - now_ms();
+        if (left <= 0)
+            return false;
+        /* Counted before the last look: a writer whose word that look misses sees the count. */
+        __atomic_fetch_add(sleepers, 1, __ATOMIC_SEQ_CST);
+        if (!has_come(word, value, &seen))
+            sleep_on(word, seen, left);
+        __atomic_fetch_sub(sleepers, 1, __ATOMIC_SEQ_CST);
+    }
+    return true;
+}
+
+void host_write_word(uint32_t *word, uint32_t value)
+{
+    __atomic_store_n(word, value, __ATOMIC_SEQ_CST);
+    if (__atomic_load_n(word + 1, __ATOMIC_SEQ_CST))
+        syscall(SYS_futex, word, FUTEX_WAKE, INT_MAX, NULL, NULL, 0);
+}
+
+static void carry_out(struct host_stream *stream, const struct work *work)
+{
+    void *target = (void *)(uintptr_t)work->target;
+
+    if (work->kind == COPY)
+        memcpy(target, (const void *)(uintptr_t)work->source, work->nbytes);
+    else if (work->kind == WRITE_VALUE)
+        host_write_word(target, work->value);
+    else
+        while (!host_wait_word(target, work->value, SLICE_MILLISECONDS))
+            if (stream != NULL && atomic_load(&stream->stopping))
+                return;
+}
+
+/* The next work, once there is some; false when the stream is to end. Called with the lock. */
+static bool take(struct host_stream *stream, struct work *work)
+{
+    stream->is_working = false;
+    if (stream->count == 0)
+        pthread_cond_broadcast(&stream->idle);
+    while (stream->count == 0 && !atomic_load(&stream->stopping))
+        pthread_cond_wait(&stream->given, &stream->lock);
+    if (atomic_load(&stream->stopping))
+        return false;
+    *work = stream->work[stream->first];
+    stream->first = (stream->first + 1) % stream->room;
+    stream->count--;
+    stream->is_working = true;
+    return true;
+}
+
+static void *run(void *argument)
+{
+    struct host_stream *stream = argument;
+    struct work work;
+
+    pthread_mutex_lock(&stream->lock);
+    while (take(stream, &work)) {
+        pthread_mutex_unlock(&stream->lock);
+        carry_out(stream, &work);
+        pthread_mutex_lock(&stream->lock);
+    }
+    pthread_mutex_unlock(&stream->lock);
+    return NULL;
+}
+
+/* Twice the places, the oldest work in the first. Called with the lock. */
+static bool grow(struct host_stream *stream)
+{
+    size_t room = stream->room ? 2 * stream->room : FIRST_ROOM;
+    struct work *work = malloc(room * sizeof *work);
+
+    if (work == NULL)
+        return false;
+    for (size_t index = 0; index < stream->count; index++)
+        work[index] = stream->work[(stream->first + index) % stream->room];
+    free(stream->work);
+    stream->work = work;
+    stream->room = room;
+    stream->first = 0;
+    return true;
+}
+
+static int give(void *handle, struct work work)
+{
+    struct host_stream *stream = handle;
+
+    if (handle == HOST_CALLER) {
+        carry_out(NULL, &work);
+        return 0;
+    }
+    pthread_mutex_lock(&stream->lock);
+    if (stream->count == stream->room && !grow(stream)) {
+        pthread_mutex_unlock(&stream->lock);
+        return ENOMEM;
+    }
+    stream->work[(stream->first + stream->count) % stream->room] = work;
+    if (stream->count++ == 0)
+        pthread_cond_signal(&stream->given);
+    pthread_mutex_unlock(&stream->lock);
+    return 0;
+}
+
+int host_copy(uint64_t target, uint64_t source, size_t nbytes, void *stream)
+{
+    return give(stream, (struct work){COPY, target, source, nbytes, 0});
+}
+
+int host_wait_value(void *stream, uint64_t word, uint32_t value, unsigned flags)
+{
+    (void)flags;
+    return give(stream, (struct work){WAIT_VALUE, word, 0, 0, value});
+}
+
+int host_write_value(void *stream, uint64_t word, uint32_t value, unsigned flags)
+{
+    (void)flags;
+    return give(stream, (struct work){WRITE_VALUE, word, 0, 0, value});
+}
+
+static void initialize(struct host_stream *stream)
+{
+    pthread_condattr_t monotonic;
+
+    pthread_condattr_init(&monotonic);
+    pthread_condattr_setclock(&monotonic, CLOCK_MONOTONIC);
+    pthread_mutex_init(&stream->lock, NULL);
+    pthread_cond_init(&stream->given, NULL);
+    pthread_cond_init(&stream->idle, &monotonic);
+    pthread_condattr_destroy(&monotonic);
+}
+
+static void deinitialize(struct host_stream *stream)
+{
+    pthread_cond_destroy(&stream->idle);
+    pthread_cond_destroy(&stream->given);
+    pthread_mutex_destroy(&stream->lock);
+    free(stream->work);
+    free(stream);
+}
+
+struct host_stream *host_stream_create(void)
+{
+    struct host_stream *stream = calloc(1, sizeof *stream);
+
+    if (stream == NULL)
+        return NULL;
+    initialize(stream);
+    if (pthread_create(&stream->thread, NULL, run, stream) == 0)
+        return stream;
+    deinitialize(stream);
+    return NULL;
+}
+
+void host_stream_destroy(struct host_stream *stream)
+{
+    pthread_mutex_lock(&stream->lock);
+    atomic_store(&stream->stopping, true);
+    pthread_cond_signal(&stream->given);
+    pthread_mutex_unlock(&stream->lock);
+    pthread_join(stream->thread, NULL);
+    deinitialize(stream);
+}
+
+bool host_stream_synchronize(struct host_stream *stream, uint32_t milliseconds)
+{
+    struct timespec end;
+    bool is_idle;
+    int code = 0;
+
+    clock_gettime(CLOCK_MONOTONIC, &end);
+    end.tv_sec += milliseconds / 1000;
+    end.tv_nsec += milliseconds % 1000 * 1000000L;
+    if (end.tv_nsec >= 1000000000L) {
+        end.tv_sec++;
+        end.tv_nsec -= 1000000000L;
+    }
+    pthread_mutex_lock(&stream->lock);
+    while ((stream->count > 0 || stream->is_working) && code == 0)
+        code = pthread_cond_timedwait(&stream->idle, &stream->lock, &end);
+    is_idle = stream->count == 0 && !stream->is_working;
+    pthread_mutex_unlock(&stream->lock);
+    return is_idle;
+}
