@@ -108,6 +108,11 @@ bool host_wait_word(uint32_t *word, uint32_t value, uint32_t milliseconds)
 void host_write_word(uint32_t *word, uint32_t value)
 {
     __atomic_store_n(word, value, __ATOMIC_SEQ_CST);
+    host_wake_word(word);
+}
+
+void host_wake_word(uint32_t *word)
+{
     if (__atomic_load_n(word + 1, __ATOMIC_SEQ_CST))
         syscall(SYS_futex, word, FUTEX_WAKE, INT_MAX, NULL, NULL, 0);
 }

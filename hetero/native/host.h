@@ -31,5 +31,7 @@ int host_write_value(void *stream, uint64_t word, uint32_t value, unsigned flags
 bool host_wait_word(uint32_t *word, uint32_t value, uint32_t milliseconds);
 /* Write a word, and wake whoever sleeps on it in any process. */
 void host_write_word(uint32_t *word, uint32_t value);
+/* The second half alone, after a store that is sequentially consistent. */
+void host_wake_word(uint32_t *word);
 
 #endif

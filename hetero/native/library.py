@@ -12,6 +12,7 @@ from typing import Any
 
 from hetero.errors import LinkError
 from hetero.native.built import BuiltLibrary
+from hetero.native.carrier import FUNCTIONS as CARRIER_FUNCTIONS
 
 FOLDER = Path(__file__).parent
 
@@ -127,6 +128,7 @@ LIBRARY = BuiltLibrary(
     version=1,
     version_function="native_version",
     functions={
+        **CARRIER_FUNCTIONS,
         "host_stream_create": (c_void_p, []),
         "host_stream_destroy": (None, [c_void_p]),
         "host_stream_synchronize": (c_bool, [c_void_p, c_uint32]),

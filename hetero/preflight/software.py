@@ -14,7 +14,6 @@ from hetero.beside import core_version, require_supported_core
 from hetero.cluster import release_of
 from hetero.errors import UserError
 from hetero.native.library import LIBRARY
-from hetero.transport.verbs.native.library import why_not as no_forwarder
 from hetero.version import __version__
 
 

@@ -23,7 +23,7 @@ from hetero.transport.tcp import TcpPaths, open_tcp
 from hetero.transport.verbs.available import no_rdma
 from hetero.transport.verbs.ends import VerbsEnds
 from hetero.transport.verbs.joining import DEVICE, HOST, VerbsOptions
-from hetero.transport.verbs.native.library import why_not as no_forwarder
+from hetero.transport.tcp.opening import open_tcp_rails
 from hetero.transport.verbs.native.opening import open_native
 from hetero.transport.verbs.opening import open_verbs
 
@@ -32,6 +32,7 @@ _CHUNK_BYTES = 2 << 20
 _ON_CPU = "the tensors are on a CPU"
 _CHECKSUM = "--hetero-checksum needs the CPU to see every byte"
 _ORDERED_CHUNK_BYTES = 4 << 20
+_TCP_CHUNK_BYTES = 512 << 10
 
 
 @dataclass(frozen=True)
@@ -100,7 +101,7 @@ class Situation:
             gpu=gpu.identity(),
             unordered=unordered,
             no_rdma=lacking,
-            no_forwarder=None if lacking else no_forwarder(),
+            no_forwarder=None,
         )
 
 
@@ -264,6 +265,14 @@ def _over_rings(
 
 
 def _open_tcp(meeting: Meeting, *, options: ChannelOptions, device: torch.device) -> Link:
+    if not options.checksum:
+        return open_tcp_rails(
+            meeting,
+            ring_bytes=options.ring_bytes // 2,
+            chunk_bytes=options.chunk_bytes or _TCP_CHUNK_BYTES,
+            device=HostDevice() if device.type == "cpu" else GpuOrderedDevice(device),
+            paths=TcpPaths(addresses=options.addresses, connections=options.connections),
+        )
     return open_tcp(
         meeting,
         shape=options.shape,

@@ -16,6 +16,8 @@ from hetero.transport.header import PROTOCOL_VERSION
 # Within a host there is no delay to fill with data, and what is sent is best received while it is
 # still in a core's cache.
 _BUFFER_WITHIN_HOST = 256 << 10
+_TCP_NOTSENT_LOWAT = 25
+_UNSENT_BYTES = 128 << 10
 
 
 @dataclass(frozen=True)
@@ -82,6 +84,16 @@ def _size_buffers(connection: socket.socket) -> None:
     if connection.getpeername()[0] in ours:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER_WITHIN_HOST)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _BUFFER_WITHIN_HOST)
+
+
+def tune(connection: socket.socket, *, stall_seconds: float) -> None:
+    """Send at once, keep little unsent in the kernel, and give up where nothing is confirmed."""
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.setsockopt(socket.IPPROTO_TCP, _TCP_NOTSENT_LOWAT, _UNSENT_BYTES)
+    connection.setsockopt(
+        socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, max(1, int(stall_seconds * 1000))
+    )
+    _size_buffers(connection)
 
 
 def _listen(meeting: Meeting, paths: TcpPaths, opened: ExitStack) -> list[socket.socket]:

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from hetero.transport.chunked import Chunk
-from hetero.transport.verbs.control import Control
+from hetero.transport.control import Control
 from hetero.transport.verbs.flow import (
     RECORD_BYTES,
     Incoming,
@@ -32,7 +32,7 @@ from hetero.transport.verbs.flow import (
     unpack_record,
 )
 from hetero.transport.verbs.library import Verbs
-from hetero.transport.verbs.polling import Poller
+from hetero.transport.polling import Poller
 from hetero.transport.verbs.rail import Rail
 from hetero.transport.verbs.rings import Rings
 

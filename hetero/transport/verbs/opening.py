@@ -14,7 +14,7 @@ from hetero.transport.chunked import RingShape
 from hetero.transport.handshake import Meeting, compare
 from hetero.transport.header import PROTOCOL_VERSION
 from hetero.transport.verbs.channel import Channel
-from hetero.transport.verbs.control import Control
+from hetero.transport.control import Control
 from hetero.transport.verbs.devices import Port
 from hetero.transport.verbs.ends import VerbsEnds, VerbsRecvEnd, VerbsSendEnd
 from hetero.transport.verbs.joining import (

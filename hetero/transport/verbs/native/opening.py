@@ -1,4 +1,4 @@
-"""Opening a verbs link that a native forwarder carries between two devices' streams."""
+"""Opening a verbs link that a native carrier carries between two devices' streams."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from hetero.transport.ordered.link import OrderedLink
 from hetero.transport.ordered.ring import CONTROL_BYTES, Direction
 from hetero.transport.ordered.transfer import OrderedEnds
 from hetero.transport.same_host import SharedMemory, make_memory
-from hetero.transport.verbs.control import Control
+from hetero.transport.control import Control
 from hetero.transport.verbs.devices import Port
 from hetero.transport.verbs.joining import (
     HOST,
@@ -32,10 +32,10 @@ from hetero.transport.verbs.joining import (
 )
 from hetero.transport.verbs.library import Verbs
 from hetero.transport.verbs.memory import index_of
-from hetero.transport.verbs.native.ends import LocalEnd, RemoteEnd
-from hetero.transport.verbs.native.forwarder import Ending, Forwarder, RingMemory
-from hetero.transport.verbs.native.library import load
-from hetero.transport.verbs.native.watch import Watch
+from hetero.transport.carried_ends import LocalEnd, RemoteEnd
+from hetero.transport.carrier import Carrier, ConnectionInfo, RingMemory
+from hetero.transport.failover import Watch
+from hetero.native.library import LIBRARY
 
 _log = logging.getLogger(__name__)
 _CREDIT_SECONDS = 5.0
@@ -56,9 +56,9 @@ class _Prepared:
     """What one end has made before it knows of the other's."""
 
     memory: _Memory
-    forwarder: Forwarder
+    carrier: Carrier
     ports: list[Port]
-    endings: list[Ending]
+    endings: list[ConnectionInfo]
     hows: list[str]
     """How the NIC of each port knows the rings' memory."""
 
@@ -92,7 +92,7 @@ def open_native(
         connection.settimeout(meeting.timeout)
         agreed = {
             "protocol": PROTOCOL_VERSION,
-            "forwarder": "native",
+            "carrier": "native",
             "ring_bytes": ring_bytes,
             "chunk_bytes": chunk_bytes,
         }
@@ -103,27 +103,27 @@ def open_native(
         def prepare() -> _Prepared:
             require_room(ports, min(chunk_bytes, ring_bytes // 2))
             memory = _make_memory(ring_bytes, ordered, device, options, stack)
-            return _make_forwarder(library or load(), memory, ports, meeting, options, stack)
+            return _make_carrier(library or LIBRARY.load(), memory, ports, meeting, options, stack)
 
         prepared, told = together.take(prepare, _Prepared.told)
-        theirs = [Ending.of(ending) for ending in told["endings"]]
-        together.take(lambda: _connect(prepared.forwarder, theirs), lambda _: {"connected": True})
+        theirs = [ConnectionInfo.of(ending) for ending in told["endings"]]
+        together.take(lambda: _connect(prepared.carrier, theirs), lambda _: {"connected": True})
         ends = _make_ends(prepared, Control(connection), meeting, transport, stack)
     link = OrderedLink(
         meeting.description, transport=transport, ends=ends, device=ordered, chunk_bytes=chunk_bytes
     )
     visibility = _visibility(prepared.memory, options)
-    link.remark = f"carried by the native forwarder, writes are made visible by {visibility}"
+    link.remark = f"carried by the native carrier, writes are made visible by {visibility}"
     carried_by = zip(ports, prepared.hows, strict=True)
     _log.info(
-        "%s: over %s by the native forwarder; a NIC's writes are visible by: %s",
+        "%s: over %s by the native carrier; a NIC's writes are visible by: %s",
         *(meeting.description, ", ".join(f"{port} ({how})" for port, how in carried_by)),
         visibility,
     )
     return link
 
 
-def _make_forwarder(
+def _make_carrier(
     library: CDLL,
     memory: _Memory,
     ports: list[Port],
@@ -131,36 +131,36 @@ def _make_forwarder(
     options: VerbsOptions,
     stack: ExitStack,
 ) -> _Prepared:
-    forwarder = Forwarder(
+    carrier = Carrier(
         library,
         memory.for_nics,
         side=_side(meeting),
         stall_seconds=options.stall_within(meeting.description.timeout),
     )
-    stack.callback(forwarder.close)
-    rails = [forwarder.add_rail(port) for port in ports]
+    stack.callback(carrier.close)
+    rails = [carrier.add_verbs_rail(port) for port in ports]
     endings, hows = [ending for ending, _ in rails], [how for _, how in rails]
-    return _Prepared(memory, forwarder, ports, endings, hows)
+    return _Prepared(memory, carrier, ports, endings, hows)
 
 
 def _make_ends(
     prepared: _Prepared, control: Control, meeting: Meeting, transport: str, stack: ExitStack
 ) -> OrderedEnds:
     """The ends of the link, which take over all that is on the stack."""
-    memory, forwarder, side = prepared.memory, prepared.forwarder, _side(meeting)
+    memory, carrier, side = prepared.memory, prepared.carrier, _side(meeting)
     description = meeting.description
-    remote = RemoteEnd(memory.control, 1 - side, forwarder.wake)
+    remote = RemoteEnd(memory.control, 1 - side, carrier.wake)
     watch = Watch(
-        forwarder,
+        carrier,
         control,
-        ports=prepared.ports,
+        rails=[str(port) for port in prepared.ports],
         peer_state=remote,
         name=f"{transport} {description.rank}-{description.peer}",
         peer=description.peer,
     )
     stack.callback(watch.close)
     local = LocalEnd(memory.control, side, watch.tell_fault)
-    stack.callback(_settle, forwarder, watch, local, remote)
+    stack.callback(_settle, carrier, watch, local, remote)
     ring_bytes = memory.for_nics.ring_bytes
     return OrderedEnds(
         outgoing=Direction(memory.control, side, memory.control_on_device),
@@ -186,17 +186,17 @@ def _visibility(memory: _Memory, options: VerbsOptions) -> str:
     return "host memory" if options.memory == HOST else "the GPU itself"
 
 
-def _connect(forwarder: Forwarder, endings: list[Ending]) -> None:
+def _connect(carrier: Carrier, endings: list[ConnectionInfo]) -> None:
     for index, ending in enumerate(endings):
-        forwarder.connect_rail(index, ending)
+        carrier.connect_verbs_rail(index, ending)
     # Receives are posted; the thread has nothing to send before the link is there.
-    forwarder.start()
+    carrier.start()
 
 
-def _settle(forwarder: Forwarder, watch: Watch, local: LocalEnd, remote: RemoteEnd) -> None:
+def _settle(carrier: Carrier, watch: Watch, local: LocalEnd, remote: RemoteEnd) -> None:
     """The peer must hear what was consumed here before this end is gone."""
     if not (local.has_failed or remote.has_failed) and not watch.peer_has_gone():
-        forwarder.settle_credits(_CREDIT_SECONDS)
+        carrier.settle_credits(_CREDIT_SECONDS)
 
 
 def _make_memory(

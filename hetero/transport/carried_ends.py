@@ -1,4 +1,4 @@
-"""The two ends of a native link's control segment, of which the peer sees only what it is told."""
+"""The two ends of a carried link's control segment, of which the peer sees only what it is told."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class LocalEnd(EndState):
 
 
 class RemoteEnd(EndState):
-    """The peer: what wakes it is that the forwarder carries on."""
+    """The peer: what wakes it is that the carrier carries on."""
 
     def __init__(self, control: SharedMemory, side: int, wake: Callable[[], None]) -> None:
         super().__init__(control, side)

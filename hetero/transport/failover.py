@@ -15,10 +15,9 @@ from functools import partial
 from typing import Any
 
 from hetero.transport.ordered.ring import EndState
-from hetero.transport.verbs.control import Control
-from hetero.transport.verbs.devices import Port
-from hetero.transport.verbs.native.forwarder import Forwarder
-from hetero.transport.verbs.polling import Poller
+from hetero.transport.control import Control
+from hetero.transport.carrier import Carrier
+from hetero.transport.polling import Poller
 
 _log = logging.getLogger(__name__)
 # Longer than its longest step: what it uses is freed after it.
@@ -30,7 +29,7 @@ _SETTLE_SECONDS = 2.0
 class WatchedRail:
     """What the two ends have said of one rail."""
 
-    port: Port
+    name: str
     live: bool = True
     peer_let_go: bool = False
     """Whether the peer has told that it has lost this rail."""
@@ -41,18 +40,18 @@ class Watch:
 
     def __init__(
         self,
-        forwarder: Forwarder,
+        carrier: Carrier,
         control: Control,
         *,
-        ports: Sequence[Port],
+        rails: Sequence[str],
         peer_state: EndState,
         name: str,
         peer: int,
     ) -> None:
         """`peer_state` is where this side's link looks for the fault that ends it."""
-        self._forwarder = forwarder
+        self._carrier = carrier
         self._control = control
-        self._rails = [WatchedRail(port) for port in ports]
+        self._rails = [WatchedRail(name) for name in rails]
         self._peer_state = peer_state
         self._name = name
         self._peer = peer
@@ -60,9 +59,10 @@ class Watch:
         self._peer_has_gone = self._stopping = False
         self._poller = Poller()
         self._poller.attend(control.fileno(), self._hear_control)
-        self._poller.attend(forwarder.losses_fd, self._hear_losses)
-        for index in range(len(ports)):
-            self._poller.attend(forwarder.news_fd(index), partial(self._hear_news, index))
+        self._poller.attend(carrier.loss_fd, self._hear_losses)
+        for index in range(len(rails)):
+            if (descriptor := carrier.async_fd(index)) >= 0:
+                self._poller.attend(descriptor, partial(self._handle_async_event, index))
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
@@ -99,11 +99,11 @@ class Watch:
                 return
 
     def _hear_losses(self) -> None:
-        while (loss := self._forwarder.next_loss()) is not None:
+        while (loss := self._carrier.next_loss()) is not None:
             self._lose(*loss)
 
-    def _hear_news(self, index: int) -> None:
-        reason = self._forwarder.news(index)
+    def _handle_async_event(self, index: int) -> None:
+        reason = self._carrier.handle_async_event(index)
         if reason is not None:
             self._lose(index, reason)
 
@@ -112,9 +112,9 @@ class Watch:
             messages = self._control.receive()
         except OSError:
             self._poller.ignore(self._control.fileno())
-            self._forwarder.settle(_SETTLE_SECONDS)
+            self._carrier.settle(_SETTLE_SECONDS)
             self._peer_has_gone = True
-            self._forwarder.ring()
+            self._carrier.signal()
             return
         for message in messages:
             if "fault" in message:
@@ -128,7 +128,7 @@ class Watch:
         if rail.live:
             self._lose(index, f"rank {self._peer} says: {reason}")
         else:
-            self._repeat(index)
+            self._retransmit(index)
 
     def _lose(self, index: int, reason: str) -> None:
         """Stop a rail at this end and have the peer stop it at the other."""
@@ -136,26 +136,26 @@ class Watch:
         if not rail.live:
             return
         rail.live = False
-        self._forwarder.drop_rail(index)
-        self._poller.ignore(self._forwarder.news_fd(index))
+        self._carrier.stop_rail(index)
+        self._poller.ignore(self._carrier.async_fd(index))
         if self._peer_has_gone:
             return
         left = sum(other.live for other in self._rails)
         _log.warning(
             "%s: rail %d (%s) is lost: %s; %d of %d rails go on",
-            *(self._name, index, rail.port, reason, left, len(self._rails)),
+            *(self._name, index, rail.name, reason, left, len(self._rails)),
         )
         try:
             self._tell({"lost": index, "reason": reason})
         except OSError as error:
             self._fail(f"rank {self._peer} cannot be told of a failure ({error})")
         if left == 0:
-            self._fail(f"the last rail, {rail.port}, is lost: {reason}")
+            self._fail(f"the last rail, {rail.name}, is lost: {reason}")
         if rail.peer_let_go:
-            self._repeat(index)
+            self._retransmit(index)
 
-    def _repeat(self, index: int) -> None:
-        count = self._forwarder.repeat(index)
+    def _retransmit(self, index: int) -> None:
+        count = self._carrier.retransmit(index)
         if count:
             _log.warning("%s: %d entries of rail %d are sent again", self._name, count, index)
 
@@ -166,4 +166,4 @@ class Watch:
     def _fail(self, reason: str) -> None:
         if not self._peer_state.has_failed:
             self._peer_state.fail(reason)
-        self._forwarder.ring()
+        self._carrier.signal()

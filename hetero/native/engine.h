@@ -1,16 +1,16 @@
 /* What moves a link's entries: the two rings' words on one side, the rails on the other.
  *
- * Everything is called with the lock of whoever owns the engine, and nothing waits. */
+ * Everything is called with the lock of the carrier that owns the engine, and nothing waits. */
 #ifndef HETERO_ENGINE_H
 #define HETERO_ENGINE_H
 
-#include "flow.h"
+#include "book.h"
 #include "rail.h"
 
 #define ENGINE_RAILS 32
 
 /* Where the words and records of both directions lie: offsets in the control segment, which are the
- * same at both ends. Mirrored in forwarder.py. */
+ * same at both ends. Mirrored in carrier.py. */
 struct engine_layout {
     uint64_t control; /* address */
     uint64_t doorbell;
@@ -31,29 +31,40 @@ struct engine {
     struct engine_layout layout;
     struct outgoing outgoing;
     struct incoming incoming;
-    struct rail rails[ENGINE_RAILS];
+    struct rail *rails[ENGINE_RAILS];
     struct loss losses[ENGINE_RAILS];
     int rail_count;
-    int losses_bell; /* eventfd, written to when a rail is lost */
+    double posted_at[BOOK_ENTRIES]; /* when the data of an outgoing entry were */
+    int loss_fd; /* eventfd, written to when a rail is lost */
 };
 
 double engine_now(void);
 /* Wake whoever sleeps on this end's doorbell. */
-void engine_ring(struct engine *engine);
+void engine_signal(struct engine *engine);
 /* See to all that has happened, and post what can be posted by then; whether anything moved. */
 bool engine_progress(struct engine *engine);
-/* See to the completions of one rail alone. */
-bool engine_poll_rail(struct engine *engine, struct rail *rail);
 /* Whether something may happen that wakes nobody: a device's write of a word, or a deadline. */
 bool engine_is_under_way(struct engine *engine);
 /* Whether data have arrived that only a read-back is waited for. */
-bool engine_reads(const struct engine *engine);
+bool engine_is_reading(const struct engine *engine);
 /* Whether the peer has all credits, or there is no rail left to bring them. */
-bool engine_has_told(struct engine *engine);
+bool engine_has_credited(struct engine *engine);
 /* Lose the rails on which a request has been under way for too long. */
 void engine_watch(struct engine *engine, double time);
 void engine_lose(struct engine *engine, struct rail *rail, const char *reason);
-/* Have every rail's queue give notice of its next completion. */
-void engine_ask_for_notice(struct engine *engine);
+/* Have every rail give notice of its next event. */
+void engine_request_notifications(struct engine *engine);
+
+/* What a rail has to tell in its `poll`. A number may have lost its upper bit on the way. */
+void engine_sent(struct engine *engine, struct rail *rail, enum message message, uint32_t number);
+void engine_record_arrived(struct engine *engine, uint32_t number);
+void engine_data_arrived(struct engine *engine, struct rail *rail, uint32_t number);
+void engine_credit_arrived(struct engine *engine, uint32_t released);
+void engine_read_back(struct engine *engine, struct rail *rail);
+/* Where the record of an entry lies in this end's incoming ones; NULL if it is here already. */
+void *engine_expect_record(struct engine *engine, uint32_t number);
+/* Whether an entry's data may be written to their place: they are not here, nor on their way over
+ * another rail. They count as this rail's then. */
+bool engine_expect_data(struct engine *engine, struct rail *rail, uint32_t number);
 
 #endif

@@ -1,11 +1,11 @@
-"""The forwarder as Python uses it: one link's thread in C, its words and its rails."""
+"""A link's carrier as Python uses it: the thread in C, its words and its rails."""
 
 from __future__ import annotations
 
 import ctypes
 import ipaddress
-import os
 import secrets
+import socket
 from collections.abc import Mapping
 from ctypes import byref, create_string_buffer
 from dataclasses import asdict, dataclass
@@ -23,14 +23,15 @@ from hetero.transport.ordered.ring import (
 )
 from hetero.transport.verbs.devices import Port
 from hetero.transport.verbs.memory import registration_remedy
-from hetero.transport.verbs.native.structures import (
+from hetero.native.carrier import (
     GID_BYTES,
     TEXT_BYTES,
     Layout,
-    RailEnding,
-    RailPeer,
-    RailRequest,
-    RailRoute,
+    TcpRequest,
+    VerbsConnectionInfo,
+    VerbsPeer,
+    VerbsRequest,
+    VerbsRoute,
 )
 
 _MAX_PSN = 1 << 24
@@ -54,12 +55,12 @@ class RingMemory:
 
 
 @dataclass(frozen=True)
-class Ending:
+class ConnectionInfo:
     """What the peer has to know of this end of a rail to connect it and to write over it."""
 
     port: dict[str, Any]
     psn: int
-    pair: int
+    qp: int
     receiving: int
     receiving_key: int
     control: int
@@ -70,11 +71,11 @@ class Ending:
         return asdict(self)
 
     @classmethod
-    def of(cls, told: Mapping[str, Any]) -> Ending:
+    def of(cls, told: Mapping[str, Any]) -> ConnectionInfo:
         return cls(**told)
 
 
-class Forwarder:
+class Carrier:
     """A link's thread in C. Every method may be called from any thread until `close`."""
 
     def __init__(
@@ -88,12 +89,11 @@ class Forwarder:
         self._ports: list[Port] = []
         error = create_string_buffer(TEXT_BYTES)
         layout = _layout(memory, side, stall_seconds)
-        self._handle: int | None = library.forwarder_new(byref(layout), error)
+        self._handle: int | None = library.carrier_new(byref(layout), error)
         if self._handle is None:
             raise LinkError(_text(error))
-        self._bell_fd: int | None = library.forwarder_bell(self._handle)
 
-    def add_rail(self, port: Port) -> tuple[Ending, str]:
+    def add_verbs_rail(self, port: Port) -> tuple[ConnectionInfo, str]:
         """Open a port; what the peer must know of it, and how it knows the rings' memory.
 
         Raises LinkError with what the port refused.
@@ -101,7 +101,7 @@ class Forwarder:
         memory = self._memory
         psn = secrets.randbelow(_MAX_PSN)
         descriptor, offset = memory.dmabuf or (-1, 0)
-        request = RailRequest(
+        request = VerbsRequest(
             device=port.device.encode(),
             port=port.number,
             reads_back=memory.reads_back,
@@ -114,18 +114,18 @@ class Forwarder:
             record_bytes=RECORD_BYTES,
             psn=psn,
         )
-        made, error = RailEnding(), create_string_buffer(TEXT_BYTES)
-        if not self._library.forwarder_add_rail(self._handle, byref(request), byref(made), error):
+        made, error = VerbsConnectionInfo(), create_string_buffer(TEXT_BYTES)
+        if not self._library.carrier_add_verbs(self._handle, byref(request), byref(made), error):
             raise LinkError(
                 f"{port} cannot be used for RDMA: {_text(error)}; see its state with `rdma link`, "
                 f"and {registration_remedy(of_gpu=memory.of_gpu)}"
             )
         self._ports.append(port)
-        self._loops.append((made.loop_pair, secrets.randbelow(_MAX_PSN)))
-        ending = Ending(
+        self._loops.append((made.loopback_qp, secrets.randbelow(_MAX_PSN)))
+        ending = ConnectionInfo(
             port=port.as_dict(),
             psn=psn,
-            pair=made.pair,
+            qp=made.qp,
             receiving=made.receiving,
             receiving_key=made.receiving_key,
             control=made.control,
@@ -134,13 +134,13 @@ class Forwarder:
         )
         return ending, "dma-buf" if made.by_dmabuf else "address"
 
-    def connect_rail(self, index: int, peer: Ending) -> None:
+    def connect_verbs_rail(self, index: int, peer: ConnectionInfo) -> None:
         """Let a rail go both ways. Receives are posted when this returns. Raises LinkError."""
         here, there = self._ports[index], Port(**peer.port)
-        pair, psn = self._loops[index]
-        loop = _route(here, here, pair=pair, psn=psn)
-        told = RailPeer(
-            route=_route(here, there, pair=peer.pair, psn=peer.psn),
+        qp, psn = self._loops[index]
+        loop = _route(here, here, qp=qp, psn=psn)
+        told = VerbsPeer(
+            route=_route(here, there, qp=peer.qp, psn=peer.psn),
             receiving=peer.receiving,
             receiving_key=peer.receiving_key,
             control=peer.control,
@@ -148,72 +148,87 @@ class Forwarder:
             reads_back=peer.reads_back,
         )
         error = create_string_buffer(TEXT_BYTES)
-        if not self._library.forwarder_connect_rail(
+        if not self._library.carrier_connect_verbs(
             self._handle, index, byref(told), byref(loop), error
         ):
             raise LinkError(f"{here} cannot be connected with {there} of the peer ({_text(error)})")
 
+    def add_tcp_rail(self, connection: socket.socket) -> None:
+        """Take a connection over. Raises LinkError when there can be no rail."""
+        memory = self._memory
+        request = TcpRequest(
+            fd=connection.detach(),
+            sending=memory.rings,
+            receiving=memory.rings + memory.ring_bytes,
+            ring_bytes=memory.ring_bytes,
+            control=memory.control,
+            record_bytes=RECORD_BYTES,
+        )
+        error = create_string_buffer(TEXT_BYTES)
+        if not self._library.carrier_add_tcp(self._handle, byref(request), error):
+            raise LinkError(_text(error))
+
     def start(self) -> None:
         """Begin to carry. Raises LinkError when there can be no thread."""
         error = create_string_buffer(TEXT_BYTES)
-        if not self._library.forwarder_start(self._handle, error):
+        if not self._library.carrier_start(self._handle, error):
             raise LinkError(_text(error))
 
     def wake(self) -> None:
-        """Have the thread look at the words, if it sleeps. Nothing once it is closed."""
-        if self._bell_fd is not None:
-            os.eventfd_write(self._bell_fd, 1)
+        """Have what has been posted go on its way. Nothing once it is closed."""
+        if self._handle is not None:
+            self._library.carrier_progress(self._handle)
 
     @property
-    def losses_fd(self) -> int:
+    def loss_fd(self) -> int:
         """Readable when the thread has lost a rail."""
-        return int(self._library.forwarder_losses(self._handle))
+        return int(self._library.carrier_loss_fd(self._handle))
 
-    def news_fd(self, index: int) -> int:
+    def async_fd(self, index: int) -> int:
         """Readable when a rail's device has news of itself."""
-        return int(self._library.forwarder_news(self._handle, index))
+        return int(self._library.carrier_async_fd(self._handle, index))
 
     def next_loss(self) -> tuple[int, str] | None:
         """The next rail that the thread has lost, and why."""
         reason = create_string_buffer(TEXT_BYTES)
-        index = int(self._library.forwarder_next_loss(self._handle, reason))
+        index = int(self._library.carrier_next_loss(self._handle, reason))
         return None if index < 0 else (index, _text(reason))
 
-    def news(self, index: int) -> str | None:
+    def handle_async_event(self, index: int) -> str | None:
         """Take one event of a device, which must be there; why the rail is lost if it is."""
         reason = create_string_buffer(TEXT_BYTES)
-        is_lost = self._library.forwarder_hear_news(self._handle, index, reason)
+        is_lost = self._library.carrier_handle_async_event(self._handle, index, reason)
         return _text(reason) if is_lost else None
 
-    def drop_rail(self, index: int) -> None:
+    def stop_rail(self, index: int) -> None:
         """Stop a rail: nothing goes out or comes in over it from here on."""
-        self._library.forwarder_drop_rail(self._handle, index)
+        self._library.carrier_stop_rail(self._handle, index)
 
-    def repeat(self, index: int) -> int:
+    def retransmit(self, index: int) -> int:
         """Have the unfinished entries of a rail, which both ends have stopped, go over others."""
-        return int(self._library.forwarder_repeat(self._handle, index))
+        return int(self._library.carrier_retransmit(self._handle, index))
 
     def settle(self, seconds: float) -> bool:
         """Take in what has arrived by now; False if that was not possible in time."""
-        return bool(self._library.forwarder_settle(self._handle, seconds))
+        return bool(self._library.carrier_settle(self._handle, seconds))
 
     def settle_credits(self, seconds: float) -> bool:
         """See that the peer hears what was consumed; False if that was not possible in time."""
-        return bool(self._library.forwarder_settle_credits(self._handle, seconds))
+        return bool(self._library.carrier_settle_credits(self._handle, seconds))
 
-    def ring(self) -> None:
+    def signal(self) -> None:
         """Wake whoever sleeps on this end's doorbell."""
-        self._library.forwarder_ring(self._handle)
+        self._library.carrier_signal(self._handle)
 
     def cpu_seconds(self) -> float:
         """CPU time that the thread has used."""
-        return float(self._library.forwarder_cpu_seconds(self._handle))
+        return float(self._library.carrier_cpu_seconds(self._handle))
 
     def close(self) -> None:
         """End the thread and close the rails. Nobody may be in another method by now."""
         if self._handle is not None:
-            handle, self._handle, self._bell_fd = self._handle, None, None
-            self._library.forwarder_free(handle)
+            handle, self._handle = self._handle, None
+            self._library.carrier_free(handle)
 
 
 def _layout(memory: RingMemory, side: int, stall_seconds: float) -> Layout:
@@ -240,9 +255,9 @@ def _layout(memory: RingMemory, side: int, stall_seconds: float) -> Layout:
     )
 
 
-def _route(here: Port, there: Port, *, pair: int, psn: int) -> RailRoute:
-    return RailRoute(
-        pair=pair,
+def _route(here: Port, there: Port, *, qp: int, psn: int) -> VerbsRoute:
+    return VerbsRoute(
+        qp=qp,
         psn=psn,
         mtu=min(here.mtu, there.mtu),
         lid=there.lid,

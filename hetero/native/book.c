@@ -1,24 +1,24 @@
-#include "flow.h"
+#include "book.h"
 
-int32_t flow_ahead(uint32_t newer, uint32_t older)
+int32_t book_ahead(uint32_t newer, uint32_t older)
 {
     return (int32_t)(newer - older);
 }
 
 static uint32_t earlier(uint32_t one, uint32_t other)
 {
-    return flow_ahead(one, other) < 0 ? one : other;
+    return book_ahead(one, other) < 0 ? one : other;
 }
 
 static struct part *part_of(struct sequence *sequence, uint32_t number)
 {
-    return &sequence->parts[number % FLOW_ENTRIES];
+    return &sequence->parts[number % BOOK_ENTRIES];
 }
 
 bool sequence_waiting(struct sequence *sequence, uint32_t limit, uint32_t *number)
 {
-    while (flow_ahead(limit, sequence->next) > 0) {
-        if (part_of(sequence, sequence->next)->state == PART_WAITING) {
+    while (book_ahead(limit, sequence->next) > 0) {
+        if (part_of(sequence, sequence->next)->state == UNSENT) {
             *number = sequence->next;
             return true;
         }
@@ -29,7 +29,7 @@ bool sequence_waiting(struct sequence *sequence, uint32_t limit, uint32_t *numbe
 
 void sequence_post(struct sequence *sequence, uint32_t number, uint8_t rail)
 {
-    *part_of(sequence, number) = (struct part){PART_POSTED, rail};
+    *part_of(sequence, number) = (struct part){POSTED, rail};
     if (sequence->next == number)
         sequence->next++;
 }
@@ -38,23 +38,23 @@ void sequence_complete(struct sequence *sequence, uint32_t number, uint8_t rail)
 {
     struct part *part = part_of(sequence, number);
 
-    if (part->state == PART_POSTED && part->rail == rail)
-        part->state = PART_DONE;
+    if (part->state == POSTED && part->rail == rail)
+        part->state = SENT;
 }
 
 static uint32_t pass_done(struct sequence *sequence)
 {
-    while (flow_ahead(sequence->next, sequence->done) > 0 &&
-           part_of(sequence, sequence->done)->state == PART_DONE)
+    while (book_ahead(sequence->next, sequence->done) > 0 &&
+           part_of(sequence, sequence->done)->state == SENT)
         sequence->done++;
     return sequence->done;
 }
 
 void outgoing_credit(struct outgoing *outgoing, uint32_t released)
 {
-    int32_t ahead = flow_ahead(released, outgoing->released);
+    int32_t ahead = book_ahead(released, outgoing->released);
 
-    if (ahead > 0 && ahead <= FLOW_ENTRIES)
+    if (ahead > 0 && ahead <= BOOK_ENTRIES)
         outgoing->released = released;
 }
 
@@ -63,29 +63,30 @@ uint32_t outgoing_free(struct outgoing *outgoing)
     uint32_t done = earlier(pass_done(&outgoing->records), pass_done(&outgoing->data));
     uint32_t free = earlier(outgoing->released, done);
 
-    for (; flow_ahead(free, outgoing->freed) > 0; outgoing->freed++) {
-        part_of(&outgoing->records, outgoing->freed)->state = PART_WAITING;
-        part_of(&outgoing->data, outgoing->freed)->state = PART_WAITING;
+    for (; book_ahead(free, outgoing->freed) > 0; outgoing->freed++) {
+        part_of(&outgoing->records, outgoing->freed)->state = UNSENT;
+        part_of(&outgoing->data, outgoing->freed)->state = UNSENT;
     }
     return outgoing->freed;
 }
 
-static int repeat(struct outgoing *outgoing, struct sequence *sequence, uint8_t rail, bool landed)
+static int retransmit(struct outgoing *outgoing, struct sequence *sequence, uint8_t rail,
+                      bool landed)
 {
     int count = 0;
 
-    for (uint32_t step = 0; step < FLOW_ENTRIES; step++) {
+    for (uint32_t step = 0; step < BOOK_ENTRIES; step++) {
         uint32_t number = outgoing->freed + step;
         struct part *part = part_of(sequence, number);
-        bool is_released = flow_ahead(outgoing->released, number) > 0;
+        bool is_released = book_ahead(outgoing->released, number) > 0;
 
-        if (part->rail != rail || part->state == PART_WAITING)
+        if (part->rail != rail || part->state == UNSENT)
             continue;
         if (is_released) {
             /* What the receiver has consumed it has had, whatever the rail said. */
-            part->state = PART_DONE;
-        } else if (part->state == PART_POSTED || landed) {
-            part->state = PART_WAITING;
+            part->state = SENT;
+        } else if (part->state == POSTED || landed) {
+            part->state = UNSENT;
             sequence->next = earlier(sequence->next, number);
             sequence->done = earlier(sequence->done, number);
             count++;
@@ -94,25 +95,24 @@ static int repeat(struct outgoing *outgoing, struct sequence *sequence, uint8_t 
     return count;
 }
 
-int outgoing_repeat(struct outgoing *outgoing, uint8_t rail, bool landed)
+int outgoing_retransmit(struct outgoing *outgoing, uint8_t rail, bool records_too, bool data_too)
 {
-    /* A record lies in host memory, where it needs no read-back to be seen. */
-    repeat(outgoing, &outgoing->records, rail, false);
-    return repeat(outgoing, &outgoing->data, rail, landed);
+    retransmit(outgoing, &outgoing->records, rail, records_too);
+    return retransmit(outgoing, &outgoing->data, rail, data_too);
 }
 
 static struct arrival *arrival_of(struct incoming *incoming, uint32_t number)
 {
-    return &incoming->arrivals[number % FLOW_ENTRIES];
+    return &incoming->arrivals[number % BOOK_ENTRIES];
 }
 
 /* The whole number behind one that has travelled; false if it came before. */
 static bool place(uint32_t base, uint32_t travelled, uint32_t *number)
 {
-    uint32_t ahead = (travelled - base) & FLOW_NUMBER_MASK;
+    uint32_t ahead = (travelled - base) & BOOK_NUMBER_MASK;
 
     *number = base + ahead;
-    return ahead < FLOW_ENTRIES;
+    return ahead < BOOK_ENTRIES;
 }
 
 void incoming_record(struct incoming *incoming, uint32_t travelled, uint64_t last_byte)
@@ -144,25 +144,45 @@ void incoming_data(struct incoming *incoming, uint32_t travelled, uint8_t rail, 
     if (!place(incoming->produced, travelled, &number))
         return;
     struct arrival *arrival = arrival_of(incoming, number);
-    if (arrival->state != DATA_ABSENT)
+    if (arrival->state != DATA_ABSENT && (arrival->state != DATA_COMING || arrival->rail != rail))
         return;
     arrival->state = needs_reading ? DATA_LANDED : DATA_VISIBLE;
     arrival->rail = rail;
     pass_visible(incoming);
 }
 
+bool incoming_expects_record(const struct incoming *incoming, uint32_t number)
+{
+    int32_t ahead = book_ahead(number, incoming->posted);
+
+    return ahead >= 0 && ahead < BOOK_ENTRIES &&
+           !incoming->arrivals[number % BOOK_ENTRIES].has_record;
+}
+
+bool incoming_expect_data(struct incoming *incoming, uint32_t number, uint8_t rail)
+{
+    struct arrival *arrival = arrival_of(incoming, number);
+    int32_t ahead = book_ahead(number, incoming->produced);
+
+    if (ahead < 0 || ahead >= BOOK_ENTRIES || arrival->state != DATA_ABSENT)
+        return false;
+    arrival->state = DATA_COMING;
+    arrival->rail = rail;
+    return true;
+}
+
 bool incoming_claim(struct incoming *incoming, uint8_t rail, uint64_t *last_byte)
 {
     bool found = false;
 
-    for (uint32_t step = 0; step < FLOW_ENTRIES; step++) {
+    for (uint32_t step = 0; step < BOOK_ENTRIES; step++) {
         uint32_t number = incoming->produced + step;
         struct arrival *arrival = arrival_of(incoming, number);
-        bool has_record = arrival->has_record || flow_ahead(incoming->posted, number) > 0;
+        bool has_record = arrival->has_record || book_ahead(incoming->posted, number) > 0;
 
         if (arrival->state != DATA_LANDED || arrival->rail != rail || !has_record)
             continue;
-        if (arrival->last_byte == FLOW_NO_BYTE) {
+        if (arrival->last_byte == BOOK_NO_BYTE) {
             arrival->state = DATA_VISIBLE;
             continue;
         }
@@ -176,7 +196,7 @@ bool incoming_claim(struct incoming *incoming, uint8_t rail, uint64_t *last_byte
 
 static void change(struct incoming *incoming, uint8_t rail, uint8_t from, uint8_t to)
 {
-    for (uint32_t slot = 0; slot < FLOW_ENTRIES; slot++) {
+    for (uint32_t slot = 0; slot < BOOK_ENTRIES; slot++) {
         struct arrival *arrival = &incoming->arrivals[slot];
 
         if (arrival->state == from && arrival->rail == rail)
@@ -192,13 +212,14 @@ void incoming_seen(struct incoming *incoming, uint8_t rail)
 
 void incoming_forget(struct incoming *incoming, uint8_t rail)
 {
+    change(incoming, rail, DATA_COMING, DATA_ABSENT);
     change(incoming, rail, DATA_BEING_READ, DATA_ABSENT);
     change(incoming, rail, DATA_LANDED, DATA_ABSENT);
 }
 
 bool incoming_reads(const struct incoming *incoming, uint8_t rail)
 {
-    for (uint32_t slot = 0; slot < FLOW_ENTRIES; slot++) {
+    for (uint32_t slot = 0; slot < BOOK_ENTRIES; slot++) {
         const struct arrival *arrival = &incoming->arrivals[slot];
 
         if ((arrival->state == DATA_BEING_READ || arrival->state == DATA_LANDED) &&

@@ -1,19 +1,19 @@
 /* Which entries of a link's two rings have gone where. Numbers only: no verbs, no clock.
  *
- * Entries are numbered from 0 on and counted in 32 bits, round. At most FLOW_ENTRIES are under way in
+ * Entries are numbered from 0 on and counted in 32 bits, round. At most BOOK_ENTRIES are under way in
  * one direction, from the sender's first mention of one until the receiver's device has consumed it.
  * Of every entry two parts travel: its record, ahead, and its data. */
-#ifndef HETERO_FLOW_H
-#define HETERO_FLOW_H
+#ifndef HETERO_BOOK_H
+#define HETERO_BOOK_H
 
 #include <stdbool.h>
 #include <stdint.h>
 
-#define FLOW_ENTRIES 256
+#define BOOK_ENTRIES 256
 /* A number travels beside one bit that tells a record from data. */
-#define FLOW_NUMBER_MASK 0x7FFFFFFFu
+#define BOOK_NUMBER_MASK 0x7FFFFFFFu
 
-enum part_state { PART_WAITING, PART_POSTED, PART_DONE };
+enum delivery { UNSENT, POSTED, SENT };
 
 struct part {
     uint8_t state;
@@ -24,37 +24,37 @@ struct part {
 struct sequence {
     uint32_t next; /* none before it waits */
     uint32_t done; /* all before it have completed here */
-    struct part parts[FLOW_ENTRIES];
+    struct part parts[BOOK_ENTRIES];
 };
 
 struct outgoing {
     struct sequence records;
     struct sequence data;
-    uint32_t released; /* so many the receiver's device has consumed, as far as it has told */
+    uint32_t released; /* so many the receiver's device has consumed, as far as it has credited */
     uint32_t freed;    /* of those, the ones that no NIC of this side needs any more */
 };
 
-enum arrival_state { DATA_ABSENT, DATA_LANDED, DATA_BEING_READ, DATA_VISIBLE };
+enum arrival_state { DATA_ABSENT, DATA_COMING, DATA_LANDED, DATA_BEING_READ, DATA_VISIBLE };
 
 struct arrival {
     uint8_t state;
     uint8_t rail;
     bool has_record;    /* its record is here, and some before it are not */
-    uint64_t last_byte; /* offset in the receiving ring; FLOW_NO_BYTE for an entry without data */
+    uint64_t last_byte; /* offset in the receiving ring; BOOK_NO_BYTE for an entry without data */
 };
 
-#define FLOW_NO_BYTE UINT64_MAX
+#define BOOK_NO_BYTE UINT64_MAX
 
 struct incoming {
     uint32_t posted;   /* so many records are here without a gap */
     uint32_t produced; /* so many data are visible without a gap */
-    uint32_t told;     /* the count that the sender was told last */
-    bool telling_lost; /* what was told may never have arrived */
-    struct arrival arrivals[FLOW_ENTRIES];
+    uint32_t credited;     /* the count that the sender was credited last */
+    bool credit_lost; /* what was credited may never have arrived */
+    struct arrival arrivals[BOOK_ENTRIES];
 };
 
 /* How far one counter is ahead of another; negative when it is behind. */
-int32_t flow_ahead(uint32_t newer, uint32_t older);
+int32_t book_ahead(uint32_t newer, uint32_t older);
 
 /* The first part before `limit` that waits to be posted. */
 bool sequence_waiting(struct sequence *sequence, uint32_t limit, uint32_t *number);
@@ -66,10 +66,15 @@ void sequence_complete(struct sequence *sequence, uint32_t number, uint8_t rail)
 void outgoing_credit(struct outgoing *outgoing, uint32_t released);
 /* Give back what the receiver has released and no NIC needs; returns how many entries are free. */
 uint32_t outgoing_free(struct outgoing *outgoing);
-/* Have what a lost rail may not have carried posted again; returns how many entries' data are.
- * With `landed` also what has arrived and was not released: the receiver may not have seen it. */
-int outgoing_repeat(struct outgoing *outgoing, uint8_t rail, bool landed);
+/* Have what a lost rail may not have carried sent again; returns how many entries' data are. Records or
+ * data that it has sent and the receiver has not released are sent again if asked for: they may not have
+ * arrived, or not be seen. */
+int outgoing_retransmit(struct outgoing *outgoing, uint8_t rail, bool records_too, bool data_too);
 
+/* Whether an entry's record, by its whole number, is not here yet. */
+bool incoming_expects_record(const struct incoming *incoming, uint32_t number);
+/* The same of its data, which count as coming over this rail from here on. */
+bool incoming_expect_data(struct incoming *incoming, uint32_t number, uint8_t rail);
 /* What arrives a second time, over another rail, changes nothing. */
 void incoming_record(struct incoming *incoming, uint32_t number, uint64_t last_byte);
 void incoming_data(struct incoming *incoming, uint32_t number, uint8_t rail, bool needs_reading);

@@ -1,0 +1,401 @@
+#include "engine.h"
+
+#include "host.h"
+
+#include <limits.h>
+#include <linux/futex.h>
+#include <stdatomic.h>
+#include <stdio.h>
+#include <string.h>
+#include <sys/eventfd.h>
+#include <sys/syscall.h>
+#include <time.h>
+#include <unistd.h>
+
+/* What a rail is taken to carry before it has shown it. */
+#define ASSUMED_BYTES_PER_SECOND 1e9
+/* How much a new figure counts against the older ones, and how fast an idle rail is trusted again. */
+#define NEWEST_WEIGHT 0.3
+#define IDLE_GROWTH 1.5
+
+double engine_now(void)
+{
+    struct timespec time;
+
+    clock_gettime(CLOCK_MONOTONIC, &time);
+    return (double)time.tv_sec + 1e-9 * (double)time.tv_nsec;
+}
+
+/* Words and records. */
+
+static uint32_t *word(struct engine *engine, uint64_t offset)
+{
+    return (uint32_t *)(uintptr_t)(engine->layout.control + offset);
+}
+
+static uint32_t load(struct engine *engine, uint64_t offset)
+{
+    return __atomic_load_n(word(engine, offset), __ATOMIC_ACQUIRE);
+}
+
+/* Never back: a link that has failed moves words ahead itself, to release its streams. */
+static bool advance(struct engine *engine, uint64_t offset, uint32_t count)
+{
+    uint32_t current = load(engine, offset);
+
+    while (book_ahead(count, current) > 0)
+        if (__atomic_compare_exchange_n(word(engine, offset), &current, count, false,
+                                        __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST)) {
+            host_wake_word(word(engine, offset));
+            return true;
+        }
+    return false;
+}
+
+void engine_signal(struct engine *engine)
+{
+    uint32_t *doorbell = word(engine, engine->layout.doorbell);
+
+    __atomic_fetch_add(doorbell, 1, __ATOMIC_SEQ_CST);
+    syscall(SYS_futex, doorbell, FUTEX_WAKE, INT_MAX, NULL, NULL, 0);
+}
+
+static uint64_t record_offset(struct engine *engine, uint64_t records, uint32_t number)
+{
+    return records + number % BOOK_ENTRIES * engine->layout.record_bytes;
+}
+
+static uint64_t field(struct engine *engine, uint64_t record, uint64_t offset)
+{
+    uint64_t value;
+
+    memcpy(&value, (const void *)(uintptr_t)(engine->layout.control + record + offset),
+           sizeof value);
+    return value;
+}
+
+/* How many of an entry's bytes lie where in the ring. A record that makes no sense names none: the
+ * receiving CPU, which verifies it, finds the difference. */
+static uint64_t span(struct engine *engine, uint64_t records, uint32_t number, uint64_t *place)
+{
+    const struct engine_layout *layout = &engine->layout;
+    uint64_t record = record_offset(engine, records, number);
+    uint64_t nbytes = field(engine, record, layout->record_nbytes);
+
+    *place = field(engine, record, layout->record_place);
+    if (*place > layout->ring_bytes || nbytes > layout->ring_bytes - *place)
+        return 0;
+    return nbytes;
+}
+
+/* Losing rails. */
+
+void engine_lose(struct engine *engine, struct rail *rail, const char *reason)
+{
+    struct loss *loss = &engine->losses[rail->index];
+
+    if (!rail->live)
+        return;
+    rail->live = false;
+    rail->operations->stop(rail);
+    rail->reads = rail->is_reading = false;
+    incoming_forget(&engine->incoming, rail->index);
+    loss->is_told = false;
+    snprintf(loss->reason, sizeof loss->reason, "%s", reason);
+    eventfd_write(engine->loss_fd, 1);
+}
+
+/* Whether the rail took a message; it is lost if it did not. */
+static bool took(struct engine *engine, struct rail *rail, int code)
+{
+    char reason[RAIL_TEXT_BYTES];
+
+    if (code == 0)
+        return true;
+    snprintf(reason, sizeof reason, "it takes no requests (%s)", strerror(code));
+    engine_lose(engine, rail, reason);
+    return false;
+}
+
+static double fastest(const struct engine *engine)
+{
+    double most = 0;
+
+    for (int index = 0; index < engine->rail_count; index++)
+        if (engine->rails[index]->live && engine->rails[index]->bytes_per_second > most)
+            most = engine->rails[index]->bytes_per_second;
+    return most;
+}
+
+void engine_watch(struct engine *engine, double time)
+{
+    char reason[RAIL_TEXT_BYTES];
+    double most = fastest(engine);
+
+    for (int index = 0; index < engine->rail_count; index++) {
+        struct rail *rail = engine->rails[index];
+
+        if (rail->operations->is_late(rail, time - engine->layout.stall_seconds, reason))
+            engine_lose(engine, rail, reason);
+        /* One that was slow, and so was given nothing, may be fast again. */
+        if (rail->bytes_under_way == 0 && rail->bytes_per_second * IDLE_GROWTH < most)
+            rail->bytes_per_second *= IDLE_GROWTH;
+    }
+}
+
+/* What rails tell. */
+
+/* A rail serves its requests one after the other: the time of one begins with the end of another. */
+static void note_speed(struct rail *rail, uint64_t nbytes, double posted, double now)
+{
+    double begin = posted > rail->last_completion ? posted : rail->last_completion;
+    double figure = (double)nbytes / (now - begin + 1e-9);
+
+    rail->bytes_per_second = rail->bytes_per_second == 0
+                                 ? figure
+                                 : (1 - NEWEST_WEIGHT) * rail->bytes_per_second +
+                                       NEWEST_WEIGHT * figure;
+    rail->last_completion = now;
+}
+
+void engine_sent(struct engine *engine, struct rail *rail, enum message message, uint32_t number)
+{
+    uint64_t place, nbytes;
+
+    if (message == MESSAGE_RECORD)
+        sequence_complete(&engine->outgoing.records, number, rail->index);
+    if (message != MESSAGE_DATA)
+        return;
+    nbytes = span(engine, engine->layout.out_records, number, &place);
+    note_speed(rail, nbytes, engine->posted_at[number % BOOK_ENTRIES], engine_now());
+    rail->bytes_under_way -= nbytes < rail->bytes_under_way ? nbytes : rail->bytes_under_way;
+    sequence_complete(&engine->outgoing.data, number, rail->index);
+}
+
+void engine_record_arrived(struct engine *engine, uint32_t number)
+{
+    uint64_t place, nbytes = span(engine, engine->layout.in_records, number, &place);
+
+    incoming_record(&engine->incoming, number, nbytes == 0 ? BOOK_NO_BYTE : place + nbytes - 1);
+}
+
+void engine_data_arrived(struct engine *engine, struct rail *rail, uint32_t number)
+{
+    /* Without its read-back a rail brings nothing that counts: the peer sends it again. */
+    if (rail->reads == rail->reads_back)
+        incoming_data(&engine->incoming, number, rail->index, rail->reads);
+}
+
+void engine_credit_arrived(struct engine *engine, uint32_t released)
+{
+    outgoing_credit(&engine->outgoing, released);
+}
+
+void engine_read_back(struct engine *engine, struct rail *rail)
+{
+    rail->is_reading = false;
+    if (rail->reads)
+        incoming_seen(&engine->incoming, rail->index);
+}
+
+void *engine_expect_record(struct engine *engine, uint32_t number)
+{
+    if (!incoming_expects_record(&engine->incoming, number))
+        return NULL;
+    return word(engine, record_offset(engine, engine->layout.in_records, number));
+}
+
+bool engine_expect_data(struct engine *engine, struct rail *rail, uint32_t number)
+{
+    return rail->live && incoming_expect_data(&engine->incoming, number, rail->index);
+}
+
+/* Moving entries. */
+
+/* When a rail would have brought so many bytes, from what it has to do and how fast it was. */
+static double time_for(const struct rail *rail, uint64_t nbytes)
+{
+    double speed = rail->bytes_per_second > 0 ? rail->bytes_per_second : ASSUMED_BYTES_PER_SECOND;
+
+    return (double)(rail->bytes_under_way + nbytes) / speed;
+}
+
+/* The rail over which a message arrives first; NULL while that has no room for it. So a slow rail
+ * carries less, and nothing that another would have brought before it. */
+static struct rail *choose(struct engine *engine, enum message message, uint64_t nbytes)
+{
+    struct rail *best = NULL;
+
+    for (int index = 0; index < engine->rail_count; index++) {
+        struct rail *rail = engine->rails[index];
+
+        if (rail->live && (best == NULL || time_for(rail, nbytes) < time_for(best, nbytes)))
+            best = rail;
+    }
+    return best != NULL && best->operations->has_room(best, message) ? best : NULL;
+}
+
+static bool send_records(struct engine *engine, uint32_t limit)
+{
+    struct sequence *records = &engine->outgoing.records;
+    struct rail *rail;
+    uint32_t number;
+    bool moved = false;
+
+    while (sequence_waiting(records, limit, &number) &&
+           (rail = choose(engine, MESSAGE_RECORD, engine->layout.record_bytes)) != NULL) {
+        uint64_t offset = record_offset(engine, engine->layout.out_records, number);
+
+        if (took(engine, rail,
+                 rail->operations->post_record(rail, number, offset, engine_now())))
+            sequence_post(records, number, rail->index);
+        moved = true;
+    }
+    return moved;
+}
+
+static bool send_one(struct engine *engine, uint32_t number)
+{
+    uint64_t place, nbytes = span(engine, engine->layout.out_records, number, &place);
+    struct rail *rail = choose(engine, MESSAGE_DATA, nbytes);
+    double now = engine_now();
+
+    if (rail == NULL)
+        return false;
+    if (took(engine, rail, rail->operations->post_data(rail, number, place, nbytes, now))) {
+        sequence_post(&engine->outgoing.data, number, rail->index);
+        engine->posted_at[number % BOOK_ENTRIES] = now;
+        rail->bytes_under_way += nbytes;
+    }
+    return true;
+}
+
+/* Data follow their record: it has been posted when they are. */
+static bool send_data(struct engine *engine, uint32_t limit)
+{
+    uint32_t number;
+    bool moved = false;
+
+    while (sequence_waiting(&engine->outgoing.data, limit, &number) && send_one(engine, number))
+        moved = true;
+    return moved;
+}
+
+static bool send_credit(struct engine *engine)
+{
+    struct incoming *incoming = &engine->incoming;
+    uint32_t consumed = load(engine, engine->layout.in_consumed);
+    struct rail *rail;
+
+    /* A link that has failed moves the word ahead of what has arrived. */
+    if (book_ahead(consumed, incoming->produced) > 0)
+        consumed = incoming->produced;
+    if (consumed == incoming->credited && !incoming->credit_lost)
+        return false;
+    rail = choose(engine, MESSAGE_CREDIT, 0);
+    if (rail == NULL ||
+        !took(engine, rail, rail->operations->post_credit(rail, consumed, engine_now())))
+        return false;
+    incoming->credited = consumed;
+    incoming->credit_lost = false;
+    return true;
+}
+
+static void read_back(struct engine *engine, struct rail *rail)
+{
+    uint64_t last_byte;
+
+    if (rail->reads && !rail->is_reading &&
+        incoming_claim(&engine->incoming, rail->index, &last_byte) &&
+        took(engine, rail, rail->operations->post_read(rail, last_byte, engine_now())))
+        rail->is_reading = true;
+}
+
+/* The words that this side's streams and CPU wait for. The device's come first: a CPU that is woken
+ * finds them. */
+static bool publish(struct engine *engine)
+{
+    const struct engine_layout *layout = &engine->layout;
+    uint32_t freed = outgoing_free(&engine->outgoing);
+    bool moved = advance(engine, layout->in_produced, engine->incoming.produced);
+    bool concerns_cpu = advance(engine, layout->in_posted, engine->incoming.posted);
+
+    concerns_cpu |= advance(engine, layout->out_consumed, freed);
+    concerns_cpu |= advance(engine, layout->out_retired, freed);
+    if (concerns_cpu)
+        engine_signal(engine);
+    return moved || concerns_cpu;
+}
+
+bool engine_progress(struct engine *engine)
+{
+    const struct engine_layout *layout = &engine->layout;
+    uint32_t posted, produced;
+    bool moved = false;
+
+    for (int index = 0; index < engine->rail_count; index++) {
+        struct rail *rail = engine->rails[index];
+
+        moved |= rail->operations->poll(rail, engine);
+        read_back(engine, rail);
+    }
+    moved |= publish(engine);
+    posted = load(engine, layout->out_posted);
+    produced = load(engine, layout->out_produced);
+    moved |= send_records(engine, posted);
+    /* A record that waits for room keeps its data, and those behind it, waiting too. */
+    if (book_ahead(produced, engine->outgoing.records.next) > 0)
+        produced = engine->outgoing.records.next;
+    moved |= send_data(engine, produced);
+    return moved | send_credit(engine);
+}
+
+bool engine_is_under_way(struct engine *engine)
+{
+    const struct engine_layout *layout = &engine->layout;
+    bool has_rail = false;
+
+    for (int index = 0; index < engine->rail_count; index++) {
+        if (engine->rails[index]->operations->is_busy(engine->rails[index]))
+            return true;
+        has_rail |= engine->rails[index]->live;
+    }
+    if (!has_rail)
+        return false;
+    return load(engine, layout->out_posted) != load(engine, layout->out_produced) ||
+           load(engine, layout->in_retired) != load(engine, layout->in_consumed);
+}
+
+bool engine_is_reading(const struct engine *engine)
+{
+    for (int index = 0; index < engine->rail_count; index++)
+        if (incoming_reads(&engine->incoming, (uint8_t)index))
+            return true;
+    return false;
+}
+
+bool engine_has_credited(struct engine *engine)
+{
+    uint32_t consumed = load(engine, engine->layout.in_consumed);
+    bool has_rail = false;
+
+    for (int index = 0; index < engine->rail_count; index++) {
+        struct rail *rail = engine->rails[index];
+
+        if (rail->live && rail->credits_under_way > 0)
+            return false;
+        has_rail |= rail->live;
+    }
+    return !has_rail || (!engine->incoming.credit_lost &&
+                         book_ahead(consumed, engine->incoming.credited) <= 0);
+}
+
+void engine_request_notifications(struct engine *engine)
+{
+    for (int index = 0; index < engine->rail_count; index++) {
+        struct rail *rail = engine->rails[index];
+
+        if (rail->live)
+            took(engine, rail, rail->operations->request_notification(rail));
+    }
+}

@@ -1,0 +1,307 @@
+#include "verbs.h"
+
+#include "engine.h"
+
+#include <arpa/inet.h>
+#include <stdio.h>
+#include <string.h>
+
+#define POLLED_AT_ONCE 32
+
+static struct verbs_rail *rail_of(struct rail *rail)
+{
+    return (struct verbs_rail *)rail;
+}
+
+static bool explain(char *reason, const char *what)
+{
+    snprintf(reason, RAIL_TEXT_BYTES, "%s", what);
+    return true;
+}
+
+static void note_post(struct verbs_rail *rail, enum message kind, double now)
+{
+    rail->posted_at[(rail->oldest + rail->posted) % VERBS_SENDS] = now;
+    rail->posted++;
+    rail->under_way[kind]++;
+}
+
+static int post(struct verbs_rail *rail, struct ibv_send_wr *request, enum message kind, double now)
+{
+    struct ibv_send_wr *refused;
+
+    request->send_flags |= IBV_SEND_SIGNALED;
+    int code = ibv_post_send(rail->qp, request, &refused);
+    if (code == 0)
+        note_post(rail, kind, now);
+    return code;
+}
+
+static uint64_t name_request(enum message kind, uint32_t number)
+{
+    return (uint64_t)kind << 32 | number;
+}
+
+static int post_record(struct rail *base, uint32_t number, uint64_t offset, double now)
+{
+    struct verbs_rail *rail = rail_of(base);
+    struct ibv_sge element = {.addr = rail->request.control + offset,
+                              .length = rail->request.record_bytes,
+                              .lkey = rail->control->lkey};
+    struct ibv_send_wr request = {
+        .wr_id = name_request(MESSAGE_RECORD, number),
+        .sg_list = &element,
+        .num_sge = 1,
+        .opcode = IBV_WR_RDMA_WRITE_WITH_IMM,
+        .send_flags = rail->inlines ? IBV_SEND_INLINE : 0,
+        .imm_data = htonl(number & BOOK_NUMBER_MASK),
+        .wr.rdma = {.remote_addr = rail->peer.control + offset, .rkey = rail->peer.control_key},
+    };
+
+    return post(rail, &request, MESSAGE_RECORD, now);
+}
+
+static int post_data(struct rail *base, uint32_t number, uint64_t place, uint64_t nbytes,
+                     double now)
+{
+    struct verbs_rail *rail = rail_of(base);
+    struct ibv_sge element = {
+        .addr = rail->rings_base + place, .length = (uint32_t)nbytes, .lkey = rail->rings->lkey};
+    struct ibv_send_wr request = {
+        .wr_id = name_request(MESSAGE_DATA, number),
+        .sg_list = &element,
+        .num_sge = nbytes == 0 ? 0 : 1,
+        .opcode = IBV_WR_RDMA_WRITE_WITH_IMM,
+        .imm_data = htonl((number & BOOK_NUMBER_MASK) | ~BOOK_NUMBER_MASK),
+        .wr.rdma = {.remote_addr = rail->peer.receiving + place, .rkey = rail->peer.receiving_key},
+    };
+    return post(rail, &request, MESSAGE_DATA, now);
+}
+
+static int post_credit(struct rail *base, uint32_t released, double now)
+{
+    struct ibv_send_wr request = {
+        .wr_id = name_request(MESSAGE_CREDIT, released),
+        .opcode = IBV_WR_SEND_WITH_IMM,
+        .imm_data = htonl(released),
+    };
+
+    base->credits_under_way++;
+    return post(rail_of(base), &request, MESSAGE_CREDIT, now);
+}
+
+static int post_read(struct rail *base, uint64_t last_byte, double now)
+{
+    struct verbs_rail *rail = rail_of(base);
+    struct ibv_sge element = {.addr = (uintptr_t)&rail->landing,
+                              .length = sizeof rail->landing,
+                              .lkey = rail->landing_region->lkey};
+    struct ibv_send_wr *refused, request = {
+        .wr_id = name_request(MESSAGE_READ, 0),
+        .sg_list = &element,
+        .num_sge = 1,
+        .opcode = IBV_WR_RDMA_READ,
+        .send_flags = IBV_SEND_SIGNALED,
+        .wr.rdma = {.remote_addr = rail->rings_base + rail->request.ring_bytes + last_byte,
+                    .rkey = rail->rings->rkey},
+    };
+    int code = ibv_post_send(rail->loopback_qp, &request, &refused);
+
+    if (code == 0)
+        rail->reading_since = now;
+    return code;
+}
+
+int verbs_post_receive(struct verbs_rail *rail)
+{
+    struct ibv_recv_wr *refused, request = {.wr_id = 0};
+
+    return ibv_post_recv(rail->qp, &request, &refused);
+}
+
+/* What has happened. */
+
+static void completed(struct verbs_rail *rail, struct engine *engine, uint64_t request)
+{
+    enum message kind = (enum message)(request >> 32);
+
+    if (kind == MESSAGE_READ) {
+        engine_read_back(engine, &rail->rail);
+        return;
+    }
+    rail->under_way[kind]--;
+    rail->rail.credits_under_way -= kind == MESSAGE_CREDIT;
+    rail->posted--;
+    rail->oldest = (rail->oldest + 1) % VERBS_SENDS;
+    engine_sent(engine, &rail->rail, kind, (uint32_t)request);
+}
+
+static void failed(struct verbs_rail *rail, struct engine *engine, const struct ibv_wc *done)
+{
+    bool is_read = done->wr_id >> 32 == MESSAGE_READ;
+    char reason[RAIL_TEXT_BYTES];
+
+    snprintf(reason, sizeof reason, "%s: %s (completion status %d)",
+             is_read ? "it cannot read its own ring back" : "a request failed",
+             ibv_wc_status_str(done->status), done->status);
+    engine_lose(engine, &rail->rail, reason);
+}
+
+static void arrived(struct verbs_rail *rail, struct engine *engine, const struct ibv_wc *done)
+{
+    uint32_t travelled = ntohl(done->imm_data), number = travelled & BOOK_NUMBER_MASK;
+    char reason[RAIL_TEXT_BYTES];
+    int code;
+
+    if (done->opcode == IBV_WC_RECV)
+        engine_credit_arrived(engine, travelled);
+    else if (travelled == number)
+        engine_record_arrived(engine, number);
+    else
+        engine_data_arrived(engine, &rail->rail, number);
+    code = rail->rail.live ? verbs_post_receive(rail) : 0;
+    if (code != 0) {
+        snprintf(reason, sizeof reason, "it takes no receives (%s)", strerror(code));
+        engine_lose(engine, &rail->rail, reason);
+    }
+}
+
+static bool poll_queue(struct rail *base, struct engine *engine)
+{
+    struct verbs_rail *rail = rail_of(base);
+    struct ibv_wc found[POLLED_AT_ONCE];
+    int count, total = 0;
+
+    while ((count = ibv_poll_cq(rail->queue, POLLED_AT_ONCE, found)) > 0) {
+        for (int index = 0; index < count; index++) {
+            const struct ibv_wc *done = &found[index];
+
+            if (done->status != IBV_WC_SUCCESS)
+                failed(rail, engine, done);
+            else if (done->opcode == IBV_WC_RECV_RDMA_WITH_IMM || done->opcode == IBV_WC_RECV)
+                arrived(rail, engine, done);
+            else
+                completed(rail, engine, done->wr_id);
+        }
+        total += count;
+    }
+    if (count < 0)
+        engine_lose(engine, base, "its completion queue cannot be polled");
+    return total > 0;
+}
+
+static bool has_room(const struct rail *base, enum message kind)
+{
+    static const int limits[] = {VERBS_RECORDS, VERBS_DATA, VERBS_CREDITS, 1};
+    const struct verbs_rail *rail = (const struct verbs_rail *)base;
+
+    return rail->under_way[kind] < limits[kind];
+}
+
+static bool is_busy(const struct rail *base)
+{
+    const struct verbs_rail *rail = (const struct verbs_rail *)base;
+
+    return (base->live && rail->posted > 0) || (base->reads && base->is_reading);
+}
+
+static bool is_late(const struct rail *base, double before, char *reason)
+{
+    const struct verbs_rail *rail = (const struct verbs_rail *)base;
+
+    if (base->reads && base->is_reading && rail->reading_since < before)
+        return explain(reason, "it has not read its own ring back in time");
+    if (base->live && rail->posted > 0 && rail->posted_at[rail->oldest] < before)
+        return explain(reason, "nothing completed in time");
+    return false;
+}
+
+/* What an RDMA connection has confirmed to the peer has arrived: nothing comes behind it. */
+static bool is_drained(const struct rail *base)
+{
+    (void)base;
+    return true;
+}
+
+static int request_notification(struct rail *base)
+{
+    return ibv_req_notify_cq(rail_of(base)->queue, 0);
+}
+
+static void acknowledge(struct rail *base)
+{
+    struct ibv_cq *queue;
+    void *context;
+
+    if (ibv_get_cq_event(rail_of(base)->channel, &queue, &context) == 0)
+        ibv_ack_cq_events(queue, 1);
+}
+
+static void stop_qp(struct ibv_qp *qp)
+{
+    struct ibv_qp_attr wanted = {.qp_state = IBV_QPS_ERR};
+
+    /* A NIC that has been taken away refuses, and then carries nothing more either. */
+    if (qp != NULL)
+        (void)ibv_modify_qp(qp, &wanted, IBV_QP_STATE);
+}
+
+/* What is under way is flushed, and what comes in from here on refused. */
+static void stop(struct rail *base)
+{
+    stop_qp(rail_of(base)->qp);
+    stop_qp(rail_of(base)->loopback_qp);
+}
+
+static void join(struct rail *base)
+{
+    (void)base;
+}
+
+static bool handle_async_event(struct rail *base, char *reason)
+{
+    struct verbs_rail *rail = rail_of(base);
+    struct ibv_async_event event;
+    struct ibv_port_attr port;
+
+    if (ibv_get_async_event(rail->context, &event) != 0)
+        return false;
+    ibv_ack_async_event(&event);
+    switch (event.event_type) {
+    case IBV_EVENT_PORT_ERR:
+        if (ibv_query_port(rail->context, rail->request.port, &port) == 0 &&
+            port.state == IBV_PORT_ACTIVE)
+            return false;
+        return explain(reason, "its port has gone down");
+    case IBV_EVENT_DEVICE_FATAL:
+        return explain(reason, "its device has failed");
+    case IBV_EVENT_CQ_ERR:
+        return explain(reason, "its completion queue has failed");
+    case IBV_EVENT_QP_FATAL:
+        return explain(reason, "its queue pair has failed");
+    case IBV_EVENT_QP_REQ_ERR:
+        return explain(reason, "the peer's requests make no sense to it");
+    case IBV_EVENT_QP_ACCESS_ERR:
+        return explain(reason, "the peer may not write where it tries to");
+    default:
+        return false;
+    }
+}
+
+const struct rail_operations verbs_operations = {
+    .post_record = post_record,
+    .post_data = post_data,
+    .post_credit = post_credit,
+    .post_read = post_read,
+    .has_room = has_room,
+    .is_busy = is_busy,
+    .is_late = is_late,
+    .is_drained = is_drained,
+    .poll = poll_queue,
+    .request_notification = request_notification,
+    .acknowledge = acknowledge,
+    .stop = stop,
+    .join = join,
+    .handle_async_event = handle_async_event,
+    .close = verbs_close,
+};

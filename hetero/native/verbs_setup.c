@@ -1,0 +1,261 @@
+#include "verbs.h"
+
+#include "book.h"
+
+#include <arpa/inet.h>
+#include <errno.h>
+#include <stdarg.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#define MAX_INLINE 128
+/* Of every entry a record and its data, a credit for each, and both again that another rail had. */
+#define RECEIVES (5 * BOOK_ENTRIES + VERBS_CREDITS)
+/* 4.096 us * 2**14 before a packet is sent again; 7 tries would mean for ever. */
+#define ACK_TIMEOUT 14
+#define TRIES 6
+#define NOT_READY_TIMER 12
+#define NOT_READY_TRIES 6
+#define HOPS 64
+
+static bool fail(char *error, const char *format, ...) __attribute__((format(printf, 2, 3)));
+
+static bool fail(char *error, const char *format, ...)
+{
+    va_list arguments;
+
+    va_start(arguments, format);
+    vsnprintf(error, RAIL_TEXT_BYTES, format, arguments);
+    va_end(arguments);
+    return false;
+}
+
+static bool open_device(struct verbs_rail *rail, const char *name, char *error)
+{
+    struct ibv_device **devices = ibv_get_device_list(NULL);
+
+    for (struct ibv_device **one = devices; one != NULL && *one != NULL; one++)
+        if (strcmp(ibv_get_device_name(*one), name) == 0)
+            rail->context = ibv_open_device(*one);
+    int code = errno;
+    if (devices != NULL)
+        ibv_free_device_list(devices);
+    if (rail->context == NULL)
+        return fail(error, "the device cannot be opened (%s)", strerror(code));
+    return true;
+}
+
+/* Without IBV_ACCESS_RELAXED_ORDERING: a read-back shows only what is strictly ordered. */
+static int access_to_rings(const struct verbs_rail *rail)
+{
+    int access = IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE;
+
+    return rail->request.reads_back ? access | IBV_ACCESS_REMOTE_READ : access;
+}
+
+static bool register_rings(struct verbs_rail *rail, char *error)
+{
+    const struct verbs_request *request = &rail->request;
+    size_t nbytes = 2 * request->ring_bytes;
+    int access = access_to_rings(rail), as_dmabuf = 0;
+
+    if (request->dmabuf >= 0) {
+        /* The NIC's addresses count from the beginning of the dma-buf. */
+        rail->rings_base = request->dmabuf_offset;
+        rail->rings = ibv_reg_dmabuf_mr(rail->domain, request->dmabuf_offset, nbytes,
+                                        request->dmabuf_offset, request->dmabuf, access);
+        as_dmabuf = errno;
+    }
+    if (rail->rings == NULL) {
+        rail->rings_base = request->rings;
+        rail->rings = ibv_reg_mr(rail->domain, (void *)(uintptr_t)request->rings, nbytes, access);
+    }
+    if (rail->rings == NULL && request->dmabuf >= 0)
+        return fail(error, "it refused to register %zu bytes (as a dma-buf: %s; by address: %s)",
+                    nbytes, strerror(as_dmabuf), strerror(errno));
+    if (rail->rings == NULL)
+        return fail(error, "it refused to register %zu bytes by address (%s)", nbytes,
+                    strerror(errno));
+    return true;
+}
+
+static bool register_control(struct verbs_rail *rail, char *error)
+{
+    rail->control = ibv_reg_mr(rail->domain, (void *)(uintptr_t)rail->request.control,
+                               rail->request.control_bytes,
+                               IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE);
+    rail->landing_region = ibv_reg_mr(rail->domain, &rail->landing, 1, IBV_ACCESS_LOCAL_WRITE);
+    if (rail->control == NULL || rail->landing_region == NULL)
+        return fail(error, "it refused to register the control segment (%s)", strerror(errno));
+    return true;
+}
+
+static struct ibv_qp *make_qp(struct verbs_rail *rail, uint32_t sends, uint32_t receives,
+                              uint32_t inline_bytes)
+{
+    struct ibv_qp_init_attr wanted = {
+        .send_cq = rail->queue,
+        .recv_cq = rail->queue,
+        .qp_type = IBV_QPT_RC,
+        .cap = {.max_send_wr = sends,
+                .max_recv_wr = receives,
+                .max_send_sge = 1,
+                .max_recv_sge = 1,
+                .max_inline_data = inline_bytes},
+    };
+
+    return ibv_create_qp(rail->domain, &wanted);
+}
+
+static bool make_queues(struct verbs_rail *rail, char *error)
+{
+    struct ibv_device_attr limits;
+    int code = ibv_query_device(rail->context, &limits);
+
+    if (code != 0)
+        return fail(error, "the device cannot be asked for its limits (%s)", strerror(code));
+    if (limits.max_qp_wr < RECEIVES)
+        return fail(error, "it takes %d requests at once and %d are needed, so name others with "
+                    "--hetero-nics", limits.max_qp_wr, RECEIVES);
+    rail->channel = ibv_create_comp_channel(rail->context);
+    if (rail->channel == NULL)
+        return fail(error, "it makes no completion channel (%s)", strerror(errno));
+    rail->queue = ibv_create_cq(rail->context, VERBS_SENDS + RECEIVES + 1, NULL, rail->channel, 0);
+    if (rail->queue == NULL)
+        return fail(error, "it makes no completion queue (%s)", strerror(errno));
+    rail->inlines = rail->request.record_bytes <= MAX_INLINE;
+    if (rail->inlines)
+        rail->qp = make_qp(rail, VERBS_SENDS, RECEIVES, rail->request.record_bytes);
+    if (rail->qp == NULL) {
+        rail->inlines = false;
+        rail->qp = make_qp(rail, VERBS_SENDS, RECEIVES, 0);
+    }
+    /* The loop receives nothing, but some NICs make no queue pair without room for one receive. */
+    if (rail->qp != NULL && rail->request.reads_back)
+        rail->loopback_qp = make_qp(rail, 1, 1, 0);
+    if (rail->qp == NULL || (rail->request.reads_back && rail->loopback_qp == NULL))
+        return fail(error, "it makes no queue pair (%s)", strerror(errno));
+    return true;
+}
+
+bool verbs_open(struct verbs_rail *rail, const struct verbs_request *request,
+                struct verbs_connection_info *info, char *error)
+{
+    rail->rail.operations = &verbs_operations;
+    rail->rail.confirms = true;
+    rail->rail.reads_back = request->reads_back;
+    rail->rail.event_fd = rail->rail.async_fd = -1;
+    rail->request = *request;
+    if (!open_device(rail, request->device, error))
+        return false;
+    rail->domain = ibv_alloc_pd(rail->context);
+    if (rail->domain == NULL)
+        return fail(error, "it gives no protection domain (%s)", strerror(errno));
+    if (!register_rings(rail, error) || !register_control(rail, error) || !make_queues(rail, error))
+        return false;
+    rail->rail.event_fd = rail->channel->fd;
+    rail->rail.async_fd = rail->context->async_fd;
+    *info = (struct verbs_connection_info){
+        .qp = rail->qp->qp_num,
+        .loopback_qp = rail->loopback_qp == NULL ? 0 : rail->loopback_qp->qp_num,
+        .receiving = rail->rings_base + request->ring_bytes,
+        .receiving_key = rail->rings->rkey,
+        .control = request->control,
+        .control_key = rail->control->rkey,
+        .by_dmabuf = rail->rings_base != request->rings,
+    };
+    return true;
+}
+
+static int to_init(struct ibv_qp *qp, uint8_t port, unsigned int access)
+{
+    struct ibv_qp_attr wanted = {
+        .qp_state = IBV_QPS_INIT, .port_num = port, .qp_access_flags = access};
+
+    return ibv_modify_qp(qp, &wanted,
+                         IBV_QP_STATE | IBV_QP_PKEY_INDEX | IBV_QP_PORT | IBV_QP_ACCESS_FLAGS);
+}
+
+static int to_ready(struct ibv_qp *qp, uint8_t port, const struct verbs_route *route,
+                    uint32_t psn)
+{
+    struct ibv_qp_attr wanted = {
+        .qp_state = IBV_QPS_RTR,
+        .path_mtu = (enum ibv_mtu)route->mtu,
+        .dest_qp_num = route->qp,
+        .rq_psn = route->psn,
+        .max_dest_rd_atomic = 1,
+        .min_rnr_timer = NOT_READY_TIMER,
+        .ah_attr = {.dlid = route->lid, .port_num = port, .is_global = route->is_global},
+    };
+    if (route->is_global) {
+        wanted.ah_attr.grh.sgid_index = route->gid_index;
+        wanted.ah_attr.grh.hop_limit = HOPS;
+        memcpy(&wanted.ah_attr.grh.dgid, route->gid, sizeof route->gid);
+    }
+    int code = ibv_modify_qp(qp, &wanted,
+                             IBV_QP_STATE | IBV_QP_AV | IBV_QP_PATH_MTU | IBV_QP_DEST_QPN |
+                                 IBV_QP_RQ_PSN | IBV_QP_MAX_DEST_RD_ATOMIC |
+                                 IBV_QP_MIN_RNR_TIMER);
+    if (code != 0)
+        return code;
+    wanted = (struct ibv_qp_attr){.qp_state = IBV_QPS_RTS,
+                                  .sq_psn = psn,
+                                  .timeout = ACK_TIMEOUT,
+                                  .retry_cnt = TRIES,
+                                  .rnr_retry = NOT_READY_TRIES,
+                                  .max_rd_atomic = 1};
+    return ibv_modify_qp(qp, &wanted,
+                         IBV_QP_STATE | IBV_QP_SQ_PSN | IBV_QP_TIMEOUT | IBV_QP_RETRY_CNT |
+                             IBV_QP_RNR_RETRY | IBV_QP_MAX_QP_RD_ATOMIC);
+}
+
+bool verbs_connect(struct verbs_rail *rail, const struct verbs_peer *peer,
+                   const struct verbs_route *loopback, char *error)
+{
+    uint8_t port = rail->request.port;
+    int code = to_init(rail->qp, port, IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE);
+
+    rail->peer = *peer;
+    for (int count = 0; code == 0 && count < RECEIVES; count++)
+        code = verbs_post_receive(rail);
+    if (code == 0)
+        code = to_ready(rail->qp, port, &peer->route, rail->request.psn);
+    if (code == 0 && rail->loopback_qp != NULL)
+        code = to_init(rail->loopback_qp, port, IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_READ);
+    if (code == 0 && rail->loopback_qp != NULL)
+        code = to_ready(rail->loopback_qp, port, loopback, loopback->psn);
+    if (code != 0)
+        return fail(error, "its queue pair cannot be connected (%s)", strerror(code));
+    rail->rail.live = true;
+    rail->rail.reads = rail->loopback_qp != NULL;
+    rail->rail.peer_reads_back = peer->reads_back;
+    return true;
+}
+
+/* A NIC that has been taken away refuses, and has nothing left to give back. */
+void verbs_close(struct rail *base)
+{
+    struct verbs_rail *rail = (struct verbs_rail *)base;
+
+    if (rail->loopback_qp != NULL)
+        (void)ibv_destroy_qp(rail->loopback_qp);
+    if (rail->qp != NULL)
+        (void)ibv_destroy_qp(rail->qp);
+    if (rail->queue != NULL)
+        (void)ibv_destroy_cq(rail->queue);
+    if (rail->channel != NULL)
+        (void)ibv_destroy_comp_channel(rail->channel);
+    if (rail->landing_region != NULL)
+        (void)ibv_dereg_mr(rail->landing_region);
+    if (rail->control != NULL)
+        (void)ibv_dereg_mr(rail->control);
+    if (rail->rings != NULL)
+        (void)ibv_dereg_mr(rail->rings);
+    if (rail->domain != NULL)
+        (void)ibv_dealloc_pd(rail->domain);
+    if (rail->context != NULL)
+        (void)ibv_close_device(rail->context);
+    free(rail);
+}
