@@ -21,11 +21,13 @@ _DONE = Reached()
 class HostStreams(NativeStreams):
     """One stream, whose thread ends with this object."""
 
-    def __init__(self, library: CDLL) -> None:
+    def __init__(self, library: CDLL, wrote: tuple[int, int] | None) -> None:
         self.library = library
         self._handle = library.host_stream_create()
         if not self._handle:
             raise LinkError("no thread could be started for a link; raise the limit (ulimit -u)")
+        if wrote is not None:
+            library.host_stream_notify(self._handle, *wrote)
         # Not at the interpreter's exit: what works for a link then goes with the process.
         weakref.finalize(self, library.host_stream_destroy, self._handle).atexit = False
         functions = {
@@ -76,6 +78,11 @@ class HostDevice(OrderedDevice):
         self._library = LIBRARY.load()
         self._caller = CallingThread(self._library)
         self._streams: list[HostStreams] = []
+        self._wrote: tuple[int, int] | None = None
+
+    def notify(self, function: int, argument: int) -> bool:
+        self._wrote = function, argument
+        return True
 
     def use(self) -> None:
         return
@@ -84,7 +91,7 @@ class HostDevice(OrderedDevice):
         raise AssertionError("C gives its streams work")
 
     def native_streams(self) -> NativeStreams:
-        self._streams.append(HostStreams(self._library))
+        self._streams.append(HostStreams(self._library, self._wrote))
         return self._streams[-1]
 
     def current_stream(self) -> CurrentStream:

@@ -106,6 +106,13 @@ class OrderedDevice(ABC):
         """As `stream`, for C to give work to; None where Python has to."""
         return None
 
+    def notify(self, function: int, argument: int) -> bool:
+        """Have a function in C called after each word that streams made from now on write.
+
+        False where the device cannot; then somebody has to look at the words.
+        """
+        return False
+
     @abstractmethod
     def current_stream(self) -> CurrentStream:
         """The calling thread's own stream."""

@@ -43,6 +43,7 @@ class Layout(Structure):
         ("entries", c_uint64),
         ("ring_bytes", c_uint64),
         ("stall_seconds", c_double),
+        ("words_notify", c_bool),
     )
 
 

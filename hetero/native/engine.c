@@ -360,7 +360,7 @@ bool engine_is_under_way(struct engine *engine)
             return true;
         has_rail |= engine->rails[index]->live;
     }
-    if (!has_rail)
+    if (!has_rail || layout->words_notify)
         return false;
     return load(engine, layout->out_posted) != load(engine, layout->out_produced) ||
            load(engine, layout->in_retired) != load(engine, layout->in_consumed);

@@ -20,6 +20,7 @@ struct engine_layout {
     uint64_t entries;
     uint64_t ring_bytes;
     double stall_seconds;
+    bool words_notify; /* whether the carrier is called after a device has written a word */
 };
 
 struct loss {

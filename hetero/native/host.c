@@ -36,6 +36,8 @@ struct host_stream {
     pthread_cond_t idle;
     atomic_bool stopping;
     bool is_working;
+    void (*wrote)(void *);
+    void *argument;
     struct work *work; /* a ring of `room` places */
     size_t room, first, count;
 };
@@ -117,6 +119,13 @@ void host_wake_word(uint32_t *word)
         syscall(SYS_futex, word, FUTEX_WAKE, INT_MAX, NULL, NULL, 0);
 }
 
+static void write_word(struct host_stream *stream, uint32_t *word, uint32_t value)
+{
+    host_write_word(word, value);
+    if (stream != NULL && stream->wrote != NULL)
+        stream->wrote(stream->argument);
+}
+
 static void carry_out(struct host_stream *stream, const struct work *work)
 {
     void *target = (void *)(uintptr_t)work->target;
@@ -124,7 +133,7 @@ static void carry_out(struct host_stream *stream, const struct work *work)
     if (work->kind == COPY)
         memcpy(target, (const void *)(uintptr_t)work->source, work->nbytes);
     else if (work->kind == WRITE_VALUE)
-        host_write_word(target, work->value);
+        write_word(stream, target, work->value);
     else
         while (!host_wait_word(target, work->value, SLICE_MILLISECONDS))
             if (stream != NULL && atomic_load(&stream->stopping))
@@ -249,6 +258,12 @@ struct host_stream *host_stream_create(void)
         return stream;
     deinitialize(stream);
     return NULL;
+}
+
+void host_stream_notify(struct host_stream *stream, void (*wrote)(void *), void *argument)
+{
+    stream->argument = argument;
+    stream->wrote = wrote;
 }
 
 void host_stream_destroy(struct host_stream *stream)

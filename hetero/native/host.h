@@ -16,6 +16,8 @@ struct host_stream;
 
 /* NULL where no thread can be started. */
 struct host_stream *host_stream_create(void);
+/* Have a function called after each word that the stream writes. Before it is given work. */
+void host_stream_notify(struct host_stream *stream, void (*wrote)(void *), void *argument);
 /* End the thread, in the middle of its work if need be. */
 void host_stream_destroy(struct host_stream *stream);
 /* Whether all work given so far has ended, waiting for it up to so many milliseconds. */

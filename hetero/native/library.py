@@ -130,6 +130,7 @@ LIBRARY = BuiltLibrary(
     functions={
         **CARRIER_FUNCTIONS,
         "host_stream_create": (c_void_p, []),
+        "host_stream_notify": (None, [c_void_p, c_void_p, c_void_p]),
         "host_stream_destroy": (None, [c_void_p]),
         "host_stream_synchronize": (c_bool, [c_void_p, c_uint32]),
         "host_wait_word": (c_bool, [c_void_p, c_uint32, c_uint32]),

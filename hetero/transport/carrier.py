@@ -48,6 +48,8 @@ class RingMemory:
     control: int
     reads_back: bool
     """Whether a NIC has to read its writes back before they count as arrived."""
+    words_notify: bool = False
+    """Whether the device calls the carrier after each word that it writes."""
     of_gpu: bool = False
     """Whether the rings are a GPU's memory."""
     dmabuf: tuple[int, int] | None = None
@@ -92,6 +94,13 @@ class Carrier:
         self._handle: int | None = library.carrier_new(byref(layout), error)
         if self._handle is None:
             raise LinkError(_text(error))
+
+    @property
+    def progress_call(self) -> tuple[int, int]:
+        """The address of the function that `wake` calls, and its argument; for a device."""
+        function = ctypes.cast(self._library.carrier_progress, ctypes.c_void_p).value
+        assert function is not None and self._handle is not None
+        return function, self._handle
 
     def add_verbs_rail(self, port: Port) -> tuple[ConnectionInfo, str]:
         """Open a port; what the peer must know of it, and how it knows the rings' memory.
@@ -252,6 +261,7 @@ def _layout(memory: RingMemory, side: int, stall_seconds: float) -> Layout:
         entries=ENTRIES,
         ring_bytes=memory.ring_bytes,
         stall_seconds=stall_seconds,
+        words_notify=memory.words_notify,
     )
 
 

@@ -7,6 +7,7 @@ import socket
 from contextlib import ExitStack
 from dataclasses import dataclass
 
+from hetero.device.host import HostDevice
 from hetero.device.ordered import OrderedDevice
 from hetero.native.library import LIBRARY
 from hetero.transport.carried_ends import LocalEnd, RemoteEnd
@@ -57,7 +58,7 @@ def open_tcp_rails(
         words = _host_memory(CONTROL_BYTES, device, stack)
         rings = _host_memory(2 * ring_bytes, device, stack)
         stall = min(meeting.description.timeout / 2, _LONGEST_STALL)
-        carrier = _make_carrier(meeting, words, rings, ring_bytes, rails, stall, stack)
+        carrier = _make_carrier(meeting, words, rings, ring_bytes, rails, stall, device, stack)
         ends = _make_ends(meeting, carrier, control, words, rings, ring_bytes, rails, stack)
     return OrderedLink(
         meeting.description,
@@ -68,16 +69,18 @@ def open_tcp_rails(
     )
 
 
-def _make_carrier(meeting, words, rings, ring_bytes, rails, stall, stack):  # type: ignore
+def _make_carrier(meeting, words, rings, ring_bytes, rails, stall, device, stack):  # type: ignore
     memory = RingMemory(
         rings=rings.memory.address,
         ring_bytes=ring_bytes,
         control=words.memory.address,
         reads_back=False,
+        words_notify=isinstance(device, HostDevice),
     )
     side = 0 if meeting.listens else 1
     carrier = Carrier(LIBRARY.load(), memory, side=side, stall_seconds=stall)
     stack.callback(carrier.close)
+    device.notify(*carrier.progress_call)
     for _, connection in rails:
         tune(connection, stall_seconds=stall)
         carrier.add_tcp_rail(connection)
