@@ -49,6 +49,6 @@ def library(name: str, folder: str, **options: Any) -> Extension:
 setup(
     cmdclass={"build_ext": BuildOrLeaveOut},
     ext_modules=[
-        library("hetero.native._native", "hetero/native", libraries=["ibverbs", "pthread"]),
+        library("hetero.native._native", "hetero/native", libraries=["pthread", "dl"]),
     ],
 )

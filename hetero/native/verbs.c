@@ -31,7 +31,7 @@ static int post(struct verbs_rail *rail, struct ibv_send_wr *request, enum messa
     struct ibv_send_wr *refused;
 
     request->send_flags |= IBV_SEND_SIGNALED;
-    int code = ibv_post_send(rail->qp, request, &refused);
+    int code = rail->context->ops.post_send(rail->qp, request, &refused);
     if (code == 0)
         note_post(rail, kind, now);
     return code;
@@ -105,7 +105,7 @@ static int post_read(struct rail *base, uint64_t last_byte, double now)
         .wr.rdma = {.remote_addr = rail->rings_base + rail->request.ring_bytes + last_byte,
                     .rkey = rail->rings->rkey},
     };
-    int code = ibv_post_send(rail->loopback_qp, &request, &refused);
+    int code = rail->context->ops.post_send(rail->loopback_qp, &request, &refused);
 
     if (code == 0)
         rail->reading_since = now;
@@ -116,7 +116,7 @@ int verbs_post_receive(struct verbs_rail *rail)
 {
     struct ibv_recv_wr *refused, request = {.wr_id = 0};
 
-    return ibv_post_recv(rail->qp, &request, &refused);
+    return rail->context->ops.post_recv(rail->qp, &request, &refused);
 }
 
 /* What has happened. */
@@ -143,7 +143,7 @@ static void failed(struct verbs_rail *rail, struct engine *engine, const struct 
 
     snprintf(reason, sizeof reason, "%s: %s (completion status %d)",
              is_read ? "it cannot read its own ring back" : "a request failed",
-             ibv_wc_status_str(done->status), done->status);
+             ibv.wc_status_str(done->status), done->status);
     engine_lose(engine, &rail->rail, reason);
 }
 
@@ -172,7 +172,7 @@ static bool poll_queue(struct rail *base, struct engine *engine)
     struct ibv_wc found[POLLED_AT_ONCE];
     int count, total = 0;
 
-    while ((count = ibv_poll_cq(rail->queue, POLLED_AT_ONCE, found)) > 0) {
+    while ((count = rail->context->ops.poll_cq(rail->queue, POLLED_AT_ONCE, found)) > 0) {
         for (int index = 0; index < count; index++) {
             const struct ibv_wc *done = &found[index];
 
@@ -225,7 +225,7 @@ static bool is_drained(const struct rail *base)
 
 static int request_notification(struct rail *base)
 {
-    return ibv_req_notify_cq(rail_of(base)->queue, 0);
+    return rail_of(base)->context->ops.req_notify_cq(rail_of(base)->queue, 0);
 }
 
 static void acknowledge(struct rail *base)
@@ -233,8 +233,8 @@ static void acknowledge(struct rail *base)
     struct ibv_cq *queue;
     void *context;
 
-    if (ibv_get_cq_event(rail_of(base)->channel, &queue, &context) == 0)
-        ibv_ack_cq_events(queue, 1);
+    if (ibv.get_cq_event(rail_of(base)->channel, &queue, &context) == 0)
+        ibv.ack_cq_events(queue, 1);
 }
 
 static void stop_qp(struct ibv_qp *qp)
@@ -243,7 +243,7 @@ static void stop_qp(struct ibv_qp *qp)
 
     /* A NIC that has been taken away refuses, and then carries nothing more either. */
     if (qp != NULL)
-        (void)ibv_modify_qp(qp, &wanted, IBV_QP_STATE);
+        (void)ibv.modify_qp(qp, &wanted, IBV_QP_STATE);
 }
 
 /* What is under way is flushed, and what comes in from here on refused. */
@@ -264,12 +264,12 @@ static bool handle_async_event(struct rail *base, char *reason)
     struct ibv_async_event event;
     struct ibv_port_attr port;
 
-    if (ibv_get_async_event(rail->context, &event) != 0)
+    if (ibv.get_async_event(rail->context, &event) != 0)
         return false;
-    ibv_ack_async_event(&event);
+    ibv.ack_async_event(&event);
     switch (event.event_type) {
     case IBV_EVENT_PORT_ERR:
-        if (ibv_query_port(rail->context, rail->request.port, &port) == 0 &&
+        if (ibv.query_port(rail->context, rail->request.port, &port) == 0 &&
             port.state == IBV_PORT_ACTIVE)
             return false;
         return explain(reason, "its port has gone down");

@@ -5,7 +5,8 @@
 
 #include "rail.h"
 
-#include <infiniband/verbs.h>
+#include "ibverbs.h"
+
 #include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>

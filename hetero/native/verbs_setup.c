@@ -33,14 +33,14 @@ static bool fail(char *error, const char *format, ...)
 
 static bool open_device(struct verbs_rail *rail, const char *name, char *error)
 {
-    struct ibv_device **devices = ibv_get_device_list(NULL);
+    struct ibv_device **devices = ibv.get_device_list(NULL);
 
     for (struct ibv_device **one = devices; one != NULL && *one != NULL; one++)
-        if (strcmp(ibv_get_device_name(*one), name) == 0)
-            rail->context = ibv_open_device(*one);
+        if (strcmp(ibv.get_device_name(*one), name) == 0)
+            rail->context = ibv.open_device(*one);
     int code = errno;
     if (devices != NULL)
-        ibv_free_device_list(devices);
+        ibv.free_device_list(devices);
     if (rail->context == NULL)
         return fail(error, "the device cannot be opened (%s)", strerror(code));
     return true;
@@ -60,16 +60,16 @@ static bool register_rings(struct verbs_rail *rail, char *error)
     size_t nbytes = 2 * request->ring_bytes;
     int access = access_to_rings(rail), as_dmabuf = 0;
 
-    if (request->dmabuf >= 0) {
+    if (request->dmabuf >= 0 && ibv.reg_dmabuf_mr != NULL) {
         /* The NIC's addresses count from the beginning of the dma-buf. */
         rail->rings_base = request->dmabuf_offset;
-        rail->rings = ibv_reg_dmabuf_mr(rail->domain, request->dmabuf_offset, nbytes,
+        rail->rings = ibv.reg_dmabuf_mr(rail->domain, request->dmabuf_offset, nbytes,
                                         request->dmabuf_offset, request->dmabuf, access);
         as_dmabuf = errno;
     }
     if (rail->rings == NULL) {
         rail->rings_base = request->rings;
-        rail->rings = ibv_reg_mr(rail->domain, (void *)(uintptr_t)request->rings, nbytes, access);
+        rail->rings = ibv.reg_mr(rail->domain, (void *)(uintptr_t)request->rings, nbytes, access);
     }
     if (rail->rings == NULL && request->dmabuf >= 0)
         return fail(error, "it refused to register %zu bytes (as a dma-buf: %s; by address: %s)",
@@ -82,10 +82,10 @@ static bool register_rings(struct verbs_rail *rail, char *error)
 
 static bool register_control(struct verbs_rail *rail, char *error)
 {
-    rail->control = ibv_reg_mr(rail->domain, (void *)(uintptr_t)rail->request.control,
+    rail->control = ibv.reg_mr(rail->domain, (void *)(uintptr_t)rail->request.control,
                                rail->request.control_bytes,
                                IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE);
-    rail->landing_region = ibv_reg_mr(rail->domain, &rail->landing, 1, IBV_ACCESS_LOCAL_WRITE);
+    rail->landing_region = ibv.reg_mr(rail->domain, &rail->landing, 1, IBV_ACCESS_LOCAL_WRITE);
     if (rail->control == NULL || rail->landing_region == NULL)
         return fail(error, "it refused to register the control segment (%s)", strerror(errno));
     return true;
@@ -105,23 +105,23 @@ static struct ibv_qp *make_qp(struct verbs_rail *rail, uint32_t sends, uint32_t 
                 .max_inline_data = inline_bytes},
     };
 
-    return ibv_create_qp(rail->domain, &wanted);
+    return ibv.create_qp(rail->domain, &wanted);
 }
 
 static bool make_queues(struct verbs_rail *rail, char *error)
 {
     struct ibv_device_attr limits;
-    int code = ibv_query_device(rail->context, &limits);
+    int code = ibv.query_device(rail->context, &limits);
 
     if (code != 0)
         return fail(error, "the device cannot be asked for its limits (%s)", strerror(code));
     if (limits.max_qp_wr < RECEIVES)
         return fail(error, "it takes %d requests at once and %d are needed, so name others with "
                     "--hetero-nics", limits.max_qp_wr, RECEIVES);
-    rail->channel = ibv_create_comp_channel(rail->context);
+    rail->channel = ibv.create_comp_channel(rail->context);
     if (rail->channel == NULL)
         return fail(error, "it makes no completion channel (%s)", strerror(errno));
-    rail->queue = ibv_create_cq(rail->context, VERBS_SENDS + RECEIVES + 1, NULL, rail->channel, 0);
+    rail->queue = ibv.create_cq(rail->context, VERBS_SENDS + RECEIVES + 1, NULL, rail->channel, 0);
     if (rail->queue == NULL)
         return fail(error, "it makes no completion queue (%s)", strerror(errno));
     rail->inlines = rail->request.record_bytes <= MAX_INLINE;
@@ -147,9 +147,11 @@ bool verbs_open(struct verbs_rail *rail, const struct verbs_request *request,
     rail->rail.reads_back = request->reads_back;
     rail->rail.event_fd = rail->rail.async_fd = -1;
     rail->request = *request;
+    if (!ibverbs_load(error, RAIL_TEXT_BYTES))
+        return false;
     if (!open_device(rail, request->device, error))
         return false;
-    rail->domain = ibv_alloc_pd(rail->context);
+    rail->domain = ibv.alloc_pd(rail->context);
     if (rail->domain == NULL)
         return fail(error, "it gives no protection domain (%s)", strerror(errno));
     if (!register_rings(rail, error) || !register_control(rail, error) || !make_queues(rail, error))
@@ -173,7 +175,7 @@ static int to_init(struct ibv_qp *qp, uint8_t port, unsigned int access)
     struct ibv_qp_attr wanted = {
         .qp_state = IBV_QPS_INIT, .port_num = port, .qp_access_flags = access};
 
-    return ibv_modify_qp(qp, &wanted,
+    return ibv.modify_qp(qp, &wanted,
                          IBV_QP_STATE | IBV_QP_PKEY_INDEX | IBV_QP_PORT | IBV_QP_ACCESS_FLAGS);
 }
 
@@ -182,7 +184,7 @@ static int to_ready(struct ibv_qp *qp, uint8_t port, const struct verbs_route *r
 {
     struct ibv_qp_attr wanted = {
         .qp_state = IBV_QPS_RTR,
-        .path_mtu = (enum ibv_mtu)route->mtu,
+        .path_mtu = (int)route->mtu,
         .dest_qp_num = route->qp,
         .rq_psn = route->psn,
         .max_dest_rd_atomic = 1,
@@ -194,7 +196,7 @@ static int to_ready(struct ibv_qp *qp, uint8_t port, const struct verbs_route *r
         wanted.ah_attr.grh.hop_limit = HOPS;
         memcpy(&wanted.ah_attr.grh.dgid, route->gid, sizeof route->gid);
     }
-    int code = ibv_modify_qp(qp, &wanted,
+    int code = ibv.modify_qp(qp, &wanted,
                              IBV_QP_STATE | IBV_QP_AV | IBV_QP_PATH_MTU | IBV_QP_DEST_QPN |
                                  IBV_QP_RQ_PSN | IBV_QP_MAX_DEST_RD_ATOMIC |
                                  IBV_QP_MIN_RNR_TIMER);
@@ -206,7 +208,7 @@ static int to_ready(struct ibv_qp *qp, uint8_t port, const struct verbs_route *r
                                   .retry_cnt = TRIES,
                                   .rnr_retry = NOT_READY_TRIES,
                                   .max_rd_atomic = 1};
-    return ibv_modify_qp(qp, &wanted,
+    return ibv.modify_qp(qp, &wanted,
                          IBV_QP_STATE | IBV_QP_SQ_PSN | IBV_QP_TIMEOUT | IBV_QP_RETRY_CNT |
                              IBV_QP_RNR_RETRY | IBV_QP_MAX_QP_RD_ATOMIC);
 }
@@ -240,22 +242,22 @@ void verbs_close(struct rail *base)
     struct verbs_rail *rail = (struct verbs_rail *)base;
 
     if (rail->loopback_qp != NULL)
-        (void)ibv_destroy_qp(rail->loopback_qp);
+        (void)ibv.destroy_qp(rail->loopback_qp);
     if (rail->qp != NULL)
-        (void)ibv_destroy_qp(rail->qp);
+        (void)ibv.destroy_qp(rail->qp);
     if (rail->queue != NULL)
-        (void)ibv_destroy_cq(rail->queue);
+        (void)ibv.destroy_cq(rail->queue);
     if (rail->channel != NULL)
-        (void)ibv_destroy_comp_channel(rail->channel);
+        (void)ibv.destroy_comp_channel(rail->channel);
     if (rail->landing_region != NULL)
-        (void)ibv_dereg_mr(rail->landing_region);
+        (void)ibv.dereg_mr(rail->landing_region);
     if (rail->control != NULL)
-        (void)ibv_dereg_mr(rail->control);
+        (void)ibv.dereg_mr(rail->control);
     if (rail->rings != NULL)
-        (void)ibv_dereg_mr(rail->rings);
+        (void)ibv.dereg_mr(rail->rings);
     if (rail->domain != NULL)
-        (void)ibv_dealloc_pd(rail->domain);
+        (void)ibv.dealloc_pd(rail->domain);
     if (rail->context != NULL)
-        (void)ibv_close_device(rail->context);
+        (void)ibv.close_device(rail->context);
     free(rail);
 }
