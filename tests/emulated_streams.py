@@ -20,13 +20,13 @@ from typing import Any
 from hetero.device.base import Mark, Reached
 from hetero.device.ordered import (
     CurrentStream,
+    GpuMemory,
     NativeStreams,
     OrderedDevice,
-    OrderedStream,
     Word,
 )
 from hetero.errors import LinkError
-from hetero.native.library import EntryPoints, Step, Streams, Vendor, native
+from hetero.native.library import LIBRARY, EntryPoints, Step, Streams, Vendor
 
 _POLL_SECONDS = 50e-6
 ANY_VALUE = 2**32
@@ -68,32 +68,6 @@ class _Queue:
 
     def _end(self) -> None:
         """Ends the thread when it is met."""
-
-
-class _EmulatedStream(OrderedStream):
-    def __init__(self, work: _Queue) -> None:
-        self._work = work
-
-    def wait_for(self, mark: Mark) -> None:
-        self._work.put(mark.synchronize)
-
-    def wait_value(self, word: Word) -> None:
-        self._work.put(lambda: _wait_value(word))
-
-    def move(
-        self,
-        target: int,
-        source: int,
-        nbytes: int,
-        *,
-        after: Word | None,
-        then: Word,
-        aside: bool,
-    ) -> None:
-        if after is not None:
-            self.wait_value(after)
-        self._work.put(lambda: _copy(target, source, nbytes))
-        self._work.put(lambda: _write_value(then))
 
 
 class _DriverForC:
@@ -214,50 +188,28 @@ def _copy(target: int, source: int, nbytes: int) -> None:
 class CallersThread(CurrentStream):
     """A thread of a CPU is its own stream: what it enqueues is done at once."""
 
-    def __init__(self, moved: Callable[[], None]) -> None:
+    def __init__(self) -> None:
         self.key = threading.get_ident()
-        self._moved = moved
 
     def wait_value(self, word: Word) -> None:
         _wait_value(word)
 
-    def move(
-        self, target: int, source: int, nbytes: int, *, after: Word | None, then: Word
-    ) -> None:
-        if after is not None:
-            _wait_value(after)
-        _copy(target, source, nbytes)
-        _write_value(then)
-        self._moved()
 
+class EmulatedOrderedDevice(OrderedDevice, GpuMemory):
+    """Streams of a device that is the CPU."""
 
-class EmulatedOrderedDevice(OrderedDevice):
-    """Streams of a device that is the CPU.
-
-    Args:
-        in_c: have C give them work, where that library is built; left out, `by_default_in_c`.
-    """
-
-    by_default_in_c = False
-
-    def __init__(self, *, in_c: bool | None = None) -> None:
-        self._in_c = self.by_default_in_c if in_c is None else in_c
+    def __init__(self) -> None:
         self._queues: list[_Queue] = []
         self._memory: dict[int, tuple[mmap.mmap, int]] = {}
         self.driver_for_c = _DriverForC()
-        self._moved_by_callers = 0
 
     def use(self) -> None:
         return
 
-    def stream(self) -> OrderedStream:
-        return _EmulatedStream(self._new_queue())
-
-    def native_streams(self) -> NativeStreams | None:
-        library = native() if self._in_c else None
-        if library is None:
-            return None
-        return _StreamsForC(library, self.driver_for_c, [self._new_queue() for _ in range(3)])
+    def native_streams(self) -> NativeStreams:
+        return _StreamsForC(
+            LIBRARY.load(), self.driver_for_c, [self._new_queue() for _ in range(3)]
+        )
 
     def _new_queue(self) -> _Queue:
         made = _Queue()
@@ -265,15 +217,12 @@ class EmulatedOrderedDevice(OrderedDevice):
         return made
 
     def current_stream(self) -> CurrentStream:
-        return CallersThread(self._count_move)
+        return CallersThread()
 
     @property
     def moved_by_callers(self) -> int:
         """How many messages went through the callers' own streams."""
-        return self._moved_by_callers + self.driver_for_c.copied_by_callers
-
-    def _count_move(self) -> None:
-        self._moved_by_callers += 1
+        return self.driver_for_c.copied_by_callers
 
     def mark(self) -> Mark:
         return Reached()

@@ -19,7 +19,7 @@ from hetero.device.driver_base import (
 )
 from hetero.device.library import Symbol, bind, load
 from hetero.errors import LinkError
-from hetero.native.library import Step, Vendor
+from hetero.native.library import HostGpu, Step, Vendor
 
 LIBRARY = "libcuda.so.1"
 _REMEDY = "install NVIDIA's driver, 515 or newer"
@@ -76,6 +76,8 @@ SYMBOLS = (
     Symbol("cuMemcpyAsync", (_address, _address, c_size_t, _stream)),
     Symbol("cuEventRecord", (_event, _stream)),
     Symbol("cuStreamWaitEvent", (_stream, _event, c_uint)),
+    Symbol("cuStreamSynchronize", (_stream,)),
+    Symbol("cuEventSynchronize", (_event,)),
     Symbol("cuMemHostRegister_v2", (c_void_p, c_size_t, c_uint)),
     Symbol("cuMemHostUnregister", (c_void_p,)),
     Symbol("cuMemHostGetDevicePointer_v2", (POINTER(_address), c_void_p, c_uint)),
@@ -127,6 +129,18 @@ class CudaDriver(GpuDriver):
             )
             self._contexts[device] = context.value or 0
         self._restore(self._contexts[device])
+
+    def host_gpu(self, device: int, stream: int) -> HostGpu:
+        with self.on_device(device):
+            context = self._contexts[device]
+        return self._host_gpu(
+            "cuMemcpyAsync",
+            "cuStreamSynchronize",
+            "cuEventSynchronize",
+            "cuCtxSetCurrent",
+            context=context,
+            stream=stream,
+        )
 
     def stream_wait_value(self, stream: int, address: int, value: int) -> None:
         code = self._wait(stream, address, value, WAIT_VALUE_GEQ)

@@ -10,11 +10,11 @@ import ctypes
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from hetero.device.library import Function
 from hetero.errors import LinkError
-from hetero.native.library import EntryPoints, Step, Vendor
+from hetero.native.library import EntryPoints, HostGpu, Step, Vendor
 
 IPC_HANDLE_BYTES = 64
 ALLOCATION_BYTES = 2 * 2**20
@@ -75,6 +75,16 @@ class GpuDriver(ABC):
         if step is Step.PAST_COUNTER:
             return self._past_counter(code)
         return self._failure(self._steps[step], ctypes.c_int32(code).value, purpose)
+
+    @abstractmethod
+    def host_gpu(self, device: int, stream: int) -> HostGpu:
+        """What a stream of the host needs to copy to and from a device, on a stream of its own."""
+
+    def _host_gpu(self, *functions: str, context: int, stream: int) -> HostGpu:
+        """Of the functions by name: a copy, two waits, and what makes a device current."""
+        pointers: list[Any] = [self._functions[name] for name in functions]
+        copy, *others = (ctypes.cast(pointer, ctypes.c_void_p).value for pointer in pointers)
+        return HostGpu(self._vendor_in_c, copy, *others, context, stream)
 
     @abstractmethod
     def stream_wait_value(self, stream: int, address: int, value: int) -> None:

@@ -14,34 +14,23 @@ from hetero.device.gpu import EventMark
 from hetero.device.gpu_streams import (
     GpuCurrentStream,
     GpuNativeStreams,
-    GpuStream,
     StreamsOfGpu,
 )
-from hetero.device.ordered import CurrentStream, NativeStreams, OrderedDevice, OrderedStream
+from hetero.device.ordered import CurrentStream, GpuMemory, NativeStreams, OrderedDevice
 from hetero.device.probe import probe_stream_values
-from hetero.native.library import native
+from hetero.native.library import LIBRARY
 
 _IDLE = Reached()
 _POLL_SECONDS = 200e-6
 
 
-class GpuOrderedDevice(OrderedDevice):
-    """An NVIDIA or AMD GPU: streams and events through PyTorch, the rest through its driver.
+class GpuOrderedDevice(OrderedDevice, GpuMemory):
+    """An NVIDIA or AMD GPU: streams and events through PyTorch, the rest through its driver."""
 
-    Args:
-        in_c: have C give work to the driver where the install has built that library.
-    """
-
-    def __init__(
-        self,
-        device: torch.device,
-        driver: GpuDriver | None = None,
-        *,
-        in_c: bool = True,
-    ) -> None:
+    def __init__(self, device: torch.device, driver: GpuDriver | None = None) -> None:
         self._device = device
         self._driver = driver or driver_for(device)
-        self._library = native() if in_c else None
+        self._library = LIBRARY.load()
         self.index = torch.cuda.current_device() if device.index is None else device.index
         self._streams: list[StreamsOfGpu] = []
         self._current: dict[int, GpuCurrentStream] = {}
@@ -61,12 +50,7 @@ class GpuOrderedDevice(OrderedDevice):
     def use(self) -> None:
         torch.cuda.set_device(self._device)
 
-    def stream(self) -> OrderedStream:
-        return GpuStream(self._new_streams(), self._driver)
-
-    def native_streams(self) -> NativeStreams | None:
-        if self._library is None:
-            return None
+    def native_streams(self) -> NativeStreams:
         return GpuNativeStreams(self._new_streams(), self._driver, self._library)
 
     def _new_streams(self) -> StreamsOfGpu:

@@ -11,7 +11,7 @@ import torch
 from hetero.device.base import Mark
 from hetero.device.driver_base import GpuDriver
 from hetero.device.gpu import EventMark
-from hetero.device.ordered import CurrentStream, NativeStreams, OrderedStream, Word
+from hetero.device.ordered import CurrentStream, NativeStreams, Word
 from hetero.errors import LinkError
 from hetero.native.library import Streams
 
@@ -37,67 +37,12 @@ class StreamsOfGpu:
         self.joint = torch.cuda.Event()
         self.joint.record(self.copies)
 
-    def join(self, first: torch.cuda.Stream, then: torch.cuda.Stream) -> None:
-        """Have a stream go on behind what another was given."""
-        self.joint.record(first)
-        then.wait_event(self.joint)
-
     def is_idle(self) -> bool:
         return all(stream.query() for stream in (self.waits, self.copies, self.writes))
 
 
-class GpuStream(OrderedStream):
-    """A queue of our own, in up to three streams of the GPU; a call of Python for each step."""
-
-    def __init__(self, streams: StreamsOfGpu, driver: GpuDriver) -> None:
-        self._streams = streams
-        self._driver = driver
-        self._handle: int = streams.copies.cuda_stream
-        self._writes_lag = False
-        """Whether the last write was made aside, so that one among the copies must follow it."""
-
-    def wait_for(self, mark: Mark) -> None:
-        if isinstance(mark, EventMark):
-            self._streams.copies.wait_event(mark.event)
-
-    def wait_value(self, word: Word) -> None:
-        self._driver.stream_wait_value(self._handle, word.address, word.value)
-
-    def move(
-        self,
-        target: int,
-        source: int,
-        nbytes: int,
-        *,
-        after: Word | None,
-        then: Word,
-        aside: bool,
-    ) -> None:
-        if after is not None:
-            self._hold(after, aside=aside)
-        if nbytes:
-            self._driver.copy(target, source, nbytes, self._handle)
-        self._write_behind(then, aside=aside)
-
-    def _hold(self, word: Word, *, aside: bool) -> None:
-        stream = self._streams.waits if aside else self._streams.copies
-        self._driver.stream_wait_value(stream.cuda_stream, word.address, word.value)
-        if stream is not self._streams.copies:
-            self._streams.join(stream, self._streams.copies)
-
-    def _write_behind(self, word: Word, *, aside: bool) -> None:
-        copies, writes = self._streams.copies, self._streams.writes
-        stream = writes if aside else copies
-        if stream is not copies:
-            self._streams.join(copies, stream)
-        elif self._writes_lag:
-            self._streams.join(writes, copies)
-        self._writes_lag = stream is not copies
-        self._driver.stream_write_value(stream.cuda_stream, word.address, word.value)
-
-
 class GpuNativeStreams(NativeStreams):
-    """The same queue for C."""
+    """A queue of our own, in up to three streams of the GPU."""
 
     def __init__(self, streams: StreamsOfGpu, driver: GpuDriver, library: CDLL) -> None:
         self._streams = streams
@@ -118,6 +63,9 @@ class GpuNativeStreams(NativeStreams):
     def failure(self, failed: int, purpose: str) -> LinkError:
         return self._driver.step_failure(failed, purpose)
 
+    def broken(self) -> str | None:
+        return None
+
 
 class GpuCurrentStream(CurrentStream):
     """A stream of the caller's."""
@@ -137,16 +85,6 @@ class GpuCurrentStream(CurrentStream):
     def wait_value(self, word: Word) -> None:
         with self._own_device():
             self._driver.stream_wait_value(self.key, word.address, word.value)
-
-    def move(
-        self, target: int, source: int, nbytes: int, *, after: Word | None, then: Word
-    ) -> None:
-        with self._own_device():
-            if after is not None:
-                self._driver.stream_wait_value(self.key, after.address, after.value)
-            if nbytes:
-                self._driver.copy(target, source, nbytes, self.key)
-            self._driver.stream_write_value(self.key, then.address, then.value)
 
     def _own_device(self) -> AbstractContextManager[None]:
         """The driver takes a device's default stream for that of whichever is current."""

@@ -32,7 +32,7 @@ from hetero.device.driver_base import (
 )
 from hetero.device.library import Function, Symbol, bind, load, loaded_path
 from hetero.errors import LinkError
-from hetero.native.library import Step, Vendor
+from hetero.native.library import HostGpu, Step, Vendor
 
 _NAMES = ("libamdhip64.so", "libamdhip64.so.7", "libamdhip64.so.6", "libamdhip64.so.5")
 _HSA_NAME = "libhsa-runtime64.so"
@@ -83,6 +83,8 @@ SYMBOLS = (
     Symbol("hipMemcpyAsync", (c_void_p, c_void_p, c_size_t, c_int, c_void_p)),
     Symbol("hipEventRecord", (c_void_p, c_void_p)),
     Symbol("hipStreamWaitEvent", (c_void_p, c_void_p, c_uint)),
+    Symbol("hipStreamSynchronize", (c_void_p,)),
+    Symbol("hipEventSynchronize", (c_void_p,)),
     Symbol("hipHostRegister", (c_void_p, c_size_t, c_uint)),
     Symbol("hipHostUnregister", (c_void_p,)),
     Symbol("hipHostGetDevicePointer", (POINTER(c_void_p), c_void_p, c_uint)),
@@ -149,6 +151,16 @@ class HipDriver(GpuDriver):
     def use_device(self, device: int) -> None:
         self._call(
             "hipSetDevice", device, purpose=f"use GPU {device}", remedy="check HIP_VISIBLE_DEVICES"
+        )
+
+    def host_gpu(self, device: int, stream: int) -> HostGpu:
+        return self._host_gpu(
+            "hipMemcpyAsync",
+            "hipStreamSynchronize",
+            "hipEventSynchronize",
+            "hipSetDevice",
+            context=device,
+            stream=stream,
         )
 
     def stream_wait_value(self, stream: int, address: int, value: int) -> None:

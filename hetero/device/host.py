@@ -1,18 +1,34 @@
-"""The CPU as a device: streams that threads in C play (hetero/native/host.c)."""
+"""The host as a device: streams that threads in C play (hetero/native/host.c).
+
+It serves tensors in the host's memory, tensors of a GPU whose streams cannot wait on memory, and
+every link whose bytes are to be verified, since only a CPU computes the checksums.
+"""
 
 from __future__ import annotations
 
 import time
 import weakref
-from ctypes import CDLL
+from ctypes import CDLL, byref
+
+import torch
 
 from hetero.device.base import Mark, Reached
-from hetero.device.ordered import CurrentStream, NativeStreams, OrderedDevice, OrderedStream, Word
+from hetero.device.driver import GpuDriver, driver_for
+from hetero.device.gpu import EventMark
+from hetero.device.ordered import CurrentStream, NativeStreams, OrderedDevice, Word
 from hetero.errors import LinkError
-from hetero.native.library import LIBRARY, EntryPoints, Step, Streams, Vendor
+from hetero.native.library import (
+    CHECKSUM_BYTES,
+    LIBRARY,
+    EntryPoints,
+    HostFailure,
+    Step,
+    Streams,
+    Vendor,
+)
 
-_CALLER = 1
-"""HOST_CALLER of host.h."""
+_CALLER, _ELSEWHERE = 1, 0
+"""HOST_CALLER of host.h, and what is no stream of ours."""
 _END_OF_COUNTER = 2**32
 _SLICE_MILLISECONDS = 100
 _DONE = Reached()
@@ -21,9 +37,17 @@ _DONE = Reached()
 class HostStreams(NativeStreams):
     """One stream, whose thread ends with this object."""
 
-    def __init__(self, library: CDLL, wrote: tuple[int, int] | None) -> None:
+    def __init__(
+        self, library: CDLL, *, gpu: _Gpu | None = None, wrote: tuple[int, int] | None = None
+    ) -> None:
+        """`wrote` is a function in C, and its argument, to call after each word written."""
         self.library = library
-        self._handle = library.host_stream_create()
+        # Of torch, so that its memory is not given back while a copy runs.
+        self._stream = None if gpu is None else torch.cuda.Stream(gpu.device, priority=-1)
+        request = None
+        if gpu is not None and self._stream is not None:
+            request = byref(gpu.driver.host_gpu(gpu.index, self._stream.cuda_stream))
+        self._handle = library.host_stream_create(request)
         if not self._handle:
             raise LinkError("no thread could be started for a link; raise the limit (ulimit -u)")
         if wrote is not None:
@@ -34,6 +58,7 @@ class HostStreams(NativeStreams):
             Step.COPY: library.host_copy,
             Step.WAIT_VALUE: library.host_wait_value,
             Step.WRITE_VALUE: library.host_write_value,
+            Step.WAIT_EVENT: library.host_wait_event,
         }
         self.streams = Streams(
             driver=EntryPoints.of(functions, vendor=Vendor.CUDA, end_of_counter=_END_OF_COUNTER),
@@ -43,62 +68,94 @@ class HostStreams(NativeStreams):
         )
 
     def event_of(self, mark: Mark) -> int:
-        return 0
+        return int(mark.event.cuda_event) if isinstance(mark, EventMark) else 0
 
     def failure(self, failed: int, purpose: str) -> LinkError:
+        if Step(failed >> 32) is Step.CHECKSUM:
+            return LinkError("a wrong checksum in its bytes")
         return LinkError(f"memory ran out in a stream of the host, to {purpose}")
+
+    def broken(self) -> str | None:
+        failure = HostFailure(self.library.host_stream_failure(self._handle))
+        if failure is HostFailure.WRONG_CHECKSUM:
+            return "a message has a wrong checksum in its bytes"
+        if failure is HostFailure.GPU_FAILED:
+            return "the GPU's driver refused a copy or a wait"
+        return None
 
     def rests_within(self, seconds: float) -> bool:
         return bool(self.library.host_stream_synchronize(self._handle, int(seconds * 1000)))
 
 
 class CallingThread(CurrentStream):
-    """What is given to it is done at once."""
+    """The thread that calls, which is its own stream: what is given to it is done at once."""
 
-    key = _CALLER
-
-    def __init__(self, library: CDLL) -> None:
+    def __init__(self, library: CDLL, *, takes_work: bool) -> None:
+        self.key = _CALLER if takes_work else _ELSEWHERE
+        self._takes_work = takes_work
         self._library = library
+
+    def is_at_home(self) -> bool:
+        return self._takes_work
 
     def wait_value(self, word: Word) -> None:
         # In slices, between which a signal is handled. A link that fails moves the word.
         while not self._library.host_wait_word(word.address, word.value, _SLICE_MILLISECONDS):
             pass
 
-    def move(
-        self, target: int, source: int, nbytes: int, *, after: Word | None, then: Word
-    ) -> None:
-        raise AssertionError("C gives a calling thread its work")
+
+class _Gpu:
+    """The GPU whose tensors a device of the host serves."""
+
+    def __init__(self, device: torch.device, driver: GpuDriver | None) -> None:
+        self.device = device
+        self.driver = driver or driver_for(device)
+        self.index = torch.cuda.current_device() if device.index is None else device.index
 
 
 class HostDevice(OrderedDevice):
-    """The CPU, for links whose tensors lie in its memory."""
+    """The host, for links of a device's tensors.
 
-    def __init__(self) -> None:
+    Args:
+        device: where the tensors are, the host itself or a GPU.
+        checksum: put one behind each entry's bytes and verify it at the other end.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        *,
+        checksum: bool = False,
+        driver: GpuDriver | None = None,
+    ) -> None:
         self._library = LIBRARY.load()
-        self._caller = CallingThread(self._library)
+        self._gpu = None if device.type == "cpu" else _Gpu(device, driver)
+        self._caller = CallingThread(self._library, takes_work=self._gpu is None)
         self._streams: list[HostStreams] = []
         self._wrote: tuple[int, int] | None = None
+        self.checksum_bytes = CHECKSUM_BYTES if checksum else 0
 
     def notify(self, function: int, argument: int) -> bool:
         self._wrote = function, argument
         return True
 
     def use(self) -> None:
-        return
-
-    def stream(self) -> OrderedStream:
-        raise AssertionError("C gives its streams work")
+        if self._gpu is not None:
+            torch.cuda.set_device(self._gpu.device)
 
     def native_streams(self) -> NativeStreams:
-        self._streams.append(HostStreams(self._library, self._wrote))
+        self._streams.append(HostStreams(self._library, gpu=self._gpu, wrote=self._wrote))
         return self._streams[-1]
 
     def current_stream(self) -> CurrentStream:
         return self._caller
 
     def mark(self) -> Mark:
-        return _DONE
+        if self._gpu is None:
+            return _DONE
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(self._gpu.device))
+        return EventMark(event, self._gpu.device)
 
     def rests_within(self, seconds: float) -> bool:
         deadline = time.monotonic() + seconds
@@ -107,19 +164,11 @@ class HostDevice(OrderedDevice):
         )
 
     def register(self, address: int, nbytes: int) -> int:
+        if self._gpu is not None:
+            with self._gpu.driver.on_device(self._gpu.index):
+                self._gpu.driver.register_host(address, nbytes)
         return address
 
     def unregister(self, address: int) -> None:
-        return
-
-    def allocate(self, nbytes: int) -> tuple[int, bytes]:
-        raise LinkError("host memory is shared by `shm`")
-
-    def free(self, address: int) -> None:
-        return
-
-    def open(self, handle: bytes) -> int:
-        raise LinkError("host memory is shared by `shm`")
-
-    def close(self, address: int) -> None:
-        return
+        if self._gpu is not None:
+            self._gpu.driver.unregister_host(address)

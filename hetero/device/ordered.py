@@ -23,40 +23,6 @@ class Word(NamedTuple):
     value: int
 
 
-class OrderedStream(ABC):
-    """A queue of device work of our own. Nothing here blocks the calling thread.
-
-    Addresses are the device's.
-    """
-
-    @abstractmethod
-    def wait_for(self, mark: Mark) -> None:
-        """Go on when a mark of the caller's stream is reached."""
-
-    @abstractmethod
-    def wait_value(self, word: Word) -> None:
-        """Go on when the word is the value or, counting round, later."""
-
-    @abstractmethod
-    def move(
-        self,
-        target: int,
-        source: int,
-        nbytes: int,
-        *,
-        after: Word | None,
-        then: Word,
-        aside: bool,
-    ) -> None:
-        """Copy bytes, from device or registered host memory to either.
-
-        Args:
-            after: wait for this before.
-            then: write this once everything before is done and visible; words in the order given.
-            aside: this is one of many parts; let the copy before run on into this one.
-        """
-
-
 class CurrentStream(ABC):
     """The stream in which a thread enqueues its own work. Nothing here blocks the thread."""
 
@@ -69,13 +35,7 @@ class CurrentStream(ABC):
 
     @abstractmethod
     def wait_value(self, word: Word) -> None:
-        """As `OrderedStream.wait_value`."""
-
-    @abstractmethod
-    def move(
-        self, target: int, source: int, nbytes: int, *, after: Word | None, then: Word
-    ) -> None:
-        """As `OrderedStream.move`."""
+        """Go on when the word is the value or, counting round, later."""
 
 
 class NativeStreams(Protocol):
@@ -90,21 +50,23 @@ class NativeStreams(Protocol):
     def failure(self, failed: int, purpose: str) -> LinkError:
         """What a `failure` of native.h says."""
 
+    def broken(self) -> str | None:
+        """Why these streams have stopped by themselves; None while they have not."""
+
 
 class OrderedDevice(ABC):
     """What a link needs of a device whose streams can wait on words."""
+
+    checksum_bytes: int = 0
+    """What its streams put behind each entry's bytes."""
 
     @abstractmethod
     def use(self) -> None:
         """Make the device the calling thread's; each thread calls it once."""
 
     @abstractmethod
-    def stream(self) -> OrderedStream:
-        """A new stream."""
-
-    def native_streams(self) -> NativeStreams | None:
-        """As `stream`, for C to give work to; None where Python has to."""
-        return None
+    def native_streams(self) -> NativeStreams:
+        """A new queue of work."""
 
     def notify(self, function: int, argument: int) -> bool:
         """Have a function in C called after each word that streams made from now on write.
@@ -135,6 +97,10 @@ class OrderedDevice(ABC):
     @abstractmethod
     def unregister(self, address: int) -> None:
         """Undo `register`. No work that uses the memory may be under way."""
+
+
+class GpuMemory(ABC):
+    """What a link within one GPU vendor needs beside: memory that another process opens."""
 
     @abstractmethod
     def allocate(self, nbytes: int) -> tuple[int, bytes]:

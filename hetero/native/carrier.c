@@ -235,6 +235,11 @@ void carrier_signal(struct carrier *carrier)
     engine_signal(&carrier->engine);
 }
 
+void carrier_words_notify(struct carrier *carrier)
+{
+    carrier->engine.words_notify = true;
+}
+
 void carrier_progress(struct carrier *carrier)
 {
     bool is_under_way;

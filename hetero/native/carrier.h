@@ -20,6 +20,8 @@ bool carrier_connect_verbs(struct carrier *carrier, int index, const struct verb
 bool carrier_add_tcp(struct carrier *carrier, const struct tcp_request *request, char *error);
 bool carrier_start(struct carrier *carrier, char *error);
 
+/* Say that the carrier is called (carrier_progress) after each word that this end's device writes. */
+void carrier_words_notify(struct carrier *carrier);
 /* Have the entries that have been posted go on their way, and look after those that the devices are to
  * write to. */
 void carrier_progress(struct carrier *carrier);

@@ -10,6 +10,7 @@ from ctypes import (
     c_double,
     c_int,
     c_int32,
+    c_size_t,
     c_uint8,
     c_uint16,
     c_uint32,
@@ -42,8 +43,8 @@ class Layout(Structure):
         ("record_place", c_uint64),
         ("entries", c_uint64),
         ("ring_bytes", c_uint64),
+        ("checksum_bytes", c_uint64),
         ("stall_seconds", c_double),
-        ("words_notify", c_bool),
     )
 
 
@@ -106,6 +107,18 @@ class VerbsPeer(Structure):
     )
 
 
+class VerbsPort(Structure):
+    """`struct verbs_port`."""
+
+    _fields_ = (
+        ("state", c_int32),
+        ("mtu", c_int32),
+        ("max_message", c_uint32),
+        ("lid", c_uint16),
+        ("is_ethernet", c_bool),
+    )
+
+
 class TcpRequest(Structure):
     """`struct tcp_request`."""
 
@@ -122,6 +135,8 @@ class TcpRequest(Structure):
 _HANDLE, _TEXT = c_void_p, c_char_p
 
 FUNCTIONS: dict[str, tuple[object, list[object]]] = {
+    "ibverbs_load": (c_bool, [_TEXT, c_size_t]),
+    "verbs_query_port": (c_bool, [c_char_p, c_uint8, POINTER(VerbsPort), _TEXT]),
     "carrier_new": (_HANDLE, [POINTER(Layout), _TEXT]),
     "carrier_add_verbs": (
         c_bool,
@@ -133,6 +148,7 @@ FUNCTIONS: dict[str, tuple[object, list[object]]] = {
     ),
     "carrier_add_tcp": (c_bool, [_HANDLE, POINTER(TcpRequest), _TEXT]),
     "carrier_start": (c_bool, [_HANDLE, _TEXT]),
+    "carrier_words_notify": (None, [_HANDLE]),
     "carrier_progress": (None, [_HANDLE]),
     "carrier_loss_fd": (c_int, [_HANDLE]),
     "carrier_async_fd": (c_int, [_HANDLE, c_int]),

@@ -80,7 +80,7 @@ static uint64_t span(struct engine *engine, uint64_t records, uint32_t number, u
 {
     const struct engine_layout *layout = &engine->layout;
     uint64_t record = record_offset(engine, records, number);
-    uint64_t nbytes = field(engine, record, layout->record_nbytes);
+    uint64_t nbytes = field(engine, record, layout->record_nbytes) + layout->checksum_bytes;
 
     *place = field(engine, record, layout->record_place);
     if (*place > layout->ring_bytes || nbytes > layout->ring_bytes - *place)
@@ -360,7 +360,7 @@ bool engine_is_under_way(struct engine *engine)
             return true;
         has_rail |= engine->rails[index]->live;
     }
-    if (!has_rail || layout->words_notify)
+    if (!has_rail || engine->words_notify)
         return false;
     return load(engine, layout->out_posted) != load(engine, layout->out_produced) ||
            load(engine, layout->in_retired) != load(engine, layout->in_consumed);

@@ -19,8 +19,8 @@ struct engine_layout {
     uint64_t record_bytes, record_nbytes, record_place; /* size of a record, and fields in it */
     uint64_t entries;
     uint64_t ring_bytes;
+    uint64_t checksum_bytes; /* behind each entry's, in the ring */
     double stall_seconds;
-    bool words_notify; /* whether the carrier is called after a device has written a word */
 };
 
 struct loss {
@@ -35,6 +35,7 @@ struct engine {
     struct rail *rails[ENGINE_RAILS];
     struct loss losses[ENGINE_RAILS];
     int rail_count;
+    bool words_notify; /* whether the carrier is called after a device has written a word */
     double posted_at[BOOK_ENTRIES]; /* when the data of an outgoing entry were */
     int loss_fd; /* eventfd, written to when a rail is lost */
 };

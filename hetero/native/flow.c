@@ -97,7 +97,8 @@ static bool find_place(struct flow *flow, uint64_t nbytes, uint64_t *begin, uint
 {
     const uint64_t *ends = (const uint64_t *)(uintptr_t)flow->ends;
     uint64_t size = flow->ring_bytes;
-    uint64_t length = (nbytes + flow->alignment - 1) / flow->alignment * flow->alignment;
+    uint64_t length = (nbytes + flow->checksum_bytes + flow->alignment - 1) / flow->alignment *
+                      flow->alignment;
 
     *begin = flow->head;
     if (*begin % size + length > size)
@@ -159,6 +160,7 @@ static uint32_t put_piece(struct flow *flow, struct message *message)
 
     struct piece piece = {message->offset, nbytes, begin % flow->ring_bytes};
     struct move move = {
+        .checksum = flow->checksum_bytes ? APPEND_BEHIND_TARGET : NO_CHECKSUM,
         .after = {must_wait ? flow->consumed_word : 0, (uint32_t)flow->freed},
         .target = flow->ring + piece.place,
         .source = message->address + message->offset,
@@ -183,7 +185,8 @@ static bool is_expected(const struct flow *flow, const struct message *message, 
     return memcmp(record, message->header, flow->header_bytes) == 0 &&
            piece->offset == message->offset &&
            piece->nbytes <= message->nbytes - message->offset &&
-           piece->place <= flow->ring_bytes && piece->nbytes <= flow->ring_bytes - piece->place;
+           piece->place <= flow->ring_bytes &&
+           piece->nbytes + flow->checksum_bytes <= flow->ring_bytes - piece->place;
 }
 
 static uint32_t take_piece(struct flow *flow, struct message *message)
@@ -206,6 +209,7 @@ static uint32_t take_piece(struct flow *flow, struct message *message)
     flow->awaited = (uint32_t)flow->count;
 
     struct move move = {
+        .checksum = flow->checksum_bytes ? VERIFY_SOURCE : NO_CHECKSUM,
         .after = {has_come ? 0 : flow->produced_word, (uint32_t)flow->count},
         .target = message->address + message->offset,
         .source = flow->ring + piece.place,

@@ -1,5 +1,8 @@
 #include "host.h"
 
+#include "checksum.h"
+#include "native.h"
+
 #include <errno.h>
 #include <limits.h>
 #include <linux/futex.h>
@@ -18,7 +21,7 @@
 #define LOOKS 1024
 #define LOOKS_A_YIELD 64
 
-enum kind { COPY, WAIT_VALUE, WRITE_VALUE };
+enum kind { COPY, APPEND_CHECKSUM, VERIFY_CHECKSUM, WAIT_EVENT, WAIT_VALUE, WRITE_VALUE };
 
 struct work {
     enum kind kind;
@@ -28,13 +31,16 @@ struct work {
     uint32_t value;
 };
 
-/* A queue of work and the thread that does it. All but `stopping` is guarded by the lock. */
+/* A queue of work and the thread that does it. What is not atomic, or set before work is given, is guarded by the lock. */
 struct host_stream {
     pthread_t thread;
     pthread_mutex_t lock;
     pthread_cond_t given;
     pthread_cond_t idle;
     atomic_bool stopping;
+    struct host_gpu gpu;
+    bool has_gpu;
+    _Atomic uint32_t failure;
     bool is_working;
     void (*wrote)(void *);
     void *argument;
@@ -126,18 +132,67 @@ static void write_word(struct host_stream *stream, uint32_t *word, uint32_t valu
         stream->wrote(stream->argument);
 }
 
-static void carry_out(struct host_stream *stream, const struct work *work)
+/* A driver's copy, and the wait for its end; whether both went well. */
+static bool copy_by_gpu(const struct host_gpu *gpu, const struct work *work)
+{
+    int (*synchronize)(void *) = (int (*)(void *))(uintptr_t)gpu->synchronize_stream;
+    void *stream = (void *)(uintptr_t)gpu->stream;
+
+    return driver_copy(gpu->vendor, gpu->copy, work->target, work->source, work->nbytes,
+                       stream) == 0 &&
+           synchronize(stream) == 0;
+}
+
+static bool wait_for_event(const struct host_gpu *gpu, uint64_t event)
+{
+    int (*synchronize)(void *) = (int (*)(void *))(uintptr_t)gpu->synchronize_event;
+
+    return synchronize((void *)(uintptr_t)event) == 0;
+}
+
+static bool verify(const struct work *work)
+{
+    uint32_t expected;
+
+    memcpy(&expected, (const uint8_t *)(uintptr_t)work->target + work->nbytes, sizeof expected);
+    return checksum((const void *)(uintptr_t)work->target, work->nbytes) == expected;
+}
+
+static void append(const struct work *work)
+{
+    uint32_t found = checksum((const void *)(uintptr_t)work->target, work->nbytes);
+
+    memcpy((uint8_t *)(uintptr_t)work->target + work->nbytes, &found, sizeof found);
+}
+
+/* `stream` is NULL for the calling thread's. */
+static enum host_failure carry_out(struct host_stream *stream, const struct work *work)
 {
     void *target = (void *)(uintptr_t)work->target;
 
-    if (work->kind == COPY)
+    switch (work->kind) {
+    case COPY:
+        if (stream != NULL && stream->has_gpu)
+            return copy_by_gpu(&stream->gpu, work) ? HOST_FINE : HOST_GPU_FAILED;
         memcpy(target, (const void *)(uintptr_t)work->source, work->nbytes);
-    else if (work->kind == WRITE_VALUE)
-        write_word(stream, target, work->value);
-    else
+        break;
+    case APPEND_CHECKSUM:
+        append(work);
+        break;
+    case VERIFY_CHECKSUM:
+        return verify(work) ? HOST_FINE : HOST_WRONG_CHECKSUM;
+    case WAIT_EVENT:
+        return wait_for_event(&stream->gpu, work->target) ? HOST_FINE : HOST_GPU_FAILED;
+    case WAIT_VALUE:
         while (!host_wait_word(target, work->value, SLICE_MILLISECONDS))
             if (stream != NULL && atomic_load(&stream->stopping))
-                return;
+                break;
+        break;
+    case WRITE_VALUE:
+        write_word(stream, target, work->value);
+        break;
+    }
+    return HOST_FINE;
 }
 
 /* The next work, once there is some; false when the stream is to end. Called with the lock. */
@@ -157,15 +212,25 @@ static bool take(struct host_stream *stream, struct work *work)
     return true;
 }
 
+static bool make_current(const struct host_gpu *gpu)
+{
+    if (gpu->vendor == HIP)
+        return ((int (*)(int))(uintptr_t)gpu->set_current)((int)gpu->context) == 0;
+    return ((int (*)(void *))(uintptr_t)gpu->set_current)((void *)(uintptr_t)gpu->context) == 0;
+}
+
 static void *run(void *argument)
 {
     struct host_stream *stream = argument;
     struct work work;
 
+    if (stream->has_gpu && !make_current(&stream->gpu))
+        atomic_store(&stream->failure, HOST_GPU_FAILED);
     pthread_mutex_lock(&stream->lock);
     while (take(stream, &work)) {
         pthread_mutex_unlock(&stream->lock);
-        carry_out(stream, &work);
+        if (atomic_load(&stream->failure) == HOST_FINE)
+            atomic_store(&stream->failure, carry_out(stream, &work));
         pthread_mutex_lock(&stream->lock);
     }
     pthread_mutex_unlock(&stream->lock);
@@ -193,10 +258,8 @@ static int give(void *handle, struct work work)
 {
     struct host_stream *stream = handle;
 
-    if (handle == HOST_CALLER) {
-        carry_out(NULL, &work);
-        return 0;
-    }
+    if (handle == HOST_CALLER)
+        return (int)carry_out(NULL, &work);
     pthread_mutex_lock(&stream->lock);
     if (stream->count == stream->room && !grow(stream)) {
         pthread_mutex_unlock(&stream->lock);
@@ -212,6 +275,22 @@ static int give(void *handle, struct work work)
 int host_copy(uint64_t target, uint64_t source, size_t nbytes, void *stream)
 {
     return give(stream, (struct work){COPY, target, source, nbytes, 0});
+}
+
+int host_append_checksum(uint64_t bytes, size_t nbytes, void *stream)
+{
+    return give(stream, (struct work){APPEND_CHECKSUM, bytes, 0, nbytes, 0});
+}
+
+int host_verify_checksum(uint64_t bytes, size_t nbytes, void *stream)
+{
+    return give(stream, (struct work){VERIFY_CHECKSUM, bytes, 0, nbytes, 0});
+}
+
+int host_wait_event(void *stream, void *event, unsigned flags)
+{
+    (void)flags;
+    return give(stream, (struct work){WAIT_EVENT, (uint64_t)(uintptr_t)event, 0, 0, 0});
 }
 
 int host_wait_value(void *stream, uint64_t word, uint32_t value, unsigned flags)
@@ -247,12 +326,21 @@ static void deinitialize(struct host_stream *stream)
     free(stream);
 }
 
-struct host_stream *host_stream_create(void)
+uint32_t host_stream_failure(const struct host_stream *stream)
+{
+    return atomic_load(&stream->failure);
+}
+
+struct host_stream *host_stream_create(const struct host_gpu *gpu)
 {
     struct host_stream *stream = calloc(1, sizeof *stream);
 
     if (stream == NULL)
         return NULL;
+    if (gpu != NULL) {
+        stream->gpu = *gpu;
+        stream->has_gpu = true;
+    }
     initialize(stream);
     if (pthread_create(&stream->thread, NULL, run, stream) == 0)
         return stream;

@@ -17,6 +17,7 @@ enum {
 enum { IBV_QPT_RC = 2 };
 enum { IBV_QPS_INIT = 1, IBV_QPS_RTR = 2, IBV_QPS_RTS = 3, IBV_QPS_ERR = 6 };
 enum { IBV_PORT_ACTIVE = 4 };
+enum { IBV_LINK_LAYER_ETHERNET = 2 };
 enum {
     IBV_QP_STATE = 1 << 0,
     IBV_QP_ACCESS_FLAGS = 1 << 3,

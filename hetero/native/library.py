@@ -14,6 +14,8 @@ from hetero.errors import LinkError
 from hetero.native.built import BuiltLibrary
 from hetero.native.carrier import FUNCTIONS as CARRIER_FUNCTIONS
 
+CHECKSUM_BYTES = 8
+"""HOST_CHECKSUM_BYTES of host.h."""
 FOLDER = Path(__file__).parent
 
 
@@ -33,6 +35,7 @@ class Step(IntEnum):
     RECORD_EVENT = 4
     WAIT_EVENT = 5
     PAST_COUNTER = 6
+    CHECKSUM = 7
 
 
 class EntryPoints(Structure):
@@ -74,6 +77,28 @@ class Streams(Structure):
     )
 
 
+class HostGpu(Structure):
+    """`struct host_gpu`."""
+
+    _fields_ = (
+        ("vendor", c_uint64),
+        ("copy", c_uint64),
+        ("synchronize_stream", c_uint64),
+        ("synchronize_event", c_uint64),
+        ("set_current", c_uint64),
+        ("context", c_uint64),
+        ("stream", c_uint64),
+    )
+
+
+class HostFailure(IntEnum):
+    """`enum host_failure`."""
+
+    FINE = 0
+    GPU_FAILED = 1
+    WRONG_CHECKSUM = 2
+
+
 class Flow(Structure):
     """`struct flow`."""
 
@@ -94,6 +119,7 @@ class Flow(Structure):
         ("header_bytes", c_uint64),
         ("record_bytes", c_uint64),
         ("alignment", c_uint64),
+        ("checksum_bytes", c_uint64),
         ("ends", c_uint64),
         ("doorbell", c_uint64),
         ("is_outgoing", c_bool),
@@ -129,7 +155,8 @@ LIBRARY = BuiltLibrary(
     version_function="native_version",
     functions={
         **CARRIER_FUNCTIONS,
-        "host_stream_create": (c_void_p, []),
+        "host_stream_create": (c_void_p, [POINTER(HostGpu)]),
+        "host_stream_failure": (c_uint32, [c_void_p]),
         "host_stream_notify": (None, [c_void_p, c_void_p, c_void_p]),
         "host_stream_destroy": (None, [c_void_p]),
         "host_stream_synchronize": (c_bool, [c_void_p, c_uint32]),

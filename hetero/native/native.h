@@ -37,7 +37,15 @@ struct entry_points {
 /* Which of them has failed in the upper half, its answer in the lower; 0 if none has. */
 typedef uint64_t failure;
 
-enum step { WAIT_VALUE = 1, COPY, WRITE_VALUE, RECORD_EVENT, WAIT_EVENT, PAST_COUNTER };
+enum step {
+    STEP_WAIT_VALUE = 1,
+    STEP_COPY,
+    STEP_WRITE_VALUE,
+    STEP_RECORD_EVENT,
+    STEP_WAIT_EVENT,
+    STEP_PAST_COUNTER,
+    STEP_CHECKSUM
+};
 
 /* Copies go into one stream. The waits and writes of many-part messages may go into two others, which
  * an event joins with it, so that one copy runs on into the next. All three may be one. */
@@ -59,13 +67,21 @@ struct word {
     uint32_t value;
 };
 
+enum checksums { NO_CHECKSUM, APPEND_BEHIND_TARGET, VERIFY_SOURCE };
+
+/* `checksum` is for streams of the host alone. */
 struct move {
+    enum checksums checksum;
     struct word after;
     uint64_t target;
     uint64_t source;
     uint64_t nbytes;
     struct word then;
 };
+
+/* The driver's copy, which differs in what it takes; its own answer. */
+int driver_copy(uint64_t vendor, uint64_t function, uint64_t target, uint64_t source, size_t nbytes,
+                void *stream);
 
 /* Have the streams wait for a word, copy, and write a word; `aside` if this is one part of many. */
 failure streams_move(struct streams *streams, const struct move *move, bool aside);
@@ -95,6 +111,8 @@ struct flow {
     uint64_t header_bytes;
     uint64_t record_bytes;
     uint64_t alignment;
+    /* What follows an entry's bytes in the ring: HOST_CHECKSUM_BYTES, or none. */
+    uint64_t checksum_bytes;
     /* Of the sender: for each entry that is not free yet, the position after it; as many as `entries`. */
     uint64_t ends;
     /* The peer's doorbell, which is rung when entries have been enqueued; 0 where Python rings it. */

@@ -29,14 +29,14 @@ static failure wait_value(const struct entry_points *driver, uint64_t stream, st
     int code;
 
     if (word.value >= driver->end_of_counter)
-        return outcome(PAST_COUNTER, (int)word.value);
+        return outcome(STEP_PAST_COUNTER, (int)word.value);
     if (driver->vendor == HIP)
         code = FUNCTION(hip_wait, driver->wait_value)(POINTER(stream), POINTER(word.address),
                                                       word.value, AT_LEAST, HIP_ALL_BITS);
     else
         code = FUNCTION(cuda_value, driver->wait_value)(POINTER(stream), word.address, word.value,
                                                         AT_LEAST);
-    return outcome(WAIT_VALUE, code);
+    return outcome(STEP_WAIT_VALUE, code);
 }
 
 static failure write_value(const struct entry_points *driver, uint64_t stream, struct word word)
@@ -49,27 +49,29 @@ static failure write_value(const struct entry_points *driver, uint64_t stream, s
     else
         code = FUNCTION(cuda_value, driver->write_value)(POINTER(stream), word.address, word.value,
                                                          0);
-    return outcome(WRITE_VALUE, code);
+    return outcome(STEP_WRITE_VALUE, code);
+}
+
+int driver_copy(uint64_t vendor, uint64_t function, uint64_t target, uint64_t source, size_t nbytes,
+                void *stream)
+{
+    if (vendor == HIP)
+        return FUNCTION(hip_copy, function)(POINTER(target), POINTER(source), nbytes,
+                                            HIP_MEMCPY_DEFAULT, stream);
+    return FUNCTION(cuda_copy, function)(target, source, nbytes, stream);
 }
 
 static failure copy(const struct entry_points *driver, uint64_t stream, const struct move *move)
 {
-    int code;
-
-    if (driver->vendor == HIP)
-        code = FUNCTION(hip_copy, driver->copy)(POINTER(move->target), POINTER(move->source),
-                                                move->nbytes, HIP_MEMCPY_DEFAULT, POINTER(stream));
-    else
-        code = FUNCTION(cuda_copy, driver->copy)(move->target, move->source, move->nbytes,
-                                                 POINTER(stream));
-    return outcome(COPY, code);
+    return outcome(STEP_COPY, driver_copy(driver->vendor, driver->copy, move->target, move->source,
+                                          move->nbytes, POINTER(stream)));
 }
 
 static failure wait_event(const struct entry_points *driver, uint64_t stream, uint64_t event)
 {
     event_wait wait = FUNCTION(event_wait, driver->wait_event);
 
-    return outcome(WAIT_EVENT, wait(POINTER(stream), POINTER(event), 0));
+    return outcome(STEP_WAIT_EVENT, wait(POINTER(stream), POINTER(event), 0));
 }
 
 /* Have a stream go on behind what another was given so far. */
@@ -80,7 +82,7 @@ static failure join(const struct streams *streams, uint64_t first, uint64_t then
 
     if (first == then)
         return 0;
-    failed = outcome(RECORD_EVENT, record(POINTER(streams->join), POINTER(first)));
+    failed = outcome(STEP_RECORD_EVENT, record(POINTER(streams->join), POINTER(first)));
     return failed ? failed : wait_event(&streams->driver, then, streams->join);
 }
 
@@ -115,8 +117,14 @@ failure streams_move(struct streams *streams, const struct move *move, bool asid
 
     if (move->after.address)
         failed = hold(streams, move->after, aside);
+    if (!failed && move->checksum == VERIFY_SOURCE)
+        failed = outcome(STEP_CHECKSUM, host_verify_checksum(move->source, move->nbytes,
+                                                             POINTER(streams->copies)));
     if (!failed && move->nbytes)
         failed = copy(&streams->driver, streams->copies, move);
+    if (!failed && move->checksum == APPEND_BEHIND_TARGET)
+        failed = outcome(STEP_CHECKSUM, host_append_checksum(move->target, move->nbytes,
+                                                             POINTER(streams->copies)));
     return failed ? failed : write_behind(streams, move->then, aside);
 }
 

@@ -85,6 +85,17 @@ struct verbs_rail {
     int posted;
 };
 
+/* What a port says of itself, beside its addresses, which sysfs has. */
+struct verbs_port {
+    int32_t state;
+    int32_t mtu; /* the number of its largest packet; a larger number is a larger packet */
+    uint32_t max_message;
+    uint16_t lid;
+    bool is_ethernet;
+};
+
+bool verbs_query_port(const char *device, uint8_t number, struct verbs_port *found, char *error);
+
 extern const struct rail_operations verbs_operations;
 
 /* Each returns false with the reason in `error`, of RAIL_TEXT_BYTES. */

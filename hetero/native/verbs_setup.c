@@ -31,18 +31,43 @@ static bool fail(char *error, const char *format, ...)
     return false;
 }
 
-static bool open_device(struct verbs_rail *rail, const char *name, char *error)
+static struct ibv_context *open_device(const char *name, char *error)
 {
-    struct ibv_device **devices = ibv.get_device_list(NULL);
+    struct ibv_device **devices;
+    struct ibv_context *context = NULL;
+    int code;
 
+    if (!ibverbs_load(error, RAIL_TEXT_BYTES))
+        return NULL;
+    devices = ibv.get_device_list(NULL);
     for (struct ibv_device **one = devices; one != NULL && *one != NULL; one++)
         if (strcmp(ibv.get_device_name(*one), name) == 0)
-            rail->context = ibv.open_device(*one);
-    int code = errno;
+            context = ibv.open_device(*one);
+    code = errno;
     if (devices != NULL)
         ibv.free_device_list(devices);
-    if (rail->context == NULL)
-        return fail(error, "the device cannot be opened (%s)", strerror(code));
+    if (context == NULL)
+        fail(error, "the device cannot be opened (%s)", strerror(code));
+    return context;
+}
+
+bool verbs_query_port(const char *device, uint8_t number, struct verbs_port *found, char *error)
+{
+    struct ibv_context *context = open_device(device, error);
+    struct ibv_port_attr port = {0};
+    int code;
+
+    if (context == NULL)
+        return false;
+    code = ibv.query_port(context, number, &port);
+    ibv.close_device(context);
+    if (code != 0)
+        return fail(error, "it cannot be asked (%s)", strerror(code));
+    *found = (struct verbs_port){.state = port.state,
+                                 .mtu = port.active_mtu,
+                                 .max_message = port.max_msg_sz,
+                                 .lid = port.lid,
+                                 .is_ethernet = port.link_layer == IBV_LINK_LAYER_ETHERNET};
     return true;
 }
 
@@ -147,9 +172,8 @@ bool verbs_open(struct verbs_rail *rail, const struct verbs_request *request,
     rail->rail.reads_back = request->reads_back;
     rail->rail.event_fd = rail->rail.async_fd = -1;
     rail->request = *request;
-    if (!ibverbs_load(error, RAIL_TEXT_BYTES))
-        return false;
-    if (!open_device(rail, request->device, error))
+    rail->context = open_device(request->device, error);
+    if (rail->context == NULL)
         return false;
     rail->domain = ibv.alloc_pd(rail->context);
     if (rail->domain == NULL)

@@ -30,7 +30,7 @@ from hetero.preflight.node import Live, NodeFacts, read_node
 from hetero.preflight.reach import Call, Doorbell, Ports, call_all
 from hetero.preflight.roots import Roots
 from hetero.preflight.schedule import Place, reached_rails, rounds
-from hetero.transport.tcp import address_towards
+from hetero.transport.tcp.connections import address_towards
 
 
 @dataclass(frozen=True)

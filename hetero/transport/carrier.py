@@ -11,18 +11,8 @@ from ctypes import byref, create_string_buffer
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from hetero.device.ordered import OrderedDevice
 from hetero.errors import LinkError
-from hetero.transport.ordered.ring import (
-    CONTROL_BYTES,
-    ENTRIES,
-    NBYTES_IN_RECORD,
-    PLACE_IN_RECORD,
-    RECORD_BYTES,
-    DirectionPlaces,
-    doorbell_place,
-)
-from hetero.transport.verbs.devices import Port
-from hetero.transport.verbs.memory import registration_remedy
 from hetero.native.carrier import (
     GID_BYTES,
     TEXT_BYTES,
@@ -33,6 +23,16 @@ from hetero.native.carrier import (
     VerbsRequest,
     VerbsRoute,
 )
+from hetero.transport.ordered.ring import (
+    CONTROL_BYTES,
+    ENTRIES,
+    NBYTES_IN_RECORD,
+    PLACE_IN_RECORD,
+    RECORD_BYTES,
+    DirectionPlaces,
+    doorbell_place,
+)
+from hetero.transport.verbs.ports import Port
 
 _MAX_PSN = 1 << 24
 
@@ -48,8 +48,8 @@ class RingMemory:
     control: int
     reads_back: bool
     """Whether a NIC has to read its writes back before they count as arrived."""
-    words_notify: bool = False
-    """Whether the device calls the carrier after each word that it writes."""
+    checksum_bytes: int = 0
+    """What follows an entry's bytes in the ring."""
     of_gpu: bool = False
     """Whether the rings are a GPU's memory."""
     dmabuf: tuple[int, int] | None = None
@@ -95,12 +95,17 @@ class Carrier:
         if self._handle is None:
             raise LinkError(_text(error))
 
-    @property
-    def progress_call(self) -> tuple[int, int]:
-        """The address of the function that `wake` calls, and its argument; for a device."""
+    def follow(self, device: OrderedDevice) -> None:
+        """Have the device call the carrier after each word that it writes, if it can.
+
+        Where it cannot, the thread looks at the words while something is under way. Called before
+        the first rail is added, and before streams of the device are made.
+        """
         function = ctypes.cast(self._library.carrier_progress, ctypes.c_void_p).value
-        assert function is not None and self._handle is not None
-        return function, self._handle
+        assert function is not None
+        assert self._handle is not None
+        if device.notify(function, self._handle):
+            self._library.carrier_words_notify(self._handle)
 
     def add_verbs_rail(self, port: Port) -> tuple[ConnectionInfo, str]:
         """Open a port; what the peer must know of it, and how it knows the rings' memory.
@@ -127,7 +132,7 @@ class Carrier:
         if not self._library.carrier_add_verbs(self._handle, byref(request), byref(made), error):
             raise LinkError(
                 f"{port} cannot be used for RDMA: {_text(error)}; see its state with `rdma link`, "
-                f"and {registration_remedy(of_gpu=memory.of_gpu)}"
+                f"and {_registration_remedy(of_gpu=memory.of_gpu)}"
             )
         self._ports.append(port)
         self._loops.append((made.loopback_qp, secrets.randbelow(_MAX_PSN)))
@@ -183,7 +188,7 @@ class Carrier:
         if not self._library.carrier_start(self._handle, error):
             raise LinkError(_text(error))
 
-    def wake(self) -> None:
+    def progress(self) -> None:
         """Have what has been posted go on its way. Nothing once it is closed."""
         if self._handle is not None:
             self._library.carrier_progress(self._handle)
@@ -240,6 +245,18 @@ class Carrier:
             self._library.carrier_free(handle)
 
 
+def _registration_remedy(*, of_gpu: bool) -> str:
+    """What to do where a NIC refuses to register host memory or that of a GPU."""
+    if not of_gpu:
+        return "raise the locked-memory limit (ulimit -l) or make the ring smaller"
+    return (
+        "RDMA to a GPU needs dma-buf (Linux 5.12, the GPU vendor's open kernel driver and a "
+        "NIC driver that supports it) or the vendor's peer memory module (nvidia_peermem; for "
+        "AMD, amdgpu with ROCm's peer memory support): load one, or choose --hetero-transport "
+        "cpu-forward"
+    )
+
+
 def _layout(memory: RingMemory, side: int, stall_seconds: float) -> Layout:
     outgoing, incoming = DirectionPlaces.of(side), DirectionPlaces.of(1 - side)
     return Layout(
@@ -260,8 +277,8 @@ def _layout(memory: RingMemory, side: int, stall_seconds: float) -> Layout:
         record_place=PLACE_IN_RECORD,
         entries=ENTRIES,
         ring_bytes=memory.ring_bytes,
+        checksum_bytes=memory.checksum_bytes,
         stall_seconds=stall_seconds,
-        words_notify=memory.words_notify,
     )
 
 

@@ -1,6 +1,6 @@
 """The connection beside a link's rails: what the ends must tell each other when rails fail.
 
-It is the connection over which the ends have proved themselves. Its end is the peer's end.
+Over it the ends have proved themselves. Its end is the peer's end.
 """
 
 from __future__ import annotations
@@ -24,41 +24,81 @@ _KEEPALIVE = (
 
 
 class Control:
-    """Whole messages over a stream; reading never waits for the rest of one."""
+    """Whole messages to and from the peer, over one connection or several.
 
-    def __init__(self, connection: socket.socket) -> None:
-        self._connection = connection
-        self._unread = bytearray()
-        connection.settimeout(_SEND_SECONDS)
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        for option, value in _KEEPALIVE:
-            connection.setsockopt(socket.IPPROTO_TCP, option, value)
+    Each message goes over every connection that is left, and counts once: so the ends can still tell
+    each other of a rail that is lost when the connection on the same path is lost with it. Reading
+    never waits for the rest of a message.
+    """
 
-    def fileno(self) -> int:
-        return self._connection.fileno()
+    def __init__(self, *connections: socket.socket) -> None:
+        self._connections = list(connections)
+        self._unread = {connection: bytearray() for connection in connections}
+        self._sent = 0
+        self._heard = 0
+        for connection in connections:
+            connection.settimeout(_SEND_SECONDS)
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            for option, value in _KEEPALIVE:
+                connection.setsockopt(socket.IPPROTO_TCP, option, value)
+
+    def filenos(self) -> list[int]:
+        return [connection.fileno() for connection in self._connections]
 
     def send(self, message: Mapping[str, Any]) -> None:
         """Raises OSError when the peer is gone or takes nothing."""
-        send_json(self._connection, message)
+        self._sent += 1
+        failures = []
+        for connection in self._connections:
+            try:
+                send_json(connection, {"number": self._sent, **message})
+            except OSError as error:
+                failures.append(error)
+        if len(failures) == len(self._connections):
+            raise failures[0]
 
-    def receive(self) -> list[dict[str, Any]]:
-        """The messages that have come whole. Raises ConnectionError at the connection's end."""
+    def receive(self, descriptor: int) -> list[dict[str, Any]]:
+        """What is new of the messages that have come whole over one connection.
+
+        Raises ConnectionError where the peer has ended. A connection whose path is lost is left out
+        from then on; it is an error only when it was the last.
+        """
+        connection = next(c for c in self._connections if c.fileno() == descriptor)
         try:
-            part = self._connection.recv(1 << 16, socket.MSG_DONTWAIT)
+            part = connection.recv(1 << 16, socket.MSG_DONTWAIT)
         except BlockingIOError:
+            return []
+        except (ConnectionResetError, BrokenPipeError):
+            raise
+        except OSError as error:
+            self._connections.remove(connection)
+            connection.close()
+            if not self._connections:
+                raise ConnectionError("no path to the peer is left") from error
             return []
         if not part:
             raise ConnectionError("the peer closed the connection")
-        self._unread += part
+        return [message for message in self._whole(connection, part) if self._is_new(message)]
+
+    def _is_new(self, message: dict[str, Any]) -> bool:
+        if message["number"] <= self._heard:
+            return False
+        self._heard = message["number"]
+        return True
+
+    def _whole(self, connection: socket.socket, part: bytes) -> list[dict[str, Any]]:
+        unread = self._unread[connection]
+        unread += part
         messages = []
-        while len(self._unread) >= _LENGTH.size:
-            (length,) = _LENGTH.unpack_from(self._unread)
+        while len(unread) >= _LENGTH.size:
+            (length,) = _LENGTH.unpack_from(unread)
             end = _LENGTH.size + length
-            if len(self._unread) < end:
+            if len(unread) < end:
                 break
-            messages.append(dict(json.loads(self._unread[_LENGTH.size : end])))
-            del self._unread[:end]
+            messages.append(dict(json.loads(unread[_LENGTH.size : end])))
+            del unread[:end]
         return messages
 
     def close(self) -> None:
-        self._connection.close()
+        for connection in self._connections:
+            connection.close()

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from hetero.transport.ordered.ring import EndState
-from hetero.transport.control import Control
 from hetero.transport.carrier import Carrier
+from hetero.transport.control import Control
+from hetero.transport.ordered.ring import EndState
 from hetero.transport.polling import Poller
 
 _log = logging.getLogger(__name__)
@@ -58,7 +58,8 @@ class Watch:
         self._sending = threading.Lock()
         self._peer_has_gone = self._stopping = False
         self._poller = Poller()
-        self._poller.attend(control.fileno(), self._hear_control)
+        for descriptor in control.filenos():
+            self._poller.attend(descriptor, partial(self._hear_control, descriptor))
         self._poller.attend(carrier.loss_fd, self._hear_losses)
         for index in range(len(rails)):
             if (descriptor := carrier.async_fd(index)) >= 0:
@@ -107,15 +108,17 @@ class Watch:
         if reason is not None:
             self._lose(index, reason)
 
-    def _hear_control(self) -> None:
+    def _hear_control(self, descriptor: int) -> None:
         try:
-            messages = self._control.receive()
+            messages = self._control.receive(descriptor)
         except OSError:
-            self._poller.ignore(self._control.fileno())
+            self._poller.ignore(descriptor)
             self._carrier.settle(_SETTLE_SECONDS)
             self._peer_has_gone = True
             self._carrier.signal()
             return
+        if descriptor not in self._control.filenos():
+            self._poller.ignore(descriptor)
         for message in messages:
             if "fault" in message:
                 self._fail(str(message["fault"]))

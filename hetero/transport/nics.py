@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hetero.device.topology import SYS, rdma_devices
-from hetero.transport.tcp import address_towards, interface_address
+from hetero.transport.tcp.connections import address_towards, interface_address
 
 
 @dataclass(frozen=True)

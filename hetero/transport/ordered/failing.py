@@ -52,8 +52,11 @@ class FailingLink(Link):
         if self._broken is not None or not under_way:
             return
         peer = self.description.peer
+        broken = self._in.broken() or self._out.broken()
         if self._ends.theirs.has_failed:
             self._hear_of_fault()
+        elif broken is not None:
+            self._break(self._trouble(broken, remedy=f"see the log of rank {peer}"))
         elif any(time.monotonic() > t.deadline and not t.done() for t in under_way):
             timeout = self.description.timeout
             self._break(

@@ -117,6 +117,10 @@ class Flow(ABC):
         """The last counter value of the peer's that an entry needs."""
 
     @abstractmethod
+    def broken(self) -> str | None:
+        """Why the streams have stopped by themselves; None while they have not."""
+
+    @abstractmethod
     def _bring_on(self, transfer: OrderedTransfer, stream: CurrentStream | None) -> bool:
         """Put into streams what can be of one message; whether that is all of it."""
 

@@ -13,7 +13,6 @@ from hetero.native import library as native
 from hetero.native.library import Progress
 from hetero.transport.header import HEADER_BYTES
 from hetero.transport.ordered.flows import EntryRefused, Flow, Limits, refusal
-from hetero.transport.ordered.python_flows import PythonIncoming, PythonOutgoing
 from hetero.transport.ordered.ring import ALIGNMENT, ENTRIES, RECORD_BYTES, Direction
 from hetero.transport.ordered.transfer import OrderedEnds, OrderedTransfer
 
@@ -52,6 +51,7 @@ class NativeFlow(Flow):
             header_bytes=HEADER_BYTES,
             record_bytes=RECORD_BYTES,
             alignment=ALIGNMENT,
+            checksum_bytes=device.checksum_bytes,
             ends=addressof(self._room),
             doorbell=ends.theirs.doorbell_address(),
             is_outgoing=is_outgoing,
@@ -67,6 +67,9 @@ class NativeFlow(Flow):
     @property
     def awaited(self) -> int:
         return int(self._state.awaited)
+
+    def broken(self) -> str | None:
+        return self._streams.broken()
 
     def _caller(self) -> int | None:
         state = self._state
@@ -110,28 +113,16 @@ class NativeFlow(Flow):
 
 
 def make_flows(device: OrderedDevice, ends: OrderedEnds, *, limits: Limits) -> tuple[Flow, Flow]:
-    """What an end sends and what it receives: by C where the device offers that, else by Python."""
-    sending, receiving = device.native_streams(), device.native_streams()
-    if sending is None or receiving is None:
-        return (
-            PythonOutgoing(device, ends, limits=limits),
-            PythonIncoming(device, ends, limits=limits),
+    """What an end sends and what it receives."""
+    outgoing, incoming = (
+        NativeFlow(
+            device,
+            ends,
+            direction,
+            streams=device.native_streams(),
+            limits=limits,
+            is_outgoing=is_outgoing,
         )
-    return (
-        NativeFlow(
-            device,
-            ends,
-            ends.outgoing,
-            streams=sending,
-            limits=limits,
-            is_outgoing=True,
-        ),
-        NativeFlow(
-            device,
-            ends,
-            ends.incoming,
-            streams=receiving,
-            limits=limits,
-            is_outgoing=False,
-        ),
+        for direction, is_outgoing in ((ends.outgoing, True), (ends.incoming, False))
     )
+    return outgoing, incoming

@@ -7,7 +7,8 @@ from contextlib import ExitStack
 from functools import partial
 from typing import Literal
 
-from hetero.device.ordered import OrderedDevice
+from hetero.device.ordered import GpuMemory, OrderedDevice
+from hetero.errors import LinkError
 from hetero.transport.handshake import (
     Meeting,
     compare,
@@ -49,6 +50,7 @@ def open_ordered(
             "ring": memory,
             "ring_bytes": ring_bytes,
             "chunk_bytes": chunk_bytes,
+            "checksum_bytes": device.checksum_bytes,
         }
         compare(control, meeting, agreed)
         sizes = (CONTROL_BYTES, ring_bytes, ring_bytes) if memory == "host" else (CONTROL_BYTES,)
@@ -94,6 +96,8 @@ def _share_device_memory(
     held: ExitStack, control: socket.socket, device: OrderedDevice, nbytes: int
 ) -> tuple[int, int]:
     """This end's ring, which it fills, and the peer's, opened here."""
+    if not isinstance(device, GpuMemory):
+        raise LinkError("`ipc` is for GPUs whose streams wait on memory")
     mine, handle = device.allocate(nbytes)
     held.callback(device.free, mine)
     send_json(control, {"handle": handle.hex()})

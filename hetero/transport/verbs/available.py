@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import socket
+from ctypes import create_string_buffer
 from pathlib import Path
 
 from hetero.device.topology import SYS, rdma_devices
-from hetero.errors import LinkError
-from hetero.transport.verbs.library import load
+from hetero.native.carrier import TEXT_BYTES
+from hetero.native.library import LIBRARY
 
 
 def no_rdma(*, sys_root: Path = SYS) -> str | None:
@@ -17,8 +18,11 @@ def no_rdma(*, sys_root: Path = SYS) -> str | None:
     """
     if not rdma_devices(sys_root=sys_root):
         return f"{socket.gethostname()} has no RDMA device"
-    try:
-        load()
-    except LinkError as error:
-        return f"{socket.gethostname()}: {error}"
+    error = create_string_buffer(TEXT_BYTES)
+    if not LIBRARY.load().ibverbs_load(error, TEXT_BYTES):
+        reason = error.value.decode(errors="replace")
+        return (
+            f"{socket.gethostname()} cannot use libibverbs ({reason}); install it (Debian, Ubuntu: "
+            "libibverbs1 and ibverbs-providers; RHEL: libibverbs)"
+        )
     return None

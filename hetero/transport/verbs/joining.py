@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable, Mapping, Sequence
+from ctypes import CDLL
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -21,9 +22,7 @@ from hetero.transport.handshake import (
     receive_json,
     send_json,
 )
-from hetero.transport.verbs.devices import Port, choose_devices, find_ports, pair_ports
-from hetero.transport.verbs.library import Verbs, load
-from hetero.transport.verbs.memory import index_of
+from hetero.transport.verbs.ports import Port, choose_devices, find_ports, pair_ports
 
 T = TypeVar("T")
 DEVICE, HOST = "device", "host"
@@ -95,14 +94,14 @@ def agree_on_ports(
     options: VerbsOptions,
     *,
     device: torch.device,
-    verbs: Verbs | None,
-) -> tuple[Verbs, list[Port]]:
-    """pyverbs, or what stands in for it, and this side's port of every rail, in one order."""
-    (library, ours), told = together.take(
-        lambda: _look_around(verbs, options, device),
-        lambda found: {"ports": [port.as_dict() for port in found[1]]},
+    library: CDLL,
+) -> list[Port]:
+    """This side's port of every rail, in one order."""
+    ours, told = together.take(
+        lambda: _look_around(library, options, device),
+        lambda found: {"ports": [port.as_dict() for port in found]},
     )
-    return library, _pair_up(meeting, ours, [Port(**port) for port in told["ports"]])
+    return _pair_up(meeting, ours, [Port(**port) for port in told["ports"]])
 
 
 def require_room(ports: Sequence[Port], nbytes: int) -> None:
@@ -115,15 +114,13 @@ def require_room(ports: Sequence[Port], nbytes: int) -> None:
             )
 
 
-def _look_around(
-    verbs: Verbs | None, options: VerbsOptions, device: torch.device
-) -> tuple[Verbs, list[Port]]:
-    """pyverbs, and this side's ports that can be used. Only now, so that the peer hears why not."""
-    library = verbs or load()
+def _look_around(library: CDLL, options: VerbsOptions, device: torch.device) -> list[Port]:
+    """This side's ports that can be used. Only now, so that the peer hears why not."""
     gpu = None
     if device.type == "cuda" and not options.nics:
-        gpu = pci_device(driver_for(device).pci_bus_id(index_of(device)))
-    return library, find_ports(library, choose_devices(gpu, options.nics))
+        index = torch.cuda.current_device() if device.index is None else device.index
+        gpu = pci_device(driver_for(device).pci_bus_id(index))
+    return find_ports(choose_devices(gpu, options.nics), library=library)
 
 
 def _pair_up(meeting: Meeting, ours: list[Port], theirs: list[Port]) -> list[Port]:

@@ -1,22 +1,33 @@
-"""Opening a verbs link: the ends meet, agree on rails, register their rings and connect."""
+"""Opening a link over RDMA: the two ends agree on their rails, and carriers join their rings."""
 
 from __future__ import annotations
 
 import logging
+import os
+from collections.abc import Sequence
 from contextlib import ExitStack
+from ctypes import CDLL
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
-from hetero.device.base import DeviceRuntime
-from hetero.device.driver import driver_for
+from hetero.device.driver import GpuDriver, driver_for
+from hetero.device.ordered import GpuMemory, OrderedDevice
 from hetero.errors import LinkError
-from hetero.transport.chunked import RingShape
+from hetero.native.library import LIBRARY
+from hetero.transport.carried import (
+    CarriedMemory,
+    control_memory,
+    host_memory,
+    make_ends,
+    side_of,
+)
+from hetero.transport.carrier import Carrier, ConnectionInfo, RingMemory
+from hetero.transport.control import Control
 from hetero.transport.handshake import Meeting, compare
 from hetero.transport.header import PROTOCOL_VERSION
-from hetero.transport.verbs.channel import Channel
-from hetero.transport.control import Control
-from hetero.transport.verbs.devices import Port
-from hetero.transport.verbs.ends import VerbsEnds, VerbsRecvEnd, VerbsSendEnd
+from hetero.transport.ordered.link import OrderedLink
 from hetero.transport.verbs.joining import (
     HOST,
     Together,
@@ -25,124 +36,168 @@ from hetero.transport.verbs.joining import (
     meet,
     require_room,
 )
-from hetero.transport.verbs.library import Verbs
-from hetero.transport.verbs.memory import DeviceMemory, device_buffer, host_buffer
-from hetero.transport.verbs.rail import Ending, Rail
-from hetero.transport.verbs.rings import Rings
+from hetero.transport.verbs.ports import Port
 
 _log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class _Prepared:
+    """What one end has made before it knows of the other's."""
+
+    memory: CarriedMemory
+    carrier: Carrier
+    connections: list[ConnectionInfo]
+    registered: list[str]
+    """How the NIC of each port knows the rings' memory."""
+
+    def told(self) -> dict[str, Any]:
+        return {"connections": [connection.as_dict() for connection in self.connections]}
 
 
 def open_verbs(
     meeting: Meeting,
     *,
-    shape: RingShape,
-    runtime: DeviceRuntime,
+    transport: str,
+    ring_bytes: int,
+    chunk_bytes: int,
+    ordered: OrderedDevice,
     device: torch.device,
     options: VerbsOptions,
-    verbs: Verbs | None = None,
-    driver: DeviceMemory | None = None,
-) -> VerbsEnds:
-    """Open both directions. Collective between the two ends; either may have its own options.
+    library: CDLL | None = None,
+) -> OrderedLink:
+    """Open one link. Collective between the two ends; either may have its own options.
 
-    Raises LinkError, on both sides, with the first reason that either side met. `verbs` and
-    `driver` stand in for the machine's own.
+    Raises LinkError, on both sides, with the first reason that either side met.
+
+    Args:
+        ring_bytes: of one direction.
+        chunk_bytes: the largest part of a message that is handed over at once.
+        library: stands in for the project's own.
     """
+    library = library or LIBRARY.load()
     with ExitStack() as stack:
         connection = stack.enter_context(meet(meeting, options.address))
         connection.settimeout(meeting.timeout)
-        compare(
-            connection,
-            meeting,
-            {"protocol": PROTOCOL_VERSION, "slots": shape.slots, "slot_bytes": shape.slot_bytes},
-        )
+        agreed = {
+            "protocol": PROTOCOL_VERSION,
+            "ring_bytes": ring_bytes,
+            "chunk_bytes": chunk_bytes,
+            "checksum_bytes": ordered.checksum_bytes,
+        }
+        compare(connection, meeting, agreed)
         together = Together(connection, meeting)
-        library, ports = agree_on_ports(together, meeting, options, device=device, verbs=verbs)
+        ports = agree_on_ports(together, meeting, options, device=device, library=library)
 
-        def prepare() -> tuple[Rings, list[Rail]]:
-            rings = _make_rings(shape, runtime, device, options, driver, stack)
-            return rings, _make_rails(library, ports, rings, stack)
+        def prepare() -> _Prepared:
+            require_room(ports, min(chunk_bytes, ring_bytes // 2))
+            memory = _make_memory(ring_bytes, ordered, device, options, stack)
+            return _make_carrier(library, memory, ports, meeting, options, ordered, stack)
 
-        (rings, rails), told = together.take(
-            prepare,
-            lambda made: {"endings": [_ending(rail, made[0]).as_dict() for rail in made[1]]},
-        )
-        endings = [Ending.of(ending) for ending in told["endings"]]
-        together.take(lambda: _connect_all(rails, endings, library), lambda _: {"connected": True})
-        # Both are ready to receive. Whatever is said from here on is between the channels.
-        description = meeting.description
-        channel = Channel(
-            library,
-            rails,
+        prepared, told = together.take(prepare, _Prepared.told)
+        theirs = [ConnectionInfo.of(info) for info in told["connections"]]
+        together.take(lambda: _connect(prepared.carrier, theirs), lambda _: {"connected": True})
+        ends = make_ends(
+            meeting,
+            prepared.memory,
+            prepared.carrier,
             Control(connection),
-            rings,
-            name=f"verbs {description.rank}-{description.peer}",
-            peer=description.peer,
-            stall_seconds=options.stall_within(description.timeout),
+            transport=transport,
+            rails=[str(port) for port in ports],
+            stack=stack,
         )
-        stack.callback(channel.close)
-        carried_by = tuple(f"{rail.port} ({rail.how})" for rail in rails)
-        _log.info(
-            "%s: over %s; a NIC's writes are visible by: %s",
-            *(description, ", ".join(carried_by), rings.visibility),
-        )
-        return VerbsEnds(
-            send=VerbsSendEnd(channel),
-            recv=VerbsRecvEnd(channel),
-            rails=carried_by,
-            visibility=rings.visibility,
-            close=stack.pop_all().close,
-        )
+    link = OrderedLink(
+        meeting.description, transport=transport, ends=ends, device=ordered, chunk_bytes=chunk_bytes
+    )
+    visibility = _visibility(prepared.memory, options)
+    link.remark = f"a NIC's writes are made visible by {visibility}"
+    rails = ", ".join(
+        f"{port} (by {how})" for port, how in zip(ports, prepared.registered, strict=True)
+    )
+    _log.info("%s: over %s", meeting.description, rails)
+    return link
 
 
-def _make_rings(
-    shape: RingShape,
-    runtime: DeviceRuntime,
+def _make_carrier(
+    library: CDLL,
+    memory: CarriedMemory,
+    ports: Sequence[Port],
+    meeting: Meeting,
+    options: VerbsOptions,
+    ordered: OrderedDevice,
+    stack: ExitStack,
+) -> _Prepared:
+    carrier = Carrier(
+        library,
+        memory.for_carrier,
+        side=side_of(meeting),
+        stall_seconds=options.stall_within(meeting.description.timeout),
+    )
+    stack.callback(carrier.close)
+    carrier.follow(ordered)
+    rails = [carrier.add_verbs_rail(port) for port in ports]
+    return _Prepared(memory, carrier, [info for info, _ in rails], [how for _, how in rails])
+
+
+def _visibility(memory: CarriedMemory, options: VerbsOptions) -> str:
+    """What makes a NIC's writes visible at this side, in words."""
+    if memory.for_carrier.reads_back:
+        return "a read-back over the NIC"
+    return "host memory" if options.memory == HOST else "the GPU itself"
+
+
+def _connect(carrier: Carrier, connections: list[ConnectionInfo]) -> None:
+    for index, connection in enumerate(connections):
+        carrier.connect_verbs_rail(index, connection)
+    # Receives are posted; the thread has nothing to send before the link is there.
+    carrier.start()
+
+
+def _make_memory(
+    ring_bytes: int,
+    ordered: OrderedDevice,
     device: torch.device,
     options: VerbsOptions,
-    driver: DeviceMemory | None,
     stack: ExitStack,
-) -> Rings:
-    total = 2 * shape.slots * shape.slot_bytes
-    records = host_buffer(Rings.record_bytes(shape), runtime, stack)
+) -> CarriedMemory:
+    control, control_on_device = control_memory(ordered, stack)
+    for_carrier = RingMemory(
+        rings=0,
+        ring_bytes=ring_bytes,
+        control=control.address,
+        reads_back=options.read_back,
+        checksum_bytes=ordered.checksum_bytes,
+    )
     if options.memory == HOST:
-        slots = host_buffer(total, runtime, stack)
-        return Rings(shape, slots, records, reads_back=options.read_back)
-    slots = device_buffer(total, device, driver or driver_for(device), stack)
-    if options.read_back or not runtime.make_remote_writes_visible():
-        return Rings(shape, slots, records, reads_back=True)
-    return Rings(shape, slots, records, visible=runtime.make_remote_writes_visible)
+        rings, on_device = host_memory(2 * ring_bytes, ordered, stack)
+        for_carrier = replace(for_carrier, rings=rings.address)
+        return CarriedMemory(control, control_on_device, on_device, for_carrier)
+    driver = driver_for(device)
+    index = torch.cuda.current_device() if device.index is None else device.index
+    if not isinstance(ordered, GpuMemory):
+        raise LinkError("rings in device memory are for GPUs whose streams wait on memory")
+    address, _ = ordered.allocate(2 * ring_bytes)
+    stack.callback(ordered.free, address)
+    dmabuf = _export(driver, index, address, 2 * ring_bytes)
+    if dmabuf is not None:
+        stack.callback(os.close, dmabuf[0])
+    for_carrier = replace(
+        for_carrier,
+        rings=address,
+        reads_back=options.read_back or driver.remote_writes_need_flush(index),
+        of_gpu=True,
+        dmabuf=dmabuf,
+    )
+    return CarriedMemory(control, control_on_device, address, for_carrier)
 
 
-def _make_rails(verbs: Verbs, ports: list[Port], rings: Rings, stack: ExitStack) -> list[Rail]:
-    shape = rings.shape
-    require_room(ports, shape.slot_bytes)
-    rails = []
-    for index, port in enumerate(ports):
-        rail = Rail(
-            verbs,
-            port,
-            index=index,
-            rings=rings,
-            # Half the slots are under way at once; the other half is being filled or emptied.
-            depth=max(2, shape.slots // (2 * len(ports))),
-            # A chunk a slot, a credit for each, and a chunk a slot that another rail had brought.
-            receives=3 * shape.slots + 2,
-        )
-        stack.callback(rail.close)
-        rails.append(rail)
-    return rails
-
-
-def _ending(rail: Rail, rings: Rings) -> Ending:
-    return rail.ending(slots_from=rings.receiving, records_from=rings.receiving_records)
-
-
-def _connect_all(rails: list[Rail], endings: list[Ending], verbs: Verbs) -> None:
-    for rail, ending in zip(rails, endings, strict=True):
-        try:
-            rail.connect(ending)
-        except verbs.error as error:
-            raise LinkError(
-                f"{rail.port} cannot be connected with {Port(**ending.port)} of the peer ({error})"
-            ) from error
+def _export(driver: GpuDriver, device: int, address: int, nbytes: int) -> tuple[int, int] | None:
+    """A dma-buf and the offset in it; None where there is only the address to register by."""
+    if not driver.can_export_dmabuf(device):
+        return None
+    try:
+        with driver.on_device(device):
+            return driver.export_dmabuf(address, nbytes)
+    except LinkError as error:
+        _log.info("no dma-buf of GPU %d: %s", device, error)
+        return None

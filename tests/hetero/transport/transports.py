@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import os
-import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -17,22 +16,16 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hetero.device.choose import runtime_for
 from hetero.device.driver import HIP_LIBRARY_VARIABLE
-from hetero.device.gpu_ordered import GpuOrderedDevice
+from hetero.device.host import HostDevice
 from hetero.transport.base import Link, LinkDescription
-from hetero.transport.chunked import ChunkedLink, RingShape
 from hetero.transport.gloo import GlooLink
-from hetero.transport.handshake import Meeting, exchange
+from hetero.transport.handshake import Meeting
 from hetero.transport.ordered.opening import RingMemory, open_ordered
 from hetero.transport.paths import ChannelOptions, Pair, open_path
-from hetero.transport.tcp import TcpPaths, open_tcp
 from hetero.transport.vendor import VendorLink
 from hetero.transport.verbs.joining import VerbsOptions
-from hetero.transport.verbs.native.opening import open_native
 from hetero.transport.verbs.opening import open_verbs
-from tests.emulated_nic.library import emulated as emulated_nic
-from tests.emulated_nic.world import two_rails
 from tests.emulated_streams import EmulatedOrderedDevice
 from tests.hip_on_cuda.library import hip_on_cuda_library
 
@@ -77,24 +70,21 @@ def _meeting(description: LinkDescription, store: dist.Store) -> Meeting:
 
 
 def open_channel(
-    path: str, description: LinkDescription, store: dist.Store, device: torch.device
+    path: str,
+    description: LinkDescription,
+    store: dist.Store,
+    device: torch.device,
+    *,
+    checksum: bool = False,
 ) -> Link:
     meeting = _meeting(description, store)
-    # Small slots, so that even small messages are cut and every ring wraps.
-    options = ChannelOptions(ring_bytes=2 << 20, chunk_bytes=64 << 10)
+    # Small chunks, so that even small messages are cut and every ring wraps.
+    options = ChannelOptions(ring_bytes=2 << 20, chunk_bytes=64 << 10, checksum=checksum)
     pair = Pair.of(meeting, device=device, options=options)
     return open_path(path, meeting, pair=pair, options=options, device=device)
 
 
-def open_mixed_tcp(description: LinkDescription, store: dist.Store, device: torch.device) -> Link:
-    """As between a CPU's tensors and a GPU's: rank 0 in place, rank 1 through rings."""
-    return open_tcp(
-        _meeting(description, store),
-        shape=RingShape(slots=16, slot_bytes=64 << 10),
-        paths=TcpPaths(addresses=("127.0.0.1",)),
-        device=device,
-        in_place=description.rank == 0,
-    )
+open_checked = functools.partial(open_channel, checksum=True)
 
 
 def open_over_hip(
@@ -105,101 +95,34 @@ def open_over_hip(
     return open_channel(path, description, store, device)
 
 
-def open_streams(
-    memory: RingMemory,
-    description: LinkDescription,
-    store: dist.Store,
-    device: torch.device,
-    *,
-    in_c: bool,
+def open_emulated(
+    memory: RingMemory, description: LinkDescription, store: dist.Store, device: torch.device
 ) -> Link:
-    """Streams that order themselves, given work by C or by Python. A CPU's are emulated."""
-    on_gpu = device.type == "cuda"
+    """Streams of a CPU that plays a GPU: it has three for each direction, and callers' own."""
     return open_ordered(
         _meeting(description, store),
         memory=memory,
         ring_bytes=1 << 20,
         chunk_bytes=64 << 10,
-        device=GpuOrderedDevice(device, in_c=in_c) if on_gpu else EmulatedOrderedDevice(in_c=in_c),
+        device=EmulatedOrderedDevice(),
     )
 
 
-open_by_python = functools.partial(open_streams, in_c=False)
-open_by_c = functools.partial(open_streams, in_c=True)
-
-
-def open_verbs_link(
-    description: LinkDescription,
-    store: dist.Store,
-    device: torch.device,
-    *,
-    emulated: bool,
-    read_back: bool = False,
-) -> Link:
-    """RDMA over two rails, from device memory where there is a GPU.
-
-    Emulated NICs join the two processes over Unix sockets; those that are to read back hold what
-    they write until they do. Otherwise the NICs are real ones or Soft-RoCE's, named by
-    HETERO_TEST_RAILS: those of rank 0, a slash, those of rank 1.
-    """
-    meeting = _meeting(description, store)
-    verbs = None
-    rails = "a0,a1/b0,b1" if emulated else os.environ["HETERO_TEST_RAILS"]
-    if emulated:
-        mine = {"world": uuid.uuid4().hex}
-        theirs = exchange(meeting, "world", mine)
-        chosen = mine if meeting.listens else theirs
-        # No NIC is at fault here: only the other process or its GPU's driver can be late.
-        world = two_rails(chosen["world"], ack_seconds=PATIENCE)
-        for nic in world.devices.values():
-            nic.holds_writes = read_back
-        verbs = emulated_nic(world)
-    runtime = runtime_for(device)
-    ends = open_verbs(
-        meeting,
-        shape=ChannelOptions(ring_bytes=2 << 20, chunk_bytes=64 << 10).shape,
-        runtime=runtime,
-        device=device,
-        options=VerbsOptions(
-            memory="host" if device.type == "cpu" else "device",
-            nics=tuple(rails.split("/")[description.rank].split(",")),
-            stall_seconds=PATIENCE if emulated else None,
-            read_back=read_back,
-        ),
-        verbs=verbs,
-    )
-    return ChunkedLink(
-        description,
-        transport="verbs",
-        send_end=ends.send,
-        recv_end=ends.recv,
-        device=device,
-        on_close=ends.close,
-    )
-
-
-open_emulated_verbs = functools.partial(open_verbs_link, emulated=True)
-open_emulated_readback = functools.partial(open_verbs_link, emulated=True, read_back=True)
-
-
-def open_native_link(
+def open_rdma(
     description: LinkDescription,
     store: dist.Store,
     device: torch.device,
     *,
     read_back: bool = False,
 ) -> Link:
-    """RDMA by the native forwarder, over the NICs that HETERO_TEST_RAILS names.
-
-    The two ends' streams are the CPU's, which plays a GPU.
-    """
+    """RDMA over the NICs that HETERO_TEST_RAILS names: those of rank 0, a slash, those of rank 1."""
     rails = os.environ["HETERO_TEST_RAILS"].split("/")[description.rank]
-    return open_native(
+    return open_verbs(
         _meeting(description, store),
         transport="verbs",
         ring_bytes=1 << 20,
         chunk_bytes=64 << 10,
-        ordered=EmulatedOrderedDevice(),
+        ordered=HostDevice(device),
         device=device,
         options=VerbsOptions(nics=tuple(rails.split(",")), read_back=read_back),
     )
@@ -211,9 +134,7 @@ def _real_verbs() -> list[Transport]:
         return []
     read_back = "HETERO_TEST_READ_BACK" in os.environ
     name = "verbs-readback" if read_back else "verbs"
-    by_python = functools.partial(open_verbs_link, emulated=False, read_back=read_back)
-    native = functools.partial(open_native_link, read_back=read_back)
-    return [Transport(name, by_python), Transport(f"{name}-native", native)]
+    return [Transport(name, functools.partial(open_rdma, read_back=read_back))]
 
 
 @functools.cache
@@ -236,20 +157,16 @@ TRANSPORTS = (
     Transport("nccl", open_nccl, device="cuda", has_header=False, has_deadlines=False),
     Transport("shm", functools.partial(open_channel, "shm")),
     Transport("shm", functools.partial(open_channel, "shm"), device="cuda"),
-    Transport("shm-streams-emulated", functools.partial(open_by_python, "host")),
-    Transport("ipc-emulated", functools.partial(open_by_python, "device")),
-    Transport("ipc-emulated-by-c", functools.partial(open_by_c, "device")),
-    Transport("shm-by-python", functools.partial(open_by_python, "host"), device="cuda"),
-    Transport("ipc-by-python", functools.partial(open_by_python, "device"), device="cuda"),
+    Transport("shm-checksum", functools.partial(open_checked, "shm")),
+    Transport("shm-checksum", functools.partial(open_checked, "shm"), device="cuda"),
+    Transport("shm-emulated", functools.partial(open_emulated, "host")),
+    Transport("ipc-emulated", functools.partial(open_emulated, "device")),
     Transport("ipc", functools.partial(open_channel, "ipc"), device="cuda"),
     Transport("ipc-hip", functools.partial(open_over_hip, "ipc"), device="cuda"),
     Transport("shm-hip", functools.partial(open_over_hip, "shm"), device="cuda"),
     Transport("tcp", functools.partial(open_channel, "tcp")),
     Transport("tcp", functools.partial(open_channel, "tcp"), device="cuda"),
-    Transport("tcp-to-rings", open_mixed_tcp),
-    Transport("verbs-emulated", open_emulated_verbs),
-    Transport("verbs-emulated", open_emulated_verbs, device="cuda"),
-    Transport("verbs-emulated-readback", open_emulated_readback),
+    Transport("tcp-checksum", functools.partial(open_checked, "tcp")),
     *_real_verbs(),
 )
 

@@ -9,18 +9,23 @@ from __future__ import annotations
 import ipaddress
 import socket
 from collections.abc import Sequence
+from ctypes import CDLL, byref, create_string_buffer
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import psutil
 
+from hetero.device.sysfs import entries, read_text
 from hetero.device.topology import SYS, PciDevice, closeness, rdma_devices
 from hetero.errors import LinkError
-from hetero.transport.verbs.library import Verbs
+from hetero.native.carrier import TEXT_BYTES, VerbsPort
+from hetero.native.library import LIBRARY
 
 INFINIBAND, ROCE = "InfiniBand", "RoCE"
 # The first four groups of a GID.
+_ACTIVE = 4
+_KIND_ROCE, _KIND_INFINIBAND = "RoCE v2", "IB/RoCE v1"
 _SUBNET_PREFIX = len("fe80:0000:0000:0000")
 
 
@@ -33,7 +38,7 @@ class Port:
     kind: str
     """INFINIBAND or ROCE: the two cannot talk to each other."""
     gid: str
-    """In pyverbs' form of eight groups."""
+    """In eight groups."""
     gid_index: int
     lid: int
     mtu: int
@@ -69,7 +74,9 @@ def choose_devices(
     return tuple(device.name for device in devices if closeness(gpu, device.pci) == best)
 
 
-def find_ports(verbs: Verbs, devices: Sequence[str]) -> list[Port]:
+def find_ports(
+    devices: Sequence[str], *, library: CDLL | None = None, sys_root: Path = SYS
+) -> list[Port]:
     """All usable ports of the devices; `name:2` stands for port 2 alone.
 
     Raises LinkError when there is none, with what is wrong with each that was looked at.
@@ -80,19 +87,12 @@ def find_ports(verbs: Verbs, devices: Sequence[str]) -> list[Port]:
     unfit: list[str] = []
     for entry in devices:
         name, _, number = entry.partition(":")
-        try:
-            context = verbs.Context(name=name)
-        except verbs.error as error:
-            unfit.append(f"{name} cannot be opened ({error})")
-            continue
-        with context:
-            count = context.query_device().phys_port_cnt
-            for port in [int(number)] if number.isdecimal() else range(1, count + 1):
-                found = _describe(verbs, context, name, port)
-                if isinstance(found, Port):
-                    ports.append(found)
-                else:
-                    unfit.append(found)
+        folder = sys_root / "class/infiniband" / name / "ports"
+        for port in [number] if number.isdecimal() else entries(folder) or ["1"]:
+            try:
+                ports.append(_describe(library or LIBRARY.load(), folder / port, name, int(port)))
+            except LinkError as error:
+                unfit.append(f"{name}:{port} {error}")
     if not ports:
         raise LinkError(
             f"no RDMA port can be used: {'; '.join(unfit)}; bring a port up, give its interface "
@@ -101,46 +101,65 @@ def find_ports(verbs: Verbs, devices: Sequence[str]) -> list[Port]:
     return ports
 
 
-def _describe(verbs: Verbs, context: Any, device: str, number: int) -> Port | str:
-    """A port, or why it cannot be used."""
-    enums = verbs.enums
-    try:
-        port = context.query_port(number)
-    except verbs.error as error:
-        return f"{device}:{number} cannot be asked ({error})"
-    if port.state != enums.IBV_PORT_ACTIVE:
-        return f"{device}:{number} is not active"
-    on_ethernet = port.link_layer == enums.IBV_LINK_LAYER_ETHERNET
-    entries = [e for e in context.query_gid_table(port.gid_tbl_len) if e.port_num == number]
-    kind = enums.IBV_GID_TYPE_ROCE_V2 if on_ethernet else enums.IBV_GID_TYPE_IB
-    entry = choose_gid(entries, kind, on_ethernet=on_ethernet)
-    if entry is None:
-        return f"{device}:{number} has no {'RoCE v2' if on_ethernet else 'InfiniBand'} address"
-    gid = gid_text(entry)
+def _describe(library: CDLL, folder: Path, device: str, number: int) -> Port:
+    """A port. Raises LinkError with why it cannot be used, without its name."""
+    port, error = VerbsPort(), create_string_buffer(TEXT_BYTES)
+    if not library.verbs_query_port(device.encode(), number, byref(port), error):
+        raise LinkError(error.value.decode(errors="replace"))
+    if port.state != _ACTIVE:
+        raise LinkError("is not active")
+    address = choose_gid(read_gids(folder), on_ethernet=port.is_ethernet)
+    if address is None:
+        raise LinkError(f"has no {'RoCE v2' if port.is_ethernet else 'InfiniBand'} address")
+    gid = address.address.exploded
     return Port(
         device=device,
         number=number,
-        kind=ROCE if on_ethernet else INFINIBAND,
+        kind=ROCE if port.is_ethernet else INFINIBAND,
         gid=gid,
-        gid_index=int(entry.gid_index),
+        gid_index=address.index,
         lid=int(port.lid),
-        mtu=int(port.active_mtu),
-        max_message=int(port.max_msg_sz),
-        network=_ip_network(gid) if on_ethernet else gid[:_SUBNET_PREFIX],
+        mtu=int(port.mtu),
+        max_message=int(port.max_message),
+        network=_ip_network(address.address) if port.is_ethernet else gid[:_SUBNET_PREFIX],
     )
 
 
-def choose_gid(entries: Sequence[Any], kind: int, *, on_ethernet: bool) -> Any | None:
+@dataclass(frozen=True)
+class Gid:
+    """One address of a port."""
+
+    index: int
+    kind: str
+    """As sysfs writes it."""
+    address: ipaddress.IPv6Address
+
+
+def read_gids(port: Path) -> list[Gid]:
+    """The addresses of a port, given its folder in sysfs. A table has empty places."""
+    found = []
+    for index in entries(port / "gids"):
+        try:
+            address = ipaddress.IPv6Address(read_text(port / "gids" / index))
+        except ValueError:
+            continue
+        if int(address):
+            kind = read_text(port / "gid_attrs/types" / index)
+            found.append(Gid(int(index), kind, address))
+    return sorted(found, key=lambda gid: gid.index)
+
+
+def choose_gid(gids: Sequence[Gid], *, on_ethernet: bool) -> Gid | None:
     """The address to use among a port's: of the right kind and, on Ethernet, IPv4 before IPv6.
 
     A table holds the same address several times, by version of RoCE, in no fixed order. Link-local
     addresses of Ethernet are left out: they say nothing about which ports reach each other.
     """
-    fitting = [entry for entry in entries if entry.gid_type == kind]
-    if on_ethernet:
-        mapped = [entry for entry in fitting if _address(entry).ipv4_mapped]
-        fitting = mapped or [entry for entry in fitting if not _address(entry).is_link_local]
-    return min(fitting, key=lambda entry: int(entry.gid_index), default=None)
+    if not on_ethernet:
+        return next((gid for gid in gids if gid.kind == _KIND_INFINIBAND), None)
+    fitting = [gid for gid in gids if gid.kind == _KIND_ROCE]
+    mapped = [gid for gid in fitting if gid.address.ipv4_mapped]
+    return next(iter(mapped or [gid for gid in fitting if not gid.address.is_link_local]), None)
 
 
 def pair_ports(ours: Sequence[Port], theirs: Sequence[Port]) -> list[tuple[int, int]]:
@@ -165,19 +184,9 @@ def pair_ports(ours: Sequence[Port], theirs: Sequence[Port]) -> list[tuple[int, 
     return []
 
 
-def gid_text(entry: Any) -> str:
-    """A GID as pyverbs writes it; a method up to some releases, a property in others."""
-    text = entry.gid_str
-    return str(text() if callable(text) else text)
-
-
-def _address(entry: Any) -> ipaddress.IPv6Address:
-    return ipaddress.IPv6Address(gid_text(entry))
-
-
-def _ip_network(gid: str) -> str:
+def _ip_network(gid: ipaddress.IPv6Address) -> str:
     """The IP network of a RoCE address on this host; empty where its interface is not known."""
-    mapped = ipaddress.IPv6Address(gid).ipv4_mapped
+    mapped = gid.ipv4_mapped
     for addresses in psutil.net_if_addrs().values():
         for entry in addresses:
             if entry.family == socket.AF_INET and entry.address == str(mapped) and entry.netmask:

@@ -1,1 +1,0 @@
-"""A verbs link between devices whose streams order themselves, carried by a thread in C."""
