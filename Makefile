@@ -27,19 +27,17 @@ RDMA_MINUTES ?= 10
 
 setup: $(STAMP)
 
-IN_C := $(wildcard $(foreach folder,hetero/native hetero/transport/verbs/native,$(folder)/*.c $(folder)/*.h))
+CC_FOUND := $(shell command -v $(firstword $(CC)) || command -v gcc || command -v clang)
+IN_C := $(wildcard hetero/native/*.c hetero/native/*.h)
+# The links' library is in C. Where there is no compiler, one from PyPI builds it.
+ZIGLANG := $(if $(CC_FOUND),,ziglang)
 
 $(STAMP): requirements.txt constraints-cpu.txt pyproject.toml setup.py $(IN_C)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(FROM_IMAGE) $(VENV)
 	@$(if $(wildcard $(STAMP)),,$(KEEP_TORCH))
 	@$(if $(ROCM_ALONE),$(BIN)/python -c "import torch; assert torch.version.hip" 2>/dev/null || $(NEEDS_ROCM))
-	$(PIP_INSTALL) "setuptools>=70.1"
+	$(PIP_INSTALL) "setuptools>=70.1" $(ZIGLANG)
 	$(PIP_INSTALL) --no-build-isolation -e ".[$(EXTRAS)]"
-	@$(BIN)/python -c "from hetero.native.library import LIBRARY; \
-		from hetero.transport.verbs.native.library import why_not; \
-		calls, rdma = LIBRARY.why_not(), why_not(); \
-		calls and print('note: Python will make each call of a GPU\'s driver:', calls); \
-		rdma and print('note: Python will carry RDMA links:', rdma)"
 	touch $(STAMP)
 
 demo: setup

@@ -1,54 +1,79 @@
 """The part of the install that pyproject.toml can declare only as an experiment of setuptools:
-libraries in C that are left out, in one line each, where they cannot be built.
+the library in C that carries links, which every install builds.
 
-They are no modules of Python but are loaded by ctypes, and Python does without them.
+It is no module of Python but is loaded by ctypes, so that Python's own headers are not needed. On a
+machine without a C compiler the build takes one from PyPI (ziglang).
 """
 
+import importlib.util
+import os
+import shlex
+import shutil
+import sys
+import sysconfig
 from pathlib import Path
-from typing import Any
 
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 from setuptools.errors import CompileError, ExecError, LinkError, PlatformError
 
-CONSEQUENCES = {
-    "hetero.native._native": (
-        "Python makes each call of a GPU's driver by itself; it needs a C compiler (Debian: gcc, "
-        "libc6-dev)"
-    ),
-    "hetero.transport.verbs.native._forwarder": (
-        "Python carries RDMA links; it needs a C compiler and libibverbs' headers (Debian: gcc, "
-        "libc6-dev, libibverbs-dev)"
-    ),
-}
+NATIVE = Path("hetero/native")
+COMPILERS = ("cc", "gcc", "clang")
+ZIG = [sys.executable, "-m", "ziglang", "cc"]
+REMEDY = "install a C compiler (Debian: gcc and libc6-dev; anywhere: pip install ziglang)"
 
 
-class BuildOrLeaveOut(build_ext):
-    """Goes on without an extension that cannot be built."""
+def own_compiler() -> str | None:
+    """The machine's compiler: the one named by CC, Python's own, or any that is there."""
+    named = os.environ.get("CC")
+    if named:
+        return named
+    configured = sysconfig.get_config_var("CC") or ""
+    names = [*shlex.split(configured)[:1], *COMPILERS]
+    return next((name for name in names if shutil.which(name)), None)
+
+
+class BuildNative(build_ext):
+    """Builds with the machine's compiler or, where there is none, with ziglang."""
 
     def build_extension(self, ext: Extension) -> None:
+        compiler = own_compiler()
+        if compiler is None:
+            if importlib.util.find_spec("ziglang") is None:
+                raise SystemExit(f"error: there is no C compiler to build {NATIVE} with; {REMEDY}")
+            self._compile_with(ZIG)
+        elif not os.environ.get("CC") and not shutil.which(configured_compiler()):
+            self._compile_with([compiler])
         try:
             super().build_extension(ext)
         except (CompileError, ExecError, LinkError, PlatformError) as error:
-            print(f"note: {ext.name} is left out, and {CONSEQUENCES[ext.name]}: {error}")
+            raise SystemExit(f"error: {NATIVE} could not be built ({error}); {REMEDY}") from error
+
+    def _compile_with(self, command: list[str]) -> None:
+        """In place of the compiler that Python was built with, and of its flags."""
+        self.compiler.set_executables(
+            compiler=command,
+            compiler_so=[*command, "-fPIC", "-O3", "-g"],
+            linker_so=[*command, "-shared"],
+        )
 
 
-def library(name: str, folder: str, **options: Any) -> Extension:
-    """A library of all the C in a folder."""
-    return Extension(
-        name,
-        sources=[str(path) for path in sorted(Path(folder).glob("*.c"))],
-        depends=[str(path) for path in sorted(Path(folder).glob("*.h"))],
-        define_macros=[("_GNU_SOURCE", "1")],
-        extra_compile_args=["-std=c11", "-Wall", "-Wextra"],
-        optional=True,
-        **options,
-    )
+def configured_compiler() -> str:
+    """The compiler that Python was built with."""
+    return (shlex.split(sysconfig.get_config_var("CC") or "") or ["cc"])[0]
 
 
 setup(
-    cmdclass={"build_ext": BuildOrLeaveOut},
+    cmdclass={"build_ext": BuildNative},
+    setup_requires=[] if own_compiler() else ["ziglang>=0.13"],
     ext_modules=[
-        library("hetero.native._native", "hetero/native", libraries=["pthread", "dl"]),
+        Extension(
+            "hetero.native._native",
+            sources=[str(path) for path in sorted(NATIVE.glob("*.c"))],
+            depends=[str(path) for path in sorted(NATIVE.glob("*.h"))],
+            define_macros=[("_GNU_SOURCE", "1")],
+            extra_compile_args=["-std=c11", "-Wall", "-Wextra"],
+            libraries=["pthread", "dl"],
+        )
     ],
 )

@@ -26,7 +26,7 @@ from hetero.device.ordered import (
     Word,
 )
 from hetero.errors import LinkError
-from hetero.native.library import LIBRARY, EntryPoints, Step, Streams, Vendor
+from hetero.native.library import EntryPoints, Step, Streams, Vendor, native
 
 _POLL_SECONDS = 50e-6
 ANY_VALUE = 2**32
@@ -207,9 +207,7 @@ class EmulatedOrderedDevice(OrderedDevice, GpuMemory):
         return
 
     def native_streams(self) -> NativeStreams:
-        return _StreamsForC(
-            LIBRARY.load(), self.driver_for_c, [self._new_queue() for _ in range(3)]
-        )
+        return _StreamsForC(native(), self.driver_for_c, [self._new_queue() for _ in range(3)])
 
     def _new_queue(self) -> _Queue:
         made = _Queue()

@@ -54,11 +54,3 @@ class DeviceRuntime(ABC):
     @abstractmethod
     def unregister(self, host: torch.Tensor) -> None:
         """Undo `register`. The memory must not be in use by a copy."""
-
-    @abstractmethod
-    def make_remote_writes_visible(self) -> bool:
-        """Let what a NIC has written to device memory be seen by work enqueued from now on.
-
-        Called after the NIC's completion and before the work. False where the device offers no
-        such call: there the transport reads back over the NIC, from memory of the same device.
-        """

@@ -24,6 +24,3 @@ class CpuRuntime(DeviceRuntime):
 
     def unregister(self, host: torch.Tensor) -> None:
         return
-
-    def make_remote_writes_visible(self) -> bool:
-        return True

@@ -40,7 +40,6 @@ class Uuid(ctypes.Structure):
 class Attribute(IntEnum):
     """CUdevice_attribute."""
 
-    GPU_DIRECT_RDMA_FLUSH_WRITES_OPTIONS = 117
     GPU_DIRECT_RDMA_WRITES_ORDERING = 118
     DMA_BUF_SUPPORTED = 124
 
@@ -51,10 +50,8 @@ HOST_REGISTER_FLAGS = 0x1 | 0x2
 """CU_MEMHOSTREGISTER_PORTABLE and CU_MEMHOSTREGISTER_DEVICEMAP."""
 IPC_LAZY_PEER_ACCESS = 0x1
 DMA_BUF_FD = 0x1
-FLUSH_OPTION_HOST = 0x1
-FLUSH_TARGET_CURRENT_CONTEXT = 0
 ORDERED_FOR_OWNER = 100
-"""CU_GPU_DIRECT_RDMA_WRITES_ORDERING_OWNER and CU_FLUSH_GPU_DIRECT_RDMA_WRITES_TO_OWNER."""
+"""CU_GPU_DIRECT_RDMA_WRITES_ORDERING_OWNER."""
 
 # CUdeviceptr, CUdevice, and pointers to CUcontext, CUstream and CUevent.
 _address, _device, _context, _stream, _event = c_uint64, c_int, c_void_p, c_void_p, c_void_p
@@ -88,7 +85,6 @@ SYMBOLS = (
     Symbol("cuIpcOpenMemHandle_v2", (POINTER(_address), IpcHandle, c_uint)),
     Symbol("cuIpcCloseMemHandle", (_address,)),
     Symbol("cuMemGetHandleForAddressRange", (c_void_p, _address, c_size_t, c_int, c_uint64)),
-    Symbol("cuFlushGPUDirectRDMAWrites", (c_int, c_int)),
 )
 
 
@@ -284,19 +280,6 @@ class CudaDriver(GpuDriver):
     def remote_writes_need_flush(self, device: int) -> bool:
         ordering = self._attribute(device, Attribute.GPU_DIRECT_RDMA_WRITES_ORDERING)
         return ordering < ORDERED_FOR_OWNER
-
-    def can_flush_remote_writes(self, device: int) -> bool:
-        options = self._attribute(device, Attribute.GPU_DIRECT_RDMA_FLUSH_WRITES_OPTIONS)
-        return bool(options & FLUSH_OPTION_HOST)
-
-    def flush_remote_writes(self, device: int) -> None:
-        self._call(
-            "cuFlushGPUDirectRDMAWrites",
-            FLUSH_TARGET_CURRENT_CONTEXT,
-            ORDERED_FOR_OWNER,
-            purpose=f"make a NIC's writes visible to GPU {device}",
-            remedy="read back over the NIC",
-        )
 
     def offers_stream_values(self, device: int) -> bool:
         # Every GPU of a driver that has the second version of the calls, which is required.

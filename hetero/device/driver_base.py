@@ -168,18 +168,10 @@ class GpuDriver(ABC):
 
     @abstractmethod
     def remote_writes_need_flush(self, device: int) -> bool:
-        """Whether a NIC's completed writes to the device may yet be invisible to its work."""
+        """Whether a NIC's completed writes to the device may yet be invisible to its work.
 
-    @abstractmethod
-    def can_flush_remote_writes(self, device: int) -> bool:
-        """Whether `flush_remote_writes` works. Where not, the transport reads back over the NIC:
-        a read follows the writes before it on the bus, and so ends after they have landed."""
-
-    @abstractmethod
-    def flush_remote_writes(self, device: int) -> None:
-        """Block until a NIC's completed writes are visible to work that is enqueued from now on.
-
-        `device` must be the calling thread's current one.
+        Where they may, the NIC reads back: a read follows the writes before it on the bus, and so
+        ends after they have landed.
         """
 
     @abstractmethod

@@ -60,15 +60,6 @@ class GpuRuntime(DeviceRuntime):
         with suppress(LinkError), self._driver.on_device(self._index):
             self._driver.unregister_host(host.data_ptr())
 
-    def make_remote_writes_visible(self) -> bool:
-        if not self._driver.remote_writes_need_flush(self._index):
-            return True
-        if not self._driver.can_flush_remote_writes(self._index):
-            return False
-        with self._driver.on_device(self._index):
-            self._driver.flush_remote_writes(self._index)
-        return True
-
     def _record(self, stream: torch.cuda.Stream) -> Mark:
         event = torch.cuda.Event()
         event.record(stream)

@@ -18,7 +18,7 @@ from hetero.device.gpu_streams import (
 )
 from hetero.device.ordered import CurrentStream, GpuMemory, NativeStreams, OrderedDevice
 from hetero.device.probe import probe_stream_values
-from hetero.native.library import LIBRARY
+from hetero.native.library import native
 
 _IDLE = Reached()
 _POLL_SECONDS = 200e-6
@@ -30,7 +30,7 @@ class GpuOrderedDevice(OrderedDevice, GpuMemory):
     def __init__(self, device: torch.device, driver: GpuDriver | None = None) -> None:
         self._device = device
         self._driver = driver or driver_for(device)
-        self._library = LIBRARY.load()
+        self._library = native()
         self.index = torch.cuda.current_device() if device.index is None else device.index
         self._streams: list[StreamsOfGpu] = []
         self._current: dict[int, GpuCurrentStream] = {}

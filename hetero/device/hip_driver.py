@@ -318,15 +318,6 @@ class HipDriver(GpuDriver):
         # ROCm promises no order between a NIC's writes and what a kernel reads.
         return True
 
-    def can_flush_remote_writes(self, device: int) -> bool:
-        return False
-
-    def flush_remote_writes(self, device: int) -> None:
-        raise LinkError(
-            f"HIP has no call that makes a NIC's writes visible to GPU {device}; read back over "
-            "the NIC"
-        )
-
     def offers_stream_values(self, device: int) -> bool:
         value = c_int()
         self._call(

@@ -19,12 +19,12 @@ from hetero.device.ordered import CurrentStream, NativeStreams, OrderedDevice, W
 from hetero.errors import LinkError
 from hetero.native.library import (
     CHECKSUM_BYTES,
-    LIBRARY,
     EntryPoints,
     HostFailure,
     Step,
     Streams,
     Vendor,
+    native,
 )
 
 _CALLER, _ELSEWHERE = 1, 0
@@ -128,7 +128,7 @@ class HostDevice(OrderedDevice):
         checksum: bool = False,
         driver: GpuDriver | None = None,
     ) -> None:
-        self._library = LIBRARY.load()
+        self._library = native()
         self._gpu = None if device.type == "cpu" else _Gpu(device, driver)
         self._caller = CallingThread(self._library, takes_work=self._gpu is None)
         self._streams: list[HostStreams] = []

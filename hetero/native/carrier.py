@@ -1,4 +1,4 @@
-"""The structures that the carrier in C takes and gives (engine.h and verbs.h, tcp.h), field by field."""
+"""The structures that C's carrier takes and gives, field by field (engine.h, verbs.h, tcp.h)."""
 
 from __future__ import annotations
 

@@ -7,16 +7,17 @@ from collections.abc import Mapping
 from ctypes import POINTER, Structure, c_bool, c_char_p, c_uint32, c_uint64, c_void_p
 from enum import IntEnum
 from functools import cache
+from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 from typing import Any
 
 from hetero.errors import LinkError
-from hetero.native.built import BuiltLibrary
 from hetero.native.carrier import FUNCTIONS as CARRIER_FUNCTIONS
 
 CHECKSUM_BYTES = 8
 """HOST_CHECKSUM_BYTES of host.h."""
 FOLDER = Path(__file__).parent
+_REMEDY = "install this project again (pip install -e .)"
 
 
 class Vendor(IntEnum):
@@ -147,44 +148,54 @@ class Progress(IntEnum):
     FAILED = 4
 
 
-LIBRARY = BuiltLibrary(
-    name="native library",
-    folder=FOLDER,
-    stem="_native",
-    version=1,
-    version_function="native_version",
-    functions={
-        **CARRIER_FUNCTIONS,
-        "host_stream_create": (c_void_p, [POINTER(HostGpu)]),
-        "host_stream_failure": (c_uint32, [c_void_p]),
-        "host_stream_notify": (None, [c_void_p, c_void_p, c_void_p]),
-        "host_stream_destroy": (None, [c_void_p]),
-        "host_stream_synchronize": (c_bool, [c_void_p, c_uint32]),
-        "host_wait_word": (c_bool, [c_void_p, c_uint32, c_uint32]),
-        "native_spin": (None, [c_void_p, c_uint32, c_void_p, c_uint32, c_uint32]),
-        "native_bring_on": (
-            c_uint32,
-            [
-                POINTER(Flow),
-                c_char_p,
-                c_uint64,
-                c_uint64,
-                c_uint64,
-                c_uint64,
-                c_bool,
-                c_uint64,
-                c_bool,
-            ],
-        ),
-    },
-    packages="a C compiler (Debian: gcc and libc6-dev)",
-)
+_FUNCTIONS: dict[str, tuple[object, list[object]]] = {
+    **CARRIER_FUNCTIONS,
+    "host_stream_create": (c_void_p, [POINTER(HostGpu)]),
+    "host_stream_failure": (c_uint32, [c_void_p]),
+    "host_stream_notify": (None, [c_void_p, c_void_p, c_void_p]),
+    "host_stream_destroy": (None, [c_void_p]),
+    "host_stream_synchronize": (c_bool, [c_void_p, c_uint32]),
+    "host_wait_word": (c_bool, [c_void_p, c_uint32, c_uint32]),
+    "native_spin": (None, [c_void_p, c_uint32, c_void_p, c_uint32, c_uint32]),
+    "native_bring_on": (
+        c_uint32,
+        [
+            POINTER(Flow),
+            c_char_p,
+            c_uint64,
+            c_uint64,
+            c_uint64,
+            c_uint64,
+            c_bool,
+            c_uint64,
+            c_bool,
+        ],
+    ),
+}
+_VERSION = 1
 
 
 @cache
-def native() -> ctypes.CDLL | None:
-    """The library; None where it is not built or cannot be used, and Python does without it."""
+def native(path: Path | None = None) -> ctypes.CDLL:
+    """The library, with the types of its functions. Its calls release the GIL.
+
+    Raises LinkError, with the remedy, where it is not built or cannot be used. `path` is for tests.
+    """
+    path = path or next(
+        filter(Path.exists, (FOLDER / f"_native{s}" for s in EXTENSION_SUFFIXES)), None
+    )
+    if path is None:
+        raise LinkError(f"the links' library in C is not built; {_REMEDY}")
     try:
-        return LIBRARY.load()
-    except LinkError:
-        return None
+        library = ctypes.CDLL(str(path), use_errno=True)
+        version = int(library.native_version())
+        for name, (result, arguments) in _FUNCTIONS.items():
+            function = getattr(library, name)
+            function.restype, function.argtypes = result, arguments
+    except (OSError, AttributeError) as error:
+        raise LinkError(f"the links' library in C cannot be used ({error}); {_REMEDY}") from error
+    if version != _VERSION:
+        raise LinkError(
+            f"the links' library in C is of version {version} and {_VERSION} is needed; {_REMEDY}"
+        )
+    return library

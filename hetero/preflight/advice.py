@@ -62,13 +62,6 @@ def _software(facts: NodeFacts) -> Iterator[Advice]:
         )
     if facts.software.another_core:
         yield Advice(Severity.PROBLEM, "software", facts.software.another_core)
-    if not facts.gpus.usable:
-        return
-    if reason := facts.software.calls_by_python:
-        text = f"links would make each call of the GPU's driver from Python: {reason}"
-        yield Advice(Severity.WARNING, "software", text)
-    if facts.rdma and (reason := facts.software.rdma_by_python):
-        yield Advice(Severity.WARNING, "software", f"Python would carry RDMA links: {reason}")
 
 
 def _gpus(facts: NodeFacts) -> Iterator[Advice]:
@@ -260,8 +253,8 @@ def _processors(facts: NodeFacts) -> Iterator[Advice]:
 def _verbs(facts: NodeFacts) -> Iterator[Advice]:
     """What keeps a process from using the RDMA devices at all."""
     direct = facts.gpudirect
-    if not direct.pyverbs.usable:
-        yield Advice(Severity.WARNING, "RDMA", direct.pyverbs.reason)
+    if not direct.libibverbs.usable:
+        yield Advice(Severity.WARNING, "RDMA", direct.libibverbs.reason)
     if not direct.verbs_files:
         yield Advice(
             Severity.WARNING,

@@ -1,4 +1,4 @@
-"""What a NIC needs to reach GPU memory: kernel modules, kernel options, pyverbs, permissions."""
+"""What a NIC needs to reach GPU memory: kernel modules, kernel options, libibverbs, permissions."""
 
 from __future__ import annotations
 
@@ -12,10 +12,9 @@ from pathlib import Path
 
 from hetero.device.sysfs import entries, read_text
 from hetero.device.topology import PciDevice, ports_between
-from hetero.errors import LinkError
 from hetero.preflight.pci import redirects_peers
 from hetero.preflight.roots import Roots
-from hetero.transport.verbs.library import load
+from hetero.transport.verbs.available import libibverbs_missing
 
 KERNEL_OPTIONS = ("CONFIG_DMABUF_MOVE_NOTIFY", "CONFIG_PCI_P2PDMA", "CONFIG_HSA_AMD_P2P")
 _PEER_MODULES = ("nvidia_peermem", "nv_peer_mem")
@@ -23,8 +22,8 @@ _LIBRARY = re.compile(r"libibverbs\.so\.\d+\.\d+\.(\d+)\.\d+")
 
 
 @dataclass(frozen=True)
-class Pyverbs:
-    """Whether pyverbs can be imported, and if not, why."""
+class Libibverbs:
+    """Whether the library that drives RDMA devices can be used, and if not, why."""
 
     usable: bool
     release: str
@@ -40,7 +39,7 @@ class GpuDirectFacts:
     """Loaded modules that register GPU memory by its pointer."""
     kernel_options: dict[str, bool | None]
     """None where the kernel's configuration cannot be read."""
-    pyverbs: Pyverbs
+    libibverbs: Libibverbs
     verbs_files: tuple[str, ...]
     """The device files of RDMA devices in /dev/infiniband."""
     forbidden_files: tuple[str, ...]
@@ -51,21 +50,19 @@ class GpuDirectFacts:
     """Such ports whose configuration this user may not read."""
 
 
-def read_pyverbs() -> Pyverbs:
-    """Try to import pyverbs, as the verbs transport does."""
-    try:
-        load()
-    except LinkError as error:
-        return Pyverbs(usable=False, release="", reason=str(error))
+def read_libibverbs() -> Libibverbs:
+    """Try to load it, as the verbs transport does."""
+    if (reason := libibverbs_missing()) is not None:
+        return Libibverbs(usable=False, release="", reason=reason)
     mapped = _LIBRARY.search(read_text(Path("/proc/self/maps")))
-    return Pyverbs(usable=True, release=mapped.group(1) if mapped else "", reason="")
+    return Libibverbs(usable=True, release=mapped.group(1) if mapped else "", reason="")
 
 
 def read_gpudirect(
     roots: Roots,
     *,
     kernel: str,
-    pyverbs: Pyverbs,
+    libibverbs: Libibverbs,
     pairs: Sequence[tuple[PciDevice, PciDevice]],
 ) -> GpuDirectFacts:
     """`pairs` are GPUs and NICs below one switch, whose traffic need not pass the CPU."""
@@ -77,7 +74,7 @@ def read_gpudirect(
     return GpuDirectFacts(
         peer_modules=_peer_modules(roots),
         kernel_options=read_kernel_options(roots, kernel),
-        pyverbs=pyverbs,
+        libibverbs=libibverbs,
         verbs_files=tuple(files),
         forbidden_files=tuple(name for name, allowed in access.items() if not allowed),
         redirecting_ports=tuple(sorted(port for port, value in redirect.items() if value)),

@@ -10,7 +10,7 @@ from typing import Any
 
 from hetero.device.topology import Distance
 from hetero.preflight.gpu import GpuInventory, VisibleGpu, read_gpus, visible_gpus
-from hetero.preflight.gpudirect import GpuDirectFacts, Pyverbs, read_gpudirect, read_pyverbs
+from hetero.preflight.gpudirect import GpuDirectFacts, Libibverbs, read_gpudirect, read_libibverbs
 from hetero.preflight.host import HostFacts, Limits, read_host, read_limits
 from hetero.preflight.network import InterfaceFacts, live_addresses, read_interfaces
 from hetero.preflight.rails import Nic, Rail, candidates, recommend
@@ -27,7 +27,7 @@ class Live:
     gpus: Sequence[VisibleGpu]
     addresses: Mapping[str, Sequence[str]]
     limits: Limits
-    pyverbs: Pyverbs
+    libibverbs: Libibverbs
     vendor: str | None = None
     """None for that of the running PyTorch."""
     tool: Tool = field(default=run_tool)
@@ -39,7 +39,7 @@ class Live:
             gpus=visible_gpus(),
             addresses=live_addresses(),
             limits=read_limits(),
-            pyverbs=read_pyverbs(),
+            libibverbs=read_libibverbs(),
         )
 
 
@@ -91,5 +91,7 @@ def read_node(roots: Roots, live: Live) -> NodeFacts:
         rdma=rdma,
         nics=nics,
         rails=rails,
-        gpudirect=read_gpudirect(roots, kernel=host.kernel, pyverbs=live.pyverbs, pairs=pairs),
+        gpudirect=read_gpudirect(
+            roots, kernel=host.kernel, libibverbs=live.libibverbs, pairs=pairs
+        ),
     )

@@ -13,7 +13,6 @@ from packaging.requirements import InvalidRequirement, Requirement
 from hetero.beside import core_version, require_supported_core
 from hetero.cluster import release_of
 from hetero.errors import UserError
-from hetero.native.library import LIBRARY
 from hetero.version import __version__
 
 
@@ -36,10 +35,6 @@ class SoftwareFacts:
     """Lines of requirements.txt that this environment does not fulfil, and what it has instead."""
     another_core: str = ""
     """What is wrong where megatron.core is imported from elsewhere than pip's."""
-    calls_by_python: str = ""
-    """Why Python, not C, gives a link's work to a GPU's driver."""
-    rdma_by_python: str = ""
-    """Why Python, not the native forwarder, carries RDMA links between GPUs."""
 
 
 def read_software(requirements: Path) -> SoftwareFacts:
@@ -56,8 +51,6 @@ def read_software(requirements: Path) -> SoftwareFacts:
         megatron_core=_core_version(),
         unmet=unmet_requirements(requirements),
         another_core=_another_core(),
-        calls_by_python=LIBRARY.why_not() or "",
-        rdma_by_python=no_forwarder() or "",
     )
 
 

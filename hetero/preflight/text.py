@@ -240,12 +240,12 @@ def _gpudirect(direct: GpuDirectFacts) -> str:
         for name, value in direct.kernel_options.items()
     ]
     redirect = "yes" if direct.redirecting_ports else "unknown" if direct.unread_ports else "no"
-    release = f"rdma-core {direct.pyverbs.release}".strip()
+    release = f"rdma-core {direct.libibverbs.release}".strip()
     return ", ".join(
         [
             f"peer-memory module {', '.join(direct.peer_modules) or 'none'}",
             *options,
-            f"pyverbs {release if direct.pyverbs.usable else 'missing'}",
+            f"libibverbs {release if direct.libibverbs.usable else 'missing'}",
             f"{counted(len(direct.verbs_files), 'uverbs file')}",
             f"ACS redirects: {redirect}",
         ]

@@ -26,9 +26,9 @@ _KEEPALIVE = (
 class Control:
     """Whole messages to and from the peer, over one connection or several.
 
-    Each message goes over every connection that is left, and counts once: so the ends can still tell
-    each other of a rail that is lost when the connection on the same path is lost with it. Reading
-    never waits for the rest of a message.
+    Each message goes over every connection that is left, and counts once. So the ends can still
+    tell each other of a rail that is lost when the connection on the same path is lost with it.
+    Reading never waits for the rest of a message.
     """
 
     def __init__(self, *connections: socket.socket) -> None:

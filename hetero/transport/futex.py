@@ -48,12 +48,5 @@ def wake(address: int) -> None:
 
 
 def spin(one: Seen, other: Seen, *, seconds: float) -> None:
-    """Look at two words until one is not what it was, for `seconds` at most.
-
-    May return at once, having given the core away: so where it cannot be done without the GIL.
-    """
-    library = native()
-    if library is None:
-        _libc.sched_yield()
-    else:
-        library.native_spin(one.address, one.value, other.address, other.value, int(seconds * 1e6))
+    """Look at two words until one is not what it was, for `seconds` at most."""
+    native().native_spin(one.address, one.value, other.address, other.value, int(seconds * 1e6))

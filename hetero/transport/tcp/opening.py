@@ -1,4 +1,4 @@
-"""Opening a link over TCP: the ends meet on each other's addresses, and carriers join their rings."""
+"""Opening a link over TCP: the ends meet on each other's addresses; carriers join their rings."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 
 from hetero.device.ordered import OrderedDevice
-from hetero.native.library import LIBRARY
+from hetero.native.library import native
 from hetero.transport.carried import (
     CarriedMemory,
     control_memory,
@@ -62,7 +62,7 @@ def open_tcp(
         memory = _make_memory(ring_bytes, device, stack)
         stall_seconds = min(meeting.description.timeout / 2, _LONGEST_STALL)
         carrier = Carrier(
-            LIBRARY.load(),
+            native(),
             memory.for_carrier,
             side=side_of(meeting),
             stall_seconds=stall_seconds,

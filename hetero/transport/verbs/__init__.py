@@ -1,1 +1,1 @@
-"""The `verbs` transport: RDMA between registered buffers, driven by the CPU through pyverbs."""
+"""Links over RDMA: each port of a NIC is a rail, driven by C through libibverbs."""

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from hetero.device.topology import SYS, rdma_devices
 from hetero.native.carrier import TEXT_BYTES
-from hetero.native.library import LIBRARY
+from hetero.native.library import native
 
 
 def no_rdma(*, sys_root: Path = SYS) -> str | None:
@@ -18,11 +18,16 @@ def no_rdma(*, sys_root: Path = SYS) -> str | None:
     """
     if not rdma_devices(sys_root=sys_root):
         return f"{socket.gethostname()} has no RDMA device"
+    return libibverbs_missing()
+
+
+def libibverbs_missing() -> str | None:
+    """Why libibverbs cannot be used here, with the packages to install; None if it can."""
     error = create_string_buffer(TEXT_BYTES)
-    if not LIBRARY.load().ibverbs_load(error, TEXT_BYTES):
-        reason = error.value.decode(errors="replace")
-        return (
-            f"{socket.gethostname()} cannot use libibverbs ({reason}); install it (Debian, Ubuntu: "
-            "libibverbs1 and ibverbs-providers; RHEL: libibverbs)"
-        )
-    return None
+    if native().ibverbs_load(error, TEXT_BYTES):
+        return None
+    reason = error.value.decode(errors="replace")
+    return (
+        f"{socket.gethostname()} cannot use libibverbs ({reason}); install it (Debian, Ubuntu: "
+        "libibverbs1 and ibverbs-providers; RHEL: libibverbs)"
+    )

@@ -15,7 +15,7 @@ import torch
 from hetero.device.driver import GpuDriver, driver_for
 from hetero.device.ordered import GpuMemory, OrderedDevice
 from hetero.errors import LinkError
-from hetero.native.library import LIBRARY
+from hetero.native.library import native
 from hetero.transport.carried import (
     CarriedMemory,
     control_memory,
@@ -75,7 +75,7 @@ def open_verbs(
         chunk_bytes: the largest part of a message that is handed over at once.
         library: stands in for the project's own.
     """
-    library = library or LIBRARY.load()
+    library = library or native()
     with ExitStack() as stack:
         connection = stack.enter_context(meet(meeting, options.address))
         connection.settimeout(meeting.timeout)

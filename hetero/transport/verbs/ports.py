@@ -20,7 +20,7 @@ from hetero.device.sysfs import entries, read_text
 from hetero.device.topology import SYS, PciDevice, closeness, rdma_devices
 from hetero.errors import LinkError
 from hetero.native.carrier import TEXT_BYTES, VerbsPort
-from hetero.native.library import LIBRARY
+from hetero.native.library import native
 
 INFINIBAND, ROCE = "InfiniBand", "RoCE"
 # The first four groups of a GID.
@@ -90,7 +90,7 @@ def find_ports(
         folder = sys_root / "class/infiniband" / name / "ports"
         for port in [number] if number.isdecimal() else entries(folder) or ["1"]:
             try:
-                ports.append(_describe(library or LIBRARY.load(), folder / port, name, int(port)))
+                ports.append(_describe(library or native(), folder / port, name, int(port)))
             except LinkError as error:
                 unfit.append(f"{name}:{port} {error}")
     if not ports:

@@ -287,31 +287,16 @@ def no_streams(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "Stream", lambda *_, **__: None)
 
 
-@pytest.mark.parametrize(
-    ("ordering", "options", "visible", "flushed"),
-    [
-        pytest.param(100, 0, True, False, id="ordered by the platform"),
-        pytest.param(200, 1, True, False, id="ordered for all"),
-        pytest.param(0, 1, True, True, id="flushed by the driver"),
-        pytest.param(0, 2, False, False, id="left to the transport"),
-    ],
-)
-def test_remote_writes_on_cuda(
-    no_streams, fake_cuda, ordering: int, options: int, visible: bool, flushed: bool
+@pytest.mark.parametrize(("ordering", "needed"), [(100, False), (200, False), (0, True)])
+def test_a_nic_reads_back_where_cuda_does_not_order_its_writes(
+    fake_cuda, ordering: int, needed: bool
 ) -> None:
     fake_cuda.set_attribute(Attribute.GPU_DIRECT_RDMA_WRITES_ORDERING, ordering)
-    fake_cuda.set_attribute(Attribute.GPU_DIRECT_RDMA_FLUSH_WRITES_OPTIONS, options)
-    runtime = GpuRuntime(torch.device("cuda", 0), driver=CudaDriver(fake_cuda.path))
-    fake_cuda.forget()
-    assert runtime.make_remote_writes_visible() is visible
-    assert ("cuFlushGPUDirectRDMAWrites" in fake_cuda.calls()) is flushed
+    assert CudaDriver(fake_cuda.path).remote_writes_need_flush(0) is needed
 
 
-def test_remote_writes_on_hip_are_left_to_the_transport(no_streams, fake_hip) -> None:
-    driver = HipDriver(fake_hip.path)
-    assert not GpuRuntime(torch.device("cuda", 0), driver=driver).make_remote_writes_visible()
-    with pytest.raises(LinkError, match="read back over the NIC"):
-        driver.flush_remote_writes(0)
+def test_a_nic_always_reads_back_from_hip(fake_hip) -> None:
+    assert HipDriver(fake_hip.path).remote_writes_need_flush(0)
 
 
 def test_a_runtime_pins_and_goes_on_closing_after_an_error_of_the_gpu(no_streams, fake) -> None:

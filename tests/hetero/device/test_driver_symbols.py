@@ -140,11 +140,6 @@ def test_cuda_is_declared_as_its_header_says(compiler, tmp_path: Path) -> None:
         ),
         "CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS": cuda_driver.IPC_LAZY_PEER_ACCESS,
         "CU_MEM_RANGE_HANDLE_TYPE_DMA_BUF_FD": cuda_driver.DMA_BUF_FD,
-        "CU_FLUSH_GPU_DIRECT_RDMA_WRITES_OPTION_HOST": cuda_driver.FLUSH_OPTION_HOST,
-        "CU_FLUSH_GPU_DIRECT_RDMA_WRITES_TARGET_CURRENT_CTX": (
-            cuda_driver.FLUSH_TARGET_CURRENT_CONTEXT
-        ),
-        "CU_FLUSH_GPU_DIRECT_RDMA_WRITES_TO_OWNER": cuda_driver.ORDERED_FOR_OWNER,
         "CU_GPU_DIRECT_RDMA_WRITES_ORDERING_OWNER": cuda_driver.ORDERED_FOR_OWNER,
         "sizeof(CUipcMemHandle)": 64,
         "sizeof(CUuuid)": 16,

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from hetero.device.topology import rdma_devices
 from hetero.preflight.gpu import VisibleGpu
-from hetero.preflight.gpudirect import Pyverbs
+from hetero.preflight.gpudirect import Libibverbs
 from hetero.preflight.host import Limits
 from hetero.preflight.node import Live, NodeFacts, read_node
 from hetero.preflight.roots import Roots
@@ -96,7 +96,7 @@ def _roce_node(
     folder: Path, *, gpu: dict[str, str], nic: dict[str, str], names: tuple[str, str], driver: str
 ) -> tuple[Machine, list[VisibleGpu], dict[str, list[str]]]:
     """Eight GPUs, each with a RoCE NIC below its own switch, and a slow NIC for management."""
-    machine = Machine(folder, live=Live(NO_GPU, [], {}, AMPLE, Pyverbs(True, "50", "")))
+    machine = Machine(folder, live=Live(NO_GPU, [], {}, AMPLE, Libibverbs(True, "50", "")))
     tree = machine.sysfs
     gpus, addresses = [], {"lo": ["127.0.0.1"], "mgmt0": ["192.168.1.10"]}
     tree.add_interface("lo", None, state="unknown", mtu=65536, kind=772)
@@ -174,7 +174,9 @@ def mi325x_node(folder: Path) -> Machine:
 
 def laptop(folder: Path) -> Machine:
     """Wireless network, a display controller of another vendor, nothing else."""
-    machine = Machine(folder, live=Live(NO_GPU, [], {}, AMPLE, Pyverbs(False, "", "no pyverbs")))
+    machine = Machine(
+        folder, live=Live(NO_GPU, [], {}, AMPLE, Libibverbs(False, "", "no libibverbs"))
+    )
     tree = machine.sysfs
     tree.add_interface("lo", None, state="unknown", mtu=65536, kind=772)
     tree.add_pci("pci0000:00/0000:00:02.0", {"vendor": "0x8086", "class": "0x030000"})

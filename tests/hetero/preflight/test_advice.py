@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from hetero.preflight.advice import Advice, Severity, advise, worst_first
-from hetero.preflight.gpudirect import Pyverbs
+from hetero.preflight.gpudirect import Libibverbs
 from tests.hetero.preflight.machines import (
     AMPLE,
     NO_GPU,
@@ -117,14 +117,6 @@ def test_what_requirements_ask_for_and_is_not_there_is_a_problem(tmp_path):
     assert said(machine, Severity.PROBLEM, "software").startswith(line)
 
 
-def test_a_node_without_gpus_needs_no_library_in_c(tmp_path):
-    machine = laptop(tmp_path)
-    before = machine.read()
-    lacking = replace(machine.live.software, calls_by_python="it is not built")
-    machine.change(software=replace(lacking, rdma_by_python="it is not built"))
-    assert advise(machine.read()) == advise(before)
-
-
 def slow_lanes(machine: Machine) -> None:
     gpu = machine.folder / "sys/bus/pci/devices/0000:18:00.0/current_link_width"
     gpu.write_text("8\n")
@@ -162,8 +154,8 @@ def translating_iommu(machine: Machine) -> None:
     machine.sysfs.write("kernel/iommu_groups/12/type", "DMA-FQ")
 
 
-def no_pyverbs(machine: Machine) -> None:
-    machine.change(pyverbs=Pyverbs(False, "", "RDMA needs pyverbs, which is not installed"))
+def no_libibverbs(machine: Machine) -> None:
+    machine.change(libibverbs=Libibverbs(False, "", "this host cannot use libibverbs"))
 
 
 def no_device_files(machine: Machine) -> None:
@@ -181,19 +173,9 @@ def nic_on_other_socket(machine: Machine) -> None:
         machine.port_file(f"bnxt_re{index}", "state").write_text("1: DOWN\n")
 
 
-def no_calls_from_c(machine: Machine) -> None:
-    machine.change(software=replace(machine.live.software, calls_by_python="it is not built"))
-
-
-def no_forwarder(machine: Machine) -> None:
-    machine.change(software=replace(machine.live.software, rdma_by_python="it is not built"))
-
-
 @pytest.mark.parametrize(
     ("fault", "subject", "expected"),
     [
-        (no_calls_from_c, "software", "the GPU's driver from Python: it is not built"),
-        (no_forwarder, "software", "Python would carry RDMA links: it is not built"),
         (slow_lanes, "GPU", "GPU 0 runs on 8 of its 16 PCIe lanes"),
         (no_roce_address, "RDMA", "bnxt_re2 port 1 (eth2) has no IPv4 RoCE v2 address"),
         (small_packets, "RDMA", "packets of 1024 bytes"),
@@ -203,7 +185,7 @@ def no_forwarder(machine: Machine) -> None:
         (powersave, "CPU", "governor is powersave"),
         (numa_balancing, "CPU", "NUMA balancing is on"),
         (translating_iommu, "PCIe", "`iommu=pt`"),
-        (no_pyverbs, "RDMA", "needs pyverbs"),
+        (no_libibverbs, "RDMA", "cannot use libibverbs"),
         (no_device_files, "RDMA", "no /dev/infiniband/uverbs*"),
         (redirecting_switch, "PCIe", "services of 1 switch ports (0000:17:01.0 first)"),
     ],

@@ -115,7 +115,7 @@ def open_rdma(
     *,
     read_back: bool = False,
 ) -> Link:
-    """RDMA over the NICs that HETERO_TEST_RAILS names: those of rank 0, a slash, those of rank 1."""
+    """RDMA over the NICs of HETERO_TEST_RAILS: those of rank 0, a slash, those of rank 1."""
     rails = os.environ["HETERO_TEST_RAILS"].split("/")[description.rank]
     return open_verbs(
         _meeting(description, store),
