@@ -14,7 +14,6 @@
 #include <time.h>
 #include <unistd.h>
 
-#define CHECKS_PER_STALL 16
 /* While something is under way the thread spins for a while, then sleeps shortly, then longer. */
 #define SPIN_SECONDS 100e-6
 #define BRISK_SECONDS 0.1
@@ -83,7 +82,7 @@ static void breathe(double idle_seconds)
 static void *run(void *argument)
 {
     struct carrier *carrier = argument;
-    double last_moved = engine_now(), last_watched = last_moved;
+    double last_moved = engine_now();
     bool asked = false;
 
     prctl(PR_SET_NAME, "hetero-carrier");
@@ -99,10 +98,6 @@ static void *run(void *argument)
         moved = engine_progress(&carrier->engine);
         time = engine_now();
         busy = engine_is_under_way(&carrier->engine);
-        if (time - last_watched > carrier->engine.layout.stall_seconds / CHECKS_PER_STALL) {
-            engine_watch(&carrier->engine, time);
-            last_watched = time;
-        }
         if (!moved && !busy && !asked)
             engine_request_notifications(&carrier->engine);
         pthread_mutex_unlock(&carrier->lock);
@@ -329,7 +324,6 @@ static bool has_settled(struct engine *engine)
 static bool has_credited(struct engine *engine)
 {
     engine_progress(engine);
-    engine_watch(engine, engine_now());
     return engine_has_credited(engine);
 }
 

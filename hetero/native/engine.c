@@ -2,21 +2,17 @@
 
 #include "host.h"
 
-#include <limits.h>
-#include <linux/futex.h>
-#include <stdatomic.h>
 #include <stdio.h>
 #include <string.h>
 #include <sys/eventfd.h>
-#include <sys/syscall.h>
 #include <time.h>
-#include <unistd.h>
 
 /* What a rail is taken to carry before it has shown it. */
 #define ASSUMED_BYTES_PER_SECOND 1e9
-/* How much a new figure counts against the older ones, and how fast an idle rail is trusted again. */
+/* What a new figure counts for against the older ones, and how fast an idle rail is trusted again. */
 #define NEWEST_WEIGHT 0.3
 #define IDLE_GROWTH 1.5
+#define CHECKS_PER_STALL 16
 
 double engine_now(void)
 {
@@ -54,10 +50,7 @@ static bool advance(struct engine *engine, uint64_t offset, uint32_t count)
 
 void engine_signal(struct engine *engine)
 {
-    uint32_t *doorbell = word(engine, engine->layout.doorbell);
-
-    __atomic_fetch_add(doorbell, 1, __ATOMIC_SEQ_CST);
-    syscall(SYS_futex, doorbell, FUTEX_WAKE, INT_MAX, NULL, NULL, 0);
+    host_ring(word(engine, engine->layout.doorbell));
 }
 
 static uint64_t record_offset(struct engine *engine, uint64_t records, uint32_t number)
@@ -127,15 +120,20 @@ static double fastest(const struct engine *engine)
     return most;
 }
 
-void engine_watch(struct engine *engine, double time)
+/* Lose the rails on which a request has been under way for too long. */
+static void watch(struct engine *engine)
 {
     char reason[RAIL_TEXT_BYTES];
-    double most = fastest(engine);
+    double time = engine_now(), stall = engine->layout.stall_seconds, most;
 
+    if (time - engine->last_watched < stall / CHECKS_PER_STALL)
+        return;
+    engine->last_watched = time;
+    most = fastest(engine);
     for (int index = 0; index < engine->rail_count; index++) {
         struct rail *rail = engine->rails[index];
 
-        if (rail->operations->is_late(rail, time - engine->layout.stall_seconds, reason))
+        if (rail->operations->is_late(rail, time - stall, reason))
             engine_lose(engine, rail, reason);
         /* One that was slow, and so was given nothing, may be fast again. */
         if (rail->bytes_under_way == 0 && rail->bytes_per_second * IDLE_GROWTH < most)
@@ -333,6 +331,7 @@ bool engine_progress(struct engine *engine)
     uint32_t posted, produced;
     bool moved = false;
 
+    watch(engine);
     for (int index = 0; index < engine->rail_count; index++) {
         struct rail *rail = engine->rails[index];
 

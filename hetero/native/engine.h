@@ -36,6 +36,7 @@ struct engine {
     struct loss losses[ENGINE_RAILS];
     int rail_count;
     bool words_notify; /* whether the carrier is called after a device has written a word */
+    double last_watched;
     double posted_at[BOOK_ENTRIES]; /* when the data of an outgoing entry were */
     int loss_fd; /* eventfd, written to when a rail is lost */
 };
@@ -43,7 +44,8 @@ struct engine {
 double engine_now(void);
 /* Wake whoever sleeps on this end's doorbell. */
 void engine_signal(struct engine *engine);
-/* See to all that has happened, and post what can be posted by then; whether anything moved. */
+/* See to all that has happened and to what is late, and post what can be posted by then; whether
+ * anything moved. */
 bool engine_progress(struct engine *engine);
 /* Whether something may happen that wakes nobody: a device's write of a word, or a deadline. */
 bool engine_is_under_way(struct engine *engine);
@@ -51,8 +53,6 @@ bool engine_is_under_way(struct engine *engine);
 bool engine_is_reading(const struct engine *engine);
 /* Whether the peer has all credits, or there is no rail left to bring them. */
 bool engine_has_credited(struct engine *engine);
-/* Lose the rails on which a request has been under way for too long. */
-void engine_watch(struct engine *engine, double time);
 void engine_lose(struct engine *engine, struct rail *rail, const char *reason);
 /* Have every rail give notice of its next event. */
 void engine_request_notifications(struct engine *engine);

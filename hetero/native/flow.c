@@ -1,10 +1,6 @@
 #include "native.h"
 
-#include <limits.h>
-#include <linux/futex.h>
 #include <string.h>
-#include <sys/syscall.h>
-#include <unistd.h>
 
 #define WORD(address) ((uint32_t *)(uintptr_t)(address))
 
@@ -225,13 +221,6 @@ static uint32_t take_piece(struct flow *flow, struct message *message)
     return is_last(message) ? WHOLE : WAITING;
 }
 
-/* Wake whoever sleeps on the peer's doorbell. Only this end rings it, with the link's lock. */
-static void ring(const struct flow *flow)
-{
-    store(flow->doorbell, load(flow->doorbell) + 1);
-    syscall(SYS_futex, WORD(flow->doorbell), FUTEX_WAKE, INT_MAX, NULL, NULL, 0);
-}
-
 uint32_t native_bring_on(struct flow *flow, const uint8_t *header, uint64_t address,
                          uint64_t nbytes, uint64_t offset, uint64_t event, bool is_marked,
                          uint64_t caller, bool is_callers_turn)
@@ -247,6 +236,6 @@ uint32_t native_bring_on(struct flow *flow, const uint8_t *header, uint64_t addr
     } while (progress == WAITING && flow->count != before);
     flow->offset = message.offset;
     if (flow->doorbell && flow->count != first)
-        ring(flow);
+        host_ring(WORD(flow->doorbell));
     return progress;
 }

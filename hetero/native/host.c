@@ -125,6 +125,12 @@ void host_wake_word(uint32_t *word)
         syscall(SYS_futex, word, FUTEX_WAKE, INT_MAX, NULL, NULL, 0);
 }
 
+void host_ring(uint32_t *doorbell)
+{
+    __atomic_fetch_add(doorbell, 1, __ATOMIC_SEQ_CST);
+    syscall(SYS_futex, doorbell, FUTEX_WAKE, INT_MAX, NULL, NULL, 0);
+}
+
 static void write_word(struct host_stream *stream, uint32_t *word, uint32_t value)
 {
     host_write_word(word, value);

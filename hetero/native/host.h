@@ -57,5 +57,7 @@ bool host_wait_word(uint32_t *word, uint32_t value, uint32_t milliseconds);
 void host_write_word(uint32_t *word, uint32_t value);
 /* The second half alone, after a store that is sequentially consistent. */
 void host_wake_word(uint32_t *word);
+/* Count a doorbell up and wake whoever sleeps on it, of whom nobody keeps a count. */
+void host_ring(uint32_t *doorbell);
 
 #endif

@@ -1,4 +1,4 @@
-"""The ends of a link whose ring a carrier brings to the peer: memory, words, and how to close it."""
+"""The ends of a link whose ring a carrier brings to the peer: memory, words, and closing them."""
 
 from __future__ import annotations
 

@@ -1,14 +1,16 @@
-"""What a native link leaves to Python: rails that are lost, and the connection to the peer.
+"""What a carried link leaves to Python: rails that are lost, and what the peer says of itself.
 
-When a rail is lost at one end, that end stops its queue pair and says so; the other stops its own
-and answers. Only when both have stopped can no late packet fall into a place that is used again,
-and only then are the entries repeated on other rails.
+When a rail is lost at one end, that end stops it and says so; the other stops its own half and
+answers. Only when both have stopped can no late packet fall into a place that is used again, and
+only then are the rail's unfinished entries sent again, over others.
 """
 
 from __future__ import annotations
 
 import logging
+import select
 import threading
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -23,6 +25,8 @@ _log = logging.getLogger(__name__)
 # Longer than its longest step: what it uses is freed after it.
 _JOIN_SECONDS = 15.0
 _SETTLE_SECONDS = 2.0
+_CLOSING_SECONDS = 0.2
+"""How long after the end of a rail a peer that has closed the link may be heard to say so."""
 
 
 @dataclass
@@ -31,8 +35,8 @@ class WatchedRail:
 
     name: str
     live: bool = True
-    peer_let_go: bool = False
-    """Whether the peer has told that it has lost this rail."""
+    peer_has_stopped: bool = False
+    """Whether the peer has told that it has stopped this rail."""
 
 
 class Watch:
@@ -100,8 +104,19 @@ class Watch:
                 return
 
     def _hear_losses(self) -> None:
+        self._hear_whether_peer_closes()
         while (loss := self._carrier.next_loss()) is not None:
             self._lose(*loss)
+
+    def _hear_whether_peer_closes(self) -> None:
+        """A peer that closes the link ends its rails too, and they may be seen to end first."""
+        deadline = time.monotonic() + _CLOSING_SECONDS
+        while not (self._peer_has_gone or self._stopping):
+            left = deadline - time.monotonic()
+            if left <= 0:
+                return
+            for descriptor in select.select(self._control.filenos(), [], [], left)[0]:
+                self._hear_control(descriptor)
 
     def _handle_async_event(self, index: int) -> None:
         reason = self._carrier.handle_async_event(index)
@@ -109,10 +124,13 @@ class Watch:
             self._lose(index, reason)
 
     def _hear_control(self, descriptor: int) -> None:
+        if self._peer_has_gone:
+            return
         try:
             messages = self._control.receive(descriptor)
-        except OSError:
-            self._poller.ignore(descriptor)
+        except ConnectionError:
+            for known in (descriptor, *self._control.filenos()):
+                self._poller.ignore(known)
             self._carrier.settle(_SETTLE_SECONDS)
             self._peer_has_gone = True
             self._carrier.signal()
@@ -127,7 +145,7 @@ class Watch:
 
     def _hear_lost(self, index: int, reason: str) -> None:
         rail = self._rails[index]
-        rail.peer_let_go = True
+        rail.peer_has_stopped = True
         if rail.live:
             self._lose(index, f"rank {self._peer} says: {reason}")
         else:
@@ -154,7 +172,7 @@ class Watch:
             self._fail(f"rank {self._peer} cannot be told of a failure ({error})")
         if left == 0:
             self._fail(f"the last rail, {rail.name}, is lost: {reason}")
-        if rail.peer_let_go:
+        if rail.peer_has_stopped:
             self._retransmit(index)
 
     def _retransmit(self, index: int) -> None:

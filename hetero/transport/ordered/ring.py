@@ -18,7 +18,6 @@ waits for the whole device (loading a kernel does) can make them wait for each o
 from __future__ import annotations
 
 import struct
-from collections import deque
 from typing import NamedTuple
 
 from hetero.transport.header import HEADER_BYTES
@@ -123,18 +122,9 @@ class Direction:
     def retired(self) -> int:
         return self._words[self._retired]
 
-    def post(self, header: bytes, *, offset: int, nbytes: int, place: int, count: int) -> None:
-        """Publish an entry; `count` entries have been posted with it."""
-        where = self._records + (count - 1) % ENTRIES * _RECORD.size
-        _RECORD.pack_into(self._bytes, where, header, offset, nbytes, place)
-        self._words[self._posted] = count & COUNTER_MASK
-
     def entry(self, number: int) -> Entry:
         where = self._records + number % ENTRIES * _RECORD.size
         return Entry(*_RECORD.unpack_from(self._bytes, where))
-
-    def retire(self, count: int) -> None:
-        self._words[self._retired] = count & COUNTER_MASK
 
     def release_receiver(self, value: int) -> None:
         """Let a stream that waits for `produced` go on. Only for a link that has failed."""
@@ -197,43 +187,3 @@ class EndState:
         begin = self._base + _FAULT + 4
         self._control.bytes[begin : begin + len(data)] = data
         self._control.store(self._base + _FAULT, len(data))
-
-
-class Allotment:
-    """Which bytes of the ring hold which entries: the sender's book.
-
-    An entry's bytes lie in one piece. They are free again when the entry is retired, and may be
-    written again when it is consumed.
-    """
-
-    def __init__(self, nbytes: int) -> None:
-        self._size = nbytes
-        self._head = 0
-        self._tail = 0
-        self._in_flight: deque[int] = deque()
-        """The position after each entry that is not free yet, oldest first."""
-        self._freed = 0
-        """Entries freed so far."""
-
-    def take(self, nbytes: int, *, retired: int) -> tuple[int, int] | None:
-        """A place for `nbytes`, and the count of entries that must be consumed before it is used.
-
-        None while too few are retired. `nbytes` is at most the size of the ring.
-        """
-        length = -(-nbytes // ALIGNMENT) * ALIGNMENT
-        begin = self._head
-        if begin % self._size + length > self._size:
-            begin += self._size - begin % self._size
-        end = begin + length
-        while end - self._tail > self._size or len(self._in_flight) >= ENTRIES:
-            if not self._in_flight or ahead(retired, self._freed) <= 0:
-                if not self._in_flight:
-                    # Nothing is in flight: only the gap at the end of the ring is in the way.
-                    self._tail = begin
-                    continue
-                return None
-            self._tail = self._in_flight.popleft()
-            self._freed += 1
-        self._in_flight.append(end)
-        self._head = end
-        return begin % self._size, self._freed

@@ -78,7 +78,7 @@ def open_tcp(
             meeting,
             memory,
             carrier,
-            Control(*connections.control),
+            Control(*connections.control, lost_after=stall_seconds),
             transport="tcp",
             rails=names,
             stack=stack,

@@ -8,7 +8,6 @@ import time
 
 import pytest
 
-from hetero.native.library import LIBRARY, native
 from hetero.transport import futex
 
 pytestmark = pytest.mark.skipif(not futex.available(), reason="no futex on this system")
@@ -47,22 +46,12 @@ def test_a_sleeper_is_woken_and_others_run_meanwhile() -> None:
     assert woken.wait(10)
 
 
-@pytest.fixture(params=["native", "python"])
-def spinner(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Who spins: C, or Python where that library is not built."""
-    if request.param == "native" and native() is None:
-        pytest.skip(LIBRARY.why_not() or "")
-    if request.param == "python":
-        monkeypatch.setattr(futex, "native", lambda: None)
-    return str(request.param)
-
-
 def seen(word: ctypes.c_uint32) -> futex.Seen:
     return futex.Seen(ctypes.addressof(word), word.value)
 
 
 @pytest.mark.parametrize("changed", [0, 1])
-def test_spinning_ends_when_either_word_changes(spinner: str, changed: int) -> None:
+def test_spinning_ends_when_either_word_changes(changed: int) -> None:
     words = ctypes.c_uint32(2**32 - 1), ctypes.c_uint32(7)
     before = seen(words[0]), seen(words[1])
     ended = threading.Event()
@@ -79,10 +68,10 @@ def test_spinning_ends_when_either_word_changes(spinner: str, changed: int) -> N
     thread.join(10)
 
 
-def test_spinning_ends_after_the_time_given(spinner: str) -> None:
+def test_spinning_ends_after_the_time_given() -> None:
     words = ctypes.c_uint32(0), ctypes.c_uint32(0)
     began = time.monotonic()
     futex.spin(seen(words[0]), seen(words[1]), seconds=0.1)
     elapsed = time.monotonic() - began
     assert elapsed < 5
-    assert spinner == "python" or elapsed >= 0.09
+    assert elapsed >= 0.09

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ctypes import CFUNCTYPE, c_int
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -15,11 +15,10 @@ from hetero.device.gpu import EventMark
 from hetero.device.gpu_streams import (
     GpuCurrentStream,
     GpuNativeStreams,
-    GpuStream,
     StreamsOfGpu,
 )
 from hetero.device.hip_driver import HipDriver
-from hetero.device.ordered import CurrentStream, NativeStreams, OrderedStream
+from hetero.device.ordered import CurrentStream, NativeStreams
 from hetero.native.library import Step, native
 from hetero.transport.header import Header
 from hetero.transport.ordered.flows import Flow, Limits
@@ -32,8 +31,6 @@ from tests.emulated_streams import EmulatedOrderedDevice
 JOIN = 0xE0
 CONTROL, OUTGOING_RING, INCOMING_RING = 0x1_0000_0000, 0x2_0000_0000, 0x3_0000_0000
 SYMBOLS = {CudaDriver: cuda_driver.SYMBOLS, HipDriver: hip_driver.SYMBOLS}
-
-By = Literal["python", "c"]
 
 
 class Recorder:
@@ -97,22 +94,15 @@ class _Streams(StreamsOfGpu):
 class DrivenDevice(EmulatedOrderedDevice):
     """A GPU of which only the driver's functions are stand-ins."""
 
-    def __init__(self, recorder: Recorder, by: By, handles: tuple[int, int, int]) -> None:
+    def __init__(self, recorder: Recorder, handles: tuple[int, int, int]) -> None:
         super().__init__()
         self.recorder = recorder
-        self._by = by
         self._handles = handles
         self._events = 0
 
-    def stream(self) -> OrderedStream:
-        return GpuStream(_Streams(self.recorder, self._handles), self.recorder.driver)
-
-    def native_streams(self) -> NativeStreams | None:
-        library = native()
-        if self._by == "python" or library is None:
-            return None
+    def native_streams(self) -> NativeStreams:
         streams = _Streams(self.recorder, self._handles)
-        return GpuNativeStreams(streams, self.recorder.driver, library)
+        return GpuNativeStreams(streams, self.recorder.driver, native())
 
     def mark(self) -> Mark:
         """A new event and nothing to wait for, in turn."""
@@ -134,7 +124,6 @@ class World:
     def __init__(
         self,
         vendor: type[GpuDriver],
-        by: By,
         *,
         ring_bytes: int = 16 << 10,
         chunk_bytes: int = 4 << 10,
@@ -143,7 +132,7 @@ class World:
     ) -> None:
         self.control = control = SharedMemory(make_memory(CONTROL_BYTES), CONTROL_BYTES)
         self.recorders = Recorder(vendor, failing=failing), Recorder(vendor)
-        self.devices = [DrivenDevice(recorder, by, handles) for recorder in self.recorders]
+        self.devices = [DrivenDevice(recorder, handles) for recorder in self.recorders]
         ends = [self._ends(number, ring_bytes) for number in range(2)]
         self._doorbells = [EndState(control, number) for number in range(2)]
         limits = Limits(chunk_bytes=chunk_bytes, small_bytes=chunk_bytes)
@@ -213,13 +202,3 @@ class World:
         now = min(getattr(direction, word) + by, limit)
         release = direction.release_receiver if word == "produced" else direction.release_sender
         release(now)
-
-    def state(self) -> tuple[Any, ...]:
-        """All that shows from outside, with the doorbells at rest."""
-        flows = self.sender, self.receiver
-        return (
-            [recorder.calls for recorder in self.recorders],
-            bytes(self.control.bytes),
-            [(flow.count, flow.awaited, len(flow.waiting)) for flow in flows],
-            [(t.offset, t.begun) for flow in flows for t in flow.waiting],
-        )

@@ -16,11 +16,8 @@ from hetero.device.base import Mark
 from hetero.errors import LinkError
 from hetero.native.library import Step
 from hetero.transport.base import LinkDescription
-from hetero.transport.ordered.flows import Flow
 from hetero.transport.ordered.link import OrderedLink
-from hetero.transport.ordered.native_flows import NativeFlow
 from hetero.transport.ordered.opening import RingMemory, open_ordered
-from hetero.transport.ordered.python_flows import PythonIncoming, PythonOutgoing
 from hetero.transport.ordered.ring import Direction
 from tests.emulated_streams import EmulatedOrderedDevice
 from tests.hetero.transport.test_handshake import both, meeting
@@ -130,42 +127,25 @@ def start_counting_at(pair: Pair, count: int) -> None:
     )
 
 
-def count_from(count: int, *, flows: Sequence[Flow], directions: Sequence[Direction]) -> None:
+def count_from(count: int, *, flows: Sequence[Any], directions: Sequence[Direction]) -> None:
     """As if so many entries had gone from one flow to the other, over both their directions."""
     for flow in flows:
-        if isinstance(flow, NativeFlow):
-            flow._state.count = flow._state.freed = count
-        elif isinstance(flow, PythonOutgoing | PythonIncoming):
-            flow._count = count
-        if isinstance(flow, PythonOutgoing):
-            flow.allotment._freed = count
+        flow._state.count = flow._state.freed = count
     for direction in directions:
+        for index in (direction._posted, direction._retired):
+            direction._words[index] = count
         direction.release_receiver(count)
         direction.release_sender(count)
-        direction._words[direction._posted] = count
-        direction.retire(count)
 
 
-def pretend_to_await(flow: Flow, value: int) -> None:
+def pretend_to_await(flow: Any, value: int) -> None:
     """As if an entry needed this value of the peer's counter."""
-    if isinstance(flow, NativeFlow):
-        flow._state.awaited = value
-    elif isinstance(flow, PythonOutgoing | PythonIncoming):
-        flow._awaited = value
+    flow._state.awaited = value
 
 
 def before_each_move(link: OrderedLink, act: Callable[[], None]) -> None:
     """Act whenever what the link sends is given to its device."""
-    flow, device = link._out, link._device
-    if isinstance(flow, PythonOutgoing):
-        move = flow.stream.move
-
-        def acting(target: int, source: int, nbytes: int, **words: Any) -> None:
-            act()
-            move(target, source, nbytes, **words)
-
-        flow.stream.move = acting  # type: ignore[method-assign]
-        return
+    device = link._device
     assert isinstance(device, EmulatedOrderedDevice)
 
     def at_copies(step: Step) -> int:

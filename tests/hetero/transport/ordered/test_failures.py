@@ -17,7 +17,6 @@ from hetero.native.library import Step
 from hetero.transport import futex
 from hetero.transport.base import Work
 from hetero.transport.ordered import link as link_module
-from hetero.transport.ordered.native_flows import NativeFlow
 from tests.emulated_streams import EmulatedOrderedDevice
 from tests.hetero.transport.ordered.pair import (
     LARGE,
@@ -29,8 +28,6 @@ from tests.hetero.transport.ordered.pair import (
     wait_for,
 )
 from tests.hetero.transport.test_handshake import both
-
-pytestmark = pytest.mark.usefixtures("enqueued")
 
 
 def test_a_peer_whose_device_never_gets_there_breaks_the_link_in_time() -> None:
@@ -276,7 +273,6 @@ def test_an_interrupted_wait_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
         receiving.wait()
 
 
-@pytest.mark.parametrize("enqueued", ["by-c"], indirect=True)
 def test_a_failure_of_the_driver_names_the_link_and_both_ends_hear_of_it() -> None:
     with opened() as pair:
         pair.devices[0].driver_for_c.before = lambda step: 719 if step is Step.COPY else 0
@@ -289,11 +285,9 @@ def test_a_failure_of_the_driver_names_the_link_and_both_ends_hear_of_it() -> No
         assert [transfer.sequence for transfer in pair.sender._out.given_up] == [0]
 
 
-@pytest.mark.parametrize("enqueued", ["by-c"], indirect=True)
 def test_an_exception_that_hides_what_c_did_does_not_lose_the_tensor() -> None:
     with opened() as pair:
         flow = pair.sender._out
-        assert isinstance(flow, NativeFlow)
         real = flow._call
 
         def interrupted(*arguments: object) -> None:

@@ -16,8 +16,6 @@ from tests.hetero.transport.ordered.pair import (
     wait_for,
 )
 
-pytestmark = pytest.mark.usefixtures("enqueued")
-
 
 def test_a_small_message_goes_through_the_callers_streams_and_a_large_one_does_not() -> None:
     with opened() as pair:

@@ -1,0 +1,133 @@
+#include "engine.h"
+#include "tcp_rail.h"
+
+#include <errno.h>
+#include <string.h>
+#include <sys/prctl.h>
+#include <sys/socket.h>
+
+/* 1, 0 at the end of the connection, -1 with errno. */
+static int receive_all(int fd, void *bytes, size_t nbytes)
+{
+    size_t done = 0;
+
+    while (done < nbytes) {
+        ssize_t count = recv(fd, (char *)bytes + done, nbytes - done, MSG_WAITALL);
+
+        if (count < 0 && errno == EINTR)
+            continue;
+        if (count <= 0)
+            return (int)count;
+        done += (size_t)count;
+    }
+    return 1;
+}
+
+/* What has come already over another rail. */
+static int discard(struct tcp_rail *rail, uint64_t nbytes)
+{
+    int code = 1;
+
+    while (nbytes > 0 && code > 0) {
+        size_t part = nbytes < TCP_SCRATCH_BYTES ? nbytes : TCP_SCRATCH_BYTES;
+
+        code = receive_all(rail->request.fd, rail->scratch, part);
+        nbytes -= part;
+    }
+    return code;
+}
+
+static int receive_record(struct tcp_rail *rail, const struct frame *frame)
+{
+    struct engine *engine = rail->owner.engine;
+    int code = receive_all(rail->request.fd, rail->scratch, frame->nbytes);
+    void *record;
+
+    if (code <= 0)
+        return code;
+    tcp_lock(rail);
+    record = rail->rail.live ? engine_expect_record(engine, frame->number) : NULL;
+    if (record != NULL) {
+        memcpy(record, rail->scratch, frame->nbytes);
+        engine_record_arrived(engine, frame->number);
+    }
+    tcp_unlock(rail);
+    return 1;
+}
+
+static int receive_data(struct tcp_rail *rail, const struct frame *frame)
+{
+    struct engine *engine = rail->owner.engine;
+    bool is_expected;
+    int code;
+
+    tcp_lock(rail);
+    is_expected = engine_expect_data(engine, &rail->rail, frame->number);
+    tcp_unlock(rail);
+    if (!is_expected)
+        return discard(rail, frame->nbytes);
+    code = receive_all(rail->request.fd,
+                       (void *)(uintptr_t)(rail->request.receiving + frame->place), frame->nbytes);
+    if (code <= 0)
+        return code;
+    tcp_lock(rail);
+    engine_data_arrived(engine, &rail->rail, frame->number);
+    tcp_unlock(rail);
+    return 1;
+}
+
+static bool makes_sense(const struct tcp_rail *rail, const struct frame *frame)
+{
+    const struct tcp_request *request = &rail->request;
+
+    if (frame->message == MESSAGE_RECORD)
+        return frame->nbytes == request->record_bytes;
+    if (frame->message == MESSAGE_DATA)
+        return frame->place <= request->ring_bytes &&
+               frame->nbytes <= request->ring_bytes - frame->place;
+    return frame->message == MESSAGE_CREDIT && frame->nbytes == 0;
+}
+
+static int receive_one(struct tcp_rail *rail)
+{
+    struct frame frame;
+    int code = receive_all(rail->request.fd, &frame, sizeof frame);
+
+    if (code <= 0)
+        return code;
+    if (!makes_sense(rail, &frame)) {
+        errno = EPROTO;
+        return -1;
+    }
+    if (frame.message == MESSAGE_RECORD)
+        return receive_record(rail, &frame);
+    if (frame.message == MESSAGE_DATA)
+        return receive_data(rail, &frame);
+    tcp_lock(rail);
+    engine_credit_arrived(rail->owner.engine, frame.number);
+    tcp_unlock(rail);
+    return 1;
+}
+
+void *tcp_receive_loop(void *argument)
+{
+    struct tcp_rail *rail = argument;
+    int code;
+
+    prctl(PR_SET_NAME, "tcp-receive");
+    while ((code = receive_one(rail)) > 0) {
+        tcp_lock(rail);
+        engine_progress(rail->owner.engine);
+        tcp_unlock(rail);
+    }
+    int reason = errno;
+    tcp_lock(rail);
+    rail->is_ended = true;
+    /* What the peer had given to a connection that has ended under it may be lost, and nothing would
+     * say so: it ends with the rail. */
+    tcp_lose(rail, code < 0 ? "its connection broke while receiving" : "its connection was closed",
+             code < 0 ? reason : 0);
+    tcp_unlock(rail);
+    rail->owner.progress(rail->owner.carrier);
+    return NULL;
+}
