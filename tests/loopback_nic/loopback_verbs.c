@@ -1,7 +1,8 @@
-/* The few functions of libibverbs that the native forwarder calls, between both ends of a link in one
- * process: a write is a copy, and a request completes before it has been posted. For tests. */
+/* A library that is opened in the place of libibverbs, between both ends of a link in one process: a
+ * write is a copy, and a request completes before it has been posted. For tests. */
+#include "ibverbs.h"
+
 #include <errno.h>
-#include <infiniband/verbs.h>
 #include <pthread.h>
 #include <stdbool.h>
 #include <stdint.h>
@@ -16,6 +17,21 @@
 #define HELD 1024
 #define REGIONS 4096
 #define DESCRIPTORS 1024
+#define MAX_MESSAGE (1u << 30)
+#define MAX_REQUESTS 16384
+
+/* What the project itself has no use for. */
+enum { IBV_WC_SEND, IBV_WC_RDMA_WRITE, IBV_WC_RDMA_READ };
+enum { IBV_WC_LOC_PROT_ERR = 4, IBV_WC_WR_FLUSH_ERR = 5, IBV_WC_RETRY_EXC_ERR = 12 };
+enum { IBV_PORT_DOWN = 1, IBV_MTU_4096 = 5 };
+
+struct ibv_device {
+    char name[8];
+};
+
+struct ibv_pd {
+    struct ibv_context *context;
+};
 
 /* Numbers that tests use. CUT fails requests, SILENT never completes them. */
 enum fault { FINE, CUT, SILENT };
@@ -30,11 +46,12 @@ struct nic {
     struct ibv_device device;
     enum fault fault;
     bool holds_writes; /* rings that may be read back are written only when they have been read */
-    bool copies;
     bool cannot_read;
     bool registers; /* memory by its address */
     int async_fd;
     bool is_down;
+    uint32_t max_message;
+    int max_requests;
     long reads;
     long writes;
     struct held held[HELD];
@@ -56,7 +73,7 @@ struct queue {
 struct pair {
     struct ibv_qp qp;
     struct nic *nic;
-    enum ibv_qp_state state;
+    int state;
     uint32_t peer;
     int receives;
     struct ibv_send_wr silent[64];
@@ -84,8 +101,10 @@ static void make_nics(void)
 
     for (int index = 0; index < DEVICES; index++) {
         strcpy(nics[index].device.name, names[index]);
-        nics[index].copies = nics[index].registers = true;
+        nics[index].registers = true;
         nics[index].async_fd = -1;
+        nics[index].max_message = MAX_MESSAGE;
+        nics[index].max_requests = MAX_REQUESTS;
     }
 }
 
@@ -138,9 +157,19 @@ void loopback_refuse_memory(const char *name)
     unlock(0);
 }
 
-void loopback_copy(const char *name, bool copies)
+void loopback_limit(const char *name, uint32_t max_message, int max_requests)
 {
-    lock_nic(name)->copies = copies;
+    struct nic *nic = lock_nic(name);
+
+    nic->max_message = max_message;
+    nic->max_requests = max_requests;
+    unlock(0);
+}
+
+/* Whether its port is active: without telling of it, as one that never was up. */
+void loopback_activate(const char *name, bool is_active)
+{
+    lock_nic(name)->is_down = !is_active;
     unlock(0);
 }
 
@@ -174,8 +203,10 @@ void loopback_mend(const char *name)
 
     nic->fault = FINE;
     nic->is_down = nic->holds_writes = nic->cannot_read = false;
-    nic->copies = nic->registers = true;
+    nic->registers = true;
     nic->reads = nic->writes = 0;
+    nic->max_message = MAX_MESSAGE;
+    nic->max_requests = MAX_REQUESTS;
     unlock(0);
 }
 
@@ -207,10 +238,9 @@ static void complete(struct queue *queue, struct ibv_wc completion)
     }
 }
 
-static void finish(struct pair *pair, const struct ibv_send_wr *request, enum ibv_wc_status status)
+static void finish(struct pair *pair, const struct ibv_send_wr *request, int status)
 {
-    static const enum ibv_wc_opcode opcodes[] = {
-        [IBV_WR_RDMA_WRITE] = IBV_WC_RDMA_WRITE,
+    static const int opcodes[] = {
         [IBV_WR_RDMA_WRITE_WITH_IMM] = IBV_WC_RDMA_WRITE,
         [IBV_WR_SEND_WITH_IMM] = IBV_WC_SEND,
         [IBV_WR_RDMA_READ] = IBV_WC_RDMA_READ,
@@ -255,7 +285,7 @@ static void write_to(struct nic *nic, const struct ibv_send_wr *request)
 
         *held = (struct held){target, malloc(element->length), element->length};
         copy(held->bytes, source, element->length);
-    } else if (nic->copies || element->length < 256) {
+    } else {
         copy(target, source, element->length);
     }
 }
@@ -264,10 +294,6 @@ static void deliver(struct pair *peer, const struct ibv_send_wr *request)
 {
     bool is_write = request->opcode == IBV_WR_RDMA_WRITE_WITH_IMM;
 
-    if (request->opcode == IBV_WR_RDMA_WRITE) {
-        write_to(peer->nic, request);
-        return;
-    }
     if (peer->receives-- == 0)
         abort();
     if (is_write) {
@@ -416,19 +442,21 @@ int ibv_close_device(struct ibv_context *context)
 
 int ibv_query_device(struct ibv_context *context, struct ibv_device_attr *attributes)
 {
-    (void)context;
-    *attributes = (struct ibv_device_attr){.max_qp_wr = 16384};
+    *attributes =
+        (struct ibv_device_attr){.max_qp_wr = ((struct nic *)context->device)->max_requests};
     return 0;
 }
 
-#undef ibv_query_port
-int ibv_query_port(struct ibv_context *context, uint8_t port, struct _compat_ibv_port_attr *found)
+int ibv_query_port(struct ibv_context *context, uint8_t port, struct ibv_port_attr *found)
 {
-    struct ibv_port_attr *attributes = (struct ibv_port_attr *)found;
+    const struct nic *nic = (const struct nic *)context->device;
 
-    (void)port;
-    attributes->state =
-        ((struct nic *)context->device)->is_down ? IBV_PORT_DOWN : IBV_PORT_ACTIVE;
+    if (port != 1)
+        return EINVAL;
+    *found = (struct ibv_port_attr){.state = nic->is_down ? IBV_PORT_DOWN : IBV_PORT_ACTIVE,
+                                    .active_mtu = IBV_MTU_4096,
+                                    .max_msg_sz = nic->max_message,
+                                    .link_layer = IBV_LINK_LAYER_ETHERNET};
     return 0;
 }
 
@@ -472,7 +500,6 @@ static struct ibv_mr *make_region(struct ibv_pd *domain, uint64_t raise_by, int 
     return region;
 }
 
-#undef ibv_reg_mr
 struct ibv_mr *ibv_reg_mr(struct ibv_pd *domain, void *address, size_t nbytes, int access)
 {
     (void)address;
@@ -482,13 +509,6 @@ struct ibv_mr *ibv_reg_mr(struct ibv_pd *domain, void *address, size_t nbytes, i
         return NULL;
     }
     return make_region(domain, 0, access);
-}
-
-struct ibv_mr *ibv_reg_mr_iova2(struct ibv_pd *domain, void *address, size_t nbytes, uint64_t iova,
-                                unsigned int access)
-{
-    (void)iova;
-    return ibv_reg_mr(domain, address, nbytes, (int)access);
 }
 
 struct ibv_mr *ibv_reg_dmabuf_mr(struct ibv_pd *domain, uint64_t offset, size_t nbytes,
@@ -570,7 +590,6 @@ struct ibv_qp *ibv_create_qp(struct ibv_pd *domain, struct ibv_qp_init_attr *wan
             pair->qp.send_cq = wanted->send_cq;
             pair->qp.recv_cq = wanted->recv_cq;
             pair->qp.qp_num = number;
-            pair->qp.qp_type = wanted->qp_type;
         }
     open_objects++;
     pthread_mutex_unlock(&lock);
@@ -603,7 +622,7 @@ int ibv_destroy_qp(struct ibv_qp *qp)
     return 0;
 }
 
-const char *ibv_wc_status_str(enum ibv_wc_status status)
+const char *ibv_wc_status_str(int status)
 {
     return status == IBV_WC_RETRY_EXC_ERR ? "transport retry counter exceeded" : "flushed";
 }

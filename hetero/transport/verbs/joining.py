@@ -1,4 +1,4 @@
-"""What every way of driving a verbs link begins with: the ends meet and agree on their rails."""
+"""How a link over RDMA begins: the ends meet and agree on their rails."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ import socket
 from collections.abc import Callable, Mapping, Sequence
 from ctypes import CDLL
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 
 from hetero.device.driver import driver_for
-from hetero.device.topology import pci_device
+from hetero.device.topology import SYS, pci_device
 from hetero.errors import LinkError
 from hetero.transport.handshake import (
     Meeting,
@@ -43,6 +44,8 @@ class VerbsOptions:
     """How long a request may take before its rail is given up; else half the link's timeout."""
     read_back: bool = False
     """Read a NIC's writes back over it even where the memory or its driver needs no such thing."""
+    sys_root: Path = SYS
+    """Where the kernel describes this side's devices."""
 
     def stall_within(self, timeout: float) -> float:
         """How long a request may take on a link with this timeout, in seconds."""
@@ -120,7 +123,8 @@ def _look_around(library: CDLL, options: VerbsOptions, device: torch.device) -> 
     if device.type == "cuda" and not options.nics:
         index = torch.cuda.current_device() if device.index is None else device.index
         gpu = pci_device(driver_for(device).pci_bus_id(index))
-    return find_ports(choose_devices(gpu, options.nics), library=library)
+    devices = choose_devices(gpu, options.nics, sys_root=options.sys_root)
+    return find_ports(devices, library=library, sys_root=options.sys_root)
 
 
 def _pair_up(meeting: Meeting, ours: list[Port], theirs: list[Port]) -> list[Port]:

@@ -173,7 +173,7 @@ def _make_memory(
         for_carrier = replace(for_carrier, rings=rings.address)
         return CarriedMemory(control, control_on_device, on_device, for_carrier)
     driver = driver_for(device)
-    index = torch.cuda.current_device() if device.index is None else device.index
+    index = index_of(device)
     if not isinstance(ordered, GpuMemory):
         raise LinkError("rings in device memory are for GPUs whose streams wait on memory")
     address, _ = ordered.allocate(2 * ring_bytes)
@@ -189,6 +189,11 @@ def _make_memory(
         dmabuf=dmabuf,
     )
     return CarriedMemory(control, control_on_device, address, for_carrier)
+
+
+def index_of(device: torch.device) -> int:
+    """The number of a GPU."""
+    return torch.cuda.current_device() if device.index is None else device.index
 
 
 def _export(driver: GpuDriver, device: int, address: int, nbytes: int) -> tuple[int, int] | None:

@@ -1,23 +1,27 @@
-"""A world of emulated NICs for each test, which must leave nothing open in it."""
+"""NICs that are copies within one process, which every test leaves with nothing open."""
 
 from __future__ import annotations
 
 import os
 import threading
-import uuid
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
-from tests.emulated_nic.world import World, two_rails, wait_until
+from tests.hetero.transport.joined import threads_named, wait_until
+from tests.loopback_nic.library import LoopbackNics, lacking
 
 
 @pytest.fixture
-def world() -> Iterator[World]:
-    """Two rails; every test is also one of what is left behind, whatever went wrong in it."""
+def nics(tmp_path: Path) -> Iterator[LoopbackNics]:
+    if (reason := lacking()) is not None:
+        pytest.skip(reason)
+    made = LoopbackNics(tmp_path / "sys")
     files, threads = len(os.listdir("/proc/self/fd")), threading.active_count()
-    made = two_rails(uuid.uuid4().hex)
     yield made
-    assert made.open_objects == 0
+    made.mend()
+    assert made.open_objects() == 0
     wait_until(lambda: threading.active_count() <= threads)
+    assert threads_named("hetero-carrier") == []
     assert len(os.listdir("/proc/self/fd")) <= files

@@ -1,4 +1,4 @@
-"""What the forwarder knows of its entries: counters that count round, order over rails, repeats."""
+"""What a carrier knows of its entries: counters that count round, order, and sending again."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.loopback_nic.library import LoopbackNics
+from hetero.native.library import native
 
 ENTRIES = 256
 ALMOST_ROUND = 2**32 - 3
@@ -46,8 +46,8 @@ class Incoming(Structure):
     _fields_ = (
         ("posted", c_uint32),
         ("produced", c_uint32),
-        ("told", c_uint32),
-        ("telling_lost", c_bool),
+        ("credited", c_uint32),
+        ("credit_lost", c_bool),
         ("arrivals", Arrival * ENTRIES),
     )
 
@@ -88,8 +88,10 @@ class Sender:
     def freed(self) -> int:
         return int(self._library.outgoing_free(byref(self.state)))
 
-    def repeat(self, rail: int, *, landed: bool = False) -> int:
-        return int(self._library.outgoing_repeat(byref(self.state), rail, c_bool(landed)))
+    def retransmit(self, rail: int, *, records: bool = False, data: bool = False) -> int:
+        """How many entries' data wait again, of those posted and, if so, of those sent."""
+        state = byref(self.state)
+        return int(self._library.outgoing_retransmit(state, rail, c_bool(records), c_bool(data)))
 
 
 class Receiver:
@@ -97,7 +99,7 @@ class Receiver:
 
     def __init__(self, library: Any, first: int) -> None:
         self._library = library
-        self.state = Incoming(posted=first, produced=first, told=first)
+        self.state = Incoming(posted=first, produced=first, credited=first)
 
     def record(self, number: int, last_byte: int = 0) -> None:
         self._library.incoming_record(
@@ -108,6 +110,9 @@ class Receiver:
         self._library.incoming_data(
             byref(self.state), c_uint32(number & 0x7FFFFFFF), rail, c_bool(needs_reading)
         )
+
+    def expect_data(self, number: int, rail: int) -> bool:
+        return bool(self._library.incoming_expect_data(byref(self.state), c_uint32(number), rail))
 
     def claim(self, rail: int) -> int | None:
         last_byte = c_uint64()
@@ -122,12 +127,13 @@ class Receiver:
 
 
 @pytest.fixture
-def library(nics: LoopbackNics) -> ctypes.CDLL:
-    chosen = nics.library
+def library() -> ctypes.CDLL:
+    chosen = native()
     chosen.sequence_waiting.restype = c_bool
     chosen.sequence_waiting.argtypes = [POINTER(Sequence), c_uint32, POINTER(c_uint32)]
     chosen.outgoing_free.restype = c_uint32
-    chosen.outgoing_repeat.restype = c_int
+    chosen.outgoing_retransmit.restype = c_int
+    chosen.incoming_expect_data.restype = c_bool
     chosen.incoming_claim.restype = c_bool
     return chosen
 
@@ -139,9 +145,6 @@ def first(request: pytest.FixtureRequest) -> int:
 
 def whole(number: int) -> int:
     return number & 0xFFFFFFFF
-
-
-# The sender.
 
 
 def test_parts_are_posted_in_order_and_never_beyond_the_limit(library: Any, first: int) -> None:
@@ -210,7 +213,7 @@ def test_a_lost_rail_s_unfinished_parts_wait_again_in_their_order(library: Any, 
         if step:
             for what in ("records", "data"):
                 sender.post(what, whole(first + step), step % 2)
-    assert sender.repeat(0) == 2
+    assert sender.retransmit(0) == 2
     again = []
     while (number := sender.waiting("data", first + 6)) is not None:
         sender.post("data", number, 1)
@@ -225,27 +228,24 @@ def test_a_lost_rail_s_unfinished_parts_wait_again_in_their_order(library: Any, 
     assert sender.freed() == whole(first + 2)
 
 
-def test_what_has_landed_is_repeated_only_for_a_receiver_that_reads_back(library: Any) -> None:
+def test_what_has_landed_is_sent_again_only_for_a_receiver_that_reads_back(library: Any) -> None:
     for landed, count in ((False, 0), (True, 2)):
         sender = Sender(library, 0)
         for number in range(3):
             sender.carry(number, 0)
         sender.credit(1)
-        assert sender.repeat(0, landed=landed) == count
+        assert sender.retransmit(0, data=landed) == count
         sender.freed()
         assert sender.waiting("data", 3) == (1 if landed else None)
 
 
-def test_what_was_released_is_not_repeated_though_its_rail_never_said_so(library: Any) -> None:
+def test_what_was_released_is_not_sent_again_though_its_rail_never_said_so(library: Any) -> None:
     sender = Sender(library, 0)
     for what in ("records", "data"):
         sender.post(what, 0, 0)
     sender.credit(1)
-    assert sender.repeat(0, landed=True) == 0
+    assert sender.retransmit(0, data=True) == 0
     assert sender.freed() == 1
-
-
-# The receiver.
 
 
 def test_entries_count_without_a_gap_whatever_order_the_rails_bring(
@@ -312,3 +312,34 @@ def test_what_a_lost_rail_brought_unseen_comes_again_over_another(
     receiver.claim(1)
     receiver.seen(1)
     assert receiver.state.produced == 1
+
+
+def test_over_connections_what_was_sent_may_not_have_arrived(library: Any, first: int) -> None:
+    """TCP confirms nothing: records and data are sent again unless the receiver released them."""
+    sender = Sender(library, first)
+    for step in range(4):
+        sender.carry(first + step, step % 2)
+    sender.credit(first + 1)
+    assert sender.retransmit(0, records=True, data=True) == 1
+    assert sender.waiting("records", first + 4) == whole(first + 2)
+    assert sender.waiting("data", first + 4) == whole(first + 2)
+    sender.carry(first + 2, 1)
+    assert sender.waiting("records", first + 4) is sender.waiting("data", first + 4) is None
+    sender.credit(first + 4)
+    assert sender.freed() == whole(first + 4)
+
+
+def test_data_are_taken_from_one_rail_and_left_to_no_other_while_they_come(
+    library: Any, first: int
+) -> None:
+    receiver = Receiver(library, first)
+    assert receiver.expect_data(first, 0)
+    assert not receiver.expect_data(first, 1), "they are coming over another rail"
+    receiver.forget(0)
+    assert receiver.expect_data(first, 1), "that rail is lost"
+    receiver.data(first, 0)
+    assert receiver.state.produced == first, "what a lost rail brings late is not awaited"
+    receiver.data(first, 1)
+    assert receiver.state.produced == whole(first + 1)
+    assert not receiver.expect_data(first, 1), "they are here"
+    assert not receiver.expect_data(whole(first + 1 + ENTRIES), 1), "there is no room for it yet"

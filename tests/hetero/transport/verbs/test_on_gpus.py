@@ -1,4 +1,4 @@
-"""The native forwarder between two GPUs' own memory and streams, over NICs that are copies.
+"""RDMA between two GPUs' own memory and streams, over NICs that are copies.
 
 *Emulated* NICs, both ends in one process: what is real is the GPUs' part, their streams that wait
 for words and write them, their rings, and the order of all that.
@@ -16,7 +16,7 @@ from hetero.device.driver import driver_for
 from hetero.device.gpu_ordered import GpuOrderedDevice
 from hetero.transport.ordered.link import OrderedLink
 from hetero.transport.verbs.joining import DEVICE, HOST
-from tests.hetero.transport.verbs.native.joined import Setup, joined
+from tests.hetero.transport.verbs.ends import Setup
 from tests.loopback_nic.library import Fault, LoopbackNics, lacking
 
 pytestmark = [
@@ -49,7 +49,7 @@ def reaching_gpus(nics: LoopbackNics) -> Iterator[LoopbackNics]:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def opened_gpus() -> None:
+def opened_gpus(tmp_path_factory: pytest.TempPathFactory) -> None:
     """One link has been used: CUDA opens files then and keeps them, which `nics` must not count.
 
     A module's fixtures are set up before its tests' own, so `nics` counts after this.
@@ -57,8 +57,8 @@ def opened_gpus() -> None:
     if lacking() is not None:
         return
     with (
-        reaching_gpus(LoopbackNics()) as nics,
-        joined(setup(nics, memory=DEVICE, read_back=False)) as (one, other),
+        reaching_gpus(LoopbackNics(tmp_path_factory.mktemp("nics") / "sys")) as nics,
+        setup(nics, memory=DEVICE, read_back=False).links() as (one, other),
     ):
         assert cross(one, other, nbytes=3 * CHUNK_BYTES, source=0)
         assert cross(other, one, nbytes=3 * CHUNK_BYTES, source=1)
@@ -76,7 +76,7 @@ def setup(nics: LoopbackNics, *, memory: str, read_back: bool) -> Setup:
         nics,
         memory=memory,
         read_back=read_back,
-        ring_bytes=RING_BYTES,
+        ring_bytes=(RING_BYTES, RING_BYTES),
         chunk_bytes=CHUNK_BYTES,
         devices=tuple(GpuOrderedDevice(gpu) for gpu in gpus),
         tensors_on=gpus,
@@ -105,14 +105,14 @@ def cross(sender: OrderedLink, receiver: OrderedLink, *, nbytes: int, source: in
 @pytest.mark.parametrize("memory", [DEVICE, HOST])
 @pytest.mark.parametrize("read_back", [False, True], ids=["in-order", "read-back"])
 def test_every_byte_crosses_both_ways(gpu_nics: LoopbackNics, memory: str, read_back: bool) -> None:
-    with joined(setup(gpu_nics, memory=memory, read_back=read_back)) as (one, other):
+    with setup(gpu_nics, memory=memory, read_back=read_back).links() as (one, other):
         for nbytes in SIZES:
             assert cross(one, other, nbytes=nbytes, source=0), nbytes
             assert cross(other, one, nbytes=nbytes, source=1), nbytes
 
 
 def test_a_lost_rail_costs_no_byte(gpu_nics: LoopbackNics) -> None:
-    with joined(setup(gpu_nics, memory=DEVICE, read_back=True)) as (one, other):
+    with setup(gpu_nics, memory=DEVICE, read_back=True).links() as (one, other):
         for number in range(MESSAGES):
             if number == MESSAGES // 3:
                 gpu_nics.break_with("b0", Fault.CUT)

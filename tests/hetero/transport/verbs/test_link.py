@@ -1,4 +1,4 @@
-"""A link that the native forwarder carries, over NICs that are copies within this process."""
+"""A link over RDMA, over NICs that are copies within this process."""
 
 from __future__ import annotations
 
@@ -16,63 +16,31 @@ import pytest
 import torch
 
 from hetero.errors import LinkError
-from hetero.transport.ordered.link import OrderedLink
-from tests.emulated_nic.world import wait_until
-from tests.hetero.transport.verbs.native.joined import (
-    CHUNK_BYTES,
-    RING_BYTES,
-    Setup,
-    forwarder_threads,
-    joined,
+from tests.hetero.transport.joined import (
+    MESSAGES,
+    at,
+    is_broken,
+    noise,
+    stream,
+    threads_named,
+    wait_until,
 )
+from tests.hetero.transport.verbs.ends import CHUNK_BYTES, RING_BYTES, Setup
 from tests.loopback_nic.library import Fault, LoopbackNics
 
-MESSAGES = 40
-
-pytestmark = pytest.mark.usefixtures("enqueued")
-
-
-def noise(nbytes: int, seed: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=generator)
-
-
-def stream(
-    sender: OrderedLink,
-    receiver: OrderedLink,
-    *,
-    nbytes: int = 3 * CHUNK_BYTES + 1,
-    before: Callable[[int], None] = lambda number: None,
-) -> int:
-    """Send messages and compare them; how many came out right."""
-    right = 0
-    for number in range(MESSAGES):
-        before(number)
-        sent = noise(nbytes, number)
-        target = torch.zeros_like(sent)
-        sending, receiving = sender.send(sent), receiver.recv(target)
-        receiving.wait()
-        sending.wait()
-        sender.check()
-        receiver.check()
-        right += torch.equal(sent, target)
-    return right
-
-
-def at(number: int, action: Callable[[], None]) -> Callable[[int], None]:
-    return lambda now: action() if now == number else None
+NBYTES = 3 * CHUNK_BYTES + 1
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, CHUNK_BYTES, RING_BYTES - 1, 5 * RING_BYTES + 3])
 @pytest.mark.parametrize("read_back", [False, True], ids=["in-order", "read-back"])
 def test_every_byte_arrives(nics: LoopbackNics, nbytes: int, read_back: bool) -> None:
-    with joined(Setup(nics, read_back=read_back)) as (one, other):
+    with Setup(nics, read_back=read_back).links() as (one, other):
         assert stream(one, other, nbytes=nbytes) == MESSAGES
         assert stream(other, one, nbytes=nbytes) == MESSAGES
 
 
 def test_more_messages_than_there_are_records_cross_both_ways_at_once(nics: LoopbackNics) -> None:
-    with joined(Setup(nics)) as links:
+    with Setup(nics).links() as links:
         sent = [noise(100, number) for number in range(700)]
         targets = [[torch.zeros(100, dtype=torch.uint8) for _ in sent] for _ in links]
         works = [link.send(tensor) for link in links for tensor in sent]
@@ -86,8 +54,8 @@ def test_more_messages_than_there_are_records_cross_both_ways_at_once(nics: Loop
 
 def test_two_rails_share_the_entries_of_a_message(nics: LoopbackNics) -> None:
     """Of small entries several are under way at once, sooner or later."""
-    with joined(Setup(nics, chunk_bytes=4096)) as (one, other):
-        stream(one, other)
+    with Setup(nics, chunk_bytes=4096).links() as (one, other):
+        stream(one, other, nbytes=NBYTES)
     assert min(nics.writes("b0"), nics.writes("b1")) > 0
 
 
@@ -100,7 +68,7 @@ def test_a_nic_copies_as_it_is_told(nics: LoopbackNics, read_back: bool) -> None
         ctypes.memmove(target, source, nbytes)
 
     nics.copy_with(copy)
-    with joined(Setup(nics, read_back=read_back)) as links:
+    with Setup(nics, read_back=read_back).links() as links:
         assert stream(*links, nbytes=CHUNK_BYTES) == MESSAGES
     assert copied.count(CHUNK_BYTES) >= MESSAGES
 
@@ -116,8 +84,8 @@ def test_one_lost_rail_of_two_costs_no_byte_and_both_ends_say_so(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     strike = at(MESSAGES // 3, lambda: nics.break_with(name, fault))
-    with caplog.at_level(logging.WARNING), joined(Setup(nics, read_back=read_back)) as links:
-        assert stream(*links, before=strike) == MESSAGES
+    with caplog.at_level(logging.WARNING), Setup(nics, read_back=read_back).links() as links:
+        assert stream(*links, nbytes=NBYTES, before=strike) == MESSAGES
     for rail in ("(a0:1)", "(b0:1)"):
         assert any(rail in line and "is lost" in line for line in caplog.messages), caplog.messages
 
@@ -126,8 +94,8 @@ def test_a_port_that_goes_down_is_a_lost_rail_at_once(
     nics: LoopbackNics, caplog: pytest.LogCaptureFixture
 ) -> None:
     strike = at(3, lambda: nics.take_port_down("b0"))
-    with caplog.at_level(logging.WARNING), joined(Setup(nics)) as links:
-        assert stream(*links, before=strike) == MESSAGES
+    with caplog.at_level(logging.WARNING), Setup(nics).links() as links:
+        assert stream(*links, nbytes=NBYTES, before=strike) == MESSAGES
     assert any("(b0:1) is lost: its port has gone down" in line for line in caplog.messages)
 
 
@@ -136,14 +104,14 @@ def test_the_loss_of_the_last_rail_is_an_error_at_both_ends_that_names_it(
     nics: LoopbackNics, fault: Fault
 ) -> None:
     errors: list[str] = []
-    with joined(Setup(nics, rails=1)) as links:
+    with Setup(nics, names=(("a0",), ("b0",))).links() as links:
 
         def expect(action: Callable[[], Any]) -> None:
             with pytest.raises(LinkError) as failure:
                 action()
             errors.append(str(failure.value))
 
-        stream(*links)
+        stream(*links, nbytes=NBYTES)
         nics.break_with("a0", fault)
         sent, target = noise(5, 0), torch.zeros(5, dtype=torch.uint8)
         links[0].send(sent)
@@ -156,20 +124,11 @@ def test_the_loss_of_the_last_rail_is_an_error_at_both_ends_that_names_it(
         assert f"the last rail, {rail}, is lost" in error
 
 
-def is_broken(link: OrderedLink, tensor: torch.Tensor) -> bool:
-    try:
-        link.send(tensor)
-        link.check()
-    except LinkError:
-        return True
-    return False
-
-
 def test_writes_that_only_a_read_back_shows_are_waited_for(nics: LoopbackNics) -> None:
     for name in ("b0", "b1"):
         nics.hold_writes(name)
-    with joined(Setup(nics, read_back=True)) as links:
-        assert stream(*links) == MESSAGES
+    with Setup(nics, read_back=True).links() as links:
+        assert stream(*links, nbytes=NBYTES) == MESSAGES
     assert nics.reads("b0") + nics.reads("b1") > 0
 
 
@@ -178,8 +137,8 @@ def test_what_landed_on_a_rail_that_cannot_read_it_back_comes_again(nics: Loopba
     for name in ("b0", "b1"):
         nics.hold_writes(name)
     strike = at(MESSAGES // 2, lambda: nics.break_reads("b0"))
-    with joined(Setup(nics, read_back=True)) as links:
-        assert stream(*links, before=strike) == MESSAGES
+    with Setup(nics, read_back=True).links() as links:
+        assert stream(*links, nbytes=NBYTES, before=strike) == MESSAGES
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -201,7 +160,7 @@ def test_a_fault_of_any_kind_at_any_time_costs_no_byte(nics: LoopbackNics, seed:
     if read_back:
         nics.hold_writes(name)
     chunk_bytes = chance.choice([512, 4096, CHUNK_BYTES])
-    with joined(Setup(nics, read_back=read_back, chunk_bytes=chunk_bytes)) as links:
+    with Setup(nics, read_back=read_back, chunk_bytes=chunk_bytes).links() as links:
         for number in range(MESSAGES):
             if number == when:
                 strike(*[argument for argument in (name, fault) if argument is not None])
@@ -219,8 +178,8 @@ def test_a_fault_of_any_kind_at_any_time_costs_no_byte(nics: LoopbackNics, seed:
 
 
 def test_a_peer_that_closes_is_an_error_at_whoever_waits_for_it(nics: LoopbackNics) -> None:
-    with joined(Setup(nics)) as (one, other):
-        assert stream(one, other) == MESSAGES
+    with Setup(nics).links() as (one, other):
+        assert stream(one, other, nbytes=NBYTES) == MESSAGES
         work = one.recv(torch.zeros(5))
         other.close()
         with pytest.raises(LinkError, match="rank 1 has ended or closed the link"):
@@ -229,14 +188,14 @@ def test_a_peer_that_closes_is_an_error_at_whoever_waits_for_it(nics: LoopbackNi
 
 def test_a_peer_that_sends_nothing_is_an_error_after_the_deadline(nics: LoopbackNics) -> None:
     with (
-        joined(Setup(nics, timeout=0.5)) as (one, _),
+        Setup(nics, timeout=0.5).links() as (one, _),
         pytest.raises(LinkError, match=r"nothing moved for 0\.5 s"),
     ):
         one.recv(torch.zeros(5)).wait()
 
 
 def test_a_receiver_that_refuses_a_message_tells_its_sender(nics: LoopbackNics) -> None:
-    with joined(Setup(nics)) as (one, other):
+    with Setup(nics).links() as (one, other):
         sent = torch.ones(4)
         one.send(sent)
         with pytest.raises(LinkError, match="shape"):
@@ -247,7 +206,7 @@ def test_a_receiver_that_refuses_a_message_tells_its_sender(nics: LoopbackNics) 
 
 
 def test_the_last_message_before_a_close_arrives(nics: LoopbackNics) -> None:
-    with joined(Setup(nics)) as (one, other):
+    with Setup(nics).links() as (one, other):
         sent, target = noise(3 * RING_BYTES, 1), torch.zeros(3 * RING_BYTES, dtype=torch.uint8)
         one.send(sent)
         closing = threading.Thread(target=one.close)
@@ -259,13 +218,13 @@ def test_the_last_message_before_a_close_arrives(nics: LoopbackNics) -> None:
 
 def test_a_link_can_be_opened_again(nics: LoopbackNics) -> None:
     for _ in range(3):
-        with joined(Setup(nics)) as links:
-            assert stream(*links) == MESSAGES
+        with Setup(nics).links() as links:
+            assert stream(*links, nbytes=NBYTES) == MESSAGES
 
 
-def test_an_idle_link_s_forwarders_never_wake(nics: LoopbackNics) -> None:
-    with joined(Setup(nics)) as links:
-        stream(*links)
+def test_an_idle_link_s_carriers_never_wake(nics: LoopbackNics) -> None:
+    with Setup(nics).links() as links:
+        stream(*links, nbytes=NBYTES)
         time.sleep(0.2)
         before = _times_slept()
         time.sleep(0.5)
@@ -273,18 +232,18 @@ def test_an_idle_link_s_forwarders_never_wake(nics: LoopbackNics) -> None:
         assert len(before) == 2
 
 
-def test_a_forwarder_takes_no_signal_away_from_python(nics: LoopbackNics) -> None:
-    with joined(Setup(nics)):
-        for task in forwarder_threads():
+def test_a_carrier_takes_no_signal_away_from_python(nics: LoopbackNics) -> None:
+    with Setup(nics).links():
+        for task in threads_named("hetero-carrier"):
             (blocked,) = re.findall(r"SigBlk:\s*(\w+)", (task / "status").read_text())
             assert int(blocked, 16) & (1 << (signal.SIGINT - 1))
             assert int(blocked, 16) & (1 << (signal.SIGTERM - 1))
 
 
 def _times_slept() -> dict[str, int]:
-    """How often each forwarder of this process has gone to sleep."""
+    """How often each carrier of this process has gone to sleep."""
     slept = {}
-    for task in forwarder_threads():
+    for task in threads_named("hetero-carrier"):
         status = (task / "status").read_text()
         slept[task.name] = int(status.split("\nvoluntary_ctxt_switches:")[1].split()[0])
     return slept

@@ -1,4 +1,4 @@
-"""Very many messages by the native forwarder. NICs and streams are *emulated*, in one process."""
+"""Very many messages over RDMA. NICs are *emulated*, in one process."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ import torch
 
 from hetero.transport.base import Work
 from hetero.transport.ordered.link import OrderedLink
-from tests.hetero.transport.verbs.native.joined import Setup, joined
+from tests.hetero.transport.verbs.ends import Setup
 from tests.loopback_nic.library import LoopbackNics
-from tests.stream_driver.library import DeviceInC, lacking
 
 MESSAGES, WINDOW, LARGEST = 100_000, 64, 64 << 10
 
@@ -61,12 +60,9 @@ def _generator(seed: int) -> torch.Generator:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.skipif(lacking() is not None, reason=lacking() or "")
 def test_a_hundred_thousand_messages_arrive_once_and_unchanged(nics: LoopbackNics) -> None:
-    setup = Setup(
-        nics, ring_bytes=2 << 20, chunk_bytes=64 << 10, devices=(DeviceInC(), DeviceInC())
-    )
-    with joined(setup) as links:
+    setup = Setup(nics, ring_bytes=(2 << 20, 2 << 20), chunk_bytes=64 << 10)
+    with setup.links() as links:
         ends = [End(link, rank) for rank, link in enumerate(links)]
         for end in ends:
             end.thread.start()

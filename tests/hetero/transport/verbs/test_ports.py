@@ -2,62 +2,64 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from ipaddress import IPv6Address
 from pathlib import Path
 
 import pytest
 
 from hetero.device.topology import pci_device
 from hetero.errors import LinkError
-from hetero.transport.verbs.devices import (
+from hetero.transport.verbs.ports import (
     INFINIBAND,
     ROCE,
+    Gid,
     Port,
     choose_devices,
     choose_gid,
     find_ports,
     pair_ports,
+    read_gids,
 )
-from tests.emulated_nic.library import emulated
-from tests.emulated_nic.world import World
+from tests.loopback_nic.library import GID, GID_INDEX, LoopbackNics
 
-IB, V1, V2 = 0, 1, 2
+IB, V1, V2 = "IB/RoCE v1", "IB/RoCE v1", "RoCE v2"
 IPV4 = "0000:0000:0000:0000:0000:ffff:0a01:0001"
 OTHER_IPV4 = "0000:0000:0000:0000:0000:ffff:0a01:0101"
 IPV6 = "2001:0db8:0000:0000:0000:0000:0000:0001"
 LINK_LOCAL = "fe80:0000:0000:0000:0202:c9ff:fe00:0001"
 
 
-@dataclass(frozen=True)
-class Gid:
-    gid_index: int
-    gid_type: int
-    gid_str: str
-    port_num: int = 1
+def entry(index: int, kind: str, address: str) -> Gid:
+    return Gid(index, kind, IPv6Address(address))
 
 
-def chosen(*gids: Gid, kind: int = V2) -> int | None:
-    entry = choose_gid(gids, kind, on_ethernet=kind != IB)
-    return None if entry is None else int(entry.gid_index)
+def chosen(*gids: Gid, on_ethernet: bool = True) -> int | None:
+    found = choose_gid(gids, on_ethernet=on_ethernet)
+    return None if found is None else found.index
 
 
 def test_the_address_is_a_roce_v2_one_of_ipv4_wherever_it_stands() -> None:
-    table = (Gid(0, V1, LINK_LOCAL), Gid(1, V2, LINK_LOCAL), Gid(2, V1, IPV4), Gid(7, V2, IPV4))
+    table = (
+        entry(0, V1, LINK_LOCAL),
+        entry(1, V2, LINK_LOCAL),
+        entry(2, V1, IPV4),
+        entry(7, V2, IPV4),
+    )
     assert chosen(*table) == 7
     assert chosen(*reversed(table)) == 7
 
 
 def test_of_several_ipv4_addresses_the_first_is_taken() -> None:
-    assert chosen(Gid(5, V2, OTHER_IPV4), Gid(3, V2, IPV4)) == 3
+    assert chosen(entry(5, V2, OTHER_IPV4), entry(3, V2, IPV4)) == 3
 
 
 def test_an_ipv6_address_will_do_but_no_link_local_one() -> None:
-    assert chosen(Gid(1, V2, LINK_LOCAL), Gid(3, V2, IPV6)) == 3
-    assert chosen(Gid(1, V2, LINK_LOCAL), Gid(2, V1, IPV4)) is None
+    assert chosen(entry(1, V2, LINK_LOCAL), entry(3, V2, IPV6)) == 3
+    assert chosen(entry(1, V2, LINK_LOCAL), entry(2, V1, IPV4)) is None
 
 
 def test_infiniband_has_one_kind_of_address() -> None:
-    assert chosen(Gid(0, IB, LINK_LOCAL), kind=IB) == 0
+    assert chosen(entry(0, IB, LINK_LOCAL), on_ethernet=False) == 0
 
 
 def lay_out(root: Path, places: dict[str, str]) -> None:
@@ -133,20 +135,48 @@ def test_infiniband_and_ethernet_never_go_together() -> None:
     assert pair_ports([port("a0", "", INFINIBAND)], [port("b0", "")]) == []
 
 
-def test_a_port_is_described_by_what_its_device_says(world: World) -> None:
-    world.devices["a0"].max_message = 1 << 30
-    (found,) = find_ports(emulated(world), ["a0"])
-    assert (found.kind, found.gid, found.gid_index) == (ROCE, IPV4, 1)
-    assert (found.mtu, found.max_message) == (5, 1 << 30)
+def test_the_addresses_of_a_port_are_read_without_the_empty_places(tmp_path: Path) -> None:
+    texts = {"0": LINK_LOCAL, "3": IPV4, "10": IPV6, "1": "0000:" * 7 + "0000", "2": ""}
+    for folder in ("gids", "gid_attrs/types"):
+        (tmp_path / folder).mkdir(parents=True)
+    for index, text in texts.items():
+        (tmp_path / "gids" / index).write_text(text + "\n")
+        (tmp_path / "gid_attrs/types" / index).write_text(V2 + "\n")
+    expected = [entry(0, V2, LINK_LOCAL), entry(3, V2, IPV4), entry(10, V2, IPV6)]
+    assert read_gids(tmp_path) == expected
 
 
-def test_ports_that_cannot_be_used_are_named_with_the_reason(world: World) -> None:
-    world.devices["a0"].active = False
-    with pytest.raises(LinkError, match=r"a0:1 is not active; mlx5_9 cannot be opened"):
-        find_ports(emulated(world), ["a0", "mlx5_9"])
-    assert [str(found) for found in find_ports(emulated(world), ["a0", "a1"])] == ["a1:1"]
+def found_ports(nics: LoopbackNics, *names: str) -> list[Port]:
+    return find_ports(names, library=nics.library, sys_root=nics.sys_root)
 
 
-def test_a_host_without_rdma_devices_says_so(world: World) -> None:
+def test_a_port_is_described_by_what_its_device_says(nics: LoopbackNics) -> None:
+    nics.limit("a0", max_message=1 << 20)
+    (found,) = found_ports(nics, "a0")
+    assert (found.kind, found.gid, found.gid_index) == (ROCE, GID.format(0), GID_INDEX)
+    assert (found.mtu, found.max_message) == (5, 1 << 20)
+
+
+def test_ports_that_cannot_be_used_are_named_with_the_reason(nics: LoopbackNics) -> None:
+    nics.activate("a0", is_active=False)
+    with pytest.raises(LinkError, match="a0:1 is not active; mlx5_9:1 the device cannot be opened"):
+        found_ports(nics, "a0", "mlx5_9")
+    assert [str(found) for found in found_ports(nics, "a0", "a1")] == ["a1:1"]
+
+
+def test_a_port_is_named_behind_its_device(nics: LoopbackNics) -> None:
+    assert [str(found) for found in found_ports(nics, "a0:1")] == ["a0:1"]
+    with pytest.raises(LinkError, match="a0:2 it cannot be asked"):
+        found_ports(nics, "a0:2")
+
+
+def test_a_port_without_an_address_of_its_kind_says_so(nics: LoopbackNics) -> None:
+    folder = nics.sys_root / "class/infiniband/a0/ports/1/gid_attrs/types"
+    (folder / str(GID_INDEX)).write_text(V1)
+    with pytest.raises(LinkError, match="a0:1 has no RoCE v2 address"):
+        found_ports(nics, "a0")
+
+
+def test_a_host_without_rdma_devices_says_so(nics: LoopbackNics) -> None:
     with pytest.raises(LinkError, match="no RDMA device"):
-        find_ports(emulated(world), ())
+        found_ports(nics)

@@ -15,14 +15,13 @@ import torch
 
 from hetero.errors import LinkError
 from hetero.transport.ordered.link import OrderedLink
+from hetero.transport.verbs import opening
 from hetero.transport.verbs.joining import DEVICE
-from hetero.transport.verbs.native import opening
-from tests.hetero.transport.verbs.native.joined import RING_BYTES, Setup, attempted, joined
+from tests.emulated_streams import EmulatedOrderedDevice
+from tests.hetero.transport.verbs.ends import RING_BYTES, Setup
 from tests.loopback_nic.library import LoopbackNics
 
 OFFSET = 4096
-
-pytestmark = pytest.mark.usefixtures("enqueued")
 
 
 @dataclass
@@ -58,10 +57,16 @@ class EmulatedDriver:
 def opened(
     driver: EmulatedDriver, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[tuple[OrderedLink, OrderedLink]]:
+    with on_emulated_gpus(driver, monkeypatch).links() as links:
+        yield links
+
+
+def on_emulated_gpus(driver: EmulatedDriver, monkeypatch: pytest.MonkeyPatch) -> Setup:
+    """Both ends with their rings in the memory of a GPU."""
     monkeypatch.setattr(opening, "driver_for", lambda device: driver)
     monkeypatch.setattr(opening, "index_of", lambda device: 0)
-    with joined(Setup(driver.nics, memory=DEVICE)) as links:
-        yield links
+    devices = EmulatedOrderedDevice(), EmulatedOrderedDevice()
+    return Setup(driver.nics, memory=DEVICE, devices=devices)
 
 
 def carries(links: tuple[OrderedLink, OrderedLink]) -> bool:
@@ -98,7 +103,7 @@ def test_it_is_registered_as_a_dmabuf_or_else_by_its_address(
         setattr(driver, lacks, False)
     with caplog.at_level("INFO", "hetero"), opened(driver, monkeypatch) as links:
         assert carries(links)
-    assert any(f"over a0:1 ({how}), a1:1 ({how}) by the native" in line for line in caplog.messages)
+    assert any(f"over a0:1 (by {how}), a1:1 (by {how})" in line for line in caplog.messages)
 
 
 def test_memory_that_no_way_registers_is_an_error_at_both_ends_with_the_remedy(
@@ -106,9 +111,7 @@ def test_memory_that_no_way_registers_is_an_error_at_both_ends_with_the_remedy(
 ) -> None:
     nics.refuse_memory("b1")
     driver = EmulatedDriver(nics, registers_dmabuf=False)
-    monkeypatch.setattr(opening, "driver_for", lambda device: driver)
-    monkeypatch.setattr(opening, "index_of", lambda device: 0)
-    first, second = attempted(Setup(nics, memory=DEVICE))
+    first, second = on_emulated_gpus(driver, monkeypatch).errors()
     for error in (first, second):
         assert (
             f"b1:1 cannot be used for RDMA: it refused to register {2 * RING_BYTES} bytes" in error
