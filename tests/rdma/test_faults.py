@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 import pytest
@@ -14,17 +14,16 @@ import torch
 from hetero.errors import LinkError
 from hetero.transport.base import Work
 from tests.hetero.transport.contract import Side, make, run_pair, same_bits, values
-from tests.hetero.transport.transports import SLOWNESS, Transport
-from tests.rdma.links import Heard, native_over, verbs_over
+from tests.hetero.transport.transports import SLOWNESS
+from tests.rdma.links import Heard, verbs_over
 from tests.rdma.rails import Rail
 
-Carrier = Callable[..., Transport]
 TIMEOUT = 1.0 * SLOWNESS
 GRACE = 2.0 * SLOWNESS
 MESSAGES = 24
 NBYTES = (1 << 20) + 3
 WINDOW = 4
-RING = {"slots": 8, "slot_bytes": 256 << 10}
+RING = {"ring_bytes": 2 << 20, "chunk_bytes": 256 << 10}
 
 
 @dataclass(frozen=True)
@@ -97,43 +96,31 @@ def _names_the_link(text: str, *, rank: int) -> bool:
     return f"rank {rank} (stage {4 + rank})" in text and f"rank {peer} (stage {4 + peer})" in text
 
 
-KINDS = ["take_down", "lose_packets"]
-OVER = pytest.mark.parametrize("over", [verbs_over, native_over], ids=["by-python", "native"])
-# Time here is short. What the carrier has no part in is seen with one of them.
 FAULTS = pytest.mark.parametrize(
-    ("over", "kind", "rank"),
-    [
-        *[
-            pytest.param(verbs_over, kind, rank, id=f"by-python-{kind}-at-{rank}")
-            for kind in KINDS
-            for rank in range(2)
-        ],
-        pytest.param(native_over, "take_down", 1, id="native-take_down-at-1"),
-        pytest.param(native_over, "lose_packets", 0, id="native-lose_packets-at-0"),
-    ],
+    ("kind", "rank"), [("take_down", 0), ("take_down", 1), ("lose_packets", 0), ("lose_packets", 1)]
 )
 
 
-@OVER
-def test_two_rails_share_the_chunks_of_a_message(rails: list[Rail], over: Carrier) -> None:
+def test_two_rails_share_the_entries_of_a_message(rails: list[Rail]) -> None:
     """Packets are seen on both wires, and no rail is taken for lost."""
     before = [rail.packets(0) for rail in rails]
-    sender, receiver = values(run_pair(streamed, over(rails, **RING), timeout=TIMEOUT, faults={}))
+    transport = verbs_over(rails, **RING)
+    sender, receiver = values(run_pair(streamed, transport, timeout=TIMEOUT, faults={}))
     assert (sender.error, receiver.error) == ("", "")
     assert receiver.compared == MESSAGES
     carried = [rail.packets(0) - count for rail, count in zip(rails, before, strict=True)]
-    # How they share depends on their speed; each has to carry whole chunks.
-    assert min(carried) * 4096 > RING["slot_bytes"], carried
+    # How they share depends on their speed; each has to carry whole entries.
+    assert min(carried) * 4096 > RING["chunk_bytes"], carried
     assert sender.heard == receiver.heard == []
 
 
 @FAULTS
 def test_one_lost_rail_of_two_costs_no_byte_and_both_ends_say_so(
-    rails: list[Rail], over: Carrier, kind: str, rank: int
+    rails: list[Rail], kind: str, rank: int
 ) -> None:
     faults = {MESSAGES // 3: Fault(kind, rails[0], rank)}
     sender, receiver = values(
-        run_pair(streamed, over(rails, **RING), timeout=TIMEOUT, faults=faults)
+        run_pair(streamed, verbs_over(rails, **RING), timeout=TIMEOUT, faults=faults)
     )
     assert (sender.error, receiver.error) == ("", "")
     assert receiver.compared == MESSAGES
@@ -141,19 +128,13 @@ def test_one_lost_rail_of_two_costs_no_byte_and_both_ends_say_so(
         assert any(device in line and "lost" in line for line in end.heard), end.heard
 
 
-@pytest.mark.parametrize(
-    ("over", "rank"),
-    [(verbs_over, 0), (verbs_over, 1), (native_over, 0)],
-    ids=["by-python-at-0", "by-python-at-1", "native-at-0"],
-)
-def test_the_loss_of_the_last_rail_is_an_error_at_both_ends(
-    rails: list[Rail], over: Carrier, rank: int
-) -> None:
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_loss_of_the_last_rail_is_an_error_at_both_ends(rails: list[Rail], rank: int) -> None:
     faults = {
         MESSAGES // 3: Fault("take_down", rails[1], rank),
         2 * MESSAGES // 3: Fault("take_down", rails[0], rank),
     }
-    ends = values(run_pair(streamed, over(rails, **RING), timeout=TIMEOUT, faults=faults))
+    ends = values(run_pair(streamed, verbs_over(rails, **RING), timeout=TIMEOUT, faults=faults))
     for number, end in enumerate(ends):
         assert _names_the_link(end.error, rank=number), end
         assert end.seconds < TIMEOUT + GRACE
@@ -161,11 +142,9 @@ def test_the_loss_of_the_last_rail_is_an_error_at_both_ends(
 
 
 @FAULTS
-def test_a_link_of_one_rail_fails_with_it(
-    rails: list[Rail], over: Carrier, kind: str, rank: int
-) -> None:
+def test_a_link_of_one_rail_fails_with_it(rails: list[Rail], kind: str, rank: int) -> None:
     faults = {MESSAGES // 3: Fault(kind, rails[0], rank)}
-    ends = values(run_pair(streamed, over(rails[:1], **RING), timeout=TIMEOUT, faults=faults))
+    ends = values(run_pair(streamed, verbs_over(rails[:1], **RING), timeout=TIMEOUT, faults=faults))
     for number, end in enumerate(ends):
         assert _names_the_link(end.error, rank=number), end
         assert end.seconds < TIMEOUT + GRACE
@@ -181,9 +160,8 @@ def killed(side: Side) -> Streamed:
     os._exit(7)
 
 
-@OVER
-def test_a_peer_that_is_killed_is_an_error_at_the_sender(rails: list[Rail], over: Carrier) -> None:
-    survivor, dead = run_pair(killed, over(rails, **RING), timeout=TIMEOUT, faults={})
+def test_a_peer_that_is_killed_is_an_error_at_the_sender(rails: list[Rail]) -> None:
+    survivor, dead = run_pair(killed, verbs_over(rails, **RING), timeout=TIMEOUT, faults={})
     assert dead.exit_code == 7
     assert survivor.error is None
     assert _names_the_link(survivor.value.error, rank=0), survivor

@@ -146,7 +146,7 @@ def read_gids(port: Path) -> list[Gid]:
         if int(address):
             kind = read_text(port / "gid_attrs/types" / index)
             found.append(Gid(int(index), kind, address))
-    return sorted(found, key=lambda gid: gid.index)
+    return found
 
 
 def choose_gid(gids: Sequence[Gid], *, on_ethernet: bool) -> Gid | None:
@@ -155,6 +155,7 @@ def choose_gid(gids: Sequence[Gid], *, on_ethernet: bool) -> Gid | None:
     A table holds the same address several times, by version of RoCE, in no fixed order. Link-local
     addresses of Ethernet are left out: they say nothing about which ports reach each other.
     """
+    gids = sorted(gids, key=lambda gid: gid.index)
     if not on_ethernet:
         return next((gid for gid in gids if gid.kind == _KIND_INFINIBAND), None)
     fitting = [gid for gid in gids if gid.kind == _KIND_ROCE]

@@ -1,100 +1,180 @@
-"""The install builds what is in C where it can, and says in one line what it lacks where not."""
+"""The library in C is part of the install, and Python has its structures as C does."""
 
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
+from ctypes import Structure
 from pathlib import Path
 
 import pytest
 
 from hetero.errors import LinkError
-from hetero.native import library as native
-from hetero.transport.verbs.native import library as forwarder
+from hetero.native import carrier, library
+from hetero.native.library import native
 from tests.c_layout import layout_in_c, layout_in_python, values_in_c
 from tests.hip_on_cuda.library import COMPILER, LACKING
-from tests.loopback_nic.library import lacking
 
 ROOT = Path(__file__).resolve().parents[3]
-FOLDERS = (native.FOLDER, forwarder.FOLDER)
-STRUCTURES = {"struct entry_points": native.EntryPoints, "struct streams": native.Streams}
+STRUCTURES: dict[str, dict[str, type[Structure]]] = {
+    "native.h": {
+        "struct entry_points": library.EntryPoints,
+        "struct streams": library.Streams,
+        "struct flow": library.Flow,
+        "struct host_gpu": library.HostGpu,
+    },
+    "carrier.h": {
+        "struct engine_layout": carrier.Layout,
+        "struct verbs_request": carrier.VerbsRequest,
+        "struct verbs_connection_info": carrier.VerbsConnectionInfo,
+        "struct verbs_route": carrier.VerbsRoute,
+        "struct verbs_peer": carrier.VerbsPeer,
+        "struct verbs_port": carrier.VerbsPort,
+        "struct tcp_request": carrier.TcpRequest,
+    },
+}
+RDMA_CORE = Path("/usr/include/infiniband/verbs.h")
+SHARED_WHOLE = (
+    "context_ops device_attr port_attr qp_cap qp_init_attr ah_attr qp_attr sge send_wr recv_wr wc "
+    "async_event"
+).split()
+"""Structures of libibverbs that one side makes and the other fills or reads whole."""
+
+needs_compiler = pytest.mark.skipif(COMPILER is None, reason=LACKING)
 
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
-    """What the build of the libraries needs, as in a checkout that was never installed."""
+    """What the build of the library needs, as in a checkout that was never installed."""
     for name in ("setup.py", "pyproject.toml", "requirements.txt"):
         shutil.copy(ROOT / name, tmp_path)
-    for folder in FOLDERS:
-        target = tmp_path / folder.relative_to(ROOT)
-        target.mkdir(parents=True)
-        for source in [*folder.glob("*.[ch]"), folder / "__init__.py"]:
-            shutil.copy(source, target)
+    target = tmp_path / library.FOLDER.relative_to(ROOT)
+    target.mkdir(parents=True)
+    for source in [*library.FOLDER.glob("*.[ch]"), library.FOLDER / "__init__.py"]:
+        shutil.copy(source, target)
     shutil.copy(ROOT / "hetero" / "version.py", tmp_path / "hetero")
     return tmp_path
 
 
-def build(checkout: Path, **environment: str) -> tuple[str, dict[Path, Path]]:
-    """What the build said, and the library that it left in each folder."""
+def run(command: list[str], folder: Path, **environment: str) -> tuple[int, str]:
+    """The exit code, and all that was said."""
     done = subprocess.run(
-        [sys.executable, "setup.py", "-q", "build_ext", "--inplace"],
-        cwd=checkout,
+        [sys.executable, *command],
+        cwd=folder,
         env={**os.environ, **environment},
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
         text=True,
-        timeout=120,
+        timeout=240,
         check=False,
     )
-    assert done.returncode == 0, done.stdout + done.stderr
-    found = {folder: (checkout / folder.relative_to(ROOT)).glob("*.so") for folder in FOLDERS}
-    return done.stdout, {folder: path for folder, paths in found.items() for path in paths}
+    return done.returncode, done.stdout
 
 
-@pytest.mark.skipif(lacking() is not None, reason=lacking() or "")
-def test_all_is_built_beside_its_sources_without_a_warning(checkout: Path) -> None:
-    said, built = build(checkout, CFLAGS="-Werror")
-    assert said == ""
-    assert native.LIBRARY.load(built[native.FOLDER]).native_version() == 1
-    assert forwarder.load(built[forwarder.FOLDER]).forwarder_version() == 1
+BUILD = ["setup.py", "-q", "build_ext", "--inplace"]
 
 
-@pytest.mark.parametrize(
-    "environment",
-    [{"CC": "/bin/false"}, {"CC": "/nonexistent/cc"}],
-    ids=["a-compiler-that-fails", "no-compiler"],
-)
-def test_without_what_it_needs_the_install_goes_on_and_says_so_in_a_line_each(
-    checkout: Path, environment: dict[str, str]
+@needs_compiler
+def test_it_is_built_beside_its_sources_without_a_warning(checkout: Path) -> None:
+    assert run(BUILD, checkout, CFLAGS="-Werror") == (0, "")
+    (built,) = (checkout / "hetero/native").glob("*.so")
+    assert native(built).native_version() == 1
+
+
+@pytest.mark.parametrize("compiler", ["/bin/false", "/nonexistent/cc"])
+def test_what_cannot_be_compiled_ends_the_install_in_one_sentence(
+    checkout: Path, compiler: str
 ) -> None:
-    said, built = build(checkout, **environment)
-    assert built == {}
-    calls, rdma = said.strip().splitlines()
-    assert "left out, and Python makes each call of a GPU's driver by itself" in calls
-    assert "left out, and Python carries RDMA links; it needs a C compiler" in rdma
-    assert "libibverbs-dev" in rdma
+    code, said = run(BUILD, checkout, CC=compiler)
+    assert code != 0
+    last = said.strip().splitlines()[-1]
+    assert last.startswith("error: hetero/native could not be built (")
+    assert "install a C compiler (Debian: gcc and libc6-dev; anywhere: pip install zigl" in last
+
+
+def test_without_a_compiler_the_build_asks_for_one_from_the_package_index(checkout: Path) -> None:
+    """As pip has it told, which installs what is named before it builds."""
+    asked = "from setuptools import build_meta; print(build_meta.get_requires_for_build_wheel())"
+    code, said = run(["-c", asked], checkout, CC="", PATH="/nonexistent")
+    assert code == 0, said
+    assert "ziglang" in said.splitlines()[-1]
+    code, said = run(["-c", asked], checkout)
+    assert ("ziglang" in said.splitlines()[-1]) == (COMPILER is None)
 
 
 def test_a_library_that_is_not_built_is_an_error_with_the_remedy(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("hetero.native.built.EXTENSION_SUFFIXES", [".nothing"])
-    with pytest.raises(LinkError, match=r"is not built; install a C compiler .*libc6-dev"):
-        native.LIBRARY.load()
+    monkeypatch.setattr(library, "EXTENSION_SUFFIXES", [".nothing"])
+    with pytest.raises(LinkError, match=r"is not built; install this project again"):
+        native.__wrapped__()
 
 
-@pytest.mark.skipif(COMPILER is None, reason=LACKING)
-def test_python_s_structures_are_laid_out_as_c_s(tmp_path: Path) -> None:
+def test_a_library_that_cannot_be_loaded_is_an_error_with_the_remedy(tmp_path: Path) -> None:
+    nothing = tmp_path / "_native.so"
+    nothing.write_bytes(b"no library")
+    with pytest.raises(LinkError, match=r"cannot be used .*; install this project again"):
+        native(nothing)
+
+
+@needs_compiler
+def test_a_library_of_another_version_is_an_error_with_the_remedy(tmp_path: Path) -> None:
+    names = dict.fromkeys([*carrier.FUNCTIONS, *library._FUNCTIONS])
+    lines = [f"void {name}(void) {{}}" for name in names]
+    source, built = tmp_path / "other.c", tmp_path / "other.so"
+    source.write_text("\n".join(["int native_version(void) { return 7; }", *lines]))
+    subprocess.run([str(COMPILER), "-shared", "-fPIC", "-o", built, source], check=True)
+    with pytest.raises(LinkError, match="version 7 and 1 is needed; install this project again"):
+        native(built)
+
+
+@needs_compiler
+@pytest.mark.parametrize("header", STRUCTURES)
+def test_python_s_structures_are_laid_out_as_c_s(header: str, tmp_path: Path) -> None:
     """Field by field: the two are written down apart from each other."""
-    found = layout_in_c(STRUCTURES, header=native.FOLDER / "native.h", folder=tmp_path)
-    assert found == layout_in_python(STRUCTURES)
+    mirrored = STRUCTURES[header]
+    found = layout_in_c(mirrored, header=library.FOLDER / header, folder=tmp_path)
+    assert found == layout_in_python(mirrored)
 
 
-@pytest.mark.skipif(COMPILER is None, reason=LACKING)
+@needs_compiler
 def test_python_s_numbers_are_c_s(tmp_path: Path) -> None:
-    mirrored = [*native.Vendor, *native.Step, *native.Progress]
-    found = values_in_c(
-        [number.name for number in mirrored], header=native.FOLDER / "native.h", folder=tmp_path
-    )
-    assert found == {number.name: number.value for number in mirrored}
+    mirrored = {
+        number.name: number.value
+        for kind in (library.Vendor, library.Step, library.Progress)
+        for number in kind
+    }
+    mirrored |= {f"HOST_{number.name}": number.value for number in library.HostFailure}
+    mirrored |= {"HOST_CHECKSUM_BYTES": library.CHECKSUM_BYTES}
+    found = values_in_c(mirrored, header=library.FOLDER / "native.h", folder=tmp_path)
+    assert found == mirrored
+
+
+def declared() -> tuple[list[str], list[str]]:
+    """What ibverbs.h declares of libibverbs: fields, as expressions, and numbers."""
+    text = (library.FOLDER / "ibverbs.h").read_text()
+    fields = []
+    for name, body in re.findall(r"^struct (ibv_\w+) {\n(.*?)^};", text, re.S | re.M):
+        # What lies in a union or a structure within has that one's place.
+        flat = re.sub(
+            r"^    (union|struct) {.*?^    } (\w+);", r"    int \2;", body, flags=re.S | re.M
+        )
+        found = re.findall(r"\(\*(\w+)\)\(|(\w+)(?:\[\w+\])?;", flat)
+        fields += [f"offsetof(struct {name}, {one or other})" for one, other in found]
+    # What stands for several others has no name there.
+    unnamed = re.compile(r"others|guids|vendor\)|counters")
+    return [f for f in fields if not unnamed.search(f)], re.findall(r"\b(IBV_\w+) = ", text)
+
+
+@needs_compiler
+@pytest.mark.skipif(not RDMA_CORE.exists(), reason="NOT CHECKED: rdma-core's headers are not here")
+def test_what_is_declared_of_libibverbs_is_as_rdma_core_has_it(tmp_path: Path) -> None:
+    fields, numbers = declared()
+    assert (len(fields) > 80, len(numbers) > 30) == (True, True)
+    sizes = [f"sizeof(struct ibv_{name})" for name in SHARED_WHOLE]
+    expressions = [*fields, *numbers, *sizes]
+    ours = values_in_c(expressions, header=library.FOLDER / "ibverbs.h", folder=tmp_path)
+    assert ours == values_in_c(expressions, header=RDMA_CORE, folder=tmp_path)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -60,45 +61,60 @@ def test_streams_order_themselves_only_if_both_can() -> None:
     assert not Pair(NVIDIA, CPU).order_themselves
 
 
+@pytest.mark.parametrize("path", ["shm", "tcp"])
 @pytest.mark.parametrize(
-    ("there", "reason"),
+    ("there", "kind", "detail"),
     [
-        (AMD, None),
-        (elsewhere(AMD), None),
-        (replace(AMD, unordered="streams do not wait"), "streams do not wait"),
-        (replace(AMD, no_forwarder="it is not built"), "it is not built"),
+        (AMD, "ordered", ""),
+        (replace(AMD, unordered="streams do not wait"), "host", "streams do not wait"),
     ],
 )
-def test_rdma_is_carried_without_python_only_if_both_ends_can(
-    there: Situation, reason: str | None
+def test_a_gpu_whose_streams_cannot_wait_is_served_by_the_hosts_and_the_link_says_why(
+    path: str, there: Situation, kind: str, detail: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert Pair(NVIDIA, there).why_python == Pair(there, NVIDIA).why_python == reason
+    given: dict[str, Any] = {}
 
+    def opened(meeting: object, **options: Any) -> SimpleNamespace:
+        given.update(options)
+        return SimpleNamespace(remark="")
 
-@pytest.mark.parametrize("path", ["verbs", "verbs-host"])
-@pytest.mark.parametrize("lacking", [None, "it is not built"])
-def test_the_link_says_who_carries_it_and_if_python_why(
-    path: str, lacking: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    native = SimpleNamespace(remark="carried by the native forwarder")
-    monkeypatch.setattr(paths, "GpuOrderedDevice", lambda device: None)
-    monkeypatch.setattr(paths, "open_native", lambda meeting, **more: native)
-    ends = SimpleNamespace(send=None, recv=None, close=None, visibility="host memory")
-    monkeypatch.setattr(paths, "open_verbs", lambda meeting, **more: ends)
-    monkeypatch.setattr(
-        paths, "ChunkedLink", lambda description, remark, **more: SimpleNamespace(remark=remark)
-    )
+    monkeypatch.setattr(paths, "GpuOrderedDevice", lambda device: "ordered")
+    monkeypatch.setattr(paths, "HostDevice", lambda device, checksum: "host")
+    monkeypatch.setattr(paths, "open_ordered", opened)
+    monkeypatch.setattr(paths, "open_tcp", opened)
     link = open_path(
         path,
         meeting(0, dist.HashStore()),
-        pair=Pair(NVIDIA, replace(AMD, no_forwarder=lacking)),
+        pair=Pair(NVIDIA, there),
         options=ChannelOptions(),
-        device=torch.device("cpu"),
+        device=torch.device("cuda"),
     )
-    if lacking is None:
-        assert link is native
-    else:
-        assert link.remark.startswith("carried by Python (it is not built)")
+    assert given["device"] == kind
+    assert detail in link.remark
+    assert bool(link.remark) == bool(detail)
+
+
+@pytest.mark.parametrize(
+    ("path", "chunk_bytes", "expected"),
+    [("ipc", None, 16 << 20), ("shm", None, 4 << 20), ("shm", 1 << 20, 1 << 20)],
+)
+def test_a_link_takes_no_more_memory_than_its_rings(
+    path: str, chunk_bytes: int | None, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: dict[str, Any] = {}
+    monkeypatch.setattr(paths, "GpuOrderedDevice", lambda device: None)
+    monkeypatch.setattr(
+        paths, "open_ordered", lambda meeting, **o: given.update(o) or SimpleNamespace(remark="")
+    )
+    open_path(
+        path,
+        meeting(0, dist.HashStore()),
+        pair=Pair(NVIDIA, NVIDIA),
+        options=ChannelOptions(ring_bytes=64 << 20, chunk_bytes=chunk_bytes),
+        device=torch.device("cuda"),
+    )
+    assert 2 * given["ring_bytes"] == 64 << 20
+    assert given["chunk_bytes"] == expected
 
 
 def test_a_path_that_cannot_be_is_refused_before_anything_is_opened() -> None:
@@ -129,11 +145,3 @@ def test_two_processes_of_one_host_find_out_that_they_share_memory() -> None:
 def test_every_family_is_made_of_paths_fastest_first() -> None:
     for family in FAMILIES.values():
         assert list(family) == sorted(family, key=PATHS.index)
-
-
-def test_a_link_takes_no_more_memory_than_its_rings() -> None:
-    options = ChannelOptions(ring_bytes=64 << 20)
-    assert 2 * options.shape.slots * options.shape.slot_bytes == 64 << 20
-    assert options.ordered_chunk_bytes("device") == 16 << 20
-    assert options.ordered_chunk_bytes("host") == 4 << 20
-    assert replace(options, chunk_bytes=1 << 20).ordered_chunk_bytes("device") == 1 << 20

@@ -28,7 +28,7 @@ from typing import NoReturn
 from xml.etree import ElementTree
 
 from hetero.errors import LinkError
-from hetero.transport.verbs.native import library
+from hetero.native.library import native
 from tests.rdma.machine import image, packages
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -92,7 +92,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     out = Path(options.out).resolve()
     command = options.command or ["bash", str(GUEST / "suite.sh")]
     try:
-        _build_forwarder()
+        _build_native()
         run(booted, command, out=out, seconds=60 * options.minutes)
         if not options.command:
             _require_passed(out)
@@ -238,17 +238,17 @@ def _stream(process: subprocess.Popen[str], log: Path, last: deque[str]) -> None
             print(text, flush=True)
 
 
-def _build_forwarder() -> None:
-    """Build the native forwarder in this checkout, where the emulated machine finds it."""
+def _build_native() -> None:
+    """Build the library in C in this checkout, where the emulated machine finds it."""
     command = [sys.executable, "setup.py", "-q", "build_ext", "--inplace"]
     outcome = subprocess.run(
         command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False
     )
     try:
-        library.load()
+        native()
     except LinkError as error:
         said = outcome.stdout + outcome.stderr
-        raise GuestFailed(f"the native forwarder cannot be built: {error}\n{said}") from error
+        raise GuestFailed(f"hetero/native cannot be built: {error}\n{said}") from error
 
 
 def _require_passed(out: Path) -> None:

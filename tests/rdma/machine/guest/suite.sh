@@ -20,9 +20,8 @@ part smoke tests/rdma/test_smoke.py
 [ $status = 0 ] || exit $status
 
 # One session, because importing torch takes long here. The contract's slow tests move more than Soft-RoCE can in
-# a few minutes; its emulated NICs need no RDMA device and are tested where there is none. So is what a link with
-# the native forwarder shares with those within a host: its headers and its deadlines.
-part links -m "not slow" -k "((verbs and not emulated) or rdma) and not (native and (differed or never))" \
+# a few minutes.
+part links -m "not slow" -k "verbs or rdma" \
     tests/hetero/transport/test_contract.py tests/hetero/transport/test_contract_failures.py \
     tests/rdma/test_contract_over_verbs.py tests/rdma/test_read_back.py tests/rdma/test_faults.py tests/rdma/test_bandwidth.py tests/rdma/test_training.py
 exit $status

@@ -1,0 +1,260 @@
+"""Streams that threads of the host play, and words that threads of several processes sleep on."""
+
+from __future__ import annotations
+
+import ctypes
+import multiprocessing
+import os
+import threading
+import time
+from collections.abc import Iterator
+from ctypes import CFUNCTYPE, c_int, c_size_t, c_uint32, c_uint64, c_void_p, create_string_buffer
+from typing import Any
+
+import pytest
+
+from hetero.native.library import CHECKSUM_BYTES, HostFailure, HostGpu, Vendor, native
+from hetero.transport.same_host import SharedMemory, make_memory
+
+CALLER = 1
+LIBRARY = native()
+for name, arguments in {
+    "host_copy": [c_uint64, c_uint64, c_size_t, c_void_p],
+    "host_append_checksum": [c_uint64, c_size_t, c_void_p],
+    "host_verify_checksum": [c_uint64, c_size_t, c_void_p],
+    "host_wait_event": [c_void_p, c_void_p, c_uint32],
+    "host_wait_value": [c_void_p, c_uint64, c_uint32, c_uint32],
+    "host_write_value": [c_void_p, c_uint64, c_uint32, c_uint32],
+    "host_write_word": [c_void_p, c_uint32],
+}.items():
+    getattr(LIBRARY, name).argtypes = arguments
+
+
+class Words:
+    """Words of memory that processes share, each followed by the count of those who sleep on it."""
+
+    def __init__(self, descriptor: int | None = None) -> None:
+        self.memory = SharedMemory(descriptor or make_memory(4096), 4096)
+
+    def address(self, number: int = 0) -> int:
+        return self.memory.address + 64 * number
+
+    def __getitem__(self, number: int) -> int:
+        return self.memory.load(64 * number)
+
+    def sleepers(self, number: int = 0) -> int:
+        return self.memory.load(64 * number + 4)
+
+    def wait(self, value: int, number: int = 0, *, milliseconds: int = 20_000) -> bool:
+        return bool(LIBRARY.host_wait_word(self.address(number), value, milliseconds))
+
+    def write(self, value: int, number: int = 0) -> None:
+        LIBRARY.host_write_word(self.address(number), value)
+
+
+@pytest.fixture
+def words() -> Words:
+    return Words()
+
+
+class Stream:
+    def __init__(self, gpu: HostGpu | None = None) -> None:
+        self.handle = LIBRARY.host_stream_create(None if gpu is None else ctypes.byref(gpu))
+
+    def copy(self, target: Any, source: Any, nbytes: int) -> None:
+        addresses = ctypes.addressof(target), ctypes.addressof(source)
+        assert LIBRARY.host_copy(*addresses, nbytes, self.handle) == 0
+
+    def wait(self, word: int, value: int) -> None:
+        assert LIBRARY.host_wait_value(self.handle, word, value, 0) == 0
+
+    def write(self, word: int, value: int) -> None:
+        assert LIBRARY.host_write_value(self.handle, word, value, 0) == 0
+
+    def rests(self, milliseconds: int = 20_000) -> bool:
+        return bool(LIBRARY.host_stream_synchronize(self.handle, milliseconds))
+
+    @property
+    def failure(self) -> HostFailure:
+        return HostFailure(LIBRARY.host_stream_failure(self.handle))
+
+    def end(self) -> None:
+        LIBRARY.host_stream_destroy(self.handle)
+
+
+@pytest.fixture
+def stream() -> Iterator[Stream]:
+    made = Stream()
+    yield made
+    made.end()
+
+
+def test_work_is_done_in_order_behind_what_it_waits_for(stream: Stream, words: Words) -> None:
+    source, middle, target = (create_string_buffer(text) for text in (b"one", b"...", b"..."))
+    stream.wait(words.address(0), 1)
+    stream.copy(middle, source, 3)
+    stream.copy(target, middle, 3)
+    stream.write(words.address(1), 7)
+    assert not stream.rests(50)
+    assert (target.value, words[1]) == (b"...", 0)
+    words.write(1)
+    assert words.wait(7, 1)
+    assert target.value == b"one"
+    assert stream.rests()
+
+
+def test_much_work_waits_its_turn(stream: Stream, words: Words) -> None:
+    stream.wait(words.address(0), 1)
+    for number in range(1000):
+        stream.write(words.address(1), number + 1)
+    words.write(1)
+    assert stream.rests()
+    assert words[1] == 1000
+
+
+@pytest.mark.parametrize(
+    ("now", "value", "is_there"), [(5, 5, True), (5, 6, False), (1, 2**32 - 1, True)]
+)
+def test_a_word_has_come_to_a_value_or_counting_round_past_it(
+    words: Words, now: int, value: int, is_there: bool
+) -> None:
+    words.write(now)
+    assert words.wait(value, milliseconds=20) is is_there
+
+
+def test_what_the_caller_s_own_stream_is_given_is_done_at_once(words: Words) -> None:
+    source, target = create_string_buffer(b"one"), create_string_buffer(3)
+    LIBRARY.host_copy(ctypes.addressof(target), ctypes.addressof(source), 3, CALLER)
+    LIBRARY.host_write_value(CALLER, words.address(), 3, 0)
+    assert (target.raw, words[0]) == (b"one", 3)
+
+
+def _answer(descriptor: int, rounds: int) -> None:
+    words = Words(descriptor)
+    for number in range(1, rounds + 1):
+        assert words.wait(number, 0)
+        words.write(number, 1)
+
+
+def test_processes_wake_each_other_and_nobody_is_counted_as_asleep_after() -> None:
+    descriptor = make_memory(4096)
+    context = multiprocessing.get_context("fork")
+    other = context.Process(target=_answer, args=(os.dup(descriptor), 200))
+    other.start()
+    words = Words(descriptor)
+    for number in range(1, 201):
+        # Now and then long enough for the other to have gone to sleep.
+        time.sleep(0.002 if number % 20 == 0 else 0)
+        words.write(number)
+        assert words.wait(number, 1), number
+    other.join(20)
+    assert other.exitcode == 0
+    assert (words.sleepers(0), words.sleepers(1)) == (0, 0)
+
+
+def test_a_word_that_is_written_without_a_wake_is_seen_soon(stream: Stream, words: Words) -> None:
+    """As a link writes it that has failed, from Python."""
+    stream.wait(words.address(), 1)
+    time.sleep(0.05)
+    words.memory.words[0] = 1
+    assert stream.rests()
+
+
+def test_a_stream_that_waits_for_ever_can_be_ended(words: Words) -> None:
+    made = Stream()
+    made.wait(words.address(), 1)
+    time.sleep(0.02)
+    ending = threading.Thread(target=made.end)
+    ending.start()
+    ending.join(20)
+    assert not ending.is_alive()
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, 100])
+def test_a_checksum_is_put_behind_the_bytes_and_verified(stream: Stream, nbytes: int) -> None:
+    ring = create_string_buffer(b"x" * nbytes, 128)
+    LIBRARY.host_append_checksum(ctypes.addressof(ring), nbytes, stream.handle)
+    LIBRARY.host_verify_checksum(ctypes.addressof(ring), nbytes, stream.handle)
+    assert stream.rests()
+    assert stream.failure is HostFailure.FINE
+
+
+@pytest.mark.parametrize("place", [0, 99, 100, 103], ids=["first", "last", "checksum", "its-end"])
+def test_after_a_wrong_checksum_a_stream_does_nothing_more(
+    stream: Stream, words: Words, place: int
+) -> None:
+    ring = create_string_buffer(b"x" * 100, 100 + CHECKSUM_BYTES)
+    LIBRARY.host_append_checksum(ctypes.addressof(ring), 100, stream.handle)
+    assert stream.rests()
+    ring[place] = bytes([ring.raw[place] ^ 4])
+    LIBRARY.host_verify_checksum(ctypes.addressof(ring), 100, stream.handle)
+    stream.write(words.address(), 1)
+    assert stream.rests()
+    assert (stream.failure, words[0]) == (HostFailure.WRONG_CHECKSUM, 0)
+
+
+def test_whoever_asked_is_called_after_each_word(words: Words) -> None:
+    seen: list[tuple[int, int]] = []
+    called = CFUNCTYPE(None, c_void_p)(lambda argument: seen.append((argument, words[0])))
+    made = Stream()
+    LIBRARY.host_stream_notify(made.handle, called, 42)
+    for number in (1, 2):
+        made.write(words.address(), number)
+        assert made.rests()
+    made.end()
+    assert seen == [(42, 1), (42, 2)]
+
+
+class EmulatedGpu:
+    """The functions of a driver that a stream of the host calls, by this process's memory."""
+
+    def __init__(self, *, failing: str = "") -> None:
+        self.calls: list[str] = []
+        self._failing = failing
+        self._copying = CFUNCTYPE(c_int, c_uint64, c_uint64, c_size_t, c_void_p)(self._copy)
+        names = ("synchronize_stream", "synchronize_event", "set_current")
+        self._noting = [
+            CFUNCTYPE(c_int, c_void_p)(lambda _, name=name: self._note(name)) for name in names
+        ]
+        functions = [self._copying, *self._noting]
+        addresses = [ctypes.cast(function, c_void_p).value for function in functions]
+        self.request = HostGpu(Vendor.CUDA, *addresses, 0, 0x51)
+
+    def _note(self, name: str) -> int:
+        self.calls.append(name)
+        return int(name == self._failing)
+
+    def _copy(self, target: int, source: int, nbytes: int, stream: int) -> int:
+        ctypes.memmove(target, source, nbytes)
+        return self._note(f"copy in {stream:#x}")
+
+
+def given_a_message(gpu: EmulatedGpu, words: Words) -> tuple[Stream, Any]:
+    """A stream of the host behind an event of the GPU, and where it copies to."""
+    made, source, target = (
+        Stream(gpu.request),
+        create_string_buffer(b"one"),
+        create_string_buffer(3),
+    )
+    LIBRARY.host_wait_event(made.handle, 0xE0, 0)
+    made.copy(target, source, 3)
+    made.write(words.address(), 1)
+    assert made.rests()
+    return made, target
+
+
+def test_a_gpu_s_copies_are_waited_for_before_the_word_is_written(words: Words) -> None:
+    gpu = EmulatedGpu()
+    made, target = given_a_message(gpu, words)
+    made.end()
+    assert gpu.calls == ["set_current", "synchronize_event", "copy in 0x51", "synchronize_stream"]
+    assert (target.raw, words[0]) == (b"one", 1)
+
+
+@pytest.mark.parametrize("call", ["set_current", "synchronize_event", "synchronize_stream"])
+def test_after_a_failure_of_the_gpu_nothing_is_said_to_have_arrived(
+    words: Words, call: str
+) -> None:
+    made, _ = given_a_message(EmulatedGpu(failing=call), words)
+    assert (made.failure, words[0]) == (HostFailure.GPU_FAILED, 0)
+    made.end()
