@@ -142,13 +142,13 @@ def test_python_s_structures_are_laid_out_as_c_s(header: str, tmp_path: Path) ->
 
 @needs_compiler
 def test_python_s_numbers_are_c_s(tmp_path: Path) -> None:
+    prefixes = {library.Step: "STEP_", library.HostFailure: "HOST_"}
     mirrored = {
-        number.name: number.value
-        for kind in (library.Vendor, library.Step, library.Progress)
+        prefixes.get(kind, "") + number.name: number.value
+        for kind in (library.Vendor, library.Progress, *prefixes)
         for number in kind
     }
-    mirrored |= {f"HOST_{number.name}": number.value for number in library.HostFailure}
-    mirrored |= {"HOST_CHECKSUM_BYTES": library.CHECKSUM_BYTES}
+    mirrored["HOST_CHECKSUM_BYTES"] = library.CHECKSUM_BYTES
     found = values_in_c(mirrored, header=library.FOLDER / "native.h", folder=tmp_path)
     assert found == mirrored
 
@@ -157,11 +157,10 @@ def declared() -> tuple[list[str], list[str]]:
     """What ibverbs.h declares of libibverbs: fields, as expressions, and numbers."""
     text = (library.FOLDER / "ibverbs.h").read_text()
     fields = []
+    inner = re.compile(r"^    (?:union|struct) {.*?^    } (\w+);", re.S | re.M)
     for name, body in re.findall(r"^struct (ibv_\w+) {\n(.*?)^};", text, re.S | re.M):
         # What lies in a union or a structure within has that one's place.
-        flat = re.sub(
-            r"^    (union|struct) {.*?^    } (\w+);", r"    int \2;", body, flags=re.S | re.M
-        )
+        flat = inner.sub(r"    int \1;", body)
         found = re.findall(r"\(\*(\w+)\)\(|(\w+)(?:\[\w+\])?;", flat)
         fields += [f"offsetof(struct {name}, {one or other})" for one, other in found]
     # What stands for several others has no name there.
