@@ -1,17 +1,13 @@
 #include "engine.h"
 
 #include "host.h"
+#include "speed.h"
 
 #include <stdio.h>
 #include <string.h>
 #include <sys/eventfd.h>
 #include <time.h>
 
-/* What a rail is taken to carry before it has shown it. */
-#define ASSUMED_BYTES_PER_SECOND 1e9
-/* What a new figure counts for against the older ones, and how fast an idle rail is trusted again. */
-#define NEWEST_WEIGHT 0.3
-#define IDLE_GROWTH 1.5
 #define CHECKS_PER_STALL 16
 
 double engine_now(void)
@@ -110,51 +106,25 @@ static bool took(struct engine *engine, struct rail *rail, int code)
     return false;
 }
 
-static double fastest(const struct engine *engine)
-{
-    double most = 0;
-
-    for (int index = 0; index < engine->rail_count; index++)
-        if (engine->rails[index]->live && engine->rails[index]->bytes_per_second > most)
-            most = engine->rails[index]->bytes_per_second;
-    return most;
-}
-
 /* Lose the rails on which a request has been under way for too long. */
 static void watch(struct engine *engine)
 {
     char reason[RAIL_TEXT_BYTES];
-    double time = engine_now(), stall = engine->layout.stall_seconds, most;
+    double time = engine_now(), stall = engine->layout.stall_seconds;
 
     if (time - engine->last_watched < stall / CHECKS_PER_STALL)
         return;
     engine->last_watched = time;
-    most = fastest(engine);
     for (int index = 0; index < engine->rail_count; index++) {
         struct rail *rail = engine->rails[index];
 
         if (rail->operations->is_late(rail, time - stall, reason))
             engine_lose(engine, rail, reason);
-        /* One that was slow, and so was given nothing, may be fast again. */
-        if (rail->bytes_under_way == 0 && rail->bytes_per_second * IDLE_GROWTH < most)
-            rail->bytes_per_second *= IDLE_GROWTH;
     }
+    speed_trust_again(engine->rails, engine->rail_count);
 }
 
 /* What rails tell. */
-
-/* A rail serves its requests one after the other: the time of one begins with the end of another. */
-static void note_speed(struct rail *rail, uint64_t nbytes, double posted, double now)
-{
-    double begin = posted > rail->last_completion ? posted : rail->last_completion;
-    double figure = (double)nbytes / (now - begin + 1e-9);
-
-    rail->bytes_per_second = rail->bytes_per_second == 0
-                                 ? figure
-                                 : (1 - NEWEST_WEIGHT) * rail->bytes_per_second +
-                                       NEWEST_WEIGHT * figure;
-    rail->last_completion = now;
-}
 
 void engine_sent(struct engine *engine, struct rail *rail, enum message message, uint32_t number)
 {
@@ -165,8 +135,7 @@ void engine_sent(struct engine *engine, struct rail *rail, enum message message,
     if (message != MESSAGE_DATA)
         return;
     nbytes = span(engine, engine->layout.out_records, number, &place);
-    note_speed(rail, nbytes, engine->posted_at[number % BOOK_ENTRIES], engine_now());
-    rail->bytes_under_way -= nbytes < rail->bytes_under_way ? nbytes : rail->bytes_under_way;
+    speed_completed(rail, nbytes, engine->posted_at[number % BOOK_ENTRIES], engine_now());
     sequence_complete(&engine->outgoing.data, number, rail->index);
 }
 
@@ -210,27 +179,9 @@ bool engine_expect_data(struct engine *engine, struct rail *rail, uint32_t numbe
 
 /* Moving entries. */
 
-/* When a rail would have brought so many bytes, from what it has to do and how fast it was. */
-static double time_for(const struct rail *rail, uint64_t nbytes)
-{
-    double speed = rail->bytes_per_second > 0 ? rail->bytes_per_second : ASSUMED_BYTES_PER_SECOND;
-
-    return (double)(rail->bytes_under_way + nbytes) / speed;
-}
-
-/* The rail over which a message arrives first; NULL while that has no room for it. So a slow rail
- * carries less, and nothing that another would have brought before it. */
 static struct rail *choose(struct engine *engine, enum message message, uint64_t nbytes)
 {
-    struct rail *best = NULL;
-
-    for (int index = 0; index < engine->rail_count; index++) {
-        struct rail *rail = engine->rails[index];
-
-        if (rail->live && (best == NULL || time_for(rail, nbytes) < time_for(best, nbytes)))
-            best = rail;
-    }
-    return best != NULL && best->operations->has_room(best, message) ? best : NULL;
+    return speed_choose(engine->rails, engine->rail_count, message, nbytes);
 }
 
 static bool send_records(struct engine *engine, uint32_t limit)

@@ -26,6 +26,9 @@ struct rail_operations {
      * arriving makes it visible. */
     int (*post_read)(struct rail *rail, uint64_t last_byte, double now);
     bool (*has_room)(const struct rail *rail, enum message message);
+    /* How many bytes have been posted and not confirmed; it notes its speed (speed_note) by itself then.
+     * NULL where what completes has been confirmed, and speed.c keeps the account. */
+    uint64_t (*bytes_under_way)(const struct rail *rail);
     /* Whether something is under way whose end wakes nobody. */
     bool (*is_busy)(const struct rail *rail);
     /* Whether something has been under way since before this time; the reason is then in `reason`. */
@@ -61,8 +64,8 @@ struct rail {
     bool peer_reads_back;
     int event_fd; /* -1 where nobody has to wait for it */
     int async_fd; /* likewise, of its device */
-    /* Kept by the engine. */
     int credits_under_way; /* kept by the rail */
+    /* Kept by speed.c. */
     uint64_t bytes_under_way;
     double bytes_per_second; /* 0 until it is known */
     double last_completion;

@@ -1,15 +1,21 @@
 #include "tcp_rail.h"
 
 #include "engine.h"
+#include "speed.h"
 
 #include <errno.h>
+#include <linux/sockios.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/ioctl.h>
 #include <sys/prctl.h>
 #include <sys/socket.h>
 #include <sys/uio.h>
 #include <unistd.h>
+
+/* Over which a speed is taken, at least, unless all has been confirmed. */
+#define LEAST_SECONDS 2e-3
 
 static struct tcp_rail *rail_of(struct rail *rail)
 {
@@ -26,17 +32,58 @@ void tcp_unlock(struct tcp_rail *rail)
     pthread_mutex_unlock(rail->owner.lock);
 }
 
+/* How fast it is. */
+
+/* Bytes that the kernel has taken and the peer's has not confirmed. */
+static uint64_t unconfirmed(const struct tcp_rail *rail)
+{
+    int nbytes = 0;
+
+    return ioctl(rail->request.fd, SIOCOUTQ, &nbytes) == 0 ? (uint64_t)nbytes : 0;
+}
+
+/* While a call is under way, what of it the kernel has taken counts twice. */
+static uint64_t bytes_under_way(const struct rail *base)
+{
+    const struct tcp_rail *rail = (const struct tcp_rail *)base;
+
+    return rail->queued + unconfirmed(rail);
+}
+
+static void begin_to_measure(struct tcp_rail *rail)
+{
+    rail->busy_since = engine_now();
+    rail->confirmed_by_then = rail->given - unconfirmed(rail);
+}
+
+/* What the kernel takes at once may take long to arrive: only what was confirmed says how fast a rail
+ * is, over a time in which it was never idle. */
+static void measure(struct tcp_rail *rail)
+{
+    uint64_t left = unconfirmed(rail), confirmed = rail->given - left;
+    double seconds = engine_now() - rail->busy_since;
+
+    if (left > 0 && seconds < LEAST_SECONDS)
+        return;
+    speed_note(&rail->rail, confirmed - rail->confirmed_by_then, seconds);
+    rail->busy_since += seconds;
+    rail->confirmed_by_then = confirmed;
+}
+
 /* Sending. */
 
 static int give(struct rail *base, struct frame frame, const void *bytes)
 {
     struct tcp_rail *rail = rail_of(base);
 
+    if (rail->count == 0 && unconfirmed(rail) == 0)
+        begin_to_measure(rail);
+    rail->queued += sizeof frame + frame.nbytes;
     rail->items[(rail->first + rail->count) % TCP_ROOM] = (struct item){frame, bytes};
     rail->waiting[frame.message]++;
     base->credits_under_way += frame.message == MESSAGE_CREDIT;
     if (rail->count++ == 0)
-        pthread_cond_signal(&rail->given);
+        pthread_cond_signal(&rail->has_items);
     return 0;
 }
 
@@ -127,6 +174,8 @@ static void sent(struct tcp_rail *rail, int items)
         const struct frame *frame = &rail->items[rail->first].frame;
 
         rail->waiting[frame->message]--;
+        rail->queued -= sizeof *frame + frame->nbytes;
+        rail->given += sizeof *frame + frame->nbytes;
         rail->rail.credits_under_way -= frame->message == MESSAGE_CREDIT;
         engine_sent(rail->owner.engine, &rail->rail, frame->message, frame->number);
         rail->first = (rail->first + 1) % TCP_ROOM;
@@ -145,7 +194,7 @@ static void *send_loop(void *argument)
     tcp_lock(rail);
     for (;;) {
         while (rail->rail.live && rail->count == 0)
-            pthread_cond_wait(&rail->given, rail->owner.lock);
+            pthread_cond_wait(&rail->has_items, rail->owner.lock);
         if (!rail->rail.live)
             break;
         items = collect(rail, parts, &count);
@@ -158,6 +207,7 @@ static void *send_loop(void *argument)
         if (!rail->rail.live)
             break;
         sent(rail, items);
+        measure(rail);
         engine_progress(rail->owner.engine);
     }
     tcp_unlock(rail);
@@ -206,7 +256,7 @@ static void acknowledge(struct rail *base)
 static void stop(struct rail *base)
 {
     shutdown(rail_of(base)->request.fd, SHUT_RDWR);
-    pthread_cond_broadcast(&rail_of(base)->given);
+    pthread_cond_broadcast(&rail_of(base)->has_items);
 }
 
 static void join(struct rail *base)
@@ -225,7 +275,7 @@ static void close_rail(struct rail *base)
     struct tcp_rail *rail = rail_of(base);
 
     close(rail->request.fd);
-    pthread_cond_destroy(&rail->given);
+    pthread_cond_destroy(&rail->has_items);
     free(rail->scratch);
     free(rail);
 }
@@ -260,6 +310,7 @@ static const struct rail_operations operations = {
     .post_data = post_data,
     .post_credit = post_credit,
     .has_room = has_room,
+    .bytes_under_way = bytes_under_way,
     .is_busy = is_busy,
     .is_late = is_late,
     .is_drained = is_drained,
@@ -288,6 +339,6 @@ struct rail *tcp_open(const struct tcp_request *request, const struct tcp_owner 
         free(rail);
         return NULL;
     }
-    pthread_cond_init(&rail->given, NULL);
+    pthread_cond_init(&rail->has_items, NULL);
     return &rail->rail;
 }

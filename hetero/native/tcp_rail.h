@@ -36,10 +36,15 @@ struct tcp_rail {
     pthread_t sender, receiver;
     bool is_started, is_joined;
     /* Guarded by the carrier's lock, as is the part in common. */
-    pthread_cond_t given;
+    pthread_cond_t has_items;
     struct item items[TCP_ROOM]; /* a ring: what is to be sent, the first of it under way */
     int first, count;
     int waiting[4]; /* by what they carry */
+    uint64_t queued; /* bytes of the items */
+    uint64_t given;  /* bytes that the kernel has taken */
+    /* Since when, and since how many bytes that the peer's kernel had confirmed, it has been busy. */
+    double busy_since;
+    uint64_t confirmed_by_then;
     bool is_ended;  /* the peer sends nothing more */
     char *scratch;  /* the receiver's */
 };

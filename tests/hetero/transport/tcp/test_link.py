@@ -1,126 +1,184 @@
-"""What a TCP link does whether its tensors go in place or through rings, and between the two."""
+"""A link over TCP: each connection is a rail, and what a lost one has not brought comes again."""
 
 from __future__ import annotations
 
-import socket
-import struct
+import logging
+import random
 import threading
-import time
-from contextlib import closing
+from collections.abc import Callable
 
 import pytest
 import torch
 
 from hetero.errors import LinkError
-from hetero.transport.header import Header, job_token
-from hetero.transport.tcp.wire import Frame
-from tests.hetero.transport.tcp.ends import CHUNK, WAYS, end, linked, pairs, read_chunk
+from tests.hetero.transport.joined import MESSAGES, at, is_broken, noise, stream, wait_until
+from tests.hetero.transport.tcp.ends import (
+    CHUNK_BYTES,
+    RING_BYTES,
+    Connection,
+    Network,
+    Setup,
+    checked,
+)
+
+NBYTES = 6 * CHUNK_BYTES + 1
+# A dead path is noticed within half of it.
+SHORT = 2.0
+FAULTS: dict[str, Callable[[Connection], None]] = {
+    "closed": Connection.close,
+    "silent": Connection.silence,
+}
 
 
-@pytest.fixture(params=WAYS)
-def way(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
+def lost_rails(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [line for line in caplog.messages if "is lost" in line]
 
 
-def noise(count: int, *, seed: int = 0) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(0, 256, (count,), dtype=torch.uint8, generator=generator)
+@pytest.mark.parametrize("nbytes", [0, 1, CHUNK_BYTES, RING_BYTES - 1, 5 * RING_BYTES + 3])
+@pytest.mark.parametrize("checks", [False, True], ids=["plain", "checksum"])
+def test_every_byte_arrives(network: Network, nbytes: int, checks: bool) -> None:
+    with (Setup(devices=checked()) if checks else Setup()).links() as (one, other):
+        assert stream(one, other, nbytes=nbytes) == MESSAGES
+        assert stream(other, one, nbytes=nbytes) == MESSAGES
 
 
-def reset(connection: socket.socket) -> None:
-    """End a connection as a host does that has lost it: at once, with what is in it."""
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-    connection.close()
+def test_rails_share_the_entries_by_their_speed(network: Network) -> None:
+    """One of them a tenth as fast as the others."""
+    with Setup(connections=3, ring_bytes=4 << 20).links() as links:
+        for rail, speed in zip(network.rails, (50 << 20, 5 << 20, 50 << 20), strict=True):
+            rail.slow_to(speed)
+        sent, target = noise(64 << 20), torch.zeros(64 << 20, dtype=torch.uint8)
+        links[0].send(sent)
+        links[1].recv(target).wait()
+        one, slow, other = (rail.carried() for rail in network.rails)
+    assert torch.equal(sent, target)
+    assert slow < min(one, other) / 4
+    assert max(one, other) < 4 * min(one, other)
 
 
-@pytest.mark.parametrize("ways", [(a, b) for a in WAYS for b in WAYS], ids=" to ".join)
-def test_either_kind_of_end_may_be_at_the_other(ways: tuple[str, str]) -> None:
-    sizes = (0, 1, CHUNK, CHUNK + 1, 11 * CHUNK + 5)
-    with linked(*ways) as ends:
-        sent = [[noise(n, seed=rank) for n in sizes] for rank in range(2)]
-        targets = [[torch.zeros_like(tensor) for tensor in sent[1 - rank]] for rank in range(2)]
-        works = [
-            end.send(tensor) for end, tensors in zip(ends, sent, strict=True) for tensor in tensors
-        ]
+@pytest.mark.parametrize("fault", FAULTS)
+def test_one_lost_rail_of_two_costs_no_byte_and_both_ends_say_so(
+    network: Network, fault: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    strike = at(MESSAGES // 3, lambda: FAULTS[fault](network.rails[1]))
+    with caplog.at_level(logging.WARNING), Setup(timeout=SHORT).links() as links:
+        assert stream(*links, nbytes=NBYTES, before=strike) == MESSAGES
+        wait_until(lambda: len(lost_rails(caplog)) == 2)
+    for rank in range(2):
+        (said,) = (line for line in lost_rails(caplog) if f"tcp {rank}-{1 - rank}: " in line)
+        assert "rail 1 (127.0.0.1 to 127.0.0.1) is lost: " in said
+        assert "1 of 2 rails go on" in said
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_fault_of_any_kind_at_any_time_costs_no_byte(network: Network, seed: int) -> None:
+    """Both ways at once, with many sizes, over four rails of which three are lost on the way."""
+    chance = random.Random(seed)
+    strikes = {chance.randrange(MESSAGES): index for index in chance.sample(range(4), 3)}
+    flights = []
+    setup = Setup(
+        connections=4,
+        timeout=2 * SHORT,
+        chunk_bytes=(chance.choice([512, 4096, CHUNK_BYTES]),) * 2,
+        **({"devices": checked()} if chance.random() < 0.5 else {}),
+    )
+    with setup.links() as links:
+        rails = network.rails
+        for number in range(MESSAGES):
+            for one, other in (links, links[::-1]):
+                sent = noise(chance.choice([0, 1, 511, 5000, 2 * RING_BYTES]), number)
+                target = torch.zeros_like(sent)
+                flights.append((one.send(sent), other.recv(target), sent, target))
+            if number in strikes:
+                FAULTS[chance.choice(list(FAULTS))](rails[strikes[number]])
+            while len(flights) > (6 if number < MESSAGES - 1 else 0):
+                sending, receiving, sent, target = flights.pop(0)
+                receiving.wait()
+                sending.wait()
+                for link in links:
+                    link.check()
+                assert torch.equal(sent, target)
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("address", ["127.0.0.1", "127.0.0.2"])
+def test_a_link_survives_the_loss_of_any_of_its_paths(
+    network: Network, fault: str, address: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With what the ends tell each other, which began on one of them."""
+
+    def cut() -> None:
+        lost = network.path(address)
+        assert len(lost) == 3
+        for connection in lost:
+            FAULTS[fault](connection)
+
+    setup = Setup(connections=4, addresses=("127.0.0.1", "127.0.0.2"), timeout=SHORT)
+    with caplog.at_level(logging.WARNING), setup.links() as links:
+        assert stream(*links, nbytes=NBYTES, before=at(MESSAGES // 3, cut)) == MESSAGES
+        wait_until(lambda: len(lost_rails(caplog)) == 4)
+        assert stream(*reversed(links), nbytes=NBYTES) == MESSAGES
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_the_loss_of_the_last_rail_is_an_error_at_both_ends_that_names_it(
+    network: Network, fault: str
+) -> None:
+    with Setup(connections=1, timeout=2 * SHORT).links() as links:
+        stream(*links, nbytes=NBYTES)
+        FAULTS[fault](network.rails[0])
+        target = torch.zeros(NBYTES, dtype=torch.uint8)
+        links[0].send(noise(NBYTES))
+        with pytest.raises(LinkError) as told:
+            links[1].recv(target).wait()
+        # A send is done when its bytes are in the ring; the next request hears of the loss.
+        wait_until(lambda: is_broken(links[0], noise(5)))
+        with pytest.raises(LinkError) as own:
+            links[0].check()
+    for rank, error in enumerate((own, told)):
+        assert f"link rank {rank} (stage {rank}) - rank {1 - rank}" in str(error.value)
+        assert "the last rail, 127.0.0.1 to 127.0.0.1, is lost" in str(error.value)
+
+
+def test_a_peer_that_closes_is_not_taken_for_lost_rails(
+    network: Network, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING), Setup().links() as (one, other):
+        assert stream(one, other, nbytes=NBYTES) == MESSAGES
+        work = one.recv(torch.zeros(5))
+        other.close()
+        with pytest.raises(LinkError, match="rank 1 has ended or closed the link"):
+            work.wait()
+    assert caplog.messages == []
+
+
+def test_the_last_message_before_a_close_arrives(network: Network) -> None:
+    with Setup().links() as (one, other):
+        sent, target = noise(3 * RING_BYTES), torch.zeros(3 * RING_BYTES, dtype=torch.uint8)
+        one.send(sent)
+        closing = threading.Thread(target=one.close)
+        closing.start()
+        other.recv(target).wait()
+        closing.join()
+        assert torch.equal(target, sent)
+
+
+def test_a_sender_that_nobody_waits_for_is_told_that_nothing_moves(network: Network) -> None:
+    with Setup(timeout=0.5).links() as (one, _):
+        one.send(noise(2 * RING_BYTES))
+        wait_until(lambda: is_broken(one, noise(1)))
+        with pytest.raises(LinkError, match=r"rank 0 \(stage 0\)"):
+            one.check()
+
+
+def test_more_messages_than_there_are_records_cross_both_ways_at_once(network: Network) -> None:
+    with Setup().links() as links:
+        sent = [noise(100, number) for number in range(700)]
+        targets = [[torch.zeros(100, dtype=torch.uint8) for _ in sent] for _ in links]
+        works = [link.send(tensor) for link in links for tensor in sent]
         works += [
-            end.recv(target)
-            for end, expected in zip(ends, targets, strict=True)
-            for target in expected
+            link.recv(target) for link, mine in zip(links, targets, strict=True) for target in mine
         ]
         for work in works:
             work.wait()
-    for rank in range(2):
-        assert all(map(torch.equal, targets[rank], sent[1 - rank]))
-
-
-def test_a_slow_connection_carries_fewer_chunks(way: str) -> None:
-    """The slowness is emulated: that connection's reader sleeps between chunks."""
-    out, far = pairs(3)
-    incoming, _far_out = pairs(1)
-    carried = [0, 0, 0]
-
-    def read(index: int) -> None:
-        while read_chunk(far[index]) is not None:
-            carried[index] += 1
-            time.sleep(0.05 if index == 1 else 0.001)
-
-    readers = [threading.Thread(target=read, args=(index,)) for index in range(3)]
-    for reader in readers:
-        reader.start()
-    with closing(end(way, 0, out, incoming)) as link:
-        link.send(noise(120 * CHUNK)).wait()
-    for reader in readers:
-        reader.join(20)
-    assert sum(carried) == 120
-    assert carried[1] < min(carried[0], carried[2])
-
-
-def test_what_was_sent_before_the_peer_closed_still_arrives(way: str) -> None:
-    """The connections come to their end one by one, and some while others hold messages."""
-    sent = [noise(n, seed=n) for n in (5, CHUNK + 1, 9, 17)]
-    with linked(way) as (first, second):
-        for tensor in sent:
-            first.send(tensor)
-        first.close()
-        for tensor in sent:
-            target = torch.zeros_like(tensor)
-            second.recv(target).wait()
-            assert torch.equal(target, tensor)
-        with pytest.raises(LinkError, match="rank 0 has ended or closed the link"):
-            second.recv(torch.zeros(1)).wait()
-
-
-def test_the_end_of_one_connection_is_no_loss_while_another_brings_the_message(way: str) -> None:
-    sent, target = noise(8), torch.zeros(8, dtype=torch.uint8)
-    header = Header.of(sent, job=job_token("job"), sequence=0).pack()
-    out, _far = pairs(1)
-    far_out, incoming = pairs(2)
-    with closing(end(way, 0, out, incoming)) as link:
-        work = link.recv(target)
-        far_out[0].close()
-        time.sleep(0.3)
-        far_out[1].sendall(Frame(0, header, 0, 8, 0).pack() + bytes(sent.tolist()))
-        work.wait()
-    assert torch.equal(target, sent)
-
-
-def test_a_connection_that_breaks_is_an_error_at_once(way: str) -> None:
-    out, _far = pairs(1)
-    far_out, incoming = pairs(3)
-    with closing(end(way, 0, out, incoming)) as link:
-        work = link.recv(torch.zeros(4 * CHUNK, dtype=torch.uint8))
-        begin = time.monotonic()
-        reset(far_out[1])
-        with pytest.raises(LinkError, match="rank 1 has ended or closed the link"):
-            work.wait()
-    assert time.monotonic() - begin < 5
-
-
-def test_a_sender_that_nobody_waits_for_is_told_that_nothing_moves(way: str) -> None:
-    with linked(way, timeout=0.5) as (first, _):
-        first.send(noise(64 * CHUNK))
-        deadline = time.monotonic() + 10
-        with pytest.raises(LinkError, match=r"rank 0 \(stage 0\)"):  # noqa: PT012
-            while time.monotonic() < deadline:
-                time.sleep(0.05)
-                first.send(noise(1))
+        assert all(torch.equal(torch.stack(mine), torch.stack(sent)) for mine in targets)
