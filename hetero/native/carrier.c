@@ -136,6 +136,7 @@ struct carrier *carrier_new(const struct engine_layout *layout, char *error)
         return NULL;
     }
     carrier->engine.layout = *layout;
+    engine_count_on(&carrier->engine);
     pthread_mutex_init(&carrier->lock, NULL);
     carrier->bell = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
     carrier->engine.loss_fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);

@@ -49,6 +49,17 @@ void engine_signal(struct engine *engine)
     host_ring(word(engine, engine->layout.doorbell));
 }
 
+void engine_count_on(struct engine *engine)
+{
+    uint32_t sent = load(engine, engine->layout.out_posted);
+    uint32_t received = load(engine, engine->layout.in_posted);
+
+    engine->outgoing.records.next = engine->outgoing.records.done = sent;
+    engine->outgoing.data.next = engine->outgoing.data.done = sent;
+    engine->outgoing.released = engine->outgoing.freed = sent;
+    engine->incoming.posted = engine->incoming.produced = engine->incoming.credited = received;
+}
+
 static uint64_t record_offset(struct engine *engine, uint64_t records, uint32_t number)
 {
     return records + number % BOOK_ENTRIES * engine->layout.record_bytes;

@@ -42,6 +42,8 @@ struct engine {
 };
 
 double engine_now(void);
+/* Number entries from where the words stand, which are alike for each direction. */
+void engine_count_on(struct engine *engine);
 /* Wake whoever sleeps on this end's doorbell. */
 void engine_signal(struct engine *engine);
 /* See to all that has happened and to what is late, and post what can be posted by then; whether

@@ -257,7 +257,9 @@ static void copy(void *target, const void *source, size_t nbytes)
 {
     if (copier != NULL)
         copier((uintptr_t)target, (uintptr_t)source, nbytes);
-    else
+    /* What is sent again may be there already and be read meanwhile: writing the same changes nothing,
+     * but a sanitizer would take it for a race. */
+    else if (memcmp(target, source, nbytes) != 0)
         memcpy(target, source, nbytes);
 }
 

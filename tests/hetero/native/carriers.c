@@ -1,0 +1,401 @@
+/* Two ends of a carried link in one process, without Python: streams of the host fill one's ring and
+ * empty the other's; the rails are TCP connections or emulated NICs, and some are cut on the way. Every
+ * byte is compared. Built with sanitizers by test_sanitized.py.
+ * Usage: carriers tcp|verbs SEED ENTRIES RAILS [ABANDON]. Prints how many entries were compared. With
+ * ABANDON both ends are given up after so many, in the middle of everything. */
+#include "carrier.h"
+#include "host.h"
+
+#include <arpa/inet.h>
+#include <dlfcn.h>
+#include <netinet/in.h>
+#include <pthread.h>
+#include <stdatomic.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/socket.h>
+#include <time.h>
+#include <unistd.h>
+
+#define RING_BYTES (64u << 10)
+#define LARGEST 6000u
+#define RECORD_BYTES 64u
+#define SIDE_BYTES 32768u
+#define CONTROL_BYTES (2 * SIDE_BYTES)
+#define CHECK_BYTES HOST_CHECKSUM_BYTES
+#define ALIGNMENT 64u
+#define STALL_SECONDS 1.0
+#define PATIENCE_MS 30000
+#define SLICE_MS 20
+/* So that counters count round in the middle. */
+#define FIRST (UINT32_MAX - 100)
+
+enum { POSTED_AT, RETIRED_AT = 64, PRODUCED_AT = 128, CONSUMED_AT = 192, RECORDS_AT = 256 };
+enum { DOORBELL_AT = 32512 };
+
+struct record {
+    uint64_t nbytes;
+    uint64_t place;
+};
+
+struct end {
+    int side;
+    uint8_t *control, *rings;
+    struct carrier *carrier;
+    struct host_stream *filling, *emptying;
+    int fds[ENGINE_RAILS];
+    struct verbs_connection_info infos[ENGINE_RAILS];
+};
+
+static const char *const nics[2][2] = {{"a0", "a1"}, {"b0", "b1"}};
+static struct end ends[2];
+static uint32_t entries;
+static int rails;
+static bool is_verbs;
+/* Of the emulated NICs. */
+static void (*break_nic)(const char *name, int fault);
+static unsigned seed;
+static unsigned abandon = UINT32_MAX;
+static atomic_uint compared;
+
+#define REQUIRE(condition)                                                                         \
+    do {                                                                                           \
+        if (!(condition)) {                                                                        \
+            fprintf(stderr, "%s:%d: %s\n", __FILE__, __LINE__, #condition);                        \
+            abort();                                                                               \
+        }                                                                                          \
+    } while (0)
+
+static uint32_t *word(const struct end *end, int direction, int which)
+{
+    return (uint32_t *)(void *)(end->control + (size_t)direction * SIDE_BYTES + (size_t)which);
+}
+
+static uint64_t at(const struct end *end, int direction, int which)
+{
+    return (uint64_t)(uintptr_t)word(end, direction, which);
+}
+
+static struct record *record_of(const struct end *end, int direction, uint32_t number)
+{
+    return (struct record *)(void *)((uint8_t *)word(end, direction, RECORDS_AT) +
+                                     number % BOOK_ENTRIES * RECORD_BYTES);
+}
+
+/* What entry `number` of a direction has in it, which both ends can make. */
+static uint32_t size_of_entry(int direction, uint32_t number)
+{
+    uint32_t mixed = (number + (uint32_t)direction * 7919u + seed) * 2654435761u;
+
+    return mixed % 5 == 0 ? mixed >> 8 & 1 : (mixed >> 4) % LARGEST;
+}
+
+static uint8_t byte_of_entry(int direction, uint32_t number, uint32_t index)
+{
+    return (uint8_t)(number * 31u + index * 7u + (uint32_t)direction * 113u);
+}
+
+#define IS_ABANDONED (atomic_load(&compared) >= abandon)
+
+/* Whether a word has come to a value; false if everything is given up. */
+static bool await(uint32_t *awaited, uint32_t value)
+{
+    for (int waited = 0; !host_wait_word(awaited, value, SLICE_MS); waited += SLICE_MS) {
+        if (IS_ABANDONED)
+            return false;
+        REQUIRE(waited < PATIENCE_MS);
+    }
+    return true;
+}
+
+/* The sender of one direction: as a link does it, a copy into the ring, a checksum and a word. */
+static void *send_all(void *argument)
+{
+    struct end *end = argument;
+    static uint8_t *contents[2][BOOK_ENTRIES];
+    uint8_t **bytes = contents[end->side];
+    uint64_t head = 0, tails[BOOK_ENTRIES] = {0}, tail = 0;
+    uint32_t freed = 0;
+
+    for (uint32_t number = 0; number < entries && !IS_ABANDONED; number++) {
+        uint32_t nbytes = size_of_entry(end->side, number);
+        uint64_t length = (nbytes + CHECK_BYTES + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT;
+        struct record *record = record_of(end, end->side, FIRST + number);
+
+        if (head % RING_BYTES + length > RING_BYTES)
+            head += RING_BYTES - head % RING_BYTES;
+        while (head + length - tail > RING_BYTES || number - freed >= BOOK_ENTRIES) {
+            if (freed == number) {
+                tail = head;
+                continue;
+            }
+            if (!await(word(end, end->side, RETIRED_AT), FIRST + freed + 1))
+                return NULL;
+            tail = tails[freed % BOOK_ENTRIES];
+            free(bytes[freed % BOOK_ENTRIES]);
+            freed++;
+        }
+        bytes[number % BOOK_ENTRIES] = malloc(nbytes + 1);
+        for (uint32_t index = 0; index < nbytes; index++)
+            bytes[number % BOOK_ENTRIES][index] = byte_of_entry(end->side, number, index);
+        *record = (struct record){nbytes, head % RING_BYTES};
+        uint64_t place = (uint64_t)(uintptr_t)end->rings + record->place;
+        host_copy(place, (uint64_t)(uintptr_t)bytes[number % BOOK_ENTRIES], nbytes, end->filling);
+        host_append_checksum(place, nbytes, end->filling);
+        host_write_value(end->filling, at(end, end->side, PRODUCED_AT), FIRST + number + 1, 0);
+        head += length;
+        tails[number % BOOK_ENTRIES] = head;
+        __atomic_store_n(word(end, end->side, POSTED_AT), FIRST + number + 1, __ATOMIC_RELEASE);
+        carrier_progress(end->carrier);
+    }
+    for (; freed < entries && await(word(end, end->side, CONSUMED_AT), FIRST + entries); freed++)
+        free(bytes[freed % BOOK_ENTRIES]);
+    return NULL;
+}
+
+static void *receive_all(void *argument)
+{
+    struct end *end = argument;
+    int direction = 1 - end->side;
+    static uint8_t targets[2][LARGEST];
+    uint8_t *target = targets[end->side];
+
+    for (uint32_t number = 0; number < entries && !IS_ABANDONED; number++) {
+        uint32_t expected = size_of_entry(direction, number);
+
+        if (!await(word(end, direction, POSTED_AT), FIRST + number + 1))
+            break;
+        struct record record = *record_of(end, direction, FIRST + number);
+        REQUIRE(record.nbytes == expected);
+        uint64_t place = (uint64_t)(uintptr_t)end->rings + RING_BYTES + record.place;
+        host_wait_value(end->emptying, at(end, direction, PRODUCED_AT), FIRST + number + 1, 0);
+        host_verify_checksum(place, expected, end->emptying);
+        host_copy((uint64_t)(uintptr_t)target, place, expected, end->emptying);
+        host_write_value(end->emptying, at(end, direction, CONSUMED_AT), FIRST + number + 1, 0);
+        __atomic_store_n(word(end, direction, RETIRED_AT), FIRST + number + 1, __ATOMIC_RELEASE);
+        carrier_progress(end->carrier);
+        if (!await(word(end, direction, CONSUMED_AT), FIRST + number + 1))
+            break;
+        for (uint32_t index = 0; index < expected; index++)
+            REQUIRE(target[index] == byte_of_entry(direction, number, index));
+        atomic_fetch_add(&compared, 1);
+    }
+    return NULL;
+}
+
+static void connect_pair(int rail)
+{
+    struct sockaddr_in address = {.sin_family = AF_INET, .sin_addr.s_addr = htonl(INADDR_LOOPBACK)};
+    socklen_t length = sizeof address;
+    int listener = socket(AF_INET, SOCK_STREAM, 0);
+
+    REQUIRE(bind(listener, (struct sockaddr *)&address, length) == 0 && listen(listener, 1) == 0);
+    getsockname(listener, (struct sockaddr *)&address, &length);
+    ends[1].fds[rail] = socket(AF_INET, SOCK_STREAM, 0);
+    REQUIRE(connect(ends[1].fds[rail], (struct sockaddr *)&address, length) == 0);
+    ends[0].fds[rail] = accept(listener, NULL, NULL);
+    REQUIRE(ends[0].fds[rail] >= 0);
+    close(listener);
+}
+
+/* Where the direction that an end sends, and the one that it receives, have their words. */
+static struct engine_layout layout_of(const struct end *end)
+{
+    uint64_t out = (uint64_t)end->side * SIDE_BYTES, in = (uint64_t)(1 - end->side) * SIDE_BYTES;
+
+    return (struct engine_layout){
+        .control = (uint64_t)(uintptr_t)end->control,
+        .doorbell = DOORBELL_AT,
+        .out_posted = out + POSTED_AT,
+        .out_retired = out + RETIRED_AT,
+        .out_produced = out + PRODUCED_AT,
+        .out_consumed = out + CONSUMED_AT,
+        .out_records = out + RECORDS_AT,
+        .in_posted = in + POSTED_AT,
+        .in_retired = in + RETIRED_AT,
+        .in_produced = in + PRODUCED_AT,
+        .in_consumed = in + CONSUMED_AT,
+        .in_records = in + RECORDS_AT,
+        .record_bytes = RECORD_BYTES,
+        .record_nbytes = offsetof(struct record, nbytes),
+        .record_place = offsetof(struct record, place),
+        .entries = BOOK_ENTRIES,
+        .ring_bytes = RING_BYTES,
+        .checksum_bytes = CHECK_BYTES,
+        .stall_seconds = STALL_SECONDS,
+    };
+}
+
+static void add_tcp(struct end *end, int rail)
+{
+    char error[RAIL_TEXT_BYTES];
+    struct tcp_request request = {
+        .fd = end->fds[rail],
+        .sending = (uint64_t)(uintptr_t)end->rings,
+        .receiving = (uint64_t)(uintptr_t)end->rings + RING_BYTES,
+        .ring_bytes = RING_BYTES,
+        .control = (uint64_t)(uintptr_t)end->control,
+        .record_bytes = RECORD_BYTES,
+    };
+
+    REQUIRE(carrier_add_tcp(end->carrier, &request, error));
+}
+
+static void add_verbs(struct end *end, int rail)
+{
+    char error[RAIL_TEXT_BYTES];
+    struct verbs_request request = {
+        .device = nics[end->side][rail],
+        .port = 1,
+        .reads_back = seed % 2,
+        .dmabuf = -1,
+        .rings = (uint64_t)(uintptr_t)end->rings,
+        .ring_bytes = RING_BYTES,
+        .control = (uint64_t)(uintptr_t)end->control,
+        .control_bytes = CONTROL_BYTES,
+        .record_bytes = RECORD_BYTES,
+    };
+
+    REQUIRE(carrier_add_verbs(end->carrier, &request, &end->infos[rail], error));
+}
+
+static void connect_verbs(struct end *end, int rail)
+{
+    const struct verbs_connection_info *here = &end->infos[rail];
+    const struct verbs_connection_info *there = &ends[1 - end->side].infos[rail];
+    struct verbs_route loopback = {.qp = here->loopback_qp};
+    struct verbs_peer peer = {
+        .route = {.qp = there->qp},
+        .receiving = there->receiving,
+        .receiving_key = there->receiving_key,
+        .control = there->control,
+        .control_key = there->control_key,
+        .reads_back = seed % 2,
+    };
+    char error[RAIL_TEXT_BYTES];
+
+    REQUIRE(carrier_connect_verbs(end->carrier, rail, &peer, &loopback, error));
+}
+
+static void notified(void *carrier)
+{
+    carrier_progress(carrier);
+}
+
+static void open_end(struct end *end)
+{
+    char error[RAIL_TEXT_BYTES];
+
+    end->control = aligned_alloc(64, CONTROL_BYTES);
+    memset(end->control, 0, CONTROL_BYTES);
+    end->rings = aligned_alloc(64, 2 * RING_BYTES);
+    for (int which = POSTED_AT; which <= CONSUMED_AT; which += 64)
+        *word(end, 0, which) = *word(end, 1, which) = FIRST;
+    struct engine_layout layout = layout_of(end);
+    end->carrier = carrier_new(&layout, error);
+    REQUIRE(end->carrier != NULL);
+    carrier_words_notify(end->carrier);
+    for (int rail = 0; rail < rails; rail++)
+        (is_verbs ? add_verbs : add_tcp)(end, rail);
+    end->filling = host_stream_create(NULL);
+    end->emptying = host_stream_create(NULL);
+    host_stream_notify(end->filling, notified, end->carrier);
+    host_stream_notify(end->emptying, notified, end->carrier);
+}
+
+static void start_end(struct end *end)
+{
+    char error[RAIL_TEXT_BYTES];
+
+    for (int rail = 0; is_verbs && rail < rails; rail++)
+        connect_verbs(end, rail);
+    REQUIRE(carrier_start(end->carrier, error));
+}
+
+static void close_end(struct end *end)
+{
+    if (!IS_ABANDONED) {
+        REQUIRE(carrier_settle_credits(end->carrier, 5.0));
+        REQUIRE(host_stream_synchronize(end->filling, PATIENCE_MS));
+        REQUIRE(host_stream_synchronize(end->emptying, PATIENCE_MS));
+    }
+    REQUIRE(host_stream_failure(end->emptying) == HOST_FINE);
+    host_stream_destroy(end->filling);
+    host_stream_destroy(end->emptying);
+    carrier_free(end->carrier);
+    free(end->control);
+    free(end->rings);
+}
+
+/* As failover.py does it: both stop the rail before either sends anything again. */
+static void lose(int rail)
+{
+    for (int side = 0; side < 2; side++)
+        carrier_stop_rail(ends[side].carrier, rail);
+    for (int side = 0; side < 2; side++)
+        carrier_retransmit(ends[side].carrier, rail);
+}
+
+/* Cut all rails but one, at any time, at one of their ends or by the rail's own fault. */
+static void *cut(void *argument)
+{
+    char reason[RAIL_TEXT_BYTES];
+    unsigned chance = seed;
+    uint32_t all = 2 * entries;
+
+    (void)argument;
+    for (int rail = 1; rail < rails; rail++) {
+        uint32_t when = all / (unsigned)rails * (unsigned)rail;
+
+        while (atomic_load(&compared) < when && !IS_ABANDONED)
+            usleep(200);
+        if (rand_r(&chance) % 2 == 0) {
+            int side = rand_r(&chance) % 2;
+
+            if (is_verbs)
+                break_nic(nics[side][rail], 1 + rand_r(&chance) % 2);
+            else
+                shutdown(ends[side].fds[rail], SHUT_RDWR);
+            for (int found = -1; found != rail && !IS_ABANDONED; usleep(200))
+                found = carrier_next_loss(ends[side].carrier, reason);
+        }
+        lose(rail);
+    }
+    return NULL;
+}
+
+int main(int count, char **arguments)
+{
+    pthread_t threads[5];
+
+    REQUIRE(count == 5 || count == 6);
+    is_verbs = strcmp(arguments[1], "verbs") == 0;
+    seed = (unsigned)atoi(arguments[2]);
+    entries = (uint32_t)atoi(arguments[3]);
+    rails = atoi(arguments[4]);
+    if (count == 6)
+        abandon = (unsigned)atoi(arguments[5]);
+    if (is_verbs)
+        *(void **)&break_nic =
+            dlsym(dlopen(getenv("HETERO_IBVERBS_LIBRARY"), RTLD_NOW), "loopback_break");
+    for (int rail = 0; rail < rails && !is_verbs; rail++)
+        connect_pair(rail);
+    for (int side = 0; side < 2; side++) {
+        ends[side].side = side;
+        open_end(&ends[side]);
+    }
+    for (int side = 0; side < 2; side++)
+        start_end(&ends[side]);
+    for (int side = 0; side < 2; side++) {
+        pthread_create(&threads[2 * side], NULL, send_all, &ends[side]);
+        pthread_create(&threads[2 * side + 1], NULL, receive_all, &ends[side]);
+    }
+    pthread_create(&threads[4], NULL, cut, NULL);
+    for (int thread = 0; thread < 5; thread++)
+        pthread_join(threads[thread], NULL);
+    for (int side = 0; side < 2; side++)
+        close_end(&ends[side]);
+    printf("%u\n", atomic_load(&compared));
+    return 0;
+}
