@@ -40,6 +40,8 @@ typedef void *stream;
     _(cuMemcpyAsync, (address, address, size_t, stream))                          \
     _(cuEventRecord, (void *, stream))                                            \
     _(cuStreamWaitEvent, (stream, void *, unsigned))                              \
+    _(cuStreamSynchronize, (stream))                                              \
+    _(cuEventSynchronize, (void *))                                               \
     _(cuMemHostRegister_v2, (void *, size_t, unsigned))                           \
     _(cuMemHostUnregister, (void *))                                              \
     _(cuMemHostGetDevicePointer_v2, (address *, void *, unsigned))                \
@@ -196,6 +198,16 @@ int hipEventRecord(void *event, stream on)
 int hipStreamWaitEvent(stream on, void *event, unsigned flags)
 {
     return FORWARD_IN_CONTEXT(cuStreamWaitEvent(on, event, flags));
+}
+
+int hipStreamSynchronize(stream on)
+{
+    return FORWARD_IN_CONTEXT(cuStreamSynchronize(on));
+}
+
+int hipEventSynchronize(void *event)
+{
+    return FORWARD_IN_CONTEXT(cuEventSynchronize(event));
 }
 
 int hipHostRegister(void *host, size_t size, unsigned flags)
