@@ -21,6 +21,9 @@ class EnqueuingLink(Protocol):
     def progress_until_enqueued(self, transfer: OrderedTransfer) -> None:
         """Return once all of the transfer is in a stream, or it has failed."""
 
+    def check(self) -> None:
+        """Raise what broke the link, if anything did."""
+
     def look_after(self) -> None:
         """See that transfers get into a stream though nobody waits for them."""
 
@@ -132,6 +135,9 @@ class OrderedTransfer(Work):
             raise self.error
         assert self.landed is not None
         self.landed.order_current_stream()
-        # A device that is the CPU has waited; it must not be given what a failure released.
+        # A device that is the host has waited; it must not be given what a failure released, of
+        # which this end may not have heard yet.
+        if not self.landed.reached():
+            self.link.check()
         if self.error is not None:
             raise self.error
