@@ -11,14 +11,17 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests import preloaded
+
 ROOT = Path(__file__).resolve().parents[2]
 ENTRY = ROOT / "pretrain_gpt.py"
+
+Started = preloaded.Process | subprocess.Popen[str]
 
 TINY_LLAMA = (
     "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --group-query-attention "
@@ -65,7 +68,7 @@ def start(
     by_rank: Mapping[int, Mapping[str, str]] | None = None,
     scripts: Mapping[int, Path] | None = None,
     flags_by_rank: Mapping[int, Sequence[str]] | None = None,
-) -> list[subprocess.Popen[str]]:
+) -> list[Started]:
     """Start every rank; `scripts` and `flags_by_rank` replace a single rank's own."""
     port = free_port()
     # Packages that lie in a folder of their own stay importable.
@@ -84,19 +87,11 @@ def start(
         }
         script = (scripts or {}).get(rank, ENTRY)
         words = (flags_by_rank or {}).get(rank, flags)
-        processes.append(
-            subprocess.Popen(
-                [sys.executable, str(script), *words],
-                env=shared | own,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-        )
+        processes.append(preloaded.start(script, words, environ=shared | own))
     return processes
 
 
-def finish(processes: Sequence[subprocess.Popen[str]], *, seconds: float) -> list[RankOutcome]:
+def finish(processes: Sequence[Started], *, seconds: float) -> list[RankOutcome]:
     """Collect every rank, failing the test if one is still there after `seconds`."""
     deadline = time.monotonic() + seconds
     outcomes = []
