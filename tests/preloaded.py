@@ -35,8 +35,8 @@ class Process:
     def __init__(self, status: socket.socket, stdout: int, stderr: int) -> None:
         self._status = status.makefile("r")
         self._selectable = status
-        self.stdout = open(stdout, errors="replace")
-        self.stderr = open(stderr, errors="replace")
+        self.stdout = os.fdopen(stdout, errors="replace")
+        self.stderr = os.fdopen(stderr, errors="replace")
         self.pid = int(self._status.readline())
         self.returncode: int | None = None
 
