@@ -24,13 +24,13 @@ if __name__ == "__main__":
     leave_on_interrupt()
 
 from hetero.errors import UserError
-from hetero.parity.alignment import align
-from hetero.parity.comparison import DEFAULT_FIRST, Comparison, Options, compare
-from hetero.parity.criteria import DEFAULT_CRITERIA, RULES, Criterion, parse_criterion
-from hetero.parity.curves import read_curve
-from hetero.parity.report import write_report
-from hetero.parity.text import report_text
 from tools.command_line import Parser, run
+from tools.loss_parity.alignment import align
+from tools.loss_parity.criteria import DEFAULT_CRITERIA, RULES, Criterion, parse_criterion
+from tools.loss_parity.curves import read_curve
+from tools.loss_parity.loss_comparison import DEFAULT_FIRST, Comparison, Options, compare
+from tools.loss_parity.loss_files import write_report
+from tools.loss_parity.loss_table import report_text
 
 _FAILED = 1
 

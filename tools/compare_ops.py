@@ -32,8 +32,8 @@ from megatron.training.quiet import quiet_core
 from tools.command_line import Parser, run
 
 if TYPE_CHECKING:
-    from hetero.parity.operators.comparison import Comparison
-    from hetero.parity.operators.dump import Dump
+    from tools.operators.dump import Dump
+    from tools.operators.operator_comparison import Comparison
 
 _SAMPLE = 65536
 
@@ -103,15 +103,15 @@ def _add_run_flags(parser: argparse.ArgumentParser, *, reference: bool) -> None:
 
 def _record(options: argparse.Namespace, device: str | None) -> Dump:
     quiet_core()
-    from megatron.training.operators.flags import layer_arguments
-    from megatron.training.operators.session import default_device, record
+    from tools.operators.layer_flags import layer_arguments
+    from tools.operators.recording import default_device, record
 
     args = layer_arguments(options.flags, dtype=options.dtype, layers=options.layers)
     return record(args, device=device or default_device(), sample=options.sample)
 
 
 def _run(options: argparse.Namespace) -> tuple[str, bool]:
-    from hetero.parity.operators.dump import write
+    from tools.operators.dump import write
 
     if not options.out.parent.is_dir():
         raise UserError(f"--out {options.out}: there is no folder {options.out.parent}")
@@ -125,22 +125,22 @@ def _run(options: argparse.Namespace) -> tuple[str, bool]:
 
 
 def _check(options: argparse.Namespace) -> tuple[str, bool]:
-    from hetero.parity.operators.comparison import compare
+    from tools.operators.operator_comparison import compare
 
     ours = _record(options, getattr(options, "device", None))
     return _report(compare(ours, _record(options, "reference")))
 
 
 def _compare(options: argparse.Namespace) -> tuple[str, bool]:
-    from hetero.parity.operators.comparison import compare
-    from hetero.parity.operators.dump import read
+    from tools.operators.dump import read
+    from tools.operators.operator_comparison import compare
 
     left, right = map(read, options.dumps)
     return _report(compare(left, right))
 
 
 def _report(comparison: Comparison) -> tuple[str, bool]:
-    from hetero.parity.operators.table import lines
+    from tools.operators.operator_table import lines
 
     return "\n".join(lines(comparison)), comparison.passed
 

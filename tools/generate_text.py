@@ -21,9 +21,9 @@ if __name__ == "__main__":
 
 
 from hetero.errors import UserError
-from hetero.observe.bar import progress_bar
 from megatron.training.arguments.convert import integer, number
 from megatron.training.arguments.data import add_tokenizer_flags
+from megatron.training.progress_bar import progress_bar
 from megatron.training.quiet import quiet_core
 from tools.command_line import Parser, run
 

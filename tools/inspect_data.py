@@ -22,7 +22,6 @@ if __name__ == "__main__":
 import numpy
 
 from hetero.errors import UserError
-from hetero.observe.bar import progress_bar
 from megatron.training.arguments.convert import integer
 from megatron.training.arguments.data import add_tokenizer_flags
 from megatron.training.dataset_description import (
@@ -30,6 +29,7 @@ from megatron.training.dataset_description import (
     contradiction,
     read_description,
 )
+from megatron.training.progress_bar import progress_bar
 from megatron.training.quiet import quiet_core
 from tools.command_line import Parser, run
 from tools.preprocessing.index_file import BLOCK, HEADER

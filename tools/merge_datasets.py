@@ -21,9 +21,9 @@ if __name__ == "__main__":
 import numpy
 
 from hetero.errors import UserError
-from hetero.observe.bar import progress_bar
 from hetero.words import counted
 from megatron.training.dataset_description import SUFFIX, Description, read_description
+from megatron.training.progress_bar import progress_bar
 from megatron.training.quiet import quiet_core
 from tools.command_line import Parser, run
 from tools.preprocessing.index_file import HEADER, IndexContent, blocks_of_file, write_index

@@ -28,9 +28,9 @@ if __name__ == "__main__":
 
 from hetero.agreement import Agreement
 from hetero.errors import HeteroError, UserError, leave_word
-from hetero.preflight.session import Report, Settings, Together, check_alone
 from megatron.training.rendezvous import environment_rank, meeting_point, open_store
 from tools import command_line
+from tools.preflight_checks.readiness import Report, Settings, Together, check_alone
 
 _REQUIREMENTS = Path(__file__).resolve().parent.parent / "requirements.txt"
 _PATIENCE = 300.0

@@ -34,11 +34,11 @@ if __name__ == "__main__":
 import torch
 
 from hetero.errors import HeteroError
-from hetero.observe.report import write_whole
 from hetero.words import counted
 from tools import command_line
 from tools.real_text.data_set import NAME as TEXT_NAME
 from tools.real_text.data_set import build_real_text
+from tools.reports.run_pair_files import write_whole
 from tools.reproduction import picture, table
 from tools.reproduction.measurement import Attempt, as_mapping, summarise
 from tools.reproduction.options import parse_options

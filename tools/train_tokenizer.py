@@ -23,8 +23,8 @@ if __name__ == "__main__":
 import sentencepiece
 
 from hetero.errors import UserError
-from hetero.observe.bar import progress_bar
 from megatron.training.arguments.convert import integer, number
+from megatron.training.progress_bar import progress_bar
 from tools.command_line import Parser, interrupts_leave, run
 from tools.text_input import FORMATS, Document, InputFile, open_inputs, temporary_name
 

@@ -21,20 +21,20 @@ from typing import Any
 if __name__ == "__main__":
     # As a script, only this file's folder would be importable; what follows may take a while.
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-    from tools.command_line import leave_on_interrupt
+    from tools.command_line import begin_script
 
-    leave_on_interrupt()
+    begin_script(core=False)
 
 
 from examples.quickstart import outcome, steps
 from examples.quickstart.source_text import SourceText, builtin_text, read_text
 from hetero.errors import UserError
-from hetero.observe.bar import progress_bar
-from hetero.observe.comparison import Comparison, RunRecord
-from hetero.observe.report import write_html, write_json
 from hetero.words import counted
+from megatron.training.progress_bar import progress_bar
 from tools.command_line import Parser, run
 from tools.launching.processes import run_step
+from tools.reports.run_pair import Comparison, RunRecord
+from tools.reports.run_pair_files import write_html, write_json
 
 MARKER = ".hetero-demo"
 """Stands in a folder that the demo made, so that it never replaces files of anyone else."""

@@ -13,15 +13,14 @@ from typing import Any
 from examples.quickstart import steps
 from examples.quickstart.source_text import SourceText
 from hetero.errors import HeteroError
-from hetero.observe.comparison import (
+from hetero.words import counted, size_text
+from tools.reports.run_pair import (
     Comparison,
     RunRecord,
     boundary_rows,
     rank_rows,
     stage_rows,
 )
-from hetero.observe.units import size_text
-from hetero.words import counted
 
 TITLES = {"hetero": " + ".join(steps.VENDORS), "homogeneous": "homogeneous"}
 
@@ -159,7 +158,7 @@ def _versions() -> tuple[tuple[str, str], ...]:
 
 def summary(comparison: Comparison) -> str:
     """The table and the verdict that end the demo on the terminal."""
-    from hetero.observe.page import number_text
+    from tools.reports.run_pair_page import number_text
 
     runs = (comparison.hetero, comparison.homogeneous)
     rows = [

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 
 from tqdm import tqdm
 
-from hetero.observe.bar import progress_bar
 from megatron.training.metrics import IterationRecord
+from megatron.training.progress_bar import progress_bar
 
 
 def format_table(rows: Sequence[Sequence[str]]) -> str:

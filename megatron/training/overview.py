@@ -12,9 +12,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hetero.observe.units import size_text
 from hetero.plan import Edge
-from hetero.words import counted
+from hetero.words import counted, size_text
 from megatron.training import weights
 from megatron.training.console import Console, format_table
 from megatron.training.initialize import Job

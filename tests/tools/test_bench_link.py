@@ -13,13 +13,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from hetero.observe.link_bench import opening
-from hetero.observe.link_bench.record import MEMORY_COPY, Options, sockets_name
-from hetero.observe.link_bench.session import run_rank
 from hetero.transport.base import Link
 from hetero.transport.names import FAMILIES
 from tools import bench_link
 from tools.bench_link import main, parse_options
+from tools.link_bench import opened_links
+from tools.link_bench.bench_rank import run_rank
+from tools.link_bench.bench_record import MEMORY_COPY, Options, sockets_name
 
 TOOL = Path(__file__).parents[2] / "tools" / "bench_link.py"
 # The second is no multiple of a word and spans the slots.
@@ -156,7 +156,7 @@ class _Spoiling:
 
 def run_with_faults(rank: int, options: Options, folder: str, out: str) -> None:
     """One of the two processes: tcp cannot be opened on rank 1, shm spoils the larger size."""
-    really_open = opening.open_links
+    really_open = opened_links.open_links
 
     def faulty(plan, this_rank, what):
         if what.boundary_transport == "tcp" and this_rank == 1:
@@ -175,7 +175,7 @@ def run_with_faults(rank: int, options: Options, folder: str, out: str) -> None:
         description = LinkDescription(0, 1, 0, 1, what.job, what.timeout)
         return GlooLink(description, send_tag=101, recv_tag=102)
 
-    opening.open_links = faulty
+    opened_links.open_links = faulty
     run_rank(rank, options, folder, out, ["bench"])
 
 

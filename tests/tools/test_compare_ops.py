@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from hetero.parity.operators import dump as dumps
-from hetero.parity.operators.sample import Sample
 from tools.compare_ops import main
+from tools.operators import dump as dumps
+from tools.operators.sample import Sample
 
 PRESETS = Path(__file__).resolve().parents[2] / "examples" / "presets"
 TINY = ["--yaml-cfg", str(PRESETS / "tiny.yaml"), "--padded-vocab-size", "512"]

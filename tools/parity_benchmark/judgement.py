@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from hetero.errors import UserError
-from hetero.parity.alignment import align
-from hetero.parity.comparison import Comparison, Options, Verdict, compare
-from hetero.parity.criteria import Finding, parse_criterion
-from hetero.parity.curves import Curve, read_curve
-from hetero.parity.envelope import FEWEST_SEEDS
+from tools.loss_parity.alignment import align
+from tools.loss_parity.criteria import Finding, parse_criterion
+from tools.loss_parity.curves import Curve, read_curve
+from tools.loss_parity.envelope import FEWEST_SEEDS
+from tools.loss_parity.loss_comparison import Comparison, Options, Verdict, compare
 from tools.parity_benchmark.plan import DETERMINISTIC, Run
 from tools.parity_benchmark.side_by_side import Outcome
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
 
-from hetero.observe.bar import progress_bar
 from hetero.words import counted
+from megatron.training.progress_bar import progress_bar
 from tools.preprocessing.batches import Batch
 
 

@@ -8,10 +8,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from hetero.observe.report import write_whole
 from tools.public_training.chosen import Chosen
 from tools.public_training.comparison import THREE_FLAGS, Difference, Runs, Trained
 from tools.public_training.shrinking import Replacement, Shrunk
+from tools.reports.run_pair_files import write_whole
 
 ROUNDING = 1e-4
 """Most that losses of 16-bit training may differ by where two layouts add in another order."""

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from hetero.observe.charts import LIGHT, style_axes
+from tools.reports.charts import LIGHT, style_axes
 from tools.reproduction.measurement import RowResult
 
 OURS, THEIRS = "#b3402a", "#a9c3e6"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hetero.observe.units import size_text
+from hetero.words import size_text
 from tools.reproduction.measurement import Attempt, RowResult, Spread
 from tools.reproduction.settings import SOURCE, SOURCE_SETTING
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Protocol, TypeVar
 
 from hetero.errors import UserError
-from hetero.observe.bar import progress_bar
+from megatron.training.progress_bar import progress_bar
 
 CONVERTING = ".converting"
 

@@ -16,7 +16,7 @@ import torch
 
 from hetero.device.base import DeviceRuntime
 from hetero.errors import HeteroError
-from hetero.observe.units import size_text
+from hetero.words import size_text
 
 PART_BYTES = 64 << 20
 STALL_SECONDS = 60.0

@@ -567,7 +567,7 @@ ELSEWHERE = {
     "--hetero-pipeline": "distributed/test_parity.py",
     "--hetero-plan": "training/test_layout.py",
     "--hetero-transport": "distributed/test_parity.py",
-    "--hetero-nics": "hetero/preflight/test_node.py",
+    "--hetero-nics": "tools/preflight_checks/test_node_facts.py",
     "--hetero-timeout": "distributed/test_failures.py",
     "--hetero-report": "distributed/harness.py",
 }

@@ -1,1 +1,0 @@
-"""Comparison of runs and of operators between two sides."""

@@ -1,0 +1,134 @@
+"""Which runs can be compared, and over which iterations."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from hetero.errors import UserError
+from tests.tools.loss_parity.simulated_runs import simulated_run, with_loss
+from tools.loss_parity.alignment import align, identical, schedule_difference
+from tools.loss_parity.curves import Curve
+
+
+def run(seed: int, iterations: int = 40) -> Curve:
+    return simulated_run(seed, iterations=iterations)
+
+
+def part(curve: Curve, keep: list[int]) -> Curve:
+    return curve.at(np.array(keep))
+
+
+def test_all_runs_are_cut_to_the_range_asked_for():
+    aligned = align(run(1), seeds=[run(2)], candidates=[run(3)], first=11, last=30)
+    for curve in (aligned.reference, *aligned.seeds, *aligned.candidates):
+        assert curve.iteration.tolist() == list(range(11, 31))
+    assert aligned.candidates[0].loss.tolist() == run(3).loss[10:30].tolist()
+    assert aligned.notes == ()
+
+
+def test_iterations_that_one_run_lacks_are_left_out_of_all_with_a_note():
+    aligned = align(run(1, 5), seeds=[], candidates=[part(run(2, 5), [0, 1, 3, 4])])
+    assert aligned.reference.iteration.tolist() == [1, 2, 4, 5]
+    assert "seed1: 1 of its 5 iterations are left out" in aligned.notes[0]
+
+
+def test_a_run_that_broke_off_is_refused_unless_the_end_is_given():
+    whole, broken = run(1), part(run(2), list(range(25)))
+    with pytest.raises(UserError, match="seed2 ends at iteration 25 and seed1 at 40; ") as refusal:
+        align(whole, seeds=[], candidates=[broken])
+    assert "give --to-iteration 25" in str(refusal.value)
+    assert len(align(whole, seeds=[], candidates=[broken], last=25).reference) == 25
+
+
+def test_a_run_whose_file_begins_later_is_refused_unless_the_start_is_given():
+    with pytest.raises(UserError, match="give --from-iteration 11"):
+        align(run(1), seeds=[], candidates=[part(run(2), list(range(10, 40)))])
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [(range(10), range(10, 40)), (range(0, 40, 2), range(1, 40, 2))],
+    ids=["one after the other", "every second"],
+)
+def test_runs_without_a_common_iteration_are_refused(one, other):
+    with pytest.raises(UserError, match="no iteration in common"):
+        align(part(run(1), list(one)), seeds=[], candidates=[part(run(2), list(other))])
+
+
+def test_a_range_without_iterations_is_refused():
+    with pytest.raises(
+        UserError, match=r"seed1 has no iteration from 50 to 60; it holds .*1 to 40"
+    ):
+        align(run(1), seeds=[], candidates=[run(2)], first=50, last=60)
+
+
+@pytest.mark.parametrize(
+    ("column", "says"),
+    [
+        ("batch_size", "a global batch of 16 at iteration 7 and seed1 8"),
+        ("consumed_tokens", "consumed tokens of 3584 at iteration 7 and seed1 1792"),
+    ],
+)
+def test_runs_that_see_other_numbers_of_tokens_are_refused(column, says):
+    values = getattr(run(2), column).copy()
+    values[6:] *= 2
+    with pytest.raises(UserError, match=says):
+        align(run(1), seeds=[], candidates=[replace(run(2), **{column: values})])
+
+
+def test_files_that_do_not_tell_the_batch_are_taken():
+    silent = replace(run(2), batch_size=np.full(40, np.nan), consumed_tokens=np.full(40, np.nan))
+    assert len(align(run(1), seeds=[], candidates=[silent]).reference) == 40
+
+
+@pytest.mark.parametrize("loss", [np.nan, np.inf, 0.0, -1.0])
+def test_a_reference_or_a_seed_of_unusable_losses_is_refused(loss):
+    bad = with_loss(run(2), 3, loss)
+    with pytest.raises(UserError, match="its loss at iteration 4 is"):
+        align(bad, seeds=[], candidates=[run(1)])
+    with pytest.raises(UserError, match="its loss at iteration 4 is"):
+        align(run(1), seeds=[bad], candidates=[run(3)])
+    assert align(run(1), seeds=[], candidates=[bad]).candidates[0].name == "seed2"
+
+
+def test_seeds_that_are_copies_are_refused_but_a_candidate_may_be_one():
+    with pytest.raises(UserError, match="other and seed1 hold the same numbers"):
+        align(run(1), seeds=[replace(run(1), name="other")], candidates=[run(3)])
+    assert align(run(1), seeds=[], candidates=[run(1)]).candidates
+
+
+def test_seeds_of_another_learning_rate_are_refused():
+    other = replace(run(2), learning_rate=run(2).learning_rate * 1.1)
+    with pytest.raises(UserError, match=r"seed2 is no further seed of seed1: .* by 0.1 "):
+        align(run(1), seeds=[other], candidates=[run(3)])
+
+
+def test_the_schedules_are_compared_as_far_as_the_files_tell_and_the_updates_agree():
+    one, other = run(1), run(2)
+    assert schedule_difference(one, other) is not None
+    assert schedule_difference(one, other)[0] == 0.0
+    decay = other.weight_decay.copy()
+    decay[20] = 0.11
+    found = schedule_difference(replace(other, weight_decay=decay), one)
+    assert found == (pytest.approx(0.1), 20)
+    skipped = other.skipped.copy()
+    skipped[3] = True
+    assert schedule_difference(replace(other, skipped=skipped), one) is None
+    unknown = np.full(40, np.nan)
+    silent = replace(other, learning_rate=unknown, weight_decay=unknown)
+    assert schedule_difference(silent, one) is None
+
+
+def test_identity_is_of_bits_in_losses_and_gradient_norms():
+    one = run(1)
+    assert identical(one, run(1)).all()
+    assert np.flatnonzero(~identical(with_loss(one, 5, np.nextafter(one.loss[5], 9)), one)) == [5]
+    norms = one.grad_norm.copy()
+    norms[7] = np.nextafter(norms[7], 9)
+    assert np.flatnonzero(~identical(replace(one, grad_norm=norms), one)) == [7]
+    norms[7] = np.nan
+    overflowed = replace(one, grad_norm=norms)
+    assert identical(overflowed, overflowed).all()

@@ -1,0 +1,88 @@
+"""What operators are given: the same bits everywhere, and nothing a mistake could hide behind."""
+
+from __future__ import annotations
+
+import sys
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+
+import pytest
+import torch
+
+from hetero.errors import UserError
+from tests.tools.operators.small_models import GPT, LLAMA, computed, reference
+from tools.operators.draws import Draws, input_std
+from tools.operators.layer_flags import layer_arguments
+from tools.operators.recording import record
+
+KNOWN = ["0x1.4be0e80000000p-1", "-0x1.1195900000000p-1", "0x1.6bcc000000000p-4"]
+
+
+def test_a_draw_depends_on_seed_and_name_alone() -> None:
+    one, two = (Draws(seed=1, dtype=torch.bfloat16) for _ in range(2))
+    two.normal("another", (3,))
+    assert torch.equal(one.normal("x", (4, 5)), two.normal("x", (4, 5)))
+    assert one.digests["x"] == two.digests["x"]
+    assert not torch.equal(one.normal("y", (4, 5)), one.normal("x", (4, 5)))
+    other = Draws(seed=2, dtype=torch.bfloat16)
+    assert not torch.equal(other.normal("x", (4, 5)), one.normal("x", (4, 5)))
+
+
+def test_these_bits_are_drawn_on_every_machine() -> None:
+    """Sums and products of float32 alone; a change here makes dumps of two versions differ."""
+    drawn = Draws(seed=1234, dtype=torch.float32).normal("x", (3,))
+    assert [value.hex() for value in drawn.tolist()] == KNOWN
+
+
+def test_draws_have_the_spread_they_are_asked_for() -> None:
+    drawn = Draws(seed=1, dtype=torch.float32).normal("x", (100_000,), std=0.5)
+    assert float(drawn.std()) == pytest.approx(0.5, rel=0.02)
+    assert abs(float(drawn.mean())) < 0.01
+    assert float(drawn.abs().max()) <= 1.5
+
+
+@pytest.mark.parametrize("epsilon", [1e-5, 1e-6])
+def test_norms_get_inputs_small_enough_for_their_epsilon_to_matter(epsilon) -> None:
+    std = input_std("norm", "hidden", epsilon=epsilon)
+    assert epsilon / std**2 == pytest.approx(1 / 16)
+
+
+def test_both_sides_are_given_the_same_bits() -> None:
+    assert computed(LLAMA).header.inputs == reference(LLAMA).header.inputs
+
+
+def test_gains_and_biases_are_not_ones_and_zeros() -> None:
+    inputs = computed(GPT).header.inputs
+    names = [name for name in inputs if name.startswith("weight ") and "decoder" in name]
+    assert len({inputs[name] for name in names}) == len(names)
+
+
+def test_a_run_repeats_bit_for_bit() -> None:
+    one, two = computed(LLAMA), computed(LLAMA)
+    for name, sample in one.samples.items():
+        assert torch.equal(sample.values, two.samples[name].values), name
+
+
+def test_flags_of_a_training_run_are_read_for_the_layers_alone() -> None:
+    words = f"{LLAMA} --bf16 --hidden-dropout 0.1 --attention-dropout 0.1 --recompute-activations"
+    args = layer_arguments(words.split(), dtype="fp16", layers=3)
+    assert (args.params_dtype, args.bf16, args.fp16) == ("float16", False, True)
+    assert (args.num_layers, args.hidden_dropout, args.attention_dropout) == (3, 0.0, 0.0)
+    assert args.recompute_granularity is None
+
+
+def test_transformer_engines_joined_modules_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where it is installed; elsewhere the local layers are taken."""
+    engine = ModuleType("transformer_engine")
+    engine.__spec__ = ModuleSpec("transformer_engine", None)
+    monkeypatch.setitem(sys.modules, "transformer_engine", engine)
+    words = f"{LLAMA} --transformer-impl transformer_engine"
+    with pytest.raises(UserError, match="--transformer-impl local"):
+        layer_arguments(words.split(), dtype="bf16", layers=1)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_device_that_is_not_there_is_refused() -> None:
+    args = layer_arguments(LLAMA.split(), dtype="bf16", layers=1)
+    with pytest.raises(UserError, match="use a PyTorch that sees a GPU"):
+        record(args, device="cuda", sample=0)

@@ -1,0 +1,84 @@
+"""Dumps as files, and which of them may be compared."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from hetero.errors import UserError
+from tests.tools.operators.made_dumps import dump, reference
+from tools.operators.dump import read, require_comparable, write
+
+
+def test_what_is_written_is_read_back(tmp_path: Path) -> None:
+    written = dump()
+    write(written, tmp_path / "a.dump")
+    found = read(tmp_path / "a.dump")
+    assert found.header == written.header
+    assert found.samples.keys() == written.samples.keys()
+    for name, sample in written.samples.items():
+        other = found.samples[name]
+        assert torch.equal(sample.values, other.values)
+        assert sample.dtype == other.dtype
+        assert (sample.shape, sample.rms) == (other.shape, other.rms)
+    assert [path.name for path in tmp_path.iterdir()] == ["a.dump"]
+
+
+def test_the_file_is_plain_safetensors_with_a_json_header(tmp_path: Path) -> None:
+    write(dump(), tmp_path / "a.dump")
+    with safe_open(tmp_path / "a.dump", framework="pt") as stored:
+        header = json.loads(stored.metadata()["header"])
+    assert header["device"] == "NVIDIA H200"
+    assert header["inputs"]["tokens"] == "bb"
+
+
+def test_a_file_that_is_no_dump_is_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "text").write_text("hello")
+    save_file({"x": torch.ones(1)}, tmp_path / "other")
+    for name, reason in (
+        ("absent", "is no file"),
+        ("text", "damaged or another kind"),
+        ("other", "is no dump"),
+    ):
+        with pytest.raises(UserError, match=reason) as error:
+            read(tmp_path / name)
+        assert str(tmp_path / name) in str(error.value)
+
+
+def test_a_dump_cut_short_is_one_sentence(tmp_path: Path) -> None:
+    write(dump(), tmp_path / "a.dump")
+    (tmp_path / "b.dump").write_bytes((tmp_path / "a.dump").read_bytes()[:-100])
+    with pytest.raises(UserError, match=r"b\.dump cannot be read"):
+        read(tmp_path / "b.dump")
+
+
+@pytest.mark.parametrize(
+    ("changed", "named"),
+    [
+        ({"dtype": "float16"}, "--dtype: bfloat16 and float16"),
+        ({"seed": 7}, "--seed: 1234 and 7"),
+        ({"sample": 5}, "--sample: 0 and 5"),
+        ({"flags": {"hidden_size": 64, "rotary_base": 500}}, "rotary_base is 10000 in one and 500"),
+        ({"flags": {"hidden_size": 64}}, "rotary_base is 10000 in one and None"),
+        ({"inputs": {"weight linear": "aa", "tokens": "cc"}}, "different bits of tokens"),
+        ({"operators": ()}, "different operators"),
+    ],
+)
+def test_dumps_not_made_from_the_same_are_refused(changed, named) -> None:
+    with pytest.raises(UserError) as error:
+        require_comparable(dump().header, dump(**changed).header)
+    assert named in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_device_versions_and_kernels_may_differ() -> None:
+    other = dump(
+        vendor="amd", device="MI300X", torch="2.13.0", kernels={"attention_backend": "flash"}
+    )
+    require_comparable(dump().header, other.header)
+    require_comparable(dump().header, reference().header)

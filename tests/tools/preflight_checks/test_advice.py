@@ -1,0 +1,248 @@
+"""What a node is told: of each made-up machine, and of each thing that can be amiss."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from tests.tools.preflight_checks.machines import (
+    AMPLE,
+    NO_GPU,
+    OPEN,
+    Machine,
+    config_space,
+    h200_node,
+    laptop,
+    mi325x_node,
+)
+from tools.preflight_checks.advice import Advice, Severity, advise, worst_first
+from tools.preflight_checks.gpudirect import Libibverbs
+
+
+def said(machine: Machine, severity: Severity, subject: str) -> str:
+    """The one sentence about a subject at a severity."""
+    fitting = [a for a in advise(machine.read()) if (a.severity, a.subject) == (severity, subject)]
+    assert len(fitting) == 1, fitting
+    return fitting[0].text
+
+
+def test_a_node_with_nothing_amiss_is_told_nothing(tmp_path):
+    assert advise(mi325x_node(tmp_path).read()) == []
+
+
+def test_a_laptop_is_told_only_that_it_has_no_gpu(tmp_path):
+    (advice,) = advise(laptop(tmp_path).read())
+    assert advice.severity is Severity.NOTE
+    assert "no GPU" in advice.text
+
+
+def test_the_h200_node_is_told_of_its_dead_nic_and_of_the_missing_module(tmp_path):
+    machine = h200_node(tmp_path)
+    advice = advise(machine.read())
+    assert [a.severity for a in advice] == [Severity.WARNING, Severity.WARNING, Severity.NOTE]
+    assert "mlx5_3 port 1 (ens3np0) is down" in said(machine, Severity.WARNING, "RDMA")
+    missing = said(machine, Severity.WARNING, "GPU-direct")
+    assert "nvidia_peermem is not loaded" in missing
+    assert "proprietary kernel modules offer no dma-buf" in missing
+    assert "modprobe nvidia_peermem" in missing
+    assert "GPUs 0, 3 share" in said(machine, Severity.NOTE, "topology")
+    machine.load_module("nvidia_peermem")
+    assert "GPU-direct" not in [a.subject for a in advise(machine.read())]
+
+
+def test_open_kernel_modules_do_without_nvidia_peermem_on_a_new_kernel(tmp_path):
+    machine = h200_node(tmp_path)
+    machine.write("proc/driver/nvidia/version", OPEN)
+    assert "through dma-buf" in said(machine, Severity.NOTE, "GPU-direct")
+    machine.write("proc/sys/kernel/osrelease", "5.4.0-200-generic")
+    assert "5.4.0-200-generic is too old" in said(machine, Severity.WARNING, "GPU-direct")
+
+
+def test_amd_is_told_which_kernel_options_are_missing(tmp_path):
+    machine = mi325x_node(tmp_path)
+    machine.write("boot/config-6.8.0-60-generic", "CONFIG_HSA_AMD_P2P=y\nCONFIG_PCI_P2PDMA=y")
+    text = said(machine, Severity.WARNING, "GPU-direct")
+    assert "the kernel lacks CONFIG_DMABUF_MOVE_NOTIFY and" in text
+    (machine.folder / "boot/config-6.8.0-60-generic").unlink()
+    assert "cannot be read" in said(machine, Severity.NOTE, "GPU-direct")
+    (machine.folder / "sys/kernel/mm/memory_peers/amdkfd").mkdir(parents=True)
+    assert advise(machine.read()) == []
+
+
+def test_a_cpu_build_of_pytorch_on_a_gpu_node_is_a_problem(tmp_path):
+    machine = h200_node(tmp_path)
+    machine.change(software=NO_GPU, gpus=[], vendor="cpu")
+    text = said(machine, Severity.PROBLEM, "GPU")
+    assert "none of the node's 8 nvidia GPUs" in text
+    assert "install its CUDA build" in text
+
+
+def test_the_other_vendors_build_is_a_problem(tmp_path):
+    machine = mi325x_node(tmp_path)
+    machine.change(software=replace(NO_GPU, torch_build="cu130"), gpus=[], vendor="cpu")
+    assert "built for cu130: install its ROCm build" in said(machine, Severity.PROBLEM, "GPU")
+
+
+def test_a_missing_driver_is_a_problem(tmp_path):
+    machine = h200_node(tmp_path)
+    (machine.folder / "proc/driver/nvidia/version").unlink()
+    machine.change(gpus=[], vendor="cpu", tool=lambda command: "")
+    assert "no CUDA driver is loaded" in said(machine, Severity.PROBLEM, "GPU")
+
+
+def test_a_display_that_no_build_uses_is_only_noted(tmp_path):
+    machine = laptop(tmp_path)
+    machine.sysfs.add_pci(
+        "pci0000:00/0000:00:01.0/0000:01:00.0", {"vendor": "0x10de", "class": "0x030000"}
+    )
+    machine.change(tool=lambda command: "")
+    assert "1 nvidia GPUs" in said(machine, Severity.NOTE, "GPU")
+
+
+def test_lost_gpus_are_a_warning_and_hidden_ones_a_note(tmp_path, monkeypatch):
+    machine = h200_node(tmp_path)
+    machine.change(gpus=list(machine.live.gpus)[:6])
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert "sees 6 of 8 GPUs (look for lost" in said(machine, Severity.WARNING, "GPU")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3,4,5")
+    assert "CUDA_VISIBLE_DEVICES=0,1,2,3,4,5" in said(machine, Severity.NOTE, "GPU")
+
+
+def test_what_requirements_ask_for_and_is_not_there_is_a_problem(tmp_path):
+    machine = mi325x_node(tmp_path)
+    line = "megatron-core==0.16.1 is wanted and 0.15.0 installed"
+    machine.change(software=replace(machine.live.software, unmet=(line,)))
+    assert said(machine, Severity.PROBLEM, "software").startswith(line)
+
+
+def slow_lanes(machine: Machine) -> None:
+    gpu = machine.folder / "sys/bus/pci/devices/0000:18:00.0/current_link_width"
+    gpu.write_text("8\n")
+
+
+def no_roce_address(machine: Machine) -> None:
+    machine.port_file("bnxt_re2", "gid_attrs/types/3").write_text("IB/RoCE v1\n")
+
+
+def small_packets(machine: Machine) -> None:
+    (machine.folder / "sys/class/net/eth2/mtu").write_text("1500\n")
+
+
+def little_locked_memory(machine: Machine) -> None:
+    machine.change(limits=replace(AMPLE, locked_memory=64 << 10))
+
+
+def little_shared_memory(machine: Machine) -> None:
+    machine.change(limits=replace(AMPLE, shared_memory=512 << 20))
+
+
+def few_files(machine: Machine) -> None:
+    machine.change(limits=replace(AMPLE, open_files=1024))
+
+
+def powersave(machine: Machine) -> None:
+    machine.sysfs.write("devices/system/cpu/cpu1/cpufreq/scaling_governor", "powersave")
+
+
+def numa_balancing(machine: Machine) -> None:
+    machine.write("proc/sys/kernel/numa_balancing", "1")
+
+
+def translating_iommu(machine: Machine) -> None:
+    machine.sysfs.write("kernel/iommu_groups/12/type", "DMA-FQ")
+
+
+def no_libibverbs(machine: Machine) -> None:
+    machine.change(libibverbs=Libibverbs(False, "", "this host cannot use libibverbs"))
+
+
+def no_device_files(machine: Machine) -> None:
+    for file in (machine.folder / "dev/infiniband").iterdir():
+        file.unlink()
+
+
+def redirecting_switch(machine: Machine) -> None:
+    port = machine.folder / "sys/bus/pci/devices/0000:17:01.0/config"
+    port.write_bytes(config_space(access_control=0x1D))
+
+
+def nic_on_other_socket(machine: Machine) -> None:
+    for index in range(4):
+        machine.port_file(f"bnxt_re{index}", "state").write_text("1: DOWN\n")
+
+
+@pytest.mark.parametrize(
+    ("fault", "subject", "expected"),
+    [
+        (slow_lanes, "GPU", "GPU 0 runs on 8 of its 16 PCIe lanes"),
+        (no_roce_address, "RDMA", "bnxt_re2 port 1 (eth2) has no IPv4 RoCE v2 address"),
+        (small_packets, "RDMA", "packets of 1024 bytes"),
+        (little_locked_memory, "limits", "only 64.0 KiB may be locked"),
+        (little_shared_memory, "limits", "/dev/shm holds 512.0 MiB, too little for RCCL"),
+        (few_files, "limits", "1024 open files"),
+        (powersave, "CPU", "governor is powersave"),
+        (numa_balancing, "CPU", "NUMA balancing is on"),
+        (translating_iommu, "PCIe", "`iommu=pt`"),
+        (no_libibverbs, "RDMA", "cannot use libibverbs"),
+        (no_device_files, "RDMA", "no /dev/infiniband/uverbs*"),
+        (redirecting_switch, "PCIe", "services of 1 switch ports (0000:17:01.0 first)"),
+    ],
+)
+def test_each_fault_brings_its_own_warning_and_nothing_else(
+    tmp_path, fault: Callable[[Machine], None], subject: str, expected: str
+):
+    machine = mi325x_node(tmp_path)
+    fault(machine)
+    (advice,) = advise(machine.read())
+    assert (advice.severity, advice.subject) == (Severity.WARNING, subject)
+    assert expected in advice.text
+
+
+def test_gpus_whose_socket_has_lost_all_nics_are_told_so(tmp_path):
+    machine = mi325x_node(tmp_path)
+    nic_on_other_socket(machine)
+    told = [a.text for a in advise(machine.read()) if a.subject == "topology"]
+    assert sum("is on another socket" in text for text in told) == 4
+
+
+def test_a_containers_default_shared_memory_is_a_problem(tmp_path):
+    machine = h200_node(tmp_path)
+    machine.change(limits=replace(AMPLE, shared_memory=64 << 20))
+    assert "docker --shm-size" in said(machine, Severity.PROBLEM, "limits")
+
+
+def test_switch_ports_that_only_root_may_read_are_noted(tmp_path):
+    machine = mi325x_node(tmp_path)
+    # Without root the kernel gives the first 64 bytes.
+    for port in ("0000:17:00.0", "0000:17:01.0"):
+        (machine.folder / f"sys/bus/pci/devices/{port}/config").write_bytes(bytes(64))
+    assert "ACS of 2 switch ports" in said(machine, Severity.NOTE, "PCIe")
+
+
+def test_forbidden_device_files_are_named(tmp_path):
+    facts = mi325x_node(tmp_path).read()
+    direct = replace(facts.gpudirect, forbidden_files=("uverbs3",))
+    (advice,) = advise(replace(facts, gpudirect=direct))
+    assert "may not open /dev/infiniband/uverbs3" in advice.text
+
+
+def test_a_virtual_machine_that_hides_the_tree_is_noted(tmp_path):
+    machine = mi325x_node(tmp_path)
+    machine.write("proc/cpuinfo", "model name\t: Made-up 9654\nflags\t\t: fpu hypervisor")
+    assert advise(machine.read()) == []  # This one shows its switches.
+    nic_on_other_socket(machine)
+    for index in range(4, 7):
+        machine.port_file(f"bnxt_re{index}", "state").write_text("1: DOWN\n")
+    facts = machine.read()
+    hidden = replace(facts, rails=tuple(r for r in facts.rails if r.gpu != 7))
+    told = [a for a in advise(hidden) if a.subject == "topology"]
+    assert [a.severity for a in told] == [Severity.NOTE]
+    assert "hides where GPUs and NICs are" in told[0].text
+
+
+def test_the_worst_comes_first():
+    kinds = (Severity.NOTE, Severity.PROBLEM, Severity.WARNING, Severity.PROBLEM)
+    advice = [Advice(kind, "x", str(index)) for index, kind in enumerate(kinds)]
+    assert [a.text for a in worst_first(advice)] == ["1", "3", "2", "0"]

@@ -1,0 +1,79 @@
+"""The host and its software, on the machine that runs the tests."""
+
+from __future__ import annotations
+
+import resource
+
+import pytest
+import torch
+
+from tests.tools.preflight_checks.machines import config_space
+from tools.preflight_checks import host_facts
+from tools.preflight_checks.host_facts import read_limits, resolves_to_loopback
+from tools.preflight_checks.pci import redirects_peers
+from tools.preflight_checks.roots import Roots, run_tool
+from tools.preflight_checks.software import read_software, unmet_requirements
+
+
+def test_limits_are_those_of_this_process(tmp_path):
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft - 1, hard))
+    try:
+        assert read_limits().open_files == soft - 1
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert read_limits(str(tmp_path / "missing")).shared_memory == 0
+
+
+@pytest.mark.parametrize(
+    ("addresses", "expected"),
+    [(["127.0.1.1"], True), (["127.0.1.1", "::1"], True), (["127.0.1.1", "10.0.0.1"], False)],
+)
+def test_a_name_with_loopback_addresses_only_is_found_out(monkeypatch, addresses, expected):
+    answer = [(0, 0, 0, "", (address, 0)) for address in addresses]
+    monkeypatch.setattr(host_facts.socket, "getaddrinfo", lambda *_: answer)
+    assert resolves_to_loopback("anything") is expected
+
+
+def test_a_name_that_does_not_resolve_is_not_called_loopback():
+    assert resolves_to_loopback("no-such-host.invalid") is False
+
+
+def test_the_running_software_is_told():
+    software = read_software(host_facts.Path("no such file"))
+    assert f"{software.torch}+{software.torch_build}".startswith(torch.__version__.split("+")[0])
+    assert software.unmet == ()
+
+
+def test_unmet_requirements_say_what_is_there_instead(tmp_path):
+    file = tmp_path / "requirements.txt"
+    file.write_text(
+        "# a comment\n-c other.txt\n\npsutil>=1\npsutil<1  # too new\nno-such-package-at-all>=2\n"
+        "no-such-package-either; python_version < '3'\n"
+    )
+    old, missing = unmet_requirements(file)
+    assert old.startswith("psutil<1 is wanted and ")
+    assert missing == "no-such-package-at-all>=2 is not installed"
+
+
+@pytest.mark.parametrize(
+    ("control", "expected"), [(0x00, False), (0x01, False), (0x04, True), (0x1D, True)]
+)
+def test_a_port_redirects_when_requests_or_completions_are(tmp_path, control, expected):
+    file = tmp_path / "sys/bus/pci/devices/0000:17:00.0/config"
+    file.parent.mkdir(parents=True)
+    file.write_bytes(config_space(control))
+    assert redirects_peers(Roots.below(tmp_path), "0000:17:00.0") is expected
+
+
+def test_a_port_without_access_control_redirects_nothing(tmp_path):
+    file = tmp_path / "sys/bus/pci/devices/0000:17:00.0/config"
+    file.parent.mkdir(parents=True)
+    file.write_bytes(bytes(4096))
+    assert redirects_peers(Roots.below(tmp_path), "0000:17:00.0") is False
+
+
+def test_a_vendors_program_may_be_absent_or_fail():
+    assert run_tool(["no-such-program"]) == ""
+    assert run_tool(["false"]) == ""
+    assert run_tool(["echo", "570.124.06"]) == "570.124.06\n"

@@ -1,0 +1,136 @@
+"""What is read of three made-up machines, file by file."""
+
+from __future__ import annotations
+
+import gzip
+
+import pytest
+
+from hetero.device.topology import Distance
+from tests.tools.preflight_checks.machines import h200_node, laptop, mi325x_node
+from tools.preflight_checks import findings_text
+from tools.preflight_checks.gpudirect import read_kernel_options
+
+
+def test_an_nvidia_node_tells_its_driver_gpus_and_places(tmp_path):
+    facts = h200_node(tmp_path).read()
+    assert facts.gpus.driver == "nvidia 570.124.06"
+    assert facts.gpus.open_driver is False
+    assert facts.gpus.on_bus == {"nvidia": 8}
+    first = facts.gpus.usable[0]
+    assert first.pci is not None
+    assert first.pci.numa_node == 0
+    assert str(first.link) == "32.0 GT/s x16"
+    assert facts.host.kernel == "6.8.0-60-generic"
+    assert facts.host.processor == "Made-up 9654"
+    assert facts.host.governors == ("performance",)
+    assert facts.host.numa_nodes == 2
+    assert facts.host.virtual_machine is False
+
+
+def test_an_amd_node_tells_its_driver_and_kernel_options(tmp_path):
+    facts = mi325x_node(tmp_path).read()
+    assert facts.gpus.driver == "amdgpu 6.16.6"
+    assert facts.gpus.open_driver is None
+    assert facts.gpus.on_bus == {"amd": 8}
+    assert set(facts.gpudirect.kernel_options.values()) == {True}
+
+
+def test_an_rdma_port_has_its_state_rate_addresses_and_packet(tmp_path):
+    devices = {device.name: device for device in h200_node(tmp_path).read().rdma}
+    assert list(devices) == [f"mlx5_{index}" for index in range(8)]
+    (port,) = devices["mlx5_0"].ports
+    assert (port.state, port.link_layer, port.rate) == ("ACTIVE", "Ethernet", 400.0)
+    assert port.interface == "ens0np0"
+    assert port.roce_addresses == ("10.0.0.1",)
+    assert port.packet_bytes == 4096
+    assert devices["mlx5_0"].firmware == "28.39.1002"
+    (down,) = devices["mlx5_3"].ports
+    assert not down.is_active
+    assert down.roce_addresses == ()
+
+
+@pytest.mark.parametrize(("mtu", "packet"), [(1500, 1024), (4200, 4096), (4100, 2048), (200, None)])
+def test_the_packet_of_roce_follows_from_the_interfaces_mtu(tmp_path, mtu, packet):
+    machine = mi325x_node(tmp_path)
+    (machine.folder / "sys/class/net/eth5/mtu").write_text(f"{mtu}\n")
+    assert machine.read().rdma[5].ports[0].packet_bytes == packet
+
+
+def test_infinibands_packet_is_asked_of_ibv_devinfo(tmp_path):
+    machine = h200_node(tmp_path)
+    machine.port_file("mlx5_1", "link_layer").write_text("InfiniBand\n")
+    said = (
+        "hca_id:\tmlx5_1\n\ttransport:\t\tInfiniBand (0)\n\t\tport:\t1\n"
+        "\t\t\tstate:\t\t\tPORT_ACTIVE (4)\n\t\t\tactive_mtu:\t\t4096 (5)\n"
+    )
+    machine.change(tool=lambda command: said if command == ["ibv_devinfo"] else "")
+    facts = machine.read()
+    assert facts.rdma[1].ports[0].packet_bytes == 4096
+    machine.change(tool=lambda command: "")
+    assert machine.read().rdma[1].ports[0].packet_bytes is None
+
+
+def test_each_gpu_is_given_the_nic_below_its_own_switch(tmp_path):
+    facts = mi325x_node(tmp_path).read()
+    assert [rail.nic.rdma for rail in facts.rails] == [f"bnxt_re{index}" for index in range(8)]
+    assert {rail.distance for rail in facts.rails} == {Distance.SAME_SWITCH}
+    assert facts.recommended_nics == tuple(f"eth{index}" for index in range(8))
+
+
+def test_a_gpu_whose_nic_is_down_takes_one_of_its_socket(tmp_path):
+    facts = h200_node(tmp_path).read()
+    rail = facts.rails[3]
+    assert rail.distance is Distance.SAME_NUMA_NODE
+    assert rail.nic.name in ("ens0np0", "ens1np0", "ens2np0")
+    assert "ens3np0" not in facts.recommended_nics
+    assert len(facts.recommended_nics) == 7
+
+
+def test_the_management_nic_is_no_rail(tmp_path):
+    facts = h200_node(tmp_path).read()
+    assert "mgmt0" in [interface.name for interface in facts.interfaces]
+    assert "mgmt0" not in [nic.name for nic in facts.nics]
+
+
+def test_a_laptop_trains_over_what_it_has(tmp_path):
+    facts = laptop(tmp_path).read()
+    assert facts.gpus.usable == ()
+    assert facts.gpus.driver == ""
+    assert facts.rdma == ()
+    assert facts.recommended_nics == ("wlp0s20f3",)
+
+
+def test_a_bond_or_a_containers_interface_is_a_rail_where_it_is_faster_or_alone(tmp_path):
+    machine = laptop(tmp_path)
+    addresses = dict(machine.live.addresses)
+    for name in ("bond0", "docker0"):
+        machine.sysfs.add_interface(name, None, speed=200000)
+        addresses[name] = ["10.1.2.3"]
+    (machine.folder / "sys/class/net/docker0/bridge").mkdir()
+    machine.change(addresses=addresses)
+    assert machine.read().recommended_nics == ("bond0",)
+    machine.change(addresses={name: addresses[name] for name in ("lo", "docker0")})
+    assert machine.read().recommended_nics == ()
+
+
+def test_the_kernels_configuration_is_found_in_boot_or_in_proc(tmp_path):
+    machine = laptop(tmp_path)
+    kernel = machine.read().host.kernel
+    assert set(read_kernel_options(machine.roots, kernel).values()) == {None}
+    packed = machine.folder / "proc/config.gz"
+    packed.write_bytes(gzip.compress(b"CONFIG_PCI_P2PDMA=y\n# CONFIG_HSA_AMD_P2P is not set\n"))
+    assert read_kernel_options(machine.roots, kernel) == {
+        "CONFIG_DMABUF_MOVE_NOTIFY": False,
+        "CONFIG_PCI_P2PDMA": True,
+        "CONFIG_HSA_AMD_P2P": False,
+    }
+    packed.write_bytes(b"cut off")
+    assert set(read_kernel_options(machine.roots, kernel).values()) == {None}
+
+
+@pytest.mark.parametrize("machine", [h200_node, mi325x_node, laptop])
+def test_the_text_of_a_node_is_at_most_a_hundred_columns_wide(tmp_path, machine):
+    lines = findings_text.node_lines(machine(tmp_path).read(), [])
+    assert max(map(len, lines)) <= 100
+    assert any("--hetero-nics" in line for line in lines)

@@ -1,0 +1,53 @@
+"""Who speaks for a node, and who measures with whom."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from tests.tools.preflight_checks.test_cluster_advice import call, card
+from tools.preflight_checks.pair_schedule import Place, reached_rails, rounds
+
+
+def test_nodes_are_numbered_by_their_first_rank():
+    identities = ["b", "b", "a", "a", "b"]
+    places = [Place.find(identities, rank) for rank in range(5)]
+    assert [(p.number, p.among) for p in places] == [(0, 0), (0, 1), (1, 0), (1, 1), (0, 2)]
+    assert places[0].sizes == (3, 2)
+
+
+@pytest.mark.parametrize("nodes", range(2, 9))
+def test_every_pair_measures_once_and_no_node_twice_in_a_round(nodes):
+    found = rounds(nodes)
+    for pairs in found:
+        busy = list(itertools.chain.from_iterable(pairs))
+        assert len(busy) == len(set(busy))
+    assert sorted(itertools.chain.from_iterable(found)) == list(
+        itertools.combinations(range(nodes), 2)
+    )
+
+
+@pytest.mark.parametrize("nodes", [9, 16, 17])
+def test_among_many_nodes_each_measures_with_its_two_neighbours(nodes):
+    found = rounds(nodes)
+    assert len(found) <= 3
+    for pairs in found:
+        busy = list(itertools.chain.from_iterable(pairs))
+        assert len(busy) == len(set(busy))
+    joined = {frozenset(pair) for pair in itertools.chain.from_iterable(found)}
+    assert joined == {frozenset((node, (node + 1) % nodes)) for node in range(nodes)}
+
+
+def test_one_node_measures_with_none():
+    assert rounds(1) == []
+
+
+def test_only_rails_that_answered_both_ways_are_measured():
+    ends = [
+        card(number, addresses={"eth0": f"10.0.0.{number}", "eth1": f"10.0.1.{number}"})
+        for number in range(2)
+    ]
+    rail = {"source_nic": "eth1", "target_nic": "eth1"}
+    calls = [call(0, 1), call(1, 0), call(0, 1, **rail), call(1, 0, **rail, error="timed out")]
+    assert reached_rails((0, 1), ends, calls) == [("10.0.0.0", "10.0.0.1")]

@@ -1,0 +1,47 @@
+"""Measuring the links of this machine: contents and reports, never speed."""
+
+from __future__ import annotations
+
+import threading
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from tools.preflight_checks.path_bandwidth import End, PathResult, measure_paths
+
+
+def ends(secrets: tuple[str, str] = ("s", "s")) -> list[list[PathResult]]:
+    """Both ends in threads of this process."""
+    store = dist.HashStore()
+    store.set_timeout(timedelta(seconds=60))
+    results: list[list[PathResult]] = [[], []]
+
+    def work(number: int) -> None:
+        end = End(
+            number=number,
+            store=store,
+            secret=secrets[number],
+            addresses=("127.0.0.1", "127.0.0.2"),
+            device=torch.device("cpu"),
+        )
+        results[number] = measure_paths(end)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(100)
+        assert not thread.is_alive()
+    return results
+
+
+def test_auto_every_rail_and_all_rails_together_are_measured():
+    first, second = ends()
+    labels = [result.path for result in first]
+    assert labels == [result.path for result in second]
+    assert labels[0].startswith("auto: ")
+    assert labels[-3:] == ["tcp 1", "tcp 2", "tcp"]
+    for result in first:
+        assert result.error == ""
+        assert min(result.latency_us, result.there_gb_s, result.back_gb_s) > 0

@@ -1,0 +1,97 @@
+"""Calls between nodes, here between two parts of one process over loopback."""
+
+from __future__ import annotations
+
+import socket
+import time
+
+import pytest
+from torch.distributed import HashStore
+
+from hetero.errors import UserError
+from tools.preflight_checks import reach
+from tools.preflight_checks.reach import Doorbell, call_all
+
+LOOPBACK = {"lo": "127.0.0.1"}
+
+
+def test_a_node_that_listens_is_reached_and_tells_the_time():
+    store = HashStore()
+    with Doorbell(store, LOOPBACK, b"secret") as doorbell:
+        (call,) = call_all(
+            store, b"secret", source=0, addresses=LOOPBACK, others={3: doorbell.ports}
+        )
+    assert (call.source, call.target, call.error) == (0, 3, "")
+    assert (call.source_nic, call.target_nic) == ("lo", "lo")
+    assert call.clock_difference is not None
+    assert abs(call.clock_difference) <= call.clock_uncertainty + 0.05
+
+
+def test_a_clock_that_is_ahead_is_seen_to_be(monkeypatch):
+    store, real, calls = HashStore(), time.time, []
+
+    def of_caller() -> float:
+        calls.append(1)
+        # The caller reads its clock before the listener does, in turns.
+        return real() + (100.0 if len(calls) % 2 == 0 else 0.0)
+
+    with Doorbell(store, LOOPBACK, b"secret") as doorbell:
+        monkeypatch.setattr(reach.time, "time", of_caller)
+        (call,) = call_all(
+            store, b"secret", source=0, addresses=LOOPBACK, others={1: doorbell.ports}
+        )
+    assert call.clock_difference == pytest.approx(100.0, abs=1.0)
+
+
+def test_a_closed_port_is_reported_with_its_address():
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    (call,) = call_all(
+        HashStore(),
+        b"secret",
+        source=0,
+        addresses=LOOPBACK,
+        others={1: {"eth5": ("127.0.0.1", port)}},
+        seconds=0.3,
+    )
+    assert f"127.0.0.1:{port} from 127.0.0.1" in call.error
+    assert "refused" in call.error
+    assert call.clock_difference is None
+
+
+def test_a_stranger_is_not_answered():
+    store = HashStore()
+    with Doorbell(store, LOOPBACK, b"secret") as doorbell:
+        (call,) = call_all(
+            store,
+            b"another",
+            source=0,
+            addresses=LOOPBACK,
+            others={1: doorbell.ports},
+            seconds=0.5,
+        )
+    assert call.error
+    assert call.clock_difference is None
+
+
+def test_the_side_with_fewer_nics_uses_them_in_turn():
+    store = HashStore()
+    two = {"lo": "127.0.0.1", "lo2": "127.0.0.2"}
+    with Doorbell(store, two, b"secret") as doorbell:
+        calls = call_all(store, b"secret", source=0, addresses=LOOPBACK, others={1: doorbell.ports})
+    assert [(c.source_nic, c.target_nic, c.error) for c in calls] == [
+        ("lo", "lo", ""),
+        ("lo", "lo2", ""),
+    ]
+
+
+def test_an_address_that_is_not_this_nodes_cannot_be_listened_on():
+    with pytest.raises(UserError, match=r"on eth9 \(203\.0\.113\.7: .*; name other NICs"):
+        Doorbell(HashStore(), {**LOOPBACK, "eth9": "203.0.113.7"}, b"secret")
+
+
+def test_nothing_listens_any_more_once_it_is_closed():
+    with Doorbell(HashStore(), LOOPBACK, b"secret") as doorbell:
+        address = doorbell.ports["lo"]
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(address, timeout=1.0)
