@@ -29,6 +29,7 @@ from tools.command_line import Parser, interrupts_leave, run
 from tools.text_input import FORMATS, Document, InputFile, open_inputs, temporary_name
 
 SENTENCE_BYTES = 4000
+_MOST_TRIES = 4
 """Longer lines are fed in parts: SentencePiece skips a sentence of more than 4192 bytes."""
 
 LLAMA_OPTIONS: dict[str, Any] = {
@@ -63,6 +64,11 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--output-prefix", required=True, help="path of the files, without suffix")
     parser.add_argument("--overwrite", action="store_true", help="replace files that exist")
     parser.add_argument("--vocab-size", type=integer(1), required=True, help="number of tokens")
+    parser.add_argument(
+        "--nearest-size",
+        action="store_true",
+        help="where no vocabulary of --vocab-size can be made of this text, take the nearest size",
+    )
     parser.add_argument("--model-type", choices=("bpe", "unigram"), default="bpe", help="algorithm")
     parser.add_argument(
         "--format",
@@ -79,9 +85,10 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--input-sentence-size",
-        type=integer(0),
+        type=_drawn_lines,
         default=0,
-        help="lines to draw at random from a text too large for memory; 0 uses every line",
+        help="lines to draw at random from a text too large for memory, more than 100; 0 uses "
+        "every line",
     )
     parser.add_argument(
         "--seed", type=integer(0), default=1234, help="for the lines that are drawn"
@@ -92,6 +99,13 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _drawn_lines(text: str) -> int:
+    """SentencePiece draws no fewer than 101 lines."""
+    if (lines := integer(0)(text)) and lines <= 100:
+        raise argparse.ArgumentTypeError("must be 0 or more than 100")
+    return lines
+
+
 def train(args: argparse.Namespace) -> str:
     """Write the model and its vocabulary, and return the line that says so."""
     outputs = [f"{args.output_prefix}.model", f"{args.output_prefix}.vocab"]
@@ -99,14 +113,38 @@ def train(args: argparse.Namespace) -> str:
         if os.path.isdir(path) or (os.path.exists(path) and not args.overwrite):
             raise UserError(f"{path} exists; choose another --output-prefix or --overwrite it")
     files = open_inputs(args.input, args.format)
-    model = _train_model(args, files)
+    model = _train_fitting(args, files)
     processor = sentencepiece.SentencePieceProcessor(model_proto=model)
     os.makedirs(os.path.dirname(outputs[0]) or ".", exist_ok=True)
     _write_together(dict(zip(outputs, (model, _vocabulary(processor)), strict=True)))
     return f"wrote {outputs[0]} and {outputs[1]}: vocabulary of {len(processor)} tokens"
 
 
-def _train_model(args: argparse.Namespace, files: Sequence[InputFile]) -> bytes:
+class SizeError(UserError):
+    """This text allows no vocabulary of the size that was asked for."""
+
+    def __init__(self, text: str, *, possible: int) -> None:
+        super().__init__(text)
+        self.possible = possible
+
+
+def _train_fitting(args: argparse.Namespace, files: Sequence[InputFile]) -> bytes:
+    """The model of the size that was asked for, or of the nearest where any will do."""
+    size = args.vocab_size
+    for _ in range(_MOST_TRIES):
+        try:
+            return _train_model(args, files, size)
+        except SizeError as error:
+            if not args.nearest_size:
+                raise
+            size = error.possible
+    raise UserError(
+        "SentencePiece finds no vocabulary for this text; give a longer text, or one with fewer "
+        "different characters"
+    )
+
+
+def _train_model(args: argparse.Namespace, files: Sequence[InputFile], size: int) -> bytes:
     """SentencePiece's model, held in memory so that no name of a temporary file ends up in it."""
     sentences = Sentences(files, args.json_key)
     model = io.BytesIO()
@@ -116,7 +154,7 @@ def _train_model(args: argparse.Namespace, files: Sequence[InputFile]) -> bytes:
         sentencepiece.SentencePieceTrainer.train(
             sentence_iterator=iter(sentences),
             model_writer=model,
-            vocab_size=args.vocab_size,
+            vocab_size=size,
             model_type=args.model_type,
             character_coverage=min(args.character_coverage, 1.0),
             input_sentence_size=args.input_sentence_size,
@@ -132,27 +170,28 @@ def _train_model(args: argparse.Namespace, files: Sequence[InputFile]) -> bytes:
             pool.submit(work).result()
     except (RuntimeError, OSError) as error:
         # SentencePiece turns an error in reading the text into its own; tell the first one.
-        raise sentences.error or _explained(error, args, sentences.count) from error
+        raise sentences.error or _explained(error, args, size, sentences.count) from error
     return model.getvalue()
 
 
-def _explained(error: Exception, args: argparse.Namespace, sentences: int) -> UserError:
-    """SentencePiece's complaint as one sentence, with the number it suggests."""
+def _explained(error: Exception, args: argparse.Namespace, size: int, sentences: int) -> UserError:
+    """SentencePiece's complaint as one sentence. What it suggests stands only in its text."""
     message = str(error).strip()
-    asked = f"--vocab-size {args.vocab_size}"
     if not sentences:
         return UserError(f"--input {' '.join(args.input)} holds no text to train on")
-    if largest := re.search(r"too high.*<= (\d+)", message):
-        return UserError(
-            f"{asked} is too large for this text; use at most {largest[1]}, or more text"
-        )
-    if smallest := re.search(r"smaller than required_chars\. \d+ vs (\d+)", message):
-        return UserError(
-            f"{asked} is too small for this text; use at least {smallest[1]}, or a lower "
-            "--character-coverage"
-        )
-    if args.input_sentence_size and "input_sentence_size" in message:
-        return UserError("--input-sentence-size must be 0 or more than 100")
+    for pattern, word, least in (
+        (r"too high.*<= (\d+)", "large", "at most {}, or more text"),
+        (
+            r"smaller than required_chars\. \d+ vs (\d+)",
+            "small",
+            "at least {}, or a lower --character-coverage",
+        ),
+    ):
+        if found := re.search(pattern, message):
+            return SizeError(
+                f"--vocab-size {size} is too {word} for this text; use {least.format(found[1])}",
+                possible=int(found[1]),
+            )
     return UserError(f"SentencePiece cannot train on this text: {message.splitlines()[0]}")
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import shutil
 import sys
 from collections.abc import Callable, Mapping
@@ -12,7 +11,7 @@ from pathlib import Path
 
 from hetero.errors import UserError
 from hetero.words import counted
-from tools.launching.processes import Step, StepFailure, run_step
+from tools.launching.processes import Step, run_step
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -40,7 +39,6 @@ the same on every machine.
 
 _TOKEN_BYTES = 2
 """tools/preprocess_data.py writes 16-bit tokens for any vocabulary that SentencePiece gives us."""
-_LARGEST_TRIES = 4
 
 _MODEL_FLAGS = f"""
 --num-layers {sum(LAYERS)} --hidden-size {HIDDEN_SIZE} --num-attention-heads 8
@@ -141,7 +139,13 @@ def prepare_data(text: str, folder: Path, announce: Callable[[str], None]) -> Da
     data = Data(folder)
     data.text.write_text(text, encoding="utf-8", newline="")
     announce("training a tokenizer")
-    _train_tokenizer(data)
+    _run_tool(
+        "train a tokenizer",
+        data.folder / "tokenizer.log",
+        "tools/train_tokenizer.py",
+        *("--input", str(data.text), "--output-prefix", str(data.tokenizer.with_suffix(""))),
+        *("--vocab-size", str(VOCABULARY), "--nearest-size"),
+    )
     announce("tokenizing")
     _run_tool(
         "preprocess the text",
@@ -157,32 +161,6 @@ def prepare_data(text: str, folder: Path, announce: Callable[[str], None]) -> Da
             f"takes {SEQUENCE_LENGTH + 1}; give at least a page of text"
         )
     return data
-
-
-def _train_tokenizer(data: Data) -> None:
-    """Ask for our vocabulary; where the text does not suit it, for what SentencePiece says does."""
-    size = VOCABULARY
-    for _ in range(_LARGEST_TRIES):
-        try:
-            _run_tool(
-                "train a tokenizer",
-                data.folder / "tokenizer.log",
-                "tools/train_tokenizer.py",
-                *("--input", str(data.text)),
-                *("--output-prefix", str(data.tokenizer.with_suffix(""))),
-                *("--vocab-size", str(size)),
-            )
-        except StepFailure as failure:
-            possible = re.search(r"use at (?:most|least) (\d+)", failure.sentence)
-            if possible is None:
-                raise
-            size = int(possible[1])
-        else:
-            return
-    raise UserError(
-        "SentencePiece finds no vocabulary for this text; give a longer text, or one with fewer "
-        "different characters"
-    )
 
 
 def _run_tool(name: str, log: Path, script: str, *flags: str) -> None:

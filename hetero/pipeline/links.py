@@ -31,7 +31,7 @@ class Opening:
     device: torch.device
     store: Store
     job: str
-    """A name that only members of the job know; links prove themselves with it."""
+    """A name that only members of the job know; the token of each link follows from it."""
     timeout: float
     """Seconds before a blocked transfer is an error."""
     channel: ChannelOptions

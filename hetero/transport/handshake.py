@@ -1,17 +1,15 @@
-"""How two ends of a link meet: one listens, the other connects, and each proves it is of this job.
+"""How two ends of a link meet: one listens, the other connects, and each shows the job's token.
 
-The address goes through the job's rendezvous store. The proof is an HMAC over both sides' random
-numbers, keyed by a secret that only members of the job were given (challenge and response in both
-directions, so that a recorded exchange is of no use). A stranger is turned away and the listener
-goes on listening. Afterwards the two compare their parameters: a difference is an error on both
-sides.
+The address goes through the job's rendezvous store, and so does the token: whoever may read the
+store may join the job. The token keeps out everyone else, be it another job that was given the same
+port or a program that tries all ports. A stranger is turned away and the listener goes on
+listening. Afterwards the two compare their parameters: a difference is an error on both sides.
 """
 
 from __future__ import annotations
 
 import hmac
 import json
-import secrets
 import socket
 import struct
 import time
@@ -24,8 +22,7 @@ from hetero.agreement import Store
 from hetero.errors import LinkError
 from hetero.transport.base import LinkDescription
 
-_NONCE_BYTES = 16
-_PROOF_BYTES = 32
+_TOKEN_BYTES = 32
 _LENGTH = struct.Struct("<I")
 _MAX_JSON_BYTES = 1 << 20
 
@@ -72,25 +69,32 @@ def receive_json(connection: socket.socket) -> dict[str, Any]:
     return dict(json.loads(receive_exactly(connection, length)))
 
 
-def _proof(meeting: Meeting, role: bytes, nonces: bytes) -> bytes:
-    return hmac.digest(meeting.secret, role + meeting.name.encode() + nonces, "sha256")
+class StrangerError(ConnectionError):
+    """What answered is no end of this link."""
 
 
-def prove(connection: socket.socket, meeting: Meeting) -> None:
-    """Exchange proofs; raises ConnectionError when the other side's is wrong."""
-    mine = secrets.token_bytes(_NONCE_BYTES)
-    connection.sendall(mine)
-    theirs = receive_exactly(connection, _NONCE_BYTES)
-    nonces = mine + theirs if meeting.listens else theirs + mine
-    roles = (b"listener", b"caller") if meeting.listens else (b"caller", b"listener")
-    connection.sendall(_proof(meeting, roles[0], nonces))
-    proof = receive_exactly(connection, _PROOF_BYTES)
-    if not hmac.compare_digest(proof, _proof(meeting, roles[1], nonces)):
-        raise ConnectionError("the other side does not belong to this job")
+def _token(meeting: Meeting, *, of_listener: bool) -> bytes:
+    """What an end of this link shows: the job's secret, for this link and this end alone."""
+    role = b"listener" if of_listener else b"caller"
+    return hmac.digest(meeting.secret, role + meeting.name.encode(), "sha256")
+
+
+def show_token(connection: socket.socket, meeting: Meeting) -> None:
+    """Show ours and compare theirs; raises StrangerError where it is another.
+
+    The caller shows its own first, so that a listener tells strangers nothing.
+    """
+    if not meeting.listens:
+        connection.sendall(_token(meeting, of_listener=False))
+    theirs = receive_exactly(connection, _TOKEN_BYTES)
+    if not hmac.compare_digest(theirs, _token(meeting, of_listener=not meeting.listens)):
+        raise StrangerError("the other side does not belong to this job")
+    if meeting.listens:
+        connection.sendall(_token(meeting, of_listener=True))
 
 
 def accept(listener: socket.socket, meeting: Meeting, *, count: int = 1) -> list[socket.socket]:
-    """Accept `count` connections of peers that prove themselves; turn all others away."""
+    """Accept `count` connections of peers of this link; turn all others away."""
     deadline = time.monotonic() + meeting.timeout
     accepted: list[socket.socket] = []
     while len(accepted) < count:
@@ -107,7 +111,7 @@ def accept(listener: socket.socket, meeting: Meeting, *, count: int = 1) -> list
             continue
         connection.settimeout(min(10.0, remaining))
         try:
-            prove(connection, meeting)
+            show_token(connection, meeting)
         except (OSError, ValueError):
             connection.close()
             continue
@@ -118,7 +122,7 @@ def accept(listener: socket.socket, meeting: Meeting, *, count: int = 1) -> list
 def connect(
     address: Any, meeting: Meeting, *, family: int, source: tuple[str, int] | None = None
 ) -> socket.socket:
-    """Connect to the listener and prove ourselves, trying again until the deadline."""
+    """Connect to the listener and show our token, trying again until the deadline."""
     deadline = time.monotonic() + meeting.timeout
     while True:
         connection = socket.socket(family, socket.SOCK_STREAM)
@@ -127,11 +131,11 @@ def connect(
                 connection.bind(source)
             connection.settimeout(max(0.1, min(10.0, deadline - time.monotonic())))
             connection.connect(address)
-            prove(connection, meeting)
+            show_token(connection, meeting)
             return connection
         except OSError as error:
             connection.close()
-            if time.monotonic() > deadline or "belong" in str(error):
+            if time.monotonic() > deadline or isinstance(error, StrangerError):
                 raise meeting.failure(
                     f"rank {meeting.description.peer} at {address} could not be reached ({error})",
                     "see that the address and its port are open to this host",

@@ -8,7 +8,8 @@ attention on NVIDIA, AOTriton or CK on ROCm, a fused kernel on CPU, and no score
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -119,31 +120,37 @@ class SdpaAttention(MegatronModule):
     ) -> torch.Tensor:
         sequence, batch, heads, width = query.shape
         query_bnsd, key_bnsd, value_bnsd = (t.permute(1, 2, 0, 3) for t in (query, key, value))
-        with self._dropout_stream(), self._kernel(query):
-            context_bnsd = F.scaled_dot_product_attention(
-                query_bnsd,
-                key_bnsd,
-                value_bnsd,
-                attn_mask=None if attention_mask is None else ~attention_mask,
-                is_causal=attention_mask is None,
-                dropout_p=self.dropout if self.training else 0.0,
-                scale=self.scale,
-                enable_gqa=key.shape[2] != heads,
-            )
+        allowed = None if attention_mask is None else ~attention_mask
+        with self._dropout_stream():
+            context_bnsd = self._attend(query_bnsd, key_bnsd, value_bnsd, allowed)
         return context_bnsd.permute(2, 0, 1, 3).reshape(sequence, batch, heads * width)
 
-    @contextlib.contextmanager
-    def _kernel(self, query: torch.Tensor) -> Iterator[None]:
+    def _attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        allowed: torch.Tensor | None,
+    ) -> torch.Tensor:
         """`--attention-backend`: torch chooses, or one of its kernels is required."""
         backends = _KERNELS.get(self.config.attention_backend)
+        compute = partial(
+            F.scaled_dot_product_attention,
+            is_causal=allowed is None,
+            dropout_p=self.dropout if self.training else 0.0,
+            scale=self.scale,
+            enable_gqa=key.shape[1] != query.shape[1],
+        )
         if backends is None:
-            yield
-            return
+            return compute(query, key, value, attn_mask=allowed)
         try:
             with sdpa_kernel(backends):
-                yield
+                return compute(query, key, value, attn_mask=allowed)
         except RuntimeError as error:
-            if "No available kernel" not in str(error):
+            # torch has no class of errors for it. One position tells what the kernel takes.
+            one = [tensor[:, :, :1] for tensor in (query, key, value)]
+            mask = None if allowed is None else allowed[..., :1, :1]
+            if _computes(compute, one, mask, backends) or not _computes(compute, one, mask):
                 raise
             raise TrainingError(
                 f"no kernel of --attention-backend {self.config.attention_backend.name} takes "
@@ -156,3 +163,18 @@ class SdpaAttention(MegatronModule):
         if self.training and self.dropout > 0.0 and not self.config.sequence_parallel:
             return tensor_parallel.get_cuda_rng_tracker().fork()
         return contextlib.nullcontext()
+
+
+def _computes(
+    compute: Callable[..., torch.Tensor],
+    tensors: Sequence[torch.Tensor],
+    mask: torch.Tensor | None,
+    backends: Sequence[SDPBackend] | None = None,
+) -> bool:
+    """Whether torch computes attention of these, with these kernels alone where they are given."""
+    try:
+        with sdpa_kernel(list(backends)) if backends else contextlib.nullcontext():
+            compute(*tensors, attn_mask=mask)
+    except RuntimeError:
+        return False
+    return True

@@ -23,8 +23,6 @@ import pytest
 from examples.quickstart import source_text, steps
 from examples.quickstart.demo import Progress, main
 from examples.quickstart.outcome import MetricsFile
-from hetero.errors import UserError
-from tools.launching.processes import Step, StepFailure
 
 DEMO = steps.ROOT / "examples" / "quickstart" / "demo.py"
 ITERATIONS = 12
@@ -290,15 +288,3 @@ def test_two_demos_do_not_share_a_folder(tmp_path, page, capsys):
     with (out / ".hetero-demo").open("a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         assert "another demo is writing" in refused(capsys, out, "--text", str(page))
-
-
-def test_a_step_of_bad_input_is_not_mistaken_for_a_vocabulary(tmp_path, monkeypatch):
-    def fail(name, log, *_):
-        log.write_text("error: no space left\n")
-        step = Step(name, ("x",), log, tmp_path, {})
-        raise StepFailure(step, 2)
-
-    monkeypatch.setattr(steps, "_run_tool", fail)
-    with pytest.raises(StepFailure) as failure:
-        steps.prepare_data("text", tmp_path, lambda _: None)
-    assert not isinstance(failure.value, UserError)

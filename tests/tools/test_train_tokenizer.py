@@ -108,7 +108,18 @@ def test_an_impossible_vocabulary_size_is_answered_with_one_that_works(
     message = capsys.readouterr().err.splitlines()[-1]
     assert message.startswith(f"error: --vocab-size {vocab_size} is too ")
     suggested = int(message.split("use at ")[1].split()[1].rstrip(",;"))
-    assert train(tmp_path / "tok", text_file, vocab_size=suggested) == 0
+    flags = ("--nearest-size",)
+    assert train(tmp_path / "tok", text_file, vocab_size=vocab_size, flags=flags) == 0
+    said = capsys.readouterr().out
+    assert f"vocabulary of {suggested} tokens" in said
+
+
+@pytest.mark.parametrize("lines", [1, 100])
+def test_too_few_lines_to_draw_are_refused_before_any_is_read(tmp_path, text_file, capsys, lines):
+    with pytest.raises(SystemExit) as ended:
+        train(tmp_path / "tok", text_file, flags=("--input-sentence-size", str(lines)))
+    assert ended.value.code == 2
+    assert "must be 0 or more than 100" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

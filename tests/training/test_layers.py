@@ -206,23 +206,30 @@ def test_every_backend_computes_the_same_attention(backend: str) -> None:
     ],
 )
 def test_a_backend_leaves_torch_its_kernels_and_no_other(backend: str, allowed: set[str]) -> None:
-    attention = _attention(_config(attention_backend=AttnBackend[backend]))
-    with attention._kernel(torch.empty(1)):
-        enabled = {kernel.name for kernel in _cur_sdpa_kernel_backends()}
+    enabled: set[str] = set()
+
+    def computed(query: torch.Tensor, *_: object, **__: object) -> torch.Tensor:
+        enabled.update(kernel.name for kernel in _cur_sdpa_kernel_backends())
+        return query
+
+    with mock.patch.object(F, "scaled_dot_product_attention", computed):
+        _attention(_config(attention_backend=AttnBackend[backend]))(*_inputs(4, 4), None)
     assert enabled == allowed
 
 
-def test_a_kernel_that_does_not_exist_is_one_sentence() -> None:
-    attention = _attention(_config(attention_backend=AttnBackend.flash))
-    query, key, value = _inputs(4, 4)
-    with (
-        mock.patch.object(F, "scaled_dot_product_attention", side_effect=_NO_KERNEL),
-        pytest.raises(
-            TrainingError, match=r"--attention-backend flash takes .* of width 8"
-        ) as error,
-    ):
-        attention(query, key, value, None)
+def test_a_kernel_that_does_not_take_it_is_one_sentence() -> None:
+    """No fused kernel of a CPU has dropout."""
+    attention = _attention(_config(attention_backend=AttnBackend.flash, attention_dropout=0.5))
+    attention.config.sequence_parallel = True  # a dropout stream needs tensor-parallel groups
+    with pytest.raises(
+        TrainingError, match=r"--attention-backend flash takes .* of width 8"
+    ) as error:
+        attention(*_inputs(4, 4), None)
     assert "use --attention-backend auto" in str(error.value)
 
 
-_NO_KERNEL = RuntimeError("No available kernel. Aborting execution.")
+def test_what_no_kernel_computes_is_not_blamed_on_the_backend() -> None:
+    attention = _attention(_config(attention_backend=AttnBackend.flash))
+    query, key, value = _inputs(4, 4)
+    with pytest.raises(RuntimeError, match="dtype"):
+        attention(query, key.double(), value, None)

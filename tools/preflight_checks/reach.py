@@ -1,8 +1,7 @@
 """Whether nodes reach each other's ports over each NIC, and how far their clocks are apart.
 
 Every node listens on each of its NICs at a port of the kernel's choice, as the links of a job do,
-and every other node calls. Both sides prove that they belong to the job; then the caller asks the
-time.
+and every other node calls. Both sides show the job's token; then the caller asks the time.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from types import TracebackType
 from hetero.agreement import Store
 from hetero.errors import HeteroError, UserError
 from hetero.transport.base import LinkDescription
-from hetero.transport.handshake import Meeting, connect, prove, receive_exactly
+from hetero.transport.handshake import Meeting, connect, receive_exactly, show_token
 
 _TIME = struct.Struct("<d")
 _QUESTIONS = 8
@@ -107,7 +106,7 @@ class Doorbell:
     def _answer(self, connection: socket.socket) -> None:
         with connection, contextlib.suppress(OSError):
             connection.settimeout(_CALL_SECONDS)
-            prove(connection, self._meeting)
+            show_token(connection, self._meeting)
             while connection.recv(1):
                 connection.sendall(_TIME.pack(time.time()))
 
@@ -164,6 +163,6 @@ def _ask_time(connection: socket.socket) -> tuple[float, float]:
 
 
 def _meeting(store: Store, secret: bytes, *, listens: bool, timeout: float) -> Meeting:
-    # Only the secret and the name matter to the proof; the description to errors, cut off here.
+    # Only the secret and the name matter to the token; the description to errors, cut off here.
     description = LinkDescription(0, 1, 0, 1, job="preflight", timeout=timeout)
     return Meeting(store, description, "preflight", listens, secret, timeout)
