@@ -30,7 +30,7 @@ from torch.multiprocessing.spawn import ProcessException, ProcessRaisedException
 
 from hetero.errors import HeteroError
 from hetero.interrupts import children_ignore_interrupts
-from hetero.transport.names import FAMILIES, TRANSPORTS
+from hetero.link.names import FAMILIES, TRANSPORTS
 from tools.command_line import Parser, make_results_folder, run
 from tools.launching.processes import end_family
 from tools.link_bench.bench_rank import run_rank

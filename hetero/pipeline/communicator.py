@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hetero.transport.base import Link, Work
+from hetero.link.base import Link, Work
 
 Shape = Sequence[int]
 Tensors = torch.Tensor | None | list[torch.Tensor | None]

@@ -12,14 +12,14 @@ import torch.distributed as dist
 
 from hetero.agreement import Store
 from hetero.groups import rank_sets
+from hetero.link.auto import Choice, open_fastest
+from hetero.link.base import Link, LinkDescription
+from hetero.link.gloo import GlooLink
+from hetero.link.handshake import Meeting
+from hetero.link.names import FAMILIES
+from hetero.link.paths import ChannelOptions, Pair, open_path
+from hetero.link.vendor import VendorLink
 from hetero.plan import Coordinate, Edge, Plan
-from hetero.transport.auto import Choice, open_fastest
-from hetero.transport.base import Link, LinkDescription
-from hetero.transport.gloo import GlooLink
-from hetero.transport.handshake import Meeting
-from hetero.transport.names import FAMILIES
-from hetero.transport.paths import ChannelOptions, Pair, open_path
-from hetero.transport.vendor import VendorLink
 
 
 @dataclass(frozen=True)

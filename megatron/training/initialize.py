@@ -22,10 +22,10 @@ from hetero.agreement import AgreedError, Agreement
 from hetero.cluster import RankIdentity, check_identities, identify, running_vendor
 from hetero.errors import HeteroError, LinkError, UserError, leave_word, print_error
 from hetero.groups import Groups, build_groups
+from hetero.link.nics import Nics, find_nics
+from hetero.link.paths import ChannelOptions
 from hetero.pipeline.links import Opening, PipelineLinks, open_links
 from hetero.plan import Coordinate, Plan
-from hetero.transport.nics import Nics, find_nics
-from hetero.transport.paths import ChannelOptions
 from megatron.training.checkpoint.folder import check_save_folder
 from megatron.training.checkpoint.lock import SaveLock
 from megatron.training.checkpoint.selection import Nothing, Selection, select

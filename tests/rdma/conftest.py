@@ -19,7 +19,7 @@ HERE = Path(__file__).parent
 NEEDED = "HETERO_TEST_RAILS"
 # What every process that a test starts would else import for itself, the last most slowly.
 PRELOADED = [
-    "tests.hetero.transport.contract",
+    "tests.hetero.link.contract",
     "megatron.training.session",
     "megatron.core.tokenizers.text",
 ]

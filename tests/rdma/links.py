@@ -10,11 +10,11 @@ import torch
 import torch.distributed as dist
 
 from hetero.device.host import HostDevice
-from hetero.transport.base import Link, LinkDescription
-from hetero.transport.handshake import Meeting
-from hetero.transport.verbs.joining import VerbsOptions
-from hetero.transport.verbs.opening import open_verbs
-from tests.hetero.transport.transports import Transport
+from hetero.link.base import Link, LinkDescription
+from hetero.link.handshake import Meeting
+from hetero.link.verbs import open_verbs
+from hetero.link.verbs_joining import VerbsOptions
+from tests.hetero.link.transports import Transport
 from tests.rdma.rails import Rail
 
 

@@ -17,9 +17,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from hetero.transport.base import Work
-from tests.hetero.transport.contract import Side, make, run_pair, same_bits, values
-from tests.hetero.transport.transports import SLOWNESS
+from hetero.link.base import Work
+from tests.hetero.link.contract import Side, make, run_pair, same_bits, values
+from tests.hetero.link.transports import SLOWNESS
 from tests.rdma.links import verbs_over
 from tests.rdma.rails import Rail
 

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from hetero.errors import LinkError
-from hetero.transport.base import Work
-from tests.hetero.transport.contract import Side, make, run_pair, same_bits, values
-from tests.hetero.transport.transports import SLOWNESS
+from hetero.link.base import Work
+from tests.hetero.link.contract import Side, make, run_pair, same_bits, values
+from tests.hetero.link.transports import SLOWNESS
 from tests.rdma.links import Heard, verbs_over
 from tests.rdma.rails import Rail
 

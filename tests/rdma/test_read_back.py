@@ -10,8 +10,8 @@ import functools
 
 import torch
 
-from tests.hetero.transport.contract import Side, make, run_pair, same_bits, values
-from tests.hetero.transport.transports import Transport, open_rdma
+from tests.hetero.link.contract import Side, make, run_pair, same_bits, values
+from tests.hetero.link.transports import Transport, open_rdma
 
 MESSAGES = 6
 NBYTES = (256 << 10) + 3

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from hetero.transport.base import Link
-from hetero.transport.names import FAMILIES
+from hetero.link.base import Link
+from hetero.link.names import FAMILIES
 from tools import bench_link
 from tools.bench_link import main, parse_options
 from tools.link_bench import opened_links
@@ -169,8 +169,8 @@ def run_with_faults(rank: int, options: Options, folder: str, out: str) -> None:
         return links
 
     def really_open_gloo(what):
-        from hetero.transport.base import LinkDescription
-        from hetero.transport.gloo import GlooLink
+        from hetero.link.base import LinkDescription
+        from hetero.link.gloo import GlooLink
 
         description = LinkDescription(0, 1, 0, 1, what.job, what.timeout)
         return GlooLink(description, send_tag=101, recv_tag=102)

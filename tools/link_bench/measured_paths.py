@@ -16,7 +16,7 @@ from itertools import pairwise
 import torch
 import torch.distributed as dist
 
-from hetero.transport.base import Link
+from hetero.link.base import Link
 
 # Within a host small buffers are the faster ones: what is in flight stays in the cache.
 _SOCKET_BUFFER = 256 << 10

@@ -10,9 +10,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from hetero.link.paths import ChannelOptions
 from hetero.pipeline.links import Opening, PipelineLinks, open_links
 from hetero.plan import Mesh, Plan
-from hetero.transport.paths import ChannelOptions
 from tools.link_bench.bench_record import LinkFacts, Options
 from tools.link_bench.measured_paths import LinkPath
 from tools.link_bench.measured_points import Messages, Meter

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from hetero.errors import UserError
-from hetero.transport.names import TRANSPORTS
+from hetero.link.names import TRANSPORTS
 from megatron.training.model_size import parameter_count
 from tools import command_line
 from tools.parity_benchmark.plan import (

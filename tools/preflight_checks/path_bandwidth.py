@@ -16,12 +16,12 @@ import torch
 import torch.distributed as dist
 
 from hetero.interrupts import children_ignore_interrupts
+from hetero.link.base import Link
+from hetero.link.names import PATHS
+from hetero.link.paths import ChannelOptions
+from hetero.link.rdma_available import no_rdma
 from hetero.pipeline.links import Opening, PipelineLinks, open_links
 from hetero.plan import Mesh, Plan
-from hetero.transport.base import Link
-from hetero.transport.names import PATHS
-from hetero.transport.paths import ChannelOptions
-from hetero.transport.verbs.available import no_rdma
 
 _SMALL, _LARGE = 4 << 10, 16 << 20
 _PING_PONGS = 50

@@ -18,8 +18,8 @@ from types import TracebackType
 
 from hetero.agreement import Store
 from hetero.errors import HeteroError, UserError
-from hetero.transport.base import LinkDescription
-from hetero.transport.handshake import Meeting, connect, receive_exactly, show_token
+from hetero.link.base import LinkDescription
+from hetero.link.handshake import Meeting, connect, receive_exactly, show_token
 
 _TIME = struct.Struct("<d")
 _QUESTIONS = 8

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from hetero.errors import UserError
-from hetero.transport.names import TRANSPORTS
+from hetero.link.names import TRANSPORTS
 from hetero.words import counted
 from tools import command_line
 from tools.real_text.data_set import NAME as TEXT_NAME

@@ -2,7 +2,7 @@
 
 import argparse
 
-from hetero.transport.names import TRANSPORTS
+from hetero.link.names import TRANSPORTS
 from megatron.training.arguments.convert import integer, number, text
 
 VENDORS = ("nvidia", "amd", "cpu")

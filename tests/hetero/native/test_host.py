@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
+from hetero.link.shared_memory import SharedMemory, make_memory
 from hetero.native.library import CHECKSUM_BYTES, HostFailure, HostGpu, Vendor, native
-from hetero.transport.same_host import SharedMemory, make_memory
 
 CALLER = 1
 LIBRARY = native()

@@ -11,8 +11,8 @@ import pytest
 import torch
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
+from hetero.link.base import Link, Work
 from hetero.pipeline.communicator import PipelineCommunicator
-from hetero.transport.base import Link, Work
 
 SHAPE = (2, 3)
 METHODS = [

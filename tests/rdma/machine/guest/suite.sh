@@ -22,6 +22,6 @@ part smoke tests/rdma/test_smoke.py
 # One session, because importing torch takes long here. The contract's slow tests move more than Soft-RoCE can in
 # a few minutes.
 part links -m "not slow" -k "verbs or rdma" \
-    tests/hetero/transport/test_contract.py tests/hetero/transport/test_contract_failures.py \
+    tests/hetero/link/test_contract.py tests/hetero/link/test_contract_failures.py \
     tests/rdma/test_contract_over_verbs.py tests/rdma/test_read_back.py tests/rdma/test_faults.py tests/rdma/test_bandwidth.py tests/rdma/test_training.py
 exit $status

@@ -1,0 +1,122 @@
+"""The ends of a link whose ring a carrier brings to the peer: memory, words, and closing them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+from hetero.device.ordered import OrderedDevice
+from hetero.link.carrier import Carrier, RingMemory
+from hetero.link.control import Control
+from hetero.link.failover import Watch
+from hetero.link.handshake import Meeting
+from hetero.link.ring import CONTROL_BYTES, Direction, EndState
+from hetero.link.ring_transfer import OrderedEnds
+from hetero.link.shared_memory import SharedMemory, make_memory
+
+_CREDIT_SECONDS = 5.0
+
+
+@dataclass(frozen=True)
+class CarriedMemory:
+    """One end's memory, as its own code, its device and its carrier reach it."""
+
+    control: SharedMemory
+    control_on_device: int
+    rings_on_device: int
+    for_carrier: RingMemory
+
+
+def side_of(meeting: Meeting) -> int:
+    """0 for the listener, 1 for the caller."""
+    return 0 if meeting.listens else 1
+
+
+def host_memory(nbytes: int, device: OrderedDevice, stack: ExitStack) -> tuple[SharedMemory, int]:
+    """Pinned host memory and the device's address of it, given back when the stack unwinds."""
+    descriptor = make_memory(nbytes)
+    try:
+        memory = SharedMemory(descriptor, nbytes)
+    finally:
+        os.close(descriptor)
+    stack.callback(memory.close)
+    address = device.register(memory.address, nbytes)
+    stack.callback(device.unregister, memory.address)
+    return memory, address
+
+
+def control_memory(device: OrderedDevice, stack: ExitStack) -> tuple[SharedMemory, int]:
+    """The words and records of both directions, as `host_memory`."""
+    return host_memory(CONTROL_BYTES, device, stack)
+
+
+def make_ends(
+    meeting: Meeting,
+    memory: CarriedMemory,
+    carrier: Carrier,
+    control: Control,
+    *,
+    transport: str,
+    rails: Sequence[str],
+    stack: ExitStack,
+) -> OrderedEnds:
+    """The ends of the link, which take over all that is on the stack. The carrier has started."""
+    side, description = side_of(meeting), meeting.description
+    remote = RemoteEnd(memory.control, 1 - side, carrier.progress)
+    watch = Watch(
+        carrier,
+        control,
+        rails=rails,
+        peer_state=remote,
+        name=f"{transport} {description.rank}-{description.peer}",
+        peer=description.peer,
+    )
+    stack.callback(watch.close)
+    local = LocalEnd(memory.control, side, watch.tell_fault)
+    stack.callback(_settle, carrier, watch, local, remote)
+    ring_bytes = memory.for_carrier.ring_bytes
+    return OrderedEnds(
+        outgoing=Direction(memory.control, side, memory.control_on_device),
+        incoming=Direction(memory.control, 1 - side, memory.control_on_device),
+        mine=local,
+        theirs=remote,
+        outgoing_ring=memory.rings_on_device,
+        incoming_ring=memory.rings_on_device + ring_bytes,
+        ring_bytes=ring_bytes,
+        peer_has_gone=watch.peer_has_gone,
+        close=stack.pop_all().close,
+    )
+
+
+def _settle(carrier: Carrier, watch: Watch, local: EndState, remote: EndState) -> None:
+    """The peer must hear what was consumed here before this end is gone."""
+    if not (local.has_failed or remote.has_failed) and not watch.peer_has_gone():
+        carrier.settle_credits(_CREDIT_SECONDS)
+
+
+class LocalEnd(EndState):
+    """This end: the peer hears of its fault over the connection beside the rails."""
+
+    def __init__(self, control: SharedMemory, side: int, tell_fault: Callable[[str], None]) -> None:
+        super().__init__(control, side)
+        self._tell_fault = tell_fault
+
+    def fail(self, reason: str) -> None:
+        super().fail(reason)
+        self._tell_fault(reason)
+
+
+class RemoteEnd(EndState):
+    """The peer, of which this end sees what it is told: it hears of entries by the carrier."""
+
+    def __init__(self, control: SharedMemory, side: int, progress: Callable[[], None]) -> None:
+        super().__init__(control, side)
+        self._progress = progress
+
+    def doorbell_address(self) -> int:
+        return 0
+
+    def ring(self) -> None:
+        self._progress()

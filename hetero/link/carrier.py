@@ -1,0 +1,298 @@
+"""A link's carrier as Python uses it: the thread in C, its words and its rails."""
+
+from __future__ import annotations
+
+import ctypes
+import ipaddress
+import secrets
+import socket
+from collections.abc import Mapping
+from ctypes import byref, create_string_buffer
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from hetero.device.ordered import OrderedDevice
+from hetero.errors import LinkError
+from hetero.link.rdma_ports import Port
+from hetero.link.ring import (
+    CONTROL_BYTES,
+    ENTRIES,
+    NBYTES_IN_RECORD,
+    PLACE_IN_RECORD,
+    RECORD_BYTES,
+    DirectionPlaces,
+    doorbell_place,
+)
+from hetero.native.carrier import (
+    GID_BYTES,
+    TEXT_BYTES,
+    Layout,
+    TcpRequest,
+    VerbsConnectionInfo,
+    VerbsPeer,
+    VerbsRequest,
+    VerbsRoute,
+)
+
+_MAX_PSN = 1 << 24
+
+
+@dataclass(frozen=True)
+class RingMemory:
+    """One end's memory: the sending ring, which the receiving one follows, and the words."""
+
+    rings: int
+    """Address, for the NIC."""
+    ring_bytes: int
+    """Of each ring."""
+    control: int
+    reads_back: bool
+    """Whether a NIC has to read its writes back before they count as arrived."""
+    checksum_bytes: int = 0
+    """What follows an entry's bytes in the ring."""
+    of_gpu: bool = False
+    """Whether the rings are a GPU's memory."""
+    dmabuf: tuple[int, int] | None = None
+    """Descriptor and offset of the rings' dma-buf."""
+
+
+@dataclass(frozen=True)
+class ConnectionInfo:
+    """What the peer has to know of this end of a rail to connect it and to write over it."""
+
+    port: dict[str, Any]
+    psn: int
+    qp: int
+    receiving: int
+    receiving_key: int
+    control: int
+    control_key: int
+    reads_back: bool
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def of(cls, told: Mapping[str, Any]) -> ConnectionInfo:
+        return cls(**told)
+
+
+class Carrier:
+    """A link's thread in C. Every method may be called from any thread until `close`."""
+
+    def __init__(
+        self, library: ctypes.CDLL, memory: RingMemory, *, side: int, stall_seconds: float
+    ) -> None:
+        """`side` is 0 for the listener. Raises LinkError when the system refuses what it needs."""
+        self._library = library
+        self._memory = memory
+        self._loops: list[tuple[int, int]] = []
+        """For each rail the number and the first packet of the pair joined with itself."""
+        self._ports: list[Port] = []
+        error = create_string_buffer(TEXT_BYTES)
+        layout = _layout(memory, side, stall_seconds)
+        self._handle: int | None = library.carrier_new(byref(layout), error)
+        if self._handle is None:
+            raise LinkError(_text(error))
+
+    def follow(self, device: OrderedDevice) -> None:
+        """Have the device call the carrier after each word that it writes, if it can.
+
+        Where it cannot, the thread looks at the words while something is under way. Called before
+        the first rail is added, and before streams of the device are made.
+        """
+        function = ctypes.cast(self._library.carrier_progress, ctypes.c_void_p).value
+        assert function is not None
+        assert self._handle is not None
+        if device.notify(function, self._handle):
+            self._library.carrier_words_notify(self._handle)
+
+    def add_verbs_rail(self, port: Port) -> tuple[ConnectionInfo, str]:
+        """Open a port; what the peer must know of it, and how it knows the rings' memory.
+
+        Raises LinkError with what the port refused.
+        """
+        memory = self._memory
+        psn = secrets.randbelow(_MAX_PSN)
+        descriptor, offset = memory.dmabuf or (-1, 0)
+        request = VerbsRequest(
+            device=port.device.encode(),
+            port=port.number,
+            reads_back=memory.reads_back,
+            dmabuf=descriptor,
+            dmabuf_offset=offset,
+            rings=memory.rings,
+            ring_bytes=memory.ring_bytes,
+            control=memory.control,
+            control_bytes=CONTROL_BYTES,
+            record_bytes=RECORD_BYTES,
+            psn=psn,
+        )
+        made, error = VerbsConnectionInfo(), create_string_buffer(TEXT_BYTES)
+        if not self._library.carrier_add_verbs(self._handle, byref(request), byref(made), error):
+            raise LinkError(
+                f"{port} cannot be used for RDMA: {_text(error)}; see its state with `rdma link`, "
+                f"and {_registration_remedy(of_gpu=memory.of_gpu)}"
+            )
+        self._ports.append(port)
+        self._loops.append((made.loopback_qp, secrets.randbelow(_MAX_PSN)))
+        ending = ConnectionInfo(
+            port=port.as_dict(),
+            psn=psn,
+            qp=made.qp,
+            receiving=made.receiving,
+            receiving_key=made.receiving_key,
+            control=made.control,
+            control_key=made.control_key,
+            reads_back=memory.reads_back,
+        )
+        return ending, "dma-buf" if made.by_dmabuf else "address"
+
+    def connect_verbs_rail(self, index: int, peer: ConnectionInfo) -> None:
+        """Let a rail go both ways. Receives are posted when this returns. Raises LinkError."""
+        here, there = self._ports[index], Port(**peer.port)
+        qp, psn = self._loops[index]
+        loop = _route(here, here, qp=qp, psn=psn)
+        told = VerbsPeer(
+            route=_route(here, there, qp=peer.qp, psn=peer.psn),
+            receiving=peer.receiving,
+            receiving_key=peer.receiving_key,
+            control=peer.control,
+            control_key=peer.control_key,
+            reads_back=peer.reads_back,
+        )
+        error = create_string_buffer(TEXT_BYTES)
+        if not self._library.carrier_connect_verbs(
+            self._handle, index, byref(told), byref(loop), error
+        ):
+            raise LinkError(f"{here} cannot be connected with {there} of the peer ({_text(error)})")
+
+    def add_tcp_rail(self, connection: socket.socket) -> None:
+        """Take a connection over. Raises LinkError when there can be no rail."""
+        memory = self._memory
+        request = TcpRequest(
+            fd=connection.detach(),
+            sending=memory.rings,
+            receiving=memory.rings + memory.ring_bytes,
+            ring_bytes=memory.ring_bytes,
+            control=memory.control,
+            record_bytes=RECORD_BYTES,
+        )
+        error = create_string_buffer(TEXT_BYTES)
+        if not self._library.carrier_add_tcp(self._handle, byref(request), error):
+            raise LinkError(_text(error))
+
+    def start(self) -> None:
+        """Begin to carry. Raises LinkError when there can be no thread."""
+        error = create_string_buffer(TEXT_BYTES)
+        if not self._library.carrier_start(self._handle, error):
+            raise LinkError(_text(error))
+
+    def progress(self) -> None:
+        """Have what has been posted go on its way. Nothing once it is closed."""
+        if self._handle is not None:
+            self._library.carrier_progress(self._handle)
+
+    @property
+    def loss_fd(self) -> int:
+        """Readable when the thread has lost a rail."""
+        return int(self._library.carrier_loss_fd(self._handle))
+
+    def async_fd(self, index: int) -> int:
+        """Readable when a rail's device has news of itself."""
+        return int(self._library.carrier_async_fd(self._handle, index))
+
+    def next_loss(self) -> tuple[int, str] | None:
+        """The next rail that the thread has lost, and why."""
+        reason = create_string_buffer(TEXT_BYTES)
+        index = int(self._library.carrier_next_loss(self._handle, reason))
+        return None if index < 0 else (index, _text(reason))
+
+    def handle_async_event(self, index: int) -> str | None:
+        """Take one event of a device, which must be there; why the rail is lost if it is."""
+        reason = create_string_buffer(TEXT_BYTES)
+        is_lost = self._library.carrier_handle_async_event(self._handle, index, reason)
+        return _text(reason) if is_lost else None
+
+    def stop_rail(self, index: int) -> None:
+        """Stop a rail: nothing goes out or comes in over it from here on."""
+        self._library.carrier_stop_rail(self._handle, index)
+
+    def retransmit(self, index: int) -> int:
+        """Have the unfinished entries of a rail, which both ends have stopped, go over others."""
+        return int(self._library.carrier_retransmit(self._handle, index))
+
+    def settle(self, seconds: float) -> bool:
+        """Take in what has arrived by now; False if that was not possible in time."""
+        return bool(self._library.carrier_settle(self._handle, seconds))
+
+    def settle_credits(self, seconds: float) -> bool:
+        """See that the peer hears what was consumed; False if that was not possible in time."""
+        return bool(self._library.carrier_settle_credits(self._handle, seconds))
+
+    def signal(self) -> None:
+        """Wake whoever sleeps on this end's doorbell."""
+        self._library.carrier_signal(self._handle)
+
+    def cpu_seconds(self) -> float:
+        """CPU time that the thread has used."""
+        return float(self._library.carrier_cpu_seconds(self._handle))
+
+    def close(self) -> None:
+        """End the thread and close the rails. Nobody may be in another method by now."""
+        if self._handle is not None:
+            handle, self._handle = self._handle, None
+            self._library.carrier_free(handle)
+
+
+def _registration_remedy(*, of_gpu: bool) -> str:
+    """What to do where a NIC refuses to register host memory or that of a GPU."""
+    if not of_gpu:
+        return "raise the locked-memory limit (ulimit -l) or make the ring smaller"
+    return (
+        "RDMA to a GPU needs dma-buf (Linux 5.12, the GPU vendor's open kernel driver and a "
+        "NIC driver that supports it) or the vendor's peer memory module (nvidia_peermem; for "
+        "AMD, amdgpu with ROCm's peer memory support): load one, or choose --hetero-transport "
+        "cpu-forward"
+    )
+
+
+def _layout(memory: RingMemory, side: int, stall_seconds: float) -> Layout:
+    outgoing, incoming = DirectionPlaces.of(side), DirectionPlaces.of(1 - side)
+    return Layout(
+        control=memory.control,
+        doorbell=doorbell_place(side),
+        out_posted=outgoing.posted,
+        out_retired=outgoing.retired,
+        out_produced=outgoing.produced,
+        out_consumed=outgoing.consumed,
+        out_records=outgoing.records,
+        in_posted=incoming.posted,
+        in_retired=incoming.retired,
+        in_produced=incoming.produced,
+        in_consumed=incoming.consumed,
+        in_records=incoming.records,
+        record_bytes=RECORD_BYTES,
+        record_nbytes=NBYTES_IN_RECORD,
+        record_place=PLACE_IN_RECORD,
+        entries=ENTRIES,
+        ring_bytes=memory.ring_bytes,
+        checksum_bytes=memory.checksum_bytes,
+        stall_seconds=stall_seconds,
+    )
+
+
+def _route(here: Port, there: Port, *, qp: int, psn: int) -> VerbsRoute:
+    return VerbsRoute(
+        qp=qp,
+        psn=psn,
+        mtu=min(here.mtu, there.mtu),
+        lid=there.lid,
+        gid=(ctypes.c_uint8 * GID_BYTES)(*ipaddress.IPv6Address(there.gid).packed),
+        gid_index=here.gid_index,
+        is_global=here.needs_route_to(there),
+    )
+
+
+def _text(buffer: ctypes.Array[ctypes.c_char]) -> str:
+    return buffer.value.decode(errors="replace")

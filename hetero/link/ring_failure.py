@@ -1,0 +1,169 @@
+"""What an ordered link does when an end fails: who is told, in which order, and what is released.
+
+When a link fails while a stream waits for the peer, the failure is noted first and the stream is
+then released, so it may copy bytes that are not the message. Whoever waits for the device and then
+calls `check()` before using what came of it therefore never uses them.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from abc import abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from hetero.errors import LinkError
+from hetero.link.base import Link, LinkDescription
+from hetero.link.flow_base import Flow
+from hetero.link.header import Header
+from hetero.link.ring import ahead
+from hetero.link.ring_transfer import OrderedEnds, OrderedTransfer
+
+WATCH_SECONDS = 0.1
+
+
+class FailingLink(Link):
+    """The part of an ordered link that notes failures, hears of the peer's, and ends transfers."""
+
+    def __init__(
+        self, description: LinkDescription, *, ends: OrderedEnds, outgoing: Flow, incoming: Flow
+    ) -> None:
+        super().__init__(description)
+        self._ends = ends
+        self._out, self._in = outgoing, incoming
+        self._lock = threading.Lock()
+        """Held around every use of the flows."""
+
+    @abstractmethod
+    def _enqueue(self) -> None:
+        """Put into the streams all that can be put there. Called with the lock."""
+
+    def check(self) -> None:
+        if self._broken is None and not self._closed and self._ends.theirs.has_failed:
+            with self._lock:
+                self._hear_of_fault()
+        super().check()
+
+    def _look_for_trouble(self) -> None:
+        """Break the link if a transfer is overdue or the peer has ended. Called with the lock."""
+        self._forget_ended()
+        under_way = [*self._out.transfers(), *self._in.transfers()]
+        if self._broken is not None or not under_way:
+            return
+        peer = self.description.peer
+        broken = self._in.broken() or self._out.broken()
+        if self._ends.theirs.has_failed:
+            self._hear_of_fault()
+        elif broken is not None:
+            self._break(self._trouble(broken, remedy=f"see the log of rank {peer}"))
+        elif any(time.monotonic() > t.deadline and not t.done() for t in under_way):
+            timeout = self.description.timeout
+            self._break(
+                self._trouble(
+                    f"nothing moved for {timeout:g} s", remedy="see what the peer's log says"
+                )
+            )
+        elif (self._ends.theirs.is_closed or self._ends.peer_has_gone()) and self._needs_peer():
+            self._break(
+                self._trouble(
+                    f"rank {peer} has ended or closed the link",
+                    remedy=f"see the log of rank {peer}",
+                )
+            )
+
+    def _hear_of_fault(self) -> None:
+        """Break the link because the peer has. Called with the lock."""
+        fault = self._ends.theirs.fault
+        if self._broken is None and fault is not None:
+            peer = self.description.peer
+            self._break(self._trouble(fault, remedy=f"see the log of rank {peer}"))
+
+    def _needs_peer(self) -> bool:
+        """Whether something waits for what only the peer can do."""
+        # What the peer did before it ended counts: look once more.
+        self._enqueue()
+        outgoing, incoming = self._ends.outgoing, self._ends.incoming
+        stuck_out = ahead(self._out.awaited, outgoing.consumed) > 0 and bool(self._out.under_way)
+        stuck_in = ahead(self._in.awaited, incoming.produced) > 0 and bool(self._in.under_way)
+        return bool(self._out.waiting or self._in.waiting or stuck_out or stuck_in)
+
+    def _refused(self, transfer: OrderedTransfer, difference: str) -> LinkError:
+        self._ends.mine.fail(f"rank {self.description.rank} refused a message: {difference}")
+        expected = Header.unpack(transfer.header)
+        return self.failure(
+            f"message {transfer.sequence} has {difference}",
+            expected=f"{expected.dtype} of shape {expected.shape}",
+            remedy="start both sides with the same model, batch and parallel flags",
+        )
+
+    def _trouble(self, what: str, *, remedy: str) -> LinkError:
+        waiting = [*self._in.transfers(), *self._out.transfers()]
+        expected = "an open link"
+        if waiting:
+            verb = "from" if waiting[0].is_receive else "taken by"
+            tensor = waiting[0].tensor
+            expected = (
+                f"{tensor.dtype} of shape {tuple(tensor.shape)} {verb} rank "
+                f"{self.description.peer} within {self.description.timeout:g} s"
+            )
+        return self.failure(what, expected=expected, remedy=remedy)
+
+    def _break(self, error: LinkError) -> None:
+        """Note the failure, tell the peer, and only then release what waits for it."""
+        self._give_up(error)
+        self._end_transfers(error)
+
+    def _give_up(self, error: LinkError) -> None:
+        self._broken = error
+        if not self._ends.mine.has_failed:
+            self._ends.mine.fail(f"rank {self.description.rank} gave the link up: {error}"[:900])
+        self._ends.theirs.ring()
+
+    def _end_transfers(self, error: LinkError) -> None:
+        for flow in (self._out, self._in):
+            for transfer in flow.transfers():
+                if not transfer.done():
+                    transfer.error = error
+            flow.give_up()
+        self._release_streams()
+
+    def _release_streams(self) -> None:
+        outgoing, incoming = self._ends.outgoing, self._ends.incoming
+        holds_out = ahead(self._out.awaited, outgoing.consumed) > 0
+        holds_in = ahead(self._in.awaited, incoming.produced) > 0
+        if (holds_out or holds_in) and not self._ends.mine.has_failed:
+            # The words are the peer's too: it must not take them for its device's.
+            self._ends.mine.fail(f"rank {self.description.rank} closed the link")
+        if holds_out:
+            outgoing.release_sender(self._out.awaited)
+        if holds_in:
+            incoming.release_receiver(self._in.awaited)
+
+    @contextmanager
+    def _lock_or_release(self) -> Iterator[None]:
+        """The lock, for the link's thread.
+
+        Whoever holds it may be in a call of the driver that does not return: on a stream that is
+        full, and waits for a peer that is no more. After the deadline the stream is released.
+        """
+        patience = self.description.timeout
+        while not self._lock.acquire(timeout=patience):
+            patience = WATCH_SECONDS
+            if self._broken is None:
+                self._give_up(
+                    self._trouble(
+                        "a call of the device's driver has not returned for "
+                        f"{self.description.timeout:g} s",
+                        remedy=f"see the log of rank {self.description.peer}",
+                    )
+                )
+            self._release_streams()
+        try:
+            yield
+        finally:
+            self._lock.release()
+
+    def _forget_ended(self) -> None:
+        self._out.forget_ended()
+        self._in.forget_ended()

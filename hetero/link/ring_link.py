@@ -1,0 +1,289 @@
+"""A link between two devices of one host whose streams order themselves (see ring.py).
+
+`send` and `recv` put copies into a stream of the link and return. What cannot be enqueued yet (the
+ring is full, or the peer has not sent) is enqueued by whoever comes first: the next call, a
+`wait()`, or the link's thread, which also watches deadlines and the peer, and sleeps while nothing
+is under way. What happens when an end fails is in failing.py.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import threading
+import time
+
+import torch
+
+from hetero.device.base import Mark
+from hetero.device.ordered import CurrentStream, OrderedDevice
+from hetero.errors import LinkError
+from hetero.link import futex
+from hetero.link.base import LinkDescription, Work, require_contiguous, sendable
+from hetero.link.flow import make_flows
+from hetero.link.flow_base import SMALL_BYTES, EntryRefused, Limits
+from hetero.link.futex import Seen
+from hetero.link.header import HeaderWriter, job_token
+from hetero.link.ring import COUNTER_MASK, ahead
+from hetero.link.ring_failure import WATCH_SECONDS, FailingLink
+from hetero.link.ring_transfer import OrderedEnds, OrderedTransfer
+
+_IDLE_SECONDS = 1.0
+_JOIN_SECONDS = 5.0
+_REST_SECONDS = 10.0
+_SPIN_SECONDS = 500e-6
+_GRACE_SECONDS = 200e-6
+
+_log = logging.getLogger(__name__)
+
+
+class OrderedLink(FailingLink):
+    """A link over a ring that two devices fill and empty by themselves."""
+
+    def __init__(
+        self,
+        description: LinkDescription,
+        *,
+        transport: str,
+        ends: OrderedEnds,
+        device: OrderedDevice,
+        chunk_bytes: int,
+        small_bytes: int = SMALL_BYTES,
+    ) -> None:
+        chunk_bytes = min(chunk_bytes, ends.ring_bytes // 2)
+        limits = Limits(chunk_bytes=chunk_bytes, small_bytes=min(small_bytes, chunk_bytes))
+        flows = make_flows(device, ends, limits=limits)
+        super().__init__(description, ends=ends, outgoing=flows[0], incoming=flows[1])
+        self.transport = transport
+        self._device = device
+        self._headers = HeaderWriter(job=job_token(description.job))
+        self._doorbell_address = ends.mine.doorbell_address()
+        self._posted_address = ends.incoming.host_addresses().posted
+        self._wanted = threading.Event()
+        """Set when the link's thread should look: something waits that nobody else may bring on."""
+        self._resting = False
+        """Whether the link's thread sleeps until it is wanted."""
+        self._callers = 0
+        """Callers in `wait()`, who make progress themselves."""
+        self._thread = threading.Thread(
+            target=self._watch,
+            name=f"{transport} {description.rank}-{description.peer} watch",
+            daemon=True,
+        )
+        self._thread.start()
+
+    def send(self, tensor: torch.Tensor) -> Work:
+        self.check()
+        source = sendable(tensor)
+        stream = self._device.current_stream()
+        if self._resting:
+            self._wanted.set()
+        # Not with the lock: it may take long, on a stream that is full and waits for the peer.
+        ready = None if self._out.is_small(source.nbytes) else self._device.mark()
+        with self._lock:
+            self._require_open()
+            transfer = self._transfer(source, stream, ready=ready, is_receive=False)
+            self._count_sent(source)
+            self._out.waiting.append(transfer)
+            self._enqueue(sender=stream)
+            if transfer.ready is None and transfer.landed is None:
+                transfer.ready = self._device.mark()
+            self._forget_ended()
+        if transfer.landed is None:
+            self._wanted.set()
+        return transfer
+
+    def recv(self, tensor: torch.Tensor) -> Work:
+        self.check()
+        require_contiguous(tensor)
+        stream, ready = self._device.current_stream(), self._device.mark()
+        with self._lock:
+            self._require_open()
+            transfer = self._transfer(tensor.detach(), stream, ready=ready, is_receive=True)
+            self._count_received(tensor)
+            if self._in.is_small(transfer.nbytes):
+                # Left to the caller's `wait`, which may put it into the caller's stream.
+                self._enqueue()
+                self._in.waiting.append(transfer)
+            else:
+                self._in.waiting.append(transfer)
+                self._enqueue()
+            self._forget_ended()
+        # A caller that waits at once is faster than the thread, and the thread would be in its way.
+        is_large = transfer.nbytes > self._ends.ring_bytes // 2
+        if self._resting or (is_large and transfer.landed is None):
+            self._wanted.set()
+        return transfer
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._finish_sends()
+        self._closed = True
+        with self._lock:
+            error = self._broken or self.failure(
+                "the link was closed while a transfer was under way",
+                expected="every transfer waited for",
+                remedy="close it later",
+            )
+            self._end_transfers(error)
+        self._ends.mine.close()
+        self._ends.theirs.ring()
+        self._wanted.set()
+        self._thread.join(_JOIN_SECONDS)
+        if self._sees_callers_off() and self._device.rests_within(_REST_SECONDS):
+            self._out.given_up.clear()
+            self._in.given_up.clear()
+            self._ends.close()
+        else:
+            # Kept for ever, so that nothing unmaps what a device may still use.
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self))
+            _log.warning(
+                "%s over %s: work of the device or a wait that uses the link's memory has not "
+                "ended in time after the link was closed; the memory goes with the process",
+                self.description,
+                self.transport,
+            )
+
+    def _sees_callers_off(self) -> bool:
+        """Whether no other thread is in `wait()`, which looks at words of the memory, in time."""
+        deadline = time.monotonic() + _JOIN_SECONDS
+        while self._callers and time.monotonic() < deadline:
+            time.sleep(_SPIN_SECONDS)
+        return not self._callers
+
+    def look_after(self) -> None:
+        """Have the link's thread bring on what is asked after but not waited for."""
+        if not self._wanted.is_set():
+            self._wanted.set()
+
+    def progress_until_enqueued(self, transfer: OrderedTransfer) -> None:
+        """Enqueue what can be until all of the transfer is, or it has failed."""
+        # Asked for by each thread before it calls the driver.
+        stream = self._device.current_stream()
+        with self._lock:
+            self._callers += 1
+        try:
+            with self.timed_wait():
+                self._progress(transfer, receiver=stream if transfer.is_receive else None)
+        finally:
+            with self._lock:
+                self._callers -= 1
+                if self._out.waiting or self._in.waiting:
+                    self._wanted.set()
+
+    def _progress(self, transfer: OrderedTransfer, *, receiver: CurrentStream | None) -> None:
+        spin_until = time.monotonic() + _SPIN_SECONDS
+        while True:
+            bell, posted = self._ends.mine.doorbell, self._ends.incoming.posted
+            with self._lock:
+                self._enqueue(receiver=receiver, awaited=transfer)
+            if transfer.landed is not None or transfer.error is not None:
+                return
+            spin_seconds = spin_until - time.monotonic()
+            if spin_seconds > 0:
+                # A sleep here would cost a wake-up. An entry is posted before the doorbell rings.
+                seen = Seen(self._doorbell_address, bell), Seen(self._posted_address, posted)
+                futex.spin(*seen, seconds=spin_seconds)
+                continue
+            self._ends.mine.sleep(bell, WATCH_SECONDS)
+            with self._lock:
+                self._look_for_trouble()
+
+    def _transfer(
+        self,
+        tensor: torch.Tensor,
+        stream: CurrentStream,
+        *,
+        ready: Mark | None,
+        is_receive: bool,
+    ) -> OrderedTransfer:
+        flow = self._in if is_receive else self._out
+        sequence = flow.sequence
+        flow.sequence += 1
+        return OrderedTransfer(
+            link=self,
+            tensor=tensor,
+            ready=ready,
+            caller=stream.key,
+            is_receive=is_receive,
+            deadline=time.monotonic() + self.description.timeout,
+            sequence=sequence,
+            header=self._headers.pack(tensor, sequence=sequence),
+            nbytes=tensor.nbytes,
+            address=tensor.data_ptr(),
+        )
+
+    def _enqueue(
+        self,
+        *,
+        sender: CurrentStream | None = None,
+        receiver: CurrentStream | None = None,
+        awaited: OrderedTransfer | None = None,
+    ) -> None:
+        """Put into the streams all that can be put there. Called with the lock.
+
+        `sender` and `receiver` are the stream of a caller that is sending, or waits for `awaited`.
+        """
+        if self._broken is not None:
+            self._end_transfers(self._broken)
+            return
+        try:
+            sent = self._out.enqueue(sender)
+            moved = self._in.enqueue(receiver, awaited=awaited) or sent
+        except EntryRefused as refusal:
+            self._break(self._refused(self._in.waiting[0], str(refusal)))
+            return
+        except (LinkError, RuntimeError) as error:
+            self._break(self._trouble(str(error), remedy="see the log of the GPU driver"))
+            return
+        if moved:
+            self._ends.theirs.ring()
+
+    def _watch(self) -> None:
+        """The link's thread: progress that no caller makes, deadlines, and the peer's end."""
+        self._device.use()
+        last_busy = time.monotonic()
+        while not self._closed:
+            bell = self._ends.mine.doorbell
+            with self._lock_or_release():
+                self._enqueue()
+                self._look_for_trouble()
+                waiting = bool(self._out.waiting or self._in.waiting)
+                under_way = bool(self._out.under_way or self._in.under_way)
+            if waiting or under_way:
+                last_busy = time.monotonic()
+            if waiting and not self._callers:
+                self._ends.mine.sleep(bell, WATCH_SECONDS)
+            elif waiting or time.monotonic() - last_busy < _IDLE_SECONDS:
+                if self._wanted.wait(WATCH_SECONDS):
+                    self._wanted.clear()
+                    # Whoever asked most often waits itself, at once, and is faster.
+                    time.sleep(_GRACE_SECONDS)
+            else:
+                self._rest()
+                last_busy = time.monotonic()
+
+    def _rest(self) -> None:
+        """Sleep until there is something to watch."""
+        self._resting = True
+        with self._lock_or_release():
+            idle = not (self._out.transfers() or self._in.transfers())
+        if idle and not self._closed:
+            self._wanted.wait()
+        self._resting = False
+        self._wanted.clear()
+
+    def _finish_sends(self) -> None:
+        """Wait until the peer has taken what was sent, while it lives and the deadline allows."""
+        deadline = time.monotonic() + self.description.timeout
+        while self._broken is None and time.monotonic() < deadline:
+            bell = self._ends.mine.doorbell
+            with self._lock:
+                self._enqueue()
+            taken = ahead(self._ends.outgoing.consumed, self._out.count & COUNTER_MASK) >= 0
+            if (taken and not self._out.waiting) or self._ends.theirs.is_closed:
+                return
+            if self._ends.peer_has_gone() or self._ends.theirs.has_failed:
+                return
+            self._ends.mine.sleep(bell, 0.002)

@@ -1,0 +1,106 @@
+"""Opens a link between two devices of one host whose streams order themselves."""
+
+from __future__ import annotations
+
+import socket
+from contextlib import ExitStack
+from functools import partial
+from typing import Literal
+
+from hetero.device.ordered import GpuMemory, OrderedDevice
+from hetero.errors import LinkError
+from hetero.link.flow_base import SMALL_BYTES, SMALL_BYTES_OF_DEVICE
+from hetero.link.handshake import (
+    Meeting,
+    compare,
+    receive_exactly,
+    receive_json,
+    send_json,
+)
+from hetero.link.header import PROTOCOL_VERSION
+from hetero.link.ring import CONTROL_BYTES, Direction, EndState
+from hetero.link.ring_link import OrderedEnds, OrderedLink
+from hetero.link.shared_memory import SharedMemory, has_gone, join, share_memory
+
+RingMemory = Literal["host", "device"]
+
+_TRANSPORTS: dict[RingMemory, str] = {"host": "shm", "device": "ipc"}
+
+
+def open_ordered(
+    meeting: Meeting,
+    *,
+    memory: RingMemory,
+    ring_bytes: int,
+    chunk_bytes: int,
+    device: OrderedDevice,
+) -> OrderedLink:
+    """Open one link. Collective between the two ends, which must run on one host.
+
+    Args:
+        memory: where the data lie between the two: host memory that both devices have pinned, or
+            device memory of the sender that the receiver's device reads.
+        ring_bytes: of one direction.
+        chunk_bytes: the largest part of a message that is handed over at once.
+    """
+    with ExitStack() as held:
+        control = held.enter_context(join(meeting))
+        agreed = {
+            "protocol": PROTOCOL_VERSION,
+            "ring": memory,
+            "ring_bytes": ring_bytes,
+            "chunk_bytes": chunk_bytes,
+            "checksum_bytes": device.checksum_bytes,
+        }
+        compare(control, meeting, agreed)
+        sizes = (CONTROL_BYTES, ring_bytes, ring_bytes) if memory == "host" else (CONTROL_BYTES,)
+        segments = share_memory(control, meeting, sizes=sizes)
+        addresses = [_map(held, device, segment) for segment in segments]
+        number = 0 if meeting.listens else 1
+        if memory == "host":
+            outgoing_ring, incoming_ring = addresses[1 + number], addresses[2 - number]
+        else:
+            outgoing_ring, incoming_ring = _share_device_memory(held, control, device, ring_bytes)
+        # Neither goes on before both have mapped everything.
+        control.sendall(b"k")
+        receive_exactly(control, 1)
+        ends = OrderedEnds(
+            outgoing=Direction(segments[0], number, addresses[0]),
+            incoming=Direction(segments[0], 1 - number, addresses[0]),
+            mine=EndState(segments[0], number),
+            theirs=EndState(segments[0], 1 - number),
+            outgoing_ring=outgoing_ring,
+            incoming_ring=incoming_ring,
+            ring_bytes=ring_bytes,
+            peer_has_gone=partial(has_gone, control),
+            close=held.pop_all().close,
+        )
+    return OrderedLink(
+        meeting.description,
+        transport=_TRANSPORTS[memory],
+        ends=ends,
+        device=device,
+        chunk_bytes=chunk_bytes,
+        small_bytes=SMALL_BYTES_OF_DEVICE if memory == "device" else SMALL_BYTES,
+    )
+
+
+def _map(held: ExitStack, device: OrderedDevice, segment: SharedMemory) -> int:
+    held.callback(segment.close)
+    address = device.register(segment.address, segment.nbytes)
+    held.callback(device.unregister, segment.address)
+    return address
+
+
+def _share_device_memory(
+    held: ExitStack, control: socket.socket, device: OrderedDevice, nbytes: int
+) -> tuple[int, int]:
+    """This end's ring, which it fills, and the peer's, opened here."""
+    if not isinstance(device, GpuMemory):
+        raise LinkError("`ipc` is for GPUs whose streams wait on memory")
+    mine, handle = device.allocate(nbytes)
+    held.callback(device.free, mine)
+    send_json(control, {"handle": handle.hex()})
+    theirs = device.open(bytes.fromhex(receive_json(control)["handle"]))
+    held.callback(device.close, theirs)
+    return mine, theirs

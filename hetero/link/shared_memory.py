@@ -1,0 +1,134 @@
+"""Two ends on one host: whether they are, the socket that joins them, and memory without a name.
+
+The memory is a memfd handed over a Unix socket, and so is gone with the last process that holds it,
+however that process ends. The socket stays open: its end is how a peer's death is noticed.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import secrets
+import select
+import socket
+from typing import Any
+
+import torch
+
+from hetero.link import futex
+from hetero.link.handshake import Meeting, accept, connect, look_up, publish
+
+PAGE = 4096
+
+
+def host_identity() -> dict[str, Any]:
+    """What is equal on two ends that a Unix socket and shared memory can join."""
+    return {"boot": _boot_id(), "network": _network_namespace(), "futex": futex.available()}
+
+
+def _boot_id() -> str:
+    with open("/proc/sys/kernel/random/boot_id") as stream:
+        return stream.read().strip()
+
+
+def _network_namespace() -> str:
+    # Abstract Unix sockets live in the network namespace.
+    return os.readlink("/proc/self/ns/net")
+
+
+def join(meeting: Meeting) -> socket.socket:
+    """A Unix socket between the two ends, each of which has proven itself to the other."""
+    control = _listen(meeting) if meeting.listens else _call(meeting)
+    control.settimeout(meeting.timeout)
+    return control
+
+
+def _listen(meeting: Meeting) -> socket.socket:
+    name = f"hetero-{secrets.token_hex(16)}"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+        listener.bind("\0" + name)
+        listener.listen()
+        publish(meeting, "shm address", {"name": name})
+        return accept(listener, meeting)[0]
+
+
+def _call(meeting: Meeting) -> socket.socket:
+    name = look_up(meeting, "shm address")["name"]
+    return connect("\0" + name, meeting, family=socket.AF_UNIX)
+
+
+def share_memory(
+    control: socket.socket, meeting: Meeting, *, sizes: tuple[int, ...]
+) -> list[SharedMemory]:
+    """Memory that both ends map, in the same order. The listener makes it and hands it over."""
+    if meeting.listens:
+        descriptors = [make_memory(nbytes) for nbytes in sizes]
+        socket.send_fds(control, [b"r"], descriptors)
+    else:
+        _, descriptors, _, _ = socket.recv_fds(control, 1, len(sizes))
+        if len(descriptors) != len(sizes):
+            for descriptor in descriptors:
+                os.close(descriptor)
+            raise ConnectionError(f"the peer handed over {len(descriptors)} pieces of memory")
+    try:
+        return [
+            SharedMemory(descriptor, nbytes)
+            for descriptor, nbytes in zip(descriptors, sizes, strict=True)
+        ]
+    finally:
+        for descriptor in descriptors:
+            os.close(descriptor)
+
+
+def make_memory(nbytes: int) -> int:
+    """The descriptor of memory without a name."""
+    descriptor = os.memfd_create("hetero-ring", os.MFD_CLOEXEC)
+    os.ftruncate(descriptor, nbytes)
+    return descriptor
+
+
+class SharedMemory:
+    """One mapping, as bytes, as 32-bit words that can be waited on, and as a tensor."""
+
+    def __init__(self, descriptor: int, nbytes: int) -> None:
+        self._map = mmap.mmap(descriptor, nbytes)
+        self.bytes = memoryview(self._map)
+        self.words = self.bytes.cast("I")
+        self.tensor = torch.frombuffer(self._map, dtype=torch.uint8)
+        self.address = self.tensor.data_ptr()
+        self.nbytes = nbytes
+        self._open = True
+
+    def load(self, word: int) -> int:
+        """The 32-bit word at a byte offset."""
+        return int(self.words[word // 4])
+
+    def store(self, word: int, value: int) -> None:
+        self.words[word // 4] = value & 0xFFFFFFFF
+
+    def wake(self, word: int) -> None:
+        """Wake whoever sleeps on a word, in either process."""
+        futex.wake(self.address + word)
+
+    def sleep(self, word: int, while_it_is: int, seconds: float) -> None:
+        futex.wait(self.address + word, while_it_is, seconds)
+
+    def close(self) -> None:
+        if not self._open:
+            return
+        self._open = False
+        del self.tensor
+        self.words.release()
+        self.bytes.release()
+        # torch may hold the mapping a moment longer; it goes with its last reference.
+        try:
+            self._map.close()
+        except BufferError:
+            return
+
+
+def has_gone(control: socket.socket) -> bool:
+    """Whether the process at the other end of the socket has closed it or died."""
+    poller = select.poll()
+    poller.register(control, select.POLLIN | select.POLLHUP)
+    return any(control.recv(1, socket.MSG_PEEK) == b"" for _ in poller.poll(0))

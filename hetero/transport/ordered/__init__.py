@@ -1,1 +1,0 @@
-"""The channel between two GPUs of one host whose streams order themselves."""

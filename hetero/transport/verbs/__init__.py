@@ -1,1 +1,0 @@
-"""Links over RDMA: each port of a NIC is a rail, driven by C through libibverbs."""

@@ -1,0 +1,263 @@
+"""Runs two real processes, each with one end of a link, for the contract that transports keep.
+
+A test gives a scenario: a module-level function of one `Side`, run by both processes. What it
+returns, or the exception it ends with, comes back as that side's `Outcome`. A process that does not
+end in time is killed and its outcome says so, so that a hang is a failure and not a wait.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hetero.link.base import Link, LinkDescription
+from tests.hetero.link.transports import PATIENCE, SLOWNESS, Transport
+
+JOB = "contract"
+# Not the ranks' numbers, so that an error that confuses a rank with a stage is seen.
+STAGES = (4, 5)
+
+
+@dataclass
+class Side:
+    """What a scenario has: one end of the link, and a store to meet the other end."""
+
+    rank: int
+    transport: Transport
+    store: dist.Store
+    timeout: float
+    options: Mapping[str, Any]
+    links: list[Link] = field(default_factory=list)
+
+    @property
+    def peer(self) -> int:
+        return 1 - self.rank
+
+    @property
+    def device(self) -> torch.device:
+        on_gpu = self.transport.device == "cuda"
+        return torch.device("cuda", self.rank) if on_gpu else torch.device("cpu")
+
+    @property
+    def link(self) -> Link:
+        """The link of this side, opened when it is first asked for."""
+        return self.links[-1] if self.links else self.open()
+
+    def open(self, *, job: str = JOB) -> Link:
+        description = LinkDescription(
+            rank=self.rank,
+            peer=self.peer,
+            stage=STAGES[self.rank],
+            peer_stage=STAGES[self.peer],
+            job=job,
+            timeout=self.timeout,
+        )
+        self.links.append(self.transport.open(description, self.store, self.device))
+        return self.links[-1]
+
+    def say(self, what: str) -> None:
+        self.store.set(what, "1")
+
+    def hear(self, what: str, seconds: float = PATIENCE) -> None:
+        self.store.wait([what], timedelta(seconds=seconds))
+
+    def meet(self, where: str) -> None:
+        """Go on when the other side is here too."""
+        self.say(f"{where}/{self.rank}")
+        self.hear(f"{where}/{self.peer}")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How one process ended: with a value, with an exception, or with neither."""
+
+    value: Any = None
+    error: str | None = None
+    """The type and text of the exception that ended the scenario."""
+    exit_code: int | None = None
+    hung: bool = False
+
+
+Scenario = Callable[[Side], Any]
+
+
+def run_pair(
+    scenario: Scenario,
+    transport: Transport,
+    *,
+    timeout: float = 30.0 * SLOWNESS,
+    patience: float = PATIENCE,
+    opened: bool = True,
+    **options: Any,
+) -> list[Outcome]:
+    """Both sides' outcomes, by rank, within `patience` seconds whatever happens.
+
+    The link is open when the scenario begins, unless `opened` is false: opening is collective.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(
+        ["torch", "torch.distributed", "hetero.link.gloo", "hetero.link.paths"]
+    )
+    deadline = time.monotonic() + patience
+    with tempfile.TemporaryDirectory() as folder:
+        ends: list[Connection] = []
+        processes = []
+        for rank in range(2):
+            ours, theirs = context.Pipe(duplex=False)
+            process = context.Process(
+                target=_live,
+                args=(
+                    scenario,
+                    transport,
+                    rank,
+                    f"{folder}/store",
+                    timeout,
+                    opened,
+                    options,
+                    theirs,
+                ),
+                daemon=True,
+            )
+            process.start()
+            theirs.close()
+            ends.append(ours)
+            processes.append(process)
+        outcomes = []
+        for end, process in zip(ends, processes, strict=True):
+            process.join(max(0.0, deadline - time.monotonic()))
+            hung = process.is_alive()
+            if hung:
+                process.kill()
+                process.join()
+            value, error = end.recv() if end.poll() and not _is_at_end(end) else (None, None)
+            outcomes.append(Outcome(value, error, process.exitcode, hung))
+            end.close()
+    return outcomes
+
+
+def values(outcomes: list[Outcome]) -> list[Any]:
+    """What both sides returned; fails the test when a side did not end well."""
+    # An error first: the other side may only have hung because of it.
+    for rank, outcome in enumerate(outcomes):
+        assert outcome.error is None, f"rank {rank}: {outcome.error}"
+    codes = ["hung" if outcome.hung else outcome.exit_code for outcome in outcomes]
+    assert codes == [0, 0], f"the ranks ended with {codes}"
+    return [outcome.value for outcome in outcomes]
+
+
+def _is_at_end(end: Connection) -> bool:
+    """A dead process leaves a pipe that polls as readable but holds nothing."""
+    import fcntl
+    import termios
+
+    waiting = bytearray(4)
+    fcntl.ioctl(end.fileno(), termios.FIONREAD, waiting)
+    return int.from_bytes(waiting, "little") == 0
+
+
+def _live(
+    scenario: Scenario,
+    transport: Transport,
+    rank: int,
+    store_path: str,
+    timeout: float,
+    opened: bool,
+    options: Mapping[str, Any],
+    result: Connection,
+) -> None:
+    """One process: its process group, its side, the scenario, and an end without ceremony."""
+    code = 0
+    side = None
+    try:
+        side = _side(transport, rank, store_path, timeout, options)
+        if opened:
+            side.open()
+        result.send((scenario(side), None))
+        side.meet("end")
+    except Exception as error:
+        result.send((None, f"{type(error).__name__}: {error}\n{traceback.format_exc()}"))
+        code = 1
+        if side is not None:
+            # The other side may have ended well, and would wait to the end of its patience.
+            side.say(f"end/{rank}")
+    result.close()
+    os._exit(code)
+
+
+def _side(
+    transport: Transport, rank: int, store_path: str, timeout: float, options: Mapping[str, Any]
+) -> Side:
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.set_num_threads(1)
+    on_gpu = transport.device == "cuda"
+    if on_gpu:
+        torch.cuda.set_device(rank)
+    store = dist.FileStore(store_path, 2)
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
+        store=dist.PrefixStore("group", store),
+        rank=rank,
+        world_size=2,
+        timeout=timedelta(seconds=PATIENCE),
+    )
+    return Side(rank, transport, dist.PrefixStore("side", store), timeout, options)
+
+
+# What scenarios share.
+
+
+def make(
+    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, *, seed: int
+) -> torch.Tensor:
+    """A tensor of random bits, NaNs and all, the same for one seed in every process."""
+    itemsize = torch.empty((), dtype=dtype).element_size()
+    count = itemsize * int(torch.Size(shape).numel())
+    high = 2 if dtype is torch.bool else 256
+    generator = torch.Generator().manual_seed(seed)
+    content = torch.randint(0, high, (count,), dtype=torch.uint8, generator=generator)
+    return content.view(dtype).reshape(shape).to(device)
+
+
+def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    left, right = (
+        t.detach().cpu().contiguous().reshape(-1).view(torch.uint8) for t in (one, other)
+    )
+    return torch.equal(left, right)
+
+
+def blank(like: torch.Tensor) -> torch.Tensor:
+    """Where `like` can be received: contiguous, and visibly not yet received."""
+    target = torch.zeros(like.shape, dtype=torch.uint8, device=like.device)
+    return target.to(like.dtype)
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What a process holds that a closed link must have given back."""
+
+    threads: int
+    files: int
+    shared_memory: int
+
+    @classmethod
+    def held(cls) -> Resources:
+        return cls(
+            threads=threading.active_count(),
+            files=len(list(Path("/proc/self/fd").iterdir())),
+            shared_memory=sum("/dev/shm/" in line for line in open("/proc/self/maps")),
+        )

@@ -1,0 +1,121 @@
+"""Both ends of a carried link in one process, and what tests have them do."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from hetero.errors import LinkError
+from hetero.link.base import LinkDescription
+from hetero.link.handshake import Meeting
+from hetero.link.ring_link import OrderedLink
+
+CPU = torch.device("cpu")
+MESSAGES = 40
+OpenEnd = Callable[[Meeting], OrderedLink]
+Both = tuple[OrderedLink, OrderedLink]
+
+
+def meeting_of(rank: int, store: dist.Store, *, timeout: float) -> Meeting:
+    description = LinkDescription(
+        rank=rank, peer=1 - rank, stage=rank, peer_stage=1 - rank, job="joined", timeout=timeout
+    )
+    return Meeting(
+        store=store,
+        description=description,
+        name="joined",
+        listens=rank == 0,
+        secret=b"joined",
+        timeout=20.0,
+    )
+
+
+@contextmanager
+def joined(open_end: OpenEnd, *, timeout: float = 20.0) -> Iterator[Both]:
+    """Both links, which are closed at the end in whatever state they are."""
+    store = dist.HashStore()
+    with ThreadPoolExecutor(2) as pool:
+        ends = pool.map(lambda rank: open_end(meeting_of(rank, store, timeout=timeout)), range(2))
+        links = list(ends)
+        try:
+            yield links[0], links[1]
+        finally:
+            list(pool.map(lambda link: link.close(), links))
+
+
+def attempted(open_end: OpenEnd) -> list[str]:
+    """The texts of both ends' errors; opening must fail at both."""
+    store = dist.HashStore()
+
+    def error_of(rank: int) -> str:
+        with pytest.raises(LinkError) as failure:
+            open_end(meeting_of(rank, store, timeout=20.0))
+        return str(failure.value)
+
+    with ThreadPoolExecutor(2) as pool:
+        return list(pool.map(error_of, range(2)))
+
+
+def noise(nbytes: int, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=generator)
+
+
+def stream(
+    sender: OrderedLink,
+    receiver: OrderedLink,
+    *,
+    nbytes: int,
+    before: Callable[[int], None] = lambda number: None,
+) -> int:
+    """Send messages and compare them; how many came out right."""
+    right = 0
+    for number in range(MESSAGES):
+        before(number)
+        sent = noise(nbytes, number)
+        target = torch.zeros_like(sent)
+        sending, receiving = sender.send(sent), receiver.recv(target)
+        receiving.wait()
+        sending.wait()
+        sender.check()
+        receiver.check()
+        right += torch.equal(sent, target)
+    return right
+
+
+def at(number: int, action: Callable[[], None]) -> Callable[[int], None]:
+    return lambda now: action() if now == number else None
+
+
+def is_broken(link: OrderedLink, tensor: torch.Tensor) -> bool:
+    try:
+        link.send(tensor)
+        link.check()
+    except LinkError:
+        return True
+    return False
+
+
+def wait_until(ready: Callable[[], bool], seconds: float = 20.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not ready():
+        assert time.monotonic() < deadline, "it did not come in time"
+        time.sleep(0.005)
+
+
+def threads_named(name: str) -> list[Path]:
+    """This process's threads of a name that C gave them, in /proc."""
+    found = []
+    for task in Path("/proc/self/task").iterdir():
+        # Others of the process's threads may end meanwhile.
+        with suppress(FileNotFoundError):
+            if (task / "comm").read_text().strip() == name:
+                found.append(task)
+    return found

@@ -1,0 +1,204 @@
+"""A sender and a receiver over a GPU's driver whose functions only note how they are called."""
+
+from __future__ import annotations
+
+from ctypes import CFUNCTYPE, c_int
+from typing import Any
+
+import torch
+
+from hetero.device import cuda_driver, hip_driver
+from hetero.device.base import Mark, Reached
+from hetero.device.cuda_driver import CudaDriver
+from hetero.device.driver_base import GpuDriver
+from hetero.device.gpu import EventMark
+from hetero.device.gpu_streams import (
+    GpuCurrentStream,
+    GpuNativeStreams,
+    StreamsOfGpu,
+)
+from hetero.device.hip_driver import HipDriver
+from hetero.device.ordered import CurrentStream, NativeStreams
+from hetero.link.flow import make_flows
+from hetero.link.flow_base import Flow, Limits
+from hetero.link.header import Header
+from hetero.link.ring import CONTROL_BYTES, Direction, EndState, doorbell_place
+from hetero.link.ring_transfer import OrderedEnds, OrderedTransfer
+from hetero.link.shared_memory import SharedMemory, make_memory
+from hetero.native.library import Step, native
+from tests.emulated_streams import EmulatedOrderedDevice
+
+JOIN = 0xE0
+CONTROL, OUTGOING_RING, INCOMING_RING = 0x1_0000_0000, 0x2_0000_0000, 0x3_0000_0000
+SYMBOLS = {CudaDriver: cuda_driver.SYMBOLS, HipDriver: hip_driver.SYMBOLS}
+
+
+class Recorder:
+    """A vendor's driver whose functions note their calls; the one of this number fails."""
+
+    def __init__(self, vendor: type[GpuDriver], *, failing: int | None = None) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+        self.failing = failing
+        self.driver: Any = object.__new__(vendor)
+        self.driver._functions = functions = {
+            symbol.name: self._function(symbol)
+            for symbol in SYMBOLS[vendor]
+            if symbol.name in vendor._steps.values()
+        }
+        self.of = {step: functions[name] for step, name in vendor._steps.items()}
+        self.driver._wait, self.driver._write = self.of[Step.WAIT_VALUE], self.of[Step.WRITE_VALUE]
+        self.driver._copy = self.of[Step.COPY]
+        self.driver._texts = lambda code: (f"error {code}", "")
+        functions["hipGetLastError"] = int
+
+    def _function(self, symbol: Any) -> Any:
+        def called(*arguments: Any) -> int:
+            self.calls.append((symbol.name, *(argument or 0 for argument in arguments)))
+            return 719 if len(self.calls) == self.failing else 0
+
+        return CFUNCTYPE(c_int, *symbol.arguments)(called)
+
+
+class _Event:
+    """In the place of PyTorch's."""
+
+    def __init__(self, recorder: Recorder, handle: int) -> None:
+        self._recorder = recorder
+        self.cuda_event = handle
+
+    def record(self, stream: _Stream) -> None:
+        self._recorder.of[Step.RECORD_EVENT](self.cuda_event, stream.cuda_stream)
+
+
+class _Stream:
+    """In the place of PyTorch's."""
+
+    device_index = 0
+
+    def __init__(self, recorder: Recorder, handle: int) -> None:
+        self._recorder = recorder
+        self.cuda_stream = handle
+
+    def wait_event(self, event: _Event) -> None:
+        self._recorder.of[Step.WAIT_EVENT](self.cuda_stream, event.cuda_event, 0)
+
+
+class _Streams(StreamsOfGpu):
+    def __init__(self, recorder: Recorder, handles: tuple[int, int, int]) -> None:
+        made: dict[int, Any] = {handle: _Stream(recorder, handle) for handle in handles}
+        self.copies, self.waits, self.writes = (made[handle] for handle in handles)
+        joint: Any = _Event(recorder, JOIN)
+        self.joint = joint
+
+
+class DrivenDevice(EmulatedOrderedDevice):
+    """A GPU of which only the driver's functions are stand-ins."""
+
+    def __init__(self, recorder: Recorder, handles: tuple[int, int, int]) -> None:
+        super().__init__()
+        self.recorder = recorder
+        self._handles = handles
+        self._events = 0
+
+    def native_streams(self) -> NativeStreams:
+        streams = _Streams(self.recorder, self._handles)
+        return GpuNativeStreams(streams, self.recorder.driver, native())
+
+    def mark(self) -> Mark:
+        """A new event and nothing to wait for, in turn."""
+        self._events += 1
+        return self.event(0xF000 + self._events) if self._events % 2 else Reached()
+
+    def event(self, handle: int) -> Mark:
+        event: Any = _Event(self.recorder, handle)
+        return EventMark(event, torch.device("cuda:0"))
+
+    def callers(self, key: int) -> CurrentStream:
+        stream: Any = _Stream(self.recorder, key)
+        return GpuCurrentStream(stream, self.recorder.driver)
+
+
+class World:
+    """A sender and a receiver, whose devices' progress is what a test says."""
+
+    def __init__(
+        self,
+        vendor: type[GpuDriver],
+        *,
+        ring_bytes: int = 16 << 10,
+        chunk_bytes: int = 4 << 10,
+        handles: tuple[int, int, int] = (0xA0, 0xB0, 0xC0),
+        failing: int | None = None,
+    ) -> None:
+        self.control = control = SharedMemory(make_memory(CONTROL_BYTES), CONTROL_BYTES)
+        self.recorders = Recorder(vendor, failing=failing), Recorder(vendor)
+        self.devices = [DrivenDevice(recorder, handles) for recorder in self.recorders]
+        ends = [self._ends(number, ring_bytes) for number in range(2)]
+        self._doorbells = [EndState(control, number) for number in range(2)]
+        limits = Limits(chunk_bytes=chunk_bytes, small_bytes=chunk_bytes)
+        self.sender = make_flows(self.devices[0], ends[0], limits=limits)[0]
+        self.receiver = make_flows(self.devices[1], ends[1], limits=limits)[1]
+        self.direction = ends[0].outgoing
+        self.transfers: list[OrderedTransfer] = []
+
+    def _ends(self, number: int, ring_bytes: int) -> OrderedEnds:
+        return OrderedEnds(
+            outgoing=Direction(self.control, number, CONTROL),
+            incoming=Direction(self.control, 1 - number, CONTROL),
+            mine=EndState(self.control, number),
+            theirs=EndState(self.control, 1 - number),
+            outgoing_ring=OUTGOING_RING,
+            incoming_ring=INCOMING_RING,
+            ring_bytes=ring_bytes,
+            peer_has_gone=lambda: False,
+            close=self.control.close,
+        )
+
+    def transfer(
+        self, nbytes: int, *, is_receive: bool, caller: int, ready: Mark | None
+    ) -> OrderedTransfer:
+        """A message of so many bytes, next in line."""
+        flow = self.receiver if is_receive else self.sender
+        tensor = torch.zeros(nbytes, dtype=torch.uint8)
+        made = OrderedTransfer(
+            link=None,  # type: ignore[arg-type]
+            tensor=tensor,
+            ready=ready,
+            caller=caller,
+            is_receive=is_receive,
+            deadline=0.0,
+            sequence=flow.sequence,
+            header=Header.of(tensor, job=1, sequence=flow.sequence).pack(),
+            nbytes=nbytes,
+            address=0x7_0000_0000 + (flow.sequence << 20),
+        )
+        flow.sequence += 1
+        flow.waiting.append(made)
+        self.transfers.append(made)
+        return made
+
+    def enqueue(
+        self,
+        flow: Flow,
+        stream: CurrentStream | None = None,
+        *,
+        awaited: OrderedTransfer | None = None,
+    ) -> None:
+        """As a link does it."""
+        if flow.enqueue(stream, awaited=awaited):
+            self._doorbells[flow is self.sender].ring()
+
+    def rung(self) -> list[bool]:
+        """Which doorbells have been rung since this was asked last."""
+        rung = [end.doorbell != 0 for end in self._doorbells]
+        for number in range(2):
+            self.control.store(doorbell_place(number), 0)
+        return rung
+
+    def advance(self, word: str, by: int) -> None:
+        """A device's counter goes on, up to what has been posted or retired to it."""
+        direction = self.direction
+        limit = direction.posted if word == "produced" else direction.retired
+        now = min(getattr(direction, word) + by, limit)
+        release = direction.release_receiver if word == "produced" else direction.release_sender
+        release(now)

@@ -1,0 +1,156 @@
+"""Both ends of an ordered link in one process, over streams that are emulated."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hetero.device.base import Mark
+from hetero.errors import LinkError
+from hetero.link.base import LinkDescription
+from hetero.link.ring import Direction
+from hetero.link.ring_link import OrderedLink
+from hetero.link.same_host import RingMemory, open_ordered
+from hetero.native.library import Step
+from tests.emulated_streams import EmulatedOrderedDevice
+from tests.hetero.link.test_handshake import both, meeting
+
+SHORT = 1.0
+LARGE = 5_000
+"""Elements of a message that goes through streams of the link."""
+
+
+class HeldDevice(EmulatedOrderedDevice):
+    """A device whose next sends can be held back: its work before them never ends."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.held = False
+        self.let_go = threading.Event()
+
+    def mark(self) -> Mark:
+        return _NeverReached(self.let_go) if self.held else super().mark()
+
+
+class _NeverReached(Mark):
+    def __init__(self, event: threading.Event) -> None:
+        self._event = event
+
+    def reached(self) -> bool:
+        return self._event.is_set()
+
+    def synchronize(self) -> None:
+        self._event.wait()
+
+    def order_current_stream(self) -> None:
+        self._event.wait()
+
+
+class Pair:
+    """Both ends of one link, in one process."""
+
+    def __init__(
+        self, memory: RingMemory, *, timeout: float, device: Callable[[], Any] = HeldDevice
+    ) -> None:
+        store = dist.HashStore()
+        self.devices = [device(), device()]
+
+        def open_end(rank: int) -> OrderedLink:
+            ours = meeting(rank, store, timeout=20.0)
+            description = LinkDescription(
+                rank=rank, peer=1 - rank, stage=rank, peer_stage=1 - rank, job="j", timeout=timeout
+            )
+            return open_ordered(
+                replace(ours, description=description),
+                memory=memory,
+                ring_bytes=64 << 10,
+                chunk_bytes=16 << 10,
+                device=self.devices[rank],
+            )
+
+        opened: list[Any] = both(lambda: open_end(0), lambda: open_end(1))
+        self.sender: OrderedLink = opened[0]
+        self.receiver: OrderedLink = opened[1]
+
+
+@contextmanager
+def opened(
+    memory: RingMemory = "host", *, timeout: float = 20.0, device: Callable[[], Any] = HeldDevice
+) -> Iterator[Pair]:
+    pair = Pair(memory, timeout=timeout, device=device)
+    try:
+        yield pair
+    finally:
+        for end in pair.devices:
+            if isinstance(end, HeldDevice):
+                end.let_go.set()
+        both(pair.sender.close, pair.receiver.close)
+
+
+def wait_for(condition: Any, seconds: float = 10.0) -> bool:
+    deadline = time.monotonic() + seconds
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return bool(condition())
+
+
+def is_broken(link: OrderedLink) -> bool:
+    try:
+        link.check()
+    except LinkError:
+        return True
+    return False
+
+
+def cross(pair: Pair, sent: torch.Tensor) -> bool:
+    target = torch.zeros_like(sent)
+    receiving = pair.receiver.recv(target)
+    sending = pair.sender.send(sent)
+    receiving.wait()
+    sending.wait()
+    return torch.equal(target, sent)
+
+
+def start_counting_at(pair: Pair, count: int) -> None:
+    """As if so many entries had gone from the sender to the receiver."""
+    count_from(
+        count,
+        flows=(pair.sender._out, pair.receiver._in),
+        directions=(pair.sender._ends.outgoing, pair.receiver._ends.incoming),
+    )
+
+
+def count_from(count: int, *, flows: Sequence[Any], directions: Sequence[Direction]) -> None:
+    """As if so many entries had gone from one flow to the other, over both their directions."""
+    for flow in flows:
+        flow._state.count = flow._state.freed = count
+    for direction in directions:
+        for index in (direction._posted, direction._retired):
+            direction._words[index] = count
+        direction.release_receiver(count)
+        direction.release_sender(count)
+
+
+def pretend_to_await(flow: Any, value: int) -> None:
+    """As if an entry needed this value of the peer's counter."""
+    flow._state.awaited = value
+
+
+def before_each_move(link: OrderedLink, act: Callable[[], None]) -> None:
+    """Act whenever what the link sends is given to its device."""
+    device = link._device
+    assert isinstance(device, EmulatedOrderedDevice)
+
+    def at_copies(step: Step) -> int:
+        if step is Step.COPY:
+            act()
+        return 0
+
+    device.driver_for_c.before = at_copies

@@ -1,0 +1,324 @@
+"""What a link does when an end fails, hangs or closes while it is in use. Streams are emulated."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+import weakref
+from contextlib import suppress
+
+import pytest
+import torch
+
+from hetero.device.ordered import CurrentStream
+from hetero.errors import LinkError
+from hetero.link import futex
+from hetero.link import ring_link as link_module
+from hetero.link.base import Work
+from hetero.native.library import Step
+from tests.emulated_streams import EmulatedOrderedDevice
+from tests.hetero.link.ring.pair import (
+    LARGE,
+    SHORT,
+    before_each_move,
+    is_broken,
+    opened,
+    pretend_to_await,
+    wait_for,
+)
+from tests.hetero.link.test_handshake import both
+
+
+def test_a_peer_whose_device_never_gets_there_breaks_the_link_in_time() -> None:
+    """The sender's program has gone on; its device hangs. Nobody waits on the CPU for it."""
+    with opened(timeout=SHORT) as pair:
+        pair.devices[0].held = True
+        sent = pair.sender.send(torch.ones(LARGE))
+        work = pair.receiver.recv(torch.zeros(LARGE))
+        pair.receiver.progress_until_enqueued(work)  # type: ignore[arg-type]
+        pair.receiver.check()
+        begin = time.monotonic()
+        assert wait_for(lambda: is_broken(pair.receiver))
+        assert time.monotonic() - begin < SHORT + 5
+        with pytest.raises(LinkError, match=r"rank 1 \(stage 1\).*nothing moved for 1 s"):
+            pair.receiver.check()
+        assert work.done()
+        with pytest.raises(LinkError, match="rank 1"):
+            work.wait()
+        assert wait_for(lambda: is_broken(pair.sender)), "the sender was not told"
+        with pytest.raises(LinkError):
+            sent.wait()
+
+
+def test_the_failure_is_known_before_the_stream_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that whoever waits for the device and then asks the link never uses what was not sent."""
+    with opened(timeout=SHORT) as pair:
+        pair.devices[0].held = True
+        pair.sender.send(torch.ones(LARGE))
+        known: list[bool] = []
+        release = pair.receiver._release_streams
+
+        def watched() -> None:
+            known.append(is_broken(pair.receiver))
+            release()
+
+        monkeypatch.setattr(pair.receiver, "_release_streams", watched)
+        work = pair.receiver.recv(torch.zeros(LARGE))
+        pair.receiver.progress_until_enqueued(work)  # type: ignore[arg-type]
+        assert wait_for(lambda: bool(known))
+        assert known[0]
+
+
+def test_what_a_failed_peer_released_is_not_taken_for_a_message() -> None:
+    """It writes words that its own device waits for, and this end's device has not."""
+    with opened() as pair:
+        work = pair.receiver.recv(torch.zeros(LARGE))
+        pair.devices[0].held = True
+        pair.sender.send(torch.ones(LARGE))
+        pair.receiver.progress_until_enqueued(work)  # type: ignore[arg-type]
+        with pair.sender._lock:
+            pretend_to_await(pair.sender._out, 1)
+            pair.sender._break(LinkError("its device is lost"))
+        assert pair.receiver._ends.incoming.consumed == 1
+        assert not work.done() or is_broken(pair.receiver)
+        with pytest.raises(LinkError, match="its device is lost"):
+            pair.receiver.check()
+
+
+class Memory(bytearray):
+    """Memory of a tensor that can be seen to be let go of."""
+
+
+def test_memory_that_a_stream_still_copies_to_is_kept_until_the_failed_link_is_closed() -> None:
+    with opened() as pair:
+        pair.devices[0].held = True
+        memory = Memory(4 * LARGE)
+        kept = weakref.ref(memory)
+        work = pair.sender.send(torch.frombuffer(memory, dtype=torch.float32))
+        with pair.sender._lock:
+            pair.sender._break(LinkError("its device is lost"))
+        del memory, work
+        gc.collect()
+        assert kept() is not None
+        pair.devices[0].let_go.set()
+    gc.collect()
+    assert kept() is None
+
+
+class RestlessDevice(EmulatedOrderedDevice):
+    """A device whose work never ends."""
+
+    def rests_within(self, seconds: float) -> bool:
+        return False
+
+
+def test_memory_that_a_device_goes_on_using_outlives_its_link() -> None:
+    with opened(device=RestlessDevice) as pair:
+        ends = weakref.ref(pair.sender._ends)
+    del pair
+    gc.collect()
+    left = ends()
+    assert left is not None
+    left.close()
+
+
+def test_memory_that_a_wait_goes_on_looking_at_outlives_its_link(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """C would read where there is nothing any more, which ends the process."""
+    monkeypatch.setattr(link_module, "_JOIN_SECONDS", 0.1)
+    with opened() as pair:
+        work = pair.receiver.recv(torch.zeros(10))
+        entered, leave = threading.Event(), threading.Event()
+
+        def held(*seen: object, seconds: float) -> None:
+            entered.set()
+            leave.wait(20)
+
+        monkeypatch.setattr(futex, "spin", held)
+        waiting = threading.Thread(target=lambda: _fails(work))
+        waiting.start()
+        assert entered.wait(10)
+        both(pair.receiver.close, pair.sender.close)
+        assert pair.receiver._ends.incoming.posted == 0
+        leave.set()
+        waiting.join(10)
+        pair.receiver._ends.close()
+
+
+def _fails(work: Work) -> None:
+    with pytest.raises(LinkError):
+        work.wait()
+
+
+def test_a_link_closed_while_another_thread_waits_ends_the_wait_with_its_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with opened() as pair:
+        work = pair.receiver.recv(torch.zeros(10))
+        errors: list[BaseException] = []
+        real = pair.receiver._ends.mine.sleep
+
+        asleep = threading.Event()
+
+        def wake_late(while_it_is: int, seconds: float) -> None:
+            if threading.current_thread() is waiting:
+                asleep.set()
+                time.sleep(0.5)
+            else:
+                real(while_it_is, seconds)
+
+        monkeypatch.setattr(pair.receiver._ends.mine, "sleep", wake_late)
+
+        def wait() -> None:
+            try:
+                work.wait()
+            except BaseException as error:
+                errors.append(error)
+
+        waiting = threading.Thread(target=wait)
+        waiting.start()
+        assert asleep.wait(10)
+        both(pair.receiver.close, pair.sender.close)
+        waiting.join(10)
+        assert [type(error) for error in errors] == [LinkError]
+        assert "closed while a transfer was under way" in str(errors[0])
+
+
+def test_nothing_is_enqueued_once_another_thread_has_closed_the_link() -> None:
+    with opened() as pair:
+        real = pair.sender._device.current_stream
+
+        def closed_meanwhile() -> CurrentStream:
+            both(pair.sender.close, pair.receiver.close)
+            return real()
+
+        pair.devices[0].current_stream = closed_meanwhile
+        for use in (pair.sender.send, pair.sender.recv):
+            with pytest.raises(LinkError, match="the link is closed"):
+                use(torch.ones(10))
+
+
+def test_a_transfer_that_ended_may_be_asked_after_its_link_was_closed() -> None:
+    with opened() as pair:
+        works = [pair.receiver.recv(torch.zeros(LARGE)), pair.sender.send(torch.ones(LARGE))]
+        for work in works:
+            work.wait()
+    for work in works:
+        assert work.done()
+        work.wait()
+
+
+def test_a_call_of_the_driver_that_does_not_return_is_released_after_the_deadline() -> None:
+    """A stream that is full, and waits for a peer that hangs, blocks whoever gives it more work."""
+    with opened(timeout=SHORT) as pair:
+        pair.devices[0].held = True
+        pair.sender.send(torch.ones(LARGE))
+        receiving = pair.receiver.recv(torch.zeros(LARGE))
+        pair.receiver.progress_until_enqueued(receiving)  # type: ignore[arg-type]
+        entered, released = threading.Event(), []
+
+        def full_stream() -> None:
+            entered.set()
+            released.append(wait_for(lambda: pair.receiver._ends.incoming.produced != 0))
+
+        before_each_move(pair.receiver, full_stream)
+
+        def use() -> None:
+            with suppress(LinkError):
+                pair.receiver.send(torch.ones(LARGE)).wait()
+
+        using = threading.Thread(target=use)
+        using.start()
+        assert entered.wait(SHORT)
+        using.join(20 * SHORT)
+        assert set(released) == {True}
+        with pytest.raises(LinkError, match="rank 1"):
+            pair.receiver.check()
+
+
+def test_a_thread_has_its_stream_asked_for_before_the_driver_is_called() -> None:
+    """That gives it a context, without which a GPU's driver refuses its calls."""
+    with opened() as pair:
+        asked: list[threading.Thread] = []
+        real = pair.devices[0].current_stream
+
+        def asking() -> CurrentStream:
+            asked.append(threading.current_thread())
+            return real()
+
+        sending = pair.sender.send(torch.ones(20 * LARGE))
+        pair.devices[0].current_stream = asking
+        waiting = threading.Thread(target=sending.wait)
+        waiting.start()
+        pair.receiver.recv(torch.zeros(20 * LARGE)).wait()
+        waiting.join(20)
+        assert waiting in asked
+
+
+def test_an_interrupted_wait_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    with opened() as pair:
+        receiving = pair.receiver.recv(torch.zeros(10))
+
+        def interrupted(**arguments: object) -> None:
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patched:
+            patched.setattr(pair.receiver, "_enqueue", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                receiving.wait()
+        assert pair.receiver._callers == 0
+        pair.sender.send(torch.ones(10))
+        receiving.wait()
+
+
+def test_a_failure_of_the_driver_names_the_link_and_both_ends_hear_of_it() -> None:
+    with opened() as pair:
+        pair.devices[0].driver_for_c.before = lambda step: 719 if step is Step.COPY else 0
+        sending = pair.sender.send(torch.ones(LARGE))
+        with pytest.raises(LinkError, match=r"link rank 0 .* COPY failed \(719\).*message 0"):
+            sending.wait()
+        with pytest.raises(LinkError, match=r"link rank 1 .* rank 0 gave the link up"):
+            pair.receiver.recv(torch.zeros(LARGE)).wait()
+        # The copy may be under way for all that is known.
+        assert [transfer.sequence for transfer in pair.sender._out.given_up] == [0]
+
+
+def test_an_exception_that_hides_what_c_did_does_not_lose_the_tensor() -> None:
+    with opened() as pair:
+        flow = pair.sender._out
+        real = flow._call
+
+        def interrupted(*arguments: object) -> None:
+            flow._call = real
+            real(*arguments)
+            raise KeyboardInterrupt
+
+        flow._call = interrupted
+        with pytest.raises(KeyboardInterrupt):
+            pair.sender.send(torch.ones(LARGE))
+        with pair.sender._lock:
+            flow.give_up()
+        assert [transfer.sequence for transfer in flow.given_up] == [0]
+
+
+def test_what_others_left_under_way_is_brought_on_when_a_wait_ends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The link's thread leaves it to whoever waits, and is told when nobody does any more."""
+    with opened() as pair:
+        monkeypatch.setattr(link_module, "WATCH_SECONDS", 60.0)
+        pair.sender.send(torch.ones(20 * LARGE))
+        receiving = pair.sender.recv(torch.zeros(10))
+        waiting = threading.Thread(target=receiving.wait)
+        waiting.start()
+        assert wait_for(lambda: pair.sender._callers == 1)
+        time.sleep(0.1)
+        pair.receiver.send(torch.ones(10))
+        waiting.join(20)
+        target = torch.zeros(20 * LARGE)
+        taking = threading.Thread(target=pair.receiver.recv(target).wait)
+        taking.start()
+        taking.join(20)
+        assert torch.equal(target, torch.ones(20 * LARGE))

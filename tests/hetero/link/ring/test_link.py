@@ -1,0 +1,177 @@
+"""What a link whose streams order themselves promises beyond the contract. Streams are emulated."""
+
+from __future__ import annotations
+
+import random
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from hetero.device.host import HostDevice
+from hetero.errors import LinkError
+from hetero.link import ring_link as link_module
+from hetero.link.ring_link import OrderedLink
+from hetero.link.same_host import RingMemory, open_ordered
+from tests.emulated_streams import EmulatedOrderedDevice
+from tests.hetero.link.ring.pair import (
+    cross,
+    opened,
+    start_counting_at,
+    wait_for,
+)
+from tests.hetero.link.test_handshake import both, meeting
+
+
+def test_a_message_larger_than_the_ring_is_taken_in_parts() -> None:
+    sent = torch.arange(50_000, dtype=torch.int32)
+    target = torch.zeros_like(sent)
+    with opened("device") as pair:
+        works = [pair.receiver.recv(target), pair.sender.send(sent)]
+        for work in works:
+            work.wait()
+        assert torch.equal(target, sent)
+
+
+def test_a_message_of_many_rings_goes_on_while_nobody_waits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In a pipeline sends are never waited for. The link's thread must be told that there is more
+    to do: were it to look only now and then, this would not end in time."""
+    monkeypatch.setattr(link_module, "WATCH_SECONDS", 60.0)
+    with opened() as pair:
+        for count in (1, 2, 3):
+            sent = torch.arange(count << 17, dtype=torch.int32)
+            target = torch.zeros_like(sent)
+            pair.sender.send(sent)
+            work = pair.receiver.recv(target)
+            assert wait_for(work.done)
+            assert torch.equal(target, sent)
+
+
+def test_what_both_ends_send_at_once_arrives_in_order() -> None:
+    with opened() as pair:
+        sent = [torch.full((30_000,), n, dtype=torch.uint8) for n in range(40)]
+        targets = [torch.zeros_like(tensor) for tensor in sent]
+        works = [pair.sender.send(tensor) for tensor in sent[:20]]
+        works += [pair.receiver.recv(target) for target in targets]
+        works += [pair.sender.send(tensor) for tensor in sent[20:]]
+        for work in works:
+            work.wait()
+        assert all(torch.equal(t, s) for t, s in zip(targets, sent, strict=True))
+
+
+@pytest.mark.parametrize("memory", ["host", "device"])
+def test_many_messages_of_all_sizes_cross_both_ways_at_once(memory: RingMemory) -> None:
+    chance = random.Random(memory)
+    sizes = [chance.choice([0, 1, 100, 16 << 10, 16385, 70_000, 200_000]) for _ in range(300)]
+    with opened(memory, device=_host if memory == "host" else EmulatedOrderedDevice) as pair:
+        ways = [(pair.sender, pair.receiver, 0), (pair.receiver, pair.sender, 100)]
+        for begin in range(0, len(sizes), 20):
+            works, arrived = [], []
+            for number, size in enumerate(sizes[begin : begin + 20]):
+                for source, sink, shift in ways:
+                    sent = (torch.arange(size) + number + shift).to(torch.uint8)
+                    target = torch.zeros_like(sent)
+                    works += [source.send(sent), sink.recv(target)]
+                    arrived.append((target, sent))
+            for work in works:
+                work.wait()
+            assert all(torch.equal(target, sent) for target, sent in arrived), begin
+
+
+def _host() -> HostDevice:
+    return HostDevice(torch.device("cpu"))
+
+
+def test_counters_may_count_round() -> None:
+    start = 2**32 - 7
+    with opened() as pair:
+        start_counting_at(pair, start)
+        for number in range(40):
+            sent = torch.full((20_000,), number, dtype=torch.uint8)
+            target = torch.zeros_like(sent)
+            works = [pair.sender.send(sent), pair.receiver.recv(target)]
+            for work in works:
+                work.wait()
+            assert torch.equal(target, sent), number
+
+
+def test_an_idle_link_wakes_nobody() -> None:
+    with opened() as pair:
+        target = torch.zeros(10)
+        works = [pair.sender.send(torch.ones(10)), pair.receiver.recv(target)]
+        for work in works:
+            work.wait()
+        time.sleep(1.5)
+        before = time.process_time()
+        time.sleep(1.0)
+        # The emulated streams sleep too; a thread that woke ten times a second would show.
+        assert time.process_time() - before < 0.01
+
+
+def test_ends_that_were_given_other_rings_do_not_open() -> None:
+    store = dist.HashStore()
+
+    def open_end(rank: int) -> OrderedLink:
+        return open_ordered(
+            meeting(rank, store),
+            memory="host",
+            ring_bytes=(1 + rank) << 16,
+            chunk_bytes=16 << 10,
+            device=EmulatedOrderedDevice(),
+        )
+
+    for error in both(lambda: open_end(0), lambda: open_end(1)):
+        assert isinstance(error, LinkError)
+        assert "ring_bytes" in str(error)
+
+
+class UnpinnableDevice(EmulatedOrderedDevice):
+    """A device that refuses to pin the third piece of memory it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pinned: list[int] = []
+
+    def register(self, address: int, nbytes: int) -> int:
+        if len(self.pinned) == 2:
+            raise LinkError(f"{nbytes} bytes cannot be pinned; raise the locked-memory limit")
+        self.pinned.append(address)
+        return address
+
+    def unregister(self, address: int) -> None:
+        self.pinned.remove(address)
+
+
+def test_memory_that_cannot_be_pinned_ends_the_opening_at_both_ends_and_leaves_nothing() -> None:
+    store = dist.HashStore()
+    refusing = UnpinnableDevice()
+    held = len(list(Path("/proc/self/fd").iterdir()))
+
+    def open_end(rank: int) -> OrderedLink:
+        return open_ordered(
+            meeting(rank, store),
+            memory="host",
+            ring_bytes=1 << 16,
+            chunk_bytes=16 << 10,
+            device=refusing if rank == 0 else EmulatedOrderedDevice(),
+        )
+
+    first, second = both(lambda: open_end(0), lambda: open_end(1))
+    assert isinstance(first, LinkError)
+    assert "locked-memory limit" in str(first)
+    assert isinstance(second, OSError)
+    assert refusing.pinned == []
+    assert len(list(Path("/proc/self/fd").iterdir())) == held
+
+
+def test_counters_far_ahead_of_the_last_wait_are_not_taken_for_a_held_stream() -> None:
+    start = 2**31 + 5
+    with opened() as pair:
+        start_counting_at(pair, start)
+        assert cross(pair, torch.arange(10))
+        pair.sender.close()
+        pair.receiver.check()

@@ -1,0 +1,150 @@
+"""Both ends of a TCP link in one process, and faults put on its connections."""
+
+from __future__ import annotations
+
+import socket
+import struct
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from ctypes import addressof, create_string_buffer
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+
+from hetero.device.host import HostDevice
+from hetero.device.ordered import OrderedDevice
+from hetero.link.carrier import Carrier
+from hetero.link.control import Control
+from hetero.link.handshake import Meeting
+from hetero.link.ring_link import OrderedLink
+from hetero.link.tcp import open_tcp
+from hetero.link.tcp_connections import TcpPaths
+from tests.hetero.link.joined import CPU, attempted, joined
+
+RING_BYTES = 256 << 10
+CHUNK_BYTES = 16 << 10
+SO_ATTACH_FILTER, SO_MAX_PACING_RATE = 26, 47
+_DROP_ALL = struct.pack("HBBI", 0x06, 0, 0, 0)
+"""A packet filter of one instruction: return 0, which keeps nothing."""
+_Names = tuple[tuple[str, int], tuple[str, int]]
+_ACKED = 120
+"""Where struct tcp_info counts the bytes that were confirmed."""
+
+
+@dataclass(frozen=True)
+class Connection:
+    """One connection, by the sockets at both of its ends."""
+
+    ends: tuple[socket.socket, socket.socket]
+
+    def close(self) -> None:
+        """End it in order, as a proxy between the two does that is stopped."""
+        for end in self.ends:
+            # The other's end may have come to it by now.
+            with suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+
+    def silence(self) -> None:
+        """Lose every packet from now on, as a switch does that has died."""
+        program = create_string_buffer(_DROP_ALL)
+        for end in self.ends:
+            end.setsockopt(
+                socket.SOL_SOCKET, SO_ATTACH_FILTER, struct.pack("HP", 1, addressof(program))
+            )
+
+    def slow_to(self, bytes_per_second: int) -> None:
+        for end in self.ends:
+            end.setsockopt(socket.SOL_SOCKET, SO_MAX_PACING_RATE, bytes_per_second)
+
+    def carried(self) -> int:
+        """Bytes that either end has sent and the other confirmed."""
+        infos = (end.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 192) for end in self.ends)
+        return sum(struct.unpack_from("Q", info, _ACKED)[0] for info in infos)
+
+
+class Network:
+    """The connections of links that are opened while it watches, each known by its address."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._rails: dict[_Names, socket.socket] = {}
+        self._control: dict[_Names, socket.socket] = {}
+        add, begin = Carrier.add_tcp_rail, Control.__init__
+
+        def adding(carrier: Carrier, connection: socket.socket) -> None:
+            self._rails[_names(connection)] = connection.dup()
+            add(carrier, connection)
+
+        def beginning(control: Control, *connections: socket.socket, **options: float) -> None:
+            for connection in connections:
+                self._control[_names(connection)] = connection.dup()
+            begin(control, *connections, **options)
+
+        monkeypatch.setattr(Carrier, "add_tcp_rail", adding)
+        monkeypatch.setattr(Control, "__init__", beginning)
+
+    @property
+    def rails(self) -> list[Connection]:
+        """In the order of the rails."""
+        return _paired(self._rails)
+
+    def path(self, address: str) -> list[Connection]:
+        """All that begins at one address of the listener, control connections too."""
+        every = self._rails | self._control
+        return _paired({names: end for names, end in every.items() if address in str(names)})
+
+    def close(self) -> None:
+        for end in [*self._rails.values(), *self._control.values()]:
+            end.close()
+
+
+def _paired(ends: dict[_Names, socket.socket]) -> list[Connection]:
+    """By the ends of the caller, in the order in which it was given them."""
+    pairs = [(end, ends.get(names[::-1])) for names, end in ends.items() if names[0] > names[1]]
+    return [Connection((one, other)) for one, other in pairs if other is not None]
+
+
+def _names(end: socket.socket) -> _Names:
+    return end.getsockname(), end.getpeername()
+
+
+def _host_devices() -> tuple[OrderedDevice, OrderedDevice]:
+    return HostDevice(CPU), HostDevice(CPU)
+
+
+@dataclass(frozen=True)
+class Setup:
+    """How the two ends are opened."""
+
+    connections: int = 2
+    addresses: tuple[str, ...] = ("127.0.0.1",)
+    timeout: float = 20.0
+    ring_bytes: int = RING_BYTES
+    chunk_bytes: tuple[int, int] = (CHUNK_BYTES, CHUNK_BYTES)
+    devices: tuple[OrderedDevice, OrderedDevice] = field(default_factory=_host_devices)
+
+    def open(self, meeting: Meeting) -> OrderedLink:
+        rank = meeting.description.rank
+        return open_tcp(
+            meeting,
+            ring_bytes=self.ring_bytes,
+            chunk_bytes=self.chunk_bytes[rank],
+            device=self.devices[rank],
+            paths=TcpPaths(addresses=self.addresses, connections=self.connections),
+        )
+
+    @contextmanager
+    def links(self) -> Iterator[tuple[OrderedLink, OrderedLink]]:
+        """Both links, which are closed at the end in whatever state they are."""
+        with joined(self.open, timeout=self.timeout) as links:
+            yield links
+
+    def errors(self) -> list[str]:
+        """The texts of both ends' errors; opening must fail at both."""
+        return attempted(self.open)
+
+
+def checked() -> tuple[OrderedDevice, OrderedDevice]:
+    """Devices that verify every byte."""
+    cpu = torch.device("cpu")
+    return HostDevice(cpu, checksum=True), HostDevice(cpu, checksum=True)

@@ -1,0 +1,184 @@
+"""A link over TCP: each connection is a rail, and what a lost one has not brought comes again."""
+
+from __future__ import annotations
+
+import logging
+import random
+import threading
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from hetero.errors import LinkError
+from tests.hetero.link.joined import MESSAGES, at, is_broken, noise, stream, wait_until
+from tests.hetero.link.tcp.ends import (
+    CHUNK_BYTES,
+    RING_BYTES,
+    Connection,
+    Network,
+    Setup,
+    checked,
+)
+
+NBYTES = 6 * CHUNK_BYTES + 1
+# A dead path is noticed within half of it.
+SHORT = 2.0
+FAULTS: dict[str, Callable[[Connection], None]] = {
+    "closed": Connection.close,
+    "silent": Connection.silence,
+}
+
+
+def lost_rails(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [line for line in caplog.messages if "is lost" in line]
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, CHUNK_BYTES, RING_BYTES - 1, 5 * RING_BYTES + 3])
+@pytest.mark.parametrize("checks", [False, True], ids=["plain", "checksum"])
+def test_every_byte_arrives(network: Network, nbytes: int, checks: bool) -> None:
+    with (Setup(devices=checked()) if checks else Setup()).links() as (one, other):
+        assert stream(one, other, nbytes=nbytes) == MESSAGES
+        assert stream(other, one, nbytes=nbytes) == MESSAGES
+
+
+def test_rails_share_the_entries_by_their_speed(network: Network) -> None:
+    """One of them a tenth as fast as the others."""
+    with Setup(connections=3, ring_bytes=4 << 20).links() as links:
+        for rail, speed in zip(network.rails, (50 << 20, 5 << 20, 50 << 20), strict=True):
+            rail.slow_to(speed)
+        sent, target = noise(64 << 20), torch.zeros(64 << 20, dtype=torch.uint8)
+        links[0].send(sent)
+        links[1].recv(target).wait()
+        one, slow, other = (rail.carried() for rail in network.rails)
+    assert torch.equal(sent, target)
+    assert slow < min(one, other) / 4
+    assert max(one, other) < 4 * min(one, other)
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_one_lost_rail_of_two_costs_no_byte_and_both_ends_say_so(
+    network: Network, fault: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    strike = at(MESSAGES // 3, lambda: FAULTS[fault](network.rails[1]))
+    with caplog.at_level(logging.WARNING), Setup(timeout=SHORT).links() as links:
+        assert stream(*links, nbytes=NBYTES, before=strike) == MESSAGES
+        wait_until(lambda: len(lost_rails(caplog)) == 2)
+    for rank in range(2):
+        (said,) = (line for line in lost_rails(caplog) if f"tcp {rank}-{1 - rank}: " in line)
+        assert "rail 1 (127.0.0.1 to 127.0.0.1) is lost: " in said
+        assert "1 of 2 rails go on" in said
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_fault_of_any_kind_at_any_time_costs_no_byte(network: Network, seed: int) -> None:
+    """Both ways at once, with many sizes, over four rails of which three are lost on the way."""
+    chance = random.Random(seed)
+    strikes = {chance.randrange(MESSAGES): index for index in chance.sample(range(4), 3)}
+    flights = []
+    setup = Setup(
+        connections=4,
+        timeout=2 * SHORT,
+        chunk_bytes=(chance.choice([512, 4096, CHUNK_BYTES]),) * 2,
+        **({"devices": checked()} if chance.random() < 0.5 else {}),
+    )
+    with setup.links() as links:
+        rails = network.rails
+        for number in range(MESSAGES):
+            for one, other in (links, links[::-1]):
+                sent = noise(chance.choice([0, 1, 511, 5000, 2 * RING_BYTES]), number)
+                target = torch.zeros_like(sent)
+                flights.append((one.send(sent), other.recv(target), sent, target))
+            if number in strikes:
+                FAULTS[chance.choice(list(FAULTS))](rails[strikes[number]])
+            while len(flights) > (6 if number < MESSAGES - 1 else 0):
+                sending, receiving, sent, target = flights.pop(0)
+                receiving.wait()
+                sending.wait()
+                for link in links:
+                    link.check()
+                assert torch.equal(sent, target)
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("address", ["127.0.0.1", "127.0.0.2"])
+def test_a_link_survives_the_loss_of_any_of_its_paths(
+    network: Network, fault: str, address: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With what the ends tell each other, which began on one of them."""
+
+    def cut() -> None:
+        lost = network.path(address)
+        assert len(lost) == 3
+        for connection in lost:
+            FAULTS[fault](connection)
+
+    setup = Setup(connections=4, addresses=("127.0.0.1", "127.0.0.2"), timeout=SHORT)
+    with caplog.at_level(logging.WARNING), setup.links() as links:
+        assert stream(*links, nbytes=NBYTES, before=at(MESSAGES // 3, cut)) == MESSAGES
+        wait_until(lambda: len(lost_rails(caplog)) == 4)
+        assert stream(*reversed(links), nbytes=NBYTES) == MESSAGES
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_the_loss_of_the_last_rail_is_an_error_at_both_ends_that_names_it(
+    network: Network, fault: str
+) -> None:
+    with Setup(connections=1, timeout=2 * SHORT).links() as links:
+        stream(*links, nbytes=NBYTES)
+        FAULTS[fault](network.rails[0])
+        target = torch.zeros(NBYTES, dtype=torch.uint8)
+        links[0].send(noise(NBYTES))
+        with pytest.raises(LinkError) as told:
+            links[1].recv(target).wait()
+        # A send is done when its bytes are in the ring; the next request hears of the loss.
+        wait_until(lambda: is_broken(links[0], noise(5)))
+        with pytest.raises(LinkError) as own:
+            links[0].check()
+    for rank, error in enumerate((own, told)):
+        assert f"link rank {rank} (stage {rank}) - rank {1 - rank}" in str(error.value)
+        assert "the last rail, 127.0.0.1 to 127.0.0.1, is lost" in str(error.value)
+
+
+def test_a_peer_that_closes_is_not_taken_for_lost_rails(
+    network: Network, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING), Setup().links() as (one, other):
+        assert stream(one, other, nbytes=NBYTES) == MESSAGES
+        work = one.recv(torch.zeros(5))
+        other.close()
+        with pytest.raises(LinkError, match="rank 1 has ended or closed the link"):
+            work.wait()
+    assert caplog.messages == []
+
+
+def test_the_last_message_before_a_close_arrives(network: Network) -> None:
+    with Setup().links() as (one, other):
+        sent, target = noise(3 * RING_BYTES), torch.zeros(3 * RING_BYTES, dtype=torch.uint8)
+        one.send(sent)
+        closing = threading.Thread(target=one.close)
+        closing.start()
+        other.recv(target).wait()
+        closing.join()
+        assert torch.equal(target, sent)
+
+
+def test_a_sender_that_nobody_waits_for_is_told_that_nothing_moves(network: Network) -> None:
+    with Setup(timeout=0.5).links() as (one, _):
+        one.send(noise(2 * RING_BYTES))
+        wait_until(lambda: is_broken(one, noise(1)))
+        with pytest.raises(LinkError, match=r"rank 0 \(stage 0\)"):
+            one.check()
+
+
+def test_more_messages_than_there_are_records_cross_both_ways_at_once(network: Network) -> None:
+    with Setup().links() as links:
+        sent = [noise(100, number) for number in range(700)]
+        targets = [[torch.zeros(100, dtype=torch.uint8) for _ in sent] for _ in links]
+        works = [link.send(tensor) for link in links for tensor in sent]
+        works += [
+            link.recv(target) for link, mine in zip(links, targets, strict=True) for target in mine
+        ]
+        for work in works:
+            work.wait()
+        assert all(torch.equal(torch.stack(mine), torch.stack(sent)) for mine in targets)

@@ -1,0 +1,113 @@
+"""Where the connections of a TCP link run, and what is asked of the kernel for them."""
+
+from __future__ import annotations
+
+import socket
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import psutil
+import pytest
+import torch.distributed as dist
+
+from hetero.errors import LinkError
+from hetero.link import tcp as opening
+from hetero.link.handshake import Meeting
+from hetero.link.tcp_connections import (
+    TcpPaths,
+    address_towards,
+    interface_address,
+    tune,
+)
+from tests.hetero.link.tcp.ends import CHUNK_BYTES, Setup
+from tests.hetero.link.test_handshake import both, meeting
+
+
+def opened(*paths: TcpPaths) -> list[Any]:
+    """Each end's connections, which the caller of this closes with the stacks they are on."""
+    store = dist.HashStore()
+    stacks = [opening.ExitStack(), opening.ExitStack()]
+    ends = both(
+        *(
+            lambda rank=rank: opening._open_connections(
+                meeting(rank, store, timeout=5.0), paths[rank], stacks[rank]
+            )
+            for rank in range(2)
+        )
+    )
+    return [*ends, *stacks]
+
+
+def test_connections_are_spread_over_the_addresses_with_two_paths_to_talk_over() -> None:
+    paths = [
+        TcpPaths(addresses=("127.0.0.1", "127.0.0.2"), connections=4),
+        TcpPaths(addresses=("127.0.0.3", "127.0.0.4"), connections=4),
+    ]
+    *ends, one, other = opened(*paths)
+    with one, other:
+        for end, path in zip(ends, paths, strict=True):
+            assert [c.getsockname()[0] for c in end.rails] == [*path.addresses] * 2
+            assert [c.getsockname()[0] for c in end.control] == [*path.addresses]
+        for kind in ("rails", "control"):
+            here, there = (getattr(end, kind) for end in ends)
+            assert [c.getpeername() for c in here] == [c.getsockname() for c in there]
+
+
+def test_each_address_has_a_connection_at_least() -> None:
+    paths = TcpPaths(addresses=("127.0.0.1", "127.0.0.2"), connections=1)
+    *ends, one, other = opened(paths, paths)
+    with one, other:
+        assert [len(end.rails) for end in ends] == [2, 2]
+
+
+def test_a_peer_that_never_says_its_parameters_is_an_error_in_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    honest = opening.compare
+
+    def one_is_silent(connection: socket.socket, ours: Meeting, mine: dict[str, Any]) -> None:
+        if ours.description.rank == 0:
+            connection.settimeout(0.3)
+            honest(connection, ours, mine)
+        else:
+            time.sleep(1.0)
+            raise LinkError("it was silent")
+
+    monkeypatch.setattr(opening, "compare", one_is_silent)
+    store = dist.HashStore()
+    error, _ = both(*(lambda rank=rank: Setup().open(meeting(rank, store)) for rank in range(2)))
+    assert isinstance(error, OSError)
+
+
+def test_ends_that_cut_their_messages_differently_do_not_go_on() -> None:
+    for error in Setup(chunk_bytes=(CHUNK_BYTES, 2 * CHUNK_BYTES)).errors():
+        assert "chunk_bytes is" in error
+
+
+@pytest.mark.parametrize("within_host", [True, False])
+def test_buffers_are_small_within_a_host_and_the_kernels_own_between_hosts(
+    within_host: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours = "127.0.0.1" if within_host else "192.0.2.1"
+    entry = SimpleNamespace(family=socket.AF_INET, address=ours)
+    monkeypatch.setattr(psutil, "net_if_addrs", lambda: {"emulated": [entry]})
+    with (
+        socket.create_server(("127.0.0.1", 0)) as listener,
+        socket.create_connection(listener.getsockname()) as connection,
+    ):
+        tune(connection, stall_seconds=3.0)
+        size = connection.getsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF)
+        patience = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT)
+    # The kernel doubles what it is asked for, to have room for its own needs.
+    assert (size == 2 * (256 << 10)) == within_host
+    assert patience == 3000
+
+
+def test_an_interface_that_does_not_exist_has_no_address() -> None:
+    assert interface_address("no such interface") is None
+    assert interface_address("lo") == "127.0.0.1"
+
+
+def test_the_address_towards_this_host_is_its_own() -> None:
+    assert address_towards("127.0.0.1") == "127.0.0.1"

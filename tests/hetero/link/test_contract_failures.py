@@ -1,0 +1,273 @@
+"""The contract that every transport keeps, between two real processes: failures and the end.
+
+As test_contract.py.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from hetero.errors import LinkError
+from tests.hetero.link.contract import (
+    JOB,
+    Outcome,
+    Resources,
+    Side,
+    make,
+    run_pair,
+    values,
+)
+from tests.hetero.link.transports import SLOWNESS, Transport
+
+SHORT = 1.0 * SLOWNESS
+"""The deadline of links whose transfers must fail."""
+GRACE = 8.0 * SLOWNESS
+"""Within this after the deadline the failure must be known."""
+AMPLE = 8.0 * SLOWNESS
+"""The deadline where a message crosses before the failure is known, on a busy machine too."""
+
+
+def _fails(action: Any) -> tuple[str, float]:
+    """The LinkError of an action, and after how many seconds it came."""
+    begin = time.monotonic()
+    try:
+        action()
+    except LinkError as error:
+        return str(error), time.monotonic() - begin
+    return "nothing was raised", time.monotonic() - begin
+
+
+def _names_the_link(text: str, *, rank: int) -> bool:
+    peer = 1 - rank
+    return f"rank {rank} (stage {4 + rank})" in text and f"rank {peer} (stage {4 + peer})" in text
+
+
+def differing(side: Side) -> tuple[str, float]:
+    shape, dtype = side.options["sides"][side.rank]
+    tensor = torch.ones(shape, dtype=dtype, device=side.device)
+    side.meet("ready")
+    if side.rank == 0:
+        return _fails(side.link.send(tensor).wait)
+    return _fails(lambda: side.link.recv(tensor).wait())
+
+
+FLOATS = ((4, 3), torch.float32)
+DIFFERENCES = {
+    "dtype": (FLOATS, ((4, 3), torch.int32), "torch.float32 instead of torch.int32"),
+    "width": (FLOATS, ((4, 3), torch.bfloat16), "torch.float32 instead of torch.bfloat16"),
+    "shape": (FLOATS, ((3, 4), torch.float32), "(4, 3) instead of (3, 4)"),
+    "dimensions": (FLOATS, ((12,), torch.float32), "(4, 3) instead of (12,)"),
+    "larger": (FLOATS, ((2, 3), torch.float32), "(4, 3) instead of (2, 3)"),
+    "smaller": (FLOATS, ((8, 3), torch.float32), "(4, 3) instead of (8, 3)"),
+}
+
+
+@pytest.mark.parametrize("what", DIFFERENCES)
+def test_a_receiver_that_expects_something_else_is_told_what_differed(
+    header_transport: Transport, what: str
+) -> None:
+    sent, expected, difference = DIFFERENCES[what]
+    outcomes = run_pair(differing, header_transport, timeout=AMPLE, sides=(sent, expected))
+    (_, _), (text, seconds) = values(outcomes)
+    assert _names_the_link(text, rank=1), text
+    assert difference in text
+    assert seconds < AMPLE
+
+
+def refused(side: Side) -> tuple[str, float]:
+    tensor = torch.ones((4, 3) if side.rank == 0 else (3, 4), device=side.device)
+    side.meet("ready")
+    if side.rank == 1:
+        return _fails(lambda: side.link.recv(tensor).wait())
+
+    def send_until_told() -> None:
+        deadline = time.monotonic() + SHORT + 2 * GRACE
+        while time.monotonic() < deadline:
+            work = side.link.send(tensor)
+            work.wait()
+            while not work.done() and time.monotonic() < deadline:
+                time.sleep(0.01)
+
+    return _fails(send_until_told)
+
+
+def test_the_sender_of_a_message_that_was_refused_is_told_too(header_transport: Transport) -> None:
+    """At the latest by its next request: waiting for a sent GPU tensor only orders streams."""
+    (text, seconds), _ = values(run_pair(refused, header_transport, timeout=SHORT))
+    assert _names_the_link(text, rank=0), text
+    assert seconds < SHORT + GRACE
+
+
+def of_two_jobs(side: Side) -> tuple[str, float]:
+    link = side.open(job=f"{JOB} {side.rank}")
+    tensor = torch.ones(4, device=side.device)
+    side.meet("ready")
+    use = link.send if side.rank == 0 else link.recv
+    return _fails(lambda: use(tensor).wait())
+
+
+def test_a_message_of_another_job_is_refused(header_transport: Transport) -> None:
+    _, (text, _) = values(run_pair(of_two_jobs, header_transport, timeout=AMPLE, opened=False))
+    assert _names_the_link(text, rank=1), text
+    assert "job" in text
+
+
+def never_sent(side: Side) -> list[tuple[str, float]]:
+    if side.rank == 0:
+        side.hear("gave up")
+        return []
+    tensor = torch.zeros(4, device=side.device)
+    first = _fails(lambda: side.link.recv(tensor).wait())
+    later = _fails(lambda: side.link.recv(tensor).wait())
+    side.say("gave up")
+    return [first, later]
+
+
+def _needs_deadlines(transport: Transport) -> None:
+    if not transport.has_deadlines:
+        pytest.skip(f"the library of {transport} ends the process when a wait lasts too long")
+
+
+def test_a_message_that_never_comes_is_an_error_in_time(transport: Transport) -> None:
+    _needs_deadlines(transport)
+    outcomes = run_pair(never_sent, transport, timeout=SHORT)
+    (text, seconds), (later, _) = values(outcomes)[1]
+    assert _names_the_link(text, rank=1), text
+    assert SHORT * 0.9 <= seconds < SHORT + GRACE
+    assert "rank 1 (stage 5)" in later, "a link that failed once has to stay failed"
+
+
+def never_taken(side: Side) -> tuple[str, float]:
+    if side.rank == 1:
+        side.hear("gave up")
+        return "", 0.0
+    tensor = torch.zeros(32 << 20, dtype=torch.uint8)
+    works = [side.link.send(tensor) for _ in range(2)]
+    result = _fails(lambda: [work.wait() for work in works])
+    side.say("gave up")
+    return result
+
+
+def test_a_message_that_is_never_taken_is_an_error_in_time(transport: Transport) -> None:
+    if transport.device == "cuda":
+        pytest.skip("waiting for a sent GPU tensor orders streams; the CPU learns of it later")
+    (text, seconds), _ = values(run_pair(never_taken, transport, timeout=SHORT))
+    assert _names_the_link(text, rank=0), text
+    assert seconds < SHORT + GRACE
+
+
+def killed(side: Side) -> tuple[str, float]:
+    tensor = torch.zeros(1 << 20, device=side.device)
+    if side.rank == 0:
+        side.link.send(tensor).wait()
+        side.hear("received")
+        os._exit(7)
+    side.link.recv(tensor).wait()
+    side.say("received")
+    result = _fails(lambda: side.link.recv(tensor).wait())
+    if side.options["leave"]:
+        side.say("end/0")
+    return result
+
+
+def test_a_peer_that_is_killed_is_an_error_within_seconds(transport: Transport) -> None:
+    _needs_deadlines(transport)
+    timeout = 30.0 * SLOWNESS
+    dead, alive = run_pair(killed, transport, timeout=timeout, leave=True)
+    assert dead.exit_code == 7
+    text, seconds = values([alive, Outcome(exit_code=0)])[0]
+    assert _names_the_link(text, rank=1), text
+    assert seconds < 10.0 * SLOWNESS
+
+
+# What it costs.
+
+
+def idle(side: Side) -> float:
+    """CPU time of the whole process, as a share of the time the link was open and idle."""
+    tensor = torch.ones(1 << 18, device=side.device)
+    target = torch.empty_like(tensor)
+    # Everything that a link starts when it is first used has been started.
+    for work in (side.link.send(tensor), side.link.recv(target)):
+        work.wait()
+    side.meet("used")
+    begin, used = time.monotonic(), time.process_time()
+    time.sleep(5)
+    return (time.process_time() - used) / (time.monotonic() - begin)
+
+
+def test_an_open_link_that_is_idle_uses_no_cpu(transport: Transport) -> None:
+    if transport.device == "cuda":
+        pytest.skip("a GPU's driver has threads of its own in the process")
+    for share in values(run_pair(idle, transport)):
+        assert share < 0.01 * SLOWNESS
+
+
+# The end.
+
+
+def closed(side: Side) -> list[str]:
+    tensor = torch.ones(4, device=side.device)
+    (side.link.send(tensor) if side.rank == 0 else side.link.recv(tensor)).wait()
+    for _ in range(3):
+        side.link.close()
+    side.meet("closed")
+    return [_fails(partial(request, tensor))[0] for request in (side.link.send, side.link.recv)]
+
+
+def test_a_closed_link_refuses_and_may_be_closed_again(transport: Transport) -> None:
+    for rank, texts in enumerate(values(run_pair(closed, transport))):
+        for text in texts:
+            assert _names_the_link(text, rank=rank), text
+            assert "closed" in text
+
+
+def opened_again(side: Side) -> list[Resources]:
+    held = []
+    for _ in range(4):
+        link = side.open()
+        tensor = make((100_000,), torch.uint8, side.device, seed=1)
+        target = torch.empty_like(tensor)
+        works = [link.send(tensor), link.recv(target)]
+        for work in works:
+            work.wait()
+        side.meet(f"exchanged {len(held)}")
+        link.close()
+        held.append(Resources.held())
+        side.meet(f"closed {len(held)}")
+    return held
+
+
+def test_a_closed_link_leaves_nothing_behind(transport: Transport) -> None:
+    """The first link may leave what a process has once: a connection, a library's thread."""
+    for first, *later in values(run_pair(opened_again, transport, opened=False)):
+        assert later == [first] * len(later)
+
+
+def closed_under_way(side: Side) -> dict[str, Any]:
+    if side.rank == 0:
+        side.hear("closed")
+        return {}
+    before = Resources.held().threads
+    work = side.link.recv(torch.zeros(4, device=side.device))
+    time.sleep(0.2)
+    begin = time.monotonic()
+    side.link.close()
+    seconds = time.monotonic() - begin
+    text, waited = _fails(work.wait)
+    after = Resources.held().threads
+    side.say("closed")
+    return {"close": seconds, "wait": waited, "text": text, "threads left": after - before}
+
+
+def test_closing_ends_the_transfers_under_way(header_transport: Transport) -> None:
+    _, found = values(run_pair(closed_under_way, header_transport, timeout=5 * SLOWNESS))
+    assert found["close"] < 2.0 * SLOWNESS
+    assert found["wait"] < 2.0 * SLOWNESS
+    assert _names_the_link(found["text"], rank=1)

@@ -1,0 +1,77 @@
+"""A word of shared memory on which one thread sleeps and another wakes it."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+import time
+
+import pytest
+
+from hetero.link import futex
+
+pytestmark = pytest.mark.skipif(not futex.available(), reason="no futex on this system")
+
+
+def test_a_word_that_has_changed_is_not_waited_for() -> None:
+    word = ctypes.c_uint32(1)
+    began = time.monotonic()
+    futex.wait(ctypes.addressof(word), 0, 30.0)
+    assert time.monotonic() - began < 5
+
+
+def test_waiting_ends_after_the_time_given() -> None:
+    word = ctypes.c_uint32(0)
+    began = time.monotonic()
+    futex.wait(ctypes.addressof(word), 0, 0.2)
+    assert time.monotonic() - began >= 0.15
+
+
+def test_a_sleeper_is_woken_and_others_run_meanwhile() -> None:
+    word = ctypes.c_uint32(0)
+    woken = threading.Event()
+
+    def sleep() -> None:
+        while word.value == 0:
+            futex.wait(ctypes.addressof(word), 0, 30.0)
+        woken.set()
+
+    thread = threading.Thread(target=sleep, daemon=True)
+    thread.start()
+    # This thread goes on while the other sleeps: the wait does not hold the GIL.
+    time.sleep(0.1)
+    assert not woken.is_set()
+    word.value = 1
+    futex.wake(ctypes.addressof(word))
+    assert woken.wait(10)
+
+
+def seen(word: ctypes.c_uint32) -> futex.Seen:
+    return futex.Seen(ctypes.addressof(word), word.value)
+
+
+@pytest.mark.parametrize("changed", [0, 1])
+def test_spinning_ends_when_either_word_changes(changed: int) -> None:
+    words = ctypes.c_uint32(2**32 - 1), ctypes.c_uint32(7)
+    before = seen(words[0]), seen(words[1])
+    ended = threading.Event()
+
+    def spin() -> None:
+        while (seen(words[0]), seen(words[1])) == before:
+            futex.spin(*before, seconds=30.0)
+        ended.set()
+
+    thread = threading.Thread(target=spin, daemon=True)
+    thread.start()
+    words[changed].value = 1
+    assert ended.wait(10)
+    thread.join(10)
+
+
+def test_spinning_ends_after_the_time_given() -> None:
+    words = ctypes.c_uint32(0), ctypes.c_uint32(0)
+    began = time.monotonic()
+    futex.spin(seen(words[0]), seen(words[1]), seconds=0.1)
+    elapsed = time.monotonic() - began
+    assert elapsed < 5
+    assert elapsed >= 0.09

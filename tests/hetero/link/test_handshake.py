@@ -1,0 +1,129 @@
+"""Two ends of a link find each other, and nobody else gets in."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from hetero.errors import LinkError
+from hetero.link.base import LinkDescription
+from hetero.link.handshake import Meeting, accept, compare, connect, look_up, publish
+
+SECRET = b"only this job knows"
+
+
+def meeting(rank: int, store: dist.Store, **changes: Any) -> Meeting:
+    description = LinkDescription(
+        rank=rank, peer=1 - rank, stage=rank, peer_stage=1 - rank, job="job", timeout=5.0
+    )
+    one = Meeting(
+        store=store,
+        description=description,
+        name="edge 0/0-1",
+        listens=rank == 0,
+        secret=SECRET,
+        timeout=2.0,
+    )
+    return replace(one, **changes)
+
+
+def both(listener: Callable[[], Any], caller: Callable[[], Any]) -> list[Any]:
+    """What the two ends return or raise, run at the same time."""
+    results: list[Any] = [None, None]
+
+    def run(index: int, side: Callable[[], Any]) -> None:
+        try:
+            results[index] = side()
+        except Exception as error:
+            results[index] = error
+
+    threads = [threading.Thread(target=run, args=item) for item in enumerate((listener, caller))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+        assert not thread.is_alive()
+    return results
+
+
+@pytest.fixture
+def server():
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        yield listening
+
+
+def dial(server: socket.socket, store: dist.Store, **changes: Any) -> socket.socket:
+    return connect(server.getsockname(), meeting(1, store, **changes), family=socket.AF_INET)
+
+
+def test_two_ends_of_one_job_meet(server: socket.socket) -> None:
+    store = dist.HashStore()
+    accepted, called = both(
+        lambda: accept(server, meeting(0, store))[0], lambda: dial(server, store)
+    )
+    called.sendall(b"hello")
+    assert accepted.recv(5) == b"hello"
+    accepted.close()
+    called.close()
+
+
+@pytest.mark.parametrize(
+    "changes", [{"secret": b"another job"}, {"name": "edge 1/1-2"}], ids=["secret", "link"]
+)
+def test_a_stranger_is_turned_away_and_told(server: socket.socket, changes: dict) -> None:
+    store = dist.HashStore()
+    refused, error = both(
+        lambda: accept(server, meeting(0, store)), lambda: dial(server, store, **changes)
+    )
+    assert isinstance(error, LinkError)
+    assert isinstance(refused, LinkError)
+    assert "rank 1 did not connect within 2 s" in str(refused)
+
+
+def test_the_listener_goes_on_after_a_stranger(server: socket.socket) -> None:
+    store = dist.HashStore()
+
+    def strangers_first() -> socket.socket:
+        with socket.create_connection(server.getsockname()) as stranger:
+            stranger.sendall(b"GET / HTTP/1.1\r\n\r\n" + b"x" * 64)
+        with socket.create_connection(server.getsockname()):
+            pass
+        return dial(server, store)
+
+    accepted, called = both(
+        lambda: accept(server, meeting(0, store, timeout=10.0))[0], strangers_first
+    )
+    called.sendall(b"hello")
+    assert accepted.recv(5) == b"hello"
+    accepted.close()
+    called.close()
+
+
+def test_a_difference_of_parameters_is_an_error_on_both_sides(server: socket.socket) -> None:
+    store = dist.HashStore()
+    ours, theirs = socket.socketpair()
+    results = both(
+        lambda: compare(ours, meeting(0, store), {"slots": 16, "protocol": 1}),
+        lambda: compare(theirs, meeting(1, store), {"slots": 8, "protocol": 1}),
+    )
+    ours.close()
+    theirs.close()
+    assert "slots is 16 here and 8 on rank 1" in str(results[0])
+    assert "slots is 8 here and 16 on rank 0" in str(results[1])
+
+
+def test_an_end_that_says_nothing_is_an_error_in_time() -> None:
+    with pytest.raises(LinkError, match="rank 1 said nothing about its address within 2 s"):
+        look_up(meeting(0, dist.HashStore()), "address")
+
+
+def test_what_is_published_is_found() -> None:
+    store = dist.HashStore()
+    publish(meeting(0, store), "address", {"port": 7})
+    assert look_up(meeting(1, store), "address") == {"port": 7}

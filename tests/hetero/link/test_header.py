@@ -1,0 +1,136 @@
+"""The header of every message: it survives the wire, and anything that differs is seen."""
+
+import struct
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hetero.link.header import (
+    _DTYPES,
+    HEADER_BYTES,
+    MAX_DIMENSIONS,
+    PROTOCOL_VERSION,
+    Header,
+    job_token,
+)
+
+U64 = st.integers(0, 2**64 - 1)
+
+headers = st.builds(
+    Header,
+    job=U64,
+    sequence=U64,
+    dtype=st.sampled_from(_DTYPES),
+    shape=st.lists(U64, max_size=MAX_DIMENSIONS).map(tuple),
+    nbytes=U64,
+)
+A_HEADER = Header(job=7, sequence=3, dtype=torch.bfloat16, shape=(4, 2), nbytes=16)
+
+
+@given(headers)
+def test_a_header_comes_back_as_it_was_packed(header: Header) -> None:
+    packed = header.pack()
+    assert len(packed) == HEADER_BYTES
+    assert Header.unpack(packed) == header
+    assert header.difference(Header.unpack(packed)) is None
+
+
+@given(headers, headers)
+def test_a_difference_is_found_exactly_where_there_is_one(one: Header, other: Header) -> None:
+    assert (one.difference(other) is None) == (one == other)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "words"),
+    [
+        ("job", 8, "job 8 instead of 7"),
+        ("sequence", 4, "sequence 4 instead of 3"),
+        ("dtype", torch.float16, "dtype torch.float16 instead of torch.bfloat16"),
+        ("shape", (2, 4), "shape (2, 4) instead of (4, 2)"),
+        ("nbytes", 32, "nbytes 32 instead of 16"),
+    ],
+)
+def test_a_difference_names_the_field_and_both_values(field: str, value: Any, words: str) -> None:
+    changed: Header = replace(A_HEADER, **{field: value})
+    assert changed.difference(A_HEADER) == words
+
+
+@given(position=st.integers(0, 3), flipped=st.integers(1, 255))
+def test_a_corrupted_magic_is_refused(position: int, flipped: int) -> None:
+    packed = bytearray(A_HEADER.pack())
+    packed[position] ^= flipped
+    with pytest.raises(ValueError, match="magic"):
+        Header.unpack(bytes(packed))
+
+
+@given(st.integers(0, 2**16 - 1).filter(lambda version: version != PROTOCOL_VERSION))
+def test_any_other_protocol_version_is_refused_by_its_number(version: int) -> None:
+    packed = replace(A_HEADER, version=version).pack()
+    with pytest.raises(ValueError, match=rf"protocol {version}, this side {PROTOCOL_VERSION}"):
+        Header.unpack(packed)
+
+
+@given(st.integers(len(_DTYPES), 2**16 - 1))
+def test_an_unknown_dtype_is_refused(code: int) -> None:
+    packed = bytearray(A_HEADER.pack())
+    struct.pack_into("<H", packed, 6, code)
+    with pytest.raises(ValueError, match="unknown dtype"):
+        Header.unpack(bytes(packed))
+
+
+@given(st.integers(MAX_DIMENSIONS + 1, 2**16 - 1))
+def test_too_many_dimensions_are_refused(dims: int) -> None:
+    packed = bytearray(A_HEADER.pack())
+    struct.pack_into("<H", packed, 32, dims)
+    with pytest.raises(ValueError, match="too many dimensions"):
+        Header.unpack(bytes(packed))
+
+
+@given(st.binary(min_size=HEADER_BYTES, max_size=HEADER_BYTES))
+def test_noise_is_never_taken_for_a_header(noise: bytes) -> None:
+    with pytest.raises(ValueError):
+        Header.unpack(noise)
+
+
+@pytest.mark.parametrize("length", [0, HEADER_BYTES - 1, HEADER_BYTES + 1])
+def test_a_header_of_another_length_is_refused(length: int) -> None:
+    with pytest.raises(ValueError):
+        Header.unpack((A_HEADER.pack() + b"\0")[:length])
+
+
+@pytest.mark.parametrize("dtype", _DTYPES)
+def test_a_header_describes_a_tensor(dtype: torch.dtype) -> None:
+    tensor = torch.empty(3, 5, dtype=dtype)
+    header = Header.of(tensor, job=1, sequence=2)
+    assert (header.dtype, header.shape) == (dtype, (3, 5))
+    assert header.nbytes == 15 * tensor.element_size()
+
+
+def test_the_codes_of_dtypes_never_change() -> None:
+    """Both ends of a boundary may run different builds of one protocol version."""
+    assert PROTOCOL_VERSION == 2
+    assert _DTYPES[:5] == (
+        torch.float32,
+        torch.bfloat16,
+        torch.float16,
+        torch.float64,
+        torch.int64,
+    )
+    assert A_HEADER.pack()[:8] == b"HTRO\x02\x00\x01\x00"
+
+
+def test_what_a_link_cannot_carry_is_refused_by_name() -> None:
+    with pytest.raises(TypeError, match="uint16"):
+        Header.of(torch.empty(1, dtype=torch.uint16), job=0, sequence=0)
+    with pytest.raises(ValueError, match="at most 8 dimensions"):
+        Header.of(torch.empty((1,) * 9), job=0, sequence=0)
+
+
+@given(st.text(), st.text())
+def test_jobs_of_different_names_have_different_tokens(one: str, other: str) -> None:
+    assert (job_token(one) == job_token(other)) == (one == other)
+    assert 0 <= job_token(one) < 2**64

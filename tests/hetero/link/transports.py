@@ -1,0 +1,187 @@
+"""Every transport that the contract is run against, and how a test opens it.
+
+To add one: write its `open_...` function and put one `Transport` into TRANSPORTS.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from hetero.device.driver import HIP_LIBRARY_VARIABLE
+from hetero.device.host import HostDevice
+from hetero.link.base import Link, LinkDescription
+from hetero.link.gloo import GlooLink
+from hetero.link.handshake import Meeting
+from hetero.link.paths import ChannelOptions, Pair, open_path
+from hetero.link.same_host import RingMemory, open_ordered
+from hetero.link.vendor import VendorLink
+from hetero.link.verbs import open_verbs
+from hetero.link.verbs_joining import VerbsOptions
+from tests.emulated_streams import EmulatedOrderedDevice
+from tests.hip_on_cuda.library import hip_on_cuda_library
+
+SLOWNESS = float(os.environ.get("HETERO_TEST_SLOWNESS", "1"))
+"""How many times more time than a real machine's everything is given, on an emulated one."""
+PATIENCE = 60.0 * SLOWNESS
+
+Opener = Callable[[LinkDescription, dist.Store, torch.device], Link]
+
+
+@dataclass(frozen=True)
+class Transport:
+    """One way of moving bytes, and what of the contract it cannot offer by design."""
+
+    name: str
+    open: Opener
+    device: str = "cpu"
+    has_header: bool = True
+    """Without one, both ends are trusted to agree on what is sent."""
+    has_deadlines: bool = True
+    """Without them, a wait that lasts too long ends the process."""
+
+    def __str__(self) -> str:
+        return f"{self.name}-{self.device}"
+
+
+def open_gloo(description: LinkDescription, store: dist.Store, device: torch.device) -> Link:
+    mine, other = (1, 2) if description.rank == 0 else (2, 1)
+    return GlooLink(description, send_tag=mine, recv_tag=other)
+
+
+def _meeting(description: LinkDescription, store: dist.Store) -> Meeting:
+    # Both sides open their links in the same order, so a count of their own names each alike.
+    count = store.add(f"opened by {description.rank}", 1)
+    return Meeting(
+        store=store,
+        description=description,
+        name=f"contract/{count}",
+        listens=description.rank == 0,
+        secret=b"contract",
+    )
+
+
+def open_channel(
+    path: str,
+    description: LinkDescription,
+    store: dist.Store,
+    device: torch.device,
+    *,
+    checksum: bool = False,
+) -> Link:
+    meeting = _meeting(description, store)
+    # Small chunks, so that even small messages are cut and every ring wraps.
+    options = ChannelOptions(ring_bytes=2 << 20, chunk_bytes=64 << 10, checksum=checksum)
+    pair = Pair.of(meeting, device=device, options=options)
+    return open_path(path, meeting, pair=pair, options=options, device=device)
+
+
+open_checked = functools.partial(open_channel, checksum=True)
+
+
+def open_over_hip(
+    path: str, description: LinkDescription, store: dist.Store, device: torch.device
+) -> Link:
+    """The HIP runtime's own code, over a library that forwards each call to its CUDA twin."""
+    os.environ[HIP_LIBRARY_VARIABLE] = str(hip_on_cuda_library())
+    return open_channel(path, description, store, device)
+
+
+def open_emulated(
+    memory: RingMemory, description: LinkDescription, store: dist.Store, device: torch.device
+) -> Link:
+    """Streams of a CPU that plays a GPU: it has three for each direction, and callers' own."""
+    return open_ordered(
+        _meeting(description, store),
+        memory=memory,
+        ring_bytes=1 << 20,
+        chunk_bytes=64 << 10,
+        device=EmulatedOrderedDevice(),
+    )
+
+
+def open_rdma(
+    description: LinkDescription,
+    store: dist.Store,
+    device: torch.device,
+    *,
+    read_back: bool = False,
+) -> Link:
+    """RDMA over the NICs of HETERO_TEST_RAILS: those of rank 0, a slash, those of rank 1."""
+    rails = os.environ["HETERO_TEST_RAILS"].split("/")[description.rank]
+    return open_verbs(
+        _meeting(description, store),
+        transport="verbs",
+        ring_bytes=1 << 20,
+        chunk_bytes=64 << 10,
+        ordered=HostDevice(device),
+        device=device,
+        options=VerbsOptions(nics=tuple(rails.split(",")), read_back=read_back),
+    )
+
+
+def _real_verbs() -> list[Transport]:
+    """Over the NICs that HETERO_TEST_RAILS names; HETERO_TEST_READ_BACK makes them read back."""
+    if "HETERO_TEST_RAILS" not in os.environ:
+        return []
+    read_back = "HETERO_TEST_READ_BACK" in os.environ
+    name = "verbs-readback" if read_back else "verbs"
+    return [Transport(name, functools.partial(open_rdma, read_back=read_back))]
+
+
+@functools.cache
+def _nccl_groups(timeout: float) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+    forward, backward = (
+        dist.new_group([0, 1], backend="nccl", timeout=timedelta(seconds=timeout)) for _ in range(2)
+    )
+    return forward, backward
+
+
+def open_nccl(description: LinkDescription, store: dist.Store, device: torch.device) -> Link:
+    forward, backward = _nccl_groups(description.timeout)
+    send, recv = (forward, backward) if description.rank == 0 else (backward, forward)
+    return VendorLink(description, send_group=send, recv_group=recv)
+
+
+TRANSPORTS = (
+    Transport("gloo", open_gloo),
+    Transport("gloo", open_gloo, device="cuda"),
+    Transport("nccl", open_nccl, device="cuda", has_header=False, has_deadlines=False),
+    Transport("shm", functools.partial(open_channel, "shm")),
+    Transport("shm", functools.partial(open_channel, "shm"), device="cuda"),
+    Transport("shm-checksum", functools.partial(open_checked, "shm")),
+    Transport("shm-checksum", functools.partial(open_checked, "shm"), device="cuda"),
+    Transport("shm-emulated", functools.partial(open_emulated, "host")),
+    Transport("ipc-emulated", functools.partial(open_emulated, "device")),
+    Transport("ipc", functools.partial(open_channel, "ipc"), device="cuda"),
+    Transport("ipc-hip", functools.partial(open_over_hip, "ipc"), device="cuda"),
+    Transport("shm-hip", functools.partial(open_over_hip, "shm"), device="cuda"),
+    Transport("tcp", functools.partial(open_channel, "tcp")),
+    Transport("tcp", functools.partial(open_channel, "tcp"), device="cuda"),
+    Transport("tcp-checksum", functools.partial(open_checked, "tcp")),
+    *_real_verbs(),
+)
+
+
+def why_absent(transport: Transport) -> str | None:
+    """Why this machine cannot run a transport."""
+    if transport.device == "cuda" and torch.cuda.device_count() < 2:
+        return f"{transport} needs two GPUs; this machine has {torch.cuda.device_count()}"
+    return None
+
+
+def of_this_machine(*, present: bool) -> list[Any]:
+    """The transports that this machine can run, or those that it cannot, as parameters of tests."""
+    return [
+        pytest.param(t, id=str(t), marks=[pytest.mark.gpu] if t.device == "cuda" else [])
+        for t in TRANSPORTS
+        if (why_absent(t) is None) == present
+    ]

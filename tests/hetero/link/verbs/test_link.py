@@ -1,0 +1,249 @@
+"""A link over RDMA, over NICs that are copies within this process."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import random
+import re
+import signal
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from hetero.errors import LinkError
+from tests.hetero.link.joined import (
+    MESSAGES,
+    at,
+    is_broken,
+    noise,
+    stream,
+    threads_named,
+    wait_until,
+)
+from tests.hetero.link.verbs.ends import CHUNK_BYTES, RING_BYTES, Setup
+from tests.loopback_nic.library import Fault, LoopbackNics
+
+NBYTES = 3 * CHUNK_BYTES + 1
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, CHUNK_BYTES, RING_BYTES - 1, 5 * RING_BYTES + 3])
+@pytest.mark.parametrize("read_back", [False, True], ids=["in-order", "read-back"])
+def test_every_byte_arrives(nics: LoopbackNics, nbytes: int, read_back: bool) -> None:
+    with Setup(nics, read_back=read_back).links() as (one, other):
+        assert stream(one, other, nbytes=nbytes) == MESSAGES
+        assert stream(other, one, nbytes=nbytes) == MESSAGES
+
+
+def test_more_messages_than_there_are_records_cross_both_ways_at_once(nics: LoopbackNics) -> None:
+    with Setup(nics).links() as links:
+        sent = [noise(100, number) for number in range(700)]
+        targets = [[torch.zeros(100, dtype=torch.uint8) for _ in sent] for _ in links]
+        works = [link.send(tensor) for link in links for tensor in sent]
+        works += [
+            link.recv(target) for link, mine in zip(links, targets, strict=True) for target in mine
+        ]
+        for work in works:
+            work.wait()
+        assert all(torch.equal(torch.stack(mine), torch.stack(sent)) for mine in targets)
+
+
+def test_two_rails_share_the_entries_of_a_message(nics: LoopbackNics) -> None:
+    """Of small entries several are under way at once, sooner or later."""
+    with Setup(nics, chunk_bytes=4096).links() as (one, other):
+        stream(one, other, nbytes=NBYTES)
+    assert min(nics.writes("b0"), nics.writes("b1")) > 0
+
+
+@pytest.mark.parametrize("read_back", [False, True], ids=["in-order", "read-back"])
+def test_a_nic_copies_as_it_is_told(nics: LoopbackNics, read_back: bool) -> None:
+    copied = []
+
+    def copy(target: int, source: int, nbytes: int) -> None:
+        copied.append(nbytes)
+        ctypes.memmove(target, source, nbytes)
+
+    nics.copy_with(copy)
+    with Setup(nics, read_back=read_back).links() as links:
+        assert stream(*links, nbytes=CHUNK_BYTES) == MESSAGES
+    assert copied.count(CHUNK_BYTES) >= MESSAGES
+
+
+@pytest.mark.parametrize("name", ["a0", "b0"], ids=["at-the-sender", "at-the-receiver"])
+@pytest.mark.parametrize("fault", [Fault.CUT, Fault.SILENT], ids=str)
+@pytest.mark.parametrize("read_back", [False, True], ids=["in-order", "read-back"])
+def test_one_lost_rail_of_two_costs_no_byte_and_both_ends_say_so(
+    nics: LoopbackNics,
+    name: str,
+    fault: Fault,
+    read_back: bool,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    strike = at(MESSAGES // 3, lambda: nics.break_with(name, fault))
+    with caplog.at_level(logging.WARNING), Setup(nics, read_back=read_back).links() as links:
+        assert stream(*links, nbytes=NBYTES, before=strike) == MESSAGES
+    for rail in ("(a0:1)", "(b0:1)"):
+        assert any(rail in line and "is lost" in line for line in caplog.messages), caplog.messages
+
+
+def test_a_port_that_goes_down_is_a_lost_rail_at_once(
+    nics: LoopbackNics, caplog: pytest.LogCaptureFixture
+) -> None:
+    strike = at(3, lambda: nics.take_port_down("b0"))
+    with caplog.at_level(logging.WARNING), Setup(nics).links() as links:
+        assert stream(*links, nbytes=NBYTES, before=strike) == MESSAGES
+    assert any("(b0:1) is lost: its port has gone down" in line for line in caplog.messages)
+
+
+@pytest.mark.parametrize("fault", [Fault.CUT, Fault.SILENT], ids=str)
+def test_the_loss_of_the_last_rail_is_an_error_at_both_ends_that_names_it(
+    nics: LoopbackNics, fault: Fault
+) -> None:
+    errors: list[str] = []
+    with Setup(nics, names=(("a0",), ("b0",))).links() as links:
+
+        def expect(action: Callable[[], Any]) -> None:
+            with pytest.raises(LinkError) as failure:
+                action()
+            errors.append(str(failure.value))
+
+        stream(*links, nbytes=NBYTES)
+        nics.break_with("a0", fault)
+        sent, target = noise(5, 0), torch.zeros(5, dtype=torch.uint8)
+        links[0].send(sent)
+        expect(lambda: links[1].recv(target).wait())
+        # A send is done when its bytes are in the ring; the next request hears of the loss.
+        wait_until(lambda: is_broken(links[0], sent))
+        expect(links[0].check)
+    for rank, (error, rail) in enumerate(zip(reversed(errors), ("a0:1", "b0:1"), strict=True)):
+        assert f"link rank {rank} (stage {rank}) - rank {1 - rank}" in error
+        assert f"the last rail, {rail}, is lost" in error
+
+
+def test_writes_that_only_a_read_back_shows_are_waited_for(nics: LoopbackNics) -> None:
+    for name in ("b0", "b1"):
+        nics.hold_writes(name)
+    with Setup(nics, read_back=True).links() as links:
+        assert stream(*links, nbytes=NBYTES) == MESSAGES
+    assert nics.reads("b0") + nics.reads("b1") > 0
+
+
+def test_what_landed_on_a_rail_that_cannot_read_it_back_comes_again(nics: LoopbackNics) -> None:
+    """The sender's NIC has said that it arrived: only the receiver's end knows better."""
+    for name in ("b0", "b1"):
+        nics.hold_writes(name)
+    strike = at(MESSAGES // 2, lambda: nics.break_reads("b0"))
+    with Setup(nics, read_back=True).links() as links:
+        assert stream(*links, nbytes=NBYTES, before=strike) == MESSAGES
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_fault_of_any_kind_at_any_time_costs_no_byte(nics: LoopbackNics, seed: int) -> None:
+    """Both ways at once, with many sizes, over two rails of which one is lost on the way."""
+    chance = random.Random(seed)
+    read_back = chance.random() < 0.5
+    name = chance.choice("ab") + chance.choice("01")
+    strike, fault = chance.choice(
+        [
+            (nics.break_with, Fault.CUT),
+            (nics.break_with, Fault.SILENT),
+            (nics.take_port_down, None),
+            (nics.break_reads, None),
+        ]
+    )
+    when = chance.randrange(MESSAGES)
+    flights = []
+    if read_back:
+        nics.hold_writes(name)
+    chunk_bytes = chance.choice([512, 4096, CHUNK_BYTES])
+    with Setup(nics, read_back=read_back, chunk_bytes=chunk_bytes).links() as links:
+        for number in range(MESSAGES):
+            if number == when:
+                strike(*[argument for argument in (name, fault) if argument is not None])
+            for one, other in (links, links[::-1]):
+                sent = noise(chance.choice([0, 1, 511, 5000, 2 * RING_BYTES]), number)
+                target = torch.zeros_like(sent)
+                flights.append((one.send(sent), other.recv(target), sent, target))
+            while len(flights) > (6 if number < MESSAGES - 1 else 0):
+                sending, receiving, sent, target = flights.pop(0)
+                receiving.wait()
+                sending.wait()
+                for link in links:
+                    link.check()
+                assert torch.equal(sent, target)
+
+
+def test_a_peer_that_closes_is_an_error_at_whoever_waits_for_it(nics: LoopbackNics) -> None:
+    with Setup(nics).links() as (one, other):
+        assert stream(one, other, nbytes=NBYTES) == MESSAGES
+        work = one.recv(torch.zeros(5))
+        other.close()
+        with pytest.raises(LinkError, match="rank 1 has ended or closed the link"):
+            work.wait()
+
+
+def test_a_peer_that_sends_nothing_is_an_error_after_the_deadline(nics: LoopbackNics) -> None:
+    with (
+        Setup(nics, timeout=0.5).links() as (one, _),
+        pytest.raises(LinkError, match=r"nothing moved for 0\.5 s"),
+    ):
+        one.recv(torch.zeros(5)).wait()
+
+
+def test_a_receiver_that_refuses_a_message_tells_its_sender(nics: LoopbackNics) -> None:
+    with Setup(nics).links() as (one, other):
+        sent = torch.ones(4)
+        one.send(sent)
+        with pytest.raises(LinkError, match="shape"):
+            other.recv(torch.zeros(5)).wait()
+        wait_until(lambda: is_broken(one, sent))
+        with pytest.raises(LinkError, match="rank 1 refused a message"):
+            one.check()
+
+
+def test_the_last_message_before_a_close_arrives(nics: LoopbackNics) -> None:
+    with Setup(nics).links() as (one, other):
+        sent, target = noise(3 * RING_BYTES, 1), torch.zeros(3 * RING_BYTES, dtype=torch.uint8)
+        one.send(sent)
+        closing = threading.Thread(target=one.close)
+        closing.start()
+        other.recv(target).wait()
+        closing.join()
+        assert torch.equal(target, sent)
+
+
+def test_a_link_can_be_opened_again(nics: LoopbackNics) -> None:
+    for _ in range(3):
+        with Setup(nics).links() as links:
+            assert stream(*links, nbytes=NBYTES) == MESSAGES
+
+
+def test_an_idle_link_s_carriers_never_wake(nics: LoopbackNics) -> None:
+    with Setup(nics).links() as links:
+        stream(*links, nbytes=NBYTES)
+        time.sleep(0.2)
+        before = _times_slept()
+        time.sleep(0.5)
+        assert _times_slept() == before
+        assert len(before) == 2
+
+
+def test_a_carrier_takes_no_signal_away_from_python(nics: LoopbackNics) -> None:
+    with Setup(nics).links():
+        for task in threads_named("hetero-carrier"):
+            (blocked,) = re.findall(r"SigBlk:\s*(\w+)", (task / "status").read_text())
+            assert int(blocked, 16) & (1 << (signal.SIGINT - 1))
+            assert int(blocked, 16) & (1 << (signal.SIGTERM - 1))
+
+
+def _times_slept() -> dict[str, int]:
+    """How often each carrier of this process has gone to sleep."""
+    slept = {}
+    for task in threads_named("hetero-carrier"):
+        status = (task / "status").read_text()
+        slept[task.name] = int(status.split("\nvoluntary_ctxt_switches:")[1].split()[0])
+    return slept

@@ -1,0 +1,119 @@
+"""RDMA between two GPUs' own memory and streams, over NICs that are copies.
+
+*Emulated* NICs, both ends in one process: what is real is the GPUs' part, their streams that wait
+for words and write them, their rings, and the order of all that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from hetero.device.driver import driver_for
+from hetero.device.gpu_ordered import GpuOrderedDevice
+from hetero.link.ring_link import OrderedLink
+from hetero.link.verbs_joining import DEVICE, HOST
+from tests.hetero.link.verbs.ends import Setup
+from tests.loopback_nic.library import Fault, LoopbackNics, lacking
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
+]
+
+RING_BYTES = 4 << 20
+CHUNK_BYTES = 1 << 20
+SIZES = (0, 1, 4099, CHUNK_BYTES, 3 * CHUNK_BYTES + 5, 5 * RING_BYTES)
+MESSAGES = 12
+
+
+@contextmanager
+def reaching_gpus(nics: LoopbackNics) -> Iterator[LoopbackNics]:
+    """NICs that reach the memory of both GPUs, by a stream that waits for nothing else."""
+    device = torch.device("cuda", 0)
+    driver, stream = driver_for(device), torch.cuda.Stream(device)
+
+    def copy(target: int, source: int, nbytes: int) -> None:
+        with driver.on_device(0):
+            driver.copy(target, source, nbytes, stream.cuda_stream)
+            stream.synchronize()
+
+    nics.copy_with(copy)
+    try:
+        yield nics
+    finally:
+        nics.copy_with(None)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def opened_gpus(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """One link has been used: CUDA opens files then and keeps them, which `nics` must not count.
+
+    A module's fixtures are set up before its tests' own, so `nics` counts after this.
+    """
+    if lacking() is not None:
+        return
+    with (
+        reaching_gpus(LoopbackNics(tmp_path_factory.mktemp("nics") / "sys")) as nics,
+        setup(nics, memory=DEVICE, read_back=False).links() as (one, other),
+    ):
+        assert cross(one, other, nbytes=3 * CHUNK_BYTES, source=0)
+        assert cross(other, one, nbytes=3 * CHUNK_BYTES, source=1)
+
+
+@pytest.fixture
+def gpu_nics(nics: LoopbackNics) -> Iterator[LoopbackNics]:
+    with reaching_gpus(nics):
+        yield nics
+
+
+def setup(nics: LoopbackNics, *, memory: str, read_back: bool) -> Setup:
+    gpus = (torch.device("cuda", 0), torch.device("cuda", 1))
+    return Setup(
+        nics,
+        memory=memory,
+        read_back=read_back,
+        ring_bytes=(RING_BYTES, RING_BYTES),
+        chunk_bytes=CHUNK_BYTES,
+        devices=tuple(GpuOrderedDevice(gpu) for gpu in gpus),
+        tensors_on=gpus,
+    )
+
+
+def cross(sender: OrderedLink, receiver: OrderedLink, *, nbytes: int, source: int) -> bool:
+    """Send from one GPU what a kernel has just made; whether the other GPU has the same."""
+    values = torch.arange(nbytes, device=f"cuda:{source}")
+    with torch.cuda.device(source):
+        sending = sender.send((values * 7 % 251).to(torch.uint8))
+    with torch.cuda.device(1 - source):
+        target = torch.zeros(nbytes, dtype=torch.uint8, device=f"cuda:{1 - source}")
+        receiving = receiver.recv(target)
+        receiving.wait()
+        expected = (torch.arange(nbytes, device=target.device) * 7 % 251).to(torch.uint8)
+        same = torch.equal(target, expected)
+    with torch.cuda.device(source):
+        sending.wait()
+        torch.cuda.synchronize()
+    sender.check()
+    receiver.check()
+    return same
+
+
+@pytest.mark.parametrize("memory", [DEVICE, HOST])
+@pytest.mark.parametrize("read_back", [False, True], ids=["in-order", "read-back"])
+def test_every_byte_crosses_both_ways(gpu_nics: LoopbackNics, memory: str, read_back: bool) -> None:
+    with setup(gpu_nics, memory=memory, read_back=read_back).links() as (one, other):
+        for nbytes in SIZES:
+            assert cross(one, other, nbytes=nbytes, source=0), nbytes
+            assert cross(other, one, nbytes=nbytes, source=1), nbytes
+
+
+def test_a_lost_rail_costs_no_byte(gpu_nics: LoopbackNics) -> None:
+    with setup(gpu_nics, memory=DEVICE, read_back=True).links() as (one, other):
+        for number in range(MESSAGES):
+            if number == MESSAGES // 3:
+                gpu_nics.break_with("b0", Fault.CUT)
+            assert cross(one, other, nbytes=3 * CHUNK_BYTES + 1, source=0), number
