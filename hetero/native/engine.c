@@ -129,6 +129,10 @@ static void watch(struct engine *engine)
     for (int index = 0; index < engine->rail_count; index++) {
         struct rail *rail = engine->rails[index];
 
+        if (!rail->operations->is_late(rail, time - stall, reason))
+            continue;
+        /* A thread that was kept from running has completions that it has not looked at. */
+        rail->operations->poll(rail, engine);
         if (rail->operations->is_late(rail, time - stall, reason))
             engine_lose(engine, rail, reason);
     }
