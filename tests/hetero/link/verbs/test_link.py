@@ -83,11 +83,17 @@ def test_one_lost_rail_of_two_costs_no_byte_and_both_ends_say_so(
     read_back: bool,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
+    def said() -> bool:
+        lost = [line for line in caplog.messages if "is lost" in line]
+        return all(any(rail in line for line in lost) for rail in ("(a0:1)", "(b0:1)"))
+
     strike = at(MESSAGES // 3, lambda: nics.break_with(name, fault))
     with caplog.at_level(logging.WARNING), Setup(nics, read_back=read_back).links() as links:
         assert stream(*links, nbytes=NBYTES, before=strike) == MESSAGES
-    for rail in ("(a0:1)", "(b0:1)"):
-        assert any(rail in line and "is lost" in line for line in caplog.messages), caplog.messages
+        # A rail that was slow for a moment, on a busy machine, is not asked again at once.
+        wait_until(
+            lambda: said() or (stream(*links, nbytes=NBYTES) == MESSAGES and said()), seconds=60
+        )
 
 
 def test_a_port_that_goes_down_is_a_lost_rail_at_once(
