@@ -1,18 +1,18 @@
 """Python scripts as processes of their own, that start with torch and megatron-core imported.
 
-Importing them takes a process five seconds of a core, a tiny training one. One server imports them
+Importing them takes a process five seconds of a core, a tiny training one. A server imports them
 once; each process is a fork of it, with its own arguments, environment and streams. It runs the
 script as `python SCRIPT` would.
+
+A launcher's processes start so as well where PYTHON_EXEC names this file (see `as_interpreter`).
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import importlib
 import json
 import os
-import runpy
 import selectors
 import signal
 import socket
@@ -23,21 +23,23 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+ADDRESS = "PRELOADED_SERVER"
+"""The variable that says where the server listens."""
 IMPORTED = ("megatron.training.pretrain", "megatron.training.session")
-READ_AT_IMPORT = ("PYTHONPATH", "OMP_NUM_THREADS", "LD_PRELOAD", "LD_LIBRARY_PATH")
-"""What a process cannot be given any more once these modules are imported."""
 LARGEST_REQUEST = 1 << 20
 
 
 class Process:
-    """A process that the server has forked; as much of `subprocess.Popen` as the tests need."""
+    """A process that the server has forked; as much of `subprocess.Popen` as the tests need.
 
-    def __init__(self, status: socket.socket, stdout: int, stderr: int) -> None:
-        self._status = status.makefile("r")
-        self._selectable = status
+    It is killed when this object's connection to the server is closed.
+    """
+
+    def __init__(self, connection: socket.socket, pid: int, stdout: int, stderr: int) -> None:
+        self._connection = connection
+        self.pid = pid
         self.stdout = os.fdopen(stdout, errors="replace")
         self.stderr = os.fdopen(stderr, errors="replace")
-        self.pid = int(self._status.readline())
         self.returncode: int | None = None
 
     def poll(self) -> int | None:
@@ -48,10 +50,11 @@ class Process:
     def wait(self, timeout: float | None = None) -> int:
         if self.returncode is None:
             with selectors.DefaultSelector() as selector:
-                selector.register(self._selectable, selectors.EVENT_READ)
+                selector.register(self._connection, selectors.EVENT_READ)
                 if not selector.select(timeout):
                     raise subprocess.TimeoutExpired("a preloaded process", timeout or 0)
-            self.returncode = int(self._status.readline())
+            self.returncode = _receive_number(self._connection)
+            self._connection.close()
         return self.returncode
 
     def send_signal(self, number: int) -> None:
@@ -66,7 +69,7 @@ class Process:
         deadline = None if timeout is None else time.monotonic() + timeout
         read: dict[object, list[bytes]] = {self.stdout: [], self.stderr: []}
         with selectors.DefaultSelector() as selector:
-            for stream in read:
+            for stream in (self.stdout, self.stderr):
                 selector.register(stream, selectors.EVENT_READ)
             while selector.get_map():
                 left = None if deadline is None else max(0.0, deadline - time.monotonic())
@@ -89,119 +92,179 @@ def start(
     script: Path, words: Sequence[str], *, environ: Mapping[str, str]
 ) -> Process | subprocess.Popen[str]:
     """Start `python script *words` with exactly this environment and both streams piped."""
-    words = [str(script), *words]
-    if any(environ.get(name) != _serving()[name] for name in READ_AT_IMPORT):
-        return subprocess.Popen(
-            [sys.executable, *words],
-            env=environ,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-    ours, status = socket.socketpair()
     (out, its_out), (err, its_err) = os.pipe(), os.pipe()
-    request = json.dumps({"argv": words, "environ": dict(environ), "cwd": os.getcwd()}).encode()
-    assert len(request) <= LARGEST_REQUEST
-    socket.send_fds(_server(), [request], [its_out, its_err, status.fileno()])
-    os.close(its_out)
-    os.close(its_err)
-    status.close()
-    return Process(ours, out, err)
+    words = [str(script), *words]
+    try:
+        asked = _ask(address(), words, environ, [its_out, its_err])
+    finally:
+        os.close(its_out)
+        os.close(its_err)
+    if asked is not None:
+        return Process(*asked, out, err)
+    os.close(out)
+    os.close(err)
+    return subprocess.Popen(
+        [sys.executable, *words],
+        env=environ,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
 
 
-def _serving() -> dict[str, str | None]:
-    """What the server's own environment says of what is read at import."""
-    paths = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    own = {name: os.environ.get(name) for name in READ_AT_IMPORT}
-    return own | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
+def _ask(
+    server: str, argv: Sequence[str], environ: Mapping[str, str], streams: Sequence[int]
+) -> tuple[socket.socket, int] | None:
+    """A connection and the process's number; None if it has to be started without the server."""
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, LARGEST_REQUEST)
+    connection.connect(f"\0{server}")
+    request = {"argv": list(argv), "environ": dict(environ), "cwd": os.getcwd()}
+    socket.send_fds(connection, [json.dumps(request).encode()], list(streams))
+    pid = _receive_number(connection)
+    return (connection, pid) if pid else None
+
+
+def _receive_number(connection: socket.socket) -> int:
+    return int(connection.recv(64) or b"1")
+
+
+def as_interpreter(folder: Path) -> dict[str, str]:
+    """What to add to a launcher's environment for its processes to start so; writes a program."""
+    program = folder / "preloaded_python"
+    program.write_text(f'#!/bin/sh\nexec {sys.executable} -SE {__file__} run "$@"\n')
+    program.chmod(0o755)
+    return {"PYTHON_EXEC": str(program), ADDRESS: address()}
+
+
+def _stand_in(words: Sequence[str]) -> int:
+    """Be a process of the server's to whoever started this one, with its streams and signals."""
+    argv = [word for word in words if word != "-u"]
+    asked = _ask(os.environ[ADDRESS], argv, os.environ, [1, 2])
+    if asked is None:
+        os.execv(sys.executable, [sys.executable, *words])
+    connection, pid = asked
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP):
+        signal.signal(number, lambda received, _: os.kill(pid, received))
+    code = _receive_number(connection)
+    if code < 0:
+        signal.signal(-code, signal.SIG_DFL)
+        os.kill(os.getpid(), -code)
+    return code
 
 
 @functools.cache
-def _server() -> socket.socket:
-    """The server of this process and its tests; it ends when this end of the socket is closed."""
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    for end in (ours, theirs):
-        end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, LARGEST_REQUEST)
-    environ = os.environ | {k: v for k, v in _serving().items() if v is not None}
+def address() -> str:
+    """Where this process's server listens, which is started here and ends with this process."""
+    name = f"hetero-test-preloaded-{os.getpid()}"
+    listening = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    listening.bind(f"\0{name}")
+    listening.listen(64)
+    paths = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     subprocess.Popen(
-        [sys.executable, __file__, str(theirs.fileno())],
-        env=environ,
-        pass_fds=[theirs.fileno()],
-        stdin=subprocess.DEVNULL,
+        [sys.executable, __file__, "serve", str(listening.fileno())],
+        env=os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
+        pass_fds=[listening.fileno()],
+        stdin=subprocess.PIPE,
     )
-    theirs.close()
-    return ours
+    listening.close()
+    return name
 
 
-def _serve(requests: socket.socket) -> None:
-    from megatron.training.quiet import quiet_core
+def _read_at_import(environ: Mapping[str, str]) -> list[object]:
+    """What a process cannot be given any more once the modules are imported."""
+    paths = {*environ.get("PYTHONPATH", "").split(os.pathsep)} - {"", str(ROOT)}
+    return [paths, *map(environ.get, ("OMP_NUM_THREADS", "LD_PRELOAD", "LD_LIBRARY_PATH"))]
 
-    quiet_core()
-    for name in IMPORTED:
-        importlib.import_module(name)
-    assert len(os.listdir("/proc/self/task")) == 1, "a process with threads cannot be forked"
-    children: dict[int, socket.socket] = {}
-    ended, woken = os.pipe()
-    os.set_blocking(woken, False)
-    os.set_blocking(ended, False)
-    signal.set_wakeup_fd(woken)
-    signal.signal(signal.SIGCHLD, lambda *_: None)
-    with selectors.DefaultSelector() as selector:
-        selector.register(requests, selectors.EVENT_READ)
-        selector.register(ended, selectors.EVENT_READ)
+
+class _Server:
+    def __init__(self, listening: socket.socket) -> None:
+        self._own = _read_at_import(os.environ)
+        self._listening = listening
+        self._children: dict[int, socket.socket] = {}
+        self._selector = selectors.DefaultSelector()
+
+    def serve(self) -> None:
+        ended, woken = os.pipe()
+        os.set_blocking(woken, False)
+        signal.set_wakeup_fd(woken)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        self._selector.register(self._listening, selectors.EVENT_READ)
+        self._selector.register(ended, selectors.EVENT_READ)
+        # Who started this one holds the other end of it.
+        self._selector.register(sys.stdin, selectors.EVENT_READ)
         while True:
-            for key, _ in selector.select():
+            for key, _ in self._selector.select():
+                if key.fileobj == sys.stdin:
+                    for pid in self._children:
+                        os.kill(pid, signal.SIGKILL)
+                    return
                 if key.fileobj == ended:
                     os.read(ended, 1 << 10)
-                    _reap(children)
-                    continue
-                request, streams, *_ = socket.recv_fds(requests, LARGEST_REQUEST, 3)
-                if not request:
-                    return
-                _fork(json.loads(request), streams, children)
+                    self._reap()
+                elif key.fileobj == self._listening:
+                    self._answer(self._listening.accept()[0])
+                else:
+                    self._end_child_of(key.fileobj)
 
-
-def _reap(children: dict[int, socket.socket]) -> None:
-    """Tell how each child ended that has ended."""
-    while children:
-        pid, how = os.waitpid(-1, os.WNOHANG)
-        if not pid:
-            return
-        status = children.pop(pid)
-        with contextlib.suppress(OSError):
-            status.sendall(f"{os.waitstatus_to_exitcode(how)}\n".encode())
-        status.close()
-
-
-def _fork(request: dict, streams: list[int], children: dict[int, socket.socket]) -> None:
-    status = socket.socket(fileno=streams[2])
-    pid = os.fork()
-    if pid:
-        for stream in streams[:2]:
+    def _answer(self, connection: socket.socket) -> None:
+        request, streams, *_ = socket.recv_fds(connection, LARGEST_REQUEST, 2)
+        asked = json.loads(request)
+        if _read_at_import(asked["environ"]) != self._own:
+            connection.sendall(b"0")
+            connection.close()
+        elif pid := os.fork():
+            connection.sendall(str(pid).encode())
+            self._children[pid] = connection
+            self._selector.register(connection, selectors.EVENT_READ)
+        else:
+            _be_child(asked, streams)
+        for stream in streams:
             os.close(stream)
-        status.sendall(f"{pid}\n".encode())
-        children[pid] = status
-        return
+
+    def _reap(self) -> None:
+        """Tell how each child ended that has ended."""
+        while self._children:
+            pid, how = os.waitpid(-1, os.WNOHANG)
+            if not pid:
+                return
+            connection = self._children.pop(pid)
+            self._selector.unregister(connection)
+            with contextlib.suppress(OSError):
+                connection.sendall(str(os.waitstatus_to_exitcode(how)).encode())
+            connection.close()
+
+    def _end_child_of(self, closed: object) -> None:
+        for pid, connection in self._children.items():
+            if connection is closed:
+                os.kill(pid, signal.SIGKILL)
+
+
+def _be_child(asked: dict, streams: list[int]) -> None:
     code = 1
     try:
         signal.set_wakeup_fd(-1)
-        for number in (signal.SIGCHLD, signal.SIGINT):
-            signal.signal(number, signal.SIG_DFL)
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         os.dup2(streams[0], 1)
         os.dup2(streams[1], 2)
         os.closerange(3, 1 << 10)
-        code = _run(request)
+        code = _run(asked)
     finally:
         os._exit(code)
 
 
-def _run(request: dict) -> int:
+def _run(asked: dict) -> int:
     """Run the script as the interpreter would; its exit code."""
-    os.chdir(request["cwd"])
+    import runpy
+
+    os.chdir(asked["cwd"])
     os.environ.clear()
-    os.environ.update(request["environ"])
-    sys.argv = request["argv"]
+    os.environ.update(asked["environ"])
+    for name, stream in (("stdout", 1), ("stderr", 2)):
+        opened = open(stream, "w", buffering=1, closefd=False, errors="backslashreplace")  # noqa: SIM115
+        setattr(sys, name, opened)
+        setattr(sys, f"__{name}__", opened)
+    sys.argv = asked["argv"]
     sys.path[0] = str(Path(sys.argv[0]).resolve().parent)
     try:
         runpy.run_path(sys.argv[0], run_name="__main__")
@@ -229,5 +292,20 @@ def _at_exit() -> None:
             stream.flush()
 
 
+def _serve(descriptor: int) -> None:
+    import importlib
+
+    from megatron.training.quiet import quiet_core
+
+    quiet_core()
+    for name in IMPORTED:
+        importlib.import_module(name)
+    assert len(os.listdir("/proc/self/task")) == 1, "a process with threads cannot be forked"
+    _Server(socket.socket(fileno=descriptor)).serve()
+
+
 if __name__ == "__main__":
-    _serve(socket.socket(fileno=int(sys.argv[1])))
+    if sys.argv[1] == "serve":
+        _serve(int(sys.argv[2]))
+    else:
+        sys.exit(_stand_in(sys.argv[2:]))

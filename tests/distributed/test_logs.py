@@ -5,8 +5,12 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests import terminals
 from tests.distributed.harness import ENTRY, ROOT, TINY_LLAMA, free_port
+
+pytestmark = pytest.mark.usefixtures("preloaded_ranks")
 
 MIXED = (
     "--mock-data --tokenizer-type NullTokenizer --vocab-size 127 --hetero-pipeline "

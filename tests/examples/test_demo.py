@@ -24,6 +24,8 @@ from examples.quickstart import source_text, steps
 from examples.quickstart.demo import Progress, main
 from examples.quickstart.outcome import MetricsFile
 
+pytestmark = pytest.mark.usefixtures("preloaded_ranks")
+
 DEMO = steps.ROOT / "examples" / "quickstart" / "demo.py"
 ITERATIONS = 12
 PAGE = "\n\n".join(

@@ -14,6 +14,8 @@ import pytest
 from megatron.training.arguments import parse_args
 from megatron.training.layout import plan_from_args
 
+pytestmark = pytest.mark.usefixtures("preloaded_ranks")
+
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text()
 CONTAINERS = ROOT / "examples" / "containers" / "README.md"

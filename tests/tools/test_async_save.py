@@ -13,6 +13,8 @@ import pytest
 
 from tools.runs import ROOT, Finished
 
+pytestmark = pytest.mark.usefixtures("preloaded_ranks")
+
 SCRIPT = ROOT / "docs" / "benchmarks" / "async_save.py"
 SIZES = {"iterations": 6, "interval": 2}
 

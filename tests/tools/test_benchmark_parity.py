@@ -15,6 +15,8 @@ from tools import benchmark_parity
 from tools.parity_benchmark.options import Options, parse_options
 from tools.runs import ROOT
 
+pytestmark = pytest.mark.usefixtures("preloaded_ranks")
+
 SCRIPT = ROOT / "docs" / "benchmarks" / "parity_training.sh"
 TINY = (
     "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --num-query-groups 2"

@@ -10,6 +10,8 @@ import pytest
 from tools import prove_parity
 from tools.prove_parity import RunResult, compare, parse_options
 
+pytestmark = pytest.mark.usefixtures("preloaded_ranks")
+
 RUN = RunResult(
     name="homogeneous",
     losses=[3.0, 2.5],

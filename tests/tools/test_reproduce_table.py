@@ -20,6 +20,8 @@ from tools.reproduction.rows import Options, parsed_row, row_flags, run_order
 from tools.reproduction.settings import LLAMA3_8B, MODELS, QWEN2_7B, ROWS, TRAINING_FLAGS
 from tools.runs import DeadlinePassed, Finished, Launch
 
+pytestmark = pytest.mark.usefixtures("preloaded_ranks")
+
 TINY = Path(__file__).resolve().parents[2] / "examples" / "presets" / "tiny.yaml"
 
 

@@ -13,6 +13,8 @@ from tools import runs
 from tools.launching.processes import StepFailure
 from tools.runs import DeadlinePassed, Launch, homogeneous_flags, mixed_flags, run_to_end
 
+pytestmark = pytest.mark.usefixtures("preloaded_ranks")
+
 
 def launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, **how: object) -> Launch:
     """A run of `script` in place of the training program."""

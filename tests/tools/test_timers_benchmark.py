@@ -10,6 +10,8 @@ import pytest
 
 from tools.runs import ROOT
 
+pytestmark = pytest.mark.usefixtures("preloaded_ranks")
+
 SCRIPT = ROOT / "docs" / "benchmarks" / "timers.py"
 
 

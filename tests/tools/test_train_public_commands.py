@@ -15,6 +15,8 @@ from tools.public_training.comparison import Runs, Trained
 from tools.public_training.results import Row
 from tools.public_training.shrinking import shrink
 
+pytestmark = pytest.mark.usefixtures("preloaded_ranks")
+
 QUICK = "duihuhu-gpt3"
 """Two processes in both runs: fp16, dropout, a checkpoint after every iteration."""
 TIED_IN_ONE_STAGE = "lumi-fineweb"
