@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -34,13 +35,16 @@ def launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, **how: 
 def test_a_run_past_its_deadline_is_ended_with_all_its_processes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pid = tmp_path / "pid"
+    pid, metrics = tmp_path / "pid", tmp_path / "run.metrics.jsonl"
     script = (
         "import os, pathlib, time\n"
         f"pathlib.Path({str(pid)!r}).write_text(str(os.getpid()))\n"
-        f"pathlib.Path({str(tmp_path / 'run.metrics.jsonl')!r}).write_text('{{}}\\n')\n"
+        f"pathlib.Path({str(metrics)!r}).write_text('{{}}\\n')\n"
         "time.sleep(600)\n"
     )
+    # The deadline passes once there is an iteration, however long that takes.
+    clock = SimpleNamespace(monotonic=lambda: 100.0 if metrics.exists() else 0.0)
+    monkeypatch.setattr(runs, "time", clock)
     hanging = launch(tmp_path, monkeypatch, script, deadline=20.0)
     with pytest.raises(DeadlinePassed, match="deadline of 20 s, after 1 iteration;"):
         run_to_end(hanging)
