@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import copy
 import gc
 import math
 import time
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any
 
 import torch
@@ -16,11 +14,8 @@ from megatron.core.optimizer_param_scheduler import (
     OptimizerParamScheduler,
     get_canonical_lr_for_logging,
 )
-from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
-from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 
 from hetero.errors import TrainingError
-from hetero.pipeline.communicator import PipelineCommunicator
 from megatron.training.arguments.batch_sizes import batch_size_at
 from megatron.training.checkpoint.checkpointer import Checkpointer
 from megatron.training.checkpoint.costs import SaveCosts
@@ -40,100 +35,9 @@ from megatron.training.optimizer import StepOutcome, TrainingOptimizer
 from megatron.training.profiling import StepProfiler
 from megatron.training.recorder import Recorder
 from megatron.training.replicas import require_same_weights
-from megatron.training.timing.communicator import TimedCommunicator
+from megatron.training.schedule import Schedule
 from megatron.training.timing.report import Interval, TimingLog
 from megatron.training.timing.timers import Timers
-
-Batch = dict[str, torch.Tensor]
-
-
-def loss_function(
-    loss_mask: torch.Tensor, losses: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-    """Sum of the token losses (b, s), the number of tokens, and both again for the log.
-
-    The log's copy is a clone: the schedule divides the returned loss in place.
-    """
-    mask = loss_mask.reshape(-1).float()
-    loss_sum = torch.sum(losses.reshape(-1).float() * mask)
-    tokens = mask.sum().to(torch.int)
-    logged = torch.stack([loss_sum.detach().clone().double(), tokens.detach().double()])
-    return loss_sum, tokens, {"lm loss": logged}
-
-
-def forward_step(
-    batches: Iterator[Batch], model: Callable[..., torch.Tensor], *, timers: Timers
-) -> tuple[torch.Tensor, Callable[..., Any] | None]:
-    """One micro-batch through one model chunk. Middle chunks get an empty batch."""
-    with timers("batch-generator"):
-        batch = next(batches)
-    output = model(
-        batch.get("tokens"),
-        batch.get("position_ids"),
-        batch.get("attention_mask"),
-        labels=batch.get("labels"),
-    )
-    mask = batch.get("loss_mask")
-    return output, None if mask is None else partial(loss_function, mask)
-
-
-class Schedule:
-    """Runs micro-batches through the pipeline, forward and backward or forward only."""
-
-    def __init__(self, job: Job, model: StageModel, timers: Timers) -> None:
-        self._args = job.args
-        self._model = model
-        self._forward_step = partial(forward_step, timers=timers)
-        self._device = job.device
-        plan = job.plan
-        self._run = get_forward_backward_func(
-            pp_size=plan.stages, vp_size=plan.chunks if plan.chunks > 1 else None
-        )
-        self._communicator: Any = None
-        if job.links is not None:
-            self._communicator = PipelineCommunicator(
-                pp_group=job.groups.pipeline,
-                config=model.config,
-                upstream=job.links.upstream,
-                downstream=job.links.downstream,
-                device=job.device,
-            )
-        elif plan.stages > 1:
-            # The homogeneous baseline is megatron-core's own p2p on the vendor's library.
-            config = model.config
-            if timers.level > 1:
-                # Without its own timers: they leave overlapped receives out.
-                config = copy.copy(config)
-                config.timers = None
-            self._communicator = P2PCommunicator(job.groups.pipeline, config)
-        if self._communicator is not None and timers.level > 1:
-            self._communicator = TimedCommunicator(self._communicator, timers)
-        self._counts_loss = job.is_last_stage and job.coordinate.tensor == 0
-
-    def run(
-        self,
-        iterators: list[Iterator[Any]],
-        *,
-        num_microbatches: int,
-        micro_batch_size: int,
-        forward_only: bool = False,
-    ) -> torch.Tensor:
-        """This rank's share of (loss sum, tokens), float64: zero but on the last stage."""
-        groups = self._model.groups if self._communicator is not None else None
-        results = self._run(
-            forward_step_func=self._forward_step,
-            data_iterator=iterators if len(iterators) > 1 else iterators[0],
-            model=self._model.chunks if len(iterators) > 1 else self._model.chunks[0],
-            num_microbatches=num_microbatches,
-            seq_length=self._args.seq_length,
-            micro_batch_size=micro_batch_size,
-            forward_only=forward_only,
-            p2p_communicator=self._communicator,
-            pg_collection=groups,
-        )
-        if not results or not self._counts_loss:
-            return torch.zeros(2, dtype=torch.float64, device=self._device)
-        return torch.stack([result["lm loss"] for result in results]).sum(dim=0)
 
 
 def _spare_lasting_objects() -> None:

@@ -12,7 +12,7 @@ from megatron.training.console import Console
 from megatron.training.core_private import gather_parameters
 from megatron.training.data import chunk_iterators
 from megatron.training.initialize import Job
-from megatron.training.loop import Evaluator, Schedule, Trainer
+from megatron.training.loop import Evaluator, Trainer
 from megatron.training.model import build_model
 from megatron.training.optimizer import TrainingOptimizer, build_scheduler
 from megatron.training.overview import (
@@ -22,6 +22,7 @@ from megatron.training.overview import (
     write_report,
 )
 from megatron.training.recorder import Recorder
+from megatron.training.schedule import Schedule
 from megatron.training.timing.clocks import clock_of
 from megatron.training.timing.timers import Timers
 
