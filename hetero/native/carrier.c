@@ -1,5 +1,7 @@
 #include "carrier.h"
 
+#include "watch.h"
+
 #include <errno.h>
 #include <poll.h>
 #include <pthread.h>
@@ -20,11 +22,13 @@
 #define BRISK_NANOSECONDS 20000
 #define SLOW_NANOSECONDS 200000
 #define WAITING_NANOSECONDS 200000
+#define LOOKING_MILLISECONDS 250
 
 struct carrier {
     struct engine engine;
     int bell;
     bool is_running;
+    atomic_bool looks; /* now and then, for rails that do not answer */
     atomic_bool stopping;
     atomic_int callers; /* who wait for the lock, which the thread would else take again at once */
     pthread_mutex_t lock;
@@ -52,17 +56,24 @@ static void unlock(struct carrier *carrier)
 
 /* Sleeping. */
 
-/* Sleep until the bell rings or a rail has an event. */
+/* Sleep until the bell rings or a rail has an event, or it is time to see whether a rail is late. */
 static void rest(struct carrier *carrier)
 {
     struct engine *engine = &carrier->engine;
     struct pollfd watched[1 + ENGINE_RAILS] = {{.fd = carrier->bell, .events = POLLIN}};
     eventfd_t rings;
+    int count;
 
     for (int index = 0; index < engine->rail_count; index++)
         watched[1 + index] =
             (struct pollfd){.fd = engine->rails[index]->event_fd, .events = POLLIN};
-    if (poll(watched, 1 + (nfds_t)engine->rail_count, -1) <= 0)
+    count = poll(watched, 1 + (nfds_t)engine->rail_count, carrier->looks ? LOOKING_MILLISECONDS : -1);
+    if (count == 0) {
+        lock(carrier);
+        carrier->looks = watch_awaits_answer(engine);
+        unlock(carrier);
+    }
+    if (count <= 0)
         return;
     if (watched[0].revents & POLLIN)
         eventfd_read(carrier->bell, &rings);
@@ -188,9 +199,17 @@ static void progress(void *carrier)
     carrier_progress(carrier);
 }
 
+static void awaits_answer(void *argument)
+{
+    struct carrier *carrier = argument;
+
+    if (!atomic_exchange(&carrier->looks, true))
+        eventfd_write(carrier->bell, 1);
+}
+
 bool carrier_add_tcp(struct carrier *carrier, const struct tcp_request *request, char *error)
 {
-    struct tcp_owner owner = {&carrier->engine, &carrier->lock, progress, carrier};
+    struct tcp_owner owner = {&carrier->engine, &carrier->lock, progress, awaits_answer, carrier};
     int code = E2BIG;
     struct rail *rail = is_full(carrier) ? NULL : tcp_open(request, &owner, &code);
 
@@ -198,16 +217,6 @@ bool carrier_add_tcp(struct carrier *carrier, const struct tcp_request *request,
         return add(carrier, rail);
     close(request->fd);
     return fail(error, "a rail cannot be made", code);
-}
-
-static int start_rails(struct engine *engine)
-{
-    int code = 0;
-
-    for (int index = 0; index < engine->rail_count && code == 0; index++)
-        if (engine->rails[index]->operations->start != NULL)
-            code = engine->rails[index]->operations->start(engine->rails[index]);
-    return code;
 }
 
 bool carrier_start(struct carrier *carrier, char *error)
@@ -218,7 +227,7 @@ bool carrier_start(struct carrier *carrier, char *error)
     /* A signal that these threads took would not interrupt what Python's main thread waits in. */
     sigfillset(&all);
     pthread_sigmask(SIG_SETMASK, &all, &before);
-    code = start_rails(&carrier->engine);
+    code = engine_start_rails(&carrier->engine);
     if (code == 0)
         code = pthread_create(&carrier->thread, NULL, run, carrier);
     pthread_sigmask(SIG_SETMASK, &before, NULL);
@@ -314,14 +323,6 @@ int carrier_retransmit(struct carrier *carrier, int index)
     return count;
 }
 
-static bool has_settled(struct engine *engine)
-{
-    for (int index = 0; index < engine->rail_count; index++)
-        if (!engine->rails[index]->operations->is_drained(engine->rails[index]))
-            return false;
-    return !engine_progress(engine) && !engine_is_reading(engine);
-}
-
 static bool has_credited(struct engine *engine)
 {
     engine_progress(engine);
@@ -345,7 +346,7 @@ static bool wait_until(struct carrier *carrier, bool (*is_so)(struct engine *),
 
 bool carrier_settle(struct carrier *carrier, double seconds)
 {
-    return wait_until(carrier, has_settled, seconds);
+    return wait_until(carrier, engine_has_settled, seconds);
 }
 
 bool carrier_settle_credits(struct carrier *carrier, double seconds)

@@ -2,13 +2,12 @@
 
 #include "host.h"
 #include "speed.h"
+#include "watch.h"
 
 #include <stdio.h>
 #include <string.h>
 #include <sys/eventfd.h>
 #include <time.h>
-
-#define CHECKS_PER_STALL 16
 
 double engine_now(void)
 {
@@ -88,7 +87,17 @@ static uint64_t span(struct engine *engine, uint64_t records, uint32_t number, u
     return nbytes;
 }
 
-/* Losing rails. */
+/* Starting and losing rails. */
+
+int engine_start_rails(struct engine *engine)
+{
+    int code = 0;
+
+    for (int index = 0; index < engine->rail_count && code == 0; index++)
+        if (engine->rails[index]->operations->start != NULL)
+            code = engine->rails[index]->operations->start(engine->rails[index]);
+    return code;
+}
 
 void engine_lose(struct engine *engine, struct rail *rail, const char *reason)
 {
@@ -105,8 +114,7 @@ void engine_lose(struct engine *engine, struct rail *rail, const char *reason)
     eventfd_write(engine->loss_fd, 1);
 }
 
-/* Whether the rail took a message; it is lost if it did not. */
-static bool took(struct engine *engine, struct rail *rail, int code)
+bool engine_took(struct engine *engine, struct rail *rail, int code)
 {
     char reason[RAIL_TEXT_BYTES];
 
@@ -115,28 +123,6 @@ static bool took(struct engine *engine, struct rail *rail, int code)
     snprintf(reason, sizeof reason, "it takes no requests (%s)", strerror(code));
     engine_lose(engine, rail, reason);
     return false;
-}
-
-/* Lose the rails on which a request has been under way for too long. */
-static void watch(struct engine *engine)
-{
-    char reason[RAIL_TEXT_BYTES];
-    double time = engine_now(), stall = engine->layout.stall_seconds;
-
-    if (time - engine->last_watched < stall / CHECKS_PER_STALL)
-        return;
-    engine->last_watched = time;
-    for (int index = 0; index < engine->rail_count; index++) {
-        struct rail *rail = engine->rails[index];
-
-        if (!rail->operations->is_late(rail, time - stall, reason))
-            continue;
-        /* A thread that was kept from running has completions that it has not looked at. */
-        rail->operations->poll(rail, engine);
-        if (rail->operations->is_late(rail, time - stall, reason))
-            engine_lose(engine, rail, reason);
-    }
-    speed_trust_again(engine->rails, engine->rail_count);
 }
 
 /* What rails tell. */
@@ -210,8 +196,8 @@ static bool send_records(struct engine *engine, uint32_t limit)
            (rail = choose(engine, MESSAGE_RECORD, engine->layout.record_bytes)) != NULL) {
         uint64_t offset = record_offset(engine, engine->layout.out_records, number);
 
-        if (took(engine, rail,
-                 rail->operations->post_record(rail, number, offset, engine_now())))
+        if (engine_took(engine, rail,
+                        rail->operations->post_record(rail, number, offset, engine_now())))
             sequence_post(records, number, rail->index);
         moved = true;
     }
@@ -226,7 +212,7 @@ static bool send_one(struct engine *engine, uint32_t number)
 
     if (rail == NULL)
         return false;
-    if (took(engine, rail, rail->operations->post_data(rail, number, place, nbytes, now))) {
+    if (engine_took(engine, rail, rail->operations->post_data(rail, number, place, nbytes, now))) {
         sequence_post(&engine->outgoing.data, number, rail->index);
         engine->posted_at[number % BOOK_ENTRIES] = now;
         rail->bytes_under_way += nbytes;
@@ -258,7 +244,7 @@ static bool send_credit(struct engine *engine)
         return false;
     rail = choose(engine, MESSAGE_CREDIT, 0);
     if (rail == NULL ||
-        !took(engine, rail, rail->operations->post_credit(rail, consumed, engine_now())))
+        !engine_took(engine, rail, rail->operations->post_credit(rail, consumed, engine_now())))
         return false;
     incoming->credited = consumed;
     incoming->credit_lost = false;
@@ -271,7 +257,7 @@ static void read_back(struct engine *engine, struct rail *rail)
 
     if (rail->reads && !rail->is_reading &&
         incoming_claim(&engine->incoming, rail->index, &last_byte) &&
-        took(engine, rail, rail->operations->post_read(rail, last_byte, engine_now())))
+        engine_took(engine, rail, rail->operations->post_read(rail, last_byte, engine_now())))
         rail->is_reading = true;
 }
 
@@ -297,7 +283,7 @@ bool engine_progress(struct engine *engine)
     uint32_t posted, produced;
     bool moved = false;
 
-    watch(engine);
+    watch_rails(engine);
     for (int index = 0; index < engine->rail_count; index++) {
         struct rail *rail = engine->rails[index];
 
@@ -331,12 +317,20 @@ bool engine_is_under_way(struct engine *engine)
            load(engine, layout->in_retired) != load(engine, layout->in_consumed);
 }
 
-bool engine_is_reading(const struct engine *engine)
+static bool is_reading(const struct engine *engine)
 {
     for (int index = 0; index < engine->rail_count; index++)
         if (incoming_reads(&engine->incoming, (uint8_t)index))
             return true;
     return false;
+}
+
+bool engine_has_settled(struct engine *engine)
+{
+    for (int index = 0; index < engine->rail_count; index++)
+        if (!engine->rails[index]->operations->is_drained(engine->rails[index]))
+            return false;
+    return !engine_progress(engine) && !is_reading(engine);
 }
 
 bool engine_has_credited(struct engine *engine)
@@ -361,6 +355,6 @@ void engine_request_notifications(struct engine *engine)
         struct rail *rail = engine->rails[index];
 
         if (rail->live)
-            took(engine, rail, rail->operations->request_notification(rail));
+            engine_took(engine, rail, rail->operations->request_notification(rail));
     }
 }

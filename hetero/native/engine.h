@@ -51,11 +51,15 @@ void engine_signal(struct engine *engine);
 bool engine_progress(struct engine *engine);
 /* Whether something may happen that wakes nobody: a device's write of a word, or a deadline. */
 bool engine_is_under_way(struct engine *engine);
-/* Whether data have arrived that only a read-back is waited for. */
-bool engine_is_reading(const struct engine *engine);
+/* Whether all that has come before the peer's end has been taken in. */
+bool engine_has_settled(struct engine *engine);
 /* Whether the peer has all credits, or there is no rail left to bring them. */
 bool engine_has_credited(struct engine *engine);
+/* Called without the lock; 0 or an errno. */
+int engine_start_rails(struct engine *engine);
 void engine_lose(struct engine *engine, struct rail *rail, const char *reason);
+/* Whether the rail took a message, which an errno or 0 says; it is lost if it did not. */
+bool engine_took(struct engine *engine, struct rail *rail, int code);
 /* Have every rail give notice of its next event. */
 void engine_request_notifications(struct engine *engine);
 

@@ -33,6 +33,10 @@ struct rail_operations {
     bool (*is_busy)(const struct rail *rail);
     /* Whether something has been under way since before this time; the reason is then in `reason`. */
     bool (*is_late)(const struct rail *rail, double before, char *reason);
+    /* When the peer's end last answered, and when it was last sent something, also again. NULL where
+     * being late is proof enough of a loss. */
+    double (*last_heard)(const struct rail *rail);
+    double (*last_asked)(const struct rail *rail);
     /* Whether nothing more can come in, the peer having ended. */
     bool (*is_drained)(const struct rail *rail);
     /* Tell the engine (engine_sent and so on) what has happened; whether anything has. */
@@ -69,6 +73,7 @@ struct rail {
     uint64_t bytes_under_way;
     double bytes_per_second; /* 0 until it is known */
     double last_completion;
+    double answered_elsewhere; /* kept by engine.c: since when others are answered and it is late; or 0 */
 };
 
 #endif

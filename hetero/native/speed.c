@@ -8,29 +8,44 @@
 #define NEWEST_WEIGHT 0.3
 #define IDLE_GROWTH 1.5
 
+static double fastest(struct rail *const *rails, int count)
+{
+    double most = 0;
+
+    for (int index = 0; index < count; index++)
+        if (rails[index]->live && rails[index]->bytes_per_second > most)
+            most = rails[index]->bytes_per_second;
+    return most > 0 ? most : ASSUMED_BYTES_PER_SECOND;
+}
+
 static uint64_t under_way(const struct rail *rail)
 {
     return rail->operations->bytes_under_way != NULL ? rail->operations->bytes_under_way(rail)
                                                      : rail->bytes_under_way;
 }
 
-/* When a rail would have brought so many bytes, from what it has to do and how fast it was. */
-static double time_for(const struct rail *rail, uint64_t nbytes)
+/* When a rail would have brought so many bytes, from what it has to do and how fast it was. One that has
+ * not shown it comes first while it is idle, and then counts as fast as the fastest: it would else never
+ * be tried beside a fast one. */
+static double time_for(const struct rail *rail, uint64_t nbytes, double most)
 {
-    double speed = rail->bytes_per_second > 0 ? rail->bytes_per_second : ASSUMED_BYTES_PER_SECOND;
+    uint64_t before = under_way(rail);
 
-    return (double)(under_way(rail) + nbytes) / speed;
+    if (rail->bytes_per_second == 0 && before == 0)
+        return 0;
+    return (double)(before + nbytes) /
+           (rail->bytes_per_second > 0 ? rail->bytes_per_second : most);
 }
 
 struct rail *speed_choose(struct rail *const *rails, int count, enum message message,
                           uint64_t nbytes)
 {
     struct rail *best = NULL;
-    double least = 0;
+    double least = 0, most = fastest(rails, count);
 
     for (int index = 0; index < count; index++)
-        if (rails[index]->live) {
-            double time = time_for(rails[index], nbytes);
+        if (rails[index]->live && rails[index]->answered_elsewhere == 0) {
+            double time = time_for(rails[index], nbytes, most);
 
             if (best == NULL || time < least) {
                 best = rails[index];
@@ -64,11 +79,8 @@ void speed_completed(struct rail *rail, uint64_t nbytes, double posted, double n
 
 void speed_trust_again(struct rail *const *rails, int count)
 {
-    double most = 0;
+    double most = fastest(rails, count);
 
-    for (int index = 0; index < count; index++)
-        if (rails[index]->live && rails[index]->bytes_per_second > most)
-            most = rails[index]->bytes_per_second;
     for (int index = 0; index < count; index++)
         if (under_way(rails[index]) == 0 && rails[index]->bytes_per_second * IDLE_GROWTH < most)
             rails[index]->bytes_per_second *= IDLE_GROWTH;

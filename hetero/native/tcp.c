@@ -5,6 +5,8 @@
 
 #include <errno.h>
 #include <linux/sockios.h>
+#include <netinet/in.h>
+#include <netinet/tcp.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -16,6 +18,10 @@
 
 /* Over which a speed is taken, at least, unless all has been confirmed. */
 #define LEAST_SECONDS 2e-3
+/* What is smaller and was confirmed sooner says how far the peer is, not how fast the rail. */
+#define LEAST_BYTES (64 << 10)
+/* How often in a row the kernel has to have sent something again, before a rail counts as late. */
+#define LEAST_REPEATED 2
 
 static struct tcp_rail *rail_of(struct rail *rail)
 {
@@ -52,7 +58,7 @@ static uint64_t bytes_under_way(const struct rail *base)
 
 static void begin_to_measure(struct tcp_rail *rail)
 {
-    rail->busy_since = engine_now();
+    rail->busy_since = rail->waiting_since = engine_now();
     rail->confirmed_by_then = rail->given - unconfirmed(rail);
 }
 
@@ -63,7 +69,7 @@ static void measure(struct tcp_rail *rail)
     uint64_t left = unconfirmed(rail), confirmed = rail->given - left;
     double seconds = engine_now() - rail->busy_since;
 
-    if (left > 0 && seconds < LEAST_SECONDS)
+    if (seconds < LEAST_SECONDS && (left > 0 || confirmed - rail->confirmed_by_then < LEAST_BYTES))
         return;
     speed_note(&rail->rail, confirmed - rail->confirmed_by_then, seconds);
     rail->busy_since += seconds;
@@ -76,8 +82,10 @@ static int give(struct rail *base, struct frame frame, const void *bytes)
 {
     struct tcp_rail *rail = rail_of(base);
 
-    if (rail->count == 0 && unconfirmed(rail) == 0)
+    if (rail->count == 0 && unconfirmed(rail) == 0) {
         begin_to_measure(rail);
+        rail->owner.awaits_answer(rail->owner.carrier);
+    }
     rail->queued += sizeof frame + frame.nbytes;
     rail->items[(rail->first + rail->count) % TCP_ROOM] = (struct item){frame, bytes};
     rail->waiting[frame.message]++;
@@ -220,13 +228,45 @@ static bool is_busy(const struct rail *base)
     return false;
 }
 
-/* The kernel ends a connection on which nothing is confirmed (TCP_USER_TIMEOUT). */
+static bool ask_kernel(const struct tcp_rail *rail, struct tcp_info *info)
+{
+    socklen_t nbytes = sizeof *info;
+
+    memset(info, 0, sizeof *info);
+    return getsockopt(rail->request.fd, IPPROTO_TCP, TCP_INFO, info, &nbytes) == 0;
+}
+
+static double last_heard(const struct rail *base)
+{
+    struct tcp_info info;
+
+    return ask_kernel((const struct tcp_rail *)base, &info)
+               ? engine_now() - 1e-3 * info.tcpi_last_ack_recv
+               : 0;
+}
+
+static double last_asked(const struct rail *base)
+{
+    struct tcp_info info;
+
+    return ask_kernel((const struct tcp_rail *)base, &info)
+               ? engine_now() - 1e-3 * info.tcpi_last_data_sent
+               : 0;
+}
+
+/* What was sent is sent again, and not answered. A peer that only rests closes its window, and its
+ * kernel goes on answering: nothing is sent again then. */
 static bool is_late(const struct rail *base, double before, char *reason)
 {
-    (void)base;
-    (void)before;
-    (void)reason;
-    return false;
+    const struct tcp_rail *rail = (const struct tcp_rail *)base;
+    struct tcp_info info;
+
+    if (unconfirmed(rail) == 0 || rail->waiting_since > before || last_heard(base) > before ||
+        !ask_kernel(rail, &info) || info.tcpi_retransmits + info.tcpi_probes < LEAST_REPEATED)
+        return false;
+    snprintf(reason, RAIL_TEXT_BYTES, "nothing was answered for %.1f s, while other rails were",
+             engine_now() - before);
+    return true;
 }
 
 static bool is_drained(const struct rail *base)
@@ -313,6 +353,8 @@ static const struct rail_operations operations = {
     .bytes_under_way = bytes_under_way,
     .is_busy = is_busy,
     .is_late = is_late,
+    .last_heard = last_heard,
+    .last_asked = last_asked,
     .is_drained = is_drained,
     .poll = poll_nothing,
     .request_notification = request_notification,

@@ -25,6 +25,8 @@ struct tcp_owner {
     pthread_mutex_t *lock;
     /* Called without the lock. */
     void (*progress)(void *carrier);
+    /* Called with it, when something is on its way after a rest. */
+    void (*awaits_answer)(void *carrier);
     void *carrier;
 };
 

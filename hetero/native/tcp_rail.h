@@ -45,6 +45,7 @@ struct tcp_rail {
     /* Since when, and since how many bytes that the peer's kernel had confirmed, it has been busy. */
     double busy_since;
     uint64_t confirmed_by_then;
+    double waiting_since; /* when it was last idle */
     bool is_ended;  /* the peer sends nothing more */
     char *scratch;  /* the receiver's */
 };
