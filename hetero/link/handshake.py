@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
+from hetero.addresses import family_of
 from hetero.agreement import Store
 from hetero.errors import LinkError
 from hetero.link.base import LinkDescription
@@ -117,6 +118,11 @@ def accept(listener: socket.socket, meeting: Meeting, *, count: int = 1) -> list
             continue
         accepted.append(connection)
     return accepted
+
+
+def listen_at(address: str) -> socket.socket:
+    """Listen at a local address, at a port of the kernel's choice."""
+    return socket.create_server((address, 0), family=family_of(address), backlog=64)
 
 
 def connect(

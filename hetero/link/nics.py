@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from hetero.addresses import interface_address
 from hetero.device.topology import SYS, rdma_devices
-from hetero.link.tcp_connections import address_towards, interface_address
+
+_KINDS = {None: "IP", socket.AF_INET: "IPv4", socket.AF_INET6: "IPv6"}
 
 
 @dataclass(frozen=True)
@@ -15,19 +18,26 @@ class Nics:
     """The rails of one process: addresses for TCP, devices for RDMA."""
 
     addresses: tuple[str, ...]
-    """IPv4, at least one."""
+    """At least one."""
     rdma: tuple[str, ...]
     """RDMA devices, `name` or `name:port`; empty for those nearest to the GPU."""
 
 
-def find_nics(names: Sequence[str], *, towards: str, sys_root: Path = SYS) -> Nics:
-    """The NICs of these names; without names, the interface that leads to the host `towards`.
+def find_nics(
+    names: Sequence[str],
+    *,
+    own: str,
+    family: socket.AddressFamily | None = None,
+    sys_root: Path = SYS,
+) -> Nics:
+    """The NICs of these names; without names, the one with `own`, by which others reach this rank.
 
-    An interface brings the RDMA devices on it, an RDMA device the interfaces under it. Raises
-    ValueError, in one sentence, for a name that is neither.
+    An interface brings the RDMA devices on it, an RDMA device the interfaces under it. Of each the
+    address of the job's `family` counts, or any while that is not known. Raises ValueError, in one
+    sentence, for a name that is neither.
     """
     if not names:
-        return Nics(addresses=(address_towards(towards),), rdma=())
+        return Nics(addresses=(own,), rdma=())
     devices = {device.name: device for device in rdma_devices(sys_root=sys_root)}
     addresses: list[str] = []
     rdma: list[str] = []
@@ -35,20 +45,20 @@ def find_nics(names: Sequence[str], *, towards: str, sys_root: Path = SYS) -> Ni
         bare = name.partition(":")[0]
         if bare in devices:
             rdma.append(name)
-            found = [interface_address(interface) for interface in devices[bare].interfaces]
+            found = [interface_address(interface, family) for interface in devices[bare].interfaces]
             addresses += [address for address in found if address is not None]
             continue
-        address = interface_address(name)
+        address = interface_address(name, family)
         if address is None:
             known = ", ".join(devices) or "none"
             raise ValueError(
-                f"{name} is neither a network interface with an IPv4 address (`ip address` lists "
-                f"them) nor an RDMA device (here: {known})"
+                f"{name} is neither a network interface with an {_KINDS[family]} address (`ip "
+                f"address` lists them) nor an RDMA device (here: {known})"
             )
         addresses.append(address)
         rdma += [device.name for device in devices.values() if name in device.interfaces]
     # InfiniBand devices need no address of their own, but the ends have to meet somewhere.
     return Nics(
-        addresses=tuple(dict.fromkeys(addresses)) or (address_towards(towards),),
+        addresses=tuple(dict.fromkeys(addresses)) or (own,),
         rdma=tuple(dict.fromkeys(rdma)),
     )

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from hetero.addresses import is_loopback
 from hetero.device.gpu_ordered import GpuOrderedDevice
 from hetero.device.host import HostDevice
 from hetero.device.ordered import OrderedDevice
@@ -59,14 +60,17 @@ class Situation:
     """Why its GPU's streams cannot wait on words of memory, or may not; None if they can."""
     no_rdma: str | None
     """Why it cannot use RDMA; None if it can."""
+    addresses: tuple[str, ...] = ()
+    """By which other hosts can reach it."""
 
     @classmethod
     def here(cls, *, device: torch.device, options: ChannelOptions) -> Situation:
+        host, addresses = host_identity(), options.addresses
         if device.type == "cpu":
-            return cls(host_identity(), gpu=None, unordered=_ON_CPU, no_rdma=no_rdma())
+            return cls(host, None, _ON_CPU, no_rdma(), addresses)
         gpu = GpuOrderedDevice(device)
         unordered = _CHECKSUM if options.checksum else gpu.why_unordered()
-        return cls(host_identity(), gpu=gpu.identity(), unordered=unordered, no_rdma=no_rdma())
+        return cls(host, gpu.identity(), unordered, no_rdma(), addresses)
 
 
 @dataclass(frozen=True)
@@ -91,8 +95,22 @@ class Pair:
         """Whether the GPUs of both ends wait on memory: a word that one writes wakes no thread."""
         return self.here.unordered is None and self.there.unordered is None
 
+    def _unreachable(self) -> str | None:
+        """Why other hosts cannot reach an end's addresses; None where they can, or need not."""
+        if self.here.host["network"] == self.there.host["network"]:
+            return None
+        for address in (*self.here.addresses, *self.there.addresses):
+            if is_loopback(address):
+                return (
+                    f"an end is on another host and has only the loopback address {address} for "
+                    "links: name its NICs with --hetero-nics"
+                )
+        return None
+
     def obstacle(self, path: str) -> str | None:
         """Why a path need not even be tried."""
+        if path not in ("ipc", "shm") and (unreachable := self._unreachable()):
+            return unreachable
         if path in ("ipc", "shm") and not self.share_memory:
             return "the two ends run on different hosts"
         if path in ("verbs", "verbs-host") and (missing := self.here.no_rdma or self.there.no_rdma):

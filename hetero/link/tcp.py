@@ -6,6 +6,7 @@ import socket
 from contextlib import ExitStack
 from dataclasses import dataclass
 
+from hetero.addresses import family_of
 from hetero.device.ordered import OrderedDevice
 from hetero.link.carried_ends import (
     CarriedMemory,
@@ -16,15 +17,18 @@ from hetero.link.carried_ends import (
 )
 from hetero.link.carrier import Carrier, RingMemory
 from hetero.link.control import Control
-from hetero.link.handshake import Meeting, accept, compare, connect, look_up, publish
+from hetero.link.handshake import Meeting, accept, compare, connect, listen_at, look_up, publish
 from hetero.link.header import PROTOCOL_VERSION
 from hetero.link.ring_link import OrderedLink
 from hetero.link.tcp_connections import TcpPaths, name_of, tune
 from hetero.native.library import native
 
 _LONGEST_STALL = 5.0
-"""Seconds without a confirmation after which a connection is given up: the kernel has sent what is
-missing about five times by then."""
+"""Seconds without an answer after which a rail is given up while another is answered: the kernel
+has sent what is missing about five times by then."""
+_LONGEST_SILENCE = 30.0
+"""Seconds without any answer after which a connection ends, whatever others do: longer than a
+switch takes to restart, or a debugger to look, and shorter than to wait for a host that is dead."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +65,7 @@ def open_tcp(
         compare(connections.control[0], meeting, agreed)
         memory = _make_memory(ring_bytes, device, stack)
         stall_seconds = min(meeting.description.timeout / 2, _LONGEST_STALL)
+        silence = min(meeting.description.timeout, _LONGEST_SILENCE)
         carrier = Carrier(
             native(),
             memory.for_carrier,
@@ -71,14 +76,14 @@ def open_tcp(
         carrier.follow(device)
         names = [name_of(connection) for connection in connections.rails]
         for connection in connections.rails:
-            tune(connection, stall_seconds=stall_seconds)
+            tune(connection, lost_after=silence)
             carrier.add_tcp_rail(connection)
         carrier.start()
         ends = make_ends(
             meeting,
             memory,
             carrier,
-            Control(*connections.control, lost_after=stall_seconds),
+            Control(*connections.control, lost_after=silence),
             transport="tcp",
             rails=names,
             stack=stack,
@@ -116,15 +121,12 @@ def _open_connections(meeting: Meeting, paths: TcpPaths, stack: ExitStack) -> _C
 
 def _listen(meeting: Meeting, paths: TcpPaths, stack: ExitStack) -> _Connections:
     with ExitStack() as listening:
-        listeners = [
-            listening.enter_context(socket.create_server((address, 0), backlog=64))
-            for address in paths.addresses
-        ]
+        listeners = [listening.enter_context(listen_at(address)) for address in paths.addresses]
         publish(
             meeting,
             "tcp addresses",
             {
-                "addresses": [list(listener.getsockname()) for listener in listeners],
+                "addresses": [list(listener.getsockname()[:2]) for listener in listeners],
                 "connections": paths.connections,
             },
         )
@@ -145,7 +147,7 @@ def _call(meeting: Meeting, paths: TcpPaths, stack: ExitStack) -> _Connections:
             connect(
                 addresses[index % len(addresses)],
                 meeting,
-                family=socket.AF_INET,
+                family=family_of(addresses[index % len(addresses)][0]),
                 source=(paths.address_of(index), 0),
             )
         )

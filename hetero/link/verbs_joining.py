@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from hetero.addresses import family_of
 from hetero.device.driver import driver_for
 from hetero.device.topology import SYS, pci_device
 from hetero.errors import LinkError
@@ -18,6 +19,7 @@ from hetero.link.handshake import (
     Meeting,
     accept,
     connect,
+    listen_at,
     look_up,
     publish,
     receive_json,
@@ -85,9 +87,9 @@ def meet(meeting: Meeting, address: str) -> socket.socket:
     if not meeting.listens:
         told = look_up(meeting, "verbs address")
         host, port = told["address"]
-        return connect((str(host), int(port)), meeting, family=socket.AF_INET)
-    with socket.create_server((address, 0)) as listener:
-        publish(meeting, "verbs address", {"address": list(listener.getsockname())})
+        return connect((str(host), int(port)), meeting, family=family_of(str(host)))
+    with listen_at(address) as listener:
+        publish(meeting, "verbs address", {"address": list(listener.getsockname()[:2])})
         return accept(listener, meeting)[0]
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import random
+import secrets
 import socket
 import uuid
 from dataclasses import asdict, dataclass
@@ -18,12 +20,14 @@ import torch
 import torch.distributed as dist
 from megatron.core import tensor_parallel
 
+from hetero.addresses import Way, address_leading_to, family_of, interface_with, own_address
 from hetero.agreement import AgreedError, Agreement
 from hetero.cluster import RankIdentity, check_identities, identify, running_vendor
 from hetero.errors import HeteroError, LinkError, UserError, leave_word, print_error
 from hetero.groups import Groups, build_groups
 from hetero.link.nics import Nics, find_nics
 from hetero.link.paths import ChannelOptions
+from hetero.liveness import Hub, Liveness, Member, RankLost
 from hetero.pipeline.links import Opening, PipelineLinks, open_links
 from hetero.plan import Coordinate, Plan
 from megatron.training.checkpoint.folder import check_save_folder
@@ -40,6 +44,11 @@ from megatron.training.rendezvous import environment_rank, meeting_point, open_s
 from megatron.training.tokenizer.build import build_tokenizer
 from megatron.training.tokenizer.vocabulary import embedding_rows
 from megatron.training.tokenizer.wrapper import tokenizer_digest
+
+_HUB = "hetero/liveness"
+"""Where rank 0 says how to reach it."""
+_LONGEST_SILENCE = 30.0
+"""Seconds after which the ranks of a host that answers nothing at all have ended."""
 
 # Flags that may differ between ranks without the ranks computing different things.
 _LOCAL_FLAGS = frozenset(
@@ -74,6 +83,7 @@ class Job:
     lock: SaveLock | None
     """Rank 0's hold on --save."""
     vendor_backend: str
+    liveness: Liveness | None
 
     @property
     def rank(self) -> int:
@@ -90,6 +100,8 @@ class Job:
     def close(self) -> None:
         """Leave together: nobody's link or store goes while another rank may still use it."""
         self.statistics.gather(torch.zeros(1))
+        if self.liveness is not None:
+            self.liveness.leave()
         if self.links is not None:
             self.links.close()
         dist.destroy_process_group()
@@ -107,7 +119,7 @@ def plan_launch(args: argparse.Namespace, rank: int) -> Plan:
             ) from error
     plan = plan_from_args(args, vendor=running_vendor())
     if args.hetero_nics:
-        _find_nics(args)
+        _find_nics(args, own="")
     if rank == 0:
         check_outputs(args)
         if args.save is not None and not args.skip_train:
@@ -128,8 +140,8 @@ def _choose_device(local_rank: int) -> torch.device:
     return device
 
 
-def _channel_options(args: argparse.Namespace) -> ChannelOptions:
-    nics = _find_nics(args)
+def _channel_options(args: argparse.Namespace, own: str) -> ChannelOptions:
+    nics = _find_nics(args, own=own, family=family_of(own))
     return ChannelOptions(
         ring_bytes=args.hetero_ring_mib << 20,
         chunk_bytes=args.hetero_chunk_kib << 10 if args.hetero_chunk_kib else None,
@@ -140,9 +152,11 @@ def _channel_options(args: argparse.Namespace) -> ChannelOptions:
     )
 
 
-def _find_nics(args: argparse.Namespace) -> Nics:
+def _find_nics(
+    args: argparse.Namespace, *, own: str, family: socket.AddressFamily | None = None
+) -> Nics:
     try:
-        return find_nics(args.hetero_nics or (), towards=os.environ["MASTER_ADDR"])
+        return find_nics(args.hetero_nics or (), own=own, family=family)
     except ValueError as error:
         raise UserError(f"--hetero-nics on {socket.gethostname()}: {error}") from error
 
@@ -171,7 +185,10 @@ class Starter:
     def __init__(self) -> None:
         self.rank, self.world_size, self.local_rank = 0, 1, 0
         self.agreement: Agreement | None = None
+        self.liveness: Liveness | None = None
         self._lock: SaveLock | None = None
+        self._own_address = ""
+        self._is_ending = False
         self._spoken: str | None = None
 
     def start(
@@ -197,14 +214,18 @@ class Starter:
             timeout=timeout,
             place=meeting_point(),
         )
+        hub = self._open_hub(store) if self.rank == 0 and self.world_size > 1 else None
         identities, device = self._meet(args, plan, problem)
         if args is None or plan is None:
             raise RuntimeError("the ranks agreed although this one's command line was refused")
+        own = self._reach_rank_0(hub, store)
+        self._name_ranks(identities, plan)
         self._claim_save_folder(args)
         datasets = self._agree_on_data(args, plan)
         checkpoint = select(
             args, self._agreed().exchange, rank=self.rank, world_size=self.world_size
         )
+        self._own_address = own
         return self._connect(args, plan, identities, device, datasets, checkpoint, store, timeout)
 
     def _meet(
@@ -239,6 +260,67 @@ class Starter:
             # Every rank sees the same identities and comes to the same conclusion.
             raise AgreedError(str(error)) from error
         return identities, device
+
+    def _open_hub(self, store: dist.Store) -> Hub:
+        """Rank 0 lets the others find it: at MASTER_ADDR, unless a rendezvous put it elsewhere."""
+        token = secrets.token_hex(16)
+        hub = Hub(world_size=self.world_size, token=token, patience=_LONGEST_SILENCE)
+        elsewhere = address_leading_to(os.environ["MASTER_ADDR"])
+        told = {"address": elsewhere, "port": hub.port, "token": token}
+        store.set(_HUB, json.dumps(told))
+        return hub
+
+    def _reach_rank_0(self, hub: Hub | None, store: dist.Store) -> str:
+        """Keep a connection to rank 0; the address by which ranks of other hosts reach this one.
+
+        gloo takes the interface that has it, unless the user has named one. By itself it takes the
+        one that the host's name resolves to, which may be the loopback interface, or none.
+        """
+        if self.world_size == 1:
+            return "127.0.0.1"
+        problem, way = None, None
+        self.liveness = hub
+        if hub is None:
+            told = json.loads(store.get(_HUB))
+            place = (told["address"] or os.environ["MASTER_ADDR"], int(told["port"]))
+            try:
+                self.liveness = member = Member(
+                    place,
+                    rank=self.rank,
+                    world_size=self.world_size,
+                    token=told["token"],
+                    patience=_LONGEST_SILENCE,
+                )
+                way = [member.own_address, member.hub_address]
+            except OSError as error:
+                problem = UserError(
+                    f"{socket.gethostname()} cannot reach rank 0 at {place[0]}, port {place[1]} "
+                    f"({error}); open the ports between the nodes, which links and gloo need too"
+                )
+        said = self._agreed().exchange("ways to rank 0", payload={"way": way}, error=problem)
+        ways = [None if payload["way"] is None else Way(*payload["way"]) for payload in said]
+        own = own_address(ways, self.rank)
+        interface = interface_with(own)
+        if interface is not None:
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+        return own
+
+    def _name_ranks(self, identities: list[RankIdentity], plan: Plan) -> None:
+        if self.liveness is not None:
+            self.liveness.name_ranks(
+                {
+                    who.rank: f"rank {who.rank} on {who.host} "
+                    f"(stage {plan.coordinate(who.rank).stage})"
+                    for who in identities
+                }
+            )
+            self.liveness.end_with_others(self._end_with_others)
+
+    def _end_with_others(self, error: HeteroError) -> None:
+        """Another rank has ended, and the main thread waits where nothing tells it."""
+        if not self._is_ending:
+            self.report(error)
+            os._exit(error.exit_code)
 
     def _claim_save_folder(self, args: argparse.Namespace) -> None:
         """Rank 0 takes the lock of --save, before anything is written or restored there."""
@@ -359,7 +441,7 @@ class Starter:
                         store=dist.PrefixStore("hetero/links", store),
                         job=job_name,
                         timeout=args.hetero_timeout,
-                        channel=_channel_options(args),
+                        channel=_channel_options(args, self._own_address),
                     ),
                 )
         self._agreed().close()
@@ -376,13 +458,36 @@ class Starter:
             checkpoint=checkpoint,
             lock=self._lock,
             vendor_backend=vendor_backend,
+            liveness=self.liveness,
         )
+
+    def cause_elsewhere(self) -> str | None:
+        """Which other rank has ended, or hangs, and may be why this one ends now."""
+        self._is_ending = True
+        return self.liveness.cause() if self.liveness is not None else None
+
+    def announce_failure(self, error: Exception) -> None:
+        """Tell the others why this rank ends, where nothing that they share has told them."""
+        if self.agreement is not None:
+            self.agreement.announce_failure(error)
+        self._tell_others(str(error) or type(error).__name__)
+
+    def _tell_others(self, reason: str) -> None:
+        if self.liveness is not None:
+            self.liveness.fail(reason)
 
     def report(self, error: HeteroError) -> None:
         """Let the right ranks print the error, and the others stay until they have.
 
         What all know one rank of each node says, as nobody sees the other nodes' consoles.
         """
+        self._is_ending = True
+        if error.known_to_all and self.liveness is not None:
+            self.liveness.leave()
+        if isinstance(error, LinkError) and (cause := self.cause_elsewhere()) is not None:
+            error = LinkError(f"{error}; {cause}")
+        elif not error.known_to_all and not isinstance(error, RankLost):
+            self._tell_others(str(error))
         speaks = self.rank == 0 or self.local_rank == 0 or not error.known_to_all
         if speaks:
             where = "" if self.world_size == 1 or error.known_to_all else f"rank {self.rank}: "
@@ -392,7 +497,7 @@ class Starter:
             str(error),
             printed=speaks,
             known_to_all=error.known_to_all,
-            consequence=isinstance(error, LinkError),
+            consequence=isinstance(error, LinkError | RankLost),
         )
         if error.known_to_all and self.agreement is not None:
             self.agreement.part()

@@ -74,9 +74,7 @@ def _pretrain(args: Namespace | None, refused: UserError | None, *, spoken: bool
     except KeyboardInterrupt:
         return _leave(130)
     except Exception as error:
-        if starter.agreement is not None:
-            starter.agreement.announce_failure(error)
-        _explain(starter.rank, error)
+        _explain(starter, error)
         return _leave(1)
     return 0
 
@@ -93,19 +91,21 @@ def _run(
         job.close()
 
 
-def _explain(rank: int, error: Exception) -> None:
+def _explain(starter: Starter, error: Exception) -> None:
     """One line for the failures that another rank's end causes, a traceback for the rest."""
-    text = str(error)
+    text, rank = str(error), starter.rank
     if isinstance(error, BrokenPipeError):
         return
     if re.search(r"gloo|NCCL|[Cc]onnection (closed|reset|refused)", text):
-        sentence = (
-            f"a collective failed ({_reason(text)}); another rank has probably ended: its own "
-            "message says why"
+        cause = starter.cause_elsewhere() or (
+            "another rank has probably ended: its own message says why"
         )
+        sentence = f"a collective failed ({_reason(text)}); {cause}"
+        starter.announce_failure(error)
         print_error(f"rank {rank}: {sentence}")
         leave_word(sentence, printed=True, consequence=True)
         return
+    starter.announce_failure(error)
     trace = "".join(traceback.format_exception(error)).rstrip("\n")
     print_error(f"rank {rank} failed:\n{trace}")
     leave_word(f"{type(error).__name__}: {error}", printed=True)

@@ -16,10 +16,11 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from types import TracebackType
 
+from hetero.addresses import family_of
 from hetero.agreement import Store
 from hetero.errors import HeteroError, UserError
 from hetero.link.base import LinkDescription
-from hetero.link.handshake import Meeting, connect, receive_exactly, show_token
+from hetero.link.handshake import Meeting, connect, listen_at, receive_exactly, show_token
 
 _TIME = struct.Struct("<d")
 _QUESTIONS = 8
@@ -59,7 +60,7 @@ class Doorbell:
         self.ports: dict[str, tuple[str, int]] = {}
         for nic, address in addresses.items():
             try:
-                listener = socket.create_server((address, 0), backlog=128)
+                listener = listen_at(address)
             except OSError as error:
                 self._stop()
                 raise UserError(
@@ -137,7 +138,7 @@ def call_all(
         error, difference, uncertainty = "", None, 0.0
         try:
             with connect(
-                (host, port), meeting, family=socket.AF_INET, source=(address, 0)
+                (host, port), meeting, family=family_of(host), source=(address, 0)
             ) as connection:
                 difference, uncertainty = _ask_time(connection)
         except (OSError, HeteroError) as failure:

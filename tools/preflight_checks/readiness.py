@@ -12,9 +12,9 @@ from typing import Any
 
 import torch.distributed as dist
 
+from hetero.addresses import address_towards
 from hetero.agreement import Agreement
 from hetero.errors import HeteroError, UserError
-from hetero.link.tcp_connections import address_towards
 from tools.preflight_checks import findings_text
 from tools.preflight_checks.advice import Advice, Severity, advise
 from tools.preflight_checks.cluster_advice import NodeCard, PairResult, advise_cluster

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import struct
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from ctypes import addressof, create_string_buffer
@@ -24,7 +25,7 @@ from tests.hetero.link.joined import CPU, attempted, joined
 
 RING_BYTES = 256 << 10
 CHUNK_BYTES = 16 << 10
-SO_ATTACH_FILTER, SO_MAX_PACING_RATE = 26, 47
+SO_ATTACH_FILTER, SO_DETACH_FILTER, SO_MAX_PACING_RATE = 26, 27, 47
 _DROP_ALL = struct.pack("HBBI", 0x06, 0, 0, 0)
 """A packet filter of one instruction: return 0, which keeps nothing."""
 _Names = tuple[tuple[str, int], tuple[str, int]]
@@ -53,6 +54,10 @@ class Connection:
                 socket.SOL_SOCKET, SO_ATTACH_FILTER, struct.pack("HP", 1, addressof(program))
             )
 
+    def hear_again(self) -> None:
+        for end in self.ends:
+            end.setsockopt(socket.SOL_SOCKET, SO_DETACH_FILTER, 0)
+
     def slow_to(self, bytes_per_second: int) -> None:
         for end in self.ends:
             end.setsockopt(socket.SOL_SOCKET, SO_MAX_PACING_RATE, bytes_per_second)
@@ -69,10 +74,14 @@ class Network:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self._rails: dict[_Names, socket.socket] = {}
         self._control: dict[_Names, socket.socket] = {}
+        counts: Counter[Carrier] = Counter()
+        self._numbers: dict[_Names, int] = {}
         add, begin = Carrier.add_tcp_rail, Control.__init__
 
         def adding(carrier: Carrier, connection: socket.socket) -> None:
             self._rails[_names(connection)] = connection.dup()
+            self._numbers[_names(connection)] = counts[carrier]
+            counts[carrier] += 1
             add(carrier, connection)
 
         def beginning(control: Control, *connections: socket.socket, **options: float) -> None:
@@ -86,12 +95,17 @@ class Network:
     @property
     def rails(self) -> list[Connection]:
         """In the order of the rails."""
-        return _paired(self._rails)
+        return _paired(dict(sorted(self._rails.items(), key=lambda i: self._numbers[i[0]])))
 
     def path(self, address: str) -> list[Connection]:
         """All that begins at one address of the listener, control connections too."""
         every = self._rails | self._control
         return _paired({names: end for names, end in every.items() if address in str(names)})
+
+    def hear_again(self) -> None:
+        """The end of a silence of all connections."""
+        for connection in _paired(self._rails | self._control):
+            connection.hear_again()
 
     def close(self) -> None:
         for end in [*self._rails.values(), *self._control.values()]:

@@ -14,12 +14,7 @@ import torch.distributed as dist
 from hetero.errors import LinkError
 from hetero.link import tcp as opening
 from hetero.link.handshake import Meeting
-from hetero.link.tcp_connections import (
-    TcpPaths,
-    address_towards,
-    interface_address,
-    tune,
-)
+from hetero.link.tcp_connections import TcpPaths, tune
 from tests.hetero.link.tcp.ends import CHUNK_BYTES, Setup
 from tests.hetero.link.test_handshake import both, meeting
 
@@ -96,18 +91,9 @@ def test_buffers_are_small_within_a_host_and_the_kernels_own_between_hosts(
         socket.create_server(("127.0.0.1", 0)) as listener,
         socket.create_connection(listener.getsockname()) as connection,
     ):
-        tune(connection, stall_seconds=3.0)
+        tune(connection, lost_after=3.0)
         size = connection.getsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF)
         patience = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT)
     # The kernel doubles what it is asked for, to have room for its own needs.
     assert (size == 2 * (256 << 10)) == within_host
     assert patience == 3000
-
-
-def test_an_interface_that_does_not_exist_has_no_address() -> None:
-    assert interface_address("no such interface") is None
-    assert interface_address("lo") == "127.0.0.1"
-
-
-def test_the_address_towards_this_host_is_its_own() -> None:
-    assert address_towards("127.0.0.1") == "127.0.0.1"

@@ -1,0 +1,84 @@
+"""By which address the ranks of other hosts reach a rank."""
+
+from __future__ import annotations
+
+import socket
+from types import SimpleNamespace
+
+import psutil
+import pytest
+
+from hetero import addresses
+from hetero.addresses import (
+    Way,
+    address_leading_to,
+    address_towards,
+    interface_address,
+    interface_with,
+    own_address,
+)
+
+INTERFACES = {
+    "lo": ["127.0.0.1", "::1"],
+    "enp1": ["10.0.0.1", "fe80::1%enp1", "fd00::1"],
+    "enp2": ["fe80::2%enp2", "fd01::1"],
+    "enp3": ["fe80::3%enp3"],
+}
+
+
+@pytest.fixture(autouse=True)
+def machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    def entry(address: str) -> SimpleNamespace:
+        return SimpleNamespace(family=addresses.family_of(address), address=address)
+
+    table = {name: [entry(a) for a in found] for name, found in INTERFACES.items()}
+    monkeypatch.setattr(psutil, "net_if_addrs", lambda: table)
+
+
+def test_a_rank_elsewhere_has_the_address_that_it_reached_rank_0_from() -> None:
+    assert own_address([None, Way("10.0.0.2", "10.0.0.1")], rank=1) == "10.0.0.2"
+
+
+def test_rank_0_has_the_address_that_others_reached_it_at() -> None:
+    """Whatever its own host resolves MASTER_ADDR to."""
+    ways = [None, Way("127.0.0.1", "127.0.1.1"), Way("10.0.0.2", "10.0.0.1")]
+    assert own_address(ways, rank=0) == "10.0.0.1"
+    assert own_address(ways, rank=1) == "10.0.0.1"
+
+
+def test_behind_a_translation_of_addresses_it_is_the_one_that_leads_to_the_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(addresses, "address_towards", {"10.0.0.2": "10.0.0.1"}.get)
+    assert own_address([None, Way("10.0.0.2", "192.0.2.1")], rank=0) == "10.0.0.1"
+
+
+def test_on_one_host_it_is_the_loopback_address() -> None:
+    ways = [None, Way("127.0.0.1", "127.0.0.1")]
+    assert [own_address(ways, rank) for rank in range(2)] == ["127.0.0.1"] * 2
+
+
+def test_an_address_has_its_interface() -> None:
+    assert interface_with("10.0.0.1") == "enp1"
+    assert interface_with("fd01::1") == "enp2"
+    assert interface_with("127.0.1.1") == "lo"
+    assert interface_with("10.0.0.9") is None
+
+
+def test_an_interface_has_an_address_of_the_family_that_is_asked_for() -> None:
+    assert interface_address("enp1") == "10.0.0.1"
+    assert interface_address("enp1", socket.AF_INET6) == "fd00::1"
+    assert interface_address("enp2") == "fd01::1"
+    assert interface_address("enp2", socket.AF_INET) is None
+    assert interface_address("enp3") is None
+    assert interface_address("no such interface") is None
+
+
+@pytest.mark.parametrize("here", ["127.0.0.1", "localhost"])
+def test_the_way_to_this_host_stays_within_it(here: str) -> None:
+    assert address_towards(here) in ("127.0.0.1", "::1")
+    assert address_leading_to(here) is None
+
+
+def test_there_is_no_way_to_a_host_without_an_address() -> None:
+    assert address_leading_to("no.such.host.invalid") is None
