@@ -64,7 +64,7 @@ def open_tcp(
         }
         compare(connections.control[0], meeting, agreed)
         memory = _make_memory(ring_bytes, device, stack)
-        stall_seconds = min(meeting.description.timeout / 2, _LONGEST_STALL)
+        stall_seconds = min(meeting.description.timeout / 4, _LONGEST_STALL)
         silence = min(meeting.description.timeout, _LONGEST_SILENCE)
         carrier = Carrier(
             native(),

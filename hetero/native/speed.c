@@ -6,7 +6,7 @@
 #define ASSUMED_BYTES_PER_SECOND 1e9
 /* What a new figure counts for against the older ones, and how fast an idle rail is trusted again. */
 #define NEWEST_WEIGHT 0.3
-#define IDLE_GROWTH 1.5
+#define IDLE_GROWTH 1.1
 
 static double fastest(struct rail *const *rails, int count)
 {

@@ -5,8 +5,8 @@
 
 #include <errno.h>
 #include <linux/sockios.h>
+#include <linux/tcp.h>
 #include <netinet/in.h>
-#include <netinet/tcp.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -16,9 +16,8 @@
 #include <sys/uio.h>
 #include <unistd.h>
 
-/* Over which a speed is taken, at least, unless all has been confirmed. */
-#define LEAST_SECONDS 2e-3
-/* What is smaller and was confirmed sooner says how far the peer is, not how fast the rail. */
+/* Over which a speed is taken, at least: the kernel counts in its ticks how long it was busy. */
+#define LEAST_SECONDS 10e-3
 #define LEAST_BYTES (64 << 10)
 /* How often in a row the kernel has to have sent something again, before a rail counts as late. */
 #define LEAST_REPEATED 2
@@ -56,24 +55,46 @@ static uint64_t bytes_under_way(const struct rail *base)
     return rail->queued + unconfirmed(rail);
 }
 
-static void begin_to_measure(struct tcp_rail *rail)
+static bool ask_kernel(const struct tcp_rail *rail, struct tcp_info *info)
 {
-    rail->busy_since = rail->waiting_since = engine_now();
-    rail->confirmed_by_then = rail->given - unconfirmed(rail);
+    socklen_t nbytes = sizeof *info;
+
+    memset(info, 0, sizeof *info);
+    return getsockopt(rail->request.fd, IPPROTO_TCP, TCP_INFO, info, &nbytes) == 0;
+}
+
+static double last_heard(const struct rail *base)
+{
+    struct tcp_info info;
+
+    return ask_kernel((const struct tcp_rail *)base, &info)
+               ? engine_now() - 1e-3 * info.tcpi_last_ack_recv
+               : 0;
+}
+
+/* After a rest, or with what is too small to tell a rail's speed from how far the peer is. */
+static void measure_from_here(struct tcp_rail *rail, const struct tcp_info *info)
+{
+    rail->busy_by_then = info->tcpi_busy_time - info->tcpi_rwnd_limited;
+    rail->confirmed_by_then = info->tcpi_bytes_acked;
 }
 
 /* What the kernel takes at once may take long to arrive: only what was confirmed says how fast a rail
- * is, over a time in which it was never idle. */
+ * is, over the time in which something was on its way and the peer had room for it. */
 static void measure(struct tcp_rail *rail)
 {
-    uint64_t left = unconfirmed(rail), confirmed = rail->given - left;
-    double seconds = engine_now() - rail->busy_since;
+    struct tcp_info info;
+    double now = engine_now();
 
-    if (seconds < LEAST_SECONDS && (left > 0 || confirmed - rail->confirmed_by_then < LEAST_BYTES))
+    if (now - rail->measured_at < LEAST_SECONDS || !ask_kernel(rail, &info))
         return;
-    speed_note(&rail->rail, confirmed - rail->confirmed_by_then, seconds);
-    rail->busy_since += seconds;
-    rail->confirmed_by_then = confirmed;
+    rail->measured_at = now;
+    uint64_t busy = info.tcpi_busy_time - info.tcpi_rwnd_limited - rail->busy_by_then;
+    uint64_t confirmed = info.tcpi_bytes_acked - rail->confirmed_by_then;
+    if (1e-6 * (double)busy < LEAST_SECONDS || confirmed < LEAST_BYTES)
+        return;
+    speed_note(&rail->rail, confirmed, 1e-6 * (double)busy);
+    measure_from_here(rail, &info);
 }
 
 /* Sending. */
@@ -83,7 +104,11 @@ static int give(struct rail *base, struct frame frame, const void *bytes)
     struct tcp_rail *rail = rail_of(base);
 
     if (rail->count == 0 && unconfirmed(rail) == 0) {
-        begin_to_measure(rail);
+        struct tcp_info info;
+
+        rail->waiting_since = engine_now();
+        if (ask_kernel(rail, &info))
+            measure_from_here(rail, &info);
         rail->owner.awaits_answer(rail->owner.carrier);
     }
     rail->queued += sizeof frame + frame.nbytes;
@@ -183,7 +208,6 @@ static void sent(struct tcp_rail *rail, int items)
 
         rail->waiting[frame->message]--;
         rail->queued -= sizeof *frame + frame->nbytes;
-        rail->given += sizeof *frame + frame->nbytes;
         rail->rail.credits_under_way -= frame->message == MESSAGE_CREDIT;
         engine_sent(rail->owner.engine, &rail->rail, frame->message, frame->number);
         rail->first = (rail->first + 1) % TCP_ROOM;
@@ -228,23 +252,6 @@ static bool is_busy(const struct rail *base)
     return false;
 }
 
-static bool ask_kernel(const struct tcp_rail *rail, struct tcp_info *info)
-{
-    socklen_t nbytes = sizeof *info;
-
-    memset(info, 0, sizeof *info);
-    return getsockopt(rail->request.fd, IPPROTO_TCP, TCP_INFO, info, &nbytes) == 0;
-}
-
-static double last_heard(const struct rail *base)
-{
-    struct tcp_info info;
-
-    return ask_kernel((const struct tcp_rail *)base, &info)
-               ? engine_now() - 1e-3 * info.tcpi_last_ack_recv
-               : 0;
-}
-
 static double last_asked(const struct rail *base)
 {
     struct tcp_info info;
@@ -274,7 +281,7 @@ static bool is_drained(const struct rail *base)
     return ((const struct tcp_rail *)base)->is_ended || !base->live;
 }
 
-/* Its threads tell the engine by themselves. */
+/* Its threads tell the engine by themselves what has happened. */
 static bool poll_nothing(struct rail *base, struct engine *engine)
 {
     (void)base;

@@ -41,10 +41,9 @@ struct tcp_rail {
     int first, count;
     int waiting[4]; /* by what they carry */
     uint64_t queued; /* bytes of the items */
-    uint64_t given;  /* bytes that the kernel has taken */
-    /* Since when, and since how many bytes that the peer's kernel had confirmed, it has been busy. */
-    double busy_since;
-    uint64_t confirmed_by_then;
+    /* How many bytes the peer's kernel had confirmed, in how many microseconds, when its speed was taken. */
+    uint64_t confirmed_by_then, busy_by_then;
+    double measured_at;
     double waiting_since; /* when it was last idle */
     bool is_ended;  /* the peer sends nothing more */
     char *scratch;  /* the receiver's */

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import platform
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 
 NEEDED = (
@@ -51,12 +52,12 @@ def require_debian() -> None:
         raise CannotRun("it needs root, to install Debian's packages and to read all files")
 
 
-def install() -> None:
-    """Install what is missing of NEEDED. Raises CannotRun when it cannot be had."""
-    missing = [name for name in NEEDED if not _is_installed(name)]
+def install(names: Sequence[str] = NEEDED) -> None:
+    """Install what is missing of these. Raises CannotRun when it cannot be had."""
+    missing = [name for name in names if not _is_installed(name)]
     if not missing:
         return
-    print(f"test-rdma: installing {' '.join(missing)}", flush=True)
+    print(f"installing {' '.join(missing)}", flush=True)
     command = [*APT, "install", "-y", "--no-install-recommends", *missing]
     if _run(command).returncode == 0:
         return

@@ -22,8 +22,8 @@ from tests.hetero.link.tcp.ends import (
 )
 
 NBYTES = 6 * CHUNK_BYTES + 1
-# A dead path is noticed within half of it.
-SHORT = 3.0
+# A dead path is noticed after a quarter of it, or a little later.
+SHORT = 5.0
 FAULTS: dict[str, Callable[[Connection], None]] = {
     "closed": Connection.close,
     "silent": Connection.silence,
@@ -104,7 +104,7 @@ def test_rails_that_all_fall_silent_are_not_lost_and_go_on_when_they_can(
     network: Network, caplog: pytest.LogCaptureFixture
 ) -> None:
     """For longer than one may be silent beside another that is not, as while a switch restarts."""
-    back = threading.Timer(5.0, network.hear_again)
+    back = threading.Timer(2.8, network.hear_again)
     with caplog.at_level(logging.WARNING), Setup(timeout=8.0).links() as links:
 
         def cut() -> None:

@@ -1,0 +1,162 @@
+"""Training runs over the hosts of a Network: a launcher on each, as on machines."""
+
+from __future__ import annotations
+
+import json
+import queue
+import re
+import subprocess
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from tests.hosts.network import Host
+
+SECONDS = 150
+"""For anything that is waited for here: far more than it takes."""
+MODEL = (
+    "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --ffn-hidden-size 128 "
+    "--seq-length 128 --max-position-embeddings 128 --position-embedding-type rope "
+    "--normalization RMSNorm --swiglu --disable-bias-linear --hidden-dropout 0 "
+    "--attention-dropout 0 --micro-batch-size 4 --global-batch-size 16 --lr 3e-3 "
+    "--min-lr 3e-4 --log-interval 1 --eval-iters 0 --num-workers 0 --mock-data "
+    "--tokenizer-type ByteLevelTokenizer --hetero-pipeline --hetero-vendors amd nvidia "
+    "--hetero-pipeline-sizes 1 1 --hetero-chunk-kib 16"
+).split()
+"""Two stages, whose tensors are cut into chunks enough for several rails."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How one host's launcher ended."""
+
+    code: int
+    output: str
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """What two runs that compute the same have in common, to the last bit."""
+
+    losses: list[float]
+    grad_norms: list[float]
+    weights: str
+
+
+class Run:
+    """A run under way. `commands` are the words of each host's launcher, after Python's name."""
+
+    def __init__(
+        self,
+        hosts: Sequence[Host],
+        commands: Sequence[Sequence[str]],
+        folder: Path,
+        *,
+        environ: Mapping[str, str] | None = None,
+    ) -> None:
+        self._metrics, self._report = folder / "metrics.jsonl", folder / "report.json"
+        told = ["--metrics-file", str(self._metrics), "--hetero-report", str(self._report)]
+        own = {"HETERO_VENDOR": "plan", "PYTHONUNBUFFERED": "1", **(environ or {})}
+        self._processes = [
+            host.start([*words, *told], environ=own)
+            for host, words in zip(hosts, commands, strict=True)
+        ]
+        self._lines: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self._outputs: list[list[str]] = [[] for _ in hosts]
+        self._readers = [
+            threading.Thread(target=self._read, args=(process, kept), daemon=True)
+            for process, kept in zip(self._processes, self._outputs, strict=True)
+        ]
+        for reader in self._readers:
+            reader.start()
+
+    def _read(self, process: subprocess.Popen[str], kept: list[str]) -> None:
+        assert process.stdout is not None
+        for line in process.stdout:
+            kept.append(line)
+            self._lines.put(line)
+
+    def wait_for(self, pattern: str) -> str:
+        """The first line of any host, after the last that was waited for, that matches."""
+        deadline = time.monotonic() + SECONDS
+        while time.monotonic() < deadline and any(p.poll() is None for p in self._processes):
+            try:
+                line = self._lines.get(timeout=0.5)
+            except queue.Empty:
+                continue
+            if re.search(pattern, line):
+                return line
+        raise AssertionError(f"nobody said {pattern!r}:\n{self._said()}")
+
+    def kill(self, rank: int) -> None:
+        """The process of one rank, wherever it runs."""
+        for process in self._processes:
+            for child in psutil.Process(process.pid).children(recursive=True):
+                words = " ".join(child.cmdline())
+                if child.environ().get("RANK") == str(rank) and "pretrain_gpt.py" in words:
+                    child.kill()
+                    return
+        raise AssertionError(f"there is no process of rank {rank}")
+
+    def end(self) -> list[Outcome]:
+        """How each host's launcher ended, once all have."""
+        deadline = time.monotonic() + SECONDS
+        try:
+            for process in self._processes:
+                process.wait(max(0.1, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired as hang:
+            raise AssertionError(f"it hangs:\n{self._said()}") from hang
+        finally:
+            self._kill_all()
+        for reader in self._readers:
+            reader.join(10)
+        pairs = zip(self._processes, self._outputs, strict=True)
+        return [Outcome(process.returncode, "".join(kept)) for process, kept in pairs]
+
+    def numbers(self) -> Numbers:
+        """Of a run that ends well."""
+        outcomes = self.end()
+        assert [outcome.code for outcome in outcomes] == [0] * len(outcomes), self._said()
+        rows = [json.loads(line) for line in self._metrics.read_text().splitlines()]
+        return Numbers(
+            losses=[row["loss"] for row in rows],
+            grad_norms=[row["grad_norm"] for row in rows],
+            weights=json.loads(self._report.read_text())["weights"]["sha256"],
+        )
+
+    def _kill_all(self) -> None:
+        for process in self._processes:
+            if process.poll() is None:
+                for child in psutil.Process(process.pid).children(recursive=True):
+                    child.kill()
+                process.kill()
+                process.wait(10)
+
+    def _said(self) -> str:
+        return "\n".join(f"host {n}: {''.join(k)[-3000:]}" for n, k in enumerate(self._outputs))
+
+
+def launch(
+    hosts: Sequence[Host],
+    flags: Sequence[str],
+    folder: Path,
+    *,
+    master: str,
+    launcher: str = "hetero.run",
+    own_flags: Sequence[Sequence[str]] | None = None,
+) -> Run:
+    """Start one rank on each host, with flags of its own if need be."""
+    folder.mkdir()
+    meeting = ["--master-addr", master, "--master-port", "29511", "--nproc-per-node", "1"]
+    commands = [
+        [
+            *("-m", launcher, "--nnodes", str(len(hosts)), "--node-rank", str(node), *meeting),
+            *("pretrain_gpt.py", *flags, *(own_flags[node] if own_flags else ())),
+        ]
+        for node in range(len(hosts))
+    ]
+    return Run(hosts, commands, folder)

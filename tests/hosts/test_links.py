@@ -1,0 +1,88 @@
+"""A link over two rails between two hosts: a slow rail, and a peer that rests."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import psutil
+
+from tests.hosts.network import MEGABITS, Host, Network
+
+
+class End:
+    """One end's process."""
+
+    def __init__(self, host: Host, rank: int, store_at: str) -> None:
+        self._process = host.start(
+            ["-m", "tests.hosts.link_end", str(rank), store_at, host.address(0), host.address(1)],
+            stdin=subprocess.PIPE,
+        )
+
+    def hear(self) -> str:
+        assert self._process.stdout is not None
+        while (line := self._process.stdout.readline()).startswith("[W"):
+            pass  # The store says that a host's address has no name.
+        return line.strip()
+
+    def exchange(self, count: int) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write(f"{count}\n")
+        self._process.stdin.flush()
+
+    def signal(self, number: signal.Signals) -> None:
+        outside = psutil.Process(self._process.pid)
+        (inside,) = outside.children()
+        inside.send_signal(number)
+        # nsenter stops with what it has started, and does not go on with it.
+        outside.send_signal(number)
+
+    def end(self) -> None:
+        self._process.communicate(timeout=60)
+
+
+@contextmanager
+def ends(network: Network) -> Iterator[list[End]]:
+    pair = network.hosts[:2]
+    made = [End(host, rank, pair[0].address()) for rank, host in enumerate(pair)]
+    assert [end.hear() for end in made] == ["open", "open"]
+    yield made
+    for end in made:
+        end.end()
+
+
+def exchange(pair: list[End], count: int) -> list[str]:
+    """What both say of this many messages each way; a lost rail would be spoken of before."""
+    for end in pair:
+        end.exchange(count)
+    return [end.hear() for end in pair]
+
+
+def test_a_slow_rail_and_a_stopped_peer_cost_no_rail_and_hold_nothing_back(
+    network: Network,
+) -> None:
+    with ends(network) as pair:
+        assert exchange(pair, 20) == ["whole", "whole"]
+
+        # Its windows are full before it is stopped for longer than a silent rail may be.
+        for end in pair:
+            end.exchange(40)
+        time.sleep(0.1)
+        pair[1].signal(signal.SIGSTOP)
+        time.sleep(3.5)
+        pair[1].signal(signal.SIGCONT)
+        assert [end.hear() for end in pair] == ["whole", "whole"]
+
+        for host in network.hosts[:2]:
+            network.shape(host, rail=1, megabits=MEGABITS / 10)
+        before = [network.hosts[0].bytes_sent(rail) for rail in (0, 1)]
+        assert exchange(pair, 60) == ["whole", "whole"]
+        after = [network.hosts[0].bytes_sent(rail) for rail in (0, 1)]
+        for host in network.hosts[:2]:
+            network.shape(host, rail=1, megabits=MEGABITS)
+    fast, slow = (now - then for now, then in zip(after, before, strict=True))
+    assert fast + slow > 60 << 20
+    assert slow < fast / 4

@@ -1,0 +1,75 @@
+"""Two stages of different vendors (simulated) on two hosts: names, families, rails and faults."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.hosts.network import Network
+from tests.hosts.runs import MODEL, Numbers, launch
+
+ITERATIONS = ["--train-iters", "40"]
+
+
+@pytest.fixture(scope="module")
+def over_ipv6(network: Network, tmp_path_factory: pytest.TempPathFactory) -> Numbers:
+    """Undisturbed, on hosts without IPv4 addresses, started with torchrun."""
+    pair = network.hosts[:2]
+    with network.only_ipv6():
+        run = launch(
+            pair,
+            [*MODEL, *ITERATIONS],
+            tmp_path_factory.mktemp("run") / "ipv6",
+            master=pair[0].ipv6_address(),
+            launcher="torch.distributed.run",
+        )
+        run.wait_for(r"rank 0 .*: tcp \(ipc: .*different hosts")
+        return run.numbers()
+
+
+def test_a_run_survives_its_hosts_names_and_the_loss_of_rails_to_the_last_bit(
+    network: Network, over_ipv6: Numbers, tmp_path: Path
+) -> None:
+    """Three rails with other names on each side, of which one is cut and one is taken down.
+
+    Rank 0's host resolves its own name, which is MASTER_ADDR, to a loopback address; the other
+    host's name resolves to nothing.
+    """
+    pair = network.hosts[:2]
+    pair[0].name_resolves_to("127.0.1.1")
+    pair[1].name_resolves_to(None, hosta=pair[0].address())
+    run = launch(
+        pair,
+        [*MODEL, *ITERATIONS, "--hetero-transport", "tcp", "--hetero-tcp-connections", "3"],
+        tmp_path / "ipv4",
+        master="hosta",
+        own_flags=[["--hetero-nics", *host.interfaces] for host in pair],
+    )
+    run.wait_for("iteration +3/")
+    with network.cut(pair[0], rail=1):
+        run.wait_for(r"rail 1 \(10.77.1.[12] to 10.77.1.[12]\) is lost: .*; 2 of 3 rails go on")
+        with network.down(pair[1], rail=2):
+            run.wait_for(r"rail 2 \(10.77.2.[12] to 10.77.2.[12]\) is lost: .*; 1 of 3 rails go on")
+            assert run.numbers() == over_ipv6
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_killed_rank_is_named_on_the_other_host(
+    network: Network, victim: int, tmp_path: Path
+) -> None:
+    """By torchrun, which ends its own node's ranks at once and says nothing to the others."""
+    run = launch(
+        network.hosts[:2],
+        [*MODEL, "--train-iters", "100000"],
+        tmp_path / "killed",
+        master=network.hosts[0].address(),
+        launcher="torch.distributed.run",
+    )
+    run.wait_for("iteration +3/")
+    run.kill(victim)
+    survivor = run.end()[1 - victim]
+    host = network.hosts[victim].name
+    named = f"rank {victim} on {host} (stage {victim}) has ended without a word (last heard at "
+    assert survivor.code == 1
+    assert named in survivor.output
