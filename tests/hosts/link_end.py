@@ -14,10 +14,10 @@ import torch
 from torch.distributed import TCPStore
 
 from hetero.device.host import HostDevice
-from hetero.transport.base import LinkDescription
-from hetero.transport.handshake import Meeting
-from hetero.transport.tcp.connections import TcpPaths
-from hetero.transport.tcp.opening import open_tcp
+from hetero.link.base import LinkDescription
+from hetero.link.handshake import Meeting
+from hetero.link.tcp import open_tcp
+from hetero.link.tcp_connections import TcpPaths
 
 NBYTES = 1 << 20
 TIMEOUT = 8.0
