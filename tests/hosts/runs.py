@@ -140,6 +140,14 @@ class Run:
         return "\n".join(f"host {n}: {''.join(k)[-3000:]}" for n, k in enumerate(self._outputs))
 
 
+def meeting(nodes: int, node: int, master: str) -> list[str]:
+    """A launcher's flags for one process on each node."""
+    return [
+        *("--nnodes", str(nodes), "--node-rank", str(node), "--nproc-per-node", "1"),
+        *("--master-addr", master, "--master-port", "29511"),
+    ]
+
+
 def launch(
     hosts: Sequence[Host],
     flags: Sequence[str],
@@ -151,10 +159,9 @@ def launch(
 ) -> Run:
     """Start one rank on each host, with flags of its own if need be."""
     folder.mkdir()
-    meeting = ["--master-addr", master, "--master-port", "29511", "--nproc-per-node", "1"]
     commands = [
         [
-            *("-m", launcher, "--nnodes", str(len(hosts)), "--node-rank", str(node), *meeting),
+            *("-m", launcher, *meeting(len(hosts), node, master)),
             *("pretrain_gpt.py", *flags, *(own_flags[node] if own_flags else ())),
         ]
         for node in range(len(hosts))

@@ -110,7 +110,7 @@ def _nics(facts: NodeFacts) -> Iterator[Advice]:
         yield Advice(
             Severity.NOTE,
             "network",
-            "no NIC is up with an IPv4 address; the node can only train alone",
+            "no NIC is up with an IP address; the node can only train alone",
         )
     # Interfaces of RDMA devices are spoken of with their ports.
     spoken_for = {port.interface for device in facts.rdma for port in device.ports}

@@ -34,13 +34,10 @@ class NodeCard:
     python: str
     collectives: str
     addresses: dict[str, str]
-    """The NICs that its links would use, and their IPv4 addresses."""
+    """The NICs that its links would use, and their addresses."""
     mtus: dict[str, int]
-    master_is_loopback: bool
-    """Whether MASTER_ADDR resolves to a loopback address here."""
-    name_is_loopback: bool
-    gloo_interface: str
-    """GLOO_SOCKET_IFNAME; empty where it is not set."""
+    gloo_interfaces_amiss: tuple[str, ...]
+    """Of those in GLOO_SOCKET_IFNAME, the ones that do not lead to other nodes."""
 
     def __str__(self) -> str:
         return f"node {self.number} ({self.host})"
@@ -124,25 +121,19 @@ def _hosts(cards: Sequence[NodeCard]) -> Iterator[Advice]:
     if len({card.network for card in cards}) < 2:
         return
     for card in cards:
-        if card.master_is_loopback:
+        for name in card.gloo_interfaces_amiss:
             yield Advice(
                 Severity.PROBLEM,
                 "network",
-                f"MASTER_ADDR resolves to a loopback address on {card}, where no other node can "
-                "call back; use the node's IP address, or mend its /etc/hosts",
-            )
-        if card.name_is_loopback and not card.gloo_interface:
-            yield Advice(
-                Severity.PROBLEM,
-                "network",
-                f"the name of {card} resolves to a loopback address there, which gloo gives to "
-                "the other nodes; mend its /etc/hosts, or set GLOO_SOCKET_IFNAME",
+                f"GLOO_SOCKET_IFNAME names {name} on {card}, which is no interface there that "
+                "other nodes can reach; name one of that node, or leave the variable unset: a run "
+                "then takes the interface that leads to rank 0",
             )
         if not card.addresses:
             yield Advice(
                 Severity.PROBLEM,
                 "network",
-                f"{card} has no NIC with an IPv4 address for links; name one with --hetero-nics",
+                f"{card} has no NIC with an IP address for links; name one with --hetero-nics",
             )
     for name in sorted({card.host for card in cards}):
         same = [card for card in cards if card.host == name]

@@ -43,8 +43,6 @@ class HostFacts:
     iommu_types: tuple[str, ...]
     """Kinds of the devices' IOMMU domains ("identity" passes through); empty without IOMMU."""
     virtual_machine: bool
-    name_is_loopback: bool
-    """Whether the host's own name resolves to a loopback address only."""
     limits: Limits
 
 
@@ -77,18 +75,8 @@ def read_host(roots: Roots, limits: Limits) -> HostFacts:
         numa_balancing=(read_integer(roots.proc / "sys/kernel/numa_balancing") or 0) > 0,
         iommu_types=tuple(sorted({read_text(groups / n / "type") for n in entries(groups)})),
         virtual_machine="hypervisor" in _field(cpu, "flags").split(),
-        name_is_loopback=resolves_to_loopback(socket.gethostname()),
         limits=limits,
     )
-
-
-def resolves_to_loopback(name: str) -> bool:
-    """Whether every address of a host name is a loopback one; False where it has none."""
-    try:
-        found = {str(info[4][0]) for info in socket.getaddrinfo(name, None)}
-    except OSError:
-        return False
-    return bool(found) and all(a.startswith("127.") or a == "::1" for a in found)
 
 
 def node_identity() -> str:

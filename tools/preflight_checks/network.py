@@ -37,8 +37,8 @@ class InterfaceFacts:
         return self.state == "up"
 
     @property
-    def ipv4(self) -> str | None:
-        return next((address for address in self.addresses if ":" not in address), None)
+    def address(self) -> str | None:
+        return next(iter(self.addresses), None)
 
 
 def live_addresses() -> dict[str, list[str]]:

@@ -65,7 +65,7 @@ class End:
     """Of these two processes alone."""
     secret: str
     addresses: tuple[str, ...]
-    """This end's IPv4 addresses, one a rail, as many as the other end has."""
+    """This end's addresses, one a rail, as many as the other end has."""
     device: torch.device
 
 

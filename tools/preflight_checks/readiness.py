@@ -12,13 +12,13 @@ from typing import Any
 
 import torch.distributed as dist
 
-from hetero.addresses import address_towards
+from hetero.addresses import address_towards, interface_address, is_loopback
 from hetero.agreement import Agreement
 from hetero.errors import HeteroError, UserError
 from tools.preflight_checks import findings_text
 from tools.preflight_checks.advice import Advice, Severity, advise
 from tools.preflight_checks.cluster_advice import NodeCard, PairResult, advise_cluster
-from tools.preflight_checks.host_facts import network_namespace, node_identity, resolves_to_loopback
+from tools.preflight_checks.host_facts import network_namespace, node_identity
 from tools.preflight_checks.node_facts import Live, NodeFacts, read_node
 from tools.preflight_checks.pair_schedule import Place, reached_rails, rounds
 from tools.preflight_checks.path_bandwidth import (
@@ -57,7 +57,8 @@ class NodeReport:
     @classmethod
     def from_dict(cls, record: Mapping[str, Any]) -> NodeReport:
         card = dict(record["card"])
-        card["gpus"] = tuple(card["gpus"])
+        for name in ("gpus", "gloo_interfaces_amiss"):
+            card[name] = tuple(card[name])
         advice = [
             Advice(Severity(a["severity"]), a["subject"], a["text"]) for a in record["advice"]
         ]
@@ -154,19 +155,24 @@ def _card(settings: Settings, number: int, facts: NodeFacts) -> NodeCard:
         collectives=software.collectives,
         addresses=addresses,
         mtus=mtus,
-        master_is_loopback=bool(master) and resolves_to_loopback(master),
-        name_is_loopback=facts.host.name_is_loopback,
-        gloo_interface=os.environ.get("GLOO_SOCKET_IFNAME", ""),
+        gloo_interfaces_amiss=_amiss(os.environ.get("GLOO_SOCKET_IFNAME", "")),
     )
 
 
+def _amiss(names: str) -> tuple[str, ...]:
+    """The interfaces, of those named with commas between, by which no other node gets here."""
+    given = [name.strip() for name in names.split(",") if name.strip()]
+    found = {name: interface_address(name) for name in given}
+    return tuple(name for name, at in found.items() if at is None or is_loopback(at))
+
+
 def link_addresses(facts: NodeFacts, named: Sequence[str], master: str) -> dict[str, str]:
-    """The NICs that links would use and their IPv4 addresses.
+    """The NICs that links would use and their addresses.
 
     Those named (a network interface or an RDMA device), or those recommended, or the one towards
     the first node. Raises UserError for a name that is no NIC with an address here.
     """
-    by_interface = {i.name: i.ipv4 for i in facts.interfaces if i.ipv4 is not None}
+    by_interface = {i.name: i.address for i in facts.interfaces if i.address is not None}
     of_rdma = {
         device.name: port.interface
         for device in facts.rdma
@@ -178,7 +184,7 @@ def link_addresses(facts: NodeFacts, named: Sequence[str], master: str) -> dict[
         address = by_interface.get(of_rdma.get(name, name))
         if address is None:
             raise UserError(
-                f"--hetero-nics {name} is no NIC with an IPv4 address on {facts.host.name}; it "
+                f"--hetero-nics {name} is no NIC with an IP address on {facts.host.name}; it "
                 f"has {', '.join(by_interface) or 'none'}"
             )
         found[name] = address

@@ -22,7 +22,7 @@ class Nic:
     """Of the network interface, or of the RDMA device where that has no interface."""
     rdma: str | None
     address: str | None
-    """IPv4, which the tcp transport needs."""
+    """IPv4 where it has one."""
     pci: PciDevice | None
     rate: float
     """Gb/s; 0 where not told."""
@@ -44,7 +44,7 @@ def candidates(interfaces: Sequence[InterfaceFacts], rdma: Sequence[RdmaFacts]) 
         Nic(
             name=port.interface or device.name,
             rdma=device.name,
-            address=by_name[port.interface].ipv4 if port.interface in by_name else None,
+            address=by_name[port.interface].address if port.interface in by_name else None,
             pci=device.pci,
             rate=port.rate,
         )
@@ -60,8 +60,8 @@ def _interfaces(interfaces: Sequence[InterfaceFacts]) -> list[Nic]:
     """Physical interfaces; virtual ones where they are faster, as a bond is, or all there is."""
     nics: dict[str, list[Nic]] = {"physical": [], "virtual": []}
     for i in interfaces:
-        if i.kind in nics and i.is_up and i.ipv4 is not None:
-            nics[i.kind].append(Nic(i.name, None, i.ipv4, i.pci, (i.speed or 0) / 1000))
+        if i.kind in nics and i.is_up and i.address is not None:
+            nics[i.kind].append(Nic(i.name, None, i.address, i.pci, (i.speed or 0) / 1000))
     fastest = {kind: max((nic.rate for nic in found), default=-1.0) for kind, found in nics.items()}
     return nics["virtual" if fastest["virtual"] > fastest["physical"] else "physical"]
 

@@ -9,7 +9,7 @@ import torch
 
 from tests.tools.preflight_checks.machines import config_space
 from tools.preflight_checks import host_facts
-from tools.preflight_checks.host_facts import read_limits, resolves_to_loopback
+from tools.preflight_checks.host_facts import read_limits
 from tools.preflight_checks.pci import redirects_peers
 from tools.preflight_checks.roots import Roots, run_tool
 from tools.preflight_checks.software import read_software, unmet_requirements
@@ -23,20 +23,6 @@ def test_limits_are_those_of_this_process(tmp_path):
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     assert read_limits(str(tmp_path / "missing")).shared_memory == 0
-
-
-@pytest.mark.parametrize(
-    ("addresses", "expected"),
-    [(["127.0.1.1"], True), (["127.0.1.1", "::1"], True), (["127.0.1.1", "10.0.0.1"], False)],
-)
-def test_a_name_with_loopback_addresses_only_is_found_out(monkeypatch, addresses, expected):
-    answer = [(0, 0, 0, "", (address, 0)) for address in addresses]
-    monkeypatch.setattr(host_facts.socket, "getaddrinfo", lambda *_: answer)
-    assert resolves_to_loopback("anything") is expected
-
-
-def test_a_name_that_does_not_resolve_is_not_called_loopback():
-    assert resolves_to_loopback("no-such-host.invalid") is False
 
 
 def test_the_running_software_is_told():
