@@ -11,6 +11,7 @@ from __future__ import annotations
 import hmac
 import json
 import os
+import resource
 import select
 import socket
 import threading
@@ -30,6 +31,8 @@ _GRACE_SECONDS = 5.0
 """For a rank to fail by itself, with what it was doing, after another has ended."""
 _BEAT = b"\n"
 _LONGEST_GREETING = 1024
+_PAUSE_SECONDS = 0.1
+_OTHER_FILES = 1024
 
 
 class RankLost(HeteroError):
@@ -129,6 +132,7 @@ class Hub(Liveness):
         self._silence = 3 * _interval(world_size)
         self._lines: dict[int, _Line] = {}
         self._lock = threading.Lock()
+        _allow_files(world_size)
         self._listener = _listener(backlog=min(world_size, 4096))
         self.port = int(self._listener.getsockname()[1])
         self._wake, self._woken = socket.socketpair()
@@ -162,8 +166,13 @@ class Hub(Liveness):
         self._listener.close()
 
     def _accept(self) -> None:
-        with suppress(OSError):
+        try:
             connection, _ = self._listener.accept()
+        except OSError:
+            # No more files may be open, and who calls gives up by himself.
+            time.sleep(_PAUSE_SECONDS)
+            return
+        with suppress(OSError):
             connection.setblocking(False)
             _keep_alive(connection, self._patience)
             with self._lock:
@@ -310,6 +319,16 @@ class Member(Liveness):
 
 def _interval(world_size: int) -> float:
     return max(_BEAT_SECONDS, world_size / _BEATS_A_SECOND)
+
+
+def _allow_files(world_size: int) -> None:
+    """Room for a connection to every rank beside what else is open, as far as that is allowed."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = world_size + _OTHER_FILES
+    if hard != resource.RLIM_INFINITY:
+        wanted = min(wanted, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def _listener(*, backlog: int) -> socket.socket:

@@ -28,11 +28,18 @@ class Choice:
 
     link: Link
     passed_over: tuple[str, ...]
+    is_last_resort: bool = False
 
     def __str__(self) -> str:
         reasons = "; ".join(self.passed_over) or "the fastest there is"
         remark = f", {self.link.remark}" if self.link.remark else ""
-        return f"{self.link.description}: {self.link.transport}{remark} ({reasons})"
+        line = f"{self.link.description}: {self.link.transport}{remark} ({reasons})"
+        if not self.is_last_resort:
+            return line
+        return (
+            f"warning: {line}; every other way failed, and this one is much slower: mend what the "
+            "reasons name, or ask for --hetero-transport gloo"
+        )
 
 
 def open_fastest(
@@ -67,7 +74,7 @@ def open_fastest(
             f"{meeting.description} has no path of the kind that was asked for "
             f"({'; '.join(passed_over)}); take --hetero-transport auto"
         )
-    return Choice(last_resort(), tuple(passed_over))
+    return Choice(last_resort(), tuple(passed_over), is_last_resort=True)
 
 
 def _try(

@@ -114,6 +114,7 @@ def test_the_last_resort_is_taken_when_nothing_works(
     found = choices()
     assert [choice.link.transport for choice in found] == ["gloo", "gloo"]
     assert "tcp: tcp is broken here" in str(found[1])
+    assert all(str(choice).startswith("warning: ") for choice in found)
 
 
 def test_ends_on_two_hosts_do_not_try_shared_memory(

@@ -142,6 +142,16 @@ def test_two_processes_of_one_host_find_out_that_they_share_memory() -> None:
     assert [pair.share_memory for pair in pairs] == [True, True]
 
 
+def test_an_address_that_no_other_host_can_call_is_refused_before_it_is_tried() -> None:
+    here = replace(CPU, addresses=("127.0.1.1",))
+    there = replace(CPU, addresses=("10.0.0.2",))
+    pair = Pair(here, replace(there, host=HOST | {"network": "another"}))
+    obstacle = pair.obstacle("tcp")
+    assert obstacle is not None
+    assert "only the loopback address 127.0.1.1" in obstacle
+    assert Pair(here, there).obstacle("tcp") is None
+
+
 def test_every_family_is_made_of_paths_fastest_first() -> None:
     for family in FAMILIES.values():
         assert list(family) == sorted(family, key=PATHS.index)
