@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import socket
 import time
 from pathlib import Path
 
@@ -39,6 +40,8 @@ def test_a_killed_rank_ends_the_others_within_seconds(
     assert outcomes[survivor].code == 1
     assert time.monotonic() - began < 30
     assert f"rank {survivor}" in outcomes[survivor].stderr
+    named = f"rank {victim} on {socket.gethostname()} (stage {victim}) has ended without a word"
+    assert f"{named} (last heard at " in outcomes[survivor].stderr
     assert "Traceback" not in outcomes[survivor].stderr
 
 
