@@ -15,18 +15,19 @@ import threading
 import time
 from collections.abc import Callable
 from ctypes import CFUNCTYPE, c_int, c_size_t, c_uint, c_uint32, c_uint64, c_void_p
-from typing import Any
+from typing import Any, Protocol
 
-from hetero.device.base import Mark, Reached
-from hetero.device.ordered import (
+from hetero.device.device import (
+    COMPLETED,
     CurrentStream,
+    Event,
     GpuMemory,
     NativeStreams,
     OrderedDevice,
     Word,
 )
 from hetero.errors import LinkError
-from hetero.native.library import EntryPoints, Step, Streams, Vendor, native
+from hetero.native.binding import EntryPoints, Step, Streams, Vendor
 
 _POLL_SECONDS = 50e-6
 ANY_VALUE = 2**32
@@ -70,6 +71,12 @@ class _Queue:
         """Ends the thread when it is met."""
 
 
+class _Awaitable(Protocol):
+    """What a stream may be made to wait for."""
+
+    def wait(self) -> object: ...
+
+
 class _DriverForC:
     """What C calls in the place of a GPU's driver.
 
@@ -81,7 +88,7 @@ class _DriverForC:
         self.before: Callable[[Step], int] = lambda step: 0
         self.copied_by_callers = 0
         self._queues: dict[int, _Queue] = {}
-        self._events: dict[int, Mark] = {}
+        self._events: dict[int, _Awaitable] = {}
         self._functions = {
             Step.COPY: self._copy,
             Step.WAIT_VALUE: lambda stream, word, value, flags: self._give(
@@ -92,7 +99,7 @@ class _DriverForC:
             ),
             Step.RECORD_EVENT: self._record,
             Step.WAIT_EVENT: lambda stream, event, flags: self._give(
-                stream, self._events[event].synchronize
+                stream, self._events[event].wait
             ),
         }
         # C keeps their addresses alone.
@@ -104,8 +111,8 @@ class _DriverForC:
     def know_queue(self, work: _Queue) -> int:
         return self._handle(self._queues, work)
 
-    def know_event(self, mark: Mark) -> int:
-        return self._handle(self._events, mark)
+    def know_event(self, event: _Awaitable) -> Event:
+        return Event(self._handle(self._events, event), event)
 
     def _handle(self, known: dict[int, Any], what: object) -> int:
         # No thread has such a number, which a caller's stream goes by.
@@ -131,41 +138,21 @@ class _DriverForC:
         return 0
 
     def _record(self, event: int, stream: int) -> int:
-        mark = _Passed()
-        self._events[event] = mark
-        return self._give(stream, mark.passed.set)
-
-
-class _Passed(Mark):
-    def __init__(self) -> None:
-        self.passed = threading.Event()
-
-    def reached(self) -> bool:
-        return self.passed.is_set()
-
-    def synchronize(self) -> None:
-        self.passed.wait()
-
-    def order_current_stream(self) -> None:
-        self.passed.wait()
+        self._events[event] = recorded = threading.Event()
+        return self._give(stream, recorded.set)
 
 
 class _StreamsForC(NativeStreams):
-    def __init__(self, library: ctypes.CDLL, driver: _DriverForC, queues: list[_Queue]) -> None:
-        self.library = library
-        self._driver = driver
+    def __init__(self, driver: _DriverForC, queues: list[_Queue]) -> None:
         copies, waits, writes = (driver.know_queue(work) for work in queues)
         self.streams = Streams(
             driver=driver.entry_points(),
             copies=copies,
             waits=waits,
             writes=writes,
-            join=driver.know_event(Reached()),
+            join=driver.know_event(threading.Event()).handle,
             callers_wait=True,
         )
-
-    def event_of(self, mark: Mark) -> int:
-        return 0 if isinstance(mark, Reached) else self._driver.know_event(mark)
 
     def failure(self, failed: int, purpose: str) -> LinkError:
         return LinkError(f"{Step(failed >> 32).name} failed ({failed & 0xFFFFFFFF}) to {purpose}")
@@ -207,7 +194,7 @@ class EmulatedOrderedDevice(OrderedDevice, GpuMemory):
         return
 
     def native_streams(self) -> NativeStreams:
-        return _StreamsForC(native(), self.driver_for_c, [self._new_queue() for _ in range(3)])
+        return _StreamsForC(self.driver_for_c, [self._new_queue() for _ in range(3)])
 
     def _new_queue(self) -> _Queue:
         made = _Queue()
@@ -222,8 +209,8 @@ class EmulatedOrderedDevice(OrderedDevice, GpuMemory):
         """How many messages went through the callers' own streams."""
         return self.driver_for_c.copied_by_callers
 
-    def mark(self) -> Mark:
-        return Reached()
+    def mark(self) -> Event:
+        return COMPLETED
 
     def rests_within(self, seconds: float) -> bool:
         # Twice, for they give each other work.

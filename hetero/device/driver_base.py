@@ -10,18 +10,41 @@ import ctypes
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from ctypes import byref, c_char, c_size_t, c_uint64
+from functools import cached_property
 from typing import Any, ClassVar
 
-from hetero.device.library import Function
+from hetero.device.vendor_library import Function
 from hetero.errors import LinkError
-from hetero.native.library import EntryPoints, HostGpu, Step, Vendor
+from hetero.native.binding import EntryPoints, HostGpu, Step, Vendor, native
 
 IPC_HANDLE_BYTES = 64
 ALLOCATION_BYTES = 2 * 2**20
 """Plain allocations are whole multiples of this, so that no two share a page of the GPU."""
 
-INVALID_CONTEXT = 201
-"""The same number in CUDA and in HIP."""
+INVALID_VALUE, INVALID_CONTEXT = 1, 201
+"""The same numbers in CUDA and in HIP."""
+HOST_REGISTER_FLAGS = 0x1 | 0x2
+"""Portable and mapped, in CUDA and in HIP."""
+
+PIN_REMEDY = "raise the locked-memory limit (ulimit -l) or make the ring smaller"
+FREE_REMEDY = "free memory of the device, or make the ring smaller"
+IPC_REMEDY = (
+    "both processes must run on one host and see both GPUs, and a process cannot open a handle "
+    "of its own"
+)
+
+
+class IpcHandle(ctypes.Structure):
+    """CUipcMemHandle and hipIpcMemHandle_t, which are passed by value."""
+
+    _fields_ = (("data", c_char * IPC_HANDLE_BYTES),)
+
+
+class Uuid(ctypes.Structure):
+    """CUuuid and hipUUID."""
+
+    _fields_ = (("data", c_char * 16),)
 
 
 class GpuDriver(ABC):
@@ -40,12 +63,14 @@ class GpuDriver(ABC):
     """The first value that streams cannot be made to wait for; past all 32 bits they may wrap."""
     host_words_documented: ClassVar[bool]
     """Whether the vendor documents that a stream may wait on registered host memory."""
+    calls: ClassVar[Mapping[str, str]]
+    """The library's functions that both vendors have, with arguments alike, by our name of each."""
+    ipc_flags: ClassVar[tuple[int, ...]]
+    """The flags with which a handle may be opened, in the order to try."""
     _vendor_in_c: ClassVar[Vendor]
-    _steps: ClassVar[Mapping[Step, str]]
-    """The functions that are called from C."""
 
-    def __init__(self) -> None:
-        self._functions: dict[str, Function] = {}
+    def __init__(self, functions: dict[str, Function]) -> None:
+        self._functions = functions
         self._trusted: set[int] = set()
 
     @abstractmethod
@@ -62,9 +87,12 @@ class GpuDriver(ABC):
         finally:
             self._restore(before)
 
+    @cached_property
     def entry_points(self) -> EntryPoints:
-        """Where the functions lie that C may call in the place of the methods below."""
-        functions = {step: self._functions[name] for step, name in self._steps.items()}
+        """Where the functions lie that streams are given work with."""
+        functions = {
+            step: self._functions[self.calls[step.name.lower()]] for step in EntryPoints.STEPS
+        }
         return EntryPoints.of(
             functions, vendor=self._vendor_in_c, end_of_counter=self.end_of_counter
         )
@@ -73,20 +101,20 @@ class GpuDriver(ABC):
         """What a `failure` of native.h says."""
         step, code = Step(failed >> 32), failed & 0xFFFFFFFF
         if step is Step.PAST_COUNTER:
-            return self._past_counter(code)
-        return self._failure(self._steps[step], ctypes.c_int32(code).value, purpose)
+            return LinkError(
+                f"a counter of chunks has come to {code}, which {self.name} cannot wait for; close "
+                "the link and open it again"
+            )
+        call = self.calls[step.name.lower()]
+        return self._failure(call, ctypes.c_int32(code).value, purpose)
 
-    @abstractmethod
     def host_gpu(self, device: int, stream: int) -> HostGpu:
         """What a stream of the host needs to copy to and from a device, on a stream of its own."""
+        names = ("copy", "synchronize_stream", "synchronize_event", "set_current")
+        pointers: list[Any] = [self._functions[self.calls[name]] for name in names]
+        addresses = [ctypes.cast(pointer, ctypes.c_void_p).value for pointer in pointers]
+        return HostGpu(self._vendor_in_c, *addresses, self._context(device), stream)
 
-    def _host_gpu(self, *functions: str, context: int, stream: int) -> HostGpu:
-        """Of the functions by name: a copy, two waits, and what makes a device current."""
-        pointers: list[Any] = [self._functions[name] for name in functions]
-        copy, *others = (ctypes.cast(pointer, ctypes.c_void_p).value for pointer in pointers)
-        return HostGpu(self._vendor_in_c, copy, *others, context, stream)
-
-    @abstractmethod
     def stream_wait_value(self, stream: int, address: int, value: int) -> None:
         """Hold a stream until the 32-bit word at `address` is at least `value`.
 
@@ -94,66 +122,95 @@ class GpuDriver(ABC):
         CUDA, which takes the word as reached when (int32)(word - value) >= 0. AMD compares
         without wrapping, so there a value of 3 * 2**30 or more is refused.
         """
+        failed = native().native_wait_value(byref(self.entry_points), stream, address, value)
+        if failed:
+            raise self.step_failure(failed, f"make a stream wait for {value} at {address:#x}")
 
-    @abstractmethod
     def stream_write_value(self, stream: int, address: int, value: int) -> None:
         """Write a 32-bit word once everything before it on the stream is done and visible."""
+        failed = native().native_write_value(byref(self.entry_points), stream, address, value)
+        if failed:
+            raise self.step_failure(failed, f"make a stream write {value} at {address:#x}")
 
-    @abstractmethod
-    def copy(self, target: int, source: int, nbytes: int, stream: int) -> None:
-        """Copy on a stream, in any direction between registered host and device memory."""
-
-    @abstractmethod
     def register_host(self, address: int, nbytes: int) -> None:
         """Pin host memory for all devices of the process, and map it for them."""
+        purpose = f"pin {nbytes} bytes of host memory at {address:#x}"
+        arguments = (address, nbytes, HOST_REGISTER_FLAGS)
+        self._call("register_host", *arguments, purpose=purpose, remedy=PIN_REMEDY)
 
-    @abstractmethod
     def unregister_host(self, address: int) -> None:
         """Undo `register_host`, given the same address."""
+        self._call("unregister_host", address, purpose=f"unpin host memory at {address:#x}")
 
-    @abstractmethod
     def device_address(self, host_address: int) -> int:
         """The address by which the current device knows a word of registered host memory."""
+        address = c_uint64()
+        purpose = f"find host memory at {host_address:#x} from the GPU"
+        remedy = "register the memory first"
+        self._call("device_address", address, host_address, 0, purpose=purpose, remedy=remedy)
+        return address.value
 
-    @abstractmethod
     def allocate(self, nbytes: int) -> int:
         """Memory of the current device, outside PyTorch's cache.
 
         It is rounded up to whole multiples of `ALLOCATION_BYTES`: IPC handles and memory
         registration are for whole allocations, and PyTorch's are parts of larger ones.
         """
+        address = c_uint64()
+        purpose = f"allocate {nbytes} bytes of GPU memory"
+        size = whole_allocation(nbytes)
+        self._call("allocate", address, size, purpose=purpose, remedy=FREE_REMEDY)
+        return address.value
 
-    @abstractmethod
     def free(self, address: int) -> None:
         """Give back what `allocate` gave. May wait for the device's work to end."""
+        self._call("free", address, purpose=f"free GPU memory at {address:#x}")
 
-    @abstractmethod
     def ipc_handle(self, address: int) -> bytes:
         """A handle by which another process opens an allocation, given where it begins."""
+        base, _ = self._allocation_of(address)
+        if base != address:
+            raise LinkError(
+                f"the address {address:#x} lies {address - base} bytes within an allocation and "
+                "has no IPC handle of its own; allocate it with allocate()"
+            )
+        handle = IpcHandle()
+        self._call("ipc_handle", handle, address, purpose=f"share GPU memory at {address:#x}")
+        return bytes(handle)
 
-    @abstractmethod
     def open_ipc(self, handle: bytes) -> int:
         """Map another process's allocation on the current device, with direct access to it.
 
         The current device must be the one that copies. Opened on the owner's device, copies to
         another one are staged by the driver, without an error, at a tenth of the speed.
         """
+        address, structure, code = c_uint64(), IpcHandle.from_buffer_copy(handle), INVALID_VALUE
+        name = self.calls["open_ipc"]
+        for flags in self.ipc_flags:
+            code = self._functions[name](address, structure, flags)
+            if code != INVALID_VALUE:
+                break
+        if code:
+            raise self._failure(name, code, "open another process's GPU memory", IPC_REMEDY)
+        return address.value
 
-    @abstractmethod
     def close_ipc(self, address: int) -> None:
         """Undo `open_ipc`."""
+        self._call("close_ipc", address, purpose=f"close shared GPU memory at {address:#x}")
 
-    @abstractmethod
-    def can_access_peer(self, device: int, other: int) -> bool:
-        """Whether a device reads and writes the memory of another of this process directly."""
-
-    @abstractmethod
     def pci_bus_id(self, device: int) -> str:
         """Where a device sits on its host, such as `0000:5d:00.0`; equal for all processes."""
+        text = ctypes.create_string_buffer(32)
+        purpose = f"ask where GPU {device} sits"
+        self._call("pci_bus_id", text, len(text), self._handle(device), purpose=purpose)
+        return text.value.decode().lower()
 
-    @abstractmethod
     def uuid(self, device: int) -> str:
         """32 hexadecimal digits that tell this device, or this part of one, from all others."""
+        identity = Uuid()
+        purpose = f"ask for the identity of GPU {device}"
+        self._call("uuid", identity, self._handle(device), purpose=purpose)
+        return bytes(identity).hex()
 
     @abstractmethod
     def can_export_dmabuf(self, device: int) -> bool:
@@ -201,16 +258,28 @@ class GpuDriver(ABC):
         """Make current again what was."""
 
     @abstractmethod
+    def _context(self, device: int) -> int:
+        """What the library's call takes that makes a device current."""
+
+    @abstractmethod
     def _texts(self, code: int) -> tuple[str, str]:
         """The library's own name and words for an error; empty where it has none."""
 
-    def _past_counter(self, value: int) -> LinkError:
-        return LinkError(
-            f"a counter of chunks has come to {value}, which {self.name} cannot wait for; close "
-            "the link and open it again"
-        )
+    def _handle(self, device: int) -> int:
+        """The device as the library's calls take it."""
+        return device
 
-    def _check(self, call: str, code: int, purpose: str, remedy: str = "") -> None:
+    def _allocation_of(self, address: int) -> tuple[int, int]:
+        """Where the allocation of an address begins, and its size."""
+        base, size = c_uint64(), c_size_t()
+        purpose = f"find the allocation of GPU memory at {address:#x}"
+        self._call("allocation_of", base, size, address, purpose=purpose)
+        return base.value, size.value
+
+    def _call(self, name: str, *arguments: object, purpose: str, remedy: str = "") -> None:
+        """Call a function by our name of it or, if it has none, by the library's."""
+        call = self.calls.get(name, name)
+        code = self._functions[call](*arguments)
         if code:
             raise self._failure(call, code, purpose, remedy)
 
@@ -226,11 +295,3 @@ class GpuDriver(ABC):
 def whole_allocation(nbytes: int) -> int:
     """`nbytes` rounded up to multiples of `ALLOCATION_BYTES`, at least one."""
     return max(1, -(-nbytes // ALLOCATION_BYTES)) * ALLOCATION_BYTES
-
-
-PIN_REMEDY = "raise the locked-memory limit (ulimit -l) or make the ring smaller"
-FREE_REMEDY = "free memory of the device, or make the ring smaller"
-IPC_REMEDY = (
-    "both processes must run on one host and see both GPUs, and a process cannot open a handle "
-    "of its own"
-)

@@ -1,66 +1,189 @@
-"""A CUDA or ROCm device: streams, events and copies through PyTorch, the rest by its driver."""
+"""A GPU whose streams wait on words and write them, through PyTorch and the GPU's driver."""
 
 from __future__ import annotations
 
-from contextlib import suppress
+import os
+import threading
+import time
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
-from hetero.device.base import DeviceRuntime, Mark
+from hetero.device.device import (
+    COMPLETED,
+    CurrentStream,
+    Event,
+    GpuMemory,
+    NativeStreams,
+    OrderedDevice,
+    Word,
+)
 from hetero.device.driver import GpuDriver, driver_for
+from hetero.device.probe import probe_stream_values
 from hetero.errors import LinkError
+from hetero.native.binding import Streams
+
+_NOTHING: AbstractContextManager[None] = nullcontext()
+_POLL_SECONDS = 200e-6
 
 
-class EventMark(Mark):
-    """A recorded event of a stream of the device."""
-
-    def __init__(self, event: torch.cuda.Event, device: torch.device) -> None:
-        self.event = event
-        self._device = device
-
-    def reached(self) -> bool:
-        return bool(self.event.query())
-
-    def synchronize(self) -> None:
-        self.event.synchronize()
-
-    def order_current_stream(self) -> None:
-        torch.cuda.current_stream(self._device).wait_event(self.event)
+def index_of(device: torch.device) -> int:
+    """The number of a GPU."""
+    return torch.cuda.current_device() if device.index is None else device.index
 
 
-class GpuRuntime(DeviceRuntime):
-    """Copies on one side stream of high priority, ordered by events.
+def record_event(stream: torch.cuda.Stream) -> Event:
+    """The end of what a stream was given so far."""
+    event = torch.cuda.Event()
+    event.record(stream)
+    return Event(event.cuda_event, event)
 
-    The caller keeps both tensors until the copy's mark is reached or its own stream is ordered
-    after it, so the allocator need not be told of the side stream.
+
+class StreamsOfGpu(NativeStreams):
+    """Up to three streams of the GPU as one queue of work, and an event that joins them.
+
+    A copy engine that has to stop between two copies, for a word to be waited for or written, loses
+    about 6 us each time (two H200s). So waits and writes of many-part messages have two streams
+    beside that of the copies. Where all streams share one hardware queue that would only hold them
+    up, so there one stream does it all.
     """
 
-    def __init__(self, device: torch.device, *, driver: GpuDriver | None = None) -> None:
+    def __init__(self, device: torch.device, driver: GpuDriver) -> None:
+        # Priority gives it a hardware queue apart from the compute streams' where there is one.
+        copies = torch.cuda.Stream(device, priority=-1)
+        shares_queue = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1"
+        waits = copies if shares_queue else torch.cuda.Stream(device, priority=-1)
+        writes = copies if shares_queue else torch.cuda.Stream(device, priority=-1)
+        # Recorded and waited for at once, so one is enough. Recording makes it.
+        self._joint = torch.cuda.Event()
+        self._joint.record(copies)
+        self._driver = driver
+        self._streams = (waits, copies, writes)
+        self.streams = Streams(
+            driver=driver.entry_points,
+            copies=copies.cuda_stream,
+            waits=waits.cuda_stream,
+            writes=writes.cuda_stream,
+            join=self._joint.cuda_event,
+            callers_wait=True,
+        )
+
+    def is_idle(self) -> bool:
+        return all(stream.query() for stream in self._streams)
+
+    def failure(self, failed: int, purpose: str) -> LinkError:
+        return self._driver.step_failure(failed, purpose)
+
+    def broken(self) -> str | None:
+        return None
+
+
+class GpuCurrentStream(CurrentStream):
+    """A stream of the caller's."""
+
+    def __init__(self, stream: torch.cuda.Stream, driver: GpuDriver) -> None:
+        self.key: int = stream.cuda_stream
+        self.stream = stream
+        self._driver = driver
+        self._index = stream.device_index
+
+    def is_idle(self) -> bool:
+        return self.stream.query()
+
+    def is_at_home(self) -> bool:
+        return bool(torch._C._cuda_getDevice() == self._index)
+
+    def wait_value(self, word: Word) -> None:
+        # The driver takes a device's default stream for that of whichever is current.
+        with _NOTHING if self.is_at_home() else self._driver.on_device(self._index):
+            self._driver.stream_wait_value(self.key, word.address, word.value)
+
+
+class GpuOrderedDevice(OrderedDevice, GpuMemory):
+    """An NVIDIA or AMD GPU."""
+
+    def __init__(self, device: torch.device, driver: GpuDriver | None = None) -> None:
         self._device = device
         self._driver = driver or driver_for(device)
-        self._index = torch.cuda.current_device() if device.index is None else device.index
-        self._stream = torch.cuda.Stream(device, priority=-1)
+        self.index = index_of(device)
+        self._streams: list[StreamsOfGpu] = []
+        self._current: dict[int, GpuCurrentStream] = {}
+        self._known = threading.local()
+        """Of each thread: whether it has a context, without which the driver refuses its calls."""
 
-    def mark(self) -> Mark:
-        return self._record(torch.cuda.current_stream(self._device))
+    def why_unordered(self) -> str | None:
+        """Why this device's streams cannot wait on words of host memory; tried if in doubt."""
+        if self._driver.can_wait_on_stream(self.index):
+            return None
+        return probe_stream_values(self._driver, self.index)
 
-    def copy(self, target: torch.Tensor, source: torch.Tensor, *, after: Mark | None) -> Mark:
-        with torch.cuda.stream(self._stream):
-            if isinstance(after, EventMark):
-                self._stream.wait_event(after.event)
-            target.copy_(source, non_blocking=True)
-        return self._record(self._stream)
+    def identity(self) -> dict[str, str]:
+        """What two ends compare to see whether they can open each other's memory."""
+        return {"vendor": self._driver.vendor, "uuid": self._driver.uuid(self.index)}
 
-    def register(self, host: torch.Tensor) -> None:
-        with self._driver.on_device(self._index):
-            self._driver.register_host(host.data_ptr(), host.numel())
+    def use(self) -> None:
+        torch.cuda.set_device(self._device)
 
-    def unregister(self, host: torch.Tensor) -> None:
-        # After an error of the GPU every call fails; the link that closes has told of it.
-        with suppress(LinkError), self._driver.on_device(self._index):
-            self._driver.unregister_host(host.data_ptr())
+    def native_streams(self) -> NativeStreams:
+        self._streams.append(StreamsOfGpu(self._device, self._driver))
+        return self._streams[-1]
 
-    def _record(self, stream: torch.cuda.Stream) -> Mark:
-        event = torch.cuda.Event()
-        event.record(stream)
-        return EventMark(event, self._device)
+    def current_stream(self) -> CurrentStream:
+        here = self._here()
+        if not hasattr(self._known, "has_context"):
+            # PyTorch's own calls give a thread its context; it may not have made one yet.
+            here.is_idle()
+            self._known.has_context = True
+        return here
+
+    def mark(self) -> Event:
+        stream = self._here().stream
+        # Nothing to wait for, and an event costs its microseconds on both sides.
+        return COMPLETED if stream.query() else record_event(stream)
+
+    def rests_within(self, seconds: float) -> bool:
+        deadline = time.monotonic() + seconds
+        streams = [stream.is_idle for stream in self._streams]
+        streams += [stream.is_idle for stream in list(self._current.values())]
+        try:
+            while not all(is_idle() for is_idle in streams):
+                if time.monotonic() > deadline:
+                    return False
+                time.sleep(_POLL_SECONDS)
+        except RuntimeError:
+            # After an error of the GPU nothing runs on it.
+            return True
+        return True
+
+    def _here(self) -> GpuCurrentStream:
+        # Five microseconds less than torch.cuda.current_stream, which makes an object each time.
+        handle: int = torch._C._cuda_getCurrentRawStream(self.index)
+        found = self._current.get(handle)
+        if found is None:
+            stream = torch.cuda.current_stream(self._device)
+            found = GpuCurrentStream(stream, self._driver)
+            self._current[handle] = found
+        return found
+
+    def register(self, address: int, nbytes: int) -> int:
+        with self._driver.on_device(self.index):
+            self._driver.register_host(address, nbytes)
+            return self._driver.device_address(address)
+
+    def unregister(self, address: int) -> None:
+        self._driver.unregister_host(address)
+
+    def allocate(self, nbytes: int) -> tuple[int, bytes]:
+        with self._driver.on_device(self.index):
+            address = self._driver.allocate(nbytes)
+            return address, self._driver.ipc_handle(address)
+
+    def free(self, address: int) -> None:
+        self._driver.free(address)
+
+    def open(self, handle: bytes) -> int:
+        with self._driver.on_device(self.index):
+            return self._driver.open_ipc(handle)
+
+    def close(self, address: int) -> None:
+        self._driver.close_ipc(address)

@@ -8,47 +8,18 @@ from __future__ import annotations
 import ctypes
 import os
 from collections.abc import Iterator, Mapping
-from ctypes import (
-    POINTER,
-    c_char,
-    c_char_p,
-    c_int,
-    c_size_t,
-    c_uint,
-    c_uint32,
-    c_uint64,
-    c_void_p,
-)
+from ctypes import POINTER, c_char_p, c_int, c_size_t, c_uint, c_uint32, c_uint64, c_void_p
 from enum import IntEnum
 from typing import ClassVar
 
-from hetero.device.driver_base import (
-    FREE_REMEDY,
-    IPC_HANDLE_BYTES,
-    IPC_REMEDY,
-    PIN_REMEDY,
-    GpuDriver,
-    whole_allocation,
-)
-from hetero.device.library import Function, Symbol, bind, load, loaded_path
+from hetero.device.driver_base import GpuDriver, IpcHandle, Uuid
+from hetero.device.vendor_library import Function, Symbol, bind, load, loaded_path
 from hetero.errors import LinkError
-from hetero.native.library import HostGpu, Step, Vendor
+from hetero.native.binding import Vendor
 
 _NAMES = ("libamdhip64.so", "libamdhip64.so.7", "libamdhip64.so.6", "libamdhip64.so.5")
 _HSA_NAME = "libhsa-runtime64.so"
 _REMEDY = "install ROCm 5.2 or newer, or a PyTorch build that brings it along"
-
-
-class IpcHandle(ctypes.Structure):
-    """hipIpcMemHandle_t, which is passed by value."""
-
-    _fields_ = (("reserved", c_char * IPC_HANDLE_BYTES),)
-
-
-class Uuid(ctypes.Structure):
-    """hipUUID."""
-
-    _fields_ = (("bytes", c_char * 16),)
 
 
 class Attribute(IntEnum):
@@ -57,12 +28,6 @@ class Attribute(IntEnum):
     CAN_USE_STREAM_WAIT_VALUE = 10013
 
 
-INVALID_VALUE = 1
-WAIT_VALUE_GTE = 0
-ALL_BITS = 0xFFFFFFFF
-HOST_REGISTER_FLAGS = 0x1 | 0x2
-"""hipHostRegisterPortable and hipHostRegisterMapped."""
-MEMCPY_DEFAULT = 4
 IPC_LAZY_PEER_ACCESS = (1, 0)
 """hipIpcMemLazyEnablePeerAccess: 1 today, 0 until ROCm 5.2. Either refuses the other."""
 DMA_BUF_FD = 1
@@ -77,7 +42,6 @@ SYMBOLS = (
     Symbol("hipDeviceGetAttribute", (POINTER(c_int), c_int, c_int)),
     Symbol("hipDeviceGetPCIBusId", (c_char_p, c_int, c_int)),
     Symbol("hipDeviceGetUuid", (POINTER(Uuid), c_int)),
-    Symbol("hipDeviceCanAccessPeer", (POINTER(c_int), c_int, c_int)),
     Symbol("hipStreamWaitValue32", (c_void_p, c_void_p, c_uint32, c_uint, c_uint32)),
     Symbol("hipStreamWriteValue32", (c_void_p, c_void_p, c_uint32, c_uint)),
     Symbol("hipMemcpyAsync", (c_void_p, c_void_p, c_size_t, c_int, c_void_p)),
@@ -87,12 +51,12 @@ SYMBOLS = (
     Symbol("hipEventSynchronize", (c_void_p,)),
     Symbol("hipHostRegister", (c_void_p, c_size_t, c_uint)),
     Symbol("hipHostUnregister", (c_void_p,)),
-    Symbol("hipHostGetDevicePointer", (POINTER(c_void_p), c_void_p, c_uint)),
-    Symbol("hipMalloc", (POINTER(c_void_p), c_size_t)),
+    Symbol("hipHostGetDevicePointer", (POINTER(c_uint64), c_void_p, c_uint)),
+    Symbol("hipMalloc", (POINTER(c_uint64), c_size_t)),
     Symbol("hipFree", (c_void_p,)),
-    Symbol("hipMemGetAddressRange", (POINTER(c_void_p), POINTER(c_size_t), c_void_p)),
+    Symbol("hipMemGetAddressRange", (POINTER(c_uint64), POINTER(c_size_t), c_void_p)),
     Symbol("hipIpcGetMemHandle", (POINTER(IpcHandle), c_void_p)),
-    Symbol("hipIpcOpenMemHandle", (POINTER(c_void_p), IpcHandle, c_uint)),
+    Symbol("hipIpcOpenMemHandle", (POINTER(c_uint64), IpcHandle, c_uint)),
     Symbol("hipIpcCloseMemHandle", (c_void_p,)),
     # ROCm 7.
     Symbol(
@@ -128,156 +92,39 @@ class HipDriver(GpuDriver):
     # HIP compares without wrapping: past the wrap it would let a stream go too early.
     end_of_counter: ClassVar[int] = 3 * 2**30
     host_words_documented: ClassVar[bool] = False
-    _vendor_in_c = Vendor.HIP
-    _steps: ClassVar[Mapping[Step, str]] = {
-        Step.WAIT_VALUE: "hipStreamWaitValue32",
-        Step.COPY: "hipMemcpyAsync",
-        Step.WRITE_VALUE: "hipStreamWriteValue32",
-        Step.RECORD_EVENT: "hipEventRecord",
-        Step.WAIT_EVENT: "hipStreamWaitEvent",
+    calls: ClassVar[Mapping[str, str]] = {
+        "wait_value": "hipStreamWaitValue32",
+        "copy": "hipMemcpyAsync",
+        "write_value": "hipStreamWriteValue32",
+        "record_event": "hipEventRecord",
+        "wait_event": "hipStreamWaitEvent",
+        "synchronize_stream": "hipStreamSynchronize",
+        "synchronize_event": "hipEventSynchronize",
+        "set_current": "hipSetDevice",
+        "register_host": "hipHostRegister",
+        "unregister_host": "hipHostUnregister",
+        "device_address": "hipHostGetDevicePointer",
+        "allocate": "hipMalloc",
+        "free": "hipFree",
+        "allocation_of": "hipMemGetAddressRange",
+        "ipc_handle": "hipIpcGetMemHandle",
+        "open_ipc": "hipIpcOpenMemHandle",
+        "close_ipc": "hipIpcCloseMemHandle",
+        "pci_bus_id": "hipDeviceGetPCIBusId",
+        "uuid": "hipDeviceGetUuid",
     }
+    ipc_flags: ClassVar[tuple[int, ...]] = IPC_LAZY_PEER_ACCESS
+    _vendor_in_c = Vendor.HIP
 
     def __init__(self, library: str | None = None) -> None:
-        super().__init__()
         loaded = load([library] if library else _candidates(), remedy=_REMEDY)
-        self._functions = bind(loaded, SYMBOLS, remedy=_REMEDY)
-        self._functions |= _hsa_functions(loaded)
-        # The three calls that are made once a chunk are not looked up by name each time.
-        self._wait = self._functions["hipStreamWaitValue32"]
-        self._write = self._functions["hipStreamWriteValue32"]
-        self._copy = self._functions["hipMemcpyAsync"]
+        super().__init__(bind(loaded, SYMBOLS, remedy=_REMEDY) | _hsa_functions(loaded))
         self._call("hipInit", 0, purpose="start the runtime", remedy="check rocm-smi")
 
     def use_device(self, device: int) -> None:
         self._call(
             "hipSetDevice", device, purpose=f"use GPU {device}", remedy="check HIP_VISIBLE_DEVICES"
         )
-
-    def host_gpu(self, device: int, stream: int) -> HostGpu:
-        return self._host_gpu(
-            "hipMemcpyAsync",
-            "hipStreamSynchronize",
-            "hipEventSynchronize",
-            "hipSetDevice",
-            context=device,
-            stream=stream,
-        )
-
-    def stream_wait_value(self, stream: int, address: int, value: int) -> None:
-        if value >= self.end_of_counter:
-            raise self._past_counter(value)
-        code = self._wait(stream, address, value, WAIT_VALUE_GTE, ALL_BITS)
-        if code:
-            purpose = f"make a stream wait for {value} at {address:#x}"
-            raise self._failure("hipStreamWaitValue32", code, purpose)
-
-    def stream_write_value(self, stream: int, address: int, value: int) -> None:
-        code = self._write(stream, address, value, 0)
-        if code:
-            purpose = f"make a stream write {value} at {address:#x}"
-            raise self._failure("hipStreamWriteValue32", code, purpose)
-
-    def copy(self, target: int, source: int, nbytes: int, stream: int) -> None:
-        code = self._copy(target, source, nbytes, MEMCPY_DEFAULT, stream)
-        if code:
-            purpose = f"copy {nbytes} bytes from {source:#x} to {target:#x}"
-            raise self._failure("hipMemcpyAsync", code, purpose)
-
-    def register_host(self, address: int, nbytes: int) -> None:
-        self._call(
-            "hipHostRegister",
-            address,
-            nbytes,
-            HOST_REGISTER_FLAGS,
-            purpose=f"pin {nbytes} bytes of host memory at {address:#x}",
-            remedy=PIN_REMEDY,
-        )
-
-    def unregister_host(self, address: int) -> None:
-        self._call("hipHostUnregister", address, purpose=f"unpin host memory at {address:#x}")
-
-    def device_address(self, host_address: int) -> int:
-        address = c_void_p()
-        self._call(
-            "hipHostGetDevicePointer",
-            address,
-            host_address,
-            0,
-            purpose=f"find host memory at {host_address:#x} from the GPU",
-            remedy="register the memory first",
-        )
-        return address.value or 0
-
-    def allocate(self, nbytes: int) -> int:
-        address = c_void_p()
-        self._call(
-            "hipMalloc",
-            address,
-            whole_allocation(nbytes),
-            purpose=f"allocate {nbytes} bytes of GPU memory",
-            remedy=FREE_REMEDY,
-        )
-        return address.value or 0
-
-    def free(self, address: int) -> None:
-        self._call("hipFree", address, purpose=f"free GPU memory at {address:#x}")
-
-    def ipc_handle(self, address: int) -> bytes:
-        base, _ = self._range_of(address)
-        if base != address:
-            raise LinkError(
-                f"the address {address:#x} lies {address - base} bytes within an allocation and "
-                "has no IPC handle of its own; allocate it with allocate()"
-            )
-        handle = IpcHandle()
-        self._call(
-            "hipIpcGetMemHandle", handle, address, purpose=f"share GPU memory at {address:#x}"
-        )
-        return bytes(handle)
-
-    def open_ipc(self, handle: bytes) -> int:
-        address = c_void_p()
-        structure = IpcHandle.from_buffer_copy(handle)
-        code = INVALID_VALUE
-        for flag in IPC_LAZY_PEER_ACCESS:
-            code = self._functions["hipIpcOpenMemHandle"](address, structure, flag)
-            if code != INVALID_VALUE:
-                break
-        self._check("hipIpcOpenMemHandle", code, "open another process's GPU memory", IPC_REMEDY)
-        return address.value or 0
-
-    def close_ipc(self, address: int) -> None:
-        self._call(
-            "hipIpcCloseMemHandle", address, purpose=f"close shared GPU memory at {address:#x}"
-        )
-
-    def can_access_peer(self, device: int, other: int) -> bool:
-        answer = c_int()
-        self._call(
-            "hipDeviceCanAccessPeer",
-            answer,
-            device,
-            other,
-            purpose=f"ask whether GPU {device} reaches GPU {other}",
-        )
-        return bool(answer.value)
-
-    def pci_bus_id(self, device: int) -> str:
-        text = ctypes.create_string_buffer(32)
-        self._call(
-            "hipDeviceGetPCIBusId", text, len(text), device, purpose=f"ask where GPU {device} sits"
-        )
-        return text.value.decode().lower()
-
-    def uuid(self, device: int) -> str:
-        identity = Uuid()
-        self._call(
-            "hipDeviceGetUuid",
-            identity,
-            device,
-            purpose=f"ask for the identity of GPU {device}",
-        )
-        return bytes(identity).hex()
 
     def can_export_dmabuf(self, device: int) -> bool:
         return (
@@ -300,7 +147,7 @@ class HipDriver(GpuDriver):
         if "hipMemGetHandleForAddressRange" not in self._functions:
             raise LinkError(f"this ROCm is too old to {purpose}; install ROCm 5.3 or newer")
         # The whole allocation: whether a part's buffer begins with the part is not documented.
-        base, size = self._range_of(address)
+        base, size = self._allocation_of(address)
         page = os.sysconf("SC_PAGESIZE")
         self._call(
             "hipMemGetHandleForAddressRange",
@@ -329,24 +176,13 @@ class HipDriver(GpuDriver):
         )
         return bool(value.value)
 
-    def _call(self, name: str, *arguments: object, purpose: str, remedy: str = "") -> None:
-        self._check(name, self._functions[name](*arguments), purpose, remedy)
-
     def _failure(self, call: str, code: int, purpose: str, remedy: str = "") -> LinkError:
         # HIP also keeps the error, and PyTorch would find it there and take it for its own.
         self._functions["hipGetLastError"]()
         return super()._failure(call, code, purpose, remedy)
 
-    def _range_of(self, address: int) -> tuple[int, int]:
-        base, size = c_void_p(), c_size_t()
-        self._call(
-            "hipMemGetAddressRange",
-            base,
-            size,
-            address,
-            purpose=f"find the allocation of GPU memory at {address:#x}",
-        )
-        return base.value or 0, size.value
+    def _context(self, device: int) -> int:
+        return device
 
     def _current(self) -> int:
         device = c_int()

@@ -12,12 +12,18 @@ from ctypes import CDLL, byref
 
 import torch
 
-from hetero.device.base import Mark, Reached
+from hetero.device.device import (
+    COMPLETED,
+    CurrentStream,
+    Event,
+    NativeStreams,
+    OrderedDevice,
+    Word,
+)
 from hetero.device.driver import GpuDriver, driver_for
-from hetero.device.gpu import EventMark
-from hetero.device.ordered import CurrentStream, NativeStreams, OrderedDevice, Word
+from hetero.device.gpu import index_of, record_event
 from hetero.errors import LinkError
-from hetero.native.library import (
+from hetero.native.binding import (
     CHECKSUM_BYTES,
     EntryPoints,
     HostFailure,
@@ -31,7 +37,6 @@ _CALLER, _ELSEWHERE = 1, 0
 """HOST_CALLER of host.h, and what is no stream of ours."""
 _END_OF_COUNTER = 2**32
 _SLICE_MILLISECONDS = 100
-_DONE = Reached()
 
 
 class HostStreams(NativeStreams):
@@ -41,7 +46,7 @@ class HostStreams(NativeStreams):
         self, library: CDLL, *, gpu: _Gpu | None = None, wrote: tuple[int, int] | None = None
     ) -> None:
         """`wrote` is a function in C, and its argument, to call after each word written."""
-        self.library = library
+        self._library = library
         # Of torch, so that its memory is not given back while a copy runs.
         self._stream = None if gpu is None else torch.cuda.Stream(gpu.device, priority=-1)
         request = None
@@ -67,16 +72,13 @@ class HostStreams(NativeStreams):
             writes=self._handle,
         )
 
-    def event_of(self, mark: Mark) -> int:
-        return int(mark.event.cuda_event) if isinstance(mark, EventMark) else 0
-
     def failure(self, failed: int, purpose: str) -> LinkError:
         if Step(failed >> 32) is Step.CHECKSUM:
             return LinkError("a wrong checksum in its bytes")
         return LinkError(f"memory ran out in a stream of the host, to {purpose}")
 
     def broken(self) -> str | None:
-        failure = HostFailure(self.library.host_stream_failure(self._handle))
+        failure = HostFailure(self._library.host_stream_failure(self._handle))
         if failure is HostFailure.WRONG_CHECKSUM:
             return "a message has a wrong checksum in its bytes"
         if failure is HostFailure.GPU_FAILED:
@@ -84,7 +86,7 @@ class HostStreams(NativeStreams):
         return None
 
     def rests_within(self, seconds: float) -> bool:
-        return bool(self.library.host_stream_synchronize(self._handle, int(seconds * 1000)))
+        return bool(self._library.host_stream_synchronize(self._handle, int(seconds * 1000)))
 
 
 class CallingThread(CurrentStream):
@@ -110,7 +112,7 @@ class _Gpu:
     def __init__(self, device: torch.device, driver: GpuDriver | None) -> None:
         self.device = device
         self.driver = driver or driver_for(device)
-        self.index = torch.cuda.current_device() if device.index is None else device.index
+        self.index = index_of(device)
 
 
 class HostDevice(OrderedDevice):
@@ -150,12 +152,10 @@ class HostDevice(OrderedDevice):
     def current_stream(self) -> CurrentStream:
         return self._caller
 
-    def mark(self) -> Mark:
+    def mark(self) -> Event:
         if self._gpu is None:
-            return _DONE
-        event = torch.cuda.Event()
-        event.record(torch.cuda.current_stream(self._gpu.device))
-        return EventMark(event, self._gpu.device)
+            return COMPLETED
+        return record_event(torch.cuda.current_stream(self._gpu.device))
 
     def rests_within(self, seconds: float) -> bool:
         deadline = time.monotonic() + seconds

@@ -12,6 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from typing import Self
 
 import torch
 
@@ -24,17 +25,20 @@ class LinkDescription:
 
     rank: int
     peer: int
-    stage: int
-    peer_stage: int
     job: str
     timeout: float
     """Seconds before a blocked transfer is an error."""
+    stage: int | None = None
+    peer_stage: int | None = None
+    """Of a pipeline; None where there is none."""
 
     def __str__(self) -> str:
-        return (
-            f"link rank {self.rank} (stage {self.stage}) - rank {self.peer} "
-            f"(stage {self.peer_stage})"
+        ends = ((self.rank, self.stage), (self.peer, self.peer_stage))
+        here, there = (
+            f"rank {rank}" if stage is None else f"rank {rank} (stage {stage})"
+            for rank, stage in ends
         )
+        return f"link {here} - {there}"
 
 
 @dataclass
@@ -75,6 +79,8 @@ class Link(ABC):
     """The name under which `--hetero-transport` knows it."""
     remark: str = ""
     """How it works on this machine, where that is not the same on all; for the log."""
+    device: torch.device | None = None
+    """Where its tensors are; None for anywhere."""
 
     def __init__(self, description: LinkDescription) -> None:
         self.description = description
@@ -93,6 +99,12 @@ class Link(ABC):
     @abstractmethod
     def close(self) -> None:
         """Release every thread, buffer and connection. Idempotent; transfers under way fail."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
 
     def check(self) -> None:
         """Raise what broke the link, if anything did.
@@ -114,6 +126,15 @@ class Link(ABC):
             raise self._broken
         if self._closed:
             raise self.failure("the link is closed", expected="an open link", remedy="reopen it")
+
+    def _require_here(self, tensor: torch.Tensor) -> None:
+        """Refuse a tensor of another device, before a driver is given its address."""
+        device = self.device
+        if device is not None and tensor.device != device:
+            raise ValueError(
+                f"{self.description} carries tensors of {device}, and this one is on "
+                f"{tensor.device}; move it there, or open a link for its device"
+            )
 
     def _count_sent(self, tensor: torch.Tensor) -> None:
         self.counters.messages_sent += 1

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
-from hetero.device.ordered import OrderedDevice
+from hetero.device.device import OrderedDevice
 from hetero.link.carrier import Carrier, RingMemory
 from hetero.link.control import Control
 from hetero.link.failover import Watch

@@ -11,27 +11,19 @@ from ctypes import byref, create_string_buffer
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from hetero.device.ordered import OrderedDevice
+from hetero.device.device import OrderedDevice
 from hetero.errors import LinkError
 from hetero.link.rdma_ports import Port
-from hetero.link.ring import (
-    CONTROL_BYTES,
-    ENTRIES,
-    NBYTES_IN_RECORD,
-    PLACE_IN_RECORD,
-    RECORD_BYTES,
-    DirectionPlaces,
-    doorbell_place,
-)
-from hetero.native.carrier import (
+from hetero.native.binding import (
     GID_BYTES,
     TEXT_BYTES,
-    Layout,
+    EngineOptions,
     TcpRequest,
     VerbsConnectionInfo,
     VerbsPeer,
     VerbsRequest,
     VerbsRoute,
+    native,
 )
 
 _MAX_PSN = 1 << 24
@@ -81,17 +73,31 @@ class Carrier:
     """A link's thread in C. Every method may be called from any thread until `close`."""
 
     def __init__(
-        self, library: ctypes.CDLL, memory: RingMemory, *, side: int, stall_seconds: float
+        self,
+        memory: RingMemory,
+        *,
+        side: int,
+        stall_seconds: float,
+        library: ctypes.CDLL | None = None,
     ) -> None:
-        """`side` is 0 for the listener. Raises LinkError when the system refuses what it needs."""
-        self._library = library
+        """`side` is 0 for the listener; `library` stands in for the project's own.
+
+        Raises LinkError when the system refuses what it needs.
+        """
+        self._library = library or native()
         self._memory = memory
         self._loops: list[tuple[int, int]] = []
         """For each rail the number and the first packet of the pair joined with itself."""
         self._ports: list[Port] = []
         error = create_string_buffer(TEXT_BYTES)
-        layout = _layout(memory, side, stall_seconds)
-        self._handle: int | None = library.carrier_new(byref(layout), error)
+        options = EngineOptions(
+            control=memory.control,
+            side=side,
+            ring_bytes=memory.ring_bytes,
+            checksum_bytes=memory.checksum_bytes,
+            stall_seconds=stall_seconds,
+        )
+        self._handle: int | None = self._library.carrier_new(byref(options), error)
         if self._handle is None:
             raise LinkError(_text(error))
 
@@ -124,8 +130,6 @@ class Carrier:
             rings=memory.rings,
             ring_bytes=memory.ring_bytes,
             control=memory.control,
-            control_bytes=CONTROL_BYTES,
-            record_bytes=RECORD_BYTES,
             psn=psn,
         )
         made, error = VerbsConnectionInfo(), create_string_buffer(TEXT_BYTES)
@@ -176,7 +180,6 @@ class Carrier:
             receiving=memory.rings + memory.ring_bytes,
             ring_bytes=memory.ring_bytes,
             control=memory.control,
-            record_bytes=RECORD_BYTES,
         )
         error = create_string_buffer(TEXT_BYTES)
         if not self._library.carrier_add_tcp(self._handle, byref(request), error):
@@ -254,31 +257,6 @@ def _registration_remedy(*, of_gpu: bool) -> str:
         "NIC driver that supports it) or the vendor's peer memory module (nvidia_peermem; for "
         "AMD, amdgpu with ROCm's peer memory support): load one, or choose --hetero-transport "
         "cpu-forward"
-    )
-
-
-def _layout(memory: RingMemory, side: int, stall_seconds: float) -> Layout:
-    outgoing, incoming = DirectionPlaces.of(side), DirectionPlaces.of(1 - side)
-    return Layout(
-        control=memory.control,
-        doorbell=doorbell_place(side),
-        out_posted=outgoing.posted,
-        out_retired=outgoing.retired,
-        out_produced=outgoing.produced,
-        out_consumed=outgoing.consumed,
-        out_records=outgoing.records,
-        in_posted=incoming.posted,
-        in_retired=incoming.retired,
-        in_produced=incoming.produced,
-        in_consumed=incoming.consumed,
-        in_records=incoming.records,
-        record_bytes=RECORD_BYTES,
-        record_nbytes=NBYTES_IN_RECORD,
-        record_place=PLACE_IN_RECORD,
-        entries=ENTRIES,
-        ring_bytes=memory.ring_bytes,
-        checksum_bytes=memory.checksum_bytes,
-        stall_seconds=stall_seconds,
     )
 
 

@@ -1,81 +1,153 @@
-"""Entries of an ordered link enqueued by C (hetero/native/flow.c), for GPUs.
+"""One direction of one end of a link: what is to be enqueued, and what is on its way.
 
-It does what python_flows.py does, entry by entry, in one call for a message: Python spends more on
-an entry than the GPU's driver and, for a message of a few MiB, than the GPU itself.
+One call of C (hetero/native/flow.c) puts all of a message into streams that can be put there:
+Python spends more on an entry than a GPU's driver and, for a few MiB, than the GPU itself.
+
+Large messages go through streams of the link, so that the caller's own work goes on beside them. A
+small one goes into the caller's stream where the order allows it: for a few bytes the events that
+join two streams cost more than the copy.
 """
 
 from __future__ import annotations
 
-from ctypes import addressof, byref, c_uint64
+from collections import deque
+from ctypes import byref
+from dataclasses import dataclass
 
-from hetero.device.ordered import CurrentStream, NativeStreams, OrderedDevice
-from hetero.link.flow_base import EntryRefused, Flow, Limits, refusal
-from hetero.link.header import HEADER_BYTES
-from hetero.link.ring import ALIGNMENT, ENTRIES, RECORD_BYTES, Direction
-from hetero.link.ring_transfer import OrderedEnds, OrderedTransfer
-from hetero.native import library as native
-from hetero.native.library import Progress
+from hetero.device.device import CurrentStream, OrderedDevice, Word
+from hetero.link.header import Header
+from hetero.link.ring import COUNTER_MASK, Entry, ahead
+from hetero.link.ring_transfer import Arrival, OrderedEnds, OrderedTransfer
+from hetero.native import binding
+from hetero.native.binding import Progress, native
+
+SMALL_BYTES = 256 << 10
+"""Up to this a message may go through the caller's stream: through pinned host memory it holds that
+up for 5 us."""
+SMALL_BYTES_OF_DEVICE = 1 << 20
+"""The same where the data lie in device memory: 4 us from one H200 to another."""
 
 
-class NativeFlow(Flow):
-    """One direction of one end."""
+class EntryRefused(Exception):
+    """The peer has sent something else than what is to be received; says what differs."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How messages are cut, and where they go."""
+
+    chunk_bytes: int
+    """The largest part that is handed over at once."""
+    small_bytes: int
+    """The largest message that may go through the caller's stream; no larger than a part."""
+
+
+class Flow:
+    """One direction of one end. Called with the link's lock."""
 
     def __init__(
         self,
         device: OrderedDevice,
         ends: OrderedEnds,
-        direction: Direction,
         *,
-        streams: NativeStreams,
         limits: Limits,
         is_outgoing: bool,
     ) -> None:
-        super().__init__(device, ends, direction, limits=limits, is_outgoing=is_outgoing)
-        self._streams = streams
-        self._room = (c_uint64 * ENTRIES)()
-        words = direction.host_addresses()
-        self._state = native.Flow(
-            streams=streams.streams,
-            posted=words.posted,
-            retired=words.retired,
-            produced=words.produced,
-            consumed=words.consumed,
-            records=words.records,
+        self.waiting: deque[OrderedTransfer] = deque()
+        self.under_way: deque[OrderedTransfer] = deque()
+        self.given_up: list[OrderedTransfer] = []
+        """Of a link that has failed: streams may still copy to and from their tensors."""
+        self.sequence = 0
+        self.device = device
+        self._limits = limits
+        self._direction = direction = ends.outgoing if is_outgoing else ends.incoming
+        self._peer = ends.theirs
+        self._streams = device.native_streams()
+        self._state = binding.Flow(
+            streams=self._streams.streams,
+            direction=direction.address,
             produced_word=direction.produced_word,
             consumed_word=direction.consumed_word,
             ring=ends.outgoing_ring if is_outgoing else ends.incoming_ring,
             ring_bytes=ends.ring_bytes,
             chunk_bytes=limits.chunk_bytes,
             small_bytes=limits.small_bytes,
-            entries=ENTRIES,
-            header_bytes=HEADER_BYTES,
-            record_bytes=RECORD_BYTES,
-            alignment=ALIGNMENT,
             checksum_bytes=device.checksum_bytes,
-            ends=addressof(self._room),
             doorbell=ends.theirs.doorbell_address(),
             is_outgoing=is_outgoing,
         )
-        self._leaves_ringing = not self._state.doorbell
         self._reference = byref(self._state)
-        self._call = streams.library.native_bring_on
+        self._call = native().native_bring_on
 
     @property
     def count(self) -> int:
+        """Entries enqueued."""
         return int(self._state.count)
 
     @property
     def awaited(self) -> int:
+        """The last counter value of the peer's that an entry needs."""
         return int(self._state.awaited)
 
     def broken(self) -> str | None:
+        """Why the streams have stopped by themselves; None while they have not."""
         return self._streams.broken()
 
-    def _caller(self) -> int | None:
-        state = self._state
-        return state.caller if state.by_caller else None
+    def completed_word(self, count: int) -> Word:
+        """What this end's device writes when it is done with so many entries."""
+        direction, is_outgoing = self._direction, self._state.is_outgoing
+        address = direction.produced_word if is_outgoing else direction.consumed_word
+        return Word(address, count & COUNTER_MASK)
+
+    def has_completed(self, count: int) -> bool:
+        """Whether this end's device is done with so many entries.
+
+        A peer that gives up says so and then writes the counter too, to release its own device.
+        """
+        direction, is_outgoing = self._direction, self._state.is_outgoing
+        completed = direction.produced if is_outgoing else direction.consumed
+        return ahead(count & COUNTER_MASK, completed) <= 0 and not self._peer.has_failed
+
+    def transfers(self) -> list[OrderedTransfer]:
+        return [*self.under_way, *self.waiting]
+
+    def forget_ended(self) -> None:
+        """Let go of the tensors of transfers that have ended."""
+        while self.under_way and self.under_way[0].done():
+            self.under_way.popleft()
+
+    def give_up(self) -> None:
+        self.given_up += self.under_way
+        self.given_up += (transfer for transfer in self.waiting if transfer.begun)
+        self.under_way.clear()
+        self.waiting.clear()
+
+    def is_small(self, nbytes: int) -> bool:
+        """Whether a message is one for the caller's stream."""
+        return nbytes <= self._limits.small_bytes
+
+    def enqueue(
+        self, stream: CurrentStream | None = None, *, awaited: OrderedTransfer | None = None
+    ) -> bool:
+        """Put into streams all that can be; whether the peer is to be rung for it.
+
+        `stream` is the caller's, in its call of `send` or of `awaited.wait`. Raises EntryRefused.
+        """
+        before, state = self.count, self._state
+        while self.waiting:
+            transfer = self.waiting[0]
+            # What comes after the awaited one must not hold the caller's stream up.
+            if awaited is not None and awaited.landed is not None:
+                stream = None
+            if not self._bring_on(transfer, stream):
+                break
+            caller = state.caller if state.by_caller else None
+            transfer.landed = Arrival(self, self.count, caller)
+            self.under_way.append(self.waiting.popleft())
+        return not state.doorbell and self.count != before
 
     def _bring_on(self, transfer: OrderedTransfer, stream: CurrentStream | None) -> bool:
+        """Put into streams what can be of one message; whether that is all of it."""
         is_callers_turn = (
             stream is not None and stream.key == transfer.caller and stream.is_at_home()
         )
@@ -83,7 +155,7 @@ class NativeFlow(Flow):
         transfer.begun = True
         progress = self._give(transfer, is_callers_turn=is_callers_turn)
         if progress == Progress.UNMARKED:
-            transfer.ready = self._device.mark()
+            transfer.ready = self.device.mark()
             progress = self._give(transfer, is_callers_turn=False)
         if progress == Progress.WHOLE:
             return True
@@ -104,7 +176,7 @@ class NativeFlow(Flow):
             transfer.address,
             transfer.nbytes,
             transfer.offset,
-            0 if ready is None else self._streams.event_of(ready),
+            0 if ready is None else ready.handle,
             ready is not None,
             transfer.caller,
             is_callers_turn,
@@ -112,17 +184,10 @@ class NativeFlow(Flow):
         return progress
 
 
-def make_flows(device: OrderedDevice, ends: OrderedEnds, *, limits: Limits) -> tuple[Flow, Flow]:
-    """What an end sends and what it receives."""
-    outgoing, incoming = (
-        NativeFlow(
-            device,
-            ends,
-            direction,
-            streams=device.native_streams(),
-            limits=limits,
-            is_outgoing=is_outgoing,
-        )
-        for direction, is_outgoing in ((ends.outgoing, True), (ends.incoming, False))
-    )
-    return outgoing, incoming
+def refusal(entry: Entry, transfer: OrderedTransfer) -> str:
+    """What of an entry is not as the transfer expects it."""
+    try:
+        difference = Header.unpack(entry.header).difference(Header.unpack(transfer.header))
+    except ValueError as error:
+        return str(error)
+    return difference or f"{entry.nbytes} bytes at {entry.offset} instead of {transfer.offset}"

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 MAX_DIMENSIONS = 8
 _MAGIC = b"HTRO"
 _FORMAT = struct.Struct(f"<4sHHQQQHH{MAX_DIMENSIONS}Q")

@@ -19,8 +19,7 @@ import psutil
 from hetero.device.sysfs import entries, read_text
 from hetero.device.topology import SYS, PciDevice, closeness, rdma_devices
 from hetero.errors import LinkError
-from hetero.native.carrier import TEXT_BYTES, VerbsPort
-from hetero.native.library import native
+from hetero.native.binding import TEXT_BYTES, VerbsPort, native
 
 INFINIBAND, ROCE = "InfiniBand", "RoCE"
 # The first four groups of a GID.
@@ -56,6 +55,28 @@ class Port:
     def needs_route_to(self, other: Port) -> bool:
         """Whether packets to it carry a global route; within one InfiniBand subnet they do not."""
         return self.kind != INFINIBAND or self.network != other.network
+
+
+def no_rdma(*, sys_root: Path = SYS) -> str | None:
+    """Why this host cannot use RDMA; None if it has a device and the library to drive it.
+
+    Whether a port is up and reaches the peer is seen only by opening a link.
+    """
+    if not rdma_devices(sys_root=sys_root):
+        return f"{socket.gethostname()} has no RDMA device"
+    return libibverbs_missing()
+
+
+def libibverbs_missing() -> str | None:
+    """Why libibverbs cannot be used here, with the packages to install; None if it can."""
+    error = create_string_buffer(TEXT_BYTES)
+    if native().ibverbs_load(error, TEXT_BYTES):
+        return None
+    reason = error.value.decode(errors="replace")
+    return (
+        f"{socket.gethostname()} cannot use libibverbs ({reason}); install it (Debian, Ubuntu: "
+        "libibverbs1 and ibverbs-providers; RHEL: libibverbs)"
+    )
 
 
 def choose_devices(

@@ -1,76 +1,33 @@
-"""A ring between two devices of one host, filled and emptied by their streams.
+"""The ring's control segment as Python sees it. `hetero/native/ring.h` says what lies where.
 
-The data lie in memory that both devices reach: host memory that both have pinned (`shm`), or the
-sender's device memory that the receiver's device has opened (`ipc`). Beside it lies one control
-segment of host memory. For each direction it holds a record for every entry (a message or a part of
-one), and two pairs of counters:
-
-- `posted` and `retired` are written by the CPUs: so many entries have been put into the sender's
-  stream, and taken out in the receiver's;
-- `produced` and `consumed` are written by the devices when they get there.
-
-A stream is made to wait for `produced` only after the CPU has seen the entry `posted`, and for
-`consumed` only after it was `retired`. So work is enqueued only after all work that it waits for
-has been, on whichever side: no order of the two sides, no shared hardware queue and no call that
-waits for the whole device (loading a kernel does) can make them wait for each other.
+`docs/ring.md` explains the four counters and the rule that keeps two devices from waiting for each
+other for ever. Whatever the other end sees is written by C, in order with what was written before.
 """
 
 from __future__ import annotations
 
-import struct
+from ctypes import sizeof
 from typing import NamedTuple
 
-from hetero.link.header import HEADER_BYTES
 from hetero.link.shared_memory import PAGE, SharedMemory
+from hetero.native.binding import (
+    RING_FAULT_BYTES,
+    RingControl,
+    RingDirection,
+    RingEnd,
+    RingRecord,
+    native,
+)
 
-ENTRIES = 256
-ALIGNMENT = 512
-_RECORD = struct.Struct(f"<{HEADER_BYTES}sQQQ")
+ENTRIES = RingDirection.records.size // sizeof(RingRecord)
 COUNTER_MASK = 0xFFFFFFFF
 """Counters are words of 32 bits: they count round."""
-
-# The control segment: a part for each end, then a part for each direction.
-_DOORBELL, _CLOSED, _FAULT = 0, 64, 128
-FAULT_BYTES = 1024
-_SIDE_BYTES = 2048
-_PRODUCED, _CONSUMED, _POSTED, _RETIRED, _RECORDS = 0, 64, 128, 192, 256
-RECORD_BYTES = _RECORD.size
-NBYTES_IN_RECORD = struct.calcsize(f"<{HEADER_BYTES}sQ")
-PLACE_IN_RECORD = struct.calcsize(f"<{HEADER_BYTES}sQQ")
-_DIRECTION_BYTES = -(-(_RECORDS + ENTRIES * _RECORD.size) // 64) * 64
-CONTROL_BYTES = -(-(2 * _SIDE_BYTES + 2 * _DIRECTION_BYTES) // PAGE) * PAGE
+CONTROL_BYTES = -(-sizeof(RingControl) // PAGE) * PAGE
 
 
 def ahead(newer: int, older: int) -> int:
     """How far one wrapping 32-bit counter is ahead of another; negative when it is behind."""
     return ((newer - older + 0x80000000) & COUNTER_MASK) - 0x80000000
-
-
-class DirectionPlaces(NamedTuple):
-    """Offsets of one direction's words and records in the control segment."""
-
-    posted: int
-    retired: int
-    produced: int
-    consumed: int
-    records: int
-
-    @classmethod
-    def of(cls, number: int) -> DirectionPlaces:
-        """The direction by its number, as for `Direction`."""
-        base = 2 * _SIDE_BYTES + number * _DIRECTION_BYTES
-        return cls(
-            posted=base + _POSTED,
-            retired=base + _RETIRED,
-            produced=base + _PRODUCED,
-            consumed=base + _CONSUMED,
-            records=base + _RECORDS,
-        )
-
-
-def doorbell_place(side: int) -> int:
-    """The offset of an end's doorbell in the control segment."""
-    return side * _SIDE_BYTES + _DOORBELL
 
 
 class Entry(NamedTuple):
@@ -79,7 +36,7 @@ class Entry(NamedTuple):
     header: bytes
     offset: int
     nbytes: int
-    place: int
+    slot: int
 
 
 class Direction:
@@ -92,15 +49,17 @@ class Direction:
     """
 
     def __init__(self, control: SharedMemory, number: int, device_base: int) -> None:
-        places = DirectionPlaces.of(number)
-        self._words = control.words
-        self._bytes = control.bytes
-        self._records = places.records
-        self._places, self._address = places, control.address
-        self._produced, self._consumed = places.produced // 4, places.consumed // 4
-        self._posted, self._retired = places.posted // 4, places.retired // 4
-        self.produced_word = device_base + places.produced
-        self.consumed_word = device_base + places.consumed
+        offset = RingControl.directions.offset + number * sizeof(RingDirection)
+        self.address = control.address + offset
+        self.produced_word = device_base + offset + RingDirection.produced.offset
+        self.consumed_word = device_base + offset + RingDirection.consumed.offset
+        self.posted_address = self.address + RingDirection.posted.offset
+        self._words, self._bytes = control.words, control.bytes
+        self._records = offset + RingDirection.records.offset
+        self._produced = (offset + RingDirection.produced.offset) // 4
+        self._consumed = (offset + RingDirection.consumed.offset) // 4
+        self._posted = (offset + RingDirection.posted.offset) // 4
+        self._retired = (offset + RingDirection.retired.offset) // 4
 
     @property
     def produced(self) -> int:
@@ -109,10 +68,6 @@ class Direction:
     @property
     def consumed(self) -> int:
         return self._words[self._consumed]
-
-    def host_addresses(self) -> DirectionPlaces:
-        """Where this process has the words and the records."""
-        return DirectionPlaces(*(self._address + place for place in self._places))
 
     @property
     def posted(self) -> int:
@@ -123,67 +78,72 @@ class Direction:
         return self._words[self._retired]
 
     def entry(self, number: int) -> Entry:
-        where = self._records + number % ENTRIES * _RECORD.size
-        return Entry(*_RECORD.unpack_from(self._bytes, where))
+        begin = self._records + number % ENTRIES * sizeof(RingRecord)
+        record = RingRecord.from_buffer_copy(self._bytes, begin)
+        return Entry(bytes(record.header), record.offset, record.nbytes, record.slot)
 
     def release_receiver(self, value: int) -> None:
         """Let a stream that waits for `produced` go on. Only for a link that has failed."""
-        self._words[self._produced] = value & COUNTER_MASK
+        self._write(RingDirection.produced.offset, value)
 
     def release_sender(self, value: int) -> None:
         """Let a stream that waits for `consumed` go on. Only for a link that has failed."""
-        self._words[self._consumed] = value & COUNTER_MASK
+        self._write(RingDirection.consumed.offset, value)
+
+    def _write(self, word: int, value: int) -> None:
+        native().host_write_word(self.address + word, value & COUNTER_MASK)
 
 
 class EndState:
     """One end's doorbell, and its word on how it ended."""
 
     def __init__(self, control: SharedMemory, side: int) -> None:
-        self._control = control
-        self._base = side * _SIDE_BYTES
-        self._words = control.words
-        self._bell = (self._base + _DOORBELL) // 4
-        self._fault_length = (self._base + _FAULT) // 4
+        offset = RingControl.ends.offset + side * sizeof(RingEnd)
+        self._words, self._bytes = control.words, control.bytes
+        self._address = control.address + offset
+        self._doorbell = (offset + RingEnd.doorbell.offset) // 4
+        self._closed = (offset + RingEnd.closed.offset) // 4
+        self._fault_bytes = (offset + RingEnd.fault_bytes.offset) // 4
+        self._fault = offset + RingEnd.fault.offset
+        self._library = native()
 
     @property
     def doorbell(self) -> int:
-        return self._words[self._bell]
+        return self._words[self._doorbell]
 
     def doorbell_address(self) -> int:
         """Where this process has the doorbell; 0 if it wakes nobody to write there."""
-        return self._control.address + self._base + _DOORBELL
+        return self._address + RingEnd.doorbell.offset
 
     def ring(self) -> None:
-        """Wake this end. Only the other end calls it, so that no count is lost."""
-        self._words[self._bell] = (self._words[self._bell] + 1) & COUNTER_MASK
-        self._control.wake(self._base + _DOORBELL)
+        """Wake this end."""
+        self._library.host_ring(self._address + RingEnd.doorbell.offset)
 
     def sleep(self, while_it_is: int, seconds: float) -> None:
         """Sleep until this end's doorbell rings, without the GIL."""
-        self._control.sleep(self._base + _DOORBELL, while_it_is, seconds)
+        doorbell = self._address + RingEnd.doorbell.offset
+        self._library.host_sleep(doorbell, while_it_is, int(seconds * 1000))
 
     @property
     def is_closed(self) -> bool:
-        return self._control.load(self._base + _CLOSED) != 0
+        return self._words[self._closed] != 0
 
     def close(self) -> None:
-        self._control.store(self._base + _CLOSED, 1)
+        self._library.host_write_word(self._address + RingEnd.closed.offset, 1)
 
     @property
     def has_failed(self) -> bool:
-        return self._words[self._fault_length] != 0
+        return self._words[self._fault_bytes] != 0
 
     @property
     def fault(self) -> str | None:
         """Why this end takes part no more; None while it does."""
-        length = self._control.load(self._base + _FAULT)
-        if not length:
-            return None
-        begin = self._base + _FAULT + 4
-        return bytes(self._control.bytes[begin : begin + length]).decode(errors="replace")
+        length = self._library.host_read_word(self._address + RingEnd.fault_bytes.offset)
+        text = bytes(self._bytes[self._fault : self._fault + length])
+        return text.decode(errors="replace") if length else None
 
     def fail(self, reason: str) -> None:
-        data = reason.encode()[:FAULT_BYTES]
-        begin = self._base + _FAULT + 4
-        self._control.bytes[begin : begin + len(data)] = data
-        self._control.store(self._base + _FAULT, len(data))
+        """Take part no more, for a reason that the peer is told. Called before it is let go on."""
+        data = reason.encode()[:RING_FAULT_BYTES]
+        self._bytes[self._fault : self._fault + len(data)] = data
+        self._library.host_write_word(self._address + RingEnd.fault_bytes.offset, len(data))

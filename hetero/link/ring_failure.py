@@ -15,7 +15,7 @@ from contextlib import contextmanager
 
 from hetero.errors import LinkError
 from hetero.link.base import Link, LinkDescription
-from hetero.link.flow_base import Flow
+from hetero.link.flow import Flow
 from hetero.link.header import Header
 from hetero.link.ring import ahead
 from hetero.link.ring_transfer import OrderedEnds, OrderedTransfer

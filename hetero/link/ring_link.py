@@ -10,23 +10,22 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import socket
 import threading
 import time
 
 import torch
 
-from hetero.device.base import Mark
-from hetero.device.ordered import CurrentStream, OrderedDevice
+from hetero.device.device import CurrentStream, Event, OrderedDevice
 from hetero.errors import LinkError
-from hetero.link import futex
 from hetero.link.base import LinkDescription, Work, require_contiguous, sendable
-from hetero.link.flow import make_flows
-from hetero.link.flow_base import SMALL_BYTES, EntryRefused, Limits
-from hetero.link.futex import Seen
-from hetero.link.header import HeaderWriter, job_token
+from hetero.link.flow import SMALL_BYTES, EntryRefused, Flow, Limits
+from hetero.link.handshake import Meeting, compare
+from hetero.link.header import PROTOCOL_VERSION, HeaderWriter, job_token
 from hetero.link.ring import COUNTER_MASK, ahead
 from hetero.link.ring_failure import WATCH_SECONDS, FailingLink
 from hetero.link.ring_transfer import OrderedEnds, OrderedTransfer
+from hetero.native.binding import native
 
 _IDLE_SECONDS = 1.0
 _JOIN_SECONDS = 5.0
@@ -35,6 +34,26 @@ _SPIN_SECONDS = 500e-6
 _GRACE_SECONDS = 200e-6
 
 _log = logging.getLogger(__name__)
+
+
+def agree(
+    connection: socket.socket,
+    meeting: Meeting,
+    *,
+    transport: str,
+    ring_bytes: int,
+    chunk_bytes: int,
+    device: OrderedDevice,
+) -> None:
+    """Both ends must open the link with the same protocol and the same ring. Raises LinkError."""
+    agreed = {
+        "protocol": PROTOCOL_VERSION,
+        "transport": transport,
+        "ring_bytes": ring_bytes,
+        "chunk_bytes": chunk_bytes,
+        "checksum_bytes": device.checksum_bytes,
+    }
+    compare(connection, meeting, agreed)
 
 
 class OrderedLink(FailingLink):
@@ -52,13 +71,16 @@ class OrderedLink(FailingLink):
     ) -> None:
         chunk_bytes = min(chunk_bytes, ends.ring_bytes // 2)
         limits = Limits(chunk_bytes=chunk_bytes, small_bytes=min(small_bytes, chunk_bytes))
-        flows = make_flows(device, ends, limits=limits)
-        super().__init__(description, ends=ends, outgoing=flows[0], incoming=flows[1])
+        outgoing, incoming = (
+            Flow(device, ends, limits=limits, is_outgoing=is_outgoing)
+            for is_outgoing in (True, False)
+        )
+        super().__init__(description, ends=ends, outgoing=outgoing, incoming=incoming)
         self.transport = transport
         self._device = device
         self._headers = HeaderWriter(job=job_token(description.job))
         self._doorbell_address = ends.mine.doorbell_address()
-        self._posted_address = ends.incoming.host_addresses().posted
+        self._spin = native().native_spin
         self._wanted = threading.Event()
         """Set when the link's thread should look: something waits that nobody else may bring on."""
         self._resting = False
@@ -74,6 +96,7 @@ class OrderedLink(FailingLink):
 
     def send(self, tensor: torch.Tensor) -> Work:
         self.check()
+        self._require_here(tensor)
         source = sendable(tensor)
         stream = self._device.current_stream()
         if self._resting:
@@ -95,6 +118,7 @@ class OrderedLink(FailingLink):
 
     def recv(self, tensor: torch.Tensor) -> Work:
         self.check()
+        self._require_here(tensor)
         require_contiguous(tensor)
         stream, ready = self._device.current_stream(), self._device.mark()
         with self._lock:
@@ -183,8 +207,9 @@ class OrderedLink(FailingLink):
             spin_seconds = spin_until - time.monotonic()
             if spin_seconds > 0:
                 # A sleep here would cost a wake-up. An entry is posted before the doorbell rings.
-                seen = Seen(self._doorbell_address, bell), Seen(self._posted_address, posted)
-                futex.spin(*seen, seconds=spin_seconds)
+                posted_at = self._ends.incoming.posted_address
+                microseconds = int(spin_seconds * 1e6)
+                self._spin(self._doorbell_address, bell, posted_at, posted, microseconds)
                 continue
             self._ends.mine.sleep(bell, WATCH_SECONDS)
             with self._lock:
@@ -195,7 +220,7 @@ class OrderedLink(FailingLink):
         tensor: torch.Tensor,
         stream: CurrentStream,
         *,
-        ready: Mark | None,
+        ready: Event | None,
         is_receive: bool,
     ) -> OrderedTransfer:
         flow = self._in if is_receive else self._out

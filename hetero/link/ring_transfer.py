@@ -1,31 +1,21 @@
-"""What an ordered link keeps of its ends and of the transfers under way."""
+"""What a link over a ring keeps of its ends and of the transfers under way."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 
-from hetero.device.base import Mark
-from hetero.device.ordered import OrderedDevice, Word
+from hetero.device.device import Event
 from hetero.errors import LinkError
 from hetero.link.base import Work
-from hetero.link.ring import COUNTER_MASK, Direction, EndState, ahead
+from hetero.link.ring import Direction, EndState
 
-
-class EnqueuingLink(Protocol):
-    """What a transfer asks of its link."""
-
-    def progress_until_enqueued(self, transfer: OrderedTransfer) -> None:
-        """Return once all of the transfer is in a stream, or it has failed."""
-
-    def check(self) -> None:
-        """Raise what broke the link, if anything did."""
-
-    def look_after(self) -> None:
-        """See that transfers get into a stream though nobody waits for them."""
+if TYPE_CHECKING:
+    from hetero.link.flow import Flow
+    from hetero.link.ring_link import OrderedLink
 
 
 @dataclass(frozen=True)
@@ -45,62 +35,39 @@ class OrderedEnds:
     close: Callable[[], None]
 
 
-class DoneCounter:
-    """The counter that this end's device writes after each entry of one direction.
-
-    A peer that gives up writes it too, to release its own device, after it has said so.
-    """
-
-    def __init__(
-        self, device: OrderedDevice, address: int, *, read: Callable[[], int], peer: EndState
-    ) -> None:
-        self.device = device
-        self.peer = peer
-        self._address = address
-        self._read = read
-
-    def word(self, count: int) -> Word:
-        """What the device writes when it is done with so many entries."""
-        return Word(self._address, count & COUNTER_MASK)
-
-    def has_come_to(self, count: int) -> bool:
-        return ahead(count & COUNTER_MASK, self._read()) <= 0
-
-
 class Arrival:
-    """The point at which a device is done with so many entries.
+    """The point at which a device is done with so many entries of one direction.
 
     Args:
         caller: the caller's stream that the last of them went into; None for one of the link.
     """
 
-    __slots__ = ("_caller", "_count", "_done", "_reached")
+    __slots__ = ("_caller", "_count", "_flow", "_reached")
 
-    def __init__(self, done: DoneCounter, count: int, caller: int | None) -> None:
-        self._done, self._count, self._caller = done, count, caller
+    def __init__(self, flow: Flow, count: int, caller: int | None) -> None:
+        self._flow, self._count, self._caller = flow, count, caller
         self._reached = False
 
     def reached(self) -> bool:
         """Never blocks. True for ever, also when the link and its counters are gone."""
         if not self._reached:
-            done = self._done
-            self._reached = done.has_come_to(self._count) and not done.peer.has_failed
+            self._reached = self._flow.has_completed(self._count)
         return self._reached
 
     def order_current_stream(self) -> None:
         """Let the caller's current stream go on only after it; the calling thread goes on now."""
-        current = self._done.device.current_stream()
+        current = self._flow.device.current_stream()
         if current.key != self._caller and not self.reached():
-            current.wait_value(self._done.word(self._count))
+            current.wait_value(self._flow.completed_word(self._count))
 
 
 @dataclass(eq=False, slots=True)
 class OrderedTransfer(Work):
     """A tensor on its way through a stream of its link."""
 
-    link: EnqueuingLink
+    link: OrderedLink
     tensor: torch.Tensor
-    ready: Mark | None
+    ready: Event | None
     """What the caller had enqueued before it; None while it may still go into the same stream."""
     caller: int
     """The caller's stream."""

@@ -7,19 +7,17 @@ from contextlib import ExitStack
 from functools import partial
 from typing import Literal
 
-from hetero.device.ordered import GpuMemory, OrderedDevice
+from hetero.device.device import GpuMemory, OrderedDevice
 from hetero.errors import LinkError
-from hetero.link.flow_base import SMALL_BYTES, SMALL_BYTES_OF_DEVICE
+from hetero.link.flow import SMALL_BYTES, SMALL_BYTES_OF_DEVICE
 from hetero.link.handshake import (
     Meeting,
-    compare,
     receive_exactly,
     receive_json,
     send_json,
 )
-from hetero.link.header import PROTOCOL_VERSION
 from hetero.link.ring import CONTROL_BYTES, Direction, EndState
-from hetero.link.ring_link import OrderedEnds, OrderedLink
+from hetero.link.ring_link import OrderedEnds, OrderedLink, agree
 from hetero.link.shared_memory import SharedMemory, has_gone, join, share_memory
 
 RingMemory = Literal["host", "device"]
@@ -45,14 +43,14 @@ def open_ordered(
     """
     with ExitStack() as held:
         control = held.enter_context(join(meeting))
-        agreed = {
-            "protocol": PROTOCOL_VERSION,
-            "ring": memory,
-            "ring_bytes": ring_bytes,
-            "chunk_bytes": chunk_bytes,
-            "checksum_bytes": device.checksum_bytes,
-        }
-        compare(control, meeting, agreed)
+        agree(
+            control,
+            meeting,
+            transport=_TRANSPORTS[memory],
+            ring_bytes=ring_bytes,
+            chunk_bytes=chunk_bytes,
+            device=device,
+        )
         sizes = (CONTROL_BYTES, ring_bytes, ring_bytes) if memory == "host" else (CONTROL_BYTES,)
         segments = share_memory(control, meeting, sizes=sizes)
         addresses = [_map(held, device, segment) for segment in segments]

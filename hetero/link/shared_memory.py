@@ -11,19 +11,18 @@ import os
 import secrets
 import select
 import socket
-from typing import Any
+from contextlib import suppress
 
 import torch
 
-from hetero.link import futex
 from hetero.link.handshake import Meeting, accept, connect, look_up, publish
 
 PAGE = 4096
 
 
-def host_identity() -> dict[str, Any]:
+def host_identity() -> dict[str, str]:
     """What is equal on two ends that a Unix socket and shared memory can join."""
-    return {"boot": _boot_id(), "network": _network_namespace(), "futex": futex.available()}
+    return {"boot": _boot_id(), "network": _network_namespace()}
 
 
 def _boot_id() -> str:
@@ -88,7 +87,7 @@ def make_memory(nbytes: int) -> int:
 
 
 class SharedMemory:
-    """One mapping, as bytes, as 32-bit words that can be waited on, and as a tensor."""
+    """One mapping, as bytes, as 32-bit words and as a tensor. `close` ends all of them."""
 
     def __init__(self, descriptor: int, nbytes: int) -> None:
         self._map = mmap.mmap(descriptor, nbytes)
@@ -99,20 +98,6 @@ class SharedMemory:
         self.nbytes = nbytes
         self._open = True
 
-    def load(self, word: int) -> int:
-        """The 32-bit word at a byte offset."""
-        return int(self.words[word // 4])
-
-    def store(self, word: int, value: int) -> None:
-        self.words[word // 4] = value & 0xFFFFFFFF
-
-    def wake(self, word: int) -> None:
-        """Wake whoever sleeps on a word, in either process."""
-        futex.wake(self.address + word)
-
-    def sleep(self, word: int, while_it_is: int, seconds: float) -> None:
-        futex.wait(self.address + word, while_it_is, seconds)
-
     def close(self) -> None:
         if not self._open:
             return
@@ -121,10 +106,8 @@ class SharedMemory:
         self.words.release()
         self.bytes.release()
         # torch may hold the mapping a moment longer; it goes with its last reference.
-        try:
+        with suppress(BufferError):
             self._map.close()
-        except BufferError:
-            return
 
 
 def has_gone(control: socket.socket) -> bool:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import socket
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 
-from hetero.addresses import interface_with
+from hetero.addresses import family_of, interface_with
+from hetero.link.handshake import Meeting, accept, connect, listen_at, look_up, publish
 
 # Within a host there is no delay to fill with data, and what is sent is best received while it is
 # still in a core's cache.
@@ -20,6 +23,7 @@ class TcpPaths:
 
     addresses: tuple[str, ...]
     connections: int = 4
+    """0 for none but those that the ends talk over."""
 
     def address_of(self, index: int) -> str:
         return self.addresses[index % len(self.addresses)]
@@ -45,3 +49,64 @@ def tune(connection: socket.socket, *, lost_after: float) -> None:
         socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, max(1, int(lost_after * 1000))
     )
     _size_buffers(connection)
+
+
+@dataclass(frozen=True)
+class Connections:
+    """One for each address beside the rails: what the ends tell each other survives any of them."""
+
+    control: list[socket.socket]
+    rails: list[socket.socket]
+
+
+def open_connections(meeting: Meeting, paths: TcpPaths, stack: ExitStack) -> Connections:
+    """Connect the two ends, each of which has proved itself to the other."""
+    opened = _listen(meeting, paths, stack) if meeting.listens else _call(meeting, paths, stack)
+    for connection in opened.control:
+        connection.settimeout(meeting.timeout)
+    for connection in opened.rails:
+        connection.settimeout(None)
+    return opened
+
+
+def _listen(meeting: Meeting, paths: TcpPaths, stack: ExitStack) -> Connections:
+    with ExitStack() as listening:
+        listeners = [listening.enter_context(listen_at(address)) for address in paths.addresses]
+        publish(
+            meeting,
+            "addresses",
+            {
+                "addresses": [list(listener.getsockname()[:2]) for listener in listeners],
+                "connections": paths.connections,
+            },
+        )
+        control = [stack.enter_context(accept(one, meeting)[0]) for one in listeners]
+        rails = [
+            stack.enter_context(accept(listeners[index % len(listeners)], meeting)[0])
+            for index in range(_rails(paths.connections, listeners))
+        ]
+    return Connections(control, rails)
+
+
+def _call(meeting: Meeting, paths: TcpPaths, stack: ExitStack) -> Connections:
+    told = look_up(meeting, "addresses")
+    addresses = [(str(host), int(port)) for host, port in told["addresses"]]
+
+    def call(index: int) -> socket.socket:
+        return stack.enter_context(
+            connect(
+                addresses[index % len(addresses)],
+                meeting,
+                family=family_of(addresses[index % len(addresses)][0]),
+                source=(paths.address_of(index), 0),
+            )
+        )
+
+    control = [call(index) for index in range(len(addresses))]
+    rails = [call(index) for index in range(_rails(int(told["connections"]), addresses))]
+    return Connections(control, rails)
+
+
+def _rails(connections: int, addresses: Sequence[object]) -> int:
+    """How many rails there are: each address has one at least, where there are any."""
+    return max(connections, len(addresses)) if connections else 0

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Sequence
+import socket
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from ctypes import CDLL
 from dataclasses import dataclass, replace
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 
+from hetero.device.device import GpuMemory, OrderedDevice
 from hetero.device.driver import GpuDriver, driver_for
-from hetero.device.ordered import GpuMemory, OrderedDevice
+from hetero.device.gpu import index_of
+from hetero.device.topology import SYS, pci_device
 from hetero.errors import LinkError
 from hetero.link.carried_ends import (
     CarriedMemory,
@@ -24,21 +28,67 @@ from hetero.link.carried_ends import (
 )
 from hetero.link.carrier import Carrier, ConnectionInfo, RingMemory
 from hetero.link.control import Control
-from hetero.link.handshake import Meeting, compare
-from hetero.link.header import PROTOCOL_VERSION
-from hetero.link.rdma_ports import Port
-from hetero.link.ring_link import OrderedLink
-from hetero.link.verbs_joining import (
-    HOST,
-    Together,
-    VerbsOptions,
-    agree_on_ports,
-    meet,
-    require_room,
-)
-from hetero.native.library import native
+from hetero.link.handshake import Meeting, receive_json, send_json
+from hetero.link.rdma_ports import Port, choose_devices, find_ports, pair_ports
+from hetero.link.ring_link import OrderedLink, agree
+from hetero.link.tcp_connections import TcpPaths, open_connections
+from hetero.native.binding import native
+
+T = TypeVar("T")
+DEVICE, HOST = "device", "host"
+_LONGEST_STALL = 20.0
 
 _log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class VerbsOptions:
+    """What one side may choose for itself."""
+
+    memory: str = HOST
+    """Where this side's rings are: DEVICE, which the NIC then reads and writes, or HOST."""
+    nics: tuple[str, ...] = ()
+    """RDMA devices, each with all its ports unless it ends in `:PORT`; else the nearest ones."""
+    address: str = "127.0.0.1"
+    """This side's address for the connection beside the rails."""
+    stall_seconds: float | None = None
+    """How long a request may take before its rail is given up; else half the link's timeout."""
+    read_back: bool = False
+    """Read a NIC's writes back over it even where the memory or its driver needs no such thing."""
+    sys_root: Path = SYS
+    """Where the kernel describes this side's devices."""
+
+    def stall_within(self, timeout: float) -> float:
+        """How long a request may take on a link with this timeout, in seconds."""
+        return self.stall_seconds or min(timeout / 2, _LONGEST_STALL)
+
+
+class Together:
+    """Steps that both ends take at once: an error of either is an error of both."""
+
+    def __init__(self, connection: socket.socket, meeting: Meeting) -> None:
+        self._connection = connection
+        self._meeting = meeting
+
+    def take(
+        self, step: Callable[[], T], tell: Callable[[T], Mapping[str, Any]]
+    ) -> tuple[T, dict[str, Any]]:
+        """Take this side's part of a step; what came of it, and what the other side tells."""
+        peer = self._meeting.description.peer
+        try:
+            mine = step()
+        except Exception as error:
+            reason = str(error) or type(error).__name__
+            send_json(self._connection, {"error": reason})
+            raise self._meeting.failure(reason, f"rank {peer} has been told") from error
+        send_json(self._connection, tell(mine))
+        try:
+            theirs = receive_json(self._connection)
+        except OSError as error:
+            raise self._meeting.failure(f"rank {peer} ended ({error})", "see its log") from error
+        if "error" in theirs:
+            raise self._meeting.failure(f"rank {peer} says: {theirs['error']}", "see there")
+        return mine, theirs
 
 
 @dataclass(frozen=True)
@@ -77,22 +127,34 @@ def open_verbs(
     """
     library = library or native()
     with ExitStack() as stack:
-        connection = stack.enter_context(meet(meeting, options.address))
-        connection.settimeout(meeting.timeout)
-        agreed = {
-            "protocol": PROTOCOL_VERSION,
-            "ring_bytes": ring_bytes,
-            "chunk_bytes": chunk_bytes,
-            "checksum_bytes": ordered.checksum_bytes,
-        }
-        compare(connection, meeting, agreed)
+        paths = TcpPaths(addresses=(options.address,), connections=0)
+        connection = open_connections(meeting, paths, stack).control[0]
+        agree(
+            connection,
+            meeting,
+            transport=transport,
+            ring_bytes=ring_bytes,
+            chunk_bytes=chunk_bytes,
+            device=ordered,
+        )
         together = Together(connection, meeting)
-        ports = agree_on_ports(together, meeting, options, device=device, library=library)
+        ports = _agree_on_ports(together, meeting, options, device, library)
 
         def prepare() -> _Prepared:
-            require_room(ports, min(chunk_bytes, ring_bytes // 2))
+            _require_room(ports, min(chunk_bytes, ring_bytes // 2))
             memory = _make_memory(ring_bytes, ordered, device, options, stack)
-            return _make_carrier(library, memory, ports, meeting, options, ordered, stack)
+            carrier = Carrier(
+                memory.for_carrier,
+                side=side_of(meeting),
+                stall_seconds=options.stall_within(meeting.description.timeout),
+                library=library,
+            )
+            stack.callback(carrier.close)
+            carrier.follow(ordered)
+            rails = [carrier.add_verbs_rail(port) for port in ports]
+            return _Prepared(
+                memory, carrier, [info for info, _ in rails], [how for _, how in rails]
+            )
 
         prepared, told = together.take(prepare, _Prepared.told)
         theirs = [ConnectionInfo.of(info) for info in told["connections"]]
@@ -118,25 +180,49 @@ def open_verbs(
     return link
 
 
-def _make_carrier(
-    library: CDLL,
-    memory: CarriedMemory,
-    ports: Sequence[Port],
+def _agree_on_ports(
+    together: Together,
     meeting: Meeting,
     options: VerbsOptions,
-    ordered: OrderedDevice,
-    stack: ExitStack,
-) -> _Prepared:
-    carrier = Carrier(
-        library,
-        memory.for_carrier,
-        side=side_of(meeting),
-        stall_seconds=options.stall_within(meeting.description.timeout),
+    device: torch.device,
+    library: CDLL,
+) -> list[Port]:
+    """This side's port of every rail, in one order on both sides."""
+    ours, told = together.take(
+        lambda: _usable_ports(library, options, device),
+        lambda found: {"ports": [port.as_dict() for port in found]},
     )
-    stack.callback(carrier.close)
-    carrier.follow(ordered)
-    rails = [carrier.add_verbs_rail(port) for port in ports]
-    return _Prepared(memory, carrier, [info for info, _ in rails], [how for _, how in rails])
+    theirs = [Port(**port) for port in told["ports"]]
+    if meeting.listens:
+        chosen = [ours[mine] for mine, _ in pair_ports(ours, theirs)]
+    else:
+        chosen = [ours[mine] for _, mine in pair_ports(theirs, ours)]
+    if not chosen:
+        raise meeting.failure(
+            f"no RDMA port of this side ({', '.join(map(str, ours))}) can reach one of the other "
+            f"({', '.join(map(str, theirs))}): one side is on InfiniBand and the other on Ethernet",
+            "name NICs of one fabric with --hetero-nics",
+        )
+    return chosen
+
+
+def _usable_ports(library: CDLL, options: VerbsOptions, device: torch.device) -> list[Port]:
+    """This side's ports that can be used. Only now, so that the peer hears why not."""
+    gpu = None
+    if device.type == "cuda" and not options.nics:
+        gpu = pci_device(driver_for(device).pci_bus_id(index_of(device)))
+    devices = choose_devices(gpu, options.nics, sys_root=options.sys_root)
+    return find_ports(devices, library=library, sys_root=options.sys_root)
+
+
+def _require_room(ports: Sequence[Port], nbytes: int) -> None:
+    """Raises LinkError where a port carries no chunk of so many bytes."""
+    for port in ports:
+        if nbytes > port.max_message:
+            raise LinkError(
+                f"{port} carries messages of {port.max_message} bytes at most and a chunk has "
+                f"{nbytes}; choose smaller chunks"
+            )
 
 
 def _visibility(memory: CarriedMemory, options: VerbsOptions) -> str:
@@ -189,11 +275,6 @@ def _make_memory(
         dmabuf=dmabuf,
     )
     return CarriedMemory(control, control_on_device, address, for_carrier)
-
-
-def index_of(device: torch.device) -> int:
-    """The number of a GPU."""
-    return torch.cuda.current_device() if device.index is None else device.index
 
 
 def _export(driver: GpuDriver, device: int, address: int, nbytes: int) -> tuple[int, int] | None:

@@ -12,7 +12,7 @@ static uint32_t earlier(uint32_t one, uint32_t other)
 
 static struct part *part_of(struct sequence *sequence, uint32_t number)
 {
-    return &sequence->parts[number % BOOK_ENTRIES];
+    return &sequence->parts[number % RING_ENTRIES];
 }
 
 bool sequence_waiting(struct sequence *sequence, uint32_t limit, uint32_t *number)
@@ -54,7 +54,7 @@ void outgoing_credit(struct outgoing *outgoing, uint32_t released)
 {
     int32_t ahead = book_ahead(released, outgoing->released);
 
-    if (ahead > 0 && ahead <= BOOK_ENTRIES)
+    if (ahead > 0 && ahead <= RING_ENTRIES)
         outgoing->released = released;
 }
 
@@ -75,7 +75,7 @@ static int retransmit(struct outgoing *outgoing, struct sequence *sequence, uint
 {
     int count = 0;
 
-    for (uint32_t step = 0; step < BOOK_ENTRIES; step++) {
+    for (uint32_t step = 0; step < RING_ENTRIES; step++) {
         uint32_t number = outgoing->freed + step;
         struct part *part = part_of(sequence, number);
         bool is_released = book_ahead(outgoing->released, number) > 0;
@@ -103,7 +103,7 @@ int outgoing_retransmit(struct outgoing *outgoing, uint8_t rail, bool records_to
 
 static struct arrival *arrival_of(struct incoming *incoming, uint32_t number)
 {
-    return &incoming->arrivals[number % BOOK_ENTRIES];
+    return &incoming->arrivals[number % RING_ENTRIES];
 }
 
 /* The whole number behind one that has travelled; false if it came before. */
@@ -112,7 +112,7 @@ static bool place(uint32_t base, uint32_t travelled, uint32_t *number)
     uint32_t ahead = (travelled - base) & BOOK_NUMBER_MASK;
 
     *number = base + ahead;
-    return ahead < BOOK_ENTRIES;
+    return ahead < RING_ENTRIES;
 }
 
 void incoming_record(struct incoming *incoming, uint32_t travelled, uint64_t last_byte)
@@ -155,8 +155,8 @@ bool incoming_expects_record(const struct incoming *incoming, uint32_t number)
 {
     int32_t ahead = book_ahead(number, incoming->posted);
 
-    return ahead >= 0 && ahead < BOOK_ENTRIES &&
-           !incoming->arrivals[number % BOOK_ENTRIES].has_record;
+    return ahead >= 0 && ahead < RING_ENTRIES &&
+           !incoming->arrivals[number % RING_ENTRIES].has_record;
 }
 
 bool incoming_expect_data(struct incoming *incoming, uint32_t number, uint8_t rail)
@@ -164,7 +164,7 @@ bool incoming_expect_data(struct incoming *incoming, uint32_t number, uint8_t ra
     struct arrival *arrival = arrival_of(incoming, number);
     int32_t ahead = book_ahead(number, incoming->produced);
 
-    if (ahead < 0 || ahead >= BOOK_ENTRIES || arrival->state != DATA_ABSENT)
+    if (ahead < 0 || ahead >= RING_ENTRIES || arrival->state != DATA_ABSENT)
         return false;
     arrival->state = DATA_COMING;
     arrival->rail = rail;
@@ -175,7 +175,7 @@ bool incoming_claim(struct incoming *incoming, uint8_t rail, uint64_t *last_byte
 {
     bool found = false;
 
-    for (uint32_t step = 0; step < BOOK_ENTRIES; step++) {
+    for (uint32_t step = 0; step < RING_ENTRIES; step++) {
         uint32_t number = incoming->produced + step;
         struct arrival *arrival = arrival_of(incoming, number);
         bool has_record = arrival->has_record || book_ahead(incoming->posted, number) > 0;
@@ -196,7 +196,7 @@ bool incoming_claim(struct incoming *incoming, uint8_t rail, uint64_t *last_byte
 
 static void change(struct incoming *incoming, uint8_t rail, uint8_t from, uint8_t to)
 {
-    for (uint32_t slot = 0; slot < BOOK_ENTRIES; slot++) {
+    for (uint32_t slot = 0; slot < RING_ENTRIES; slot++) {
         struct arrival *arrival = &incoming->arrivals[slot];
 
         if (arrival->state == from && arrival->rail == rail)
@@ -219,7 +219,7 @@ void incoming_forget(struct incoming *incoming, uint8_t rail)
 
 bool incoming_reads(const struct incoming *incoming, uint8_t rail)
 {
-    for (uint32_t slot = 0; slot < BOOK_ENTRIES; slot++) {
+    for (uint32_t slot = 0; slot < RING_ENTRIES; slot++) {
         const struct arrival *arrival = &incoming->arrivals[slot];
 
         if ((arrival->state == DATA_BEING_READ || arrival->state == DATA_LANDED) &&

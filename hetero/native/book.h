@@ -1,15 +1,16 @@
 /* Which entries of a link's two rings have gone where. Numbers only: no verbs, no clock.
  *
- * Entries are numbered from 0 on and counted in 32 bits, round. At most BOOK_ENTRIES are under way in
+ * Entries are numbered from 0 on and counted in 32 bits, round. At most RING_ENTRIES are under way in
  * one direction, from the sender's first mention of one until the receiver's device has consumed it.
  * Of every entry two parts travel: its record, ahead, and its data. */
 #ifndef HETERO_BOOK_H
 #define HETERO_BOOK_H
 
+#include "ring.h"
+
 #include <stdbool.h>
 #include <stdint.h>
 
-#define BOOK_ENTRIES 256
 /* A number travels beside one bit that tells a record from data. */
 #define BOOK_NUMBER_MASK 0x7FFFFFFFu
 
@@ -24,7 +25,7 @@ struct part {
 struct sequence {
     uint32_t next; /* none before it waits */
     uint32_t done; /* all before it have completed here */
-    struct part parts[BOOK_ENTRIES];
+    struct part parts[RING_ENTRIES];
 };
 
 struct outgoing {
@@ -50,7 +51,7 @@ struct incoming {
     uint32_t produced; /* so many data are visible without a gap */
     uint32_t credited;     /* the count that the sender was credited last */
     bool credit_lost; /* what was credited may never have arrived */
-    struct arrival arrivals[BOOK_ENTRIES];
+    struct arrival arrivals[RING_ENTRIES];
 };
 
 /* How far one counter is ahead of another; negative when it is behind. */

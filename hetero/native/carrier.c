@@ -137,17 +137,15 @@ static bool fail(char *error, const char *what, int code)
     return false;
 }
 
-struct carrier *carrier_new(const struct engine_layout *layout, char *error)
+struct carrier *carrier_new(const struct engine_options *options, char *error)
 {
     struct carrier *carrier = calloc(1, sizeof *carrier);
 
-    if (carrier == NULL || layout->entries != BOOK_ENTRIES) {
-        fail(error, "a link's carrier cannot be made", carrier == NULL ? ENOMEM : EINVAL);
-        free(carrier);
+    if (carrier == NULL) {
+        fail(error, "a link's carrier cannot be made", ENOMEM);
         return NULL;
     }
-    carrier->engine.layout = *layout;
-    engine_count_on(&carrier->engine);
+    engine_begin(&carrier->engine, options);
     pthread_mutex_init(&carrier->lock, NULL);
     carrier->bell = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
     carrier->engine.loss_fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);

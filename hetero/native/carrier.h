@@ -11,7 +11,7 @@
 
 struct carrier;
 
-struct carrier *carrier_new(const struct engine_layout *layout, char *error);
+struct carrier *carrier_new(const struct engine_options *options, char *error);
 bool carrier_add_verbs(struct carrier *carrier, const struct verbs_request *request,
                        struct verbs_connection_info *info, char *error);
 bool carrier_connect_verbs(struct carrier *carrier, int index, const struct verbs_peer *peer,

@@ -19,25 +19,20 @@ double engine_now(void)
 
 /* Words and records. */
 
-static uint32_t *word(struct engine *engine, uint64_t offset)
+static uint32_t load(const struct ring_word *word)
 {
-    return (uint32_t *)(uintptr_t)(engine->layout.control + offset);
-}
-
-static uint32_t load(struct engine *engine, uint64_t offset)
-{
-    return __atomic_load_n(word(engine, offset), __ATOMIC_ACQUIRE);
+    return __atomic_load_n(&word->value, __ATOMIC_ACQUIRE);
 }
 
 /* Never back: a link that has failed moves words ahead itself, to release its streams. */
-static bool advance(struct engine *engine, uint64_t offset, uint32_t count)
+static bool advance(struct ring_word *word, uint32_t count)
 {
-    uint32_t current = load(engine, offset);
+    uint32_t current = load(word);
 
     while (book_ahead(count, current) > 0)
-        if (__atomic_compare_exchange_n(word(engine, offset), &current, count, false,
-                                        __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST)) {
-            host_wake_word(word(engine, offset));
+        if (__atomic_compare_exchange_n(&word->value, &current, count, false, __ATOMIC_SEQ_CST,
+                                        __ATOMIC_SEQ_CST)) {
+            host_wake_word(&word->value);
             return true;
         }
     return false;
@@ -45,13 +40,19 @@ static bool advance(struct engine *engine, uint64_t offset, uint32_t count)
 
 void engine_signal(struct engine *engine)
 {
-    host_ring(word(engine, engine->layout.doorbell));
+    host_ring(&engine->control->ends[engine->options.side].doorbell.value);
 }
 
-void engine_count_on(struct engine *engine)
+void engine_begin(struct engine *engine, const struct engine_options *options)
 {
-    uint32_t sent = load(engine, engine->layout.out_posted);
-    uint32_t received = load(engine, engine->layout.in_posted);
+    uint32_t sent, received;
+
+    engine->options = *options;
+    engine->control = (struct ring_control *)(uintptr_t)options->control;
+    engine->out = &engine->control->directions[options->side];
+    engine->in = &engine->control->directions[1 - options->side];
+    sent = load(&engine->out->posted);
+    received = load(&engine->in->posted);
 
     engine->outgoing.records.next = engine->outgoing.records.done = sent;
     engine->outgoing.data.next = engine->outgoing.data.done = sent;
@@ -59,30 +60,21 @@ void engine_count_on(struct engine *engine)
     engine->incoming.posted = engine->incoming.produced = engine->incoming.credited = received;
 }
 
-static uint64_t record_offset(struct engine *engine, uint64_t records, uint32_t number)
+static struct ring_record *record_of(struct ring_direction *direction, uint32_t number)
 {
-    return records + number % BOOK_ENTRIES * engine->layout.record_bytes;
-}
-
-static uint64_t field(struct engine *engine, uint64_t record, uint64_t offset)
-{
-    uint64_t value;
-
-    memcpy(&value, (const void *)(uintptr_t)(engine->layout.control + record + offset),
-           sizeof value);
-    return value;
+    return &direction->records[number % RING_ENTRIES];
 }
 
 /* How many of an entry's bytes lie where in the ring. A record that makes no sense names none: the
  * receiving CPU, which verifies it, finds the difference. */
-static uint64_t span(struct engine *engine, uint64_t records, uint32_t number, uint64_t *place)
+static uint64_t span(struct engine *engine, struct ring_direction *direction, uint32_t number,
+                     uint64_t *slot)
 {
-    const struct engine_layout *layout = &engine->layout;
-    uint64_t record = record_offset(engine, records, number);
-    uint64_t nbytes = field(engine, record, layout->record_nbytes) + layout->checksum_bytes;
+    const struct ring_record *record = record_of(direction, number);
+    uint64_t nbytes = record->nbytes + engine->options.checksum_bytes;
 
-    *place = field(engine, record, layout->record_place);
-    if (*place > layout->ring_bytes || nbytes > layout->ring_bytes - *place)
+    *slot = record->slot;
+    if (*slot > engine->options.ring_bytes || nbytes > engine->options.ring_bytes - *slot)
         return 0;
     return nbytes;
 }
@@ -129,22 +121,22 @@ bool engine_took(struct engine *engine, struct rail *rail, int code)
 
 void engine_sent(struct engine *engine, struct rail *rail, enum message message, uint32_t number)
 {
-    uint64_t place, nbytes;
+    uint64_t slot, nbytes;
 
     if (message == MESSAGE_RECORD)
         sequence_complete(&engine->outgoing.records, number, rail->index);
     if (message != MESSAGE_DATA)
         return;
-    nbytes = span(engine, engine->layout.out_records, number, &place);
-    speed_completed(rail, nbytes, engine->posted_at[number % BOOK_ENTRIES], engine_now());
+    nbytes = span(engine, engine->out, number, &slot);
+    speed_completed(rail, nbytes, engine->posted_at[number % RING_ENTRIES], engine_now());
     sequence_complete(&engine->outgoing.data, number, rail->index);
 }
 
 void engine_record_arrived(struct engine *engine, uint32_t number)
 {
-    uint64_t place, nbytes = span(engine, engine->layout.in_records, number, &place);
+    uint64_t slot, nbytes = span(engine, engine->in, number, &slot);
 
-    incoming_record(&engine->incoming, number, nbytes == 0 ? BOOK_NO_BYTE : place + nbytes - 1);
+    incoming_record(&engine->incoming, number, nbytes == 0 ? BOOK_NO_BYTE : slot + nbytes - 1);
 }
 
 void engine_data_arrived(struct engine *engine, struct rail *rail, uint32_t number)
@@ -170,7 +162,7 @@ void *engine_expect_record(struct engine *engine, uint32_t number)
 {
     if (!incoming_expects_record(&engine->incoming, number))
         return NULL;
-    return word(engine, record_offset(engine, engine->layout.in_records, number));
+    return record_of(engine->in, number);
 }
 
 bool engine_expect_data(struct engine *engine, struct rail *rail, uint32_t number)
@@ -193,8 +185,9 @@ static bool send_records(struct engine *engine, uint32_t limit)
     bool moved = false;
 
     while (sequence_waiting(records, limit, &number) &&
-           (rail = choose(engine, MESSAGE_RECORD, engine->layout.record_bytes)) != NULL) {
-        uint64_t offset = record_offset(engine, engine->layout.out_records, number);
+           (rail = choose(engine, MESSAGE_RECORD, sizeof(struct ring_record))) != NULL) {
+        const char *record = (const char *)record_of(engine->out, number);
+        uint64_t offset = (uint64_t)(record - (const char *)engine->control);
 
         if (engine_took(engine, rail,
                         rail->operations->post_record(rail, number, offset, engine_now())))
@@ -206,15 +199,15 @@ static bool send_records(struct engine *engine, uint32_t limit)
 
 static bool send_one(struct engine *engine, uint32_t number)
 {
-    uint64_t place, nbytes = span(engine, engine->layout.out_records, number, &place);
+    uint64_t slot, nbytes = span(engine, engine->out, number, &slot);
     struct rail *rail = choose(engine, MESSAGE_DATA, nbytes);
     double now = engine_now();
 
     if (rail == NULL)
         return false;
-    if (engine_took(engine, rail, rail->operations->post_data(rail, number, place, nbytes, now))) {
+    if (engine_took(engine, rail, rail->operations->post_data(rail, number, slot, nbytes, now))) {
         sequence_post(&engine->outgoing.data, number, rail->index);
-        engine->posted_at[number % BOOK_ENTRIES] = now;
+        engine->posted_at[number % RING_ENTRIES] = now;
         rail->bytes_under_way += nbytes;
     }
     return true;
@@ -234,7 +227,7 @@ static bool send_data(struct engine *engine, uint32_t limit)
 static bool send_credit(struct engine *engine)
 {
     struct incoming *incoming = &engine->incoming;
-    uint32_t consumed = load(engine, engine->layout.in_consumed);
+    uint32_t consumed = load(&engine->in->consumed);
     struct rail *rail;
 
     /* A link that has failed moves the word ahead of what has arrived. */
@@ -265,13 +258,12 @@ static void read_back(struct engine *engine, struct rail *rail)
  * finds them. */
 static bool publish(struct engine *engine)
 {
-    const struct engine_layout *layout = &engine->layout;
     uint32_t freed = outgoing_free(&engine->outgoing);
-    bool moved = advance(engine, layout->in_produced, engine->incoming.produced);
-    bool concerns_cpu = advance(engine, layout->in_posted, engine->incoming.posted);
+    bool moved = advance(&engine->in->produced, engine->incoming.produced);
+    bool concerns_cpu = advance(&engine->in->posted, engine->incoming.posted);
 
-    concerns_cpu |= advance(engine, layout->out_consumed, freed);
-    concerns_cpu |= advance(engine, layout->out_retired, freed);
+    concerns_cpu |= advance(&engine->out->consumed, freed);
+    concerns_cpu |= advance(&engine->out->retired, freed);
     if (concerns_cpu)
         engine_signal(engine);
     return moved || concerns_cpu;
@@ -279,7 +271,6 @@ static bool publish(struct engine *engine)
 
 bool engine_progress(struct engine *engine)
 {
-    const struct engine_layout *layout = &engine->layout;
     uint32_t posted, produced;
     bool moved = false;
 
@@ -291,8 +282,8 @@ bool engine_progress(struct engine *engine)
         read_back(engine, rail);
     }
     moved |= publish(engine);
-    posted = load(engine, layout->out_posted);
-    produced = load(engine, layout->out_produced);
+    posted = load(&engine->out->posted);
+    produced = load(&engine->out->produced);
     moved |= send_records(engine, posted);
     /* A record that waits for room keeps its data, and those behind it, waiting too. */
     if (book_ahead(produced, engine->outgoing.records.next) > 0)
@@ -303,7 +294,6 @@ bool engine_progress(struct engine *engine)
 
 bool engine_is_under_way(struct engine *engine)
 {
-    const struct engine_layout *layout = &engine->layout;
     bool has_rail = false;
 
     for (int index = 0; index < engine->rail_count; index++) {
@@ -313,8 +303,8 @@ bool engine_is_under_way(struct engine *engine)
     }
     if (!has_rail || engine->words_notify)
         return false;
-    return load(engine, layout->out_posted) != load(engine, layout->out_produced) ||
-           load(engine, layout->in_retired) != load(engine, layout->in_consumed);
+    return load(&engine->out->posted) != load(&engine->out->produced) ||
+           load(&engine->in->retired) != load(&engine->in->consumed);
 }
 
 static bool is_reading(const struct engine *engine)
@@ -335,7 +325,7 @@ bool engine_has_settled(struct engine *engine)
 
 bool engine_has_credited(struct engine *engine)
 {
-    uint32_t consumed = load(engine, engine->layout.in_consumed);
+    uint32_t consumed = load(&engine->in->consumed);
     bool has_rail = false;
 
     for (int index = 0; index < engine->rail_count; index++) {

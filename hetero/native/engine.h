@@ -9,15 +9,10 @@
 
 #define ENGINE_RAILS 32
 
-/* Where the words and records of both directions lie: offsets in the control segment, which are the
- * same at both ends. Mirrored in carrier.py. */
-struct engine_layout {
-    uint64_t control; /* address */
-    uint64_t doorbell;
-    uint64_t out_posted, out_retired, out_produced, out_consumed, out_records;
-    uint64_t in_posted, in_retired, in_produced, in_consumed, in_records;
-    uint64_t record_bytes, record_nbytes, record_place; /* size of a record, and fields in it */
-    uint64_t entries;
+/* This end of the link. Mirrored in binding.py. */
+struct engine_options {
+    uint64_t control; /* address of the control segment (struct ring_control) */
+    uint64_t side;    /* 0 for the listener, 1 for the caller */
     uint64_t ring_bytes;
     uint64_t checksum_bytes; /* behind each entry's, in the ring */
     double stall_seconds;
@@ -29,7 +24,9 @@ struct loss {
 };
 
 struct engine {
-    struct engine_layout layout;
+    struct engine_options options;
+    struct ring_control *control;
+    struct ring_direction *out, *in; /* what this end sends, and what it receives */
     struct outgoing outgoing;
     struct incoming incoming;
     struct rail *rails[ENGINE_RAILS];
@@ -37,13 +34,13 @@ struct engine {
     int rail_count;
     bool words_notify; /* whether the carrier is called after a device has written a word */
     double last_watched;
-    double posted_at[BOOK_ENTRIES]; /* when the data of an outgoing entry were */
+    double posted_at[RING_ENTRIES]; /* when the data of an outgoing entry were */
     int loss_fd; /* eventfd, written to when a rail is lost */
 };
 
 double engine_now(void);
 /* Number entries from where the words stand, which are alike for each direction. */
-void engine_count_on(struct engine *engine);
+void engine_begin(struct engine *engine, const struct engine_options *options);
 /* Wake whoever sleeps on this end's doorbell. */
 void engine_signal(struct engine *engine);
 /* See to all that has happened and to what is late, and post what can be posted by then; whether

@@ -2,8 +2,6 @@
 
 #include <string.h>
 
-#define WORD(address) ((uint32_t *)(uintptr_t)(address))
-
 /* Where a message may go, and what of it is left. */
 struct message {
     const uint8_t *header;
@@ -16,21 +14,14 @@ struct message {
     bool is_callers_turn;
 };
 
-/* A record, less the header before it. */
-struct piece {
-    uint64_t offset;
-    uint64_t nbytes;
-    uint64_t place;
-};
-
-static uint32_t load(uint64_t word)
+static uint32_t load(const struct ring_word *word)
 {
-    return __atomic_load_n(WORD(word), __ATOMIC_ACQUIRE);
+    return __atomic_load_n(&word->value, __ATOMIC_ACQUIRE);
 }
 
-static void store(uint64_t word, uint64_t value)
+static void store(struct ring_word *word, uint64_t value)
 {
-    __atomic_store_n(WORD(word), (uint32_t)value, __ATOMIC_RELEASE);
+    __atomic_store_n(&word->value, (uint32_t)value, __ATOMIC_RELEASE);
 }
 
 /* Whether a counter that wraps has come to a value. */
@@ -39,9 +30,14 @@ static bool reached(uint32_t counter, uint64_t value)
     return (int32_t)(counter - (uint32_t)value) >= 0;
 }
 
-static uint8_t *record_of(const struct flow *flow, uint64_t number)
+static struct ring_direction *direction_of(const struct flow *flow)
 {
-    return (uint8_t *)(uintptr_t)(flow->records + number % flow->entries * flow->record_bytes);
+    return (struct ring_direction *)(uintptr_t)flow->direction;
+}
+
+static struct ring_record *record_of(const struct flow *flow, uint64_t number)
+{
+    return &direction_of(flow)->records[number % RING_ENTRIES];
 }
 
 static bool is_last(const struct message *message)
@@ -88,27 +84,26 @@ static failure move_aside(struct flow *flow, const struct message *message, cons
     return failed ? failed : streams_move(&flow->streams, move, is_part || !settled);
 }
 
-/* Where the next entry's bytes may lie; false while the peer has to retire one first. */
-static bool find_place(struct flow *flow, uint64_t nbytes, uint64_t *begin, uint64_t *end)
+/* Where the next chunk may lie; false while the peer has to retire one first. */
+static bool find_slot(struct flow *flow, uint64_t nbytes, uint64_t *begin, uint64_t *end)
 {
-    const uint64_t *ends = (const uint64_t *)(uintptr_t)flow->ends;
     uint64_t size = flow->ring_bytes;
-    uint64_t length = (nbytes + flow->checksum_bytes + flow->alignment - 1) / flow->alignment *
-                      flow->alignment;
+    uint64_t length = (nbytes + flow->checksum_bytes + RING_ALIGNMENT - 1) / RING_ALIGNMENT *
+                      RING_ALIGNMENT;
 
     *begin = flow->head;
     if (*begin % size + length > size)
         *begin += size - *begin % size;
     *end = *begin + length;
-    while (*end - flow->tail > size || flow->in_flight >= flow->entries) {
+    while (*end - flow->tail > size || flow->in_flight >= RING_ENTRIES) {
         if (flow->in_flight == 0) {
             /* Only the gap at the end of the ring is in the way. */
             flow->tail = *begin;
             continue;
         }
-        if (!reached(load(flow->retired), flow->freed + 1))
+        if (!reached(load(&direction_of(flow)->retired), flow->freed + 1))
             return false;
-        flow->tail = ends[flow->oldest % flow->entries];
+        flow->tail = flow->ends[flow->oldest % RING_ENTRIES];
         flow->oldest++;
         flow->in_flight--;
         flow->freed++;
@@ -116,49 +111,50 @@ static bool find_place(struct flow *flow, uint64_t nbytes, uint64_t *begin, uint
     return true;
 }
 
-static void take_place(struct flow *flow, uint64_t end)
+static void take_slot(struct flow *flow, uint64_t end)
 {
-    uint64_t *ends = (uint64_t *)(uintptr_t)flow->ends;
-
-    ends[(flow->oldest + flow->in_flight) % flow->entries] = end;
+    flow->ends[(flow->oldest + flow->in_flight) % RING_ENTRIES] = end;
     flow->in_flight++;
     flow->head = end;
 }
 
-static void post(struct flow *flow, const struct message *message, const struct piece *piece)
+static void post(struct flow *flow, const struct message *message, uint64_t nbytes, uint64_t slot)
 {
-    uint8_t *record = record_of(flow, flow->count - 1);
+    struct ring_record *record = record_of(flow, flow->count - 1);
 
-    memcpy(record, message->header, flow->header_bytes);
-    memcpy(record + flow->header_bytes, piece, sizeof *piece);
-    store(flow->posted, flow->count);
+    memcpy(record->header, message->header, sizeof record->header);
+    record->offset = message->offset;
+    record->nbytes = nbytes;
+    record->slot = slot;
+    store(&direction_of(flow)->posted, flow->count);
 }
 
-static uint32_t put_piece(struct flow *flow, struct message *message)
+static uint32_t put_chunk(struct flow *flow, struct message *message)
 {
     uint64_t left = message->nbytes - message->offset;
     uint64_t nbytes = left < flow->chunk_bytes ? left : flow->chunk_bytes;
-    bool settled = reached(load(flow->produced), flow->count);
+    const struct ring_direction *direction = direction_of(flow);
+    bool settled = reached(load(&direction->produced), flow->count);
     uint64_t begin, end;
     bool must_wait, by_caller;
     failure failed;
 
-    if (!find_place(flow, nbytes, &begin, &end))
+    if (!find_slot(flow, nbytes, &begin, &end))
         return WAITING;
-    must_wait = !reached(load(flow->consumed), flow->freed);
+    must_wait = !reached(load(&direction->consumed), flow->freed);
     /* A caller's stream, which trains, is not held up until the peer has made room. */
     by_caller = !must_wait && fits_caller(flow, message, settled);
     if (!by_caller && !message->is_marked)
         return UNMARKED;
-    take_place(flow, end);
+    take_slot(flow, end);
     flow->awaited = (uint32_t)flow->freed;
     flow->count++;
 
-    struct piece piece = {message->offset, nbytes, begin % flow->ring_bytes};
+    uint64_t slot = begin % flow->ring_bytes;
     struct move move = {
         .checksum = flow->checksum_bytes ? APPEND_BEHIND_TARGET : NO_CHECKSUM,
         .after = {must_wait ? flow->consumed_word : 0, (uint32_t)flow->freed},
-        .target = flow->ring + piece.place,
+        .target = flow->ring + slot,
         .source = message->address + message->offset,
         .nbytes = nbytes,
         .then = {flow->produced_word, (uint32_t)flow->count},
@@ -167,37 +163,38 @@ static uint32_t put_piece(struct flow *flow, struct message *message)
                        : move_aside(flow, message, &move, settled);
     if (failed)
         return fail(flow, failed);
-    post(flow, message, &piece);
+    post(flow, message, nbytes, slot);
     message->offset += nbytes;
     return is_last(message) ? WHOLE : WAITING;
 }
 
-/* Whether the next entry is the next part of this message. */
-static bool is_expected(const struct flow *flow, const struct message *message, struct piece *piece)
+/* Whether an entry is the next chunk of this message. */
+static bool is_expected(const struct flow *flow, const struct message *message,
+                        const struct ring_record *record)
 {
-    const uint8_t *record = record_of(flow, flow->count);
-
-    memcpy(piece, record + flow->header_bytes, sizeof *piece);
-    return memcmp(record, message->header, flow->header_bytes) == 0 &&
-           piece->offset == message->offset &&
-           piece->nbytes <= message->nbytes - message->offset &&
-           piece->place <= flow->ring_bytes &&
-           piece->nbytes + flow->checksum_bytes <= flow->ring_bytes - piece->place;
+    return memcmp(record->header, message->header, sizeof record->header) == 0 &&
+           record->offset == message->offset &&
+           record->nbytes <= message->nbytes - message->offset &&
+           record->slot <= flow->ring_bytes &&
+           record->nbytes + flow->checksum_bytes <= flow->ring_bytes - record->slot;
 }
 
-static uint32_t take_piece(struct flow *flow, struct message *message)
+static uint32_t take_chunk(struct flow *flow, struct message *message)
 {
-    bool settled = reached(load(flow->consumed), flow->count);
-    struct piece piece;
+    struct ring_direction *direction = direction_of(flow);
+    bool settled = reached(load(&direction->consumed), flow->count);
+    struct ring_record record;
     bool has_come, by_caller;
     failure failed;
 
-    if (!reached(load(flow->posted), flow->count + 1))
+    if (!reached(load(&direction->posted), flow->count + 1))
         return WAITING;
-    if (!is_expected(flow, message, &piece))
+    /* A copy: the memory is the peer's too. */
+    record = *record_of(flow, flow->count);
+    if (!is_expected(flow, message, &record))
         return REFUSED;
-    has_come = reached(load(flow->produced), flow->count + 1);
-    by_caller = piece.nbytes == message->nbytes && (has_come || flow->streams.callers_wait) &&
+    has_come = reached(load(&direction->produced), flow->count + 1);
+    by_caller = record.nbytes == message->nbytes && (has_come || flow->streams.callers_wait) &&
                 fits_caller(flow, message, settled);
     if (!by_caller && !message->is_marked)
         return UNMARKED;
@@ -208,16 +205,16 @@ static uint32_t take_piece(struct flow *flow, struct message *message)
         .checksum = flow->checksum_bytes ? VERIFY_SOURCE : NO_CHECKSUM,
         .after = {has_come ? 0 : flow->produced_word, (uint32_t)flow->count},
         .target = message->address + message->offset,
-        .source = flow->ring + piece.place,
-        .nbytes = piece.nbytes,
+        .source = flow->ring + record.slot,
+        .nbytes = record.nbytes,
         .then = {flow->consumed_word, (uint32_t)flow->count},
     };
     failed = by_caller ? move_with_caller(flow, message, &move)
                        : move_aside(flow, message, &move, settled);
     if (failed)
         return fail(flow, failed);
-    store(flow->retired, flow->count);
-    message->offset += piece.nbytes;
+    store(&direction->retired, flow->count);
+    message->offset += record.nbytes;
     return is_last(message) ? WHOLE : WAITING;
 }
 
@@ -232,10 +229,10 @@ uint32_t native_bring_on(struct flow *flow, const uint8_t *header, uint64_t addr
 
     do {
         before = flow->count;
-        progress = flow->is_outgoing ? put_piece(flow, &message) : take_piece(flow, &message);
+        progress = flow->is_outgoing ? put_chunk(flow, &message) : take_chunk(flow, &message);
     } while (progress == WAITING && flow->count != before);
     flow->offset = message.offset;
     if (flow->doorbell && flow->count != first)
-        host_ring(WORD(flow->doorbell));
+        host_ring((uint32_t *)(uintptr_t)flow->doorbell);
     return progress;
 }

@@ -67,7 +67,7 @@ static void pause_core(void)
 
 static bool has_come(const uint32_t *word, uint32_t value, uint32_t *seen)
 {
-    *seen = __atomic_load_n(word, __ATOMIC_ACQUIRE);
+    *seen = host_read_word(word);
     return (int32_t)(*seen - value) >= 0;
 }
 
@@ -86,9 +86,9 @@ static bool look_for(const uint32_t *word, uint32_t value)
     return false;
 }
 
-static void sleep_on(uint32_t *word, uint32_t while_it_is, int64_t milliseconds)
+void host_sleep(uint32_t *word, uint32_t while_it_is, uint32_t milliseconds)
 {
-    struct timespec time = {milliseconds / 1000, milliseconds % 1000 * 1000000};
+    struct timespec time = {milliseconds / 1000, milliseconds % 1000 * 1000000L};
 
     syscall(SYS_futex, word, FUTEX_WAIT, while_it_is, &time, NULL, 0);
 }
@@ -107,10 +107,15 @@ bool host_wait_word(uint32_t *word, uint32_t value, uint32_t milliseconds)
         /* Counted before the last look: a writer whose word that look misses sees the count. */
         __atomic_fetch_add(sleepers, 1, __ATOMIC_SEQ_CST);
         if (!has_come(word, value, &seen))
-            sleep_on(word, seen, left);
+            host_sleep(word, seen, (uint32_t)left);
         __atomic_fetch_sub(sleepers, 1, __ATOMIC_SEQ_CST);
     }
     return true;
+}
+
+uint32_t host_read_word(const uint32_t *word)
+{
+    return __atomic_load_n(word, __ATOMIC_ACQUIRE);
 }
 
 void host_write_word(uint32_t *word, uint32_t value)

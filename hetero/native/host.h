@@ -53,11 +53,15 @@ int host_write_value(void *stream, uint64_t word, uint32_t value, unsigned flags
 
 /* Whether a word has come to a value or, counting round, past it, waiting up to so many milliseconds. */
 bool host_wait_word(uint32_t *word, uint32_t value, uint32_t milliseconds);
+/* What was stored before the word can be seen by whoever has read it. */
+uint32_t host_read_word(const uint32_t *word);
 /* Write a word, and wake whoever sleeps on it in any process. */
 void host_write_word(uint32_t *word, uint32_t value);
 /* The second half alone, after a store that is sequentially consistent. */
 void host_wake_word(uint32_t *word);
 /* Count a doorbell up and wake whoever sleeps on it, of whom nobody keeps a count. */
 void host_ring(uint32_t *doorbell);
+/* Sleep while a doorbell is what it was, for so many milliseconds at most. */
+void host_sleep(uint32_t *doorbell, uint32_t while_it_is, uint32_t milliseconds);
 
 #endif

@@ -1,4 +1,4 @@
-/* What Python calls through ctypes (library.py). Nothing here holds the GIL, and nothing blocks but the
+/* What Python calls through ctypes (binding.py). Nothing here holds the GIL, and nothing blocks but the
  * GPU's driver.
  *
  * A flow is one direction of one end of an ordered link: hetero/link/ordered says what it does,
@@ -7,11 +7,12 @@
 #define HETERO_NATIVE_H
 
 #include "host.h"
+#include "ring.h"
 
 #include <stdbool.h>
 #include <stdint.h>
 
-#define NATIVE_VERSION 1
+#define NATIVE_VERSION 2
 
 uint32_t native_version(void);
 
@@ -86,18 +87,19 @@ int driver_copy(uint64_t vendor, uint64_t function, uint64_t target, uint64_t so
 /* Have the streams wait for a word, copy, and write a word; `aside` if this is one part of many. */
 failure streams_move(struct streams *streams, const struct move *move, bool aside);
 failure streams_wait_value(const struct streams *streams, struct word word);
+/* The same, and the write of a word, for one stream of a driver. */
+failure native_wait_value(const struct entry_points *driver, uint64_t stream, uint64_t address,
+                          uint32_t value);
+failure native_write_value(const struct entry_points *driver, uint64_t stream, uint64_t address,
+                           uint32_t value);
 /* Have the copies go on behind an event of another stream. */
 failure streams_wait_event(const struct streams *streams, uint64_t event);
 
 /* Python makes it with all fields but those that say otherwise, and keeps it and what it points to. */
 struct flow {
     struct streams streams;
-    /* The direction's words and records, by this process's addresses. */
-    uint64_t posted;
-    uint64_t retired;
-    uint64_t produced;
-    uint64_t consumed;
-    uint64_t records;
+    /* A struct ring_direction. */
+    uint64_t direction;
     /* The words that devices write, by the device's addresses. */
     uint64_t produced_word;
     uint64_t consumed_word;
@@ -107,14 +109,8 @@ struct flow {
     uint64_t chunk_bytes;
     /* Up to this a message may go into the caller's stream. */
     uint64_t small_bytes;
-    uint64_t entries;
-    uint64_t header_bytes;
-    uint64_t record_bytes;
-    uint64_t alignment;
     /* What follows an entry's bytes in the ring: HOST_CHECKSUM_BYTES, or none. */
     uint64_t checksum_bytes;
-    /* Of the sender: for each entry that is not free yet, the position after it; as many as `entries`. */
-    uint64_t ends;
     /* The peer's doorbell, which is rung when entries have been enqueued; 0 where Python rings it. */
     uint64_t doorbell;
     bool is_outgoing;
@@ -124,9 +120,12 @@ struct flow {
     uint64_t offset;  /* bytes enqueued of the message that was last brought on */
     uint64_t awaited; /* the last value of the peer's counter that an entry needs */
     failure failed;
-    uint64_t head, tail, freed, in_flight, oldest; /* the sender's book, as ring.Allotment */
-    uint64_t caller;                               /* whose stream the last entry went into */
-    bool by_caller;                                /* whether it was a caller's */
+    /* The sender's slots: where the next begins and the oldest that is not free, in bytes counted on
+     * and on; entries freed, in flight and the number of the oldest of those; where each of them ends. */
+    uint64_t head, tail, freed, in_flight, oldest;
+    uint64_t ends[RING_ENTRIES];
+    uint64_t caller; /* whose stream the last entry went into */
+    bool by_caller;  /* whether it was a caller's */
 };
 
 enum progress { WAITING, WHOLE, UNMARKED, REFUSED, FAILED };

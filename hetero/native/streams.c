@@ -133,6 +133,18 @@ failure streams_wait_value(const struct streams *streams, struct word word)
     return wait_value(&streams->driver, streams->copies, word);
 }
 
+failure native_wait_value(const struct entry_points *driver, uint64_t stream, uint64_t address,
+                          uint32_t value)
+{
+    return wait_value(driver, stream, (struct word){address, value});
+}
+
+failure native_write_value(const struct entry_points *driver, uint64_t stream, uint64_t address,
+                           uint32_t value)
+{
+    return write_value(driver, stream, (struct word){address, value});
+}
+
 failure streams_wait_event(const struct streams *streams, uint64_t event)
 {
     return wait_event(&streams->driver, streams->copies, event);

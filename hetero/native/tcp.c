@@ -122,11 +122,10 @@ static int give(struct rail *base, struct frame frame, const void *bytes)
 
 static int post_record(struct rail *base, uint32_t number, uint64_t offset, double now)
 {
-    const struct tcp_request *request = &rail_of(base)->request;
-    struct frame frame = {MESSAGE_RECORD, number, 0, request->record_bytes};
+    struct frame frame = {MESSAGE_RECORD, number, 0, sizeof(struct ring_record)};
 
     (void)now;
-    return give(base, frame, (const void *)(uintptr_t)(request->control + offset));
+    return give(base, frame, (const void *)(uintptr_t)(rail_of(base)->request.control + offset));
 }
 
 static int post_data(struct rail *base, uint32_t number, uint64_t place, uint64_t nbytes,

@@ -16,7 +16,6 @@ struct tcp_request {
     uint64_t receiving;
     uint64_t ring_bytes;
     uint64_t control; /* address of the control segment */
-    uint32_t record_bytes;
 };
 
 /* What the threads of a rail ask of the carrier, with its lock. */

@@ -81,7 +81,7 @@ static bool makes_sense(const struct tcp_rail *rail, const struct frame *frame)
     const struct tcp_request *request = &rail->request;
 
     if (frame->message == MESSAGE_RECORD)
-        return frame->nbytes == request->record_bytes;
+        return frame->nbytes == sizeof(struct ring_record);
     if (frame->message == MESSAGE_DATA)
         return frame->place <= request->ring_bytes &&
                frame->nbytes <= request->ring_bytes - frame->place;

@@ -46,7 +46,7 @@ static int post_record(struct rail *base, uint32_t number, uint64_t offset, doub
 {
     struct verbs_rail *rail = rail_of(base);
     struct ibv_sge element = {.addr = rail->request.control + offset,
-                              .length = rail->request.record_bytes,
+                              .length = sizeof(struct ring_record),
                               .lkey = rail->control->lkey};
     struct ibv_send_wr request = {
         .wr_id = name_request(MESSAGE_RECORD, number),

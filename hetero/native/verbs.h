@@ -26,8 +26,6 @@ struct verbs_request {
     uint64_t rings;      /* address of the sending ring, which the receiving one follows */
     uint64_t ring_bytes; /* of each */
     uint64_t control;    /* address of the control segment */
-    uint64_t control_bytes;
-    uint32_t record_bytes;
     uint32_t psn;
 };
 

@@ -9,9 +9,8 @@
 #include <stdlib.h>
 #include <string.h>
 
-#define MAX_INLINE 128
 /* Of every entry a record and its data, a credit for each, and both again that another rail had. */
-#define RECEIVES (5 * BOOK_ENTRIES + VERBS_CREDITS)
+#define RECEIVES (5 * RING_ENTRIES + VERBS_CREDITS)
 /* 4.096 us * 2**14 before a packet is sent again; 7 tries would mean for ever. */
 #define ACK_TIMEOUT 14
 #define TRIES 6
@@ -108,7 +107,7 @@ static bool register_rings(struct verbs_rail *rail, char *error)
 static bool register_control(struct verbs_rail *rail, char *error)
 {
     rail->control = ibv.reg_mr(rail->domain, (void *)(uintptr_t)rail->request.control,
-                               rail->request.control_bytes,
+                               sizeof(struct ring_control),
                                IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE);
     rail->landing_region = ibv.reg_mr(rail->domain, &rail->landing, 1, IBV_ACCESS_LOCAL_WRITE);
     if (rail->control == NULL || rail->landing_region == NULL)
@@ -149,13 +148,10 @@ static bool make_queues(struct verbs_rail *rail, char *error)
     rail->queue = ibv.create_cq(rail->context, VERBS_SENDS + RECEIVES + 1, NULL, rail->channel, 0);
     if (rail->queue == NULL)
         return fail(error, "it makes no completion queue (%s)", strerror(errno));
-    rail->inlines = rail->request.record_bytes <= MAX_INLINE;
-    if (rail->inlines)
-        rail->qp = make_qp(rail, VERBS_SENDS, RECEIVES, rail->request.record_bytes);
-    if (rail->qp == NULL) {
-        rail->inlines = false;
+    rail->qp = make_qp(rail, VERBS_SENDS, RECEIVES, sizeof(struct ring_record));
+    rail->inlines = rail->qp != NULL;
+    if (rail->qp == NULL)
         rail->qp = make_qp(rail, VERBS_SENDS, RECEIVES, 0);
-    }
     /* The loop receives nothing, but some NICs make no queue pair without room for one receive. */
     if (rail->qp != NULL && rail->request.reads_back)
         rail->loopback_qp = make_qp(rail, 1, 1, 0);

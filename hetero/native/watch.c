@@ -36,7 +36,7 @@ static void ask_idle_rails(struct engine *engine)
 static bool is_lost(const struct engine *engine, struct rail *rail, double time, char *reason)
 {
     const struct rail_operations *operations = rail->operations;
-    double stall = engine->layout.stall_seconds, tick = stall / CHECKS_PER_STALL;
+    double stall = engine->options.stall_seconds, tick = stall / CHECKS_PER_STALL;
 
     if (operations->last_heard == NULL)
         return operations->is_late(rail, time - stall, reason);
@@ -51,7 +51,7 @@ static bool is_lost(const struct engine *engine, struct rail *rail, double time,
 void watch_rails(struct engine *engine)
 {
     char reason[RAIL_TEXT_BYTES];
-    double time = engine_now(), stall = engine->layout.stall_seconds;
+    double time = engine_now(), stall = engine->options.stall_seconds;
     bool is_in_doubt = false;
 
     if (time - engine->last_watched < stall / CHECKS_PER_STALL)

@@ -12,13 +12,11 @@ import torch.distributed as dist
 
 from hetero.agreement import Store
 from hetero.groups import rank_sets
-from hetero.link.auto import Choice, open_fastest
 from hetero.link.base import Link, LinkDescription
-from hetero.link.gloo import GlooLink
 from hetero.link.handshake import Meeting
 from hetero.link.names import FAMILIES
-from hetero.link.paths import ChannelOptions, Pair, open_path
-from hetero.link.vendor import VendorLink
+from hetero.link.open import ChannelOptions, Choice, open_link
+from hetero.link.torch_links import GlooLink, VendorLink
 from hetero.plan import Coordinate, Edge, Plan
 
 
@@ -107,15 +105,17 @@ def open_links(plan: Plan, rank: int, opening: Opening) -> PipelineLinks:
                 links[side] = _open_vendor(description, side, groups)
             elif transport == "gloo":
                 links[side] = _open_gloo(description, side, edge)
-            elif transport in FAMILIES:
-                choice = _choose(transport, description, side, edge, opening)
-                links[side] = choice.link
-                if side == "downstream":
-                    choices.append(choice)
             else:
-                links[side] = _open_path(
-                    transport, _meeting(description, side, edge, opening), opening
+                choice = open_link(
+                    transport,
+                    _meeting(description, side, edge, opening),
+                    options=opening.channel,
+                    device=opening.device,
+                    last_resort=partial(_open_gloo, description, side, edge),
                 )
+                links[side] = choice.link
+                if side == "downstream" and transport in FAMILIES:
+                    choices.append(choice)
     return PipelineLinks(
         upstream=links["upstream"],
         downstream=links["downstream"],
@@ -157,24 +157,6 @@ def _meeting(description: LinkDescription, side: str, edge: Edge, opening: Openi
         listens=side == "downstream",
         secret=opening.job.encode(),
     )
-
-
-def _choose(
-    family: str, description: LinkDescription, side: str, edge: Edge, opening: Opening
-) -> Choice:
-    gloo = partial(_open_gloo, description, side, edge)
-    return open_fastest(
-        _meeting(description, side, edge, opening),
-        FAMILIES[family],
-        options=opening.channel,
-        device=opening.device,
-        last_resort=gloo if family == "auto" else None,
-    )
-
-
-def _open_path(path: str, meeting: Meeting, opening: Opening) -> Link:
-    pair = Pair.of(meeting, device=opening.device, options=opening.channel)
-    return open_path(path, meeting, pair=pair, options=opening.channel, device=opening.device)
 
 
 def _direction_groups(

@@ -26,7 +26,7 @@ from hetero.cluster import RankIdentity, check_identities, identify, running_ven
 from hetero.errors import HeteroError, LinkError, UserError, leave_word, print_error
 from hetero.groups import Groups, build_groups
 from hetero.link.nics import Nics, find_nics
-from hetero.link.paths import ChannelOptions
+from hetero.link.open import ChannelOptions
 from hetero.liveness import Hub, Liveness, Member, RankLost
 from hetero.pipeline.links import Opening, PipelineLinks, open_links
 from hetero.plan import Coordinate, Plan

@@ -124,17 +124,17 @@ def test_a_disk_that_is_full_during_a_save_loses_nothing(
 
 UNPINNED = """
 import runpy
-from hetero.device.cpu import CpuRuntime
 from hetero.errors import LinkError
+from megatron.training.checkpoint.device_copies import DeviceCopies
 from megatron.training.checkpoint.host_memory import HostMemory
 from megatron.training.checkpoint.saver import Saver
 
 calls = []
 begun, started = HostMemory.__init__, Saver.start
 
-def begin(self, size, runtime):
+def begin(self, size, copies):
     print("memory is asked for", flush=True)
-    begun(self, size, runtime)
+    begun(self, size, copies)
 
 def register(self, host):
     calls.append(host)
@@ -145,7 +145,7 @@ def start(self, iteration, contents):
     print(f"save {{iteration}} starts", flush=True)
     started(self, iteration, contents)
 
-HostMemory.__init__, CpuRuntime.register, Saver.start = begin, register, start
+HostMemory.__init__, DeviceCopies.register, Saver.start = begin, register, start
 runpy.run_path({entry!r}, run_name="__main__")
 """
 

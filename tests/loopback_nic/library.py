@@ -17,8 +17,7 @@ from enum import IntEnum
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
-from hetero.native.carrier import TEXT_BYTES
-from hetero.native.library import FOLDER, native
+from hetero.native.binding import FOLDER, TEXT_BYTES, native
 from tests.hip_on_cuda.library import COMPILER, compiled
 
 SOURCE = Path(__file__).with_name("loopback_verbs.c")

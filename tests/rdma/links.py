@@ -12,8 +12,7 @@ import torch.distributed as dist
 from hetero.device.host import HostDevice
 from hetero.link.base import Link, LinkDescription
 from hetero.link.handshake import Meeting
-from hetero.link.verbs import open_verbs
-from hetero.link.verbs_joining import VerbsOptions
+from hetero.link.verbs import VerbsOptions, open_verbs
 from tests.hetero.link.transports import Transport
 from tests.rdma.rails import Rail
 

@@ -170,9 +170,9 @@ def run_with_faults(rank: int, options: Options, folder: str, out: str) -> None:
 
     def really_open_gloo(what):
         from hetero.link.base import LinkDescription
-        from hetero.link.gloo import GlooLink
+        from hetero.link.torch_links import GlooLink
 
-        description = LinkDescription(0, 1, 0, 1, what.job, what.timeout)
+        description = LinkDescription(rank=0, peer=1, job=what.job, timeout=what.timeout)
         return GlooLink(description, send_tag=101, recv_tag=102)
 
     opened_links.open_links = faulty

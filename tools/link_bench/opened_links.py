@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from hetero.link.paths import ChannelOptions
+from hetero.link.open import ChannelOptions
 from hetero.pipeline.links import Opening, PipelineLinks, open_links
 from hetero.plan import Mesh, Plan
 from tools.link_bench.bench_record import LinkFacts, Options

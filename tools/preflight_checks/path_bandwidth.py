@@ -18,8 +18,8 @@ import torch.distributed as dist
 from hetero.interrupts import children_ignore_interrupts
 from hetero.link.base import Link
 from hetero.link.names import PATHS
-from hetero.link.paths import ChannelOptions
-from hetero.link.rdma_available import no_rdma
+from hetero.link.open import ChannelOptions
+from hetero.link.rdma_ports import no_rdma
 from hetero.pipeline.links import Opening, PipelineLinks, open_links
 from hetero.plan import Mesh, Plan
 

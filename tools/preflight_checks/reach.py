@@ -165,5 +165,5 @@ def _ask_time(connection: socket.socket) -> tuple[float, float]:
 
 def _meeting(store: Store, secret: bytes, *, listens: bool, timeout: float) -> Meeting:
     # Only the secret and the name matter to the token; the description to errors, cut off here.
-    description = LinkDescription(0, 1, 0, 1, job="preflight", timeout=timeout)
+    description = LinkDescription(rank=0, peer=1, job="preflight", timeout=timeout)
     return Meeting(store, description, "preflight", listens, secret, timeout)

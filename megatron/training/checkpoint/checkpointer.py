@@ -9,7 +9,6 @@ from typing import Any
 
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
-from hetero.device.choose import runtime_for
 from hetero.errors import HeteroError
 from megatron.training.checkpoint.compatibility import require_same_schedule
 from megatron.training.checkpoint.contents import (
@@ -20,6 +19,7 @@ from megatron.training.checkpoint.contents import (
 )
 from megatron.training.checkpoint.control import Control
 from megatron.training.checkpoint.costs import SaveCosts
+from megatron.training.checkpoint.device_copies import DeviceCopies
 from megatron.training.checkpoint.loader import (
     layout_record,
     load_optimizer,
@@ -75,7 +75,7 @@ class Checkpointer:
                 Path(self._args.save),
                 self._control,
                 kept=Kept(self._args.keep_last, self._args.save_retain_interval),
-                snapshot=Snapshot(runtime_for(job.device)) if in_background else None,
+                snapshot=Snapshot(DeviceCopies(job.device)) if in_background else None,
                 lock=job.lock,
             )
 

@@ -14,9 +14,9 @@ from collections.abc import Iterator
 import psutil
 import torch
 
-from hetero.device.base import DeviceRuntime
 from hetero.errors import HeteroError
 from hetero.words import size_text
+from megatron.training.checkpoint.device_copies import DeviceCopies
 
 PART_BYTES = 64 << 20
 STALL_SECONDS = 60.0
@@ -35,9 +35,9 @@ class HostMemory:
     Forked processes do not get it: a fork would copy every page that is pinned.
     """
 
-    def __init__(self, size: int, runtime: DeviceRuntime) -> None:
+    def __init__(self, size: int, copies: DeviceCopies) -> None:
         self.size = max(1, -(-size // mmap.PAGESIZE)) * mmap.PAGESIZE
-        self._runtime = runtime
+        self._copies = copies
         self._bytes = torch.empty(0, dtype=torch.uint8)
         self._parts: list[torch.Tensor] = []
         self._problem: Exception | None = None
@@ -89,7 +89,7 @@ class HostMemory:
                 self._require_room(part.numel())
                 # The method, unlike an assignment, lets other threads have the interpreter.
                 part[:: mmap.PAGESIZE].zero_()
-                self._runtime.register(part)
+                self._copies.register(part)
                 self._parts.append(part)
             if self._stopped.is_set():
                 self._release()
@@ -99,7 +99,7 @@ class HostMemory:
 
     def _release(self) -> None:
         while self._parts:
-            self._runtime.unregister(self._parts.pop())
+            self._copies.unregister(self._parts.pop())
         self._bytes = torch.empty(0, dtype=torch.uint8)
 
     def _require_room(self, size: int) -> None:

@@ -9,7 +9,7 @@ from functools import partial
 
 import torch
 
-from hetero.device.base import DeviceRuntime, Mark
+from megatron.training.checkpoint.device_copies import DeviceCopies
 from megatron.training.checkpoint.host_memory import HostMemory
 from megatron.training.checkpoint.stream import Piece
 
@@ -24,10 +24,10 @@ class Snapshot:
     before anything writes to what is copied.
     """
 
-    def __init__(self, runtime: DeviceRuntime) -> None:
-        self._runtime = runtime
+    def __init__(self, copies: DeviceCopies) -> None:
+        self._copies = copies
         self._memory: HostMemory | None = None
-        self._marks: list[Mark] = []
+        self._events: list[torch.cuda.Event | None] = []
         self.memory_wait_s = 0.0
         """For how long the last `take` waited for its memory."""
 
@@ -36,7 +36,7 @@ class Snapshot:
         if self._memory is not None and self._memory.size < size:
             self.close()
         if self._memory is None:
-            self._memory = HostMemory(size + _SPARE_BYTES, self._runtime)
+            self._memory = HostMemory(size + _SPARE_BYTES, self._copies)
 
     def take(self, pieces: Sequence[Piece]) -> list[Piece]:
         """The same pieces with their elements in host memory, once `wait` returns.
@@ -44,15 +44,15 @@ class Snapshot:
         Raises HostMemoryError where there is none; the next call tries again.
         """
         memory = self._room(copy_bytes(pieces))
-        after = self._runtime.mark()
+        after = self._copies.record_event()
         copies, begin = [], 0
-        self._marks = []
+        self._events = []
         for piece in pieces:
             end = begin + piece.bytes
             source, done = piece.source().detach().reshape(-1).view(torch.uint8), 0
             for target in memory.spans(begin, end):
                 part = source[done : done + target.numel()]
-                self._marks.append(self._runtime.copy(target, part, after=after))
+                self._events.append(self._copies.copy(target, part, after=after))
                 done += target.numel()
             values = memory.whole(begin, end).view(piece.dtype)
             copies.append(replace(piece, source=partial(_identity, values)))
@@ -61,13 +61,14 @@ class Snapshot:
 
     def wait(self) -> None:
         """Block until the copy is whole. On any thread."""
-        for mark in self._marks:
-            mark.synchronize()
+        for event in self._events:
+            if event is not None:
+                event.synchronize()
 
     def order_updates(self) -> None:
         """Let what is enqueued from now on come after the copies."""
-        for mark in self._marks:
-            mark.order_current_stream()
+        for event in self._events:
+            self._copies.order_current_stream(event)
 
     def close(self) -> None:
         if self._memory is not None:

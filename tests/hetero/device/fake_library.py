@@ -6,7 +6,7 @@ import ctypes
 from collections.abc import Sequence
 from pathlib import Path
 
-from hetero.device.library import Symbol
+from hetero.device.vendor_library import Symbol
 from tests.hip_on_cuda.library import compile_library
 
 _PREAMBLE = """

@@ -8,7 +8,7 @@ import subprocess
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from hetero.device.library import Symbol
+from hetero.device.vendor_library import Symbol
 from tests.hip_on_cuda.library import COMPILER, LACKING
 
 

@@ -12,10 +12,10 @@ import torch
 from hetero.device import cuda_driver, hip_driver
 from hetero.device.cuda_driver import Attribute, CudaDriver
 from hetero.device.driver import HIP_LIBRARY_VARIABLE, driver_for
-from hetero.device.driver_base import ALLOCATION_BYTES, GpuDriver, whole_allocation
-from hetero.device.gpu import GpuRuntime
+from hetero.device.driver_base import ALLOCATION_BYTES, INVALID_VALUE, GpuDriver, whole_allocation
 from hetero.device.hip_driver import HipDriver
 from hetero.errors import LinkError
+from megatron.training.checkpoint.device_copies import DeviceCopies
 from tests.hetero.device.fake_library import FakeLibrary
 
 Use = Callable[[GpuDriver], object]
@@ -33,12 +33,6 @@ USES: dict[str, tuple[str, str, Use, str]] = {
         "hipStreamWriteValue32",
         lambda d: d.stream_write_value(1, 0x1000, 7),
         "make a stream write 7 at 0x1000",
-    ),
-    "copy": (
-        "cuMemcpyAsync",
-        "hipMemcpyAsync",
-        lambda d: d.copy(0x2000, 0x1000, 64, 1),
-        "copy 64 bytes from 0x1000 to 0x2000",
     ),
     "register": (
         "cuMemHostRegister_v2",
@@ -82,12 +76,6 @@ USES: dict[str, tuple[str, str, Use, str]] = {
         "hipIpcCloseMemHandle",
         lambda d: d.close_ipc(0x1000),
         "close shared GPU memory at 0x1000",
-    ),
-    "peer": (
-        "cuDeviceCanAccessPeer",
-        "hipDeviceCanAccessPeer",
-        lambda d: d.can_access_peer(0, 1),
-        "ask whether GPU 0 reaches GPU 1",
     ),
     "bus": (
         "cuDeviceGetPCIBusId",
@@ -138,9 +126,9 @@ def test_a_success_calls_the_library_and_raises_nothing(use, fake) -> None:
 
 def test_a_thread_without_a_device_is_told_to_set_one(fake) -> None:
     library, driver, which = fake
-    library.fail(USES["copy"][which], 201)
+    library.fail(USES["wait"][which], 201)
     with pytest.raises(LinkError, match=r"call use_device\(\) in this thread first"):
-        driver.copy(0, 0, 1, 0)
+        driver.stream_wait_value(0, 0, 1)
 
 
 def test_a_driver_that_does_not_start_says_so(fake_cuda) -> None:
@@ -173,7 +161,7 @@ def test_hip_forgets_an_error_that_pytorch_would_find(fake_hip) -> None:
 
 def test_hip_opens_a_handle_with_the_flag_of_either_age(fake_hip) -> None:
     driver = HipDriver(fake_hip.path)
-    fake_hip.fail("hipIpcOpenMemHandle", hip_driver.INVALID_VALUE, times=1)
+    fake_hip.fail("hipIpcOpenMemHandle", INVALID_VALUE, times=1)
     fake_hip.forget()
     driver.open_ipc(HANDLE)
     assert fake_hip.calls() == ["hipIpcOpenMemHandle"] * 2
@@ -269,7 +257,7 @@ def test_calls_from_many_threads(fake) -> None:
         try:
             driver.use_device(0)
             for _ in range(200):
-                driver.copy(0x2000, 0x1000, 64, 1)
+                driver.stream_write_value(1, 0x1000, 7)
         except BaseException as error:
             failures.append(error)
 
@@ -299,15 +287,15 @@ def test_a_nic_always_reads_back_from_hip(fake_hip) -> None:
     assert HipDriver(fake_hip.path).remote_writes_need_flush(0)
 
 
-def test_a_runtime_pins_and_goes_on_closing_after_an_error_of_the_gpu(no_streams, fake) -> None:
+def test_copies_pin_memory_and_close_after_an_error_of_the_gpu(no_streams, fake) -> None:
     library, driver, which = fake
-    runtime = GpuRuntime(torch.device("cuda", 0), driver=driver)
+    copies = DeviceCopies(torch.device("cuda", 0), driver=driver)
     host = torch.zeros(4096, dtype=torch.uint8)
     library.forget()
-    runtime.register(host)
+    copies.register(host)
     assert USES["register"][which] in library.calls()
     library.fail(USES["unregister"][which], 719)
-    runtime.unregister(host)
+    copies.unregister(host)
     assert USES["unregister"][which] in library.calls()
 
 

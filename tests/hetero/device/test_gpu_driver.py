@@ -17,10 +17,11 @@ import torch
 from hetero.device.cuda_driver import CudaDriver
 from hetero.device.driver import HIP_LIBRARY_VARIABLE, driver_for
 from hetero.device.driver_base import ALLOCATION_BYTES, GpuDriver
-from hetero.device.gpu import GpuRuntime
 from hetero.device.hip_driver import HipDriver
 from hetero.device.probe import probe_stream_values
 from hetero.errors import LinkError
+from megatron.training.checkpoint.device_copies import DeviceCopies
+from tests.hetero.device.copying import copy
 from tests.hip_on_cuda.library import COMPILER, LACKING, hip_over_cuda_driver
 
 GPUS = torch.cuda.device_count()
@@ -89,7 +90,7 @@ def read(driver: GpuDriver, address: int, count: int) -> torch.Tensor:
     """Words of device memory that PyTorch knows nothing of."""
     tensor = torch.empty(count, dtype=torch.int32, device="cuda:0")
     stream = torch.cuda.current_stream(0)
-    driver.copy(tensor.data_ptr(), address, 4 * count, stream.cuda_stream)
+    copy(driver, tensor.data_ptr(), address, 4 * count, stream.cuda_stream)
     stream.synchronize()
     return tensor.cpu()
 
@@ -103,9 +104,9 @@ def ended(stream: torch.cuda.Stream) -> bool:
 
 def test_copies_go_in_every_direction(driver, page, memory, stream) -> None:
     page.words[0:512] = list(range(512))
-    driver.copy(memory, page.host, 2048, stream.cuda_stream)
-    driver.copy(memory + 2048, memory, 2048, stream.cuda_stream)
-    driver.copy(page.host + 2048, memory + 2048, 2048, stream.cuda_stream)
+    copy(driver, memory, page.host, 2048, stream.cuda_stream)
+    copy(driver, memory + 2048, memory, 2048, stream.cuda_stream)
+    copy(driver, page.host + 2048, memory + 2048, 2048, stream.cuda_stream)
     stream.synchronize()
     assert list(page.words[512:1024]) == list(range(512))
     assert read(driver, memory, 1024).tolist() == 2 * list(range(512))
@@ -136,10 +137,10 @@ def test_a_counter_wraps_around_on_cuda(driver, page, stream) -> None:
 
 def test_what_a_stream_waits_for_comes_before_what_follows(driver, page, memory, stream) -> None:
     page.words[16:32] = [3] * 16
-    driver.copy(memory, page.host + 64, 64, stream.cuda_stream)
+    copy(driver, memory, page.host + 64, 64, stream.cuda_stream)
     stream.synchronize()
     driver.stream_wait_value(stream.cuda_stream, page.device, 1)
-    driver.copy(memory, page.host + 64, 64, stream.cuda_stream)
+    copy(driver, memory, page.host + 64, 64, stream.cuda_stream)
     page.words[16:32] = [9] * 16
     page.words[0] = 1
     assert ended(stream)
@@ -184,7 +185,7 @@ def _push(kind: str, device: int, connection: Connection) -> None:
     target = driver.open_ipc(connection.recv())
     source = torch.arange(1024, dtype=torch.int32, device=f"cuda:{device}")
     stream = torch.cuda.current_stream(device)
-    driver.copy(target, source.data_ptr(), 4096, stream.cuda_stream)
+    copy(driver, target, source.data_ptr(), 4096, stream.cuda_stream)
     stream.synchronize()
     driver.close_ipc(target)
     connection.send((driver.pci_bus_id(0), driver.uuid(0)))
@@ -217,12 +218,6 @@ def test_devices_have_identities(driver) -> None:
     assert driver.pci_bus_id(0).endswith((".0", ".1"))
 
 
-def test_peers_are_those_that_pytorch_sees(driver) -> None:
-    if GPUS < 2:
-        pytest.skip(f"NOT CHECKED: needs two GPUs, this machine has {GPUS}")
-    assert driver.can_access_peer(0, 1) == torch.cuda.can_device_access_peer(0, 1)
-
-
 def test_device_memory_is_exported_as_a_dmabuf(driver, memory) -> None:
     if not driver.can_export_dmabuf(0):
         pytest.skip("NOT CHECKED: this GPU or kernel has no dma-buf")
@@ -248,7 +243,7 @@ def test_a_thread_of_its_own_uses_a_device(driver, page, memory, stream) -> None
     def work() -> None:
         try:
             driver.use_device(0)
-            driver.copy(memory, page.host, 4, stream.cuda_stream)
+            copy(driver, memory, page.host, 4, stream.cuda_stream)
         except BaseException as error:
             failures.append(error)
 
@@ -268,12 +263,12 @@ def test_the_current_device_is_restored(driver) -> None:
     assert torch.cuda.current_device() == 0
 
 
-def test_a_runtime_pins_host_memory(driver) -> None:
-    runtime = GpuRuntime(torch.device("cuda", 0), driver=driver)
+def test_copies_pins_host_memory(driver) -> None:
+    copies = DeviceCopies(torch.device("cuda", 0), driver=driver)
     host = torch.frombuffer(mmap.mmap(-1, 2**20), dtype=torch.uint8)
-    runtime.register(host)
+    copies.register(host)
     assert host.is_pinned()
-    runtime.unregister(host)
+    copies.unregister(host)
     assert not host.is_pinned()
 
 
@@ -283,12 +278,14 @@ def test_driver_for_takes_the_driver_of_the_build(monkeypatch) -> None:
     assert driver_for(torch.device("cuda", 0)).vendor == vendor
 
 
-def test_a_runtime_copies_over_a_given_driver(driver) -> None:
+def test_copies_copies_over_a_given_driver(driver) -> None:
     device = torch.device("cuda", 0)
-    runtime = GpuRuntime(device, driver=driver)
+    copies = DeviceCopies(device, driver=driver)
     host = torch.frombuffer(mmap.mmap(-1, 2**20), dtype=torch.uint8)
-    runtime.register(host)
+    copies.register(host)
     source = torch.randint(0, 256, (2**20,), dtype=torch.uint8, device=device)
-    runtime.copy(host, source, after=runtime.mark()).synchronize()
+    copied = copies.copy(host, source, after=copies.record_event())
+    assert copied is not None
+    copied.synchronize()
     assert torch.equal(host, source.cpu())
-    runtime.unregister(host)
+    copies.unregister(host)

@@ -109,7 +109,7 @@ def run_pair(
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(
-        ["torch", "torch.distributed", "hetero.link.gloo", "hetero.link.paths"]
+        ["torch", "torch.distributed", "hetero.link.torch_links", "hetero.link.open"]
     )
     deadline = time.monotonic() + patience
     with tempfile.TemporaryDirectory() as folder:

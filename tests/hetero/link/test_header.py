@@ -112,7 +112,7 @@ def test_a_header_describes_a_tensor(dtype: torch.dtype) -> None:
 
 def test_the_codes_of_dtypes_never_change() -> None:
     """Both ends of a boundary may run different builds of one protocol version."""
-    assert PROTOCOL_VERSION == 2
+    assert PROTOCOL_VERSION == 3
     assert _DTYPES[:5] == (
         torch.float32,
         torch.bfloat16,

@@ -19,13 +19,11 @@ import torch.distributed as dist
 from hetero.device.driver import HIP_LIBRARY_VARIABLE
 from hetero.device.host import HostDevice
 from hetero.link.base import Link, LinkDescription
-from hetero.link.gloo import GlooLink
 from hetero.link.handshake import Meeting
-from hetero.link.paths import ChannelOptions, Pair, open_path
+from hetero.link.open import ChannelOptions, Pair, open_path
 from hetero.link.same_host import RingMemory, open_ordered
-from hetero.link.vendor import VendorLink
-from hetero.link.verbs import open_verbs
-from hetero.link.verbs_joining import VerbsOptions
+from hetero.link.torch_links import GlooLink, VendorLink
+from hetero.link.verbs import VerbsOptions, open_verbs
 from tests.emulated_streams import EmulatedOrderedDevice
 from tests.hip_on_cuda.library import hip_on_cuda_library
 

@@ -20,28 +20,17 @@
 
 #define RING_BYTES (64u << 10)
 #define LARGEST 6000u
-#define RECORD_BYTES 64u
-#define SIDE_BYTES 32768u
-#define CONTROL_BYTES (2 * SIDE_BYTES)
 #define CHECK_BYTES HOST_CHECKSUM_BYTES
-#define ALIGNMENT 64u
 #define STALL_SECONDS 1.0
 #define PATIENCE_MS 30000
 #define SLICE_MS 20
 /* So that counters count round in the middle. */
 #define FIRST (UINT32_MAX - 100)
 
-enum { POSTED_AT, RETIRED_AT = 64, PRODUCED_AT = 128, CONSUMED_AT = 192, RECORDS_AT = 256 };
-enum { DOORBELL_AT = 32512 };
-
-struct record {
-    uint64_t nbytes;
-    uint64_t place;
-};
-
 struct end {
     int side;
-    uint8_t *control, *rings;
+    struct ring_control *control;
+    uint8_t *rings;
     struct carrier *carrier;
     struct host_stream *filling, *emptying;
     int fds[ENGINE_RAILS];
@@ -67,20 +56,14 @@ static atomic_uint compared;
         }                                                                                          \
     } while (0)
 
-static uint32_t *word(const struct end *end, int direction, int which)
+static struct ring_record *record_of(struct ring_direction *direction, uint32_t number)
 {
-    return (uint32_t *)(void *)(end->control + (size_t)direction * SIDE_BYTES + (size_t)which);
+    return &direction->records[number % RING_ENTRIES];
 }
 
-static uint64_t at(const struct end *end, int direction, int which)
+static uint64_t address(const void *pointer)
 {
-    return (uint64_t)(uintptr_t)word(end, direction, which);
-}
-
-static struct record *record_of(const struct end *end, int direction, uint32_t number)
-{
-    return (struct record *)(void *)((uint8_t *)word(end, direction, RECORDS_AT) +
-                                     number % BOOK_ENTRIES * RECORD_BYTES);
+    return (uint64_t)(uintptr_t)pointer;
 }
 
 /* What entry `number` of a direction has in it, which both ends can make. */
@@ -99,9 +82,9 @@ static uint8_t byte_of_entry(int direction, uint32_t number, uint32_t index)
 #define IS_ABANDONED (atomic_load(&compared) >= abandon)
 
 /* Whether a word has come to a value; false if everything is given up. */
-static bool await(uint32_t *awaited, uint32_t value)
+static bool await(struct ring_word *awaited, uint32_t value)
 {
-    for (int waited = 0; !host_wait_word(awaited, value, SLICE_MS); waited += SLICE_MS) {
+    for (int waited = 0; !host_wait_word(&awaited->value, value, SLICE_MS); waited += SLICE_MS) {
         if (IS_ABANDONED)
             return false;
         REQUIRE(waited < PATIENCE_MS);
@@ -113,44 +96,46 @@ static bool await(uint32_t *awaited, uint32_t value)
 static void *send_all(void *argument)
 {
     struct end *end = argument;
-    static uint8_t *contents[2][BOOK_ENTRIES];
+    struct ring_direction *out = &end->control->directions[end->side];
+    static uint8_t *contents[2][RING_ENTRIES];
     uint8_t **bytes = contents[end->side];
-    uint64_t head = 0, tails[BOOK_ENTRIES] = {0}, tail = 0;
+    uint64_t head = 0, tails[RING_ENTRIES] = {0}, tail = 0;
     uint32_t freed = 0;
 
     for (uint32_t number = 0; number < entries && !IS_ABANDONED; number++) {
         uint32_t nbytes = size_of_entry(end->side, number);
-        uint64_t length = (nbytes + CHECK_BYTES + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT;
-        struct record *record = record_of(end, end->side, FIRST + number);
+        uint64_t length = (nbytes + CHECK_BYTES + RING_ALIGNMENT - 1) / RING_ALIGNMENT * RING_ALIGNMENT;
+        struct ring_record *record = record_of(out, FIRST + number);
 
         if (head % RING_BYTES + length > RING_BYTES)
             head += RING_BYTES - head % RING_BYTES;
-        while (head + length - tail > RING_BYTES || number - freed >= BOOK_ENTRIES) {
+        while (head + length - tail > RING_BYTES || number - freed >= RING_ENTRIES) {
             if (freed == number) {
                 tail = head;
                 continue;
             }
-            if (!await(word(end, end->side, RETIRED_AT), FIRST + freed + 1))
+            if (!await(&out->retired, FIRST + freed + 1))
                 return NULL;
-            tail = tails[freed % BOOK_ENTRIES];
-            free(bytes[freed % BOOK_ENTRIES]);
+            tail = tails[freed % RING_ENTRIES];
+            free(bytes[freed % RING_ENTRIES]);
             freed++;
         }
-        bytes[number % BOOK_ENTRIES] = malloc(nbytes + 1);
+        bytes[number % RING_ENTRIES] = malloc(nbytes + 1);
         for (uint32_t index = 0; index < nbytes; index++)
-            bytes[number % BOOK_ENTRIES][index] = byte_of_entry(end->side, number, index);
-        *record = (struct record){nbytes, head % RING_BYTES};
-        uint64_t place = (uint64_t)(uintptr_t)end->rings + record->place;
-        host_copy(place, (uint64_t)(uintptr_t)bytes[number % BOOK_ENTRIES], nbytes, end->filling);
-        host_append_checksum(place, nbytes, end->filling);
-        host_write_value(end->filling, at(end, end->side, PRODUCED_AT), FIRST + number + 1, 0);
+            bytes[number % RING_ENTRIES][index] = byte_of_entry(end->side, number, index);
+        record->nbytes = nbytes;
+        record->slot = head % RING_BYTES;
+        uint64_t slot = address(end->rings) + record->slot;
+        host_copy(slot, address(bytes[number % RING_ENTRIES]), nbytes, end->filling);
+        host_append_checksum(slot, nbytes, end->filling);
+        host_write_value(end->filling, address(&out->produced), FIRST + number + 1, 0);
         head += length;
-        tails[number % BOOK_ENTRIES] = head;
-        __atomic_store_n(word(end, end->side, POSTED_AT), FIRST + number + 1, __ATOMIC_RELEASE);
+        tails[number % RING_ENTRIES] = head;
+        __atomic_store_n(&out->posted.value, FIRST + number + 1, __ATOMIC_RELEASE);
         carrier_progress(end->carrier);
     }
-    for (; freed < entries && await(word(end, end->side, CONSUMED_AT), FIRST + entries); freed++)
-        free(bytes[freed % BOOK_ENTRIES]);
+    for (; freed < entries && await(&out->consumed, FIRST + entries); freed++)
+        free(bytes[freed % RING_ENTRIES]);
     return NULL;
 }
 
@@ -158,24 +143,25 @@ static void *receive_all(void *argument)
 {
     struct end *end = argument;
     int direction = 1 - end->side;
+    struct ring_direction *in = &end->control->directions[direction];
     static uint8_t targets[2][LARGEST];
     uint8_t *target = targets[end->side];
 
     for (uint32_t number = 0; number < entries && !IS_ABANDONED; number++) {
         uint32_t expected = size_of_entry(direction, number);
 
-        if (!await(word(end, direction, POSTED_AT), FIRST + number + 1))
+        if (!await(&in->posted, FIRST + number + 1))
             break;
-        struct record record = *record_of(end, direction, FIRST + number);
+        struct ring_record record = *record_of(in, FIRST + number);
         REQUIRE(record.nbytes == expected);
-        uint64_t place = (uint64_t)(uintptr_t)end->rings + RING_BYTES + record.place;
-        host_wait_value(end->emptying, at(end, direction, PRODUCED_AT), FIRST + number + 1, 0);
-        host_verify_checksum(place, expected, end->emptying);
-        host_copy((uint64_t)(uintptr_t)target, place, expected, end->emptying);
-        host_write_value(end->emptying, at(end, direction, CONSUMED_AT), FIRST + number + 1, 0);
-        __atomic_store_n(word(end, direction, RETIRED_AT), FIRST + number + 1, __ATOMIC_RELEASE);
+        uint64_t slot = address(end->rings) + RING_BYTES + record.slot;
+        host_wait_value(end->emptying, address(&in->produced), FIRST + number + 1, 0);
+        host_verify_checksum(slot, expected, end->emptying);
+        host_copy(address(target), slot, expected, end->emptying);
+        host_write_value(end->emptying, address(&in->consumed), FIRST + number + 1, 0);
+        __atomic_store_n(&in->retired.value, FIRST + number + 1, __ATOMIC_RELEASE);
         carrier_progress(end->carrier);
-        if (!await(word(end, direction, CONSUMED_AT), FIRST + number + 1))
+        if (!await(&in->consumed, FIRST + number + 1))
             break;
         for (uint32_t index = 0; index < expected; index++)
             REQUIRE(target[index] == byte_of_entry(direction, number, index));
@@ -186,45 +172,17 @@ static void *receive_all(void *argument)
 
 static void connect_pair(int rail)
 {
-    struct sockaddr_in address = {.sin_family = AF_INET, .sin_addr.s_addr = htonl(INADDR_LOOPBACK)};
-    socklen_t length = sizeof address;
+    struct sockaddr_in name = {.sin_family = AF_INET, .sin_addr.s_addr = htonl(INADDR_LOOPBACK)};
+    socklen_t length = sizeof name;
     int listener = socket(AF_INET, SOCK_STREAM, 0);
 
-    REQUIRE(bind(listener, (struct sockaddr *)&address, length) == 0 && listen(listener, 1) == 0);
-    getsockname(listener, (struct sockaddr *)&address, &length);
+    REQUIRE(bind(listener, (struct sockaddr *)&name, length) == 0 && listen(listener, 1) == 0);
+    getsockname(listener, (struct sockaddr *)&name, &length);
     ends[1].fds[rail] = socket(AF_INET, SOCK_STREAM, 0);
-    REQUIRE(connect(ends[1].fds[rail], (struct sockaddr *)&address, length) == 0);
+    REQUIRE(connect(ends[1].fds[rail], (struct sockaddr *)&name, length) == 0);
     ends[0].fds[rail] = accept(listener, NULL, NULL);
     REQUIRE(ends[0].fds[rail] >= 0);
     close(listener);
-}
-
-/* Where the direction that an end sends, and the one that it receives, have their words. */
-static struct engine_layout layout_of(const struct end *end)
-{
-    uint64_t out = (uint64_t)end->side * SIDE_BYTES, in = (uint64_t)(1 - end->side) * SIDE_BYTES;
-
-    return (struct engine_layout){
-        .control = (uint64_t)(uintptr_t)end->control,
-        .doorbell = DOORBELL_AT,
-        .out_posted = out + POSTED_AT,
-        .out_retired = out + RETIRED_AT,
-        .out_produced = out + PRODUCED_AT,
-        .out_consumed = out + CONSUMED_AT,
-        .out_records = out + RECORDS_AT,
-        .in_posted = in + POSTED_AT,
-        .in_retired = in + RETIRED_AT,
-        .in_produced = in + PRODUCED_AT,
-        .in_consumed = in + CONSUMED_AT,
-        .in_records = in + RECORDS_AT,
-        .record_bytes = RECORD_BYTES,
-        .record_nbytes = offsetof(struct record, nbytes),
-        .record_place = offsetof(struct record, place),
-        .entries = BOOK_ENTRIES,
-        .ring_bytes = RING_BYTES,
-        .checksum_bytes = CHECK_BYTES,
-        .stall_seconds = STALL_SECONDS,
-    };
 }
 
 static void add_tcp(struct end *end, int rail)
@@ -232,11 +190,10 @@ static void add_tcp(struct end *end, int rail)
     char error[RAIL_TEXT_BYTES];
     struct tcp_request request = {
         .fd = end->fds[rail],
-        .sending = (uint64_t)(uintptr_t)end->rings,
-        .receiving = (uint64_t)(uintptr_t)end->rings + RING_BYTES,
+        .sending = address(end->rings),
+        .receiving = address(end->rings) + RING_BYTES,
         .ring_bytes = RING_BYTES,
-        .control = (uint64_t)(uintptr_t)end->control,
-        .record_bytes = RECORD_BYTES,
+        .control = address(end->control),
     };
 
     REQUIRE(carrier_add_tcp(end->carrier, &request, error));
@@ -250,11 +207,9 @@ static void add_verbs(struct end *end, int rail)
         .port = 1,
         .reads_back = seed % 2,
         .dmabuf = -1,
-        .rings = (uint64_t)(uintptr_t)end->rings,
+        .rings = address(end->rings),
         .ring_bytes = RING_BYTES,
-        .control = (uint64_t)(uintptr_t)end->control,
-        .control_bytes = CONTROL_BYTES,
-        .record_bytes = RECORD_BYTES,
+        .control = address(end->control),
     };
 
     REQUIRE(carrier_add_verbs(end->carrier, &request, &end->infos[rail], error));
@@ -287,13 +242,23 @@ static void open_end(struct end *end)
 {
     char error[RAIL_TEXT_BYTES];
 
-    end->control = aligned_alloc(64, CONTROL_BYTES);
-    memset(end->control, 0, CONTROL_BYTES);
+    end->control = aligned_alloc(64, sizeof *end->control);
+    memset(end->control, 0, sizeof *end->control);
     end->rings = aligned_alloc(64, 2 * RING_BYTES);
-    for (int which = POSTED_AT; which <= CONSUMED_AT; which += 64)
-        *word(end, 0, which) = *word(end, 1, which) = FIRST;
-    struct engine_layout layout = layout_of(end);
-    end->carrier = carrier_new(&layout, error);
+    for (int number = 0; number < 2; number++) {
+        struct ring_direction *direction = &end->control->directions[number];
+
+        direction->posted.value = direction->retired.value = FIRST;
+        direction->produced.value = direction->consumed.value = FIRST;
+    }
+    struct engine_options options = {
+        .control = address(end->control),
+        .side = (uint64_t)end->side,
+        .ring_bytes = RING_BYTES,
+        .checksum_bytes = CHECK_BYTES,
+        .stall_seconds = STALL_SECONDS,
+    };
+    end->carrier = carrier_new(&options, error);
     REQUIRE(end->carrier != NULL);
     carrier_words_notify(end->carrier);
     for (int rail = 0; rail < rails; rail++)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from hetero.native.library import native
+from hetero.native.binding import native
 
 ENTRIES = 256
 ALMOST_ROUND = 2**32 - 3

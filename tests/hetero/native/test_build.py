@@ -13,27 +13,36 @@ from pathlib import Path
 import pytest
 
 from hetero.errors import LinkError
-from hetero.native import carrier, library
-from hetero.native.library import native
+from hetero.link.header import HEADER_BYTES
+from hetero.link.ring import ENTRIES
+from hetero.native import binding
+from hetero.native.binding import native
 from tests.c_layout import layout_in_c, layout_in_python, values_in_c
 from tests.hip_on_cuda.library import COMPILER, LACKING
 
 ROOT = Path(__file__).resolve().parents[3]
 STRUCTURES: dict[str, dict[str, type[Structure]]] = {
     "native.h": {
-        "struct entry_points": library.EntryPoints,
-        "struct streams": library.Streams,
-        "struct flow": library.Flow,
-        "struct host_gpu": library.HostGpu,
+        "struct entry_points": binding.EntryPoints,
+        "struct streams": binding.Streams,
+        "struct flow": binding.Flow,
+        "struct host_gpu": binding.HostGpu,
+    },
+    "ring.h": {
+        "struct ring_word": binding.RingWord,
+        "struct ring_record": binding.RingRecord,
+        "struct ring_direction": binding.RingDirection,
+        "struct ring_end": binding.RingEnd,
+        "struct ring_control": binding.RingControl,
     },
     "carrier.h": {
-        "struct engine_layout": carrier.Layout,
-        "struct verbs_request": carrier.VerbsRequest,
-        "struct verbs_connection_info": carrier.VerbsConnectionInfo,
-        "struct verbs_route": carrier.VerbsRoute,
-        "struct verbs_peer": carrier.VerbsPeer,
-        "struct verbs_port": carrier.VerbsPort,
-        "struct tcp_request": carrier.TcpRequest,
+        "struct engine_options": binding.EngineOptions,
+        "struct verbs_request": binding.VerbsRequest,
+        "struct verbs_connection_info": binding.VerbsConnectionInfo,
+        "struct verbs_route": binding.VerbsRoute,
+        "struct verbs_peer": binding.VerbsPeer,
+        "struct verbs_port": binding.VerbsPort,
+        "struct tcp_request": binding.TcpRequest,
     },
 }
 RDMA_CORE = Path("/usr/include/infiniband/verbs.h")
@@ -51,9 +60,9 @@ def checkout(tmp_path: Path) -> Path:
     """What the build of the library needs, as in a checkout that was never installed."""
     for name in ("setup.py", "pyproject.toml", "requirements.txt"):
         shutil.copy(ROOT / name, tmp_path)
-    target = tmp_path / library.FOLDER.relative_to(ROOT)
+    target = tmp_path / binding.FOLDER.relative_to(ROOT)
     target.mkdir(parents=True)
-    for source in [*library.FOLDER.glob("*.[ch]"), library.FOLDER / "__init__.py"]:
+    for source in [*binding.FOLDER.glob("*.[ch]"), binding.FOLDER / "__init__.py"]:
         shutil.copy(source, target)
     shutil.copy(ROOT / "hetero" / "version.py", tmp_path / "hetero")
     return tmp_path
@@ -81,7 +90,7 @@ BUILD = ["setup.py", "-q", "build_ext", "--inplace"]
 def test_it_is_built_beside_its_sources_without_a_warning(checkout: Path) -> None:
     assert run(BUILD, checkout, CFLAGS="-Werror") == (0, "")
     (built,) = (checkout / "hetero/native").glob("*.so")
-    assert native(built).native_version() == 1
+    assert native(built).native_version() == 2
 
 
 @pytest.mark.parametrize("compiler", ["/bin/false", "/nonexistent/cc"])
@@ -108,7 +117,7 @@ def test_without_a_compiler_the_build_asks_for_one_from_the_package_index(checko
 def test_a_library_that_is_not_built_is_an_error_with_the_remedy(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(library, "EXTENSION_SUFFIXES", [".nothing"])
+    monkeypatch.setattr(binding, "EXTENSION_SUFFIXES", [".nothing"])
     with pytest.raises(LinkError, match=r"is not built; install this project again"):
         native.__wrapped__()
 
@@ -122,12 +131,12 @@ def test_a_library_that_cannot_be_loaded_is_an_error_with_the_remedy(tmp_path: P
 
 @needs_compiler
 def test_a_library_of_another_version_is_an_error_with_the_remedy(tmp_path: Path) -> None:
-    names = dict.fromkeys([*carrier.FUNCTIONS, *library._FUNCTIONS])
+    names = dict.fromkeys(binding.FUNCTIONS)
     lines = [f"void {name}(void) {{}}" for name in names]
     source, built = tmp_path / "other.c", tmp_path / "other.so"
     source.write_text("\n".join(["int native_version(void) { return 7; }", *lines]))
     subprocess.run([str(COMPILER), "-shared", "-fPIC", "-o", built, source], check=True)
-    with pytest.raises(LinkError, match="version 7 and 1 is needed; install this project again"):
+    with pytest.raises(LinkError, match="version 7 and 2 is needed; install this project again"):
         native(built)
 
 
@@ -136,26 +145,34 @@ def test_a_library_of_another_version_is_an_error_with_the_remedy(tmp_path: Path
 def test_python_s_structures_are_laid_out_as_c_s(header: str, tmp_path: Path) -> None:
     """Field by field: the two are written down apart from each other."""
     mirrored = STRUCTURES[header]
-    found = layout_in_c(mirrored, header=library.FOLDER / header, folder=tmp_path)
+    found = layout_in_c(mirrored, header=binding.FOLDER / header, folder=tmp_path)
     assert found == layout_in_python(mirrored)
 
 
 @needs_compiler
 def test_python_s_numbers_are_c_s(tmp_path: Path) -> None:
-    prefixes = {library.Step: "STEP_", library.HostFailure: "HOST_"}
+    prefixes = {binding.Step: "STEP_", binding.HostFailure: "HOST_"}
     mirrored = {
         prefixes.get(kind, "") + number.name: number.value
-        for kind in (library.Vendor, library.Progress, *prefixes)
+        for kind in (binding.Vendor, binding.Progress, *prefixes)
         for number in kind
     }
-    mirrored["HOST_CHECKSUM_BYTES"] = library.CHECKSUM_BYTES
-    found = values_in_c(mirrored, header=library.FOLDER / "native.h", folder=tmp_path)
+    mirrored |= {
+        "HOST_CHECKSUM_BYTES": binding.CHECKSUM_BYTES,
+        "RAIL_TEXT_BYTES": binding.TEXT_BYTES,
+        "RING_ENTRIES": ENTRIES,
+        "RING_HEADER_BYTES": HEADER_BYTES,
+        "RING_FAULT_BYTES": binding.RING_FAULT_BYTES,
+    }
+    header = tmp_path / "all.h"
+    header.write_text("".join(f'#include "{h}"\n' for h in binding.FOLDER.glob("*.h")))
+    found = values_in_c(mirrored, header=header, folder=tmp_path)
     assert found == mirrored
 
 
 def declared() -> tuple[list[str], list[str]]:
     """What ibverbs.h declares of libibverbs: fields, as expressions, and numbers."""
-    text = (library.FOLDER / "ibverbs.h").read_text()
+    text = (binding.FOLDER / "ibverbs.h").read_text()
     fields = []
     inner = re.compile(r"^    (?:union|struct) {.*?^    } (\w+);", re.S | re.M)
     for name, body in re.findall(r"^struct (ibv_\w+) {\n(.*?)^};", text, re.S | re.M):
@@ -175,5 +192,5 @@ def test_what_is_declared_of_libibverbs_is_as_rdma_core_has_it(tmp_path: Path) -
     assert (len(fields) > 80, len(numbers) > 30) == (True, True)
     sizes = [f"sizeof(struct ibv_{name})" for name in SHARED_WHOLE]
     expressions = [*fields, *numbers, *sizes]
-    ours = values_in_c(expressions, header=library.FOLDER / "ibverbs.h", folder=tmp_path)
+    ours = values_in_c(expressions, header=binding.FOLDER / "ibverbs.h", folder=tmp_path)
     assert ours == values_in_c(expressions, header=RDMA_CORE, folder=tmp_path)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hetero.native.library import native
+from hetero.native.binding import native
 
 WAYS = ("checksum", "checksum_portable")
 # RFC 3720, B.4.

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from hetero.link.shared_memory import SharedMemory, make_memory
-from hetero.native.library import CHECKSUM_BYTES, HostFailure, HostGpu, Vendor, native
+from hetero.native.binding import CHECKSUM_BYTES, HostFailure, HostGpu, Vendor, native
 
 CALLER = 1
 LIBRARY = native()
@@ -40,10 +40,10 @@ class Words:
         return self.memory.address + 64 * number
 
     def __getitem__(self, number: int) -> int:
-        return self.memory.load(64 * number)
+        return int.from_bytes(self.memory.bytes[64 * number : 64 * number + 4], "little")
 
     def sleepers(self, number: int = 0) -> int:
-        return self.memory.load(64 * number + 4)
+        return int.from_bytes(self.memory.bytes[64 * number + 4 : 64 * number + 8], "little")
 
     def wait(self, value: int, number: int = 0, *, milliseconds: int = 20_000) -> bool:
         return bool(LIBRARY.host_wait_word(self.address(number), value, milliseconds))
@@ -153,10 +153,10 @@ def test_processes_wake_each_other_and_nobody_is_counted_as_asleep_after() -> No
 
 
 def test_a_word_that_is_written_without_a_wake_is_seen_soon(stream: Stream, words: Words) -> None:
-    """As a link writes it that has failed, from Python."""
+    """As a device writes it that wakes nobody."""
     stream.wait(words.address(), 1)
     time.sleep(0.05)
-    words.memory.words[0] = 1
+    words.memory.bytes[0] = 1
     assert stream.rests()
 
 

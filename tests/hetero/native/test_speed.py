@@ -17,7 +17,7 @@ from ctypes import (
 
 import pytest
 
-from hetero.native.library import native
+from hetero.native.binding import native
 
 DATA = 1
 CHUNK = 512 << 10

@@ -28,7 +28,7 @@ from typing import NoReturn
 from xml.etree import ElementTree
 
 from hetero.errors import LinkError
-from hetero.native.library import native
+from hetero.native.binding import native
 from tests.rdma.machine import image, packages
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from hetero.device.cpu import CpuRuntime
 from hetero.errors import LinkError
 from megatron.training.checkpoint import saver as saving
 from megatron.training.checkpoint.boxes import Shard
+from megatron.training.checkpoint.device_copies import DeviceCopies
 from megatron.training.checkpoint.folder import TRACKER
 from megatron.training.checkpoint.lock import LockLost
 from megatron.training.checkpoint.reader import CheckpointReader
@@ -23,6 +23,7 @@ from megatron.training.checkpoint.snapshot import Snapshot
 from megatron.training.checkpoint.stream import Piece
 
 RANKS = 3
+CPU = torch.device("cpu")
 WHOLE = torch.arange(12 * 5, dtype=torch.float32).view(12, 5)
 
 
@@ -125,7 +126,7 @@ def test_a_checkpoint_that_would_not_be_whole_gets_no_name(tmp_path: Path, monke
 def test_a_save_in_the_background_holds_what_was_there_when_it_began(tmp_path: Path) -> None:
     def play(control: PlayedControl) -> SaveOutcome:
         weights = WHOLE[control.rank * 4 : control.rank * 4 + 4].clone()
-        snapshot = Snapshot(CpuRuntime())
+        snapshot = Snapshot(DeviceCopies(CPU))
         saver = Saver(tmp_path, control, kept=Kept(), snapshot=snapshot)  # type: ignore[arg-type]
         saver.start(5, contents(control.rank, source=lambda: weights))
         saver.order_updates()
@@ -142,11 +143,10 @@ def test_a_save_in_the_background_holds_what_was_there_when_it_began(tmp_path: P
         assert torch.equal(reader.tensor("w"), WHOLE)
 
 
-class RefusingOnce(CpuRuntime):
+class RefusingOnce(DeviceCopies):
     """A driver that pins nothing the first time it is asked."""
 
-    def __init__(self) -> None:
-        self._refused = False
+    _refused = False
 
     def register(self, host: torch.Tensor) -> None:
         if not self._refused:
@@ -158,7 +158,7 @@ def test_a_rank_without_memory_for_a_copy_says_so_and_the_next_save_is_whole(
     tmp_path: Path,
 ) -> None:
     def play(control: PlayedControl) -> list[str | None]:
-        snapshot = Snapshot(RefusingOnce() if control.rank == 1 else CpuRuntime())
+        snapshot = Snapshot(RefusingOnce(CPU) if control.rank == 1 else DeviceCopies(CPU))
         saver = Saver(tmp_path, control, kept=Kept(), snapshot=snapshot)  # type: ignore[arg-type]
         saver.reserve(contents(control.rank).pieces)
         problems = []
@@ -193,7 +193,7 @@ def test_the_next_save_waits_for_none_but_its_own(tmp_path: Path) -> None:
     """Several saves by one saver, the memory of the copy used again."""
 
     def play(control: PlayedControl) -> list[str | None]:
-        snapshot = Snapshot(CpuRuntime())
+        snapshot = Snapshot(DeviceCopies(CPU))
         saver = Saver(tmp_path, control, kept=Kept(last=2), snapshot=snapshot)  # type: ignore[arg-type]
         problems = []
         for iteration in (5, 6, 7):

@@ -11,10 +11,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from hetero.device.base import Mark
-from hetero.device.cpu import CpuRuntime
 from hetero.errors import LinkError
 from megatron.training.checkpoint import host_memory
+from megatron.training.checkpoint.device_copies import DeviceCopies
 from megatron.training.checkpoint.host_memory import HostMemory, HostMemoryError
 from megatron.training.checkpoint.snapshot import Snapshot
 from megatron.training.checkpoint.stream import Piece
@@ -22,10 +21,11 @@ from megatron.training.checkpoint.stream import Piece
 PART = 4 * mmap.PAGESIZE
 
 
-class PinningRuntime(CpuRuntime):
+class PinningCopies(DeviceCopies):
     """Keeps books of pinned memory, and refuses what a driver would."""
 
     def __init__(self) -> None:
+        super().__init__(torch.device("cpu"))
         self.pinned: dict[int, int] = {}
         self.calls = 0
         self.fails_from: int | None = None
@@ -43,10 +43,10 @@ class PinningRuntime(CpuRuntime):
     def unregister(self, host: torch.Tensor) -> None:
         assert self.pinned.pop(host.data_ptr()) == host.numel()
 
-    def copy(self, target: torch.Tensor, source: torch.Tensor, *, after: Mark | None) -> Mark:
+    def copy(self, target: torch.Tensor, source: torch.Tensor, *, after: None = None) -> None:
         begin, end = target.data_ptr(), target.data_ptr() + target.numel()
         assert any(p <= begin and end <= p + size for p, size in self.pinned.items())
-        return super().copy(target, source, after=after)
+        super().copy(target, source, after=after)
 
 
 @pytest.fixture(autouse=True)
@@ -55,12 +55,12 @@ def _small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def runtime() -> PinningRuntime:
-    return PinningRuntime()
+def runtime() -> PinningCopies:
+    return PinningCopies()
 
 
 @pytest.fixture
-def snapshot(runtime: PinningRuntime) -> Iterator[Snapshot]:
+def snapshot(runtime: PinningCopies) -> Iterator[Snapshot]:
     snapshot = Snapshot(runtime)
     yield snapshot
     runtime.may_pin.set()
@@ -74,7 +74,7 @@ def pieces(*sizes: int) -> list[Piece]:
 
 
 def test_a_copy_is_whole_wherever_the_pinned_parts_end(
-    snapshot: Snapshot, runtime: PinningRuntime
+    snapshot: Snapshot, runtime: PinningCopies
 ) -> None:
     originals = pieces(3, PART, 1, 5 * PART // 4, PART // 4)
     copies = snapshot.take(originals)
@@ -86,7 +86,7 @@ def test_a_copy_is_whole_wherever_the_pinned_parts_end(
 
 
 def test_memory_is_made_while_training_goes_on_and_a_save_waits_for_it(
-    snapshot: Snapshot, runtime: PinningRuntime
+    snapshot: Snapshot, runtime: PinningCopies
 ) -> None:
     runtime.may_pin.clear()
     snapshot.reserve(PART)
@@ -101,7 +101,7 @@ def test_memory_is_made_while_training_goes_on_and_a_save_waits_for_it(
 
 
 def test_memory_that_was_reserved_serves_every_save(
-    snapshot: Snapshot, runtime: PinningRuntime
+    snapshot: Snapshot, runtime: PinningCopies
 ) -> None:
     """A later copy may be a little longer: random states are stored as text."""
     snapshot.reserve(1000 * 4)
@@ -114,7 +114,7 @@ def test_memory_that_was_reserved_serves_every_save(
 
 
 def test_a_copy_that_became_much_larger_gets_larger_memory(
-    snapshot: Snapshot, runtime: PinningRuntime
+    snapshot: Snapshot, runtime: PinningCopies
 ) -> None:
     """The optimizer's state appears with its first update."""
     snapshot.take(pieces(10))
@@ -126,7 +126,7 @@ def test_a_copy_that_became_much_larger_gets_larger_memory(
 
 
 def test_what_cannot_be_pinned_is_told_at_the_save_and_tried_again(
-    snapshot: Snapshot, runtime: PinningRuntime
+    snapshot: Snapshot, runtime: PinningCopies
 ) -> None:
     runtime.fails_from = 3
     snapshot.reserve(8 * PART)
@@ -139,7 +139,7 @@ def test_what_cannot_be_pinned_is_told_at_the_save_and_tried_again(
 
 
 def test_a_host_that_runs_short_is_left_alone(
-    snapshot: Snapshot, runtime: PinningRuntime, monkeypatch: pytest.MonkeyPatch
+    snapshot: Snapshot, runtime: PinningCopies, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The kernel would not refuse the memory: it would kill a process once it is touched."""
     left = iter([2 << 30, 1 << 30])
@@ -154,7 +154,7 @@ def test_a_host_that_runs_short_is_left_alone(
 
 
 def test_pinning_that_stands_still_is_an_error(
-    snapshot: Snapshot, runtime: PinningRuntime, monkeypatch: pytest.MonkeyPatch
+    snapshot: Snapshot, runtime: PinningCopies, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(host_memory, "STALL_SECONDS", 0.05)
     runtime.may_pin.clear()
@@ -167,7 +167,7 @@ def test_pinning_that_stands_still_is_an_error(
     assert runtime.pinned == {}
 
 
-def test_closing_stops_what_is_being_made(runtime: PinningRuntime) -> None:
+def test_closing_stops_what_is_being_made(runtime: PinningCopies) -> None:
     runtime.may_pin.clear()
     memory = HostMemory(100_000 * PART, runtime)
     closing = threading.Thread(target=memory.close)
@@ -179,7 +179,7 @@ def test_closing_stops_what_is_being_made(runtime: PinningRuntime) -> None:
     assert runtime.pinned == {}
 
 
-def test_forked_processes_do_not_get_it(runtime: PinningRuntime) -> None:
+def test_forked_processes_do_not_get_it(runtime: PinningCopies) -> None:
     """The kernel would copy every pinned page for each of them."""
     memory = HostMemory(PART, runtime)
     memory.wait()

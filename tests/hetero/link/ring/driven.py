@@ -8,24 +8,17 @@ from typing import Any
 import torch
 
 from hetero.device import cuda_driver, hip_driver
-from hetero.device.base import Mark, Reached
 from hetero.device.cuda_driver import CudaDriver
+from hetero.device.device import COMPLETED, CurrentStream, Event, NativeStreams
 from hetero.device.driver_base import GpuDriver
-from hetero.device.gpu import EventMark
-from hetero.device.gpu_streams import (
-    GpuCurrentStream,
-    GpuNativeStreams,
-    StreamsOfGpu,
-)
+from hetero.device.gpu import GpuCurrentStream, StreamsOfGpu
 from hetero.device.hip_driver import HipDriver
-from hetero.device.ordered import CurrentStream, NativeStreams
-from hetero.link.flow import make_flows
-from hetero.link.flow_base import Flow, Limits
+from hetero.link.flow import Flow, Limits
 from hetero.link.header import Header
-from hetero.link.ring import CONTROL_BYTES, Direction, EndState, doorbell_place
+from hetero.link.ring import CONTROL_BYTES, Direction, EndState
 from hetero.link.ring_transfer import OrderedEnds, OrderedTransfer
 from hetero.link.shared_memory import SharedMemory, make_memory
-from hetero.native.library import Step, native
+from hetero.native.binding import EntryPoints, Streams
 from tests.emulated_streams import EmulatedOrderedDevice
 
 JOIN = 0xE0
@@ -43,11 +36,9 @@ class Recorder:
         self.driver._functions = functions = {
             symbol.name: self._function(symbol)
             for symbol in SYMBOLS[vendor]
-            if symbol.name in vendor._steps.values()
+            if symbol.name in {vendor.calls[step.name.lower()] for step in EntryPoints.STEPS}
         }
-        self.of = {step: functions[name] for step, name in vendor._steps.items()}
-        self.driver._wait, self.driver._write = self.of[Step.WAIT_VALUE], self.of[Step.WRITE_VALUE]
-        self.driver._copy = self.of[Step.COPY]
+        self.of = {step: functions[vendor.calls[step.name.lower()]] for step in EntryPoints.STEPS}
         self.driver._texts = lambda code: (f"error {code}", "")
         functions["hipGetLastError"] = int
 
@@ -59,17 +50,6 @@ class Recorder:
         return CFUNCTYPE(c_int, *symbol.arguments)(called)
 
 
-class _Event:
-    """In the place of PyTorch's."""
-
-    def __init__(self, recorder: Recorder, handle: int) -> None:
-        self._recorder = recorder
-        self.cuda_event = handle
-
-    def record(self, stream: _Stream) -> None:
-        self._recorder.of[Step.RECORD_EVENT](self.cuda_event, stream.cuda_stream)
-
-
 class _Stream:
     """In the place of PyTorch's."""
 
@@ -79,16 +59,19 @@ class _Stream:
         self._recorder = recorder
         self.cuda_stream = handle
 
-    def wait_event(self, event: _Event) -> None:
-        self._recorder.of[Step.WAIT_EVENT](self.cuda_stream, event.cuda_event, 0)
-
 
 class _Streams(StreamsOfGpu):
     def __init__(self, recorder: Recorder, handles: tuple[int, int, int]) -> None:
-        made: dict[int, Any] = {handle: _Stream(recorder, handle) for handle in handles}
-        self.copies, self.waits, self.writes = (made[handle] for handle in handles)
-        joint: Any = _Event(recorder, JOIN)
-        self.joint = joint
+        self._driver = recorder.driver
+        copies, waits, writes = handles
+        self.streams = Streams(
+            driver=recorder.driver.entry_points,
+            copies=copies,
+            waits=waits,
+            writes=writes,
+            join=JOIN,
+            callers_wait=True,
+        )
 
 
 class DrivenDevice(EmulatedOrderedDevice):
@@ -101,17 +84,15 @@ class DrivenDevice(EmulatedOrderedDevice):
         self._events = 0
 
     def native_streams(self) -> NativeStreams:
-        streams = _Streams(self.recorder, self._handles)
-        return GpuNativeStreams(streams, self.recorder.driver, native())
+        return _Streams(self.recorder, self._handles)
 
-    def mark(self) -> Mark:
+    def mark(self) -> Event:
         """A new event and nothing to wait for, in turn."""
         self._events += 1
-        return self.event(0xF000 + self._events) if self._events % 2 else Reached()
+        return self.event(0xF000 + self._events) if self._events % 2 else COMPLETED
 
-    def event(self, handle: int) -> Mark:
-        event: Any = _Event(self.recorder, handle)
-        return EventMark(event, torch.device("cuda:0"))
+    def event(self, handle: int) -> Event:
+        return Event(handle)
 
     def callers(self, key: int) -> CurrentStream:
         stream: Any = _Stream(self.recorder, key)
@@ -136,8 +117,8 @@ class World:
         ends = [self._ends(number, ring_bytes) for number in range(2)]
         self._doorbells = [EndState(control, number) for number in range(2)]
         limits = Limits(chunk_bytes=chunk_bytes, small_bytes=chunk_bytes)
-        self.sender = make_flows(self.devices[0], ends[0], limits=limits)[0]
-        self.receiver = make_flows(self.devices[1], ends[1], limits=limits)[1]
+        self.sender = Flow(self.devices[0], ends[0], limits=limits, is_outgoing=True)
+        self.receiver = Flow(self.devices[1], ends[1], limits=limits, is_outgoing=False)
         self.direction = ends[0].outgoing
         self.transfers: list[OrderedTransfer] = []
 
@@ -155,7 +136,7 @@ class World:
         )
 
     def transfer(
-        self, nbytes: int, *, is_receive: bool, caller: int, ready: Mark | None
+        self, nbytes: int, *, is_receive: bool, caller: int, ready: Event | None
     ) -> OrderedTransfer:
         """A message of so many bytes, next in line."""
         flow = self.receiver if is_receive else self.sender
@@ -191,8 +172,8 @@ class World:
     def rung(self) -> list[bool]:
         """Which doorbells have been rung since this was asked last."""
         rung = [end.doorbell != 0 for end in self._doorbells]
-        for number in range(2):
-            self.control.store(doorbell_place(number), 0)
+        for end in self._doorbells:
+            end._words[end._doorbell] = 0
         return rung
 
     def advance(self, word: str, by: int) -> None:

@@ -12,13 +12,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hetero.device.base import Mark
+from hetero.device.device import Event
 from hetero.errors import LinkError
 from hetero.link.base import LinkDescription
 from hetero.link.ring import Direction
 from hetero.link.ring_link import OrderedLink
 from hetero.link.same_host import RingMemory, open_ordered
-from hetero.native.library import Step
+from hetero.native.binding import Step
 from tests.emulated_streams import EmulatedOrderedDevice
 from tests.hetero.link.test_handshake import both, meeting
 
@@ -35,22 +35,8 @@ class HeldDevice(EmulatedOrderedDevice):
         self.held = False
         self.let_go = threading.Event()
 
-    def mark(self) -> Mark:
-        return _NeverReached(self.let_go) if self.held else super().mark()
-
-
-class _NeverReached(Mark):
-    def __init__(self, event: threading.Event) -> None:
-        self._event = event
-
-    def reached(self) -> bool:
-        return self._event.is_set()
-
-    def synchronize(self) -> None:
-        self._event.wait()
-
-    def order_current_stream(self) -> None:
-        self._event.wait()
+    def mark(self) -> Event:
+        return self.driver_for_c.know_event(self.let_go) if self.held else super().mark()
 
 
 class Pair:

@@ -11,12 +11,11 @@ from contextlib import suppress
 import pytest
 import torch
 
-from hetero.device.ordered import CurrentStream
+from hetero.device.device import CurrentStream
 from hetero.errors import LinkError
-from hetero.link import futex
 from hetero.link import ring_link as link_module
 from hetero.link.base import Work
-from hetero.native.library import Step
+from hetero.native.binding import Step
 from tests.emulated_streams import EmulatedOrderedDevice
 from tests.hetero.link.ring.pair import (
     LARGE,
@@ -132,11 +131,11 @@ def test_memory_that_a_wait_goes_on_looking_at_outlives_its_link(
         work = pair.receiver.recv(torch.zeros(10))
         entered, leave = threading.Event(), threading.Event()
 
-        def held(*seen: object, seconds: float) -> None:
+        def held(*seen: int) -> None:
             entered.set()
             leave.wait(20)
 
-        monkeypatch.setattr(futex, "spin", held)
+        monkeypatch.setattr(pair.receiver, "_spin", held)
         waiting = threading.Thread(target=lambda: _fails(work))
         waiting.start()
         assert entered.wait(10)

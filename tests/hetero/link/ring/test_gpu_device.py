@@ -9,7 +9,7 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 
-from hetero.device.gpu_ordered import GpuOrderedDevice
+from hetero.device.gpu import GpuOrderedDevice
 
 
 class FakeStream:

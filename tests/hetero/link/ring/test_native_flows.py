@@ -10,23 +10,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hetero.device.base import Reached
 from hetero.device.cuda_driver import CudaDriver
+from hetero.device.device import COMPLETED, CurrentStream
 from hetero.device.driver_base import GpuDriver
 from hetero.device.hip_driver import HipDriver
-from hetero.device.ordered import CurrentStream
 from hetero.errors import LinkError
-from hetero.link.flow_base import EntryRefused
-from hetero.link.header import HEADER_BYTES, Header
-from hetero.link.ring import (
-    COUNTER_MASK,
-    ENTRIES,
-    NBYTES_IN_RECORD,
-    PLACE_IN_RECORD,
-    DirectionPlaces,
-    Entry,
-    ahead,
-)
+from hetero.link.flow import EntryRefused
+from hetero.link.header import Header
+from hetero.link.ring import COUNTER_MASK, ENTRIES, Entry, ahead
+from hetero.native.binding import RingRecord
 from tests.hetero.link.ring.driven import (
     CONTROL,
     INCOMING_RING,
@@ -67,7 +59,7 @@ def at_home(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _mark(world: World, end: int, kind: str) -> Any:
-    return {"unmarked": None, "idle": Reached(), "event": world.devices[end].event(0xD0)}[kind]
+    return {"unmarked": None, "idle": COMPLETED, "event": world.devices[end].event(0xD0)}[kind]
 
 
 def _stream(world: World, end: int, key: int | None) -> CurrentStream | None:
@@ -159,14 +151,14 @@ class Observer:
         count = ahead(direction.posted, direction.retired)
         assert count <= ENTRIES
         found = [direction.entry(direction.retired + number) for number in range(count)]
-        in_flight = sorted((e for e in found if e.nbytes), key=lambda e: e.place)
+        in_flight = sorted((e for e in found if e.nbytes), key=lambda e: e.slot)
         for one, other in itertools.pairwise(in_flight):
-            assert one.place + one.nbytes <= other.place
+            assert one.slot + one.nbytes <= other.slot
         assert all(_is_inside(entry) for entry in found)
 
 
 def _is_inside(entry: Entry) -> bool:
-    return entry.place >= 0 and entry.place + entry.nbytes <= RING_BYTES
+    return entry.slot >= 0 and entry.slot + entry.nbytes <= RING_BYTES
 
 
 @VENDORS
@@ -217,12 +209,12 @@ def test_the_ring_holds_as_many_entries_as_it_has_records_for() -> None:
     assert len(world.sender.waiting) == 3
 
 
-@pytest.mark.parametrize("field", [HEADER_BYTES, NBYTES_IN_RECORD, PLACE_IN_RECORD, 40])
-def test_a_record_that_was_overwritten_is_refused(field: int) -> None:
-    """By its offset, size, place or header."""
+@pytest.mark.parametrize("field", ["offset", "nbytes", "slot", "header"])
+def test_a_record_that_was_overwritten_is_refused(field: str) -> None:
     world = World(CudaDriver)
     send(world, 100, (KEYS[0], None), "idle")
-    world.control.bytes[DirectionPlaces.of(0).records + field + 3] = 0x7F
+    within = 40 if field == "header" else getattr(RingRecord, field).offset + 3
+    world.control.bytes[world.direction._records + within] = 0x7F
     with pytest.raises(EntryRefused):
         receive(world, 100, (KEYS[1], None), "idle")
     assert world.receiver.count == 0

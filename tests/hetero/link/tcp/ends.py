@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
+from hetero.device.device import OrderedDevice
 from hetero.device.host import HostDevice
-from hetero.device.ordered import OrderedDevice
 from hetero.link.carrier import Carrier
 from hetero.link.control import Control
 from hetero.link.handshake import Meeting

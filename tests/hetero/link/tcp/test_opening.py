@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import time
+from contextlib import ExitStack
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,9 +13,9 @@ import pytest
 import torch.distributed as dist
 
 from hetero.errors import LinkError
-from hetero.link import tcp as opening
+from hetero.link import ring_link
 from hetero.link.handshake import Meeting
-from hetero.link.tcp_connections import TcpPaths, tune
+from hetero.link.tcp_connections import TcpPaths, open_connections, tune
 from tests.hetero.link.tcp.ends import CHUNK_BYTES, Setup
 from tests.hetero.link.test_handshake import both, meeting
 
@@ -22,10 +23,10 @@ from tests.hetero.link.test_handshake import both, meeting
 def opened(*paths: TcpPaths) -> list[Any]:
     """Each end's connections, which the caller of this closes with the stacks they are on."""
     store = dist.HashStore()
-    stacks = [opening.ExitStack(), opening.ExitStack()]
+    stacks = [ExitStack(), ExitStack()]
     ends = both(
         *(
-            lambda rank=rank: opening._open_connections(
+            lambda rank=rank: open_connections(
                 meeting(rank, store, timeout=5.0), paths[rank], stacks[rank]
             )
             for rank in range(2)
@@ -59,7 +60,7 @@ def test_each_address_has_a_connection_at_least() -> None:
 def test_a_peer_that_never_says_its_parameters_is_an_error_in_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    honest = opening.compare
+    honest = ring_link.compare
 
     def one_is_silent(connection: socket.socket, ours: Meeting, mine: dict[str, Any]) -> None:
         if ours.description.rank == 0:
@@ -69,7 +70,7 @@ def test_a_peer_that_never_says_its_parameters_is_an_error_in_time(
             time.sleep(1.0)
             raise LinkError("it was silent")
 
-    monkeypatch.setattr(opening, "compare", one_is_silent)
+    monkeypatch.setattr(ring_link, "compare", one_is_silent)
     store = dist.HashStore()
     error, _ = both(*(lambda rank=rank: Setup().open(meeting(rank, store)) for rank in range(2)))
     assert isinstance(error, OSError)

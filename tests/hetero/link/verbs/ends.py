@@ -8,12 +8,11 @@ from dataclasses import dataclass, field
 
 import torch
 
+from hetero.device.device import OrderedDevice
 from hetero.device.host import HostDevice
-from hetero.device.ordered import OrderedDevice
 from hetero.link.handshake import Meeting
 from hetero.link.ring_link import OrderedLink
-from hetero.link.verbs import open_verbs
-from hetero.link.verbs_joining import HOST, VerbsOptions
+from hetero.link.verbs import HOST, VerbsOptions, open_verbs
 from tests.hetero.link.joined import CPU, attempted, joined
 from tests.loopback_nic.library import LoopbackNics
 

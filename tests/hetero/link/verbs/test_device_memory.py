@@ -16,7 +16,7 @@ import torch
 from hetero.errors import LinkError
 from hetero.link import verbs as opening
 from hetero.link.ring_link import OrderedLink
-from hetero.link.verbs_joining import DEVICE
+from hetero.link.verbs import DEVICE
 from tests.emulated_streams import EmulatedOrderedDevice
 from tests.hetero.link.verbs.ends import RING_BYTES, Setup
 from tests.loopback_nic.library import LoopbackNics

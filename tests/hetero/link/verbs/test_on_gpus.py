@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from hetero.device.driver import driver_for
-from hetero.device.gpu_ordered import GpuOrderedDevice
+from hetero.device.gpu import GpuOrderedDevice
 from hetero.link.ring_link import OrderedLink
-from hetero.link.verbs_joining import DEVICE, HOST
+from hetero.link.verbs import DEVICE, HOST
 from tests.hetero.link.verbs.ends import Setup
 from tests.loopback_nic.library import Fault, LoopbackNics, lacking
 
@@ -38,7 +38,7 @@ def reaching_gpus(nics: LoopbackNics) -> Iterator[LoopbackNics]:
 
     def copy(target: int, source: int, nbytes: int) -> None:
         with driver.on_device(0):
-            driver.copy(target, source, nbytes, stream.cuda_stream)
+            copy(driver, target, source, nbytes, stream.cuda_stream)
             stream.synchronize()
 
     nics.copy_with(copy)

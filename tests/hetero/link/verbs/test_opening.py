@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from hetero.errors import LinkError
-from hetero.link import verbs_joining as joining
+from hetero.link import verbs as joining
 from tests.hetero.link.verbs.ends import CHUNK_BYTES, RING_BYTES, Setup
 from tests.loopback_nic.library import LoopbackNics
 

@@ -7,12 +7,11 @@ word when a copy has ended, the other's stream waits for the word before it copi
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from ctypes import CDLL
-from typing import NamedTuple, Protocol
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
 
-from hetero.device.base import Mark
 from hetero.errors import LinkError
-from hetero.native.library import Streams
+from hetero.native.binding import Streams
 
 
 class Word(NamedTuple):
@@ -21,6 +20,19 @@ class Word(NamedTuple):
     address: int
     """As the device knows it."""
     value: int
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """A point in a device's work. Kept until it has been waited for."""
+
+    handle: int
+    """As the driver knows it; 0 where there is nothing to wait for."""
+    owner: Any = None
+    """PyTorch's event of this handle."""
+
+
+COMPLETED = Event(0)
 
 
 class CurrentStream(ABC):
@@ -41,11 +53,7 @@ class CurrentStream(ABC):
 class NativeStreams(Protocol):
     """A queue of device work of our own, for C."""
 
-    library: CDLL
     streams: Streams
-
-    def event_of(self, mark: Mark) -> int:
-        """The event that is a mark of this device; 0 if there is nothing to wait for."""
 
     def failure(self, failed: int, purpose: str) -> LinkError:
         """What a `failure` of native.h says."""
@@ -80,7 +88,7 @@ class OrderedDevice(ABC):
         """The calling thread's own stream."""
 
     @abstractmethod
-    def mark(self) -> Mark:
+    def mark(self) -> Event:
         """The end of what the caller has enqueued on its current stream so far."""
 
     @abstractmethod

@@ -1,4 +1,4 @@
-"""A word of shared memory on which one thread sleeps and another wakes it."""
+"""A doorbell on which one thread sleeps and another wakes it, and two words that one looks at."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ import time
 
 import pytest
 
-from hetero.link import futex
+from hetero.native.binding import native
 
-pytestmark = pytest.mark.skipif(not futex.available(), reason="no futex on this system")
+LIBRARY = native()
 
 
 def test_a_word_that_has_changed_is_not_waited_for() -> None:
     word = ctypes.c_uint32(1)
     began = time.monotonic()
-    futex.wait(ctypes.addressof(word), 0, 30.0)
+    LIBRARY.host_sleep(ctypes.addressof(word), 0, 30_000)
     assert time.monotonic() - began < 5
 
 
 def test_waiting_ends_after_the_time_given() -> None:
     word = ctypes.c_uint32(0)
     began = time.monotonic()
-    futex.wait(ctypes.addressof(word), 0, 0.2)
+    LIBRARY.host_sleep(ctypes.addressof(word), 0, 200)
     assert time.monotonic() - began >= 0.15
 
 
@@ -33,7 +33,7 @@ def test_a_sleeper_is_woken_and_others_run_meanwhile() -> None:
 
     def sleep() -> None:
         while word.value == 0:
-            futex.wait(ctypes.addressof(word), 0, 30.0)
+            LIBRARY.host_sleep(ctypes.addressof(word), 0, 30_000)
         woken.set()
 
     thread = threading.Thread(target=sleep, daemon=True)
@@ -41,13 +41,13 @@ def test_a_sleeper_is_woken_and_others_run_meanwhile() -> None:
     # This thread goes on while the other sleeps: the wait does not hold the GIL.
     time.sleep(0.1)
     assert not woken.is_set()
-    word.value = 1
-    futex.wake(ctypes.addressof(word))
+    LIBRARY.host_ring(ctypes.addressof(word))
+    assert word.value == 1
     assert woken.wait(10)
 
 
-def seen(word: ctypes.c_uint32) -> futex.Seen:
-    return futex.Seen(ctypes.addressof(word), word.value)
+def seen(word: ctypes.c_uint32) -> tuple[int, int]:
+    return ctypes.addressof(word), word.value
 
 
 @pytest.mark.parametrize("changed", [0, 1])
@@ -58,7 +58,7 @@ def test_spinning_ends_when_either_word_changes(changed: int) -> None:
 
     def spin() -> None:
         while (seen(words[0]), seen(words[1])) == before:
-            futex.spin(*before, seconds=30.0)
+            LIBRARY.native_spin(*before[0], *before[1], 30_000_000)
         ended.set()
 
     thread = threading.Thread(target=spin, daemon=True)
@@ -71,7 +71,7 @@ def test_spinning_ends_when_either_word_changes(changed: int) -> None:
 def test_spinning_ends_after_the_time_given() -> None:
     words = ctypes.c_uint32(0), ctypes.c_uint32(0)
     began = time.monotonic()
-    futex.spin(seen(words[0]), seen(words[1]), seconds=0.1)
+    LIBRARY.native_spin(*seen(words[0]), *seen(words[1]), 100_000)
     elapsed = time.monotonic() - began
     assert elapsed < 5
     assert elapsed >= 0.09

@@ -1,18 +1,24 @@
-"""The `gloo` transport: every byte through host memory and gloo's TCP. The baseline to beat.
+"""Links over torch.distributed: the baselines `gloo` and `nccl` (NCCL, or RCCL on a ROCm build).
 
-One thread per direction moves the messages, so the training thread never waits for the wire unless
-it asks for a tensor that has not come. GPU tensors are staged through pinned host memory on a side
-stream.
+`gloo` moves every byte through host memory and gloo's TCP. One thread a direction moves the
+messages, so the training thread never waits for the wire unless it asks for a tensor that has not
+come. GPU tensors are staged through pinned host memory on a side stream.
+
+`nccl` is the vendor library's own p2p. It serves stages of one vendor, and is the baseline on one
+machine whose vendors are simulated. The library matches transfers by order alone, so a link uses
+one communicator for each direction and nothing else runs on them. Messages carry no header: reading
+one would make the host wait for the GPU, and both ends inside one vendor are the same program.
 """
 
 from __future__ import annotations
 
 import queue
 import re
+import threading
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
-from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -27,27 +33,56 @@ from hetero.link.base import (
     sendable,
 )
 from hetero.link.header import HEADER_BYTES, Header, job_token
-from hetero.link.transfer import Transfer, start_threads
 
 _JOIN_SECONDS = 1.0
+# The thread meets the link's own deadline first and says what was wrong.
+_GRACE_SECONDS = 3.0
 
 
 @dataclass(eq=False)
-class _Transfer(Transfer):
-    """A tensor on its way through one of the two threads."""
+class _Transfer(Work):
+    """A tensor on its way through a thread, which sets `error`, if there is one, and `ended`."""
 
-    host: torch.Tensor = field(kw_only=True)
+    link: Link
+    tensor: torch.Tensor
+    is_receive: bool
+    host: torch.Tensor
     ready: torch.cuda.Event | None = None
     """Sending: the copy to the host. Receiving: the caller's stream when it asked."""
     landed: torch.cuda.Event | None = None
+    ended: threading.Event = field(default_factory=threading.Event)
+    error: LinkError | None = None
+
+    def done(self) -> bool:
+        return self.ended.is_set()
 
     def wait(self) -> None:
         if not self.is_receive and self.ready is not None:
             torch.cuda.current_stream(self.tensor.device).wait_event(self.ready)
             return
-        super().wait()
+        self._wait_until_ended()
         if self.landed is not None:
             torch.cuda.current_stream(self.tensor.device).wait_event(self.landed)
+
+    def _wait_until_ended(self) -> None:
+        timeout = self.link.description.timeout
+        if not self.ended.is_set():
+            with self.link.timed_wait():
+                came = self.ended.wait(timeout + _GRACE_SECONDS)
+            if not came:
+                raise self.link.failure(
+                    f"nothing moved for {timeout:g} s",
+                    expected=f"a tensor of shape {tuple(self.tensor.shape)}",
+                    remedy="see what the peer's log says it waits for",
+                )
+        if self.error is not None:
+            raise self.error
+
+    def fail(self, error: LinkError) -> None:
+        """End it with an error, unless it has ended already."""
+        if not self.ended.is_set():
+            self.error = error
+            self.ended.set()
 
 
 class GlooLink(Link):
@@ -63,11 +98,16 @@ class GlooLink(Link):
         self._side_stream: torch.cuda.Stream | None = None
         self._outgoing: queue.SimpleQueue[_Transfer | None] = queue.SimpleQueue()
         self._incoming: queue.SimpleQueue[_Transfer | None] = queue.SimpleQueue()
-        self._threads = start_threads(
-            f"gloo {description.rank}-{description.peer}",
-            send=partial(self._run, self._outgoing, self._transmit),
-            recv=partial(self._run, self._incoming, self._receive),
-        )
+        name = f"gloo {description.rank}-{description.peer}"
+        self._threads = [
+            threading.Thread(target=self._run, args=arguments, name=f"{name} {verb}", daemon=True)
+            for verb, *arguments in (
+                ("send", self._outgoing, self._transmit),
+                ("recv", self._incoming, self._receive),
+            )
+        ]
+        for thread in self._threads:
+            thread.start()
 
     def send(self, tensor: torch.Tensor) -> Work:
         self._require_open()
@@ -204,3 +244,92 @@ class GlooLink(Link):
         if work is None:
             raise RuntimeError("this rank is not in the default process group")
         work.wait(timedelta(seconds=self.description.timeout))
+
+
+@dataclass
+class _VendorWork(Work):
+    link: Link
+    work: dist.Work
+    tensor: torch.Tensor
+    """Kept so that the caller may drop it: its memory is in use until the transfer ends."""
+
+    def wait(self) -> None:
+        try:
+            # With a timeout the library would block the calling thread, on every wait.
+            self.work.wait()
+        except Exception as error:
+            raise self.link.failure(
+                f"the vendor library failed ({str(error).splitlines()[0][:200]})",
+                expected=f"a tensor of shape {tuple(self.tensor.shape)}",
+                remedy=f"see the log of rank {self.link.description.peer}",
+            ) from error
+
+    def done(self) -> bool:
+        return self.work.is_completed()
+
+
+class VendorLink(Link):
+    """A link over two communicators of the vendor library, one for each direction.
+
+    A transfer that never ends is the library's to notice: its watchdog ends the process when the
+    groups' timeout is over. Opening is collective between the two ends.
+    """
+
+    transport = "nccl"
+
+    def __init__(
+        self,
+        description: LinkDescription,
+        *,
+        send_group: dist.ProcessGroup,
+        recv_group: dist.ProcessGroup,
+    ) -> None:
+        super().__init__(description)
+        self._send_group, self._recv_group = send_group, recv_group
+        self._in_flight: deque[_VendorWork] = deque()
+        self._warm_up()
+
+    def send(self, tensor: torch.Tensor) -> Work:
+        self._require_open()
+        source = sendable(tensor)
+        while self._in_flight and self._in_flight[0].done():
+            self._in_flight.popleft()
+        work = dist.isend(as_bytes(source), self.description.peer, group=self._send_group)
+        transfer = self._transfer(work, source)
+        self._in_flight.append(transfer)
+        self._count_sent(source)
+        return transfer
+
+    def recv(self, tensor: torch.Tensor) -> Work:
+        self._require_open()
+        require_contiguous(tensor)
+        target = tensor.detach()
+        work = dist.irecv(as_bytes(target), self.description.peer, group=self._recv_group)
+        self._count_received(target)
+        return self._transfer(work, target)
+
+    def close(self) -> None:
+        self._closed = True
+        self._in_flight.clear()
+
+    def _warm_up(self) -> None:
+        """Make both communicators now, in one order on both ends.
+
+        The library makes a communicator in its first transfer and blocks the host until the peer
+        joins in: two ends that both send first would wait for each other for ever.
+        """
+        groups = [self._send_group, self._recv_group]
+        if self.description.rank > self.description.peer:
+            groups.reverse()
+        token = torch.zeros(1, device=torch.cuda.current_device())
+        for group in groups:
+            if group is self._send_group:
+                dist.send(token, self.description.peer, group=group)
+            else:
+                dist.recv(token, self.description.peer, group=group)
+        torch.cuda.synchronize()
+
+    def _transfer(self, work: dist.Work | None, tensor: torch.Tensor) -> _VendorWork:
+        if work is None:
+            raise RuntimeError(f"rank {self.description.rank} is not in the link's group")
+        return _VendorWork(self, work, tensor)

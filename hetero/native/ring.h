@@ -1,0 +1,51 @@
+/* The control segment of a link: for each end a doorbell and how it ended, for each direction the four
+ * counters and the record of every entry. docs/ring.md explains them. Two ends on one host map the same
+ * segment; with a carrier each end has its own. Mirrored in binding.py. */
+#ifndef HETERO_RING_H
+#define HETERO_RING_H
+
+#include <stdint.h>
+
+#define RING_ENTRIES 256
+/* Of a message's header (header.py). */
+#define RING_HEADER_BYTES 100
+#define RING_FAULT_BYTES 1024
+/* Every chunk begins at a multiple of it. */
+#define RING_ALIGNMENT 512
+
+/* One cache line. */
+struct ring_word {
+    uint32_t value;
+    uint32_t sleepers; /* of the host: how many threads sleep until it changes (host.h) */
+    uint8_t unused[56];
+};
+
+/* An entry: which of a message's bytes lie where in the ring. */
+struct ring_record {
+    uint8_t header[RING_HEADER_BYTES];
+    uint32_t unused;
+    uint64_t offset;
+    uint64_t nbytes;
+    uint64_t slot;
+};
+
+struct ring_direction {
+    struct ring_word produced, consumed; /* written by the devices */
+    struct ring_word posted, retired;    /* written by the CPUs */
+    struct ring_record records[RING_ENTRIES];
+};
+
+struct ring_end {
+    struct ring_word doorbell;
+    struct ring_word closed;
+    uint32_t fault_bytes; /* 0 while it has not failed; stored after the text */
+    char fault[RING_FAULT_BYTES];
+    uint8_t unused[60];
+};
+
+struct ring_control {
+    struct ring_end ends[2]; /* the listener's, the caller's */
+    struct ring_direction directions[2]; /* what the listener sends, what the caller sends */
+};
+
+#endif

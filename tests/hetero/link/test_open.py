@@ -1,0 +1,279 @@
+"""The one ladder: which transports two ends may use, which one is taken, and what is said of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from hetero.errors import LinkError
+from hetero.link import open as opening
+from hetero.link.base import Link, LinkCounters
+from hetero.link.handshake import Meeting
+from hetero.link.names import FAMILIES, PATHS
+from hetero.link.open import ChannelOptions, Choice, Pair, Situation, open_link, open_path
+from tests.hetero.link.test_handshake import both, meeting
+
+HOST = {"boot": "a", "network": "n"}
+NVIDIA = Situation(HOST, gpu={"vendor": "nvidia", "uuid": "1"}, unordered=None, no_rdma=None)
+AMD = Situation(HOST, gpu={"vendor": "amd", "uuid": "2"}, unordered=None, no_rdma=None)
+CPU = Situation(HOST, gpu=None, unordered="it is a CPU", no_rdma="it has no RDMA device")
+
+
+def elsewhere(situation: Situation) -> Situation:
+    return replace(situation, host={**HOST, "boot": "b"})
+
+
+def test_two_gpus_of_one_kind_in_one_host_may_use_every_path() -> None:
+    assert [Pair(NVIDIA, NVIDIA).obstacle(path) for path in PATHS] == [None] * len(PATHS)
+
+
+@pytest.mark.parametrize(
+    ("here", "there", "path", "reason"),
+    [
+        (NVIDIA, elsewhere(NVIDIA), "ipc", "different hosts"),
+        (NVIDIA, elsewhere(NVIDIA), "shm", "different hosts"),
+        (NVIDIA, AMD, "ipc", "different vendors"),
+        (CPU, CPU, "ipc", "on a CPU"),
+        (NVIDIA, CPU, "ipc", "on a CPU"),
+        (NVIDIA, CPU, "verbs", "no RDMA device"),
+        (CPU, NVIDIA, "verbs-host", "no RDMA device"),
+        (NVIDIA, replace(NVIDIA, unordered="streams do not wait"), "ipc", "streams do not wait"),
+    ],
+)
+def test_what_stands_in_the_way_is_said_alike_at_both_ends(
+    here: Situation, there: Situation, path: str, reason: str
+) -> None:
+    assert reason in str(Pair(here, there).obstacle(path))
+    assert Pair(here, there).obstacle(path) == Pair(there, here).obstacle(path)
+
+
+def test_two_vendors_in_one_host_share_memory_and_order_their_streams() -> None:
+    pair = Pair(NVIDIA, AMD)
+    assert pair.obstacle("shm") is None
+    assert pair.unordered is None
+
+
+def test_streams_order_themselves_only_if_both_can() -> None:
+    assert Pair(NVIDIA, replace(AMD, unordered="streams do not wait")).unordered
+    assert Pair(NVIDIA, CPU).unordered
+
+
+@pytest.mark.parametrize("path", ["shm", "tcp"])
+@pytest.mark.parametrize(
+    ("there", "kind", "detail"),
+    [
+        (AMD, "ordered", ""),
+        (replace(AMD, unordered="streams do not wait"), "host", "streams do not wait"),
+    ],
+)
+def test_a_gpu_whose_streams_cannot_wait_is_served_by_the_hosts_and_the_link_says_why(
+    path: str, there: Situation, kind: str, detail: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: dict[str, Any] = {}
+
+    def opened(meeting: object, **options: Any) -> SimpleNamespace:
+        given.update(options)
+        return SimpleNamespace(remark="")
+
+    monkeypatch.setattr(opening, "GpuOrderedDevice", lambda device: "ordered")
+    monkeypatch.setattr(opening, "HostDevice", lambda device, checksum: "host")
+    monkeypatch.setattr(opening, "open_ordered", opened)
+    monkeypatch.setattr(opening, "open_tcp", opened)
+    link = open_path(
+        path,
+        meeting(0, dist.HashStore()),
+        pair=Pair(NVIDIA, there),
+        options=ChannelOptions(),
+        device=torch.device("cuda"),
+    )
+    assert given["device"] == kind
+    assert detail in link.remark
+    assert bool(link.remark) == bool(detail)
+
+
+@pytest.mark.parametrize(
+    ("path", "chunk_bytes", "expected"),
+    [("ipc", None, 16 << 20), ("shm", None, 4 << 20), ("shm", 1 << 20, 1 << 20)],
+)
+def test_a_link_takes_no_more_memory_than_its_rings(
+    path: str, chunk_bytes: int | None, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: dict[str, Any] = {}
+    monkeypatch.setattr(opening, "GpuOrderedDevice", lambda device: None)
+    monkeypatch.setattr(
+        opening, "open_ordered", lambda meeting, **o: given.update(o) or SimpleNamespace(remark="")
+    )
+    open_path(
+        path,
+        meeting(0, dist.HashStore()),
+        pair=Pair(NVIDIA, NVIDIA),
+        options=ChannelOptions(ring_bytes=64 << 20, chunk_bytes=chunk_bytes),
+        device=torch.device("cuda"),
+    )
+    assert 2 * given["ring_bytes"] == 64 << 20
+    assert given["chunk_bytes"] == expected
+
+
+def test_a_path_that_cannot_be_is_refused_before_anything_is_opened() -> None:
+    ours = meeting(0, dist.HashStore())
+    with pytest.raises(LinkError, match=r"cannot use ipc: it joins GPUs.*--hetero-transport auto"):
+        open_path(
+            "ipc",
+            ours,
+            pair=Pair(CPU, CPU),
+            options=ChannelOptions(),
+            device=torch.device("cpu"),
+        )
+
+
+def test_two_processes_of_one_host_find_out_that_they_share_memory() -> None:
+    store = dist.HashStore()
+    pairs = both(
+        *[
+            lambda rank=rank: Pair.of(
+                meeting(rank, store), device=torch.device("cpu"), options=ChannelOptions()
+            )
+            for rank in (0, 1)
+        ]
+    )
+    assert [pair.share_memory for pair in pairs] == [True, True]
+
+
+def test_an_address_that_no_other_host_can_call_is_refused_before_it_is_tried() -> None:
+    here = replace(CPU, addresses=("127.0.1.1",))
+    there = replace(CPU, addresses=("10.0.0.2",))
+    pair = Pair(here, replace(there, host=HOST | {"network": "another"}))
+    obstacle = pair.obstacle("tcp")
+    assert obstacle is not None
+    assert "only the loopback address 127.0.1.1" in obstacle
+    assert Pair(here, there).obstacle("tcp") is None
+
+
+def test_every_family_is_made_of_paths_fastest_first() -> None:
+    for family in FAMILIES.values():
+        assert list(family) == sorted(family, key=PATHS.index)
+
+
+NO_GPU = "ipc: it joins GPUs, and the tensors are on a CPU"
+OPTIONS = ChannelOptions(ring_bytes=1 << 20, chunk_bytes=64 << 10)
+
+
+class LastResort(Link):
+    """Stands for the link that is always there."""
+
+    transport = "gloo"
+
+    def send(self, tensor: torch.Tensor) -> Any:
+        raise AssertionError("nothing is sent over it here")
+
+    recv = send
+
+    def close(self) -> None:
+        return
+
+
+def choose(rank: int, store: dist.Store) -> Choice:
+    ours = meeting(rank, store, timeout=20.0)
+    return open_link(
+        "auto",
+        ours,
+        options=OPTIONS,
+        device=torch.device("cpu"),
+        last_resort=lambda: LastResort(ours.description),
+    )
+
+
+@pytest.fixture
+def choices() -> Iterator[Any]:
+    made: list[Choice] = []
+
+    def run() -> list[Choice]:
+        store = dist.HashStore()
+        found = both(lambda: choose(0, store), lambda: choose(1, store))
+        assert all(isinstance(choice, Choice) for choice in found), found
+        made.extend(found)
+        return found
+
+    yield run
+    both(*[choice.link.close for choice in made])
+
+
+def broken(path: str, *, on_rank: int):
+    """open_path in which one path cannot be opened by one of the ends."""
+
+    def open_or_fail(path: str, ours: Meeting, **rest: Any) -> Link:
+        if path in broken_paths and ours.description.rank == on_rank:
+            raise LinkError(f"{path} is broken here")
+        return open_path(path, ours, **rest)
+
+    broken_paths = path.split()
+    return open_or_fail
+
+
+def test_two_processes_of_one_host_get_shared_memory(choices) -> None:
+    first, second = choices()
+    assert first.link.transport == second.link.transport == "shm"
+    assert str(first) == f"link rank 0 (stage 0) - rank 1 (stage 1): shm ({NO_GPU})"
+
+
+def test_what_the_probe_moved_is_not_counted(choices) -> None:
+    assert [choice.link.counters for choice in choices()] == [LinkCounters(), LinkCounters()]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_path_that_one_end_cannot_open_is_left_by_both(
+    choices, rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(opening, "_PROBE_SECONDS", 4.0)
+    monkeypatch.setattr(opening, "open_path", broken("shm", on_rank=rank))
+    found = choices()
+    assert [choice.link.transport for choice in found] == ["tcp", "tcp"], found
+    assert "shm: shm is broken here" in str(found[rank])
+
+
+def test_a_path_that_changes_bytes_is_not_taken(choices, monkeypatch: pytest.MonkeyPatch) -> None:
+    honest = opening._pattern
+    monkeypatch.setattr(Pair, "share_memory", False)
+    calls = iter(range(10_000))
+    monkeypatch.setattr(opening, "_pattern", lambda rank, nbytes: honest(next(calls), nbytes))
+    found = choices()
+    assert [choice.link.transport for choice in found] == ["gloo", "gloo"]
+    assert "arrived changed" in str(found[0]) + str(found[1])
+
+
+def test_the_last_resort_is_taken_when_nothing_works(
+    choices, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(opening, "_PROBE_SECONDS", 4.0)
+    monkeypatch.setattr(opening, "open_path", broken("shm tcp", on_rank=1))
+    found = choices()
+    assert [choice.link.transport for choice in found] == ["gloo", "gloo"]
+    assert "tcp: tcp is broken here" in str(found[1])
+    assert all(str(choice).startswith("warning: ") for choice in found)
+
+
+def test_ends_on_two_hosts_do_not_try_shared_memory(
+    choices, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Pair, "share_memory", False)
+    found = choices()
+    assert [choice.link.transport for choice in found] == ["tcp", "tcp"]
+    assert "shm: the two ends run on different hosts" in str(found[0])
+
+
+def test_the_line_of_a_choice_says_how_it_works_on_this_machine() -> None:
+    link = SimpleNamespace(
+        description="link rank 0 (stage 0) - rank 1 (stage 1)",
+        transport="verbs",
+        remark="writes are made visible by a read-back over the NIC",
+    )
+    assert str(Choice(link, ("ipc: the two ends run on different hosts",))) == (  # type: ignore[arg-type]
+        "link rank 0 (stage 0) - rank 1 (stage 1): verbs, writes are made visible by a read-back "
+        "over the NIC (ipc: the two ends run on different hosts)"
+    )
