@@ -1,5 +1,27 @@
-"""Everything heterogeneous: the plan, the groups, the channel and the pipeline over it."""
+"""One model over GPUs of two vendors. `connect` opens a link between two ranks of any program."""
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from hetero.errors import LinkError
 from hetero.version import __version__
 
-__all__ = ["__version__"]
+if TYPE_CHECKING:
+    from hetero.link.base import Link, Work
+    from hetero.link.connect import connect
+
+__all__ = ["Link", "LinkError", "Work", "__version__", "connect"]
+
+
+def __getattr__(name: str) -> Any:
+    """What needs torch is imported when it is first asked for: command lines are checked before."""
+    if name == "connect":
+        from hetero.link.connect import connect
+
+        return connect
+    if name in ("Link", "Work"):
+        from hetero.link import base
+
+        return getattr(base, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -15,7 +15,7 @@ import torch
 
 from hetero.addresses import is_loopback
 from hetero.device.device import OrderedDevice
-from hetero.device.gpu import GpuOrderedDevice
+from hetero.device.gpu import GpuOrderedDevice, index_of
 from hetero.device.host import HostDevice
 from hetero.errors import LinkError
 from hetero.link.base import Link, LinkCounters
@@ -253,7 +253,7 @@ def open_path(
     if pair.unordered is not None and device.type != "cpu":
         why = f"copied by CPU threads ({pair.unordered})"
         link.remark = "; ".join(filter(None, (link.remark, why)))
-    link.device = device
+    link.device = device if device.type == "cpu" else torch.device("cuda", index_of(device))
     if link.remark:
         _log.info("%s over %s: %s", meeting.description, path, link.remark)
     return link

@@ -90,7 +90,7 @@ def test_a_gpu_whose_streams_cannot_wait_is_served_by_the_hosts_and_the_link_say
         meeting(0, dist.HashStore()),
         pair=Pair(NVIDIA, there),
         options=ChannelOptions(),
-        device=torch.device("cuda"),
+        device=torch.device("cuda:0"),
     )
     assert given["device"] == kind
     assert detail in link.remark
@@ -114,7 +114,7 @@ def test_a_link_takes_no_more_memory_than_its_rings(
         meeting(0, dist.HashStore()),
         pair=Pair(NVIDIA, NVIDIA),
         options=ChannelOptions(ring_bytes=64 << 20, chunk_bytes=chunk_bytes),
-        device=torch.device("cuda"),
+        device=torch.device("cuda:0"),
     )
     assert 2 * given["ring_bytes"] == 64 << 20
     assert given["chunk_bytes"] == expected

@@ -1,0 +1,120 @@
+"""The public entry: a link between two ranks of any program, from a store that both know."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Sequence
+from dataclasses import replace
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from hetero.errors import LinkError
+from hetero.link.base import Link, LinkDescription
+from hetero.link.handshake import Meeting
+from hetero.link.names import FAMILIES, PATHS
+from hetero.link.nics import find_nics
+from hetero.link.open import ChannelOptions, open_link
+
+_PREFIX = "hetero/connect"
+
+
+def connect(
+    store: dist.Store,
+    *,
+    rank: int,
+    peer: int,
+    device: torch.device | str | None = None,
+    transport: str = "auto",
+    timeout: float = 300.0,
+    nics: Sequence[str] = (),
+    options: ChannelOptions | None = None,
+) -> Link:
+    """Open a link to another rank. Both call it, at about the same time; it blocks until both have.
+
+    Two ranks may open several links: the first call of the one belongs to the first of the other.
+    Use the link in a `with` block, or close it.
+
+    Args:
+        store: any store of torch.distributed that both ranks reach.
+        rank: this rank's number, and `peer` the other's: any two that differ.
+        device: where the tensors are; the current GPU if there is one, else the CPU.
+        transport: `auto` for the fastest path that works; a family (`device-direct`,
+            `cpu-forward`); or one path: `ipc`, `shm`, `verbs`, `verbs-host`, `tcp`.
+        timeout: seconds for the other rank to come, and before a blocked transfer is an error.
+        nics: this rank's network interfaces or RDMA devices; without names, the interface that
+            leads to the store's host.
+        options: sizes and checks of the link, the same at both ends; addresses are found.
+
+    Raises:
+        ValueError: an argument makes no sense; all that is wrong is said at once.
+        LinkError: there is no link; says what was expected and what to do.
+    """
+    _require_sense(rank=rank, peer=peer, transport=transport, timeout=timeout)
+    here = _device(device)
+    found = find_nics(nics, towards=_host_of(store))
+    options = replace(
+        options or ChannelOptions(), addresses=found.addresses, rdma_devices=found.rdma
+    )
+    pair = f"{min(rank, peer)}-{max(rank, peer)}"
+    number = store.add(f"{_PREFIX}/{pair}/opened by {rank}", 1)
+    name = f"{pair}/{number}"
+    job = _agree_on_job(store, f"{_PREFIX}/{name}/job", rank=rank, peer=peer, timeout=timeout)
+    meeting = Meeting(
+        store=dist.PrefixStore(_PREFIX, store),
+        description=LinkDescription(rank=rank, peer=peer, job=job, timeout=timeout),
+        name=name,
+        listens=rank < peer,
+        secret=job.encode(),
+        timeout=timeout,
+    )
+    return open_link(transport, meeting, options=options, device=here).link
+
+
+def _require_sense(*, rank: int, peer: int, transport: str, timeout: float) -> None:
+    problems = []
+    if rank == peer:
+        problems.append(f"rank {rank} cannot have a link to itself")
+    if transport not in (*FAMILIES, *PATHS):
+        problems.append(f"transport {transport!r} is none of {', '.join((*FAMILIES, *PATHS))}")
+    if not timeout > 0:
+        problems.append(f"a timeout of {timeout} s is over before anything can happen")
+    if problems:
+        raise ValueError("; ".join(problems))
+
+
+def _device(device: torch.device | str | None) -> torch.device:
+    """The device with its number."""
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    found = torch.device(device)
+    if found.type == "cuda" and found.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    if found.type not in ("cpu", "cuda"):
+        raise ValueError(f"a link carries tensors of a CPU or a GPU, not of {found}")
+    return found
+
+
+def _host_of(store: dist.Store) -> str:
+    """Where the store is, which every rank reaches; MASTER_ADDR for one that is on no host."""
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    if isinstance(store, dist.TCPStore):
+        return str(store.host)
+    return os.environ.get("MASTER_ADDR", "127.0.0.1")
+
+
+def _agree_on_job(store: dist.Store, key: str, *, rank: int, peer: int, timeout: float) -> str:
+    """A name that both ends know and nobody else, by which they prove themselves to each other."""
+    if rank < peer:
+        store.set(key, secrets.token_hex(16))
+    try:
+        store.wait([key], timedelta(seconds=timeout))
+    except dist.DistStoreError as error:
+        raise LinkError(
+            f"link rank {rank} - rank {peer} could not be opened: rank {peer} did not come within "
+            f"{timeout:g} s; have both ranks call connect(), and see the log of rank {peer}"
+        ) from error
+    return store.get(key).decode()

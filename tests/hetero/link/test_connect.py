@@ -1,0 +1,102 @@
+"""`hetero.connect`: a link for anyone's program."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import hetero
+from tests.hetero.link.test_handshake import both
+
+
+def opened(store: dist.Store, **options: Any) -> list[Any]:
+    return both(
+        lambda: hetero.connect(store, rank=3, peer=7, device="cpu", **options),
+        lambda: hetero.connect(store, rank=7, peer=3, device="cpu", **options),
+    )
+
+
+def test_two_ranks_send_each_other_tensors_of_any_shape_and_dtype() -> None:
+    one, other = opened(dist.HashStore())
+    with one, other:
+        for sent in (
+            torch.arange(12.0).view(3, 4),
+            torch.tensor(7),
+            torch.ones(0, dtype=torch.int8),
+        ):
+            received = torch.empty_like(sent)
+            one.send(sent)
+            other.recv(received).wait()
+            assert torch.equal(received, sent)
+        assert one.transport == other.transport == "shm"
+        assert str(one.description) == "link rank 3 - rank 7"
+
+
+def test_a_link_is_closed_at_the_end_of_its_block() -> None:
+    one, other = opened(dist.HashStore(), transport="tcp")
+    with one:
+        pass
+    with pytest.raises(hetero.LinkError, match="rank 3 - rank 7 over tcp: the link is closed"):
+        one.send(torch.zeros(1))
+    with other, pytest.raises(hetero.LinkError, match="rank 3 has ended or closed the link"):
+        other.recv(torch.zeros(1)).wait()
+
+
+def test_two_ranks_may_have_several_links() -> None:
+    store = dist.HashStore()
+    first, second = opened(store), opened(store)
+    with first[0], first[1], second[0], second[1]:
+        second[0].send(torch.tensor([2]))
+        first[0].send(torch.tensor([1]))
+        for number, links in ((1, first), (2, second)):
+            received = torch.zeros(1, dtype=torch.int64)
+            links[1].recv(received).wait()
+            assert received.item() == number
+
+
+def test_a_tensor_of_another_device_is_refused_with_the_remedy() -> None:
+    one, other = opened(dist.HashStore())
+    elsewhere = torch.empty(2, device="meta")
+    with one, other:
+        for use in (one.send, other.recv):
+            with pytest.raises(ValueError, match=r"of cpu, and this one is on meta; move it there"):
+                use(elsewhere)
+
+
+def test_all_that_is_wrong_with_the_arguments_is_said_at_once() -> None:
+    with pytest.raises(ValueError) as refused:
+        hetero.connect(dist.HashStore(), rank=1, peer=1, transport="pigeons", timeout=0)
+    for said in ("a link to itself", "'pigeons' is none of auto", "a timeout of 0 s"):
+        assert said in str(refused.value)
+
+
+def test_a_nic_that_is_not_there_is_refused_before_anyone_is_waited_for() -> None:
+    with pytest.raises(ValueError, match="nothing0 is neither a network interface"):
+        hetero.connect(dist.HashStore(), rank=0, peer=1, device="cpu", nics=["nothing0"])
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_does_not_come_is_named_in_time(rank: int) -> None:
+    with pytest.raises(
+        hetero.LinkError, match=rf"could not be opened: rank {1 - rank} .* within 1 s"
+    ):
+        hetero.connect(dist.HashStore(), rank=rank, peer=1 - rank, device="cpu", timeout=1)
+
+
+def test_importing_hetero_does_not_import_torch() -> None:
+    """Command lines are checked before torch is."""
+    program = "import hetero, sys; print('torch' in sys.modules, hetero.connect.__name__)"
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+    assert done.stdout == "False connect\n"
+
+
+def test_what_hetero_does_not_have_is_no_attribute() -> None:
+    with pytest.raises(AttributeError, match="has no attribute 'disconnect'"):
+        _ = hetero.disconnect
