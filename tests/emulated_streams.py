@@ -20,10 +20,10 @@ from typing import Any, Protocol
 from hetero.device.device import (
     COMPLETED,
     CurrentStream,
+    Device,
+    DeviceStreams,
     Event,
-    GpuMemory,
-    NativeStreams,
-    OrderedDevice,
+    PeerMemory,
     Word,
 )
 from hetero.errors import LinkError
@@ -55,7 +55,7 @@ class _Queue:
         self._work.put(self._end)
         self._thread.join()
 
-    def rests_within(self, seconds: float) -> bool:
+    def synchronize(self, seconds: float) -> bool:
         reached = threading.Event()
         self._work.put(reached.set)
         return reached.wait(seconds)
@@ -142,7 +142,7 @@ class _DriverForC:
         return self._give(stream, recorded.set)
 
 
-class _StreamsForC(NativeStreams):
+class _StreamsForC(DeviceStreams):
     def __init__(self, driver: _DriverForC, queues: list[_Queue]) -> None:
         copies, waits, writes = (driver.know_queue(work) for work in queues)
         self.streams = Streams(
@@ -182,7 +182,7 @@ class CallersThread(CurrentStream):
         _wait_value(word)
 
 
-class EmulatedOrderedDevice(OrderedDevice, GpuMemory):
+class EmulatedDevice(Device, PeerMemory):
     """Streams of a device that is the CPU."""
 
     def __init__(self) -> None:
@@ -193,7 +193,7 @@ class EmulatedOrderedDevice(OrderedDevice, GpuMemory):
     def use(self) -> None:
         return
 
-    def native_streams(self) -> NativeStreams:
+    def new_streams(self) -> DeviceStreams:
         return _StreamsForC(self.driver_for_c, [self._new_queue() for _ in range(3)])
 
     def _new_queue(self) -> _Queue:
@@ -209,12 +209,12 @@ class EmulatedOrderedDevice(OrderedDevice, GpuMemory):
         """How many messages went through the callers' own streams."""
         return self.driver_for_c.copied_by_callers
 
-    def mark(self) -> Event:
+    def record_event(self) -> Event:
         return COMPLETED
 
-    def rests_within(self, seconds: float) -> bool:
+    def synchronize(self, seconds: float) -> bool:
         # Twice, for they give each other work.
-        return all(work.rests_within(seconds) for work in self._queues * 2)
+        return all(work.synchronize(seconds) for work in self._queues * 2)
 
     def register(self, address: int, nbytes: int) -> int:
         return address

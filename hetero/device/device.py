@@ -41,7 +41,7 @@ class CurrentStream(ABC):
     key: int
     """Tells it from the device's other streams."""
 
-    def is_at_home(self) -> bool:
+    def is_current_device(self) -> bool:
         """Whether the driver takes `key` for this stream in the calling thread, as it is now."""
         return True
 
@@ -50,7 +50,7 @@ class CurrentStream(ABC):
         """Go on when the word is the value or, counting round, later."""
 
 
-class NativeStreams(Protocol):
+class DeviceStreams(Protocol):
     """A queue of device work of our own, for C."""
 
     streams: Streams
@@ -62,7 +62,7 @@ class NativeStreams(Protocol):
         """Why these streams have stopped by themselves; None while they have not."""
 
 
-class OrderedDevice(ABC):
+class Device(ABC):
     """What a link needs of a device whose streams can wait on words."""
 
     checksum_bytes: int = 0
@@ -73,7 +73,7 @@ class OrderedDevice(ABC):
         """Make the device the calling thread's; each thread calls it once."""
 
     @abstractmethod
-    def native_streams(self) -> NativeStreams:
+    def new_streams(self) -> DeviceStreams:
         """A new queue of work."""
 
     def notify(self, function: int, argument: int) -> bool:
@@ -88,11 +88,11 @@ class OrderedDevice(ABC):
         """The calling thread's own stream."""
 
     @abstractmethod
-    def mark(self) -> Event:
+    def record_event(self) -> Event:
         """The end of what the caller has enqueued on its current stream so far."""
 
     @abstractmethod
-    def rests_within(self, seconds: float) -> bool:
+    def synchronize(self, seconds: float) -> bool:
         """Wait until all work has ended in the streams given out, callers' own among them.
 
         False if it has not by then: what it uses must not be given back.
@@ -107,7 +107,7 @@ class OrderedDevice(ABC):
         """Undo `register`. No work that uses the memory may be under way."""
 
 
-class GpuMemory(ABC):
+class PeerMemory(ABC):
     """What a link within one GPU vendor needs beside: memory that another process opens."""
 
     @abstractmethod

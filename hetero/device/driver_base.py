@@ -228,7 +228,7 @@ class GpuDriver(ABC):
         """Whether a NIC's completed writes to the device may yet be invisible to its work.
 
         Where they may, the NIC reads back: a read follows the writes before it on the bus, and so
-        ends after they have landed.
+        ends after they have completion.
         """
 
     @abstractmethod

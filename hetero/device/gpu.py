@@ -12,10 +12,10 @@ import torch
 from hetero.device.device import (
     COMPLETED,
     CurrentStream,
+    Device,
+    DeviceStreams,
     Event,
-    GpuMemory,
-    NativeStreams,
-    OrderedDevice,
+    PeerMemory,
     Word,
 )
 from hetero.device.driver import GpuDriver, driver_for
@@ -39,7 +39,7 @@ def record_event(stream: torch.cuda.Stream) -> Event:
     return Event(event.cuda_event, event)
 
 
-class StreamsOfGpu(NativeStreams):
+class StreamsOfGpu(DeviceStreams):
     """Up to three streams of the GPU as one queue of work, and an event that joins them.
 
     A copy engine that has to stop between two copies, for a word to be waited for or written, loses
@@ -90,16 +90,16 @@ class GpuCurrentStream(CurrentStream):
     def is_idle(self) -> bool:
         return self.stream.query()
 
-    def is_at_home(self) -> bool:
+    def is_current_device(self) -> bool:
         return bool(torch._C._cuda_getDevice() == self._index)
 
     def wait_value(self, word: Word) -> None:
         # The driver takes a device's default stream for that of whichever is current.
-        with _NOTHING if self.is_at_home() else self._driver.on_device(self._index):
+        with _NOTHING if self.is_current_device() else self._driver.on_device(self._index):
             self._driver.stream_wait_value(self.key, word.address, word.value)
 
 
-class GpuOrderedDevice(OrderedDevice, GpuMemory):
+class GpuDevice(Device, PeerMemory):
     """An NVIDIA or AMD GPU."""
 
     def __init__(self, device: torch.device, driver: GpuDriver | None = None) -> None:
@@ -124,7 +124,7 @@ class GpuOrderedDevice(OrderedDevice, GpuMemory):
     def use(self) -> None:
         torch.cuda.set_device(self._device)
 
-    def native_streams(self) -> NativeStreams:
+    def new_streams(self) -> DeviceStreams:
         self._streams.append(StreamsOfGpu(self._device, self._driver))
         return self._streams[-1]
 
@@ -136,12 +136,12 @@ class GpuOrderedDevice(OrderedDevice, GpuMemory):
             self._known.has_context = True
         return here
 
-    def mark(self) -> Event:
+    def record_event(self) -> Event:
         stream = self._here().stream
         # Nothing to wait for, and an event costs its microseconds on both sides.
         return COMPLETED if stream.query() else record_event(stream)
 
-    def rests_within(self, seconds: float) -> bool:
+    def synchronize(self, seconds: float) -> bool:
         deadline = time.monotonic() + seconds
         streams = [stream.is_idle for stream in self._streams]
         streams += [stream.is_idle for stream in list(self._current.values())]

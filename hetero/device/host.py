@@ -15,9 +15,9 @@ import torch
 from hetero.device.device import (
     COMPLETED,
     CurrentStream,
+    Device,
+    DeviceStreams,
     Event,
-    NativeStreams,
-    OrderedDevice,
     Word,
 )
 from hetero.device.driver import GpuDriver, driver_for
@@ -39,7 +39,7 @@ _END_OF_COUNTER = 2**32
 _SLICE_MILLISECONDS = 100
 
 
-class HostStreams(NativeStreams):
+class HostStreams(DeviceStreams):
     """One stream, whose thread ends with this object."""
 
     def __init__(
@@ -85,7 +85,7 @@ class HostStreams(NativeStreams):
             return "the GPU's driver refused a copy or a wait"
         return None
 
-    def rests_within(self, seconds: float) -> bool:
+    def synchronize(self, seconds: float) -> bool:
         return bool(self._library.host_stream_synchronize(self._handle, int(seconds * 1000)))
 
 
@@ -97,7 +97,7 @@ class CallingThread(CurrentStream):
         self._takes_work = takes_work
         self._library = library
 
-    def is_at_home(self) -> bool:
+    def is_current_device(self) -> bool:
         return self._takes_work
 
     def wait_value(self, word: Word) -> None:
@@ -115,7 +115,7 @@ class _Gpu:
         self.index = index_of(device)
 
 
-class HostDevice(OrderedDevice):
+class HostDevice(Device):
     """The host, for links of a device's tensors.
 
     Args:
@@ -145,22 +145,22 @@ class HostDevice(OrderedDevice):
         if self._gpu is not None:
             torch.cuda.set_device(self._gpu.device)
 
-    def native_streams(self) -> NativeStreams:
+    def new_streams(self) -> DeviceStreams:
         self._streams.append(HostStreams(self._library, gpu=self._gpu, wrote=self._wrote))
         return self._streams[-1]
 
     def current_stream(self) -> CurrentStream:
         return self._caller
 
-    def mark(self) -> Event:
+    def record_event(self) -> Event:
         if self._gpu is None:
             return COMPLETED
         return record_event(torch.cuda.current_stream(self._gpu.device))
 
-    def rests_within(self, seconds: float) -> bool:
+    def synchronize(self, seconds: float) -> bool:
         deadline = time.monotonic() + seconds
         return all(
-            stream.rests_within(max(0.0, deadline - time.monotonic())) for stream in self._streams
+            stream.synchronize(max(0.0, deadline - time.monotonic())) for stream in self._streams
         )
 
     def register(self, address: int, nbytes: int) -> int:

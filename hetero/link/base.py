@@ -68,7 +68,7 @@ class Work(ABC):
         """
 
     @abstractmethod
-    def done(self) -> bool:
+    def is_completed(self) -> bool:
         """Whether the transfer has ended, in success or not. Never blocks."""
 
 
@@ -77,7 +77,7 @@ class Link(ABC):
 
     transport: str
     """The name under which `--hetero-transport` knows it."""
-    remark: str = ""
+    detail: str = ""
     """How it works on this machine, where that is not the same on all; for the log."""
     device: torch.device | None = None
     """Where its tensors are; None for anywhere."""

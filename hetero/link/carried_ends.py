@@ -7,13 +7,13 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
-from hetero.device.device import OrderedDevice
+from hetero.device.device import Device
 from hetero.link.carrier import Carrier, RingMemory
 from hetero.link.control import Control
 from hetero.link.failover import Watch
-from hetero.link.handshake import Meeting
+from hetero.link.handshake import Rendezvous
 from hetero.link.ring import CONTROL_BYTES, Direction, EndState
-from hetero.link.ring_transfer import OrderedEnds
+from hetero.link.ring_transfer import RingEnds
 from hetero.link.shared_memory import SharedMemory, make_memory
 
 _CREDIT_SECONDS = 5.0
@@ -29,12 +29,12 @@ class CarriedMemory:
     for_carrier: RingMemory
 
 
-def side_of(meeting: Meeting) -> int:
+def side_of(rendezvous: Rendezvous) -> int:
     """0 for the listener, 1 for the caller."""
-    return 0 if meeting.listens else 1
+    return 0 if rendezvous.listens else 1
 
 
-def host_memory(nbytes: int, device: OrderedDevice, stack: ExitStack) -> tuple[SharedMemory, int]:
+def host_memory(nbytes: int, device: Device, stack: ExitStack) -> tuple[SharedMemory, int]:
     """Pinned host memory and the device's address of it, given back when the stack unwinds."""
     descriptor = make_memory(nbytes)
     try:
@@ -47,13 +47,13 @@ def host_memory(nbytes: int, device: OrderedDevice, stack: ExitStack) -> tuple[S
     return memory, address
 
 
-def control_memory(device: OrderedDevice, stack: ExitStack) -> tuple[SharedMemory, int]:
+def control_memory(device: Device, stack: ExitStack) -> tuple[SharedMemory, int]:
     """The words and records of both directions, as `host_memory`."""
     return host_memory(CONTROL_BYTES, device, stack)
 
 
 def make_ends(
-    meeting: Meeting,
+    rendezvous: Rendezvous,
     memory: CarriedMemory,
     carrier: Carrier,
     control: Control,
@@ -61,9 +61,9 @@ def make_ends(
     transport: str,
     rails: Sequence[str],
     stack: ExitStack,
-) -> OrderedEnds:
+) -> RingEnds:
     """The ends of the link, which take over all that is on the stack. The carrier has started."""
-    side, description = side_of(meeting), meeting.description
+    side, description = side_of(rendezvous), rendezvous.description
     remote = RemoteEnd(memory.control, 1 - side, carrier.progress)
     watch = Watch(
         carrier,
@@ -74,10 +74,10 @@ def make_ends(
         peer=description.peer,
     )
     stack.callback(watch.close)
-    local = LocalEnd(memory.control, side, watch.tell_fault)
+    local = LocalEnd(memory.control, side, watch.send_fault)
     stack.callback(_settle, carrier, watch, local, remote)
     ring_bytes = memory.for_carrier.ring_bytes
-    return OrderedEnds(
+    return RingEnds(
         outgoing=Direction(memory.control, side, memory.control_on_device),
         incoming=Direction(memory.control, 1 - side, memory.control_on_device),
         mine=local,
@@ -99,13 +99,13 @@ def _settle(carrier: Carrier, watch: Watch, local: EndState, remote: EndState) -
 class LocalEnd(EndState):
     """This end: the peer hears of its fault over the connection beside the rails."""
 
-    def __init__(self, control: SharedMemory, side: int, tell_fault: Callable[[str], None]) -> None:
+    def __init__(self, control: SharedMemory, side: int, send_fault: Callable[[str], None]) -> None:
         super().__init__(control, side)
-        self._tell_fault = tell_fault
+        self._send_fault = send_fault
 
     def fail(self, reason: str) -> None:
         super().fail(reason)
-        self._tell_fault(reason)
+        self._send_fault(reason)
 
 
 class RemoteEnd(EndState):

@@ -11,7 +11,7 @@ from ctypes import byref, create_string_buffer
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from hetero.device.device import OrderedDevice
+from hetero.device.device import Device
 from hetero.errors import LinkError
 from hetero.link.rdma_ports import Port
 from hetero.native.binding import (
@@ -101,7 +101,7 @@ class Carrier:
         if self._handle is None:
             raise LinkError(_text(error))
 
-    def follow(self, device: OrderedDevice) -> None:
+    def follow(self, device: Device) -> None:
         """Have the device call the carrier after each word that it writes, if it can.
 
         Where it cannot, the thread looks at the words while something is under way. Called before
@@ -140,7 +140,7 @@ class Carrier:
             )
         self._ports.append(port)
         self._loops.append((made.loopback_qp, secrets.randbelow(_MAX_PSN)))
-        ending = ConnectionInfo(
+        info = ConnectionInfo(
             port=port.as_dict(),
             psn=psn,
             qp=made.qp,
@@ -150,7 +150,7 @@ class Carrier:
             control_key=made.control_key,
             reads_back=memory.reads_back,
         )
-        return ending, "dma-buf" if made.by_dmabuf else "address"
+        return info, "dma-buf" if made.by_dmabuf else "address"
 
     def connect_verbs_rail(self, index: int, peer: ConnectionInfo) -> None:
         """Let a rail go both ways. Receives are posted when this returns. Raises LinkError."""

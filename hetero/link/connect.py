@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from hetero.errors import LinkError
 from hetero.link.base import Link, LinkDescription
-from hetero.link.handshake import Meeting
+from hetero.link.handshake import Rendezvous
 from hetero.link.names import FAMILIES, PATHS
 from hetero.link.nics import find_nics
 from hetero.link.open import ChannelOptions, open_link
@@ -62,7 +62,7 @@ def connect(
     number = store.add(f"{_PREFIX}/{pair}/opened by {rank}", 1)
     name = f"{pair}/{number}"
     job = _agree_on_job(store, f"{_PREFIX}/{name}/job", rank=rank, peer=peer, timeout=timeout)
-    meeting = Meeting(
+    rendezvous = Rendezvous(
         store=dist.PrefixStore(_PREFIX, store),
         description=LinkDescription(rank=rank, peer=peer, job=job, timeout=timeout),
         name=name,
@@ -70,7 +70,7 @@ def connect(
         secret=job.encode(),
         timeout=timeout,
     )
-    return open_link(transport, meeting, options=options, device=here).link
+    return open_link(transport, rendezvous, options=options, device=here).link
 
 
 def _require_sense(*, rank: int, peer: int, transport: str, timeout: float) -> None:

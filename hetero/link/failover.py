@@ -63,8 +63,8 @@ class Watch:
         self._peer_has_gone = self._stopping = False
         self._poller = Poller()
         for descriptor in control.filenos():
-            self._poller.attend(descriptor, partial(self._hear_control, descriptor))
-        self._poller.attend(carrier.loss_fd, self._hear_losses)
+            self._poller.attend(descriptor, partial(self._handle_control, descriptor))
+        self._poller.attend(carrier.loss_fd, self._handle_losses)
         for index in range(len(rails)):
             if (descriptor := carrier.async_fd(index)) >= 0:
                 self._poller.attend(descriptor, partial(self._handle_async_event, index))
@@ -75,7 +75,7 @@ class Watch:
         """Whether the peer has ended or closed its side; what came before has arrived then."""
         return self._peer_has_gone
 
-    def tell_fault(self, reason: str) -> None:
+    def send_fault(self, reason: str) -> None:
         """Tell the peer why this end takes part no more. Any thread may."""
         try:
             self._tell({"fault": reason})
@@ -103,12 +103,12 @@ class Watch:
                 _log.exception("%s: the watch failed", self._name)
                 return
 
-    def _hear_losses(self) -> None:
-        self._hear_whether_peer_closes()
+    def _handle_losses(self) -> None:
+        self._await_peer_close()
         while (loss := self._carrier.next_loss()) is not None:
             self._lose(*loss)
 
-    def _hear_whether_peer_closes(self) -> None:
+    def _await_peer_close(self) -> None:
         """A peer that closes the link ends its rails too, and they may be seen to end first."""
         deadline = time.monotonic() + _CLOSING_SECONDS
         while not (self._peer_has_gone or self._stopping):
@@ -116,14 +116,14 @@ class Watch:
             if left <= 0:
                 return
             for descriptor in select.select(self._control.filenos(), [], [], left)[0]:
-                self._hear_control(descriptor)
+                self._handle_control(descriptor)
 
     def _handle_async_event(self, index: int) -> None:
         reason = self._carrier.handle_async_event(index)
         if reason is not None:
             self._lose(index, reason)
 
-    def _hear_control(self, descriptor: int) -> None:
+    def _handle_control(self, descriptor: int) -> None:
         if self._peer_has_gone:
             return
         try:
@@ -141,9 +141,9 @@ class Watch:
             if "fault" in message:
                 self._fail(str(message["fault"]))
             if "lost" in message:
-                self._hear_lost(int(message["lost"]), str(message["reason"]))
+                self._handle_peer_loss(int(message["lost"]), str(message["reason"]))
 
-    def _hear_lost(self, index: int, reason: str) -> None:
+    def _handle_peer_loss(self, index: int, reason: str) -> None:
         rail = self._rails[index]
         rail.peer_has_stopped = True
         if rail.live:

@@ -14,10 +14,10 @@ from collections import deque
 from ctypes import byref
 from dataclasses import dataclass
 
-from hetero.device.device import CurrentStream, OrderedDevice, Word
+from hetero.device.device import CurrentStream, Device, Word
 from hetero.link.header import Header
 from hetero.link.ring import COUNTER_MASK, Entry, ahead
-from hetero.link.ring_transfer import Arrival, OrderedEnds, OrderedTransfer
+from hetero.link.ring_transfer import CompletionFlag, RingEnds, RingTransfer
 from hetero.native import binding
 from hetero.native.binding import Progress, native
 
@@ -47,22 +47,22 @@ class Flow:
 
     def __init__(
         self,
-        device: OrderedDevice,
-        ends: OrderedEnds,
+        device: Device,
+        ends: RingEnds,
         *,
         limits: Limits,
         is_outgoing: bool,
     ) -> None:
-        self.waiting: deque[OrderedTransfer] = deque()
-        self.under_way: deque[OrderedTransfer] = deque()
-        self.given_up: list[OrderedTransfer] = []
+        self.waiting: deque[RingTransfer] = deque()
+        self.under_way: deque[RingTransfer] = deque()
+        self.aborted: list[RingTransfer] = []
         """Of a link that has failed: streams may still copy to and from their tensors."""
         self.sequence = 0
         self.device = device
         self._limits = limits
         self._direction = direction = ends.outgoing if is_outgoing else ends.incoming
         self._peer = ends.theirs
-        self._streams = device.native_streams()
+        self._streams = device.new_streams()
         self._state = binding.Flow(
             streams=self._streams.streams,
             direction=direction.address,
@@ -77,7 +77,7 @@ class Flow:
             is_outgoing=is_outgoing,
         )
         self._reference = byref(self._state)
-        self._call = native().native_bring_on
+        self._call = native().native_progress
 
     @property
     def count(self) -> int:
@@ -108,17 +108,17 @@ class Flow:
         completed = direction.produced if is_outgoing else direction.consumed
         return ahead(count & COUNTER_MASK, completed) <= 0 and not self._peer.has_failed
 
-    def transfers(self) -> list[OrderedTransfer]:
+    def transfers(self) -> list[RingTransfer]:
         return [*self.under_way, *self.waiting]
 
-    def forget_ended(self) -> None:
+    def release_completed(self) -> None:
         """Let go of the tensors of transfers that have ended."""
-        while self.under_way and self.under_way[0].done():
+        while self.under_way and self.under_way[0].is_completed():
             self.under_way.popleft()
 
-    def give_up(self) -> None:
-        self.given_up += self.under_way
-        self.given_up += (transfer for transfer in self.waiting if transfer.begun)
+    def abort(self) -> None:
+        self.aborted += self.under_way
+        self.aborted += (transfer for transfer in self.waiting if transfer.begun)
         self.under_way.clear()
         self.waiting.clear()
 
@@ -127,7 +127,7 @@ class Flow:
         return nbytes <= self._limits.small_bytes
 
     def enqueue(
-        self, stream: CurrentStream | None = None, *, awaited: OrderedTransfer | None = None
+        self, stream: CurrentStream | None = None, *, awaited: RingTransfer | None = None
     ) -> bool:
         """Put into streams all that can be; whether the peer is to be rung for it.
 
@@ -137,25 +137,25 @@ class Flow:
         while self.waiting:
             transfer = self.waiting[0]
             # What comes after the awaited one must not hold the caller's stream up.
-            if awaited is not None and awaited.landed is not None:
+            if awaited is not None and awaited.completion is not None:
                 stream = None
-            if not self._bring_on(transfer, stream):
+            if not self._progress_transfer(transfer, stream):
                 break
             caller = state.caller if state.by_caller else None
-            transfer.landed = Arrival(self, self.count, caller)
+            transfer.completion = CompletionFlag(self, self.count, caller)
             self.under_way.append(self.waiting.popleft())
         return not state.doorbell and self.count != before
 
-    def _bring_on(self, transfer: OrderedTransfer, stream: CurrentStream | None) -> bool:
+    def _progress_transfer(self, transfer: RingTransfer, stream: CurrentStream | None) -> bool:
         """Put into streams what can be of one message; whether that is all of it."""
         is_callers_turn = (
-            stream is not None and stream.key == transfer.caller and stream.is_at_home()
+            stream is not None and stream.key == transfer.caller and stream.is_current_device()
         )
         # Before the call, in case an exception of a signal's handler hides what it returns.
         transfer.begun = True
         progress = self._give(transfer, is_callers_turn=is_callers_turn)
-        if progress == Progress.UNMARKED:
-            transfer.ready = self.device.mark()
+        if progress == Progress.NEEDS_EVENT:
+            transfer.ready = self.device.record_event()
             progress = self._give(transfer, is_callers_turn=False)
         if progress == Progress.WHOLE:
             return True
@@ -168,7 +168,7 @@ class Flow:
             raise EntryRefused(refusal(self._direction.entry(self.count), transfer))
         return False
 
-    def _give(self, transfer: OrderedTransfer, *, is_callers_turn: bool) -> int:
+    def _give(self, transfer: RingTransfer, *, is_callers_turn: bool) -> int:
         ready = transfer.ready
         progress: int = self._call(
             self._reference,
@@ -184,7 +184,7 @@ class Flow:
         return progress
 
 
-def refusal(entry: Entry, transfer: OrderedTransfer) -> str:
+def refusal(entry: Entry, transfer: RingTransfer) -> str:
     """What of an entry is not as the transfer expects it."""
     try:
         difference = Header.unpack(entry.header).difference(Header.unpack(transfer.header))

@@ -29,7 +29,7 @@ _MAX_JSON_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
-class Meeting:
+class Rendezvous:
     """Where and how the two ends of one link meet."""
 
     store: Store
@@ -74,35 +74,38 @@ class StrangerError(ConnectionError):
     """What answered is no end of this link."""
 
 
-def _token(meeting: Meeting, *, of_listener: bool) -> bytes:
+def _token(rendezvous: Rendezvous, *, of_listener: bool) -> bytes:
     """What an end of this link shows: the job's secret, for this link and this end alone."""
     role = b"listener" if of_listener else b"caller"
-    return hmac.digest(meeting.secret, role + meeting.name.encode(), "sha256")
+    return hmac.digest(rendezvous.secret, role + rendezvous.name.encode(), "sha256")
 
 
-def show_token(connection: socket.socket, meeting: Meeting) -> None:
+def show_token(connection: socket.socket, rendezvous: Rendezvous) -> None:
     """Show ours and compare theirs; raises StrangerError where it is another.
 
     The caller shows its own first, so that a listener tells strangers nothing.
     """
-    if not meeting.listens:
-        connection.sendall(_token(meeting, of_listener=False))
+    if not rendezvous.listens:
+        connection.sendall(_token(rendezvous, of_listener=False))
     theirs = receive_exactly(connection, _TOKEN_BYTES)
-    if not hmac.compare_digest(theirs, _token(meeting, of_listener=not meeting.listens)):
+    if not hmac.compare_digest(theirs, _token(rendezvous, of_listener=not rendezvous.listens)):
         raise StrangerError("the other side does not belong to this job")
-    if meeting.listens:
-        connection.sendall(_token(meeting, of_listener=True))
+    if rendezvous.listens:
+        connection.sendall(_token(rendezvous, of_listener=True))
 
 
-def accept(listener: socket.socket, meeting: Meeting, *, count: int = 1) -> list[socket.socket]:
+def accept(
+    listener: socket.socket, rendezvous: Rendezvous, *, count: int = 1
+) -> list[socket.socket]:
     """Accept `count` connections of peers of this link; turn all others away."""
-    deadline = time.monotonic() + meeting.timeout
+    deadline = time.monotonic() + rendezvous.timeout
     accepted: list[socket.socket] = []
     while len(accepted) < count:
         remaining = deadline - time.monotonic()
         if remaining <= 0:
-            raise meeting.failure(
-                f"rank {meeting.description.peer} did not connect within {meeting.timeout:g} s",
+            raise rendezvous.failure(
+                f"rank {rendezvous.description.peer} did not connect within "
+                f"{rendezvous.timeout:g} s",
                 "see that its host can reach this one",
             )
         listener.settimeout(remaining)
@@ -112,7 +115,7 @@ def accept(listener: socket.socket, meeting: Meeting, *, count: int = 1) -> list
             continue
         connection.settimeout(min(10.0, remaining))
         try:
-            show_token(connection, meeting)
+            show_token(connection, rendezvous)
         except (OSError, ValueError):
             connection.close()
             continue
@@ -126,10 +129,10 @@ def listen_at(address: str) -> socket.socket:
 
 
 def connect(
-    address: Any, meeting: Meeting, *, family: int, source: tuple[str, int] | None = None
+    address: Any, rendezvous: Rendezvous, *, family: int, source: tuple[str, int] | None = None
 ) -> socket.socket:
     """Connect to the listener and show our token, trying again until the deadline."""
-    deadline = time.monotonic() + meeting.timeout
+    deadline = time.monotonic() + rendezvous.timeout
     while True:
         connection = socket.socket(family, socket.SOCK_STREAM)
         try:
@@ -137,51 +140,52 @@ def connect(
                 connection.bind(source)
             connection.settimeout(max(0.1, min(10.0, deadline - time.monotonic())))
             connection.connect(address)
-            show_token(connection, meeting)
+            show_token(connection, rendezvous)
             return connection
         except OSError as error:
             connection.close()
             if time.monotonic() > deadline or isinstance(error, StrangerError):
-                raise meeting.failure(
-                    f"rank {meeting.description.peer} at {address} could not be reached ({error})",
+                raise rendezvous.failure(
+                    f"rank {rendezvous.description.peer} at {address} could not be reached "
+                    f"({error})",
                     "see that the address and its port are open to this host",
                 ) from error
             time.sleep(0.05)
 
 
-def publish(meeting: Meeting, what: str, value: Mapping[str, Any]) -> None:
-    meeting.store.set(meeting.key(what), json.dumps(value))
+def publish(rendezvous: Rendezvous, what: str, value: Mapping[str, Any]) -> None:
+    rendezvous.store.set(rendezvous.key(what), json.dumps(value))
 
 
-def look_up(meeting: Meeting, what: str) -> dict[str, Any]:
+def look_up(rendezvous: Rendezvous, what: str) -> dict[str, Any]:
     """Wait for what the other side publishes."""
-    key = meeting.key(what)
+    key = rendezvous.key(what)
     try:
-        meeting.store.wait([key], timedelta(seconds=meeting.timeout))
+        rendezvous.store.wait([key], timedelta(seconds=rendezvous.timeout))
     except Exception as error:
-        raise meeting.failure(
-            f"rank {meeting.description.peer} said nothing about its {what} within "
-            f"{meeting.timeout:g} s",
+        raise rendezvous.failure(
+            f"rank {rendezvous.description.peer} said nothing about its {what} within "
+            f"{rendezvous.timeout:g} s",
             "see its log",
         ) from error
-    return dict(json.loads(meeting.store.get(key)))
+    return dict(json.loads(rendezvous.store.get(key)))
 
 
-def exchange(meeting: Meeting, what: str, mine: Mapping[str, Any]) -> dict[str, Any]:
+def exchange(rendezvous: Rendezvous, what: str, mine: Mapping[str, Any]) -> dict[str, Any]:
     """Tell the other side, and hear the same of it."""
-    ours, theirs = ("listener", "caller") if meeting.listens else ("caller", "listener")
-    publish(meeting, f"{what} of the {ours}", mine)
-    return look_up(meeting, f"{what} of the {theirs}")
+    ours, theirs = ("listener", "caller") if rendezvous.listens else ("caller", "listener")
+    publish(rendezvous, f"{what} of the {ours}", mine)
+    return look_up(rendezvous, f"{what} of the {theirs}")
 
 
-def compare(connection: socket.socket, meeting: Meeting, mine: Mapping[str, Any]) -> None:
+def compare(connection: socket.socket, rendezvous: Rendezvous, mine: Mapping[str, Any]) -> None:
     """Both sides must open the link with the same parameters."""
     send_json(connection, mine)
     theirs = receive_json(connection)
     for name in sorted(mine.keys() | theirs.keys()):
         if mine.get(name) != theirs.get(name):
-            raise meeting.failure(
+            raise rendezvous.failure(
                 f"{name} is {mine.get(name)!r} here and {theirs.get(name)!r} on rank "
-                f"{meeting.description.peer}",
+                f"{rendezvous.description.peer}",
                 "start both sides with the same flags and the same version of this project",
             )

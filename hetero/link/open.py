@@ -14,15 +14,15 @@ from dataclasses import asdict, dataclass, replace
 import torch
 
 from hetero.addresses import is_loopback
-from hetero.device.device import OrderedDevice
-from hetero.device.gpu import GpuOrderedDevice, index_of
+from hetero.device.device import Device
+from hetero.device.gpu import GpuDevice, index_of
 from hetero.device.host import HostDevice
 from hetero.errors import LinkError
 from hetero.link.base import Link, LinkCounters
-from hetero.link.handshake import Meeting, exchange
+from hetero.link.handshake import Rendezvous, exchange
 from hetero.link.names import FAMILIES
-from hetero.link.rdma_ports import no_rdma
-from hetero.link.same_host import RingMemory, open_ordered
+from hetero.link.rdma_ports import why_no_rdma
+from hetero.link.same_host import RingMemory, open_same_host
 from hetero.link.shared_memory import host_identity
 from hetero.link.tcp import open_tcp
 from hetero.link.tcp_connections import TcpPaths
@@ -57,7 +57,7 @@ class ChannelOptions:
 
 
 @dataclass(frozen=True)
-class Situation:
+class Capabilities:
     """What one end knows of itself that decides which paths may be tried."""
 
     host: dict[str, str]
@@ -65,33 +65,35 @@ class Situation:
     """Vendor and identity of its GPU; None for CPU tensors."""
     unordered: str | None
     """Why its GPU's streams cannot wait on words of memory, or may not; None if they can."""
-    no_rdma: str | None
+    rdma_missing: str | None
     """Why it cannot use RDMA; None if it can."""
     addresses: tuple[str, ...] = ()
     """By which other hosts can reach it."""
 
     @classmethod
-    def here(cls, *, device: torch.device, options: ChannelOptions) -> Situation:
+    def here(cls, *, device: torch.device, options: ChannelOptions) -> Capabilities:
         host, addresses = host_identity(), options.addresses
         if device.type == "cpu":
-            return cls(host, None, _ON_CPU, no_rdma(), addresses)
-        gpu = GpuOrderedDevice(device)
+            return cls(host, None, _ON_CPU, why_no_rdma(), addresses)
+        gpu = GpuDevice(device)
         unordered = _CHECKSUM if options.checksum else gpu.why_unordered()
-        return cls(host, gpu.identity(), unordered, no_rdma(), addresses)
+        return cls(host, gpu.identity(), unordered, why_no_rdma(), addresses)
 
 
 @dataclass(frozen=True)
-class Pair:
+class PeerCapabilities:
     """What both ends know of themselves. Each end comes to the same answers."""
 
-    here: Situation
-    there: Situation
+    here: Capabilities
+    there: Capabilities
 
     @classmethod
-    def of(cls, meeting: Meeting, *, device: torch.device, options: ChannelOptions) -> Pair:
+    def of(
+        cls, rendezvous: Rendezvous, *, device: torch.device, options: ChannelOptions
+    ) -> PeerCapabilities:
         """Tell the other end what this one can do, and hear the same. Collective."""
-        here = Situation.here(device=device, options=options)
-        return cls(here, Situation(**exchange(meeting, "situation", asdict(here))))
+        here = Capabilities.here(device=device, options=options)
+        return cls(here, Capabilities(**exchange(rendezvous, "situation", asdict(here))))
 
     @property
     def share_memory(self) -> bool:
@@ -114,14 +116,14 @@ class Pair:
                 )
         return None
 
-    def obstacle(self, path: str) -> str | None:
+    def unavailable_reason(self, path: str) -> str | None:
         """Why a path need not even be tried."""
         here, there = self.here, self.there
         if path not in ("ipc", "shm") and (unreachable := self._unreachable()):
             return unreachable
         if path in ("ipc", "shm") and not self.share_memory:
             return "the two ends run on different hosts"
-        if path in ("verbs", "verbs-host") and (missing := here.no_rdma or there.no_rdma):
+        if path in ("verbs", "verbs-host") and (missing := here.rdma_missing or there.rdma_missing):
             return missing
         if path == "ipc":
             if here.gpu is None or there.gpu is None:
@@ -138,13 +140,13 @@ class Choice:
     """The link that was taken, and what was said about the faster ones."""
 
     link: Link
-    passed_over: tuple[str, ...]
+    rejected: tuple[str, ...]
     is_last_resort: bool = False
 
     def __str__(self) -> str:
-        reasons = "; ".join(self.passed_over) or "the fastest there is"
-        remark = f", {self.link.remark}" if self.link.remark else ""
-        line = f"{self.link.description}: {self.link.transport}{remark} ({reasons})"
+        reasons = "; ".join(self.rejected) or "the fastest there is"
+        detail = f", {self.link.detail}" if self.link.detail else ""
+        line = f"{self.link.description}: {self.link.transport}{detail} ({reasons})"
         if not self.is_last_resort:
             return line
         return (
@@ -155,7 +157,7 @@ class Choice:
 
 def open_link(
     transport: str,
-    meeting: Meeting,
+    rendezvous: Rendezvous,
     *,
     options: ChannelOptions,
     device: torch.device,
@@ -166,34 +168,40 @@ def open_link(
     Collective between the two ends. Where there is none it raises LinkError on both, but the family
     `auto` takes `last_resort`, if it is given one.
     """
-    pair = Pair.of(meeting, device=device, options=options)
+    capabilities = PeerCapabilities.of(rendezvous, device=device, options=options)
     if transport not in FAMILIES:
-        opened = open_path(transport, meeting, pair=pair, options=options, device=device)
-        return Choice(opened, passed_over=())
-    passed_over: list[str] = []
+        opened = open_path(
+            transport, rendezvous, capabilities=capabilities, options=options, device=device
+        )
+        return Choice(opened, rejected=())
+    rejected: list[str] = []
     for path in FAMILIES[transport]:
-        link, reason = _attempt(path, meeting, pair, options, device)
+        link, reason = _attempt(path, rendezvous, capabilities, options, device)
         if link is not None:
-            return Choice(link, tuple(passed_over))
-        passed_over.append(f"{path}: {reason}")
+            return Choice(link, tuple(rejected))
+        rejected.append(f"{path}: {reason}")
     if last_resort is None or transport != "auto":
         raise LinkError(
-            f"{meeting.description} has no path of the kind that was asked for "
-            f"({'; '.join(passed_over)}); take --hetero-transport auto"
+            f"{rendezvous.description} has no path of the kind that was asked for "
+            f"({'; '.join(rejected)}); take --hetero-transport auto"
         )
-    return Choice(last_resort(), tuple(passed_over), is_last_resort=True)
+    return Choice(last_resort(), tuple(rejected), is_last_resort=True)
 
 
 def _attempt(
-    path: str, meeting: Meeting, pair: Pair, options: ChannelOptions, device: torch.device
+    path: str,
+    rendezvous: Rendezvous,
+    capabilities: PeerCapabilities,
+    options: ChannelOptions,
+    device: torch.device,
 ) -> tuple[Link | None, str | None]:
     """A link over one path that both ends have opened and probed; else why there is none."""
-    if (obstacle := pair.obstacle(path)) is not None:
-        return None, obstacle
-    attempt = replace(meeting, name=f"{meeting.name}/{path}", timeout=_PROBE_SECONDS)
+    if (reason := capabilities.unavailable_reason(path)) is not None:
+        return None, reason
+    attempt = replace(rendezvous, name=f"{rendezvous.name}/{path}", timeout=_PROBE_SECONDS)
     link: Link | None = None
     try:
-        link = open_path(path, attempt, pair=pair, options=options, device=device)
+        link = open_path(path, attempt, capabilities=capabilities, options=options, device=device)
         reason = _probe(link, device)
     except Exception as error:  # whatever keeps a path from working keeps it from being chosen
         reason = str(error) or type(error).__name__
@@ -202,7 +210,7 @@ def _attempt(
         return link, None
     if link is not None:
         link.close()
-    return None, reason or f"rank {meeting.description.peer} says {theirs}"
+    return None, reason or f"rank {rendezvous.description.peer} says {theirs}"
 
 
 def _probe(link: Link, device: torch.device) -> str | None:
@@ -227,52 +235,62 @@ def _pattern(rank: int, nbytes: int) -> torch.Tensor:
     return torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=generator)
 
 
-def _exchange_verdict(meeting: Meeting, reason: str | None) -> str | None:
+def _exchange_verdict(rendezvous: Rendezvous, reason: str | None) -> str | None:
     """Tell the other end this one's reason against the path; return the other's."""
     # The other end may still be waiting for what this one never sent.
-    patient = replace(meeting, timeout=3 * _PROBE_SECONDS + meeting.description.timeout)
+    patient = replace(rendezvous, timeout=3 * _PROBE_SECONDS + rendezvous.description.timeout)
     verdict = exchange(patient, "verdict", {"reason": reason})["reason"]
     return None if verdict is None else str(verdict)
 
 
 def open_path(
-    path: str, meeting: Meeting, *, pair: Pair, options: ChannelOptions, device: torch.device
+    path: str,
+    rendezvous: Rendezvous,
+    *,
+    capabilities: PeerCapabilities,
+    options: ChannelOptions,
+    device: torch.device,
 ) -> Link:
     """Open a link over one path. Collective between the two ends; LinkError if it cannot be."""
-    if (obstacle := pair.obstacle(path)) is not None:
+    if (reason := capabilities.unavailable_reason(path)) is not None:
         raise LinkError(
-            f"{meeting.description} cannot use {path}: {obstacle}; take --hetero-transport auto"
+            f"{rendezvous.description} cannot use {path}: {reason}; take --hetero-transport auto"
         )
     try:
-        link = _open(path, meeting, pair=pair, options=options, device=device)
+        link = _open(path, rendezvous, capabilities=capabilities, options=options, device=device)
     except OSError as error:
-        peer = meeting.description.peer
-        raise meeting.failure(
+        peer = rendezvous.description.peer
+        raise rendezvous.failure(
             f"{path} ended while it was being opened ({error})", f"see the log of rank {peer}"
         ) from error
-    if pair.unordered is not None and device.type != "cpu":
-        why = f"copied by CPU threads ({pair.unordered})"
-        link.remark = "; ".join(filter(None, (link.remark, why)))
+    if capabilities.unordered is not None and device.type != "cpu":
+        why = f"copied by CPU threads ({capabilities.unordered})"
+        link.detail = "; ".join(filter(None, (link.detail, why)))
     link.device = device if device.type == "cpu" else torch.device("cuda", index_of(device))
-    if link.remark:
-        _log.info("%s over %s: %s", meeting.description, path, link.remark)
+    if link.detail:
+        _log.info("%s over %s: %s", rendezvous.description, path, link.detail)
     return link
 
 
 def _open(
-    path: str, meeting: Meeting, *, pair: Pair, options: ChannelOptions, device: torch.device
+    path: str,
+    rendezvous: Rendezvous,
+    *,
+    capabilities: PeerCapabilities,
+    options: ChannelOptions,
+    device: torch.device,
 ) -> Link:
-    ordered: OrderedDevice = (
-        GpuOrderedDevice(device)
-        if pair.unordered is None
+    ordered: Device = (
+        GpuDevice(device)
+        if capabilities.unordered is None
         else HostDevice(device, checksum=options.checksum)
     )
     ring_bytes = options.ring_bytes // 2
     if path in ("ipc", "shm"):
         memory: RingMemory = "device" if path == "ipc" else "host"
         chunk_bytes = _HOST_CHUNK_BYTES if path == "shm" else options.ring_bytes // 4
-        return open_ordered(
-            meeting,
+        return open_same_host(
+            rendezvous,
             memory=memory,
             ring_bytes=ring_bytes,
             chunk_bytes=options.chunk_bytes or chunk_bytes,
@@ -280,14 +298,14 @@ def _open(
         )
     if path == "tcp":
         return open_tcp(
-            meeting,
+            rendezvous,
             ring_bytes=ring_bytes,
             chunk_bytes=options.chunk_bytes or _TCP_CHUNK_BYTES,
             device=ordered,
             paths=TcpPaths(addresses=options.addresses, connections=options.connections),
         )
     return open_verbs(
-        meeting,
+        rendezvous,
         transport=path,
         ring_bytes=ring_bytes,
         chunk_bytes=options.chunk_bytes or _CARRIED_CHUNK_BYTES,

@@ -57,7 +57,7 @@ class Port:
         return self.kind != INFINIBAND or self.network != other.network
 
 
-def no_rdma(*, sys_root: Path = SYS) -> str | None:
+def why_no_rdma(*, sys_root: Path = SYS) -> str | None:
     """Why this host cannot use RDMA; None if it has a device and the library to drive it.
 
     Whether a port is up and reaches the peer is seen only by opening a link.

@@ -18,7 +18,7 @@ from hetero.link.base import Link, LinkDescription
 from hetero.link.flow import Flow
 from hetero.link.header import Header
 from hetero.link.ring import ahead
-from hetero.link.ring_transfer import OrderedEnds, OrderedTransfer
+from hetero.link.ring_transfer import RingEnds, RingTransfer
 
 WATCH_SECONDS = 0.1
 
@@ -27,7 +27,7 @@ class FailingLink(Link):
     """The part of an ordered link that notes failures, hears of the peer's, and ends transfers."""
 
     def __init__(
-        self, description: LinkDescription, *, ends: OrderedEnds, outgoing: Flow, incoming: Flow
+        self, description: LinkDescription, *, ends: RingEnds, outgoing: Flow, incoming: Flow
     ) -> None:
         super().__init__(description)
         self._ends = ends
@@ -42,42 +42,42 @@ class FailingLink(Link):
     def check(self) -> None:
         if self._broken is None and not self._closed and self._ends.theirs.has_failed:
             with self._lock:
-                self._hear_of_fault()
+                self._handle_fault()
         super().check()
 
-    def _look_for_trouble(self) -> None:
+    def _check_progress(self) -> None:
         """Break the link if a transfer is overdue or the peer has ended. Called with the lock."""
-        self._forget_ended()
+        self._release_completed()
         under_way = [*self._out.transfers(), *self._in.transfers()]
         if self._broken is not None or not under_way:
             return
         peer = self.description.peer
         broken = self._in.broken() or self._out.broken()
         if self._ends.theirs.has_failed:
-            self._hear_of_fault()
+            self._handle_fault()
         elif broken is not None:
-            self._break(self._trouble(broken, remedy=f"see the log of rank {peer}"))
-        elif any(time.monotonic() > t.deadline and not t.done() for t in under_way):
+            self._break(self._transfer_failure(broken, remedy=f"see the log of rank {peer}"))
+        elif any(time.monotonic() > t.deadline and not t.is_completed() for t in under_way):
             timeout = self.description.timeout
             self._break(
-                self._trouble(
+                self._transfer_failure(
                     f"nothing moved for {timeout:g} s", remedy="see what the peer's log says"
                 )
             )
         elif (self._ends.theirs.is_closed or self._ends.peer_has_gone()) and self._needs_peer():
             self._break(
-                self._trouble(
+                self._transfer_failure(
                     f"rank {peer} has ended or closed the link",
                     remedy=f"see the log of rank {peer}",
                 )
             )
 
-    def _hear_of_fault(self) -> None:
+    def _handle_fault(self) -> None:
         """Break the link because the peer has. Called with the lock."""
         fault = self._ends.theirs.fault
         if self._broken is None and fault is not None:
             peer = self.description.peer
-            self._break(self._trouble(fault, remedy=f"see the log of rank {peer}"))
+            self._break(self._transfer_failure(fault, remedy=f"see the log of rank {peer}"))
 
     def _needs_peer(self) -> bool:
         """Whether something waits for what only the peer can do."""
@@ -88,7 +88,7 @@ class FailingLink(Link):
         stuck_in = ahead(self._in.awaited, incoming.produced) > 0 and bool(self._in.under_way)
         return bool(self._out.waiting or self._in.waiting or stuck_out or stuck_in)
 
-    def _refused(self, transfer: OrderedTransfer, difference: str) -> LinkError:
+    def _refused(self, transfer: RingTransfer, difference: str) -> LinkError:
         self._ends.mine.fail(f"rank {self.description.rank} refused a message: {difference}")
         expected = Header.unpack(transfer.header)
         return self.failure(
@@ -97,7 +97,7 @@ class FailingLink(Link):
             remedy="start both sides with the same model, batch and parallel flags",
         )
 
-    def _trouble(self, what: str, *, remedy: str) -> LinkError:
+    def _transfer_failure(self, what: str, *, remedy: str) -> LinkError:
         waiting = [*self._in.transfers(), *self._out.transfers()]
         expected = "an open link"
         if waiting:
@@ -111,10 +111,10 @@ class FailingLink(Link):
 
     def _break(self, error: LinkError) -> None:
         """Note the failure, tell the peer, and only then release what waits for it."""
-        self._give_up(error)
+        self._note_failure(error)
         self._end_transfers(error)
 
-    def _give_up(self, error: LinkError) -> None:
+    def _note_failure(self, error: LinkError) -> None:
         self._broken = error
         if not self._ends.mine.has_failed:
             self._ends.mine.fail(f"rank {self.description.rank} gave the link up: {error}"[:900])
@@ -123,9 +123,9 @@ class FailingLink(Link):
     def _end_transfers(self, error: LinkError) -> None:
         for flow in (self._out, self._in):
             for transfer in flow.transfers():
-                if not transfer.done():
+                if not transfer.is_completed():
                     transfer.error = error
-            flow.give_up()
+            flow.abort()
         self._release_streams()
 
     def _release_streams(self) -> None:
@@ -151,8 +151,8 @@ class FailingLink(Link):
         while not self._lock.acquire(timeout=patience):
             patience = WATCH_SECONDS
             if self._broken is None:
-                self._give_up(
-                    self._trouble(
+                self._note_failure(
+                    self._transfer_failure(
                         "a call of the device's driver has not returned for "
                         f"{self.description.timeout:g} s",
                         remedy=f"see the log of rank {self.description.peer}",
@@ -164,6 +164,6 @@ class FailingLink(Link):
         finally:
             self._lock.release()
 
-    def _forget_ended(self) -> None:
-        self._out.forget_ended()
-        self._in.forget_ended()
+    def _release_completed(self) -> None:
+        self._out.release_completed()
+        self._in.release_completed()

@@ -16,15 +16,15 @@ import time
 
 import torch
 
-from hetero.device.device import CurrentStream, Event, OrderedDevice
+from hetero.device.device import CurrentStream, Device, Event
 from hetero.errors import LinkError
 from hetero.link.base import LinkDescription, Work, require_contiguous, sendable
 from hetero.link.flow import SMALL_BYTES, EntryRefused, Flow, Limits
-from hetero.link.handshake import Meeting, compare
+from hetero.link.handshake import Rendezvous, compare
 from hetero.link.header import PROTOCOL_VERSION, HeaderWriter, job_token
 from hetero.link.ring import COUNTER_MASK, ahead
 from hetero.link.ring_failure import WATCH_SECONDS, FailingLink
-from hetero.link.ring_transfer import OrderedEnds, OrderedTransfer
+from hetero.link.ring_transfer import RingEnds, RingTransfer
 from hetero.native.binding import native
 
 _IDLE_SECONDS = 1.0
@@ -38,12 +38,12 @@ _log = logging.getLogger(__name__)
 
 def agree(
     connection: socket.socket,
-    meeting: Meeting,
+    rendezvous: Rendezvous,
     *,
     transport: str,
     ring_bytes: int,
     chunk_bytes: int,
-    device: OrderedDevice,
+    device: Device,
 ) -> None:
     """Both ends must open the link with the same protocol and the same ring. Raises LinkError."""
     agreed = {
@@ -53,10 +53,10 @@ def agree(
         "chunk_bytes": chunk_bytes,
         "checksum_bytes": device.checksum_bytes,
     }
-    compare(connection, meeting, agreed)
+    compare(connection, rendezvous, agreed)
 
 
-class OrderedLink(FailingLink):
+class RingLink(FailingLink):
     """A link over a ring that two devices fill and empty by themselves."""
 
     def __init__(
@@ -64,8 +64,8 @@ class OrderedLink(FailingLink):
         description: LinkDescription,
         *,
         transport: str,
-        ends: OrderedEnds,
-        device: OrderedDevice,
+        ends: RingEnds,
+        device: Device,
         chunk_bytes: int,
         small_bytes: int = SMALL_BYTES,
     ) -> None:
@@ -102,17 +102,17 @@ class OrderedLink(FailingLink):
         if self._resting:
             self._wanted.set()
         # Not with the lock: it may take long, on a stream that is full and waits for the peer.
-        ready = None if self._out.is_small(source.nbytes) else self._device.mark()
+        ready = None if self._out.is_small(source.nbytes) else self._device.record_event()
         with self._lock:
             self._require_open()
             transfer = self._transfer(source, stream, ready=ready, is_receive=False)
             self._count_sent(source)
             self._out.waiting.append(transfer)
             self._enqueue(sender=stream)
-            if transfer.ready is None and transfer.landed is None:
-                transfer.ready = self._device.mark()
-            self._forget_ended()
-        if transfer.landed is None:
+            if transfer.ready is None and transfer.completion is None:
+                transfer.ready = self._device.record_event()
+            self._release_completed()
+        if transfer.completion is None:
             self._wanted.set()
         return transfer
 
@@ -120,7 +120,7 @@ class OrderedLink(FailingLink):
         self.check()
         self._require_here(tensor)
         require_contiguous(tensor)
-        stream, ready = self._device.current_stream(), self._device.mark()
+        stream, ready = self._device.current_stream(), self._device.record_event()
         with self._lock:
             self._require_open()
             transfer = self._transfer(tensor.detach(), stream, ready=ready, is_receive=True)
@@ -132,10 +132,10 @@ class OrderedLink(FailingLink):
             else:
                 self._in.waiting.append(transfer)
                 self._enqueue()
-            self._forget_ended()
+            self._release_completed()
         # A caller that waits at once is faster than the thread, and the thread would be in its way.
         is_large = transfer.nbytes > self._ends.ring_bytes // 2
-        if self._resting or (is_large and transfer.landed is None):
+        if self._resting or (is_large and transfer.completion is None):
             self._wanted.set()
         return transfer
 
@@ -155,9 +155,9 @@ class OrderedLink(FailingLink):
         self._ends.theirs.ring()
         self._wanted.set()
         self._thread.join(_JOIN_SECONDS)
-        if self._sees_callers_off() and self._device.rests_within(_REST_SECONDS):
-            self._out.given_up.clear()
-            self._in.given_up.clear()
+        if self._callers_have_left() and self._device.synchronize(_REST_SECONDS):
+            self._out.aborted.clear()
+            self._in.aborted.clear()
             self._ends.close()
         else:
             # Kept for ever, so that nothing unmaps what a device may still use.
@@ -169,19 +169,19 @@ class OrderedLink(FailingLink):
                 self.transport,
             )
 
-    def _sees_callers_off(self) -> bool:
+    def _callers_have_left(self) -> bool:
         """Whether no other thread is in `wait()`, which looks at words of the memory, in time."""
         deadline = time.monotonic() + _JOIN_SECONDS
         while self._callers and time.monotonic() < deadline:
             time.sleep(_SPIN_SECONDS)
         return not self._callers
 
-    def look_after(self) -> None:
+    def request_progress(self) -> None:
         """Have the link's thread bring on what is asked after but not waited for."""
         if not self._wanted.is_set():
             self._wanted.set()
 
-    def progress_until_enqueued(self, transfer: OrderedTransfer) -> None:
+    def progress_until_enqueued(self, transfer: RingTransfer) -> None:
         """Enqueue what can be until all of the transfer is, or it has failed."""
         # Asked for by each thread before it calls the driver.
         stream = self._device.current_stream()
@@ -196,13 +196,13 @@ class OrderedLink(FailingLink):
                 if self._out.waiting or self._in.waiting:
                     self._wanted.set()
 
-    def _progress(self, transfer: OrderedTransfer, *, receiver: CurrentStream | None) -> None:
+    def _progress(self, transfer: RingTransfer, *, receiver: CurrentStream | None) -> None:
         spin_until = time.monotonic() + _SPIN_SECONDS
         while True:
             bell, posted = self._ends.mine.doorbell, self._ends.incoming.posted
             with self._lock:
                 self._enqueue(receiver=receiver, awaited=transfer)
-            if transfer.landed is not None or transfer.error is not None:
+            if transfer.completion is not None or transfer.error is not None:
                 return
             spin_seconds = spin_until - time.monotonic()
             if spin_seconds > 0:
@@ -213,7 +213,7 @@ class OrderedLink(FailingLink):
                 continue
             self._ends.mine.sleep(bell, WATCH_SECONDS)
             with self._lock:
-                self._look_for_trouble()
+                self._check_progress()
 
     def _transfer(
         self,
@@ -222,11 +222,11 @@ class OrderedLink(FailingLink):
         *,
         ready: Event | None,
         is_receive: bool,
-    ) -> OrderedTransfer:
+    ) -> RingTransfer:
         flow = self._in if is_receive else self._out
         sequence = flow.sequence
         flow.sequence += 1
-        return OrderedTransfer(
+        return RingTransfer(
             link=self,
             tensor=tensor,
             ready=ready,
@@ -244,7 +244,7 @@ class OrderedLink(FailingLink):
         *,
         sender: CurrentStream | None = None,
         receiver: CurrentStream | None = None,
-        awaited: OrderedTransfer | None = None,
+        awaited: RingTransfer | None = None,
     ) -> None:
         """Put into the streams all that can be put there. Called with the lock.
 
@@ -260,7 +260,7 @@ class OrderedLink(FailingLink):
             self._break(self._refused(self._in.waiting[0], str(refusal)))
             return
         except (LinkError, RuntimeError) as error:
-            self._break(self._trouble(str(error), remedy="see the log of the GPU driver"))
+            self._break(self._transfer_failure(str(error), remedy="see the log of the GPU driver"))
             return
         if moved:
             self._ends.theirs.ring()
@@ -273,7 +273,7 @@ class OrderedLink(FailingLink):
             bell = self._ends.mine.doorbell
             with self._lock_or_release():
                 self._enqueue()
-                self._look_for_trouble()
+                self._check_progress()
                 waiting = bool(self._out.waiting or self._in.waiting)
                 under_way = bool(self._out.under_way or self._in.under_way)
             if waiting or under_way:

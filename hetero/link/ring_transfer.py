@@ -15,11 +15,11 @@ from hetero.link.ring import Direction, EndState
 
 if TYPE_CHECKING:
     from hetero.link.flow import Flow
-    from hetero.link.ring_link import OrderedLink
+    from hetero.link.ring_link import RingLink
 
 
 @dataclass(frozen=True)
-class OrderedEnds:
+class RingEnds:
     """What both ends of a stream-ordered link have mapped, and how to let go of it."""
 
     outgoing: Direction
@@ -35,37 +35,37 @@ class OrderedEnds:
     close: Callable[[], None]
 
 
-class Arrival:
+class CompletionFlag:
     """The point at which a device is done with so many entries of one direction.
 
     Args:
         caller: the caller's stream that the last of them went into; None for one of the link.
     """
 
-    __slots__ = ("_caller", "_count", "_flow", "_reached")
+    __slots__ = ("_caller", "_count", "_flow", "_is_completed")
 
     def __init__(self, flow: Flow, count: int, caller: int | None) -> None:
         self._flow, self._count, self._caller = flow, count, caller
-        self._reached = False
+        self._is_completed = False
 
-    def reached(self) -> bool:
+    def is_completed(self) -> bool:
         """Never blocks. True for ever, also when the link and its counters are gone."""
-        if not self._reached:
-            self._reached = self._flow.has_completed(self._count)
-        return self._reached
+        if not self._is_completed:
+            self._is_completed = self._flow.has_completed(self._count)
+        return self._is_completed
 
-    def order_current_stream(self) -> None:
+    def wait_on_current_stream(self) -> None:
         """Let the caller's current stream go on only after it; the calling thread goes on now."""
         current = self._flow.device.current_stream()
-        if current.key != self._caller and not self.reached():
+        if current.key != self._caller and not self.is_completed():
             current.wait_value(self._flow.completed_word(self._count))
 
 
 @dataclass(eq=False, slots=True)
-class OrderedTransfer(Work):
+class RingTransfer(Work):
     """A tensor on its way through a stream of its link."""
 
-    link: OrderedLink
+    link: RingLink
     tensor: torch.Tensor
     ready: Event | None
     """What the caller had enqueued before it; None while it may still go into the same stream."""
@@ -79,32 +79,32 @@ class OrderedTransfer(Work):
     address: int
     offset: int = 0
     begun: bool = False
-    landed: Arrival | None = None
+    completion: CompletionFlag | None = None
     """Set once all of it has been enqueued."""
     error: LinkError | None = None
 
-    def done(self) -> bool:
+    def is_completed(self) -> bool:
         if self.error is not None:
             return True
-        if self.landed is None:
-            self.link.look_after()
+        if self.completion is None:
+            self.link.request_progress()
             return False
-        return self.landed.reached()
+        return self.completion.is_completed()
 
     def wait(self) -> None:
         """Order the current stream after the transfer.
 
         Blocks the calling thread only until the peer's side has been enqueued as well.
         """
-        if self.landed is None and self.error is None:
+        if self.completion is None and self.error is None:
             self.link.progress_until_enqueued(self)
         if self.error is not None:
             raise self.error
-        assert self.landed is not None
-        self.landed.order_current_stream()
+        assert self.completion is not None
+        self.completion.wait_on_current_stream()
         # A device that is the host has waited; it must not be given what a failure released, of
         # which this end may not have heard yet.
-        if not self.landed.reached():
+        if not self.completion.is_completed():
             self.link.check()
         if self.error is not None:
             raise self.error

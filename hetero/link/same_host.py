@@ -7,17 +7,17 @@ from contextlib import ExitStack
 from functools import partial
 from typing import Literal
 
-from hetero.device.device import GpuMemory, OrderedDevice
+from hetero.device.device import Device, PeerMemory
 from hetero.errors import LinkError
 from hetero.link.flow import SMALL_BYTES, SMALL_BYTES_OF_DEVICE
 from hetero.link.handshake import (
-    Meeting,
+    Rendezvous,
     receive_exactly,
     receive_json,
     send_json,
 )
 from hetero.link.ring import CONTROL_BYTES, Direction, EndState
-from hetero.link.ring_link import OrderedEnds, OrderedLink, agree
+from hetero.link.ring_link import RingEnds, RingLink, agree
 from hetero.link.shared_memory import SharedMemory, has_gone, join, share_memory
 
 RingMemory = Literal["host", "device"]
@@ -25,14 +25,14 @@ RingMemory = Literal["host", "device"]
 _TRANSPORTS: dict[RingMemory, str] = {"host": "shm", "device": "ipc"}
 
 
-def open_ordered(
-    meeting: Meeting,
+def open_same_host(
+    rendezvous: Rendezvous,
     *,
     memory: RingMemory,
     ring_bytes: int,
     chunk_bytes: int,
-    device: OrderedDevice,
-) -> OrderedLink:
+    device: Device,
+) -> RingLink:
     """Open one link. Collective between the two ends, which must run on one host.
 
     Args:
@@ -42,19 +42,19 @@ def open_ordered(
         chunk_bytes: the largest part of a message that is handed over at once.
     """
     with ExitStack() as held:
-        control = held.enter_context(join(meeting))
+        control = held.enter_context(join(rendezvous))
         agree(
             control,
-            meeting,
+            rendezvous,
             transport=_TRANSPORTS[memory],
             ring_bytes=ring_bytes,
             chunk_bytes=chunk_bytes,
             device=device,
         )
         sizes = (CONTROL_BYTES, ring_bytes, ring_bytes) if memory == "host" else (CONTROL_BYTES,)
-        segments = share_memory(control, meeting, sizes=sizes)
+        segments = share_memory(control, rendezvous, sizes=sizes)
         addresses = [_map(held, device, segment) for segment in segments]
-        number = 0 if meeting.listens else 1
+        number = 0 if rendezvous.listens else 1
         if memory == "host":
             outgoing_ring, incoming_ring = addresses[1 + number], addresses[2 - number]
         else:
@@ -62,7 +62,7 @@ def open_ordered(
         # Neither goes on before both have mapped everything.
         control.sendall(b"k")
         receive_exactly(control, 1)
-        ends = OrderedEnds(
+        ends = RingEnds(
             outgoing=Direction(segments[0], number, addresses[0]),
             incoming=Direction(segments[0], 1 - number, addresses[0]),
             mine=EndState(segments[0], number),
@@ -73,8 +73,8 @@ def open_ordered(
             peer_has_gone=partial(has_gone, control),
             close=held.pop_all().close,
         )
-    return OrderedLink(
-        meeting.description,
+    return RingLink(
+        rendezvous.description,
         transport=_TRANSPORTS[memory],
         ends=ends,
         device=device,
@@ -83,7 +83,7 @@ def open_ordered(
     )
 
 
-def _map(held: ExitStack, device: OrderedDevice, segment: SharedMemory) -> int:
+def _map(held: ExitStack, device: Device, segment: SharedMemory) -> int:
     held.callback(segment.close)
     address = device.register(segment.address, segment.nbytes)
     held.callback(device.unregister, segment.address)
@@ -91,10 +91,10 @@ def _map(held: ExitStack, device: OrderedDevice, segment: SharedMemory) -> int:
 
 
 def _share_device_memory(
-    held: ExitStack, control: socket.socket, device: OrderedDevice, nbytes: int
+    held: ExitStack, control: socket.socket, device: Device, nbytes: int
 ) -> tuple[int, int]:
     """This end's ring, which it fills, and the peer's, opened here."""
-    if not isinstance(device, GpuMemory):
+    if not isinstance(device, PeerMemory):
         raise LinkError("`ipc` is for GPUs whose streams wait on memory")
     mine, handle = device.allocate(nbytes)
     held.callback(device.free, mine)

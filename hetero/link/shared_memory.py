@@ -15,7 +15,7 @@ from contextlib import suppress
 
 import torch
 
-from hetero.link.handshake import Meeting, accept, connect, look_up, publish
+from hetero.link.handshake import Rendezvous, accept, connect, look_up, publish
 
 PAGE = 4096
 
@@ -35,32 +35,32 @@ def _network_namespace() -> str:
     return os.readlink("/proc/self/ns/net")
 
 
-def join(meeting: Meeting) -> socket.socket:
+def join(rendezvous: Rendezvous) -> socket.socket:
     """A Unix socket between the two ends, each of which has proven itself to the other."""
-    control = _listen(meeting) if meeting.listens else _call(meeting)
-    control.settimeout(meeting.timeout)
+    control = _listen(rendezvous) if rendezvous.listens else _call(rendezvous)
+    control.settimeout(rendezvous.timeout)
     return control
 
 
-def _listen(meeting: Meeting) -> socket.socket:
+def _listen(rendezvous: Rendezvous) -> socket.socket:
     name = f"hetero-{secrets.token_hex(16)}"
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
         listener.bind("\0" + name)
         listener.listen()
-        publish(meeting, "shm address", {"name": name})
-        return accept(listener, meeting)[0]
+        publish(rendezvous, "shm address", {"name": name})
+        return accept(listener, rendezvous)[0]
 
 
-def _call(meeting: Meeting) -> socket.socket:
-    name = look_up(meeting, "shm address")["name"]
-    return connect("\0" + name, meeting, family=socket.AF_UNIX)
+def _call(rendezvous: Rendezvous) -> socket.socket:
+    name = look_up(rendezvous, "shm address")["name"]
+    return connect("\0" + name, rendezvous, family=socket.AF_UNIX)
 
 
 def share_memory(
-    control: socket.socket, meeting: Meeting, *, sizes: tuple[int, ...]
+    control: socket.socket, rendezvous: Rendezvous, *, sizes: tuple[int, ...]
 ) -> list[SharedMemory]:
     """Memory that both ends map, in the same order. The listener makes it and hands it over."""
-    if meeting.listens:
+    if rendezvous.listens:
         descriptors = [make_memory(nbytes) for nbytes in sizes]
         socket.send_fds(control, [b"r"], descriptors)
     else:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 
-from hetero.device.device import OrderedDevice
+from hetero.device.device import Device
 from hetero.link.carried_ends import (
     CarriedMemory,
     control_memory,
@@ -14,8 +14,8 @@ from hetero.link.carried_ends import (
 )
 from hetero.link.carrier import Carrier, RingMemory
 from hetero.link.control import Control
-from hetero.link.handshake import Meeting
-from hetero.link.ring_link import OrderedLink, agree
+from hetero.link.handshake import Rendezvous
+from hetero.link.ring_link import RingLink, agree
 from hetero.link.tcp_connections import TcpPaths, name_of, open_connections, tune
 
 _LONGEST_STALL = 5.0
@@ -27,13 +27,13 @@ switch takes to restart, or a debugger to look, and shorter than to wait for a h
 
 
 def open_tcp(
-    meeting: Meeting,
+    rendezvous: Rendezvous,
     *,
     ring_bytes: int,
     chunk_bytes: int,
-    device: OrderedDevice,
+    device: Device,
     paths: TcpPaths,
-) -> OrderedLink:
+) -> RingLink:
     """Open one link. Collective between the two ends, which agree on all but their addresses.
 
     Args:
@@ -42,20 +42,20 @@ def open_tcp(
         paths: this side's addresses. The listener says how many connections there are.
     """
     with ExitStack() as stack:
-        connections = open_connections(meeting, paths, stack)
+        connections = open_connections(rendezvous, paths, stack)
         connection = connections.control[0]
         agree(
             connection,
-            meeting,
+            rendezvous,
             transport="tcp",
             ring_bytes=ring_bytes,
             chunk_bytes=chunk_bytes,
             device=device,
         )
         memory = _make_memory(ring_bytes, device, stack)
-        stall_seconds = min(meeting.description.timeout / 4, _LONGEST_STALL)
-        silence = min(meeting.description.timeout, _LONGEST_SILENCE)
-        carrier = Carrier(memory.for_carrier, side=side_of(meeting), stall_seconds=stall_seconds)
+        stall_seconds = min(rendezvous.description.timeout / 4, _LONGEST_STALL)
+        silence = min(rendezvous.description.timeout, _LONGEST_SILENCE)
+        carrier = Carrier(memory.for_carrier, side=side_of(rendezvous), stall_seconds=stall_seconds)
         stack.callback(carrier.close)
         carrier.follow(device)
         names = [name_of(connection) for connection in connections.rails]
@@ -64,7 +64,7 @@ def open_tcp(
             carrier.add_tcp_rail(connection)
         carrier.start()
         ends = make_ends(
-            meeting,
+            rendezvous,
             memory,
             carrier,
             Control(*connections.control, lost_after=silence),
@@ -72,8 +72,8 @@ def open_tcp(
             rails=names,
             stack=stack,
         )
-    return OrderedLink(
-        meeting.description,
+    return RingLink(
+        rendezvous.description,
         transport="tcp",
         ends=ends,
         device=device,
@@ -81,7 +81,7 @@ def open_tcp(
     )
 
 
-def _make_memory(ring_bytes: int, device: OrderedDevice, stack: ExitStack) -> CarriedMemory:
+def _make_memory(ring_bytes: int, device: Device, stack: ExitStack) -> CarriedMemory:
     control, control_on_device = control_memory(device, stack)
     rings, rings_on_device = host_memory(2 * ring_bytes, device, stack)
     for_carrier = RingMemory(

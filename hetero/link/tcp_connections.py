@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 
 from hetero.addresses import family_of, interface_with
-from hetero.link.handshake import Meeting, accept, connect, listen_at, look_up, publish
+from hetero.link.handshake import Rendezvous, accept, connect, listen_at, look_up, publish
 
 # Within a host there is no delay to fill with data, and what is sent is best received while it is
 # still in a core's cache.
@@ -59,44 +59,46 @@ class Connections:
     rails: list[socket.socket]
 
 
-def open_connections(meeting: Meeting, paths: TcpPaths, stack: ExitStack) -> Connections:
+def open_connections(rendezvous: Rendezvous, paths: TcpPaths, stack: ExitStack) -> Connections:
     """Connect the two ends, each of which has proved itself to the other."""
-    opened = _listen(meeting, paths, stack) if meeting.listens else _call(meeting, paths, stack)
+    opened = (
+        _listen(rendezvous, paths, stack) if rendezvous.listens else _call(rendezvous, paths, stack)
+    )
     for connection in opened.control:
-        connection.settimeout(meeting.timeout)
+        connection.settimeout(rendezvous.timeout)
     for connection in opened.rails:
         connection.settimeout(None)
     return opened
 
 
-def _listen(meeting: Meeting, paths: TcpPaths, stack: ExitStack) -> Connections:
+def _listen(rendezvous: Rendezvous, paths: TcpPaths, stack: ExitStack) -> Connections:
     with ExitStack() as listening:
         listeners = [listening.enter_context(listen_at(address)) for address in paths.addresses]
         publish(
-            meeting,
+            rendezvous,
             "addresses",
             {
                 "addresses": [list(listener.getsockname()[:2]) for listener in listeners],
                 "connections": paths.connections,
             },
         )
-        control = [stack.enter_context(accept(one, meeting)[0]) for one in listeners]
+        control = [stack.enter_context(accept(one, rendezvous)[0]) for one in listeners]
         rails = [
-            stack.enter_context(accept(listeners[index % len(listeners)], meeting)[0])
+            stack.enter_context(accept(listeners[index % len(listeners)], rendezvous)[0])
             for index in range(_rails(paths.connections, listeners))
         ]
     return Connections(control, rails)
 
 
-def _call(meeting: Meeting, paths: TcpPaths, stack: ExitStack) -> Connections:
-    told = look_up(meeting, "addresses")
+def _call(rendezvous: Rendezvous, paths: TcpPaths, stack: ExitStack) -> Connections:
+    told = look_up(rendezvous, "addresses")
     addresses = [(str(host), int(port)) for host, port in told["addresses"]]
 
     def call(index: int) -> socket.socket:
         return stack.enter_context(
             connect(
                 addresses[index % len(addresses)],
-                meeting,
+                rendezvous,
                 family=family_of(addresses[index % len(addresses)][0]),
                 source=(paths.address_of(index), 0),
             )

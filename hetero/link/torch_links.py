@@ -49,11 +49,11 @@ class _Transfer(Work):
     host: torch.Tensor
     ready: torch.cuda.Event | None = None
     """Sending: the copy to the host. Receiving: the caller's stream when it asked."""
-    landed: torch.cuda.Event | None = None
+    completion: torch.cuda.Event | None = None
     ended: threading.Event = field(default_factory=threading.Event)
     error: LinkError | None = None
 
-    def done(self) -> bool:
+    def is_completed(self) -> bool:
         return self.ended.is_set()
 
     def wait(self) -> None:
@@ -61,8 +61,8 @@ class _Transfer(Work):
             torch.cuda.current_stream(self.tensor.device).wait_event(self.ready)
             return
         self._wait_until_ended()
-        if self.landed is not None:
-            torch.cuda.current_stream(self.tensor.device).wait_event(self.landed)
+        if self.completion is not None:
+            torch.cuda.current_stream(self.tensor.device).wait_event(self.completion)
 
     def _wait_until_ended(self) -> None:
         timeout = self.link.description.timeout
@@ -236,8 +236,8 @@ class GlooLink(Link):
             if transfer.ready is not None:
                 side.wait_event(transfer.ready)
             transfer.tensor.copy_(transfer.host, non_blocking=True)
-            transfer.landed = torch.cuda.Event()
-            transfer.landed.record(side)
+            transfer.completion = torch.cuda.Event()
+            transfer.completion.record(side)
         transfer.tensor.record_stream(side)
 
     def _finish(self, work: dist.Work | None) -> None:
@@ -264,7 +264,7 @@ class _VendorWork(Work):
                 remedy=f"see the log of rank {self.link.description.peer}",
             ) from error
 
-    def done(self) -> bool:
+    def is_completed(self) -> bool:
         return self.work.is_completed()
 
 
@@ -292,7 +292,7 @@ class VendorLink(Link):
     def send(self, tensor: torch.Tensor) -> Work:
         self._require_open()
         source = sendable(tensor)
-        while self._in_flight and self._in_flight[0].done():
+        while self._in_flight and self._in_flight[0].is_completed():
             self._in_flight.popleft()
         work = dist.isend(as_bytes(source), self.description.peer, group=self._send_group)
         transfer = self._transfer(work, source)

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from hetero.device.device import GpuMemory, OrderedDevice
+from hetero.device.device import Device, PeerMemory
 from hetero.device.driver import GpuDriver, driver_for
 from hetero.device.gpu import index_of
 from hetero.device.topology import SYS, pci_device
@@ -28,9 +28,9 @@ from hetero.link.carried_ends import (
 )
 from hetero.link.carrier import Carrier, ConnectionInfo, RingMemory
 from hetero.link.control import Control
-from hetero.link.handshake import Meeting, receive_json, send_json
+from hetero.link.handshake import Rendezvous, receive_json, send_json
 from hetero.link.rdma_ports import Port, choose_devices, find_ports, pair_ports
-from hetero.link.ring_link import OrderedLink, agree
+from hetero.link.ring_link import RingLink, agree
 from hetero.link.tcp_connections import TcpPaths, open_connections
 from hetero.native.binding import native
 
@@ -66,28 +66,28 @@ class VerbsOptions:
 class Together:
     """Steps that both ends take at once: an error of either is an error of both."""
 
-    def __init__(self, connection: socket.socket, meeting: Meeting) -> None:
+    def __init__(self, connection: socket.socket, rendezvous: Rendezvous) -> None:
         self._connection = connection
-        self._meeting = meeting
+        self._rendezvous = rendezvous
 
     def take(
         self, step: Callable[[], T], tell: Callable[[T], Mapping[str, Any]]
     ) -> tuple[T, dict[str, Any]]:
         """Take this side's part of a step; what came of it, and what the other side tells."""
-        peer = self._meeting.description.peer
+        peer = self._rendezvous.description.peer
         try:
             mine = step()
         except Exception as error:
             reason = str(error) or type(error).__name__
             send_json(self._connection, {"error": reason})
-            raise self._meeting.failure(reason, f"rank {peer} has been told") from error
+            raise self._rendezvous.failure(reason, f"rank {peer} has been told") from error
         send_json(self._connection, tell(mine))
         try:
             theirs = receive_json(self._connection)
         except OSError as error:
-            raise self._meeting.failure(f"rank {peer} ended ({error})", "see its log") from error
+            raise self._rendezvous.failure(f"rank {peer} ended ({error})", "see its log") from error
         if "error" in theirs:
-            raise self._meeting.failure(f"rank {peer} says: {theirs['error']}", "see there")
+            raise self._rendezvous.failure(f"rank {peer} says: {theirs['error']}", "see there")
         return mine, theirs
 
 
@@ -106,16 +106,16 @@ class _Prepared:
 
 
 def open_verbs(
-    meeting: Meeting,
+    rendezvous: Rendezvous,
     *,
     transport: str,
     ring_bytes: int,
     chunk_bytes: int,
-    ordered: OrderedDevice,
+    ordered: Device,
     device: torch.device,
     options: VerbsOptions,
     library: CDLL | None = None,
-) -> OrderedLink:
+) -> RingLink:
     """Open one link. Collective between the two ends; either may have its own options.
 
     Raises LinkError, on both sides, with the first reason that either side met.
@@ -128,25 +128,25 @@ def open_verbs(
     library = library or native()
     with ExitStack() as stack:
         paths = TcpPaths(addresses=(options.address,), connections=0)
-        connection = open_connections(meeting, paths, stack).control[0]
+        connection = open_connections(rendezvous, paths, stack).control[0]
         agree(
             connection,
-            meeting,
+            rendezvous,
             transport=transport,
             ring_bytes=ring_bytes,
             chunk_bytes=chunk_bytes,
             device=ordered,
         )
-        together = Together(connection, meeting)
-        ports = _agree_on_ports(together, meeting, options, device, library)
+        together = Together(connection, rendezvous)
+        ports = _agree_on_ports(together, rendezvous, options, device, library)
 
         def prepare() -> _Prepared:
             _require_room(ports, min(chunk_bytes, ring_bytes // 2))
             memory = _make_memory(ring_bytes, ordered, device, options, stack)
             carrier = Carrier(
                 memory.for_carrier,
-                side=side_of(meeting),
-                stall_seconds=options.stall_within(meeting.description.timeout),
+                side=side_of(rendezvous),
+                stall_seconds=options.stall_within(rendezvous.description.timeout),
                 library=library,
             )
             stack.callback(carrier.close)
@@ -160,7 +160,7 @@ def open_verbs(
         theirs = [ConnectionInfo.of(info) for info in told["connections"]]
         together.take(lambda: _connect(prepared.carrier, theirs), lambda _: {"connected": True})
         ends = make_ends(
-            meeting,
+            rendezvous,
             prepared.memory,
             prepared.carrier,
             Control(connection),
@@ -168,21 +168,25 @@ def open_verbs(
             rails=[str(port) for port in ports],
             stack=stack,
         )
-    link = OrderedLink(
-        meeting.description, transport=transport, ends=ends, device=ordered, chunk_bytes=chunk_bytes
+    link = RingLink(
+        rendezvous.description,
+        transport=transport,
+        ends=ends,
+        device=ordered,
+        chunk_bytes=chunk_bytes,
     )
     visibility = _visibility(prepared.memory, options)
-    link.remark = f"a NIC's writes are made visible by {visibility}"
+    link.detail = f"a NIC's writes are made visible by {visibility}"
     rails = ", ".join(
         f"{port} (by {how})" for port, how in zip(ports, prepared.registered, strict=True)
     )
-    _log.info("%s: over %s", meeting.description, rails)
+    _log.info("%s: over %s", rendezvous.description, rails)
     return link
 
 
 def _agree_on_ports(
     together: Together,
-    meeting: Meeting,
+    rendezvous: Rendezvous,
     options: VerbsOptions,
     device: torch.device,
     library: CDLL,
@@ -193,12 +197,12 @@ def _agree_on_ports(
         lambda found: {"ports": [port.as_dict() for port in found]},
     )
     theirs = [Port(**port) for port in told["ports"]]
-    if meeting.listens:
+    if rendezvous.listens:
         chosen = [ours[mine] for mine, _ in pair_ports(ours, theirs)]
     else:
         chosen = [ours[mine] for _, mine in pair_ports(theirs, ours)]
     if not chosen:
-        raise meeting.failure(
+        raise rendezvous.failure(
             f"no RDMA port of this side ({', '.join(map(str, ours))}) can reach one of the other "
             f"({', '.join(map(str, theirs))}): one side is on InfiniBand and the other on Ethernet",
             "name NICs of one fabric with --hetero-nics",
@@ -241,7 +245,7 @@ def _connect(carrier: Carrier, connections: list[ConnectionInfo]) -> None:
 
 def _make_memory(
     ring_bytes: int,
-    ordered: OrderedDevice,
+    ordered: Device,
     device: torch.device,
     options: VerbsOptions,
     stack: ExitStack,
@@ -260,7 +264,7 @@ def _make_memory(
         return CarriedMemory(control, control_on_device, on_device, for_carrier)
     driver = driver_for(device)
     index = index_of(device)
-    if not isinstance(ordered, GpuMemory):
+    if not isinstance(ordered, PeerMemory):
         raise LinkError("rings in device memory are for GPUs whose streams wait on memory")
     address, _ = ordered.allocate(2 * ring_bytes)
     stack.callback(ordered.free, address)

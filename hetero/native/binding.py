@@ -215,7 +215,7 @@ class Progress(IntEnum):
 
     WAITING = 0
     WHOLE = 1
-    UNMARKED = 2
+    NEEDS_EVENT = 2
     REFUSED = 3
     FAILED = 4
 
@@ -359,7 +359,7 @@ FUNCTIONS: _Functions = {
     "native_wait_value": (c_uint64, [POINTER(EntryPoints), c_uint64, c_uint64, c_uint32]),
     "native_write_value": (c_uint64, [POINTER(EntryPoints), c_uint64, c_uint64, c_uint32]),
     "native_spin": (None, [c_void_p, c_uint32, c_void_p, c_uint32, c_uint32]),
-    "native_bring_on": (
+    "native_progress": (
         c_uint32,
         [
             POINTER(Flow),

@@ -9,7 +9,7 @@ struct message {
     uint64_t nbytes;
     uint64_t offset;
     uint64_t event;
-    bool is_marked;
+    bool has_event;
     uint64_t caller;
     bool is_callers_turn;
 };
@@ -69,7 +69,7 @@ static failure move_with_caller(struct flow *flow, const struct message *message
 }
 
 /* Through the link's streams: behind what a caller's was given, and what the caller had enqueued. */
-static failure move_aside(struct flow *flow, const struct message *message, const struct move *move,
+static failure move_on_side_streams(struct flow *flow, const struct message *message, const struct move *move,
                           bool settled)
 {
     struct word so_far = {move->then.address, move->then.value - 1};
@@ -144,8 +144,8 @@ static uint32_t put_chunk(struct flow *flow, struct message *message)
     must_wait = !reached(load(&direction->consumed), flow->freed);
     /* A caller's stream, which trains, is not held up until the peer has made room. */
     by_caller = !must_wait && fits_caller(flow, message, settled);
-    if (!by_caller && !message->is_marked)
-        return UNMARKED;
+    if (!by_caller && !message->has_event)
+        return NEEDS_EVENT;
     take_slot(flow, end);
     flow->awaited = (uint32_t)flow->freed;
     flow->count++;
@@ -160,7 +160,7 @@ static uint32_t put_chunk(struct flow *flow, struct message *message)
         .then = {flow->produced_word, (uint32_t)flow->count},
     };
     failed = by_caller ? move_with_caller(flow, message, &move)
-                       : move_aside(flow, message, &move, settled);
+                       : move_on_side_streams(flow, message, &move, settled);
     if (failed)
         return fail(flow, failed);
     post(flow, message, nbytes, slot);
@@ -196,8 +196,8 @@ static uint32_t take_chunk(struct flow *flow, struct message *message)
     has_come = reached(load(&direction->produced), flow->count + 1);
     by_caller = record.nbytes == message->nbytes && (has_come || flow->streams.callers_wait) &&
                 fits_caller(flow, message, settled);
-    if (!by_caller && !message->is_marked)
-        return UNMARKED;
+    if (!by_caller && !message->has_event)
+        return NEEDS_EVENT;
     flow->count++;
     flow->awaited = (uint32_t)flow->count;
 
@@ -210,7 +210,7 @@ static uint32_t take_chunk(struct flow *flow, struct message *message)
         .then = {flow->consumed_word, (uint32_t)flow->count},
     };
     failed = by_caller ? move_with_caller(flow, message, &move)
-                       : move_aside(flow, message, &move, settled);
+                       : move_on_side_streams(flow, message, &move, settled);
     if (failed)
         return fail(flow, failed);
     store(&direction->retired, flow->count);
@@ -218,12 +218,12 @@ static uint32_t take_chunk(struct flow *flow, struct message *message)
     return is_last(message) ? WHOLE : WAITING;
 }
 
-uint32_t native_bring_on(struct flow *flow, const uint8_t *header, uint64_t address,
-                         uint64_t nbytes, uint64_t offset, uint64_t event, bool is_marked,
+uint32_t native_progress(struct flow *flow, const uint8_t *header, uint64_t address,
+                         uint64_t nbytes, uint64_t offset, uint64_t event, bool has_event,
                          uint64_t caller, bool is_callers_turn)
 {
     struct message message = {header, address,   nbytes, offset,
-                              event,  is_marked, caller, is_callers_turn};
+                              event,  has_event, caller, is_callers_turn};
     uint64_t first = flow->count, before;
     uint32_t progress;
 

@@ -58,7 +58,7 @@ struct streams {
     uint64_t join;
     /* Whether a caller's stream may be made to wait for a word: not where it is the calling thread. */
     bool callers_wait;
-    /* Whether the last write was made aside, so that one among the copies must follow it. */
+    /* Whether the last write was made on_side_stream, so that one among the copies must follow it. */
     bool writes_lag;
 };
 
@@ -84,8 +84,8 @@ struct move {
 int driver_copy(uint64_t vendor, uint64_t function, uint64_t target, uint64_t source, size_t nbytes,
                 void *stream);
 
-/* Have the streams wait for a word, copy, and write a word; `aside` if this is one part of many. */
-failure streams_move(struct streams *streams, const struct move *move, bool aside);
+/* Have the streams wait for a word, copy, and write a word; `on_side_stream` if this is one part of many. */
+failure streams_move(struct streams *streams, const struct move *move, bool on_side_stream);
 failure streams_wait_value(const struct streams *streams, struct word word);
 /* The same, and the write of a word, for one stream of a driver. */
 failure native_wait_value(const struct entry_points *driver, uint64_t stream, uint64_t address,
@@ -128,15 +128,15 @@ struct flow {
     bool by_caller;  /* whether it was a caller's */
 };
 
-enum progress { WAITING, WHOLE, UNMARKED, REFUSED, FAILED };
+enum progress { WAITING, WHOLE, NEEDS_EVENT, REFUSED, FAILED };
 
 /* Enqueue what can be of one message, which the flow sends or receives. WHOLE when nothing of it is left,
- * WAITING while the peer has to move first, UNMARKED where it is for the link's streams and nobody has
+ * WAITING while the peer has to move first, NEEDS_EVENT where it is for the link's streams and nobody has
  * said what it must follow, REFUSED where the next entry is no part of what is to be received.
  * `is_callers_turn` has it go into the stream `caller`, where the order allows; else `event`, unless 0,
  * is what it must follow. */
-uint32_t native_bring_on(struct flow *flow, const uint8_t *header, uint64_t address,
-                         uint64_t nbytes, uint64_t offset, uint64_t event, bool is_marked,
+uint32_t native_progress(struct flow *flow, const uint8_t *header, uint64_t address,
+                         uint64_t nbytes, uint64_t offset, uint64_t event, bool has_event,
                          uint64_t caller, bool is_callers_turn);
 
 #endif

@@ -19,7 +19,7 @@ struct rail_operations {
     /* Give a message on its way; 0 or an errno. The offset is that of a record in either end's control
      * segment, the place that of data in the sending ring and in the peer's receiving one. */
     int (*post_record)(struct rail *rail, uint32_t number, uint64_t offset, double now);
-    int (*post_data)(struct rail *rail, uint32_t number, uint64_t place, uint64_t nbytes,
+    int (*post_data)(struct rail *rail, uint32_t number, uint64_t slot, uint64_t nbytes,
                      double now);
     int (*post_credit)(struct rail *rail, uint32_t released, double now);
     /* Read a byte of this end's receiving ring back, so that what came before it can be seen. NULL where

@@ -87,18 +87,18 @@ static failure join(const struct streams *streams, uint64_t first, uint64_t then
 }
 
 /* Have the copies wait for a word. */
-static failure hold(const struct streams *streams, struct word word, bool aside)
+static failure hold(const struct streams *streams, struct word word, bool on_side_stream)
 {
-    uint64_t stream = aside ? streams->waits : streams->copies;
+    uint64_t stream = on_side_stream ? streams->waits : streams->copies;
     failure failed = wait_value(&streams->driver, stream, word);
 
     return failed ? failed : join(streams, stream, streams->copies);
 }
 
 /* Have a word written behind the copies so far, and behind the words written before. */
-static failure write_behind(struct streams *streams, struct word word, bool aside)
+static failure write_behind(struct streams *streams, struct word word, bool on_side_stream)
 {
-    uint64_t stream = aside ? streams->writes : streams->copies;
+    uint64_t stream = on_side_stream ? streams->writes : streams->copies;
     failure failed = 0;
 
     if (stream != streams->copies)
@@ -111,12 +111,12 @@ static failure write_behind(struct streams *streams, struct word word, bool asid
     return write_value(&streams->driver, stream, word);
 }
 
-failure streams_move(struct streams *streams, const struct move *move, bool aside)
+failure streams_move(struct streams *streams, const struct move *move, bool on_side_stream)
 {
     failure failed = 0;
 
     if (move->after.address)
-        failed = hold(streams, move->after, aside);
+        failed = hold(streams, move->after, on_side_stream);
     if (!failed && move->checksum == VERIFY_SOURCE)
         failed = outcome(STEP_CHECKSUM, host_verify_checksum(move->source, move->nbytes,
                                                              POINTER(streams->copies)));
@@ -125,7 +125,7 @@ failure streams_move(struct streams *streams, const struct move *move, bool asid
     if (!failed && move->checksum == APPEND_BEHIND_TARGET)
         failed = outcome(STEP_CHECKSUM, host_append_checksum(move->target, move->nbytes,
                                                              POINTER(streams->copies)));
-    return failed ? failed : write_behind(streams, move->then, aside);
+    return failed ? failed : write_behind(streams, move->then, on_side_stream);
 }
 
 failure streams_wait_value(const struct streams *streams, struct word word)

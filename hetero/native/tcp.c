@@ -128,13 +128,13 @@ static int post_record(struct rail *base, uint32_t number, uint64_t offset, doub
     return give(base, frame, (const void *)(uintptr_t)(rail_of(base)->request.control + offset));
 }
 
-static int post_data(struct rail *base, uint32_t number, uint64_t place, uint64_t nbytes,
+static int post_data(struct rail *base, uint32_t number, uint64_t slot, uint64_t nbytes,
                      double now)
 {
-    struct frame frame = {MESSAGE_DATA, number, place, nbytes};
+    struct frame frame = {MESSAGE_DATA, number, slot, nbytes};
 
     (void)now;
-    return give(base, frame, (const void *)(uintptr_t)(rail_of(base)->request.sending + place));
+    return give(base, frame, (const void *)(uintptr_t)(rail_of(base)->request.sending + slot));
 }
 
 static int post_credit(struct rail *base, uint32_t released, double now)

@@ -20,7 +20,7 @@
 struct frame {
     uint32_t message; /* enum message */
     uint32_t number;  /* of the entry; of a credit, the count */
-    uint64_t place;
+    uint64_t slot;
     uint64_t nbytes;
 };
 

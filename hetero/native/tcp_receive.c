@@ -67,7 +67,7 @@ static int receive_data(struct tcp_rail *rail, const struct frame *frame)
     if (!is_expected)
         return discard(rail, frame->nbytes);
     code = receive_all(rail->request.fd,
-                       (void *)(uintptr_t)(rail->request.receiving + frame->place), frame->nbytes);
+                       (void *)(uintptr_t)(rail->request.receiving + frame->slot), frame->nbytes);
     if (code <= 0)
         return code;
     tcp_lock(rail);
@@ -83,8 +83,8 @@ static bool makes_sense(const struct tcp_rail *rail, const struct frame *frame)
     if (frame->message == MESSAGE_RECORD)
         return frame->nbytes == sizeof(struct ring_record);
     if (frame->message == MESSAGE_DATA)
-        return frame->place <= request->ring_bytes &&
-               frame->nbytes <= request->ring_bytes - frame->place;
+        return frame->slot <= request->ring_bytes &&
+               frame->nbytes <= request->ring_bytes - frame->slot;
     return frame->message == MESSAGE_CREDIT && frame->nbytes == 0;
 }
 

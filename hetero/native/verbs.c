@@ -61,19 +61,19 @@ static int post_record(struct rail *base, uint32_t number, uint64_t offset, doub
     return post(rail, &request, MESSAGE_RECORD, now);
 }
 
-static int post_data(struct rail *base, uint32_t number, uint64_t place, uint64_t nbytes,
+static int post_data(struct rail *base, uint32_t number, uint64_t slot, uint64_t nbytes,
                      double now)
 {
     struct verbs_rail *rail = rail_of(base);
     struct ibv_sge element = {
-        .addr = rail->rings_base + place, .length = (uint32_t)nbytes, .lkey = rail->rings->lkey};
+        .addr = rail->rings_base + slot, .length = (uint32_t)nbytes, .lkey = rail->rings->lkey};
     struct ibv_send_wr request = {
         .wr_id = name_request(MESSAGE_DATA, number),
         .sg_list = &element,
         .num_sge = nbytes == 0 ? 0 : 1,
         .opcode = IBV_WR_RDMA_WRITE_WITH_IMM,
         .imm_data = htonl((number & BOOK_NUMBER_MASK) | ~BOOK_NUMBER_MASK),
-        .wr.rdma = {.remote_addr = rail->peer.receiving + place, .rkey = rail->peer.receiving_key},
+        .wr.rdma = {.remote_addr = rail->peer.receiving + slot, .rkey = rail->peer.receiving_key},
     };
     return post(rail, &request, MESSAGE_DATA, now);
 }

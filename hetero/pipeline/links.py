@@ -13,7 +13,7 @@ import torch.distributed as dist
 from hetero.agreement import Store
 from hetero.groups import rank_sets
 from hetero.link.base import Link, LinkDescription
-from hetero.link.handshake import Meeting
+from hetero.link.handshake import Rendezvous
 from hetero.link.names import FAMILIES
 from hetero.link.open import ChannelOptions, Choice, open_link
 from hetero.link.torch_links import GlooLink, VendorLink
@@ -21,7 +21,7 @@ from hetero.plan import Coordinate, Edge, Plan
 
 
 @dataclass(frozen=True)
-class Opening:
+class LinkOptions:
     """How the links of one run are opened; the same on every rank but for the addresses."""
 
     boundary_transport: str
@@ -71,7 +71,7 @@ def edge_transport(edge: Edge, *, boundary_transport: str, device_type: str) -> 
     return "nccl" if device_type == "cuda" else "gloo"
 
 
-def open_links(plan: Plan, rank: int, opening: Opening) -> PipelineLinks:
+def open_links(plan: Plan, rank: int, options: LinkOptions) -> PipelineLinks:
     """Open the links of every edge of the plan. Collective: every rank calls it with one plan."""
     here = plan.coordinate(rank)
     links: dict[str, Link | None] = {"upstream": None, "downstream": None}
@@ -80,12 +80,12 @@ def open_links(plan: Plan, rank: int, opening: Opening) -> PipelineLinks:
     for edge in plan.edges():
         transport = edge_transport(
             edge,
-            boundary_transport=opening.boundary_transport,
-            device_type=opening.device.type,
+            boundary_transport=options.boundary_transport,
+            device_type=options.device.type,
         )
         groups = None
         if transport == "nccl":
-            groups = _direction_groups(plan, edge, rank, opening.timeout)
+            groups = _direction_groups(plan, edge, rank, options.timeout)
         for side, stage, other in (
             ("downstream", edge.source, edge.target),
             ("upstream", edge.target, edge.source),
@@ -97,8 +97,8 @@ def open_links(plan: Plan, rank: int, opening: Opening) -> PipelineLinks:
                 peer=_peer(plan, here, other),
                 stage=stage,
                 peer_stage=other,
-                job=opening.job,
-                timeout=opening.timeout,
+                job=options.job,
+                timeout=options.timeout,
             )
             boundaries[side] = edge.is_boundary
             if groups is not None:
@@ -108,9 +108,9 @@ def open_links(plan: Plan, rank: int, opening: Opening) -> PipelineLinks:
             else:
                 choice = open_link(
                     transport,
-                    _meeting(description, side, edge, opening),
-                    options=opening.channel,
-                    device=opening.device,
+                    _rendezvous(description, side, edge, options),
+                    options=options.channel,
+                    device=options.device,
                     last_resort=partial(_open_gloo, description, side, edge),
                 )
                 links[side] = choice.link
@@ -146,16 +146,18 @@ def _open_gloo(description: LinkDescription, side: str, edge: Edge) -> Link:
     return GlooLink(description, send_tag=backward_tag, recv_tag=forward_tag)
 
 
-def _meeting(description: LinkDescription, side: str, edge: Edge, opening: Opening) -> Meeting:
+def _rendezvous(
+    description: LinkDescription, side: str, edge: Edge, options: LinkOptions
+) -> Rendezvous:
     source, target = description.rank, description.peer
     if side == "upstream":
         source, target = target, source
-    return Meeting(
-        store=opening.store,
+    return Rendezvous(
+        store=options.store,
         description=description,
         name=f"edge {edge.index}/{source}-{target}",
         listens=side == "downstream",
-        secret=opening.job.encode(),
+        secret=options.job.encode(),
     )
 
 

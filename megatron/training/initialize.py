@@ -28,7 +28,7 @@ from hetero.groups import Groups, build_groups
 from hetero.link.nics import Nics, find_nics
 from hetero.link.open import ChannelOptions
 from hetero.liveness import Hub, Liveness, Member, RankLost
-from hetero.pipeline.links import Opening, PipelineLinks, open_links
+from hetero.pipeline.links import LinkOptions, PipelineLinks, open_links
 from hetero.plan import Coordinate, Plan
 from megatron.training.checkpoint.folder import check_save_folder
 from megatron.training.checkpoint.lock import SaveLock
@@ -435,7 +435,7 @@ class Starter:
                 links = open_links(
                     plan,
                     self.rank,
-                    Opening(
+                    LinkOptions(
                         boundary_transport=args.hetero_transport,
                         device=device,
                         store=dist.PrefixStore("hetero/links", store),

@@ -15,7 +15,7 @@ from torch.distributed import TCPStore
 
 from hetero.device.host import HostDevice
 from hetero.link.base import LinkDescription
-from hetero.link.handshake import Meeting
+from hetero.link.handshake import Rendezvous
 from hetero.link.tcp import open_tcp
 from hetero.link.tcp_connections import TcpPaths
 
@@ -29,7 +29,7 @@ def main(rank: int, store_at: str, addresses: tuple[str, ...]) -> None:
     store = TCPStore(store_at, 29512, 2, rank == 0, timedelta(seconds=60))
     description = LinkDescription(rank, 1 - rank, rank, 1 - rank, job="hosts", timeout=TIMEOUT)
     link = open_tcp(
-        Meeting(store, description, "link", listens=rank == 0, secret=b"hosts"),
+        Rendezvous(store, description, "link", listens=rank == 0, secret=b"hosts"),
         ring_bytes=4 << 20,
         chunk_bytes=64 << 10,
         device=HostDevice(torch.device("cpu")),

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from hetero.device.host import HostDevice
 from hetero.link.base import Link, LinkDescription
-from hetero.link.handshake import Meeting
+from hetero.link.handshake import Rendezvous
 from hetero.link.verbs import VerbsOptions, open_verbs
 from tests.hetero.link.transports import Transport
 from tests.rdma.rails import Rail
@@ -31,7 +31,7 @@ def _open(
     store: dist.Store,
     device: torch.device,
 ) -> Link:
-    meeting = Meeting(
+    rendezvous = Rendezvous(
         store=store,
         description=description,
         name="rdma",
@@ -39,7 +39,7 @@ def _open(
         secret=b"rdma",
     )
     return open_verbs(
-        meeting,
+        rendezvous,
         transport="verbs",
         ring_bytes=ring_bytes,
         chunk_bytes=chunk_bytes,

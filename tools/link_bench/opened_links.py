@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from hetero.link.open import ChannelOptions
-from hetero.pipeline.links import Opening, PipelineLinks, open_links
+from hetero.pipeline.links import LinkOptions, PipelineLinks, open_links
 from hetero.plan import Mesh, Plan
 from tools.link_bench.bench_record import LinkFacts, Options
 from tools.link_bench.measured_paths import LinkPath
@@ -64,7 +64,7 @@ class Opener:
             host_bytes=host,
             device_bytes=device,
             open_seconds=seconds,
-            passed_over=tuple(why for choice in opened[0].choices for why in choice.passed_over),
+            passed_over=tuple(why for choice in opened[0].choices for why in choice.rejected),
         )
         return path, facts
 
@@ -74,7 +74,7 @@ class Opener:
             raise RuntimeError("it needs two GPUs, one for each process")
 
     def _links(self, name: str) -> PipelineLinks:
-        opening = Opening(
+        opening = LinkOptions(
             boundary_transport=name,
             device=self._device,
             store=dist.PrefixStore(f"links/{name}", self._store),

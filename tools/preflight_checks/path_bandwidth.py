@@ -19,8 +19,8 @@ from hetero.interrupts import children_ignore_interrupts
 from hetero.link.base import Link
 from hetero.link.names import PATHS
 from hetero.link.open import ChannelOptions
-from hetero.link.rdma_ports import no_rdma
-from hetero.pipeline.links import Opening, PipelineLinks, open_links
+from hetero.link.rdma_ports import why_no_rdma
+from hetero.pipeline.links import LinkOptions, PipelineLinks, open_links
 from hetero.plan import Mesh, Plan
 
 _SMALL, _LARGE = 4 << 10, 16 << 20
@@ -105,7 +105,7 @@ def measure_paths(end: End) -> list[PathResult]:
 
 def _either_lacks_rdma(end: End) -> bool:
     """`auto` says nothing of paths that are slower than the one it took."""
-    end.store.set(f"lacks rdma {end.number}", json.dumps(no_rdma() is not None))
+    end.store.set(f"lacks rdma {end.number}", json.dumps(why_no_rdma() is not None))
     keys = [f"lacks rdma {number}" for number in (0, 1)]
     end.store.wait(keys, timedelta(seconds=_TIMEOUT))
     return any(json.loads(end.store.get(key)) for key in keys)
@@ -119,7 +119,7 @@ def _measure(end: End, way: _Way) -> tuple[PathResult, tuple[str, ...]]:
         links = _open(end, way)
         with ExitStack() as closing:
             closing.callback(links.close)
-            passed_over = tuple(reason for c in links.choices for reason in c.passed_over)
+            passed_over = tuple(reason for c in links.choices for reason in c.rejected)
             link = links.downstream or links.upstream
             if link is None or link.transport == "gloo":
                 raise RuntimeError(f"no path works ({'; '.join(passed_over)})")
@@ -136,7 +136,7 @@ def _open(end: End, way: _Way) -> PipelineLinks:
         meshes=(Mesh(vendor="cpu", stages=1), Mesh(vendor="nvidia", stages=1)),
         layers=((1,), (1,)),
     )
-    opening = Opening(
+    opening = LinkOptions(
         boundary_transport=way.transport,
         device=end.device,
         store=dist.PrefixStore(way.label, end.store),

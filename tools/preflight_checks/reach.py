@@ -20,7 +20,7 @@ from hetero.addresses import family_of
 from hetero.agreement import Store
 from hetero.errors import HeteroError, UserError
 from hetero.link.base import LinkDescription
-from hetero.link.handshake import Meeting, connect, listen_at, receive_exactly, show_token
+from hetero.link.handshake import Rendezvous, connect, listen_at, receive_exactly, show_token
 
 _TIME = struct.Struct("<d")
 _QUESTIONS = 8
@@ -163,7 +163,7 @@ def _ask_time(connection: socket.socket) -> tuple[float, float]:
     return best
 
 
-def _meeting(store: Store, secret: bytes, *, listens: bool, timeout: float) -> Meeting:
+def _meeting(store: Store, secret: bytes, *, listens: bool, timeout: float) -> Rendezvous:
     # Only the secret and the name matter to the token; the description to errors, cut off here.
     description = LinkDescription(rank=0, peer=1, job="preflight", timeout=timeout)
-    return Meeting(store, description, "preflight", listens, secret, timeout)
+    return Rendezvous(store, description, "preflight", listens, secret, timeout)

@@ -14,20 +14,20 @@ import torch.distributed as dist
 
 from hetero.errors import LinkError
 from hetero.link.base import LinkDescription
-from hetero.link.handshake import Meeting
-from hetero.link.ring_link import OrderedLink
+from hetero.link.handshake import Rendezvous
+from hetero.link.ring_link import RingLink
 
 CPU = torch.device("cpu")
 MESSAGES = 40
-OpenEnd = Callable[[Meeting], OrderedLink]
-Both = tuple[OrderedLink, OrderedLink]
+OpenEnd = Callable[[Rendezvous], RingLink]
+Both = tuple[RingLink, RingLink]
 
 
-def meeting_of(rank: int, store: dist.Store, *, timeout: float) -> Meeting:
+def rendezvous_of(rank: int, store: dist.Store, *, timeout: float) -> Rendezvous:
     description = LinkDescription(
         rank=rank, peer=1 - rank, stage=rank, peer_stage=1 - rank, job="joined", timeout=timeout
     )
-    return Meeting(
+    return Rendezvous(
         store=store,
         description=description,
         name="joined",
@@ -42,7 +42,9 @@ def joined(open_end: OpenEnd, *, timeout: float = 20.0) -> Iterator[Both]:
     """Both links, which are closed at the end in whatever state they are."""
     store = dist.HashStore()
     with ThreadPoolExecutor(2) as pool:
-        ends = pool.map(lambda rank: open_end(meeting_of(rank, store, timeout=timeout)), range(2))
+        ends = pool.map(
+            lambda rank: open_end(rendezvous_of(rank, store, timeout=timeout)), range(2)
+        )
         links = list(ends)
         try:
             yield links[0], links[1]
@@ -56,7 +58,7 @@ def attempted(open_end: OpenEnd) -> list[str]:
 
     def error_of(rank: int) -> str:
         with pytest.raises(LinkError) as failure:
-            open_end(meeting_of(rank, store, timeout=20.0))
+            open_end(rendezvous_of(rank, store, timeout=20.0))
         return str(failure.value)
 
     with ThreadPoolExecutor(2) as pool:
@@ -69,8 +71,8 @@ def noise(nbytes: int, seed: int = 0) -> torch.Tensor:
 
 
 def stream(
-    sender: OrderedLink,
-    receiver: OrderedLink,
+    sender: RingLink,
+    receiver: RingLink,
     *,
     nbytes: int,
     before: Callable[[int], None] = lambda number: None,
@@ -94,7 +96,7 @@ def at(number: int, action: Callable[[], None]) -> Callable[[int], None]:
     return lambda now: action() if now == number else None
 
 
-def is_broken(link: OrderedLink, tensor: torch.Tensor) -> bool:
+def is_broken(link: RingLink, tensor: torch.Tensor) -> bool:
     try:
         link.send(tensor)
         link.check()

@@ -246,9 +246,9 @@ def returns_at_once(side: Side) -> dict[str, Any]:
     side.say("posted")
     work.wait()
     deadline = time.monotonic() + 10
-    while not work.done() and time.monotonic() < deadline:
+    while not work.is_completed() and time.monotonic() < deadline:
         time.sleep(0.01)
-    return {"seconds": seconds, "is_done": work.done()}
+    return {"seconds": seconds, "is_done": work.is_completed()}
 
 
 def test_send_returns_before_the_peer_asks_and_done_follows(transport: Transport) -> None:
@@ -316,7 +316,7 @@ def test_the_counters_count_tensor_bytes_and_messages(transport: Transport) -> N
     assert (receiver["messages_received"], receiver["bytes_received"]) == (3, 120)
 
 
-def let_go(side: Side) -> bool:
+def released(side: Side) -> bool:
     """As a pipeline does, which gives an output's memory back as soon as it has been sent."""
     size = (300_000,)
     messages = [make(size, torch.uint8, side.device, seed=n) for n in range(20)]
@@ -340,7 +340,7 @@ def let_go(side: Side) -> bool:
 
 
 def test_a_tensor_s_memory_outlives_what_its_owner_makes_of_it(transport: Transport) -> None:
-    assert values(run_pair(let_go, transport)) == [True, True]
+    assert values(run_pair(released, transport)) == [True, True]
 
 
 def soaked(side: Side) -> dict[str, int]:

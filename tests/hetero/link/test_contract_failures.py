@@ -91,7 +91,7 @@ def refused(side: Side) -> tuple[str, float]:
         while time.monotonic() < deadline:
             work = side.link.send(tensor)
             work.wait()
-            while not work.done() and time.monotonic() < deadline:
+            while not work.is_completed() and time.monotonic() < deadline:
                 time.sleep(0.01)
 
     return _fails(send_until_told)

@@ -13,16 +13,16 @@ import torch.distributed as dist
 
 from hetero.errors import LinkError
 from hetero.link.base import LinkDescription
-from hetero.link.handshake import Meeting, accept, compare, connect, look_up, publish
+from hetero.link.handshake import Rendezvous, accept, compare, connect, look_up, publish
 
 SECRET = b"only this job knows"
 
 
-def meeting(rank: int, store: dist.Store, **changes: Any) -> Meeting:
+def rendezvous(rank: int, store: dist.Store, **changes: Any) -> Rendezvous:
     description = LinkDescription(
         rank=rank, peer=1 - rank, stage=rank, peer_stage=1 - rank, job="job", timeout=5.0
     )
-    one = Meeting(
+    one = Rendezvous(
         store=store,
         description=description,
         name="edge 0/0-1",
@@ -59,13 +59,13 @@ def server():
 
 
 def dial(server: socket.socket, store: dist.Store, **changes: Any) -> socket.socket:
-    return connect(server.getsockname(), meeting(1, store, **changes), family=socket.AF_INET)
+    return connect(server.getsockname(), rendezvous(1, store, **changes), family=socket.AF_INET)
 
 
 def test_two_ends_of_one_job_meet(server: socket.socket) -> None:
     store = dist.HashStore()
     accepted, called = both(
-        lambda: accept(server, meeting(0, store))[0], lambda: dial(server, store)
+        lambda: accept(server, rendezvous(0, store))[0], lambda: dial(server, store)
     )
     called.sendall(b"hello")
     assert accepted.recv(5) == b"hello"
@@ -79,7 +79,7 @@ def test_two_ends_of_one_job_meet(server: socket.socket) -> None:
 def test_a_stranger_is_turned_away_and_told(server: socket.socket, changes: dict) -> None:
     store = dist.HashStore()
     refused, error = both(
-        lambda: accept(server, meeting(0, store)), lambda: dial(server, store, **changes)
+        lambda: accept(server, rendezvous(0, store)), lambda: dial(server, store, **changes)
     )
     assert isinstance(error, LinkError)
     assert isinstance(refused, LinkError)
@@ -97,7 +97,7 @@ def test_the_listener_goes_on_after_a_stranger(server: socket.socket) -> None:
         return dial(server, store)
 
     accepted, called = both(
-        lambda: accept(server, meeting(0, store, timeout=10.0))[0], strangers_first
+        lambda: accept(server, rendezvous(0, store, timeout=10.0))[0], strangers_first
     )
     called.sendall(b"hello")
     assert accepted.recv(5) == b"hello"
@@ -109,8 +109,8 @@ def test_a_difference_of_parameters_is_an_error_on_both_sides(server: socket.soc
     store = dist.HashStore()
     ours, theirs = socket.socketpair()
     results = both(
-        lambda: compare(ours, meeting(0, store), {"slots": 16, "protocol": 1}),
-        lambda: compare(theirs, meeting(1, store), {"slots": 8, "protocol": 1}),
+        lambda: compare(ours, rendezvous(0, store), {"slots": 16, "protocol": 1}),
+        lambda: compare(theirs, rendezvous(1, store), {"slots": 8, "protocol": 1}),
     )
     ours.close()
     theirs.close()
@@ -120,10 +120,10 @@ def test_a_difference_of_parameters_is_an_error_on_both_sides(server: socket.soc
 
 def test_an_end_that_says_nothing_is_an_error_in_time() -> None:
     with pytest.raises(LinkError, match="rank 1 said nothing about its address within 2 s"):
-        look_up(meeting(0, dist.HashStore()), "address")
+        look_up(rendezvous(0, dist.HashStore()), "address")
 
 
 def test_what_is_published_is_found() -> None:
     store = dist.HashStore()
-    publish(meeting(0, store), "address", {"port": 7})
-    assert look_up(meeting(1, store), "address") == {"port": 7}
+    publish(rendezvous(0, store), "address", {"port": 7})
+    assert look_up(rendezvous(1, store), "address") == {"port": 7}

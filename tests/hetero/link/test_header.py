@@ -120,7 +120,7 @@ def test_the_codes_of_dtypes_never_change() -> None:
         torch.float64,
         torch.int64,
     )
-    assert A_HEADER.pack()[:8] == b"HTRO\x02\x00\x01\x00"
+    assert A_HEADER.pack()[:8] == b"HTRO\x03\x00\x01\x00"
 
 
 def test_what_a_link_cannot_carry_is_refused_by_name() -> None:

@@ -14,23 +14,34 @@ import torch.distributed as dist
 from hetero.errors import LinkError
 from hetero.link import open as opening
 from hetero.link.base import Link, LinkCounters
-from hetero.link.handshake import Meeting
+from hetero.link.handshake import Rendezvous
 from hetero.link.names import FAMILIES, PATHS
-from hetero.link.open import ChannelOptions, Choice, Pair, Situation, open_link, open_path
-from tests.hetero.link.test_handshake import both, meeting
+from hetero.link.open import (
+    Capabilities,
+    ChannelOptions,
+    Choice,
+    PeerCapabilities,
+    open_link,
+    open_path,
+)
+from tests.hetero.link.test_handshake import both, rendezvous
 
 HOST = {"boot": "a", "network": "n"}
-NVIDIA = Situation(HOST, gpu={"vendor": "nvidia", "uuid": "1"}, unordered=None, no_rdma=None)
-AMD = Situation(HOST, gpu={"vendor": "amd", "uuid": "2"}, unordered=None, no_rdma=None)
-CPU = Situation(HOST, gpu=None, unordered="it is a CPU", no_rdma="it has no RDMA device")
+NVIDIA = Capabilities(
+    HOST, gpu={"vendor": "nvidia", "uuid": "1"}, unordered=None, rdma_missing=None
+)
+AMD = Capabilities(HOST, gpu={"vendor": "amd", "uuid": "2"}, unordered=None, rdma_missing=None)
+CPU = Capabilities(HOST, gpu=None, unordered="it is a CPU", rdma_missing="it has no RDMA device")
 
 
-def elsewhere(situation: Situation) -> Situation:
+def elsewhere(situation: Capabilities) -> Capabilities:
     return replace(situation, host={**HOST, "boot": "b"})
 
 
 def test_two_gpus_of_one_kind_in_one_host_may_use_every_path() -> None:
-    assert [Pair(NVIDIA, NVIDIA).obstacle(path) for path in PATHS] == [None] * len(PATHS)
+    assert [PeerCapabilities(NVIDIA, NVIDIA).unavailable_reason(path) for path in PATHS] == [
+        None
+    ] * len(PATHS)
 
 
 @pytest.mark.parametrize(
@@ -47,21 +58,23 @@ def test_two_gpus_of_one_kind_in_one_host_may_use_every_path() -> None:
     ],
 )
 def test_what_stands_in_the_way_is_said_alike_at_both_ends(
-    here: Situation, there: Situation, path: str, reason: str
+    here: Capabilities, there: Capabilities, path: str, reason: str
 ) -> None:
-    assert reason in str(Pair(here, there).obstacle(path))
-    assert Pair(here, there).obstacle(path) == Pair(there, here).obstacle(path)
+    assert reason in str(PeerCapabilities(here, there).unavailable_reason(path))
+    assert PeerCapabilities(here, there).unavailable_reason(path) == PeerCapabilities(
+        there, here
+    ).unavailable_reason(path)
 
 
 def test_two_vendors_in_one_host_share_memory_and_order_their_streams() -> None:
-    pair = Pair(NVIDIA, AMD)
-    assert pair.obstacle("shm") is None
-    assert pair.unordered is None
+    capabilities = PeerCapabilities(NVIDIA, AMD)
+    assert capabilities.unavailable_reason("shm") is None
+    assert capabilities.unordered is None
 
 
 def test_streams_order_themselves_only_if_both_can() -> None:
-    assert Pair(NVIDIA, replace(AMD, unordered="streams do not wait")).unordered
-    assert Pair(NVIDIA, CPU).unordered
+    assert PeerCapabilities(NVIDIA, replace(AMD, unordered="streams do not wait")).unordered
+    assert PeerCapabilities(NVIDIA, CPU).unordered
 
 
 @pytest.mark.parametrize("path", ["shm", "tcp"])
@@ -73,28 +86,28 @@ def test_streams_order_themselves_only_if_both_can() -> None:
     ],
 )
 def test_a_gpu_whose_streams_cannot_wait_is_served_by_the_hosts_and_the_link_says_why(
-    path: str, there: Situation, kind: str, detail: str, monkeypatch: pytest.MonkeyPatch
+    path: str, there: Capabilities, kind: str, detail: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given: dict[str, Any] = {}
 
-    def opened(meeting: object, **options: Any) -> SimpleNamespace:
+    def opened(rendezvous: object, **options: Any) -> SimpleNamespace:
         given.update(options)
-        return SimpleNamespace(remark="")
+        return SimpleNamespace(detail="")
 
-    monkeypatch.setattr(opening, "GpuOrderedDevice", lambda device: "ordered")
+    monkeypatch.setattr(opening, "GpuDevice", lambda device: "ordered")
     monkeypatch.setattr(opening, "HostDevice", lambda device, checksum: "host")
-    monkeypatch.setattr(opening, "open_ordered", opened)
+    monkeypatch.setattr(opening, "open_same_host", opened)
     monkeypatch.setattr(opening, "open_tcp", opened)
     link = open_path(
         path,
-        meeting(0, dist.HashStore()),
-        pair=Pair(NVIDIA, there),
+        rendezvous(0, dist.HashStore()),
+        capabilities=PeerCapabilities(NVIDIA, there),
         options=ChannelOptions(),
         device=torch.device("cuda:0"),
     )
     assert given["device"] == kind
-    assert detail in link.remark
-    assert bool(link.remark) == bool(detail)
+    assert detail in link.detail
+    assert bool(link.detail) == bool(detail)
 
 
 @pytest.mark.parametrize(
@@ -105,14 +118,16 @@ def test_a_link_takes_no_more_memory_than_its_rings(
     path: str, chunk_bytes: int | None, expected: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given: dict[str, Any] = {}
-    monkeypatch.setattr(opening, "GpuOrderedDevice", lambda device: None)
+    monkeypatch.setattr(opening, "GpuDevice", lambda device: None)
     monkeypatch.setattr(
-        opening, "open_ordered", lambda meeting, **o: given.update(o) or SimpleNamespace(remark="")
+        opening,
+        "open_same_host",
+        lambda rendezvous, **o: given.update(o) or SimpleNamespace(detail=""),
     )
     open_path(
         path,
-        meeting(0, dist.HashStore()),
-        pair=Pair(NVIDIA, NVIDIA),
+        rendezvous(0, dist.HashStore()),
+        capabilities=PeerCapabilities(NVIDIA, NVIDIA),
         options=ChannelOptions(ring_bytes=64 << 20, chunk_bytes=chunk_bytes),
         device=torch.device("cuda:0"),
     )
@@ -121,12 +136,12 @@ def test_a_link_takes_no_more_memory_than_its_rings(
 
 
 def test_a_path_that_cannot_be_is_refused_before_anything_is_opened() -> None:
-    ours = meeting(0, dist.HashStore())
+    ours = rendezvous(0, dist.HashStore())
     with pytest.raises(LinkError, match=r"cannot use ipc: it joins GPUs.*--hetero-transport auto"):
         open_path(
             "ipc",
             ours,
-            pair=Pair(CPU, CPU),
+            capabilities=PeerCapabilities(CPU, CPU),
             options=ChannelOptions(),
             device=torch.device("cpu"),
         )
@@ -136,23 +151,23 @@ def test_two_processes_of_one_host_find_out_that_they_share_memory() -> None:
     store = dist.HashStore()
     pairs = both(
         *[
-            lambda rank=rank: Pair.of(
-                meeting(rank, store), device=torch.device("cpu"), options=ChannelOptions()
+            lambda rank=rank: PeerCapabilities.of(
+                rendezvous(rank, store), device=torch.device("cpu"), options=ChannelOptions()
             )
             for rank in (0, 1)
         ]
     )
-    assert [pair.share_memory for pair in pairs] == [True, True]
+    assert [capabilities.share_memory for capabilities in pairs] == [True, True]
 
 
 def test_an_address_that_no_other_host_can_call_is_refused_before_it_is_tried() -> None:
     here = replace(CPU, addresses=("127.0.1.1",))
     there = replace(CPU, addresses=("10.0.0.2",))
-    pair = Pair(here, replace(there, host=HOST | {"network": "another"}))
-    obstacle = pair.obstacle("tcp")
-    assert obstacle is not None
-    assert "only the loopback address 127.0.1.1" in obstacle
-    assert Pair(here, there).obstacle("tcp") is None
+    capabilities = PeerCapabilities(here, replace(there, host=HOST | {"network": "another"}))
+    reason = capabilities.unavailable_reason("tcp")
+    assert reason is not None
+    assert "only the loopback address 127.0.1.1" in reason
+    assert PeerCapabilities(here, there).unavailable_reason("tcp") is None
 
 
 def test_every_family_is_made_of_paths_fastest_first() -> None:
@@ -179,7 +194,7 @@ class LastResort(Link):
 
 
 def choose(rank: int, store: dist.Store) -> Choice:
-    ours = meeting(rank, store, timeout=20.0)
+    ours = rendezvous(rank, store, timeout=20.0)
     return open_link(
         "auto",
         ours,
@@ -207,7 +222,7 @@ def choices() -> Iterator[Any]:
 def broken(path: str, *, on_rank: int):
     """open_path in which one path cannot be opened by one of the ends."""
 
-    def open_or_fail(path: str, ours: Meeting, **rest: Any) -> Link:
+    def open_or_fail(path: str, ours: Rendezvous, **rest: Any) -> Link:
         if path in broken_paths and ours.description.rank == on_rank:
             raise LinkError(f"{path} is broken here")
         return open_path(path, ours, **rest)
@@ -239,7 +254,7 @@ def test_a_path_that_one_end_cannot_open_is_left_by_both(
 
 def test_a_path_that_changes_bytes_is_not_taken(choices, monkeypatch: pytest.MonkeyPatch) -> None:
     honest = opening._pattern
-    monkeypatch.setattr(Pair, "share_memory", False)
+    monkeypatch.setattr(PeerCapabilities, "share_memory", False)
     calls = iter(range(10_000))
     monkeypatch.setattr(opening, "_pattern", lambda rank, nbytes: honest(next(calls), nbytes))
     found = choices()
@@ -261,7 +276,7 @@ def test_the_last_resort_is_taken_when_nothing_works(
 def test_ends_on_two_hosts_do_not_try_shared_memory(
     choices, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Pair, "share_memory", False)
+    monkeypatch.setattr(PeerCapabilities, "share_memory", False)
     found = choices()
     assert [choice.link.transport for choice in found] == ["tcp", "tcp"]
     assert "shm: the two ends run on different hosts" in str(found[0])
@@ -271,7 +286,7 @@ def test_the_line_of_a_choice_says_how_it_works_on_this_machine() -> None:
     link = SimpleNamespace(
         description="link rank 0 (stage 0) - rank 1 (stage 1)",
         transport="verbs",
-        remark="writes are made visible by a read-back over the NIC",
+        detail="writes are made visible by a read-back over the NIC",
     )
     assert str(Choice(link, ("ipc: the two ends run on different hosts",))) == (  # type: ignore[arg-type]
         "link rank 0 (stage 0) - rank 1 (stage 1): verbs, writes are made visible by a read-back "

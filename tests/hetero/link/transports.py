@@ -19,12 +19,12 @@ import torch.distributed as dist
 from hetero.device.driver import HIP_LIBRARY_VARIABLE
 from hetero.device.host import HostDevice
 from hetero.link.base import Link, LinkDescription
-from hetero.link.handshake import Meeting
-from hetero.link.open import ChannelOptions, Pair, open_path
-from hetero.link.same_host import RingMemory, open_ordered
+from hetero.link.handshake import Rendezvous
+from hetero.link.open import ChannelOptions, PeerCapabilities, open_path
+from hetero.link.same_host import RingMemory, open_same_host
 from hetero.link.torch_links import GlooLink, VendorLink
 from hetero.link.verbs import VerbsOptions, open_verbs
-from tests.emulated_streams import EmulatedOrderedDevice
+from tests.emulated_streams import EmulatedDevice
 from tests.hip_on_cuda.library import hip_on_cuda_library
 
 SLOWNESS = float(os.environ.get("HETERO_TEST_SLOWNESS", "1"))
@@ -55,10 +55,10 @@ def open_gloo(description: LinkDescription, store: dist.Store, device: torch.dev
     return GlooLink(description, send_tag=mine, recv_tag=other)
 
 
-def _meeting(description: LinkDescription, store: dist.Store) -> Meeting:
+def _rendezvous(description: LinkDescription, store: dist.Store) -> Rendezvous:
     # Both sides open their links in the same order, so a count of their own names each alike.
     count = store.add(f"opened by {description.rank}", 1)
-    return Meeting(
+    return Rendezvous(
         store=store,
         description=description,
         name=f"contract/{count}",
@@ -75,11 +75,11 @@ def open_channel(
     *,
     checksum: bool = False,
 ) -> Link:
-    meeting = _meeting(description, store)
+    rendezvous = _rendezvous(description, store)
     # Small chunks, so that even small messages are cut and every ring wraps.
     options = ChannelOptions(ring_bytes=2 << 20, chunk_bytes=64 << 10, checksum=checksum)
-    pair = Pair.of(meeting, device=device, options=options)
-    return open_path(path, meeting, pair=pair, options=options, device=device)
+    capabilities = PeerCapabilities.of(rendezvous, device=device, options=options)
+    return open_path(path, rendezvous, capabilities=capabilities, options=options, device=device)
 
 
 open_checked = functools.partial(open_channel, checksum=True)
@@ -97,12 +97,12 @@ def open_emulated(
     memory: RingMemory, description: LinkDescription, store: dist.Store, device: torch.device
 ) -> Link:
     """Streams of a CPU that plays a GPU: it has three for each direction, and callers' own."""
-    return open_ordered(
-        _meeting(description, store),
+    return open_same_host(
+        _rendezvous(description, store),
         memory=memory,
         ring_bytes=1 << 20,
         chunk_bytes=64 << 10,
-        device=EmulatedOrderedDevice(),
+        device=EmulatedDevice(),
     )
 
 
@@ -116,7 +116,7 @@ def open_rdma(
     """RDMA over the NICs of HETERO_TEST_RAILS: those of rank 0, a slash, those of rank 1."""
     rails = os.environ["HETERO_TEST_RAILS"].split("/")[description.rank]
     return open_verbs(
-        _meeting(description, store),
+        _rendezvous(description, store),
         transport="verbs",
         ring_bytes=1 << 20,
         chunk_bytes=64 << 10,

@@ -33,7 +33,7 @@ class Outgoing(Structure):
     )
 
 
-class Arrival(Structure):
+class CompletionFlag(Structure):
     _fields_ = (
         ("state", c_uint8),
         ("rail", c_uint8),
@@ -48,7 +48,7 @@ class Incoming(Structure):
         ("produced", c_uint32),
         ("credited", c_uint32),
         ("credit_lost", c_bool),
-        ("arrivals", Arrival * ENTRIES),
+        ("arrivals", CompletionFlag * ENTRIES),
     )
 
 
@@ -229,14 +229,14 @@ def test_a_lost_rail_s_unfinished_parts_wait_again_in_their_order(library: Any, 
 
 
 def test_what_has_landed_is_sent_again_only_for_a_receiver_that_reads_back(library: Any) -> None:
-    for landed, count in ((False, 0), (True, 2)):
+    for completion, count in ((False, 0), (True, 2)):
         sender = Sender(library, 0)
         for number in range(3):
             sender.carry(number, 0)
         sender.credit(1)
-        assert sender.retransmit(0, data=landed) == count
+        assert sender.retransmit(0, data=completion) == count
         sender.freed()
-        assert sender.waiting("data", 3) == (1 if landed else None)
+        assert sender.waiting("data", 3) == (1 if completion else None)
 
 
 def test_what_was_released_is_not_sent_again_though_its_rail_never_said_so(library: Any) -> None:

@@ -164,10 +164,10 @@ def test_a_stream_that_waits_for_ever_can_be_ended(words: Words) -> None:
     made = Stream()
     made.wait(words.address(), 1)
     time.sleep(0.02)
-    ending = threading.Thread(target=made.end)
-    ending.start()
-    ending.join(20)
-    assert not ending.is_alive()
+    info = threading.Thread(target=made.end)
+    info.start()
+    info.join(20)
+    assert not info.is_alive()
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, 100])

@@ -38,7 +38,7 @@ class FakeWork(Work):
         if self._target is not None and self._content is not None:
             self._target.data.copy_(self._content)
 
-    def done(self) -> bool:
+    def is_completed(self) -> bool:
         return self.waited
 
 

@@ -9,17 +9,17 @@ import torch
 
 from hetero.device import cuda_driver, hip_driver
 from hetero.device.cuda_driver import CudaDriver
-from hetero.device.device import COMPLETED, CurrentStream, Event, NativeStreams
+from hetero.device.device import COMPLETED, CurrentStream, DeviceStreams, Event
 from hetero.device.driver_base import GpuDriver
 from hetero.device.gpu import GpuCurrentStream, StreamsOfGpu
 from hetero.device.hip_driver import HipDriver
 from hetero.link.flow import Flow, Limits
 from hetero.link.header import Header
 from hetero.link.ring import CONTROL_BYTES, Direction, EndState
-from hetero.link.ring_transfer import OrderedEnds, OrderedTransfer
+from hetero.link.ring_transfer import RingEnds, RingTransfer
 from hetero.link.shared_memory import SharedMemory, make_memory
 from hetero.native.binding import EntryPoints, Streams
-from tests.emulated_streams import EmulatedOrderedDevice
+from tests.emulated_streams import EmulatedDevice
 
 JOIN = 0xE0
 CONTROL, OUTGOING_RING, INCOMING_RING = 0x1_0000_0000, 0x2_0000_0000, 0x3_0000_0000
@@ -74,7 +74,7 @@ class _Streams(StreamsOfGpu):
         )
 
 
-class DrivenDevice(EmulatedOrderedDevice):
+class DrivenDevice(EmulatedDevice):
     """A GPU of which only the driver's functions are stand-ins."""
 
     def __init__(self, recorder: Recorder, handles: tuple[int, int, int]) -> None:
@@ -83,10 +83,10 @@ class DrivenDevice(EmulatedOrderedDevice):
         self._handles = handles
         self._events = 0
 
-    def native_streams(self) -> NativeStreams:
+    def new_streams(self) -> DeviceStreams:
         return _Streams(self.recorder, self._handles)
 
-    def mark(self) -> Event:
+    def record_event(self) -> Event:
         """A new event and nothing to wait for, in turn."""
         self._events += 1
         return self.event(0xF000 + self._events) if self._events % 2 else COMPLETED
@@ -120,10 +120,10 @@ class World:
         self.sender = Flow(self.devices[0], ends[0], limits=limits, is_outgoing=True)
         self.receiver = Flow(self.devices[1], ends[1], limits=limits, is_outgoing=False)
         self.direction = ends[0].outgoing
-        self.transfers: list[OrderedTransfer] = []
+        self.transfers: list[RingTransfer] = []
 
-    def _ends(self, number: int, ring_bytes: int) -> OrderedEnds:
-        return OrderedEnds(
+    def _ends(self, number: int, ring_bytes: int) -> RingEnds:
+        return RingEnds(
             outgoing=Direction(self.control, number, CONTROL),
             incoming=Direction(self.control, 1 - number, CONTROL),
             mine=EndState(self.control, number),
@@ -137,11 +137,11 @@ class World:
 
     def transfer(
         self, nbytes: int, *, is_receive: bool, caller: int, ready: Event | None
-    ) -> OrderedTransfer:
+    ) -> RingTransfer:
         """A message of so many bytes, next in line."""
         flow = self.receiver if is_receive else self.sender
         tensor = torch.zeros(nbytes, dtype=torch.uint8)
-        made = OrderedTransfer(
+        made = RingTransfer(
             link=None,  # type: ignore[arg-type]
             tensor=tensor,
             ready=ready,
@@ -163,7 +163,7 @@ class World:
         flow: Flow,
         stream: CurrentStream | None = None,
         *,
-        awaited: OrderedTransfer | None = None,
+        awaited: RingTransfer | None = None,
     ) -> None:
         """As a link does it."""
         if flow.enqueue(stream, awaited=awaited):

@@ -16,27 +16,27 @@ from hetero.device.device import Event
 from hetero.errors import LinkError
 from hetero.link.base import LinkDescription
 from hetero.link.ring import Direction
-from hetero.link.ring_link import OrderedLink
-from hetero.link.same_host import RingMemory, open_ordered
+from hetero.link.ring_link import RingLink
+from hetero.link.same_host import RingMemory, open_same_host
 from hetero.native.binding import Step
-from tests.emulated_streams import EmulatedOrderedDevice
-from tests.hetero.link.test_handshake import both, meeting
+from tests.emulated_streams import EmulatedDevice
+from tests.hetero.link.test_handshake import both, rendezvous
 
 SHORT = 1.0
 LARGE = 5_000
 """Elements of a message that goes through streams of the link."""
 
 
-class HeldDevice(EmulatedOrderedDevice):
+class HeldDevice(EmulatedDevice):
     """A device whose next sends can be held back: its work before them never ends."""
 
     def __init__(self) -> None:
         super().__init__()
         self.held = False
-        self.let_go = threading.Event()
+        self.released = threading.Event()
 
-    def mark(self) -> Event:
-        return self.driver_for_c.know_event(self.let_go) if self.held else super().mark()
+    def record_event(self) -> Event:
+        return self.driver_for_c.know_event(self.released) if self.held else super().record_event()
 
 
 class Pair:
@@ -48,12 +48,12 @@ class Pair:
         store = dist.HashStore()
         self.devices = [device(), device()]
 
-        def open_end(rank: int) -> OrderedLink:
-            ours = meeting(rank, store, timeout=20.0)
+        def open_end(rank: int) -> RingLink:
+            ours = rendezvous(rank, store, timeout=20.0)
             description = LinkDescription(
                 rank=rank, peer=1 - rank, stage=rank, peer_stage=1 - rank, job="j", timeout=timeout
             )
-            return open_ordered(
+            return open_same_host(
                 replace(ours, description=description),
                 memory=memory,
                 ring_bytes=64 << 10,
@@ -62,8 +62,8 @@ class Pair:
             )
 
         opened: list[Any] = both(lambda: open_end(0), lambda: open_end(1))
-        self.sender: OrderedLink = opened[0]
-        self.receiver: OrderedLink = opened[1]
+        self.sender: RingLink = opened[0]
+        self.receiver: RingLink = opened[1]
 
 
 @contextmanager
@@ -76,7 +76,7 @@ def opened(
     finally:
         for end in pair.devices:
             if isinstance(end, HeldDevice):
-                end.let_go.set()
+                end.released.set()
         both(pair.sender.close, pair.receiver.close)
 
 
@@ -87,7 +87,7 @@ def wait_for(condition: Any, seconds: float = 10.0) -> bool:
     return bool(condition())
 
 
-def is_broken(link: OrderedLink) -> bool:
+def is_broken(link: RingLink) -> bool:
     try:
         link.check()
     except LinkError:
@@ -129,10 +129,10 @@ def pretend_to_await(flow: Any, value: int) -> None:
     flow._state.awaited = value
 
 
-def before_each_move(link: OrderedLink, act: Callable[[], None]) -> None:
+def before_each_move(link: RingLink, act: Callable[[], None]) -> None:
     """Act whenever what the link sends is given to its device."""
     device = link._device
-    assert isinstance(device, EmulatedOrderedDevice)
+    assert isinstance(device, EmulatedDevice)
 
     def at_copies(step: Step) -> int:
         if step is Step.COPY:

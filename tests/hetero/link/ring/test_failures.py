@@ -16,7 +16,7 @@ from hetero.errors import LinkError
 from hetero.link import ring_link as link_module
 from hetero.link.base import Work
 from hetero.native.binding import Step
-from tests.emulated_streams import EmulatedOrderedDevice
+from tests.emulated_streams import EmulatedDevice
 from tests.hetero.link.ring.pair import (
     LARGE,
     SHORT,
@@ -42,7 +42,7 @@ def test_a_peer_whose_device_never_gets_there_breaks_the_link_in_time() -> None:
         assert time.monotonic() - begin < SHORT + 5
         with pytest.raises(LinkError, match=r"rank 1 \(stage 1\).*nothing moved for 1 s"):
             pair.receiver.check()
-        assert work.done()
+        assert work.is_completed()
         with pytest.raises(LinkError, match="rank 1"):
             work.wait()
         assert wait_for(lambda: is_broken(pair.sender)), "the sender was not told"
@@ -80,7 +80,7 @@ def test_what_a_failed_peer_released_is_not_taken_for_a_message() -> None:
             pretend_to_await(pair.sender._out, 1)
             pair.sender._break(LinkError("its device is lost"))
         assert pair.receiver._ends.incoming.consumed == 1
-        assert not work.done() or is_broken(pair.receiver)
+        assert not work.is_completed() or is_broken(pair.receiver)
         with pytest.raises(LinkError, match="its device is lost"):
             pair.receiver.check()
 
@@ -100,15 +100,15 @@ def test_memory_that_a_stream_still_copies_to_is_kept_until_the_failed_link_is_c
         del memory, work
         gc.collect()
         assert kept() is not None
-        pair.devices[0].let_go.set()
+        pair.devices[0].released.set()
     gc.collect()
     assert kept() is None
 
 
-class RestlessDevice(EmulatedOrderedDevice):
+class RestlessDevice(EmulatedDevice):
     """A device whose work never ends."""
 
-    def rests_within(self, seconds: float) -> bool:
+    def synchronize(self, seconds: float) -> bool:
         return False
 
 
@@ -205,7 +205,7 @@ def test_a_transfer_that_ended_may_be_asked_after_its_link_was_closed() -> None:
         for work in works:
             work.wait()
     for work in works:
-        assert work.done()
+        assert work.is_completed()
         work.wait()
 
 
@@ -281,7 +281,7 @@ def test_a_failure_of_the_driver_names_the_link_and_both_ends_hear_of_it() -> No
         with pytest.raises(LinkError, match=r"link rank 1 .* rank 0 gave the link up"):
             pair.receiver.recv(torch.zeros(LARGE)).wait()
         # The copy may be under way for all that is known.
-        assert [transfer.sequence for transfer in pair.sender._out.given_up] == [0]
+        assert [transfer.sequence for transfer in pair.sender._out.aborted] == [0]
 
 
 def test_an_exception_that_hides_what_c_did_does_not_lose_the_tensor() -> None:
@@ -298,8 +298,8 @@ def test_an_exception_that_hides_what_c_did_does_not_lose_the_tensor() -> None:
         with pytest.raises(KeyboardInterrupt):
             pair.sender.send(torch.ones(LARGE))
         with pair.sender._lock:
-            flow.give_up()
-        assert [transfer.sequence for transfer in flow.given_up] == [0]
+            flow.abort()
+        assert [transfer.sequence for transfer in flow.aborted] == [0]
 
 
 def test_what_others_left_under_way_is_brought_on_when_a_wait_ends(

@@ -9,7 +9,7 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 
-from hetero.device.gpu import GpuOrderedDevice
+from hetero.device.gpu import GpuDevice
 
 
 class FakeStream:
@@ -38,7 +38,7 @@ def test_a_thread_that_has_not_used_the_gpu_gets_a_context_before_the_driver_is_
     stream: FakeStream,
 ) -> None:
     driver: Any = MagicMock()
-    device = GpuOrderedDevice(torch.device("cuda:0"), driver)
+    device = GpuDevice(torch.device("cuda:0"), driver)
     threads = [threading.Thread(target=device.current_stream) for _ in range(2)]
     for thread in threads:
         thread.start()

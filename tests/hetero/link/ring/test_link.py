@@ -13,16 +13,16 @@ import torch.distributed as dist
 from hetero.device.host import HostDevice
 from hetero.errors import LinkError
 from hetero.link import ring_link as link_module
-from hetero.link.ring_link import OrderedLink
-from hetero.link.same_host import RingMemory, open_ordered
-from tests.emulated_streams import EmulatedOrderedDevice
+from hetero.link.ring_link import RingLink
+from hetero.link.same_host import RingMemory, open_same_host
+from tests.emulated_streams import EmulatedDevice
 from tests.hetero.link.ring.pair import (
     cross,
     opened,
     start_counting_at,
     wait_for,
 )
-from tests.hetero.link.test_handshake import both, meeting
+from tests.hetero.link.test_handshake import both, rendezvous
 
 
 def test_a_message_larger_than_the_ring_is_taken_in_parts() -> None:
@@ -47,7 +47,7 @@ def test_a_message_of_many_rings_goes_on_while_nobody_waits(
             target = torch.zeros_like(sent)
             pair.sender.send(sent)
             work = pair.receiver.recv(target)
-            assert wait_for(work.done)
+            assert wait_for(work.is_completed)
             assert torch.equal(target, sent)
 
 
@@ -67,7 +67,7 @@ def test_what_both_ends_send_at_once_arrives_in_order() -> None:
 def test_many_messages_of_all_sizes_cross_both_ways_at_once(memory: RingMemory) -> None:
     chance = random.Random(memory)
     sizes = [chance.choice([0, 1, 100, 16 << 10, 16385, 70_000, 200_000]) for _ in range(300)]
-    with opened(memory, device=_host if memory == "host" else EmulatedOrderedDevice) as pair:
+    with opened(memory, device=_host if memory == "host" else EmulatedDevice) as pair:
         ways = [(pair.sender, pair.receiver, 0), (pair.receiver, pair.sender, 100)]
         for begin in range(0, len(sizes), 20):
             works, arrived = [], []
@@ -115,13 +115,13 @@ def test_an_idle_link_wakes_nobody() -> None:
 def test_ends_that_were_given_other_rings_do_not_open() -> None:
     store = dist.HashStore()
 
-    def open_end(rank: int) -> OrderedLink:
-        return open_ordered(
-            meeting(rank, store),
+    def open_end(rank: int) -> RingLink:
+        return open_same_host(
+            rendezvous(rank, store),
             memory="host",
             ring_bytes=(1 + rank) << 16,
             chunk_bytes=16 << 10,
-            device=EmulatedOrderedDevice(),
+            device=EmulatedDevice(),
         )
 
     for error in both(lambda: open_end(0), lambda: open_end(1)):
@@ -129,7 +129,7 @@ def test_ends_that_were_given_other_rings_do_not_open() -> None:
         assert "ring_bytes" in str(error)
 
 
-class UnpinnableDevice(EmulatedOrderedDevice):
+class UnpinnableDevice(EmulatedDevice):
     """A device that refuses to pin the third piece of memory it is given."""
 
     def __init__(self) -> None:
@@ -151,13 +151,13 @@ def test_memory_that_cannot_be_pinned_ends_the_opening_at_both_ends_and_leaves_n
     refusing = UnpinnableDevice()
     held = len(list(Path("/proc/self/fd").iterdir()))
 
-    def open_end(rank: int) -> OrderedLink:
-        return open_ordered(
-            meeting(rank, store),
+    def open_end(rank: int) -> RingLink:
+        return open_same_host(
+            rendezvous(rank, store),
             memory="host",
             ring_bytes=1 << 16,
             chunk_bytes=16 << 10,
-            device=refusing if rank == 0 else EmulatedOrderedDevice(),
+            device=refusing if rank == 0 else EmulatedDevice(),
         )
 
     first, second = both(lambda: open_end(0), lambda: open_end(1))

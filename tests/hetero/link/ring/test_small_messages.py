@@ -88,5 +88,5 @@ def test_a_message_that_is_only_asked_after_arrives_soon(monkeypatch: pytest.Mon
             target = torch.zeros(10)
             pair.sender.send(torch.full((10,), float(number)))
             work = pair.receiver.recv(target)
-            assert wait_for(work.done)
+            assert wait_for(work.is_completed)
             assert torch.equal(target, torch.full((10,), float(number)))

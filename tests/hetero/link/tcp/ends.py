@@ -13,12 +13,12 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
-from hetero.device.device import OrderedDevice
+from hetero.device.device import Device
 from hetero.device.host import HostDevice
 from hetero.link.carrier import Carrier
 from hetero.link.control import Control
-from hetero.link.handshake import Meeting
-from hetero.link.ring_link import OrderedLink
+from hetero.link.handshake import Rendezvous
+from hetero.link.ring_link import RingLink
 from hetero.link.tcp import open_tcp
 from hetero.link.tcp_connections import TcpPaths
 from tests.hetero.link.joined import CPU, attempted, joined
@@ -122,7 +122,7 @@ def _names(end: socket.socket) -> _Names:
     return end.getsockname(), end.getpeername()
 
 
-def _host_devices() -> tuple[OrderedDevice, OrderedDevice]:
+def _host_devices() -> tuple[Device, Device]:
     return HostDevice(CPU), HostDevice(CPU)
 
 
@@ -135,12 +135,12 @@ class Setup:
     timeout: float = 20.0
     ring_bytes: int = RING_BYTES
     chunk_bytes: tuple[int, int] = (CHUNK_BYTES, CHUNK_BYTES)
-    devices: tuple[OrderedDevice, OrderedDevice] = field(default_factory=_host_devices)
+    devices: tuple[Device, Device] = field(default_factory=_host_devices)
 
-    def open(self, meeting: Meeting) -> OrderedLink:
-        rank = meeting.description.rank
+    def open(self, rendezvous: Rendezvous) -> RingLink:
+        rank = rendezvous.description.rank
         return open_tcp(
-            meeting,
+            rendezvous,
             ring_bytes=self.ring_bytes,
             chunk_bytes=self.chunk_bytes[rank],
             device=self.devices[rank],
@@ -148,7 +148,7 @@ class Setup:
         )
 
     @contextmanager
-    def links(self) -> Iterator[tuple[OrderedLink, OrderedLink]]:
+    def links(self) -> Iterator[tuple[RingLink, RingLink]]:
         """Both links, which are closed at the end in whatever state they are."""
         with joined(self.open, timeout=self.timeout) as links:
             yield links
@@ -158,7 +158,7 @@ class Setup:
         return attempted(self.open)
 
 
-def checked() -> tuple[OrderedDevice, OrderedDevice]:
+def checked() -> tuple[Device, Device]:
     """Devices that verify every byte."""
     cpu = torch.device("cpu")
     return HostDevice(cpu, checksum=True), HostDevice(cpu, checksum=True)

@@ -14,10 +14,10 @@ import torch.distributed as dist
 
 from hetero.errors import LinkError
 from hetero.link import ring_link
-from hetero.link.handshake import Meeting
+from hetero.link.handshake import Rendezvous
 from hetero.link.tcp_connections import TcpPaths, open_connections, tune
 from tests.hetero.link.tcp.ends import CHUNK_BYTES, Setup
-from tests.hetero.link.test_handshake import both, meeting
+from tests.hetero.link.test_handshake import both, rendezvous
 
 
 def opened(*paths: TcpPaths) -> list[Any]:
@@ -27,7 +27,7 @@ def opened(*paths: TcpPaths) -> list[Any]:
     ends = both(
         *(
             lambda rank=rank: open_connections(
-                meeting(rank, store, timeout=5.0), paths[rank], stacks[rank]
+                rendezvous(rank, store, timeout=5.0), paths[rank], stacks[rank]
             )
             for rank in range(2)
         )
@@ -62,7 +62,7 @@ def test_a_peer_that_never_says_its_parameters_is_an_error_in_time(
 ) -> None:
     honest = ring_link.compare
 
-    def one_is_silent(connection: socket.socket, ours: Meeting, mine: dict[str, Any]) -> None:
+    def one_is_silent(connection: socket.socket, ours: Rendezvous, mine: dict[str, Any]) -> None:
         if ours.description.rank == 0:
             connection.settimeout(0.3)
             honest(connection, ours, mine)
@@ -72,7 +72,7 @@ def test_a_peer_that_never_says_its_parameters_is_an_error_in_time(
 
     monkeypatch.setattr(ring_link, "compare", one_is_silent)
     store = dist.HashStore()
-    error, _ = both(*(lambda rank=rank: Setup().open(meeting(rank, store)) for rank in range(2)))
+    error, _ = both(*(lambda rank=rank: Setup().open(rendezvous(rank, store)) for rank in range(2)))
     assert isinstance(error, OSError)
 
 

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 
 import torch
 
-from hetero.device.device import OrderedDevice
+from hetero.device.device import Device
 from hetero.device.host import HostDevice
-from hetero.link.handshake import Meeting
-from hetero.link.ring_link import OrderedLink
+from hetero.link.handshake import Rendezvous
+from hetero.link.ring_link import RingLink
 from hetero.link.verbs import HOST, VerbsOptions, open_verbs
 from tests.hetero.link.joined import CPU, attempted, joined
 from tests.loopback_nic.library import LoopbackNics
@@ -21,7 +21,7 @@ CHUNK_BYTES = 16 << 10
 STALL = 0.5
 
 
-def _host_devices() -> tuple[OrderedDevice, ...]:
+def _host_devices() -> tuple[Device, ...]:
     return HostDevice(CPU), HostDevice(CPU)
 
 
@@ -37,13 +37,13 @@ class Setup:
     chunk_bytes: int = CHUNK_BYTES
     read_back: bool = False
     memory: str = HOST
-    devices: tuple[OrderedDevice, ...] = field(default_factory=_host_devices)
+    devices: tuple[Device, ...] = field(default_factory=_host_devices)
     tensors_on: tuple[torch.device, ...] = (CPU, CPU)
 
-    def open(self, meeting: Meeting) -> OrderedLink:
-        rank = meeting.description.rank
+    def open(self, rendezvous: Rendezvous) -> RingLink:
+        rank = rendezvous.description.rank
         return open_verbs(
-            meeting,
+            rendezvous,
             transport="verbs",
             ring_bytes=self.ring_bytes[rank],
             chunk_bytes=self.chunk_bytes,
@@ -60,7 +60,7 @@ class Setup:
         )
 
     @contextmanager
-    def links(self) -> Iterator[tuple[OrderedLink, OrderedLink]]:
+    def links(self) -> Iterator[tuple[RingLink, RingLink]]:
         """Both links, which are closed at the end in whatever state they are."""
         with joined(self.open, timeout=self.timeout) as links:
             yield links

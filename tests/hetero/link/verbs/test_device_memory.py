@@ -15,9 +15,9 @@ import torch
 
 from hetero.errors import LinkError
 from hetero.link import verbs as opening
-from hetero.link.ring_link import OrderedLink
+from hetero.link.ring_link import RingLink
 from hetero.link.verbs import DEVICE
-from tests.emulated_streams import EmulatedOrderedDevice
+from tests.emulated_streams import EmulatedDevice
 from tests.hetero.link.verbs.ends import RING_BYTES, Setup
 from tests.loopback_nic.library import LoopbackNics
 
@@ -56,7 +56,7 @@ class EmulatedDriver:
 @contextmanager
 def opened(
     driver: EmulatedDriver, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[tuple[OrderedLink, OrderedLink]]:
+) -> Iterator[tuple[RingLink, RingLink]]:
     with on_emulated_gpus(driver, monkeypatch).links() as links:
         yield links
 
@@ -65,11 +65,11 @@ def on_emulated_gpus(driver: EmulatedDriver, monkeypatch: pytest.MonkeyPatch) ->
     """Both ends with their rings in the memory of a GPU."""
     monkeypatch.setattr(opening, "driver_for", lambda device: driver)
     monkeypatch.setattr(opening, "index_of", lambda device: 0)
-    devices = EmulatedOrderedDevice(), EmulatedOrderedDevice()
+    devices = EmulatedDevice(), EmulatedDevice()
     return Setup(driver.nics, memory=DEVICE, devices=devices)
 
 
-def carries(links: tuple[OrderedLink, OrderedLink]) -> bool:
+def carries(links: tuple[RingLink, RingLink]) -> bool:
     """Whether a message of several rings arrives each way."""
     for one, other in (links, links[::-1]):
         sent = torch.randint(0, 256, (3 * RING_BYTES + 1,), dtype=torch.uint8)
@@ -128,7 +128,7 @@ def test_the_nic_reads_back_where_the_gpu_does_not_order_its_writes(
         nics.hold_writes(name)
     with opened(EmulatedDriver(nics, needs_flush=True), monkeypatch) as links:
         assert carries(links)
-        assert links[0].remark.endswith("by a read-back over the NIC")
+        assert links[0].detail.endswith("by a read-back over the NIC")
     assert nics.reads("a0") > 0
     assert nics.reads("b0") > 0
 
@@ -138,5 +138,5 @@ def test_it_does_not_where_the_gpu_orders_them(
 ) -> None:
     with opened(EmulatedDriver(nics), monkeypatch) as links:
         assert carries(links)
-        assert links[0].remark.endswith("by the GPU itself")
+        assert links[0].detail.endswith("by the GPU itself")
     assert nics.reads("b0") == 0

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from hetero.device.driver import driver_for
-from hetero.device.gpu import GpuOrderedDevice
-from hetero.link.ring_link import OrderedLink
+from hetero.device.gpu import GpuDevice
+from hetero.link.ring_link import RingLink
 from hetero.link.verbs import DEVICE, HOST
 from tests.hetero.link.verbs.ends import Setup
 from tests.loopback_nic.library import Fault, LoopbackNics, lacking
@@ -78,12 +78,12 @@ def setup(nics: LoopbackNics, *, memory: str, read_back: bool) -> Setup:
         read_back=read_back,
         ring_bytes=(RING_BYTES, RING_BYTES),
         chunk_bytes=CHUNK_BYTES,
-        devices=tuple(GpuOrderedDevice(gpu) for gpu in gpus),
+        devices=tuple(GpuDevice(gpu) for gpu in gpus),
         tensors_on=gpus,
     )
 
 
-def cross(sender: OrderedLink, receiver: OrderedLink, *, nbytes: int, source: int) -> bool:
+def cross(sender: RingLink, receiver: RingLink, *, nbytes: int, source: int) -> bool:
     """Send from one GPU what a kernel has just made; whether the other GPU has the same."""
     values = torch.arange(nbytes, device=f"cuda:{source}")
     with torch.cuda.device(source):

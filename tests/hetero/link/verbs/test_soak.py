@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from hetero.link.base import Work
-from hetero.link.ring_link import OrderedLink
+from hetero.link.ring_link import RingLink
 from tests.hetero.link.verbs.ends import Setup
 from tests.loopback_nic.library import LoopbackNics
 
@@ -20,7 +20,7 @@ MESSAGES, WINDOW, LARGEST = 100_000, 64, 64 << 10
 class End:
     """One rank: random sizes both ways, a window of them in flight, every byte compared."""
 
-    def __init__(self, link: OrderedLink, rank: int) -> None:
+    def __init__(self, link: RingLink, rank: int) -> None:
         self._link = link
         self._chances = [random.Random(rank), random.Random(1 - rank)]
         self._noise = [
