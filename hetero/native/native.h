@@ -1,8 +1,8 @@
 /* What Python calls through ctypes (binding.py). Nothing here holds the GIL, and nothing blocks but the
  * GPU's driver.
  *
- * A flow is one direction of one end of an ordered link: hetero/link/ordered says what it does,
- * ring.py there what lies where in memory. Python holds the link's lock around every call with a flow. */
+ * A flow is one direction of one end of a link over a ring: hetero/link/flow.py says what it does, ring.h
+ * what lies where in memory. Python holds the link's lock around every call with a flow. */
 #ifndef HETERO_NATIVE_H
 #define HETERO_NATIVE_H
 
