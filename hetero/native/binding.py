@@ -315,8 +315,7 @@ class TcpRequest(Structure):
 
 _HANDLE, _TEXT = c_void_p, c_char_p
 
-_Functions = dict[str, tuple[object, list[object]]]
-_CARRIER_FUNCTIONS: _Functions = {
+FUNCTIONS: dict[str, tuple[object, list[object]]] = {
     "ibverbs_load": (c_bool, [_TEXT, c_size_t]),
     "verbs_query_port": (c_bool, [c_char_p, c_uint8, POINTER(VerbsPort), _TEXT]),
     "carrier_new": (_HANDLE, [POINTER(EngineOptions), _TEXT]),
@@ -343,9 +342,6 @@ _CARRIER_FUNCTIONS: _Functions = {
     "carrier_signal": (None, [_HANDLE]),
     "carrier_cpu_seconds": (c_double, [_HANDLE]),
     "carrier_free": (None, [_HANDLE]),
-}
-FUNCTIONS: _Functions = {
-    **_CARRIER_FUNCTIONS,
     "host_stream_create": (c_void_p, [POINTER(HostGpu)]),
     "host_stream_failure": (c_uint32, [c_void_p]),
     "host_stream_notify": (None, [c_void_p, c_void_p, c_void_p]),
