@@ -11,6 +11,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from hetero.addresses import address_towards, family_of, is_loopback
 from hetero.errors import LinkError
 from hetero.link.base import Link, LinkDescription
 from hetero.link.handshake import Rendezvous
@@ -54,14 +55,17 @@ def connect(
     """
     _require_sense(rank=rank, peer=peer, transport=transport, timeout=timeout)
     here = _device(device)
-    found = find_nics(nics, towards=_host_of(store))
-    options = replace(
-        options or ChannelOptions(), addresses=found.addresses, rdma_devices=found.rdma
-    )
+    if nics:
+        find_nics(nics, own="")  # what is wrong with a name is said before anyone is waited for
     pair = f"{min(rank, peer)}-{max(rank, peer)}"
     number = store.add(f"{_PREFIX}/{pair}/opened by {rank}", 1)
     name = f"{pair}/{number}"
-    job = _agree_on_job(store, f"{_PREFIX}/{name}/job", rank=rank, peer=peer, timeout=timeout)
+    job, theirs = _meet(store, f"{_PREFIX}/{name}", rank=rank, peer=peer, timeout=timeout)
+    own = _own_address(store, theirs)
+    found = find_nics(nics, own=own, family=family_of(own))
+    options = replace(
+        options or ChannelOptions(), addresses=found.addresses, rdma_devices=found.rdma
+    )
     rendezvous = Rendezvous(
         store=dist.PrefixStore(_PREFIX, store),
         description=LinkDescription(rank=rank, peer=peer, job=job, timeout=timeout),
@@ -106,15 +110,32 @@ def _host_of(store: dist.Store) -> str:
     return os.environ.get("MASTER_ADDR", "127.0.0.1")
 
 
-def _agree_on_job(store: dist.Store, key: str, *, rank: int, peer: int, timeout: float) -> str:
-    """A name that both ends know and nobody else, by which they prove themselves to each other."""
+def _own_address(store: dist.Store, theirs: str) -> str:
+    """The address by which the peer reaches this rank, given the peer's way to the store's host.
+
+    The store's own host may resolve its name to a loopback address, as Debian's do.
+    """
+    own = address_towards(_host_of(store))
+    return address_towards(theirs) if is_loopback(own) and not is_loopback(theirs) else own
+
+
+def _meet(
+    store: dist.Store, prefix: str, *, rank: int, peer: int, timeout: float
+) -> tuple[str, str]:
+    """Wait for the peer; a name that nobody else knows, and where the peer comes from.
+
+    By the name the ends prove themselves to each other. The address is the one from which the peer
+    reaches the store's host.
+    """
+    job, theirs = f"{prefix}/job", f"{prefix}/address of {peer}"
     if rank < peer:
-        store.set(key, secrets.token_hex(16))
+        store.set(job, secrets.token_hex(16))
+    store.set(f"{prefix}/address of {rank}", address_towards(_host_of(store)))
     try:
-        store.wait([key], timedelta(seconds=timeout))
+        store.wait([job, theirs], timedelta(seconds=timeout))
     except dist.DistStoreError as error:
         raise LinkError(
             f"link rank {rank} - rank {peer} could not be opened: rank {peer} did not come within "
             f"{timeout:g} s; have both ranks call connect(), and see the log of rank {peer}"
         ) from error
-    return store.get(key).decode()
+    return store.get(job).decode(), store.get(theirs).decode()
