@@ -25,12 +25,12 @@ if __name__ == "__main__":
 
 from hetero.errors import UserError
 from tools.command_line import Parser, run
-from tools.loss_parity.alignment import align
-from tools.loss_parity.criteria import DEFAULT_CRITERIA, RULES, Criterion, parse_criterion
-from tools.loss_parity.curves import read_curve
-from tools.loss_parity.loss_comparison import DEFAULT_FIRST, Comparison, Options, compare
-from tools.loss_parity.loss_files import write_report
-from tools.loss_parity.loss_table import report_text
+from tools.run_comparison.alignment import align
+from tools.run_comparison.criteria import DEFAULT_CRITERIA, RULES, Criterion, parse_criterion
+from tools.run_comparison.curves import read_curve
+from tools.run_comparison.loss_comparison import DEFAULT_FIRST, Comparison, Options, compare
+from tools.run_comparison.loss_files import write_report
+from tools.run_comparison.loss_table import report_text
 
 _FAILED = 1
 

@@ -14,11 +14,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 if __name__ == "__main__":
     # As a script, only this file's folder would be importable; what follows may take a while.
@@ -29,68 +28,11 @@ if __name__ == "__main__":
 
 from megatron.training.arguments import parse_args
 from tools import command_line
-from tools.runs import SIMULATED, Launch, homogeneous_flags, mixed_flags, run_to_end
+from tools.reports.run_pair_files import write_whole
+from tools.run_comparison.likeness import liken
+from tools.runs import SIMULATED, Finished, Launch, homogeneous_flags, mixed_flags, run_to_end
 
 HOMOGENEOUS = "homogeneous"
-
-
-@dataclass(frozen=True)
-class RunResult:
-    """What one training run left behind."""
-
-    name: str
-    losses: list[float]
-    grad_norms: list[float | None]
-    weights: str
-    tokens_per_s: float
-    tflops_per_gpu: float
-    boundary_bytes: int
-    simulated: bool
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """A mixed run beside the homogeneous one."""
-
-    run: str
-    losses_identical: bool
-    weights_identical: bool
-    max_abs_loss_difference: float
-    speed_ratio: float
-    """Tokens per second over the homogeneous run's."""
-
-
-def run_once(
-    name: str, flags: Sequence[str], *, nproc: int, out: Path, environ: Mapping[str, str]
-) -> RunResult:
-    """Train once and read back what the run wrote."""
-    finished = run_to_end(
-        Launch(name=name, flags=tuple(flags), nproc=nproc, folder=out, environ=environ)
-    )
-    rows, summary = finished.iterations, finished.report
-    # The first iterations pay for compilation and for buffers.
-    steady = rows[min(3, len(rows) - 1) :]
-    return RunResult(
-        name=name,
-        losses=[row["loss"] for row in rows],
-        grad_norms=[row["grad_norm"] for row in rows],
-        weights=summary["weights"]["sha256"],
-        tokens_per_s=statistics.median(row["tokens_per_s"] for row in steady),
-        tflops_per_gpu=statistics.median(row["tflops_per_gpu"] for row in steady),
-        boundary_bytes=summary["boundary_bytes"],
-        simulated=summary["simulated"],
-    )
-
-
-def compare(run: RunResult, baseline: RunResult) -> Comparison:
-    pairs = list(zip(run.losses, baseline.losses, strict=True))
-    return Comparison(
-        run=run.name,
-        losses_identical=run.losses == baseline.losses and run.grad_norms == baseline.grad_norms,
-        weights_identical=run.weights == baseline.weights,
-        max_abs_loss_difference=max(abs(a - b) for a, b in pairs),
-        speed_ratio=run.tokens_per_s / baseline.tokens_per_s,
-    )
 
 
 def flags_of_runs(options: argparse.Namespace) -> dict[str, list[str]]:
@@ -108,46 +50,86 @@ def flags_of_runs(options: argparse.Namespace) -> dict[str, list[str]]:
     return flags
 
 
-def prove(options: argparse.Namespace) -> list[Comparison]:
+def prove(options: argparse.Namespace) -> bool:
+    """Run all and compare them; whether every mixed run computed what the homogeneous one did."""
     flags = flags_of_runs(options)
     for words in flags.values():
         # A launcher would answer bad flags with an exit code and pages of its own.
         parse_args(words, world_size=options.nproc)
     out = command_line.make_results_folder(options.out)
-    baseline, *runs = [
-        run_once(
-            name,
-            words,
-            nproc=options.nproc,
-            out=out,
-            environ={} if name == HOMOGENEOUS else SIMULATED,
+    runs = {
+        name: run_to_end(
+            Launch(
+                name=name,
+                flags=tuple(words),
+                nproc=options.nproc,
+                folder=out,
+                environ={} if name == HOMOGENEOUS else SIMULATED,
+            )
         )
         for name, words in flags.items()
-    ]
-    comparisons = [compare(run, baseline) for run in runs]
-    record = {
-        "runs": [asdict(run) for run in (baseline, *runs)],
-        "comparisons": [asdict(comparison) for comparison in comparisons],
-        "flags": options.flags,
     }
-    (out / "parity.json").write_text(json.dumps(record, indent=1))
+    return conclude(runs, flags=options.flags, out=out)
+
+
+def conclude(runs: Mapping[str, Finished], *, flags: Sequence[str], out: Path) -> bool:
+    """Write and print the comparison of all runs with the homogeneous one; whether all agree."""
+    baseline = runs[HOMOGENEOUS]
+    reference = baseline.curve(HOMOGENEOUS)
+    mixed = [name for name in runs if name != HOMOGENEOUS]
+    likenesses = {name: liken(runs[name].curve(name), reference) for name in mixed}
+    record = {
+        "runs": [_run_mapping(name, run) for name, run in runs.items()],
+        "comparisons": [
+            {
+                "run": name,
+                "losses_identical": likeness.losses_identical,
+                "weights_identical": likeness.weights_identical,
+                "max_abs_loss_difference": likeness.loss_difference,
+                "speed_ratio": _tokens_per_s(runs[name]) / _tokens_per_s(baseline),
+            }
+            for name, likeness in likenesses.items()
+        ],
+        "flags": list(flags),
+    }
+    write_whole(out / "parity.json", json.dumps(record, indent=1) + "\n")
     print(
         f"{'run':<16}{'losses':>11}{'weights':>11}{'max |dloss|':>13}{'tokens/s':>12}{'TFLOP/s':>9}"
     )
-    print(f"{HOMOGENEOUS:<16}{'':>11}{'':>11}{'':>13}", end="")
-    print(f"{baseline.tokens_per_s:>12,.0f}{baseline.tflops_per_gpu:>9.1f}")
-    for run, result in zip(runs, comparisons, strict=True):
+    print(f"{HOMOGENEOUS:<16}{'':>11}{'':>11}{'':>13}{_speed(baseline)}")
+    for name, likeness in likenesses.items():
         words = [
             "identical" if same else "DIFFER"
-            for same in (result.losses_identical, result.weights_identical)
+            for same in (likeness.losses_identical, likeness.weights_identical)
         ]
         print(
-            f"{run.name:<16}{words[0]:>11}{words[1]:>11}{result.max_abs_loss_difference:>13.3g}"
-            f"{run.tokens_per_s:>12,.0f}{run.tflops_per_gpu:>9.1f}"
+            f"{name:<16}{words[0]:>11}{words[1]:>11}{likeness.loss_difference:>13.3g}"
+            f"{_speed(runs[name])}"
         )
-    if any(run.simulated for run in runs):
+    if any(run.report["simulated"] for run in runs.values()):
         print("vendors simulated: one machine played both")
-    return comparisons
+    return all(likeness.identical for likeness in likenesses.values())
+
+
+def _run_mapping(name: str, run: Finished) -> dict[str, Any]:
+    return {
+        "name": name,
+        "losses": [row["loss"] for row in run.iterations],
+        "grad_norms": [row["grad_norm"] for row in run.iterations],
+        "weights": run.report["weights"]["sha256"],
+        "tokens_per_s": _tokens_per_s(run),
+        "tflops_per_gpu": run.steady("tflops_per_gpu"),
+        "boundary_bytes": run.report["boundary_bytes"],
+        "simulated": run.report["simulated"],
+    }
+
+
+def _tokens_per_s(run: Finished) -> float:
+    return run.steady("tokens_per_s")
+
+
+def _speed(run: Finished) -> str:
+    return f"{_tokens_per_s(run):>12,.0f}{run.steady('tflops_per_gpu'):>9.1f}"
 
 
 def parse_options(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -173,14 +155,14 @@ def parse_options(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> int:
     options = parse_options(argv)
-    comparisons: list[Comparison] = []
+    agreed: list[bool] = []
 
     def work() -> str:
-        comparisons.extend(prove(options))
+        agreed.append(prove(options))
         return f"written: parity.json in {options.out}"
 
     code = command_line.run(work)
-    return code or int(not all(c.losses_identical and c.weights_identical for c in comparisons))
+    return code or int(not all(agreed))
 
 
 if __name__ == "__main__":

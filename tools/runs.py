@@ -9,14 +9,17 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from hetero.errors import HeteroError
 from hetero.words import counted
 from tools.launching.processes import Step, StepFailure, log_lines, run_step
+from tools.run_comparison.curves import Curve, curve_of
 
 ROOT = Path(__file__).resolve().parent.parent
 ENTRY = ROOT / "pretrain_gpt.py"
+WARMUP_ITERATIONS = 10
 
 
 @dataclass(frozen=True)
@@ -56,6 +59,18 @@ class Finished:
 
     iterations: list[dict[str, Any]]
     report: dict[str, Any]
+
+    def curve(self, name: str) -> Curve:
+        """What it computed, to be compared with another run's."""
+        return curve_of(self.iterations, name=name, weights=self.report["weights"]["sha256"])
+
+    def steady(self, figure: str) -> float:
+        """The median of a figure over the iterations after the first ones.
+
+        Those pay for compilation, caches and buffers: ten of them, or half of a short run.
+        """
+        values = [record[figure] for record in self.iterations]
+        return median(values[min(WARMUP_ITERATIONS, len(values) // 2) :])
 
 
 class DeadlinePassed(HeteroError):

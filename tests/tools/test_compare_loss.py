@@ -11,9 +11,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.tools.loss_parity.simulated_runs import Fault, simulated_run, with_loss
+from tests.tools.run_comparison.simulated_runs import Fault, simulated_run, with_loss
 from tools.compare_loss import main
-from tools.loss_parity.curves import Curve
+from tools.run_comparison.curves import Curve
 
 TOOL = Path(__file__).parents[2] / "tools" / "compare_loss.py"
 

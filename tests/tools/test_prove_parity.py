@@ -2,53 +2,61 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tools import prove_parity
-from tools.prove_parity import RunResult, compare, parse_options
+from tools.prove_parity import HOMOGENEOUS, conclude, parse_options
+from tools.runs import Finished
 
 pytestmark = pytest.mark.usefixtures("preloaded_ranks")
 
-RUN = RunResult(
-    name="homogeneous",
-    losses=[3.0, 2.5],
-    grad_norms=[1.0, None],
-    weights="ab",
-    tokens_per_s=100.0,
-    tflops_per_gpu=1.0,
-    boundary_bytes=0,
-    simulated=False,
-)
+
+def finished(losses: list[float], *, weights: str = "ab", speed: float = 100.0) -> Finished:
+    figures = {"grad_norm": 1.0, "tokens_per_s": speed, "tflops_per_gpu": 1.0}
+    rows = [figures | {"iteration": n, "loss": loss} for n, loss in enumerate(losses, start=1)]
+    report = {"weights": {"sha256": weights}, "boundary_bytes": 8, "simulated": True}
+    return Finished(rows, report)
 
 
-def test_equal_runs_are_identical_and_their_speeds_are_compared() -> None:
-    result = compare(replace(RUN, name="mixed-gloo", tokens_per_s=90.0), RUN)
-    assert (result.run, result.speed_ratio) == ("mixed-gloo", 0.9)
-    assert result.losses_identical
-    assert result.weights_identical
-    assert result.max_abs_loss_difference == 0.0
+def concluded(mixed: Finished, out: Path) -> tuple[bool, dict[str, Any]]:
+    runs = {HOMOGENEOUS: finished([3.0, 2.5]), "mixed-gloo": mixed}
+    agreed = conclude(runs, flags=["--bf16"], out=out)
+    (comparison,) = json.loads((out / "parity.json").read_text())["comparisons"]
+    return agreed, comparison
+
+
+def test_equal_runs_agree_and_their_speeds_are_compared(tmp_path: Path) -> None:
+    agreed, comparison = concluded(finished([3.0, 2.5], speed=90.0), tmp_path)
+    assert agreed
+    assert comparison == {
+        "run": "mixed-gloo",
+        "losses_identical": True,
+        "weights_identical": True,
+        "max_abs_loss_difference": 0.0,
+        "speed_ratio": 0.9,
+    }
 
 
 @pytest.mark.parametrize(
-    ("changed", "losses", "weights"),
+    ("mixed", "words"),
     [
-        ({"losses": [3.0, 2.5000000000000004]}, False, True),
-        ({"grad_norms": [1.0000000000000002, None]}, False, True),
-        ({"weights": "ac"}, True, False),
+        (finished([3.0, 2.75]), ["DIFFER", "identical", "0.25"]),
+        (finished([3.0, 2.5], weights="ac"), ["identical", "DIFFER", "0"]),
     ],
-    ids=["a loss", "a gradient norm", "the weights"],
+    ids=["a loss", "the weights"],
 )
-def test_the_last_bit_counts(changed: dict, losses: bool, weights: bool) -> None:
-    result = compare(replace(RUN, **changed), RUN)
-    assert (result.losses_identical, result.weights_identical) == (losses, weights)
-
-
-def test_runs_of_different_length_cannot_be_compared() -> None:
-    with pytest.raises(ValueError, match="longer"):
-        compare(replace(RUN, losses=[3.0]), RUN)
+def test_a_difference_is_said_and_not_passed(
+    mixed: Finished, words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    agreed, _ = concluded(mixed, tmp_path)
+    assert not agreed
+    said = capsys.readouterr().out
+    assert next(line.split()[1:4] for line in said.splitlines() if "mixed-gloo" in line) == words
+    assert "simulated" in said
 
 
 def test_what_stands_behind_the_dashes_is_the_programs() -> None:

@@ -12,7 +12,7 @@ import pytest
 from megatron.training.arguments import parse_args
 from tools import runs
 from tools.launching.processes import StepFailure
-from tools.runs import DeadlinePassed, Launch, homogeneous_flags, mixed_flags, run_to_end
+from tools.runs import DeadlinePassed, Finished, Launch, homogeneous_flags, mixed_flags, run_to_end
 
 pytestmark = pytest.mark.usefixtures("preloaded_ranks")
 
@@ -89,3 +89,17 @@ def test_both_kinds_of_pipeline_are_split_alike() -> None:
     assert args.pipeline_model_parallel_layout == "Ettttt|tttL"
     args = parse_args([*model, *homogeneous_flags(stages=2, layers=None)], world_size=2)
     assert args.pipeline_model_parallel_size == 2
+
+
+@pytest.mark.parametrize(
+    ("figures", "steady"),
+    [
+        ([1.0] * 10 + [50.0, 70.0, 60.0] * 4, 60.0),
+        ([1.0, 1.0, 3.0, 2.0], 2.5),
+        ([7.0], 7.0),
+    ],
+    ids=["ten of a long run", "half of a short one", "nothing of a single one"],
+)
+def test_speed_leaves_out_the_first_iterations(figures: list[float], steady: float) -> None:
+    run = Finished([{"tokens_per_s": figure} for figure in figures], {})
+    assert run.steady("tokens_per_s") == steady

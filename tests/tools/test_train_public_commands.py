@@ -11,9 +11,10 @@ import pytest
 from hetero.errors import HeteroError
 from tools import train_public_commands
 from tools.public_training.chosen import CHOSEN
-from tools.public_training.comparison import Runs, Trained
+from tools.public_training.comparison import Runs
 from tools.public_training.results import Row
 from tools.public_training.shrinking import shrink
+from tools.run_comparison.curves import Curve, curve_of
 
 pytestmark = pytest.mark.usefixtures("preloaded_ranks")
 
@@ -59,15 +60,12 @@ def test_ten_public_commands_train_and_with_three_flags_more_bit_for_bit(tmp_pat
         _assert_same(name, result)
 
 
-def trained(losses: tuple[float, ...], weights: str = "a", norm: float | None = 2.0) -> Trained:
-    return Trained(
-        processes=2,
-        losses=losses,
-        grad_norms=(None, norm),
-        skipped=1,
-        weights=weights,
-        simulated=True,
-    )
+def trained(losses: tuple[float, ...], weights: str = "a", norm: float | None = 2.0) -> Curve:
+    rows = [
+        {"iteration": n, "loss": loss, "grad_norm": own, "skipped": own is None}
+        for n, (loss, own) in enumerate(zip(losses, (None, norm), strict=True), start=1)
+    ]
+    return curve_of(rows, name="a run", weights=weights)
 
 
 PLAIN = trained((7.0, 6.0))
@@ -110,10 +108,10 @@ PLAIN = trained((7.0, 6.0))
     ],
 )
 def test_a_difference_is_told_with_its_size(
-    own: Trained, staged: Trained, verdict: str, is_right: bool
+    own: Curve, staged: Curve, verdict: str, is_right: bool
 ) -> None:
     one = CHOSEN[0]
-    row = Row(one, shrink(one.command), Runs(homogeneous=own, mixed=PLAIN, staged=staged))
+    row = Row(one, shrink(one.command), Runs(own, PLAIN, staged, (2, 2)))
     assert (row.verdict, row.is_right) == (verdict, is_right)
 
 
@@ -123,7 +121,7 @@ def test_a_command_that_does_not_train_is_named_and_the_others_go_on(
     def train_all(_shrunk: object, *, name: str, **_where: object) -> Runs:
         if name == CHOSEN[0].short:
             raise HeteroError("rank 1 stumbled")
-        return Runs(PLAIN, PLAIN, PLAIN)
+        return Runs(PLAIN, PLAIN, PLAIN, (2, 2))
 
     monkeypatch.setattr(train_public_commands, "train_all", train_all)
     monkeypatch.setattr(train_public_commands, "build_text", lambda *_: None)

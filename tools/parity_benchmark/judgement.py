@@ -7,13 +7,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from hetero.errors import UserError
-from tools.loss_parity.alignment import align
-from tools.loss_parity.criteria import Finding, parse_criterion
-from tools.loss_parity.curves import Curve, read_curve
-from tools.loss_parity.envelope import FEWEST_SEEDS
-from tools.loss_parity.loss_comparison import Comparison, Options, Verdict, compare
 from tools.parity_benchmark.plan import DETERMINISTIC, Run
 from tools.parity_benchmark.side_by_side import Outcome
+from tools.run_comparison.alignment import align
+from tools.run_comparison.criteria import Finding, parse_criterion
+from tools.run_comparison.curves import Curve, read_curve
+from tools.run_comparison.envelope import FEWEST_SEEDS
+from tools.run_comparison.loss_comparison import Comparison, Options, Verdict, compare
 
 FIXED_BOUND = "final-relative"
 """Its bound is a published number, which knows nothing of how noisy these runs are."""

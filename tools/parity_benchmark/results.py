@@ -11,9 +11,6 @@ from typing import Any
 
 import torch
 
-from tools.loss_parity.criteria import Finding
-from tools.loss_parity.loss_table import warnings
-from tools.loss_parity.smoothing import default_window
 from tools.parity_benchmark.judgement import FIXED_BOUND, Judgement
 from tools.parity_benchmark.options import Options
 from tools.parity_benchmark.plan import PAIR, Run
@@ -21,6 +18,9 @@ from tools.parity_benchmark.side_by_side import VISIBLE, Outcome
 from tools.real_text.data_set import VOCABULARY, RealText
 from tools.real_text.sources import SOURCES
 from tools.reports.run_pair_files import write_whole
+from tools.run_comparison.criteria import Finding
+from tools.run_comparison.loss_table import warnings
+from tools.run_comparison.smoothing import default_window
 
 MOST_EPOCHS = 3
 """A text that is seen more often is learnt by heart; the result says so."""
@@ -190,7 +190,7 @@ def _json(record: Mapping[str, Any], curves: Sequence[Mapping[str, Any]]) -> str
 
 def _write_pictures(out: Path, judgements: Sequence[Judgement]) -> None:
     # matplotlib takes a second, which bad input need not wait for.
-    from tools.loss_parity.loss_picture import draw_png
+    from tools.run_comparison.loss_picture import draw_png
 
     for judgement in judgements:
         picture = out / f"parity_training_{judgement.kernels}.png"

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from megatron.training.arguments import parse_args
 from tools.public_training.shrinking import Shrunk
-from tools.runs import SIMULATED, Finished, Launch, homogeneous_flags, run_to_end
+from tools.run_comparison.curves import Curve
+from tools.run_comparison.likeness import Likeness, liken
+from tools.runs import SIMULATED, Launch, homogeneous_flags, run_to_end
 
 SIZES = (1, 1)
 THREE_FLAGS = (
@@ -23,68 +25,44 @@ _ON_CPU = {"CUDA_VISIBLE_DEVICES": "-1", "OMP_NUM_THREADS": "1"}
 
 
 @dataclass(frozen=True)
-class Trained:
-    """What one run left: losses and gradient norms by iteration, and a digest of its weights."""
-
-    processes: int
-    losses: tuple[float, ...]
-    grad_norms: tuple[float | None, ...]
-    skipped: int
-    weights: str
-    simulated: bool
-
-
-@dataclass(frozen=True)
-class Difference:
-    """How far the mixed run is from another: 0 where all iterations are equal, bit for bit."""
-
-    losses: float
-    """The largest of an iteration, relative to the other run's, as are gradient norms."""
-    grad_norms: float
-    weights_equal: bool
-
-    @property
-    def is_none(self) -> bool:
-        return not self.losses and not self.grad_norms and self.weights_equal
-
-
-@dataclass(frozen=True)
 class Runs:
     """What was trained of one command."""
 
-    homogeneous: Trained
-    mixed: Trained
-    staged: Trained
+    homogeneous: Curve
+    mixed: Curve
+    staged: Curve
     """Homogeneous with as many pipeline stages as the mixed run; the script's own where it has."""
+    processes: tuple[int, int]
+    """Of the homogeneous run, and of the other two."""
 
     @property
-    def from_own(self) -> Difference:
+    def from_own(self) -> Likeness:
         """What the three flags change, the layout included."""
-        return _difference(self.homogeneous, self.mixed)
+        return liken(self.mixed, self.homogeneous)
 
     @property
-    def from_staged(self) -> Difference:
+    def from_staged(self) -> Likeness:
         """What they change of a layout."""
-        return _difference(self.staged, self.mixed)
+        return liken(self.mixed, self.staged)
 
-
-def _difference(plain: Trained, mixed: Trained) -> Difference:
-    return Difference(
-        losses=_largest(plain.losses, mixed.losses),
-        grad_norms=_largest(plain.grad_norms, mixed.grad_norms),
-        weights_equal=plain.weights == mixed.weights,
-    )
-
-
-def _largest(plain: Sequence[float | None], mixed: Sequence[float | None]) -> float:
-    return max((_relative(*both) for both in zip(plain, mixed, strict=True)), default=0.0)
-
-
-def _relative(plain: float | None, mixed: float | None) -> float:
-    """Infinite where only one of two runs skipped the iteration."""
-    if plain == mixed:
-        return 0.0
-    return abs(mixed - plain) / abs(plain) if plain and mixed else math.inf
+    def as_mapping(self) -> dict[str, Any]:
+        own, spread = self.processes
+        runs = {
+            "homogeneous": (self.homogeneous, own),
+            "mixed": (self.mixed, spread),
+            "staged": (self.staged, spread),
+        }
+        return {
+            kind: {
+                "processes": count,
+                "losses": curve.loss.tolist(),
+                "grad_norms": [None if math.isnan(norm) else norm for norm in curve.grad_norm],
+                "skipped": int(curve.skipped.sum()),
+                "weights": curve.weights,
+                "simulated": curve.simulated,
+            }
+            for kind, (curve, count) in runs.items()
+        }
 
 
 def train_all(shrunk: Shrunk, *, name: str, text: Path, work: Path, out: Path) -> Runs:
@@ -94,14 +72,14 @@ def train_all(shrunk: Shrunk, *, name: str, text: Path, work: Path, out: Path) -
     """
     stages = sum(SIZES)
 
-    def trained(kind: str, *more: str, processes: int, simulated: bool = False) -> Trained:
+    def trained(kind: str, *more: str, processes: int, simulated: bool = False) -> Curve:
         run = f"{name}-{kind}"
         flags = (*shrunk.flags(text=text, run=work / run), *more)
         # A launcher would answer bad flags with an exit code and pages of its own.
         parse_args(flags, world_size=processes)
         environ = _ON_CPU | (SIMULATED if simulated else {})
         launch = Launch(run, flags, processes, out, environ, SECONDS)
-        return _read(run_to_end(launch), processes)
+        return run_to_end(launch).curve(run)
 
     spread = shrunk.processes_of(stages)
     homogeneous = trained("homogeneous", processes=shrunk.processes)
@@ -109,15 +87,4 @@ def train_all(shrunk: Shrunk, *, name: str, text: Path, work: Path, out: Path) -
     staged = homogeneous
     if shrunk.pipeline != stages:
         staged = trained("staged", *homogeneous_flags(stages=stages, layers=None), processes=spread)
-    return Runs(homogeneous, mixed, staged)
-
-
-def _read(finished: Finished, processes: int) -> Trained:
-    return Trained(
-        processes=processes,
-        losses=tuple(row["loss"] for row in finished.iterations),
-        grad_norms=tuple(row["grad_norm"] for row in finished.iterations),
-        skipped=sum(row["skipped"] for row in finished.iterations),
-        weights=finished.report["weights"]["sha256"],
-        simulated=finished.report["simulated"],
-    )
+    return Runs(homogeneous, mixed, staged, (shrunk.processes, spread))

@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from tools.public_training.chosen import Chosen
-from tools.public_training.comparison import THREE_FLAGS, Difference, Runs, Trained
+from tools.public_training.comparison import THREE_FLAGS, Runs
 from tools.public_training.shrinking import Replacement, Shrunk
 from tools.reports.run_pair_files import write_whole
+from tools.run_comparison.curves import Curve
+from tools.run_comparison.likeness import Likeness
 
 ROUNDING = 1e-4
 """Most that losses of 16-bit training may differ by where two layouts add in another order."""
@@ -30,14 +32,14 @@ class Row:
     def is_right(self) -> bool:
         if self.runs is None:
             return False
-        return self.runs.from_staged.is_none and self.runs.from_own.losses <= ROUNDING
+        return self.runs.from_staged.identical and self.runs.from_own.relative_losses <= ROUNDING
 
     @property
     def verdict(self) -> str:
         if self.runs is None:
             return self.problem
         own, staged = self.runs.from_own, self.runs.from_staged
-        if own.is_none and staged.is_none:
+        if own.identical and staged.identical:
             return "all"
         return f"{_words(own)}; of the same stages: {_words(staged)}"
 
@@ -46,13 +48,14 @@ class Row:
         return f"{self.chosen.short}: {self.verdict}"
 
 
-def _words(difference: Difference) -> str:
+def _words(likeness: Likeness) -> str:
     """What is equal, and within what the rest is."""
-    if difference.is_none:
+    if likeness.identical:
         return "all"
-    parts = [f"losses within {difference.losses:.0e}" if difference.losses else "losses"]
-    parts += ["weights"] if difference.weights_equal else []
-    parts += [f"gradient norms within {difference.grad_norms:.0e}"] if difference.grad_norms else []
+    losses, norms = likeness.relative_losses, likeness.relative_grad_norms
+    parts = [f"losses within {losses:.0e}" if losses else "losses"]
+    parts += ["weights"] if likeness.weights_identical else []
+    parts += [f"gradient norms within {norms:.0e}"] if norms else []
     return ", ".join(parts)
 
 
@@ -90,17 +93,17 @@ def _figures(runs: Runs | None) -> list[str]:
     if runs is None:
         return [""] * 4
     plain, mixed = runs.homogeneous, runs.mixed
-    both = {plain.processes, mixed.processes}
-    skipped = f", {plain.skipped} skipped" if plain.skipped else ""
+    own, spread = runs.processes
+    skipped = f", {plain.skipped.sum()} skipped" if plain.skipped.any() else ""
     return [
-        str(plain.processes) if len(both) == 1 else f"{plain.processes}, mixed {mixed.processes}",
-        f"{len(plain.losses)}{skipped}",
+        str(own) if own == spread else f"{own}, mixed {spread}",
+        f"{len(plain)}{skipped}",
         *(_first_and_last(run) for run in (plain, mixed)),
     ]
 
 
-def _first_and_last(run: Trained) -> str:
-    return f"{run.losses[0]:.6f}, {run.losses[-1]:.6f}"
+def _first_and_last(run: Curve) -> str:
+    return f"{run.loss[0]:.6f}, {run.loss[-1]:.6f}"
 
 
 def replacements(rows: Sequence[Row]) -> list[str]:
@@ -123,5 +126,5 @@ def _as_mapping(row: Row) -> dict[str, Any]:
         "words": row.shrunk.words,
         "replaced": [asdict(one) for one in row.shrunk.replaced],
         "verdict": row.verdict,
-        "runs": asdict(row.runs) if row.runs else None,
+        "runs": row.runs.as_mapping() if row.runs else None,
     }

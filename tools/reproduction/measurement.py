@@ -10,6 +10,7 @@ from typing import Any
 from hetero.errors import HeteroError
 from hetero.words import counted
 from tools.reproduction.settings import HOMOGENEOUS, ModelSetting, Published, published_of
+from tools.run_comparison.curves import Curve, curve_of
 from tools.runs import Finished
 
 LIBRARIES = {"nvidia": "NCCL", "amd": "RCCL", "cpu": "gloo (no GPU)"}
@@ -35,6 +36,11 @@ class Measurement:
     device: str
     actual_vendor: str
     simulated: bool
+
+    def curve(self) -> Curve:
+        """Its losses, to be compared with another run's."""
+        rows = [{"iteration": n, "loss": loss} for n, loss in enumerate(self.losses, start=1)]
+        return curve_of(rows, name=self.transport)
 
 
 @dataclass(frozen=True)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import combinations
 
 from hetero.words import size_text
 from tools.reproduction.measurement import Attempt, RowResult, Spread
 from tools.reproduction.settings import SOURCE, SOURCE_SETTING
+from tools.run_comparison.likeness import liken
 
 LOADER_LIMIT = 0.005
 """Above this share of the time, a figure is one of the data loader too, and a note says so."""
@@ -106,10 +108,11 @@ def notes(
 
 def _losses(attempts: Sequence[Attempt]) -> list[str]:
     """All rows train the same model on the same data, so their losses must be close."""
-    losses = [a.measurement.losses for a in attempts if a.measurement is not None]
-    if len(losses) < 2:
+    pairs = list(combinations([a.measurement.curve() for a in attempts if a.measurement], 2))
+    if not pairs:
         return []
-    difference = max(max(step) - min(step) for step in zip(*losses, strict=True))
-    if difference == 0:
+    likenesses = [liken(*pair) for pair in pairs]
+    if all(likeness.losses_identical for likeness in likenesses):
         return ["the losses of all runs are the same, bit for bit"]
+    difference = max(likeness.loss_difference for likeness in likenesses)
     return [f"the losses of all runs are within {difference:.2g} of each other at every iteration"]

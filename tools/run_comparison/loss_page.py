@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from markupsafe import Markup
 
-from tools.loss_parity.loss_comparison import Comparison
-from tools.loss_parity.loss_picture import panel_svgs
-from tools.loss_parity.loss_table import finding_row, summary, warnings
 from tools.reports.page_style import STYLE
 from tools.reports.template import compiled
+from tools.run_comparison.loss_comparison import Comparison
+from tools.run_comparison.loss_picture import panel_svgs
+from tools.run_comparison.loss_table import finding_row, summary, warnings
 
 TEMPLATE = """<!doctype html>
 <html lang="en">

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -41,6 +41,8 @@ class Curve:
     skipped: NDArray[np.bool_]
     simulated: bool
     """Some rank played a vendor that it was not."""
+    weights: str = ""
+    """SHA-256 of the weights at the end, from `--hetero-report`; empty where it is not known."""
     notes: tuple[str, ...] = ()
     """What was peculiar about the file."""
 
@@ -77,8 +79,13 @@ def read_curve(path: str) -> Curve:
     rows = _without_rewritten(_rows(path, text, notes), path, notes)
     if not rows:
         raise UserError(f"{path} holds no iteration; name the metrics file of a run that trained")
+    return replace(curve_of(rows, name=path), notes=tuple(notes))
+
+
+def curve_of(rows: Sequence[Mapping[str, Any]], *, name: str, weights: str = "") -> Curve:
+    """The curves of a run whose records `rows` are, one an iteration."""
     return Curve(
-        name=path,
+        name=name,
         iteration=np.array([row["iteration"] for row in rows], dtype=np.int64),
         loss=_column(rows, "loss"),
         grad_norm=_column(rows, "grad_norm"),
@@ -88,8 +95,15 @@ def read_curve(path: str) -> Curve:
         consumed_tokens=_column(rows, "consumed_tokens"),
         skipped=np.array([row.get("skipped") is True for row in rows], dtype=np.bool_),
         simulated=any(row.get("simulated") is True for row in rows),
-        notes=tuple(notes),
+        weights=weights,
     )
+
+
+def span(curve: Curve) -> str:
+    """In words, which iterations it has."""
+    if not len(curve):
+        return "no iteration"
+    return f"iterations {curve.iteration[0]} to {curve.iteration[-1]}"
 
 
 def _rows(path: str, text: str, notes: list[str]) -> list[dict[str, Any]]:
@@ -148,7 +162,7 @@ def _without_rewritten(
     return kept
 
 
-def _column(rows: Iterable[dict[str, Any]], name: str) -> Floats:
+def _column(rows: Iterable[Mapping[str, Any]], name: str) -> Floats:
     return np.array([_number(row.get(name)) for row in rows], dtype=np.float64)
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from tools.loss_parity.loss_comparison import Comparison
 from tools.reports.run_pair_files import write_whole
+from tools.run_comparison.loss_comparison import Comparison
 
 STEM = "compare_loss"
 
@@ -14,8 +14,8 @@ STEM = "compare_loss"
 def write_report(comparison: Comparison, out: Path) -> list[Path]:
     """Write all files into the folder, which is made; returns them."""
     # matplotlib and jinja2 take a second, which bad input need not wait for.
-    from tools.loss_parity.loss_page import render_page
-    from tools.loss_parity.loss_picture import draw_png
+    from tools.run_comparison.loss_page import render_page
+    from tools.run_comparison.loss_picture import draw_png
 
     out.mkdir(parents=True, exist_ok=True)
     paths = [out / f"{STEM}.{kind}" for kind in ("json", "png", "html")]

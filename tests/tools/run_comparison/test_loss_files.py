@@ -9,12 +9,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from tests.tools.loss_parity.simulated_runs import Fault, simulated_run, with_loss
-from tools.loss_parity.alignment import align
-from tools.loss_parity.criteria import parse_criterion
-from tools.loss_parity.loss_comparison import Comparison, Options, compare
-from tools.loss_parity.loss_files import write_report
-from tools.loss_parity.loss_table import report_text
+from tests.tools.run_comparison.simulated_runs import Fault, simulated_run, with_loss
+from tools.run_comparison.alignment import align
+from tools.run_comparison.criteria import parse_criterion
+from tools.run_comparison.loss_comparison import Comparison, Options, compare
+from tools.run_comparison.loss_files import write_report
+from tools.run_comparison.loss_table import report_text
 
 
 def comparison(*, seeds: int = 2, simulated: bool = False) -> Comparison:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from tools.loss_parity.curves import Curve, Floats
+from tools.run_comparison.curves import Curve, Floats
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
-from tools.loss_parity.curves import Curve, Floats, Integers
+from tools.run_comparison.curves import Curve, Floats, Integers
 
 _LARGEST_WINDOW = 200
 
@@ -51,9 +51,3 @@ def held_grad_norm(curve: Curve) -> Floats:
 
 def has_grad_norm(curve: Curve) -> bool:
     return bool(np.isfinite(curve.grad_norm).any())
-
-
-def relative_difference(values: Floats, reference: Floats) -> Floats:
-    """(values - reference) / reference, signed."""
-    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
-        return (values - reference) / reference

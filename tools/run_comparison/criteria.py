@@ -10,13 +10,13 @@ import numpy as np
 
 from hetero.errors import UserError
 from hetero.words import counted
-from tools.loss_parity.alignment import SCHEDULE_TOLERANCE, identical, schedule_difference
-from tools.loss_parity.curves import Curve, Floats
-from tools.loss_parity.envelope import FEWEST_SEEDS, Envelope
-from tools.loss_parity.smoothing import (
+from tools.run_comparison.alignment import SCHEDULE_TOLERANCE, schedule_difference
+from tools.run_comparison.curves import Curve, Floats
+from tools.run_comparison.envelope import FEWEST_SEEDS, Envelope
+from tools.run_comparison.likeness import liken, relative_difference
+from tools.run_comparison.smoothing import (
     has_grad_norm,
     held_grad_norm,
-    relative_difference,
     smoothed_grad_norm,
     smoothed_iterations,
     smoothed_loss,
@@ -105,11 +105,15 @@ def _schedule(pair: Pair, bound: float) -> Finding:
 
 
 def _identical(pair: Pair, bound: float) -> Finding:
-    differ = np.flatnonzero(~identical(pair.candidate, pair.reference))
-    detail = "losses and gradient norms are equal, bit for bit"
+    likeness = liken(pair.candidate, pair.reference)
+    differ = np.flatnonzero(~likeness.same)
+    what = "losses, gradient norms and weights" if likeness.weights_identical else None
+    detail = f"{what or 'losses and gradient norms'} are equal, bit for bit"
     if len(differ):
         detail = f"iterations that differ; the first is {_at(pair, int(differ[0]))}"
-    return _within("identical", float(len(differ)), bound, detail)
+    elif likeness.weights_identical is False:
+        detail = "no iteration differs, but the weights at the end do"
+    return Finding("identical", float(len(differ)), bound, likeness.identical, detail)
 
 
 def _first_steps(pair: Pair, bound: float) -> Finding:

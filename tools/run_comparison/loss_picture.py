@@ -11,16 +11,16 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from hetero.words import counted
-from tools.loss_parity.curves import Curve, Floats, Integers
-from tools.loss_parity.loss_comparison import Comparison
-from tools.loss_parity.smoothing import (
+from tools.reports.charts import LIGHT, PAGE, Theme, as_svg, style_axes
+from tools.run_comparison.curves import Curve, Floats, Integers
+from tools.run_comparison.likeness import relative_difference
+from tools.run_comparison.loss_comparison import Comparison
+from tools.run_comparison.smoothing import (
     has_grad_norm,
-    relative_difference,
     smoothed_grad_norm,
     smoothed_iterations,
     smoothed_loss,
 )
-from tools.reports.charts import LIGHT, PAGE, Theme, as_svg, style_axes
 
 # Readable on a light and on a dark page alike.
 _CANDIDATES = ("#d1492e", "#2a9d78", "#9560c2", "#cf8f1d", "#c2528b", "#6f9e1f")

@@ -9,25 +9,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tools.loss_parity.envelope import prediction_factor, seed_envelope, student_quantile
-
-# From printed tables of Student's distribution.
-TABLE = [
-    *((0.995, 1, 63.6567), (0.995, 2, 9.9248), (0.995, 3, 5.8409), (0.995, 4, 4.6041)),
-    *((0.975, 5, 2.5706), (0.975, 9, 2.2622), (0.95, 10, 1.8125), (0.995, 30, 2.7500)),
-]
-
-
-@pytest.mark.parametrize(("probability", "freedom", "quantile"), TABLE)
-def test_student_quantiles_are_those_of_the_tables(probability, freedom, quantile):
-    assert student_quantile(probability, freedom) == pytest.approx(quantile, abs=5e-5)
+from tools.run_comparison.envelope import prediction_factor, seed_envelope
 
 
 def test_the_band_narrows_with_every_seed_towards_that_of_a_known_spread():
-    factors = [prediction_factor(seeds) for seeds in (3, 4, 5, 10, 1000)]
+    factors = [prediction_factor(seeds) for seeds in (2, 3, 4, 5, 10, 31, 1000)]
     assert factors == sorted(factors, reverse=True)
-    assert factors[0] == pytest.approx(9.9248 * math.sqrt(4 / 3), rel=1e-4)
-    assert factors[-1] == pytest.approx(2.576, abs=0.01)
+    # Student's quantiles as printed tables have them: of 2, 9 and 30 degrees of freedom.
+    for seeds, quantile in ((3, 9.925), (10, 3.250), (31, 2.750)):
+        assert prediction_factor(seeds) == pytest.approx(
+            quantile * math.sqrt(1 + 1 / seeds), rel=1e-4
+        )
+    # However many there are, the band is no narrower than that of a known spread.
+    assert 2.576 < factors[-1] < 2.76
 
 
 def curves(seed: int, *, count: int = 3, points: int = 50) -> np.ndarray:

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hetero.errors import UserError
-from tools.loss_parity.curves import read_curve
+from tools.run_comparison.curves import read_curve
 
 
 def row(iteration: int, loss: float | None = 2.5, **others: object) -> str:

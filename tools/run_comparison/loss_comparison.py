@@ -11,8 +11,8 @@ import numpy as np
 
 from hetero.errors import UserError
 from hetero.words import counted
-from tools.loss_parity.alignment import Aligned
-from tools.loss_parity.criteria import (
+from tools.run_comparison.alignment import Aligned
+from tools.run_comparison.criteria import (
     DEFAULT_CRITERIA,
     RULES,
     Criterion,
@@ -24,9 +24,9 @@ from tools.loss_parity.criteria import (
     not_applied,
     starts_alike,
 )
-from tools.loss_parity.curves import Curve
-from tools.loss_parity.envelope import Envelope, seed_envelope
-from tools.loss_parity.smoothing import (
+from tools.run_comparison.curves import Curve
+from tools.run_comparison.envelope import Envelope, seed_envelope
+from tools.run_comparison.smoothing import (
     default_window,
     has_grad_norm,
     smoothed_grad_norm,

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.tools.loss_parity.simulated_runs import simulated_run
-from tools.loss_parity.smoothing import (
+from tests.tools.run_comparison.simulated_runs import simulated_run
+from tools.run_comparison.smoothing import (
     default_window,
     held_grad_norm,
     running_mean,

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from hetero.words import counted
-from tools.loss_parity.criteria import Finding
-from tools.loss_parity.loss_comparison import Comparison
+from tools.run_comparison.criteria import Finding
+from tools.run_comparison.loss_comparison import Comparison
 
 
 def report_text(comparison: Comparison) -> str:

@@ -10,8 +10,8 @@ import numpy as np
 
 from hetero.errors import UserError
 from hetero.words import counted
-from tools.loss_parity.curves import Curve, Floats
-from tools.loss_parity.smoothing import relative_difference
+from tools.run_comparison.curves import Curve, Floats, span
+from tools.run_comparison.likeness import liken, relative_difference
 
 SCHEDULE_TOLERANCE = 1e-9
 """Relative. Two machines' cosines may differ in the last bit; two schedules differ by far more."""
@@ -68,13 +68,9 @@ def _between(curve: Curve, first: int | None, last: int | None) -> Curve:
     chosen = np.flatnonzero((curve.iteration >= low) & (curve.iteration <= high))
     if not len(chosen):
         raise UserError(
-            f"{curve.name} has no iteration from {low} to {high}; it holds {_range(curve)}"
+            f"{curve.name} has no iteration from {low} to {high}; it holds {span(curve)}"
         )
     return curve.at(chosen)
-
-
-def _range(curve: Curve) -> str:
-    return f"iterations {curve.iteration[0]} to {curve.iteration[-1]}"
 
 
 def _check_ends(curve: Curve, reference: Curve) -> None:
@@ -82,8 +78,8 @@ def _check_ends(curve: Curve, reference: Curve) -> None:
     last = min(curve.iteration[-1], reference.iteration[-1])
     if first > last or not len(np.intersect1d(curve.iteration, reference.iteration)):
         raise UserError(
-            f"{curve.name} ({_range(curve)}) has no iteration in common with {reference.name} "
-            f"({_range(reference)}); compare runs of the same iterations"
+            f"{curve.name} ({span(curve)}) has no iteration in common with {reference.name} "
+            f"({span(reference)}); compare runs of the same iterations"
         )
     for flag, value, end, what in (
         ("--from-iteration", first, 0, "begins at"),
@@ -138,13 +134,6 @@ def schedule_difference(curve: Curve, reference: Curve) -> tuple[float, int] | N
     return largest
 
 
-def identical(one: Curve, other: Curve) -> np.ndarray:
-    """For each iteration whether loss and gradient norm are the same, bit for bit."""
-    pairs = ((one.loss, other.loss), (one.grad_norm, other.grad_norm))
-    same = [mine.view(np.int64) == theirs.view(np.int64) for mine, theirs in pairs]
-    return np.asarray(same[0] & same[1])
-
-
 def _check_reference(aligned: Aligned) -> None:
     """The reference and its seeds must be usable: finite, of one schedule, and not copies."""
     references = (aligned.reference, *aligned.seeds)
@@ -164,7 +153,7 @@ def _check_reference(aligned: Aligned) -> None:
                 f"{curve.iteration[found[1]]}; give runs that differ in nothing but --seed"
             )
         for other in references[:number]:
-            if identical(curve, other).all():
+            if liken(curve, other).losses_identical:
                 raise UserError(
                     f"{curve.name} and {other.name} hold the same numbers; give runs of different "
                     "seeds"

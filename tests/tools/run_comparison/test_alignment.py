@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from hetero.errors import UserError
-from tests.tools.loss_parity.simulated_runs import simulated_run, with_loss
-from tools.loss_parity.alignment import align, identical, schedule_difference
-from tools.loss_parity.curves import Curve
+from tests.tools.run_comparison.simulated_runs import simulated_run, with_loss
+from tools.run_comparison.alignment import align, schedule_difference
+from tools.run_comparison.curves import Curve
 
 
 def run(seed: int, iterations: int = 40) -> Curve:
@@ -120,15 +120,3 @@ def test_the_schedules_are_compared_as_far_as_the_files_tell_and_the_updates_agr
     unknown = np.full(40, np.nan)
     silent = replace(other, learning_rate=unknown, weight_decay=unknown)
     assert schedule_difference(silent, one) is None
-
-
-def test_identity_is_of_bits_in_losses_and_gradient_norms():
-    one = run(1)
-    assert identical(one, run(1)).all()
-    assert np.flatnonzero(~identical(with_loss(one, 5, np.nextafter(one.loss[5], 9)), one)) == [5]
-    norms = one.grad_norm.copy()
-    norms[7] = np.nextafter(norms[7], 9)
-    assert np.flatnonzero(~identical(replace(one, grad_norm=norms), one)) == [7]
-    norms[7] = np.nan
-    overflowed = replace(one, grad_norm=norms)
-    assert identical(overflowed, overflowed).all()

@@ -1,0 +1,77 @@
+"""Two runs of one job beside each other: every bit of what they computed."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hetero.errors import UserError
+from tests.tools.run_comparison.simulated_runs import simulated_run, with_loss
+from tools.run_comparison.curves import Curve, curve_of
+from tools.run_comparison.likeness import liken
+
+ONE = simulated_run(1, iterations=40)
+
+
+def trained(losses: list[float | None], norms: list[float | None], weights: str = "a") -> Curve:
+    rows: list[dict[str, Any]] = [
+        {"iteration": n, "loss": loss, "grad_norm": norm}
+        for n, (loss, norm) in enumerate(zip(losses, norms, strict=True), start=1)
+    ]
+    return curve_of(rows, name="a run", weights=weights)
+
+
+RUN = trained([3.0, 2.5], [1.0, None])
+
+
+def test_the_same_run_twice_is_identical() -> None:
+    likeness = liken(ONE, simulated_run(1, iterations=40))
+    assert likeness.identical
+    assert likeness.loss_difference == likeness.relative_losses == 0.0
+    assert likeness.weights_identical is None  # a metrics file does not tell them
+
+
+def test_one_bit_of_a_loss_or_of_a_gradient_norm_is_found_where_it_is() -> None:
+    loss = with_loss(ONE, 5, float(np.nextafter(ONE.loss[5], 9)))
+    norms = ONE.grad_norm.copy()
+    norms[7] = np.nextafter(norms[7], 9)
+    assert np.flatnonzero(~liken(loss, ONE).same) == [5]
+    assert np.flatnonzero(~liken(replace(ONE, grad_norm=norms), ONE).same) == [7]
+
+
+def test_a_loss_that_is_no_number_is_the_same_where_both_have_it() -> None:
+    overflowed = with_loss(ONE, 3, math.nan)
+    assert liken(overflowed, overflowed).identical
+    assert not liken(overflowed, ONE).identical
+
+
+@pytest.mark.parametrize(
+    ("other", "losses", "weights"),
+    [
+        (trained([3.0, 2.5000000000000004], [1.0, None]), False, True),
+        (trained([3.0, 2.5], [1.0000000000000002, None]), False, True),
+        (trained([3.0, 2.5], [1.0, None], "b"), True, False),
+        (trained([3.0, 2.5], [1.0, None], ""), True, None),
+    ],
+    ids=["a loss", "a gradient norm", "the weights", "weights that are not known"],
+)
+def test_the_last_bit_counts(other: Curve, losses: bool, weights: bool | None) -> None:
+    likeness = liken(other, RUN)
+    assert (likeness.losses_identical, likeness.weights_identical) == (losses, weights)
+    assert likeness.identical == (losses and weights is not False)
+
+
+def test_how_far_apart_they_are_is_that_of_the_worst_iteration() -> None:
+    likeness = liken(trained([3.3, 2.5], [1.0, 1.0]), RUN)
+    assert likeness.loss_difference == pytest.approx(0.3)
+    assert likeness.relative_losses == pytest.approx(0.1)
+    assert likeness.relative_grad_norms == math.inf  # one of them skipped an update
+
+
+def test_runs_of_different_iterations_cannot_be_compared() -> None:
+    with pytest.raises(UserError, match=r"iterations 1 to 1.*iterations 1 to 2"):
+        liken(trained([3.0], [1.0]), RUN)
