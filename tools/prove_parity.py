@@ -28,7 +28,7 @@ if __name__ == "__main__":
 
 from megatron.training.arguments import parse_args
 from tools import command_line
-from tools.reports.run_pair_files import write_whole
+from tools.reports.page import write_whole
 from tools.run_comparison.likeness import liken
 from tools.runs import SIMULATED, Finished, Launch, homogeneous_flags, mixed_flags, run_to_end
 

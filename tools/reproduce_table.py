@@ -38,7 +38,7 @@ from hetero.words import counted
 from tools import command_line
 from tools.real_text.data_set import NAME as TEXT_NAME
 from tools.real_text.data_set import build_real_text
-from tools.reports.run_pair_files import write_whole
+from tools.reports.page import write_whole
 from tools.reproduction import picture, table
 from tools.reproduction.measurement import Attempt, as_mapping, summarise
 from tools.reproduction.options import parse_options

@@ -27,14 +27,14 @@ if __name__ == "__main__":
 
 
 from examples.quickstart import outcome, steps
+from examples.quickstart.outcome import Outcome
 from examples.quickstart.source_text import SourceText, builtin_text, read_text
 from hetero.errors import UserError
 from hetero.words import counted
 from megatron.training.progress_bar import progress_bar
 from tools.command_line import Parser, run
 from tools.launching.processes import run_step
-from tools.reports.run_pair import Comparison, RunRecord
-from tools.reports.run_pair_files import write_html, write_json
+from tools.reports.page import write_whole
 
 MARKER = ".hetero-demo"
 """Stands in a folder that the demo made, so that it never replaces files of anyone else."""
@@ -47,9 +47,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     def work() -> str:
         began = time.monotonic()
-        comparison, out = _demo(args)
-        agreed.append(comparison.bit_identical)
-        return _conclusion(comparison, out, time.monotonic() - began)
+        reached, out = _demo(args)
+        agreed.append(reached.bit_identical)
+        return _conclusion(reached, out, time.monotonic() - began)
 
     code = run(work, interrupted="every process of the demo has been ended")
     return code or int(not all(agreed))
@@ -71,7 +71,7 @@ def _positive(text: str) -> int:
     return int(text)
 
 
-def _demo(args: argparse.Namespace) -> tuple[Comparison, Path]:
+def _demo(args: argparse.Namespace) -> tuple[Outcome, Path]:
     source = read_text(args.text) if args.text else builtin_text()
     began = time.monotonic()
     with _claimed(Path(args.out)) as out:
@@ -80,26 +80,28 @@ def _demo(args: argparse.Namespace) -> tuple[Comparison, Path]:
             data = _prepare(source, out, progress)
             folder = out.resolve()
             mixed = steps.hetero_run(data, folder / "hetero", args.iterations)
-            hetero, transport = _train(mixed, args.iterations, progress)
-            homogeneous, _ = _train(
+            hetero = _train(mixed, args.iterations, progress)
+            homogeneous = _train(
                 steps.homogeneous_run(data, folder / "homogeneous", args.iterations),
                 args.iterations,
                 progress,
             )
             progress.announce("completing a prompt")
             completion = steps.complete_prompt(mixed, source.prompt)
-        comparison = outcome.compare(
+        # matplotlib and jinja2 take a second.
+        from examples.quickstart.demo_page import render_page
+
+        reached = Outcome(
             hetero,
             homogeneous,
-            transport=transport,
-            source=source,
-            data=data,
+            prompt=source.prompt,
             completion=completion,
+            facts=outcome.facts(hetero, source, data),
             seconds=time.monotonic() - began,
         )
-        write_html(comparison, out / "report.html")
-        write_json(comparison, out / "report.json")
-    return comparison, out
+        write_whole(out / "report.html", render_page(reached))
+        write_whole(out / "report.json", json.dumps(reached.as_mapping(), indent=1) + "\n")
+    return reached, out
 
 
 def _introduce(source: SourceText, iterations: int) -> None:
@@ -160,8 +162,8 @@ def _prepare(source: SourceText, out: Path, progress: Progress) -> steps.Data:
     return steps.Data(final)
 
 
-def _train(run: steps.Run, iterations: int, progress: Progress) -> tuple[RunRecord, str]:
-    """Train to the end, with the bar following; the record of the run, and its transport."""
+def _train(run: steps.Run, iterations: int, progress: Progress) -> outcome.Trained:
+    """Train to the end, with the bar following."""
     progress.announce(f"{outcome.TITLES[run.name]}: starting")
     metrics = outcome.MetricsFile(run.metrics)
 
@@ -171,13 +173,12 @@ def _train(run: steps.Run, iterations: int, progress: Progress) -> tuple[RunReco
     began = time.monotonic()
     run_step(run.step, watch)
     seconds = time.monotonic() - began
-    record = outcome.run_record(run, metrics, iterations=iterations, seconds=seconds)
-    return record, str(json.loads(run.report.read_text())["transport"])
+    return outcome.Trained.read(run, metrics, iterations=iterations, seconds=seconds)
 
 
-def _conclusion(comparison: Comparison, out: Path, seconds: float) -> str:
+def _conclusion(reached: Outcome, out: Path, seconds: float) -> str:
     return (
-        f"\n{outcome.summary(comparison)}\n{_printable(outcome.completion_text(comparison))}\n"
+        f"\n{outcome.summary(reached)}\n{_printable(outcome.completion_text(reached))}\n"
         f"report: {out / 'report.html'} and {out / 'report.json'} ({seconds:.0f} s)"
     )
 

@@ -72,7 +72,7 @@ def measure_copy(copy: BareCopy, *, pair: Pair, options: Options) -> Point:
     latency, queued = alone
     both = None
     if copy.by_both:
-        rates = pair.together(lambda: _rate(copy, options.seconds_a_point * _BOTH))
+        rates = pair.together(lambda: rate(copy, options.seconds_a_point * _BOTH))
         both = rates.rank0 + rates.rank1
     bandwidth, bandwidth_p99 = queued.gb_s(depth * nbytes)
     return Point(
@@ -119,7 +119,7 @@ def _collect(once: Callable[[], float], deadline: float, *, at_most: int) -> lis
     return times
 
 
-def _rate(copy: BareCopy, seconds: float) -> float:
+def rate(copy: BareCopy, seconds: float) -> float:
     """10^9 bytes a second over a stretch of time, so that both processes copy all the while."""
     begin = time.monotonic()
     count = 0

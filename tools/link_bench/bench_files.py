@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tools.link_bench.bench_record import Point, Record
 from tools.link_bench.bench_table import table_text
-from tools.reports.run_pair_files import write_whole
+from tools.reports.page import write_whole
 
 
 def share_of_limits(points: Sequence[Point]) -> tuple[Point, ...]:

@@ -73,6 +73,7 @@ class Session:
             torch.cuda.set_device(self.device)
         self._store = dist.FileStore(f"{folder}/store", 2)
         limit = timedelta(seconds=_GROUP_SECONDS)
+        # The default group is what the gloo link runs over.
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if self.on_gpu else "gloo",
             store=dist.PrefixStore("group", self._store),
@@ -80,8 +81,8 @@ class Session:
             world_size=2,
             timeout=limit,
         )
-        # The default group is what the gloo link runs over.
-        self.pair = Pair(rank, dist.new_group(backend="gloo", timeout=limit))
+        words = dist.PrefixStore("words", self._store)
+        self.pair = Pair(rank, words, timeout=_GROUP_SECONDS)
         self._meter = Meter(self.pair, options)
         self._state = _State()
 

@@ -52,6 +52,15 @@ def _as_signed(word: int) -> int:
     return (word + (1 << 63)) % (1 << 64) - (1 << 63)
 
 
+@dataclass(frozen=True)
+class Rates:
+    """What a link reached, in short. `there` is from rank 0 to rank 1, `back` the other way."""
+
+    latency_us: float
+    there_gb_s: float
+    back_gb_s: float
+
+
 class Meter:
     """One of the two processes, measuring together with the other."""
 
@@ -98,6 +107,45 @@ class Meter:
             if isinstance(path, LinkPath)
             else None,
         )
+
+    def rates(self, path: LinkPath, small: Messages, large: Messages) -> Rates:
+        """Latency of one size, bandwidth of another, between two hosts as well.
+
+        The watch is rank 0's alone: two hosts share no clock. Raises StepFailed in both alike.
+        """
+        self.check(path, large)
+        latency = self._ping_pong(path, small)
+        depth = queue_depth(large.nbytes)
+        there, back = (
+            self._repeat(self._streamed(path, large, depth, sends=sends), budget=_QUEUED)
+            for sends in (self._pair.leads, not self._pair.leads)
+        )
+        nbytes = depth * large.nbytes
+        return Rates(
+            latency_us=latency.median * 1e6,
+            there_gb_s=Timing.of(there.rank0).gb_s(nbytes)[0],
+            back_gb_s=Timing.of(back.rank0).gb_s(nbytes)[0],
+        )
+
+    def _streamed(
+        self, path: Path, messages: Messages, depth: int, *, sends: bool
+    ) -> Callable[[], float]:
+        """Seconds for queued messages one way and a small answer."""
+        token = torch.ones(8, dtype=torch.uint8, device=path.device)
+        answer = torch.zeros_like(token)
+        synchronize(path.device)
+
+        def step() -> float:
+            begin = time.monotonic()
+            if sends:
+                path.send_all(messages.ours, depth)
+                path.recv(answer)
+            else:
+                path.recv_all(messages.theirs, depth)
+                path.send(token)
+            return time.monotonic() - begin
+
+        return step
 
     def check(self, path: Path, messages: Messages) -> None:
         """A message each way, every byte compared."""

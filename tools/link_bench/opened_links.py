@@ -86,7 +86,7 @@ class Opener:
                 connections=self._options.connections,
             ),
         )
-        return open_links(_PLAN, self._pair.rank, opening)
+        return open_between_two(self._pair.rank, opening)
 
     def _memory(self) -> _Memory:
         host = host_bytes()
@@ -95,6 +95,11 @@ class Opener:
         torch.cuda.synchronize(self._device)
         free, total = torch.cuda.mem_get_info(self._device)
         return _Memory(host, total - free)
+
+
+def open_between_two(rank: int, opening: LinkOptions) -> PipelineLinks:
+    """A link between two processes that are one stage each. Collective between them."""
+    return open_links(_PLAN, rank, opening)
 
 
 def host_bytes(rollup: Path = Path("/proc/self/smaps_rollup")) -> int | None:

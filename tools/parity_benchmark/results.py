@@ -17,7 +17,7 @@ from tools.parity_benchmark.plan import PAIR, Run
 from tools.parity_benchmark.side_by_side import VISIBLE, Outcome
 from tools.real_text.data_set import VOCABULARY, RealText
 from tools.real_text.sources import SOURCES
-from tools.reports.run_pair_files import write_whole
+from tools.reports.page import write_whole
 from tools.run_comparison.criteria import Finding
 from tools.run_comparison.loss_table import warnings
 from tools.run_comparison.smoothing import default_window

@@ -1,34 +1,38 @@
-"""What the project's own links, and the copies between GPU and host, reach here. Takes seconds."""
+"""What links, and the copies between GPU and host, reach here. Takes seconds.
+
+It measures as tools/bench_link.py does, but less and, as nodes are apart, by one end's watch alone.
+"""
 
 from __future__ import annotations
 
 import json
 import multiprocessing
-import statistics
 import tempfile
-import time
 import uuid
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
 from hetero.interrupts import children_ignore_interrupts
-from hetero.link.base import Link
 from hetero.link.names import PATHS
 from hetero.link.open import ChannelOptions
 from hetero.link.rdma_ports import why_no_rdma
-from hetero.pipeline.links import LinkOptions, PipelineLinks, open_links
-from hetero.plan import Mesh, Plan
+from hetero.pipeline.links import LinkOptions, PipelineLinks
+from tools.link_bench.bare_limits import BareCopy, rate
+from tools.link_bench.bench_record import FROM_PINNED, TO_PINNED, Options
+from tools.link_bench.measured_paths import LinkPath
+from tools.link_bench.measured_points import Messages, Meter
+from tools.link_bench.opened_links import open_between_two
+from tools.link_bench.two_ranks import Pair
 
-_SMALL, _LARGE = 4 << 10, 16 << 20
-_PING_PONGS = 50
-_SECONDS_A_DIRECTION = 0.4
-_MOST_MESSAGES = 64
+_SIZES = 4 << 10, 16 << 20
+"""Bytes of the messages whose latency, and whose bandwidth, is taken."""
+_OPTIONS = Options(transports=(), seconds_a_point=2.0, repeats=50)
 _TIMEOUT = 30.0
-_COPY_BYTES, _COPIES = 64 << 20, 8
+_COPY_BYTES, _COPY_SECONDS = 64 << 20, 0.1
 
 
 @dataclass(frozen=True)
@@ -116,26 +120,29 @@ def _measure(end: End, way: _Way) -> tuple[PathResult, tuple[str, ...]]:
     label = way.label
     passed_over: tuple[str, ...] = ()
     try:
-        links = _open(end, way)
         with ExitStack() as closing:
+            links = _open(end, way)
             closing.callback(links.close)
-            passed_over = tuple(reason for c in links.choices for reason in c.rejected)
-            link = links.downstream or links.upstream
-            if link is None or link.transport == "gloo":
+            passed_over = tuple(reason for c in links.choices for reason in c.passed_over)
+            (link,) = links.all()
+            if link.transport == "gloo":
                 raise RuntimeError(f"no path works ({'; '.join(passed_over)})")
             if way.transport == "auto":
                 label = f"auto: {link.transport}"
-            return _Timing(end, link).result(label, "; ".join(passed_over)), passed_over
+            words = dist.PrefixStore(f"words/{way.label}", end.store)
+            meter = Meter(Pair(end.number, words, timeout=_TIMEOUT), _OPTIONS)
+            small, large = (
+                Messages.of(nbytes, rank=end.number, device=end.device) for nbytes in _SIZES
+            )
+            rates = meter.rates(LinkPath(label, link, end.device), small, large)
+            found = PathResult(label, **asdict(rates), remark="; ".join(passed_over))
+            return found, passed_over
     except Exception as error:  # whatever keeps a way from working is what is to be reported
         reason = (str(error) or type(error).__name__).splitlines()[0]
         return PathResult(label, 0.0, 0.0, 0.0, error=reason), passed_over
 
 
 def _open(end: End, way: _Way) -> PipelineLinks:
-    plan = Plan(
-        meshes=(Mesh(vendor="cpu", stages=1), Mesh(vendor="nvidia", stages=1)),
-        layers=((1,), (1,)),
-    )
     opening = LinkOptions(
         boundary_transport=way.transport,
         device=end.device,
@@ -144,82 +151,7 @@ def _open(end: End, way: _Way) -> PipelineLinks:
         timeout=_TIMEOUT,
         channel=ChannelOptions(addresses=way.addresses),
     )
-    return open_links(plan, end.number, opening)
-
-
-class _Timing:
-    """Moves messages over one link. Both ends run the same steps; end 0 times them."""
-
-    def __init__(self, end: End, link: Link) -> None:
-        self._end, self._link = end, link
-        self._leads = end.number == 0
-        self._word = torch.zeros(1, dtype=torch.uint8, device=end.device)
-
-    def result(self, label: str, remark: str) -> PathResult:
-        self._check_contents()
-        small = torch.zeros(_SMALL, dtype=torch.uint8, device=self._end.device)
-        times = [self._round_trip(small) for _ in range(_PING_PONGS)]
-        large = torch.zeros(_LARGE, dtype=torch.uint8, device=self._end.device)
-        self._round_trip(large)
-        count = self._agree_on(_SECONDS_A_DIRECTION / max(self._round_trip(large) / 2, 1e-6))
-        there, back = (self._stream(large, count, forward=way) for way in (True, False))
-        total = count * _LARGE / 1e9
-        return PathResult(
-            path=label,
-            latency_us=statistics.median(times) / 2 * 1e6,
-            there_gb_s=total / there,
-            back_gb_s=total / back,
-            remark=remark,
-        )
-
-    def _check_contents(self) -> None:
-        generator = torch.Generator().manual_seed(7)
-        expected = torch.randint(0, 256, (_LARGE + 1,), dtype=torch.uint8, generator=generator)
-        expected = expected.to(self._end.device)
-        received = torch.zeros_like(expected)
-        sent = self._link.send(expected)
-        self._receive(received)
-        sent.wait()
-        if not torch.equal(expected, received):
-            raise RuntimeError("bytes arrived changed; do not train over this path")
-
-    def _receive(self, tensor: torch.Tensor) -> None:
-        self._link.recv(tensor).wait()
-        if self._end.device.type == "cuda":
-            torch.cuda.synchronize(self._end.device)
-
-    def _round_trip(self, tensor: torch.Tensor) -> float:
-        begin = time.perf_counter()
-        if self._leads:
-            self._link.send(tensor)
-            self._receive(tensor)
-        else:
-            self._receive(tensor)
-            self._link.send(tensor)
-        return time.perf_counter() - begin
-
-    def _agree_on(self, count: float) -> int:
-        """End 0's number of messages, told to end 1."""
-        if self._leads:
-            self._word.fill_(int(min(max(count, 2), _MOST_MESSAGES)))
-            self._link.send(self._word).wait()
-        else:
-            self._receive(self._word)
-        return int(self._word.item())
-
-    def _stream(self, tensor: torch.Tensor, count: int, *, forward: bool) -> float:
-        """Seconds for `count` messages in one direction, and a word back."""
-        begin = time.perf_counter()
-        if self._leads == forward:
-            works = [self._link.send(tensor) for _ in range(count)]
-            self._receive(self._word)
-            for work in works:
-                work.wait()
-        else:
-            for _ in range(count):
-                self._receive(tensor)
-            self._link.send(self._word).wait()
-        return time.perf_counter() - begin
+    return open_between_two(end.number, opening)
 
 
 def measure_alone() -> list[PathResult]:
@@ -264,16 +196,6 @@ def measure_copies() -> list[CopyResult]:
     for gpu in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
         host = torch.zeros(_COPY_BYTES, dtype=torch.uint8, pin_memory=True)
         there = torch.zeros(_COPY_BYTES, dtype=torch.uint8, device=f"cuda:{gpu}")
-        results.append(CopyResult(gpu, _copy_rate(host, there, gpu), _copy_rate(there, host, gpu)))
+        ways = (BareCopy(TO_PINNED, there, host, True), BareCopy(FROM_PINNED, host, there, True))
+        results.append(CopyResult(gpu, *(rate(way, _COPY_SECONDS) for way in ways)))
     return results
-
-
-def _copy_rate(target: torch.Tensor, source: torch.Tensor, gpu: int) -> float:
-    times = []
-    for _ in range(_COPIES):
-        torch.cuda.synchronize(gpu)
-        begin = time.perf_counter()
-        target.copy_(source, non_blocking=True)
-        torch.cuda.synchronize(gpu)
-        times.append(time.perf_counter() - begin)
-    return _COPY_BYTES / statistics.median(times) / 1e9

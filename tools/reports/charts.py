@@ -5,7 +5,6 @@ from __future__ import annotations
 import html
 import io
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import matplotlib as mpl
@@ -17,10 +16,8 @@ from matplotlib.figure import Figure
 _COLOURS = {
     "#010203": "var(--ink-soft)",
     "#010204": "var(--rule)",
-    "#010205": "var(--mixed)",
-    "#010206": "var(--baseline)",
 }
-_INK, _RULE, _MIXED, _BASELINE = _COLOURS
+_INK, _RULE = _COLOURS
 
 
 @dataclass(frozen=True)
@@ -36,43 +33,6 @@ PAGE = Theme(ink=_INK, rule=_RULE, paper="none")
 """The reader's, once `as_svg` has put the page's in their place."""
 LIGHT = Theme(ink="#5d636e", rule="#e2e0da", paper="#fbfaf7")
 """Those of the page by day, for a picture that stands alone."""
-
-
-def loss_chart(
-    mixed: Sequence[float],
-    baseline: Sequence[float],
-    differences: Sequence[float],
-    names: tuple[str, str],
-) -> str:
-    """Both losses, and below them, over the same iterations, the mixed one minus the baseline."""
-    figure = Figure(figsize=(8.6, 5.0), layout="constrained")
-    losses, below = figure.subplots(2, 1, sharex=True, height_ratios=(3.2, 1.3))
-    style_axes(losses, PAGE, x_label="")
-    style_axes(below, PAGE, x_label="iteration")
-    # The baseline broad and pale, so that an equal one on top of it is still seen.
-    broad = {"linewidth": 6, "solid_capstyle": "round", "solid_joinstyle": "round"}
-    iterations = range(1, len(mixed) + 1)
-    losses.plot(iterations, baseline, color=_BASELINE, label=names[1], **broad)
-    losses.plot(iterations, mixed, color=_MIXED, linewidth=1.6, label=names[0])
-    losses.set_ylabel("loss")
-    losses.legend(frameon=False, labelcolor=_INK, loc="upper right")
-    _draw_differences(below, iterations, differences)
-    figure.align_ylabels()
-    description = f"Loss of {names[0]} and of {names[1]} by iteration, and their difference"
-    return as_svg(figure, "loss", description)
-
-
-def _draw_differences(axes: Axes, iterations: Sequence[int], differences: Sequence[float]) -> None:
-    axes.axhline(0, color=_RULE, linewidth=1)
-    axes.plot(iterations, differences, color=_MIXED, linewidth=1.6)
-    largest = max((abs(d) for d in differences), default=0.0)
-    if largest == 0:
-        # Any scale would do; this one says that there is nothing to see.
-        axes.set_ylim(-1, 1)
-        axes.set_yticks([0])
-    else:
-        axes.set_ylim(-1.15 * largest, 1.15 * largest)
-    axes.set_ylabel("difference")
 
 
 def style_axes(axes: Axes, theme: Theme, *, x_label: str) -> None:

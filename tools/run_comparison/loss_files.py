@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from tools.reports.run_pair_files import write_whole
+from tools.reports.page import write_whole
 from tools.run_comparison.loss_comparison import Comparison
 
 STEM = "compare_loss"
