@@ -32,7 +32,7 @@ from megatron.training.arguments.listing import (
     describe_refused,
 )
 from megatron.training.arguments.parser import build_parser
-from megatron.training.arguments.unknown import FORKS, HETERO_LATER, REPLACED
+from megatron.training.arguments.unknown import HETERO_LATER, REPLACED
 from megatron.training.checkpoint.model_flags import MODEL_FLAGS, Kind, spellings
 from tools.command_line import Parser, run
 from tools.public_commands import by_source, shares, verdicts
@@ -120,9 +120,6 @@ def _left_out() -> str:
     lines.append("\n| older flag | use |\n|---|---|")
     lines += [f"| `{flag}` | `{use}` |" for flag, use in sorted(REPLACED.items())]
     lines += [f"| `{flag}` | not available yet |" for flag in sorted(HETERO_LATER)]
-    lines.append("\n| relative of Megatron-LM | flags refused as its own |\n|---|---|")
-    for fork, owned in FORKS.items():
-        lines.append(f"| {fork} | {', '.join(f'`{flag}`' for flag in sorted(owned))} |")
     return "\n".join(lines) + "\n"
 
 
@@ -175,13 +172,8 @@ def _answer(refusal: str | None) -> str:
 def _verdict(flag: str, kinds: dict[str, str]) -> str:
     if flag in kinds:
         return kinds[flag]
-    sentence = describe_refused(flag)
-    if sentence.startswith(f"{flag}: "):
-        return f"taken: {sentence.split(': ', 1)[1]}"
-    feature = re.search(r"is a flag of (.+), which", sentence)
-    if feature:
-        return f"refused: {feature[1]}"
-    return "refused: " + sentence.split("is ", 1)[1].split(";")[0]
+    word, reason = describe_refused(flag)
+    return f"{word}: {reason}"
 
 
 def render_model_flags() -> str:

@@ -51,6 +51,10 @@ class Feature:
     def switches(self) -> tuple[str, ...]:
         return tuple(self.detail.split()) if self.kind == "needs" else ()
 
+    @property
+    def asks_for_nothing_alone(self) -> str:
+        return f"nothing is asked for without {' or '.join(self.switches[:2])}"
+
 
 @cache
 def features() -> tuple[Feature, ...]:
@@ -116,8 +120,7 @@ def sort_out(segments: Iterable[Segment]) -> tuple[list[str], list[str]]:
         elif any(flag in feature.switches or flag not in feature.options for flag in flags):
             complaints.append(refuse(feature, flags))
         else:
-            needed = " or ".join(feature.switches[:2])
-            notes.append(f"{', '.join(flags)}: nothing is asked for without {needed}")
+            notes.append(f"{', '.join(flags)}: {feature.asks_for_nothing_alone}")
     return complaints, notes
 
 

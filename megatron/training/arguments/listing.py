@@ -4,10 +4,8 @@ import argparse
 from dataclasses import dataclass
 
 from megatron.training.arguments.ignored import IGNORED, WITHOUT_EFFECT
-from megatron.training.arguments.left_out import is_left_out, sort_out
+from megatron.training.arguments.left_out import OTHERS, feature_of
 from megatron.training.arguments.parser import build_parser
-from megatron.training.arguments.unknown import explain_unknown
-from megatron.training.arguments.words import Segment
 
 SAME, OURS, WITHOUT = "same", "ours", "without effect"
 # What Megatron-LM does not have, beside all that begins with --hetero-.
@@ -57,12 +55,19 @@ def describe_parser() -> list[Entry]:
     ]
 
 
-def describe_refused(flag: str) -> str:
-    """The sentence with which a flag that the parser does not have is refused, or taken."""
-    if is_left_out(flag):
-        complaints, notes = sort_out([Segment(flag, ("1",))])
-        return next(iter([*complaints, *notes]), f"{flag}: nothing is asked for")
-    return explain_unknown(flag, sorted(build_parser().flags))
+def describe_refused(flag: str) -> tuple[str, str]:
+    """What becomes of a flag that the parser does not have, `taken` or `refused`, and why."""
+    feature = feature_of(flag)
+    if feature is None:
+        return "refused", "not a flag of this program"
+    option = feature.options.get(flag)
+    if option is not None and option.asks_for_nothing(("1",)):
+        return "taken", "nothing is asked for"
+    if feature.kind == "idle":
+        return "taken", feature.detail
+    if option is None or flag in feature.switches or feature.kind == "each":
+        return "refused", "a flag of Megatron-LM" if feature.name == OTHERS else feature.name
+    return "taken", feature.asks_for_nothing_alone
 
 
 def _entry(group: str, action: argparse.Action) -> Entry:

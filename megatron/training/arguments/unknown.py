@@ -27,34 +27,6 @@ REPLACED = {
     "--rms-norm-eps": "--norm-epsilon",
 }
 
-# Widespread flags of Megatron-LM's relatives, by the relative.
-FORKS = {
-    "Megatron-DeepSpeed": _flags(
-        "deepspeed deepspeed_config deepspeed-activation-checkpointing zero-stage"
-        " zero-reduce-scatter zero-contigious-gradients no-pipeline-parallel remote-device"
-        " cpu-optimizer create-moe-param-group ds-sequence-parallel-size use-flash-attn-v1"
-        " use-flash-attn-v2 use-flash-attn-triton use-pin-memory"
-    ),
-    "Pai-Megatron-Patch": _flags(
-        "patch-tokenizer-type max-padding-length dataset train-mode extra-vocab-size task-list"
-        " use-llama2-rotary-position-embeddings norm-init-weight"
-    ),
-    "MindSpeed": _flags(
-        "use-fused-rmsnorm use-fused-swiglu use-fused-rotary-pos-emb use-mc2 use-ascend-mc2"
-        " reuse-fp32-param use-cp-send-recv-overlap tokenizer-name-or-path tokenizer-not-use-fast"
-        " pre-tockens next-tockens sparse-mode shape-order swap-attention recompute-in-advance"
-        " recompute-in-bubble no-shared-storage jit-compile ai-framework"
-    ),
-    "ROCm's Megatron-LM": _flags(
-        "lumen-attn-backend linear-fp8 linear-fp8-scaling linear-fp8-amax-algo"
-        " linear-fp8-amax-history keep-fp8-weight-transpose-cache-te"
-    ),
-    "Primus": _flags(
-        "enable-primus-turbo use-turbo-attention use-turbo-gemm use-turbo-deepep use-rocm-mem-info"
-        " disable-last-saving disable-compile-dependencies"
-    ),
-}
-
 # Promised in the design, per mesh; each leaves this set with the change that brings it.
 HETERO_LATER = _flags(
     "hetero-tensor-sizes hetero-data-sizes hetero-micro-batch-sizes hetero-recompute"
@@ -67,9 +39,6 @@ def explain_unknown(flag: str, known: Collection[str]) -> str:
         return f"{flag} is not available yet; remove it"
     if flag in REPLACED:
         return f"{flag} is not a flag of Megatron-LM today; use {REPLACED[flag]}"
-    for fork, flags in FORKS.items():
-        if flag in flags:
-            return f"{flag} is a flag of {fork}, not of Megatron-LM; remove it"
     # The nearest name would be the opposite of what was meant.
     if f"--no-{flag[2:]}" in known:
         return f"{flag} is on unless --no-{flag[2:]} is given; remove it"

@@ -217,8 +217,7 @@ def test_whether_a_value_of_a_file_asks_for_something(flag, value, nothing):
         ("--checkpoint-activations", "use --recompute-activations"),
         ("--activations-checkpoint-method uniform", "use --recompute-method"),
         ("--layernorm-epsilon 1", "use --norm-epsilon"),
-        ("--deepspeed", "is a flag of Megatron-DeepSpeed, not of Megatron-LM"),
-        ("--use-mc2", "is a flag of MindSpeed, not of Megatron-LM"),
+        ("--deepspeed", "is not a flag of this program; remove it, or see --help"),
         ("--hetero-tensor-sizes 1 2", "--hetero-tensor-sizes is not available yet; remove it"),
         ("--hetero-data-sizes 1 2", "not available yet"),
         ("--hetero-micro-batch-sizes 1 2", "not available yet"),
@@ -317,7 +316,7 @@ def test_everything_wrong_is_told_at_once_and_nothing_that_follows_from_it(parse
     assert first == f"{len(sentences)} things have to be put right:"
     told = [
         "did you mean --num-layers?",
-        "of Megatron-DeepSpeed",
+        "--deepspeed is not a flag",
         "--use-mpi is not a flag",
         "--num-experts and --moe-router-topk are flags of mixture-of-experts models",
         "--lr must be",
