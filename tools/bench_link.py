@@ -21,7 +21,7 @@ from pathlib import Path
 if __name__ == "__main__":
     # As a script, only this file's folder would be importable; what follows may take a while.
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-    from tools.command_line import begin_script
+    from tools.tool_command_line import begin_script
 
     begin_script(core=False)
 
@@ -31,10 +31,10 @@ from torch.multiprocessing.spawn import ProcessException, ProcessRaisedException
 from hetero.errors import HeteroError
 from hetero.interrupts import children_ignore_interrupts
 from hetero.link.names import FAMILIES, TRANSPORTS
-from tools.command_line import Parser, make_results_folder, run
 from tools.launching.processes import end_family
 from tools.link_bench.bench_rank import run_rank
 from tools.link_bench.bench_record import DEFAULT_SIZES, Options, parse_size
+from tools.tool_command_line import Parser, make_results_folder, run
 
 
 def parse_options(argv: Sequence[str]) -> tuple[Options, str]:

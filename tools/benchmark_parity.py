@@ -24,19 +24,19 @@ from pathlib import Path
 if __name__ == "__main__":
     # As a script, only this file's folder would be importable; what follows may take a while.
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-    from tools.command_line import begin_script
+    from tools.tool_command_line import begin_script
 
     begin_script()
 
 from hetero.words import counted
-from tools import command_line
+from tools import tool_command_line
 from tools.parity_benchmark.judgement import Judgement, judge
-from tools.parity_benchmark.options import Options, parse_options
-from tools.parity_benchmark.plan import PAIR, Run, run_flags
-from tools.parity_benchmark.results import write_results
+from tools.parity_benchmark.parity_options import Options, parse_options
+from tools.parity_benchmark.parity_results import write_results
+from tools.parity_benchmark.parity_runs import PAIR, Run, run_flags
 from tools.parity_benchmark.side_by_side import Outcome, places, run_side_by_side
 from tools.real_text.data_set import RealText, build_from_documents
-from tools.real_text.sources import source_documents
+from tools.real_text.text_sources import source_documents
 from tools.runs import SIMULATED, Launch
 
 CHARACTERS_PER_TOKEN = 3.6
@@ -128,7 +128,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         conclusions.append(benchmark(words))
         return conclusions[0].text
 
-    code = command_line.run(work)
+    code = tool_command_line.run(work)
     return code if code or conclusions[0].passed else _FAILED
 
 

@@ -19,18 +19,18 @@ from pathlib import Path
 if __name__ == "__main__":
     # As a script, only this file's folder would be importable; what follows may take a while.
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-    from tools.command_line import leave_on_interrupt
+    from tools.tool_command_line import leave_on_interrupt
 
     leave_on_interrupt()
 
 from hetero.errors import UserError
-from tools.command_line import Parser, run
 from tools.run_comparison.alignment import align
 from tools.run_comparison.criteria import DEFAULT_CRITERIA, RULES, Criterion, parse_criterion
 from tools.run_comparison.curves import read_curve
 from tools.run_comparison.loss_comparison import DEFAULT_FIRST, Comparison, Options, compare
 from tools.run_comparison.loss_files import write_report
 from tools.run_comparison.loss_table import report_text
+from tools.tool_command_line import Parser, run
 
 _FAILED = 1
 

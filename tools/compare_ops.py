@@ -21,15 +21,15 @@ from typing import TYPE_CHECKING
 if __name__ == "__main__":
     # As a script, only this file's folder would be importable; what follows may take a while.
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-    from tools.command_line import begin_script
+    from tools.tool_command_line import begin_script
 
     begin_script()
 
 from hetero.errors import UserError
 from hetero.words import counted
-from megatron.training.arguments.convert import integer
+from megatron.training.arguments.converters import integer
 from megatron.training.quiet import quiet_core
-from tools.command_line import Parser, run
+from tools.tool_command_line import Parser, run
 
 if TYPE_CHECKING:
     from tools.operators.dump import Dump

@@ -16,12 +16,12 @@ from pathlib import Path
 if __name__ == "__main__":
     # As a script, only this file's folder would be importable; what follows may take a while.
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-    from tools.command_line import begin_script
+    from tools.tool_command_line import begin_script
 
     begin_script()
 
-from megatron.training.arguments.convert import integer
-from tools.command_line import Parser, run
+from megatron.training.arguments.converters import integer
+from tools.tool_command_line import Parser, run
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -15,17 +15,17 @@ from typing import TYPE_CHECKING, Any
 if __name__ == "__main__":
     # As a script, only this file's folder would be importable; what follows may take a while.
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-    from tools.command_line import begin_script
+    from tools.tool_command_line import begin_script
 
     begin_script()
 
 
 from hetero.errors import UserError
-from megatron.training.arguments.convert import integer, number
-from megatron.training.arguments.data import add_tokenizer_flags
+from megatron.training.arguments.converters import integer, number
+from megatron.training.arguments.flags_data import add_tokenizer_flags
 from megatron.training.progress_bar import progress_bar
 from megatron.training.quiet import quiet_core
-from tools.command_line import Parser, run
+from tools.tool_command_line import Parser, run
 
 if TYPE_CHECKING:
     from megatron.training.checkpoint.reader import CheckpointReader
@@ -119,7 +119,7 @@ def _shown(stream: Any, count: int) -> Any:
 
 def _tokenizer(args: argparse.Namespace, reader: CheckpointReader) -> Tokenizer:
     """The one of the flags, or the checkpoint's; it must fit the checkpoint's vocabulary."""
-    from megatron.training.checkpoint.names import EMBEDDING
+    from megatron.training.checkpoint.tensor_names import EMBEDDING
     from megatron.training.generation import checkpoint_args
     from megatron.training.huggingface.convert import COMPANION_FOLDER
     from megatron.training.tokenizer.build import build_tokenizer

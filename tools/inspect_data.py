@@ -15,15 +15,15 @@ from typing import Any
 if __name__ == "__main__":
     # As a script, only this file's folder would be importable; what follows may take a while.
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-    from tools.command_line import begin_script
+    from tools.tool_command_line import begin_script
 
     begin_script()
 
 import numpy
 
 from hetero.errors import UserError
-from megatron.training.arguments.convert import integer
-from megatron.training.arguments.data import add_tokenizer_flags
+from megatron.training.arguments.converters import integer
+from megatron.training.arguments.flags_data import add_tokenizer_flags
 from megatron.training.dataset_description import (
     TokenizerFacts,
     contradiction,
@@ -31,8 +31,8 @@ from megatron.training.dataset_description import (
 )
 from megatron.training.progress_bar import progress_bar
 from megatron.training.quiet import quiet_core
-from tools.command_line import Parser, run
 from tools.preprocessing.index_file import BLOCK, HEADER
+from tools.tool_command_line import Parser, run
 
 PERCENTILES = (0, 1, 5, 25, 50, 75, 95, 99, 100)
 _BAR_WIDTH = 40

@@ -17,7 +17,7 @@ from pathlib import Path
 if __name__ == "__main__":
     # As a script, only this file's folder would be importable; what follows may take a while.
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-    from tools.command_line import leave_on_interrupt
+    from tools.tool_command_line import leave_on_interrupt
 
     leave_on_interrupt()
 
@@ -34,8 +34,8 @@ from megatron.training.arguments.listing import (
 from megatron.training.arguments.parser import build_parser
 from megatron.training.arguments.unknown import HETERO_LATER, REPLACED
 from megatron.training.checkpoint.model_flags import MODEL_FLAGS, Kind, spellings
-from tools.command_line import Parser, run
 from tools.public_commands import by_source, shares, verdicts
+from tools.tool_command_line import Parser, run
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENT = ROOT / "docs" / "flags.md"

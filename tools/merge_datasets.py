@@ -14,7 +14,7 @@ from pathlib import Path
 if __name__ == "__main__":
     # As a script, only this file's folder would be importable; what follows may take a while.
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-    from tools.command_line import begin_script
+    from tools.tool_command_line import begin_script
 
     begin_script()
 
@@ -25,9 +25,9 @@ from hetero.words import counted
 from megatron.training.dataset_description import SUFFIX, Description, read_description
 from megatron.training.progress_bar import progress_bar
 from megatron.training.quiet import quiet_core
-from tools.command_line import Parser, run
 from tools.preprocessing.index_file import HEADER, IndexContent, blocks_of_file, write_index
 from tools.text_input import temporary_name
+from tools.tool_command_line import Parser, run
 
 _COPY_BYTES = 1 << 24
 

@@ -20,7 +20,7 @@ from pathlib import Path
 if __name__ == "__main__":
     # As a script, only this file's folder would be importable; what follows may take a while.
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-    from tools.command_line import begin_script
+    from tools.tool_command_line import begin_script
 
     begin_script(core=False)  # another core is a finding, and not an end
     # The ranks wait for each other in slices; PyTorch would report the end of each as a timeout.
@@ -29,7 +29,7 @@ if __name__ == "__main__":
 from hetero.agreement import Agreement
 from hetero.errors import HeteroError, UserError, leave_word
 from megatron.training.rendezvous import environment_rank, meeting_point, open_store
-from tools import command_line
+from tools import tool_command_line
 from tools.preflight_checks.readiness import Report, Settings, Together, check_alone
 
 _REQUIREMENTS = Path(__file__).resolve().parent.parent / "requirements.txt"
@@ -56,12 +56,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             leave_word(report.verdict, printed=rank == 0, known_to_all=True)
         return report.verdict
 
-    code = command_line.run(work)
+    code = tool_command_line.run(work)
     return code or int(any(problems))
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = command_line.Parser((__doc__ or "").splitlines()[0])
+    parser = tool_command_line.Parser((__doc__ or "").splitlines()[0])
     parser.add_argument(
         "--hetero-nics",
         nargs="+",

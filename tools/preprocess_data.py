@@ -13,15 +13,14 @@ from pathlib import Path
 if __name__ == "__main__":
     # As a script, only this file's folder would be importable; what follows may take a while.
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-    from tools.command_line import begin_script
+    from tools.tool_command_line import begin_script
 
     begin_script()
 
 from hetero.errors import UserError
 from hetero.words import counted
-from megatron.training.arguments.convert import integer, number
-from megatron.training.arguments.data import add_tokenizer_flags
-from tools.command_line import Parser, run
+from megatron.training.arguments.converters import integer, number
+from megatron.training.arguments.flags_data import add_tokenizer_flags
 from tools.preprocessing.batches import cut_batches
 from tools.preprocessing.description import describe_run
 from tools.preprocessing.encoder import Encoder
@@ -29,6 +28,7 @@ from tools.preprocessing.progress import Progress
 from tools.preprocessing.work_folder import WorkFolder
 from tools.preprocessing.workers import encoded_in_order
 from tools.text_input import FORMATS, TEXT_DOCUMENTS, InputFile, open_inputs
+from tools.tool_command_line import Parser, run
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -22,12 +22,12 @@ from typing import Any
 if __name__ == "__main__":
     # As a script, only this file's folder would be importable; what follows may take a while.
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-    from tools.command_line import begin_script
+    from tools.tool_command_line import begin_script
 
     begin_script()
 
 from megatron.training.arguments import parse_args
-from tools import command_line
+from tools import tool_command_line
 from tools.reports.page import write_whole
 from tools.run_comparison.likeness import liken
 from tools.runs import SIMULATED, Finished, Launch, homogeneous_flags, mixed_flags, run_to_end
@@ -56,7 +56,7 @@ def prove(options: argparse.Namespace) -> bool:
     for words in flags.values():
         # A launcher would answer bad flags with an exit code and pages of its own.
         parse_args(words, world_size=options.nproc)
-    out = command_line.make_results_folder(options.out)
+    out = tool_command_line.make_results_folder(options.out)
     runs = {
         name: run_to_end(
             Launch(
@@ -133,7 +133,7 @@ def _speed(run: Finished) -> str:
 
 
 def parse_options(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = command_line.Parser((__doc__ or "").splitlines()[0])
+    parser = tool_command_line.Parser((__doc__ or "").splitlines()[0])
     parser.add_argument("--nproc", type=int, default=2, help="processes on this machine")
     parser.add_argument(
         "--vendors", nargs="+", default=["amd", "nvidia"], help="of each mesh, in pipeline order"
@@ -161,7 +161,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         agreed.append(prove(options))
         return f"written: parity.json in {options.out}"
 
-    code = command_line.run(work)
+    code = tool_command_line.run(work)
     return code or int(not all(agreed))
 
 

@@ -19,13 +19,13 @@ from pathlib import Path
 if __name__ == "__main__":
     # As a script, only this file's folder would be importable; what follows may take a while.
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-    from tools.command_line import leave_on_interrupt
+    from tools.tool_command_line import leave_on_interrupt
 
     leave_on_interrupt()
 
 from hetero.errors import UserError
 from megatron.training.arguments import parse_args
-from tools.command_line import Parser, run
+from tools.tool_command_line import Parser, run
 
 DATA = (
     Path(__file__)

@@ -27,7 +27,7 @@ from typing import Any
 if __name__ == "__main__":
     # As a script, only this file's folder would be importable; what follows may take a while.
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-    from tools.command_line import begin_script
+    from tools.tool_command_line import begin_script
 
     begin_script()
 
@@ -35,15 +35,15 @@ import torch
 
 from hetero.errors import HeteroError
 from hetero.words import counted
-from tools import command_line
+from tools import tool_command_line
 from tools.real_text.data_set import NAME as TEXT_NAME
 from tools.real_text.data_set import build_real_text
 from tools.reports.page import write_whole
-from tools.reproduction import picture, table
+from tools.reproduction import table, table_picture
 from tools.reproduction.measurement import Attempt, as_mapping, summarise
-from tools.reproduction.options import parse_options
-from tools.reproduction.rows import Options, attempt, parsed_row, row_flags, run_order
 from tools.reproduction.settings import SOURCE, SOURCE_SETTING, VENDORS
+from tools.reproduction.table_options import parse_options
+from tools.reproduction.table_rows import Options, attempt, parsed_row, row_flags, run_order
 
 TUNING_VARIABLES = (
     "CUDA_DEVICE_MAX_CONNECTIONS",
@@ -80,7 +80,7 @@ def write_results(options: Options, attempts: Sequence[Attempt], command: Sequen
     write_whole(options.out / "table.json", json.dumps(record, indent=1) + "\n")
     write_whole(options.out / "table.md", text)
     (options.out / "table.png").write_bytes(
-        picture.draw(results, title=title, published_label=f"published: {SOURCE_SETTING}")
+        table_picture.draw(results, title=title, published_label=f"published: {SOURCE_SETTING}")
     )
     return text
 
@@ -130,7 +130,7 @@ def reproduce(argv: Sequence[str]) -> str:
                 print(f"  {_outcome(last)} ({last.seconds:.0f} s)", flush=True)
                 text = write_results(options, attempts, ("tools/reproduce_table.py", *argv))
     except KeyboardInterrupt:
-        raise command_line.Interrupted(
+        raise tool_command_line.Interrupted(
             f"interrupted after {len(attempts)} of "
             f"{counted(options.rounds * len(options.rows), 'run')}; what "
             f"those measured is in {options.out}"
@@ -154,7 +154,7 @@ def _outcome(attempt: Attempt) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     words = sys.argv[1:] if argv is None else argv
-    return command_line.run(lambda: reproduce(words))
+    return tool_command_line.run(lambda: reproduce(words))
 
 
 if __name__ == "__main__":

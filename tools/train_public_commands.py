@@ -23,22 +23,22 @@ from pathlib import Path
 if __name__ == "__main__":
     # As a script, only this file's folder would be importable; what follows may take a while.
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-    from tools.command_line import begin_script
+    from tools.tool_command_line import begin_script
 
     begin_script()
 
 from hetero.errors import HeteroError
-from tools import command_line
+from tools import tool_command_line
 from tools.public_training.chosen import CHOSEN, Chosen
-from tools.public_training.comparison import train_all
-from tools.public_training.results import Row, write_results
+from tools.public_training.public_results import Row, write_results
 from tools.public_training.shrinking import shrink
 from tools.public_training.texts import build_text
-from tools.real_text.sources import language_reference
+from tools.public_training.trained_commands import train_all
+from tools.real_text.text_sources import language_reference
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = command_line.Parser((__doc__ or "").splitlines()[0])
+    parser = tool_command_line.Parser((__doc__ or "").splitlines()[0])
     parser.add_argument("--out", required=True, metavar="FOLDER", help="where results go")
     names = [one.short for one in CHOSEN]
     parser.add_argument(
@@ -51,8 +51,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     args = parser.parse_args(argv)
     chosen = [one for one in CHOSEN if one.short in args.only]
-    return command_line.run(
-        lambda: train_chosen(chosen, command_line.make_results_folder(args.out))
+    return tool_command_line.run(
+        lambda: train_chosen(chosen, tool_command_line.make_results_folder(args.out))
     )
 
 

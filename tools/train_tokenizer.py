@@ -16,17 +16,17 @@ from typing import Any
 if __name__ == "__main__":
     # As a script, only this file's folder would be importable; what follows may take a while.
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-    from tools.command_line import begin_script
+    from tools.tool_command_line import begin_script
 
     begin_script()
 
 import sentencepiece
 
 from hetero.errors import UserError
-from megatron.training.arguments.convert import integer, number
+from megatron.training.arguments.converters import integer, number
 from megatron.training.progress_bar import progress_bar
-from tools.command_line import Parser, interrupts_leave, run
 from tools.text_input import FORMATS, Document, InputFile, open_inputs, temporary_name
+from tools.tool_command_line import Parser, interrupts_leave, run
 
 SENTENCE_BYTES = 4000
 _MOST_TRIES = 4

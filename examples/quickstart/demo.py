@@ -21,7 +21,7 @@ from typing import Any
 if __name__ == "__main__":
     # As a script, only this file's folder would be importable; what follows may take a while.
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-    from tools.command_line import begin_script
+    from tools.tool_command_line import begin_script
 
     begin_script(core=False)
 
@@ -32,9 +32,9 @@ from examples.quickstart.source_text import SourceText, builtin_text, read_text
 from hetero.errors import UserError
 from hetero.words import counted
 from megatron.training.progress_bar import progress_bar
-from tools.command_line import Parser, run
 from tools.launching.processes import run_step
 from tools.reports.page import write_whole
+from tools.tool_command_line import Parser, run
 
 MARKER = ".hetero-demo"
 """Stands in a folder that the demo made, so that it never replaces files of anyone else."""

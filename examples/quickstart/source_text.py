@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hetero.errors import UserError
-from tools.real_text.sources import language_reference
+from tools.real_text.text_sources import language_reference
 from tools.text_input import iconv_hint
 
 LARGEST_BYTES = 16 * 2**20

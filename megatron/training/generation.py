@@ -19,8 +19,8 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from hetero.errors import UserError
 from megatron.training.arguments.parser import build_parser
 from megatron.training.checkpoint.model_flags import MODEL_FLAGS, Kind, spellings
-from megatron.training.checkpoint.names import EMBEDDING, stored_name
 from megatron.training.checkpoint.reader import CheckpointReader
+from megatron.training.checkpoint.tensor_names import EMBEDDING, stored_name
 from megatron.training.cpu_shim import cpu_shim
 from megatron.training.lone_process import lone_groups
 from megatron.training.model import build_chunk, transformer_config

@@ -6,9 +6,9 @@ import argparse
 
 from hetero.plan import Mesh, Plan, PlanError, load_plan, split_over_chunks
 from hetero.words import counted
-from megatron.training.arguments.checks.parallel import counted_layers
-from megatron.training.arguments.layout import parse_layout
+from megatron.training.arguments.checks.check_parallel import counted_layers
 from megatron.training.arguments.validate import finish_validation
+from megatron.training.arguments.written_layout import parse_layout
 
 
 def plan_from_args(args: argparse.Namespace, *, vendor: str) -> Plan:

@@ -19,7 +19,7 @@ from hetero.errors import TrainingError
 from megatron.training.arguments.batch_sizes import batch_size_at
 from megatron.training.checkpoint.checkpointer import Checkpointer
 from megatron.training.checkpoint.costs import SaveCosts
-from megatron.training.checkpoint.progress import Progress
+from megatron.training.checkpoint.save_progress import Progress
 from megatron.training.checkpoint.signals import StopSignal
 from megatron.training.console import Console
 from megatron.training.data import MicroBatches

@@ -15,7 +15,7 @@ from megatron.training.arguments import parse_args
 from megatron.training.data import build_datasets
 from megatron.training.tokenizer.build import build_tokenizer
 from tests.distributed.harness import TINY_LLAMA, train
-from tests.training.huggingface.tiny import MODELS
+from tests.training.huggingface.tiny_huggingface import MODELS
 from tools.convert_checkpoint import main as convert
 from tools.generate_text import main as generate_text
 

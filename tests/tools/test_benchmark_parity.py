@@ -12,7 +12,7 @@ import pytest
 
 from hetero.errors import UserError
 from tools import benchmark_parity
-from tools.parity_benchmark.options import Options, parse_options
+from tools.parity_benchmark.parity_options import Options, parse_options
 from tools.runs import ROOT
 
 pytestmark = pytest.mark.usefixtures("preloaded_ranks")

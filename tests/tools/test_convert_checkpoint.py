@@ -22,9 +22,9 @@ from megatron.training.checkpoint.reader import CheckpointReader
 from megatron.training.generation import next_logits, whole_model
 from megatron.training.huggingface import convert
 from megatron.training.huggingface.configuration import args_from_config
-from megatron.training.huggingface.folders import CONFIG, SINGLE, write_shard
+from megatron.training.huggingface.hub_folders import CONFIG, SINGLE, write_shard
 from megatron.training.huggingface.mapping import ModelShape, rules
-from tests.training.huggingface.tiny import MODELS, VOCABULARY, qwen2, save_tokenizer
+from tests.training.huggingface.tiny_huggingface import MODELS, VOCABULARY, qwen2, save_tokenizer
 from tools import convert_checkpoint
 
 TOOL = Path(convert_checkpoint.__file__)

@@ -19,7 +19,7 @@ from megatron.training.checkpoint.index import read_index
 from megatron.training.checkpoint.reader import CheckpointReader
 from megatron.training.megatron_lm import torch_dist_writer
 from megatron.training.megatron_lm.torch_dist_writer import Part
-from tests.training.megatron_lm.tiny import (
+from tests.training.megatron_lm.tiny_megatron import (
     GPT2,
     LLAMA,
     MODELS,
@@ -367,7 +367,7 @@ def test_copies_that_are_not_of_these_weights_are_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     found = save_training(tmp_path / "ours", LLAMA, dtype=torch.bfloat16)
-    from tests.training.megatron_lm import tiny
+    from tests.training.megatron_lm import tiny_megatron as tiny
 
     name = "decoder.layers.2.mlp.linear_fc2.weight"
     found[f"optimizer.main.{name}"] = found[f"optimizer.main.{name}"].flip(0)

@@ -23,7 +23,7 @@ from megatron.training.generation import (
     next_logits,
     whole_model,
 )
-from tests.training.huggingface.tiny import MODELS, save_tokenizer
+from tests.training.huggingface.tiny_huggingface import MODELS, save_tokenizer
 from tools import generate_text
 from tools.convert_checkpoint import main as convert
 

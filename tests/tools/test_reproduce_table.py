@@ -12,12 +12,12 @@ import pytest
 from hetero.errors import HeteroError, UserError
 from megatron.training.arguments import parse_args
 from tools import reproduce_table
-from tools.reproduction import rows, table
+from tools.reproduction import table, table_rows
 from tools.reproduction.measurement import Attempt, Measurement, measure, summarise
-from tools.reproduction.options import parse_options
-from tools.reproduction.picture import draw
-from tools.reproduction.rows import Options, parsed_row, row_flags, run_order
 from tools.reproduction.settings import LLAMA3_8B, MODELS, QWEN2_7B, ROWS, TRAINING_FLAGS
+from tools.reproduction.table_options import parse_options
+from tools.reproduction.table_picture import draw
+from tools.reproduction.table_rows import Options, parsed_row, row_flags, run_order
 from tools.runs import DeadlinePassed, Finished, Launch
 
 pytestmark = pytest.mark.usefixtures("preloaded_ranks")
@@ -154,8 +154,8 @@ def test_a_row_that_has_no_result_says_why(
     def fail(launch: object) -> None:
         raise error
 
-    monkeypatch.setattr(rows, "run_to_end", fail)
-    outcome = rows.attempt(options("--out x"), "gloo", 1, data=[])
+    monkeypatch.setattr(table_rows, "run_to_end", fail)
+    outcome = table_rows.attempt(options("--out x"), "gloo", 1, data=[])
     assert outcome.measurement is None
     assert problem in str(outcome.problem)
 
@@ -170,9 +170,9 @@ def test_rows_with_two_vendors_are_simulated_and_the_homogeneous_one_is_not(
         launches.append(launch)
         raise HeteroError("enough seen")
 
-    monkeypatch.setattr(rows, "run_to_end", note)
+    monkeypatch.setattr(table_rows, "run_to_end", note)
     for row in ("homogeneous", "gloo"):
-        rows.attempt(options("--deadline 7 --out x"), row, 2, data=[])
+        table_rows.attempt(options("--deadline 7 --out x"), row, 2, data=[])
     homogeneous, gloo = launches
     assert "HETERO_VENDOR" not in homogeneous.environ
     assert gloo.environ["HETERO_VENDOR"] == "plan"

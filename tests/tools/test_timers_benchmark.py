@@ -1,4 +1,4 @@
-"""docs/benchmarks/timers.py: what it counts as the cost of timers, and what it refuses."""
+"""docs/benchmarks/time_timers.py: what it counts as the cost of timers, and what it refuses."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tools.runs import ROOT
 
 pytestmark = pytest.mark.usefixtures("preloaded_ranks")
 
-SCRIPT = ROOT / "docs" / "benchmarks" / "timers.py"
+SCRIPT = ROOT / "docs" / "benchmarks" / "time_timers.py"
 
 
 @pytest.fixture(scope="module")

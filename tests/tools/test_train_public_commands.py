@@ -11,9 +11,9 @@ import pytest
 from hetero.errors import HeteroError
 from tools import train_public_commands
 from tools.public_training.chosen import CHOSEN
-from tools.public_training.comparison import Runs
-from tools.public_training.results import Row
+from tools.public_training.public_results import Row
 from tools.public_training.shrinking import shrink
+from tools.public_training.trained_commands import Runs
 from tools.run_comparison.curves import Curve, curve_of
 
 pytestmark = pytest.mark.usefixtures("preloaded_ranks")

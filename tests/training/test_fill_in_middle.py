@@ -20,7 +20,7 @@ from megatron.training.dataset_checks import require_same_text
 from megatron.training.fill_in_middle import FillInMiddle, fill_in_middle
 from megatron.training.tokenizer.build import build_tokenizer
 from tests.training.arguments.conftest import command_line
-from tests.training.tokenizer.test_build import train_sentencepiece
+from tests.training.tokenizer.test_tokenizer_build import train_sentencepiece
 
 NAMES = ["<fim_prefix>", "<fim_middle>", "<fim_suffix>", "<fim_pad>", "<|endoftext|>", "<file>"]
 FLAGS = {

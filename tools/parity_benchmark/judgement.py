@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from hetero.errors import UserError
-from tools.parity_benchmark.plan import DETERMINISTIC, Run
+from tools.parity_benchmark.parity_runs import DETERMINISTIC, Run
 from tools.parity_benchmark.side_by_side import Outcome
 from tools.run_comparison.alignment import align
 from tools.run_comparison.criteria import Finding, parse_criterion

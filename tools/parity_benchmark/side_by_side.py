@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from hetero.errors import HeteroError
-from tools.parity_benchmark.plan import PAIR
+from tools.parity_benchmark.parity_runs import PAIR
 from tools.runs import Finished, Launch, failure_text, run_to_end
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"

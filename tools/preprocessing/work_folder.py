@@ -28,7 +28,6 @@ from hetero.errors import UserError
 from hetero.words import counted
 from megatron.training.dataset_description import SUFFIX, Description, TokenizerFacts
 from megatron.training.quiet import quiet_core
-from tools.command_line import Interrupted
 from tools.preprocessing.batches import Frontier
 from tools.preprocessing.encoder import Tokens
 from tools.preprocessing.index_file import (
@@ -38,6 +37,7 @@ from tools.preprocessing.index_file import (
     write_index,
 )
 from tools.text_input import Place
+from tools.tool_command_line import Interrupted
 
 _STATE_VERSION = 2
 _SUFFIXES = (SUFFIX, ".bin", ".idx")

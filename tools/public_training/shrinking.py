@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hetero.errors import UserError
-from megatron.training.arguments.checks.data import DEFAULT_TOKENIZER
+from megatron.training.arguments.checks.check_data import DEFAULT_TOKENIZER
 from tools.public_commands import Command
 
 RUN, TEXT = "RUN", "TEXT"

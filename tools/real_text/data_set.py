@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tools.launching.processes import Step, run_step
-from tools.real_text.sources import language_reference
+from tools.real_text.text_sources import language_reference
 from tools.runs import ROOT
 
 VOCABULARY = 8000

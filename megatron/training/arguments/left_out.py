@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from megatron.training.arguments.words import Segment
+from megatron.training.arguments.segments import Segment
 
 TABLE = Path(__file__).with_name("left_out.txt")
 OTHERS = "others"

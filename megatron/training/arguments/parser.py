@@ -9,23 +9,23 @@ from typing import NoReturn
 
 from hetero.errors import UserError
 from hetero.help_text import HelpFormatter
-from megatron.training.arguments.checkpoint import add_checkpoint_flags
 from megatron.training.arguments.config_file import FLAG as CONFIG_FILE_FLAG
 from megatron.training.arguments.config_file import expand_with_notes
-from megatron.training.arguments.data import add_data_flags
-from megatron.training.arguments.hetero import add_hetero_flags
+from megatron.training.arguments.flags_checkpoint import add_checkpoint_flags
+from megatron.training.arguments.flags_data import add_data_flags
+from megatron.training.arguments.flags_hetero import add_hetero_flags
+from megatron.training.arguments.flags_logging import add_logging_flags
+from megatron.training.arguments.flags_model import add_model_flags
+from megatron.training.arguments.flags_optimizer import add_optimizer_flags
+from megatron.training.arguments.flags_parallel import add_parallel_flags
+from megatron.training.arguments.flags_training import add_training_flags
 from megatron.training.arguments.ignored import add_ignored_flags, describe_ignored
-from megatron.training.arguments.layers import fall_back
+from megatron.training.arguments.installed_layers import fall_back
 from megatron.training.arguments.left_out import feature_of, is_left_out, sort_out
-from megatron.training.arguments.logging import add_logging_flags
-from megatron.training.arguments.model import add_model_flags
-from megatron.training.arguments.optimizer import add_optimizer_flags
-from megatron.training.arguments.parallel import add_parallel_flags
 from megatron.training.arguments.problems import Arguments, Problems
-from megatron.training.arguments.training import add_training_flags
+from megatron.training.arguments.segments import Segment, split_words
 from megatron.training.arguments.unknown import explain_unknown, meant_by
 from megatron.training.arguments.validate import REQUIRED, check_flags, check_sizes
-from megatron.training.arguments.words import Segment, split_words
 from megatron.training.checkpoint.adoption import adopt_checkpoint_args
 
 

@@ -4,13 +4,13 @@ from argparse import Namespace
 from collections.abc import Collection, Iterator
 
 from hetero.words import counted
-from megatron.training.arguments.checks.checkpoint import check_checkpoints
-from megatron.training.arguments.checks.data import check_data
-from megatron.training.arguments.checks.hetero import check_hetero, derive_pipeline_size
-from megatron.training.arguments.checks.model import check_model, check_model_split
-from megatron.training.arguments.checks.parallel import check_parallel
-from megatron.training.arguments.checks.schedule import check_schedule
-from megatron.training.arguments.checks.training import check_batch, check_training
+from megatron.training.arguments.checks.check_checkpoint import check_checkpoints
+from megatron.training.arguments.checks.check_data import check_data
+from megatron.training.arguments.checks.check_hetero import check_hetero, derive_pipeline_size
+from megatron.training.arguments.checks.check_model import check_model, check_model_split
+from megatron.training.arguments.checks.check_parallel import check_parallel
+from megatron.training.arguments.checks.check_schedule import check_schedule
+from megatron.training.arguments.checks.check_training import check_batch, check_training
 from megatron.training.arguments.problems import Problems
 
 REQUIRED = (

@@ -17,7 +17,7 @@ from megatron.training.checkpoint.contents import (
     placed_parameters,
     random_pieces,
 )
-from megatron.training.checkpoint.control import Control
+from megatron.training.checkpoint.control_file import Control
 from megatron.training.checkpoint.costs import SaveCosts
 from megatron.training.checkpoint.device_copies import DeviceCopies
 from megatron.training.checkpoint.loader import (
@@ -26,8 +26,8 @@ from megatron.training.checkpoint.loader import (
     load_random,
     load_weights,
 )
-from megatron.training.checkpoint.progress import Progress
 from megatron.training.checkpoint.reader import CheckpointReader
+from megatron.training.checkpoint.save_progress import Progress
 from megatron.training.checkpoint.saver import Contents, Kept, SaveError, SaveOutcome, Saver
 from megatron.training.checkpoint.selection import Nothing, Selection
 from megatron.training.checkpoint.snapshot import Snapshot

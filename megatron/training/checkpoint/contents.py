@@ -19,14 +19,14 @@ import torch
 
 from hetero.plan import Coordinate, Plan
 from megatron.training.checkpoint.boxes import Shard
-from megatron.training.checkpoint.names import (
+from megatron.training.checkpoint.stream import Piece
+from megatron.training.checkpoint.tensor_names import (
     OUTPUT_LAYER,
     is_split,
     optimizer_name,
     shard_of,
     stored_name,
 )
-from megatron.training.checkpoint.stream import Piece
 from megatron.training.core_private import (
     OptimizerShard,
     adam_step,

@@ -17,12 +17,12 @@ from megatron.training.checkpoint.contents import (
     random_prefix,
     restore_random,
 )
-from megatron.training.checkpoint.names import (
+from megatron.training.checkpoint.reader import CheckpointReader
+from megatron.training.checkpoint.tensor_names import (
     EMBEDDING,
     VOCABULARY,
     optimizer_name,
 )
-from megatron.training.checkpoint.reader import CheckpointReader
 from megatron.training.core_private import (
     OptimizerShard,
     optimizer_shards,

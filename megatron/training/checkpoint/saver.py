@@ -19,7 +19,7 @@ from typing import Any
 
 from hetero.errors import HeteroError, OutputError
 from megatron.training.checkpoint import folder as folders
-from megatron.training.checkpoint.control import Control, combine
+from megatron.training.checkpoint.control_file import Control, combine
 from megatron.training.checkpoint.index import (
     INDEX_FILE,
     Index,

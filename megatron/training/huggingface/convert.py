@@ -25,11 +25,11 @@ from megatron.training.checkpoint.conversion import (
 )
 from megatron.training.checkpoint.index import Index
 from megatron.training.checkpoint.lock import LOCK_FILE
-from megatron.training.checkpoint.names import EMBEDDING
 from megatron.training.checkpoint.reader import CheckpointReader
 from megatron.training.checkpoint.stream import Piece
+from megatron.training.checkpoint.tensor_names import EMBEDDING
 from megatron.training.checkpoint.writer import write_release
-from megatron.training.huggingface import folders
+from megatron.training.huggingface import hub_folders
 from megatron.training.huggingface.configuration import args_from_config, config_from_args
 from megatron.training.huggingface.mapping import ModelShape, Rule, rules
 
@@ -80,8 +80,8 @@ def to_megatron(
     `divisible_by` pads the vocabulary with rows of zeros; without it the rows are the model's own.
     Raises UserError for input that cannot be converted.
     """
-    model = folders.ModelFolder(source)
-    args = args_from_config(model.config, source=str(source / folders.CONFIG))
+    model = hub_folders.ModelFolder(source)
+    args = args_from_config(model.config, source=str(source / hub_folders.CONFIG))
     vocabulary = args["vocab_size"]
     if divisible_by is not None:
         args["make_vocab_size_divisible_by"] = divisible_by
@@ -102,8 +102,8 @@ def to_megatron(
 
     def add_companions(folder: Path) -> None:
         (folder / COMPANION_FOLDER).mkdir()
-        kept = (folders.CONFIG, *folders.COMPANIONS)
-        folders.copy_companions(source, folder / COMPANION_FOLDER, names=kept)
+        kept = (hub_folders.CONFIG, *hub_folders.COMPANIONS)
+        hub_folders.copy_companions(source, folder / COMPANION_FOLDER, names=kept)
 
     with no_new_parents(final), progress(sum(task.bytes for task in tasks)) as advance:
         files = (
@@ -139,8 +139,8 @@ def to_huggingface(
     config, shape = _describe(index, folder, kept, rows)
     tasks = _export_tasks(index, shape, folder)
     beside = _companions(index.args, folder, companions)
-    if beside is not None and (beside / folders.CONFIG).is_file():
-        theirs = folders.read_json(beside / folders.CONFIG)
+    if beside is not None and (beside / hub_folders.CONFIG).is_file():
+        theirs = hub_folders.read_json(beside / hub_folders.CONFIG)
         config |= {name: theirs[name] for name in _TOKEN_IDS if name in theirs}
     with (
         temporary_folder(target.with_name(target.name + CONVERTING)) as temporary,
@@ -148,11 +148,11 @@ def to_huggingface(
     ):
         _write_model(folder, index, tasks, temporary, advance, shard_bytes=shard_bytes)
         if beside is not None:
-            folders.copy_companions(beside, temporary)
-        (temporary / folders.CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+            hub_folders.copy_companions(beside, temporary)
+        (temporary / hub_folders.CONFIG).write_text(json.dumps(config, indent=2) + "\n")
         checkpoint_folders.sync_folder(temporary)
         temporary.replace(target)
-    has_tokenizer = folders.has_tokenizer(target)
+    has_tokenizer = hub_folders.has_tokenizer(target)
     dropout = index.args.get("hidden_dropout", 0.0)
     done = _converted(
         tasks, folder=target, rows=kept, has_tokenizer=has_tokenizer, source=title, notes=notes
@@ -163,7 +163,7 @@ def to_huggingface(
     )
 
 
-def _import_tasks(model: folders.ModelFolder, shape: ModelShape) -> list[_Task]:
+def _import_tasks(model: hub_folders.ModelFolder, shape: ModelShape) -> list[_Task]:
     if shape.tied:
         _require_tied(model)
     tasks, wanted = [], set()
@@ -179,21 +179,21 @@ def _import_tasks(model: folders.ModelFolder, shape: ModelShape) -> list[_Task]:
     for name in model.names():
         if name not in wanted and not name.endswith(_SUPERFLUOUS):
             raise UserError(
-                f"{model.folder} holds the tensor {name}, which its {folders.CONFIG} does not "
+                f"{model.folder} holds the tensor {name}, which its {hub_folders.CONFIG} does not "
                 "account for; take the files of one model"
             )
     return tasks
 
 
-def _require_tied(model: folders.ModelFolder) -> None:
+def _require_tied(model: hub_folders.ModelFolder) -> None:
     """Refuse an output layer that is not the embedding, though the configuration calls it tied."""
     embedding, output = "model.embed_tokens.weight", "lm_head.weight"
     if {embedding, output} <= set(model.names()) and not torch.equal(
         model.tensor(embedding), model.tensor(output)
     ):
         raise UserError(
-            f"{model.folder} has another {output} than {embedding}, and its {folders.CONFIG} says "
-            "tie_word_embeddings; set that to false if the model was trained with both"
+            f"{model.folder} has another {output} than {embedding}, and its "
+            f"{hub_folders.CONFIG} says tie_word_embeddings; set that to false if the model was trained with both"
         )
 
 
@@ -238,7 +238,7 @@ def _vocabulary(args: Mapping[str, Any], rows: int, asked: int | None, folder: P
 
 def _companions(args: Mapping[str, Any], folder: Path, given: Path | None) -> Path | None:
     if given is not None:
-        if not folders.has_tokenizer(given):
+        if not hub_folders.has_tokenizer(given):
             raise UserError(f"--tokenizer {given} holds no tokenizer of Hugging Face's format")
         return given
     named = args.get("tokenizer_model")
@@ -254,7 +254,7 @@ def _precision(dtype: torch.dtype) -> dict[str, Any]:
     }
 
 
-def _piece(model: folders.ModelFolder, task: _Task, advance: Callable[[int], object]) -> Piece:
+def _piece(model: hub_folders.ModelFolder, task: _Task, advance: Callable[[int], object]) -> Piece:
     def read() -> torch.Tensor:
         advance(task.bytes)
         return task.rule.join([model.tensor(part.name) for part in task.rule.parts])
@@ -286,13 +286,13 @@ def _write_model(
             advance(task.bytes)
 
     for number, shard in enumerate(files):
-        name = folders.shard_name(number, len(files))
+        name = hub_folders.shard_name(number, len(files))
         parts = [(part, task.dtype) for task in shard for part in task.rule.parts]
-        folders.write_shard(folder / name, parts, tensors(shard))
+        hub_folders.write_shard(folder / name, parts, tensors(shard))
         weight_map |= {part.name: name for part, _ in parts}
         total += sum(part.size * dtype.itemsize for part, dtype in parts)
     if len(files) > 1:
-        folders.write_index(folder, weight_map, total_bytes=total)
+        hub_folders.write_index(folder, weight_map, total_bytes=total)
 
 
 def _converted(

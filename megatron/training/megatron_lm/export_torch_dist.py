@@ -13,7 +13,7 @@ import torch
 from hetero.errors import UserError
 from megatron.training.checkpoint.boxes import Box
 from megatron.training.checkpoint.index import Index
-from megatron.training.checkpoint.names import fused_name, optimizer_name
+from megatron.training.checkpoint.tensor_names import fused_name, optimizer_name
 from megatron.training.megatron_lm.optimizer_states import MAIN, MOMENTS
 from megatron.training.megatron_lm.tensors import LAYERS, ModelTensor
 from megatron.training.megatron_lm.torch_dist_writer import Part, write

@@ -22,8 +22,8 @@ from megatron.training.checkpoint.conversion import (
     temporary_folder,
 )
 from megatron.training.checkpoint.index import DamagedCheckpoint, Index
-from megatron.training.checkpoint.names import EMBEDDING, VOCABULARY
 from megatron.training.checkpoint.reader import CheckpointReader
+from megatron.training.checkpoint.tensor_names import EMBEDDING, VOCABULARY
 from megatron.training.megatron_lm import export_torch_dist, legacy_writer
 from megatron.training.megatron_lm.arguments import to_theirs
 from megatron.training.megatron_lm.folders import Format

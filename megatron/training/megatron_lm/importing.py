@@ -22,9 +22,9 @@ from megatron.training.checkpoint.conversion import (
 )
 from megatron.training.checkpoint.index import DTYPES, DamagedCheckpoint
 from megatron.training.checkpoint.lock import LOCK_FILE
-from megatron.training.checkpoint.names import EMBEDDING, optimizer_name
-from megatron.training.checkpoint.progress import Progress
+from megatron.training.checkpoint.save_progress import Progress
 from megatron.training.checkpoint.stream import Piece
+from megatron.training.checkpoint.tensor_names import EMBEDDING, optimizer_name
 from megatron.training.checkpoint.writer import write_checkpoint, write_release
 from megatron.training.megatron_lm import optimizer_states
 from megatron.training.megatron_lm.arguments import to_ours

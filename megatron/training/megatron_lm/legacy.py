@@ -21,7 +21,7 @@ import torch
 
 from hetero.errors import UserError
 from megatron.training.checkpoint.index import DamagedCheckpoint
-from megatron.training.checkpoint.names import OUTPUT_LAYER, stored_name
+from megatron.training.checkpoint.tensor_names import OUTPUT_LAYER, stored_name
 from megatron.training.megatron_lm.folders import RANK_FILE
 from megatron.training.megatron_lm.pickles import RestrictedLoader
 from megatron.training.megatron_lm.tensors import LAYERS, ModelTensor, Shape, layer_starts

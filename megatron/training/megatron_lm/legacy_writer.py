@@ -16,7 +16,7 @@ import torch
 from hetero.errors import UserError
 from megatron.training.checkpoint.boxes import Box
 from megatron.training.checkpoint.folder import sync_file
-from megatron.training.checkpoint.names import EMBEDDING, OUTPUT_LAYER, fused_name
+from megatron.training.checkpoint.tensor_names import EMBEDDING, OUTPUT_LAYER, fused_name
 from megatron.training.megatron_lm.folders import RANK_FILE
 from megatron.training.megatron_lm.tensors import LAYERS, POSITIONS, ModelTensor
 

@@ -20,7 +20,7 @@ import torch
 
 from hetero.errors import UserError
 from megatron.training.checkpoint.index import DamagedCheckpoint
-from megatron.training.checkpoint.names import EMBEDDING, OUTPUT_LAYER
+from megatron.training.checkpoint.tensor_names import EMBEDDING, OUTPUT_LAYER
 from megatron.training.megatron_lm.tensors import POSITIONS, ModelTensor, buffer_order
 from megatron.training.megatron_lm.torch_dist import TorchDistReader
 

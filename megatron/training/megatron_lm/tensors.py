@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron.training.checkpoint.boxes import Box, Shard
-from megatron.training.checkpoint.names import EMBEDDING, OUTPUT_LAYER
+from megatron.training.checkpoint.tensor_names import EMBEDDING, OUTPUT_LAYER
 
 Shape = tuple[int, ...]
 POSITIONS = "embedding.position_embeddings.weight"

@@ -21,7 +21,7 @@ import torch
 from hetero.errors import UserError
 from megatron.training.checkpoint.boxes import Box, range_boxes
 from megatron.training.checkpoint.index import DamagedCheckpoint
-from megatron.training.checkpoint.names import fused_name
+from megatron.training.checkpoint.tensor_names import fused_name
 from megatron.training.megatron_lm.folders import COMMON, METADATA
 from megatron.training.megatron_lm.pickles import RestrictedLoader
 from megatron.training.megatron_lm.tensors import LAYERS, ModelTensor, Shape

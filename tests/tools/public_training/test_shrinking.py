@@ -11,8 +11,8 @@ from hetero.errors import UserError
 from megatron.training.arguments import parse_args
 from tools.public_commands import Command, load_commands, verdicts
 from tools.public_training.chosen import CHOSEN
-from tools.public_training.comparison import THREE_FLAGS
 from tools.public_training.shrinking import PROCESSES, TOKENIZER_FILES, Replacement, shrink
+from tools.public_training.trained_commands import THREE_FLAGS
 
 PLACES = {"text": Path("/text"), "run": Path("/run")}
 

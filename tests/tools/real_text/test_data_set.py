@@ -10,7 +10,7 @@ import pytest
 from megatron.training.arguments import parse_args
 from tools.launching.processes import StepFailure
 from tools.real_text.data_set import VOCABULARY, RealText, build_from_documents
-from tools.real_text.sources import source_documents
+from tools.real_text.text_sources import source_documents
 
 MODEL = (
     "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 16 --lr 1e-3 "

@@ -12,7 +12,7 @@ from hetero.errors import UserError
 from megatron.training.arguments.parser import build_parser
 from megatron.training.checkpoint.model_flags import MODEL_FLAGS, TAKEN, Kind, spellings
 from megatron.training.megatron_lm.arguments import to_ours, to_theirs
-from tests.training.megatron_lm.tiny import LLAMA, MODELS
+from tests.training.megatron_lm.tiny_megatron import LLAMA, MODELS
 
 
 def _theirs(**changes: Any) -> Namespace:

@@ -18,7 +18,7 @@ from megatron.training.megatron_lm.optimizer_states import MAIN, MOMENTS, find
 from megatron.training.megatron_lm.tensors import ModelTensor, buffer_order, model_tensors
 from megatron.training.megatron_lm.torch_dist import TorchDistReader
 from megatron.training.megatron_lm.torch_dist_writer import Part
-from tests.training.megatron_lm.tiny import GPT2, LLAMA, QWEN, weights
+from tests.training.megatron_lm.tiny_megatron import GPT2, LLAMA, QWEN, weights
 
 ROWS = 32
 EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"

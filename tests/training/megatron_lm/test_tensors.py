@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from megatron.training.arguments.parser import build_parser
-from megatron.training.checkpoint.names import stored_name
+from megatron.training.checkpoint.tensor_names import stored_name
 from megatron.training.cpu_shim import cpu_shim
 from megatron.training.lone_process import lone_groups
 from megatron.training.megatron_lm.tensors import buffer_order, model_tensors
 from megatron.training.model import build_chunk, transformer_config
-from tests.training.megatron_lm.tiny import LLAMA, MODELS
+from tests.training.megatron_lm.tiny_megatron import LLAMA, MODELS
 
 
 @pytest.mark.parametrize("name", sorted(MODELS))

@@ -10,7 +10,7 @@ from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
 from hetero.pipeline.communicator import PipelineCommunicator
 from megatron.training.timing.clocks import HostClock
-from megatron.training.timing.communicator import TimedCommunicator
+from megatron.training.timing.timed_communicator import TimedCommunicator
 from megatron.training.timing.timers import Timers
 
 SHAPE = (2, 1, 4)

@@ -12,11 +12,11 @@ from typing import Any
 import torch
 
 from tools.parity_benchmark.judgement import FIXED_BOUND, Judgement
-from tools.parity_benchmark.options import Options
-from tools.parity_benchmark.plan import PAIR, Run
+from tools.parity_benchmark.parity_options import Options
+from tools.parity_benchmark.parity_runs import PAIR, Run
 from tools.parity_benchmark.side_by_side import VISIBLE, Outcome
 from tools.real_text.data_set import VOCABULARY, RealText
-from tools.real_text.sources import SOURCES
+from tools.real_text.text_sources import SOURCES
 from tools.reports.page import write_whole
 from tools.run_comparison.criteria import Finding
 from tools.run_comparison.loss_table import warnings

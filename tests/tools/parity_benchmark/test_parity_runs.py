@@ -7,7 +7,7 @@ from argparse import Namespace
 import pytest
 
 from megatron.training.model_size import parameter_count
-from tools.parity_benchmark.plan import (
+from tools.parity_benchmark.parity_runs import (
     DETERMINISTIC,
     FAST,
     LLAMA_8B,

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from hetero.errors import UserError
 from hetero.words import counted
-from megatron.training.arguments.layout import parse_layout
+from megatron.training.arguments.written_layout import parse_layout
 
 
 def check_parallel(args: Namespace) -> tuple[Iterator[str], ...]:

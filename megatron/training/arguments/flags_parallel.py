@@ -2,7 +2,7 @@
 
 import argparse
 
-from megatron.training.arguments.convert import integer
+from megatron.training.arguments.converters import integer
 
 
 def add_parallel_flags(parser: argparse.ArgumentParser) -> None:

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from tools.public_training.chosen import Chosen
-from tools.public_training.comparison import THREE_FLAGS, Runs
 from tools.public_training.shrinking import Replacement, Shrunk
+from tools.public_training.trained_commands import THREE_FLAGS, Runs
 from tools.reports.page import write_whole
 from tools.run_comparison.curves import Curve
 from tools.run_comparison.likeness import Likeness

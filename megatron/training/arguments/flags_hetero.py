@@ -3,7 +3,7 @@
 import argparse
 
 from hetero.link.names import TRANSPORTS
-from megatron.training.arguments.convert import integer, number, text
+from megatron.training.arguments.converters import integer, number, text
 
 VENDORS = ("nvidia", "amd", "cpu")
 # Make sense in a homogeneous run too: the baseline needs a report to be compared with.

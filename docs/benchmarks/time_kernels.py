@@ -1,6 +1,6 @@
 """Time every kernel that a layer of LLaMA-8B can use on one GPU, forward and backward.
 
-    python docs/benchmarks/kernels.py --out OUT [--tokens 4096 8192] [--only attention wgrad ...]
+    python docs/benchmarks/time_kernels.py --out OUT [--tokens 4096] [--only attention ...]
 
 Prints one row per variant: milliseconds of kernels in forward and in backward, as the profiler
 counts them. Sizes are those of

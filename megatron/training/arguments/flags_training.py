@@ -3,7 +3,7 @@
 import argparse
 
 from megatron.training.arguments.batch_sizes import step_schedule
-from megatron.training.arguments.convert import integer, interval, number
+from megatron.training.arguments.converters import integer, interval, number
 
 
 def add_training_flags(parser: argparse.ArgumentParser) -> None:

@@ -8,11 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.tools.parity_benchmark.made import ITERATIONS, failed, outcome, outcomes
+from tests.tools.parity_benchmark.made_outcomes import ITERATIONS, failed, outcome, outcomes
 from tools.parity_benchmark.judgement import judge
-from tools.parity_benchmark.options import Options, parse_options
-from tools.parity_benchmark.plan import DETERMINISTIC, FAST, Run
-from tools.parity_benchmark.results import write_results
+from tools.parity_benchmark.parity_options import Options, parse_options
+from tools.parity_benchmark.parity_results import write_results
+from tools.parity_benchmark.parity_runs import DETERMINISTIC, FAST, Run
 from tools.parity_benchmark.side_by_side import Outcome
 from tools.real_text.data_set import RealText
 

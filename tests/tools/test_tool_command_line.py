@@ -6,7 +6,7 @@ import errno
 
 import pytest
 
-from tools.command_line import run
+from tools.tool_command_line import run
 
 FULL = (errno.ENOSPC, "No space left on device")
 

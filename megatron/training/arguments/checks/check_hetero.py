@@ -4,7 +4,7 @@ from argparse import Namespace
 from collections.abc import Collection, Iterator
 
 from hetero.words import counted
-from megatron.training.arguments.hetero import ALLOWED_WITHOUT_PIPELINE
+from megatron.training.arguments.flags_hetero import ALLOWED_WITHOUT_PIPELINE
 
 # What a plan's file says in full, and these flags in short.
 SHORTHAND = ("hetero_vendors", "hetero_pipeline_sizes", "hetero_pipeline_layers")

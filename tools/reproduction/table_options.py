@@ -12,9 +12,8 @@ import torch
 from hetero.errors import UserError
 from hetero.link.names import TRANSPORTS
 from hetero.words import counted
-from tools import command_line
+from tools import tool_command_line
 from tools.real_text.data_set import NAME as TEXT_NAME
-from tools.reproduction.rows import Options, parsed_row
 from tools.reproduction.settings import (
     HOMOGENEOUS,
     LLAMA3_8B,
@@ -23,6 +22,7 @@ from tools.reproduction.settings import (
     VENDORS,
     model_setting,
 )
+from tools.reproduction.table_rows import Options, parsed_row
 
 
 def parse_options(argv: Sequence[str], *, description: str) -> Options:
@@ -74,7 +74,7 @@ def _without_comparison(options: Options) -> Options:
 
 
 def _parser(description: str) -> argparse.ArgumentParser:
-    parser = command_line.Parser(description)
+    parser = tool_command_line.Parser(description)
     parser.add_argument(
         "--model",
         default=LLAMA3_8B.name,

@@ -2,7 +2,7 @@
 
 import argparse
 
-from megatron.training.arguments.convert import integer, number, text
+from megatron.training.arguments.converters import integer, number, text
 
 TOKENIZERS = (
     "GPT2BPETokenizer",

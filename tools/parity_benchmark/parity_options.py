@@ -11,8 +11,8 @@ from typing import TypeVar
 from hetero.errors import UserError
 from hetero.link.names import TRANSPORTS
 from megatron.training.model_size import parameter_count
-from tools import command_line
-from tools.parity_benchmark.plan import (
+from tools import tool_command_line
+from tools.parity_benchmark.parity_runs import (
     KERNELS,
     LLAMA_113M,
     PAIR,
@@ -23,7 +23,7 @@ from tools.parity_benchmark.plan import (
     planned_runs,
 )
 from tools.parity_benchmark.side_by_side import VISIBLE, gpu_names
-from tools.reproduction.options import MODEL_SIZES
+from tools.reproduction.table_options import MODEL_SIZES
 
 Number = TypeVar("Number", int, float)
 
@@ -128,7 +128,7 @@ def _processes(given: int | None, gpus: Sequence[str]) -> int:
 
 
 def _parser(description: str) -> argparse.ArgumentParser:
-    parser = command_line.Parser(description)
+    parser = tool_command_line.Parser(description)
     parser.add_argument(
         "--model", choices=tuple(SETTINGS), default=LLAMA_113M.name, help="what is trained"
     )

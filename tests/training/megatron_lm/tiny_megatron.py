@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from megatron.training.checkpoint.names import optimizer_name
 from megatron.training.checkpoint.reader import CheckpointReader
 from megatron.training.checkpoint.stream import Piece
+from megatron.training.checkpoint.tensor_names import optimizer_name
 from megatron.training.checkpoint.writer import write_checkpoint, write_release
 from megatron.training.megatron_lm.tensors import model_tensors
 

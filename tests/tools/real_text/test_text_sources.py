@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tools.real_text import sources
-from tools.real_text.sources import language_reference, source_documents
+from tools.real_text import text_sources
+from tools.real_text.text_sources import language_reference, source_documents
 
 SEVERAL_EPOCHS_OF_500_ITERATIONS = 3.6 * 500 * 32 * 1024 / 3
 
@@ -38,10 +38,10 @@ def test_what_is_no_text_is_left_out(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     (tmp_path / "latin.py").write_bytes("# Grüße\n".encode("latin-1"))
     (tmp_path / "zero.py").write_bytes(b"a = 1\n\0\n")
     (tmp_path / "blank.py").write_text("\n \n")
-    (tmp_path / "table.py").write_text("x" * (sources.LARGEST_FILE_BYTES + 1))
+    (tmp_path / "table.py").write_text("x" * (text_sources.LARGEST_FILE_BYTES + 1))
     (tmp_path / "data.txt").write_text("no source")
-    monkeypatch.setattr(sources, "_folders", lambda: [("package", tmp_path)])
-    monkeypatch.setattr(sources, "_topics", lambda: ["a topic"])
+    monkeypatch.setattr(text_sources, "_folders", lambda: [("package", tmp_path)])
+    monkeypatch.setattr(text_sources, "_topics", lambda: ["a topic"])
     assert source_documents(10**6) == ["a topic", "print('Grüße')\n"]
 
 
@@ -51,6 +51,6 @@ def test_packages_beside_the_standard_library_are_not_counted_as_pythons_own(
     for name in ("os.py", "site-packages/mine.py", "dist-packages/yours.py"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(name)
-    monkeypatch.setattr(sources, "_folders", lambda: [("python", tmp_path)])
-    monkeypatch.setattr(sources, "_topics", list)
+    monkeypatch.setattr(text_sources, "_folders", lambda: [("python", tmp_path)])
+    monkeypatch.setattr(text_sources, "_topics", list)
     assert source_documents(10**6) == ["os.py"]

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from tools.parity_benchmark.plan import Run, planned_runs
+from tools.parity_benchmark.parity_runs import Run, planned_runs
 from tools.parity_benchmark.side_by_side import Outcome
 from tools.runs import Finished, Launch
 

@@ -2,7 +2,7 @@
 
 import argparse
 
-from megatron.training.arguments.convert import integer, interval, text
+from megatron.training.arguments.converters import integer, interval, text
 
 
 def add_logging_flags(parser: argparse.ArgumentParser) -> None:

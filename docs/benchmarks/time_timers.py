@@ -1,6 +1,6 @@
 """What --timing-log-level costs a step: runs with and without timers, in alternation.
 
-    python docs/benchmarks/timers.py OUT [--preset examples/presets/llama3.2_1b.yaml] \
+    python docs/benchmarks/time_timers.py OUT [--preset examples/presets/llama3.2_1b.yaml] \
         [--levels 0 2] [--repeats 3] [--iterations 30] [--warmup 10] [--log-interval 10] \
         [--nproc 2] [--transport auto | homogeneous] [-- more flags]
 
