@@ -193,7 +193,8 @@ def _require_tied(model: hub_folders.ModelFolder) -> None:
     ):
         raise UserError(
             f"{model.folder} has another {output} than {embedding}, and its "
-            f"{hub_folders.CONFIG} says tie_word_embeddings; set that to false if the model was trained with both"
+            f"{hub_folders.CONFIG} says tie_word_embeddings; set that to false if the model was "
+            "trained with both"
         )
 
 
