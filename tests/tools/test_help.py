@@ -15,7 +15,7 @@ from megatron.training.arguments.parser import build_parser
 from tools import inspect_data
 
 ROOT = Path(__file__).resolve().parents[2]
-SHARED = {"__init__", "command_line", "runs", "text_input"}
+SHARED = {"__init__", "tool_command_line", "runs", "text_input"}
 """What tools have in common, which nobody starts."""
 MODULES = [
     *(f"tools.{path.stem}" for path in sorted(ROOT.glob("tools/*.py")) if path.stem not in SHARED),
