@@ -324,7 +324,7 @@ def test_a_conversion_that_breaks_off_leaves_nothing(
     def disk_full(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(convert.folders, "copy_companions", disk_full)
+    monkeypatch.setattr(convert.hub_folders, "copy_companions", disk_full)
     assert _there(sharded, tmp_path / "second") == 2
     assert _back(tmp_path / "ours", tmp_path / "back") == 2
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["model", "ours"]

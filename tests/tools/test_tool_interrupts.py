@@ -18,7 +18,7 @@ import psutil
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-SHARED = {"__init__", "command_line", "runs", "text_input"}
+SHARED = {"__init__", "tool_command_line", "runs", "text_input"}
 """What tools have in common, which nobody starts."""
 TOOLS = {
     path.stem: path
