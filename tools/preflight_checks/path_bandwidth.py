@@ -123,7 +123,7 @@ def _measure(end: End, way: _Way) -> tuple[PathResult, tuple[str, ...]]:
         with ExitStack() as closing:
             links = _open(end, way)
             closing.callback(links.close)
-            passed_over = tuple(reason for c in links.choices for reason in c.passed_over)
+            passed_over = tuple(reason for c in links.choices for reason in c.rejected)
             (link,) = links.all()
             if link.transport == "gloo":
                 raise RuntimeError(f"no path works ({'; '.join(passed_over)})")
