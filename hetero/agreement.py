@@ -1,49 +1,39 @@
 """How the ranks of a job agree to go on, or to stop, before any process group exists.
 
-Every rank publishes what it has to say, or its error, under the name of the phase, and every rank
-reads all of them. An error of any rank therefore ends all ranks, with one sentence, within seconds.
-A rank that dies without a word is noticed by its silence: each beats a pulse while it lives. All of
-it goes through the rendezvous store, which works while nothing else does.
+In each phase every rank appends what it has to say, or its error, to one value of the rendezvous
+store. The last to come wakes rank 0, which folds all of it into the phase's outcome and so wakes
+the others. An error of any rank ends all of them, with one sentence, within seconds; so does a rank
+that dies without a word, which its silence tells: each beats a pulse while it lives. The outcome is
+set once, by whoever comes first, and every rank reads the same.
+
+However many ranks there are, a phase costs each the same number of operations on the store. What
+depends on time is one pulse a second, and what rank 0 reads each second while somebody is missing.
 """
 
 from __future__ import annotations
 
 import contextlib
-import copy
-import json
-import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
 from torch.distributed import DistNetworkError
 
-from hetero.errors import HeteroError, UserError
+from hetero import lookout
+from hetero.errors import AgreedError, AgreedFailure, HeteroError
+from hetero.lookout import Lookout, Watch
+from hetero.phase import Awaited, MeetingStore, Phase, Store, ended, raise_error, sentence
+from hetero.pulses import Pulse
+from hetero.records import Record, errors_by_text, fold, unfold
 from hetero.waiting import Intervals, Waiting, name_ranks
 
-_PULSE_SECONDS = 1.0
-_FIRST_PAUSE_SECONDS = 0.002
-_LONGEST_PAUSE_SECONDS = 0.1
 _PATIENCE_WITH_AN_ERROR = 30.0
 """A rank that has to end anyway waits no longer for the others before it says why."""
-_SILENCE_SECONDS = 15.0
-"""A rank that was heard and then is not for so long has ended, or its host is stuck."""
-
-
-class Store(Protocol):
-    """The part of torch.distributed.Store that is used."""
-
-    def set(self, key: str, value: str) -> None: ...
-    def get(self, key: str) -> bytes: ...
-    def check(self, keys: list[str]) -> bool: ...
-    def wait(self, keys: list[str], timeout: timedelta) -> None: ...
-
-
-class AgreedError(UserError):
-    """An error that every rank knows of; only rank 0 prints it."""
-
-    known_to_all = True
+_PATIENCE_WITH_A_FAILURE = 7.0
+"""What a rank that failed gives the others to find out whether one of them has died."""
+_GRACE_SECONDS = 5.0
+"""What a rank gives rank 0, which is there and has the same deadline, to speak first."""
 
 
 class Agreement:
@@ -60,19 +50,30 @@ class Agreement:
         intervals: Intervals | None = None,
     ) -> None:
         """`place` is where the ranks meet, in words; `intervals` are those of a wait's lines."""
-        self._store = store
         self._at = f" at {place}" if place else ""
-        self._intervals = intervals
         self._rank = rank
         self._world_size = world_size
         self._timeout = timeout
-        self._over = threading.Event()
-        self._pulse = threading.Thread(target=self._beat, name="pulse", daemon=True)
-        self._pulse.start()
+        self._number = 0
+        if world_size == 1:
+            return
+        # A connection of its own: the other may be held by a wait of minutes.
+        self._waits: Store = store
+        self._store: MeetingStore = store.clone()  # type: ignore[attr-defined]
+        self._lookout = Lookout(
+            self._store,
+            rank=rank,
+            world_size=world_size,
+            timeout=timeout,
+            at=self._at,
+            intervals=intervals or Intervals(),
+        )
+        self._pulse = Pulse(self._store, rank)
 
     def close(self) -> None:
         """The ranks have other ways now to notice each other's end."""
-        self._over.set()
+        if self._world_size > 1:
+            self._pulse.stop()
 
     def exchange(
         self,
@@ -81,80 +82,91 @@ class Agreement:
         payload: Mapping[str, Any] | None = None,
         error: Exception | None = None,
     ) -> list[dict[str, Any]]:
-        """Tell the others this rank's payload or error; return every rank's payload.
+        """Tell the others this rank's payload or error; return every rank's payload, to be read.
 
-        Raises AgreedError on every rank when any of them had an error or did not come in time.
+        Raises on every rank when any of them had an error or did not come in time (AgreedError), or
+        has ended (AgreedFailure).
         """
-        mine = {"payload": dict(payload or {}), "error": _sentence(error)}
-        self._store.set(self._key(phase, self._rank), json.dumps(mine))
-        records = self._collect(phase, error)
-        self._raise_errors(records, cause=error)
-        return [record["payload"] for record in records]
+        mine = Record.of(self._rank, phase, payload, sentence(error))
+        if self._world_size == 1:
+            if mine.error is not None:
+                raise AgreedError(mine.error) from error
+            return unfold(fold([mine]), 1)
+        with self._meeting(phase):
+            here = self._next(phase)
+            here.come(self._rank)
+            here.tell(mine)
+            outcome = self._await_all(here, error)
+        raise_error(outcome, cause=error)
+        return unfold(outcome["columns"], self._world_size)
 
     def announce_failure(self, error: Exception) -> None:
         """Tell the others that this rank ends for a reason that no phase foresaw."""
-        try:
-            self._store.set(f"hetero/failed/{self._rank}", _sentence(error) or "")
-        except Exception:  # the store is gone, and so are those who would have read it
+        if self._world_size == 1:
             return
+        text = f"rank {self._rank} failed: {sentence(error)}"
+        # They are in this rank's phase, or wait for it in the next.
+        for number in (self._number, self._number + 1):
+            with contextlib.suppress(Exception):  # the store is gone, and those who would read it
+                phase = Phase(self._store, number, "", self._world_size)
+                phase.settle(ended(text, agreed=self._rank > 0))
 
     @contextlib.contextmanager
-    def together(self, what: str) -> Iterator[None]:
+    def together(
+        self, what: str, *, lost: Callable[[HeteroError], None] | None = None
+    ) -> Iterator[None]:
         """Around what the ranks do together without this agreement, such as opening groups.
 
-        Whoever is missing is named while it lasts; an error on the way is a UserError that names
-        those who never came to it, if there are any.
+        Ends when all ranks have finished. Whoever is missing is named while it lasts. If a rank
+        ends on the way, or another fails, `lost` is called with the reason, from a thread: what
+        the ranks do may be a wait in a library that nothing else can end.
         """
-        mine = f"hetero/{{}}/{what}/{self._rank}"
-        self._store.set(mine.format("began"), "1")
-        over = threading.Event()
-        watch = threading.Thread(target=self._watch, args=(what, over), name=what, daemon=True)
-        watch.start()
-        try:
+        if self._world_size == 1:
             yield
-            self._store.set(mine.format("done"), "1")
-        except HeteroError:
-            raise
-        except Exception as error:
-            if absent := self._absent(f"began/{what}"):
-                raise UserError(
-                    f"{name_ranks(absent, self._world_size)} did not come to the {what}"
-                    f"{self._at} in time; see its log, and whether it hangs"
-                ) from error
-            raise
-        finally:
-            over.set()
-
-    def _watch(self, what: str, over: threading.Event) -> None:
-        try:
-            # A connection of its own: the other may be held by a wait of minutes.
-            apart = copy.copy(self)
-            apart._store = self._store.clone()  # type: ignore[attr-defined]
-            waiting = Waiting(self._intervals)
-            while not over.wait(_LONGEST_PAUSE_SECONDS):
-                waiting.tell(lambda: apart._whom_to_open(what))
-        except Exception:  # the store is gone; the main thread meets the same and reports it
             return
+        with self._meeting(what):
+            here = self._next(what)
+            here.come(self._rank)
+            watch = Watch(self._lookout, here, lost)
+            try:
+                try:
+                    yield
+                except Exception as error:
+                    self._explain(here, error)
+                    raise
+                watch.leave_the_end_to_others()
+                here.finish(self._rank)
+                awaited = Awaited(self._waits, here.outcome, self._timeout + 60.0)
+                while not awaited.over.wait(1.0):
+                    pass
+                awaited.require()
+                outcome = here.read_outcome()
+            finally:
+                watch.stop()
+            raise_error(outcome, cause=None)
 
-    def _whom(self, phase: str) -> str | None:
-        """Whom the ranks wait for, if this is the first of those who do."""
-        absent = self._absent(f"agree/{phase}")
-        here = set(range(self._world_size)) - set(absent)
-        if not absent or self._rank != min(here):
-            return None
-        return f"{name_ranks(absent, self._world_size)}{self._at}"
-
-    def _whom_to_open(self, what: str) -> str | None:
-        """The same of what is opened together: those who never came, or else are still at it."""
-        absent, busy = self._absent(f"began/{what}"), self._absent(f"done/{what}")
-        if self._rank != min(set(busy) - set(absent), default=None):
-            return None
-        verb = "come to" if absent else "finish"
-        return f"{name_ranks(absent or busy, self._world_size)} to {verb} the {what}{self._at}"
-
-    def _absent(self, kind: str) -> list[int]:
-        keys = {rank: f"hetero/{kind}/{rank}" for rank in range(self._world_size)}
-        return [rank for rank, key in keys.items() if not self._store.check([key])]
+    def _explain(self, phase: Phase, error: Exception) -> None:
+        """Raise what is behind a failure in what the ranks do together, and tell the others."""
+        if isinstance(error, HeteroError):
+            text = str(error) if error.known_to_all else f"rank {self._rank}: {error}"
+            end = ended(text, agreed=phase.rank_0_came(), code=error.exit_code)
+            raise_error(phase.settle(end), cause=error)
+        # It may be because another has died. Rank 0 finds out who, or the others about rank 0.
+        phase.raise_alarm()
+        deadline = time.monotonic() + _PATIENCE_WITH_A_FAILURE
+        while (outcome := phase.settled()) is None and time.monotonic() < deadline:
+            time.sleep(0.1)
+        if outcome is None and (absent := phase.absent()):
+            text = (
+                f"{name_ranks(absent, self._world_size)} did not come to the {phase.what}"
+                f"{self._at} in time; see its log, and whether it hangs"
+            )
+            outcome = phase.settle(ended(text, agreed=0 not in absent))
+        if outcome is None:
+            text = f"rank {self._rank} failed: {sentence(error)}"
+            phase.settle(ended(text, agreed=phase.rank_0_came(), code=1))
+            return
+        raise_error(outcome, cause=error)
 
     def part(self, seconds: float = 10.0) -> None:
         """End together after an error that all ranks know of. Rank 0 has printed it by now.
@@ -163,113 +175,93 @@ class Agreement:
         be the store's host, stays until they have read what they came for. Nobody stays longer
         than `seconds`, whatever has become of the rest.
         """
+        if self._world_size == 1:
+            return
         keys = ["hetero/parted/0"]
-        if self._rank == 0:
-            self._store.set(keys[0], "1")
-            keys = [f"hetero/parted/{rank}" for rank in range(1, self._world_size)]
         try:
-            if keys:
-                self._store.wait(keys, timedelta(seconds=seconds))
+            if self._rank == 0:
+                self._store.set(keys[0], "1")
+                keys = [f"hetero/parted/{rank}" for rank in range(1, self._world_size)]
+            self._store.wait(keys, timedelta(seconds=seconds))
             if self._rank > 0:
                 self._store.set(f"hetero/parted/{self._rank}", "1")
         except Exception:  # the others are gone, and with them the reason to wait
             return
 
-    def _beat(self) -> None:
-        count = 0
-        while not self._over.wait(_PULSE_SECONDS):
-            count += 1
-            try:
-                self._store.set(f"hetero/pulse/{self._rank}", str(count))
-            except Exception:  # the main thread meets the same and reports it
-                return
+    def _next(self, what: str) -> Phase:
+        self._number += 1
+        return Phase(self._store, self._number, what, self._world_size)
 
-    def _collect(self, phase: str, error: Exception | None) -> list[dict[str, Any]]:
+    @contextlib.contextmanager
+    def _meeting(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except DistNetworkError as failure:
+            raise AgreedFailure(
+                f"rank {self._rank} lost the meeting point{self._at} at the {what}: rank 0 or the "
+                "launcher that hosts it has ended; see its log",
+                known_to_all=False,
+            ) from failure
+
+    def _await_all(self, phase: Phase, error: Exception | None) -> dict[str, Any]:
+        """The outcome of a phase, once all have come or it is known that they will not."""
         patience = self._timeout if error is None else min(self._timeout, _PATIENCE_WITH_AN_ERROR)
         deadline = time.monotonic() + patience
-        waiting = Waiting(self._intervals)
-        records: list[dict[str, Any]] = []
-        for rank in range(self._world_size):
-            try:
-                self._wait_for(rank, phase, deadline, waiting)
-                records.append(json.loads(self._store.get(self._key(phase, rank))))
-            except DistNetworkError as failure:
-                raise UserError(
-                    f"rank {self._rank} lost the meeting point while the ranks compared their "
-                    f"{phase}: rank 0 or the launcher that hosts it has ended; see its log"
-                ) from failure
-            except UserError:
-                # What has been heard says more than who has not been.
-                self._raise_errors(records)
-                if error is not None:
-                    raise UserError(_sentence(error)) from error
-                raise
-        return records
+        key = phase.all if self._rank == 0 else phase.outcome
+        awaited = Awaited(self._waits, key, patience + 60.0)
+        waiting = Waiting(self._lookout.intervals)
+        tick = self._lookout.tick
+        late = False
+        while not awaited.over.wait(max(0.0, min(tick, deadline - time.monotonic()))):
+            waiting.tell(lambda: self._lookout.whom(phase))
+            if end := self._lookout.find_the_dead(phase, seconds=lookout.SILENCE_SECONDS):
+                return phase.settle(end)
+            if time.monotonic() < deadline:
+                continue
+            if self._rank > 0 and error is None and not late and phase.rank_0_came():
+                late, deadline = True, deadline + _GRACE_SECONDS
+                continue
+            return phase.settle(self._too_late(phase))
+        awaited.require()
+        if self._rank > 0:
+            return phase.read_outcome()
+        return phase.settled() or phase.settle(self._fold(phase.what, phase.records()))
 
-    def _wait_for(self, rank: int, phase: str, deadline: float, waiting: Waiting) -> None:
-        """Wait for a rank's word of this phase, as long as it shows that it lives."""
-        # Rank 0 speaks for all, unless it is the one that is missing.
-        missing = UserError if rank == 0 else AgreedError
-        pulse, heard = "", time.monotonic()
-        while True:
-            slice_seconds = min(_PULSE_SECONDS, max(0.05, deadline - time.monotonic()))
-            if self._comes(self._key(phase, rank), slice_seconds):
-                return
-            waiting.tell(lambda: self._whom(phase))
-            now = time.monotonic()
-            if failed := self._read(f"hetero/failed/{rank}"):
-                raise missing(f"rank {rank} failed: {failed}")
-            beat = self._read(f"hetero/pulse/{rank}")
-            if beat != pulse:
-                pulse, heard = beat, now
-            if pulse and now - heard > _SILENCE_SECONDS:
-                raise missing(
-                    f"rank {rank} ended, or its host hangs, while the ranks compared their "
-                    f"{phase}; see its log"
-                )
-            if now > deadline:
-                absent = name_ranks(self._absent(f"agree/{phase}"), self._world_size)
-                raise missing(
-                    f"{absent or f'rank {rank}'} did not come within {self._timeout:g} s while "
-                    f"the ranks compared their {phase}; see whether it was started, can reach "
-                    "rank 0's host, and what its own log says"
-                )
+    def _fold(self, what: str, records: list[Record]) -> dict[str, Any]:
+        """The outcome when all have told."""
+        odd = [record for record in records if record.phase != what]
+        if odd:
+            text = (
+                f"rank {odd[0].rank} compares its {odd[0].phase} while rank 0 compares its {what}; "
+                "start every rank with the same flags"
+            )
+            return ended(text, agreed=True)
+        ranks = [record.rank for record in records]
+        if ranks != list(range(self._world_size)):
+            twice = next(rank for rank in ranks if ranks.count(rank) > 1)
+            return ended(
+                f"two processes say that they are rank {twice}; give each its own RANK", agreed=True
+            )
+        if errors := errors_by_text(records):
+            return ended(self._combine(errors), agreed=True)
+        return {"columns": fold(records)}
 
-    def _comes(self, key: str, seconds: float) -> bool:
-        """Whether a key is set within so long. The store's own wait logs each time it is not."""
-        deadline, pause = time.monotonic() + seconds, _FIRST_PAUSE_SECONDS
-        while not self._store.check([key]):
-            left = deadline - time.monotonic()
-            if left <= 0:
-                return False
-            time.sleep(min(pause, left))
-            pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
-        return True
-
-    def _read(self, key: str) -> str:
-        """A key's value, empty where it is not set. Never waits."""
-        return self._store.get(key).decode() if self._store.check([key]) else ""
-
-    def _raise_errors(
-        self, records: list[dict[str, Any]], *, cause: Exception | None = None
-    ) -> None:
-        errors: dict[str, list[int]] = {}
-        for rank, record in enumerate(records):
-            if record["error"]:
-                errors.setdefault(record["error"], []).append(rank)
-        if errors:
-            raise AgreedError(self._combine(errors)) from cause
+    def _too_late(self, phase: Phase) -> dict[str, Any]:
+        """The outcome when the time is over. What was heard says more than who was not."""
+        if errors := errors_by_text(phase.records()):
+            return ended(self._combine(errors), agreed=phase.rank_0_came())
+        absent = phase.absent()
+        text = (
+            f"{name_ranks(absent, self._world_size)} did not come within {self._timeout:g} s while "
+            f"the ranks compared their {phase.what}; see whether it was started, can reach rank "
+            "0's host, and what its own log says"
+        )
+        return ended(
+            text if absent else "rank 0 did not answer; see its log", agreed=0 not in absent
+        )
 
     def _combine(self, errors: Mapping[str, list[int]]) -> str:
         if len(errors) == 1:
             (text, ranks), *_ = errors.items()
             return text if len(ranks) == self._world_size else f"rank {ranks[0]}: {text}"
         return "; ".join(f"rank {ranks[0]}: {text}" for text, ranks in errors.items())
-
-    @staticmethod
-    def _key(phase: str, rank: int) -> str:
-        return f"hetero/agree/{phase}/{rank}"
-
-
-def _sentence(error: Exception | None) -> str | None:
-    return None if error is None else str(error) or type(error).__name__

@@ -8,6 +8,7 @@ import re
 import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import torch
@@ -111,6 +112,7 @@ def identify(
     )
 
 
+@cache
 def release_of(version: str) -> str:
     """The release in a version of PyTorch: 2.11.0 of 2.11.0a0+git1a2b.nv25.8 and 2.11.0+rocm7."""
     try:
@@ -156,6 +158,8 @@ def check_identities(
 def _check_flags(identities: Sequence[RankIdentity]) -> None:
     reference = identities[0]
     for identity in identities[1:]:
+        if identity.flags == reference.flags:
+            continue
         for name in sorted(reference.flags.keys() | identity.flags.keys()):
             ours, theirs = reference.flags.get(name), identity.flags.get(name)
             if ours != theirs:

@@ -21,6 +21,23 @@ class UserError(HeteroError):
     exit_code = 2
 
 
+class AgreedError(UserError):
+    """An error that every rank knows of; only rank 0 prints it."""
+
+    known_to_all = True
+
+
+class AgreedFailure(HeteroError):
+    """What ended the job on its way: a rank that died, or failed in what all did together.
+
+    Known to all, unless it is rank 0 that ended.
+    """
+
+    def __init__(self, text: str, *, known_to_all: bool) -> None:
+        super().__init__(text)
+        self.known_to_all = known_to_all
+
+
 class LinkError(HeteroError):
     """A link between two ranks failed: a dead peer, a deadline missed, a message that differs."""
 

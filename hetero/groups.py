@@ -2,19 +2,38 @@
 
 A group whose ranks lie in one mesh uses the vendor's own library (NCCL, which is RCCL on a ROCm
 build, or gloo on CPU). A group that crosses a boundary never does: it is gloo.
+
+A rank works out the groups it is in and creates those, with their other members. Every rank does so
+in the order of the kinds below, and two ranks of one group have it under the same kind: so nobody
+waits for somebody who waits for him.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
 from datetime import timedelta
 
 import torch.distributed as dist
 
-from hetero.plan import Coordinate, Plan
+from hetero.plan import Plan
+from hetero.process_group import create_group
 
 CROSSING_BACKEND = "gloo"
+
+_RUNS_OVER: dict[str, frozenset[str]] = {
+    "single": frozenset(),
+    "tensor": frozenset({"tensor"}),
+    "context": frozenset({"context"}),
+    "tensor_context": frozenset({"tensor", "context"}),
+    "data": frozenset({"data"}),
+    "data_context": frozenset({"data", "context"}),
+    "tensor_data_context": frozenset({"tensor", "data", "context"}),
+    "pipeline": frozenset({"stage"}),
+    "model": frozenset({"stage", "tensor"}),
+    "world": frozenset({"stage", "tensor", "data", "context"}),
+}
+"""The coordinates in which the ranks of a group differ; in the others they are alike."""
 
 
 @dataclass(frozen=True)
@@ -35,70 +54,77 @@ class Groups:
     position_embedding: dist.ProcessGroup | None
 
 
-class _Builder:
-    """Creates each distinct set of ranks once. Every rank must ask for the same sets in order."""
+@dataclass(frozen=True)
+class GroupPlan:
+    """One group that a rank creates: of which ranks, over which library."""
 
-    def __init__(
-        self,
-        plan: Plan,
-        rank: int,
-        *,
-        vendor_backend: str,
-        timeout: timedelta,
-        crossing_timeout: timedelta | None = None,
-    ) -> None:
-        self._plan = plan
-        self._rank = rank
-        self._vendor_backend = vendor_backend
-        self._timeout, self._crossing_timeout = timeout, crossing_timeout or timeout
-        self._created: dict[tuple[int, ...], dist.ProcessGroup] = {}
-
-    def backend_for(self, ranks: Sequence[int]) -> str:
-        return CROSSING_BACKEND if self._crosses(ranks) else self._vendor_backend
-
-    def _timeout_for(self, ranks: Sequence[int]) -> timedelta:
-        return self._crossing_timeout if self._crosses(ranks) else self._timeout
-
-    def _crosses(self, ranks: Sequence[int]) -> bool:
-        return len({self._plan.coordinate(rank).mesh for rank in ranks}) > 1
-
-    def partition(self, sets: Iterable[Sequence[int]]) -> dist.ProcessGroup | None:
-        """Create all the sets of one kind; return the one this rank is in."""
-        mine = None
-        for ranks in sets:
-            key = tuple(ranks)
-            if key not in self._created:
-                self._created[key] = dist.new_group(
-                    list(ranks),
-                    backend=self.backend_for(ranks),
-                    timeout=self._timeout_for(ranks),
-                )
-            if self._rank in key:
-                mine = self._created[key]
-        return mine
-
-    def required(self, sets: Iterable[Sequence[int]]) -> dist.ProcessGroup:
-        group = self.partition(sets)
-        if group is None:
-            raise RuntimeError(f"rank {self._rank} is in no group of a kind that covers all ranks")
-        return group
+    name: str
+    """The same on all of its members, and of no other group of theirs."""
+    ranks: tuple[int, ...]
+    backend: str
+    crosses: bool
 
 
-def rank_sets(plan: Plan, key: Callable[[Coordinate], tuple[int, ...]]) -> list[list[int]]:
-    """Partition the ranks by a key of their coordinates, in rank order."""
-    sets: dict[tuple[int, ...], list[int]] = {}
-    for rank in range(plan.world_size):
-        sets.setdefault(key(plan.coordinate(rank)), []).append(rank)
-    return list(sets.values())
+def members(plan: Plan, rank: int, kind: str) -> tuple[int, ...]:
+    """The ranks of this rank's group of a kind, in rising order; none where it is in no such group.
+
+    The cost grows with the size of the group, and not with that of the job.
+    """
+    if kind == "embedding":
+        # The ranks that hold the two copies of a tied embedding.
+        line = members(plan, rank, "pipeline")
+        ends = (line[0], line[-1]) if len(line) > 1 else line
+        return ends if rank in ends else ()
+    if kind == "position_embedding":
+        return (rank,) if plan.coordinate(rank).stage == 0 else ()
+    return _alike(plan, rank, differ=_RUNS_OVER[kind])
 
 
-def embedding_sets(plan: Plan) -> list[list[int]]:
-    """First and last stage, pairwise: the ranks that hold the two copies of a tied embedding."""
-    if plan.stages == 1:
-        return rank_sets(plan, lambda c: (c.rank,))
-    return [
-        [line[0], line[-1]] for line in rank_sets(plan, lambda c: (c.data, c.context, c.tensor))
-    ]
+def _alike(plan: Plan, rank: int, *, differ: frozenset[str]) -> tuple[int, ...]:
+    here = plan.coordinate(rank)
+
+    def along(name: str, size: int) -> Sequence[int]:
+        own: int = getattr(here, name)
+        if name in differ:
+            return range(size)
+        return (own,) if own < size else ()
+
+    found: list[int] = []
+    for stage in along("stage", plan.stages):
+        mesh = plan.meshes[plan.mesh_of_stage(stage)]
+        found += [
+            plan.rank_at(stage, data=data, context=context, tensor=tensor)
+            for data in along("data", mesh.data)
+            for context in along("context", mesh.context)
+            for tensor in along("tensor", mesh.tensor)
+        ]
+    return tuple(found)
+
+
+def planned_groups(plan: Plan, rank: int, *, vendor_backend: str) -> dict[str, GroupPlan | None]:
+    """The groups of a rank by kind, in the order in which it creates them.
+
+    Kinds whose group has the same ranks share one: their entries are equal. None: the rank is in no
+    group of this kind.
+    """
+    by_ranks: dict[tuple[int, ...], GroupPlan] = {}
+    planned: dict[str, GroupPlan | None] = {}
+    for kind in (field.name for field in fields(Groups)):
+        ranks = members(plan, rank, kind)
+        if not ranks:
+            planned[kind] = None
+            continue
+        if ranks not in by_ranks:
+            ends = {plan.coordinate(end).mesh for end in (ranks[0], ranks[-1])}
+            crosses = len(ends) > 1  # Meshes are runs of ranks, and `ranks` are in rising order.
+            by_ranks[ranks] = GroupPlan(
+                name=f"{kind} {ranks[0]}",
+                ranks=ranks,
+                backend=CROSSING_BACKEND if crosses else vendor_backend,
+                crosses=crosses,
+            )
+        planned[kind] = by_ranks[ranks]
+    return planned
 
 
 def build_groups(
@@ -109,30 +135,20 @@ def build_groups(
     timeout: timedelta,
     crossing_timeout: timedelta | None = None,
 ) -> Groups:
-    """Build every group of the plan. Collective over the default group.
+    """Build the groups of a rank. All ranks call it, each with the same plan.
 
     A collective that blocks for longer than its group's timeout is an error: `crossing_timeout`,
     where given, for groups that cross a boundary, `timeout` for the others.
     """
-    build = _Builder(
-        plan,
-        rank,
-        vendor_backend=vendor_backend,
-        timeout=timeout,
-        crossing_timeout=crossing_timeout,
-    )
-    first_stage = rank_sets(plan, lambda c: (c.rank,))[: len(plan.ranks_of_stage(0))]
-    return Groups(
-        single=build.required(rank_sets(plan, lambda c: (c.rank,))),
-        tensor=build.required(rank_sets(plan, lambda c: (c.stage, c.data, c.context))),
-        context=build.required(rank_sets(plan, lambda c: (c.stage, c.data, c.tensor))),
-        tensor_context=build.required(rank_sets(plan, lambda c: (c.stage, c.data))),
-        data=build.required(rank_sets(plan, lambda c: (c.stage, c.context, c.tensor))),
-        data_context=build.required(rank_sets(plan, lambda c: (c.stage, c.tensor))),
-        tensor_data_context=build.required(rank_sets(plan, lambda c: (c.stage,))),
-        pipeline=build.required(rank_sets(plan, lambda c: (c.data, c.context, c.tensor))),
-        model=build.required(rank_sets(plan, lambda c: (c.data, c.context))),
-        world=build.required([list(range(plan.world_size))]),
-        embedding=build.partition(embedding_sets(plan)),
-        position_embedding=build.partition(first_stage),
-    )
+    created: dict[GroupPlan, dist.ProcessGroup] = {}
+    groups: dict[str, dist.ProcessGroup | None] = {}
+    for kind, group in planned_groups(plan, rank, vendor_backend=vendor_backend).items():
+        if group is not None and group not in created:
+            created[group] = create_group(
+                group.name,
+                group.ranks,
+                backend=group.backend,
+                timeout=(crossing_timeout or timeout) if group.crosses else timeout,
+            )
+        groups[kind] = None if group is None else created[group]
+    return Groups(**groups)  # type: ignore[arg-type]

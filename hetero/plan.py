@@ -9,8 +9,11 @@ is what lets one launcher per vendor own one mesh.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -110,7 +113,7 @@ class Plan:
                     "and no chunk can have fewer than none"
                 )
 
-    @property
+    @cached_property
     def stages(self) -> int:
         return sum(mesh.stages for mesh in self.meshes)
 
@@ -123,45 +126,48 @@ class Plan:
     def num_layers(self) -> int:
         return sum(sum(chunks) for chunks in self.layers)
 
-    @property
+    @cached_property
     def world_size(self) -> int:
         return sum(mesh.world_size for mesh in self.meshes)
 
+    @cached_property
+    def _stage_meshes(self) -> tuple[int, ...]:
+        """The mesh of every stage."""
+        return tuple(index for index, mesh in enumerate(self.meshes) for _ in range(mesh.stages))
+
+    @cached_property
+    def _first_ranks(self) -> tuple[int, ...]:
+        """The first rank of every stage, and behind the last one the number of ranks."""
+        sizes = (self.meshes[mesh].ranks_per_stage for mesh in self._stage_meshes)
+        return tuple(accumulate(sizes, initial=0))
+
     def mesh_of_stage(self, stage: int) -> int:
         """Index of the mesh that holds a stage."""
-        for index, mesh in enumerate(self.meshes):
-            if stage < mesh.stages:
-                return index
-            stage -= mesh.stages
-        raise IndexError(f"the plan has {counted(self.stages, 'stage')}")
+        if stage >= self.stages:
+            raise IndexError(f"the plan has {counted(self.stages, 'stage')}")
+        return self._stage_meshes[stage]
 
     def ranks_of_stage(self, stage: int) -> range:
-        first = sum(self.meshes[self.mesh_of_stage(s)].ranks_per_stage for s in range(stage))
-        return range(first, first + self.meshes[self.mesh_of_stage(stage)].ranks_per_stage)
+        return range(self._first_ranks[stage], self._first_ranks[stage + 1])
 
     def coordinate(self, rank: int) -> Coordinate:
-        for stage in range(self.stages):
-            ranks = self.ranks_of_stage(stage)
-            if rank in ranks:
-                index = self.mesh_of_stage(stage)
-                mesh, offset = self.meshes[index], rank - ranks.start
-                return Coordinate(
-                    rank=rank,
-                    mesh=index,
-                    stage=stage,
-                    data=offset // (mesh.tensor * mesh.context),
-                    context=offset // mesh.tensor % mesh.context,
-                    tensor=offset % mesh.tensor,
-                )
-        raise IndexError(f"rank {rank} is outside the plan's {self.world_size} ranks")
+        if not 0 <= rank < self.world_size:
+            raise IndexError(f"rank {rank} is outside the plan's {self.world_size} ranks")
+        stage = bisect_right(self._first_ranks, rank) - 1
+        index = self._stage_meshes[stage]
+        mesh, offset = self.meshes[index], rank - self._first_ranks[stage]
+        return Coordinate(
+            rank=rank,
+            mesh=index,
+            stage=stage,
+            data=offset // (mesh.tensor * mesh.context),
+            context=offset // mesh.tensor % mesh.context,
+            tensor=offset % mesh.tensor,
+        )
 
     def rank_at(self, stage: int, *, data: int = 0, context: int = 0, tensor: int = 0) -> int:
-        mesh = self.meshes[self.mesh_of_stage(stage)]
-        return (
-            self.ranks_of_stage(stage).start
-            + (data * mesh.context + context) * mesh.tensor
-            + tensor
-        )
+        mesh = self.meshes[self._stage_meshes[stage]]
+        return self._first_ranks[stage] + (data * mesh.context + context) * mesh.tensor + tensor
 
     def vendor_of_rank(self, rank: int) -> str:
         return self.meshes[self.coordinate(rank).mesh].vendor

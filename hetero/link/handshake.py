@@ -19,9 +19,9 @@ from datetime import timedelta
 from typing import Any
 
 from hetero.addresses import family_of
-from hetero.agreement import Store
 from hetero.errors import LinkError
 from hetero.link.base import LinkDescription
+from hetero.phase import Store
 
 _TOKEN_BYTES = 32
 _LENGTH = struct.Struct("<I")

@@ -10,14 +10,14 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from hetero.agreement import Store
-from hetero.groups import rank_sets
 from hetero.link.base import Link, LinkDescription
 from hetero.link.handshake import Rendezvous
 from hetero.link.names import FAMILIES
 from hetero.link.open import ChannelOptions, Choice, open_link
 from hetero.link.torch_links import GlooLink, VendorLink
+from hetero.phase import Store
 from hetero.plan import Coordinate, Edge, Plan
+from hetero.process_group import create_group
 
 
 @dataclass(frozen=True)
@@ -83,9 +83,6 @@ def open_links(plan: Plan, rank: int, options: LinkOptions) -> PipelineLinks:
             boundary_transport=options.boundary_transport,
             device_type=options.device.type,
         )
-        groups = None
-        if transport == "nccl":
-            groups = _direction_groups(plan, edge, rank, options.timeout)
         for side, stage, other in (
             ("downstream", edge.source, edge.target),
             ("upstream", edge.target, edge.source),
@@ -101,7 +98,8 @@ def open_links(plan: Plan, rank: int, options: LinkOptions) -> PipelineLinks:
                 timeout=options.timeout,
             )
             boundaries[side] = edge.is_boundary
-            if groups is not None:
+            if transport == "nccl":
+                groups = _direction_groups(description, edge, options.timeout)
                 links[side] = _open_vendor(description, side, groups)
             elif transport == "gloo":
                 links[side] = _open_gloo(description, side, edge)
@@ -162,17 +160,20 @@ def _rendezvous(
 
 
 def _direction_groups(
-    plan: Plan, edge: Edge, rank: int, timeout: float
-) -> tuple[dist.ProcessGroup, dist.ProcessGroup] | None:
-    """Two communicators, one for each direction, for this rank's pair on the edge."""
-    mine = None
-    lines = rank_sets(plan, lambda c: (c.data, c.context, c.tensor))
-    for line in lines:
-        pair = [line[edge.source], line[edge.target]]
-        forward, backward = (
-            dist.new_group(pair, backend="nccl", timeout=timedelta(seconds=timeout))
-            for _ in range(2)
+    description: LinkDescription, edge: Edge, timeout: float
+) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+    """Two communicators, one for each direction, for this rank's pair on the edge.
+
+    Both ends create them, and no others; edges come in one order on all ranks.
+    """
+    pair = sorted((description.rank, description.peer))
+    forward, backward = (
+        create_group(
+            f"edge {edge.index} {way} {pair[0]}-{pair[1]}",
+            pair,
+            backend="nccl",
+            timeout=timedelta(seconds=timeout),
         )
-        if rank in pair:
-            mine = (forward, backward)
-    return mine
+        for way in ("forward", "backward")
+    )
+    return forward, backward

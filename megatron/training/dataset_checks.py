@@ -21,8 +21,7 @@ from megatron.core.datasets.blended_megatron_dataset_config import (
 )
 from megatron.core.datasets.utils import get_blend_from_list
 
-from hetero.agreement import AgreedError
-from hetero.errors import UserError
+from hetero.errors import AgreedError, UserError
 from hetero.words import counted
 from megatron.training.dataset_description import TokenizerFacts, contradiction
 

@@ -21,15 +21,24 @@ import torch.distributed as dist
 from megatron.core import tensor_parallel
 
 from hetero.addresses import Way, address_leading_to, family_of, interface_with, own_address
-from hetero.agreement import AgreedError, Agreement
+from hetero.agreement import Agreement
 from hetero.cluster import RankIdentity, check_identities, identify, running_vendor
-from hetero.errors import HeteroError, LinkError, UserError, leave_word, print_error
+from hetero.errors import (
+    AgreedError,
+    AgreedFailure,
+    HeteroError,
+    LinkError,
+    UserError,
+    leave_word,
+    print_error,
+)
 from hetero.groups import Groups, build_groups
 from hetero.link.nics import Nics, find_nics
 from hetero.link.open import ChannelOptions
 from hetero.liveness import Hub, Liveness, Member, RankLost
 from hetero.pipeline.links import LinkOptions, PipelineLinks, open_links
 from hetero.plan import Coordinate, Plan
+from hetero.process_group import open_world
 from megatron.training.checkpoint.folder import check_save_folder
 from megatron.training.checkpoint.lock import SaveLock
 from megatron.training.checkpoint.selection import Nothing, Selection, select
@@ -410,8 +419,8 @@ class Starter:
         default = "gloo" if device.type == "cpu" else "cpu:gloo"
         if device.type == "cuda" and not mixed:
             default = f"cpu:gloo,cuda:{vendor_backend}"
-        with self._agreed().together("process groups"):
-            dist.init_process_group(
+        with self._agreed().together("process groups", lost=self._end_with_others):
+            open_world(
                 default,
                 store=dist.PrefixStore("hetero/default", store),
                 rank=self.rank,
@@ -428,10 +437,11 @@ class Starter:
         register_groups(groups, plan, self.rank)
         coordinate = plan.coordinate(self.rank)
         seed_everything(args, coordinate)
-        job_name = self._agreed().exchange("job", payload={"name": uuid.uuid4().hex})[0]["name"]
+        name = {"name": uuid.uuid4().hex} if self.rank == 0 else None
+        job_name = self._agreed().exchange("job", payload=name)[0]["name"]
         links = None
         if args.hetero_pipeline:
-            with self._agreed().together("links"):
+            with self._agreed().together("links", lost=self._end_with_others):
                 links = open_links(
                     plan,
                     self.rank,
@@ -486,7 +496,7 @@ class Starter:
             self.liveness.leave()
         if isinstance(error, LinkError) and (cause := self.cause_elsewhere()) is not None:
             error = LinkError(f"{error}; {cause}")
-        elif not error.known_to_all and not isinstance(error, RankLost):
+        elif not error.known_to_all and not isinstance(error, RankLost | AgreedFailure):
             self._tell_others(str(error))
         speaks = self.rank == 0 or self.local_rank == 0 or not error.known_to_all
         if speaks:
@@ -497,7 +507,7 @@ class Starter:
             str(error),
             printed=speaks,
             known_to_all=error.known_to_all,
-            consequence=isinstance(error, LinkError | RankLost),
+            consequence=isinstance(error, LinkError | RankLost | AgreedFailure),
         )
         if error.known_to_all and self.agreement is not None:
             self.agreement.part()

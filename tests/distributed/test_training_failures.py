@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import socket
 import time
@@ -9,7 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed.harness import TINY_LLAMA, finish, start, wait_for
+from tests.distributed.harness import ENTRY, TINY_LLAMA, finish, start, wait_for
+
+FAULTY = """
+import os, signal, sys
+import megatron.training.initialize as initialize
+{}
+import runpy
+runpy.run_path({!r}, run_name="__main__")
+"""
 
 HETERO = "--hetero-pipeline --hetero-vendors amd nvidia --hetero-pipeline-sizes 1 1".split()
 
@@ -78,3 +87,28 @@ def test_a_peer_that_stops_answering_is_an_error_after_the_timeout(
     assert code == 1
     assert (on_the_link and "within 3 s" in message) or "it took too long" in message
     assert "Traceback" not in message
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_rank_killed_while_groups_are_built_is_named_by_the_others(
+    corpus, tmp_path: Path, victim: int
+) -> None:
+    script = tmp_path / "killed.py"
+    kill = "initialize.build_groups = lambda *a, **k: os.kill(os.getpid(), signal.SIGKILL)"
+    script.write_text(FAULTY.format(kill, str(ENTRY)))
+    processes = start(
+        [*TINY_LLAMA, *corpus.flags, *HETERO],
+        2,
+        environ={"HETERO_VENDOR": "plan"},
+        scripts={victim: script},
+    )
+    outcomes = finish(processes, seconds=90)
+    assert outcomes[victim].code == -signal.SIGKILL
+    assert outcomes[1 - victim].code == 1
+    last = outcomes[1 - victim].stderr.splitlines()[-1]
+    if victim == 0:  # It hosts the store.
+        assert "rank 0 or the launcher that hosts it has ended" in last
+    else:
+        assert last.startswith(f"error: rank 1 on {os.uname().nodename} ended, or its host hangs")
+        assert "while the ranks opened the process groups" in last
+    assert "Traceback" not in outcomes[1 - victim].stderr

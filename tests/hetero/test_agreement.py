@@ -1,48 +1,18 @@
 """How ranks agree: every rank's answer reaches all, and one rank's error ends all."""
 
+import os
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from datetime import timedelta
 from typing import Any
 
 import pytest
 
-from hetero.agreement import AgreedError, Agreement
-from hetero.errors import UserError
+from hetero.agreement import Agreement
+from hetero.errors import AgreedError, AgreedFailure, HeteroError, LinkError, UserError
 from hetero.waiting import Intervals
-
-
-class DictStore:
-    """The rendezvous store, in one process."""
-
-    def __init__(self) -> None:
-        self._values: dict[str, bytes] = {}
-        self._changed = threading.Condition()
-
-    def set(self, key: str, value: str) -> None:
-        with self._changed:
-            self._values[key] = value.encode()
-            self._changed.notify_all()
-
-    def get(self, key: str) -> bytes:
-        return self._values[key]
-
-    def check(self, keys: list[str]) -> bool:
-        return all(key in self._values for key in keys)
-
-    def wait(self, keys: list[str], timeout: timedelta) -> None:
-        with self._changed:
-            there = self._changed.wait_for(
-                lambda: all(key in self._values for key in keys), timeout.total_seconds()
-            )
-        if not there:
-            raise RuntimeError(f"timed out on {keys}")
-
-    def clone(self) -> Any:
-        return self
-
+from tools.start_up.counting import DictStore, count_phase
 
 Side = Callable[[Agreement], Any]
 
@@ -205,15 +175,23 @@ def test_a_rank_that_fails_between_phases_ends_the_others_with_its_reason() -> N
     assert time.monotonic() - began < 5
 
 
-def test_a_rank_whose_pulse_stops_ends_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hetero.agreement._SILENCE_SECONDS", 0.3)
-    monkeypatch.setattr("hetero.agreement._PULSE_SECONDS", 0.05)
+@pytest.mark.parametrize("silent", [0, 1])
+def test_a_rank_whose_pulse_stops_ends_the_others(
+    monkeypatch: pytest.MonkeyPatch, silent: int
+) -> None:
+    monkeypatch.setattr("hetero.lookout.SILENCE_SECONDS", 0.3)
+    monkeypatch.setattr("hetero.lookout._LOOK_SECONDS", 0.05)
+    monkeypatch.setattr("hetero.pulses.PULSE_SECONDS", 0.05)
     store = DictStore()
-    silent = Agreement(store, rank=1, world_size=2, timeout=30)
-    waiting = Agreement(store, rank=0, world_size=2, timeout=30)
-    threading.Timer(0.3, silent.close).start()
-    with pytest.raises(AgreedError, match="rank 1 ended, or its host hangs"):
-        waiting.exchange("flags")
+    sides = [Agreement(store, rank=rank, world_size=3, timeout=30) for rank in range(3)]
+    threading.Timer(0.3, sides[silent].close).start()
+    with ThreadPoolExecutor() as pool:
+        waiting = [pool.submit(sides[rank].exchange, "flags") for rank in {0, 1, 2} - {silent}]
+    for outcome in (future.exception() for future in waiting):
+        assert isinstance(outcome, AgreedFailure)
+        assert f"rank {silent} on {os.uname().nodename} ended, or its host hangs" in str(outcome)
+        assert outcome.exit_code == 1
+        assert outcome.known_to_all == (silent > 0), "rank 0 is there and speaks for all"
 
 
 # What is said meanwhile.
@@ -258,8 +236,9 @@ def test_nothing_is_said_of_a_wait_that_is_short(capfd: pytest.CaptureFixture[st
 
 
 def test_who_never_comes_to_what_is_opened_together_is_named(
-    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.setattr("hetero.agreement._PATIENCE_WITH_A_FAILURE", 0.3)
     member = _member(DictStore(), 0, world_size=2)
     with (
         pytest.raises(UserError, match="rank 1 did not come to the process groups at host:29500"),
@@ -269,13 +248,123 @@ def test_who_never_comes_to_what_is_opened_together_is_named(
     assert "waiting for rank 1 to come to the process groups" in capfd.readouterr().err
 
 
-def test_who_is_still_at_it_is_named_and_its_own_error_left_alone(
+def test_who_is_still_at_it_is_named_while_the_others_have_finished(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
+    def open_for(seconds: float) -> Side:
+        def side(agreement: Agreement) -> None:
+            with agreement.together("links"):
+                time.sleep(seconds)
+
+        return side
+
     store = DictStore()
-    first, second = _member(store, 0, world_size=2), _member(store, 1, world_size=2)
-    with second.together("links"):
-        pass
-    with pytest.raises(RuntimeError, match="no route"), first.together("links"):
-        _fail_later("no route")
+    members = [_member(store, rank, world_size=2, timeout=5) for rank in range(2)]
+    with ThreadPoolExecutor() as pool:
+        ended = [pool.submit(open_for(0.4 * (rank == 0)), members[rank]) for rank in range(2)]
+    assert [future.exception() for future in ended] == [None, None]
     assert "waiting for rank 0 to finish the links" in capfd.readouterr().err
+
+
+# What ends while ranks do something together.
+
+
+def _together(
+    monkeypatch: pytest.MonkeyPatch, *does: Callable[[Agreement], None]
+) -> tuple[list[Any], list[HeteroError]]:
+    """What each rank's side raised, and what was told to those who were held by a library."""
+    monkeypatch.setattr("hetero.pulses.PULSE_SECONDS", 0.05)
+    monkeypatch.setattr("hetero.lookout.SILENCE_SECONDS", 0.5)
+    monkeypatch.setattr("hetero.lookout._SUSPICION_SECONDS", 0.5)
+    lost: list[HeteroError] = []
+
+    def side(what: Callable[[Agreement], None]) -> Side:
+        def opened(agreement: Agreement) -> None:
+            with agreement.together("process groups", lost=lost.append):
+                what(agreement)
+
+        return opened
+
+    return _run(*map(side, does), timeout=20), lost
+
+
+def _held(agreement: Agreement) -> None:
+    time.sleep(1.5)
+
+
+def _dies(agreement: Agreement) -> None:
+    agreement.close()
+    time.sleep(1.5)
+
+
+@pytest.mark.parametrize("dead", [0, 2])
+def test_a_rank_that_dies_is_named_to_those_a_library_holds(
+    monkeypatch: pytest.MonkeyPatch, dead: int
+) -> None:
+    _, lost = _together(monkeypatch, *[_dies if rank == dead else _held for rank in range(3)])
+    assert lost, "nobody was told"
+    for error in lost:
+        who = f"rank {dead} on {os.uname().nodename} ended"
+        assert who in str(error)
+        assert "while the ranks opened the process groups" in str(error)
+        assert error.exit_code == 1
+
+
+def test_a_failure_that_another_ranks_death_caused_names_the_dead(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fails(agreement: Agreement) -> None:
+        raise RuntimeError("Connection reset by peer")
+
+    (_, error, _), _ = _together(monkeypatch, _held, fails, _dies)
+    assert isinstance(error, AgreedFailure)
+    assert "rank 2 on" in str(error)
+    assert "Connection reset" not in str(error)
+
+
+def test_a_sentence_of_one_rank_ends_all_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuses(agreement: Agreement) -> None:
+        raise LinkError("no way to rank 0")
+
+    (_, error), lost = _together(monkeypatch, _held, refuses)
+    assert str(error) == "rank 1: no way to rank 0"
+    assert [str(told) for told in lost] == ["rank 1: no way to rank 0"]
+
+
+def test_a_failure_of_its_own_is_left_alone_and_told_to_the_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("hetero.agreement._PATIENCE_WITH_A_FAILURE", 0.5)
+
+    def fails(agreement: Agreement) -> None:
+        raise RuntimeError("no memory")
+
+    (_, error), lost = _together(monkeypatch, _held, fails)
+    assert isinstance(error, RuntimeError)
+    assert [str(told) for told in lost] == ["rank 1 failed: no memory"]
+
+
+# What it costs.
+
+
+@pytest.mark.parametrize("world_size", [3, 40, 1024])
+def test_a_phase_costs_a_rank_the_same_however_many_there_are(world_size: int) -> None:
+    costs = count_phase(world_size, {"flags": ["--lr", 0.1], "host": "a"})
+    common = {"append": 2, "add": 1, "wait": 1, "get": 1}
+    assert costs["rank 0"] == common | {"set": 1, "check": 1, "compare_set": 1}
+    assert costs["another"] == common
+    assert costs["the last"] == common | {"set": 1}
+
+
+def test_the_outcome_of_a_phase_grows_by_what_differs() -> None:
+    flags = {f"--flag-{number}": number for number in range(300)}
+    assert count_phase(1024, {"flags": flags})["bytes of the outcome"] < 4000
+
+
+def test_two_processes_with_one_rank_are_told() -> None:
+    store = DictStore()
+    sides = [Agreement(store, rank=rank, world_size=3, timeout=5) for rank in (0, 1, 1)]
+    with ThreadPoolExecutor() as pool:
+        ended = [pool.submit(side.exchange, "flags") for side in sides]
+    for future in ended:
+        assert "two processes say that they are rank 1" in str(future.exception())

@@ -8,7 +8,6 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import fields
 from datetime import timedelta
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -19,24 +18,30 @@ import torch.multiprocessing
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hetero.groups import Groups, _Builder, build_groups, embedding_sets, rank_sets
+from hetero.groups import GroupPlan, Groups, build_groups, members, planned_groups
 from hetero.plan import Coordinate, Mesh, Plan
 
 Key = Callable[[Coordinate], tuple[int, ...]]
 
 MINUTE = timedelta(seconds=60)
-PIPELINE: Key = lambda c: (c.data, c.context, c.tensor)  # noqa: E731
 KINDS: dict[str, Key] = {
     "single": lambda c: (c.rank,),
     "tensor": lambda c: (c.stage, c.data, c.context),
+    "context": lambda c: (c.stage, c.data, c.tensor),
+    "tensor_context": lambda c: (c.stage, c.data),
     "data": lambda c: (c.stage, c.context, c.tensor),
-    "pipeline": PIPELINE,
+    "data_context": lambda c: (c.stage, c.tensor),
+    "tensor_data_context": lambda c: (c.stage,),
+    "pipeline": lambda c: (c.data, c.context, c.tensor),
     "model": lambda c: (c.data, c.context),
+    "world": lambda c: (),
 }
 
 
-def _plan(vendors: list[tuple[str, int]], *, tensor: int = 1, data: int = 1) -> Plan:
-    meshes = tuple(Mesh(v, stages=s, tensor=tensor, data=data) for v, s in vendors)
+def _plan(
+    vendors: list[tuple[str, int]], *, tensor: int = 1, data: int = 1, context: int = 1
+) -> Plan:
+    meshes = tuple(Mesh(v, stages=s, tensor=tensor, data=data, context=context) for v, s in vendors)
     return Plan(meshes=meshes, layers=((1,),) * sum(s for _, s in vendors))
 
 
@@ -45,7 +50,18 @@ def uniform_plans(draw: st.DrawFn) -> Plan:
     size = st.integers(1, 2)
     mesh = st.tuples(st.sampled_from(["amd", "nvidia"]), size)
     vendors = draw(st.lists(mesh, min_size=1, max_size=3))
-    return _plan(vendors, tensor=draw(size), data=draw(size))
+    return _plan(vendors, tensor=draw(size), data=draw(size), context=draw(size))
+
+
+@st.composite
+def any_plans(draw: st.DrawFn) -> Plan:
+    """Meshes of one shape, or each of its own."""
+    if draw(st.booleans()):
+        return draw(uniform_plans())
+    size = st.integers(1, 3)
+    mesh = st.builds(Mesh, vendor=st.just("amd"), stages=size, tensor=size, data=size, context=size)
+    meshes = tuple(draw(st.lists(mesh, min_size=1, max_size=2)))
+    return Plan(meshes=meshes, layers=((1,),) * sum(mesh.stages for mesh in meshes))
 
 
 MIXED = _plan([("amd", 1), ("nvidia", 2)], tensor=2, data=2)
@@ -54,120 +70,149 @@ MIXED = _plan([("amd", 1), ("nvidia", 2)], tensor=2, data=2)
 # Which ranks.
 
 
-@given(uniform_plans(), st.sampled_from(sorted(KINDS)))
-def test_the_sets_of_a_kind_partition_the_ranks(plan: Plan, kind: str) -> None:
-    sets = rank_sets(plan, KINDS[kind])
-    assert sorted(chain.from_iterable(sets)) == list(range(plan.world_size))
-    assert all(ranks == sorted(ranks) for ranks in sets)
-    assert [ranks[0] for ranks in sets] == sorted(ranks[0] for ranks in sets)
+def _partition(plan: Plan, key: Key) -> list[tuple[int, ...]]:
+    """The definition, over all ranks: those with one key belong together."""
+    sets: dict[tuple[int, ...], list[int]] = {}
+    for rank in range(plan.world_size):
+        sets.setdefault(key(plan.coordinate(rank)), []).append(rank)
+    return [tuple(ranks) for ranks in sets.values()]
+
+
+@given(any_plans(), st.sampled_from(sorted(KINDS)))
+def test_each_rank_finds_its_own_group_of_a_kind_by_itself(plan: Plan, kind: str) -> None:
+    for ranks in _partition(plan, KINDS[kind]):
+        assert ranks == tuple(sorted(ranks))
+        assert {members(plan, rank, kind) for rank in ranks} == {ranks}
 
 
 @given(uniform_plans())
-def test_sets_have_the_sizes_the_plan_says(plan: Plan) -> None:
+def test_groups_have_the_sizes_the_plan_says(plan: Plan) -> None:
     mesh = plan.meshes[0]
-    sizes = {kind: {len(r) for r in rank_sets(plan, key)} for kind, key in KINDS.items()}
+    sizes = {
+        kind: {len(members(plan, rank, kind)) for rank in range(plan.world_size)} for kind in KINDS
+    }
     assert sizes["single"] == {1}
     assert sizes["tensor"] == {mesh.tensor}
     assert sizes["data"] == {mesh.data}
     assert sizes["pipeline"] == {plan.stages}
     assert sizes["model"] == {plan.stages * mesh.tensor}
-
-
-def test_the_sets_of_a_known_plan() -> None:
-    assert rank_sets(MIXED, KINDS["tensor"]) == [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9], [10, 11]]
-    assert rank_sets(MIXED, KINDS["data"]) == [[0, 2], [1, 3], [4, 6], [5, 7], [8, 10], [9, 11]]
-    assert rank_sets(MIXED, KINDS["pipeline"]) == [[0, 4, 8], [1, 5, 9], [2, 6, 10], [3, 7, 11]]
+    assert sizes["world"] == {plan.world_size}
 
 
 @given(uniform_plans())
-def test_an_embedding_set_joins_the_two_copies_of_a_tied_embedding(plan: Plan) -> None:
-    sets = embedding_sets(plan)
-    if plan.stages == 1:
-        assert sets == [[rank] for rank in range(plan.world_size)]
-        return
-    first, last = plan.ranks_of_stage(0), plan.ranks_of_stage(plan.stages - 1)
-    assert sets == [list(pair) for pair in zip(first, last, strict=True)]
+def test_an_embedding_group_joins_the_two_copies_of_a_tied_embedding(plan: Plan) -> None:
+    pairs = zip(plan.ranks_of_stage(0), plan.ranks_of_stage(plan.stages - 1), strict=True)
+    expected = {rank: tuple(sorted(set(pair))) for pair in pairs for rank in pair}
+    for rank in range(plan.world_size):
+        assert members(plan, rank, "embedding") == expected.get(rank, ())
+
+
+@given(uniform_plans())
+def test_only_the_first_stage_has_position_embeddings_each_rank_its_own(plan: Plan) -> None:
+    for rank in range(plan.world_size):
+        expected = (rank,) if plan.coordinate(rank).stage == 0 else ()
+        assert members(plan, rank, "position_embedding") == expected
 
 
 # Which library.
 
 
-def test_a_group_inside_one_mesh_uses_the_vendors_library_and_any_other_gloo() -> None:
-    builder = _Builder(MIXED, 0, vendor_backend="nccl", timeout=MINUTE)
-    for stage in range(MIXED.stages):
-        assert builder.backend_for(MIXED.ranks_of_stage(stage)) == "nccl"
-    assert builder.backend_for([4, 8]) == "nccl", "two stages of one mesh"
-    assert builder.backend_for([0, 4]) == "gloo"
-    assert builder.backend_for(range(12)) == "gloo"
-
-
 @given(uniform_plans())
-def test_no_group_that_crosses_a_boundary_is_a_vendor_librarys(plan: Plan) -> None:
-    builder = _Builder(plan, 0, vendor_backend="nccl", timeout=MINUTE)
-    for key in KINDS.values():
-        for ranks in rank_sets(plan, key):
-            crosses = len({plan.coordinate(rank).mesh for rank in ranks}) > 1
-            assert (builder.backend_for(ranks) == "nccl") == (not crosses)
-
-
-# Building them.
-
-
-class Recorded:
-    """Stands in for torch.distributed.new_group."""
-
-    def __init__(self) -> None:
-        self.calls: list[tuple[tuple[int, ...], str]] = []
-
-    def new_group(self, ranks: list[int], *, backend: str, timeout: timedelta) -> Any:
-        assert timeout == MINUTE
-        self.calls.append((tuple(ranks), backend))
-        return tuple(ranks)
-
-
-def _recorded(plan: Plan, rank: int) -> tuple[list[tuple[tuple[int, ...], str]], Groups]:
-    recorded = Recorded()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dist, "new_group", recorded.new_group)
-        groups = build_groups(plan, rank, vendor_backend="nccl", timeout=MINUTE)
-    return recorded.calls, groups
-
-
-@settings(max_examples=12)
-@given(uniform_plans())
-def test_every_rank_creates_the_same_groups_in_the_same_order_each_once(plan: Plan) -> None:
-    """Creating a group is collective: a rank that leaves one out hangs all the others."""
-    calls = [_recorded(plan, rank)[0] for rank in range(plan.world_size)]
-    assert all(other == calls[0] for other in calls)
-    assert len(set(calls[0])) == len(calls[0])
-
-
-@settings(max_examples=12)
-@given(uniform_plans())
-def test_a_rank_is_in_each_of_its_groups_and_in_embeddings_only_at_the_ends(plan: Plan) -> None:
+def test_a_group_inside_one_mesh_uses_the_vendors_library_and_any_other_gloo(plan: Plan) -> None:
     for rank in range(plan.world_size):
-        groups = _recorded(plan, rank)[1]
-        stage = plan.coordinate(rank).stage
-        for kind in fields(Groups):
-            group: Any = getattr(groups, kind.name)
-            if group is not None:
-                assert rank in group
-        assert (groups.embedding is not None) == (stage in (0, plan.stages - 1))
-        assert (groups.position_embedding is not None) == (stage == 0)
+        for group in _planned(plan, rank):
+            crosses = len({plan.coordinate(rank).mesh for rank in group.ranks}) > 1
+            assert group.crosses == crosses
+            assert group.backend == ("gloo" if crosses else "nccl")
+
+
+def test_two_stages_of_one_mesh_need_no_gloo() -> None:
+    vendors = _plan([("amd", 1), ("nvidia", 2)])
+    assert [group.backend for group in _planned(vendors, 2)] == ["nccl", "gloo", "gloo"]
+    whole = _plan([("nvidia", 2)])
+    assert [group.backend for group in _planned(whole, 1)] == ["nccl", "nccl"]
+
+
+# Who creates which.
+
+
+def _planned(plan: Plan, rank: int) -> list[GroupPlan]:
+    """The distinct groups of a rank, in the order in which it creates them."""
+    planned = planned_groups(plan, rank, vendor_backend="nccl").values()
+    return list(dict.fromkeys(group for group in planned if group is not None))
+
+
+@settings(max_examples=40)
+@given(any_plans())
+def test_all_members_of_a_group_create_it_under_one_name_each_once(plan: Plan) -> None:
+    by_name: dict[str, list[tuple[int, GroupPlan]]] = {}
+    for rank in range(plan.world_size):
+        planned = _planned(plan, rank)
+        assert all(rank in group.ranks for group in planned)
+        assert len({group.name for group in planned}) == len(planned)
+        assert len({group.ranks for group in planned}) == len(planned)
+        for group in planned:
+            by_name.setdefault(group.name, []).append((rank, group))
+    for created in by_name.values():
+        assert len({group for _, group in created}) == 1, "another set, or another library"
+        assert tuple(rank for rank, _ in created) == created[0][1].ranks
+
+
+@settings(max_examples=40)
+@given(any_plans())
+def test_ranks_that_wait_for_each_others_groups_all_get_on(plan: Plan) -> None:
+    """A group is there when all its members have come to it; each comes to one after another."""
+    left = {rank: _planned(plan, rank) for rank in range(plan.world_size)}
+    while any(left.values()):
+        heads = [queue[0] for queue in left.values() if queue]
+        ready = {g for g in heads if all(left[rank][:1] == [g] for rank in g.ranks)}
+        assert ready, "every rank waits for another"
+        for group in ready:
+            for rank in group.ranks:
+                left[rank].pop(0)
+
+
+def _job(stages: int, tensor: int, data: int) -> Plan:
+    half = stages // 2
+    meshes = tuple(Mesh(v, stages=half, tensor=tensor, data=data) for v in ("amd", "nvidia"))
+    return Plan(meshes=meshes, layers=((1,),) * stages)
+
+
+@pytest.mark.parametrize(
+    ("plan", "by_rank"),
+    [
+        (_job(8, 8, 16), {0: 8, 200: 7, 1023: 8}),
+        (_job(16, 8, 128), {0: 8, 9000: 7, 16383: 8}),
+    ],
+    ids=["1,024 ranks", "16,384 ranks"],
+)
+def test_a_rank_creates_a_handful_of_groups_however_many_the_job_has(
+    plan: Plan, by_rank: dict[int, int]
+) -> None:
+    for rank, count in by_rank.items():
+        planned = _planned(plan, rank)
+        assert len(planned) == count
+        assert [group.ranks for group in planned if len(group.ranks) == 1] == [(rank,)]
 
 
 def test_the_groups_of_one_rank_of_a_mixed_plan() -> None:
-    groups: Any = _recorded(MIXED, 5)[1]
-    assert groups.single == (5,)
-    assert groups.tensor == (4, 5)
-    assert groups.data == groups.data_context == (5, 7)
-    assert groups.context == (5,)
-    assert groups.tensor_data_context == (4, 5, 6, 7)
-    assert groups.pipeline == (1, 5, 9)
-    assert groups.model == (0, 1, 4, 5, 8, 9)
-    assert groups.world == tuple(range(12))
-    assert groups.embedding is None
-    assert groups.position_embedding is None
+    planned = planned_groups(MIXED, 5, vendor_backend="nccl")
+    found = {kind: None if group is None else group.ranks for kind, group in planned.items()}
+    assert found == {
+        "single": (5,),
+        "tensor": (4, 5),
+        "context": (5,),
+        "tensor_context": (4, 5),
+        "data": (5, 7),
+        "data_context": (5, 7),
+        "tensor_data_context": (4, 5, 6, 7),
+        "pipeline": (1, 5, 9),
+        "model": (0, 1, 4, 5, 8, 9),
+        "world": tuple(range(12)),
+        "embedding": None,
+        "position_embedding": None,
+    }
+    assert list(planned) == [field.name for field in fields(Groups)]
 
 
 # For real, on four processes.

@@ -17,10 +17,10 @@ from dataclasses import dataclass
 from types import TracebackType
 
 from hetero.addresses import family_of
-from hetero.agreement import Store
 from hetero.errors import HeteroError, UserError
 from hetero.link.base import LinkDescription
 from hetero.link.handshake import Rendezvous, connect, listen_at, receive_exactly, show_token
+from hetero.phase import Store
 
 _TIME = struct.Struct("<d")
 _QUESTIONS = 8

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from hetero.agreement import AgreedError
+from hetero.errors import AgreedError
 
 
 class Control:

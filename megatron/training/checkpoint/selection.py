@@ -13,8 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from hetero.agreement import AgreedError
-from hetero.errors import UserError
+from hetero.errors import AgreedError, UserError
 from megatron.training.checkpoint import folder as folders
 from megatron.training.checkpoint.adoption import is_weights_only
 from megatron.training.checkpoint.compatibility import require_same_model

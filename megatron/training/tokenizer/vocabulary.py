@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from hetero.agreement import AgreedError
+from hetero.errors import AgreedError
 
 
 def padded_vocab_size(vocab_size: int, *, make_divisible_by: int, tensor_parallel_size: int) -> int:

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from hetero.agreement import AgreedError
-from hetero.errors import UserError
+from hetero.errors import AgreedError, UserError
 from megatron.training.checkpoint import folder
 from megatron.training.checkpoint.compatibility import require_same_schedule
 from megatron.training.checkpoint.index import INDEX_FILE, Index, StoredFile
