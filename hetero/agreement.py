@@ -15,7 +15,6 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping
-from datetime import timedelta
 from typing import Any
 
 from torch.distributed import DistNetworkError
@@ -177,14 +176,21 @@ class Agreement:
         """
         if self._world_size == 1:
             return
-        keys = ["hetero/parted/0"]
+        first, others = "hetero/parted/0", "hetero/parted/others"
+        deadline, pause = time.monotonic() + seconds, 0.01
         try:
             if self._rank == 0:
-                self._store.set(keys[0], "1")
-                keys = [f"hetero/parted/{rank}" for rank in range(1, self._world_size)]
-            self._store.wait(keys, timedelta(seconds=seconds))
+                self._store.set(first, "1")
+            # Not the store's own wait, which logs that its time is over.
+            while time.monotonic() < deadline and not (
+                self._store.add(others, 0) >= self._world_size - 1
+                if self._rank == 0
+                else self._store.check([first])
+            ):
+                time.sleep(pause)
+                pause = min(2 * pause, 0.3)
             if self._rank > 0:
-                self._store.set(f"hetero/parted/{self._rank}", "1")
+                self._store.add(others, 1)
         except Exception:  # the others are gone, and with them the reason to wait
             return
 

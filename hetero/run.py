@@ -48,6 +48,7 @@ from hetero.launch.endings import ending_of, find_cause, is_said
 from hetero.launch.meeting import BACKEND, Meeting, Place
 from hetero.launch.memory import kills_for_memory
 from hetero.launch.news import GRACE, News
+from hetero.open_files import allow_open_files
 from hetero.waiting import Intervals
 
 _PATIENCE = 600.0
@@ -66,6 +67,7 @@ def main(
     """
     try:
         options = _parse(argv)
+        allow_open_files()
         with _quiet_torch(), _own_log_folder(options):
             place = _find_place(options, intervals or Intervals())
             _check_program(options)

@@ -510,7 +510,8 @@ class Starter:
             consequence=isinstance(error, LinkError | RankLost | AgreedFailure),
         )
         if error.known_to_all and self.agreement is not None:
-            self.agreement.part()
+            # Whoever has died will not part.
+            self.agreement.part(seconds=3.0 if isinstance(error, AgreedFailure) else 10.0)
 
 
 def _plain(value: Any) -> Any:

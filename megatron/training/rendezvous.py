@@ -9,6 +9,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from hetero.errors import UserError
+from hetero.open_files import allow_open_files
 from hetero.waiting import Waiting
 
 if TYPE_CHECKING:
@@ -59,6 +60,7 @@ def open_store(rank: int, world_size: int, timeout: float) -> dist.Store:
     # torchrun's own agent hosts the store, for every rank.
     hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     is_host = rank == 0 and not hosted
+    allow_open_files()
     if not is_host:
         _await_listener(host, port, rank, timeout)
     try:

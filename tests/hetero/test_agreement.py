@@ -349,7 +349,7 @@ def test_a_failure_of_its_own_is_left_alone_and_told_to_the_others(
 
 @pytest.mark.parametrize("world_size", [3, 40, 1024])
 def test_a_phase_costs_a_rank_the_same_however_many_there_are(world_size: int) -> None:
-    costs = count_phase(world_size, {"flags": ["--lr", 0.1], "host": "a"})
+    costs = count_phase(world_size, lambda rank: {"flags": ["--lr", 0.1], "host": rank // 8})
     common = {"append": 2, "add": 1, "wait": 1, "get": 1}
     assert costs["rank 0"] == common | {"set": 1, "check": 1, "compare_set": 1}
     assert costs["another"] == common
@@ -358,7 +358,10 @@ def test_a_phase_costs_a_rank_the_same_however_many_there_are(world_size: int) -
 
 def test_the_outcome_of_a_phase_grows_by_what_differs() -> None:
     flags = {f"--flag-{number}": number for number in range(300)}
-    assert count_phase(1024, {"flags": flags})["bytes of the outcome"] < 4000
+    same = count_phase(1024, lambda rank: {"flags": flags})
+    differ = count_phase(1024, lambda rank: {"flags": flags, "host": f"node {rank // 8}"})
+    assert same["bytes of the outcome"] < 4000
+    assert differ["bytes of the outcome"] < same["bytes of the outcome"] + 1024 * 4
 
 
 def test_two_processes_with_one_rank_are_told() -> None:

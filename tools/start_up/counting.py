@@ -10,7 +10,7 @@ import json
 import threading
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
@@ -22,6 +22,9 @@ from hetero.records import Record
 
 _PATIENCE = 300.0
 _COUNTED = "hetero/phase"
+
+Payloads = Callable[[int], Mapping[str, Any]]
+"""What each rank tells."""
 
 
 class DictStore:
@@ -96,7 +99,7 @@ class CountedStore:
         return self
 
 
-def count_phase(world_size: int, payload: Mapping[str, Any]) -> dict[str, Any]:
+def count_phase(world_size: int, payload_of: Payloads) -> dict[str, Any]:
     """The store operations of one phase: of rank 0, of the rank that comes last, and of another.
 
     Also the bytes of the outcome, as every rank reads it, and the seconds from the last rank's
@@ -106,13 +109,13 @@ def count_phase(world_size: int, payload: Mapping[str, Any]) -> dict[str, Any]:
     played = Phase(store, 1, "command lines", world_size)
     for rank in range(2, world_size - 1):
         played.come(rank)
-        played.tell(Record.of(rank, played.what, payload, None))
+        played.tell(Record.of(rank, played.what, payload_of(rank), None))
     counted = {rank: CountedStore(store) for rank in (1, 0, world_size - 1)}
     with ThreadPoolExecutor(len(counted)) as pool:
         ends: list[Future[None]] = []
         for number, (rank, own) in enumerate(counted.items(), start=world_size - 2):
             began = time.perf_counter()
-            ends.append(pool.submit(_exchange, own, rank, world_size, payload))
+            ends.append(pool.submit(_exchange, own, rank, world_size, payload_of))
             while int(store.get(played.count) if store.check([played.count]) else 0) < number:
                 time.sleep(0.001)
         for end in ends:
@@ -127,13 +130,13 @@ def count_phase(world_size: int, payload: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _exchange(store: CountedStore, rank: int, world_size: int, payload: Mapping[str, Any]) -> None:
+def _exchange(store: CountedStore, rank: int, world_size: int, payload_of: Payloads) -> None:
     agreement = Agreement(store, rank=rank, world_size=world_size, timeout=_PATIENCE)
     try:
-        told = agreement.exchange("command lines", payload=payload)
+        told = agreement.exchange("command lines", payload=payload_of(rank))
     finally:
         agreement.close()
-    if told != [json.loads(json.dumps(payload))] * world_size:
+    if told != [json.loads(json.dumps(payload_of(rank))) for rank in range(world_size)]:
         raise RuntimeError(f"rank {rank} heard something else than what was told")
 
 

@@ -1,0 +1,91 @@
+"""Count what the start of a job costs each rank, and time it for as many as there is room for.
+
+    python tools/count_start_up.py --out start_up.json
+    python tools/count_start_up.py --counted 1024 --timed 8 --out start_up.json
+
+Counted: the operations on the rendezvous store of a phase of agreement, and the groups that a rank
+creates, for jobs of any size, in one process. Timed: real processes that meet, agree and build
+their groups over gloo on this machine, and import nothing by themselves.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import sys
+from collections.abc import Sequence
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+if __name__ == "__main__":
+    # As a script, only this file's folder would be importable; what follows may take a while.
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+    from tools.command_line import leave_on_interrupt
+
+    leave_on_interrupt()
+
+import torch
+
+from hetero.errors import UserError
+from hetero.plan import Plan
+from tools.command_line import Parser, run
+from tools.start_up.counting import count_groups, count_phase, two_meshes
+from tools.start_up.light_processes import time_start
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = Parser((__doc__ or "").splitlines()[0])
+    parser.add_argument("--counted", type=int, nargs="*", default=[64, 1024, 16384], metavar="N")
+    parser.add_argument("--timed", type=int, nargs="*", default=[8, 32, 64, 128], metavar="N")
+    parser.add_argument("--out", type=Path, required=True, metavar="FILE")
+    options = parser.parse_args(argv)
+    return run(lambda: _measure(options))
+
+
+def _measure(options: argparse.Namespace) -> str:
+    if not options.out.parent.is_dir():
+        raise UserError(f"--out {options.out}: there is no folder {options.out.parent}")
+    for size in (*options.counted, *options.timed):
+        if size < 8 or size & (size - 1):
+            raise UserError(f"{size} ranks: use powers of two from 8 on")
+    result: dict[str, Any] = {
+        "command": "python tools/count_start_up.py",
+        "date": date.today().isoformat(),
+        "hardware": f"{os.cpu_count()}-core {platform.machine()} CPU",
+        "torch": str(torch.__version__),
+        "counted": {},
+        "timed": {},
+    }
+    for size in options.timed:  # Before any thread is started: the processes are forked.
+        result["timed"][size] = time_start(_plan(size), _payload)
+        print(f"{size} processes: {result['timed'][size]}", flush=True)
+    for size in options.counted:
+        phase, groups = count_phase(size, _payload), count_groups(_plan(size))
+        result["counted"][size] = {"phase": phase, "groups": groups}
+        print(f"{size} ranks: {phase}, {groups}", flush=True)
+    options.out.write_text(json.dumps(result, indent=1) + "\n")
+    return f"written to {options.out}"
+
+
+def _payload(rank: int) -> dict[str, Any]:
+    """What a rank tells in its first phase: most of it its flags, which are the same on all."""
+    return {
+        "host": f"node-{rank // 8}",
+        "local_rank": rank % 8,
+        "torch_version": str(torch.__version__),
+        "flags": {f"a_flag_with_a_name_{number}": number for number in range(250)},
+    }
+
+
+def _plan(size: int) -> Plan:
+    """Two vendors, TP 8 where there is room, and four to sixteen stages."""
+    tensor = 8 if size >= 64 else 2
+    stages = 16 if size >= 4096 else 8 if size >= 1024 else 4 if size >= 32 else 2
+    return two_meshes(stages=stages, tensor=tensor, data=size // (tensor * stages))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
