@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import socket
 import time
 from collections import Counter
 from collections.abc import Mapping
@@ -66,17 +67,22 @@ def time_start(plan: Plan, payload_of: Payloads) -> dict[str, Any]:
 
     They are forked from this process, which has imported torch: a rank's own imports are left out.
     """
-    server = dist.TCPStore("127.0.0.1", 0, 1, True, _TIMEOUT, wait_for_workers=False)
+    listener = socket.create_server(("127.0.0.1", 0), backlog=plan.world_size)
+    port = listener.getsockname()[1]
     context = multiprocessing.get_context("fork")
     told: Any = context.SimpleQueue()
     processes = [
-        context.Process(
-            target=_live, args=(rank, plan, payload_of(rank), server.port, told), daemon=True
-        )
+        context.Process(target=_live, args=(rank, plan, payload_of(rank), port, told), daemon=True)
         for rank in range(plan.world_size)
     ]
     for process in processes:
         process.start()
+    # Only now: a fork beside the server's thread may copy a lock that the thread holds.
+    server = dist.TCPStore(
+        *("127.0.0.1", port, 1, True, _TIMEOUT),
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+    )
     found: list[dict[str, Any]] = []
     while len(found) < plan.world_size:
         while told.empty():
@@ -86,6 +92,7 @@ def time_start(plan: Plan, payload_of: Payloads) -> dict[str, Any]:
         found.append(told.get())
     for process in processes:
         process.join()
+    del server
     operations = [entry.pop("operations for groups") for entry in found]
     return {
         **{name: round(max(entry[name] for entry in found), 3) for name in found[0]},
