@@ -204,8 +204,8 @@ class Agreement:
             yield
         except DistNetworkError as failure:
             raise AgreedFailure(
-                f"rank {self._rank} lost the meeting point{self._at} at the {what}: rank 0 or the "
-                "launcher that hosts it has ended; see its log",
+                f"the meeting point{self._at} was lost at the {what}: rank 0 or the launcher that "
+                "hosts it has ended; see its log",
                 known_to_all=False,
             ) from failure
 

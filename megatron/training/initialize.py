@@ -494,7 +494,8 @@ class Starter:
         self._is_ending = True
         if error.known_to_all and self.liveness is not None:
             self.liveness.leave()
-        if isinstance(error, LinkError) and (cause := self.cause_elsewhere()) is not None:
+        consequence = isinstance(error, LinkError | AgreedFailure) and not error.known_to_all
+        if consequence and (cause := self.cause_elsewhere()) is not None:
             error = LinkError(f"{error}; {cause}")
         elif not error.known_to_all and not isinstance(error, RankLost | AgreedFailure):
             self._tell_others(str(error))

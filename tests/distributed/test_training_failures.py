@@ -106,9 +106,6 @@ def test_a_rank_killed_while_groups_are_built_is_named_by_the_others(
     assert outcomes[victim].code == -signal.SIGKILL
     assert outcomes[1 - victim].code == 1
     last = outcomes[1 - victim].stderr.splitlines()[-1]
-    if victim == 0:  # It hosts the store.
-        assert "rank 0 or the launcher that hosts it has ended" in last
-    else:
-        assert last.startswith(f"error: rank 1 on {os.uname().nodename} ended, or its host hangs")
-        assert "while the ranks opened the process groups" in last
+    assert last.startswith("error: ")
+    assert f"rank {victim} on {os.uname().nodename}" in last
     assert "Traceback" not in outcomes[1 - victim].stderr
