@@ -23,17 +23,17 @@ from typing import Any
 if __name__ == "__main__":
     # As a script, only this file's folder would be importable; what follows may take a while.
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-    from tools.command_line import leave_on_interrupt
+    from tools.tool_command_line import begin_script
 
-    leave_on_interrupt()
+    begin_script(core=False)
 
 import torch
 
 from hetero.errors import UserError
 from hetero.plan import Plan
-from tools.command_line import Parser, run
 from tools.start_up.counting import count_groups, count_phase, two_meshes
 from tools.start_up.light_processes import time_start
+from tools.tool_command_line import Parser, run
 
 
 def main(argv: Sequence[str] | None = None) -> int:
