@@ -38,9 +38,21 @@ from tools.tool_command_line import Parser, run
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = Parser((__doc__ or "").splitlines()[0])
-    parser.add_argument("--counted", type=int, nargs="*", default=[64, 1024, 16384], metavar="N")
-    parser.add_argument("--timed", type=int, nargs="*", default=[8, 32, 64, 128], metavar="N")
-    parser.add_argument("--out", type=Path, required=True, metavar="FILE")
+    for flag, sizes, what in (
+        ("--counted", [64, 1024, 16384], "whose operations on the store are counted"),
+        ("--timed", [8, 32, 64, 128], "that are started as light processes and timed"),
+    ):
+        parser.add_argument(
+            flag,
+            type=int,
+            nargs="*",
+            default=sizes,
+            metavar="N",
+            help=f"numbers of ranks {what}: powers of two from 8 on (default: %(default)s)",
+        )
+    parser.add_argument(
+        "--out", type=Path, required=True, metavar="FILE", help="the JSON file to write"
+    )
     options = parser.parse_args(argv)
     return run(lambda: _measure(options))
 
@@ -50,7 +62,7 @@ def _measure(options: argparse.Namespace) -> str:
         raise UserError(f"--out {options.out}: there is no folder {options.out.parent}")
     for size in (*options.counted, *options.timed):
         if size < 8 or size & (size - 1):
-            raise UserError(f"{size} ranks: use powers of two from 8 on")
+            raise UserError(f"a job of {size}: use powers of two from 8 on")
     result: dict[str, Any] = {
         "command": "python tools/count_start_up.py",
         "date": date.today().isoformat(),
@@ -61,11 +73,11 @@ def _measure(options: argparse.Namespace) -> str:
     }
     for size in options.timed:  # Before any thread is started: the processes are forked.
         result["timed"][size] = time_start(_plan(size), _payload)
-        print(f"{size} processes: {result['timed'][size]}", flush=True)
+        print(f"{size} timed: {result['timed'][size]}", flush=True)
     for size in options.counted:
         phase, groups = count_phase(size, _payload), count_groups(_plan(size))
         result["counted"][size] = {"phase": phase, "groups": groups}
-        print(f"{size} ranks: {phase}, {groups}", flush=True)
+        print(f"{size} counted: {phase}, {groups}", flush=True)
     options.out.write_text(json.dumps(result, indent=1) + "\n")
     return f"written to {options.out}"
 

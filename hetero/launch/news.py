@@ -15,7 +15,7 @@ from torch.distributed.elastic.rendezvous import RendezvousInfo
 from hetero.launch.endings import Ending
 
 _PAUSE = 0.2
-_PATIENCE = 5.0
+_PATIENCE = 15.0
 """Seconds for the other nodes to notice what this one has."""
 GRACE = 15.0
 """Seconds for processes to end of themselves after those of another node."""

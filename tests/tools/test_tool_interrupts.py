@@ -92,6 +92,7 @@ READING = {
 STARTING = {
     "bench_link": "--cpu --transports shm --out {folder}/out",
     "benchmark_parity": "--out {folder}/out",
+    "count_start_up": "--counted 8 --timed 64 --out {folder}/out",
     "demo": "--out {folder}/out",
     "preflight": "",
     "prove_parity": "--out {folder}/out -- --num-layers 2 --hidden-size 64 "

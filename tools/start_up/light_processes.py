@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 import socket
 import time
 from collections import Counter
@@ -16,6 +17,7 @@ import torch.distributed as dist
 
 from hetero.agreement import Agreement
 from hetero.groups import build_groups
+from hetero.interrupts import children_ignore_interrupts
 from hetero.plan import Plan
 from hetero.process_group import open_world
 from tools.start_up.counting import Payloads
@@ -75,8 +77,9 @@ def time_start(plan: Plan, payload_of: Payloads) -> dict[str, Any]:
         context.Process(target=_live, args=(rank, plan, payload_of(rank), port, told), daemon=True)
         for rank in range(plan.world_size)
     ]
-    for process in processes:
-        process.start()
+    with children_ignore_interrupts():
+        for process in processes:
+            process.start()
     # Only now: a fork beside the server's thread may copy a lock that the thread holds.
     server = dist.TCPStore(
         *("127.0.0.1", port, 1, True, _TIMEOUT),
@@ -101,6 +104,8 @@ def time_start(plan: Plan, payload_of: Payloads) -> dict[str, Any]:
 
 
 def _live(rank: int, plan: Plan, payload: Mapping[str, Any], port: int, told: Any) -> None:
+    # The tool's own answer would wait for what this process waits for in C.
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, None, False, _TIMEOUT, wait_for_workers=False)
