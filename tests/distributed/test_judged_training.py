@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed.faulty_training import FAULTS
 from tests.distributed.harness import TINY_LLAMA, launch
 from tools.compare_loss import main
 
@@ -105,7 +104,7 @@ def test_in_another_precision_the_first_steps_agree_far_better_than_is_asked(tra
     assert judged(trained, bf16, *criteria) == (0, [])
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("fault", FOUND_BY)
 def test_a_hidden_fault_is_found(trained, fault):
     code, failed = judged(trained, trained.train("faulty", fault=fault), "--same-seed")
     assert code == 1
