@@ -144,7 +144,7 @@ def core_tokenizer(args: Namespace) -> dict[str, Any]:
 
 def channel(args: Namespace) -> dict[str, Any]:
     with mock.patch.dict("os.environ", MASTER_ADDR="127.0.0.1"):
-        return dataclasses.asdict(_channel_options(args))
+        return dataclasses.asdict(_channel_options(args, "127.0.0.1"))
 
 
 def layout(args: Namespace) -> dict[str, Any]:
