@@ -13,6 +13,7 @@ depends on time is one pulse a second, and what rank 0 reads each second while s
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -33,6 +34,8 @@ _PATIENCE_WITH_A_FAILURE = 7.0
 """What a rank that failed gives the others to find out whether one of them has died."""
 _GRACE_SECONDS = 5.0
 """What a rank gives rank 0, which is there and has the same deadline, to speak first."""
+_ANNOUNCE_SECONDS = 3.0
+"""How long a rank that ends tries to tell the others why."""
 
 
 class Agreement:
@@ -100,9 +103,18 @@ class Agreement:
         return unfold(outcome["columns"], self._world_size)
 
     def announce_failure(self, error: Exception) -> None:
-        """Tell the others that this rank ends for a reason that no phase foresaw."""
+        """Tell the others that this rank ends for a reason that no phase foresaw.
+
+        Waits for a few seconds at most: the process that hosts the store may answer no more, and
+        then this rank has to end without having been heard.
+        """
         if self._world_size == 1:
             return
+        telling = threading.Thread(target=self._announce, args=(error,), daemon=True)
+        telling.start()
+        telling.join(_ANNOUNCE_SECONDS)
+
+    def _announce(self, error: Exception) -> None:
         text = f"rank {self._rank} failed: {sentence(error)}"
         # They are in this rank's phase, or wait for it in the next.
         for number in (self._number, self._number + 1):

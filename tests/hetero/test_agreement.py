@@ -11,6 +11,7 @@ import pytest
 
 from hetero.agreement import Agreement
 from hetero.errors import AgreedError, AgreedFailure, HeteroError, LinkError, UserError
+from hetero.phase import Phase
 from hetero.waiting import Intervals
 from tools.start_up.counting import DictStore, count_phase
 
@@ -173,6 +174,19 @@ def test_a_rank_that_fails_between_phases_ends_the_others_with_its_reason() -> N
     with pytest.raises(AgreedError, match="rank 1 failed: division by zero"):
         Agreement(store, rank=0, world_size=2, timeout=30).exchange("flags")
     assert time.monotonic() - began < 5
+
+
+def test_a_rank_ends_though_the_process_that_hosts_the_store_answers_no_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    resumed = threading.Event()
+    monkeypatch.setattr(Phase, "settle", lambda *_: resumed.wait(60))
+    failing = Agreement(DictStore(), rank=1, world_size=2, timeout=30)
+    telling = threading.Thread(target=failing.announce_failure, args=(ZeroDivisionError(),))
+    telling.start()
+    telling.join(30)
+    assert not telling.is_alive()
+    resumed.set()
 
 
 @pytest.mark.parametrize("silent", [0, 1])
