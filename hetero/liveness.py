@@ -11,11 +11,11 @@ from __future__ import annotations
 import hmac
 import json
 import os
-import resource
 import select
 import socket
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -32,7 +32,6 @@ _GRACE_SECONDS = 5.0
 _BEAT = b"\n"
 _LONGEST_GREETING = 1024
 _PAUSE_SECONDS = 0.1
-_OTHER_FILES = 1024
 
 
 class RankLost(HeteroError):
@@ -59,11 +58,10 @@ class Ended:
         return f"{who} has ended without a word ({heard}); see its log"
 
 
-class Liveness:
+class Liveness(ABC):
     """One rank's side. Rank 0 is a Hub, the others are Members."""
 
-    def __init__(self, rank: int) -> None:
-        self._rank = rank
+    def __init__(self) -> None:
         self._names: Mapping[int, str] = {}
         self._first: Ended | None = None
         self._noticed, self._over = threading.Event(), threading.Event()
@@ -95,16 +93,17 @@ class Liveness:
         who = self._names.get(rank, f"rank {rank}")
         return f"{who} was last heard {silent[rank]:.0f} s ago; see whether it, or its host, hangs"
 
+    @abstractmethod
     def fail(self, reason: str) -> None:
         """Tell the others why this rank ends."""
-        raise NotImplementedError
 
+    @abstractmethod
     def leave(self) -> None:
         """This rank's end is none to speak of from here on: all have come to the end."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _ask_for_silent(self) -> dict[int, float]:
-        raise NotImplementedError
+        """The ranks of which nothing has been heard for a while, and for how many seconds."""
 
     def _notice(self, ended: Ended) -> None:
         if self._first is None:
@@ -127,12 +126,11 @@ class Hub(Liveness):
 
     def __init__(self, *, world_size: int, token: str, patience: float) -> None:
         """`patience` is how many seconds a host may answer nothing before its ranks have ended."""
-        super().__init__(0)
+        super().__init__()
         self._token, self._patience = token, patience
         self._silence = 3 * _interval(world_size)
         self._lines: dict[int, _Line] = {}
         self._lock = threading.Lock()
-        _allow_files(world_size)
         self._listener = _listener(backlog=min(world_size, 4096))
         self.port = int(self._listener.getsockname()[1])
         self._wake, self._woken = socket.socketpair()
@@ -253,7 +251,7 @@ class Member(Liveness):
     def __init__(
         self, address: tuple[str, int], *, rank: int, world_size: int, token: str, patience: float
     ) -> None:
-        super().__init__(rank)
+        super().__init__()
         self._interval = _interval(world_size)
         self._connection = socket.create_connection(address, timeout=_CALL_SECONDS)
         _keep_alive(self._connection, patience)
@@ -319,16 +317,6 @@ class Member(Liveness):
 
 def _interval(world_size: int) -> float:
     return max(_BEAT_SECONDS, world_size / _BEATS_A_SECOND)
-
-
-def _allow_files(world_size: int) -> None:
-    """Room for a connection to every rank beside what else is open, as far as that is allowed."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = world_size + _OTHER_FILES
-    if hard != resource.RLIM_INFINITY:
-        wanted = min(wanted, hard)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def _listener(*, backlog: int) -> socket.socket:

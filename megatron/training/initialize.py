@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import random
-import secrets
 import socket
 import uuid
 from dataclasses import asdict, dataclass
@@ -20,7 +18,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import tensor_parallel
 
-from hetero.addresses import Way, address_leading_to, family_of, interface_with, own_address
+from hetero.addresses import family_of
 from hetero.agreement import Agreement
 from hetero.cluster import RankIdentity, check_identities, identify, running_vendor
 from hetero.errors import (
@@ -35,7 +33,7 @@ from hetero.errors import (
 from hetero.groups import Groups, build_groups
 from hetero.link.nics import Nics, find_nics
 from hetero.link.open import ChannelOptions
-from hetero.liveness import Hub, Liveness, Member, RankLost
+from hetero.liveness import Hub, Liveness, RankLost
 from hetero.pipeline.links import LinkOptions, PipelineLinks, open_links
 from hetero.plan import Coordinate, Plan
 from hetero.process_group import open_world
@@ -43,21 +41,13 @@ from megatron.training.checkpoint.folder import check_save_folder
 from megatron.training.checkpoint.lock import SaveLock
 from megatron.training.checkpoint.selection import Nothing, Selection, select
 from megatron.training.core_private import register_groups
-from megatron.training.data import Datasets, Splits, build_datasets, needs_data
-from megatron.training.dataset_checks import check_datasets, require_same_text
-from megatron.training.fill_in_middle import fill_in_middle
+from megatron.training.data import Datasets
+from megatron.training.data_agreement import agree_on_data
 from megatron.training.layout import plan_from_args
 from megatron.training.optimizer import RankStatistics
+from megatron.training.rank_0 import agree_on_addresses, call_rank_0, open_hub
 from megatron.training.recorder import check_outputs
 from megatron.training.rendezvous import environment_rank, meeting_point, open_store
-from megatron.training.tokenizer.build import build_tokenizer
-from megatron.training.tokenizer.vocabulary import embedding_rows
-from megatron.training.tokenizer.wrapper import tokenizer_digest
-
-_HUB = "hetero/liveness"
-"""Where rank 0 says how to reach it."""
-_LONGEST_SILENCE = 30.0
-"""Seconds after which the ranks of a host that answers nothing at all have ended."""
 
 # Flags that may differ between ranks without the ranks computing different things.
 _LOCAL_FLAGS = frozenset(
@@ -223,18 +213,19 @@ class Starter:
             timeout=timeout,
             place=meeting_point(),
         )
-        hub = self._open_hub(store) if self.rank == 0 and self.world_size > 1 else None
+        hub = open_hub(store, self.world_size) if self.rank == 0 and self.world_size > 1 else None
         identities, device = self._meet(args, plan, problem)
         if args is None or plan is None:
             raise RuntimeError("the ranks agreed although this one's command line was refused")
-        own = self._reach_rank_0(hub, store)
+        self._own_address = self._reach_rank_0(hub, store)
         self._name_ranks(identities, plan)
         self._claim_save_folder(args)
-        datasets = self._agree_on_data(args, plan)
+        datasets = agree_on_data(
+            args, plan, self.agreement, rank=self.rank, local_rank=self.local_rank
+        )
         checkpoint = select(
             args, self._agreed().exchange, rank=self.rank, world_size=self.world_size
         )
-        self._own_address = own
         return self._connect(args, plan, identities, device, datasets, checkpoint, store, timeout)
 
     def _meet(
@@ -270,49 +261,20 @@ class Starter:
             raise AgreedError(str(error)) from error
         return identities, device
 
-    def _open_hub(self, store: dist.Store) -> Hub:
-        """Rank 0 lets the others find it: at MASTER_ADDR, unless a rendezvous put it elsewhere."""
-        token = secrets.token_hex(16)
-        hub = Hub(world_size=self.world_size, token=token, patience=_LONGEST_SILENCE)
-        elsewhere = address_leading_to(os.environ["MASTER_ADDR"])
-        told = {"address": elsewhere, "port": hub.port, "token": token}
-        store.set(_HUB, json.dumps(told))
-        return hub
-
     def _reach_rank_0(self, hub: Hub | None, store: dist.Store) -> str:
-        """Keep a connection to rank 0; the address by which ranks of other hosts reach this one.
-
-        gloo takes the interface that has it, unless the user has named one. By itself it takes the
-        one that the host's name resolves to, which may be the loopback interface, or none.
-        """
+        """Keep a connection to rank 0; the address by which ranks of other hosts reach this one."""
         if self.world_size == 1:
             return "127.0.0.1"
-        problem, way = None, None
+        problem, member = None, None
         self.liveness = hub
         if hub is None:
-            told = json.loads(store.get(_HUB))
-            place = (told["address"] or os.environ["MASTER_ADDR"], int(told["port"]))
             try:
-                self.liveness = member = Member(
-                    place,
-                    rank=self.rank,
-                    world_size=self.world_size,
-                    token=told["token"],
-                    patience=_LONGEST_SILENCE,
+                self.liveness = member = call_rank_0(
+                    store, rank=self.rank, world_size=self.world_size
                 )
-                way = [member.own_address, member.hub_address]
-            except OSError as error:
-                problem = UserError(
-                    f"{socket.gethostname()} cannot reach rank 0 at {place[0]}, port {place[1]} "
-                    f"({error}); open the ports between the nodes, which links and gloo need too"
-                )
-        said = self._agreed().exchange("ways to rank 0", payload={"way": way}, error=problem)
-        ways = [None if payload["way"] is None else Way(*payload["way"]) for payload in said]
-        own = own_address(ways, self.rank)
-        interface = interface_with(own)
-        if interface is not None:
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-        return own
+            except UserError as error:
+                problem = error
+        return agree_on_addresses(self._agreed(), member, rank=self.rank, error=problem)
 
     def _name_ranks(self, identities: list[RankIdentity], plan: Plan) -> None:
         if self.liveness is not None:
@@ -347,55 +309,6 @@ class Starter:
         """Let another run have --save. At the very end, however the run ended."""
         if self._lock is not None:
             self._lock.release()
-
-    def _agree_on_data(self, args: argparse.Namespace, plan: Plan) -> Datasets:
-        tokenizer, absent = self._agree_on_tokenizer(args)
-        needed = needs_data(args, plan, plan.coordinate(self.rank))
-        # Indices are written once: by rank 0, then by one rank of each node that does not see rank
-        # 0's files, then read by all.
-        my_turn = 0 if self.rank == 0 else (1 if self.local_rank == 0 else 2)
-        built: list[Any | None] = [None, None, None]
-        sizes = Splits(0, 0, 0)
-        for turn in range(3):
-            problem: UserError | None = None
-            if turn == my_turn and (needed or self.rank == 0):
-                try:
-                    built = build_datasets(args, tokenizer=tokenizer, absent=absent)
-                except UserError as error:
-                    problem = error
-            payload = {"sizes": [0 if split is None else len(split) for split in built]}
-            payloads = self._agreed().exchange(f"datasets {turn}", payload=payload, error=problem)
-            sizes = Splits(*payloads[0]["sizes"])
-        train, valid, test = built
-        return Datasets(train=train, valid=valid, test=test, sizes=sizes, absent=absent)
-
-    def _agree_on_tokenizer(self, args: argparse.Namespace) -> tuple[Any, frozenset[str]]:
-        """Read the tokenizer and check the data files of this node."""
-        tokenizer, payload, problem = None, {}, None
-        try:
-            tokenizer = build_tokenizer(args)
-            args.tokenizer_vocab_size = int(tokenizer.vocab_size)
-            args.tokenizer_digest = tokenizer_digest(tokenizer)
-            reordering = fill_in_middle(args, tokenizer)
-            special = None if reordering is None else reordering.ids
-            payload = {
-                "tokenizer": [args.tokenizer_vocab_size, [args.tokenizer_digest, special]],
-                "absent": [],
-                "data": [],
-            }
-            if not args.mock_data:
-                # One rank of a node reads the indexes, and tells the others which splits are empty.
-                whole = self.local_rank == 0
-                vocab_size = args.tokenizer_vocab_size
-                found = check_datasets(args, vocab_size=vocab_size, whole=whole)
-                payload |= {"absent": sorted(found.absent), "data": list(found.digests)}
-        except UserError as error:
-            problem = error
-        payloads = self._agreed().exchange("data files", payload=payload, error=problem)
-        absent = frozenset(name for record in payloads for name in record["absent"])
-        require_same_text(payloads)
-        args.padded_vocab_size = embedding_rows(args, args.tokenizer_vocab_size)
-        return tokenizer, absent
 
     def _agreed(self) -> Agreement:
         if self.agreement is None:

@@ -245,8 +245,8 @@ def test_a_metrics_file_that_cannot_be_written(corpus, tmp_path: Path) -> None:
 def test_a_rank_that_fails_before_training_ends_the_others(corpus, tmp_path: Path) -> None:
     broken = tmp_path / "broken.py"
     broken.write_text(
-        "import megatron.training.initialize as initialize\n"
-        "initialize.build_tokenizer = lambda args: 1 / 0\n"
+        "import megatron.training.data_agreement as data_agreement\n"
+        "data_agreement.build_tokenizer = lambda args: 1 / 0\n"
         f"import runpy\nrunpy.run_path({str(ENTRY)!r}, run_name='__main__')"
     )
     outcomes = refused([*corpus.flags, *HETERO], environ=SIMULATED, scripts={1: broken})

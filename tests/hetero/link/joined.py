@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -90,6 +91,30 @@ def stream(
         receiver.check()
         right += torch.equal(sent, target)
     return right
+
+
+def cross_both_ways(links: Both, *, messages: int, nbytes: int) -> bool:
+    """Send as many each way before any is received; whether all arrive, in order."""
+    sent = [noise(nbytes, number) for number in range(messages)]
+    targets = [[torch.zeros_like(tensor) for tensor in sent] for _ in links]
+    works = [link.send(tensor) for link in links for tensor in sent]
+    works += [
+        link.recv(target) for link, mine in zip(links, targets, strict=True) for target in mine
+    ]
+    for work in works:
+        work.wait()
+    return all(torch.equal(torch.stack(mine), torch.stack(sent)) for mine in targets)
+
+
+def arrives_although_closed(sender: RingLink, receiver: RingLink, *, nbytes: int) -> bool:
+    """Send a message and close at once; whether the peer still gets all of it."""
+    sent, target = noise(nbytes, 1), torch.zeros(nbytes, dtype=torch.uint8)
+    sender.send(sent)
+    closing = threading.Thread(target=sender.close)
+    closing.start()
+    receiver.recv(target).wait()
+    closing.join()
+    return torch.equal(target, sent)
 
 
 def at(number: int, action: Callable[[], None]) -> Callable[[int], None]:

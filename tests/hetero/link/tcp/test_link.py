@@ -11,7 +11,16 @@ import pytest
 import torch
 
 from hetero.errors import LinkError
-from tests.hetero.link.joined import MESSAGES, at, is_broken, noise, stream, wait_until
+from tests.hetero.link.joined import (
+    MESSAGES,
+    arrives_although_closed,
+    at,
+    cross_both_ways,
+    is_broken,
+    noise,
+    stream,
+    wait_until,
+)
 from tests.hetero.link.tcp.ends import (
     CHUNK_BYTES,
     RING_BYTES,
@@ -169,14 +178,8 @@ def test_a_peer_that_closes_is_not_taken_for_lost_rails(
 
 
 def test_the_last_message_before_a_close_arrives(network: Network) -> None:
-    with Setup().links() as (one, other):
-        sent, target = noise(3 * RING_BYTES), torch.zeros(3 * RING_BYTES, dtype=torch.uint8)
-        one.send(sent)
-        closing = threading.Thread(target=one.close)
-        closing.start()
-        other.recv(target).wait()
-        closing.join()
-        assert torch.equal(target, sent)
+    with Setup().links() as links:
+        assert arrives_although_closed(*links, nbytes=3 * RING_BYTES)
 
 
 def test_a_sender_that_nobody_waits_for_is_told_that_nothing_moves(network: Network) -> None:
@@ -189,12 +192,4 @@ def test_a_sender_that_nobody_waits_for_is_told_that_nothing_moves(network: Netw
 
 def test_more_messages_than_there_are_records_cross_both_ways_at_once(network: Network) -> None:
     with Setup().links() as links:
-        sent = [noise(100, number) for number in range(700)]
-        targets = [[torch.zeros(100, dtype=torch.uint8) for _ in sent] for _ in links]
-        works = [link.send(tensor) for link in links for tensor in sent]
-        works += [
-            link.recv(target) for link, mine in zip(links, targets, strict=True) for target in mine
-        ]
-        for work in works:
-            work.wait()
-        assert all(torch.equal(torch.stack(mine), torch.stack(sent)) for mine in targets)
+        assert cross_both_ways(links, messages=700, nbytes=100)

@@ -7,7 +7,6 @@ import logging
 import random
 import re
 import signal
-import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -18,7 +17,9 @@ import torch
 from hetero.errors import LinkError
 from tests.hetero.link.joined import (
     MESSAGES,
+    arrives_although_closed,
     at,
+    cross_both_ways,
     is_broken,
     noise,
     stream,
@@ -41,15 +42,7 @@ def test_every_byte_arrives(nics: LoopbackNics, nbytes: int, read_back: bool) ->
 
 def test_more_messages_than_there_are_records_cross_both_ways_at_once(nics: LoopbackNics) -> None:
     with Setup(nics).links() as links:
-        sent = [noise(100, number) for number in range(700)]
-        targets = [[torch.zeros(100, dtype=torch.uint8) for _ in sent] for _ in links]
-        works = [link.send(tensor) for link in links for tensor in sent]
-        works += [
-            link.recv(target) for link, mine in zip(links, targets, strict=True) for target in mine
-        ]
-        for work in works:
-            work.wait()
-        assert all(torch.equal(torch.stack(mine), torch.stack(sent)) for mine in targets)
+        assert cross_both_ways(links, messages=700, nbytes=100)
 
 
 def test_two_rails_share_the_entries_of_a_message(nics: LoopbackNics) -> None:
@@ -212,14 +205,8 @@ def test_a_receiver_that_refuses_a_message_tells_its_sender(nics: LoopbackNics) 
 
 
 def test_the_last_message_before_a_close_arrives(nics: LoopbackNics) -> None:
-    with Setup(nics).links() as (one, other):
-        sent, target = noise(3 * RING_BYTES, 1), torch.zeros(3 * RING_BYTES, dtype=torch.uint8)
-        one.send(sent)
-        closing = threading.Thread(target=one.close)
-        closing.start()
-        other.recv(target).wait()
-        closing.join()
-        assert torch.equal(target, sent)
+    with Setup(nics).links() as links:
+        assert arrives_although_closed(*links, nbytes=3 * RING_BYTES)
 
 
 def test_a_link_can_be_opened_again(nics: LoopbackNics) -> None:
