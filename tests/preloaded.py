@@ -2,7 +2,8 @@
 
 Importing them takes a process five seconds of a core, a tiny training one. A server imports them
 once; each process is a fork of it, with its own arguments, environment and streams. It runs the
-script as `python SCRIPT` would.
+script as `python SCRIPT` would. Where importing starts threads, as a GPU's libraries do, a process
+cannot be forked, and each is started as any other.
 
 A launcher's processes start so as well where PYTHON_EXEC names this file (see `as_interpreter`).
 """
@@ -180,6 +181,8 @@ def _read_at_import(environ: Mapping[str, str]) -> list[object]:
 class _Server:
     def __init__(self, listening: socket.socket) -> None:
         self._own = _read_at_import(os.environ)
+        # A fork has its own thread alone: those that the libraries of a GPU start would be missing.
+        self._may_fork = len(os.listdir("/proc/self/task")) == 1
         self._listening = listening
         self._children: dict[int, socket.socket] = {}
         self._selector = selectors.DefaultSelector()
@@ -210,7 +213,7 @@ class _Server:
     def _answer(self, connection: socket.socket) -> None:
         request, streams, *_ = socket.recv_fds(connection, LARGEST_REQUEST, 2)
         asked = json.loads(request)
-        if _read_at_import(asked["environ"]) != self._own:
+        if not self._may_fork or _read_at_import(asked["environ"]) != self._own:
             connection.sendall(b"0")
             connection.close()
         elif pid := os.fork():
@@ -300,7 +303,6 @@ def _serve(descriptor: int) -> None:
     quiet_core()
     for name in IMPORTED:
         importlib.import_module(name)
-    assert len(os.listdir("/proc/self/task")) == 1, "a process with threads cannot be forked"
     _Server(socket.socket(fileno=descriptor)).serve()
 
 

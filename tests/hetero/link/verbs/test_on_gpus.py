@@ -16,6 +16,7 @@ from hetero.device.driver import driver_for
 from hetero.device.gpu import GpuDevice
 from hetero.link.ring_link import RingLink
 from hetero.link.verbs import DEVICE, HOST
+from tests.hetero.device.copying import copy
 from tests.hetero.link.verbs.ends import Setup
 from tests.loopback_nic.library import Fault, LoopbackNics, lacking
 
@@ -36,12 +37,12 @@ def reaching_gpus(nics: LoopbackNics) -> Iterator[LoopbackNics]:
     device = torch.device("cuda", 0)
     driver, stream = driver_for(device), torch.cuda.Stream(device)
 
-    def copy(target: int, source: int, nbytes: int) -> None:
+    def copy_between_gpus(target: int, source: int, nbytes: int) -> None:
         with driver.on_device(0):
             copy(driver, target, source, nbytes, stream.cuda_stream)
             stream.synchronize()
 
-    nics.copy_with(copy)
+    nics.copy_with(copy_between_gpus)
     try:
         yield nics
     finally:
