@@ -11,7 +11,14 @@ if TYPE_CHECKING:
     from hetero.link.base import Link, Work
     from hetero.link.connect import connect
 
-__all__ = ["Link", "LinkError", "Work", "__version__", "connect"]
+__all__ = ["Link", "LinkError", "Work", "__version__", "connect", "register"]
+
+
+def register() -> None:
+    """Make `hetero` a backend of torch.distributed: groups that cross vendors."""
+    from hetero.collectives.autoload import register as register_backend
+
+    register_backend()
 
 
 def __getattr__(name: str) -> Any:

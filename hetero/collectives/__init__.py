@@ -1,0 +1,1 @@
+"""Collectives of a group whose ranks belong to several vendors, and the c10d backend over them."""

@@ -1,0 +1,157 @@
+"""Reductions over vendors whose result goes to every rank, or to one."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from hetero.collectives.exchange import Exchange, wait_all
+from hetero.collectives.layout import Span, chunks, equal_parts, overlaps
+from hetero.collectives.links import Transfer
+from hetero.collectives.reductions import Reduction
+
+DIRECT_BYTES = 64 << 10
+"""Up to here every rank takes the other vendors' whole partial result: fewest steps."""
+CHUNK_BYTES = 4 << 20
+
+
+def all_reduce(exchange: Exchange, flat: torch.Tensor, reduction: Reduction) -> None:
+    """Reduce flat memory in place."""
+    if not flat.numel():
+        return
+    if flat.nbytes <= DIRECT_BYTES:
+        _directly(exchange, flat, reduction)
+    else:
+        _in_shards(exchange, flat, reduction)
+
+
+def combine_in_order(
+    reduction: Reduction, partials: dict[int, torch.Tensor], *, out: torch.Tensor
+) -> None:
+    """Join partial results by vendor, in vendor order. `out` may be the memory of one of them."""
+    first, *others = (partials[vendor] for vendor in sorted(partials))
+    if len(others) == 1:
+        reduction.combine(first, others[0], out=out)
+        return
+    joined = torch.empty_like(first)
+    reduction.combine(first, others[0], out=joined)
+    for other in others[1:]:
+        reduction.combine(joined, other, out=joined)
+    out.copy_(joined)
+
+
+def _directly(exchange: Exchange, flat: torch.Tensor, reduction: Reduction) -> None:
+    layout = exchange.layout
+    if exchange.library is not None:
+        exchange.library.all_reduce(flat, reduction.op).wait()
+    sent: list[Transfer] = []
+    for vendor in layout.others:
+        for rank in layout.vendors[vendor]:
+            if layout.partner(rank, layout.vendor) == layout.rank:
+                sent += exchange.send(rank, flat)
+    partials = {layout.vendor: flat}
+    received: list[Transfer] = []
+    for vendor in layout.others:
+        partials[vendor] = torch.empty_like(flat)
+        received += exchange.recv(layout.partner(layout.rank, vendor), partials[vendor])
+    wait_all(received)
+    wait_all(sent)
+    combine_in_order(reduction, partials, out=flat)
+
+
+def _in_shards(exchange: Exchange, flat: torch.Tensor, reduction: Reduction) -> None:
+    """Chunk by chunk: reduce-scatter inside, exchange between, all-gather inside, all three at once."""
+    layout = exchange.layout
+    length = CHUNK_BYTES // flat.element_size()
+    parts = [
+        _Chunk(exchange, flat[span.begin : span.end], reduction)
+        for span in chunks(flat.numel(), length=length, grain=layout.grain)
+    ]
+    for step in range(len(parts) + 3):
+        if step < len(parts):
+            parts[step].reduce()
+        if 0 <= step - 1 < len(parts):
+            parts[step - 1].cross()
+        if 0 <= step - 2 < len(parts):
+            parts[step - 2].gather()
+        if 0 <= step - 3 < len(parts):
+            parts[step - 3].finish()
+
+
+class _Chunk:
+    """One chunk on its way through the three steps; each begins its own and awaits the former."""
+
+    def __init__(self, exchange: Exchange, target: torch.Tensor, reduction: Reduction) -> None:
+        layout = exchange.layout
+        self._exchange, self._target, self._reduction = exchange, target, reduction
+        missing = -target.numel() % layout.grain
+        self._whole = torch.nn.functional.pad(target, (0, missing)) if missing else target
+        self._spans = [equal_parts(self._whole.numel(), len(ranks)) for ranks in layout.vendors]
+        self._span: Span = self._spans[layout.vendor][layout.place]
+        self._shard = self._whole
+        self._inside: dist.Work | None = None
+        self._sent: list[Transfer] = []
+        self._received: list[Transfer] = []
+        self._partials: dict[int, torch.Tensor] = {}
+
+    def reduce(self) -> None:
+        if (library := self._exchange.library) is not None:
+            self._shard = self._whole.new_empty(len(self._span))
+            self._inside = library.reduce_scatter(self._shard, self._whole, self._reduction.op)
+
+    def cross(self) -> None:
+        self._await_inside()
+        layout = self._exchange.layout
+        self._partials = {layout.vendor: self._shard}
+        meetings = [
+            (vendor, layout.vendors[vendor][place], common.within(self._span))
+            for vendor in layout.others
+            for place, common in overlaps(self._span, self._spans[vendor])
+        ]
+        for _, rank, piece in meetings:
+            self._sent += self._exchange.send(rank, self._shard[piece])
+        for vendor, rank, piece in meetings:
+            partial = self._partials.setdefault(vendor, torch.empty_like(self._shard))
+            self._received += self._exchange.recv(rank, partial[piece])
+
+    def gather(self) -> None:
+        wait_all(self._received)
+        wait_all(self._sent)
+        combine_in_order(self._reduction, self._partials, out=self._shard)
+        if (library := self._exchange.library) is not None:
+            self._inside = library.all_gather(self._whole, self._shard)
+
+    def finish(self) -> None:
+        self._await_inside()
+        if self._whole is not self._target:
+            self._target.copy_(self._whole[: self._target.numel()])
+        self._partials.clear()
+
+    def _await_inside(self) -> None:
+        if self._inside is not None:
+            self._inside.wait()
+            self._inside = None
+
+
+def reduce(exchange: Exchange, flat: torch.Tensor, reduction: Reduction, *, root: int) -> None:
+    """Reduce flat memory in place; it holds the result at `root` and is scratch elsewhere.
+
+    Each other vendor reduces to the root's partner, which sends to the root.
+    """
+    layout = exchange.layout
+    here = layout.vendor_of(root)
+    head = root if here == layout.vendor else layout.partner(root, layout.vendor)
+    if exchange.library is not None:
+        exchange.library.reduce(flat, reduction.op, root=layout.mine.index(head)).wait()
+    if layout.rank != head:
+        return
+    if layout.rank != root:
+        wait_all(exchange.send(root, flat))
+        return
+    partials = {layout.vendor: flat}
+    received: list[Transfer] = []
+    for vendor in layout.others:
+        partials[vendor] = torch.empty_like(flat)
+        received += exchange.recv(layout.partner(root, vendor), partials[vendor])
+    wait_all(received)
+    combine_in_order(reduction, partials, out=flat)

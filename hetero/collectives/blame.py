@@ -1,0 +1,135 @@
+"""Who is to blame when a call fails: what every rank says of itself, and what follows from it.
+
+A rank whose call fails says so in the group's store and raises an alarm there. Ranks that are in no
+call look for the alarm from time to time and say what they called last. Who says nothing has ended.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch.distributed as dist
+
+from hetero.collectives.calls import Call
+from hetero.collectives.layout import Layout, Member
+from hetero.errors import LinkError
+from hetero.waiting import spans
+
+LOOK_SECONDS = 2.0
+"""Between two looks of a rank that is in no call."""
+_GRACE_SECONDS = 3 * LOOK_SECONDS
+_ALARM = "alarm"
+_PAUSE_SECONDS = 0.05
+
+IN_A_CALL, IDLE, LEFT = "in a call", "idle", "left"
+
+
+class CollectiveError(LinkError):
+    """A call of a group failed; its text names the rank at fault, and what each rank called."""
+
+
+@dataclass(frozen=True)
+class Statement:
+    """What one rank says of itself when something has failed."""
+
+    rank: int
+    """In the group."""
+    state: str
+    """IN_A_CALL, IDLE or LEFT."""
+    call: Call | None
+    """The call that failed, or the last one that was made."""
+    error: str = ""
+    mismatch: bool = False
+    """Whether the error is that others called something else, and names it."""
+
+    def encode(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def decode(cls, text: bytes | str) -> Statement:
+        values: dict[str, Any] = json.loads(text)
+        if values["call"] is not None:
+            values["call"] = Call.from_dict(values["call"])
+        return cls(**values)
+
+
+class Blackboard:
+    """Where the ranks of one group make their statements."""
+
+    def __init__(self, store: dist.Store, layout: Layout) -> None:
+        self._store, self._layout = store, layout
+
+    def state(self, statement: Statement, *, alarm: bool = False) -> None:
+        """Make this rank's statement. A store that is gone cannot hear it."""
+        with contextlib.suppress(RuntimeError):
+            self._store.set(self._key(statement.rank), statement.encode())
+            if alarm:
+                self._store.set(_ALARM, "1")
+
+    def alarmed(self) -> bool:
+        try:
+            return self._store.check([_ALARM])
+        except RuntimeError:
+            return False
+
+    def collect(self, own: Statement, *, seconds: float = _GRACE_SECONDS) -> list[Statement]:
+        """All statements that are made within so long, this rank's own among them."""
+        heard = {own.rank: own}
+        deadline = time.monotonic() + seconds
+        with contextlib.suppress(RuntimeError):
+            while len(heard) < self._layout.size and time.monotonic() < deadline:
+                for member in self._layout.members:
+                    if member.rank not in heard and self._store.check([self._key(member.rank)]):
+                        text = self._store.get(self._key(member.rank))
+                        heard[member.rank] = Statement.decode(text)
+                if len(heard) < self._layout.size:
+                    time.sleep(_PAUSE_SECONDS)
+        return [heard[rank] for rank in sorted(heard)]
+
+    @staticmethod
+    def _key(rank: int) -> str:
+        return f"statement/{rank}"
+
+
+def explain(group: str, layout: Layout, statements: Sequence[Statement], *, own: Statement) -> str:
+    """One sentence on what happened, from whatever was said. Pure."""
+    me = layout.members[layout.rank]
+    called = f"{own.call}" if own.call else "a call"
+    opening = f"{called} of group {group} failed on {me}"
+    silent = [m for m in layout.members if m.rank not in {s.rank for s in statements}]
+    in_call = [s for s in statements if s.state == IN_A_CALL and s.call is not None]
+    reasons = []
+    if silent:
+        reasons.append(f"{_names(silent)} said nothing: ended, or out of reach; see its log")
+    if len(different := _by_call(layout, in_call)) > 1:
+        reasons.append(
+            "the ranks called different things: "
+            + "; ".join(f"{names} called {call}" for call, names in different.items())
+            + "; make every rank call the same operations in the same order"
+        )
+    for state, what in ((IDLE, "is in no call"), (LEFT, "has left the group")):
+        for statement in statements:
+            if statement.state == state:
+                after = f" since {statement.call}" if statement.call else ""
+                reasons.append(f"{layout.members[statement.rank]} {what}{after}")
+    if not reasons:
+        reasons += [f"{layout.members[s.rank]}: {s.error}" for s in statements if s.error][:1]
+    own_words = f" ({own.error})" if own.error and own.error not in reasons[0] else ""
+    return f"{opening}: {'; '.join(reasons)}{own_words}"
+
+
+def _by_call(layout: Layout, statements: Sequence[Statement]) -> Mapping[str, str]:
+    """The ranks by what they say that they called."""
+    ranks: dict[str, list[int]] = {}
+    for statement in statements:
+        ranks.setdefault(str(statement.call), []).append(layout.members[statement.rank].global_rank)
+    return {call: spans(numbers) for call, numbers in ranks.items()}
+
+
+def _names(members: Sequence[Member]) -> str:
+    return ", ".join(map(str, members))

@@ -1,0 +1,66 @@
+"""One rank's memory to all: whole if it is small, in shards over every rank if it is large."""
+
+from __future__ import annotations
+
+import torch
+
+from hetero.collectives.all_reduce import DIRECT_BYTES
+from hetero.collectives.exchange import Exchange, wait_all
+from hetero.collectives.layout import equal_parts, overlaps
+from hetero.collectives.links import Transfer
+
+
+def broadcast(exchange: Exchange, flat: torch.Tensor, *, root: int) -> None:
+    """Bring the root's flat memory into every rank's."""
+    if not flat.numel():
+        return
+    if flat.nbytes <= DIRECT_BYTES:
+        _whole(exchange, flat, root=root)
+    else:
+        _in_shards(exchange, flat, root=root)
+
+
+def _whole(exchange: Exchange, flat: torch.Tensor, *, root: int) -> None:
+    layout = exchange.layout
+    sent: list[Transfer] = []
+    head = root
+    if layout.vendor_of(root) != layout.vendor:
+        head = layout.partner(root, layout.vendor)
+        if layout.rank == head:
+            wait_all(exchange.recv(root, flat))
+    elif layout.rank == root:
+        for vendor in layout.others:
+            sent += exchange.send(layout.partner(root, vendor), flat)
+    if exchange.library is not None:
+        exchange.library.broadcast(flat, root=layout.mine.index(head)).wait()
+    wait_all(sent)
+
+
+def _in_shards(exchange: Exchange, flat: torch.Tensor, *, root: int) -> None:
+    """Scatter inside the root's vendor, send shards to the others, all-gather in each."""
+    layout, library = exchange.layout, exchange.library
+    missing = -flat.numel() % layout.grain
+    whole = torch.nn.functional.pad(flat, (0, missing)) if missing else flat
+    spans = [equal_parts(whole.numel(), len(ranks)) for ranks in layout.vendors]
+    span = spans[layout.vendor][layout.place]
+    source = layout.vendor_of(root)
+    shard = whole if library is None else whole.new_empty(len(span))
+    transfers: list[Transfer] = []
+    if layout.vendor == source:
+        if library is not None:
+            parts = list(whole.split(len(span))) if layout.rank == root else []
+            library.scatter(shard, parts, root=layout.mine.index(root)).wait()
+        for vendor in layout.others:
+            for place, common in overlaps(span, spans[vendor]):
+                piece = shard[common.within(span)]
+                transfers += exchange.send(layout.vendors[vendor][place], piece)
+    else:
+        for place, common in overlaps(span, spans[source]):
+            piece = shard[common.within(span)]
+            transfers += exchange.recv(layout.vendors[source][place], piece)
+        wait_all(transfers)
+    if library is not None:
+        library.all_gather(whole, shard).wait()
+    wait_all(transfers)
+    if whole is not flat:
+        flat.copy_(whole[: flat.numel()])

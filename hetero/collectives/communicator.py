@@ -1,0 +1,250 @@
+"""One rank's part in a group of several vendors: its calls in order, their ends, and who is to blame.
+
+Knows nothing of c10d's process groups. A call is carried out by `Exchange` and what the files of
+the algorithms do with it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from hetero.collectives.blame import (
+    IDLE,
+    IN_A_CALL,
+    LEFT,
+    LOOK_SECONDS,
+    Blackboard,
+    CollectiveError,
+    Statement,
+    explain,
+)
+from hetero.collectives.calls import Call
+from hetero.collectives.exchange import Exchange, MismatchError
+from hetero.collectives.layout import Layout
+from hetero.collectives.links import Links
+from hetero.collectives.mailbox import Mailbox
+from hetero.collectives.vendor_library import VendorLibrary, new_library
+from hetero.collectives.work import CollectiveWork, Worker
+
+_CLOSE_SECONDS = 5.0
+_MAIL_SECONDS = 365 * 24 * 3600.0
+
+Algorithm = Callable[[Exchange], None]
+
+
+@dataclass(frozen=True)
+class GroupName:
+    """What a group is called, and the secret its links show each other."""
+
+    name: str
+    secret: bytes = field(repr=False)
+
+
+class Communicator:
+    """The calls of one group, for tensors of one kind of device.
+
+    Building it is collective. `store` is this group's own and is used by no other thread.
+    """
+
+    def __init__(
+        self,
+        *,
+        layout: Layout,
+        group: GroupName,
+        store: dist.Store,
+        device: torch.device,
+        timeout: timedelta,
+    ) -> None:
+        self.layout, self.group, self.device = layout, group, device
+        self.timeout = timeout.total_seconds()
+        self._store = store
+        self._blackboard = Blackboard(store, layout)
+        self._library: VendorLibrary | None = None
+        if len(layout.mine) > 1:
+            backend = new_library(
+                device.type,
+                dist.PrefixStore(f"vendor {layout.vendor}/", store),
+                rank=layout.place,
+                size=len(layout.mine),
+                timeout=timeout,
+            )
+            self._library = VendorLibrary(backend, timeout=timeout)
+        self._links = self._new_links("collectives", store, self.timeout)
+        mail_store = store.clone()
+        self._mailbox = Mailbox(
+            layout=layout,
+            links=self._new_links("mail", mail_store, _MAIL_SECONDS),
+            store=mail_store,
+        )
+        self._sequence = 0
+        self._order = threading.Lock()
+        self._last: Call | None = None
+        self._error: CollectiveError | None = None
+        self._met = False
+        self._worker = Worker(f"{group.name} calls", idle=self._look, seconds=LOOK_SECONDS)
+
+    def _new_links(self, purpose: str, store: dist.Store, timeout: float) -> Links:
+        return Links(
+            layout=self.layout,
+            store=store,
+            name=f"{purpose} of {self.group.name}",
+            secret=self.group.secret,
+            device=self.device,
+            timeout=timeout,
+            meeting_seconds=self.timeout,
+        )
+
+    @property
+    def sequence(self) -> int:
+        return self._sequence
+
+    def run(
+        self,
+        algorithm: Algorithm,
+        *,
+        operation: str,
+        tensors: list[torch.Tensor],
+        common: torch.Tensor | None = None,
+        reduction: str = "",
+        root: int | None = None,
+        blocking: bool = False,
+    ) -> CollectiveWork:
+        """Carry out one call of the group, after those before it.
+
+        Args:
+            tensors: what the work's future holds.
+            common: a tensor whose dtype and shape all ranks have alike.
+            root: in the group.
+            blocking: whether the caller would wait at once.
+        """
+        with self._order:
+            self._sequence += 1
+            call = Call(
+                sequence=self._sequence,
+                operation=operation,
+                dtype="" if common is None else str(common.dtype).removeprefix("torch."),
+                shape=() if common is None else tuple(common.shape),
+                reduction=reduction,
+                root=None if root is None else self.layout.members[root].global_rank,
+            )
+            work = CollectiveWork(
+                f"{call} of group {self.group.name}", tensors, timeout=self.timeout
+            )
+
+            def job() -> None:
+                self._carry_out(algorithm, call, work)
+
+            if not blocking:
+                self._worker.submit(job)
+                return work
+        self._worker.carry_out(job)
+        return work
+
+    def send(self, tensor: torch.Tensor, rank: int, tag: int) -> CollectiveWork:
+        work = self._mail_work("send to", rank, tag, tensor)
+        self._mailbox.send(tensor, rank, tag, work)
+        return work
+
+    def recv(
+        self, tensor: torch.Tensor, rank: int | None, tag: int, done: Callable[[], None]
+    ) -> CollectiveWork:
+        work = self._mail_work("receive from", rank, tag, tensor)
+        self._mailbox.recv(tensor, rank, tag, work, done)
+        return work
+
+    def _mail_work(
+        self, verb: str, rank: int | None, tag: int, tensor: torch.Tensor
+    ) -> CollectiveWork:
+        whom = "any rank" if rank is None else str(self.layout.members[rank])
+        what = f"{verb} {whom} with tag {tag} in group {self.group.name}"
+        return CollectiveWork(what, [tensor], timeout=self.timeout)
+
+    def abort(self) -> None:
+        """End every call under way with an error, here and, by that, at the other ranks."""
+        if self._error is None:
+            self._error = CollectiveError(f"group {self.group.name} was aborted; make a new one")
+        self._release()
+
+    def shutdown(self) -> None:
+        """Leave the group once the calls under way have ended."""
+        self._worker.close(seconds=self.timeout)
+        self._state(LEFT)
+        self._mailbox.close()
+        self._links.close()
+        if self._library is not None:
+            self._library.shutdown()
+
+    def _carry_out(self, algorithm: Algorithm, call: Call, work: CollectiveWork) -> None:
+        if self._error is not None:
+            work.finish(self._error)
+            return
+        try:
+            if not self._met:
+                for rank in self.layout.neighbours:
+                    self._links.to(rank)
+                self._met = True
+            exchange = Exchange(
+                layout=self.layout,
+                library=self._library,
+                link_to=self._links.to,
+                call=call,
+                device=self.device,
+            )
+            # The caller's modes are not this thread's.
+            with torch.inference_mode(any(t.is_inference() for t in work.result())):
+                algorithm(exchange)
+        except Exception as error:
+            work.finish(self._fail(call, error))
+        else:
+            self._last = call
+            work.finish()
+
+    def _fail(self, call: Call, error: Exception) -> CollectiveError:
+        """Tell the others, hear them, and end the group."""
+        own = Statement(
+            rank=self.layout.rank,
+            state=IN_A_CALL,
+            call=call,
+            error=str(error),
+            mismatch=isinstance(error, MismatchError),
+        )
+        self._blackboard.state(own, alarm=True)
+        self._release()
+        if self._error is None:
+            statements = self._blackboard.collect(own)
+            text = explain(self.group.name, self.layout, statements, own=own)
+            self._error = CollectiveError(text)
+            self._error.__cause__ = error
+        return self._error
+
+    def _release(self) -> None:
+        """Let go of what other ranks wait for, so that they fail too and say so."""
+        with contextlib.suppress(Exception):
+            if self._library is not None:
+                self._library.abort()
+        with contextlib.suppress(Exception):
+            self._links.close()
+        with contextlib.suppress(Exception):
+            self._mailbox.close()
+
+    def _look(self) -> None:
+        """In no call: has another rank's call failed?"""
+        if self._error is None and self._blackboard.alarmed():
+            own = self._state(IDLE)
+            statements = self._blackboard.collect(own)
+            self._error = CollectiveError(
+                explain(self.group.name, self.layout, statements, own=own)
+            )
+            self._release()
+
+    def _state(self, state: str) -> Statement:
+        own = Statement(rank=self.layout.rank, state=state, call=self._last)
+        self._blackboard.state(own)
+        return own

@@ -1,0 +1,120 @@
+"""Which reductions exist for which dtype, and how each is computed from sums the libraries know.
+
+A vendor's library reduces inside the vendor, `combine` joins the vendors' partial results, always
+in vendor order, so that every rank holds the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+Combine = Callable[..., torch.Tensor]
+
+_COMBINE: dict[str, Combine] = {
+    "SUM": torch.add,
+    "PRODUCT": torch.mul,
+    "MIN": torch.minimum,
+    "MAX": torch.maximum,
+    "BAND": torch.bitwise_and,
+    "BOR": torch.bitwise_or,
+    "BXOR": torch.bitwise_xor,
+}
+_BITWISE = ("BAND", "BOR", "BXOR")
+# Truth values lie in memory as bytes of 0 and 1.
+_OF_BOOL = {"SUM": "MAX", "BOR": "MAX", "MAX": "MAX", "PRODUCT": "MIN", "BAND": "MIN", "MIN": "MIN"}
+_INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_COMPLEX = (torch.complex64, torch.complex128)
+
+
+class UnsupportedError(RuntimeError):
+    """A reduction that does not exist for a dtype."""
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """How tensors of one dtype are reduced over a group of a given size."""
+
+    name: str
+    """What was asked for."""
+    kernel: str
+    """What the libraries and `combine` compute: one of SUM, PRODUCT, MIN, MAX, BAND, BOR, BXOR."""
+    size: int
+    factor: float | torch.Tensor | None = None
+    """What each rank's values are multiplied by first."""
+    averages: bool = False
+    """Whether the sum is divided by the group's size at the end."""
+
+    @property
+    def op(self) -> dist.ReduceOp:
+        return getattr(dist.ReduceOp, self.kernel)
+
+    def combine(self, one: torch.Tensor, other: torch.Tensor, *, out: torch.Tensor) -> None:
+        _COMBINE[self.kernel](one, other, out=out)
+
+    def prepare(self, tensor: torch.Tensor, *, private: bool = False) -> torch.Tensor:
+        """The values as flat memory to compute in: the tensor's own where that will do.
+
+        With `private` never the tensor's own.
+        """
+        flat = tensor.detach()
+        if flat.is_complex():
+            flat = torch.view_as_real(flat.resolve_conj())
+        flat = flat.resolve_neg().contiguous().reshape(-1)
+        if flat.dtype is torch.bool:
+            flat = flat.view(torch.uint8)
+        elif flat.dtype is torch.int16:
+            flat = flat.to(torch.int32)
+        if self.factor is not None:
+            factor = self.factor
+            flat = flat * (factor.to(flat) if isinstance(factor, torch.Tensor) else factor)
+        if private and flat.data_ptr() == tensor.data_ptr():
+            flat = flat.clone()
+        return flat
+
+    def finish(self, flat: torch.Tensor, target: torch.Tensor) -> None:
+        """Bring what was computed into the tensor that it is for."""
+        if self.averages:
+            if flat.is_floating_point():
+                flat.div_(self.size)
+            else:
+                flat.div_(self.size, rounding_mode="trunc")
+        if flat.data_ptr() == target.data_ptr() and target.is_contiguous():
+            return
+        if target.dtype is torch.bool:
+            flat = flat.view(torch.bool)
+        if target.is_complex():
+            flat = torch.view_as_complex(flat.view(-1, 2))
+        target.detach().copy_(flat.view(target.shape))
+
+
+def reduction_for(op: dist.ReduceOp, dtype: torch.dtype, *, size: int) -> Reduction:
+    """How `op` is done for tensors of `dtype`. Raises UnsupportedError where it means nothing."""
+    kind = getattr(op, "op", op)
+    name = str(kind).rpartition(".")[2]
+    floating = dtype in _FLOATS or dtype in _COMPLEX
+    if name == "PREMUL_SUM" and floating:
+        return Reduction(name, "SUM", size, factor=_factor(op))
+    if name == "AVG" and dtype is torch.float16:
+        # The sum of halves may be too large for one.
+        return Reduction(name, "SUM", size, factor=1.0 / size)
+    if name == "AVG" and (floating or dtype in _INTEGERS):
+        return Reduction(name, "SUM", size, averages=True)
+    if dtype is torch.bool and (kernel := _OF_BOOL.get(name, "BXOR" if name == "BXOR" else "")):
+        return Reduction(name, kernel, size)
+    if name in _COMBINE and (
+        dtype in _INTEGERS
+        or (dtype in _FLOATS and name not in _BITWISE)
+        or (dtype in _COMPLEX and name == "SUM")
+    ):
+        return Reduction(name, name, size)
+    raise UnsupportedError(f"there is no reduction {name} of {dtype} tensors; take another")
+
+
+def _factor(op: dist.ReduceOp) -> float | torch.Tensor:
+    # The only place where every release of torch shows it.
+    return op.__getstate__()[1]

@@ -1,0 +1,198 @@
+"""Collectives with one row for each rank: all-gather, reduce-scatter, all-to-all, gather, scatter."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from hetero.collectives.all_reduce import combine_in_order
+from hetero.collectives.exchange import Exchange, wait_all
+from hetero.collectives.layout import Span, equal_parts, overlaps
+from hetero.collectives.links import Transfer
+from hetero.collectives.reductions import Reduction
+
+
+def _rows_of(count: int, length: int) -> list[Span]:
+    return [Span(row * length, (row + 1) * length) for row in range(count)]
+
+
+def _are_consecutive(ranks: Sequence[int]) -> bool:
+    return ranks[-1] - ranks[0] == len(ranks) - 1
+
+
+def _pick(table: torch.Tensor, ranks: Sequence[int]) -> torch.Tensor:
+    """The rows of a vendor as one piece of memory; the table's own where they lie together."""
+    if _are_consecutive(ranks):
+        return table[ranks[0] : ranks[-1] + 1]
+    return table[list(ranks)]
+
+
+def all_gather(exchange: Exchange, table: torch.Tensor, row: torch.Tensor) -> None:
+    """Bring every rank's row into every rank's table [ranks, length].
+
+    A row crosses once, cut for the ranks of the other vendor, which then gather the pieces.
+    """
+    layout, length = exchange.layout, row.numel()
+    if not length:
+        return
+    blocks: dict[int, torch.Tensor] = {}
+    sent: list[Transfer] = []
+    received: list[Transfer] = []
+    mine = _rows_of(len(layout.mine), length)[layout.place]
+    for vendor in layout.others:
+        ranks = layout.vendors[vendor]
+        for place, common in overlaps(mine, equal_parts(len(layout.mine) * length, len(ranks))):
+            sent += exchange.send(ranks[place], row[common.within(mine)])
+    pieces: dict[int, torch.Tensor] = {}
+    for vendor in layout.others:
+        ranks = layout.vendors[vendor]
+        spans = equal_parts(len(ranks) * length, len(layout.mine))
+        span = spans[layout.place]
+        pieces[vendor] = row.new_empty(len(spans[0]))
+        for place, common in overlaps(span, _rows_of(len(ranks), length)):
+            received += exchange.recv(ranks[place], pieces[vendor][common.within(span)])
+    inside = []
+    library = exchange.library
+    blocks[layout.vendor] = row.new_empty(len(layout.mine) * length)
+    if library is not None:
+        inside.append(library.all_gather(blocks[layout.vendor], row))
+    else:
+        blocks[layout.vendor].copy_(row)
+    wait_all(received)
+    for vendor, piece in pieces.items():
+        blocks[vendor] = piece
+        if library is not None:
+            blocks[vendor] = piece.new_empty(len(layout.mine) * piece.numel())
+            inside.append(library.all_gather(blocks[vendor], piece))
+    for work in inside:
+        work.wait()
+    for vendor, block in blocks.items():
+        ranks = layout.vendors[vendor]
+        table[list(ranks)] = block[: len(ranks) * length].view(len(ranks), length)
+    wait_all(sent)
+
+
+def reduce_scatter(
+    exchange: Exchange, result: torch.Tensor, table: torch.Tensor, reduction: Reduction
+) -> None:
+    """Reduce every rank's table [ranks, length] and leave row r at rank r.
+
+    What is for another vendor is reduced in pieces over all ranks of this one, and each sends its own.
+    """
+    layout, length, library = exchange.layout, result.numel(), exchange.library
+    if not length:
+        return
+    inside = []
+    own = result.new_empty(length)
+    block = _pick(table, layout.mine).reshape(-1)
+    if library is not None:
+        inside.append(library.reduce_scatter(own, block, reduction.op))
+    else:
+        own.copy_(block)
+    outgoing: dict[int, tuple[Span, torch.Tensor]] = {}
+    for vendor in layout.others:
+        block = _pick(table, layout.vendors[vendor]).reshape(-1)
+        spans = equal_parts(block.numel(), len(layout.mine))
+        span = spans[layout.place]
+        piece = block
+        if library is not None:
+            missing = len(spans[0]) * len(layout.mine) - block.numel()
+            whole = torch.nn.functional.pad(block, (0, missing)) if missing else block
+            piece = block.new_empty(len(spans[0]))
+            inside.append(library.reduce_scatter(piece, whole, reduction.op))
+        outgoing[vendor] = span, piece
+    for work in inside:
+        work.wait()
+    sent: list[Transfer] = []
+    received: list[Transfer] = []
+    for vendor, (span, piece) in outgoing.items():
+        ranks = layout.vendors[vendor]
+        for place, common in overlaps(span, _rows_of(len(ranks), length)):
+            sent += exchange.send(ranks[place], piece[common.within(span)])
+    partials = {layout.vendor: own}
+    mine = _rows_of(len(layout.mine), length)[layout.place]
+    for vendor in layout.others:
+        ranks = layout.vendors[vendor]
+        partials[vendor] = torch.empty_like(own)
+        parts = equal_parts(len(layout.mine) * length, len(ranks))
+        for place, common in overlaps(mine, parts):
+            received += exchange.recv(ranks[place], partials[vendor][common.within(mine)])
+    wait_all(received)
+    combine_in_order(reduction, partials, out=result)
+    wait_all(sent)
+
+
+def all_to_all(
+    exchange: Exchange, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
+) -> None:
+    """Send inputs[r] to rank r and receive outputs[r] from it; flat, of any sizes."""
+    layout = exchange.layout
+    foreign = [rank for vendor in layout.others for rank in layout.vendors[vendor]]
+    sent: list[Transfer] = []
+    received: list[Transfer] = []
+    for rank in sorted(foreign):
+        sent += exchange.send(rank, inputs[rank])
+    inside = None
+    if exchange.library is not None:
+        arrived = torch.cat([outputs[rank] for rank in layout.mine])
+        leaving = torch.cat([inputs[rank] for rank in layout.mine])
+        output_splits = [outputs[rank].numel() for rank in layout.mine]
+        inside = exchange.library.all_to_all(
+            arrived,
+            leaving,
+            output_splits=output_splits,
+            input_splits=[inputs[rank].numel() for rank in layout.mine],
+        )
+    else:
+        outputs[layout.rank].copy_(inputs[layout.rank])
+    for rank in sorted(foreign):
+        received += exchange.recv(rank, outputs[rank])
+    if inside is not None:
+        inside.wait()
+        for rank, part in zip(layout.mine, arrived.split(output_splits), strict=True):
+            outputs[rank].copy_(part)
+    wait_all(received)
+    wait_all(sent)
+
+
+def gather(
+    exchange: Exchange, outputs: Sequence[torch.Tensor], source: torch.Tensor, *, root: int
+) -> None:
+    """Bring every rank's flat memory, all of one size, to the root's outputs."""
+    layout = exchange.layout
+    if layout.vendor_of(root) != layout.vendor:
+        wait_all(exchange.send(root, source))
+        return
+    if exchange.library is not None:
+        inside = [outputs[rank] for rank in layout.mine] if layout.rank == root else []
+        exchange.library.gather(inside, source, root=layout.mine.index(root)).wait()
+    else:
+        outputs[root].copy_(source)
+    if layout.rank == root:
+        received: list[Transfer] = []
+        for vendor in layout.others:
+            for rank in layout.vendors[vendor]:
+                received += exchange.recv(rank, outputs[rank])
+        wait_all(received)
+
+
+def scatter(
+    exchange: Exchange, target: torch.Tensor, inputs: Sequence[torch.Tensor], *, root: int
+) -> None:
+    """Bring the root's inputs, all of one size, one to each rank's flat memory."""
+    layout = exchange.layout
+    if layout.vendor_of(root) != layout.vendor:
+        wait_all(exchange.recv(root, target))
+        return
+    sent: list[Transfer] = []
+    if layout.rank == root:
+        for vendor in layout.others:
+            for rank in layout.vendors[vendor]:
+                sent += exchange.send(rank, inputs[rank])
+    if exchange.library is not None:
+        inside = [inputs[rank] for rank in layout.mine] if layout.rank == root else []
+        exchange.library.scatter(target, inside, root=layout.mine.index(root)).wait()
+    else:
+        target.copy_(inputs[root])
+    wait_all(sent)

@@ -1,0 +1,89 @@
+"""The library inside one vendor: NCCL, which is RCCL on a ROCm build, or gloo on CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C import _distributed_c10d as c10d
+
+
+def new_library(
+    device_type: str, store: dist.Store, *, rank: int, size: int, timeout: timedelta
+) -> Any:
+    """The c10d backend of a group of one vendor. Collective between its ranks on CPU."""
+    if device_type == "cpu":
+        return c10d.ProcessGroupGloo(store, rank, size, timeout=timeout)
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = timeout
+    return dist.ProcessGroupNCCL(store, rank, size, options)
+
+
+class VendorLibrary:
+    """The operations that collectives across vendors are made of. Roots are places in the vendor.
+
+    Each returns c10d's work, whose `wait()` blocks on CPU and orders the current stream on a GPU.
+    """
+
+    def __init__(self, backend: Any, *, timeout: timedelta) -> None:
+        self._backend = backend
+        self._timeout = timeout
+
+    def _options(self, options: Any, **values: Any) -> Any:
+        options.timeout = self._timeout
+        for name, value in values.items():
+            setattr(options, name, value)
+        return options
+
+    def all_reduce(self, tensor: torch.Tensor, op: Any) -> dist.Work:
+        options = self._options(c10d.AllreduceOptions(), reduceOp=op)
+        return self._backend.allreduce([tensor], options)
+
+    def reduce(self, tensor: torch.Tensor, op: Any, *, root: int) -> dist.Work:
+        options = self._options(c10d.ReduceOptions(), reduceOp=op, rootRank=root)
+        return self._backend.reduce([tensor], options)
+
+    def reduce_scatter(self, output: torch.Tensor, source: torch.Tensor, op: Any) -> dist.Work:
+        """`source` holds one part of the size of `output` for each rank, in order."""
+        options = self._options(c10d.ReduceScatterOptions(), reduceOp=op)
+        return self._backend._reduce_scatter_base(output, source, options)
+
+    def all_gather(self, output: torch.Tensor, source: torch.Tensor) -> dist.Work:
+        """`output` takes one part of the size of `source` from each rank, in order."""
+        return self._backend._allgather_base(output, source, self._options(c10d.AllgatherOptions()))
+
+    def broadcast(self, tensor: torch.Tensor, *, root: int) -> dist.Work:
+        options = self._options(c10d.BroadcastOptions(), rootRank=root)
+        return self._backend.broadcast([tensor], options)
+
+    def gather(
+        self, outputs: Sequence[torch.Tensor], source: torch.Tensor, *, root: int
+    ) -> dist.Work:
+        options = self._options(c10d.GatherOptions(), rootRank=root)
+        return self._backend.gather([list(outputs)] if outputs else [], [source], options)
+
+    def scatter(
+        self, output: torch.Tensor, sources: Sequence[torch.Tensor], *, root: int
+    ) -> dist.Work:
+        options = self._options(c10d.ScatterOptions(), rootRank=root)
+        return self._backend.scatter([output], [list(sources)] if sources else [], options)
+
+    def all_to_all(
+        self,
+        output: torch.Tensor,
+        source: torch.Tensor,
+        *,
+        output_splits: list[int],
+        input_splits: list[int],
+    ) -> dist.Work:
+        options = self._options(c10d.AllToAllOptions())
+        return self._backend.alltoall_base(output, source, output_splits, input_splits, options)
+
+    def abort(self) -> None:
+        self._backend.abort()
+
+    def shutdown(self) -> None:
+        self._backend.shutdown()

@@ -1,0 +1,190 @@
+"""Handles of calls under way, and the thread that carries a group's calls out in their order."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hetero.errors import LinkError
+
+_GRACE_SECONDS = 10.0
+"""What carries a call out meets its own deadline first, and says who is to blame."""
+
+
+class CollectiveWork(dist.Work):
+    """One call under way. `finish` ends it, with what went wrong if anything did."""
+
+    def __init__(self, what: str, tensors: list[torch.Tensor], *, timeout: float) -> None:
+        super().__init__()
+        self._what, self._tensors, self._timeout = what, tensors, timeout
+        self._ended = threading.Event()
+        self._lock = threading.Lock()
+        self._error: BaseException | None = None
+        self._future: torch.futures.Future[list[torch.Tensor]] | None = None
+        self._source = -1
+
+    def finish(self, error: BaseException | None = None, *, source: int = -1) -> None:
+        with self._lock:
+            self._error, self._source = error, source
+            self._ended.set()
+            future = self._future
+        if future is not None:
+            self._settle(future)
+
+    def wait(self, timeout: timedelta = timedelta()) -> bool:
+        """Block until the call is done; raises what went wrong with it."""
+        seconds = timeout.total_seconds()
+        bounded = 0 < seconds < self._timeout
+        if not self._ended.wait(seconds if bounded else self._timeout + _GRACE_SECONDS):
+            limit = seconds if bounded else self._timeout
+            raise LinkError(
+                f"{self._what} was not done within {limit:g} s; see the other ranks' logs"
+            )
+        if self._error is not None:
+            raise self._error
+        return True
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def is_completed(self) -> bool:
+        return self._ended.is_set()
+
+    def is_success(self) -> bool:
+        return self._ended.is_set() and self._error is None
+
+    def exception(self) -> BaseException | None:
+        return self._error
+
+    def result(self) -> list[torch.Tensor]:
+        return self._tensors
+
+    def source_rank(self) -> int:
+        """The rank a message came from, once it has."""
+        return self._source
+
+    _source_rank = source_rank
+
+    def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
+        with self._lock:
+            if self._future is None:
+                self._future = torch.futures.Future()
+                ended = self._ended.is_set()
+            else:
+                ended = False
+            future = self._future
+        if ended:
+            self._settle(future)
+        return future
+
+    def _settle(self, future: torch.futures.Future[list[torch.Tensor]]) -> None:
+        if self._error is None:
+            future.set_result(self._tensors)
+        else:
+            future.set_exception(self._error)  # type: ignore[arg-type]
+
+
+Job = Callable[[], None]
+
+
+class Worker:
+    """Carries calls out one after another, in a thread of its own or in the caller's.
+
+    Args:
+        idle: called in the thread now and then while there is nothing to do.
+    """
+
+    def __init__(self, name: str, *, idle: Callable[[], None], seconds: float) -> None:
+        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._idle, self._seconds = idle, seconds
+        self._turn = threading.Lock()
+        self._pending = 0
+        self._count = threading.Lock()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def submit(self, job: Job) -> None:
+        """Have the thread carry it out after all that was given before."""
+        with self._count:
+            self._pending += 1
+        self._jobs.put(job)
+
+    def carry_out(self, job: Job) -> None:
+        """Carry it out before returning: here, if nothing is before it."""
+        with self._count:
+            idle = not self._pending
+            if idle:
+                self._turn.acquire()
+        if idle:
+            try:
+                job()
+            finally:
+                self._turn.release()
+            return
+        done = threading.Event()
+
+        def and_tell() -> None:
+            job()
+            done.set()
+
+        self.submit(and_tell)
+        done.wait()
+
+    def close(self, *, seconds: float) -> None:
+        self._jobs.put(None)
+        self._thread.join(seconds)
+
+    def _run(self) -> None:
+        while True:
+            try:
+                job = self._jobs.get(timeout=self._seconds)
+            except queue.Empty:
+                self._look_around()
+                continue
+            if job is None:
+                return
+            with self._turn:
+                job()
+            with self._count:
+                self._pending -= 1
+
+    def _look_around(self) -> None:
+        """Only where no call is being carried out by its caller."""
+        if self._turn.acquire(blocking=False):
+            try:
+                self._idle()
+            finally:
+                self._turn.release()
+
+
+def flat_list(values: Any) -> list[torch.Tensor]:
+    """The tensors in nested lists of them."""
+    if isinstance(values, torch.Tensor):
+        return [values]
+    return [tensor for value in values for tensor in flat_list(value)]
+
+
+class CombinedWork(CollectiveWork):
+    """Several calls as one."""
+
+    def __init__(self, works: list[CollectiveWork]) -> None:
+        super().__init__("a coalesced call", flat_list([w.result() for w in works]), timeout=0.0)
+        self._works = works
+
+    def wait(self, timeout: timedelta = timedelta()) -> bool:
+        for work in self._works:
+            work.wait(timeout)
+        return True
+
+    def is_completed(self) -> bool:
+        return all(work.is_completed() for work in self._works)
+
+    def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
+        futures = torch.futures.collect_all([work.get_future() for work in self._works])
+        return futures.then(lambda _: self.result())
