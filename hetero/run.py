@@ -5,6 +5,11 @@
 Unlike torchrun it says whom it waits for, ends with one sentence that names the cause with its rank
 and host, and returns that rank's exit code: 2 for bad input, 1 for a failure, 128 plus the signal's
 number where one ended it, so 130 after Ctrl-C.
+
+A script that makes groups with backend="nccl" gets groups that also cross vendors. Another launcher
+gives it the same by starting this module in place of the script:
+
+    torchrun --nproc-per-node 8 -m hetero.run train.py ...
 """
 
 from __future__ import annotations
@@ -43,6 +48,7 @@ from torch.distributed.elastic.rendezvous import (
     rendezvous_handler_registry,
 )
 
+from hetero.collectives.autoload import INSTEAD_OF_VARIABLE
 from hetero.errors import UserError, print_error
 from hetero.launch.endings import ending_of, find_cause, is_said
 from hetero.launch.meeting import BACKEND, Meeting, Place
@@ -65,7 +71,10 @@ def main(
     `intervals` are those between a wait's lines; `grace` is how many seconds this node's processes
     may go on after one of another node has ended badly.
     """
+    os.environ.setdefault(INSTEAD_OF_VARIABLE, "nccl")
     try:
+        if script := _started_by_another():
+            os.execv(sys.executable, [sys.executable, *script])
         options = _parse(argv)
         allow_open_files()
         with _quiet_torch(), _own_log_folder(options):
@@ -80,6 +89,13 @@ def main(
         return error.exit_code
     except KeyboardInterrupt:
         return _interrupted(signal.SIGINT)
+
+
+def _started_by_another() -> list[str]:
+    """The script and its arguments, where another launcher has started this module as a rank."""
+    words = sys.argv[1:]
+    is_rank = "TORCHELASTIC_RUN_ID" in os.environ and "RANK" in os.environ
+    return words if is_rank and words and not words[0].startswith("-") else []
 
 
 class _Launcher:

@@ -60,7 +60,7 @@ def _directly(exchange: Exchange, flat: torch.Tensor, reduction: Reduction) -> N
 
 
 def _in_shards(exchange: Exchange, flat: torch.Tensor, reduction: Reduction) -> None:
-    """Chunk by chunk: reduce-scatter inside, exchange between, all-gather inside, all three at once."""
+    """Chunk by chunk: reduce-scatter inside, exchange between, all-gather inside, overlapped."""
     layout = exchange.layout
     length = CHUNK_BYTES // flat.element_size()
     parts = [

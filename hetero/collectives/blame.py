@@ -112,9 +112,11 @@ def explain(group: str, layout: Layout, statements: Sequence[Statement], *, own:
             + "; ".join(f"{names} called {call}" for call, names in different.items())
             + "; make every rank call the same operations in the same order"
         )
+    reached = max((s.call.sequence for s in in_call if s.call), default=0)
     for state, what in ((IDLE, "is in no call"), (LEFT, "has left the group")):
         for statement in statements:
-            if statement.state == state:
+            done = statement.call.sequence if statement.call else 0
+            if statement.state == state and done < reached:
                 after = f" since {statement.call}" if statement.call else ""
                 reasons.append(f"{layout.members[statement.rank]} {what}{after}")
     if not reasons:

@@ -1,4 +1,4 @@
-"""One rank's part in a group of several vendors: its calls in order, their ends, and who is to blame.
+"""One rank's part in a group of several vendors: its calls in order, and how they end.
 
 Knows nothing of c10d's process groups. A call is carried out by `Exchange` and what the files of
 the algorithms do with it.
@@ -28,7 +28,7 @@ from hetero.collectives.blame import (
 from hetero.collectives.calls import Call
 from hetero.collectives.exchange import Exchange, MismatchError
 from hetero.collectives.layout import Layout
-from hetero.collectives.links import Links
+from hetero.collectives.links import Links, clone
 from hetero.collectives.mailbox import Mailbox
 from hetero.collectives.vendor_library import VendorLibrary, new_library
 from hetero.collectives.work import CollectiveWork, Worker
@@ -77,7 +77,7 @@ class Communicator:
             )
             self._library = VendorLibrary(backend, timeout=timeout)
         self._links = self._new_links("collectives", store, self.timeout)
-        mail_store = store.clone()
+        mail_store = clone(store)
         self._mailbox = Mailbox(
             layout=layout,
             links=self._new_links("mail", mail_store, _MAIL_SECONDS),
@@ -120,7 +120,7 @@ class Communicator:
 
         Args:
             tensors: what the work's future holds.
-            common: a tensor whose dtype and shape all ranks have alike.
+            common: a tensor whose dtype and number of elements all ranks have alike.
             root: in the group.
             blocking: whether the caller would wait at once.
         """
@@ -130,7 +130,7 @@ class Communicator:
                 sequence=self._sequence,
                 operation=operation,
                 dtype="" if common is None else str(common.dtype).removeprefix("torch."),
-                shape=() if common is None else tuple(common.shape),
+                shape=() if common is None else (common.numel(),),
                 reduction=reduction,
                 root=None if root is None else self.layout.members[root].global_rank,
             )

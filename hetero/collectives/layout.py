@@ -129,6 +129,6 @@ def overlaps(span: Span, parts: Sequence[Span]) -> list[tuple[int, Span]]:
 
 
 def chunks(count: int, *, length: int, grain: int) -> list[Span]:
-    """Cut `count` elements into chunks of about `length`, each but the last a multiple of `grain`."""
+    """Cut `count` elements into chunks of about `length`, all but the last multiples of `grain`."""
     length = max(grain, length - length % grain)
     return [Span(begin, min(count, begin + length)) for begin in range(0, count, length)]

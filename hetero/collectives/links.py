@@ -28,7 +28,7 @@ _RING_BYTES = 16 << 20
 _MEETING_SECONDS = 120.0
 _CLOSE_SECONDS = 2.0
 
-__all__ = ["Link", "Links", "Transfer", "as_bytes"]
+__all__ = ["Link", "Links", "Transfer", "as_bytes", "clone"]
 
 
 @functools.cache
@@ -108,3 +108,8 @@ class Links:
 
 
 LinkTo = Callable[[int], Link]
+
+
+def clone(store: dist.Store) -> dist.Store:
+    """The same store over a connection of its own: a wait in one holds up all its other users."""
+    return store.clone()  # type: ignore[attr-defined]

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from hetero.collectives.layout import Layout
-from hetero.collectives.links import Link, Links, as_bytes
+from hetero.collectives.links import Link, Links, as_bytes, clone
 from hetero.collectives.work import CollectiveWork
 from hetero.errors import LinkError
 
@@ -75,7 +75,7 @@ class Mailbox:
         work: CollectiveWork,
         done: Callable[[], None],
     ) -> None:
-        """Receive into contiguous memory from a rank, or from any; `done` is called before the end."""
+        """Receive into contiguous memory from a rank, or any; `done` is called before the end."""
         wanted = _Wanted(source, tag, as_bytes(tensor), work, done)
         sources = range(self._layout.size) if source is None else [source]
         with self._change:
@@ -109,7 +109,7 @@ class Mailbox:
     def _link_to(self, rank: int) -> Link:
         with self._opening[rank]:
             # Several threads wait in the store at once.
-            return self._links.to(rank, store=self._store.clone())
+            return self._links.to(rank, store=clone(self._store))
 
     def _send_to(self, rank: int) -> None:
         link = None
@@ -191,7 +191,7 @@ class Mailbox:
 
     def _await_announcement(self, rank: int) -> None:
         """Wait until a rank sends to this one at all: a link is opened by both."""
-        store = self._store.clone()
+        store = clone(self._store)
         while not self._closed and not store.check([self._announcement(rank, self._layout.rank)]):
             time.sleep(_LOOK_SECONDS)
 

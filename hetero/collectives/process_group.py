@@ -1,3 +1,5 @@
+# The stubs of torch describe one release; this file serves several, in which names and forms differ.
+# mypy: disable-error-code="override,assignment,call-arg"
 """The process group that PyTorch calls: every form of every operation, as a call of a communicator.
 
 It is a `ProcessGroup` and not a `Backend`, because PyTorch lets Python derive only the former. The
@@ -354,7 +356,7 @@ class HeteroProcessGroup(dist.ProcessGroup):
 
     def barrier(self, opts: Any = None) -> dist.Work:
         opts = _options(opts, c10d.BarrierOptions)
-        reduction = reduction_for(dist.ReduceOp.SUM, torch.int32, size=self.size())
+        reduction = reduction_for(dist.ReduceOp(dist.ReduceOp.SUM), torch.int32, size=self.size())
 
         def carry_out(exchange: Exchange) -> None:
             one = torch.ones(1, dtype=torch.int32, device=self._communicator.device)

@@ -117,4 +117,4 @@ def reduction_for(op: dist.ReduceOp, dtype: torch.dtype, *, size: int) -> Reduct
 
 def _factor(op: dist.ReduceOp) -> float | torch.Tensor:
     # The only place where every release of torch shows it.
-    return op.__getstate__()[1]
+    return op.__getstate__()[1]  # type: ignore[index]

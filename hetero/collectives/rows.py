@@ -1,4 +1,4 @@
-"""Collectives with one row for each rank: all-gather, reduce-scatter, all-to-all, gather, scatter."""
+"""Collectives with a row for each rank: all-gather, reduce-scatter, all-to-all, gather, scatter."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def reduce_scatter(
 ) -> None:
     """Reduce every rank's table [ranks, length] and leave row r at rank r.
 
-    What is for another vendor is reduced in pieces over all ranks of this one, and each sends its own.
+    What is for another vendor is reduced in pieces over all ranks of this one; each sends its own.
     """
     layout, length, library = exchange.layout, result.numel(), exchange.library
     if not length:

@@ -26,6 +26,7 @@ class CollectiveWork(dist.Work):
         self._ended = threading.Event()
         self._lock = threading.Lock()
         self._error: BaseException | None = None
+        self._end: torch.futures.Future[None] | None = None
         self._future: torch.futures.Future[list[torch.Tensor]] | None = None
         self._source = -1
 
@@ -33,9 +34,9 @@ class CollectiveWork(dist.Work):
         with self._lock:
             self._error, self._source = error, source
             self._ended.set()
-            future = self._future
-        if future is not None:
-            self._settle(future)
+            end = self._end
+        if end is not None:
+            end.set_result(None)
 
     def wait(self, timeout: timedelta = timedelta()) -> bool:
         """Block until the call is done; raises what went wrong with it."""
@@ -72,22 +73,24 @@ class CollectiveWork(dist.Work):
     _source_rank = source_rank
 
     def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
-        with self._lock:
-            if self._future is None:
-                self._future = torch.futures.Future()
-                ended = self._ended.is_set()
-            else:
-                ended = False
-            future = self._future
-        if ended:
-            self._settle(future)
-        return future
+        """Holds the tensors when the call is done, or what went wrong with it.
 
-    def _settle(self, future: torch.futures.Future[list[torch.Tensor]]) -> None:
-        if self._error is None:
-            future.set_result(self._tensors)
-        else:
-            future.set_exception(self._error)  # type: ignore[arg-type]
+        The error is one that a callback raised: `set_exception` stores it as a value, which C++,
+        and so DDP, would take for tensors.
+        """
+        with self._lock:
+            if self._future is not None:
+                return self._future
+            self._end = torch.futures.Future()
+            self._future = self._end.then(self._value)
+            if self._ended.is_set():
+                self._end.set_result(None)
+            return self._future
+
+    def _value(self, _: torch.futures.Future[None]) -> list[torch.Tensor]:
+        if self._error is not None:
+            raise self._error
+        return self._tensors
 
 
 Job = Callable[[], None]
@@ -181,6 +184,12 @@ class CombinedWork(CollectiveWork):
         for work in self._works:
             work.wait(timeout)
         return True
+
+    def is_success(self) -> bool:
+        return all(work.is_success() for work in self._works)
+
+    def exception(self) -> BaseException | None:
+        return next((e for work in self._works if (e := work.exception())), None)
 
     def is_completed(self) -> bool:
         return all(work.is_completed() for work in self._works)

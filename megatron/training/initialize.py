@@ -21,6 +21,7 @@ from megatron.core import tensor_parallel
 from hetero.addresses import family_of
 from hetero.agreement import Agreement
 from hetero.cluster import RankIdentity, check_identities, identify, running_vendor
+from hetero.collectives.autoload import INSTEAD_OF_VARIABLE
 from hetero.errors import (
     AgreedError,
     AgreedFailure,
@@ -332,6 +333,8 @@ class Starter:
         default = "gloo" if device.type == "cpu" else "cpu:gloo"
         if device.type == "cuda" and not mixed:
             default = f"cpu:gloo,cuda:{vendor_backend}"
+        # This program chooses the backend of each of its groups itself.
+        os.environ.pop(INSTEAD_OF_VARIABLE, None)
         with self._agreed().together("process groups", lost=self._end_with_others):
             open_world(
                 default,

@@ -1,4 +1,4 @@
-"""Makes PyTorch know the backend `hetero`, and builds its groups.
+"""Builds the groups of the backend `hetero`.
 
 A group inside one vendor is the vendor's library itself: PyTorch's own process group over NCCL or
 gloo. Only a group that crosses vendors is ours.
@@ -21,16 +21,7 @@ from hetero.collectives.layout import Layout, Member
 from hetero.errors import LinkError, UserError
 from hetero.waiting import spans
 
-BACKEND = "hetero"
 _SECRET_BYTES = 16
-
-
-def register() -> None:
-    """Make `hetero` a backend of torch.distributed. May be called more than once."""
-    if BACKEND not in dist.Backend.backend_list:
-        dist.Backend.register_backend(
-            BACKEND, create_group, extended_api=True, devices=["cpu", "cuda"]
-        )
 
 
 def create_group(options: Any, backend_options: Any = None) -> dist.ProcessGroup:
@@ -81,13 +72,14 @@ def _vendor_group(options: Any, layout: Layout) -> dist.ProcessGroup:
 
 def _mixed_group(options: Any, layout: Layout, secret: bytes) -> dist.ProcessGroup:
     from hetero.collectives.communicator import Communicator, GroupName
+    from hetero.collectives.links import clone
     from hetero.collectives.process_group import HeteroProcessGroup
 
     communicator = Communicator(
         layout=layout,
         group=GroupName(options.group_id or "0", secret),
         # The caller's own is used by other threads, and a wait in it would hold them up.
-        store=options.store.clone(),
+        store=clone(options.store),
         device=torch.device("cpu"),
         timeout=options.timeout,
     )

@@ -1,0 +1,71 @@
+"""What is said of a failure, from whatever the ranks have said of themselves."""
+
+import pytest
+import torch.distributed as dist
+
+from hetero.collectives.blame import IDLE, IN_A_CALL, LEFT, Blackboard, Statement, explain
+from hetero.collectives.calls import HEADER_BYTES, Call, header_text
+from hetero.collectives.layout import Layout, Member
+
+CALL = Call(7, "all_reduce", dtype="float32", shape=(4, 2), reduction="SUM")
+OTHER = Call(7, "broadcast", dtype="float32", shape=(4, 2), root=0)
+LAYOUT = Layout(
+    tuple(
+        Member(rank=r, global_rank=4 + r, host=f"host{r}", vendor=v)
+        for r, v in enumerate(("nvidia", "nvidia", "amd"))
+    ),
+    rank=0,
+)
+
+
+def said(*statements: Statement) -> str:
+    return explain("dp", LAYOUT, statements, own=statements[0])
+
+
+def stating(rank: int, call: Call | None = CALL, state: str = IN_A_CALL, **more) -> Statement:
+    return Statement(rank=rank, state=state, call=call, **more)
+
+
+def test_a_rank_that_says_nothing_is_named_with_its_host():
+    text = said(stating(0), stating(1))
+    assert "rank 6 on host2 said nothing" in text
+    assert "all_reduce (SUM, float32 [4, 2]) as number 7 of group dp" in text
+
+
+def test_ranks_that_called_different_things_are_listed():
+    text = said(stating(0), stating(1), stating(2, OTHER))
+    assert "ranks 4-5 called all_reduce (SUM, float32 [4, 2]) as number 7" in text
+    assert "rank 6 called broadcast (float32 [4, 2], root 0) as number 7" in text
+
+
+@pytest.mark.parametrize(
+    ("state", "words"), [(IDLE, "is in no call since"), (LEFT, "has left the group since")]
+)
+def test_a_rank_that_did_not_come_is_named_with_its_last_call(state, words):
+    last = Call(6, "barrier")
+    assert f"rank 5 on host1 {words} barrier as number 6" in said(
+        stating(0), stating(1, last, state), stating(2)
+    )
+
+
+def test_where_all_called_the_same_the_reason_itself_is_told():
+    text = said(stating(0, error="the wire is cut"), stating(1), stating(2))
+    assert text.count("the wire is cut") == 1
+
+
+def test_statements_are_read_as_they_were_made():
+    board = Blackboard(dist.HashStore(), LAYOUT)
+    own, other = stating(0, error="so"), stating(2, None, IDLE)
+    board.state(other)
+    assert not board.alarmed()
+    board.state(own, alarm=True)
+    assert board.alarmed()
+    assert board.collect(own, seconds=0.2) == [own, other]
+
+
+def test_a_header_tells_calls_apart_and_what_was_called():
+    header = CALL.header()
+    assert len(header) == HEADER_BYTES
+    assert header_text(header) == str(CALL)
+    assert header != OTHER.header()
+    assert len(Call(1, "x" * 999).header()) == HEADER_BYTES

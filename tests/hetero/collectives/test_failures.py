@@ -1,0 +1,189 @@
+"""What each rank is told when a call fails: who is at fault, where, and what the others called."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.hetero.collectives.ranks import THREE_AND_ONE, TWO_AND_TWO, Side, run_ranks, values
+
+SHORT = timedelta(seconds=4)
+
+
+@pytest.fixture(scope="module")
+def told() -> list[dict[str, str]]:
+    """By rank: what each case's call ended with. One set of processes for all cases."""
+    return values(run_ranks(fail_in_every_way, TWO_AND_TWO))
+
+
+def fail_in_every_way(side: Side) -> dict[str, str]:
+    cases = (
+        other_operation,
+        other_size,
+        other_order,
+        absent,
+        late_to_the_next_call,
+        aborted,
+        refused,
+    )
+    told = {}
+    for case in cases:
+        group = dist.new_group(timeout=SHORT)
+        dist.all_reduce(torch.ones(3), group=group)
+        try:
+            case(side.rank, group)
+            told[case.__name__] = "nothing"
+        except Exception as error:
+            told[case.__name__] = f"{type(error).__name__}: {error}"
+        side.say(f"{case.__name__}/{side.rank}")
+        for rank in range(side.size):
+            side.hear(f"{case.__name__}/{rank}")
+    return told
+
+
+def other_operation(rank, group):
+    """One rank calls a broadcast where the others reduce."""
+    tensor = torch.ones(8)
+    dist.broadcast(tensor, 0, group=group) if rank == 3 else dist.all_reduce(tensor, group=group)
+
+
+def other_size(rank, group):
+    dist.all_reduce(torch.ones(9 if rank == 2 else 8), group=group)
+
+
+def other_order(rank, group):
+    """A rank has the operations of a later call first."""
+    calls = [
+        lambda: dist.all_reduce(torch.ones(8), group=group),
+        lambda: dist.all_reduce(torch.ones(8, dtype=torch.int32), group=group),
+    ]
+    for call in reversed(calls) if rank == 2 else calls:
+        call()
+
+
+def absent(rank, group):
+    """A rank does something else; it is asked why, and answers."""
+    if rank == 1:
+        time.sleep(SHORT.total_seconds() + 8)
+        return
+    dist.all_reduce(torch.ones(8), group=group)
+
+
+def late_to_the_next_call(rank, group):
+    """A group that has failed says so at once, whatever is called."""
+    if rank != 0:
+        try:
+            dist.all_reduce(torch.ones(8), group=group)
+        except Exception:
+            began = time.monotonic()
+            try:
+                dist.barrier(group=group)
+            finally:
+                assert time.monotonic() - began < SHORT.total_seconds()
+    else:
+        time.sleep(SHORT.total_seconds() + 8)
+        dist.barrier(group=group)
+
+
+def aborted(rank, group):
+    if rank == 0:
+        group.abort()
+    dist.all_reduce(torch.ones(8), group=group)
+
+
+def refused(rank, group):
+    dist.all_reduce(torch.ones(8), op=dist.ReduceOp.BXOR, group=group)
+
+
+def test_a_call_that_differs_is_told_with_what_each_called(told):
+    for rank, cases in enumerate(told):
+        text = cases["other_operation"]
+        assert "broadcast" in text, f"rank {rank}: {text}"
+        assert "all_reduce" in text, f"rank {rank}: {text}"
+        assert "rank 3" in text, f"rank {rank}: {text}"
+
+
+def test_another_size_is_told_with_both_sizes(told):
+    for rank, cases in enumerate(told):
+        assert "[8]" in cases["other_size"], f"rank {rank}: {cases['other_size']}"
+        assert "[9]" in cases["other_size"], f"rank {rank}: {cases['other_size']}"
+
+
+def test_another_order_is_told(told):
+    for rank, cases in enumerate(told):
+        assert "int32" in cases["other_order"], f"rank {rank}: {cases['other_order']}"
+
+
+def test_who_does_not_come_is_named_with_its_last_call(told):
+    for rank in (0, 2, 3):
+        text = told[rank]["absent"]
+        assert "rank 1 on" in text, f"rank {rank}: {text}"
+        assert "is in no call since all_reduce" in text, f"rank {rank}: {text}"
+
+
+def test_a_group_that_has_failed_fails_at_once(told):
+    for rank, cases in enumerate(told):
+        text = cases["late_to_the_next_call"]
+        assert text.startswith("CollectiveError"), f"rank {rank}: {text}"
+
+
+def test_an_abort_ends_the_others(told):
+    for rank, cases in enumerate(told):
+        assert cases["aborted"].startswith("CollectiveError"), f"rank {rank}: {cases['aborted']}"
+    assert "was aborted" in told[0]["aborted"]
+
+
+def test_what_is_not_supported_is_refused_on_every_rank(told):
+    assert {cases["refused"].partition(":")[0] for cases in told} == {"UnsupportedError"}
+
+
+def test_a_rank_that_dies_is_named_to_all_others():
+    outcomes = run_ranks(die_in_a_call, THREE_AND_ONE, timeout=20.0)
+    assert outcomes[1].exit_code == -signal.SIGKILL
+    for rank in (0, 2, 3):
+        assert not outcomes[rank].hung
+        text = outcomes[rank].value
+        assert "rank 1 on" in text, f"rank {rank}: {text}"
+        assert "said nothing" in text, f"rank {rank}: {text}"
+        assert "all_reduce (SUM, float32 [8]) as number 2" in text, f"rank {rank}: {text}"
+
+
+def die_in_a_call(side: Side) -> str:
+    dist.all_reduce(torch.ones(8))
+    if side.rank == 1:
+        side.say("end/1")
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        dist.all_reduce(torch.ones(8))
+    except Exception as error:
+        return str(error)
+    return "nothing"
+
+
+def test_a_group_that_one_rank_cannot_build_is_built_by_none():
+    outcomes = run_ranks(build_with_an_unknown_vendor, TWO_AND_TWO, backend=None)
+    for text in values(outcomes):
+        assert "rank 2" in text
+        assert "HETERO_VENDOR='unheard-of'" in text
+
+
+def build_with_an_unknown_vendor(side: Side) -> str:
+    if side.rank == 2:
+        os.environ["HETERO_VENDOR"] = "unheard-of"
+    try:
+        dist.init_process_group(
+            "hetero",
+            store=dist.PrefixStore("group", side.store),
+            rank=side.rank,
+            world_size=side.size,
+            timeout=timedelta(seconds=30),
+        )
+    except Exception as error:
+        return str(error)
+    return "nothing"

@@ -1,0 +1,94 @@
+"""Who exchanges which part with whom, for any numbers of ranks."""
+
+from itertools import pairwise
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hetero.collectives.layout import (
+    Layout,
+    Member,
+    Span,
+    chunks,
+    equal_parts,
+    overlaps,
+)
+
+VENDORS = st.lists(st.sampled_from(["nvidia", "amd", "cpu"]), min_size=2, max_size=9)
+
+
+def layouts(vendors: list[str]) -> list[Layout]:
+    members = tuple(
+        Member(rank=rank, global_rank=10 + rank, host="host", vendor=vendor)
+        for rank, vendor in enumerate(vendors)
+    )
+    return [Layout(members, rank) for rank in range(len(vendors))]
+
+
+@given(st.integers(0, 1000), st.integers(1, 17))
+def test_parts_cover_everything_once_and_only_the_last_are_shorter(count, parts):
+    spans = equal_parts(count, parts)
+    assert [spans[0].begin, spans[-1].end] == [0, count]
+    assert all(one.end == other.begin for one, other in pairwise(spans))
+    lengths = [len(span) for span in spans]
+    assert lengths == sorted(lengths, reverse=True)
+    assert sum(length not in (0, lengths[0]) for length in lengths) <= 1
+
+
+@given(st.integers(1, 1000), st.integers(1, 9), st.integers(1, 9))
+def test_what_one_side_sends_is_what_the_other_expects(count, here, there):
+    ours, theirs = equal_parts(count, here), equal_parts(count, there)
+    sent = [(i, j, common) for i, span in enumerate(ours) for j, common in overlaps(span, theirs)]
+    expected = [
+        (i, j, common) for j, span in enumerate(theirs) for i, common in overlaps(span, ours)
+    ]
+    assert sorted(sent, key=str) == sorted(expected, key=str)
+    assert sum(len(common) for *_, common in sent) == count
+
+
+@given(st.integers(0, 10_000), st.integers(1, 300), st.integers(1, 12))
+def test_chunks_cover_everything_and_all_but_the_last_fall_into_equal_parts(count, length, grain):
+    spans = chunks(count, length=length, grain=grain)
+    assert sum(len(span) for span in spans) == count
+    assert all(one.end == other.begin for one, other in pairwise(spans))
+    assert all(len(span) % grain == 0 for span in spans[:-1])
+    assert all(len(span) <= max(length, grain) for span in spans)
+
+
+@given(VENDORS)
+def test_every_rank_sees_the_same_vendors_in_the_same_order(vendors):
+    seen = {layout.vendors for layout in layouts(vendors)}
+    assert len(seen) == 1
+    (groups,) = seen
+    assert sorted(rank for ranks in groups for rank in ranks) == list(range(len(vendors)))
+    assert [ranks[0] for ranks in groups] == sorted(ranks[0] for ranks in groups)
+
+
+@given(VENDORS)
+def test_neighbours_know_each_other_and_partners_are_neighbours(vendors):
+    every = layouts(vendors)
+    for layout in every:
+        assert all(layout.rank in every[rank].neighbours for rank in layout.neighbours)
+        partners = {layout.partner(layout.rank, vendor) for vendor in layout.others}
+        assert partners <= set(layout.neighbours)
+
+
+@given(VENDORS)
+def test_shards_are_balanced_and_every_rank_takes_part(vendors):
+    for layout in layouts(vendors):
+        spans = equal_parts(12 * layout.grain, len(layout.mine))
+        assert len({len(span) for span in spans}) == 1
+        reached = {layout.vendor_of(rank) for rank in layout.neighbours}
+        assert reached == set(layout.others)
+
+
+def test_three_ranks_face_one():
+    first, *_, last = layouts(["nvidia", "nvidia", "nvidia", "amd"])
+    assert first.neighbours == (3,)
+    assert last.neighbours == (0, 1, 2)
+    assert [last.partner(3, 0), first.partner(0, 1)] == [0, 3]
+
+
+def test_a_span_is_placed_in_the_memory_of_another():
+    assert Span(3, 5).within(Span(2, 9)) == slice(1, 3)
+    assert len(Span(0, 4).meet(Span(6, 9))) == 0

@@ -1,0 +1,274 @@
+"""Every operation in every form, for every dtype and reduction, against a reference.
+
+One set of processes for each shape of the group walks all the cases.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.hetero.collectives import references as ref
+from tests.hetero.collectives.ranks import (
+    FOUR_AND_FOUR,
+    IN_TURN,
+    THREE_AND_ONE,
+    TWO_AND_TWO,
+    Side,
+    run_ranks,
+    values,
+)
+
+SHAPES = [
+    pytest.param(TWO_AND_TWO, id="2+2"),
+    pytest.param(THREE_AND_ONE, id="3+1"),
+    pytest.param(IN_TURN, id="2+3 in turn", marks=pytest.mark.slow),
+    pytest.param(FOUR_AND_FOUR, id="4+4", marks=pytest.mark.slow),
+]
+# One element; odd, so that no vendor gets equal parts; large enough for shards and several chunks.
+SMALL = ((1,), (7, 3))
+LARGE = (600_001,)
+ALL_REDUCTIONS = (*ref.REDUCTIONS, "PREMUL_SUM")
+
+
+@pytest.mark.parametrize("vendors", SHAPES)
+def test_every_operation_gives_what_one_process_would(vendors):
+    digests = values(run_ranks(walk_all, vendors))
+    assert all(other == digests[0] for other in digests), "the ranks hold different bits"
+    assert len(digests[0]) > 100
+
+
+def walk_all(side: Side) -> dict[str, str]:
+    """Runs every case; the digests of what every rank has alike, by the case's name."""
+    digests: dict[str, str] = {}
+    for dtype in ref.DTYPES:
+        for name in ALL_REDUCTIONS:
+            if not ref.exists(name, dtype):
+                _refused(name, dtype)
+                continue
+            for shape in SMALL:
+                _reductions(side, name, dtype, shape, digests)
+        for shape in SMALL:
+            _copies(side, dtype, shape)
+    for dtype, name in ((torch.float32, "SUM"), (torch.bfloat16, "AVG"), (torch.int64, "MAX")):
+        _reductions(side, name, dtype, LARGE, digests)
+        _copies(side, dtype, LARGE)
+    _coalesced(side)
+    _strided(side)
+    _uneven(side)
+    _objects(side)
+    _point_to_point(side)
+    _handles(side)
+    _empty(side)
+    return digests
+
+
+def _refused(name: str, dtype: torch.dtype) -> None:
+    # Of complex tensors torch itself refuses some.
+    with pytest.raises((RuntimeError, ValueError), match="no reduction|not support"):
+        dist.all_reduce(torch.ones(2).to(dtype), op=ref.op_of(name))
+
+
+def _reductions(
+    side: Side, name: str, dtype: torch.dtype, shape: tuple[int, ...], digests: dict[str, str]
+) -> None:
+    op, ranks = ref.op_of(name), range(side.size)
+    what = f"{name} of {dtype} {shape}"
+    inputs = [ref.given(rank, shape, dtype, seed=1) for rank in ranks]
+    expected = ref.reduced(name, inputs)
+    first, again = inputs[side.rank].clone(), inputs[side.rank].clone()
+    dist.all_reduce(first, op=op)
+    dist.all_reduce(again, op=op)
+    ref.assert_near(first, expected, f"all_reduce {what}")
+    assert ref.digest(first) == ref.digest(again), f"a repeat of all_reduce {what} differs"
+    digests[what] = ref.digest(first)
+    root = len(what) % side.size
+    mine = inputs[side.rank].clone()
+    dist.reduce(mine, dst=root, op=op)
+    if side.rank == root:
+        ref.assert_near(mine, expected, f"reduce {what}")
+    else:
+        assert torch.equal(mine, inputs[side.rank]), f"reduce {what} changed an input"
+    tables = [[ref.given(r, shape, dtype, seed=2 + to) for to in ranks] for r in ranks]
+    expected = ref.reduced(name, [table[side.rank] for table in tables])
+    output = torch.empty(shape, dtype=dtype)
+    dist.reduce_scatter(output, tables[side.rank], op=op)
+    ref.assert_near(output, expected, f"reduce_scatter {what}")
+    output = torch.empty(shape, dtype=dtype)
+    dist.reduce_scatter_tensor(output, torch.cat(tables[side.rank]), op=op)
+    ref.assert_near(output, expected, f"reduce_scatter_tensor {what}")
+
+
+def _copies(side: Side, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    ranks, what = range(side.size), f"{dtype} {shape}"
+    inputs = [ref.given(rank, shape, dtype, seed=20) for rank in ranks]
+    mine = inputs[side.rank]
+    blank = [torch.zeros(shape, dtype=dtype) for _ in ranks]
+    dist.all_gather(blank, mine)
+    _assert_same(blank, inputs, f"all_gather {what}")
+    whole = torch.zeros((side.size * shape[0], *shape[1:]), dtype=dtype)
+    dist.all_gather_into_tensor(whole, mine)
+    _assert_same([whole], [torch.cat(inputs)], f"all_gather_into_tensor {what}")
+    for root in (0, side.size - 1):
+        target = mine.clone()
+        dist.broadcast(target, src=root)
+        _assert_same([target], [inputs[root]], f"broadcast {what}")
+        blank = [torch.zeros(shape, dtype=dtype) for _ in ranks]
+        dist.gather(mine, blank if side.rank == root else None, dst=root)
+        if side.rank == root:
+            _assert_same(blank, inputs, f"gather {what}")
+        target = torch.zeros(shape, dtype=dtype)
+        dist.scatter(target, inputs if side.rank == root else None, src=root)
+        _assert_same([target], [mine], f"scatter {what}")
+    tables = [[ref.given(r, shape, dtype, seed=30 + to) for to in ranks] for r in ranks]
+    blank = [torch.zeros(shape, dtype=dtype) for _ in ranks]
+    dist.all_to_all(blank, tables[side.rank])
+    _assert_same(blank, [table[side.rank] for table in tables], f"all_to_all {what}")
+    whole = torch.zeros_like(whole)
+    dist.all_to_all_single(whole, torch.cat(tables[side.rank]))
+    _assert_same([whole], [torch.cat([t[side.rank] for t in tables])], f"all_to_all_single {what}")
+
+
+def _assert_same(got: list[torch.Tensor], expected: list[torch.Tensor], what: str) -> None:
+    for one, other in zip(got, expected, strict=True):
+        assert torch.equal(one, other), what
+
+
+def _coalesced(side: Side) -> None:
+    ranks = range(side.size)
+    sizes = ((3,), (40_000,), (2, 5))
+    inputs = [[ref.given(r, s, torch.float32, seed=40) for s in sizes] for r in ranks]
+    mine = [tensor.clone() for tensor in inputs[side.rank]]
+    dist.all_reduce_coalesced(mine, op=dist.ReduceOp.SUM)
+    for index, tensor in enumerate(mine):
+        expected = ref.reduced("SUM", [inputs[r][index] for r in ranks])
+        ref.assert_near(tensor, expected, "all_reduce_coalesced")
+    outputs = [[torch.zeros(s) for s in sizes] for _ in ranks]
+    dist.all_gather_coalesced(outputs, inputs[side.rank])
+    _assert_same(
+        list(itertools.chain(*outputs)), list(itertools.chain(*inputs)), "all_gather_coalesced"
+    )
+    with dist._coalescing_manager(async_ops=True) as handle:
+        tensors = [tensor.clone() for tensor in inputs[side.rank]]
+        for tensor in tensors:
+            dist.all_reduce(tensor)
+    handle.wait()
+    _assert_same(tensors, mine, "all_reduce in a coalescing manager")
+    wholes = [torch.zeros(side.size * s[0], *s[1:]) for s in sizes]
+    with dist._coalescing_manager(async_ops=False):
+        for whole, tensor in zip(wholes, inputs[side.rank], strict=True):
+            dist.all_gather_into_tensor(whole, tensor)
+    expected = [torch.cat([inputs[r][i] for r in ranks]) for i in range(len(sizes))]
+    _assert_same(wholes, expected, "all_gather_into_tensor in a coalescing manager")
+
+
+def _strided(side: Side) -> None:
+    """Tensors that are not contiguous, conjugate views, and scalars."""
+    ranks = range(side.size)
+    inputs = [ref.given(r, (4, 6), torch.float64, seed=50) for r in ranks]
+    for view in (lambda t: t.t(), lambda t: t[:, ::2], lambda t: t[0, 0]):
+        whole = inputs[side.rank].clone()
+        dist.all_reduce(view(whole))
+        ref.assert_near(view(whole), ref.reduced("SUM", [view(t) for t in inputs]), "strided")
+        whole = inputs[side.rank].clone()
+        dist.broadcast(view(whole), src=side.size - 1)
+        assert torch.equal(view(whole), view(inputs[-1])), "strided broadcast"
+        outputs = [view(torch.zeros(4, 6, dtype=torch.float64)) for _ in ranks]
+        dist.all_gather(outputs, view(inputs[side.rank]))
+        _assert_same(outputs, [view(t) for t in inputs], "strided all_gather")
+    conjugate = ref.given(side.rank, (3,), torch.complex64, seed=51).conj()
+    gathered = [torch.zeros(3, dtype=torch.complex64) for _ in ranks]
+    dist.all_gather(gathered, conjugate)
+    expected = [ref.given(r, (3,), torch.complex64, seed=51).conj() for r in ranks]
+    _assert_same(gathered, [t.resolve_conj() for t in expected], "conjugate")
+
+
+def _uneven(side: Side) -> None:
+    """Each rank has another size."""
+    ranks = range(side.size)
+    rows = [[(3 * r + to) % 4 for to in ranks] for r in ranks]
+    tables = [ref.given(r, (sum(rows[r]), 5), torch.float32, seed=60) for r in ranks]
+    taken = [rows[r][side.rank] for r in ranks]
+    output = torch.zeros(sum(taken), 5)
+    dist.all_to_all_single(output, tables[side.rank], taken, rows[side.rank])
+    expected = torch.cat([tables[r].split(rows[r])[side.rank] for r in ranks])
+    _assert_same([output], [expected], "all_to_all_single with splits")
+    outputs = [torch.zeros(r + 1, 2) for r in ranks]
+    inputs = [ref.given(r, (r + 1, 2), torch.float32, seed=61) for r in ranks]
+    dist.all_gather(outputs, inputs[side.rank])
+    _assert_same(outputs, inputs, "all_gather of unequal sizes")
+    parts = [[ref.given(r, (to + 1,), torch.float64, seed=62 + to) for to in ranks] for r in ranks]
+    output = torch.zeros(side.rank + 1, dtype=torch.float64)
+    dist.reduce_scatter(output, parts[side.rank])
+    expected = ref.reduced("SUM", [part[side.rank] for part in parts])
+    ref.assert_near(output, expected, "reduce_scatter of unequal sizes")
+
+
+def _objects(side: Side) -> None:
+    gathered = [None] * side.size
+    dist.all_gather_object(gathered, {"rank": side.rank, "text": "x" * side.rank})
+    assert gathered == [{"rank": r, "text": "x" * r} for r in range(side.size)]
+    shared = [side.rank, "mine"] if side.rank == 1 else [None, None]
+    dist.broadcast_object_list(shared, src=1)
+    assert shared == [1, "mine"]
+    given = [f"for {r}" for r in range(side.size)] if side.rank == 0 else None
+    taken = [None]
+    dist.scatter_object_list(taken, given, src=0)
+    assert taken == [f"for {side.rank}"]
+    last = side.size - 1
+    gathered = [None] * side.size if side.rank == last else None
+    dist.gather_object(side.rank, gathered, dst=last)
+    assert gathered == (list(range(side.size)) if side.rank == last else None)
+
+
+def _point_to_point(side: Side) -> None:
+    """Tags out of order, any source, batches, and large messages both ways at once."""
+    after, before = (side.rank + 1) % side.size, (side.rank - 1) % side.size
+    sent = [dist.isend(torch.full((5,), 10.0 * tag + side.rank), after, tag=tag) for tag in (3, 4)]
+    for tag in (4, 3):
+        received = torch.zeros(5)
+        assert dist.recv(received, before, tag=tag) == before
+        assert (received == 10.0 * tag + before).all()
+    for work in sent:
+        work.wait()
+    large = torch.full((1 << 20,), float(side.rank))
+    received = torch.zeros(1 << 20)
+    works = dist.batch_isend_irecv(
+        [dist.P2POp(dist.isend, large, after), dist.P2POp(dist.irecv, received, before)]
+    )
+    for work in works:
+        work.wait()
+    assert (received == before).all()
+    if side.rank:
+        dist.send(torch.tensor([side.rank]), 0)
+        return
+    sources, number = [], torch.zeros(1, dtype=torch.int64)
+    for _ in range(side.size - 1):
+        sources.append(dist.recv(number))
+        assert number.item() == sources[-1]
+    assert sorted(sources) == list(range(1, side.size))
+
+
+def _handles(side: Side) -> None:
+    """Handles end in any order of waiting, and their futures hold the result."""
+    tensors = [torch.full((1000,), float(side.rank + i)) for i in range(8)]
+    works = [dist.all_reduce(tensor, async_op=True) for tensor in tensors]
+    total = sum(range(side.size))
+    (value,) = works[-1].get_future().then(lambda future: future.value()).wait()
+    assert (value == total + side.size * 7).all()
+    for i, work in reversed(list(enumerate(works))):
+        assert work.wait()
+        assert work.is_completed()
+        assert (tensors[i] == total + side.size * i).all()
+
+
+def _empty(side: Side) -> None:
+    """Nothing to bring is no reason to hang."""
+    dist.all_reduce(torch.zeros(0))
+    dist.broadcast(torch.zeros(0), src=0)
+    outputs = [torch.zeros(0) for _ in range(side.size)]
+    dist.all_gather(outputs, torch.zeros(0))
+    dist.barrier()

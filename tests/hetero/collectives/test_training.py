@@ -1,0 +1,75 @@
+"""Plain PyTorch training over groups that cross vendors: DDP, FSDP2, DeviceMesh and DTensor."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from examples.collectives.train import BATCH, STEPS, WIDTH, WRAPPERS, new_model, train
+from tests.hetero.collectives.ranks import THREE_AND_ONE, TWO_AND_TWO, Side, run_ranks, values
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def losses_of_one_process() -> list[float]:
+    model = new_model(torch.device("cpu"))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    generator = torch.Generator().manual_seed(1)
+    losses = []
+    for _ in range(STEPS):
+        batch = torch.randn(BATCH, WIDTH, generator=generator)
+        loss = torch.nn.functional.mse_loss(model(batch), batch)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def train_in_every_way(side: Side) -> dict[str, list[float]]:
+    losses = {how: train(how, torch.device("cpu")) for how in WRAPPERS}
+    # Whole replicas over one dimension, shards over the other.
+    mesh = init_device_mesh("cpu", (2, side.size // 2), mesh_dim_names=("replicas", "shards"))
+    from torch.distributed.fsdp import fully_shard
+
+    model = new_model(torch.device("cpu"))
+    fully_shard(model, mesh=mesh)
+    batch = torch.randn(BATCH, WIDTH, generator=torch.Generator().manual_seed(1))
+    mine = batch.chunk(side.size)[side.rank]
+    loss = torch.nn.functional.mse_loss(model(mine), mine)
+    loss.backward()
+    dist.all_reduce(loss.detach(), op=dist.ReduceOp.AVG)
+    losses["hsdp"] = [loss.item()]
+    return losses
+
+
+@pytest.mark.parametrize("vendors", [TWO_AND_TWO, THREE_AND_ONE], ids=["2+2", "3+1"])
+def test_losses_are_those_of_one_process_with_the_whole_batch(vendors):
+    expected = losses_of_one_process()
+    ranks = values(run_ranks(train_in_every_way, vendors))
+    assert all(losses == ranks[0] for losses in ranks), "the ranks hold different losses"
+    for how in WRAPPERS:
+        assert ranks[0][how] == pytest.approx(expected, rel=1e-5), how
+    assert ranks[0]["hsdp"] == pytest.approx(expected[:1], rel=1e-5)
+
+
+def test_a_script_that_says_nccl_runs_unchanged():
+    environ = os.environ | {"HETERO_VENDOR": "nvidia*2,amd", "GLOO_SOCKET_IFNAME": "lo"}
+    words = ["--standalone", "--nproc-per-node", "3", "examples/collectives/train.py"]
+    done = subprocess.run(
+        [sys.executable, "-m", "hetero.run", *words, "--with", "ddp"],
+        cwd=ROOT,
+        env=environ,
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("ddp over hetero:"), done.stdout
