@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import torch
-import torch.distributed as dist
 
 from hetero.collectives.exchange import Exchange, wait_all
 from hetero.collectives.layout import Span, chunks, equal_parts, overlaps
 from hetero.collectives.links import Transfer
 from hetero.collectives.reductions import Reduction
+from hetero.collectives.vendor_library import Inside
 
 DIRECT_BYTES = 64 << 10
 """Up to here every rank takes the other vendors' whole partial result: fewest steps."""
@@ -89,7 +89,7 @@ class _Chunk:
         self._spans = [equal_parts(self._whole.numel(), len(ranks)) for ranks in layout.vendors]
         self._span: Span = self._spans[layout.vendor][layout.place]
         self._shard = self._whole
-        self._inside: dist.Work | None = None
+        self._inside: Inside | None = None
         self._sent: list[Transfer] = []
         self._received: list[Transfer] = []
         self._partials: dict[int, torch.Tensor] = {}

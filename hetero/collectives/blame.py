@@ -26,7 +26,7 @@ _GRACE_SECONDS = 3 * LOOK_SECONDS
 _ALARM = "alarm"
 _PAUSE_SECONDS = 0.05
 
-IN_A_CALL, IDLE, LEFT = "in a call", "idle", "left"
+IN_A_CALL, IDLE, LEFT, ABORTED = "in a call", "idle", "left", "aborted"
 
 
 class CollectiveError(LinkError):
@@ -40,12 +40,10 @@ class Statement:
     rank: int
     """In the group."""
     state: str
-    """IN_A_CALL, IDLE or LEFT."""
+    """IN_A_CALL, IDLE, LEFT or ABORTED."""
     call: Call | None
     """The call that failed, or the last one that was made."""
     error: str = ""
-    mismatch: bool = False
-    """Whether the error is that others called something else, and names it."""
 
     def encode(self) -> str:
         return json.dumps(asdict(self))
@@ -113,6 +111,9 @@ def explain(group: str, layout: Layout, statements: Sequence[Statement], *, own:
             + "; make every rank call the same operations in the same order"
         )
     reached = max((s.call.sequence for s in in_call if s.call), default=0)
+    aborting = [layout.members[s.rank] for s in statements if s.state == ABORTED]
+    if aborting:
+        reasons.append(f"{_names(aborting)} aborted the group")
     for state, what in ((IDLE, "is in no call"), (LEFT, "has left the group")):
         for statement in statements:
             done = statement.call.sequence if statement.call else 0

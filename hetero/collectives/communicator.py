@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from hetero.collectives.blame import (
+    ABORTED,
     IDLE,
     IN_A_CALL,
     LEFT,
@@ -26,7 +27,7 @@ from hetero.collectives.blame import (
     explain,
 )
 from hetero.collectives.calls import Call
-from hetero.collectives.exchange import Exchange, MismatchError
+from hetero.collectives.exchange import Exchange
 from hetero.collectives.layout import Layout
 from hetero.collectives.links import Links, clone
 from hetero.collectives.mailbox import Mailbox
@@ -75,7 +76,7 @@ class Communicator:
                 size=len(layout.mine),
                 timeout=timeout,
             )
-            self._library = VendorLibrary(backend, timeout=timeout)
+            self._library = VendorLibrary(backend, timeout=timeout, look=self._look_in_a_call)
         self._links = self._new_links("collectives", store, self.timeout)
         mail_store = clone(store)
         self._mailbox = Mailbox(
@@ -170,6 +171,7 @@ class Communicator:
         """End every call under way with an error, here and, by that, at the other ranks."""
         if self._error is None:
             self._error = CollectiveError(f"group {self.group.name} was aborted; make a new one")
+            self._state(ABORTED, alarm=True)
         self._release()
 
     def shutdown(self) -> None:
@@ -187,7 +189,8 @@ class Communicator:
             return
         try:
             if not self._met:
-                for rank in self.layout.neighbours:
+                # Ascending everywhere, so that no two wait for each other in a circle.
+                for rank in sorted({*self.layout.neighbours, *self.layout.team}):
                     self._links.to(rank)
                 self._met = True
             exchange = Exchange(
@@ -199,6 +202,7 @@ class Communicator:
             )
             # The caller's modes are not this thread's.
             with torch.inference_mode(any(t.is_inference() for t in work.result())):
+                exchange.compare_inside()
                 algorithm(exchange)
         except Exception as error:
             work.finish(self._fail(call, error))
@@ -213,7 +217,6 @@ class Communicator:
             state=IN_A_CALL,
             call=call,
             error=str(error),
-            mismatch=isinstance(error, MismatchError),
         )
         self._blackboard.state(own, alarm=True)
         self._release()
@@ -244,7 +247,14 @@ class Communicator:
             )
             self._release()
 
-    def _state(self, state: str) -> Statement:
+    def _look_in_a_call(self) -> None:
+        """Give up a wait for this vendor's library once another rank's call has failed."""
+        if self._error is not None:
+            raise self._error
+        if self._blackboard.alarmed():
+            raise RuntimeError("another rank's call failed meanwhile")
+
+    def _state(self, state: str, *, alarm: bool = False) -> Statement:
         own = Statement(rank=self.layout.rank, state=state, call=self._last)
-        self._blackboard.state(own)
+        self._blackboard.state(own, alarm=alarm)
         return own

@@ -98,6 +98,14 @@ class Layout:
         ]
         return tuple(sorted(met))
 
+    @cached_property
+    def team(self) -> tuple[int, ...]:
+        """The ranks before and after this one in its vendor: what all of a vendor compare by."""
+        return (
+            self.mine[max(0, self.place - 1) : self.place]
+            + self.mine[self.place + 1 : self.place + 2]
+        )
+
     @property
     def size(self) -> int:
         return len(self.members)

@@ -1,4 +1,4 @@
-# The stubs of torch describe one release; this file serves several, in which names and forms differ.
+# The stubs of torch describe one release; this file serves several, whose names and forms differ.
 # mypy: disable-error-code="override,assignment,call-arg"
 """The process group that PyTorch calls: every form of every operation, as a call of a communicator.
 
@@ -36,6 +36,8 @@ class HeteroProcessGroup(dist.ProcessGroup):
         self._communicator = communicator
         self._store = store
         self._coalescing: list[CollectiveWork] | None = None
+        self._name = communicator.group.name
+        self._description = ""
 
     # What is reduced.
 
@@ -390,6 +392,20 @@ class HeteroProcessGroup(dist.ProcessGroup):
 
     def getBackendName(self) -> str:
         return BACKEND
+
+    # torch keeps these in the backends of a group, of which this one has none.
+
+    def setGroupName(self, name: str) -> None:
+        self._name = name
+
+    def getGroupName(self) -> str:
+        return self._name
+
+    def setGroupDesc(self, description: str) -> None:
+        self._description = description
+
+    def getGroupDesc(self) -> str:
+        return self._description
 
     def get_group_store(self) -> dist.Store:
         return self._store

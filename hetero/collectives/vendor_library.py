@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
+
+_SLICE = timedelta(seconds=1)
 
 
 def new_library(
@@ -22,15 +24,41 @@ def new_library(
     return dist.ProcessGroupNCCL(store, rank, size, options)
 
 
+class Inside:
+    """One operation under way in a vendor's library."""
+
+    def __init__(self, work: dist.Work, look: Callable[[], None]) -> None:
+        self._work, self._look = work, look
+
+    def wait(self) -> None:
+        """Block until it is done; `look` is called now and then, and raises to give it up.
+
+        A library learns late, if at all, that a rank of another vendor has failed.
+        """
+        while True:
+            try:
+                self._work.wait(_SLICE)
+                return
+            except RuntimeError as error:
+                # gloo's word for the end of this wait, which may be begun again.
+                if "Operation timed out" not in str(error):
+                    raise
+                self._look()
+
+
 class VendorLibrary:
     """The operations that collectives across vendors are made of. Roots are places in the vendor.
 
-    Each returns c10d's work, whose `wait()` blocks on CPU and orders the current stream on a GPU.
+    Each returns what is under way in the library, whose `wait()` blocks.
     """
 
-    def __init__(self, backend: Any, *, timeout: timedelta) -> None:
+    def __init__(self, backend: Any, *, timeout: timedelta, look: Callable[[], None]) -> None:
         self._backend = backend
         self._timeout = timeout
+        self._look = look
+
+    def _begun(self, work: dist.Work) -> Inside:
+        return Inside(work, self._look)
 
     def _options(self, options: Any, **values: Any) -> Any:
         options.timeout = self._timeout
@@ -38,38 +66,42 @@ class VendorLibrary:
             setattr(options, name, value)
         return options
 
-    def all_reduce(self, tensor: torch.Tensor, op: Any) -> dist.Work:
+    def all_reduce(self, tensor: torch.Tensor, op: Any) -> Inside:
         options = self._options(c10d.AllreduceOptions(), reduceOp=op)
-        return self._backend.allreduce([tensor], options)
+        return self._begun(self._backend.allreduce([tensor], options))
 
-    def reduce(self, tensor: torch.Tensor, op: Any, *, root: int) -> dist.Work:
+    def reduce(self, tensor: torch.Tensor, op: Any, *, root: int) -> Inside:
         options = self._options(c10d.ReduceOptions(), reduceOp=op, rootRank=root)
-        return self._backend.reduce([tensor], options)
+        return self._begun(self._backend.reduce([tensor], options))
 
-    def reduce_scatter(self, output: torch.Tensor, source: torch.Tensor, op: Any) -> dist.Work:
+    def reduce_scatter(self, output: torch.Tensor, source: torch.Tensor, op: Any) -> Inside:
         """`source` holds one part of the size of `output` for each rank, in order."""
         options = self._options(c10d.ReduceScatterOptions(), reduceOp=op)
-        return self._backend._reduce_scatter_base(output, source, options)
+        return self._begun(self._backend._reduce_scatter_base(output, source, options))
 
-    def all_gather(self, output: torch.Tensor, source: torch.Tensor) -> dist.Work:
+    def all_gather(self, output: torch.Tensor, source: torch.Tensor) -> Inside:
         """`output` takes one part of the size of `source` from each rank, in order."""
-        return self._backend._allgather_base(output, source, self._options(c10d.AllgatherOptions()))
+        return self._begun(
+            self._backend._allgather_base(output, source, self._options(c10d.AllgatherOptions()))
+        )
 
-    def broadcast(self, tensor: torch.Tensor, *, root: int) -> dist.Work:
+    def broadcast(self, tensor: torch.Tensor, *, root: int) -> Inside:
         options = self._options(c10d.BroadcastOptions(), rootRank=root)
-        return self._backend.broadcast([tensor], options)
+        return self._begun(self._backend.broadcast([tensor], options))
 
-    def gather(
-        self, outputs: Sequence[torch.Tensor], source: torch.Tensor, *, root: int
-    ) -> dist.Work:
+    def gather(self, outputs: Sequence[torch.Tensor], source: torch.Tensor, *, root: int) -> Inside:
         options = self._options(c10d.GatherOptions(), rootRank=root)
-        return self._backend.gather([list(outputs)] if outputs else [], [source], options)
+        return self._begun(
+            self._backend.gather([list(outputs)] if outputs else [], [source], options)
+        )
 
     def scatter(
         self, output: torch.Tensor, sources: Sequence[torch.Tensor], *, root: int
-    ) -> dist.Work:
+    ) -> Inside:
         options = self._options(c10d.ScatterOptions(), rootRank=root)
-        return self._backend.scatter([output], [list(sources)] if sources else [], options)
+        return self._begun(
+            self._backend.scatter([output], [list(sources)] if sources else [], options)
+        )
 
     def all_to_all(
         self,
@@ -78,9 +110,11 @@ class VendorLibrary:
         *,
         output_splits: list[int],
         input_splits: list[int],
-    ) -> dist.Work:
+    ) -> Inside:
         options = self._options(c10d.AllToAllOptions())
-        return self._backend.alltoall_base(output, source, output_splits, input_splits, options)
+        return self._begun(
+            self._backend.alltoall_base(output, source, output_splits, input_splits, options)
+        )
 
     def abort(self) -> None:
         self._backend.abort()
