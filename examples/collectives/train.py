@@ -109,7 +109,8 @@ def main() -> None:
     dist.init_process_group(backend="nccl")
     losses = train(how, device)
     if dist.get_rank() == 0:
-        print(f"{how} over {dist.get_backend()}:", " ".join(f"{loss:.6f}" for loss in losses))
+        name = dist.group.WORLD.name()
+        print(f"{how} over {name}:", " ".join(f"{loss:.6f}" for loss in losses))
     dist.destroy_process_group()
 
 

@@ -59,8 +59,13 @@ def take_over() -> None:
     @functools.wraps(original)
     def new_group(*args: Any, **kwargs: Any) -> Any:
         bound = signature.bind(*args, **kwargs)
-        bound.arguments["backend"] = instead_of(bound.arguments["backend"])
-        return original(*bound.args, **bound.kwargs)
+        asked = bound.arguments["backend"]
+        bound.arguments["backend"] = instead_of(asked)
+        group, store = original(*bound.args, **bound.kwargs)
+        if bound.arguments["backend"] is not asked and group in c10d._world.pg_map:
+            # Scripts compare it with what they asked for.
+            c10d._world.pg_map[group] = (asked, store)
+        return group, store
 
     c10d._new_process_group_helper = new_group
 

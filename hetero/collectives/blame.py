@@ -94,11 +94,13 @@ class Blackboard:
         return f"statement/{rank}"
 
 
-def explain(group: str, layout: Layout, statements: Sequence[Statement], *, own: Statement) -> str:
+def explain(
+    group: str, layout: Layout, statements: Sequence[Statement], *, own: Statement, timeout: float
+) -> str:
     """One sentence on what happened, from whatever was said. Pure."""
     me = layout.members[layout.rank]
     called = f"{own.call}" if own.call else "a call"
-    opening = f"{called} of group {group} failed on {me}"
+    opening = f"{called} of group {group}, whose timeout is {timeout:g} s, failed on {me}"
     silent = [m for m in layout.members if m.rank not in {s.rank for s in statements}]
     in_call = [s for s in statements if s.state == IN_A_CALL and s.call is not None]
     reasons = []

@@ -222,10 +222,13 @@ class Communicator:
         self._release()
         if self._error is None:
             statements = self._blackboard.collect(own)
-            text = explain(self.group.name, self.layout, statements, own=own)
+            text = self._explained(statements, own)
             self._error = CollectiveError(text)
             self._error.__cause__ = error
         return self._error
+
+    def _explained(self, statements: list[Statement], own: Statement) -> str:
+        return explain(self.group.name, self.layout, statements, own=own, timeout=self.timeout)
 
     def _release(self) -> None:
         """Let go of what other ranks wait for, so that they fail too and say so."""
@@ -242,9 +245,7 @@ class Communicator:
         if self._error is None and self._blackboard.alarmed():
             own = self._state(IDLE)
             statements = self._blackboard.collect(own)
-            self._error = CollectiveError(
-                explain(self.group.name, self.layout, statements, own=own)
-            )
+            self._error = CollectiveError(self._explained(statements, own))
             self._release()
 
     def _look_in_a_call(self) -> None:

@@ -20,6 +20,7 @@ from hetero.collectives import all_reduce, broadcast, rows
 from hetero.collectives.communicator import Communicator
 from hetero.collectives.exchange import Exchange
 from hetero.collectives.memory import Written, bytes_of, plain
+from hetero.collectives.monitored import MonitoredBarrier
 from hetero.collectives.reductions import reduction_for
 from hetero.collectives.work import CollectiveWork, CombinedWork
 
@@ -36,6 +37,7 @@ class HeteroProcessGroup(dist.ProcessGroup):
         self._communicator = communicator
         self._store = store
         self._coalescing: list[CollectiveWork] | None = None
+        self._monitored = MonitoredBarrier(store, rank=layout.rank, size=layout.size)
         self._name = communicator.group.name
         self._description = ""
 
@@ -369,8 +371,9 @@ class HeteroProcessGroup(dist.ProcessGroup):
     def monitored_barrier(
         self, timeout: timedelta | None = None, wait_all_ranks: bool = False
     ) -> None:
-        """A barrier; where a rank does not come, the error names all that have not."""
-        self.barrier().wait(timeout or timedelta())
+        """A barrier; where a rank does not come, the error names it, or all of them."""
+        timeout = timeout or timedelta(seconds=self._communicator.timeout)
+        self._monitored.pass_or_tell(timeout, wait_all_ranks=wait_all_ranks)
 
     def _start_coalescing(self, device: torch.device | None = None) -> None:
         self._coalescing = []

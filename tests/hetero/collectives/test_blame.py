@@ -19,7 +19,7 @@ LAYOUT = Layout(
 
 
 def said(*statements: Statement) -> str:
-    return explain("dp", LAYOUT, statements, own=statements[0])
+    return explain("dp", LAYOUT, statements, own=statements[0], timeout=30.0)
 
 
 def stating(rank: int, call: Call | None = CALL, state: str = IN_A_CALL, **more) -> Statement:
@@ -29,7 +29,10 @@ def stating(rank: int, call: Call | None = CALL, state: str = IN_A_CALL, **more)
 def test_a_rank_that_says_nothing_is_named_with_its_host():
     text = said(stating(0), stating(1))
     assert "rank 6 on host2 said nothing" in text
-    assert "all_reduce (SUM, float32 [4, 2]) as number 7 of group dp" in text
+    assert (
+        "all_reduce (SUM, float32 [4, 2]) as number 7 of group dp, whose timeout is 30 s, failed"
+        in text
+    )
 
 
 def test_ranks_that_called_different_things_are_listed():

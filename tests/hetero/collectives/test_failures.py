@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from tests.hetero.collectives.ranks import THREE_AND_ONE, TWO_AND_TWO, Side, run_ranks, values
 
-SHORT = timedelta(seconds=4)
+SHORT = timedelta(seconds=3)
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +37,7 @@ def fail_in_every_way(side: Side) -> dict[str, str]:
         group = dist.new_group(timeout=SHORT)
         dist.all_reduce(torch.ones(3), group=group)
         try:
-            case(side.rank, group)
+            case(side, group)
             told[case.__name__] = "nothing"
         except Exception as error:
             told[case.__name__] = f"{type(error).__name__}: {error}"
@@ -47,37 +47,39 @@ def fail_in_every_way(side: Side) -> dict[str, str]:
     return told
 
 
-def other_operation(rank, group):
+def other_operation(side, group):
     """One rank calls a broadcast where the others reduce."""
     tensor = torch.ones(8)
-    dist.broadcast(tensor, 0, group=group) if rank == 3 else dist.all_reduce(tensor, group=group)
+    dist.broadcast(tensor, 0, group=group) if side.rank == 3 else dist.all_reduce(
+        tensor, group=group
+    )
 
 
-def other_size(rank, group):
-    dist.all_reduce(torch.ones(9 if rank == 2 else 8), group=group)
+def other_size(side, group):
+    dist.all_reduce(torch.ones(9 if side.rank == 2 else 8), group=group)
 
 
-def other_order(rank, group):
+def other_order(side, group):
     """A rank has the operations of a later call first."""
     calls = [
         lambda: dist.all_reduce(torch.ones(8), group=group),
         lambda: dist.all_reduce(torch.ones(8, dtype=torch.int32), group=group),
     ]
-    for call in reversed(calls) if rank == 2 else calls:
+    for call in reversed(calls) if side.rank == 2 else calls:
         call()
 
 
-def absent(rank, group):
+def absent(side, group):
     """A rank does something else; it is asked why, and answers."""
-    if rank == 1:
-        time.sleep(SHORT.total_seconds() + 8)
+    if side.rank == 1:
+        side.hear("absent/0")
         return
     dist.all_reduce(torch.ones(8), group=group)
 
 
-def late_to_the_next_call(rank, group):
+def late_to_the_next_call(side, group):
     """A group that has failed says so at once, whatever is called."""
-    if rank != 0:
+    if side.rank != 0:
         try:
             dist.all_reduce(torch.ones(8), group=group)
         except Exception:
@@ -87,17 +89,17 @@ def late_to_the_next_call(rank, group):
             finally:
                 assert time.monotonic() - began < SHORT.total_seconds()
     else:
-        time.sleep(SHORT.total_seconds() + 8)
+        side.hear("late_to_the_next_call/1")
         dist.barrier(group=group)
 
 
-def aborted(rank, group):
-    if rank == 0:
+def aborted(side, group):
+    if side.rank == 0:
         group.abort()
     dist.all_reduce(torch.ones(8), group=group)
 
 
-def refused(rank, group):
+def refused(side, group):
     dist.all_reduce(torch.ones(8), op=dist.ReduceOp.BXOR, group=group)
 
 
@@ -161,6 +163,28 @@ def die_in_a_call(side: Side) -> str:
         os.kill(os.getpid(), signal.SIGKILL)
     try:
         dist.all_reduce(torch.ones(8))
+    except Exception as error:
+        return str(error)
+    return "nothing"
+
+
+def test_a_rank_that_dies_in_the_backward_of_ddp_ends_the_others_with_its_name():
+    outcomes = run_ranks(die_in_backward, TWO_AND_TWO, timeout=20.0)
+    for rank in (0, 2, 3):
+        text = outcomes[rank].value
+        assert text is not None, f"rank {rank} ended with {outcomes[rank].exit_code}"
+        assert "rank 1 on" in text, f"rank {rank}: {text}"
+        assert "said nothing" in text, f"rank {rank}: {text}"
+
+
+def die_in_backward(side: Side) -> str:
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(8, 8))
+    loss = model(torch.ones(2, 8)).sum()
+    if side.rank == 1:
+        side.say("end/1")
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        loss.backward()
     except Exception as error:
         return str(error)
     return "nothing"

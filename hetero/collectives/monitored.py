@@ -1,0 +1,68 @@
+"""A barrier over the store alone, which tells who has not come, in the words that gloo uses."""
+
+from __future__ import annotations
+
+import time
+from datetime import timedelta
+
+import torch.distributed as dist
+
+_PAUSE_SECONDS = 0.005
+_GRACE_SECONDS = 2.0
+_PASSED, _FAILED = "passed", "failed"
+
+
+class MonitoredBarrier:
+    """The monitored barriers of one group, counted alike on all its ranks."""
+
+    def __init__(self, store: dist.Store, *, rank: int, size: int) -> None:
+        self._store, self._rank, self._size = store, rank, size
+        self._count = 0
+
+    def pass_or_tell(self, timeout: timedelta, *, wait_all_ranks: bool = False) -> None:
+        """Rank 0 waits for every other; the others for what it says. RuntimeError names the absent.
+
+        Args:
+            wait_all_ranks: name all that are absent, not the first alone.
+        """
+        self._count += 1
+        name = f"monitored barrier {self._count}"
+        if self._rank:
+            self._answer(name, timeout)
+            return
+        absent = []
+        deadline = time.monotonic() + timeout.total_seconds()
+        for rank in range(1, self._size):
+            if not absent and time.monotonic() > deadline:
+                self._store.set(f"{name}/verdict", _FAILED)
+                raise RuntimeError(
+                    f"Rank 0 timed out in monitoredBarrier after {timeout}; give it more time"
+                )
+            if not self._comes(f"{name}/{rank}", deadline):
+                absent.append(rank)
+                if not wait_all_ranks:
+                    break
+        self._store.set(f"{name}/verdict", _FAILED if absent else _PASSED)
+        if absent:
+            noun = "Ranks" if wait_all_ranks else "Rank"
+            names = ", ".join(map(str, absent))
+            raise RuntimeError(
+                f"{noun} {names} failed to pass monitoredBarrier in {timeout}; see the log there"
+            )
+
+    def _answer(self, name: str, timeout: timedelta) -> None:
+        self._store.set(f"{name}/{self._rank}", "here")
+        deadline = time.monotonic() + timeout.total_seconds() + _GRACE_SECONDS
+        came = self._comes(f"{name}/verdict", deadline)
+        if not came or self._store.get(f"{name}/verdict").decode() != _PASSED:
+            raise RuntimeError(
+                f"Rank {self._rank} successfully reached monitoredBarrier, but received errors "
+                "while waiting for send/recv from rank 0; see what rank 0 says"
+            )
+
+    def _comes(self, key: str, deadline: float) -> bool:
+        while not self._store.check([key]):
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(_PAUSE_SECONDS)
+        return True
