@@ -30,7 +30,7 @@ class MonitoredBarrier:
         if self._rank:
             self._answer(name, timeout)
             return
-        absent = []
+        absent: list[int] = []
         deadline = time.monotonic() + timeout.total_seconds()
         for rank in range(1, self._size):
             if not absent and time.monotonic() > deadline:
