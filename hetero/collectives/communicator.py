@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from datetime import timedelta
 
 import torch
@@ -40,14 +39,6 @@ _MAIL_SECONDS = 365 * 24 * 3600.0
 Algorithm = Callable[[Exchange], None]
 
 
-@dataclass(frozen=True)
-class GroupName:
-    """What a group is called, and the secret its links show each other."""
-
-    name: str
-    secret: bytes = field(repr=False)
-
-
 class Communicator:
     """The calls of one group, for tensors of one kind of device.
 
@@ -58,12 +49,12 @@ class Communicator:
         self,
         *,
         layout: Layout,
-        group: GroupName,
+        name: str,
         store: dist.Store,
         device: torch.device,
         timeout: timedelta,
     ) -> None:
-        self.layout, self.group, self.device = layout, group, device
+        self.layout, self.name, self.device = layout, name, device
         self.timeout = timeout.total_seconds()
         self._store = store
         self._blackboard = Blackboard(store, layout)
@@ -77,11 +68,16 @@ class Communicator:
                 timeout=timeout,
             )
             self._library = VendorLibrary(backend, timeout=timeout, look=self._look_in_a_call)
-        self._links = self._new_links("collectives", store, self.timeout)
-        mail_store = clone(store)
+        self._links = Links(
+            layout=layout,
+            store=dist.PrefixStore("links/", store),
+            device=device,
+            timeout=self.timeout,
+        )
+        mail_store = dist.PrefixStore("mail/", clone(store))
         self._mailbox = Mailbox(
             layout=layout,
-            links=self._new_links("mail", mail_store, _MAIL_SECONDS),
+            links=Links(layout=layout, store=mail_store, device=device, timeout=_MAIL_SECONDS),
             store=mail_store,
         )
         self._sequence = 0
@@ -89,18 +85,7 @@ class Communicator:
         self._last: Call | None = None
         self._error: CollectiveError | None = None
         self._met = False
-        self._worker = Worker(f"{group.name} calls", idle=self._look, seconds=LOOK_SECONDS)
-
-    def _new_links(self, purpose: str, store: dist.Store, timeout: float) -> Links:
-        return Links(
-            layout=self.layout,
-            store=store,
-            name=f"{purpose} of {self.group.name}",
-            secret=self.group.secret,
-            device=self.device,
-            timeout=timeout,
-            meeting_seconds=self.timeout,
-        )
+        self._worker = Worker(f"{name} calls", idle=self._look, seconds=LOOK_SECONDS)
 
     @property
     def sequence(self) -> int:
@@ -135,9 +120,7 @@ class Communicator:
                 reduction=reduction,
                 root=None if root is None else self.layout.members[root].global_rank,
             )
-            work = CollectiveWork(
-                f"{call} of group {self.group.name}", tensors, timeout=self.timeout
-            )
+            work = CollectiveWork(f"{call} of group {self.name}", tensors, timeout=self.timeout)
 
             def job() -> None:
                 self._carry_out(algorithm, call, work)
@@ -164,13 +147,13 @@ class Communicator:
         self, verb: str, rank: int | None, tag: int, tensor: torch.Tensor
     ) -> CollectiveWork:
         whom = "any rank" if rank is None else str(self.layout.members[rank])
-        what = f"{verb} {whom} with tag {tag} in group {self.group.name}"
+        what = f"{verb} {whom} with tag {tag} in group {self.name}"
         return CollectiveWork(what, [tensor], timeout=self.timeout)
 
     def abort(self) -> None:
         """End every call under way with an error, here and, by that, at the other ranks."""
         if self._error is None:
-            self._error = CollectiveError(f"group {self.group.name} was aborted; make a new one")
+            self._error = CollectiveError(f"group {self.name} was aborted; make a new one")
             self._state(ABORTED, alarm=True)
         self._release()
 
@@ -228,7 +211,7 @@ class Communicator:
         return self._error
 
     def _explained(self, statements: list[Statement], own: Statement) -> str:
-        return explain(self.group.name, self.layout, statements, own=own, timeout=self.timeout)
+        return explain(self.name, self.layout, statements, own=own, timeout=self.timeout)
 
     def _release(self) -> None:
         """Let go of what other ranks wait for, so that they fail too and say so."""

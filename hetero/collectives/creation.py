@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import secrets
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -21,8 +20,6 @@ from hetero.collectives.layout import Layout, Member
 from hetero.errors import LinkError, UserError
 from hetero.waiting import spans
 
-_SECRET_BYTES = 16
-
 
 def create_group(options: Any, backend_options: Any = None) -> dist.ProcessGroup:
     """Build this rank's end of a group. Collective over its members, on all of them or on none."""
@@ -34,13 +31,13 @@ def create_group(options: Any, backend_options: Any = None) -> dist.ProcessGroup
         name=options.group_id,
         timeout=options.timeout,
     )
-    layout, secret = meeting.identify()
+    layout = meeting.identify()
     group, error = None, None
     try:
         if len(layout.vendors) == 1:
             group = _vendor_group(options, layout)
         else:
-            group = _mixed_group(options, layout, secret)
+            group = _mixed_group(options, layout)
     except Exception as failure:
         error = failure
     meeting.conclude(error)
@@ -70,14 +67,14 @@ def _vendor_group(options: Any, layout: Layout) -> dist.ProcessGroup:
     return group
 
 
-def _mixed_group(options: Any, layout: Layout, secret: bytes) -> dist.ProcessGroup:
-    from hetero.collectives.communicator import Communicator, GroupName
+def _mixed_group(options: Any, layout: Layout) -> dist.ProcessGroup:
+    from hetero.collectives.communicator import Communicator
     from hetero.collectives.links import clone
     from hetero.collectives.process_group import HeteroProcessGroup
 
     communicator = Communicator(
         layout=layout,
-        group=GroupName(options.group_id or "0", secret),
+        name=options.group_id or "0",
         # The caller's own is used by other threads, and a wait in it would hold them up.
         store=clone(options.store),
         device=torch.device("cpu"),
@@ -102,9 +99,9 @@ class _Meeting:
         self._store, self._rank, self._size = store, rank, size
         self._global_ranks, self._name, self._timeout = global_ranks, name, timeout
 
-    def identify(self) -> tuple[Layout, bytes]:
-        """Who every member is, and the group's secret. A member that cannot tell fails all."""
-        word: dict[str, Any] = {"secret": secrets.token_hex(_SECRET_BYTES)}
+    def identify(self) -> Layout:
+        """Who every member is. A member that cannot tell fails all."""
+        word: dict[str, Any] = {}
         try:
             global_rank = self._global_ranks[self._rank]
             identity = identify(
@@ -126,7 +123,7 @@ class _Meeting:
             )
             for rank, said in enumerate(words)
         )
-        return Layout(members, self._rank), bytes.fromhex(words[0]["secret"])
+        return Layout(members, self._rank)
 
     def conclude(self, error: Exception | None) -> None:
         """Go on where every member has built its end; fail on all where one has not."""

@@ -38,7 +38,7 @@ class HeteroProcessGroup(dist.ProcessGroup):
         self._store = store
         self._coalescing: list[CollectiveWork] | None = None
         self._monitored = MonitoredBarrier(store, rank=layout.rank, size=layout.size)
-        self._name = communicator.group.name
+        self._name = communicator.name
         self._description = ""
 
     # What is reduced.
