@@ -372,7 +372,8 @@ class HeteroProcessGroup(dist.ProcessGroup):
         self, timeout: timedelta | None = None, wait_all_ranks: bool = False
     ) -> None:
         """A barrier; where a rank does not come, the error names it, or all of them."""
-        timeout = timeout or timedelta(seconds=self._communicator.timeout)
+        if timeout is None:
+            timeout = timedelta(seconds=self._communicator.timeout)
         self._monitored.pass_or_tell(timeout, wait_all_ranks=wait_all_ranks)
 
     def _start_coalescing(self, device: torch.device | None = None) -> None:

@@ -4,7 +4,8 @@
     python -m tests.hetero.collectives.torch_suite.run_suite hetero --results hetero.json
 
 `hetero` runs with two simulated vendors of two ranks each and takes the place of gloo, so that the
-cases which PyTorch writes for gloo alone run too. Processes are forked, since importing torch anew
+cases which PyTorch writes for gloo alone run too. Events of the profiler are not compared: they are
+named after gloo. Processes are forked, since importing torch anew
 for each of them takes most of the time.
 """
 
@@ -70,12 +71,16 @@ def _prepare(backend: str) -> None:
 
 def _suite() -> unittest.TestSuite:
     import torch
+    from torch.testing._internal.distributed import distributed_test
     from torch.testing._internal.distributed.distributed_test import (
         DistributedTest,
         TestDistBackend,
     )
 
     torch.set_num_threads(1)
+    if os.environ.get("HETERO_INSTEAD_OF"):
+        distributed_test.PROFILING_SUPPORTED_BACKENDS.clear()
+        distributed_test.SEND_RECV_PROFILING_SUPPORTED_BACKENDS.clear()
 
     class TestOnCpu(TestDistBackend, DistributedTest._DistTestBase):
         def setUp(self) -> None:
