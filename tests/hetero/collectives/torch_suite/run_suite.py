@@ -3,10 +3,10 @@
     python -m tests.hetero.collectives.torch_suite.run_suite gloo --results gloo.json
     python -m tests.hetero.collectives.torch_suite.run_suite hetero --results hetero.json
 
-`hetero` runs with two simulated vendors of two ranks each and takes the place of gloo, so that the
-cases which PyTorch writes for gloo alone run too. Events of the profiler are not compared: they are
-named after gloo. Processes are forked, since importing torch anew
-for each of them takes most of the time.
+`hetero` runs with two simulated vendors of half the ranks each and takes the place of gloo, so that
+the cases which PyTorch writes for gloo alone run too. Events of the profiler are not compared: they
+are named after gloo. Processes are forked, since importing torch anew for each of them takes most
+of the time.
 """
 
 from __future__ import annotations
@@ -21,18 +21,17 @@ import time
 import unittest
 from pathlib import Path
 
-VENDORS = "nvidia*2,amd*2"
-
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("backend", choices=("gloo", "hetero"))
     parser.add_argument("--results", type=Path, required=True, help="a JSON file, added to")
+    parser.add_argument("--ranks", type=int, default=4, help="8 for what needs that many")
     parser.add_argument("--only", default="", help="a regular expression of names of tests")
     parser.add_argument("--again", action="store_true", help="run also what the file has")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin none after")
     options = parser.parse_args()
-    _prepare(options.backend)
+    _prepare(options.backend, options.ranks)
     suite = _suite()
     known = json.loads(options.results.read_text()) if options.results.exists() else {}
     began = time.monotonic()
@@ -53,12 +52,12 @@ def main() -> int:
     return 0
 
 
-def _prepare(backend: str) -> None:
+def _prepare(backend: str, ranks: int) -> None:
     """What the tests read from the environment when they are imported."""
     folder = tempfile.mkdtemp(prefix="torch-suite-")
     os.environ.update(
         BACKEND="gloo",
-        WORLD_SIZE="4",
+        WORLD_SIZE=str(ranks),
         TEMP_DIR=folder,
         INIT_METHOD=f"file://{folder}/shared_init_file",
         GLOO_SOCKET_IFNAME="lo",
@@ -66,7 +65,8 @@ def _prepare(backend: str) -> None:
         OMP_NUM_THREADS="1",
     )
     if backend == "hetero":
-        os.environ.update(HETERO_VENDOR=VENDORS, HETERO_INSTEAD_OF="gloo")
+        vendors = f"nvidia*{ranks // 2},amd*{ranks // 2}"
+        os.environ.update(HETERO_VENDOR=vendors, HETERO_INSTEAD_OF="gloo")
 
 
 def _suite() -> unittest.TestSuite:
