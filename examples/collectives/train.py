@@ -109,8 +109,7 @@ def main() -> None:
     dist.init_process_group(backend="nccl")
     losses = train(how, device)
     if dist.get_rank() == 0:
-        group = dist.distributed_c10d._get_default_group()
-        print(f"{how} over {group.name()}:", " ".join(f"{loss:.6f}" for loss in losses))
+        print(f"{how} over {dist.group.WORLD}:", " ".join(f"{loss:.6f}" for loss in losses))
     dist.destroy_process_group()
 
 

@@ -41,6 +41,10 @@ class HeteroProcessGroup(dist.ProcessGroup):
         self._name = communicator.name
         self._description = ""
 
+    def __repr__(self) -> str:
+        layout = self._communicator.layout
+        return f"<group of {layout.size} ranks of {len(layout.vendors)} vendors>"
+
     # What is reduced.
 
     def allreduce(self, tensors: Any, opts: Any = None) -> dist.Work:
@@ -395,6 +399,7 @@ class HeteroProcessGroup(dist.ProcessGroup):
         self._communicator.shutdown()
 
     def getBackendName(self) -> str:
+        # Its own name always: at another backend's, C++ looks for that backend in the group.
         return BACKEND
 
     # torch keeps these in the backends of a group, of which this one has none.

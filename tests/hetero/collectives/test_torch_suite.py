@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[3]
+# Compares the name that DDP logs, `hetero`, with that of the backend whose place it takes.
+OF_NAMES = {"test_ddp_logging_data_cpu"}
 MODULE = "tests.hetero.collectives.torch_suite.run_suite"
 
 
@@ -18,7 +20,9 @@ MODULE = "tests.hetero.collectives.torch_suite.run_suite"
 @pytest.mark.timeout(3600)
 def test_no_case_fails_that_gloo_passes(tmp_path):
     gloo, hetero = (outcomes(backend, tmp_path) for backend in ("gloo", "hetero"))
-    passed = [name for name, outcome in gloo.items() if outcome == "passed"]
+    passed = [
+        name for name, outcome in gloo.items() if outcome == "passed" and name not in OF_NAMES
+    ]
     assert len(passed) > 50
     assert {name: hetero[name] for name in passed} == dict.fromkeys(passed, "passed")
 
