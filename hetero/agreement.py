@@ -3,11 +3,10 @@
 In each phase every rank appends what it has to say, or its error, to one value of the rendezvous
 store. The last to come wakes rank 0, which folds all of it into the phase's outcome and so wakes
 the others. An error of any rank ends all of them, with one sentence, within seconds; so does a rank
-that dies without a word, which its silence tells: each beats a pulse while it lives. The outcome is
-set once, by whoever comes first, and every rank reads the same.
+that dies without a word, which its connection to rank 0 tells (hetero.liveness). The outcome is set
+once, by whoever comes first, and every rank reads the same.
 
-However many ranks there are, a phase costs each the same number of operations on the store. What
-depends on time is one pulse a second, and what rank 0 reads each second while somebody is missing.
+However many ranks there are, a phase costs each the same number of operations on the store.
 """
 
 from __future__ import annotations
@@ -20,18 +19,18 @@ from typing import Any
 
 from torch.distributed import DistNetworkError
 
-from hetero import lookout
-from hetero.errors import AgreedError, AgreedFailure, HeteroError
-from hetero.lookout import Lookout, Watch
-from hetero.phase import Awaited, MeetingStore, Phase, Store, ended, raise_error, sentence
-from hetero.pulses import Pulse
+from hetero.errors import AgreedError, HeteroError, StoreLost, UserError
+from hetero.liveness.base import Liveness
+from hetero.monitor import Monitor, MonitorThread
+from hetero.phase import Phase, ended, raise_error, sentence
 from hetero.records import Record, errors_by_text, fold, unfold
+from hetero.store import RendezvousStore, Store, StoreWait
 from hetero.waiting import Intervals, Waiting, name_ranks
 
 _PATIENCE_WITH_AN_ERROR = 30.0
 """A rank that has to end anyway waits no longer for the others before it says why."""
-_PATIENCE_WITH_A_FAILURE = 7.0
-"""What a rank that failed gives the others to find out whether one of them has died."""
+_PATIENCE_WITH_A_FAILURE = 4.0
+"""What a rank that failed gives the others to tell it whether one of them has died."""
 _GRACE_SECONDS = 5.0
 """What a rank gives rank 0, which is there and has the same deadline, to speak first."""
 _ANNOUNCE_SECONDS = 3.0
@@ -39,7 +38,7 @@ _ANNOUNCE_SECONDS = 3.0
 
 
 class Agreement:
-    """One rank's side of the agreement. `close` ends its pulse."""
+    """One rank's side of the agreement."""
 
     def __init__(
         self,
@@ -48,11 +47,15 @@ class Agreement:
         rank: int,
         world_size: int,
         timeout: float,
-        place: str = "",
+        liveness: Liveness | None = None,
+        endpoint: str = "",
         intervals: Intervals | None = None,
     ) -> None:
-        """`place` is where the ranks meet, in words; `intervals` are those of a wait's lines."""
-        self._at = f" at {place}" if place else ""
+        """`endpoint` is where the ranks meet; `intervals` are those of a wait's lines.
+
+        Without `liveness` a rank that dies is only missed when the time is over.
+        """
+        self._at = f" at {endpoint}" if endpoint else ""
         self._rank = rank
         self._world_size = world_size
         self._timeout = timeout
@@ -61,21 +64,15 @@ class Agreement:
             return
         # A connection of its own: the other may be held by a wait of minutes.
         self._waits: Store = store
-        self._store: MeetingStore = store.clone()  # type: ignore[attr-defined]
-        self._lookout = Lookout(
-            self._store,
+        self._store: RendezvousStore = store.clone()  # type: ignore[attr-defined]
+        self._monitor = Monitor(
+            liveness,
             rank=rank,
             world_size=world_size,
             timeout=timeout,
             at=self._at,
             intervals=intervals or Intervals(),
         )
-        self._pulse = Pulse(self._store, rank)
-
-    def close(self) -> None:
-        """The ranks have other ways now to notice each other's end."""
-        if self._world_size > 1:
-            self._pulse.stop()
 
     def exchange(
         self,
@@ -94,7 +91,7 @@ class Agreement:
             if mine.error is not None:
                 raise AgreedError(mine.error) from error
             return unfold(fold([mine]), 1)
-        with self._meeting(phase):
+        with self._on_store(phase):
             here = self._next(phase)
             here.come(self._rank)
             here.tell(mine)
@@ -135,10 +132,10 @@ class Agreement:
         if self._world_size == 1:
             yield
             return
-        with self._meeting(what):
+        with self._on_store(what):
             here = self._next(what)
             here.come(self._rank)
-            watch = Watch(self._lookout, here, lost)
+            watch = MonitorThread(self._monitor, here, lost)
             try:
                 try:
                     yield
@@ -147,7 +144,7 @@ class Agreement:
                     raise
                 watch.leave_the_end_to_others()
                 here.finish(self._rank)
-                awaited = Awaited(self._waits, here.outcome, self._timeout + 60.0)
+                awaited = StoreWait(self._waits, here.outcome, self._timeout + 60.0)
                 while not awaited.over.wait(1.0):
                     pass
                 awaited.require()
@@ -162,8 +159,7 @@ class Agreement:
             text = str(error) if error.known_to_all else f"rank {self._rank}: {error}"
             end = ended(text, agreed=phase.rank_0_came(), code=error.exit_code)
             raise_error(phase.settle(end), cause=error)
-        # It may be because another has died. Rank 0 finds out who, or the others about rank 0.
-        phase.raise_alarm()
+        # It may be because another has died. Rank 0 says who, or the others say it of rank 0.
         deadline = time.monotonic() + _PATIENCE_WITH_A_FAILURE
         while (outcome := phase.settled()) is None and time.monotonic() < deadline:
             time.sleep(0.1)
@@ -179,7 +175,7 @@ class Agreement:
             return
         raise_error(outcome, cause=error)
 
-    def part(self, seconds: float = 10.0) -> None:
+    def leave(self, seconds: float = 10.0) -> None:
         """End together after an error that all ranks know of. Rank 0 has printed it by now.
 
         The others stay until it has, so that a launcher cannot end it first; and rank 0, which may
@@ -188,7 +184,7 @@ class Agreement:
         """
         if self._world_size == 1:
             return
-        first, others = "hetero/parted/0", "hetero/parted/others"
+        first, others = "hetero/left/0", "hetero/left/others"
         deadline, pause = time.monotonic() + seconds, 0.01
         try:
             if self._rank == 0:
@@ -211,13 +207,13 @@ class Agreement:
         return Phase(self._store, self._number, what, self._world_size)
 
     @contextlib.contextmanager
-    def _meeting(self, what: str) -> Iterator[None]:
+    def _on_store(self, what: str) -> Iterator[None]:
         try:
             yield
         except DistNetworkError as failure:
-            raise AgreedFailure(
-                f"the meeting point{self._at} was lost at the {what}: rank 0 or the launcher that "
-                "hosts it has ended; see its log",
+            raise StoreLost(
+                f"the rendezvous store{self._at} was lost at the {what}: rank 0 or the launcher "
+                "that hosts it has ended; see its log",
                 known_to_all=False,
             ) from failure
 
@@ -226,20 +222,23 @@ class Agreement:
         patience = self._timeout if error is None else min(self._timeout, _PATIENCE_WITH_AN_ERROR)
         deadline = time.monotonic() + patience
         key = phase.all if self._rank == 0 else phase.outcome
-        awaited = Awaited(self._waits, key, patience + 60.0)
-        waiting = Waiting(self._lookout.intervals)
-        tick = self._lookout.tick
+        awaited = StoreWait(self._waits, key, patience + 60.0)
+        waiting = Waiting(self._monitor.intervals)
+        tick = self._monitor.tick
         late = False
         while not awaited.over.wait(max(0.0, min(tick, deadline - time.monotonic()))):
-            waiting.tell(lambda: self._lookout.whom(phase))
-            if end := self._lookout.find_the_dead(phase, seconds=lookout.SILENCE_SECONDS):
+            waiting.tell(lambda: self._monitor.whom(phase))
+            if end := self._monitor.find_failure(phase):
                 return phase.settle(end)
+            if error is None and (reason := self._monitor.unreachable(phase)):
+                error = UserError(reason)
+                deadline = min(deadline, time.monotonic() + _PATIENCE_WITH_AN_ERROR)
             if time.monotonic() < deadline:
                 continue
             if self._rank > 0 and error is None and not late and phase.rank_0_came():
                 late, deadline = True, deadline + _GRACE_SECONDS
                 continue
-            return phase.settle(self._too_late(phase))
+            return phase.settle(self._too_late(phase, self._monitor.unreachable(phase)))
         awaited.require()
         if self._rank > 0:
             return phase.read_outcome()
@@ -264,10 +263,17 @@ class Agreement:
             return ended(self._combine(errors), agreed=True)
         return {"columns": fold(records)}
 
-    def _too_late(self, phase: Phase) -> dict[str, Any]:
-        """The outcome when the time is over. What was heard says more than who was not."""
-        if errors := errors_by_text(phase.records()):
-            return ended(self._combine(errors), agreed=phase.rank_0_came())
+    def _too_late(self, phase: Phase, unreachable: str | None) -> dict[str, Any]:
+        """The outcome when the time is over. What was heard says more than who was not.
+
+        `unreachable` is why this rank has no connection to rank 0, which may therefore have ended.
+        """
+        errors = errors_by_text(phase.records())
+        if unreachable:
+            errors[unreachable] = [self._rank]
+        if errors:
+            agreed = phase.rank_0_came() and not unreachable
+            return ended(self._combine(errors), agreed=agreed)
         absent = phase.absent()
         text = (
             f"{name_ranks(absent, self._world_size)} did not come within {self._timeout:g} s while "

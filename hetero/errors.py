@@ -38,6 +38,10 @@ class AgreedFailure(HeteroError):
         self.known_to_all = known_to_all
 
 
+class StoreLost(AgreedFailure):
+    """The rendezvous store answers no more, which each rank notices by itself."""
+
+
 class LinkError(HeteroError):
     """A link between two ranks failed: a dead peer, a deadline missed, a message that differs."""
 

@@ -2,43 +2,26 @@
 
 from __future__ import annotations
 
-import threading
+import time
 from collections.abc import Mapping
-from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
 from hetero.errors import AgreedError, AgreedFailure, UserError
 from hetero.records import Record, pack, read_lines, unpack
-
-
-class Store(Protocol):
-    """What links and checks use of torch.distributed.Store."""
-
-    def set(self, key: str, value: str) -> None: ...
-    def get(self, key: str) -> bytes: ...
-    def check(self, keys: list[str]) -> bool: ...
-    def wait(self, keys: list[str], timeout: timedelta) -> None: ...
-
-
-class MeetingStore(Store, Protocol):
-    """And what the agreement uses besides."""
-
-    def add(self, key: str, amount: int) -> int: ...
-    def append(self, key: str, value: str) -> None: ...
-    def compare_set(self, key: str, expected_value: str, desired_value: str) -> bytes: ...
-    def multi_get(self, keys: list[str]) -> list[bytes]: ...
-    def clone(self) -> Any: ...
+from hetero.store import RendezvousStore
 
 
 class Phase:
     """One phase on the store: its keys, and what each rank does with them."""
 
-    def __init__(self, store: MeetingStore, number: int, what: str, world_size: int) -> None:
-        self.what, self._store, self._world_size = what, store, world_size
+    def __init__(self, store: RendezvousStore, number: int, what: str, world_size: int) -> None:
+        """`number` counts a job's phases, from 1."""
+        self.number, self.what = number, what
+        self._store, self._world_size = store, world_size
+        self._began = time.monotonic()
         base = f"hetero/phase {number}"
         self._records, self._came, self._done = f"{base}/records", f"{base}/came", f"{base}/done"
         self.count, self._rank_0 = f"{base}/count", f"{base}/rank 0"
-        self._alarm = f"{base}/alarm"
         self.all, self.outcome = f"{base}/all", f"{base}/outcome"
 
     def come(self, rank: int) -> None:
@@ -80,11 +63,10 @@ class Phase:
     def rank_0_came(self) -> bool:
         return self._store.check([self._rank_0])
 
-    def raise_alarm(self) -> None:
-        self._store.set(self._alarm, "1")
-
-    def alarmed(self) -> bool:
-        return self._store.check([self._alarm])
+    @property
+    def seconds(self) -> float:
+        """Since this rank began it."""
+        return time.monotonic() - self._began
 
     def absent(self) -> list[int]:
         """The ranks that have not come. One operation."""
@@ -97,28 +79,6 @@ class Phase:
 
     def _roll(self, key: str) -> set[int]:
         return {int(line) for line in self._store.get(key).split()}
-
-
-class Awaited:
-    """A key that is waited for in a thread of its own, so that ctrl-C reaches the main thread."""
-
-    def __init__(self, store: Store, key: str, seconds: float) -> None:
-        self._store, self._key, self._seconds = store, key, seconds
-        self.over = threading.Event()
-        self._failure: Exception | None = None
-        threading.Thread(target=self._wait, name=f"wait for {key}", daemon=True).start()
-
-    def _wait(self) -> None:
-        try:
-            self._store.wait([self._key], timedelta(seconds=self._seconds))
-        except Exception as failure:
-            self._failure = failure
-        self.over.set()
-
-    def require(self) -> None:
-        """Raise what the wait ended with, unless the key is there."""
-        if self._failure is not None:
-            raise self._failure
 
 
 def ended(text: str, *, agreed: bool, code: int = UserError.exit_code) -> dict[str, Any]:

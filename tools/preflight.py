@@ -28,7 +28,8 @@ if __name__ == "__main__":
 
 from hetero.agreement import Agreement
 from hetero.errors import HeteroError, UserError, leave_word
-from megatron.training.rendezvous import environment_rank, meeting_point, open_store
+from hetero.liveness.open import open_liveness
+from megatron.training.rendezvous import endpoint, environment_rank, open_store
 from tools import tool_command_line
 from tools.preflight_checks.readiness import Report, Settings, Together, check_alone
 
@@ -99,8 +100,16 @@ def _check(options: argparse.Namespace, rank: int, world_size: int) -> Report:
         _tell(report, options)
         return report
     store = open_store(rank, world_size, _PATIENCE)
+    liveness = open_liveness(
+        store, rank=rank, world_size=world_size, master=os.environ["MASTER_ADDR"]
+    )
     agreement = Agreement(
-        store, rank=rank, world_size=world_size, timeout=_PATIENCE, place=meeting_point()
+        store,
+        rank=rank,
+        world_size=world_size,
+        timeout=_PATIENCE,
+        liveness=liveness,
+        endpoint=endpoint(),
     )
     try:
         report = Together(settings, rank=rank, store=store, agreement=agreement).check()
@@ -112,8 +121,8 @@ def _check(options: argparse.Namespace, rank: int, world_size: int) -> Report:
         agreement.announce_failure(error)
         raise
     finally:
-        agreement.part()
-        agreement.close()
+        agreement.leave()
+        liveness.leave()
     return report
 
 

@@ -21,7 +21,7 @@ from typing import Any
 from hetero.addresses import family_of
 from hetero.errors import LinkError
 from hetero.link.base import LinkDescription
-from hetero.phase import Store
+from hetero.store import Store
 
 _TOKEN_BYTES = 32
 _LENGTH = struct.Struct("<I")

@@ -27,6 +27,7 @@ from hetero.errors import (
     AgreedFailure,
     HeteroError,
     LinkError,
+    StoreLost,
     UserError,
     leave_word,
     print_error,
@@ -34,7 +35,8 @@ from hetero.errors import (
 from hetero.groups import Groups, build_groups
 from hetero.link.nics import Nics, find_nics
 from hetero.link.open import ChannelOptions
-from hetero.liveness import Hub, Liveness, RankLost
+from hetero.liveness.base import Liveness, RankLost
+from hetero.liveness.open import open_liveness
 from hetero.pipeline.links import LinkOptions, PipelineLinks, open_links
 from hetero.plan import Coordinate, Plan
 from hetero.process_group import open_world
@@ -46,9 +48,13 @@ from megatron.training.data import Datasets
 from megatron.training.data_agreement import agree_on_data
 from megatron.training.layout import plan_from_args
 from megatron.training.optimizer import RankStatistics
-from megatron.training.rank_0 import agree_on_addresses, call_rank_0, open_hub
 from megatron.training.recorder import check_outputs
-from megatron.training.rendezvous import environment_rank, meeting_point, open_store
+from megatron.training.rendezvous import (
+    agree_on_addresses,
+    endpoint,
+    environment_rank,
+    open_store,
+)
 
 # Flags that may differ between ranks without the ranks computing different things.
 _LOCAL_FLAGS = frozenset(
@@ -168,6 +174,14 @@ def _set_determinism(args: argparse.Namespace) -> None:
         torch.use_deterministic_algorithms(True)
 
 
+def _names(identities: list[RankIdentity], plan: Plan) -> dict[int, str]:
+    """What people know the ranks by."""
+    return {
+        who.rank: f"rank {who.rank} on {who.host} (stage {plan.coordinate(who.rank).stage})"
+        for who in identities
+    }
+
+
 def seed_everything(args: argparse.Namespace, coordinate: Coordinate) -> None:
     """Megatron's seeds: each pipeline stage its own, tensor-parallel ranks apart for dropout."""
     seed = args.seed + 100 * coordinate.stage
@@ -187,7 +201,7 @@ class Starter:
         self.agreement: Agreement | None = None
         self.liveness: Liveness | None = None
         self._lock: SaveLock | None = None
-        self._own_address = ""
+        self._own_address = "127.0.0.1"
         self._is_ending = False
         self._spoken: str | None = None
 
@@ -207,19 +221,28 @@ class Starter:
             raise problem
         timeout = 60.0 * (args.distributed_timeout_minutes if args is not None else 10)
         store = open_store(self.rank, self.world_size, timeout)
+        if self.world_size > 1:
+            self.liveness = open_liveness(
+                store,
+                rank=self.rank,
+                world_size=self.world_size,
+                master=os.environ["MASTER_ADDR"],
+            )
+            self.liveness.end_with_others(self._end_with_others)
         self.agreement = Agreement(
             store,
             rank=self.rank,
             world_size=self.world_size,
             timeout=timeout,
-            place=meeting_point(),
+            liveness=self.liveness,
+            endpoint=endpoint(),
         )
-        hub = open_hub(store, self.world_size) if self.rank == 0 and self.world_size > 1 else None
         identities, device = self._meet(args, plan, problem)
         if args is None or plan is None:
             raise RuntimeError("the ranks agreed although this one's command line was refused")
-        self._own_address = self._reach_rank_0(hub, store)
-        self._name_ranks(identities, plan)
+        if self.liveness is not None:
+            self.liveness.name_ranks(_names(identities, plan))
+            self._own_address = agree_on_addresses(self.agreement, self.liveness, rank=self.rank)
         self._claim_save_folder(args)
         datasets = agree_on_data(
             args, plan, self.agreement, rank=self.rank, local_rank=self.local_rank
@@ -261,32 +284,6 @@ class Starter:
             # Every rank sees the same identities and comes to the same conclusion.
             raise AgreedError(str(error)) from error
         return identities, device
-
-    def _reach_rank_0(self, hub: Hub | None, store: dist.Store) -> str:
-        """Keep a connection to rank 0; the address by which ranks of other hosts reach this one."""
-        if self.world_size == 1:
-            return "127.0.0.1"
-        problem, member = None, None
-        self.liveness = hub
-        if hub is None:
-            try:
-                self.liveness = member = call_rank_0(
-                    store, rank=self.rank, world_size=self.world_size
-                )
-            except UserError as error:
-                problem = error
-        return agree_on_addresses(self._agreed(), member, rank=self.rank, error=problem)
-
-    def _name_ranks(self, identities: list[RankIdentity], plan: Plan) -> None:
-        if self.liveness is not None:
-            self.liveness.name_ranks(
-                {
-                    who.rank: f"rank {who.rank} on {who.host} "
-                    f"(stage {plan.coordinate(who.rank).stage})"
-                    for who in identities
-                }
-            )
-            self.liveness.end_with_others(self._end_with_others)
 
     def _end_with_others(self, error: HeteroError) -> None:
         """Another rank has ended, and the main thread waits where nothing tells it."""
@@ -370,7 +367,6 @@ class Starter:
                         channel=_channel_options(args, self._own_address),
                     ),
                 )
-        self._agreed().close()
         return Job(
             args=args,
             plan=plan,
@@ -410,7 +406,7 @@ class Starter:
         self._is_ending = True
         if error.known_to_all and self.liveness is not None:
             self.liveness.leave()
-        consequence = isinstance(error, LinkError | AgreedFailure) and not error.known_to_all
+        consequence = isinstance(error, LinkError | StoreLost) and not error.known_to_all
         if consequence and (cause := self.cause_elsewhere()) is not None:
             error = LinkError(f"{error}; {cause}")
         elif not error.known_to_all and not isinstance(error, RankLost | AgreedFailure):
@@ -427,8 +423,8 @@ class Starter:
             consequence=isinstance(error, LinkError | RankLost | AgreedFailure),
         )
         if error.known_to_all and self.agreement is not None:
-            # Whoever has died will not part.
-            self.agreement.part(seconds=3.0 if isinstance(error, AgreedFailure) else 10.0)
+            # Whoever has died will not leave.
+            self.agreement.leave(seconds=3.0 if isinstance(error, AgreedFailure) else 10.0)
 
 
 def _plain(value: Any) -> Any:

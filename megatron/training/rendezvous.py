@@ -1,19 +1,24 @@
-"""Where the ranks of a job meet: the store that the launcher names in the environment."""
+"""Where the ranks of a job meet, and by which addresses they reach each other from there on."""
 
 from __future__ import annotations
 
 import os
 import socket
 import time
+from dataclasses import asdict
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
+from hetero.addresses import Way, interface_with, own_address
 from hetero.errors import UserError
 from hetero.open_files import allow_open_files
 from hetero.waiting import Waiting
 
 if TYPE_CHECKING:
     import torch.distributed as dist
+
+    from hetero.agreement import Agreement
+    from hetero.liveness.base import Liveness
 
 
 def environment_rank() -> tuple[int, int, int]:
@@ -35,8 +40,8 @@ def environment_rank() -> tuple[int, int, int]:
     return rank, world_size, local_rank
 
 
-def meeting_point() -> str:
-    """Where the ranks meet, as people write it."""
+def endpoint() -> str:
+    """Of the store, as people write it."""
     return f"{os.environ.get('MASTER_ADDR', '')}:{os.environ.get('MASTER_PORT', '')}"
 
 
@@ -78,6 +83,27 @@ def open_store(rank: int, world_size: int, timeout: float) -> dist.Store:
         raise UserError(f"rank {rank} could not open {host}:{port}; {reason}") from error
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return dist.PrefixStore(f"hetero/attempt {attempt}", store)
+
+
+def agree_on_addresses(agreement: Agreement, liveness: Liveness, *, rank: int) -> str:
+    """The address by which ranks of other hosts reach this one, once all have reached rank 0.
+
+    gloo takes the interface that has it, unless the user has named one. By itself it takes the
+    one that the host's name resolves to, which may be the loopback interface, or none.
+    """
+    error = None
+    try:
+        liveness.await_connection()
+    except UserError as failure:
+        error = failure
+    way = None if liveness.way is None else asdict(liveness.way)
+    said = agreement.exchange("ways to rank 0", payload={"way": way}, error=error)
+    ways = [None if payload["way"] is None else Way(**payload["way"]) for payload in said]
+    own = own_address(ways, rank)
+    interface = interface_with(own)
+    if interface is not None:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+    return own
 
 
 def _await_listener(host: str, port: int, rank: int, timeout: float) -> None:

@@ -89,12 +89,14 @@ def test_a_peer_that_stops_answering_is_an_error_after_the_timeout(
     assert "Traceback" not in message
 
 
-@pytest.mark.parametrize("victim", [0, 1])
-def test_a_rank_killed_while_groups_are_built_is_named_by_the_others(
-    corpus, tmp_path: Path, victim: int
+@pytest.mark.parametrize(
+    ("victim", "step"), [(0, "build_groups"), (1, "build_groups"), (0, "select"), (1, "select")]
+)
+def test_a_rank_killed_while_they_agree_or_build_groups_is_named_by_the_others(
+    corpus, tmp_path: Path, victim: int, step: str
 ) -> None:
     script = tmp_path / "killed.py"
-    kill = "initialize.build_groups = lambda *a, **k: os.kill(os.getpid(), signal.SIGKILL)"
+    kill = f"initialize.{step} = lambda *a, **k: os.kill(os.getpid(), signal.SIGKILL)"
     script.write_text(FAULTY.format(kill, str(ENTRY)))
     processes = start(
         [*TINY_LLAMA, *corpus.flags, *HETERO],

@@ -1,6 +1,5 @@
 """How ranks agree: every rank's answer reaches all, and one rank's error ends all."""
 
-import os
 import threading
 import time
 from collections.abc import Callable
@@ -10,7 +9,7 @@ from typing import Any
 import pytest
 
 from hetero.agreement import Agreement
-from hetero.errors import AgreedError, AgreedFailure, HeteroError, LinkError, UserError
+from hetero.errors import AgreedError, UserError
 from hetero.phase import Phase
 from hetero.waiting import Intervals
 from tools.start_up.counting import DictStore, count_phase
@@ -124,24 +123,24 @@ def test_an_error_without_a_text_is_an_error() -> None:
         assert isinstance(outcome, AgreedError)
 
 
-def test_the_others_stay_until_rank_0_parts_and_rank_0_until_they_have() -> None:
-    """Rank 0 parts when it has printed; it may host the store that the others still read."""
+def test_the_others_stay_until_rank_0_leaves_and_rank_0_until_they_have() -> None:
+    """Rank 0 leaves when it has printed; it may host the store that the others still read."""
     times: dict[str, float] = {}
 
     def first(agreement: Agreement) -> None:
         time.sleep(0.2)
         times["printed"] = time.monotonic()
-        agreement.part()
+        agreement.leave()
         times["first left"] = time.monotonic()
 
     def other(agreement: Agreement) -> None:
-        agreement.part()
+        agreement.leave()
         times["other left"] = time.monotonic()
 
     def slow(agreement: Agreement) -> None:
         time.sleep(0.4)
         times["slow came"] = time.monotonic()
-        agreement.part()
+        agreement.leave()
 
     assert _run(first, other, slow) == [None, None, None]
     assert times["other left"] >= times["printed"]
@@ -150,19 +149,19 @@ def test_the_others_stay_until_rank_0_parts_and_rank_0_until_they_have() -> None
 
 @pytest.mark.parametrize("present", [0, 1])
 def test_nobody_waits_for_ever_for_a_rank_that_is_gone(present: int) -> None:
-    def part(agreement: Agreement) -> None:
-        agreement.part(seconds=0.2)
+    def leaves(agreement: Agreement) -> None:
+        agreement.leave(seconds=0.2)
 
     began = time.monotonic()
     sides: list[Side | None] = [None, None]
-    sides[present] = part
+    sides[present] = leaves
     assert _run(*sides) == [None, None]
     assert 0.15 < time.monotonic() - began < 3.0
 
 
-def test_a_rank_alone_parts_at_once() -> None:
+def test_a_rank_alone_leaves_at_once() -> None:
     began = time.monotonic()
-    assert _run(lambda agreement: agreement.part()) == [None]
+    assert _run(lambda agreement: agreement.leave()) == [None]
     assert time.monotonic() - began < 1.0
 
 
@@ -179,6 +178,7 @@ def test_a_rank_that_fails_between_phases_ends_the_others_with_its_reason() -> N
 def test_a_rank_ends_though_the_process_that_hosts_the_store_answers_no_more(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr("hetero.agreement._ANNOUNCE_SECONDS", 0.2)
     resumed = threading.Event()
     monkeypatch.setattr(Phase, "settle", lambda *_: resumed.wait(60))
     failing = Agreement(DictStore(), rank=1, world_size=2, timeout=30)
@@ -187,25 +187,6 @@ def test_a_rank_ends_though_the_process_that_hosts_the_store_answers_no_more(
     telling.join(30)
     assert not telling.is_alive()
     resumed.set()
-
-
-@pytest.mark.parametrize("silent", [0, 1])
-def test_a_rank_whose_pulse_stops_ends_the_others(
-    monkeypatch: pytest.MonkeyPatch, silent: int
-) -> None:
-    monkeypatch.setattr("hetero.lookout.SILENCE_SECONDS", 0.3)
-    monkeypatch.setattr("hetero.lookout._LOOK_SECONDS", 0.05)
-    monkeypatch.setattr("hetero.pulses.PULSE_SECONDS", 0.05)
-    store = DictStore()
-    sides = [Agreement(store, rank=rank, world_size=3, timeout=30) for rank in range(3)]
-    threading.Timer(0.3, sides[silent].close).start()
-    with ThreadPoolExecutor() as pool:
-        waiting = [pool.submit(sides[rank].exchange, "flags") for rank in {0, 1, 2} - {silent}]
-    for outcome in (future.exception() for future in waiting):
-        assert isinstance(outcome, AgreedFailure)
-        assert f"rank {silent} on {os.uname().nodename} ended, or its host hangs" in str(outcome)
-        assert outcome.exit_code == 1
-        assert outcome.known_to_all == (silent > 0), "rank 0 is there and speaks for all"
 
 
 # What is said meanwhile.
@@ -219,7 +200,7 @@ def _member(store: DictStore, rank: int, *, world_size: int = 4, timeout: float 
         rank=rank,
         world_size=world_size,
         timeout=timeout,
-        place="host:29500",
+        endpoint="host:29500",
         intervals=OFTEN,
     )
 
@@ -278,84 +259,6 @@ def test_who_is_still_at_it_is_named_while_the_others_have_finished(
         ended = [pool.submit(open_for(0.4 * (rank == 0)), members[rank]) for rank in range(2)]
     assert [future.exception() for future in ended] == [None, None]
     assert "waiting for rank 0 to finish the links" in capfd.readouterr().err
-
-
-# What ends while ranks do something together.
-
-
-def _together(
-    monkeypatch: pytest.MonkeyPatch, *does: Callable[[Agreement], None]
-) -> tuple[list[Any], list[HeteroError]]:
-    """What each rank's side raised, and what was told to those who were held by a library."""
-    monkeypatch.setattr("hetero.pulses.PULSE_SECONDS", 0.05)
-    monkeypatch.setattr("hetero.lookout.SILENCE_SECONDS", 0.5)
-    monkeypatch.setattr("hetero.lookout._SUSPICION_SECONDS", 0.5)
-    lost: list[HeteroError] = []
-
-    def side(what: Callable[[Agreement], None]) -> Side:
-        def opened(agreement: Agreement) -> None:
-            with agreement.together("process groups", lost=lost.append):
-                what(agreement)
-
-        return opened
-
-    return _run(*map(side, does), timeout=20), lost
-
-
-def _held(agreement: Agreement) -> None:
-    time.sleep(1.5)
-
-
-def _dies(agreement: Agreement) -> None:
-    agreement.close()
-    time.sleep(1.5)
-
-
-@pytest.mark.parametrize("dead", [0, 2])
-def test_a_rank_that_dies_is_named_to_those_a_library_holds(
-    monkeypatch: pytest.MonkeyPatch, dead: int
-) -> None:
-    _, lost = _together(monkeypatch, *[_dies if rank == dead else _held for rank in range(3)])
-    assert lost, "nobody was told"
-    for error in lost:
-        who = f"rank {dead} on {os.uname().nodename} ended"
-        assert who in str(error)
-        assert "while the ranks opened the process groups" in str(error)
-        assert error.exit_code == 1
-
-
-def test_a_failure_that_another_ranks_death_caused_names_the_dead(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def fails(agreement: Agreement) -> None:
-        raise RuntimeError("Connection reset by peer")
-
-    (_, error, _), _ = _together(monkeypatch, _held, fails, _dies)
-    assert isinstance(error, AgreedFailure)
-    assert "rank 2 on" in str(error)
-    assert "Connection reset" not in str(error)
-
-
-def test_a_sentence_of_one_rank_ends_all_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuses(agreement: Agreement) -> None:
-        raise LinkError("no way to rank 0")
-
-    (_, error), lost = _together(monkeypatch, _held, refuses)
-    assert str(error) == "rank 1: no way to rank 0"
-    assert [str(told) for told in lost] == ["rank 1: no way to rank 0"]
-
-
-def test_a_failure_of_its_own_is_left_alone_and_told_to_the_others(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("hetero.agreement._PATIENCE_WITH_A_FAILURE", 0.5)
-
-    def fails(agreement: Agreement) -> None:
-        raise RuntimeError("no memory")
-
-    (_, error), lost = _together(monkeypatch, _held, fails)
-    assert isinstance(error, RuntimeError)
-    assert [str(told) for told in lost] == ["rank 1 failed: no memory"]
 
 
 # What it costs.

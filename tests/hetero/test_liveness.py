@@ -7,12 +7,19 @@ import multiprocessing
 import os
 import socket
 import threading
+import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
-from hetero import liveness
-from hetero.liveness import Hub, Member, RankLost
+from hetero.errors import UserError
+from hetero.liveness import base
+from hetero.liveness.base import HubAddress, RankLost
+from hetero.liveness.hub import Hub
+from hetero.liveness.member import Member
+from hetero.liveness.open import open_liveness
+from tools.start_up.counting import DictStore
 
 NAMES = {rank: f"rank {rank} on host{rank} (stage {rank})" for rank in range(3)}
 TOKEN = "a job's"
@@ -20,20 +27,27 @@ TOKEN = "a job's"
 
 @pytest.fixture
 def hub() -> Iterator[Hub]:
-    made = Hub(world_size=3, token=TOKEN, patience=30.0)
+    made = Hub(world_size=3, token=TOKEN)
     made.name_ranks(NAMES)
     yield made
     made.leave()
 
 
-def member(hub: Hub, rank: int, token: str = TOKEN) -> Member:
-    made = Member(("127.0.0.1", hub.port), rank=rank, world_size=3, token=token, patience=30.0)
+def called(port: int, rank: int, token: str = TOKEN) -> Member:
+    made = Member(lambda: HubAddress("127.0.0.1", port, token), rank=rank, world_size=3)
     made.name_ranks(NAMES)
     return made
 
 
+def member(hub: Hub, rank: int) -> Member:
+    """One that has reached rank 0."""
+    made = called(hub.port, rank)
+    made.await_connection()
+    return made
+
+
 def _join_and_wait(port: int, joined: multiprocessing.synchronize.Event) -> None:
-    Member(("127.0.0.1", port), rank=2, world_size=3, token=TOKEN, patience=30.0)
+    called(port, 2).await_connection()
     joined.set()
     threading.Event().wait()
 
@@ -77,13 +91,14 @@ def test_the_end_of_rank_0_is_noticed_by_the_others(monkeypatch: pytest.MonkeyPa
         def play() -> None:
             connection, _ = listener.accept()
             with connection:
-                assert json.loads(connection.recv(1024)) == {"token": TOKEN, "rank": 1}
-                connection.sendall(b'{"welcome": true}\n')
+                greeting = json.loads(connection.recv(1024))
+                assert greeting == {"token": TOKEN, "rank": 1, "host": socket.gethostname()}
+                connection.sendall(b'{"welcome": true, "host": "host0"}\n')
 
         playing = threading.Thread(target=play)
         playing.start()
-        side = Member(("127.0.0.1", port), rank=1, world_size=3, token=TOKEN, patience=30.0)
-        side.name_ranks(NAMES)
+        side = called(port, 1)
+        side.await_connection()
         playing.join()
         said = side.cause(10.0)
     assert said is not None
@@ -94,12 +109,13 @@ def test_ranks_that_leave_at_the_end_are_not_spoken_of(hub: Hub) -> None:
     one, other = member(hub, 1), member(hub, 2)
     one.leave()
     other.leave()
+    assert one._connection is not None
     one._connection.close()
     assert hub.cause(0.3) is None
 
 
 def test_when_rank_0_leaves_nobody_takes_it_for_a_failure() -> None:
-    hub = Hub(world_size=2, token=TOKEN, patience=30.0)
+    hub = Hub(world_size=2, token=TOKEN)
     other = member(hub, 1)
     hub.leave()
     assert other._over.wait(10.0)
@@ -122,7 +138,7 @@ def test_a_rank_that_shows_no_life_is_named_when_it_is_asked_for(
 def test_a_process_that_goes_on_after_another_has_ended_is_ended(
     hub: Hub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(liveness, "_GRACE_SECONDS", 0.05)
+    monkeypatch.setattr(base, "_GRACE_SECONDS", 0.05)
     ended = threading.Event()
     reasons: list[RankLost] = []
 
@@ -137,8 +153,9 @@ def test_a_process_that_goes_on_after_another_has_ended_is_ended(
 
 
 def test_a_stranger_is_turned_away_and_nobody_hears_of_it(hub: Hub) -> None:
-    with pytest.raises(ConnectionError):
-        member(hub, 1, token="another's")
+    stranger = called(hub.port, 1, token="another's")
+    with pytest.raises(UserError, match="something that is not this job's rank 0"):
+        stranger.await_connection()
     with socket.create_connection(("127.0.0.1", hub.port)) as scanner:
         scanner.sendall(b"GET / HTTP/1.1\r\n\r\n")
         assert scanner.recv(100) == b""
@@ -147,6 +164,7 @@ def test_a_stranger_is_turned_away_and_nobody_hears_of_it(hub: Hub) -> None:
 
 def test_a_forked_worker_does_not_keep_its_parents_connection_open(hub: Hub) -> None:
     side = member(hub, 1)
+    assert side._connection is not None
     child = os.fork()
     if child == 0:
         threading.Event().wait(30)
@@ -160,6 +178,79 @@ def test_a_forked_worker_does_not_keep_its_parents_connection_open(hub: Hub) -> 
         os.waitpid(child, 0)
 
 
-def test_beats_get_rarer_where_there_are_many_ranks() -> None:
-    assert liveness._interval(8) == 2.0
-    assert 16384 / liveness._interval(16384) <= 256
+def test_heartbeats_get_rarer_where_there_are_many_ranks() -> None:
+    assert base.heartbeat_interval(8) == 2.0
+    assert 16384 / base.heartbeat_interval(16384) <= 256
+
+
+# From the opening of the store on.
+
+
+def test_who_comes_before_rank_0_reaches_it_when_it_has_come() -> None:
+    store = DictStore()
+    early = open_liveness(store, rank=1, world_size=2, master="127.0.0.1")
+    assert early.seconds_since_heard() == {}
+    assert early.unreachable is None
+    hub = open_liveness(store, rank=0, world_size=2, master="127.0.0.1")
+    early.await_connection()
+    assert early.way is not None
+    assert early.way.own == "127.0.0.1"
+    assert set(hub.seconds_since_heard()) == {1}
+    assert hub.name([1]) == f"rank 1 on {socket.gethostname()}"
+    hub.leave()
+
+
+def test_ranks_are_named_with_their_hosts_before_anything_else_is_known_of_them(hub: Hub) -> None:
+    hub.name_ranks({})
+    sides = [member(hub, 1), member(hub, 2)]
+    host = socket.gethostname()
+    assert hub.name([2, 1]) == f"ranks 1-2 on {host}"
+    sides[0].name_ranks({})
+    sides[1].fail("out of memory")
+    assert sides[0].cause(10.0) == f"rank 2 on {host} failed: out of memory"
+
+
+def test_who_comes_after_an_end_is_told_of_it(hub: Hub) -> None:
+    member(hub, 1).fail("out of memory")
+    assert hub.cause(10.0) is not None
+    assert member(hub, 2).cause(10.0) == "rank 1 on host1 (stage 1) failed: out of memory"
+
+
+def test_a_rank_that_cannot_reach_rank_0_says_so_when_it_is_asked() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    side = called(port, 1)
+    with pytest.raises(UserError, match=f"cannot reach rank 0 at 127.0.0.1, port {port} .*refused"):
+        side.await_connection()
+    assert "open the ports between the nodes" in str(side.unreachable)
+    side.fail("nobody hears it")
+    side.leave()
+
+
+def test_a_rank_0_that_shows_no_life_is_named(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    side = member(hub, 1)
+    monkeypatch.setattr(side, "_silence", -1.0)
+    said = side.cause(0.0)
+    assert said is not None
+    assert said.startswith("rank 0 on host0 (stage 0) was last heard 0 s ago")
+
+
+def test_a_rank_0_that_was_held_up_takes_nobody_for_silent(
+    hub: Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its own pause is no silence of the others, whose heartbeats wait to be read."""
+    monkeypatch.setattr(base, "_HEARTBEAT_SECONDS", 0.05)
+    side = member(hub, 1)
+    go_on, hear = threading.Event(), hub._hear
+
+    def held_up(line: Any) -> None:
+        go_on.wait(20)
+        hear(line)
+
+    monkeypatch.setattr(hub, "_hear", held_up)
+    time.sleep(0.5)
+    assert hub.seconds_since_heard()[1] < 0.4
+    go_on.set()
+    time.sleep(0.2)
+    assert hub.seconds_since_heard()[1] < 0.4
+    side.leave()

@@ -10,7 +10,7 @@ from datetime import timedelta
 from itertools import count
 from typing import Any, Generic, TypeVar
 
-from hetero.agreement import Store
+from hetero.store import Store
 
 T = TypeVar("T")
 

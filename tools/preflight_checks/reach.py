@@ -20,7 +20,7 @@ from hetero.addresses import family_of
 from hetero.errors import HeteroError, UserError
 from hetero.link.base import LinkDescription
 from hetero.link.handshake import Rendezvous, connect, listen_at, receive_exactly, show_token
-from hetero.phase import Store
+from hetero.store import Store
 
 _TIME = struct.Struct("<d")
 _QUESTIONS = 8

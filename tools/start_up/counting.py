@@ -15,8 +15,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
 
-from hetero.agreement import Agreement, Phase
+from hetero.agreement import Agreement
 from hetero.groups import planned_groups
+from hetero.phase import Phase
 from hetero.plan import Mesh, Plan
 from hetero.records import Record
 
@@ -60,9 +61,6 @@ class DictStore:
 
     def get(self, key: str) -> bytes:
         return bytes(self._values[key])
-
-    def multi_get(self, keys: list[str]) -> list[bytes]:
-        return [self.get(key) for key in keys]
 
     def check(self, keys: list[str]) -> bool:
         return all(key in self._values for key in keys)
@@ -132,10 +130,7 @@ def count_phase(world_size: int, payload_of: Payloads) -> dict[str, Any]:
 
 def _exchange(store: CountedStore, rank: int, world_size: int, payload_of: Payloads) -> None:
     agreement = Agreement(store, rank=rank, world_size=world_size, timeout=_PATIENCE)
-    try:
-        told = agreement.exchange("command lines", payload=payload_of(rank))
-    finally:
-        agreement.close()
+    told = agreement.exchange("command lines", payload=payload_of(rank))
     if told != [json.loads(json.dumps(payload_of(rank))) for rank in range(world_size)]:
         raise RuntimeError(f"rank {rank} heard something else than what was told")
 

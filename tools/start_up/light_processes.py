@@ -18,6 +18,7 @@ import torch.distributed as dist
 from hetero.agreement import Agreement
 from hetero.groups import build_groups
 from hetero.interrupts import children_ignore_interrupts
+from hetero.liveness.open import open_liveness
 from hetero.plan import Plan
 from hetero.process_group import open_world
 from tools.start_up.counting import Payloads
@@ -109,8 +110,13 @@ def _live(rank: int, plan: Plan, payload: Mapping[str, Any], port: int, told: An
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, None, False, _TIMEOUT, wait_for_workers=False)
+    liveness = open_liveness(store, rank=rank, world_size=plan.world_size, master="127.0.0.1")
     agreement = Agreement(
-        store, rank=rank, world_size=plan.world_size, timeout=_TIMEOUT.total_seconds()
+        store,
+        rank=rank,
+        world_size=plan.world_size,
+        timeout=_TIMEOUT.total_seconds(),
+        liveness=liveness,
     )
     agreement.exchange("start")  # The processes are started one after another.
     began = time.perf_counter()
@@ -122,7 +128,6 @@ def _live(rank: int, plan: Plan, payload: Mapping[str, Any], port: int, told: An
         open_world("gloo", store=counted, rank=rank, world_size=plan.world_size, timeout=_TIMEOUT)
         build_groups(plan, rank, vendor_backend="gloo", timeout=_TIMEOUT)
     built = time.perf_counter()
-    agreement.close()
     told.put(
         {
             f"seconds for {PHASES} phases": agreed - began,
@@ -131,5 +136,6 @@ def _live(rank: int, plan: Plan, payload: Mapping[str, Any], port: int, told: An
         }
     )
     dist.barrier()
+    liveness.leave()
     # Nothing of another rank's is needed any more.
     os._exit(0)
