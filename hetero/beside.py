@@ -13,7 +13,7 @@ from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from pathlib import Path
 
-from hetero.errors import UserError, leave_word, print_error
+from hetero.errors import UserError, print_error, write_error_file
 from hetero.version import MEGATRON_CORE
 
 _ROOT = Path(__file__).resolve().parent.parent
@@ -75,7 +75,7 @@ def leave_if_foreign(*, core: bool = True) -> None:
         speaks = os.environ.get("LOCAL_RANK", "0") == "0"
         if speaks:
             print_error(str(error))
-        leave_word(str(error), printed=speaks, known_to_all=True)
+        write_error_file(str(error), printed=speaks, known_to_all=True)
         sys.exit(error.exit_code)
 
 

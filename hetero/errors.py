@@ -72,10 +72,10 @@ def print_error(text: str) -> None:
     print(f"error: {text}\n", end="", file=sys.stderr, flush=True)
 
 
-def leave_word(
+def write_error_file(
     text: str, *, printed: bool, known_to_all: bool = False, consequence: bool = False
 ) -> None:
-    """Leave for the launcher why this process ends, in the error file that it named.
+    """Tell the launcher why this process ends, in the error file that it named.
 
     The format is torchelastic's. What it has no place for is for `hetero.run`: whether this process
     has `printed` the text, whether all ranks know it, and whether it is but the `consequence` of

@@ -50,10 +50,10 @@ from torch.distributed.elastic.rendezvous import (
 
 from hetero.collectives.autoload import INSTEAD_OF_VARIABLE
 from hetero.errors import UserError, print_error
-from hetero.launch.endings import ending_of, find_cause, is_said
-from hetero.launch.meeting import BACKEND, Meeting, Place
+from hetero.launch.exits import exit_of, find_cause, is_printed
 from hetero.launch.memory import kills_for_memory
-from hetero.launch.news import GRACE, News
+from hetero.launch.node_failures import GRACE, NodeFailures
+from hetero.launch.rendezvous import BACKEND, LauncherRendezvous, RendezvousSettings
 from hetero.open_files import allow_open_files
 from hetero.waiting import Intervals
 
@@ -78,12 +78,12 @@ def main(
         options = _parse(argv)
         allow_open_files()
         with _quiet_torch(), _own_log_folder(options):
-            place = _find_place(options, intervals or Intervals())
+            settings = _rendezvous_settings(options, intervals or Intervals())
             _check_program(options)
-            _share_cores(place.processes)
+            _share_cores(settings.processes)
             with _as_bad_input():
                 torchrun.config_from_args(options)
-            return _Launcher(place, grace).run(options)
+            return _Launcher(settings, grace).run(options)
     except UserError as error:
         print_error(str(error))
         return error.exit_code
@@ -101,14 +101,14 @@ def _started_by_another() -> list[str]:
 class _Launcher:
     """One run of torchelastic's agent, and what is said of it."""
 
-    def __init__(self, place: Place, grace: float) -> None:
-        self._place = place
+    def __init__(self, settings: RendezvousSettings, grace: float) -> None:
+        self._settings = settings
         self._grace = grace
-        self._news: News | None = None
+        self._node_failures: NodeFailures | None = None
         self._memory_kills = kills_for_memory()
 
     def run(self, options: argparse.Namespace) -> int:
-        rendezvous_handler_registry.register(BACKEND, self._meeting)
+        rendezvous_handler_registry.register(BACKEND, self._rendezvous)
         try:
             torchrun.run(options)
         except ChildFailedError as failed:
@@ -117,36 +117,36 @@ class _Launcher:
             return self._stopped(signal.Signals(stopped.sigval))
         except (RendezvousError, DistError) as error:
             raise UserError(
-                f"the launchers lost their meeting at {self._place.endpoint} "
+                f"the launchers lost their rendezvous at {self._settings.endpoint} "
                 f"({str(error).splitlines()[0]}); see what the launcher of node 0 says"
             ) from error
         finally:
-            if self._news is not None:
-                self._news.part()
+            if self._node_failures is not None:
+                self._node_failures.leave()
             _end_children()
         return 0
 
-    def _meeting(self, parameters: RendezvousParameters) -> Meeting:
-        return Meeting(self._place, parameters, self._met)
+    def _rendezvous(self, parameters: RendezvousParameters) -> LauncherRendezvous:
+        return LauncherRendezvous(self._settings, parameters, self._joined)
 
-    def _met(self, info: RendezvousInfo) -> None:
-        if info.world_size > 1 and self._news is None:
-            self._news = News(info, grace=self._grace)
-            self._news.watch(lambda: os.kill(os.getpid(), signal.SIGTERM))
+    def _joined(self, info: RendezvousInfo) -> None:
+        if info.world_size > 1 and self._node_failures is None:
+            self._node_failures = NodeFailures(info, grace=self._grace)
+            self._node_failures.watch(lambda: os.kill(os.getpid(), signal.SIGTERM))
 
     def _explain(self, failed: ChildFailedError) -> int:
         host = socket.gethostname()
-        endings = [ending_of(rank, host, failure) for rank, failure in failed.failures.items()]
-        cause = find_cause(endings)
-        if self._news is not None:
-            cause = self._news.settle(cause)
-        if not is_said(cause, endings):
+        exits = [exit_of(rank, host, failure) for rank, failure in failed.failures.items()]
+        cause = find_cause(exits)
+        if self._node_failures is not None:
+            cause = self._node_failures.exchange(cause)
+        if not is_printed(cause, exits):
             out_of_memory = kills_for_memory() > self._memory_kills and cause.host == host
             print_error(cause.sentence(out_of_memory=out_of_memory))
         return cause.exit_code
 
     def _stopped(self, number: signal.Signals) -> int:
-        if self._news is not None and (cause := self._news.ended_for) is not None:
+        if self._node_failures is not None and (cause := self._node_failures.ended_for) is not None:
             print_error(cause.sentence())
             return cause.exit_code
         return _interrupted(number)
@@ -172,8 +172,8 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         raise UserError(f"{reason}; --help lists the flags, which are torchrun's") from None
 
 
-def _find_place(options: argparse.Namespace, intervals: Intervals) -> Place:
-    """Where the nodes meet; makes torchelastic take the meeting of this project for it."""
+def _rendezvous_settings(options: argparse.Namespace, intervals: Intervals) -> RendezvousSettings:
+    """Where the nodes meet; makes torchelastic take this project's rendezvous for it."""
     with _as_bad_input(f"--nnodes {options.nnodes}: "):
         _, nodes = torchrun.parse_min_max_nnodes(options.nnodes)
     with _as_bad_input(f"--nproc-per-node {options.nproc_per_node}: "):
@@ -198,9 +198,9 @@ def _find_place(options: argparse.Namespace, intervals: Intervals) -> Place:
                 f"give 0 to {nodes - 1}"
             )
         if not endpoint.rpartition(":")[2].isdecimal():
-            raise UserError(f"the meeting point {endpoint!r} has no port; give HOST:PORT")
+            raise UserError(f"the rendezvous endpoint {endpoint!r} has no port; give HOST:PORT")
     options.standalone, options.rdzv_backend, options.rdzv_endpoint = False, BACKEND, endpoint
-    return Place(
+    return RendezvousSettings(
         backend=backend,
         endpoint=endpoint,
         nodes=nodes,

@@ -137,19 +137,19 @@ def main(argv: Sequence[str] | None = None) -> int:
 def measure(options: Options, out: str, command: Sequence[str]) -> str:
     """Measure and write; the process that leads says where. HeteroError for a link that broke."""
     folder = make_results_folder(out)
-    with tempfile.TemporaryDirectory() as meeting:
-        _run_both(options, meeting, out, command)
+    with tempfile.TemporaryDirectory() as store_folder:
+        _run_both(options, store_folder, out, command)
     failed = json.loads((folder / "links.json").read_text())["failed"]
     if failed:
         raise HeteroError(f"broke while it was measured: {', '.join(failed)}; see above")
     return ""
 
 
-def _run_both(options: Options, meeting: str, out: str, command: Sequence[str]) -> None:
+def _run_both(options: Options, store_folder: str, out: str, command: Sequence[str]) -> None:
     try:
         with children_ignore_interrupts():
             processes = torch.multiprocessing.spawn(
-                run_rank, args=(options, meeting, out, command), nprocs=2, join=False
+                run_rank, args=(options, store_folder, out, command), nprocs=2, join=False
             )
         while not processes.join():
             pass

@@ -27,7 +27,7 @@ if __name__ == "__main__":
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 from hetero.agreement import Agreement
-from hetero.errors import HeteroError, UserError, leave_word
+from hetero.errors import HeteroError, UserError, write_error_file
 from hetero.liveness.open import open_liveness
 from megatron.training.rendezvous import endpoint, environment_rank, open_store
 from tools import tool_command_line
@@ -54,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         problems.append(report.has_problem)
         if report.has_problem:  # Rank 0 prints it as the last line; a launcher adds none.
-            leave_word(report.verdict, printed=rank == 0, known_to_all=True)
+            write_error_file(report.verdict, printed=rank == 0, known_to_all=True)
         return report.verdict
 
     code = tool_command_line.run(work)

@@ -202,7 +202,7 @@ class Carrier:
         return int(self._library.carrier_loss_fd(self._handle))
 
     def async_fd(self, index: int) -> int:
-        """Readable when a rail's device has news of itself."""
+        """Readable when a rail's device has an asynchronous event."""
         return int(self._library.carrier_async_fd(self._handle, index))
 
     def next_loss(self) -> tuple[int, str] | None:

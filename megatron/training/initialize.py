@@ -29,8 +29,8 @@ from hetero.errors import (
     LinkError,
     StoreLost,
     UserError,
-    leave_word,
     print_error,
+    write_error_file,
 )
 from hetero.groups import Groups, build_groups
 from hetero.link.nics import Nics, find_nics
@@ -411,14 +411,14 @@ class Starter:
             error = LinkError(f"{error}; {cause}")
         elif not error.known_to_all and not isinstance(error, RankLost | AgreedFailure):
             self._tell_others(str(error))
-        speaks = self.rank == 0 or self.local_rank == 0 or not error.known_to_all
-        if speaks:
+        is_logger = self.rank == 0 or self.local_rank == 0 or not error.known_to_all
+        if is_logger:
             where = "" if self.world_size == 1 or error.known_to_all else f"rank {self.rank}: "
             if str(error) not in (self._spoken, f"rank {self.rank}: {self._spoken}"):
                 print_error(f"{where}{error}")
-        leave_word(
+        write_error_file(
             str(error),
-            printed=speaks,
+            printed=is_logger,
             known_to_all=error.known_to_all,
             consequence=isinstance(error, LinkError | RankLost | AgreedFailure),
         )

@@ -10,7 +10,7 @@ import traceback
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from hetero.errors import HeteroError, UserError, leave_word, print_error
+from hetero.errors import HeteroError, UserError, print_error, write_error_file
 from megatron.training.command_line import read_command_line
 from megatron.training.quiet import quiet_core
 from megatron.training.rendezvous import environment_rank
@@ -39,7 +39,7 @@ def pretrain(argv: Sequence[str] | None = None) -> int:
     if refused is not None and spoken:
         print_error(str(refused))
         if _ends_the_others():
-            leave_word(str(refused), printed=True)
+            write_error_file(str(refused), printed=True)
             return _leave(refused.exit_code)
     return _pretrain(args, refused, spoken=spoken)
 
@@ -103,12 +103,12 @@ def _explain(starter: Starter, error: Exception) -> None:
         sentence = f"a collective failed ({_reason(text)}); {cause}"
         starter.announce_failure(error)
         print_error(f"rank {rank}: {sentence}")
-        leave_word(sentence, printed=True, consequence=True)
+        write_error_file(sentence, printed=True, consequence=True)
         return
     starter.announce_failure(error)
     trace = "".join(traceback.format_exception(error)).rstrip("\n")
     print_error(f"rank {rank} failed:\n{trace}")
-    leave_word(f"{type(error).__name__}: {error}", printed=True)
+    write_error_file(f"{type(error).__name__}: {error}", printed=True)
 
 
 def _reason(text: str) -> str:

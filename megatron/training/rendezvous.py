@@ -110,7 +110,7 @@ def _await_listener(host: str, port: int, rank: int, timeout: float) -> None:
     """Wait until somebody listens there. The store's own client would fill the log meanwhile."""
     deadline, waiting, reason = time.monotonic() + timeout, Waiting(), ""
     # One rank of a node speaks for those that share its way to the others.
-    speaks = os.environ.get("LOCAL_RANK", "0") == "0"
+    is_logger = os.environ.get("LOCAL_RANK", "0") == "0"
     while True:
         try:
             with socket.create_connection((host, port), timeout=5.0):
@@ -123,6 +123,6 @@ def _await_listener(host: str, port: int, rank: int, timeout: float) -> None:
                     f"others ({reason}), for {timeout:.0f} s; see that rank 0 "
                     "was started and that this address can be reached from here"
                 ) from error
-        if speaks:
+        if is_logger:
             waiting.tell(f"rank 0 at {host}:{port} ({reason}; this is rank {rank})")
         time.sleep(0.2)

@@ -186,7 +186,7 @@ def test_node_0_names_the_nodes_that_are_missing_until_its_deadline(
 @pytest.mark.parametrize(
     ("backend", "host"), [("static", "no-such-host.invalid"), ("c10d", "127.0.0.1")]
 )
-def test_a_node_that_cannot_reach_the_meeting_says_so_itself(
+def test_a_node_that_cannot_reach_the_rendezvous_says_so_itself(
     script: str, tmp_path: Path, backend: str, host: str
 ) -> None:
     soon = tmp_path / "soon.py"

@@ -140,7 +140,7 @@ class Run:
         return "\n".join(f"host {n}: {''.join(k)[-3000:]}" for n, k in enumerate(self._outputs))
 
 
-def meeting(nodes: int, node: int, master: str) -> list[str]:
+def rendezvous_flags(nodes: int, node: int, master: str) -> list[str]:
     """A launcher's flags for one process on each node."""
     return [
         *("--nnodes", str(nodes), "--node-rank", str(node), "--nproc-per-node", "1"),
@@ -161,7 +161,7 @@ def launch(
     folder.mkdir()
     commands = [
         [
-            *("-m", launcher, *meeting(len(hosts), node, master)),
+            *("-m", launcher, *rendezvous_flags(len(hosts), node, master)),
             *("pretrain_gpt.py", *flags, *(own_flags[node] if own_flags else ())),
         ]
         for node in range(len(hosts))

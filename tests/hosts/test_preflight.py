@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from tests.hosts.network import Network
-from tests.hosts.runs import meeting
+from tests.hosts.runs import rendezvous_flags
 
 
 def test_only_what_would_keep_the_run_from_its_way_is_a_problem(
@@ -17,7 +17,7 @@ def test_only_what_would_keep_the_run_from_its_way_is_a_problem(
     processes = [
         host.start(
             [
-                *("-m", "hetero.run", *meeting(2, node, pair[0].address())),
+                *("-m", "hetero.run", *rendezvous_flags(2, node, pair[0].address())),
                 *("tools/preflight.py", "--no-bandwidth", "--brief"),
             ],
             environ={"GLOO_SOCKET_IFNAME": interface},

@@ -54,7 +54,7 @@ class Doorbell:
     """
 
     def __init__(self, store: Store, addresses: Mapping[str, str], secret: bytes) -> None:
-        self._meeting = _meeting(store, secret, listens=True, timeout=_CALL_SECONDS)
+        self._rendezvous = _rendezvous(store, secret, listens=True, timeout=_CALL_SECONDS)
         self._listeners: list[socket.socket] = []
         self._threads: list[threading.Thread] = []
         self.ports: dict[str, tuple[str, int]] = {}
@@ -107,7 +107,7 @@ class Doorbell:
     def _answer(self, connection: socket.socket) -> None:
         with connection, contextlib.suppress(OSError):
             connection.settimeout(_CALL_SECONDS)
-            show_token(connection, self._meeting)
+            show_token(connection, self._rendezvous)
             while connection.recv(1):
                 connection.sendall(_TIME.pack(time.time()))
 
@@ -131,14 +131,14 @@ def call_all(
         theirs = list(ports.items())
         for index in range(max(len(ours), len(theirs)) if ours and theirs else 0):
             tries.append((target, ours[index % len(ours)], theirs[index % len(theirs)]))
-    meeting = _meeting(store, secret, listens=False, timeout=seconds)
+    rendezvous = _rendezvous(store, secret, listens=False, timeout=seconds)
 
     def call(entry: tuple[int, tuple[str, str], tuple[str, tuple[str, int]]]) -> Call:
         target, (nic, address), (other_nic, (host, port)) = entry
         error, difference, uncertainty = "", None, 0.0
         try:
             with connect(
-                (host, port), meeting, family=family_of(host), source=(address, 0)
+                (host, port), rendezvous, family=family_of(host), source=(address, 0)
             ) as connection:
                 difference, uncertainty = _ask_time(connection)
         except (OSError, HeteroError) as failure:
@@ -163,7 +163,7 @@ def _ask_time(connection: socket.socket) -> tuple[float, float]:
     return best
 
 
-def _meeting(store: Store, secret: bytes, *, listens: bool, timeout: float) -> Rendezvous:
+def _rendezvous(store: Store, secret: bytes, *, listens: bool, timeout: float) -> Rendezvous:
     # Only the secret and the name matter to the token; the description to errors, cut off here.
     description = LinkDescription(rank=0, peer=1, job="preflight", timeout=timeout)
     return Rendezvous(store, description, "preflight", listens, secret, timeout)

@@ -113,8 +113,8 @@ class SaveLock:
         self._path, self._owner, self._descriptor = path, owner, descriptor
         self._guard = threading.Lock()
         self._over = threading.Event()
-        self._pulse = threading.Thread(target=self._beat, name="save lock", daemon=True)
-        self._pulse.start()
+        self._heartbeat = threading.Thread(target=self._beat, name="save lock", daemon=True)
+        self._heartbeat.start()
 
     @classmethod
     def take(cls, save: Path, *, say: Say) -> SaveLock:

@@ -15,7 +15,7 @@ _ALONE = frozenset({signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL
 
 
 @dataclass(frozen=True)
-class Ending:
+class ProcessExit:
     """How one process ended, as its launcher saw it."""
 
     rank: int
@@ -54,13 +54,13 @@ class Ending:
         return f"{who} was ended by {name}; what it printed is above"
 
 
-def ending_of(rank: int, host: str, failure: Any) -> Ending:
+def exit_of(rank: int, host: str, failure: Any) -> ProcessExit:
     """From a ProcessFailure of torchelastic's, with or without an error file."""
     message = failure.message if Path(failure.error_file).is_file() else ""
     extra: Mapping[str, Any] = {}
     if isinstance(message, Mapping):
         extra, message = message.get("extraInfo", {}), message.get("message", "")
-    return Ending(
+    return ProcessExit(
         rank=rank,
         host=host,
         code=failure.exitcode,
@@ -72,29 +72,29 @@ def ending_of(rank: int, host: str, failure: Any) -> Ending:
     )
 
 
-def find_cause(endings: Iterable[Ending]) -> Ending:
+def find_cause(exits: Iterable[ProcessExit]) -> ProcessExit:
     """The end that the others follow from. There must be one at least."""
-    endings = list(endings)
-    first = min(ending.time for ending in endings)
-    early = [ending for ending in endings if ending.time <= first + _ORDERED_SECONDS]
-    return min(early, key=lambda ending: (_rank_as_cause(ending), ending.time, ending.rank))
+    exits = list(exits)
+    first = min(process.time for process in exits)
+    early = [process for process in exits if process.time <= first + _ORDERED_SECONDS]
+    return min(early, key=lambda process: (_rank_as_cause(process), process.time, process.rank))
 
 
-def _rank_as_cause(ending: Ending) -> int:
-    if -ending.code in _ALONE:
+def _rank_as_cause(process: ProcessExit) -> int:
+    if -process.code in _ALONE:
         return 0
-    if not ending.is_cause:
+    if not process.is_cause:
         return 3
-    return 1 if ending.text else 2
+    return 1 if process.text else 2
 
 
-def is_said(cause: Ending, endings: Sequence[Ending]) -> bool:
+def is_printed(cause: ProcessExit, exits: Sequence[ProcessExit]) -> bool:
     """Whether the last thing on this node's screen is already what the cause says.
 
     So it is if one of its processes has printed it, and none anything else at its end.
     """
-    printed = {ending.text for ending in endings if ending.printed}
-    accounted = all(ending.text or -ending.code in _FROM_OUTSIDE for ending in endings)
+    printed = {process.text for process in exits if process.printed}
+    accounted = all(process.text or -process.code in _FROM_OUTSIDE for process in exits)
     return accounted and printed == {cause.text}
 
 

@@ -8,22 +8,24 @@ from pathlib import Path
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from hetero.errors import leave_word
-from hetero.launch.endings import Ending, ending_of, find_cause, is_said
+from hetero.errors import write_error_file
+from hetero.launch.exits import ProcessExit, exit_of, find_cause, is_printed
 from hetero.launch.memory import kills_for_memory
 
-KILLED = Ending(rank=1, host="b", code=-9, time=101)
-CONSEQUENCE = Ending(
+KILLED = ProcessExit(rank=1, host="b", code=-9, time=101)
+CONSEQUENCE = ProcessExit(
     rank=0, host="a", code=1, time=100, text="closed", printed=True, consequence=True
 )
-OWN = Ending(rank=2, host="a", code=1, time=101, text="ValueError: x", printed=True)
-SHARED = Ending(rank=3, host="a", code=2, time=100, text="bad", printed=True, known_to_all=True)
-TERMINATED = Ending(rank=4, host="a", code=-15, time=100)
-SILENT = Ending(rank=5, host="a", code=3, time=100)
+OWN = ProcessExit(rank=2, host="a", code=1, time=101, text="ValueError: x", printed=True)
+SHARED = ProcessExit(
+    rank=3, host="a", code=2, time=100, text="bad", printed=True, known_to_all=True
+)
+TERMINATED = ProcessExit(rank=4, host="a", code=-15, time=100)
+SILENT = ProcessExit(rank=5, host="a", code=3, time=100)
 
 
 @pytest.mark.parametrize(
-    ("endings", "cause"),
+    ("exits", "cause"),
     [
         ([CONSEQUENCE, KILLED, TERMINATED], KILLED),
         ([CONSEQUENCE, OWN], OWN),
@@ -33,19 +35,19 @@ SILENT = Ending(rank=5, host="a", code=3, time=100)
         ([SHARED, TERMINATED], SHARED),
     ],
 )
-def test_the_cause_is_who_ended_of_itself(endings: list[Ending], cause: Ending) -> None:
-    assert find_cause(endings) is cause
-    assert find_cause(endings[::-1]) is cause
+def test_the_cause_is_who_ended_of_itself(exits: list[ProcessExit], cause: ProcessExit) -> None:
+    assert find_cause(exits) is cause
+    assert find_cause(exits[::-1]) is cause
 
 
 def test_who_is_killed_long_after_an_end_is_not_its_cause() -> None:
     """As a launcher kills what does not end when it is asked to."""
-    late = Ending(rank=1, host="a", code=-9, time=130)
+    late = ProcessExit(rank=1, host="a", code=-9, time=130)
     assert find_cause([SHARED, late]) is SHARED
 
 
 @pytest.mark.parametrize(
-    ("ending", "words", "code"),
+    ("exited", "words", "code"),
     [
         (KILLED, "rank 1 on b was killed by SIGKILL; did memory run out?", 137),
         (OWN, "rank 2 on a: ValueError: x", 1),
@@ -54,9 +56,9 @@ def test_who_is_killed_long_after_an_end_is_not_its_cause() -> None:
         (TERMINATED, "rank 4 on a was ended by SIGTERM; what it printed is above", 143),
     ],
 )
-def test_the_sentence_names_rank_and_host(ending: Ending, words: str, code: int) -> None:
-    assert ending.sentence() == words
-    assert ending.exit_code == code
+def test_the_sentence_names_rank_and_host(exited: ProcessExit, words: str, code: int) -> None:
+    assert exited.sentence() == words
+    assert exited.exit_code == code
 
 
 def test_a_want_of_memory_is_said_where_the_kernel_says_it(tmp_path: Path) -> None:
@@ -67,27 +69,27 @@ def test_a_want_of_memory_is_said_where_the_kernel_says_it(tmp_path: Path) -> No
 
 
 def test_what_stands_last_on_the_screen_is_not_said_again() -> None:
-    assert is_said(SHARED, [SHARED, TERMINATED])
-    assert is_said(OWN, [OWN, TERMINATED])
-    assert not is_said(OWN, [OWN, CONSEQUENCE])
-    assert not is_said(KILLED, [KILLED])
-    assert not is_said(OWN, [OWN, SILENT])
+    assert is_printed(SHARED, [SHARED, TERMINATED])
+    assert is_printed(OWN, [OWN, TERMINATED])
+    assert not is_printed(OWN, [OWN, CONSEQUENCE])
+    assert not is_printed(KILLED, [KILLED])
+    assert not is_printed(OWN, [OWN, SILENT])
 
 
 def test_a_process_leaves_word_in_the_error_file_that_it_is_given(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = tmp_path / "error.json"
-    leave_word("nobody asked", printed=True)
+    write_error_file("nobody asked", printed=True)
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
-    leave_word("out of luck", printed=True, consequence=True)
+    write_error_file("out of luck", printed=True, consequence=True)
     failure = ProcessFailure(local_rank=0, pid=1, exitcode=1, error_file=str(file))
-    ending = ending_of(7, "a", failure)
-    assert (ending.text, ending.printed, ending.consequence) == ("out of luck", True, True)
-    assert not ending.known_to_all
-    assert ending.time == int(json.loads(file.read_text())["message"]["extraInfo"]["timestamp"])
+    exited = exit_of(7, "a", failure)
+    assert (exited.text, exited.printed, exited.consequence) == ("out of luck", True, True)
+    assert not exited.known_to_all
+    assert exited.time == int(json.loads(file.read_text())["message"]["extraInfo"]["timestamp"])
 
 
 def test_a_process_without_a_word_has_none(tmp_path: Path) -> None:
     failure = ProcessFailure(local_rank=0, pid=1, exitcode=3, error_file=str(tmp_path / "none"))
-    assert ending_of(0, "a", failure).text == ""
+    assert exit_of(0, "a", failure).text == ""

@@ -12,7 +12,7 @@ from dataclasses import asdict
 from torch.distributed import PrefixStore
 from torch.distributed.elastic.rendezvous import RendezvousInfo
 
-from hetero.launch.endings import Ending
+from hetero.launch.exits import ProcessExit
 
 _PAUSE = 0.2
 _PATIENCE = 15.0
@@ -21,7 +21,7 @@ GRACE = 15.0
 """Seconds for processes to end of themselves after those of another node."""
 
 
-class News:
+class NodeFailures:
     """One launcher's side, over the store of its rendezvous.
 
     Everything here is an extra for a person who reads: whatever fails, fails silently.
@@ -29,16 +29,16 @@ class News:
 
     def __init__(self, info: RendezvousInfo, *, grace: float) -> None:
         # A connection of its own: torchelastic may wait for minutes on the other.
-        self._store = PrefixStore("hetero/news", info.store).clone()  # type: ignore[attr-defined]
+        self._store = PrefixStore("hetero/node failures", info.store).clone()  # type: ignore[attr-defined]
         self._node, self._nodes = info.rank, info.world_size
         self._grace = grace
         self._over = threading.Event()
-        self.ended_for: Ending | None = None
+        self.ended_for: ProcessExit | None = None
         """The other node's process for whose end this node's were ended."""
 
     def watch(self, end: Callable[[], None]) -> None:
         """Call `end` if a process of another node is the cause of an end, and ours go on."""
-        threading.Thread(target=self._watch, args=(end,), name="news", daemon=True).start()
+        threading.Thread(target=self._watch, args=(end,), name="node failures", daemon=True).start()
 
     def _watch(self, end: Callable[[], None]) -> None:
         while not self._over.wait(_PAUSE):
@@ -48,18 +48,18 @@ class News:
                 end()
                 return
 
-    def settle(self, own: Ending) -> Ending:
+    def exchange(self, own: ProcessExit) -> ProcessExit:
         """Tell the others; return the cause, which may lie with them."""
         self._over.set()
         with suppress(Exception):
-            self._store.set(f"ending/{self._node}", json.dumps(asdict(own)))
+            self._store.set(f"exit/{self._node}", json.dumps(asdict(own)))
         cause, deadline = own, time.monotonic() + _PATIENCE
         while not cause.is_cause and time.monotonic() < deadline:
             time.sleep(_PAUSE)
             cause = self._cause_elsewhere() or own
         return cause
 
-    def part(self) -> None:
+    def leave(self) -> None:
         """Node 0's launcher hosts the store: it stays until the others have read, for a while."""
         self._over.set()
         with suppress(Exception):
@@ -70,12 +70,12 @@ class News:
                 others = [key for key in others if not self._store.check([key])]
                 time.sleep(_PAUSE if others else 0)
 
-    def _cause_elsewhere(self) -> Ending | None:
+    def _cause_elsewhere(self) -> ProcessExit | None:
         with suppress(Exception):
             for node in range(self._nodes):
-                key = f"ending/{node}"
+                key = f"exit/{node}"
                 if node != self._node and self._store.check([key]):
-                    ending = Ending(**json.loads(self._store.get(key)))
-                    if ending.is_cause:
-                        return ending
+                    process = ProcessExit(**json.loads(self._store.get(key)))
+                    if process.is_cause:
+                        return process
         return None

@@ -1,7 +1,7 @@
 """Where the launchers of a job's nodes meet: torchelastic's rendezvous, and who is missing there.
 
-`Meeting` stands around the rendezvous that the user asked for, registered with torchelastic under a
-name of its own. It says whom it waits for, and ends with a sentence.
+`LauncherRendezvous` stands around the rendezvous that the user asked for, registered with
+torchelastic under a name of its own. It says whom it waits for, and ends with a sentence.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ _PAUSE = 0.1
 
 
 @dataclass(frozen=True)
-class Place:
-    """The meeting that the command line describes."""
+class RendezvousSettings:
+    """The rendezvous that the command line describes."""
 
     backend: str
     """torchelastic's name of the rendezvous: static, c10d, ..."""
@@ -53,32 +53,32 @@ class Place:
         return host.strip("[]"), int(port)
 
 
-class Meeting(RendezvousHandler):
+class LauncherRendezvous(RendezvousHandler):
     """The rendezvous of one launcher."""
 
     def __init__(
         self,
-        place: Place,
+        settings: RendezvousSettings,
         parameters: RendezvousParameters,
-        met: Callable[[RendezvousInfo], None],
+        joined: Callable[[RendezvousInfo], None],
     ) -> None:
-        self._place = place
+        self._settings = settings
         self._parameters = RendezvousParameters(
-            place.backend,
+            settings.backend,
             parameters.endpoint,
             parameters.run_id,
             parameters.min_nodes,
             parameters.max_nodes,
             parameters.local_addr,
             **parameters.config,
-            **({"rank": place.node_rank} if place.backend == "static" else {}),
+            **({"rank": settings.node_rank} if settings.backend == "static" else {}),
         )
         self._inner: RendezvousHandler | None = None
         self._own: TCPStore | None = None
-        self._met = met
+        self._joined = joined
 
     def next_rendezvous(self) -> RendezvousInfo:
-        if self._place.backend == "static" and self._place.nodes > 1 and self._own is None:
+        if self._settings.backend == "static" and self._settings.nodes > 1 and self._own is None:
             self._own = self._reach()
             self._gather(PrefixStore("hetero/nodes", self._own))
         rendezvous = self._rendezvous()
@@ -88,31 +88,32 @@ class Meeting(RendezvousHandler):
             except RendezvousTimeoutError as error:
                 raise UserError(
                     f"fewer than {self._parameters.min_nodes} nodes came to "
-                    f"{self._place.endpoint} in time; see that each was started, and can reach it"
+                    f"{self._settings.endpoint} in time; see that each was started, and can "
+                    "reach it"
                 ) from error
-        self._met(info)
+        self._joined(info)
         return info
 
     def _rendezvous(self) -> RendezvousHandler:
         """The handler inside, made when it is first needed: c10d's connects at once."""
         if self._inner is None:
-            if self._place.backend == "c10d" and not self._hosts():
+            if self._settings.backend == "c10d" and not self._hosts():
                 self._await_listener()
             try:
                 self._inner = rendezvous_handler_registry.create_handler(self._parameters)
             except RendezvousConnectionError as error:
                 raise self._unreachable("it does not answer") from error
             except ValueError as error:
-                raise UserError(f"--rdzv-backend {self._place.backend}: {error}") from error
+                raise UserError(f"--rdzv-backend {self._settings.backend}: {error}") from error
         return self._inner
 
     def _hosts(self) -> bool:
-        """Whether c10d's meeting is on this host, where one may listen at its address."""
+        """Whether c10d's rendezvous is on this host, where one may listen at its address."""
         if (told := self._parameters.get_as_bool("is_host")) is not None:
             return told
         if self._parameters.get("store_type", "tcp") != "tcp":
             return True
-        host, _ = self._place.address
+        host, _ = self._settings.address
         with suppress(OSError):
             for family, kind, _, _, address in socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM):
                 with suppress(OSError), socket.socket(family, kind) as probe:
@@ -122,8 +123,8 @@ class Meeting(RendezvousHandler):
 
     def _reach(self) -> TCPStore:
         """The store of node 0, hosted by itself and shared with the rendezvous inside."""
-        place, hosts = self._place, self._place.node_rank == 0
-        host, port = place.address
+        settings, hosts = self._settings, self._settings.node_rank == 0
+        host, port = settings.address
         if not hosts:
             self._await_listener()
         try:
@@ -132,24 +133,27 @@ class Meeting(RendezvousHandler):
                 port,
                 None,
                 hosts,
-                timedelta(seconds=place.timeout),
+                timedelta(seconds=settings.timeout),
                 wait_for_workers=False,
                 multi_tenant=True,
             )
         except (DistError, ValueError, RuntimeError) as error:
             if hosts:
                 raise UserError(
-                    f"node 0 cannot listen at {place.endpoint}; choose another --master-port, and "
-                    "see that --master-addr is an address of this host"
+                    f"node 0 cannot listen at {settings.endpoint}; choose another --master-port, "
+                    "and see that --master-addr is an address of this host"
                 ) from error
             raise self._unreachable("it does not answer") from error
 
     def _await_listener(self) -> None:
-        waiting, deadline = Waiting(self._place.intervals), time.monotonic() + self._place.timeout
+        waiting, deadline = (
+            Waiting(self._settings.intervals),
+            time.monotonic() + self._settings.timeout,
+        )
         reason = ""
         while True:
             try:
-                with socket.create_connection(self._place.address, timeout=5.0):
+                with socket.create_connection(self._settings.address, timeout=5.0):
                     return
             except OSError as error:
                 reason = error.strerror or str(error)
@@ -159,52 +163,59 @@ class Meeting(RendezvousHandler):
             time.sleep(_PAUSE)
 
     def _unreachable(self, reason: str) -> UserError:
-        place = self._place
+        settings = self._settings
         flags = (
-            "--master-addr and --master-port" if place.backend == "static" else "--rdzv-endpoint"
+            "--master-addr and --master-port" if settings.backend == "static" else "--rdzv-endpoint"
         )
         return UserError(
             f"{socket.gethostname()} could not reach {self._host_of_all()} within "
-            f"{place.timeout:g} s ({reason}); see that it was started, and that {flags} lead to it"
+            f"{settings.timeout:g} s ({reason}); see that it was started, and that {flags} lead "
+            "to it"
         )
 
     def _host_of_all(self) -> str:
-        who = "node 0" if self._place.backend == "static" else "the node that is to host the others"
-        return f"{who} at {self._place.endpoint}"
+        who = (
+            "node 0"
+            if self._settings.backend == "static"
+            else "the node that is to host the others"
+        )
+        return f"{who} at {self._settings.endpoint}"
 
     def _gather(self, store: PrefixStore) -> None:
         """Wait for every node; node 0 says which are missing."""
-        place = self._place
-        mine = {"host": socket.gethostname(), "processes": place.processes}
-        store.set(str(place.node_rank), json.dumps(mine))
-        waiting, deadline = Waiting(place.intervals), time.monotonic() + place.timeout
-        while missing := [node for node in range(place.nodes) if not store.check([str(node)])]:
-            if place.node_rank == 0:
-                waiting.tell(f"{self._named(store, missing)} at {place.endpoint}")
+        settings = self._settings
+        mine = {"host": socket.gethostname(), "processes": settings.processes}
+        store.set(str(settings.node_rank), json.dumps(mine))
+        waiting, deadline = Waiting(settings.intervals), time.monotonic() + settings.timeout
+        while missing := [node for node in range(settings.nodes) if not store.check([str(node)])]:
+            if settings.node_rank == 0:
+                waiting.tell(f"{self._named(store, missing)} at {settings.endpoint}")
             if time.monotonic() > deadline:
                 raise UserError(
-                    f"{self._named(store, missing)} did not come to {place.endpoint} within "
-                    f"{place.timeout:g} s; see that every node was started and can reach it"
+                    f"{self._named(store, missing)} did not come to {settings.endpoint} within "
+                    f"{settings.timeout:g} s; see that every node was started and can reach it"
                 )
             time.sleep(_PAUSE)
 
     def _named(self, store: PrefixStore, missing: list[int]) -> str:
         """Nodes, with their first rank where all before have said how many they bring."""
         before = [json.loads(store.get(str(node)))["processes"] for node in range(min(missing))]
-        return f"{spans(missing, 'node')} of {self._place.nodes} (from rank {sum(before)} on)"
+        return f"{spans(missing, 'node')} of {self._settings.nodes} (from rank {sum(before)} on)"
 
     @contextmanager
     def _speaking(self) -> Iterator[None]:
         """Say from a thread that a rendezvous inside goes on, which names nobody."""
-        place, over = self._place, threading.Event()
-        waiting = Waiting(place.intervals)
+        settings, over = self._settings, threading.Event()
+        waiting = Waiting(settings.intervals)
 
         def speak() -> None:
             while not over.wait(_PAUSE):
-                waiting.tell(lambda: f"the other nodes ({place.nodes} in all) at {place.endpoint}")
+                waiting.tell(
+                    lambda: f"the other nodes ({settings.nodes} in all) at {settings.endpoint}"
+                )
 
         thread = threading.Thread(target=speak, name="waiting", daemon=True)
-        if place.nodes > 1:
+        if settings.nodes > 1:
             thread.start()
         try:
             yield
