@@ -89,11 +89,14 @@ class Link(ABC):
         self._broken: LinkError | None = None
 
     @abstractmethod
-    def send(self, tensor: torch.Tensor) -> Work:
-        """Send a tensor of any shape, dtype and strides. Its memory must not change until done."""
+    def send(self, tensor: torch.Tensor, *, tag: int = 0) -> Work:
+        """Send a tensor of any shape, dtype and strides. Its memory must not change until done.
+
+        The receiver has to name the same `tag`, a number of 32 bits, or both ends fail.
+        """
 
     @abstractmethod
-    def recv(self, tensor: torch.Tensor) -> Work:
+    def recv(self, tensor: torch.Tensor, *, tag: int = 0) -> Work:
         """Receive the next message into a contiguous tensor of the sender's shape and dtype."""
 
     @abstractmethod

@@ -8,14 +8,16 @@ from dataclasses import dataclass
 
 import torch
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 MAX_DIMENSIONS = 8
 _MAGIC = b"HTRO"
-_FORMAT = struct.Struct(f"<4sHHQQQHH{MAX_DIMENSIONS}Q")
+_FORMAT = struct.Struct(f"<4sHHQQQHH{MAX_DIMENSIONS}QI")
 
 HEADER_BYTES = _FORMAT.size
 _SEQUENCE = struct.Struct("<Q")
 _SEQUENCE_OFFSET = struct.calcsize("<4sHHQ")
+_TAG = struct.Struct("<I")
+_TAG_OFFSET = HEADER_BYTES - _TAG.size
 _KINDS_KEPT = 64
 
 # The numbers are part of the protocol: append, never reorder.
@@ -45,17 +47,18 @@ def job_token(job: str) -> int:
 
 @dataclass(frozen=True)
 class Header:
-    """Sequence number, dtype, shape and size of one message of one direction of a link."""
+    """Sequence number, dtype, shape, size and tag of one message of one direction of a link."""
 
     job: int
     sequence: int
     dtype: torch.dtype
     shape: tuple[int, ...]
     nbytes: int
+    tag: int = 0
     version: int = PROTOCOL_VERSION
 
     @classmethod
-    def of(cls, tensor: torch.Tensor, *, job: int, sequence: int) -> Header:
+    def of(cls, tensor: torch.Tensor, *, job: int, sequence: int, tag: int = 0) -> Header:
         if tensor.dtype not in _CODES:
             raise TypeError(f"a link cannot carry {tensor.dtype}")
         if tensor.dim() > MAX_DIMENSIONS:
@@ -66,6 +69,7 @@ class Header:
             dtype=tensor.dtype,
             shape=tuple(tensor.shape),
             nbytes=tensor.numel() * tensor.element_size(),
+            tag=tag,
         )
 
     def pack(self) -> bytes:
@@ -80,6 +84,7 @@ class Header:
             len(self.shape),
             0,
             *padded,
+            self.tag,
         )
 
     @classmethod
@@ -87,7 +92,7 @@ class Header:
         """Raises ValueError for bytes that are no header of this protocol."""
         if len(data) != HEADER_BYTES:
             raise ValueError("the header is cut short or too long")
-        magic, version, code, job, sequence, nbytes, dims, _, *shape = _FORMAT.unpack(data)
+        magic, version, code, job, sequence, nbytes, dims, _, *shape, tag = _FORMAT.unpack(data)
         if magic != _MAGIC:
             raise ValueError("the header is corrupted (wrong magic)")
         if version != PROTOCOL_VERSION:
@@ -100,12 +105,13 @@ class Header:
             dtype=_DTYPES[code],
             shape=tuple(shape[:dims]),
             nbytes=nbytes,
+            tag=tag,
             version=version,
         )
 
     def difference(self, other: Header) -> str | None:
         """What differs from the header that was expected, in words; None when nothing does."""
-        for name in ("job", "sequence", "dtype", "shape", "nbytes"):
+        for name in ("job", "sequence", "tag", "dtype", "shape", "nbytes"):
             got, expected = getattr(self, name), getattr(other, name)
             if got != expected:
                 return f"{name} {got} instead of {expected}"
@@ -119,7 +125,7 @@ class HeaderWriter:
         self._job = job
         self._packed: dict[tuple[torch.dtype, torch.Size], bytearray] = {}
 
-    def pack(self, tensor: torch.Tensor, *, sequence: int) -> bytes:
+    def pack(self, tensor: torch.Tensor, *, sequence: int, tag: int = 0) -> bytes:
         """The same bytes as `Header.of(...).pack()`."""
         kind = (tensor.dtype, tensor.shape)
         packed = self._packed.get(kind)
@@ -129,4 +135,5 @@ class HeaderWriter:
             packed = bytearray(Header.of(tensor, job=self._job, sequence=0).pack())
             self._packed[kind] = packed
         _SEQUENCE.pack_into(packed, _SEQUENCE_OFFSET, sequence)
+        _TAG.pack_into(packed, _TAG_OFFSET, tag)
         return bytes(packed)

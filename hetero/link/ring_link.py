@@ -94,7 +94,7 @@ class RingLink(FailingLink):
         )
         self._thread.start()
 
-    def send(self, tensor: torch.Tensor) -> Work:
+    def send(self, tensor: torch.Tensor, *, tag: int = 0) -> Work:
         self.check()
         self._require_here(tensor)
         source = sendable(tensor)
@@ -105,7 +105,7 @@ class RingLink(FailingLink):
         ready = None if self._out.is_small(source.nbytes) else self._device.record_event()
         with self._lock:
             self._require_open()
-            transfer = self._transfer(source, stream, ready=ready, is_receive=False)
+            transfer = self._transfer(source, stream, ready=ready, tag=tag, is_receive=False)
             self._count_sent(source)
             self._out.waiting.append(transfer)
             self._enqueue(sender=stream)
@@ -116,14 +116,16 @@ class RingLink(FailingLink):
             self._wanted.set()
         return transfer
 
-    def recv(self, tensor: torch.Tensor) -> Work:
+    def recv(self, tensor: torch.Tensor, *, tag: int = 0) -> Work:
         self.check()
         self._require_here(tensor)
         require_contiguous(tensor)
         stream, ready = self._device.current_stream(), self._device.record_event()
         with self._lock:
             self._require_open()
-            transfer = self._transfer(tensor.detach(), stream, ready=ready, is_receive=True)
+            transfer = self._transfer(
+                tensor.detach(), stream, ready=ready, tag=tag, is_receive=True
+            )
             self._count_received(tensor)
             if self._in.is_small(transfer.nbytes):
                 # Left to the caller's `wait`, which may put it into the caller's stream.
@@ -221,6 +223,7 @@ class RingLink(FailingLink):
         stream: CurrentStream,
         *,
         ready: Event | None,
+        tag: int,
         is_receive: bool,
     ) -> RingTransfer:
         flow = self._in if is_receive else self._out
@@ -234,7 +237,7 @@ class RingLink(FailingLink):
             is_receive=is_receive,
             deadline=time.monotonic() + self.description.timeout,
             sequence=sequence,
-            header=self._headers.pack(tensor, sequence=sequence),
+            header=self._headers.pack(tensor, sequence=sequence, tag=tag),
             nbytes=tensor.nbytes,
             address=tensor.data_ptr(),
         )

@@ -6,8 +6,8 @@ come. GPU tensors are staged through pinned host memory on a side stream.
 
 `nccl` is the vendor library's own p2p. It serves stages of one vendor, and is the baseline on one
 machine whose vendors are simulated. The library matches transfers by order alone, so a link uses
-one communicator for each direction and nothing else runs on them. Messages carry no header: reading
-one would make the host wait for the GPU, and both ends inside one vendor are the same program.
+one communicator for each direction and nothing else runs on them. Messages carry no header and so
+no tag: reading one would make the host wait for the GPU, and both ends are the same program.
 """
 
 from __future__ import annotations
@@ -47,6 +47,7 @@ class _Transfer(Work):
     tensor: torch.Tensor
     is_receive: bool
     host: torch.Tensor
+    tag: int
     ready: torch.cuda.Event | None = None
     """Sending: the copy to the host. Receiving: the caller's stream when it asked."""
     completion: torch.cuda.Event | None = None
@@ -109,10 +110,10 @@ class GlooLink(Link):
         for thread in self._threads:
             thread.start()
 
-    def send(self, tensor: torch.Tensor) -> Work:
+    def send(self, tensor: torch.Tensor, *, tag: int = 0) -> Work:
         self._require_open()
         source = sendable(tensor)
-        transfer = _Transfer(self, source, is_receive=False, host=source)
+        transfer = _Transfer(self, source, is_receive=False, host=source, tag=tag)
         if source.is_cuda:
             transfer.host, transfer.ready = self._copy_to_host(source)
         self._count_sent(source)
@@ -120,11 +121,11 @@ class GlooLink(Link):
         self._outgoing.put(transfer)
         return transfer
 
-    def recv(self, tensor: torch.Tensor) -> Work:
+    def recv(self, tensor: torch.Tensor, *, tag: int = 0) -> Work:
         self._require_open()
         require_contiguous(tensor)
         target = tensor.detach()
-        transfer = _Transfer(self, target, is_receive=True, host=target)
+        transfer = _Transfer(self, target, is_receive=True, host=target, tag=tag)
         if target.is_cuda:
             transfer.host = torch.empty(target.shape, dtype=target.dtype, pin_memory=True)
             transfer.ready = torch.cuda.Event()
@@ -201,7 +202,7 @@ class GlooLink(Link):
         )
 
     def _transmit(self, transfer: _Transfer, sequence: int) -> None:
-        header = Header.of(transfer.host, job=self._job, sequence=sequence)
+        header = Header.of(transfer.host, job=self._job, sequence=sequence, tag=transfer.tag)
         if transfer.ready is not None:
             transfer.ready.synchronize()
         peer = self.description.peer
@@ -214,7 +215,7 @@ class GlooLink(Link):
         peer = self.description.peer
         words = torch.empty(HEADER_BYTES, dtype=torch.uint8)
         self._finish(dist.irecv(words, peer, tag=self._recv_tag))
-        expected = Header.of(transfer.host, job=self._job, sequence=sequence)
+        expected = Header.of(transfer.host, job=self._job, sequence=sequence, tag=transfer.tag)
         try:
             difference = Header.unpack(bytes(words.tolist())).difference(expected)
         except ValueError as error:
@@ -289,7 +290,7 @@ class VendorLink(Link):
         self._in_flight: deque[_VendorWork] = deque()
         self._warm_up()
 
-    def send(self, tensor: torch.Tensor) -> Work:
+    def send(self, tensor: torch.Tensor, *, tag: int = 0) -> Work:
         self._require_open()
         source = sendable(tensor)
         while self._in_flight and self._in_flight[0].is_completed():
@@ -300,7 +301,7 @@ class VendorLink(Link):
         self._count_sent(source)
         return transfer
 
-    def recv(self, tensor: torch.Tensor) -> Work:
+    def recv(self, tensor: torch.Tensor, *, tag: int = 0) -> Work:
         self._require_open()
         require_contiguous(tensor)
         target = tensor.detach()

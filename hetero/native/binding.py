@@ -38,10 +38,10 @@ TEXT_BYTES = 256
 """RAIL_TEXT_BYTES of rail.h."""
 GID_BYTES = 16
 RING_ENTRIES = 256
-RING_HEADER_BYTES = 100
+RING_HEADER_BYTES = 104
 RING_FAULT_BYTES = 1024
 _REMEDY = "install this project again (pip install -e .)"
-_VERSION = 2
+_VERSION = 3
 
 
 class RingWord(Structure):
@@ -55,7 +55,6 @@ class RingRecord(Structure):
 
     _fields_ = (
         ("header", c_uint8 * RING_HEADER_BYTES),
-        ("unused", c_uint32),
         ("offset", c_uint64),
         ("nbytes", c_uint64),
         ("slot", c_uint64),

@@ -12,7 +12,7 @@
 #include <stdbool.h>
 #include <stdint.h>
 
-#define NATIVE_VERSION 2
+#define NATIVE_VERSION 3
 
 uint32_t native_version(void);
 

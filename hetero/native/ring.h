@@ -8,7 +8,7 @@
 
 #define RING_ENTRIES 256
 /* Of a message's header (header.py). */
-#define RING_HEADER_BYTES 100
+#define RING_HEADER_BYTES 104
 #define RING_FAULT_BYTES 1024
 /* Every chunk begins at a multiple of it. */
 #define RING_ALIGNMENT 512
@@ -23,7 +23,6 @@ struct ring_word {
 /* An entry: which of a message's bytes lie where in the ring. */
 struct ring_record {
     uint8_t header[RING_HEADER_BYTES];
-    uint32_t unused;
     uint64_t offset;
     uint64_t nbytes;
     uint64_t slot;

@@ -49,12 +49,13 @@ def _names_the_link(text: str, *, rank: int) -> bool:
 
 
 def differing(side: Side) -> tuple[str, float]:
-    shape, dtype = side.options["sides"][side.rank]
+    shape, dtype, *tags = side.options["sides"][side.rank]
     tensor = torch.ones(shape, dtype=dtype, device=side.device)
+    tag = tags[0] if tags else 0
     side.meet("ready")
     if side.rank == 0:
-        return _fails(side.link.send(tensor).wait)
-    return _fails(lambda: side.link.recv(tensor).wait())
+        return _fails(side.link.send(tensor, tag=tag).wait)
+    return _fails(lambda: side.link.recv(tensor, tag=tag).wait())
 
 
 FLOATS = ((4, 3), torch.float32)
@@ -65,6 +66,7 @@ DIFFERENCES = {
     "dimensions": (FLOATS, ((12,), torch.float32), "(4, 3) instead of (12,)"),
     "larger": (FLOATS, ((2, 3), torch.float32), "(4, 3) instead of (2, 3)"),
     "smaller": (FLOATS, ((8, 3), torch.float32), "(4, 3) instead of (8, 3)"),
+    "tag": ((*FLOATS, 2**32 - 1), (*FLOATS, 7), "tag 4294967295 instead of 7"),
 }
 
 

@@ -27,6 +27,7 @@ headers = st.builds(
     dtype=st.sampled_from(_DTYPES),
     shape=st.lists(U64, max_size=MAX_DIMENSIONS).map(tuple),
     nbytes=U64,
+    tag=st.integers(0, 2**32 - 1),
 )
 A_HEADER = Header(job=7, sequence=3, dtype=torch.bfloat16, shape=(4, 2), nbytes=16)
 
@@ -52,6 +53,7 @@ def test_a_difference_is_found_exactly_where_there_is_one(one: Header, other: He
         ("dtype", torch.float16, "dtype torch.float16 instead of torch.bfloat16"),
         ("shape", (2, 4), "shape (2, 4) instead of (4, 2)"),
         ("nbytes", 32, "nbytes 32 instead of 16"),
+        ("tag", 5, "tag 5 instead of 0"),
     ],
 )
 def test_a_difference_names_the_field_and_both_values(field: str, value: Any, words: str) -> None:
@@ -112,7 +114,7 @@ def test_a_header_describes_a_tensor(dtype: torch.dtype) -> None:
 
 def test_the_codes_of_dtypes_never_change() -> None:
     """Both ends of a boundary may run different builds of one protocol version."""
-    assert PROTOCOL_VERSION == 3
+    assert PROTOCOL_VERSION == 4
     assert _DTYPES[:5] == (
         torch.float32,
         torch.bfloat16,
@@ -120,7 +122,7 @@ def test_the_codes_of_dtypes_never_change() -> None:
         torch.float64,
         torch.int64,
     )
-    assert A_HEADER.pack()[:8] == b"HTRO\x03\x00\x01\x00"
+    assert A_HEADER.pack()[:8] == b"HTRO\x04\x00\x01\x00"
 
 
 def test_what_a_link_cannot_carry_is_refused_by_name() -> None:
