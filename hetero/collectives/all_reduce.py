@@ -13,6 +13,9 @@ from hetero.collectives.vendor_library import Inside
 DIRECT_BYTES = 64 << 10
 """Up to here every rank takes the other vendors' whole partial result: fewest steps."""
 CHUNK_BYTES = 4 << 20
+"""On a CPU, where a chunk that was just received is still in the cache when it is added up."""
+_GPU_CHUNK_BYTES, _GPU_CHUNKS = (32 << 20, 128 << 20), 4
+"""The least and the most on a GPU, which takes a few MiB faster than Python asks it to."""
 
 
 def all_reduce(exchange: Exchange, flat: torch.Tensor, reduction: Reduction) -> None:
@@ -62,7 +65,7 @@ def _directly(exchange: Exchange, flat: torch.Tensor, reduction: Reduction) -> N
 def _in_shards(exchange: Exchange, flat: torch.Tensor, reduction: Reduction) -> None:
     """Chunk by chunk: reduce-scatter inside, exchange between, all-gather inside, overlapped."""
     layout = exchange.layout
-    length = CHUNK_BYTES // flat.element_size()
+    length = _chunk_bytes(flat) // flat.element_size()
     parts = [
         _Chunk(exchange, flat[span.begin : span.end], reduction)
         for span in chunks(flat.numel(), length=length, grain=layout.grain)
@@ -76,6 +79,13 @@ def _in_shards(exchange: Exchange, flat: torch.Tensor, reduction: Reduction) -> 
             parts[step - 2].gather()
         if 0 <= step - 3 < len(parts):
             parts[step - 3].finish()
+
+
+def _chunk_bytes(flat: torch.Tensor) -> int:
+    if flat.device.type == "cpu":
+        return CHUNK_BYTES
+    least, most = _GPU_CHUNK_BYTES
+    return min(max(least, flat.nbytes // _GPU_CHUNKS), most)
 
 
 class _Chunk:

@@ -9,7 +9,9 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import timedelta
+from functools import cache
 
 import torch
 import torch.distributed as dist
@@ -30,13 +32,36 @@ from hetero.collectives.exchange import Exchange
 from hetero.collectives.layout import Layout
 from hetero.collectives.links import Links, clone
 from hetero.collectives.mailbox import Mailbox
+from hetero.collectives.messages import DeviceMessages
+from hetero.collectives.streams import CallStream
 from hetero.collectives.vendor_library import VendorLibrary, new_library
 from hetero.collectives.work import CollectiveWork, Worker
+from hetero.errors import LinkError
 
 _CLOSE_SECONDS = 5.0
 _MAIL_SECONDS = 365 * 24 * 3600.0
 
 Algorithm = Callable[[Exchange], None]
+
+
+@dataclass(frozen=True, slots=True)
+class _Named:
+    """A call as errors name it."""
+
+    call: Call
+    group: str
+
+    def __str__(self) -> str:
+        return f"{self.call} of group {self.group}"
+
+
+@cache
+def _name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _are_inference(work: CollectiveWork) -> bool:
+    return any(tensor.is_inference() for tensor in work.result())
 
 
 class Communicator:
@@ -67,25 +92,32 @@ class Communicator:
                 size=len(layout.mine),
                 timeout=timeout,
             )
-            self._library = VendorLibrary(backend, timeout=timeout, look=self._look_in_a_call)
+            look = self._look_in_a_call if device.type == "cpu" else None
+            self._library = VendorLibrary(backend, timeout=timeout, look=look)
         self._links = Links(
             layout=layout,
             store=dist.PrefixStore("links/", store),
             device=device,
             timeout=self.timeout,
         )
-        mail_store = dist.PrefixStore("mail/", clone(store))
-        self._mailbox = Mailbox(
-            layout=layout,
-            links=Links(layout=layout, store=mail_store, device=device, timeout=_MAIL_SECONDS),
-            store=mail_store,
-        )
+        self._stream = CallStream(device)
+        self._messages = self._new_messages(clone(store))
         self._sequence = 0
         self._order = threading.Lock()
         self._last: Call | None = None
         self._error: CollectiveError | None = None
         self._met = False
         self._worker = Worker(f"{name} calls", idle=self._look, seconds=LOOK_SECONDS)
+
+    def _new_messages(self, store: dist.Store) -> Mailbox | DeviceMessages:
+        store = dist.PrefixStore("mail/", store)
+        if self.device.type == "cpu":
+            links = Links(
+                layout=self.layout, store=store, device=self.device, timeout=_MAIL_SECONDS
+            )
+            return Mailbox(layout=self.layout, links=links, store=store)
+        links = Links(layout=self.layout, store=store, device=self.device, timeout=self.timeout)
+        return DeviceMessages(links=links, store=store, device=self.device)
 
     @property
     def sequence(self) -> int:
@@ -115,32 +147,39 @@ class Communicator:
             call = Call(
                 sequence=self._sequence,
                 operation=operation,
-                dtype="" if common is None else str(common.dtype).removeprefix("torch."),
+                dtype="" if common is None else _name_of(common.dtype),
                 shape=() if common is None else (common.numel(),),
                 reduction=reduction,
                 root=None if root is None else self.layout.members[root].global_rank,
             )
-            work = CollectiveWork(f"{call} of group {self.name}", tensors, timeout=self.timeout)
-
-            def job() -> None:
-                self._carry_out(algorithm, call, work)
-
-            if not blocking:
-                self._worker.submit(job)
+            work = CollectiveWork(_Named(call, self.name), tensors, timeout=self.timeout)
+            if blocking and self._worker.carry_out(lambda: self._carry_out(algorithm, call, work)):
                 return work
-        self._worker.carry_out(job)
-        return work
+            moment = self._stream.now()
+            self._worker.submit(lambda: self._carry_out_after(moment, algorithm, call, work))
+            return work
+
+    def _carry_out_after(
+        self,
+        moment: torch.cuda.Event | None,
+        algorithm: Algorithm,
+        call: Call,
+        work: CollectiveWork,
+    ) -> None:
+        """Carry a call out in the thread of calls, after what its caller had enqueued before."""
+        with self._stream.after(moment):
+            self._carry_out(algorithm, call, work, elsewhere=True)
 
     def send(self, tensor: torch.Tensor, rank: int, tag: int) -> CollectiveWork:
         work = self._mail_work("send to", rank, tag, tensor)
-        self._mailbox.send(tensor, rank, tag, work)
+        self._messages.send(tensor, rank, tag, work)
         return work
 
     def recv(
         self, tensor: torch.Tensor, rank: int | None, tag: int, done: Callable[[], None]
     ) -> CollectiveWork:
         work = self._mail_work("receive from", rank, tag, tensor)
-        self._mailbox.recv(tensor, rank, tag, work, done)
+        self._messages.recv(tensor, rank, tag, work, done)
         return work
 
     def _mail_work(
@@ -161,16 +200,20 @@ class Communicator:
         """Leave the group once the calls under way have ended."""
         self._worker.close(seconds=self.timeout)
         self._state(LEFT)
-        self._mailbox.close()
+        self._messages.close()
         self._links.close()
         if self._library is not None:
             self._library.shutdown()
 
-    def _carry_out(self, algorithm: Algorithm, call: Call, work: CollectiveWork) -> None:
+    def _carry_out(
+        self, algorithm: Algorithm, call: Call, work: CollectiveWork, *, elsewhere: bool = False
+    ) -> None:
+        """`elsewhere`: not in the caller's stream."""
         if self._error is not None:
             work.finish(self._error)
             return
         try:
+            self._links.check()
             if not self._met:
                 # Ascending everywhere, so that no two wait for each other in a circle.
                 for rank in sorted({*self.layout.neighbours, *self.layout.team}):
@@ -183,15 +226,21 @@ class Communicator:
                 call=call,
                 device=self.device,
             )
-            # The caller's modes are not this thread's.
-            with torch.inference_mode(any(t.is_inference() for t in work.result())):
-                exchange.compare_inside()
+            # The caller's modes are not those of another thread.
+            with (
+                torch.inference_mode()
+                if elsewhere and _are_inference(work)
+                else contextlib.nullcontext()
+            ):
+                # NCCL's kernels would wait for the CPU; there the deadline finds what differs.
+                if self.device.type == "cpu":
+                    exchange.compare_inside()
                 algorithm(exchange)
         except Exception as error:
             work.finish(self._fail(call, error))
         else:
             self._last = call
-            work.finish()
+            work.finish(enqueued=self._stream.end_of(algorithm) if elsewhere else None)
 
     def _fail(self, call: Call, error: Exception) -> CollectiveError:
         """Tell the others, hear them, and end the group."""
@@ -221,12 +270,19 @@ class Communicator:
         with contextlib.suppress(Exception):
             self._links.close()
         with contextlib.suppress(Exception):
-            self._mailbox.close()
+            self._messages.close()
 
     def _look(self) -> None:
-        """In no call: has another rank's call failed?"""
-        if self._error is None and self._blackboard.alarmed():
-            own = self._state(IDLE)
+        """In no call: has another rank's call failed, or a link that a GPU still works with?"""
+        if self._error is not None:
+            return
+        problem = ""
+        try:
+            self._links.check()
+        except LinkError as error:
+            problem = str(error)
+        if problem or self._blackboard.alarmed():
+            own = self._state(IDLE, alarm=bool(problem), error=problem)
             statements = self._blackboard.collect(own)
             self._error = CollectiveError(self._explained(statements, own))
             self._release()
@@ -238,7 +294,7 @@ class Communicator:
         if self._blackboard.alarmed():
             raise RuntimeError("another rank's call failed meanwhile")
 
-    def _state(self, state: str, *, alarm: bool = False) -> Statement:
-        own = Statement(rank=self.layout.rank, state=state, call=self._last)
+    def _state(self, state: str, *, alarm: bool = False, error: str = "") -> Statement:
+        own = Statement(rank=self.layout.rank, state=state, call=self._last, error=error)
         self._blackboard.state(own, alarm=alarm)
         return own

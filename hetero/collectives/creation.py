@@ -72,15 +72,25 @@ def _mixed_group(options: Any, layout: Layout) -> dist.ProcessGroup:
     from hetero.collectives.links import clone
     from hetero.collectives.process_group import HeteroProcessGroup
 
-    communicator = Communicator(
-        layout=layout,
-        name=options.group_id or "0",
-        # The caller's own is used by other threads, and a wait in it would hold them up.
-        store=clone(options.store),
-        device=torch.device("cpu"),
+    name = options.group_id or "0"
+
+    def new_communicator(device: torch.device) -> Communicator:
+        return Communicator(
+            layout=layout,
+            name=name,
+            # The caller's own is used by other threads, and a wait in it would hold them up.
+            store=dist.PrefixStore(f"{device.type}/", clone(options.store)),
+            device=device,
+            timeout=options.timeout,
+        )
+
+    return HeteroProcessGroup(
+        layout,
+        name=name,
+        store=options.store,
+        new_communicator=new_communicator,
         timeout=options.timeout,
     )
-    return HeteroProcessGroup(communicator, store=options.store)
 
 
 class _Meeting:

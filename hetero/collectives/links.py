@@ -21,7 +21,7 @@ from hetero.link.open import ChannelOptions
 
 NICS_VARIABLE = "HETERO_NICS"
 """The rails of this rank, as --hetero-nics names them."""
-_OPTIONS = ChannelOptions(ring_bytes=16 << 20)
+_RING_BYTES = {"cpu": 16 << 20, "cuda": 64 << 20}
 _CLOSE_SECONDS = 2.0
 
 __all__ = ["Link", "Links", "Transfer", "as_bytes", "clone"]
@@ -66,8 +66,13 @@ class Links:
             device=self._device,
             timeout=self._timeout,
             nics=names,
-            options=_OPTIONS,
+            options=ChannelOptions(ring_bytes=_RING_BYTES[self._device.type]),
         )
+
+    def check(self) -> None:
+        """Raise what broke a link, if anything did: a GPU's transfers fail after their `wait()`."""
+        for link in self._open.values():
+            link.check()
 
     def close(self) -> None:
         """Close every link, each in a thread: one whose peer does not listen waits for it."""

@@ -119,7 +119,7 @@ class Mailbox:
                 if link is None:
                     self._store.set(self._announcement(self._layout.rank, rank), "1")
                     link = self._link_to(rank)
-                link.send(torch.tensor([tag, tensor.nbytes])).wait()
+                link.send(torch.tensor([tag, tensor.nbytes], device="cpu")).wait()
                 if tensor.numel():
                     link.send(as_bytes(tensor)).wait()
             except Exception as error:
@@ -139,12 +139,16 @@ class Mailbox:
             self._fail(rank, error)
 
     def _read_one(self, link: Link, rank: int) -> None:
-        envelope = torch.empty(_ENVELOPE, dtype=torch.int64)
+        envelope = torch.empty(_ENVELOPE, dtype=torch.int64, device="cpu")
         link.recv(envelope).wait()
         tag, nbytes = envelope.tolist()
         wanted = self._match(rank, tag)
         fits = wanted is not None and wanted.memory.numel() == nbytes
-        memory = wanted.memory if wanted and fits else torch.empty(nbytes, dtype=torch.uint8)
+        memory = (
+            wanted.memory
+            if wanted and fits
+            else torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+        )
         if nbytes:
             link.recv(memory).wait()
         if wanted is not None:

@@ -19,9 +19,10 @@ from torch._C import _distributed_c10d as c10d
 from hetero.collectives import all_reduce, broadcast, rows
 from hetero.collectives.communicator import Communicator
 from hetero.collectives.exchange import Exchange
+from hetero.collectives.layout import Layout
 from hetero.collectives.memory import Written, bytes_of, plain
 from hetero.collectives.monitored import MonitoredBarrier
-from hetero.collectives.reductions import reduction_for
+from hetero.collectives.reductions import Reduction, reduction_for
 from hetero.collectives.work import CollectiveWork, CombinedWork
 
 BACKEND = "hetero"
@@ -31,19 +32,50 @@ Tensors = Sequence[torch.Tensor]
 class HeteroProcessGroup(dist.ProcessGroup):
     """A group whose ranks belong to several vendors."""
 
-    def __init__(self, communicator: Communicator, *, store: dist.Store) -> None:
-        layout = communicator.layout
+    def __init__(
+        self,
+        layout: Layout,
+        *,
+        name: str,
+        store: dist.Store,
+        new_communicator: Callable[[torch.device], Communicator],
+        timeout: timedelta,
+    ) -> None:
+        """`new_communicator`: builds the group's for tensors of one device; collective."""
         super().__init__(layout.rank, layout.size)
-        self._communicator = communicator
-        self._store = store
+        self._layout, self._store = layout, store
+        self._new_communicator, self._timeout = new_communicator, timeout
+        self._on_cpu = new_communicator(torch.device("cpu"))
+        self._on_gpu: Communicator | None = None
         self._coalescing: list[CollectiveWork] | None = None
         self._monitored = MonitoredBarrier(store, rank=layout.rank, size=layout.size)
-        self._name = communicator.name
+        self._name = name
         self._description = ""
 
     def __repr__(self) -> str:
-        layout = self._communicator.layout
-        return f"<group of {layout.size} ranks of {len(layout.vendors)} vendors>"
+        return f"<group of {self.size()} ranks of {len(self._layout.vendors)} vendors>"
+
+    @property
+    def _communicators(self) -> list[Communicator]:
+        return [self._on_cpu] if self._on_gpu is None else [self._on_cpu, self._on_gpu]
+
+    def _communicator_of(self, tensor: torch.Tensor) -> Communicator:
+        """The one of the tensor's device. That of a GPU is built with the first call that needs it.
+
+        Only then is it known which GPU this rank uses.
+        """
+        device = tensor.device
+        if device.type == "cpu":
+            return self._on_cpu
+        if self._on_gpu is None and device.type == "cuda":
+            self._on_gpu = self._new_communicator(device)
+        if self._on_gpu is None or self._on_gpu.device != device:
+            here = "cpu" if self._on_gpu is None else self._on_gpu.device
+            raise RuntimeError(
+                f"this group across vendors carries tensors on {here} here and was given one on "
+                f"{device}; move it, or make another group"
+            )
+        return self._on_gpu
 
     # What is reduced.
 
@@ -57,7 +89,7 @@ class HeteroProcessGroup(dist.ProcessGroup):
         opts = _options(opts, c10d.AllreduceOptions)
         if any(tensor.is_sparse for tensor in tensors):
             return self._all_reduce_sparse(tensors, opts)
-        reduction = reduction_for(opts.reduceOp, tensors[0].dtype, size=self.size())
+        reduction = self._reduction(opts, tensors[0])
         _require_one_dtype(tensors)
 
         def carry_out(exchange: Exchange) -> None:
@@ -80,7 +112,7 @@ class HeteroProcessGroup(dist.ProcessGroup):
     def _all_reduce_sparse(self, tensors: list[torch.Tensor], opts: Any) -> dist.Work:
         from hetero.collectives.sparse import all_reduce_sparse
 
-        reduction = reduction_for(opts.reduceOp, tensors[0].dtype, size=self.size())
+        reduction = self._reduction(opts, tensors[0])
 
         def carry_out(exchange: Exchange) -> None:
             for tensor in tensors:
@@ -98,7 +130,7 @@ class HeteroProcessGroup(dist.ProcessGroup):
     def reduce(self, tensors: Any, opts: Any = None) -> dist.Work:
         opts = _options(opts, c10d.ReduceOptions)
         (tensor,) = _listed(tensors)
-        reduction = reduction_for(opts.reduceOp, tensor.dtype, size=self.size())
+        reduction = self._reduction(opts, tensor)
 
         def carry_out(exchange: Exchange) -> None:
             flat = reduction.prepare(tensor, private=True)
@@ -120,7 +152,7 @@ class HeteroProcessGroup(dist.ProcessGroup):
         opts = _options(opts, c10d.ReduceScatterOptions)
         (output,), (parts,) = _listed(outputs), inputs
         self._require_one_each(parts, "reduce_scatter")
-        reduction = reduction_for(opts.reduceOp, output.dtype, size=self.size())
+        reduction = self._reduction(opts, output)
         sizes = {part.numel() for part in parts}
 
         def carry_out(exchange: Exchange) -> None:
@@ -159,7 +191,7 @@ class HeteroProcessGroup(dist.ProcessGroup):
     ) -> dist.Work:
         opts = _options(opts, c10d.ReduceScatterOptions)
         outputs, inputs = list(outputs), list(inputs)
-        reduction = reduction_for(opts.reduceOp, outputs[0].dtype, size=self.size())
+        reduction = self._reduction(opts, outputs[0])
         for output, source in zip(outputs, inputs, strict=True):
             _require_product("reduce_scatter", small=output, large=source, size=self.size())
 
@@ -345,7 +377,7 @@ class HeteroProcessGroup(dist.ProcessGroup):
 
     def send(self, tensors: Any, rank: int, tag: int = 0) -> dist.Work:
         (tensor,) = _listed(tensors)
-        return self._coalesced(self._communicator.send(plain(tensor), rank, tag))
+        return self._coalesced(self._communicator_of(tensor).send(plain(tensor), rank, tag))
 
     def recv(self, tensors: Any, rank: int, tag: int = 0) -> dist.Work:
         return self._recv(tensors, rank, tag)
@@ -357,27 +389,31 @@ class HeteroProcessGroup(dist.ProcessGroup):
         (tensor,) = _listed(tensors)
         written = Written([tensor])
         (flat,) = written.flats
-        work = self._communicator.recv(flat, rank, tag, written.write_back)
+        work = self._communicator_of(tensor).recv(flat, rank, tag, written.write_back)
         return self._coalesced(work)
 
     # Everything else that a process group has.
 
     def barrier(self, opts: Any = None) -> dist.Work:
         opts = _options(opts, c10d.BarrierOptions)
-        reduction = reduction_for(dist.ReduceOp(dist.ReduceOp.SUM), torch.int32, size=self.size())
+
+        one = torch.ones(1, dtype=torch.int32, device="cpu")
+        reduction = reduction_for(dist.ReduceOp(dist.ReduceOp.SUM), one.dtype, size=self.size())
+        if self._on_gpu is not None:
+            # What the caller has enqueued comes before the barrier too.
+            torch.cuda.current_stream(self._on_gpu.device).synchronize()
 
         def carry_out(exchange: Exchange) -> None:
-            one = torch.ones(1, dtype=torch.int32, device=self._communicator.device)
             all_reduce.all_reduce(exchange, one, reduction)
 
-        return self._run(carry_out, "barrier", [], opts=opts)
+        return self._run(carry_out, "barrier", [one], opts=opts)
 
     def monitored_barrier(
         self, timeout: timedelta | None = None, wait_all_ranks: bool = False
     ) -> None:
         """A barrier; where a rank does not come, the error names it, or all of them."""
         if timeout is None:
-            timeout = timedelta(seconds=self._communicator.timeout)
+            timeout = self._timeout
         self._monitored.pass_or_tell(timeout, wait_all_ranks=wait_all_ranks)
 
     def _start_coalescing(self, device: torch.device | None = None) -> None:
@@ -393,10 +429,12 @@ class HeteroProcessGroup(dist.ProcessGroup):
         return work
 
     def abort(self) -> None:
-        self._communicator.abort()
+        for communicator in self._communicators:
+            communicator.abort()
 
     def shutdown(self) -> None:
-        self._communicator.shutdown()
+        for communicator in self._communicators:
+            communicator.shutdown()
 
     def getBackendName(self) -> str:
         # Its own name always: at another backend's, C++ looks for that backend in the group.
@@ -421,11 +459,12 @@ class HeteroProcessGroup(dist.ProcessGroup):
 
     @property
     def _device_types(self) -> list[torch.device]:
-        return [self._communicator.device]
+        return [torch.device(kind) for kind in ("cpu", "cuda")[: 1 + torch.cuda.is_available()]]
 
     def _get_backend(self, device: torch.device) -> HeteroProcessGroup:
         """A group across vendors is its own backend."""
-        self._require_device(device)
+        if device.type not in ("cpu", "cuda"):
+            raise RuntimeError(f"a group across vendors carries no tensors on {device.type}")
         return self
 
     @property
@@ -446,10 +485,12 @@ class HeteroProcessGroup(dist.ProcessGroup):
 
     @property
     def options(self) -> Any:
-        return c10d.Backend.Options(BACKEND, timedelta(seconds=self._communicator.timeout))
+        return c10d.Backend.Options(BACKEND, self._timeout)
 
     def set_timeout(self, timeout: timedelta) -> None:
-        self._communicator.timeout = timeout.total_seconds()
+        self._timeout = timeout
+        for communicator in self._communicators:
+            communicator.timeout = timeout.total_seconds()
 
     _set_default_timeout = set_timeout
 
@@ -457,7 +498,7 @@ class HeteroProcessGroup(dist.ProcessGroup):
         """Every group counts its calls from the beginning."""
 
     def _get_sequence_number_for_group(self) -> int:
-        return self._communicator.sequence
+        return sum(communicator.sequence for communicator in self._communicators)
 
     def _run(
         self,
@@ -470,11 +511,16 @@ class HeteroProcessGroup(dist.ProcessGroup):
         reduction: str = "",
         root: int | None = None,
     ) -> dist.Work:
-        for tensor in tensors:
-            self._require_device(tensor.device)
+        given = tensors if common is None else [common, *tensors]
+        communicator = self._communicator_of(given[0])
+        if different := {str(tensor.device) for tensor in given} - {str(communicator.device)}:
+            raise RuntimeError(
+                f"{operation}: tensors on {communicator.device} and on {', '.join(different)}; "
+                "move them to one device"
+            )
         if root is not None and not 0 <= root < self.size():
             raise ValueError(f"{operation}: root {root} is no rank of a group of {self.size()}")
-        work = self._communicator.run(
+        work = communicator.run(
             carry_out,
             operation=operation,
             tensors=tensors,
@@ -485,13 +531,10 @@ class HeteroProcessGroup(dist.ProcessGroup):
         )
         return self._coalesced(work)
 
-    def _require_device(self, device: torch.device) -> None:
-        here = self._communicator.device.type
-        if torch.device(device).type != here:
-            raise RuntimeError(
-                f"a group across vendors carries {here} tensors here and was given one on "
-                f"{device}; move it, or make another group"
-            )
+    def _reduction(self, opts: Any, like: torch.Tensor) -> Reduction:
+        return reduction_for(
+            opts.reduceOp, like.dtype, size=self.size(), device_type=like.device.type
+        )
 
     def _require_one_each(self, parts: Sequence[Any], operation: str) -> None:
         if len(parts) != self.size():
@@ -501,9 +544,9 @@ class HeteroProcessGroup(dist.ProcessGroup):
 
 
 def _reduce_scatter(
-    exchange: Exchange, output: torch.Tensor, table: torch.Tensor, reduction: Any
+    exchange: Exchange, output: torch.Tensor, table: torch.Tensor, reduction: Reduction
 ) -> None:
-    result = table.new_empty(table.shape[1])
+    result = reduction.room_in(output)
     rows.reduce_scatter(exchange, result, table, reduction)
     reduction.finish(result, output)
 

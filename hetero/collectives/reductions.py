@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,6 +28,7 @@ _COMBINE: dict[str, Combine] = {
 _BITWISE = ("BAND", "BOR", "BXOR")
 # Truth values lie in memory as bytes of 0 and 1.
 _OF_BOOL = {"SUM": "MAX", "BOR": "MAX", "MAX": "MAX", "PRODUCT": "MIN", "BAND": "MIN", "MIN": "MIN"}
+_WIDENED = (torch.bool, torch.int16)
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _COMPLEX = (torch.complex64, torch.complex128)
@@ -76,6 +79,12 @@ class Reduction:
             flat = flat.clone()
         return flat
 
+    def room_in(self, target: torch.Tensor) -> torch.Tensor:
+        """Flat memory to compute a result in that `finish` brings into `target`: its own, if it can."""
+        if target.is_contiguous() and not (target.is_complex() or target.dtype in _WIDENED):
+            return target.detach().view(-1)
+        return torch.empty_like(self.prepare(target, private=True))
+
     def finish(self, flat: torch.Tensor, target: torch.Tensor) -> None:
         """Bring what was computed into the tensor that it is for."""
         if self.averages:
@@ -92,13 +101,25 @@ class Reduction:
         target.detach().copy_(flat.view(target.shape))
 
 
-def reduction_for(op: dist.ReduceOp, dtype: torch.dtype, *, size: int) -> Reduction:
+def reduction_for(
+    op: dist.ReduceOp, dtype: torch.dtype, *, size: int, device_type: str = "cpu"
+) -> Reduction:
     """How `op` is done for tensors of `dtype`. Raises UnsupportedError where it means nothing."""
     kind = getattr(op, "op", op)
+    if kind == dist.ReduceOp.PREMUL_SUM and (dtype in _FLOATS or dtype in _COMPLEX):
+        return Reduction("PREMUL_SUM", "SUM", size, factor=_factor(op))
+    reduction = _reduction_for(kind, dtype, size)
+    if device_type != "cpu" and reduction.kernel in _BITWISE:
+        raise UnsupportedError(
+            f"there is no reduction {reduction.name} in NCCL and RCCL; move the tensor to the CPU"
+        )
+    return reduction
+
+
+@cache
+def _reduction_for(kind: Any, dtype: torch.dtype, size: int) -> Reduction:
     name = str(kind).rpartition(".")[2]
     floating = dtype in _FLOATS or dtype in _COMPLEX
-    if name == "PREMUL_SUM" and floating:
-        return Reduction(name, "SUM", size, factor=_factor(op))
     if name == "AVG" and dtype is torch.float16:
         # The sum of halves may be too large for one.
         return Reduction(name, "SUM", size, factor=1.0 / size)

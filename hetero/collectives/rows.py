@@ -17,60 +17,81 @@ def _rows_of(count: int, length: int) -> list[Span]:
     return [Span(row * length, (row + 1) * length) for row in range(count)]
 
 
-def _are_consecutive(ranks: Sequence[int]) -> bool:
-    return ranks[-1] - ranks[0] == len(ranks) - 1
-
-
-def _pick(table: torch.Tensor, ranks: Sequence[int]) -> torch.Tensor:
-    """The rows of a vendor as one piece of memory; the table's own where they lie together."""
-    if _are_consecutive(ranks):
-        return table[ranks[0] : ranks[-1] + 1]
-    return table[list(ranks)]
+def _block(table: torch.Tensor, ranks: Sequence[int]) -> torch.Tensor | None:
+    """The rows of a vendor as one flat piece of the table, where they lie together in it."""
+    if ranks[-1] - ranks[0] != len(ranks) - 1:
+        return None
+    return table[ranks[0] : ranks[-1] + 1].reshape(-1)
 
 
 def all_gather(exchange: Exchange, table: torch.Tensor, row: torch.Tensor) -> None:
-    """Bring every rank's row into every rank's table [ranks, length].
+    """Bring every rank's row into every rank's contiguous table [ranks, length].
 
     A row crosses once, cut for the ranks of the other vendor, which then gather the pieces.
     """
-    layout, length = exchange.layout, row.numel()
+    layout, library, length = exchange.layout, exchange.library, row.numel()
     if not length:
         return
-    blocks: dict[int, torch.Tensor] = {}
     sent: list[Transfer] = []
-    received: list[Transfer] = []
     mine = _rows_of(len(layout.mine), length)[layout.place]
     for vendor in layout.others:
         ranks = layout.vendors[vendor]
         for place, common in overlaps(mine, equal_parts(len(layout.mine) * length, len(ranks))):
             sent += exchange.send(ranks[place], row[common.within(mine)])
-    pieces: dict[int, torch.Tensor] = {}
-    for vendor in layout.others:
-        ranks = layout.vendors[vendor]
-        spans = equal_parts(len(ranks) * length, len(layout.mine))
-        span = spans[layout.place]
-        pieces[vendor] = row.new_empty(len(spans[0]))
-        for place, common in overlaps(span, _rows_of(len(ranks), length)):
-            received += exchange.recv(ranks[place], pieces[vendor][common.within(span)])
-    inside = []
-    library = exchange.library
-    blocks[layout.vendor] = row.new_empty(len(layout.mine) * length)
-    if library is not None:
-        inside.append(library.all_gather(blocks[layout.vendor], row))
+    if library is None:
+        received: list[Transfer] = []
+        for vendor in layout.others:
+            for rank in layout.vendors[vendor]:
+                received += exchange.recv(rank, table[rank])
+        table[layout.rank].copy_(row)
+        wait_all(received)
     else:
-        blocks[layout.vendor].copy_(row)
-    wait_all(received)
-    for vendor, piece in pieces.items():
-        blocks[vendor] = piece
-        if library is not None:
-            blocks[vendor] = piece.new_empty(len(layout.mine) * piece.numel())
-            inside.append(library.all_gather(blocks[vendor], piece))
-    for work in inside:
-        work.wait()
-    for vendor, block in blocks.items():
-        ranks = layout.vendors[vendor]
-        table[list(ranks)] = block[: len(ranks) * length].view(len(ranks), length)
+        blocks = [_Block(exchange, table, vendor, length) for vendor in layout.others]
+        own = _block(table, layout.mine)
+        gathered = row.new_empty(len(layout.mine) * length) if own is None else own
+        inside = library.all_gather(gathered, row)
+        for block in blocks:
+            block.gather()
+        inside.wait()
+        if own is None:
+            table[list(layout.mine)] = gathered.view(len(layout.mine), length)
+        for block in blocks:
+            block.finish()
     wait_all(sent)
+
+
+class _Block:
+    """The rows of another vendor: this rank receives a piece of them, and its vendor gathers it."""
+
+    def __init__(self, exchange: Exchange, table: torch.Tensor, vendor: int, length: int) -> None:
+        layout = exchange.layout
+        self._ranks, self._length = layout.vendors[vendor], length
+        self._exchange, self._table = exchange, table
+        spans = equal_parts(len(self._ranks) * length, len(layout.mine))
+        span = spans[layout.place]
+        # All parts of the library's are of one length; the last may have less to receive.
+        self._piece = table.new_empty(len(spans[0]))
+        self._received: list[Transfer] = []
+        for place, common in overlaps(span, _rows_of(len(self._ranks), length)):
+            self._received += exchange.recv(self._ranks[place], self._piece[common.within(span)])
+
+    def gather(self) -> None:
+        wait_all(self._received)
+        library, parts = self._exchange.library, len(self._exchange.layout.mine)
+        assert library is not None
+        own = _block(self._table, self._ranks)
+        fits = own is not None and own.numel() == parts * self._piece.numel()
+        self._in_place = fits
+        self._gathered = (
+            own if own is not None and fits else self._piece.new_empty(parts * self._piece.numel())
+        )
+        self._inside = library.all_gather(self._gathered, self._piece)
+
+    def finish(self) -> None:
+        self._inside.wait()
+        if not self._in_place:
+            rows = self._gathered[: len(self._ranks) * self._length]
+            self._table[list(self._ranks)] = rows.view(len(self._ranks), self._length)
 
 
 def reduce_scatter(
@@ -84,26 +105,41 @@ def reduce_scatter(
     if not length:
         return
     inside = []
-    own = result.new_empty(length)
-    block = _pick(table, layout.mine).reshape(-1)
+    own = table[layout.rank]
     if library is not None:
-        inside.append(library.reduce_scatter(own, block, reduction.op))
-    else:
-        own.copy_(block)
+        own = result.new_empty(length)
+        inside.append(library.reduce_scatter(own, _rows(table, layout.mine), reduction.op))
     outgoing: dict[int, tuple[Span, torch.Tensor]] = {}
     for vendor in layout.others:
-        block = _pick(table, layout.vendors[vendor]).reshape(-1)
+        block = _rows(table, layout.vendors[vendor])
         spans = equal_parts(block.numel(), len(layout.mine))
-        span = spans[layout.place]
         piece = block
         if library is not None:
             missing = len(spans[0]) * len(layout.mine) - block.numel()
             whole = torch.nn.functional.pad(block, (0, missing)) if missing else block
             piece = block.new_empty(len(spans[0]))
             inside.append(library.reduce_scatter(piece, whole, reduction.op))
-        outgoing[vendor] = span, piece
+        outgoing[vendor] = spans[layout.place], piece
     for work in inside:
         work.wait()
+    _exchange_pieces(exchange, result, own, outgoing, reduction)
+
+
+def _rows(table: torch.Tensor, ranks: Sequence[int]) -> torch.Tensor:
+    """The rows of a vendor, flat: the table's own memory where they lie together."""
+    block = _block(table, ranks)
+    return table[list(ranks)].reshape(-1) if block is None else block
+
+
+def _exchange_pieces(
+    exchange: Exchange,
+    result: torch.Tensor,
+    own: torch.Tensor,
+    outgoing: dict[int, tuple[Span, torch.Tensor]],
+    reduction: Reduction,
+) -> None:
+    """Send each other vendor's ranks what is theirs of a piece, and add up what comes."""
+    layout, length = exchange.layout, result.numel()
     sent: list[Transfer] = []
     received: list[Transfer] = []
     for vendor, (span, piece) in outgoing.items():

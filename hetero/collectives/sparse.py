@@ -17,7 +17,8 @@ def all_reduce_sparse(exchange: Exchange, tensor: torch.Tensor, reduction: Reduc
             f"there is no reduction {reduction.name} of sparse tensors; take SUM"
         )
     own = tensor.coalesce()
-    counts = _gathered(exchange, torch.tensor([own._nnz()])).view(-1).tolist()
+    nnz = torch.tensor([own._nnz()], device=tensor.device)
+    counts = _gathered(exchange, nnz).view(-1).tolist()
     longest = max(counts)
     indices, values = own.indices(), own.values()
     missing = longest - own._nnz()
@@ -41,6 +42,6 @@ def _padded(tensor: torch.Tensor, missing: int) -> torch.Tensor:
 def _gathered(exchange: Exchange, tensor: torch.Tensor) -> torch.Tensor:
     """Every rank's tensor, all of one shape, along a new first dimension."""
     size = exchange.layout.size
-    table = torch.empty((size, *tensor.shape), dtype=tensor.dtype)
+    table = tensor.new_empty((size, *tensor.shape))
     rows.all_gather(exchange, bytes_of(table).view(size, -1), bytes_of(tensor))
     return table

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
 _SLICE = timedelta(seconds=1)
+_GRACE = timedelta(seconds=60)
 
 
 def new_library(
@@ -20,21 +21,26 @@ def new_library(
     if device_type == "cpu":
         return c10d.ProcessGroupGloo(store, rank, size, timeout=timeout)
     options = dist.ProcessGroupNCCL.Options()
-    options._timeout = timeout
+    # The group's own deadline comes first and says who is to blame; the library's ends the process.
+    options._timeout = timeout + _GRACE
     return dist.ProcessGroupNCCL(store, rank, size, options)
 
 
 class Inside:
     """One operation under way in a vendor's library."""
 
-    def __init__(self, work: dist.Work, look: Callable[[], None]) -> None:
+    def __init__(self, work: dist.Work, look: Callable[[], None] | None) -> None:
         self._work, self._look = work, look
 
     def wait(self) -> None:
         """Block until it is done; `look` is called now and then, and raises to give it up.
 
-        A library learns late, if at all, that a rank of another vendor has failed.
+        A library learns late, if at all, that a rank of another vendor has failed. Without `look`,
+        on a GPU, have the current stream wait for it.
         """
+        if self._look is None:
+            self._work.wait()
+            return
         while True:
             try:
                 self._work.wait(_SLICE)
@@ -52,10 +58,13 @@ class VendorLibrary:
     Each returns what is under way in the library, whose `wait()` blocks.
     """
 
-    def __init__(self, backend: Any, *, timeout: timedelta, look: Callable[[], None]) -> None:
+    def __init__(
+        self, backend: Any, *, timeout: timedelta, look: Callable[[], None] | None
+    ) -> None:
         self._backend = backend
         self._timeout = timeout
         self._look = look
+        """None on a GPU, whose library orders streams."""
 
     def _begun(self, work: dist.Work) -> Inside:
         return Inside(work, self._look)

@@ -18,28 +18,43 @@ _GRACE_SECONDS = 10.0
 
 
 class CollectiveWork(dist.Work):
-    """One call under way. `finish` ends it, with what went wrong if anything did."""
+    """One call under way. `finish` ends it, with what went wrong if anything did.
 
-    def __init__(self, what: str, tensors: list[torch.Tensor], *, timeout: float) -> None:
+    On a GPU it has ended for the CPU when all of it has been enqueued.
+    """
+
+    def __init__(self, what: object, tensors: list[torch.Tensor], *, timeout: float) -> None:
+        """`what` is written out in errors alone."""
         super().__init__()
         self._what, self._tensors, self._timeout = what, tensors, timeout
+        self._enqueued: torch.cuda.Event | None = None
         self._ended = threading.Event()
         self._lock = threading.Lock()
         self._error: BaseException | None = None
-        self._end: torch.futures.Future[None] | None = None
+        self._end: torch.futures.Future[list[torch.Tensor]] | None = None
         self._future: torch.futures.Future[list[torch.Tensor]] | None = None
         self._source = -1
 
-    def finish(self, error: BaseException | None = None, *, source: int = -1) -> None:
+    def finish(
+        self,
+        error: BaseException | None = None,
+        *,
+        source: int = -1,
+        enqueued: torch.cuda.Event | None = None,
+    ) -> None:
+        """`enqueued`: the end of the call's work in a stream that is not the caller's."""
         with self._lock:
-            self._error, self._source = error, source
+            self._error, self._source, self._enqueued = error, source, enqueued
             self._ended.set()
             end = self._end
         if end is not None:
-            end.set_result(None)
+            self._complete(end)
 
     def wait(self, timeout: timedelta = timedelta()) -> bool:
-        """Block until the call is done; raises what went wrong with it."""
+        """Block until the call is done; on a GPU, have the current stream wait for its work.
+
+        Raises what went wrong with it.
+        """
         seconds = timeout.total_seconds()
         bounded = 0 < seconds < self._timeout
         if not self._ended.wait(seconds if bounded else self._timeout + _GRACE_SECONDS):
@@ -49,16 +64,21 @@ class CollectiveWork(dist.Work):
             )
         if self._error is not None:
             raise self._error
+        self._order_current_stream()
         return True
+
+    def _order_current_stream(self) -> None:
+        if self._enqueued is not None:
+            torch.cuda.current_stream(self._tensors[0].device).wait_event(self._enqueued)
 
     def synchronize(self) -> None:
         self.wait()
 
     def is_completed(self) -> bool:
-        return self._ended.is_set()
+        return self._ended.is_set() and (self._enqueued is None or self._enqueued.query())
 
     def is_success(self) -> bool:
-        return self._ended.is_set() and self._error is None
+        return self.is_completed() and self._error is None
 
     def exception(self) -> BaseException | None:
         return self._error
@@ -81,13 +101,20 @@ class CollectiveWork(dist.Work):
         with self._lock:
             if self._future is not None:
                 return self._future
-            self._end = torch.futures.Future()
+            devices = {tensor.device for tensor in self._tensors if tensor.is_cuda}
+            self._end = torch.futures.Future(devices=list(devices))
             self._future = self._end.then(self._value)
             if self._ended.is_set():
-                self._end.set_result(None)
+                self._complete(self._end)
             return self._future
 
-    def _value(self, _: torch.futures.Future[None]) -> list[torch.Tensor]:
+    def _complete(self, end: torch.futures.Future[list[torch.Tensor]]) -> None:
+        """Have the future follow the call's work: it records what the current stream has."""
+        if self._error is None:
+            self._order_current_stream()
+        end.set_result(self._tensors)
+
+    def _value(self, _: torch.futures.Future[list[torch.Tensor]]) -> list[torch.Tensor]:
         if self._error is not None:
             raise self._error
         return self._tensors
@@ -118,26 +145,17 @@ class Worker:
             self._pending += 1
         self._jobs.put(job)
 
-    def carry_out(self, job: Job) -> None:
-        """Carry it out before returning: here, if nothing is before it."""
+    def carry_out(self, job: Job) -> bool:
+        """Carry it out here and now, if nothing is before it; whether it was."""
         with self._count:
-            idle = not self._pending
-            if idle:
-                self._turn.acquire()
-        if idle:
-            try:
-                job()
-            finally:
-                self._turn.release()
-            return
-        done = threading.Event()
-
-        def and_tell() -> None:
+            if self._pending:
+                return False
+            self._turn.acquire()
+        try:
             job()
-            done.set()
-
-        self.submit(and_tell)
-        done.wait()
+        finally:
+            self._turn.release()
+        return True
 
     def close(self, *, seconds: float) -> None:
         self._jobs.put(None)

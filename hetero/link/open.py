@@ -232,7 +232,7 @@ def _probe(link: Link, device: torch.device) -> str | None:
 
 def _pattern(rank: int, nbytes: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(rank + nbytes)
-    return torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=generator)
+    return torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=generator, device="cpu")
 
 
 def _exchange_verdict(rendezvous: Rendezvous, reason: str | None) -> str | None:

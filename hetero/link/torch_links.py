@@ -127,7 +127,9 @@ class GlooLink(Link):
         target = tensor.detach()
         transfer = _Transfer(self, target, is_receive=True, host=target, tag=tag)
         if target.is_cuda:
-            transfer.host = torch.empty(target.shape, dtype=target.dtype, pin_memory=True)
+            transfer.host = torch.empty(
+                target.shape, dtype=target.dtype, device="cpu", pin_memory=True
+            )
             transfer.ready = torch.cuda.Event()
             transfer.ready.record(torch.cuda.current_stream(target.device))
         self._count_received(target)
@@ -158,7 +160,7 @@ class GlooLink(Link):
         return self._side_stream
 
     def _copy_to_host(self, source: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event]:
-        host = torch.empty(source.shape, dtype=source.dtype, pin_memory=True)
+        host = torch.empty(source.shape, dtype=source.dtype, device="cpu", pin_memory=True)
         side = self._stream(source.device)
         side.wait_stream(torch.cuda.current_stream(source.device))
         with torch.cuda.stream(side):
@@ -213,7 +215,7 @@ class GlooLink(Link):
 
     def _receive(self, transfer: _Transfer, sequence: int) -> None:
         peer = self.description.peer
-        words = torch.empty(HEADER_BYTES, dtype=torch.uint8)
+        words = torch.empty(HEADER_BYTES, dtype=torch.uint8, device="cpu")
         self._finish(dist.irecv(words, peer, tag=self._recv_tag))
         expected = Header.of(transfer.host, job=self._job, sequence=sequence, tag=transfer.tag)
         try:

@@ -133,6 +133,8 @@ def _live(
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     os.environ["MASTER_ADDR"] = "127.0.0.1"
     torch.set_num_threads(1)
+    if options.get("on_gpus"):
+        torch.cuda.set_device(rank)
     try:
         import hetero
 

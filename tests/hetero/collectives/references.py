@@ -47,7 +47,12 @@ def op_of(name: str) -> dist.ReduceOp:
 
 def given(rank: int, shape: tuple[int, ...], dtype: torch.dtype, *, seed: int) -> torch.Tensor:
     """A rank's input, known to all. Small numbers, so that no product overflows by much."""
-    generator = torch.Generator().manual_seed(1000 * seed + rank)
+    device = torch.get_default_device()
+    with torch.device("cpu"):
+        return _given(shape, dtype, torch.Generator().manual_seed(1000 * seed + rank)).to(device)
+
+
+def _given(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:
     if dtype is torch.bool:
         return torch.randint(0, 2, shape, generator=generator).bool()
     if dtype in INTEGERS:
@@ -94,4 +99,4 @@ def assert_near(result: torch.Tensor, expected: torch.Tensor, what: str) -> None
 
 def digest(tensor: torch.Tensor) -> str:
     flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-    return hashlib.blake2s(flat.numpy().tobytes()).hexdigest()
+    return hashlib.blake2s(flat.cpu().numpy().tobytes()).hexdigest()

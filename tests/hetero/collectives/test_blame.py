@@ -1,10 +1,12 @@
 """What is said of a failure, from whatever the ranks have said of themselves."""
 
+from dataclasses import replace
+
 import pytest
 import torch.distributed as dist
 
 from hetero.collectives.blame import IDLE, IN_A_CALL, LEFT, Blackboard, Statement, explain
-from hetero.collectives.calls import HEADER_BYTES, Call, header_text
+from hetero.collectives.calls import Call
 from hetero.collectives.layout import Layout, Member
 
 CALL = Call(7, "all_reduce", dtype="float32", shape=(4, 2), reduction="SUM")
@@ -66,9 +68,9 @@ def test_statements_are_read_as_they_were_made():
     assert board.collect(own, seconds=0.2) == [own, other]
 
 
-def test_a_header_tells_calls_apart_and_what_was_called():
-    header = CALL.header()
-    assert len(header) == HEADER_BYTES
-    assert header_text(header) == str(CALL)
-    assert header != OTHER.header()
-    assert len(Call(1, "x" * 999).header()) == HEADER_BYTES
+def test_calls_that_differ_in_anything_have_other_tags():
+    calls = [CALL, OTHER, replace(CALL, sequence=8), replace(CALL, shape=(2, 4))]
+    calls += [replace(CALL, dtype="int32"), replace(CALL, reduction="MAX"), replace(OTHER, root=1)]
+    assert len({call.tag for call in calls}) == len(calls)
+    assert all(0 <= call.tag < 2**32 for call in calls)
+    assert replace(CALL).tag == CALL.tag

@@ -50,19 +50,19 @@ def walk_all(side: Side) -> dict[str, str]:
                 _refused(name, dtype)
                 continue
             for shape in SMALL:
-                _reductions(side, name, dtype, shape, digests)
+                check_reductions(side, name, dtype, shape, digests)
         for shape in SMALL:
-            _copies(side, dtype, shape)
+            check_copies(side, dtype, shape)
     for dtype, name in ((torch.float32, "SUM"), (torch.bfloat16, "AVG"), (torch.int64, "MAX")):
-        _reductions(side, name, dtype, LARGE, digests)
-        _copies(side, dtype, LARGE)
-    _coalesced(side)
-    _strided(side)
-    _uneven(side)
-    _objects(side)
+        check_reductions(side, name, dtype, LARGE, digests)
+        check_copies(side, dtype, LARGE)
+    check_coalesced(side)
+    check_strided(side)
+    check_uneven(side)
+    check_objects(side)
     _point_to_point(side)
     _handles(side)
-    _empty(side)
+    check_empty(side)
     return digests
 
 
@@ -72,7 +72,7 @@ def _refused(name: str, dtype: torch.dtype) -> None:
         dist.all_reduce(torch.ones(2).to(dtype), op=ref.op_of(name))
 
 
-def _reductions(
+def check_reductions(
     side: Side, name: str, dtype: torch.dtype, shape: tuple[int, ...], digests: dict[str, str]
 ) -> None:
     op, ranks = ref.op_of(name), range(side.size)
@@ -102,7 +102,7 @@ def _reductions(
     ref.assert_near(output, expected, f"reduce_scatter_tensor {what}")
 
 
-def _copies(side: Side, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+def check_copies(side: Side, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     ranks, what = range(side.size), f"{dtype} {shape}"
     inputs = [ref.given(rank, shape, dtype, seed=20) for rank in ranks]
     mine = inputs[side.rank]
@@ -137,7 +137,7 @@ def _assert_same(got: list[torch.Tensor], expected: list[torch.Tensor], what: st
         assert torch.equal(one, other), what
 
 
-def _coalesced(side: Side) -> None:
+def check_coalesced(side: Side) -> None:
     ranks = range(side.size)
     sizes = ((3,), (40_000,), (2, 5))
     inputs = [[ref.given(r, s, torch.float32, seed=40) for s in sizes] for r in ranks]
@@ -165,7 +165,7 @@ def _coalesced(side: Side) -> None:
     _assert_same(wholes, expected, "all_gather_into_tensor in a coalescing manager")
 
 
-def _strided(side: Side) -> None:
+def check_strided(side: Side) -> None:
     """Tensors that are not contiguous, and scalars."""
     ranks = range(side.size)
     inputs = [ref.given(r, (4, 6), torch.float64, seed=50) for r in ranks]
@@ -181,7 +181,7 @@ def _strided(side: Side) -> None:
         _assert_same(outputs, [view(t) for t in inputs], "strided all_gather")
 
 
-def _uneven(side: Side) -> None:
+def check_uneven(side: Side) -> None:
     """Each rank has another size."""
     ranks = range(side.size)
     rows = [[(3 * r + to) % 4 for to in ranks] for r in ranks]
@@ -202,7 +202,7 @@ def _uneven(side: Side) -> None:
     ref.assert_near(output, expected, "reduce_scatter of unequal sizes")
 
 
-def _objects(side: Side) -> None:
+def check_objects(side: Side) -> None:
     gathered = [None] * side.size
     dist.all_gather_object(gathered, {"rank": side.rank, "text": "x" * side.rank})
     assert gathered == [{"rank": r, "text": "x" * r} for r in range(side.size)]
@@ -260,7 +260,7 @@ def _handles(side: Side) -> None:
         assert (tensors[i] == total + side.size * i).all()
 
 
-def _empty(side: Side) -> None:
+def check_empty(side: Side) -> None:
     """Nothing to bring is no reason to hang."""
     dist.all_reduce(torch.zeros(0))
     dist.broadcast(torch.zeros(0), src=0)
