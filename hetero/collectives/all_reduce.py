@@ -22,7 +22,9 @@ def all_reduce(exchange: Exchange, flat: torch.Tensor, reduction: Reduction) -> 
     """Reduce flat memory in place."""
     if not flat.numel():
         return
-    if flat.nbytes <= DIRECT_BYTES:
+    # Where no vendor has a second rank there are no shards, and one chunk is nothing to overlap.
+    alone = exchange.layout.grain == 1
+    if flat.nbytes <= (_chunk_bytes(flat) if alone else DIRECT_BYTES):
         _directly(exchange, flat, reduction)
     else:
         _in_shards(exchange, flat, reduction)
@@ -47,16 +49,13 @@ def _directly(exchange: Exchange, flat: torch.Tensor, reduction: Reduction) -> N
     layout = exchange.layout
     if exchange.library is not None:
         exchange.library.all_reduce(flat, reduction.op).wait()
-    sent: list[Transfer] = []
-    for vendor in layout.others:
-        for rank in layout.vendors[vendor]:
-            if layout.partner(rank, layout.vendor) == layout.rank:
-                sent += exchange.send(rank, flat)
     partials = {layout.vendor: flat}
+    # Asked for first: on a stream that has nothing to do a receive costs no event.
     received: list[Transfer] = []
-    for vendor in layout.others:
+    for vendor, rank in layout.givers.items():
         partials[vendor] = torch.empty_like(flat)
-        received += exchange.recv(layout.partner(layout.rank, vendor), partials[vendor])
+        received += exchange.recv(rank, partials[vendor])
+    sent = [transfer for rank in layout.takers for transfer in exchange.send(rank, flat)]
     wait_all(received)
     wait_all(sent)
     combine_in_order(reduction, partials, out=flat)
@@ -118,11 +117,11 @@ class _Chunk:
             for vendor in layout.others
             for place, common in overlaps(self._span, self._spans[vendor])
         ]
-        for _, rank, piece in meetings:
-            self._sent += self._exchange.send(rank, self._shard[piece])
         for vendor, rank, piece in meetings:
             partial = self._partials.setdefault(vendor, torch.empty_like(self._shard))
             self._received += self._exchange.recv(rank, partial[piece])
+        for _, rank, piece in meetings:
+            self._sent += self._exchange.send(rank, self._shard[piece])
 
     def gather(self) -> None:
         wait_all(self._received)

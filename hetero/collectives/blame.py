@@ -29,7 +29,7 @@ _PAUSE_SECONDS = 0.05
 IN_A_CALL, IDLE, LEFT, ABORTED = "in a call", "idle", "left", "aborted"
 
 
-class CollectiveError(LinkError):
+class CollectiveError(LinkError, dist.DistBackendError):
     """A call of a group failed; its text names the rank at fault, and what each rank called."""
 
 

@@ -170,6 +170,13 @@ class Communicator:
         with self._stream.after(moment):
             self._carry_out(algorithm, call, work, elsewhere=True)
 
+    def drain(self) -> None:
+        """Block until all calls so far are enqueued, and a GPU has come to the end of them."""
+        done = CollectiveWork("the calls so far", [], timeout=self.timeout)
+        self._worker.submit(done.finish)
+        done.wait()
+        self._stream.synchronize()
+
     def send(self, tensor: torch.Tensor, rank: int, tag: int) -> CollectiveWork:
         work = self._mail_work("send to", rank, tag, tensor)
         self._messages.send(tensor, rank, tag, work)

@@ -106,6 +106,17 @@ class Layout:
             + self.mine[self.place + 1 : self.place + 2]
         )
 
+    @cached_property
+    def givers(self) -> dict[int, int]:
+        """By vendor that is not this rank's: the rank that brings it that vendor's whole."""
+        return {vendor: self.partner(self.rank, vendor) for vendor in self.others}
+
+    @cached_property
+    def takers(self) -> tuple[int, ...]:
+        """The ranks to which this one brings its vendor's whole."""
+        others = (rank for vendor in self.others for rank in self.vendors[vendor])
+        return tuple(rank for rank in others if self.partner(rank, self.vendor) == self.rank)
+
     @property
     def size(self) -> int:
         return len(self.members)

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from hetero.collectives.links import Link, Links, clone
+from hetero.collectives.links import Link, Links, as_bytes, clone
 from hetero.collectives.streams import CallStream
 from hetero.collectives.work import CollectiveWork, Worker
 
@@ -32,7 +32,9 @@ class DeviceMessages:
     def send(self, tensor: torch.Tensor, rank: int, tag: int, work: CollectiveWork) -> None:
         """Send contiguous memory."""
         lane = self._lane(rank, sends=True)
-        lane.submit(lambda: self._link_to(rank).send(tensor, tag=tag % _TAGS).wait(), work)
+        lane.submit(
+            lambda: self._link_to(rank).send(as_bytes(tensor), tag=tag % _TAGS).wait(), work
+        )
 
     def recv(
         self,

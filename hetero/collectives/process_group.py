@@ -400,8 +400,8 @@ class HeteroProcessGroup(dist.ProcessGroup):
         one = torch.ones(1, dtype=torch.int32, device="cpu")
         reduction = reduction_for(dist.ReduceOp(dist.ReduceOp.SUM), one.dtype, size=self.size())
         if self._on_gpu is not None:
-            # What the caller has enqueued comes before the barrier too.
-            torch.cuda.current_stream(self._on_gpu.device).synchronize()
+            # As with NCCL, what was called before is done when the barrier is passed.
+            self._on_gpu.drain()
 
         def carry_out(exchange: Exchange) -> None:
             all_reduce.all_reduce(exchange, one, reduction)

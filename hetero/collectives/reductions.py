@@ -80,7 +80,7 @@ class Reduction:
         return flat
 
     def room_in(self, target: torch.Tensor) -> torch.Tensor:
-        """Flat memory to compute a result in that `finish` brings into `target`: its own, if it can."""
+        """Flat memory for a result that `finish` brings into `target`: its own, if it can be."""
         if target.is_contiguous() and not (target.is_complex() or target.dtype in _WIDENED):
             return target.detach().view(-1)
         return torch.empty_like(self.prepare(target, private=True))

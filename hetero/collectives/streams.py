@@ -36,6 +36,12 @@ class CallStream:
             self._under_way.append((end, work))
         return end
 
+    def synchronize(self) -> None:
+        """Block until the GPU has done all that this stream and the caller's were given."""
+        if self._stream is not None:
+            self._stream.synchronize()
+            torch.cuda.current_stream(self._device).synchronize()
+
     def after(self, moment: torch.cuda.Event | None) -> AbstractContextManager[None]:
         """What is enqueued inside goes into this stream, after that moment."""
         if self._stream is None or moment is None:

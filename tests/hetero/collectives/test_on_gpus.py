@@ -21,7 +21,7 @@ from tests.hetero.collectives.test_operations import (
     check_uneven,
 )
 
-pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(100)]
 
 SHAPES = [
     pytest.param(
@@ -38,13 +38,14 @@ SHAPES = [
         ("2+2 in turn", ("nvidia", "amd", "nvidia", "amd")),
     )
 ]
+PATIENCE = 70.0
 REFUSALS = (RuntimeError, ValueError)
 SIZES = ((1,), (7, 3), (600_001,), (9_000_001,))
 
 
 @pytest.mark.parametrize("vendors", SHAPES)
 def test_every_operation_gives_what_one_process_would(vendors):
-    digests = values(run_ranks(walk_all, vendors, on_gpus=True))
+    digests = values(run_ranks(walk_all, vendors, on_gpus=True, patience=PATIENCE))
     assert all(other == digests[0] for other in digests), "the ranks hold different bits"
     assert len(digests[0]) > 50
 
@@ -87,7 +88,7 @@ def messages(side: Side) -> None:
 
 @pytest.mark.parametrize("vendors", SHAPES)
 def test_calls_are_ordered_with_the_streams_that_make_them(vendors):
-    values(run_ranks(use_streams, vendors, on_gpus=True))
+    values(run_ranks(use_streams, vendors, on_gpus=True, patience=PATIENCE))
 
 
 def use_streams(side: Side) -> None:
@@ -120,7 +121,7 @@ def use_streams(side: Side) -> None:
 
 @pytest.mark.parametrize("vendors", SHAPES[:2])
 def test_what_is_dropped_without_a_wait_is_not_given_to_others_too_early(vendors):
-    values(run_ranks(drop, vendors, on_gpus=True))
+    values(run_ranks(drop, vendors, on_gpus=True, patience=PATIENCE))
 
 
 def drop(side: Side) -> None:
@@ -142,9 +143,10 @@ def drop(side: Side) -> None:
 
 @pytest.mark.parametrize("vendors", SHAPES)
 def test_a_rank_that_does_not_come_is_named_within_the_timeout(vendors):
-    outcomes = run_ranks(one_stays_away, vendors, on_gpus=True, timeout=8.0)
+    outcomes = run_ranks(one_stays_away, vendors, on_gpus=True, patience=PATIENCE, timeout=8.0)
     assert not any(outcome.hung for outcome in outcomes)
     for outcome in outcomes[:-1]:
+        assert outcome.error is None
         text, seconds = outcome.value
         assert f"rank {len(vendors) - 1} " in text, text
         assert "all_reduce" in text, text
@@ -173,7 +175,7 @@ def one_stays_away(side: Side) -> tuple[str, float] | None:
 
 @pytest.mark.parametrize("vendors", SHAPES[:2])
 def test_ranks_that_call_different_things_are_told(vendors):
-    outcomes = run_ranks(call_differently, vendors, on_gpus=True, timeout=8.0)
+    outcomes = run_ranks(call_differently, vendors, on_gpus=True, patience=PATIENCE, timeout=8.0)
     assert not any(outcome.hung for outcome in outcomes)
     texts = [outcome.value for outcome in outcomes]
     assert any("all_reduce" in text and "broadcast" in text for text in texts), texts
