@@ -11,6 +11,7 @@ from hetero.collectives.exchange import Exchange, wait_all
 from hetero.collectives.layout import Span, equal_parts, overlaps
 from hetero.collectives.links import Transfer
 from hetero.collectives.reductions import Reduction
+from hetero.collectives.vendor_library import Inside
 
 
 def _rows_of(count: int, length: int) -> list[Span]:
@@ -61,34 +62,33 @@ def all_gather(exchange: Exchange, table: torch.Tensor, row: torch.Tensor) -> No
 
 
 class _Block:
-    """The rows of another vendor: this rank receives a piece of them, and its vendor gathers it."""
+    """The rows of another vendor: each rank receives a piece of them, and its vendor gathers it."""
 
     def __init__(self, exchange: Exchange, table: torch.Tensor, vendor: int, length: int) -> None:
         layout = exchange.layout
-        self._ranks, self._length = layout.vendors[vendor], length
         self._exchange, self._table = exchange, table
+        self._ranks, self._length = layout.vendors[vendor], length
         spans = equal_parts(len(self._ranks) * length, len(layout.mine))
         span = spans[layout.place]
-        # All parts of the library's are of one length; the last may have less to receive.
+        # The library's pieces are of one length; of the last one, less may come.
         self._piece = table.new_empty(len(spans[0]))
+        whole = len(layout.mine) * len(spans[0])
+        block = _block(table, self._ranks)
+        self._in_place = block is not None and block.numel() == whole
+        self._gathered = block if block is not None and self._in_place else table.new_empty(whole)
+        self._inside: Inside | None = None
         self._received: list[Transfer] = []
         for place, common in overlaps(span, _rows_of(len(self._ranks), length)):
             self._received += exchange.recv(self._ranks[place], self._piece[common.within(span)])
 
     def gather(self) -> None:
         wait_all(self._received)
-        library, parts = self._exchange.library, len(self._exchange.layout.mine)
-        assert library is not None
-        own = _block(self._table, self._ranks)
-        fits = own is not None and own.numel() == parts * self._piece.numel()
-        self._in_place = fits
-        self._gathered = (
-            own if own is not None and fits else self._piece.new_empty(parts * self._piece.numel())
-        )
-        self._inside = library.all_gather(self._gathered, self._piece)
+        if (library := self._exchange.library) is not None:
+            self._inside = library.all_gather(self._gathered, self._piece)
 
     def finish(self) -> None:
-        self._inside.wait()
+        if self._inside is not None:
+            self._inside.wait()
         if not self._in_place:
             rows = self._gathered[: len(self._ranks) * self._length]
             self._table[list(self._ranks)] = rows.view(len(self._ranks), self._length)
