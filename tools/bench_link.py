@@ -10,9 +10,7 @@ byte is compared. docs/benchmarks/links.md says what each figure is.
 
 from __future__ import annotations
 
-import argparse
 import json
-import multiprocessing
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -25,16 +23,18 @@ if __name__ == "__main__":
 
     begin_script(core=False)
 
-import torch
-from torch.multiprocessing.spawn import ProcessException, ProcessRaisedException
-
 from hetero.errors import HeteroError
-from hetero.interrupts import children_ignore_interrupts
 from hetero.link.names import FAMILIES, TRANSPORTS
-from tools.launching.processes import end_family
+from tools.launching.spawned_ranks import run_ranks
 from tools.link_bench.bench_rank import run_rank
 from tools.link_bench.bench_record import DEFAULT_SIZES, Options, parse_size
-from tools.tool_command_line import Parser, make_results_folder, run
+from tools.tool_command_line import (
+    Parser,
+    make_results_folder,
+    positive,
+    run,
+    whole_number,
+)
 
 
 def parse_options(argv: Sequence[str]) -> tuple[Options, str]:
@@ -58,12 +58,12 @@ def parse_options(argv: Sequence[str]) -> tuple[Options, str]:
     )
     parser.add_argument(
         "--seconds-a-point",
-        type=_positive,
+        type=positive,
         default=Options.seconds_a_point,
         help="seconds for one transport at one size; a few samples are taken whatever it is",
     )
     parser.add_argument(
-        "--repeats", type=_count, default=Options.repeats, help="samples of a figure, at most"
+        "--repeats", type=whole_number, default=Options.repeats, help="samples of a figure, at most"
     )
     parser.add_argument(
         "--ring", type=parse_size, default=Options.ring_bytes, help="bytes of a link's rings"
@@ -73,19 +73,19 @@ def parse_options(argv: Sequence[str]) -> tuple[Options, str]:
     )
     parser.add_argument(
         "--connections",
-        type=_count,
+        type=whole_number,
         default=Options.connections,
         help="TCP connections in each direction, of tcp and of the bare sockets",
     )
     parser.add_argument(
         "--idle-seconds",
-        type=_positive,
+        type=positive,
         default=Options.idle_seconds,
         help="seconds for which the open links are watched while nothing is sent",
     )
     parser.add_argument(
         "--timeout",
-        type=_positive,
+        type=positive,
         default=Options.timeout,
         help="seconds before a blocked transfer is an error",
     )
@@ -111,22 +111,6 @@ def parse_options(argv: Sequence[str]) -> tuple[Options, str]:
     return options, given.out
 
 
-def _positive(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds above 0")
-    return value
-
-
-def _count(text: str) -> int:
-    if not (text.isascii() and text.isdecimal()) or int(text) == 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number above 0")
-    return int(text)
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else list(argv)
     options, out = parse_options(argv)
@@ -138,33 +122,11 @@ def measure(options: Options, out: str, command: Sequence[str]) -> str:
     """Measure and write; the process that leads says where. HeteroError for a link that broke."""
     folder = make_results_folder(out)
     with tempfile.TemporaryDirectory() as store_folder:
-        _run_both(options, store_folder, out, command)
+        run_ranks(run_rank, (options, store_folder, out, command), ranks=2)
     failed = json.loads((folder / "links.json").read_text())["failed"]
     if failed:
         raise HeteroError(f"broke while it was measured: {', '.join(failed)}; see above")
     return ""
-
-
-def _run_both(options: Options, store_folder: str, out: str, command: Sequence[str]) -> None:
-    try:
-        with children_ignore_interrupts():
-            processes = torch.multiprocessing.spawn(
-                run_rank, args=(options, store_folder, out, command), nprocs=2, join=False
-            )
-        while not processes.join():
-            pass
-    except ProcessRaisedException as error:
-        # The last line of a process's traceback is its error.
-        raise HeteroError(
-            f"rank {error.error_index}: {error.msg.strip().splitlines()[-1]}"
-        ) from error
-    except ProcessException as error:
-        raise HeteroError(f"rank {error.error_index} ended: {error.msg}") from error
-    finally:
-        # Asked of Python: an interrupt that came while they were started has left no `processes`.
-        for process in multiprocessing.active_children():
-            if process.pid is not None:
-                end_family(process.pid)
 
 
 if __name__ == "__main__":

@@ -36,6 +36,24 @@ class Parser(argparse.ArgumentParser):
         self.exit(UserError.exit_code, f"error: {message}; --help lists the flags\n")
 
 
+def positive(text: str) -> float:
+    """A flag's number of seconds."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds above 0")
+    return value
+
+
+def whole_number(text: str) -> int:
+    """A flag's count of at least one."""
+    if not (text.isascii() and text.isdecimal()) or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number above 0")
+    return int(text)
+
+
 def make_results_folder(path: str) -> Path:
     """Make the folder that --out names. Raises UserError where that cannot be."""
     try:

@@ -206,7 +206,7 @@ def test_a_fault_of_one_transport_leaves_the_others_measured(tmp_path):
 
 def test_a_transport_that_broke_is_the_exit_code(tmp_path, monkeypatch, capsys):
     (tmp_path / "links.json").write_text(json.dumps({"failed": ["shm"]}))
-    monkeypatch.setattr(bench_link, "_run_both", lambda *_: None)
+    monkeypatch.setattr(bench_link, "run_ranks", lambda *_, **__: None)
     assert main(["--out", str(tmp_path)]) == 1
     assert "broke while it was measured: shm" in capsys.readouterr().err
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
@@ -17,7 +16,6 @@ import torch.distributed as dist
 
 from hetero.device.topology import rdma_devices
 from hetero.words import size_text
-from megatron.training.progress_bar import progress_bar
 from tools.link_bench import perftest
 from tools.link_bench.bare_limits import bare_copies, measure_copy
 from tools.link_bench.bench_files import share_of_limits, write_report
@@ -33,6 +31,7 @@ from tools.link_bench.machine_facts import load_notes, run_facts, simulation_not
 from tools.link_bench.measured_paths import Path, open_sockets
 from tools.link_bench.measured_points import Messages, Meter
 from tools.link_bench.opened_links import Opener
+from tools.link_bench.sizes_bar import sizes_bar
 from tools.link_bench.two_ranks import Pair, StepFailed
 
 # Each process holds what it sends, what it expects and what it receives; the rest is staging.
@@ -141,7 +140,7 @@ class Session:
 
     def _measure_sizes(self) -> None:
         run = self._perftest()
-        with _progress(len(self.options.sizes), shown=self.pair.leads) as begin:
+        with sizes_bar(len(self.options.sizes), shown=self.pair.leads) as begin:
             for nbytes in self.options.sizes:
                 begin(size_text(nbytes))
                 if not self._fits(nbytes):
@@ -211,18 +210,3 @@ class Session:
         if point is not None:
             self._state.points.append(point)
         return run
-
-
-@contextmanager
-def _progress(count: int, *, shown: bool) -> Iterator[Callable[[str], None]]:
-    """A bar on a terminal, nothing elsewhere; call what it gives as each size begins."""
-    with progress_bar(total=count, shown=shown, unit="size", leave=False) as bar:
-        begun = 0
-
-        def begin(text: str) -> None:
-            nonlocal begun
-            bar.update(min(begun, 1))
-            bar.set_description(text)
-            begun += 1
-
-        yield begin

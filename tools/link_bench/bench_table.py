@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from hetero.words import counted, size_text
 from tools.link_bench.bench_record import LinkFacts, Point, Record
+from tools.reports.text_table import aligned
 
 Column = tuple[str, Callable[[Point], str]]
+_NAME_OF_PATH = 1
+"""The column that holds no number."""
 
 
 def table_text(record: Record) -> str:
@@ -19,8 +22,7 @@ def table_text(record: Record) -> str:
             rows.append([])
         at_size = [point for point in record.points if point.nbytes == nbytes]
         rows += [[cell(point) for _, cell in COLUMNS] for point in at_size]
-    widths = [max(len(row[i]) for row in rows if row) for i in range(len(COLUMNS))]
-    sections += [_line(row, widths) for row in rows]
+    sections += aligned(rows, text={_NAME_OF_PATH})
     sections += ["", *explanation(record), *link_lines(record)]
     return "\n".join(sections)
 
@@ -67,13 +69,6 @@ def _link_line(link: LinkFacts) -> str:
         f"memory and {size_text(link.device_bytes)} of GPU memory in both processes"
     )
     return f"{line} ({'; '.join(link.passed_over)})" if link.passed_over else line
-
-
-def _line(row: Sequence[str], widths: Sequence[int]) -> str:
-    cells = zip(row, widths, strict=False)
-    # The path is text, all else are numbers.
-    padded = [f"{cell:<{w}}" if i == 1 else f"{cell:>{w}}" for i, (cell, w) in enumerate(cells)]
-    return "  ".join(padded).rstrip()
 
 
 def short_size(nbytes: int) -> str:

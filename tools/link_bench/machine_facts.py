@@ -60,7 +60,7 @@ def simulation_notes(environ: Mapping[str, str] = os.environ) -> list[str]:
     if not override:
         return []
     return [
-        f"simulated: {VENDOR_VARIABLE}={override} was set, and both processes ran on "
+        f"simulated: {VENDOR_VARIABLE}={override} was set, and every process ran on "
         f"{running_vendor()}; the numbers are {running_vendor()}'s"
     ]
 

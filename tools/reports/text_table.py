@@ -1,0 +1,23 @@
+"""Columns of text for a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+
+def aligned(rows: Sequence[Sequence[str]], *, text: Collection[int]) -> list[str]:
+    """A line for each row, numbers at the right and the columns in `text` at the left.
+
+    An empty row is an empty line.
+    """
+    full = [row for row in rows if row]
+    widths = [max(len(row[column]) for row in full) for column in range(len(full[0]))]
+
+    def line(row: Sequence[str]) -> str:
+        cells = zip(row, widths, strict=False)
+        return "  ".join(
+            f"{cell:<{width}}" if column in text else f"{cell:>{width}}"
+            for column, (cell, width) in enumerate(cells)
+        ).rstrip()
+
+    return [line(row) for row in rows]
