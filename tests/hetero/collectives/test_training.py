@@ -60,11 +60,17 @@ def test_losses_are_those_of_one_process_with_the_whole_batch(vendors):
     assert ranks[0]["hsdp"] == pytest.approx(expected[:1], rel=1e-5)
 
 
-def test_a_script_that_says_nccl_runs_unchanged():
+HETERO_RUN = ("hetero.run", "--standalone", "--nproc-per-node", "3")
+TORCHRUN = ("torch.distributed.run", *HETERO_RUN[1:], "-m", "hetero.run")
+
+
+@pytest.mark.parametrize(
+    ("launcher", "how"), [(HETERO_RUN, "ddp"), (TORCHRUN, "fsdp2")], ids=["hetero.run", "torchrun"]
+)
+def test_a_script_that_says_nccl_runs_unchanged(launcher, how):
     environ = os.environ | {"HETERO_VENDOR": "nvidia*2,amd", "GLOO_SOCKET_IFNAME": "lo"}
-    words = ["--standalone", "--nproc-per-node", "3", "examples/collectives/train.py"]
     done = subprocess.run(
-        [sys.executable, "-m", "hetero.run", *words, "--with", "ddp"],
+        [sys.executable, "-m", *launcher, "examples/collectives/train.py", "--with", how],
         cwd=ROOT,
         env=environ,
         capture_output=True,
@@ -72,4 +78,4 @@ def test_a_script_that_says_nccl_runs_unchanged():
         timeout=200,
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("ddp over <group of 3 ranks of 2 vendors>:"), done.stdout
+    assert done.stdout.startswith(f"{how} over <group of 3 ranks of 2 vendors>:"), done.stdout
