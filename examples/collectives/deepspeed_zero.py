@@ -1,6 +1,6 @@
 """DeepSpeed's ZeRO, as anyone has it: nothing here knows of vendors.
 
-    python -m hetero.run --standalone --nproc-per-node 4 examples/collectives/deepspeed_zero.py --stage 2
+    python -m hetero.run --standalone --nproc-per-node 4 examples/collectives/deepspeed_zero.py
 
 It learns which byte follows 16 others in a text: this file, unless --text names another. Needs the
 extra `examples`. On a CPU set DS_ACCELERATOR=cpu.

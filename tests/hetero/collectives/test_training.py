@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from examples.collectives.train import BATCH, STEPS, WIDTH, WRAPPERS, new_model, train
+from examples.collectives.plain_torch import BATCH, STEPS, WIDTH, WRAPPERS, new_model, train
 from tests.hetero.collectives.ranks import THREE_AND_ONE, TWO_AND_TWO, Side, run_ranks, values
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -70,7 +70,7 @@ TORCHRUN = ("torch.distributed.run", *HETERO_RUN[1:], "-m", "hetero.run")
 def test_a_script_that_says_nccl_runs_unchanged(launcher, how):
     environ = os.environ | {"HETERO_VENDOR": "nvidia*2,amd", "GLOO_SOCKET_IFNAME": "lo"}
     done = subprocess.run(
-        [sys.executable, "-m", *launcher, "examples/collectives/train.py", "--with", how],
+        [sys.executable, "-m", *launcher, "examples/collectives/plain_torch.py", "--with", how],
         cwd=ROOT,
         env=environ,
         capture_output=True,
