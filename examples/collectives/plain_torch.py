@@ -1,6 +1,6 @@
 """A training script as anyone has it: it says backend="nccl" and knows nothing of vendors.
 
-    python -m hetero.run --standalone --nproc-per-node 4 examples/collectives/plain_torch.py --with ddp
+    python -m hetero.run --standalone --nproc-per-node 4 examples/collectives/plain_torch.py
 
 With HETERO_VENDOR='nvidia*2,amd*2' one machine plays two vendors (simulated). The model learns to
 copy its input; every rank takes its part of each batch, so the loss is that of one process with the

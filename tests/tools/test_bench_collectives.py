@@ -1,0 +1,190 @@
+"""What `tools/bench_collectives.py` promises, seen from outside: real ranks, small tensors."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from tools.bench_collectives import main, parse_options
+from tools.collective_bench import collective_rank
+from tools.collective_bench.collective_rank import run_started_rank
+from tools.collective_bench.collective_record import Options
+from tools.launching.spawned_ranks import run_ranks
+
+ROOT = Path(__file__).parents[2]
+TOOL = ROOT / "tools" / "bench_collectives.py"
+SIZES = ("--min-size", "4K", "--max-size", "16K")
+QUICK = ("--device", "cpu", "--seconds-a-point", "0.01", *SIZES)
+CASES = {
+    *(("all_reduce", True), ("broadcast", True), ("all_to_all", False), ("send_recv", False)),
+    *(("all_gather", False), ("all_gather", True)),
+    *(("reduce_scatter", False), ("reduce_scatter", True)),
+}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    record: dict
+    stdout: str
+
+
+@pytest.fixture(scope="module")
+def outcome(tmp_path_factory) -> Outcome:
+    """Three ranks of two vendors, so that sizes are no multiples of what was asked for."""
+    folder = tmp_path_factory.mktemp("collectives")
+    backends = ("--backends", "gloo", "nccl", "hetero", "flagcx")
+    command = [sys.executable, str(TOOL), *QUICK, *backends, "--ranks", "2+1"]
+    environment = {name: value for name, value in os.environ.items() if name != "RANK"}
+    ended = subprocess.run(
+        [*command, "--out", str(folder)],
+        # As under this project's launcher, which has hetero take NCCL's and even gloo's place.
+        env=environment | {"HETERO_INSTEAD_OF": "nccl,gloo"},
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr
+    return Outcome(json.loads((folder / "collectives.json").read_text()), ended.stdout)
+
+
+@pytest.mark.parametrize("backend", ["gloo", "hetero"])
+def test_every_operation_is_measured_in_and_out_of_place_and_right(outcome, backend) -> None:
+    points = [p for p in outcome.record["points"] if p["backend"] == backend]
+    assert {(p["operation"], p["in_place"]) for p in points} == CASES
+    for point in points:
+        assert point["nbytes"] in (4092, 16380)
+        assert point["wrong"] == 0
+        assert 0 < point["time_us"] <= point["time_p99_us"] < math.inf
+        assert point["algbw_gb_s"] == pytest.approx(point["nbytes"] / point["time_us"] / 1e3)
+        assert point["samples"] >= 3
+
+
+def test_all_backends_are_measured_at_one_size_before_the_next(outcome) -> None:
+    points = outcome.record["points"]
+    assert [p["nbytes"] for p in points] == sorted(p["nbytes"] for p in points)
+    assert [p["backend"] for p in points[:2]] == ["gloo", "hetero"]
+
+
+def test_the_bare_links_are_measured_in_the_same_run(outcome) -> None:
+    record = outcome.record
+    boundary = {p["nbytes"]: p for p in record["boundary"]}
+    assert set(boundary) == {4092, 16380}
+    for point in record["points"]:
+        bare = boundary[point["nbytes"]]
+        if point["operation"] == "all_reduce":
+            assert point["boundary_us"] == bare["both_ways_us"]
+            share = bare["both_ways_us"] / point["time_us"]
+            assert point["of_boundary"] == pytest.approx(share)
+        if point["operation"] == "broadcast":
+            assert point["boundary_us"] == bare["one_way_us"]
+    assert record["boundary_transport"] == "shm"
+
+
+def test_what_cannot_run_here_and_what_is_simulated_is_a_line(outcome) -> None:
+    lines = outcome.stdout.splitlines()
+    assert "nccl: not measured, because it needs GPUs (rank 0)" in lines
+    assert any(line.startswith("flagcx: not measured, because its plugin") for line in lines)
+    assert any(line.startswith("simulated: HETERO_VENDOR=nvidia*2,amd*1") for line in lines)
+    assert outcome.record["vendors"] == ["nvidia", "nvidia", "amd"]
+    assert outcome.record["simulated"] is True
+
+
+def test_the_table_has_a_row_for_every_operation_and_size(outcome) -> None:
+    lines = outcome.stdout.splitlines()
+    for operation, in_place in CASES:
+        start = f"{operation:<14}  {'in' if in_place else 'out':<5}  "
+        assert sum(line.startswith(start) for line in lines) == 2, start
+
+
+def run_with_faults(rank: int, *arguments: object) -> None:
+    """A broadcast that changes an element, an all_reduce that breaks at its second size."""
+    really_new = collective_rank.new_case
+
+    def faulty(operation, *, in_place, setup):
+        case = really_new(operation, in_place=in_place, setup=setup)
+
+        def spoil(group: dist.ProcessGroup) -> None:
+            case.call(group)
+            if rank == 1:
+                case.result[0] += 1
+
+        def break_off(group: dist.ProcessGroup) -> None:
+            raise RuntimeError("no such luck\nand more of it")
+
+        if operation == "broadcast":
+            return dataclasses.replace(case, call=spoil)
+        breaks = operation == "all_to_all" or setup.count * 4 > 4096
+        return dataclasses.replace(case, call=break_off) if breaks else case
+
+    collective_rank.new_case = faulty
+    run_started_rank(rank, *arguments)  # type: ignore[arg-type]
+
+
+def test_wrong_results_and_calls_that_break_are_told_and_nothing_else_is_lost(tmp_path) -> None:
+    options = Options(
+        backends=("gloo",),
+        operations=("all_reduce", "all_to_all", "broadcast"),
+        largest=16 << 10,
+        seconds_a_point=0.01,
+    )
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    run_ranks(run_with_faults, (options, "", store.port, str(tmp_path), ["bench"]), ranks=2)
+    record = json.loads((tmp_path / "collectives.json").read_text())
+    assert set(record["failed"]) == {"gloo: broadcast (in place)", "gloo: all_reduce (in place)"}
+    notes = record["notes"]
+    assert "gloo: all_reduce (in place): FAILED at 16 KiB: no such luck (rank 0)" in notes
+    assert (
+        "gloo: all_to_all (out of place): not measured from 4 KiB: no such luck (rank 0)" in notes
+    )
+    # One element on one rank, before the timing and after it.
+    assert "gloo: broadcast (in place): 2 elements are WRONG at 4 KiB" in notes
+    measured = [(p["operation"], p["nbytes"]) for p in record["points"]]
+    assert measured == [("all_reduce", 4096), ("broadcast", 4096), ("broadcast", 16384)]
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        ("--backends smoke", "invalid choice: 'smoke' (choose from"),
+        ("--operations barrier", "invalid choice: 'barrier' (choose from"),
+        ("--ranks 1", "'1' is not 2 ranks or more"),
+        ("--ranks 1+1+1+1", "of at most 3 vendors"),
+        ("--ranks 2+x", "'x' is no whole number above 0"),
+        ("--min-size 4X", "'4X' is no size"),
+        ("--min-size 8K --max-size 4K", "--min-size 8192 is larger than --max-size 4096"),
+        ("--factor 1", "--factor 1 leads to no other size"),
+        ("--dtype int8 --reduction avg", "--reduction avg of int8 would be cut off"),
+    ],
+)
+def test_bad_input_is_one_sentence_and_exit_code_2(flags, says, capsys) -> None:
+    with pytest.raises(SystemExit) as ended:
+        parse_options(flags.split())
+    assert ended.value.code == 2
+    said = capsys.readouterr().err
+    assert said.startswith("error: ")
+    assert says in said
+    assert len(said.splitlines()) == 1
+
+
+def test_ranks_without_a_gpu_each_are_refused(tmp_path, monkeypatch, capsys) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    assert main(["--device", "cuda", "--ranks", "1+1", "--out", str(tmp_path)]) == 2
+    assert "2 ranks need a GPU each and this host has 1" in capsys.readouterr().err
+
+
+def test_ranks_are_not_given_where_a_launcher_has_started_them(monkeypatch, capsys) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(SystemExit):
+        parse_options(["--ranks", "1+1"])
+    assert "a launcher has started these" in capsys.readouterr().err
