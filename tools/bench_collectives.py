@@ -84,16 +84,31 @@ def parse_options(argv: Sequence[str]) -> tuple[Options, str]:
         help="where the tensors lie: cuda is a GPU of any vendor",
     )
     parser.add_argument(
-        "--min-size", type=parse_size, default=Options.smallest, metavar="SIZE", help="as in 4K"
+        "--min-size",
+        type=parse_size,
+        default=Options.smallest,
+        metavar="SIZE",
+        help="bytes, as in 4K",
     )
     parser.add_argument(
-        "--max-size", type=parse_size, default=Options.largest, metavar="SIZE", help="as in 1G"
+        "--max-size",
+        type=parse_size,
+        default=Options.largest,
+        metavar="SIZE",
+        help="bytes, as in 1G",
     )
     parser.add_argument(
         "--factor", type=whole_number, default=Options.factor, help="from one size to the next"
     )
-    parser.add_argument("--dtype", choices=DTYPES, default=Options.dtype)
-    parser.add_argument("--reduction", choices=REDUCTIONS, default=Options.reduction)
+    parser.add_argument(
+        "--dtype", choices=DTYPES, default=Options.dtype, help="of the tensors' elements"
+    )
+    parser.add_argument(
+        "--reduction",
+        choices=REDUCTIONS,
+        default=Options.reduction,
+        help="of all_reduce and reduce_scatter",
+    )
     parser.add_argument(
         "--seconds-a-point",
         type=positive,
