@@ -61,8 +61,13 @@ class AllRanks:
                 raise StepFailed(f"{reason} (rank {rank})")
         return [value for value, _ in outcomes]
 
-    def measure(self, call: Callable[[], None], options: Options) -> Times:
-        """Collective. The first call has been made before, so that nothing is set up in it."""
+    def measure(
+        self, call: Callable[[], None], options: Options, *, queued: int = _MOST_QUEUED
+    ) -> Times:
+        """Collective. The first call has been made before, so that nothing is set up in it.
+
+        `queued` is how many calls may be under way at once, at most.
+        """
 
         def once() -> float:
             begin = time.monotonic()
@@ -75,7 +80,7 @@ class AllRanks:
         alone = self._slowest(lambda: [once() for _ in range(count)])
         if self._device.type == "cpu":
             return Times(alone, alone, depth=1)
-        depth = min(_MOST_QUEUED, max(1, int(options.seconds_a_point * _QUEUED / seconds / 4)))
+        depth = min(queued, max(1, int(options.seconds_a_point * _QUEUED / seconds / 4)))
 
         def several() -> float:
             begin = time.monotonic()

@@ -30,6 +30,7 @@ from tools.collective_bench.collective_record import (
     crossing_share,
 )
 from tools.collective_bench.measured_operations import Case, Setup, new_case, places_of
+from tools.link_bench.bench_record import queue_depth
 from tools.link_bench.bench_table import short_size
 from tools.link_bench.machine_facts import load_notes, run_facts, simulation_notes
 from tools.link_bench.measured_paths import synchronize
@@ -236,8 +237,9 @@ class CollectiveSession:
         try:
             links.prepare(nbytes)
             self._ranks.together(links.both_ways)
-            both = self._ranks.measure(links.both_ways, self._options)
-            one = self._ranks.measure(links.one_way, self._options)
+            queued = queue_depth(nbytes)
+            both = self._ranks.measure(links.both_ways, self._options, queued=queued)
+            one = self._ranks.measure(links.one_way, self._options, queued=queued)
             self._ranks.together(links.check)
         except StepFailed as failure:
             self._state.notes.append(f"the bare links: FAILED at {short_size(nbytes)}: {failure}")
