@@ -106,6 +106,26 @@ def test_the_table_has_a_row_for_every_operation_and_size(outcome) -> None:
         assert sum(line.startswith(start) for line in lines) == 2, start
 
 
+def test_under_a_launcher_the_ranks_are_what_they_are(tmp_path) -> None:
+    launcher = ["-m", "hetero.run", "--standalone", "--nproc-per-node", "2"]
+    flags = [*QUICK[:-1], "4K", "--operations", "broadcast", "--out", str(tmp_path)]
+    environment = {name: value for name, value in os.environ.items() if name != "RANK"}
+    ended = subprocess.run(
+        [sys.executable, *launcher, str(TOOL), *flags],
+        env=environment | {"HETERO_VENDOR": "amd,cpu", "GLOO_SOCKET_IFNAME": "lo"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr
+    record = json.loads((tmp_path / "collectives.json").read_text())
+    assert record["vendors"] == ["amd", "cpu"]
+    assert [p["backend"] for p in record["points"]] == ["gloo", "hetero"]
+    # One rank speaks.
+    assert ended.stdout.count("wrote ") == 1
+
+
 def run_with_faults(rank: int, *arguments: object) -> None:
     """A broadcast that changes an element, an all_reduce that breaks at its second size."""
     really_new = collective_rank.new_case
