@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import _DistributedBackendOptions
 
 from hetero.cluster import identify
 from hetero.collectives.layout import Layout, Member
@@ -43,6 +44,22 @@ def create_group(options: Any, backend_options: Any = None) -> dist.ProcessGroup
     meeting.conclude(error)
     assert group is not None
     return group
+
+
+def create_part(
+    store: dist.Store,
+    *,
+    rank: int,
+    global_ranks: Sequence[int],
+    name: str,
+    timeout: timedelta,
+) -> dist.ProcessGroup:
+    """A group that PyTorch has not asked the backend for, but a group that it splits."""
+    options = _DistributedBackendOptions()
+    options.store, options.timeout, options.group_id = store, timeout, name
+    options.group_rank, options.group_size = rank, len(global_ranks)
+    options.global_ranks_in_group = list(global_ranks)
+    return create_group(options)
 
 
 def _vendor_group(options: Any, layout: Layout) -> dist.ProcessGroup:

@@ -24,9 +24,17 @@ from hetero.collectives.memory import Written, bytes_of, plain
 from hetero.collectives.monitored import MonitoredBarrier
 from hetero.collectives.reductions import Reduction, reduction_for
 from hetero.collectives.work import CollectiveWork, CombinedWork
+from hetero.waiting import spans
 
 BACKEND = "hetero"
 Tensors = Sequence[torch.Tensor]
+
+
+class GroupOptions(c10d.Backend.Options):
+    """Options that can be copied, as PyTorch does to split a group."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> GroupOptions:
+        return GroupOptions(self.backend, self._timeout)
 
 
 class HeteroProcessGroup(dist.ProcessGroup):
@@ -48,6 +56,7 @@ class HeteroProcessGroup(dist.ProcessGroup):
         self._on_cpu = new_communicator(torch.device("cpu"))
         self._on_gpu: Communicator | None = None
         self._coalescing: list[CollectiveWork] | None = None
+        self._split_count = 0
         self._monitored = MonitoredBarrier(store, rank=layout.rank, size=layout.size)
         self._name = name
         self._description = ""
@@ -469,7 +478,42 @@ class HeteroProcessGroup(dist.ProcessGroup):
 
     @property
     def supports_splitting(self) -> bool:
-        return False
+        return True
+
+    def split_group(
+        self,
+        ranks: Sequence[int],
+        timeout: timedelta | None = None,
+        opts: Any = None,
+        group_name: str | None = None,
+        group_desc: str | None = None,
+        device_types: Any = None,
+    ) -> dist.ProcessGroup | None:
+        """A group of some ranks of this one; None where this rank is none of them.
+
+        Every rank of this group calls it, each for the group that it will be in.
+        """
+        from hetero.collectives.creation import create_part
+
+        self._split_count += 1
+        if self.rank() not in ranks:
+            return None
+        global_ranks = [dist.get_global_rank(self, rank) for rank in ranks]
+        # PyTorch's name follows from how many groups a rank is in, and ranks may differ in that.
+        name = f"{spans(global_ranks)}, split {self._split_count} of {self._name}"
+        part: Any = create_part(
+            dist.PrefixStore(f"split {self._split_count}/{spans(global_ranks)}/", self._store),
+            rank=list(ranks).index(self.rank()),
+            global_ranks=global_ranks,
+            name=name,
+            timeout=timeout or self.options._timeout,
+        )
+        part._set_group_name(group_name or name)
+        part._set_group_desc(group_desc or "")
+        return part
+
+    def perform_nocolor_split(self, device: torch.device) -> None:
+        """What NCCL needs of ranks that will not be in a group; here nothing."""
 
     @property
     def supports_coalescing(self) -> bool:
@@ -485,7 +529,7 @@ class HeteroProcessGroup(dist.ProcessGroup):
 
     @property
     def options(self) -> Any:
-        return c10d.Backend.Options(BACKEND, self._timeout)
+        return GroupOptions(BACKEND, self._timeout)
 
     def set_timeout(self, timeout: timedelta) -> None:
         self._timeout = timeout

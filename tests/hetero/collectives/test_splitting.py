@@ -1,0 +1,53 @@
+"""`split_group` of a group that crosses vendors.
+
+PyTorch splits groups only where there is an accelerator to which the default group is bound. The
+ranks here are told that the CPU is one.
+"""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+
+from tests.hetero.collectives.ranks import TWO_AND_TWO, Side, run_ranks, values
+
+
+def split_and_reduce(side: Side) -> dict[str, object]:
+    cpu = torch.device("cpu", 0)
+    assert dist.group.WORLD is not None
+    dist.group.WORLD.bound_device_id = cpu
+    found: dict[str, object] = {}
+    with (
+        mock.patch("torch.accelerator.is_available", return_value=True),
+        mock.patch("torch.accelerator.current_accelerator", return_value=cpu),
+    ):
+        for name, split_ranks in (
+            ("across", [[0, 2], [1, 3]]),
+            ("inside", [[0, 1], [2, 3]]),
+            ("some", [[1, 2, 3]]),
+            ("again", [[0, 2], [1, 3]]),
+        ):
+            group = dist.split_group(split_ranks=split_ranks)
+            if group is None:
+                found[name] = None
+                continue
+            tensor = torch.tensor([10.0**side.rank])
+            dist.all_reduce(tensor, group=group)
+            found[name] = (tensor.item(), dist.get_process_group_ranks(group))
+            if name == "across":
+                half = dist.split_group(group, split_ranks=[[0], [1]])
+                found["part of a part"] = dist.get_process_group_ranks(half)
+                dist.destroy_process_group(group)
+    return found
+
+
+def test_parts_of_a_group_are_groups_inside_and_across_vendors() -> None:
+    by_rank = values(run_ranks(split_and_reduce, TWO_AND_TWO))
+    for rank, found in enumerate(by_rank):
+        across = (101.0, [0, 2]) if rank in (0, 2) else (1010.0, [1, 3])
+        assert found["across"] == found["again"] == across
+        assert found["inside"] == ((11.0, [0, 1]) if rank < 2 else (1100.0, [2, 3]))
+        assert found["some"] == (None if rank == 0 else (1110.0, [1, 2, 3]))
+        assert found["part of a part"] == [rank]
