@@ -86,6 +86,8 @@ class _State:
 
 
 class CollectiveSession:
+    """One rank, from its groups to its end."""
+
     def __init__(self, store: dist.Store, *, rank: int, size: int, options: Options) -> None:
         # The tool names its backends itself, whatever launcher has started it.
         os.environ.pop(INSTEAD_OF_VARIABLE, None)
@@ -108,6 +110,7 @@ class CollectiveSession:
         assert dist.group.WORLD is not None
         self._ranks = AllRanks(dist.group.WORLD, device=self._device)
         self._state = _State()
+        self._vendors: tuple[str, ...] = ()
 
     def run(self, command: Sequence[str]) -> Record:
         state = self._state
