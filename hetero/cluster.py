@@ -81,6 +81,16 @@ def _named_vendor(value: str, *, local_rank: int, planned: str) -> str:
     return names[local_rank]
 
 
+def own_vendor(
+    *, local_rank: int, planned: str = "cpu", environ: Mapping[str, str] = os.environ
+) -> str:
+    """The vendor of the calling rank, or the one that HETERO_VENDOR has it play."""
+    override = environ.get(VENDOR_VARIABLE, "").strip().lower()
+    if not override:
+        return running_vendor()
+    return _named_vendor(override, local_rank=local_rank, planned=planned)
+
+
 def identify(
     *,
     rank: int,
@@ -91,10 +101,7 @@ def identify(
 ) -> RankIdentity:
     """Describe the calling rank. `planned_vendor` only matters to HETERO_VENDOR=plan."""
     actual = running_vendor()
-    override = environ.get(VENDOR_VARIABLE, "").strip().lower()
-    vendor = actual
-    if override:
-        vendor = _named_vendor(override, local_rank=local_rank, planned=planned_vendor)
+    vendor = own_vendor(local_rank=local_rank, planned=planned_vendor, environ=environ)
     device = platform.machine() + " CPU"
     if torch.cuda.is_available():
         device = torch.cuda.get_device_name(local_rank % torch.cuda.device_count())

@@ -1,0 +1,174 @@
+"""Shares that follow the measured speed of the ranks."""
+
+from __future__ import annotations
+
+import os
+import statistics
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from hetero.cluster import own_vendor
+from hetero.data.layers import (
+    HostClock,
+    clock_of,
+    in_backward,
+    layers_of,
+    mark_inputs,
+    mark_outputs,
+)
+from hetero.data.sampler import ShareBatchSampler
+from hetero.data.shares import Shares, balanced
+from hetero.errors import UserError
+
+
+class Balance:
+    """Measures what a sample costs each rank, and gives the sampler the shares that follow.
+
+    Timed are the forward and backward passes of the layers of `models` (the model as it is called,
+    and a loss that is a module), without what they wait for. After `warm_up` steps, `steps` steps
+    are measured; all ranks then tell each other their medians, compute the same shares, and change
+    to them with the same batch. With `every` that is repeated: the last `steps` of each `every`
+    steps are measured, and shares change where that shortens a step by at least `tolerance`.
+
+    Collective over `group`, whose ranks are those of the sampler's shares. On one with GPUs a
+    measurement waits for the GPU once, at its end. Raises UserError with all that is wrong.
+    """
+
+    def __init__(
+        self,
+        sampler: ShareBatchSampler,
+        *models: nn.Module,
+        every: int | None = None,
+        warm_up: int = 3,
+        steps: int = 5,
+        tolerance: float = 0.03,
+        group: dist.ProcessGroup | None = None,
+        clock: HostClock | None = None,
+    ) -> None:
+        ranks = dist.get_world_size(group)
+        wrong = []
+        if steps < 1 or warm_up < 0:
+            wrong.append(f"steps {steps} and warm_up {warm_up}: use at least 1 and at least 0")
+        if every is not None and every < steps:
+            wrong.append(f"every {every} is less than the {steps} steps of a measurement; raise it")
+        if not 0 <= tolerance < 1:
+            wrong.append(f"tolerance {tolerance}: use a number from 0 to below 1, such as 0.03")
+        if len(sampler.shares.counts) != ranks:
+            wrong.append(
+                f"the sampler shares batches out among {len(sampler.shares.counts)} ranks and the "
+                f"group has {ranks}; use the group of all that share the batch"
+            )
+        layers = layers_of(*models)
+        if not layers:
+            wrong.append("there is no model; pass the one that is called")
+        if wrong:
+            raise UserError(f"the ranks cannot be measured: {'; '.join(wrong)}")
+        self._sampler, self._group = sampler, group
+        self._every, self._steps, self._tolerance = every, steps, tolerance
+        self._clock = clock or clock_of(layers)
+        self._until = warm_up + steps
+        """Steps until the next measurement ends."""
+        self._began: dict[tuple[int, str], Any] = {}
+        self._spans: list[tuple[Any, Any]] = []
+        self._measured: list[tuple[int, list[tuple[Any, Any]]]] = []
+        self.seconds_per_sample: tuple[float, ...] = ()
+        """What the last measurement gave, by rank."""
+        self._handles = [
+            handle for number, layer in enumerate(layers) for handle in self._watch(number, layer)
+        ]
+
+    def step(self, samples: int) -> Shares | None:
+        """End a step in which this rank has computed `samples`. The new shares where they change.
+
+        Every rank calls it after every backward pass, or after the last of several micro-batches.
+        """
+        if not self._handles:
+            return None
+        if self._is_measuring:
+            self._measured.append((samples, self._spans))
+        self._spans = []
+        self._began.clear()
+        self._until -= 1
+        if self._until:
+            return None
+        changed = self._conclude()
+        if self._every is None:
+            for handle in self._handles:
+                handle.remove()
+            self._handles = []
+        else:
+            self._until = self._every
+        return changed
+
+    @property
+    def _is_measuring(self) -> bool:
+        return self._until <= self._steps
+
+    def _conclude(self) -> Shares | None:
+        costs = [
+            sum(self._clock.seconds(*span) for span in spans) / samples
+            for samples, spans in self._measured
+            if samples > 0
+        ]
+        self._measured = []
+        told: list[Any] = [None] * dist.get_world_size(self._group)
+        mine = (statistics.median(costs) if costs else 0.0, self._sampler.position)
+        dist.all_gather_object(told, mine, group=self._group)
+        if silent := [rank for rank, (cost, _) in enumerate(told) if not cost > 0]:
+            raise UserError(
+                f"nothing was measured on ranks {silent}: none of the layers was called, or no "
+                "samples were; pass the model that is called, and step() what it has computed"
+            )
+        self.seconds_per_sample = tuple(cost for cost, _ in told)
+        shares = self._sampler.newest_shares
+        better = balanced(shares, self.seconds_per_sample, tolerance=self._tolerance)
+        if better == shares:
+            return None
+        # A rank's loader may have drawn further ahead than another's.
+        self._sampler.set_shares(better, start=max(position for _, position in told))
+        return better
+
+    def _watch(self, number: int, layer: nn.Module) -> list[Any]:
+        """Hooks inside those of FSDP2, in either direction, whichever were registered first."""
+        forward, backward = (number, "forward"), (number, "backward")
+        start, end = partial(self._start, backward), partial(self._end, backward)
+
+        def before(_: nn.Module, args: Any, kwargs: Any) -> Any:
+            if not self._is_measuring or not torch.is_grad_enabled():
+                return None  # an evaluation between two steps is none of them
+            marked = mark_inputs((args, kwargs), end)
+            # What checkpointing computes again is part of the backward pass.
+            if not in_backward():
+                self._start(forward)
+            return marked
+
+        def after(_: nn.Module, args: Any, kwargs: Any, outputs: Any) -> None:
+            if self._is_measuring and torch.is_grad_enabled():
+                if not in_backward():
+                    self._end(forward)
+                mark_outputs(layer, (args, kwargs), outputs, start=start, end=end)
+
+        return [
+            layer.register_forward_pre_hook(before, with_kwargs=True),
+            layer.register_forward_hook(after, with_kwargs=True, prepend=True),
+        ]
+
+    def _start(self, what: tuple[int, str]) -> None:
+        self._began[what] = self._clock.mark()
+
+    def _end(self, what: tuple[int, str]) -> None:
+        began = self._began.pop(what, None)
+        if began is not None:
+            self._spans.append((began, self._clock.mark()))
+
+
+def vendor_of_each_rank(group: dist.ProcessGroup | None = None) -> list[str]:
+    """The vendors of all ranks of a group, as HETERO_VENDOR has them. Collective over it."""
+    told: list[Any] = [None] * dist.get_world_size(group)
+    mine = own_vendor(local_rank=int(os.environ.get("LOCAL_RANK", "0")), environ=os.environ)
+    dist.all_gather_object(told, mine, group=group)
+    return told

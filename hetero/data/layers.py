@@ -1,0 +1,139 @@
+"""Where the layers of a model are, and when their computing begins and ends in either direction.
+
+Both leave out what a layer waits for: FSDP2 gathers its parameters before, and reduces its
+gradients after.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+
+def layers_of(*models: nn.Module) -> list[nn.Module]:
+    """The parts of models that hold all parameters: blocks, embeddings, an output layer.
+
+    Lists and sequences of modules are taken apart, and so is what has a list somewhere inside. A
+    model that has no parts (a loss, a linear layer) is a layer itself.
+    """
+    found: list[nn.Module] = []
+    for model in models:
+        parts = [part for child in model.children() for part in _parts(child)]
+        found += parts or [model]
+    return found
+
+
+def _parts(module: nn.Module) -> Iterable[nn.Module]:
+    taken_apart = isinstance(module, nn.Sequential) or any(
+        isinstance(inner, nn.ModuleList) for inner in module.modules()
+    )
+    if taken_apart:
+        for child in module.children():
+            yield from _parts(child)
+    elif next(module.parameters(), None) is not None:
+        yield module
+
+
+def mark_inputs(arguments: Any, end: Callable[[], None]) -> Any:
+    """The arguments of a layer, with `end` called once all of their gradients are computed."""
+    leaves, tree = tree_flatten(arguments)
+    differentiable = [i for i, leaf in enumerate(leaves) if _has_gradient(leaf)]
+    if not differentiable or not torch.is_grad_enabled():
+        return arguments
+    marked = _BackwardEnd.apply(end, *[leaves[i] for i in differentiable])
+    for i, leaf in zip(differentiable, marked, strict=True):
+        leaves[i] = leaf
+    return tree_unflatten(leaves, tree)
+
+
+def mark_outputs(
+    layer: nn.Module,
+    arguments: Any,
+    outputs: Any,
+    *,
+    start: Callable[[], None],
+    end: Callable[[], None],
+) -> None:
+    """Have `start` called before the backward pass of a layer.
+
+    It comes after all hooks of the outputs themselves, where FSDP2 waits for parameters. Where no
+    argument has a gradient, as token numbers have not, `end` is called with the parameters'.
+    """
+    for node in {leaf.grad_fn for leaf in tree_flatten(outputs)[0] if _has_gradient(leaf)}:
+        if node is not None:
+            node.register_prehook(lambda _: start())
+    if any(map(_has_gradient, tree_flatten(arguments)[0])) or in_backward():
+        return
+    # Those of now: FSDP2 puts whole parameters in the place of its shards for the time of a pass.
+    parameters = [p for p in layer.parameters() if p.requires_grad]
+    if parameters and torch.is_grad_enabled():
+
+        def once(_: Any) -> None:
+            handle.remove()
+            end()
+
+        handle = torch.autograd.graph.register_multi_grad_hook(parameters, once)
+
+
+def in_backward() -> bool:
+    """Whether a backward pass runs, in which checkpointing computes layers again."""
+    return torch._C._current_graph_task_id() != -1
+
+
+class HostClock:
+    """The time of the CPU."""
+
+    def mark(self) -> Any:
+        return time.perf_counter()
+
+    def seconds(self, start: Any, end: Any) -> float:
+        return end - start
+
+    def burn(self, seconds: float) -> None:
+        """Keep a core busy, and Python free for other threads as a layer's own operators do."""
+        until = time.perf_counter() + seconds
+        with torch.no_grad():
+            some = torch.ones(64, 64)
+            while time.perf_counter() < until:
+                torch.mm(some, some)
+
+
+class GpuClock(HostClock):
+    """The time of a GPU's current stream."""
+
+    def mark(self) -> Any:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def seconds(self, start: Any, end: Any) -> float:
+        end.synchronize()
+        return start.elapsed_time(end) / 1000
+
+
+def clock_of(layers: list[nn.Module]) -> HostClock:
+    """The clock of the device that the layers are on."""
+    on_gpu = any(p.device.type == "cuda" for layer in layers for p in layer.parameters())
+    return GpuClock() if on_gpu else HostClock()
+
+
+def _has_gradient(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor) and leaf.requires_grad
+
+
+class _BackwardEnd(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, call: Callable[[], None], *tensors: torch.Tensor) -> Any:
+        ctx.call = call
+        ctx.set_materialize_grads(False)
+        return tensors
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
+        ctx.call()
+        return None, *gradients

@@ -1,0 +1,202 @@
+"""Samplers that give each data-parallel rank its share of every global batch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sized
+from typing import Any
+
+import torch
+from torch.utils.data import Sampler
+
+from hetero.data.shares import Shares
+from hetero.errors import UserError
+
+
+class ShareBatchSampler(Sampler[list[int]]):
+    """For DataLoader(batch_sampler=...): in each step, the indices of this rank's share.
+
+    The global batches are those of one process with the whole batch: the order follows from `seed`
+    and the epoch alone, and the ranks' parts in a row are the batch. Shares may change between
+    steps (`set_shares`); the batches do not. Raises UserError with all that is wrong.
+    """
+
+    def __init__(
+        self,
+        dataset: Sized | int,
+        shares: Shares,
+        *,
+        rank: int,
+        seed: int = 0,
+        shuffle: bool = True,
+        drop_last: bool = False,
+    ) -> None:
+        self.length = dataset if isinstance(dataset, int) else len(dataset)
+        self.shares = shares
+        """Those of the next batch, unless others are set for it."""
+        self.rank, self.seed, self.shuffle, self.drop_last = rank, seed, shuffle, drop_last
+        self.epoch = 0
+        self._next = 0  # the batch of the epoch that is drawn next
+        self._first = 0  # where the next pass begins
+        self._pending: dict[int, Shares] = {}
+        self._check()
+
+    def _check(self) -> None:
+        wrong = []
+        if not 0 <= self.rank < len(self.shares.counts):
+            wrong.append(f"rank {self.rank} has no share; the shares are {[*self.shares]}")
+        if 0 in self.shares.counts:
+            wrong.append(
+                f"shares {[*self.shares]} leave a rank without samples, and all ranks have to take "
+                "part in every step; give each at least one, or use fewer ranks"
+            )
+        tail = self.length % self.shares.batch
+        if self.length < self.shares.batch and (self.drop_last or not tail):
+            wrong.append(
+                f"{self.length} samples hold no batch of {self.shares.batch}; lower the batch"
+            )
+        elif tail and not self.drop_last:
+            try:
+                self.shares.of(tail)
+            except UserError as error:
+                wrong.append(
+                    f"of {self.length} samples the last batch has {tail}, and {error}; or use "
+                    "drop_last=True"
+                )
+        if wrong:
+            raise UserError(f"the batches cannot be shared out: {'; '.join(wrong)}")
+
+    def __len__(self) -> int:
+        """Global batches of a whole epoch."""
+        whole, tail = divmod(self.length, self.shares.batch)
+        return whole + (1 if tail and not self.drop_last else 0)
+
+    @property
+    def position(self) -> int:
+        """The number, over all epochs, of the batch that is drawn next.
+
+        A DataLoader with workers draws ahead of what is trained.
+        """
+        return self.epoch * len(self) + self._next
+
+    @property
+    def newest_shares(self) -> Shares:
+        """Those set last, the same on every rank however far each has drawn ahead."""
+        return self._pending[max(self._pending)] if self._pending else self.shares
+
+    def set_epoch(self, epoch: int) -> None:
+        """Take another order. The epoch that a state was loaded in goes on where it was."""
+        if epoch != self.epoch:
+            self.epoch, self._first, self._next = epoch, 0, 0
+
+    def set_shares(self, shares: Shares, *, start: int) -> None:
+        """Use other shares from batch number `start` on (see `position`), the same on every rank.
+
+        Raises UserError where that batch has been drawn, or the batch or the ranks are others.
+        """
+        wrong = []
+        if (shares.batch, len(shares.counts)) != (self.shares.batch, len(self.shares.counts)):
+            wrong.append(
+                f"they are for a batch of {shares.batch} over {len(shares.counts)} ranks, not of "
+                f"{self.shares.batch} over {len(self.shares.counts)}"
+            )
+        if 0 in shares.counts:
+            wrong.append("a rank has no samples; give each at least one")
+        if start < self.position:
+            wrong.append(
+                f"batch {start} has been drawn; let them start at the highest position of all "
+                f"ranks, here {self.position}"
+            )
+        if wrong:
+            raise UserError(f"shares {[*shares]} cannot be set: {'; '.join(wrong)}")
+        self._pending[start] = shares
+
+    def __iter__(self) -> Iterator[list[int]]:
+        order = self._order()
+        batch = self.shares.batch
+        self._next, self._first = self._first, 0
+        while self._next < len(self):
+            indices = order[self._next * batch : (self._next + 1) * batch]
+            for start in sorted(self._pending):
+                if start <= self.position:
+                    self.shares = self._pending.pop(start)
+            self._next += 1
+            yield indices[self.shares.of(len(indices)).bounds(self.rank)]
+
+    def _order(self) -> list[int]:
+        if not self.shuffle:
+            return list(range(self.length))
+        # As torch's DistributedSampler draws it.
+        generator = torch.Generator().manual_seed(self.seed + self.epoch)
+        return torch.randperm(self.length, generator=generator).tolist()
+
+    def state_dict(self, *, trained: int | None = None) -> dict[str, Any]:
+        """Where training is: the same on every rank, for any number of ranks.
+
+        `trained` is how many batches of this epoch are behind it. Without it, all that were drawn
+        count, which is only right for a DataLoader without workers.
+        """
+        return {
+            "epoch": self.epoch,
+            "batches": self._next if trained is None else trained,
+            "shares": list(self.newest_shares),
+            **self._fixed(),
+        }
+
+    def _fixed(self) -> dict[str, Any]:
+        return {
+            "samples": self.length,
+            "batch": self.shares.batch,
+            "seed": self.seed,
+            "shuffle": self.shuffle,
+            "drop_last": self.drop_last,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from there. The shares are taken over where the number of ranks is the same.
+
+        Raises UserError with all in which the state differs from this sampler.
+        """
+        missing = {"epoch", "batches", "shares", *self._fixed()} - state.keys()
+        if missing:
+            raise UserError(
+                f"the sampler's state lacks {', '.join(sorted(missing))}; load one that "
+                "state_dict() has returned"
+            )
+        differ = [
+            f"{name} is {value} here and {state[name]} there"
+            for name, value in self._fixed().items()
+            if state[name] != value
+        ]
+        if differ:
+            raise UserError(
+                f"the sampler's state is of other data: {'; '.join(differ)}; resume with the same"
+            )
+        self.epoch, self._first = state["epoch"], state["batches"]
+        self._next = self._first
+        self._pending.clear()
+        if len(state["shares"]) == len(self.shares.counts):
+            self.shares = Shares(tuple(state["shares"]), self.shares.granule, self.shares.least)
+
+
+class ShareSampler(Sampler[int]):
+    """For DataLoader(sampler=..., batch_size=shares.counts[rank]): the indices one by one.
+
+    Only for shares that stay as they are, since DataLoader's batch_size does.
+    """
+
+    def __init__(self, batches: ShareBatchSampler) -> None:
+        self._batches = batches
+
+    def set_epoch(self, epoch: int) -> None:
+        self._batches.set_epoch(epoch)
+
+    def __iter__(self) -> Iterator[int]:
+        for batch in self._batches:
+            yield from batch
+
+    def __len__(self) -> int:
+        """Samples of this rank in a whole epoch."""
+        shares, rank = self._batches.shares, self._batches.rank
+        whole, tail = divmod(self._batches.length, shares.batch)
+        last = shares.of(tail).counts[rank] if tail and not self._batches.drop_last else 0
+        return whole * shares.counts[rank] + last

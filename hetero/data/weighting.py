@@ -1,0 +1,37 @@
+"""What a rank's loss is multiplied by, so that the mean over ranks is the mean over the batch."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+
+def loss_weight(
+    count: int | torch.Tensor, *, group: dist.ProcessGroup | None = None
+) -> torch.Tensor:
+    """Ranks, divided by what counts in the loss on all ranks together: a scalar in float64.
+
+    `count` is what counts in the loss on this rank in this step, over all its micro-batches: its
+    samples, or its tokens with a label. A tensor on the device that `group` communicates on avoids
+    a copy. Multiply each **sum** of losses by the weight (a mean over n by n times the weight). DDP
+    and FSDP2 average gradients over ranks, and so the result is the gradient of the mean over the
+    global batch. The average of the weighted losses over ranks is the loss of the global batch.
+
+    Collective over `group`. Call it before the forward pass, where ranks wait for none. Where
+    nothing counts anywhere the loss and the gradients are zero.
+    """
+    if not isinstance(count, torch.Tensor):
+        count = torch.tensor(count, device=_device_of(group))
+    total = count.detach().to(torch.float64, copy=True)
+    dist.all_reduce(total, group=group)
+    return dist.get_world_size(group) / total.clamp(min=1)
+
+
+def _device_of(group: dist.ProcessGroup | None) -> torch.device:
+    """Where a group takes tensors, the host's memory first."""
+    whole = group or dist.group.WORLD
+    assert whole is not None
+    kinds = {device.type for device in whole._device_types}
+    if "cpu" in kinds:
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device())
