@@ -1,0 +1,53 @@
+"""The example that trains with unequal shares, as its page says to start it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from examples.unequal_shares import train_with_shares
+from hetero.errors import UserError
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_it_compares_equal_with_unequal_shares(tmp_path):
+    results = tmp_path / "shares.json"
+    slow = {"HETERO_VENDOR": "nvidia,amd", "HETERO_SLOWDOWN": "amd=4", "GLOO_SOCKET_IFNAME": "lo"}
+    script = "examples/unequal_shares/train_with_shares.py"
+    size = "--layers 1 --hidden 32 --vocabulary 64 --seq-length 32 --steps 2 --micro-batches 2"
+    words = (
+        f"--standalone --nproc-per-node 2 {script} --with fsdp2 {size} "
+        f"--batch-size 40 --rounds 1 --efficiency {results}"
+    )
+    done = subprocess.run(
+        [sys.executable, "-m", "hetero.run", *words.split()],
+        cwd=ROOT,
+        env=os.environ | slow,
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "simulated" in done.stdout
+    (run,) = json.loads(results.read_text())
+    (only,) = run["rounds"]
+    assert run["vendors"] == ["nvidia", "amd"]
+    assert sum(only["shares"]) == 40
+    assert min(only["shares"]) >= 2
+    assert only["samples_per_second"].keys() == {"nvidia alone", "amd alone", "equal", "unequal"}
+    assert run["efficiency"] == only["efficiency"]
+
+
+def test_all_that_is_wrong_with_its_flags_is_said_at_once(monkeypatch):
+    words = "train --layers 0 --hidden 30 --seq-length 1 --efficiency nowhere/x.json"
+    monkeypatch.setattr(sys, "argv", words.split())
+    with pytest.raises(UserError) as error:
+        train_with_shares.parse()
+    for said in ("--layers 0", "--hidden 30", "--seq-length 1", "nowhere/x.json: its folder"):
+        assert said in str(error.value)
