@@ -32,6 +32,6 @@ def _device_of(group: dist.ProcessGroup | None) -> torch.device:
     whole = group or dist.group.WORLD
     assert whole is not None
     kinds = {device.type for device in whole._device_types}
-    if "cpu" in kinds:
+    if "cpu" in kinds or not torch.cuda.is_available():
         return torch.device("cpu")
     return torch.device("cuda", torch.cuda.current_device())
