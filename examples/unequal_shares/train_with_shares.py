@@ -38,7 +38,7 @@ from hetero.data import (
     slow_down,
     vendor_of_each_rank,
 )
-from hetero.errors import UserError, leave_word, print_error
+from hetero.errors import UserError, write_error_file, print_error
 
 WARM_UP, MEASURED, SETTLING = 3, 5, 2
 
@@ -368,7 +368,7 @@ def main() -> None:
         speaks = os.environ.get("RANK", "0") == "0"
         if speaks:
             print_error(str(error))
-        leave_word(str(error), printed=speaks, known_to_all=True)
+        write_error_file(str(error), printed=speaks, known_to_all=True)
         sys.exit(2)
     dist.destroy_process_group()
 
