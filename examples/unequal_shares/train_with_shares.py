@@ -38,7 +38,7 @@ from hetero.data import (
     slow_down,
     vendor_of_each_rank,
 )
-from hetero.errors import UserError, write_error_file, print_error
+from hetero.errors import UserError, print_error, write_error_file
 
 WARM_UP, MEASURED, SETTLING = 3, 5, 2
 
@@ -211,8 +211,19 @@ def train(flags: argparse.Namespace) -> None:
     training = Training(
         flags, world, shares, measured=flags.shares == "measured", every=flags.adjust_every
     )
+    seconds, of_cpu = [], []
+    began = time.perf_counter()
     for step, loss in enumerate(training.run(flags.steps)):
+        enqueued = time.perf_counter()
         say(f"step {step} loss {loss.item():.6f}")
+        ended = time.perf_counter()
+        seconds.append(ended - began)
+        of_cpu.append(enqueued - began)
+        began = ended
+    step, cpu = (
+        1000 * statistics.median(all_of[flags.steps // 3 :]) for all_of in (seconds, of_cpu)
+    )
+    say(f"{step:.2f} ms a step, {cpu:.2f} ms until the CPU had enqueued it (medians)")
 
 
 def samples_per_second(
