@@ -22,6 +22,10 @@ PIP_INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check \
 EXTRAS := dev,hf$(if $(GPU_DRIVER),$(COMMA)gpu)
 TEXT ?=
 RDMA_MINUTES ?= 10
+# How many processes run test files side by side. Tests on GPUs have them to themselves.
+TEST_WORKERS ?= $(if $(GPU_DRIVER),0,auto)
+# A file's tests stay together, because they share runs. The longest come first in the order of their names.
+SIDE_BY_SIDE = -n $(TEST_WORKERS) --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 
 .PHONY: setup demo test test-all test-gpu test-rdma lint clean
 
@@ -49,10 +53,10 @@ lint: setup
 	$(BIN)/mypy hetero megatron/training tools examples pretrain_gpt.py
 
 test: lint
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python -m pytest -m "not slow" $(SIDE_BY_SIDE)
 
 test-all: lint
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest $(SIDE_BY_SIDE)
 
 # On a machine with two GPUs of one vendor: the first thing to run on an AMD one.
 test-gpu: setup

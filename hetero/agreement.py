@@ -34,6 +34,7 @@ _PATIENCE_WITH_A_FAILURE = 4.0
 _GRACE_SECONDS = 5.0
 """What a rank gives rank 0, which is there and has the same deadline, to speak first."""
 _ANNOUNCE_SECONDS = 3.0
+_LEFT = "hetero/left/others"
 """How long a rank that ends tries to tell the others why."""
 
 
@@ -118,6 +119,10 @@ class Agreement:
             with contextlib.suppress(Exception):  # the store is gone, and those who would read it
                 phase = Phase(self._store, number, "", self._world_size)
                 phase.settle(ended(text, agreed=self._rank > 0))
+        if self._rank > 0:
+            # Nor does rank 0 have to stay for this one's sake.
+            with contextlib.suppress(Exception):
+                self._store.add(_LEFT, 1)
 
     @contextlib.contextmanager
     def together(
@@ -184,21 +189,21 @@ class Agreement:
         """
         if self._world_size == 1:
             return
-        first, others = "hetero/left/0", "hetero/left/others"
+        first = "hetero/left/0"
         deadline, pause = time.monotonic() + seconds, 0.01
         try:
             if self._rank == 0:
                 self._store.set(first, "1")
             # Not the store's own wait, which logs that its time is over.
             while time.monotonic() < deadline and not (
-                self._store.add(others, 0) >= self._world_size - 1
+                self._store.add(_LEFT, 0) >= self._world_size - 1
                 if self._rank == 0
                 else self._store.check([first])
             ):
                 time.sleep(pause)
                 pause = min(2 * pause, 0.3)
             if self._rank > 0:
-                self._store.add(others, 1)
+                self._store.add(_LEFT, 1)
         except Exception:  # the others are gone, and with them the reason to wait
             return
 

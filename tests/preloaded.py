@@ -26,7 +26,12 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 ADDRESS = "PRELOADED_SERVER"
 """The variable that says where the server listens."""
-IMPORTED = ("megatron.training.pretrain", "megatron.training.session")
+IMPORTED = (
+    "megatron.training.cpu_shim",
+    "megatron.training.pretrain",
+    "megatron.training.session",
+    "megatron.core.tokenizers.text.text_tokenizer",
+)
 LARGEST_REQUEST = 1 << 20
 
 
@@ -296,6 +301,7 @@ def _at_exit() -> None:
 
 
 def _serve(descriptor: int) -> None:
+    import gc
     import importlib
 
     from megatron.training.quiet import quiet_core
@@ -303,6 +309,9 @@ def _serve(descriptor: int) -> None:
     quiet_core()
     for name in IMPORTED:
         importlib.import_module(name)
+    # Else each child would look through all of this for garbage, and so copy the memory it is in.
+    gc.collect()
+    gc.freeze()
     _Server(socket.socket(fileno=descriptor)).serve()
 
 

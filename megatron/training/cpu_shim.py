@@ -15,6 +15,9 @@ from typing import Any
 from unittest import mock
 
 import torch
+
+# An optimizer loads it too, and it must have seen torch's functions before they are replaced.
+import torch._dynamo
 from torch.overrides import TorchFunctionMode
 
 _CPU = torch.device("cpu")

@@ -1,4 +1,8 @@
-"""Which fused kernels a run trains with, from its flags and its device."""
+"""Which fused kernels a run trains with, from its flags and its device.
+
+Modules that use torch.compile are imported by the runs that use them: it brings torch's compiler,
+which costs every start a second.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +14,7 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron.training import core_private
-from megatron.training.fused import cross_entropy, embedding, swiglu
-from megatron.training.fused.rotary import Rotary
+from megatron.training.fused import embedding, swiglu
 from megatron.training.fused.weight_gradient import ProductsIntoGradients, can_add_products
 
 
@@ -77,6 +80,8 @@ def use(
         core_private.provide_weight_gradient(ProductsIntoGradients)
         config.gradient_accumulation_fusion = True
     if kernels.rotary:
+        from megatron.training.fused.rotary import Rotary
+
         rotary = Rotary()
         core_private.provide_rotary(rotary.rotate, rotary.split_and_rotate)
         config.apply_rope_fusion = True
@@ -92,6 +97,8 @@ class FusedLossGPT(GPTModel):
     def compute_language_model_loss(
         self, labels: torch.Tensor, logits: torch.Tensor
     ) -> torch.Tensor:
+        from megatron.training.fused import cross_entropy
+
         return cross_entropy.token_losses(logits, labels)
 
 

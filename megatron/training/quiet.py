@@ -1,11 +1,14 @@
-"""megatron-core without the remarks that it makes at every start."""
+"""megatron-core without the remarks that it makes at every start, and without what it never uses."""
 
 import logging
 import warnings
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
 
 
 def quiet_core() -> None:
-    """Keep out of the output what megatron-core says of Apex and TransformerEngine on import.
+    """Import megatron-core, and keep out of the output what it says of Apex and TransformerEngine.
 
     To be called before megatron-core is imported, by whatever a person starts. What a run makes of
     the two is said by the run itself.
@@ -15,3 +18,23 @@ def quiet_core() -> None:
     # megatron-core looks at `.grad` of views on purpose.
     warnings.filterwarnings("ignore", message=r"The \.grad attribute of a Tensor")
     logging.getLogger("megatron.core").setLevel(logging.ERROR)
+    _import_core()
+
+
+def _import_core() -> None:
+    """With a torch for CPUs alone its small functions stay as they are written.
+
+    megatron-core marks them for torch's compiler as it is imported. Loading the compiler takes a
+    fifth of a start, and compiling for a CPU needs a C++ compiler, for kernels meant for GPUs.
+    """
+    import torch
+
+    if torch.version.cuda is None and torch.version.hip is None:
+        with mock.patch("torch.compile", _as_written):
+            import megatron.core
+    else:
+        import megatron.core  # noqa: F401
+
+
+def _as_written(function: Callable[..., Any] | None = None, **_: Any) -> Callable[..., Any]:
+    return function if function is not None else _as_written

@@ -6,13 +6,16 @@ see every rank's own exit code.
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import itertools
 import json
 import os
 import signal
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,6 +23,8 @@ from tests import preloaded
 
 ROOT = Path(__file__).resolve().parents[2]
 ENTRY = ROOT / "pretrain_gpt.py"
+
+PORTS, WORKERS = (20_000, 28_000), 16
 
 Started = preloaded.Process | subprocess.Popen[str]
 
@@ -54,10 +59,21 @@ class Training:
     stdout: str
 
 
+@functools.cache
+def _ports() -> Iterator[int]:
+    """Ports that the kernel gives to nobody who asks for any, and no other worker looks at."""
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % WORKERS
+    mine = range(*PORTS)[worker::WORKERS]
+    return itertools.cycle([*mine[os.getpid() % len(mine) :], *mine])
+
+
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A port that nothing listens on, and that nothing takes before a launcher does."""
+    for port in _ports():
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise AssertionError("every port is taken")
 
 
 def start(

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import psutil
+import pytest
 
 from tests.distributed.harness import ENTRY, ROOT, TINY_LLAMA, start, wait_for
 from tests.hetero.test_beside import checkout
@@ -18,12 +19,15 @@ HETERO = "--hetero-pipeline --hetero-vendors amd nvidia --hetero-pipeline-sizes 
 
 IMPATIENT = """
 import functools, runpy, sys, time
-import hetero.waiting as waiting
-waiting.Intervals = functools.partial(waiting.Intervals, first=0.2, again=0.2)
+import hetero.agreement as agreement
+agreement.Intervals = functools.partial(agreement.Intervals, first=0.2, again=0.2)
 import megatron.training.initialize as initialize
 {}
 runpy.run_path({!r}, run_name="__main__")
 """
+
+
+pytestmark = pytest.mark.usefixtures("preloaded_ranks")
 
 
 def launched(flags: Sequence[str], *, beside: Path | None = None) -> subprocess.Popen[str]:
