@@ -133,13 +133,19 @@ def launch(
 
 
 def train(
-    flags: Sequence[str], nproc: int, folder: Path, *, environ: Mapping[str, str] | None = None
+    flags: Sequence[str],
+    nproc: int,
+    folder: Path,
+    *,
+    flags_by_rank: Mapping[int, Sequence[str]] | None = None,
+    **how: object,
 ) -> Training:
     """Run to the end and read the metrics and the report."""
     folder.mkdir(parents=True, exist_ok=True)
     metrics, report = folder / "metrics.jsonl", folder / "report.json"
     written = ["--metrics-file", str(metrics), "--hetero-report", str(report)]
-    outcomes = launch([*flags, *written], nproc, environ=environ)
+    own = {rank: [*words, *written] for rank, words in (flags_by_rank or {}).items()}
+    outcomes = launch([*flags, *written], nproc, flags_by_rank=own, **how)
     for rank, outcome in enumerate(outcomes):
         assert outcome.code == 0, f"rank {rank}: {outcome.stdout[-2000:]}{outcome.stderr[-3000:]}"
     rows = [json.loads(line) for line in metrics.read_text().splitlines()]

@@ -13,24 +13,35 @@ from pathlib import Path
 
 import pytest
 
+from tests import preloaded
 from tests.rdma.rails import Rail, rails_of
 
 HERE = Path(__file__).parent
+SMOKE = "test_smoke.py"
 NEEDED = "HETERO_TEST_RAILS"
-# What every process that a test starts would else import for itself, the last most slowly.
-PRELOADED = [
-    "tests.hetero.link.contract",
-    "megatron.training.session",
-    "megatron.core.tokenizers.text",
-]
+
+
+def _starts_processes(session: pytest.Session) -> bool:
+    return NEEDED in os.environ and any(SMOKE not in one for one in session.config.args)
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
-    """Begin the imports, which take a minute here, while pytest still collects."""
-    only_smoke = all("test_smoke" in argument for argument in session.config.args)
-    if NEEDED in os.environ and not only_smoke:
-        forkserver.set_forkserver_preload(PRELOADED)
+    """Begin what the links' processes import, most of a minute here, while pytest collects."""
+    if _starts_processes(session):
+        forkserver.set_forkserver_preload(["tests.hetero.link.contract"])
         forkserver.ensure_running()
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Begin what a rank that trains imports, while the links are tested."""
+    if _starts_processes(session) and any("training" in item.path.name for item in session.items):
+        preloaded.address()
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Without devices that work, the rest would only say the same thing again."""
+    if report.failed and SMOKE in report.nodeid:
+        pytest.exit("the emulated devices do not work", returncode=1)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -24,7 +24,7 @@ from tests.rdma.links import verbs_over
 from tests.rdma.rails import Rail
 
 MESSAGE = 4 << 20
-MESSAGES = 20
+MESSAGES = 10
 WARM_UP = 3
 WINDOW = 4
 ROUNDS = 3

@@ -7,8 +7,12 @@ import os
 import subprocess
 import sys
 
+import pytest
+
+from tests import preloaded
 from tests.distributed.harness import ROOT, free_port
 
+pytestmark = pytest.mark.usefixtures("preloaded_ranks")
 TOOL = ROOT / "tools" / "preflight.py"
 # The launcher's variables of an outer job would make this one a part of it.
 LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
@@ -20,13 +24,9 @@ def environment(**more: str) -> dict[str, str]:
 
 
 def alone(*flags: str, **environ: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, str(TOOL), *flags],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env=environment(**environ),
-    )
+    process = preloaded.start(TOOL, flags, environ=environment(**environ))
+    out, err = process.communicate(timeout=120)
+    return subprocess.CompletedProcess(["preflight"], process.returncode, out, err)
 
 
 def together(processes: int, *flags: str) -> subprocess.CompletedProcess[str]:

@@ -245,7 +245,7 @@ def test_what_the_probe_moved_is_not_counted(choices) -> None:
 def test_a_path_that_one_end_cannot_open_is_left_by_both(
     choices, rank: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(opening, "_PROBE_SECONDS", 4.0)
+    monkeypatch.setattr(opening, "_PROBE_SECONDS", 2.0)
     monkeypatch.setattr(opening, "open_path", broken("shm", on_rank=rank))
     found = choices()
     assert [choice.link.transport for choice in found] == ["tcp", "tcp"], found
@@ -265,7 +265,7 @@ def test_a_path_that_changes_bytes_is_not_taken(choices, monkeypatch: pytest.Mon
 def test_the_last_resort_is_taken_when_nothing_works(
     choices, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(opening, "_PROBE_SECONDS", 4.0)
+    monkeypatch.setattr(opening, "_PROBE_SECONDS", 1.0)
     monkeypatch.setattr(opening, "open_path", broken("shm tcp", on_rank=1))
     found = choices()
     assert [choice.link.transport for choice in found] == ["gloo", "gloo"]

@@ -51,17 +51,20 @@ class Transport:
 
 
 def open_gloo(description: LinkDescription, store: dist.Store, device: torch.device) -> Link:
-    mine, other = (1, 2) if description.rank == 0 else (2, 1)
-    return GlooLink(description, send_tag=mine, recv_tag=other)
+    number, odd = _number(description, store), description.rank
+    return GlooLink(description, send_tag=2 * number + odd, recv_tag=2 * number + 1 - odd)
+
+
+def _number(description: LinkDescription, store: dist.Store) -> int:
+    """Both sides open their links in the same order, so a count of their own names each alike."""
+    return store.add(f"opened by {description.rank}", 1)
 
 
 def _rendezvous(description: LinkDescription, store: dist.Store) -> Rendezvous:
-    # Both sides open their links in the same order, so a count of their own names each alike.
-    count = store.add(f"opened by {description.rank}", 1)
     return Rendezvous(
         store=store,
         description=description,
-        name=f"contract/{count}",
+        name=f"contract/{_number(description, store)}",
         listens=description.rank == 0,
         secret=b"contract",
     )
