@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import sys
 from dataclasses import replace
+from unittest import mock
 
 import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -17,6 +18,9 @@ from megatron.training import kernels as modules
 from megatron.training import model
 from megatron.training.kernels import Kernels, choose, use
 from megatron.training.pretrain import pretrain
+
+with mock.patch("torch.compile", return_value=lambda function: function):
+    from megatron.training.fused import cross_entropy, rotary  # noqa: F401
 
 
 def as_on_a_gpu(args: argparse.Namespace, device: torch.device) -> Kernels:
