@@ -1,4 +1,4 @@
-"""megatron-core without the remarks that it makes at every start, and without what it never uses."""
+"""megatron-core without the remarks it makes at every start, and without what it never uses."""
 
 import logging
 import warnings
