@@ -22,8 +22,8 @@ PIP_INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check \
 EXTRAS := dev,hf$(if $(GPU_DRIVER),$(COMMA)gpu)
 TEXT ?=
 RDMA_MINUTES ?= 10
-# How many processes run test files side by side. Tests on GPUs have them to themselves.
-TEST_WORKERS ?= $(if $(GPU_DRIVER),0,auto)
+# How many processes run test files side by side; 0: none do. Tests on GPUs have them to themselves.
+TEST_WORKERS ?= $(if $(GPU_DRIVER),0,logical)
 # A file's tests stay together, because they share runs. The longest come first in the order of their names.
 SIDE_BY_SIDE = -n $(TEST_WORKERS) --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 
