@@ -17,10 +17,12 @@ IMPORTS_CORE = re.compile(
 TOOLS = sorted(path for path in (ROOT / "tools").rglob("*.py") if "quiet" not in path.name)
 
 
-def test_megatron_core_is_quiet_once_it_has_been_told() -> None:
+def test_megatron_core_is_quiet_and_brings_no_compiler_for_a_cpu() -> None:
     code = (
         "from megatron.training.quiet import quiet_core; quiet_core()\n"
-        "import megatron.training.dataset_checks, megatron.training.generation"
+        "import megatron.training.dataset_checks, megatron.training.generation, sys, torch\n"
+        "for_gpus = torch.version.cuda or torch.version.hip\n"
+        "assert for_gpus or 'torch._inductor.compile_fx' not in sys.modules"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert (done.stdout, done.stderr) == ("", "")
