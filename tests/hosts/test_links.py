@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 import subprocess
 import time
 from collections.abc import Iterator
@@ -10,6 +9,7 @@ from contextlib import contextmanager
 
 import psutil
 
+from tests.distributed.harness import wait_for
 from tests.hosts.network import MEGABITS, Host, Network
 
 
@@ -33,12 +33,19 @@ class End:
         self._process.stdin.write(f"{count}\n")
         self._process.stdin.flush()
 
-    def signal(self, number: signal.Signals) -> None:
+    def stop(self) -> None:
+        """Wait for nsenter too, which stops itself then: told to go on before, it would stay."""
         outside = psutil.Process(self._process.pid)
-        (inside,) = outside.children()
-        inside.send_signal(number)
-        # nsenter stops with what it has started, and does not go on with it.
-        outside.send_signal(number)
+        for inside in outside.children():
+            inside.suspend()
+        wait_for(
+            lambda: outside.status() == psutil.STATUS_STOPPED, seconds=30, what="nsenter's stop"
+        )
+
+    def go_on(self) -> None:
+        outside = psutil.Process(self._process.pid)
+        for process in (outside, *outside.children()):
+            process.resume()
 
     def end(self) -> None:
         self._process.communicate(timeout=60)
@@ -71,9 +78,9 @@ def test_a_slow_rail_and_a_stopped_peer_cost_no_rail_and_hold_nothing_back(
         for end in pair:
             end.exchange(40)
         time.sleep(0.1)
-        pair[1].signal(signal.SIGSTOP)
+        pair[1].stop()
         time.sleep(3.5)
-        pair[1].signal(signal.SIGCONT)
+        pair[1].go_on()
         assert [end.hear() for end in pair] == ["whole", "whole"]
 
         for host in network.hosts[:2]:
