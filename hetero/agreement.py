@@ -34,8 +34,8 @@ _PATIENCE_WITH_A_FAILURE = 4.0
 _GRACE_SECONDS = 5.0
 """What a rank gives rank 0, which is there and has the same deadline, to speak first."""
 _ANNOUNCE_SECONDS = 3.0
-_LEFT = "hetero/left/others"
 """How long a rank that ends tries to tell the others why."""
+_LEFT = "hetero/left/others"
 
 
 class Agreement:

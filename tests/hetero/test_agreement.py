@@ -173,7 +173,7 @@ def test_a_rank_that_fails_between_phases_ends_the_others_with_its_reason() -> N
     with pytest.raises(AgreedError, match="rank 1 failed: division by zero"):
         first.exchange("flags")
     # Nor does rank 0 stay for a rank that has said that it ends: this would outlast the test.
-    first.part(seconds=1000)
+    first.leave(seconds=1000)
 
 
 def test_a_rank_ends_though_the_process_that_hosts_the_store_answers_no_more(
