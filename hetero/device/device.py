@@ -67,6 +67,8 @@ class Device(ABC):
 
     checksum_bytes: int = 0
     """What its streams put behind each entry's bytes."""
+    has_host_tensors: bool = False
+    """Whether any CPU thread can read and write its tensors where they are."""
 
     @abstractmethod
     def use(self) -> None:

@@ -136,6 +136,7 @@ class HostDevice(Device):
         self._streams: list[HostStreams] = []
         self._wrote: tuple[int, int] | None = None
         self.checksum_bytes = CHECKSUM_BYTES if checksum else 0
+        self.has_host_tensors = self._gpu is None
 
     def notify(self, function: int, argument: int) -> bool:
         self._wrote = function, argument

@@ -27,6 +27,8 @@ class CarriedMemory:
     control_on_device: int
     rings_on_device: int
     for_carrier: RingMemory
+    in_place: bool = False
+    """Whether the carrier reaches the callers' tensors, past the rings."""
 
 
 def side_of(rendezvous: Rendezvous) -> int:
@@ -85,6 +87,7 @@ def make_ends(
         outgoing_ring=memory.rings_on_device,
         incoming_ring=memory.rings_on_device + ring_bytes,
         ring_bytes=ring_bytes,
+        in_place=memory.in_place,
         peer_has_gone=watch.peer_has_gone,
         close=stack.pop_all().close,
     )

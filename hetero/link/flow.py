@@ -73,6 +73,7 @@ class Flow:
             chunk_bytes=limits.chunk_bytes,
             small_bytes=limits.small_bytes,
             checksum_bytes=device.checksum_bytes,
+            places=direction.places_address if ends.in_place else 0,
             doorbell=ends.theirs.doorbell_address(),
             is_outgoing=is_outgoing,
         )
@@ -93,19 +94,18 @@ class Flow:
         """Why the streams have stopped by themselves; None while they have not."""
         return self._streams.broken()
 
-    def completed_word(self, count: int) -> Word:
-        """What this end's device writes when it is done with so many entries."""
-        direction, is_outgoing = self._direction, self._state.is_outgoing
-        address = direction.produced_word if is_outgoing else direction.consumed_word
+    def completed_word(self, count: int, *, consumed: bool) -> Word:
+        """What the receiver's device, or the sender's, writes when done with so many entries."""
+        direction = self._direction
+        address = direction.consumed_word if consumed else direction.produced_word
         return Word(address, count & COUNTER_MASK)
 
-    def has_completed(self, count: int) -> bool:
-        """Whether this end's device is done with so many entries.
+    def has_completed(self, count: int, *, consumed: bool) -> bool:
+        """Whether the receiver's device, or the sender's, is done with so many entries.
 
         A peer that gives up says so and then writes the counter too, to release its own device.
         """
-        direction, is_outgoing = self._direction, self._state.is_outgoing
-        completed = direction.produced if is_outgoing else direction.consumed
+        completed = self._direction.consumed if consumed else self._direction.produced
         return ahead(count & COUNTER_MASK, completed) <= 0 and not self._peer.has_failed
 
     def transfers(self) -> list[RingTransfer]:
@@ -141,8 +141,11 @@ class Flow:
                 stream = None
             if not self._progress_transfer(transfer, stream):
                 break
-            caller = state.caller if state.by_caller else None
-            transfer.completion = CompletionFlag(self, self.count, caller)
+            # The peer has to have what is sent out of a tensor: until then it may be sent again.
+            in_place = bool(state.places) and not self.is_small(transfer.nbytes)
+            caller = state.caller if state.by_caller and not in_place else None
+            consumed = transfer.is_receive or in_place
+            transfer.completion = CompletionFlag(self, self.count, consumed=consumed, caller=caller)
             self.under_way.append(self.waiting.popleft())
         return not state.doorbell and self.count != before
 

@@ -22,6 +22,7 @@ from hetero.native.binding import (
 ENTRIES = RingDirection.records.size // sizeof(RingRecord)
 COUNTER_MASK = 0xFFFFFFFF
 """Counters are words of 32 bits: they count round."""
+_PLACES_BYTES = RingControl.places.size // 2
 CONTROL_BYTES = -(-sizeof(RingControl) // PAGE) * PAGE
 
 
@@ -54,6 +55,7 @@ class Direction:
         self.produced_word = device_base + offset + RingDirection.produced.offset
         self.consumed_word = device_base + offset + RingDirection.consumed.offset
         self.posted_address = self.address + RingDirection.posted.offset
+        self.places_address = control.address + RingControl.places.offset + number * _PLACES_BYTES
         self._words, self._bytes = control.words, control.bytes
         self._records = offset + RingDirection.records.offset
         self._produced = (offset + RingDirection.produced.offset) // 4

@@ -158,9 +158,10 @@ class RingLink(FailingLink):
         self._wanted.set()
         self._thread.join(_JOIN_SECONDS)
         if self._callers_have_left() and self._device.synchronize(_REST_SECONDS):
+            # A carrier may copy to and from their tensors until then.
+            self._ends.close()
             self._out.aborted.clear()
             self._in.aborted.clear()
-            self._ends.close()
         else:
             # Kept for ever, so that nothing unmaps what a device may still use.
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(self))

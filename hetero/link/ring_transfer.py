@@ -31,6 +31,8 @@ class RingEnds:
     """Addresses of the data, as this end's device knows them."""
     ring_bytes: int
     """Of one direction."""
+    in_place: bool
+    """Whether larger messages go out of the callers' tensors and into them, past the rings."""
     peer_has_gone: Callable[[], bool]
     close: Callable[[], None]
 
@@ -39,26 +41,28 @@ class CompletionFlag:
     """The point at which a device is done with so many entries of one direction.
 
     Args:
+        consumed: whether it is the receiver's device that is meant, not the sender's.
         caller: the caller's stream that the last of them went into; None for one of the link.
     """
 
-    __slots__ = ("_caller", "_count", "_flow", "_is_completed")
+    __slots__ = ("_caller", "_consumed", "_count", "_flow", "_is_completed")
 
-    def __init__(self, flow: Flow, count: int, caller: int | None) -> None:
+    def __init__(self, flow: Flow, count: int, *, consumed: bool, caller: int | None) -> None:
         self._flow, self._count, self._caller = flow, count, caller
+        self._consumed = consumed
         self._is_completed = False
 
     def is_completed(self) -> bool:
         """Never blocks. True for ever, also when the link and its counters are gone."""
         if not self._is_completed:
-            self._is_completed = self._flow.has_completed(self._count)
+            self._is_completed = self._flow.has_completed(self._count, consumed=self._consumed)
         return self._is_completed
 
     def wait_on_current_stream(self) -> None:
         """Let the caller's current stream go on only after it; the calling thread goes on now."""
         current = self._flow.device.current_stream()
         if current.key != self._caller and not self.is_completed():
-            current.wait_value(self._flow.completed_word(self._count))
+            current.wait_value(self._flow.completed_word(self._count, consumed=self._consumed))
 
 
 @dataclass(eq=False, slots=True)

@@ -91,4 +91,7 @@ def _make_memory(ring_bytes: int, device: Device, stack: ExitStack) -> CarriedMe
         reads_back=False,
         checksum_bytes=device.checksum_bytes,
     )
-    return CarriedMemory(control, control_on_device, rings_on_device, for_carrier)
+    in_place = device.has_host_tensors and not device.checksum_bytes
+    return CarriedMemory(
+        control, control_on_device, rings_on_device, for_carrier, in_place=in_place
+    )

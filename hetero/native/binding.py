@@ -88,7 +88,11 @@ class RingEnd(Structure):
 class RingControl(Structure):
     """`struct ring_control`."""
 
-    _fields_ = (("ends", RingEnd * 2), ("directions", RingDirection * 2))
+    _fields_ = (
+        ("ends", RingEnd * 2),
+        ("directions", RingDirection * 2),
+        ("places", c_uint64 * RING_ENTRIES * 2),
+    )
 
 
 class Vendor(IntEnum):
@@ -192,6 +196,7 @@ class Flow(Structure):
         ("chunk_bytes", c_uint64),
         ("small_bytes", c_uint64),
         ("checksum_bytes", c_uint64),
+        ("places", c_uint64),
         ("doorbell", c_uint64),
         ("is_outgoing", c_bool),
         ("count", c_uint64),
@@ -356,17 +361,7 @@ FUNCTIONS: dict[str, tuple[object, list[object]]] = {
     "native_spin": (None, [c_void_p, c_uint32, c_void_p, c_uint32, c_uint32]),
     "native_progress": (
         c_uint32,
-        [
-            POINTER(Flow),
-            c_char_p,
-            c_uint64,
-            c_uint64,
-            c_uint64,
-            c_uint64,
-            c_bool,
-            c_uint64,
-            c_bool,
-        ],
+        [POINTER(Flow), c_char_p, *(c_uint64,) * 4, c_bool, c_uint64, c_bool],
     ),
 }
 """Of each function the type of the result, and those of the arguments."""

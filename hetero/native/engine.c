@@ -170,6 +170,33 @@ bool engine_expect_data(struct engine *engine, struct rail *rail, uint32_t numbe
     return rail->live && incoming_expect_data(&engine->incoming, number, rail->index);
 }
 
+/* Where the bytes of what one side sends lie at this end. */
+static uint64_t *place_of(const struct engine *engine, uint64_t side, uint32_t number)
+{
+    return &engine->control->places[side][number % RING_ENTRIES];
+}
+
+static uint64_t in_tensor(uint64_t place)
+{
+    return place == RING_UNDECIDED || place == RING_SLOT ? 0 : place;
+}
+
+uint64_t engine_source(const struct engine *engine, uint32_t number)
+{
+    return in_tensor(*place_of(engine, engine->options.side, number));
+}
+
+bool engine_target(struct engine *engine, uint32_t number, uint64_t nbytes, uint64_t *target)
+{
+    uint64_t place = RING_UNDECIDED;
+
+    /* Decided for good, also where another rail brings it again. */
+    __atomic_compare_exchange_n(place_of(engine, 1 - engine->options.side, number), &place, RING_SLOT,
+                                false, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE);
+    *target = in_tensor(place);
+    return *target == 0 || record_of(engine->in, number)->nbytes == nbytes;
+}
+
 /* Moving entries. */
 
 static struct rail *choose(struct engine *engine, enum message message, uint64_t nbytes)
@@ -236,6 +263,10 @@ static bool send_credit(struct engine *engine)
     if (consumed == incoming->credited && !incoming->credit_lost)
         return false;
     rail = choose(engine, MESSAGE_CREDIT, 0);
+    /* Before the sender hears that it may use their records again. */
+    for (uint32_t number = incoming->credited; rail != NULL && number != consumed; number++)
+        __atomic_store_n(place_of(engine, 1 - engine->options.side, number), RING_UNDECIDED,
+                         __ATOMIC_RELEASE);
     if (rail == NULL ||
         !engine_took(engine, rail, rail->operations->post_credit(rail, consumed, engine_now())))
         return false;

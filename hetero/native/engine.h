@@ -71,5 +71,9 @@ void *engine_expect_record(struct engine *engine, uint32_t number);
 /* Whether an entry's data may be written to their place: they are not here, nor on their way over
  * another rail. They count as this rail's then. */
 bool engine_expect_data(struct engine *engine, struct rail *rail, uint32_t number);
+/* Of an entry to be sent, or whose data are expected: the address of its bytes in a caller's tensor; 0
+ * where they lie in the ring at their slot. False where so many bytes are not what was announced. */
+uint64_t engine_source(const struct engine *engine, uint32_t number);
+bool engine_target(struct engine *engine, uint32_t number, uint64_t nbytes, uint64_t *target);
 
 #endif

@@ -40,6 +40,27 @@ static struct ring_record *record_of(const struct flow *flow, uint64_t number)
     return &direction_of(flow)->records[number % RING_ENTRIES];
 }
 
+static uint64_t *place_of(const struct flow *flow, uint64_t number)
+{
+    return (uint64_t *)(uintptr_t)flow->places + number % RING_ENTRIES;
+}
+
+static bool is_in_place(const struct flow *flow, const struct message *message)
+{
+    return flow->places != 0 && message->nbytes > flow->small_bytes;
+}
+
+/* Whether the carrier puts an entry's bytes into the tensor: it has not begun to put them into the ring. */
+static bool claim(const struct flow *flow, const struct message *message, uint64_t number)
+{
+    uint64_t undecided = RING_UNDECIDED;
+
+    return is_in_place(flow, message) &&
+           __atomic_compare_exchange_n(place_of(flow, number), &undecided,
+                                       message->address + message->offset, false,
+                                       __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE);
+}
+
 static bool is_last(const struct message *message)
 {
     return message->offset == message->nbytes;
@@ -54,7 +75,10 @@ static uint32_t fail(struct flow *flow, failure failed)
 /* Whether a whole message may go into its caller's stream, behind the entries before it. */
 static bool fits_caller(const struct flow *flow, const struct message *message, bool settled)
 {
-    return message->is_callers_turn && message->nbytes <= flow->small_bytes &&
+    bool is_little = message->nbytes <= flow->small_bytes ||
+                     (flow->is_outgoing && is_in_place(flow, message));
+
+    return message->is_callers_turn && is_little &&
            ((flow->by_caller && flow->caller == message->caller) || settled);
 }
 
@@ -136,7 +160,8 @@ static uint32_t put_chunk(struct flow *flow, struct message *message)
     const struct ring_direction *direction = direction_of(flow);
     bool settled = reached(load(&direction->produced), flow->count);
     uint64_t begin, end;
-    bool must_wait, by_caller;
+    bool must_wait, by_caller, in_place;
+    uint64_t awaited;
     failure failed;
 
     if (!find_slot(flow, nbytes, &begin, &end))
@@ -147,8 +172,14 @@ static uint32_t put_chunk(struct flow *flow, struct message *message)
     if (!by_caller && !message->has_event)
         return NEEDS_EVENT;
     take_slot(flow, end);
-    flow->awaited = (uint32_t)flow->freed;
+    in_place = is_in_place(flow, message);
+    if (flow->places)
+        *place_of(flow, flow->count) = in_place ? message->address + message->offset : RING_SLOT;
     flow->count++;
+    /* What is sent out of a tensor is done when the peer has it, for until then it may be sent again. */
+    awaited = in_place ? flow->count : flow->freed;
+    if (awaited > flow->awaited)
+        flow->awaited = awaited;
 
     uint64_t slot = begin % flow->ring_bytes;
     struct move move = {
@@ -156,7 +187,7 @@ static uint32_t put_chunk(struct flow *flow, struct message *message)
         .after = {must_wait ? flow->consumed_word : 0, (uint32_t)flow->freed},
         .target = flow->ring + slot,
         .source = message->address + message->offset,
-        .nbytes = nbytes,
+        .nbytes = in_place ? 0 : nbytes,
         .then = {flow->produced_word, (uint32_t)flow->count},
     };
     failed = by_caller ? move_with_caller(flow, message, &move)
@@ -184,7 +215,7 @@ static uint32_t take_chunk(struct flow *flow, struct message *message)
     struct ring_direction *direction = direction_of(flow);
     bool settled = reached(load(&direction->consumed), flow->count);
     struct ring_record record;
-    bool has_come, by_caller;
+    bool has_come, by_caller, in_place;
     failure failed;
 
     if (!reached(load(&direction->posted), flow->count + 1))
@@ -198,15 +229,16 @@ static uint32_t take_chunk(struct flow *flow, struct message *message)
                 fits_caller(flow, message, settled);
     if (!by_caller && !message->has_event)
         return NEEDS_EVENT;
+    in_place = claim(flow, message, flow->count);
     flow->count++;
-    flow->awaited = (uint32_t)flow->count;
+    flow->awaited = flow->count;
 
     struct move move = {
         .checksum = flow->checksum_bytes ? VERIFY_SOURCE : NO_CHECKSUM,
         .after = {has_come ? 0 : flow->produced_word, (uint32_t)flow->count},
         .target = message->address + message->offset,
         .source = flow->ring + record.slot,
-        .nbytes = record.nbytes,
+        .nbytes = in_place ? 0 : record.nbytes,
         .then = {flow->consumed_word, (uint32_t)flow->count},
     };
     failed = by_caller ? move_with_caller(flow, message, &move)

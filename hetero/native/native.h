@@ -111,6 +111,9 @@ struct flow {
     uint64_t small_bytes;
     /* What follows an entry's bytes in the ring: HOST_CHECKSUM_BYTES, or none. */
     uint64_t checksum_bytes;
+    /* The direction's places, where a carrier takes larger messages out of the callers' tensors and puts
+     * them there; else 0. */
+    uint64_t places;
     /* The peer's doorbell, which is rung when entries have been enqueued; 0 where Python rings it. */
     uint64_t doorbell;
     bool is_outgoing;

@@ -34,6 +34,9 @@ struct ring_direction {
     struct ring_record records[RING_ENTRIES];
 };
 
+/* Where an entry's bytes lie at one end, or are to lie: one of these, or an address in a caller's tensor. */
+enum { RING_UNDECIDED, RING_SLOT };
+
 struct ring_end {
     struct ring_word doorbell;
     struct ring_word closed;
@@ -45,6 +48,7 @@ struct ring_end {
 struct ring_control {
     struct ring_end ends[2]; /* the listener's, the caller's */
     struct ring_direction directions[2]; /* what the listener sends, what the caller sends */
+    uint64_t places[2][RING_ENTRIES];    /* of their entries, where a carrier passes the rings by */
 };
 
 #endif

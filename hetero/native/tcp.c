@@ -132,9 +132,12 @@ static int post_data(struct rail *base, uint32_t number, uint64_t slot, uint64_t
                      double now)
 {
     struct frame frame = {MESSAGE_DATA, number, slot, nbytes};
+    uint64_t source = engine_source(rail_of(base)->owner.engine, number);
 
     (void)now;
-    return give(base, frame, (const void *)(uintptr_t)(rail_of(base)->request.sending + slot));
+    if (source == 0)
+        source = rail_of(base)->request.sending + slot;
+    return give(base, frame, (const void *)(uintptr_t)source);
 }
 
 static int post_credit(struct rail *base, uint32_t released, double now)

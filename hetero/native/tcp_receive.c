@@ -58,16 +58,23 @@ static int receive_record(struct tcp_rail *rail, const struct frame *frame)
 static int receive_data(struct tcp_rail *rail, const struct frame *frame)
 {
     struct engine *engine = rail->owner.engine;
-    bool is_expected;
+    uint64_t target = 0;
+    bool is_expected, is_sane;
     int code;
 
     tcp_lock(rail);
     is_expected = engine_expect_data(engine, &rail->rail, frame->number);
+    is_sane = !is_expected || engine_target(engine, frame->number, frame->nbytes, &target);
     tcp_unlock(rail);
+    if (!is_sane) {
+        errno = EPROTO;
+        return -1;
+    }
     if (!is_expected)
         return discard(rail, frame->nbytes);
-    code = receive_all(rail->request.fd,
-                       (void *)(uintptr_t)(rail->request.receiving + frame->slot), frame->nbytes);
+    if (target == 0)
+        target = rail->request.receiving + frame->slot;
+    code = receive_all(rail->request.fd, (void *)(uintptr_t)target, frame->nbytes);
     if (code <= 0)
         return code;
     tcp_lock(rail);

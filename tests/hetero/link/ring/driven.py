@@ -131,6 +131,7 @@ class World:
             outgoing_ring=OUTGOING_RING,
             incoming_ring=INCOMING_RING,
             ring_bytes=ring_bytes,
+            in_place=False,
             peer_has_gone=lambda: False,
             close=self.control.close,
         )
