@@ -34,7 +34,7 @@ _CHECKSUM = "--hetero-checksum needs the CPU to see every byte"
 # Handing a chunk over costs some microseconds: less than a copy by the host, not than a device's.
 _HOST_CHUNK_BYTES = 4 << 20
 _CARRIED_CHUNK_BYTES = 2 << 20
-_TCP_CHUNK_BYTES = 512 << 10
+_TCP_CHUNK_BYTES = 1 << 20
 _PROBE_SECONDS = 20.0
 _PROBE_SIZES = (1, (2 << 20) + 1, 6 << 20)
 

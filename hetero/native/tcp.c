@@ -19,6 +19,8 @@
 /* Over which a speed is taken, at least: the kernel counts in its ticks how long it was busy. */
 #define LEAST_SECONDS 10e-3
 #define LEAST_BYTES (64 << 10)
+/* What is faster is bound by the CPUs at its ends, which rails share: told apart, one would take all. */
+#define MOST_BYTES_PER_SECOND 1e9
 /* How often in a row the kernel has to have sent something again, before a rail counts as late. */
 #define LEAST_REPEATED 2
 
@@ -84,7 +86,7 @@ static void measure_from_here(struct tcp_rail *rail, const struct tcp_info *info
 static void measure(struct tcp_rail *rail)
 {
     struct tcp_info info;
-    double now = engine_now();
+    double now = engine_now(), seconds;
 
     if (now - rail->measured_at < LEAST_SECONDS || !ask_kernel(rail, &info))
         return;
@@ -93,7 +95,10 @@ static void measure(struct tcp_rail *rail)
     uint64_t confirmed = info.tcpi_bytes_acked - rail->confirmed_by_then;
     if (1e-6 * (double)busy < LEAST_SECONDS || confirmed < LEAST_BYTES)
         return;
-    speed_note(&rail->rail, confirmed, 1e-6 * (double)busy);
+    seconds = 1e-6 * (double)busy;
+    if (seconds < (double)confirmed / MOST_BYTES_PER_SECOND)
+        seconds = (double)confirmed / MOST_BYTES_PER_SECOND;
+    speed_note(&rail->rail, confirmed, seconds);
     measure_from_here(rail, &info);
 }
 
