@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import random
 import threading
@@ -175,6 +176,29 @@ def test_a_peer_that_closes_is_not_taken_for_lost_rails(
         with pytest.raises(LinkError, match="rank 1 has ended or closed the link"):
             work.wait()
     assert caplog.messages == []
+
+
+def test_a_large_message_passes_the_senders_ring_by_until_the_peer_has_it(network: Network) -> None:
+    sent, target = noise(NBYTES), torch.zeros(NBYTES, dtype=torch.uint8)
+    with Setup().links() as (one, other):
+        large, small = one.send(sent), one.send(noise(CHUNK_BYTES))
+        small.wait()
+        assert not any(ctypes.string_at(one._ends.outgoing_ring, NBYTES))
+        # Nobody has asked for it yet, and it may have to be sent again.
+        assert not large.is_completed()
+        other.recv(target).wait()
+        large.wait()
+        sent.zero_()
+    assert torch.equal(target, noise(NBYTES))
+
+
+def test_a_sender_whose_tensor_is_still_needed_hears_of_a_failure(network: Network) -> None:
+    with Setup().links() as (one, other):
+        work = one.send(noise(NBYTES))
+        with pytest.raises(LinkError, match="uint8 instead of"):
+            other.recv(torch.zeros(5)).wait()
+        with pytest.raises(LinkError, match="rank 1 refused a message"):
+            work.wait()
 
 
 def test_the_last_message_before_a_close_arrives(network: Network) -> None:
