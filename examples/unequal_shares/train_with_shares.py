@@ -220,10 +220,10 @@ def train(flags: argparse.Namespace) -> None:
         seconds.append(ended - began)
         of_cpu.append(enqueued - began)
         began = ended
-    step, cpu = (
+    whole, cpu = (
         1000 * statistics.median(all_of[flags.steps // 3 :]) for all_of in (seconds, of_cpu)
     )
-    say(f"{step:.2f} ms a step, {cpu:.2f} ms until the CPU had enqueued it (medians)")
+    say(f"{whole:.2f} ms a step, {cpu:.2f} ms until the CPU had enqueued it (medians)")
 
 
 def samples_per_second(
