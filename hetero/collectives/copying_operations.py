@@ -1,0 +1,204 @@
+# The stubs of torch describe one release; this file serves several, whose names and forms differ.
+# mypy: disable-error-code="override,assignment,call-arg"
+"""The operations that copy, in every form in which PyTorch calls them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C import _distributed_c10d as c10d
+
+from hetero.collectives import broadcast, rows
+from hetero.collectives.exchange import Exchange
+from hetero.collectives.group_across_vendors import (
+    GroupAcrossVendors,
+    listed,
+    options_of,
+    require_product,
+)
+from hetero.collectives.memory import Written, bytes_of, plain
+
+Tensors = Sequence[torch.Tensor]
+
+
+class CopyingOperations(GroupAcrossVendors):
+    """broadcast, all_gather, all_to_all, gather, scatter, and messages from rank to rank."""
+
+    def broadcast(self, tensors: Any, opts: Any = None, *more: Any) -> dist.Work:
+        opts = options_of(opts, c10d.BroadcastOptions)
+        tensors = listed(tensors)
+
+        def carry_out(exchange: Exchange) -> None:
+            for tensor in tensors:
+                with Written([tensor], keeps=True) as (flat,):
+                    broadcast.broadcast(exchange, flat, root=opts.rootRank)
+
+        return self._run(
+            carry_out, "broadcast", tensors, common=tensors[0], opts=opts, root=opts.rootRank
+        )
+
+    def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
+        opts = options_of(opts, c10d.AllgatherOptions)
+        (parts,), (source,) = outputs, listed(inputs)
+        self._require_one_each(parts, "all_gather")
+        return self._all_gather([list(parts)], [source], opts)
+
+    def allgather_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
+        opts = options_of(opts, c10d.AllgatherOptions)
+        self._require_one_each(outputs, "all_gather")
+        by_tensor = [list(parts) for parts in zip(*outputs, strict=True)]
+        return self._all_gather(by_tensor, list(inputs), opts)
+
+    def _all_gather(
+        self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any
+    ) -> dist.Work:
+        """outputs[i][r] takes inputs[i] of rank r. Ranks may give different sizes."""
+
+        def carry_out(exchange: Exchange) -> None:
+            for parts, source in zip(outputs, inputs, strict=True):
+                sizes = [part.nbytes for part in parts]
+                table = torch.empty(
+                    (self.size(), max(sizes)), dtype=torch.uint8, device=source.device
+                )
+                row = bytes_of(source)
+                if row.numel() < table.shape[1]:
+                    row = torch.nn.functional.pad(row, (0, table.shape[1] - row.numel()))
+                rows.all_gather(exchange, table, row)
+                with Written(parts) as flats:
+                    for rank, flat in enumerate(flats):
+                        flat.copy_(table[rank, : sizes[rank]])
+
+        if any(p[self.rank()].nbytes != s.nbytes for p, s in zip(outputs, inputs, strict=True)):
+            raise ValueError(
+                "all_gather: this rank's output and its input differ in size; give both the same"
+            )
+        alike = all(len({part.nbytes for part in parts}) == 1 for parts in outputs)
+        return self._run(
+            carry_out,
+            "all_gather",
+            [part for parts in outputs for part in parts],
+            common=inputs[0] if alike else None,
+            opts=opts,
+        )
+
+    def all_gather_single(
+        self, output: torch.Tensor, source: torch.Tensor, opts: Any = None
+    ) -> dist.Work:
+        return self.all_gather_single_coalesced([output], [source], opts)
+
+    def all_gather_single_coalesced(
+        self, outputs: Tensors, inputs: Tensors, opts: Any = None
+    ) -> dist.Work:
+        opts = options_of(opts, c10d.AllgatherOptions)
+        for output, source in zip(outputs, inputs, strict=True):
+            require_product("all_gather", small=source, large=output, size=self.size())
+        outputs, inputs = list(outputs), list(inputs)
+
+        def carry_out(exchange: Exchange) -> None:
+            for output, source in zip(outputs, inputs, strict=True):
+                with Written([output]) as (flat,):
+                    rows.all_gather(exchange, flat.view(self.size(), -1), bytes_of(source))
+
+        return self._run(carry_out, "all_gather", outputs, common=inputs[0], opts=opts)
+
+    _allgather_base = all_gather_single
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+
+    def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> dist.Work:
+        opts = options_of(opts, c10d.AllToAllOptions)
+        outputs, inputs = list(outputs), list(inputs)
+        self._require_one_each(outputs, "all_to_all")
+        self._require_one_each(inputs, "all_to_all")
+
+        def carry_out(exchange: Exchange) -> None:
+            with Written(outputs) as flats:
+                rows.all_to_all(exchange, flats, [bytes_of(tensor) for tensor in inputs])
+
+        return self._run(carry_out, "all_to_all", outputs, opts=opts)
+
+    def all_to_all_single(
+        self,
+        output: torch.Tensor,
+        source: torch.Tensor,
+        output_splits: Sequence[int] = (),
+        input_splits: Sequence[int] = (),
+        opts: Any = None,
+    ) -> dist.Work:
+        opts = options_of(opts, c10d.AllToAllOptions)
+        taken = self._splits(output, output_splits, "output")
+        given = self._splits(source, input_splits, "input")
+
+        def carry_out(exchange: Exchange) -> None:
+            with Written([output]) as (flat,):
+                inputs = bytes_of(source).split(given)
+                rows.all_to_all(exchange, flat.split(taken), inputs)
+
+        return self._run(carry_out, "all_to_all", [output], opts=opts)
+
+    alltoall_base = all_to_all_single
+
+    def _splits(self, tensor: torch.Tensor, splits: Sequence[int], what: str) -> list[int]:
+        """The bytes for each rank."""
+        length = tensor.shape[0] if tensor.dim() else 1
+        if not splits:
+            if length % self.size():
+                raise ValueError(
+                    f"all_to_all: the {what} has {length} rows for {self.size()} ranks; give a "
+                    "multiple, or split sizes"
+                )
+            splits = [length // self.size()] * self.size()
+        if len(splits) != self.size() or sum(splits) != length:
+            raise ValueError(
+                f"all_to_all: the {what} has {length} rows and the split sizes are {list(splits)}; "
+                f"give {self.size()} that add up to it"
+            )
+        return [split * (tensor.nbytes // length if length else 0) for split in splits]
+
+    def gather(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
+        opts = options_of(opts, c10d.GatherOptions)
+        (source,) = listed(inputs)
+        parts = list(outputs[0]) if outputs else []
+        if self.rank() == opts.rootRank:
+            self._require_one_each(parts, "gather")
+
+        def carry_out(exchange: Exchange) -> None:
+            with Written(parts) as flats:
+                rows.gather(exchange, flats, bytes_of(source), root=opts.rootRank)
+
+        return self._run(carry_out, "gather", parts, common=source, opts=opts, root=opts.rootRank)
+
+    def scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
+        opts = options_of(opts, c10d.ScatterOptions)
+        (output,) = listed(outputs)
+        parts = list(inputs[0]) if inputs else []
+        if self.rank() == opts.rootRank:
+            self._require_one_each(parts, "scatter")
+
+        def carry_out(exchange: Exchange) -> None:
+            with Written([output]) as (flat,):
+                given = [bytes_of(part) for part in parts]
+                rows.scatter(exchange, flat, given, root=opts.rootRank)
+
+        return self._run(
+            carry_out, "scatter", [output], common=output, opts=opts, root=opts.rootRank
+        )
+
+    def send(self, tensors: Any, rank: int, tag: int = 0) -> dist.Work:
+        (tensor,) = listed(tensors)
+        return self._coalesced(self._communicator_of(tensor).send(plain(tensor), rank, tag))
+
+    def recv(self, tensors: Any, rank: int, tag: int = 0) -> dist.Work:
+        return self._recv(tensors, rank, tag)
+
+    def recv_anysource(self, tensors: Any, tag: int = 0) -> dist.Work:
+        return self._recv(tensors, None, tag)
+
+    def _recv(self, tensors: Any, rank: int | None, tag: int) -> dist.Work:
+        (tensor,) = listed(tensors)
+        written = Written([tensor])
+        (flat,) = written.flats
+        work = self._communicator_of(tensor).recv(flat, rank, tag, written.write_back)
+        return self._coalesced(work)

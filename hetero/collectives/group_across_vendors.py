@@ -1,0 +1,273 @@
+# The stubs of torch describe one release; this file serves several, whose names and forms differ.
+# mypy: disable-error-code="override,assignment,call-arg"
+"""What a group across vendors is to PyTorch, whatever is called: its devices, names, parts and end.
+
+It is a `ProcessGroup` and not a `Backend`, because PyTorch lets Python derive only the former. The
+names of some methods differ between releases; both are there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C import _distributed_c10d as c10d
+
+from hetero.collectives.communicator import Communicator
+from hetero.collectives.exchange import Exchange
+from hetero.collectives.layout import Layout
+from hetero.collectives.reductions import Reduction, reduction_for
+from hetero.collectives.work import CollectiveWork, CombinedWork
+from hetero.waiting import spans
+
+BACKEND = "hetero"
+
+
+class GroupOptions(c10d.Backend.Options):
+    """Options that can be copied, as PyTorch does to split a group."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> GroupOptions:
+        return GroupOptions(self.backend, self._timeout)
+
+
+class GroupAcrossVendors(dist.ProcessGroup):
+    """A group whose ranks belong to several vendors. Derived classes have its operations."""
+
+    def __init__(
+        self,
+        layout: Layout,
+        *,
+        name: str,
+        store: dist.Store,
+        new_communicator: Callable[[torch.device], Communicator],
+        timeout: timedelta,
+    ) -> None:
+        """`new_communicator`: builds the group's for tensors of one device; collective."""
+        super().__init__(layout.rank, layout.size)
+        self._layout, self._store = layout, store
+        self._new_communicator, self._timeout = new_communicator, timeout
+        self._on_cpu = new_communicator(torch.device("cpu"))
+        self._on_gpu: Communicator | None = None
+        self._coalescing: list[CollectiveWork] | None = None
+        self._split_count = 0
+        self._name = name
+        self._description = ""
+
+    def __repr__(self) -> str:
+        return f"<group of {self.size()} ranks of {len(self._layout.vendors)} vendors>"
+
+    @property
+    def _communicators(self) -> list[Communicator]:
+        return [self._on_cpu] if self._on_gpu is None else [self._on_cpu, self._on_gpu]
+
+    def _communicator_of(self, tensor: torch.Tensor) -> Communicator:
+        """The one of the tensor's device. That of a GPU is built with the first call that needs it.
+
+        Only then is it known which GPU this rank uses.
+        """
+        device = tensor.device
+        if device.type == "cpu":
+            return self._on_cpu
+        if self._on_gpu is None and device.type == "cuda":
+            self._on_gpu = self._new_communicator(device)
+        if self._on_gpu is None or self._on_gpu.device != device:
+            here = "cpu" if self._on_gpu is None else self._on_gpu.device
+            raise RuntimeError(
+                f"this group across vendors carries tensors on {here} here and was given one on "
+                f"{device}; move it, or make another group"
+            )
+        return self._on_gpu
+
+    def _run(
+        self,
+        carry_out: Callable[[Exchange], None],
+        operation: str,
+        tensors: list[torch.Tensor],
+        *,
+        opts: Any,
+        common: torch.Tensor | None = None,
+        reduction: str = "",
+        root: int | None = None,
+    ) -> dist.Work:
+        given = tensors if common is None else [common, *tensors]
+        communicator = self._communicator_of(given[0])
+        if different := {str(tensor.device) for tensor in given} - {str(communicator.device)}:
+            raise RuntimeError(
+                f"{operation}: tensors on {communicator.device} and on {', '.join(different)}; "
+                "move them to one device"
+            )
+        if root is not None and not 0 <= root < self.size():
+            raise ValueError(f"{operation}: root {root} is no rank of a group of {self.size()}")
+        work = communicator.run(
+            carry_out,
+            operation=operation,
+            tensors=tensors,
+            common=common,
+            reduction=reduction,
+            root=root,
+            blocking=not getattr(opts, "asyncOp", True),
+        )
+        return self._coalesced(work)
+
+    def _reduction(self, opts: Any, like: torch.Tensor) -> Reduction:
+        return reduction_for(
+            opts.reduceOp, like.dtype, size=self.size(), device_type=like.device.type
+        )
+
+    def _require_one_each(self, parts: Sequence[Any], operation: str) -> None:
+        if len(parts) != self.size():
+            raise ValueError(
+                f"{operation}: {len(parts)} tensors for {self.size()} ranks; give one for each"
+            )
+
+    def _coalesced(self, work: CollectiveWork) -> CollectiveWork:
+        if self._coalescing is not None:
+            self._coalescing.append(work)
+        return work
+
+    def _start_coalescing(self, device: torch.device | None = None) -> None:
+        self._coalescing = []
+
+    def _end_coalescing(self, device: torch.device | None = None) -> dist.Work:
+        works, self._coalescing = self._coalescing or [], None
+        return CombinedWork(works)
+
+    def abort(self) -> None:
+        for communicator in self._communicators:
+            communicator.abort()
+
+    def shutdown(self) -> None:
+        for communicator in self._communicators:
+            communicator.shutdown()
+
+    def getBackendName(self) -> str:
+        # Its own name always: at another backend's, C++ looks for that backend in the group.
+        return BACKEND
+
+    # torch keeps these in the backends of a group, of which this one has none.
+
+    def setGroupName(self, name: str) -> None:
+        self._name = name
+
+    def getGroupName(self) -> str:
+        return self._name
+
+    def setGroupDesc(self, description: str) -> None:
+        self._description = description
+
+    def getGroupDesc(self) -> str:
+        return self._description
+
+    def get_group_store(self) -> dist.Store:
+        return self._store
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return [torch.device(kind) for kind in ("cpu", "cuda")[: 1 + torch.cuda.is_available()]]
+
+    def _get_backend(self, device: torch.device) -> GroupAcrossVendors:
+        """A group across vendors is its own backend."""
+        if device.type not in ("cpu", "cuda"):
+            raise RuntimeError(f"a group across vendors carries no tensors on {device.type}")
+        return self
+
+    @property
+    def supports_splitting(self) -> bool:
+        return True
+
+    def split_group(
+        self,
+        ranks: Sequence[int],
+        timeout: timedelta | None = None,
+        opts: Any = None,
+        group_name: str | None = None,
+        group_desc: str | None = None,
+        device_types: Any = None,
+    ) -> dist.ProcessGroup | None:
+        """A group of some ranks of this one; None where this rank is none of them.
+
+        Every rank of this group calls it, each for the group that it will be in.
+        """
+        from hetero.collectives.creation import create_part
+
+        self._split_count += 1
+        if self.rank() not in ranks:
+            return None
+        global_ranks = [dist.get_global_rank(self, rank) for rank in ranks]
+        # PyTorch's name follows from how many groups a rank is in, and ranks may differ in that.
+        name = f"{spans(global_ranks)}, split {self._split_count} of {self._name}"
+        part: Any = create_part(
+            dist.PrefixStore(f"split {self._split_count}/{spans(global_ranks)}/", self._store),
+            rank=list(ranks).index(self.rank()),
+            global_ranks=global_ranks,
+            name=name,
+            timeout=timeout or self.options._timeout,
+        )
+        part._set_group_name(group_name or name)
+        part._set_group_desc(group_desc or "")
+        return part
+
+    def perform_nocolor_split(self, device: torch.device) -> None:
+        """What NCCL needs of ranks that will not be in a group; here nothing."""
+
+    @property
+    def supports_coalescing(self) -> bool:
+        return False
+
+    @property
+    def supports_time_estimate(self) -> bool:
+        return False
+
+    @property
+    def supports_shrinking(self) -> bool:
+        return False
+
+    @property
+    def options(self) -> Any:
+        return GroupOptions(BACKEND, self._timeout)
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        self._timeout = timeout
+        for communicator in self._communicators:
+            communicator.timeout = timeout.total_seconds()
+
+    _set_default_timeout = set_timeout
+
+    def _set_sequence_number_for_group(self) -> None:
+        """Every group counts its calls from the beginning."""
+
+    def _get_sequence_number_for_group(self) -> int:
+        return sum(communicator.sequence for communicator in self._communicators)
+
+
+def listed(tensors: Any) -> list[torch.Tensor]:
+    return [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+
+
+def options_of(given: Any, kind: Callable[[], Any]) -> Any:
+    """Options of an operation, for callers that give none, or only what is reduced or the root."""
+    if given is None:
+        options = kind()
+        if hasattr(options, "asyncOp"):
+            options.asyncOp = True
+        return options
+    if isinstance(given, (c10d.ReduceOp, c10d.ReduceOp.RedOpType)):
+        options = kind()
+        options.reduceOp = given
+        return options
+    if isinstance(given, int):
+        options = kind()
+        options.rootRank = given
+        return options
+    return given
+
+
+def require_product(operation: str, *, small: torch.Tensor, large: torch.Tensor, size: int) -> None:
+    if small.numel() * size != large.numel() or small.dtype != large.dtype:
+        raise ValueError(
+            f"{operation}: {large.numel()} elements of {large.dtype} do not hold {small.numel()} "
+            f"of {small.dtype} for each of {size} ranks; make the larger {size} times the smaller"
+        )

@@ -1,0 +1,174 @@
+# The stubs of torch describe one release; this file serves several, whose names and forms differ.
+# mypy: disable-error-code="override,assignment,call-arg"
+"""The operations that reduce, in every form in which PyTorch calls them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C import _distributed_c10d as c10d
+
+from hetero.collectives import all_reduce, rows
+from hetero.collectives.exchange import Exchange
+from hetero.collectives.group_across_vendors import (
+    GroupAcrossVendors,
+    listed,
+    options_of,
+    require_product,
+)
+from hetero.collectives.reductions import Reduction
+
+Tensors = Sequence[torch.Tensor]
+
+
+class ReducingOperations(GroupAcrossVendors):
+    """all_reduce, reduce and reduce_scatter."""
+
+    def allreduce(self, tensors: Any, opts: Any = None) -> dist.Work:
+        return self._all_reduce("all_reduce", listed(tensors), opts)
+
+    def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> dist.Work:
+        return self._all_reduce("all_reduce (coalesced)", listed(tensors), opts)
+
+    def _all_reduce(self, operation: str, tensors: list[torch.Tensor], opts: Any) -> dist.Work:
+        opts = options_of(opts, c10d.AllreduceOptions)
+        if any(tensor.is_sparse for tensor in tensors):
+            return self._all_reduce_sparse(tensors, opts)
+        reduction = self._reduction(opts, tensors[0])
+        _require_one_dtype(tensors)
+
+        def carry_out(exchange: Exchange) -> None:
+            # One buffer for all, so that many small tensors cost as much as one.
+            if len(tensors) == 1:
+                flat = reduction.prepare(tensors[0])
+                all_reduce.all_reduce(exchange, flat, reduction)
+                reduction.finish(flat, tensors[0])
+                return
+            parts = [reduction.prepare(tensor) for tensor in tensors]
+            flat = torch.cat(parts)
+            all_reduce.all_reduce(exchange, flat, reduction)
+            for part, tensor in zip(flat.split([p.numel() for p in parts]), tensors, strict=True):
+                reduction.finish(part, tensor)
+
+        return self._run(
+            carry_out, operation, tensors, common=tensors[0], opts=opts, reduction=reduction.name
+        )
+
+    def _all_reduce_sparse(self, tensors: list[torch.Tensor], opts: Any) -> dist.Work:
+        from hetero.collectives.sparse import all_reduce_sparse
+
+        reduction = self._reduction(opts, tensors[0])
+
+        def carry_out(exchange: Exchange) -> None:
+            for tensor in tensors:
+                all_reduce_sparse(exchange, tensor, reduction)
+
+        return self._run(
+            carry_out,
+            "all_reduce (sparse)",
+            tensors,
+            common=tensors[0],
+            opts=opts,
+            reduction=reduction.name,
+        )
+
+    def reduce(self, tensors: Any, opts: Any = None) -> dist.Work:
+        opts = options_of(opts, c10d.ReduceOptions)
+        (tensor,) = listed(tensors)
+        reduction = self._reduction(opts, tensor)
+
+        def carry_out(exchange: Exchange) -> None:
+            flat = reduction.prepare(tensor, private=True)
+            all_reduce.reduce(exchange, flat, reduction, root=opts.rootRank)
+            if self.rank() == opts.rootRank:
+                reduction.finish(flat, tensor)
+
+        return self._run(
+            carry_out,
+            "reduce",
+            [tensor],
+            common=tensor,
+            opts=opts,
+            reduction=reduction.name,
+            root=opts.rootRank,
+        )
+
+    def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
+        opts = options_of(opts, c10d.ReduceScatterOptions)
+        (output,), (parts,) = listed(outputs), inputs
+        self._require_one_each(parts, "reduce_scatter")
+        reduction = self._reduction(opts, output)
+        sizes = {part.numel() for part in parts}
+
+        def carry_out(exchange: Exchange) -> None:
+            prepared = [reduction.prepare(part) for part in parts]
+            if len(sizes) == 1:
+                _reduce_scatter(exchange, output, torch.stack(prepared), reduction)
+                return
+            # Parts of different sizes: everything is reduced, and each rank keeps its own.
+            flat = torch.cat(prepared)
+            all_reduce.all_reduce(exchange, flat, reduction)
+            mine = flat.split([part.numel() for part in prepared])[self.rank()]
+            reduction.finish(mine.clone(), output)
+
+        if output.numel() != parts[self.rank()].numel():
+            raise ValueError(
+                f"reduce_scatter: the output has {output.numel()} elements and this rank's input "
+                f"{parts[self.rank()].numel()}; give both the same"
+            )
+        common = output if len(sizes) == 1 else None
+        return self._run(
+            carry_out,
+            "reduce_scatter",
+            [output],
+            common=common,
+            opts=opts,
+            reduction=reduction.name,
+        )
+
+    def reduce_scatter_single(
+        self, output: torch.Tensor, source: torch.Tensor, opts: Any = None
+    ) -> dist.Work:
+        return self.reduce_scatter_single_coalesced([output], [source], opts)
+
+    def reduce_scatter_single_coalesced(
+        self, outputs: Tensors, inputs: Tensors, opts: Any = None
+    ) -> dist.Work:
+        opts = options_of(opts, c10d.ReduceScatterOptions)
+        outputs, inputs = list(outputs), list(inputs)
+        reduction = self._reduction(opts, outputs[0])
+        for output, source in zip(outputs, inputs, strict=True):
+            require_product("reduce_scatter", small=output, large=source, size=self.size())
+
+        def carry_out(exchange: Exchange) -> None:
+            for output, source in zip(outputs, inputs, strict=True):
+                table = reduction.prepare(source).view(self.size(), -1)
+                _reduce_scatter(exchange, output, table, reduction)
+
+        return self._run(
+            carry_out,
+            "reduce_scatter",
+            list(outputs),
+            common=outputs[0],
+            opts=opts,
+            reduction=reduction.name,
+        )
+
+    _reduce_scatter_base = reduce_scatter_single
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+
+
+def _reduce_scatter(
+    exchange: Exchange, output: torch.Tensor, table: torch.Tensor, reduction: Reduction
+) -> None:
+    result = reduction.room_in(output)
+    rows.reduce_scatter(exchange, result, table, reduction)
+    reduction.finish(result, output)
+
+
+def _require_one_dtype(tensors: Tensors) -> None:
+    if len(dtypes := {tensor.dtype for tensor in tensors}) > 1:
+        raise ValueError(f"one call reduces tensors of one dtype, got {sorted(map(str, dtypes))}")
