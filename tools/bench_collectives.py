@@ -206,7 +206,8 @@ def _vendors_of(parts: Sequence[int]) -> str:
 def _require_gpus(options: Options, ranks: int) -> None:
     if options.device == "cuda" and torch.cuda.device_count() < ranks:
         raise UserError(
-            f"{ranks} ranks need a GPU each and this host has {torch.cuda.device_count()}; "
+            f"every rank needs a GPU: {ranks} in all, and this host has "
+            f"{torch.cuda.device_count()}; "
             "start fewer, or give --device cpu"
         )
 

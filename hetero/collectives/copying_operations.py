@@ -20,6 +20,7 @@ from hetero.collectives.group_across_vendors import (
     require_product,
 )
 from hetero.collectives.memory import Written, bytes_of, plain
+from hetero.words import counted
 
 Tensors = Sequence[torch.Tensor]
 
@@ -146,14 +147,14 @@ class CopyingOperations(GroupAcrossVendors):
         if not splits:
             if length % self.size():
                 raise ValueError(
-                    f"all_to_all: the {what} has {length} rows for {self.size()} ranks; give a "
-                    "multiple, or split sizes"
+                    f"all_to_all: the {what} has {counted(length, 'row')} for "
+                    f"{counted(self.size(), 'rank')}; give a multiple, or split sizes"
                 )
             splits = [length // self.size()] * self.size()
         if len(splits) != self.size() or sum(splits) != length:
             raise ValueError(
-                f"all_to_all: the {what} has {length} rows and the split sizes are {list(splits)}; "
-                f"give {self.size()} that add up to it"
+                f"all_to_all: the {what} has {counted(length, 'row')} and the split sizes are "
+                f"{list(splits)}; give {self.size()} that add up to it"
             )
         return [split * (tensor.nbytes // length if length else 0) for split in splits]
 

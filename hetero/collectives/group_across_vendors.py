@@ -22,6 +22,7 @@ from hetero.collectives.layout import Layout
 from hetero.collectives.reductions import Reduction, reduction_for
 from hetero.collectives.work import CollectiveWork, CombinedWork
 from hetero.waiting import spans
+from hetero.words import counted
 
 BACKEND = "hetero"
 
@@ -57,7 +58,7 @@ class GroupAcrossVendors(dist.ProcessGroup):
         self._description = ""
 
     def __repr__(self) -> str:
-        return f"<group of {self.size()} ranks of {len(self._layout.vendors)} vendors>"
+        return f"<group of {counted(self.size(), 'rank')} of {len(self._layout.vendors)} vendors>"
 
     @property
     def _communicators(self) -> list[Communicator]:
@@ -120,7 +121,8 @@ class GroupAcrossVendors(dist.ProcessGroup):
     def _require_one_each(self, parts: Sequence[Any], operation: str) -> None:
         if len(parts) != self.size():
             raise ValueError(
-                f"{operation}: {len(parts)} tensors for {self.size()} ranks; give one for each"
+                f"{operation}: {counted(len(parts), 'tensor')} for "
+                f"{counted(self.size(), 'rank')}; give one for each"
             )
 
     def _coalesced(self, work: CollectiveWork) -> CollectiveWork:
@@ -268,6 +270,7 @@ def options_of(given: Any, kind: Callable[[], Any]) -> Any:
 def require_product(operation: str, *, small: torch.Tensor, large: torch.Tensor, size: int) -> None:
     if small.numel() * size != large.numel() or small.dtype != large.dtype:
         raise ValueError(
-            f"{operation}: {large.numel()} elements of {large.dtype} do not hold {small.numel()} "
-            f"of {small.dtype} for each of {size} ranks; make the larger {size} times the smaller"
+            f"{operation}: {counted(large.numel(), 'element')} of {large.dtype} do not hold "
+            f"{small.numel()} of {small.dtype} for each of {counted(size, 'rank')}; make the "
+            f"larger {size} times the smaller"
         )

@@ -19,6 +19,7 @@ from hetero.collectives.layout import Layout
 from hetero.collectives.links import Link, Links, as_bytes, clone
 from hetero.collectives.work import CollectiveWork
 from hetero.errors import LinkError
+from hetero.words import counted
 
 _ENVELOPE = 2
 _LOOK_SECONDS = 0.05
@@ -183,7 +184,7 @@ class Mailbox:
         if memory.numel() != wanted.memory.numel():
             wanted.work.finish(
                 LinkError(
-                    f"{source} sent {memory.numel()} bytes with tag {wanted.tag} where "
+                    f"{source} sent {counted(memory.numel(), 'byte')} with tag {wanted.tag} where "
                     f"{wanted.memory.numel()} were to be received; make both the same"
                 )
             )

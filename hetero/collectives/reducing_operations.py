@@ -20,6 +20,7 @@ from hetero.collectives.group_across_vendors import (
     require_product,
 )
 from hetero.collectives.reductions import Reduction
+from hetero.words import counted
 
 Tensors = Sequence[torch.Tensor]
 
@@ -116,8 +117,8 @@ class ReducingOperations(GroupAcrossVendors):
 
         if output.numel() != parts[self.rank()].numel():
             raise ValueError(
-                f"reduce_scatter: the output has {output.numel()} elements and this rank's input "
-                f"{parts[self.rank()].numel()}; give both the same"
+                f"reduce_scatter: the output has {counted(output.numel(), 'element')} and "
+                f"this rank's input {parts[self.rank()].numel()}; give both the same"
             )
         common = output if len(sizes) == 1 else None
         return self._run(

@@ -23,6 +23,7 @@ from hetero.data.layers import (
 from hetero.data.sampler import ShareBatchSampler
 from hetero.data.shares import Shares, balanced
 from hetero.errors import UserError
+from hetero.words import counted
 
 
 class Balance:
@@ -59,8 +60,9 @@ class Balance:
             wrong.append(f"tolerance {tolerance}: use a number from 0 to below 1, such as 0.03")
         if len(sampler.shares.counts) != ranks:
             wrong.append(
-                f"the sampler shares batches out among {len(sampler.shares.counts)} ranks and the "
-                f"group has {ranks}; use the group of all that share the batch"
+                "the sampler shares batches out among "
+                f"{counted(len(sampler.shares.counts), 'rank')} and the group has {ranks}; use the "
+                "group of all that share the batch"
             )
         layers = layers_of(*models)
         if not layers:

@@ -10,6 +10,7 @@ from torch.utils.data import Sampler
 
 from hetero.data.shares import Shares
 from hetero.errors import UserError
+from hetero.words import counted
 
 
 class ShareBatchSampler(Sampler[list[int]]):
@@ -52,15 +53,16 @@ class ShareBatchSampler(Sampler[list[int]]):
         tail = self.length % self.shares.batch
         if self.length < self.shares.batch and (self.drop_last or not tail):
             wrong.append(
-                f"{self.length} samples hold no batch of {self.shares.batch}; lower the batch"
+                f"{counted(self.length, 'sample')} cannot fill a batch of {self.shares.batch}; "
+                "lower the batch"
             )
         elif tail and not self.drop_last:
             try:
                 self.shares.of(tail)
             except UserError as error:
                 wrong.append(
-                    f"of {self.length} samples the last batch has {tail}, and {error}; or use "
-                    "drop_last=True"
+                    f"of {counted(self.length, 'sample')} the last batch has {tail}, and {error}; "
+                    "or use drop_last=True"
                 )
         if wrong:
             raise UserError(f"the batches cannot be shared out: {'; '.join(wrong)}")
@@ -96,8 +98,8 @@ class ShareBatchSampler(Sampler[list[int]]):
         wrong = []
         if (shares.batch, len(shares.counts)) != (self.shares.batch, len(self.shares.counts)):
             wrong.append(
-                f"they are for a batch of {shares.batch} over {len(shares.counts)} ranks, not of "
-                f"{self.shares.batch} over {len(self.shares.counts)}"
+                f"they are for a batch of {shares.batch} over "
+                f"{counted(len(shares.counts), 'rank')}, not of {self.shares.batch} over {len(self.shares.counts)}"
             )
         if 0 in shares.counts:
             wrong.append("a rank has no samples; give each at least one")

@@ -9,6 +9,7 @@ from fractions import Fraction
 from itertools import accumulate
 
 from hetero.errors import UserError
+from hetero.words import counted
 
 
 @dataclass(frozen=True)
@@ -75,8 +76,8 @@ class Shares:
             floor = math.ceil(least / granule) * granule
             if batch < floor * len(speeds):
                 wrong.append(
-                    f"a batch of {batch} cannot give each of {len(speeds)} ranks {floor}; raise it "
-                    f"to at least {floor * len(speeds)}, or use fewer ranks"
+                    f"a batch of {batch} cannot give each of {counted(len(speeds), 'rank')} "
+                    f"{floor}; raise it to at least {floor * len(speeds)}, or use fewer ranks"
                 )
         if wrong:
             raise UserError(f"the batch cannot be split: {'; '.join(wrong)}")

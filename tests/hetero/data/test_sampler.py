@@ -150,7 +150,7 @@ def test_all_that_is_wrong_is_said_at_once():
     assert "rank 2 has no share" in str(error.value)
     with pytest.raises(UserError, match=r"the last batch has 1, .* or use drop_last=True"):
         ShareBatchSampler(11, Shares((3, 2)), rank=0)
-    with pytest.raises(UserError, match="4 samples hold no batch of 5"):
+    with pytest.raises(UserError, match="4 samples cannot fill a batch of 5"):
         ShareBatchSampler(4, Shares((3, 2)), rank=0, drop_last=True)
     with pytest.raises(UserError, match="leave a rank without samples"):
         ShareBatchSampler(10, Shares((5, 0), least=0), rank=0)
