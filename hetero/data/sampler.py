@@ -99,7 +99,8 @@ class ShareBatchSampler(Sampler[list[int]]):
         if (shares.batch, len(shares.counts)) != (self.shares.batch, len(self.shares.counts)):
             wrong.append(
                 f"they are for a batch of {shares.batch} over "
-                f"{counted(len(shares.counts), 'rank')}, not of {self.shares.batch} over {len(self.shares.counts)}"
+                f"{counted(len(shares.counts), 'rank')}, not of {self.shares.batch} over "
+                f"{len(self.shares.counts)}"
             )
         if 0 in shares.counts:
             wrong.append("a rank has no samples; give each at least one")

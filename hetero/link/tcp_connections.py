@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import errno
+import logging
+import selectors
 import socket
+import time
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 
 from hetero.addresses import family_of, interface_with
@@ -15,6 +19,10 @@ from hetero.link.handshake import Rendezvous, accept, connect, listen_at, look_u
 _BUFFER_WITHIN_HOST = 256 << 10
 _TCP_NOTSENT_LOWAT = 25
 _UNSENT_BYTES = 128 << 10
+_LATER_SECONDS = 2.5
+"""What a rail is given to answer once another has: the kernel has asked again by then."""
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -82,6 +90,9 @@ def _listen(rendezvous: Rendezvous, paths: TcpPaths, stack: ExitStack) -> Connec
                 "connections": paths.connections,
             },
         )
+        reached = look_up(rendezvous, "reached")["reached"]
+        _tell_unreached(rendezvous, paths.addresses, reached)
+        listeners = [listeners[index] for index in reached]
         control = [stack.enter_context(accept(one, rendezvous)[0]) for one in listeners]
         rails = [
             stack.enter_context(accept(listeners[index % len(listeners)], rendezvous)[0])
@@ -93,20 +104,69 @@ def _listen(rendezvous: Rendezvous, paths: TcpPaths, stack: ExitStack) -> Connec
 def _call(rendezvous: Rendezvous, paths: TcpPaths, stack: ExitStack) -> Connections:
     told = look_up(rendezvous, "addresses")
     addresses = [(str(host), int(port)) for host, port in told["addresses"]]
+    # Where none answers, all are tried until the deadline, and the error says what is wrong.
+    reached = _answering(addresses, paths, rendezvous.timeout) or list(range(len(addresses)))
+    publish(rendezvous, "reached", {"reached": reached})
+    _tell_unreached(rendezvous, [host for host, _ in addresses], reached)
 
-    def call(index: int) -> socket.socket:
+    def call(number: int) -> socket.socket:
+        index = reached[number % len(reached)]
+        # Rails may share an address; each of this side's is used in its turn all the same.
+        source = paths.address_of(index + number // len(reached) * len(addresses))
         return stack.enter_context(
             connect(
-                addresses[index % len(addresses)],
+                addresses[index],
                 rendezvous,
-                family=family_of(addresses[index % len(addresses)][0]),
-                source=(paths.address_of(index), 0),
+                family=family_of(addresses[index][0]),
+                source=(source, 0),
             )
         )
 
-    control = [call(index) for index in range(len(addresses))]
-    rails = [call(index) for index in range(_rails(int(told["connections"]), addresses))]
+    control = [call(number) for number in range(len(reached))]
+    rails = [call(number) for number in range(_rails(int(told["connections"]), reached))]
     return Connections(control, rails)
+
+
+def _answering(addresses: Sequence[tuple[str, int]], paths: TcpPaths, timeout: float) -> list[int]:
+    """Which addresses take a connection from the local address that goes with them.
+
+    A rail that has been lost takes none, and the link is to go on over the others. The connections
+    are closed again: what they would be for has not been proved yet.
+    """
+    answering: list[int] = []
+    with selectors.DefaultSelector() as selector, ExitStack() as opened:
+        for index, address in enumerate(addresses):
+            connection = opened.enter_context(
+                socket.socket(family_of(address[0]), socket.SOCK_STREAM)
+            )
+            connection.setblocking(False)
+            with suppress(OSError):
+                connection.bind((paths.address_of(index), 0))
+                if connection.connect_ex(address) in (0, errno.EINPROGRESS):
+                    selector.register(connection, selectors.EVENT_WRITE, index)
+        deadline = time.monotonic() + timeout
+        while selector.get_map() and (left := deadline - time.monotonic()) > 0:
+            for key, _ in selector.select(left):
+                selector.unregister(key.fileobj)
+                refused = key.fileobj.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)  # type: ignore[union-attr]
+                if not refused:
+                    answering.append(key.data)
+                    deadline = min(deadline, time.monotonic() + _LATER_SECONDS)
+    return sorted(answering)
+
+
+def _tell_unreached(
+    rendezvous: Rendezvous, addresses: Sequence[str], reached: Sequence[int]
+) -> None:
+    unreached = [address for index, address in enumerate(addresses) if index not in reached]
+    if unreached:
+        _log.warning(
+            "%s over tcp: nothing answers between the hosts at %s; it goes on over %d of %d rails",
+            rendezvous.description,
+            ", ".join(unreached),
+            len(reached),
+            len(addresses),
+        )
 
 
 def _rails(connections: int, addresses: Sequence[object]) -> int:

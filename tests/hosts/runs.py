@@ -56,14 +56,14 @@ class Run:
         commands: Sequence[Sequence[str]],
         folder: Path,
         *,
-        environ: Mapping[str, str] | None = None,
+        environs: Sequence[Mapping[str, str]] | None = None,
     ) -> None:
-        self._metrics, self._report = folder / "metrics.jsonl", folder / "report.json"
-        told = ["--metrics-file", str(self._metrics), "--hetero-report", str(self._report)]
-        own = {"HETERO_VENDOR": "plan", "PYTHONUNBUFFERED": "1", **(environ or {})}
+        self._metrics, self._report = _written_in(folder)
         self._processes = [
-            host.start([*words, *told], environ=own)
-            for host, words in zip(hosts, commands, strict=True)
+            host.start(words, environ={"PYTHONUNBUFFERED": "1"} | dict(environ))
+            for host, words, environ in zip(
+                hosts, commands, environs or [{"HETERO_VENDOR": "plan"}] * len(hosts), strict=True
+            )
         ]
         self._lines: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._outputs: list[list[str]] = [[] for _ in hosts]
@@ -140,10 +140,15 @@ class Run:
         return "\n".join(f"host {n}: {''.join(k)[-3000:]}" for n, k in enumerate(self._outputs))
 
 
-def rendezvous_flags(nodes: int, node: int, master: str) -> list[str]:
-    """A launcher's flags for one process on each node."""
+def _written_in(folder: Path) -> tuple[Path, Path]:
+    """A training run's metrics and its report."""
+    return folder / "metrics.jsonl", folder / "report.json"
+
+
+def rendezvous_flags(nodes: int, node: int, master: str, *, ranks: int = 1) -> list[str]:
+    """A launcher's flags for so many processes on each node."""
     return [
-        *("--nnodes", str(nodes), "--node-rank", str(node), "--nproc-per-node", "1"),
+        *("--nnodes", str(nodes), "--node-rank", str(node), "--nproc-per-node", str(ranks)),
         *("--master-addr", master, "--master-port", "29511"),
     ]
 
@@ -159,10 +164,12 @@ def launch(
 ) -> Run:
     """Start one rank on each host, with flags of its own if need be."""
     folder.mkdir()
+    metrics, report = _written_in(folder)
+    written = ["--metrics-file", str(metrics), "--hetero-report", str(report)]
     commands = [
         [
             *("-m", launcher, *rendezvous_flags(len(hosts), node, master)),
-            *("pretrain_gpt.py", *flags, *(own_flags[node] if own_flags else ())),
+            *("pretrain_gpt.py", *flags, *(own_flags[node] if own_flags else ()), *written),
         ]
         for node in range(len(hosts))
     ]

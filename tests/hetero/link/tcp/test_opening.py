@@ -15,7 +15,7 @@ import torch.distributed as dist
 from hetero.errors import LinkError
 from hetero.link import ring_link
 from hetero.link.handshake import Rendezvous
-from hetero.link.tcp_connections import TcpPaths, open_connections, tune
+from hetero.link.tcp_connections import TcpPaths, _answering, open_connections, tune
 from tests.hetero.link.tcp.ends import CHUNK_BYTES, Setup
 from tests.hetero.link.test_handshake import both, rendezvous
 
@@ -98,3 +98,14 @@ def test_buffers_are_small_within_a_host_and_the_kernels_own_between_hosts(
     # The kernel doubles what it is asked for, to have room for its own needs.
     assert (size == 2 * (256 << 10)) == within_host
     assert patience == 3000
+
+
+def test_an_address_that_does_not_answer_is_left_out() -> None:
+    with ExitStack() as stack:
+        answering = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(2)]
+        silent = stack.enter_context(socket.socket())
+        silent.bind(("127.0.0.1", 0))
+        addresses = [one.getsockname() for one in (answering[0], silent, answering[1])]
+        paths = TcpPaths(("127.0.0.1",))
+        assert _answering(addresses, paths, timeout=5.0) == [0, 2]
+        assert _answering([silent.getsockname()], paths, timeout=5.0) == []

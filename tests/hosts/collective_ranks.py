@@ -1,0 +1,38 @@
+"""One rank of a script that says backend="nccl": random calls over random groups, part by part.
+
+Says when each part is done, and in the end the digest of what every rank has alike.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from tests.hetero.collectives.ranks import Side
+from tests.hetero.collectives.test_sequences import walk
+
+LARGE = 1 << 20
+
+
+def main(parts: int) -> None:
+    dist.init_process_group("nccl", timeout=timedelta(seconds=60))
+    rank, size = dist.get_rank(), dist.get_world_size()
+    digest = hashlib.sha256()
+    for part in range(parts):
+        options = {"calls": 40, "groups": 3, "seed": part}
+        walk(Side(rank, size, dist.HashStore(), options))
+        large = torch.randn(LARGE, generator=torch.Generator().manual_seed(rank + part))
+        dist.all_reduce(large)
+        digest.update(large.numpy().tobytes())
+        if rank == 0:
+            print(f"part {part} is done", flush=True)
+    print(f"rank {rank} ends with {digest.hexdigest()}", flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

@@ -1,0 +1,41 @@
+"""Collectives across vendors (simulated) on two hosts, with two ranks each and two rails."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from tests.hosts.network import Network
+from tests.hosts.runs import Run, rendezvous_flags
+
+PARTS = 4
+
+
+def test_random_calls_go_on_when_a_rail_is_lost(network: Network, tmp_path: Path) -> None:
+    """Groups that are made after the loss have links over the rail that is left."""
+    pair = network.hosts[:2]
+    commands = [
+        [
+            *("-m", "torch.distributed.run"),
+            *rendezvous_flags(2, node, pair[0].address(), ranks=2),
+            *("-m", "hetero.run", "tests/hosts/collective_ranks.py", str(PARTS)),
+        ]
+        for node in range(2)
+    ]
+    environs = [
+        {"HETERO_VENDOR": vendor, "HETERO_NICS": ",".join(host.interfaces[:2])}
+        for host, vendor in zip(pair, ("nvidia", "amd"), strict=True)
+    ]
+    run = Run(pair, commands, tmp_path, environs=environs)
+    run.wait_for("part 1 is done")
+    with network.cut(pair[0], rail=1):
+        run.wait_for(r"rail 1 .* is lost")
+        run.wait_for(
+            r"nothing answers between the hosts at 10.77.1.\d; it goes on over 1 of 2 rails"
+        )
+        outcomes = run.end()
+    said = "".join(outcome.output for outcome in outcomes)
+    assert [outcome.code for outcome in outcomes] == [0, 0], said
+    digests = re.findall(r"rank \d ends with (\w+)", said)
+    assert len(digests) == 4
+    assert len(set(digests)) == 1
