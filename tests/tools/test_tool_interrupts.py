@@ -90,6 +90,7 @@ READING = {
 """Tools that read a file which somebody else still writes."""
 
 STARTING = {
+    "bench_collectives": "--device cpu --backends hetero --out {folder}/out",
     "bench_link": "--cpu --transports shm --out {folder}/out",
     "benchmark_parity": "--out {folder}/out",
     "count_start_up": "--counted 8 --timed 64 --out {folder}/out",
