@@ -183,16 +183,18 @@ def _check_vendors(identities: Sequence[RankIdentity], plan: Plan, *, mixed: boo
         if len(vendors) > 1:
             raise UserError(
                 f"the ranks belong to {' and '.join(vendors)} but the run is homogeneous; vendor "
-                "libraries cannot talk to each other: use --hetero-pipeline, one mesh per vendor"
+                "libraries cannot talk to each other: use --hetero-pipeline or "
+                "--hetero-data-parallel"
             )
         return
     for identity in identities:
         planned = plan.vendor_of_rank(identity.rank)
         if identity.vendor != planned:
-            stage = plan.coordinate(identity.rank).stage
+            place = plan.coordinate(identity.rank)
+            what = f"replica {place.data}" if plan.whole_replicas else f"stage {place.stage}"
             raise UserError(
                 f"rank {identity.rank} on {identity.host} is {identity.vendor} but the plan "
-                f"puts stage {stage} on {planned}; start it on the other node, change the "
+                f"puts {what} on {planned}; start it on the other node, change the "
                 f"plan, or set {VENDOR_VARIABLE} to simulate"
             )
 

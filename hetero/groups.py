@@ -1,7 +1,8 @@
 """Process groups, built from the plan, with the backend chosen for each group.
 
 A group whose ranks lie in one mesh uses the vendor's own library (NCCL, which is RCCL on a ROCm
-build, or gloo on CPU). A group that crosses a boundary never does: it is gloo.
+build, or gloo on CPU). A group that crosses a boundary never does. It is `hetero` where gradients
+and weights go through it, and gloo where a few numbers do.
 
 A rank works out the groups it is in and creates those, with their other members. Every rank does so
 in the order of the kinds below, and two ranks of one group have it under the same kind: so nobody
@@ -19,7 +20,11 @@ import torch.distributed as dist
 from hetero.plan import Plan
 from hetero.process_group import create_group
 
-CROSSING_BACKEND = "gloo"
+CROSSING_BACKEND = "hetero"
+CONTROL_BACKEND = "gloo"
+
+_CARRIES_THE_MODEL = frozenset({"data", "data_context", "embedding"})
+"""Kinds whose groups reduce or gather gradients and weights, on the model's device."""
 
 _RUNS_OVER: dict[str, frozenset[str]] = {
     "single": frozenset(),
@@ -91,39 +96,40 @@ def _alike(plan: Plan, rank: int, *, differ: frozenset[str]) -> tuple[int, ...]:
 
     found: list[int] = []
     for stage in along("stage", plan.stages):
-        mesh = plan.meshes[plan.mesh_of_stage(stage)]
-        found += [
-            plan.rank_at(stage, data=data, context=context, tensor=tensor)
-            for data in along("data", mesh.data)
-            for context in along("context", mesh.context)
-            for tensor in along("tensor", mesh.tensor)
-        ]
-    return tuple(found)
+        for block in plan.blocks_of_stage(stage):
+            mesh = plan.meshes[block.mesh]
+            found += [
+                plan.rank_at(stage, data=data, context=context, tensor=tensor)
+                for data in (block.replicas if "data" in differ else [here.data])
+                if data in block.replicas
+                for context in along("context", mesh.context)
+                for tensor in along("tensor", mesh.tensor)
+            ]
+    return tuple(sorted(found))
 
 
 def planned_groups(plan: Plan, rank: int, *, vendor_backend: str) -> dict[str, GroupPlan | None]:
     """The groups of a rank by kind, in the order in which it creates them.
 
-    Kinds whose group has the same ranks share one: their entries are equal. None: the rank is in no
-    group of this kind.
+    Kinds whose group has the same ranks and backend share one: their entries are equal. None: the
+    rank is in no group of this kind.
     """
-    by_ranks: dict[tuple[int, ...], GroupPlan] = {}
+    known: dict[tuple[tuple[int, ...], str], GroupPlan] = {}
     planned: dict[str, GroupPlan | None] = {}
     for kind in (field.name for field in fields(Groups)):
         ranks = members(plan, rank, kind)
         if not ranks:
             planned[kind] = None
             continue
-        if ranks not in by_ranks:
-            ends = {plan.coordinate(end).mesh for end in (ranks[0], ranks[-1])}
-            crosses = len(ends) > 1  # Meshes are runs of ranks, and `ranks` are in rising order.
-            by_ranks[ranks] = GroupPlan(
-                name=f"{kind} {ranks[0]}",
-                ranks=ranks,
-                backend=CROSSING_BACKEND if crosses else vendor_backend,
-                crosses=crosses,
-            )
-        planned[kind] = by_ranks[ranks]
+        ends = {plan.coordinate(end).mesh for end in (ranks[0], ranks[-1])}
+        crosses = len(ends) > 1  # Meshes are runs of ranks, and `ranks` are in rising order.
+        backend = vendor_backend
+        if crosses:
+            backend = CROSSING_BACKEND if kind in _CARRIES_THE_MODEL else CONTROL_BACKEND
+        planned[kind] = known.setdefault(
+            (ranks, backend),
+            GroupPlan(name=f"{kind} {ranks[0]}", ranks=ranks, backend=backend, crosses=crosses),
+        )
     return planned
 
 
@@ -149,6 +155,7 @@ def build_groups(
                 group.ranks,
                 backend=group.backend,
                 timeout=(crossing_timeout or timeout) if group.crosses else timeout,
+                vendor=plan.vendor_of_rank(rank),
             )
         groups[kind] = None if group is None else created[group]
     return Groups(**groups)  # type: ignore[arg-type]

@@ -2,9 +2,10 @@
 
 Pure data. Nothing here imports torch, so a plan can be read, checked and printed anywhere.
 
-Ranks are laid out as Megatron lays them out: tensor parallel fastest, then context, then data, and
-the pipeline stage slowest. A stage is therefore a run of consecutive ranks, and so is a mesh, which
-is what lets one launcher per vendor own one mesh.
+Ranks of a mesh are laid out as Megatron lays them out: tensor parallel fastest, then context, then
+data, and the pipeline stage slowest. A mesh is always a run of consecutive ranks, which is what
+lets one launcher per vendor own one mesh. Meshes divide the pipeline, each with the stages after
+those of the mesh before, or the replicas, each with the whole pipeline for replicas of its own.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -33,20 +33,22 @@ class PlanError(UserError):
 
 @dataclass(frozen=True)
 class Mesh:
-    """A run of consecutive pipeline stages on one vendor, all of one parallel shape."""
+    """Consecutive ranks on one vendor: pipeline stages that are all of one parallel shape."""
 
     vendor: str
     stages: int
     tensor: int = 1
     data: int = 1
     context: int = 1
+    share: int = 1
+    """Micro-batches that each of its replicas takes of a row of them, see `Plan.row`."""
 
     def __post_init__(self) -> None:
         if self.vendor not in VENDORS:
             raise PlanError(
                 f"a mesh names the vendor {self.vendor!r}; the vendors are {', '.join(VENDORS)}"
             )
-        for name in ("stages", "tensor", "data", "context"):
+        for name in ("stages", "tensor", "data", "context", "share"):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise PlanError(
@@ -76,6 +78,17 @@ class Coordinate:
 
 
 @dataclass(frozen=True)
+class Block:
+    """The ranks of one mesh that hold one stage. They are consecutive."""
+
+    mesh: int
+    stage: int
+    ranks: range
+    replicas: range
+    """Which of the stage's data-parallel replicas these are."""
+
+
+@dataclass(frozen=True)
 class Edge:
     """Two stages that exchange activations (source to target) and gradients (back)."""
 
@@ -95,10 +108,17 @@ class Plan:
 
     meshes: tuple[Mesh, ...]
     layers: tuple[tuple[int, ...], ...]
+    whole_replicas: bool = False
+    """Whether every mesh holds the whole pipeline, for replicas of its own."""
 
     def __post_init__(self) -> None:
         if not self.meshes:
             raise PlanError("the plan has no mesh; name at least one")
+        shapes = {(mesh.stages, mesh.tensor, mesh.context) for mesh in self.meshes}
+        if self.whole_replicas and len(shapes) > 1:
+            raise PlanError("all replicas must have the same stages, tensor and context sizes")
+        if not self.whole_replicas and any(mesh.share != 1 for mesh in self.meshes):
+            raise PlanError("only a mesh of whole replicas can have a share of its own")
         if len(self.layers) != self.stages:
             raise PlanError(
                 f"the plan has {counted(self.stages, 'pipeline stage')} but gives layers for "
@@ -115,6 +135,8 @@ class Plan:
 
     @cached_property
     def stages(self) -> int:
+        if self.whole_replicas:
+            return self.meshes[0].stages
         return sum(mesh.stages for mesh in self.meshes)
 
     @property
@@ -131,43 +153,72 @@ class Plan:
         return sum(mesh.world_size for mesh in self.meshes)
 
     @cached_property
-    def _stage_meshes(self) -> tuple[int, ...]:
-        """The mesh of every stage."""
-        return tuple(index for index, mesh in enumerate(self.meshes) for _ in range(mesh.stages))
+    def blocks(self) -> tuple[Block, ...]:
+        """All ranks, in their order."""
+        found: list[Block] = []
+        rank = stage = replica = 0
+        for index, mesh in enumerate(self.meshes):
+            size = mesh.ranks_per_stage
+            for number in range(mesh.stages):
+                ranks = range(rank, rank + size)
+                replicas = range(replica, replica + mesh.data)
+                found.append(Block(index, stage + number, ranks, replicas))
+                rank += size
+            if self.whole_replicas:
+                replica += mesh.data
+            else:
+                stage += mesh.stages
+        return tuple(found)
 
     @cached_property
     def _first_ranks(self) -> tuple[int, ...]:
-        """The first rank of every stage, and behind the last one the number of ranks."""
-        sizes = (self.meshes[mesh].ranks_per_stage for mesh in self._stage_meshes)
-        return tuple(accumulate(sizes, initial=0))
+        """The first rank of every block."""
+        return tuple(block.ranks.start for block in self.blocks)
 
-    def mesh_of_stage(self, stage: int) -> int:
-        """Index of the mesh that holds a stage."""
+    @cached_property
+    def _by_stage(self) -> tuple[tuple[Block, ...], ...]:
+        found: list[list[Block]] = [[] for _ in range(self.stages)]
+        for block in self.blocks:
+            found[block.stage].append(block)
+        return tuple(map(tuple, found))
+
+    def blocks_of_stage(self, stage: int) -> tuple[Block, ...]:
+        """Those that hold a stage: one, or of whole replicas one a mesh."""
         if stage >= self.stages:
             raise IndexError(f"the plan has {counted(self.stages, 'stage')}")
-        return self._stage_meshes[stage]
-
-    def ranks_of_stage(self, stage: int) -> range:
-        return range(self._first_ranks[stage], self._first_ranks[stage + 1])
+        return self._by_stage[stage]
 
     def coordinate(self, rank: int) -> Coordinate:
         if not 0 <= rank < self.world_size:
             raise IndexError(f"rank {rank} is outside the plan's {self.world_size} ranks")
-        stage = bisect_right(self._first_ranks, rank) - 1
-        index = self._stage_meshes[stage]
-        mesh, offset = self.meshes[index], rank - self._first_ranks[stage]
+        block = self.blocks[bisect_right(self._first_ranks, rank) - 1]
+        mesh, offset = self.meshes[block.mesh], rank - block.ranks.start
         return Coordinate(
             rank=rank,
-            mesh=index,
-            stage=stage,
-            data=offset // (mesh.tensor * mesh.context),
+            mesh=block.mesh,
+            stage=block.stage,
+            data=block.replicas.start + offset // (mesh.tensor * mesh.context),
             context=offset // mesh.tensor % mesh.context,
             tensor=offset % mesh.tensor,
         )
 
     def rank_at(self, stage: int, *, data: int = 0, context: int = 0, tensor: int = 0) -> int:
-        mesh = self.meshes[self._stage_meshes[stage]]
-        return self._first_ranks[stage] + (data * mesh.context + context) * mesh.tensor + tensor
+        for block in self._by_stage[stage]:
+            if data in block.replicas:
+                mesh = self.meshes[block.mesh]
+                place = (data - block.replicas.start) * mesh.context + context
+                return block.ranks.start + place * mesh.tensor + tensor
+        raise IndexError(f"stage {stage} has no replica {data}")
+
+    def shares(self, stage: int) -> tuple[int, ...]:
+        """Micro-batches that each of a stage's data-parallel replicas takes of a row."""
+        return tuple(
+            self.meshes[block.mesh].share for block in self._by_stage[stage] for _ in block.replicas
+        )
+
+    def row(self, stage: int) -> int:
+        """Micro-batches of a row, which all replicas together take before any takes of the next."""
+        return sum(self.shares(stage))
 
     def vendor_of_rank(self, rank: int) -> str:
         return self.meshes[self.coordinate(rank).mesh].vendor
@@ -178,8 +229,13 @@ class Plan:
             return
         for source in range(self.stages if self.chunks > 1 else self.stages - 1):
             target = (source + 1) % self.stages
-            crosses = self.mesh_of_stage(source) != self.mesh_of_stage(target)
-            yield Edge(index=source, source=source, target=target, is_boundary=crosses)
+            yield Edge(
+                index=source,
+                source=source,
+                target=target,
+                # Whole replicas have their meshes' stages in common.
+                is_boundary=self._by_stage[source][0].mesh != self._by_stage[target][0].mesh,
+            )
 
     def layer_range(self, stage: int, chunk: int = 0) -> range:
         """Global indices (from 0) of the decoder layers in one chunk of one stage."""
@@ -191,15 +247,17 @@ class Plan:
         return range(first, first + self.layers[stage][chunk])
 
     def to_mapping(self) -> dict[str, Any]:
-        """The plan as the YAML file would write it."""
+        """The plan as the YAML file would write it, and the shares of whole replicas."""
         meshes = []
         stage = 0
         for mesh in self.meshes:
             layers = self.layers[stage : stage + mesh.stages]
-            stage += mesh.stages
+            stage += 0 if self.whole_replicas else mesh.stages
             entry: dict[str, Any] = {"vendor": mesh.vendor, "stages": mesh.stages}
             entry["layers"] = [c[0] if self.chunks == 1 else list(c) for c in layers]
             entry |= {"tensor": mesh.tensor, "context": mesh.context, "data": mesh.data}
+            if self.whole_replicas:
+                entry["share"] = mesh.share
             meshes.append(entry)
         return {"meshes": meshes}
 

@@ -17,6 +17,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
+from hetero.collectives.autoload import register
+
 
 def open_world(
     backend: str, *, store: dist.Store, rank: int, world_size: int, timeout: timedelta
@@ -32,14 +34,22 @@ def open_world(
 
 
 def create_group(
-    name: str, ranks: Sequence[int], *, backend: str, timeout: timedelta
+    name: str,
+    ranks: Sequence[int],
+    *,
+    backend: str,
+    timeout: timedelta,
+    vendor: str | None = None,
 ) -> dist.ProcessGroup:
     """Create a group of these ranks, in rising order. Its members call it, and nobody else.
 
     `name` is the same on all members, and of no other set of ranks. Whoever is in
     several groups creates them in the order that the others do, or members wait for each other for
-    ever. A group of one communicates with nobody, and has a store of its own.
+    ever. A group of one communicates with nobody, and has a store of its own. `vendor` is the part
+    that this rank has in a group of the backend `hetero`.
     """
+    if backend == "hetero":
+        register()
     rank = dist.get_rank()
     store = c10d._get_default_store() if len(ranks) > 1 else dist.HashStore()
     unique = f"hetero {name}"
@@ -52,6 +62,7 @@ def create_group(
         dist.Backend(backend),
         store,
         unique,  # type: ignore[arg-type]
+        backend_options=vendor if backend == "hetero" else None,
         timeout=timeout,
         group_desc=name,
     )

@@ -23,7 +23,10 @@ from hetero.waiting import spans
 
 
 def create_group(options: Any, backend_options: Any = None) -> dist.ProcessGroup:
-    """Build this rank's end of a group. Collective over its members, on all of them or on none."""
+    """Build this rank's end of a group. Collective over its members, on all of them or on none.
+
+    `backend_options`: the vendor that a plan gives this rank, where there is a plan.
+    """
     meeting = _Meeting(
         options.store,
         rank=options.group_rank,
@@ -32,7 +35,7 @@ def create_group(options: Any, backend_options: Any = None) -> dist.ProcessGroup
         name=options.group_id,
         timeout=options.timeout,
     )
-    layout = meeting.identify()
+    layout = meeting.identify(planned_vendor=backend_options or "cpu")
     group, error = None, None
     try:
         if len(layout.vendors) == 1:
@@ -126,7 +129,7 @@ class _Meeting:
         self._store, self._rank, self._size = store, rank, size
         self._global_ranks, self._name, self._timeout = global_ranks, name, timeout
 
-    def identify(self) -> Layout:
+    def identify(self, *, planned_vendor: str) -> Layout:
         """Who every member is. A member that cannot tell fails all."""
         word: dict[str, Any] = {}
         try:
@@ -134,7 +137,7 @@ class _Meeting:
             identity = identify(
                 rank=global_rank,
                 local_rank=int(os.environ.get("LOCAL_RANK", global_rank)),
-                planned_vendor="cpu",
+                planned_vendor=planned_vendor,
                 flags={},
             )
             word |= {"host": identity.host, "vendor": identity.vendor}

@@ -10,7 +10,7 @@ import argparse
 import errno
 import itertools
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -127,7 +127,7 @@ def _not_built(error: Exception) -> UserError:
 
 def _check_train_split(args: argparse.Namespace, train: Any) -> None:
     """Refuse a training split too small for one step."""
-    stride = args.micro_batch_size * args.data_parallel_size
+    stride = args.micro_batch_size * sum(args.data_shares)
     if args.skip_train:
         return
     if train is None or len(train) < stride:
@@ -138,21 +138,43 @@ def _check_train_split(args: argparse.Namespace, train: Any) -> None:
         )
 
 
+def places_in_row(shares: Sequence[int], data_rank: int) -> tuple[int, ...]:
+    """Which micro-batches of a row a data-parallel rank takes.
+
+    Micro-batches are dealt out in turns until each rank has its share of them. So with equal shares
+    of one, rank 0 takes the first of every row, rank 1 the second, and so on, as in Megatron.
+    """
+    turns = [
+        rank for turn in range(max(shares)) for rank, share in enumerate(shares) if share > turn
+    ]
+    return tuple(place for place, rank in enumerate(turns) if rank == data_rank)
+
+
 class SequentialSampler:
-    """Indices of this data-parallel rank's micro-batches, in order, from `consumed` samples on."""
+    """Indices of this data-parallel rank's micro-batches, in order, from `consumed` samples on.
+
+    Samples come in rows of as many micro-batches as `shares` add up to.
+    """
 
     def __init__(
-        self, *, total: int, consumed: int, micro_batch_size: int, data_rank: int, data_size: int
+        self,
+        *,
+        total: int,
+        consumed: int,
+        micro_batch_size: int,
+        data_rank: int,
+        shares: Sequence[int],
     ) -> None:
         self._total, self._consumed = total, consumed
         self._micro_batch_size = micro_batch_size
-        self._data_rank, self._data_size = data_rank, data_size
+        self._stride = micro_batch_size * sum(shares)
+        self._places = places_in_row(shares, data_rank)
 
     def __iter__(self) -> Iterator[list[int]]:
-        stride = self._micro_batch_size * self._data_size
-        for start in range(self._consumed, self._total - stride + 1, stride):
-            first = start + self._data_rank * self._micro_batch_size
-            yield list(range(first, first + self._micro_batch_size))
+        for start in range(self._consumed, self._total - self._stride + 1, self._stride):
+            for place in self._places:
+                first = start + place * self._micro_batch_size
+                yield list(range(first, first + self._micro_batch_size))
 
 
 class CyclicSampler:
@@ -165,15 +187,16 @@ class CyclicSampler:
         consumed: int,
         micro_batch_size: int,
         data_rank: int,
-        data_size: int,
+        shares: Sequence[int],
         seed: int,
     ) -> None:
         self._total, self._consumed, self._seed = total, consumed, seed
         self._micro_batch_size = micro_batch_size
-        self._data_rank, self._data_size = data_rank, data_size
+        self._stride = micro_batch_size * sum(shares)
+        self._places = places_in_row(shares, data_rank)
 
     def __iter__(self) -> Iterator[list[int]]:
-        stride = self._micro_batch_size * self._data_size
+        stride = self._stride
         usable = self._total // stride * stride
         if usable == 0:
             return
@@ -182,8 +205,9 @@ class CyclicSampler:
             order = torch.randperm(self._total, generator=generator)[:usable].tolist()
             skip = self._consumed % usable if epoch == self._consumed // usable else 0
             for start in range(skip, usable - stride + 1, stride):
-                first = start + self._data_rank * self._micro_batch_size
-                yield order[first : first + self._micro_batch_size]
+                for place in self._places:
+                    first = start + place * self._micro_batch_size
+                    yield order[first : first + self._micro_batch_size]
 
 
 class MicroBatches(Iterator[dict[str, torch.Tensor]]):
@@ -238,7 +262,7 @@ def micro_batches(
         "consumed": consumed,
         "micro_batch_size": micro_batch_size,
         "data_rank": coordinate.data,
-        "data_size": plan.meshes[coordinate.mesh].data,
+        "shares": plan.shares(coordinate.stage),
     }
     sampler = CyclicSampler(seed=args.seed, **place) if cyclic else SequentialSampler(**place)
     loader = torch.utils.data.DataLoader(

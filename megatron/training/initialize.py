@@ -22,6 +22,7 @@ from hetero.addresses import family_of
 from hetero.agreement import Agreement
 from hetero.cluster import RankIdentity, check_identities, identify, running_vendor
 from hetero.collectives.autoload import INSTEAD_OF_VARIABLE
+from hetero.collectives.links import NICS_VARIABLE
 from hetero.errors import (
     AgreedError,
     AgreedFailure,
@@ -167,6 +168,10 @@ def _find_nics(
         raise UserError(f"--hetero-nics on {socket.gethostname()}: {error}") from error
 
 
+def _crosses_vendors(args: argparse.Namespace) -> bool:
+    return bool(args.hetero_pipeline or args.hetero_data_parallel)
+
+
 def _set_determinism(args: argparse.Namespace) -> None:
     if args.deterministic_mode:
         # cuBLAS reads this when it is first used.
@@ -176,10 +181,12 @@ def _set_determinism(args: argparse.Namespace) -> None:
 
 def _names(identities: list[RankIdentity], plan: Plan) -> dict[int, str]:
     """What people know the ranks by."""
-    return {
-        who.rank: f"rank {who.rank} on {who.host} (stage {plan.coordinate(who.rank).stage})"
-        for who in identities
-    }
+    names = {}
+    for who in identities:
+        place = plan.coordinate(who.rank)
+        replica = f", replica {place.data}" if plan.whole_replicas else ""
+        names[who.rank] = f"rank {who.rank} on {who.host} (stage {place.stage}{replica})"
+    return names
 
 
 def seed_everything(args: argparse.Namespace, coordinate: Coordinate) -> None:
@@ -262,7 +269,7 @@ class Starter:
             try:
                 device = _choose_device(self.local_rank)
                 flags = {k: _plain(v) for k, v in vars(args).items() if k not in _LOCAL_FLAGS}
-                flags["plan"] = plan.to_mapping() if args.hetero_pipeline else None
+                flags["plan"] = plan.to_mapping() if _crosses_vendors(args) else None
                 payload = asdict(
                     identify(
                         rank=self.rank,
@@ -277,7 +284,7 @@ class Starter:
         identities = [RankIdentity(**record) for record in payloads]
         if args is None or plan is None:
             raise RuntimeError("the ranks agreed although this one's command line was refused")
-        transport = args.hetero_transport if args.hetero_pipeline else None
+        transport = args.hetero_transport if _crosses_vendors(args) else None
         try:
             check_identities(identities, plan, boundary_transport=transport)
         except UserError as error:
@@ -332,6 +339,8 @@ class Starter:
             default = f"cpu:gloo,cuda:{vendor_backend}"
         # This program chooses the backend of each of its groups itself.
         os.environ.pop(INSTEAD_OF_VARIABLE, None)
+        if args.hetero_nics:
+            os.environ[NICS_VARIABLE] = ",".join(args.hetero_nics)
         with self._agreed().together("process groups", lost=self._end_with_others):
             open_world(
                 default,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from itertools import accumulate
 
 from hetero.plan import Mesh, Plan, PlanError, load_plan, split_over_chunks
 from hetero.words import counted
@@ -17,7 +18,11 @@ def plan_from_args(args: argparse.Namespace, *, vendor: str) -> Plan:
     if args.hetero_plan:
         plan = load_plan(args.hetero_plan, chunks=chunks)
     else:
-        plan = Plan(meshes=_meshes(args, vendor), layers=_layers(args, chunks))
+        plan = Plan(
+            meshes=_meshes(args, vendor),
+            layers=_layers(args, chunks),
+            whole_replicas=args.hetero_data_parallel is not None,
+        )
     plan.require_world_size(args.world_size)
     plan.require_layers(args.num_layers)
     _require_uniform(plan)
@@ -47,8 +52,14 @@ def adopt_plan_file(args: argparse.Namespace) -> None:
 
 def _meshes(args: argparse.Namespace, vendor: str) -> tuple[Mesh, ...]:
     tensor, data = args.tensor_model_parallel_size, args.data_parallel_size
+    stages = args.pipeline_model_parallel_size
+    if args.hetero_data_parallel is not None:
+        ends = accumulate(count for _, count in args.hetero_data_parallel)
+        return tuple(
+            Mesh(name, stages=stages, tensor=tensor, data=count, share=args.data_shares[end - 1])
+            for (name, count), end in zip(args.hetero_data_parallel, ends, strict=True)
+        )
     if not args.hetero_pipeline:
-        stages = args.pipeline_model_parallel_size
         return (Mesh(vendor=vendor, stages=stages, tensor=tensor, data=data),)
     return tuple(
         Mesh(vendor=name, stages=stages, tensor=tensor, data=data)
@@ -112,6 +123,8 @@ def _even_layers(args: argparse.Namespace, stages: int) -> list[int]:
 
 
 def _require_uniform(plan: Plan) -> None:
+    if plan.whole_replicas:
+        return
     if len({(mesh.tensor, mesh.context, mesh.data) for mesh in plan.meshes}) > 1:
         raise PlanError("every mesh must have the same tensor, context and data parallel sizes")
     if any(mesh.context > 1 for mesh in plan.meshes):

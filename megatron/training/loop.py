@@ -197,7 +197,7 @@ class Trainer:
         micro_batch_size = self.args.micro_batch_size
         share = self.schedule.run(
             iterators,
-            num_microbatches=batch_size // (micro_batch_size * self.args.data_parallel_size),
+            batch_size=batch_size,
             micro_batch_size=micro_batch_size,
         )
         # A GPU still has all of this iteration to do.
@@ -349,16 +349,13 @@ class Evaluator:
         """Mean token loss over --eval-iters global batches, the same on every rank."""
         args = self._job.args
         self._model.train(False)
-        data_size = self._job.plan.meshes[self._job.coordinate.mesh].data
-        micro_batch_size = args.eval_micro_batch_size
-        microbatches = args.eval_global_batch_size // (micro_batch_size * data_size)
         total = torch.zeros(2, dtype=torch.float64, device=self._job.device)
         with torch.no_grad():
             for _ in range(args.eval_iters):
                 total += self._schedule.run(
                     iterators,
-                    num_microbatches=microbatches,
-                    micro_batch_size=micro_batch_size,
+                    batch_size=args.eval_global_batch_size,
+                    micro_batch_size=args.eval_micro_batch_size,
                     forward_only=True,
                 )
         links = self._job.links

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from hetero.groups import CROSSING_BACKEND
 from hetero.plan import Edge
 from hetero.words import counted, size_text
 from megatron.training import weights
@@ -39,7 +40,10 @@ def _edge_transport(job: Job, edge: Edge, transports: dict[int, str]) -> str:
 
 
 def stage_rows(job: Job, model: StageModel) -> list[dict[str, Any]]:
-    """One entry a stage: who runs it, what it holds, how it reaches the next one. Collective."""
+    """One entry a stage, of whole replicas one a stage and vendor. Collective.
+
+    It says who runs the stage, what it holds, and how it reaches the next one.
+    """
     plan = job.plan
     parameters = sum(p.numel() for _, p in model.named_parameters())
     counts = _everyone(parameters)
@@ -48,11 +52,10 @@ def stage_rows(job: Job, model: StageModel) -> list[dict[str, Any]]:
     edges = {edge.source: edge for edge in plan.edges()}
     downstream = job.links.downstream if job.links is not None else None
     opened = _everyone(downstream.transport if downstream is not None else "")
-    transports = {stage: opened[plan.ranks_of_stage(stage).start] for stage in edges}
+    transports = {s: opened[plan.blocks_of_stage(s)[0].ranks.start] for s in edges}
     rows = []
-    for stage in range(plan.stages):
-        ranks = plan.ranks_of_stage(stage)
-        mesh = plan.meshes[plan.mesh_of_stage(stage)]
+    for block in plan.blocks:
+        stage, ranks, mesh = block.stage, block.ranks, plan.meshes[block.mesh]
         first = job.identities[ranks.start]
         edge = edges.get(stage)
         rows.append(
@@ -69,8 +72,9 @@ def stage_rows(job: Job, model: StageModel) -> list[dict[str, Any]]:
                 "transformer_impl": built[ranks.start],
                 "parameters": sum(counts[r] for r in ranks[: mesh.tensor]),
                 "state_bytes_per_rank": planned_state_bytes(
-                    counts[ranks.start], args=job.args, data_size=mesh.data
+                    counts[ranks.start], args=job.args, data_size=len(plan.shares(stage))
                 ),
+                "micro_batches_of_a_row": mesh.share,
                 "next_stage": edge.target if edge else None,
                 "next_is_boundary": bool(edge and edge.is_boundary),
                 "next_transport": _edge_transport(job, edge, transports) if edge else None,
@@ -106,6 +110,8 @@ def print_overview(job: Job, rows: list[dict[str, Any]], console: Console) -> No
     kind = "mixed" if len(job.plan.meshes) > 1 else "homogeneous"
     console.line(f"{kind} run on {counted(job.args.world_size, 'rank')}, {job.device.type}:")
     console.line(format_table(table))
+    if job.plan.whole_replicas:
+        console.line(_sharing(job))
     for line in lines:
         console.line(line)
     if job.simulated:
@@ -125,6 +131,21 @@ def print_overview(job: Job, rows: list[dict[str, Any]], console: Console) -> No
         console.line(f"flag without effect here: {ignored}")
 
 
+def _sharing(job: Job) -> str:
+    """How the replicas of each vendor share a global batch."""
+    plan, args = job.plan, job.args
+    rows = args.global_batch_size // (args.micro_batch_size * plan.row(0))
+    parts = [
+        f"{counted(rows * mesh.share, 'micro batch', 'micro batches')} for each of "
+        f"{counted(mesh.data, 'replica')} on {mesh.vendor}"
+        for mesh in plan.meshes
+    ]
+    return (
+        f"a global batch of {args.global_batch_size}: {', '.join(parts)}; gradients cross vendors "
+        f"over the backend {CROSSING_BACKEND}"
+    )
+
+
 def print_peak_memory(job: Job, console: Console, *, iteration: int) -> None:
     """After the first iteration, when every buffer exists, and when flags ask. Collective."""
     when = "the first iteration" if iteration == 1 else f"iteration {iteration}"
@@ -136,11 +157,14 @@ def print_peak_memory(job: Job, console: Console, *, iteration: int) -> None:
 
 
 def _by_stage(job: Job, sizes: list[int]) -> str:
-    """The largest of each stage."""
-    return ", ".join(
-        f"stage {stage} {size_text(max(sizes[r] for r in job.plan.ranks_of_stage(stage)))}"
-        for stage in range(job.plan.stages)
-    )
+    """The largest of each stage, of whole replicas on each vendor."""
+    plan = job.plan
+    texts = []
+    for block in plan.blocks:
+        vendor = f" of {plan.meshes[block.mesh].vendor}" if plan.whole_replicas else ""
+        most = max(sizes[rank] for rank in block.ranks)
+        texts.append(f"stage {block.stage}{vendor} {size_text(most)}")
+    return ", ".join(texts)
 
 
 def _link_entries(job: Job) -> list[dict[str, Any]]:
@@ -165,6 +189,8 @@ def _link_entries(job: Job) -> list[dict[str, Any]]:
 
 def _reported_transport(job: Job, links: list[dict[str, Any]]) -> str:
     """What crosses the boundaries; the vendor's library where there is none."""
+    if job.plan.whole_replicas:
+        return CROSSING_BACKEND
     crossing = sorted({entry["transport"] for entry in links if entry["is_boundary"]})
     return ", ".join(crossing) or job.vendor_backend
 

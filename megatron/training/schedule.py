@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -21,9 +21,11 @@ Batch = dict[str, torch.Tensor]
 
 
 def loss_function(
-    loss_mask: torch.Tensor, losses: torch.Tensor
+    loss_mask: torch.Tensor, losses: torch.Tensor, *, weight: float
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
     """Sum of the token losses (b, s), the number of tokens, and both again for the log.
+
+    The sum that is differentiated counts `weight` times.
 
     The log's copy is a clone: the schedule divides the returned loss in place.
     """
@@ -31,11 +33,17 @@ def loss_function(
     loss_sum = torch.sum(losses.reshape(-1).float() * mask)
     tokens = mask.sum().to(torch.int)
     logged = torch.stack([loss_sum.detach().clone().double(), tokens.detach().double()])
+    if weight != 1.0:
+        loss_sum = loss_sum * weight
     return loss_sum, tokens, {"lm loss": logged}
 
 
 def forward_step(
-    batches: Iterator[Batch], model: Callable[..., torch.Tensor], *, timers: Timers
+    batches: Iterator[Batch],
+    model: Callable[..., torch.Tensor],
+    *,
+    timers: Timers,
+    weight: float,
 ) -> tuple[torch.Tensor, Callable[..., Any] | None]:
     """One micro-batch through one model chunk. Middle chunks get an empty batch."""
     with timers("batch-generator"):
@@ -47,7 +55,16 @@ def forward_step(
         labels=batch.get("labels"),
     )
     mask = batch.get("loss_mask")
-    return output, None if mask is None else partial(loss_function, mask)
+    return output, None if mask is None else partial(loss_function, mask, weight=weight)
+
+
+def loss_weight(shares: Sequence[int], share: int) -> float:
+    """What the losses of a replica with this share count, so that every micro-batch counts alike.
+
+    megatron-core divides a replica's gradients by the number of its own micro-batches, and their
+    sum over the replicas by the number of replicas.
+    """
+    return share * len(shares) / sum(shares)
 
 
 class Schedule:
@@ -56,9 +73,15 @@ class Schedule:
     def __init__(self, job: Job, model: StageModel, timers: Timers) -> None:
         self._args = job.args
         self._model = model
-        self._forward_step = partial(forward_step, timers=timers)
         self._device = job.device
         plan = job.plan
+        self._share = plan.meshes[job.coordinate.mesh].share
+        self._row = plan.row(job.coordinate.stage)
+        weight = loss_weight(plan.shares(job.coordinate.stage), self._share)
+        if job.args.calculate_per_token_loss:
+            # Then gradients are divided once, by the tokens of all replicas.
+            weight = 1.0
+        self._forward_step = partial(forward_step, timers=timers, weight=weight)
         self._run = get_forward_backward_func(
             pp_size=plan.stages, vp_size=plan.chunks if plan.chunks > 1 else None
         )
@@ -87,17 +110,21 @@ class Schedule:
         self,
         iterators: list[Iterator[Any]],
         *,
-        num_microbatches: int,
+        batch_size: int,
         micro_batch_size: int,
         forward_only: bool = False,
     ) -> torch.Tensor:
-        """This rank's share of (loss sum, tokens), float64: zero but on the last stage."""
+        """This rank's share of (loss sum, tokens), float64: zero but on the last stage.
+
+        Args:
+            batch_size: samples of all replicas together.
+        """
         groups = self._model.groups if self._communicator is not None else None
         results = self._run(
             forward_step_func=self._forward_step,
             data_iterator=iterators if len(iterators) > 1 else iterators[0],
             model=self._model.chunks if len(iterators) > 1 else self._model.chunks[0],
-            num_microbatches=num_microbatches,
+            num_microbatches=batch_size // (micro_batch_size * self._row) * self._share,
             seq_length=self._args.seq_length,
             micro_batch_size=micro_batch_size,
             forward_only=forward_only,

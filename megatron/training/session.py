@@ -160,4 +160,4 @@ def _final_evaluations(job: Job, trainer: Trainer, evaluator: Evaluator) -> None
 
 
 def _is_enough(job: Job, samples: int) -> bool:
-    return samples >= job.args.eval_micro_batch_size * job.args.data_parallel_size
+    return samples >= job.args.eval_micro_batch_size * sum(job.args.data_shares)

@@ -54,10 +54,25 @@ def uniform_plans(draw: st.DrawFn) -> Plan:
 
 
 @st.composite
+def plans_of_replicas(draw: st.DrawFn) -> Plan:
+    """Whole replicas on each vendor, of one shape and in any number."""
+    size, stages = st.integers(1, 2), draw(st.integers(1, 3))
+    tensor, context = draw(size), draw(size)
+    meshes = tuple(
+        Mesh(vendor, stages=stages, tensor=tensor, context=context, data=draw(st.integers(1, 3)))
+        for vendor in ("nvidia", "amd")
+    )
+    return Plan(meshes=meshes, layers=((1,),) * stages, whole_replicas=True)
+
+
+@st.composite
 def any_plans(draw: st.DrawFn) -> Plan:
-    """Meshes of one shape, or each of its own."""
-    if draw(st.booleans()):
+    """Stages of one shape, or each mesh's of its own, or whole replicas."""
+    kind = draw(st.sampled_from(["uniform", "replicas", "any"]))
+    if kind == "uniform":
         return draw(uniform_plans())
+    if kind == "replicas":
+        return draw(plans_of_replicas())
     size = st.integers(1, 3)
     mesh = st.builds(Mesh, vendor=st.just("amd"), stages=size, tensor=size, data=size, context=size)
     meshes = tuple(draw(st.lists(mesh, min_size=1, max_size=2)))
@@ -101,7 +116,8 @@ def test_groups_have_the_sizes_the_plan_says(plan: Plan) -> None:
 
 @given(uniform_plans())
 def test_an_embedding_group_joins_the_two_copies_of_a_tied_embedding(plan: Plan) -> None:
-    pairs = zip(plan.ranks_of_stage(0), plan.ranks_of_stage(plan.stages - 1), strict=True)
+    first, last = (plan.blocks_of_stage(s)[0].ranks for s in (0, plan.stages - 1))
+    pairs = zip(first, last, strict=True)
     expected = {rank: tuple(sorted(set(pair))) for pair in pairs for rank in pair}
     for rank in range(plan.world_size):
         assert members(plan, rank, "embedding") == expected.get(rank, ())
@@ -117,18 +133,38 @@ def test_only_the_first_stage_has_position_embeddings_each_rank_its_own(plan: Pl
 # Which library.
 
 
-@given(uniform_plans())
-def test_a_group_inside_one_mesh_uses_the_vendors_library_and_any_other_gloo(plan: Plan) -> None:
+CARRY_THE_MODEL = {"data", "data_context", "embedding"}
+
+
+@given(any_plans())
+def test_a_group_inside_one_mesh_uses_the_vendors_library_and_none_that_crosses_does(
+    plan: Plan,
+) -> None:
     for rank in range(plan.world_size):
-        for group in _planned(plan, rank):
+        for kind, group in planned_groups(plan, rank, vendor_backend="nccl").items():
+            if group is None:
+                continue
             crosses = len({plan.coordinate(rank).mesh for rank in group.ranks}) > 1
             assert group.crosses == crosses
-            assert group.backend == ("gloo" if crosses else "nccl")
+            across = "hetero" if kind in CARRY_THE_MODEL else "gloo"
+            assert group.backend == (across if crosses else "nccl")
 
 
-def test_two_stages_of_one_mesh_need_no_gloo() -> None:
+@given(plans_of_replicas())
+def test_of_whole_replicas_only_what_joins_replicas_crosses_vendors(plan: Plan) -> None:
+    inside = {"tensor", "context", "tensor_context", "pipeline", "model", "embedding"}
+    for rank in range(plan.world_size):
+        planned = planned_groups(plan, rank, vendor_backend="nccl")
+        assert not any(group.crosses for kind in inside if (group := planned[kind]) is not None)
+        for kind in ("data", "data_context", "tensor_data_context", "world"):
+            group = planned[kind]
+            assert group is not None
+            assert group.crosses
+
+
+def test_two_stages_of_one_mesh_need_no_group_of_several_vendors() -> None:
     vendors = _plan([("amd", 1), ("nvidia", 2)])
-    assert [group.backend for group in _planned(vendors, 2)] == ["nccl", "gloo", "gloo"]
+    assert [group.backend for group in _planned(vendors, 2)] == ["nccl", "gloo", "hetero"]
     whole = _plan([("nvidia", 2)])
     assert [group.backend for group in _planned(whole, 1)] == ["nccl", "nccl"]
 
@@ -150,7 +186,7 @@ def test_all_members_of_a_group_create_it_under_one_name_each_once(plan: Plan) -
         planned = _planned(plan, rank)
         assert all(rank in group.ranks for group in planned)
         assert len({group.name for group in planned}) == len(planned)
-        assert len({group.ranks for group in planned}) == len(planned)
+        assert len({(group.ranks, group.backend) for group in planned}) == len(planned)
         for group in planned:
             by_name.setdefault(group.name, []).append((rank, group))
     for created in by_name.values():
@@ -221,7 +257,7 @@ REAL = _plan([("amd", 1), ("nvidia", 1)], tensor=2)
 
 
 def _live(rank: int, folder: str) -> None:
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "HETERO_VENDOR": "plan"}
     torch.set_num_threads(1)
     store = dist.FileStore(f"{folder}/store", 4)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=4, timeout=MINUTE)
@@ -274,6 +310,6 @@ def test_four_processes_build_the_groups_of_a_mixed_plan_and_use_them() -> None:
                 "ranks": ranks,
                 "size": len(ranks),
                 "rank": ranks.index(rank),
-                "backend": "gloo",
+                "backend": "hetero" if kind == "embedding" else "gloo",
                 "sum": sum(10.0**member for member in ranks),
             }

@@ -42,6 +42,16 @@ MIXED = Plan(
 )
 
 
+REPLICAS = Plan(
+    meshes=(
+        Mesh("nvidia", stages=2, tensor=2, data=2, share=3),
+        Mesh("amd", stages=2, tensor=2, share=1),
+    ),
+    layers=((3,), (1,)),
+    whole_replicas=True,
+)
+
+
 # Ranks.
 
 
@@ -51,12 +61,13 @@ def test_coordinate_and_rank_at_are_each_others_inverse(plan: Plan) -> None:
         c = plan.coordinate(rank)
         assert c.rank == rank
         assert plan.rank_at(c.stage, data=c.data, context=c.context, tensor=c.tensor) == rank
-        assert plan.mesh_of_stage(c.stage) == c.mesh
+        assert c.mesh in {block.mesh for block in plan.blocks_of_stage(c.stage)}
 
 
 @given(plans())
 def test_the_stages_partition_the_ranks_in_order(plan: Plan) -> None:
-    ranks = [rank for stage in range(plan.stages) for rank in plan.ranks_of_stage(stage)]
+    blocks = [block for stage in range(plan.stages) for block in plan.blocks_of_stage(stage)]
+    ranks = [rank for block in blocks for rank in block.ranks]
     assert ranks == list(range(plan.world_size))
 
 
@@ -74,6 +85,39 @@ def test_a_mesh_is_a_run_of_consecutive_ranks_of_one_vendor(plan: Plan) -> None:
     assert vendors == [mesh.vendor for mesh in plan.meshes for _ in range(mesh.world_size)]
 
 
+def test_whole_replicas_are_numbered_over_the_vendors_and_each_vendor_has_a_run_of_ranks() -> None:
+    places = [(c.data, c.stage, c.tensor) for c in map(REPLICAS.coordinate, range(12))]
+    nvidia = [(data, stage, tensor) for stage in (0, 1) for data in (0, 1) for tensor in (0, 1)]
+    assert places == nvidia + [(2, stage, tensor) for stage in (0, 1) for tensor in (0, 1)]
+    for rank, (data, stage, tensor) in enumerate(places):
+        assert REPLICAS.rank_at(stage, data=data, tensor=tensor) == rank
+    assert (REPLICAS.stages, REPLICAS.world_size, REPLICAS.num_layers) == (2, 12, 4)
+    assert [REPLICAS.vendor_of_rank(rank) for rank in (7, 8)] == ["nvidia", "amd"]
+    assert not any(edge.is_boundary for edge in REPLICAS.edges())
+    with pytest.raises(IndexError, match="no replica 3"):
+        REPLICAS.rank_at(0, data=3)
+
+
+def test_replicas_take_their_vendors_share_of_a_row_of_micro_batches() -> None:
+    assert REPLICAS.shares(0) == REPLICAS.shares(1) == (3, 3, 1)
+    assert REPLICAS.row(0) == 7
+    assert (MIXED.shares(2), MIXED.row(2)) == ((1,), 1)
+
+
+@pytest.mark.parametrize(
+    ("meshes", "whole_replicas", "message"),
+    [
+        ((Mesh("amd", stages=1), Mesh("nvidia", stages=2)), True, "the same stages"),
+        ((Mesh("amd", stages=1, share=2),), False, "a share of its own"),
+    ],
+)
+def test_replicas_of_two_shapes_and_shares_of_stages_are_refused(
+    meshes: tuple[Mesh, ...], whole_replicas: bool, message: str
+) -> None:
+    with pytest.raises(PlanError, match=message):
+        Plan(meshes=meshes, layers=((1,),), whole_replicas=whole_replicas)
+
+
 @pytest.mark.parametrize("rank", [-1, 6])
 def test_a_rank_outside_the_plan_has_no_coordinate(rank: int) -> None:
     with pytest.raises(IndexError, match=f"rank {rank} is outside the plan's 6 ranks"):
@@ -82,7 +126,7 @@ def test_a_rank_outside_the_plan_has_no_coordinate(rank: int) -> None:
 
 def test_a_stage_outside_the_plan_has_no_mesh() -> None:
     with pytest.raises(IndexError, match="3 stages"):
-        MIXED.mesh_of_stage(3)
+        MIXED.blocks_of_stage(3)
 
 
 # Layers.
@@ -131,8 +175,8 @@ def test_edges_join_consecutive_stages_and_wrap_around_only_when_interleaved(pla
 @given(plans())
 def test_an_edge_is_a_boundary_exactly_where_the_meshes_differ(plan: Plan) -> None:
     for edge in plan.edges():
-        differ = plan.mesh_of_stage(edge.source) != plan.mesh_of_stage(edge.target)
-        assert edge.is_boundary == differ
+        source, target = (plan.blocks_of_stage(s)[0].mesh for s in (edge.source, edge.target))
+        assert edge.is_boundary == (source != target)
 
 
 def test_the_edges_of_a_mixed_interleaved_plan() -> None:

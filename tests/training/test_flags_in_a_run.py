@@ -14,6 +14,7 @@ from unittest import mock
 import pytest
 
 from hetero.errors import TrainingError
+from hetero.plan import Mesh, Plan
 from megatron.training import overview
 from megatron.training.arguments import build_parser, parse_args
 from megatron.training.loop import Trainer
@@ -202,7 +203,7 @@ def test_cached_memory_is_given_back(level: int, released: bool) -> None:
 @pytest.mark.parametrize(("flags", "lines"), [("", 1), ("--log-device-memory-used", 2)])
 def test_the_drivers_count_of_memory_is_told_when_asked(flags: str, lines: int) -> None:
     args = parse_args([*TINY, *flags.split()], world_size=1)
-    plan = SimpleNamespace(stages=1, ranks_of_stage=lambda stage: range(1))
+    plan = Plan(meshes=(Mesh("cpu", stages=1),), layers=((1,),))
     job: Any = SimpleNamespace(args=args, plan=plan, device=SimpleNamespace(type="cuda"))
     console = mock.Mock()
     with (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import islice
 
 from hypothesis import given
@@ -18,7 +19,11 @@ def _sequential(total: int, micro: int, ranks: int, consumed: int = 0) -> Steps:
     return [
         list(
             SequentialSampler(
-                total=total, consumed=consumed, micro_batch_size=micro, data_rank=r, data_size=ranks
+                total=total,
+                consumed=consumed,
+                micro_batch_size=micro,
+                data_rank=r,
+                shares=(1,) * ranks,
             )
         )
         for r in range(ranks)
@@ -36,7 +41,7 @@ def _cyclic(
                     consumed=consumed,
                     micro_batch_size=micro,
                     data_rank=r,
-                    data_size=ranks,
+                    shares=(1,) * ranks,
                     seed=seed,
                 ),
                 steps,
@@ -74,6 +79,33 @@ def test_a_run_may_resume_with_another_batch_size_or_more_ranks(
     assert all(len(batch) == micro for batches in steps for batch in batches)
     samples = _in_order(steps)
     assert samples == list(range(consumed, consumed + len(samples)))
+
+
+@given(shares=st.lists(few, min_size=1, max_size=4), micro=few, rows=few, cyclic=st.booleans())
+def test_ranks_with_unequal_shares_read_together_what_equal_ranks_read(
+    shares: list[int], micro: int, rows: int, cyclic: bool
+) -> None:
+    """Every row, so every global batch, which is made of whole rows."""
+    row = sum(shares)
+    total = rows * row * micro
+    place = {"total": total, "consumed": 0, "micro_batch_size": micro}
+
+    def taken(shares: Sequence[int], rank: int) -> list[list[int]]:
+        if not cyclic:
+            return list(SequentialSampler(**place, data_rank=rank, shares=shares))
+        sampler = CyclicSampler(**place, data_rank=rank, shares=shares, seed=3)
+        return list(islice(sampler, rows * shares[rank]))
+
+    unequal = [taken(shares, rank) for rank in range(len(shares))]
+    equal = [taken((1,) * row, rank) for rank in range(row)]
+    assert [len(batches) for batches in unequal] == [rows * share for share in shares]
+    for number in range(rows):
+        mine = [
+            batch
+            for batches, share in zip(unequal, shares, strict=True)
+            for batch in batches[number * share : (number + 1) * share]
+        ]
+        assert sorted(mine) == sorted(batches[number] for batches in equal)
 
 
 @given(total=st.integers(1, 40), micro=few, ranks=few, seed=st.integers(0, 9))

@@ -1,6 +1,7 @@
-"""Flags of this project: pipeline stages on more than one vendor. All start with `--hetero-`."""
+"""Flags of this project: one model on more than one vendor. All start with `--hetero-`."""
 
 import argparse
+from collections.abc import Callable
 
 from hetero.link.names import TRANSPORTS
 from megatron.training.arguments.converters import integer, number, text
@@ -8,9 +9,32 @@ from megatron.training.arguments.converters import integer, number, text
 VENDORS = ("nvidia", "amd", "cpu")
 # Make sense in a homogeneous run too: the baseline needs a report to be compared with.
 ALLOWED_WITHOUT_PIPELINE = frozenset({"--hetero-pipeline", "--hetero-report"})
+DATA_PARALLEL = frozenset({"--hetero-data-parallel", "--hetero-data-shares"})
+# What data parallelism across vendors shares with a pipeline across them.
+ALLOWED_WITH_DATA_PARALLEL = DATA_PARALLEL | {"--hetero-nics", "--hetero-timeout"}
+
+
+def replicas_by_vendor(text: str) -> tuple[tuple[str, int], ...]:
+    """A converter for replicas of each vendor, such as 'nvidia:2,amd:2'."""
+    found = []
+    for word in text.split(","):
+        vendor, colon, count = word.strip().partition(":")
+        if vendor not in VENDORS or not colon or not count.isdecimal() or int(count) < 1:
+            raise argparse.ArgumentTypeError(
+                "must be VENDOR:REPLICAS pairs with commas between, such as nvidia:2,amd:2 (the "
+                f"vendors are {', '.join(VENDORS)}), not {text!r}"
+            )
+        found.append((vendor, int(count)))
+    return tuple(found)
+
+
+def list_of(convert: Callable[[str], int]) -> Callable[[str], tuple[int, ...]]:
+    """A converter for values with commas between."""
+    return lambda text: tuple(convert(word.strip()) for word in text.split(","))
 
 
 def add_hetero_flags(parser: argparse.ArgumentParser) -> None:
+    _add_data_parallel_flags(parser.add_argument_group("heterogeneous data parallelism"))
     group = parser.add_argument_group("heterogeneous pipeline")
     group.add_argument(
         "--hetero-pipeline", action="store_true", help="place pipeline stages across vendors"
@@ -83,4 +107,20 @@ def add_hetero_flags(parser: argparse.ArgumentParser) -> None:
         type=text,
         metavar="FILE",
         help="write at the end, as JSON, what the run was",
+    )
+
+
+def _add_data_parallel_flags(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--hetero-data-parallel",
+        type=replicas_by_vendor,
+        metavar="VENDOR:REPLICAS,...",
+        help="whole replicas of the model on each vendor, in rank order, such as nvidia:2,amd:2",
+    )
+    group.add_argument(
+        "--hetero-data-shares",
+        type=list_of(integer(1)),
+        metavar="N,...",
+        help="micro batches of a replica of each vendor in a step; a larger global batch is shared "
+        "in the same proportion; left out: equal",
     )

@@ -83,7 +83,7 @@ def owned_pieces(
 ) -> list[Piece]:
     """The pieces of model and (where given) optimizer that this rank writes."""
     written = [p for p in placed if not p.is_tied_copy and (p.is_split or coordinate.tensor == 0)]
-    replicas = plan.meshes[coordinate.mesh].data
+    replicas = len(plan.shares(coordinate.stage))
     mine = _share(written, replicas, coordinate.data) if coordinate.context == 0 else set()
     pieces = [_weight_piece(p) for p in written if p.name in mine]
     if optimizer is None:

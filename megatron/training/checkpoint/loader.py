@@ -131,10 +131,16 @@ def load_random(
 
 def layout_record(args: argparse.Namespace, plan: Plan) -> dict[str, Any]:
     """What has to be the same for every rank to draw the random numbers it would have drawn."""
-    meshes = [plan.meshes[plan.mesh_of_stage(stage)] for stage in range(plan.stages)]
-    return {
+    stages = []
+    for stage in range(plan.stages):
+        mesh = plan.meshes[plan.blocks_of_stage(stage)[0].mesh]
+        stages.append([mesh.tensor, mesh.context, len(plan.shares(stage))])
+    record = {
         "layers": [list(chunks) for chunks in plan.layers],
-        "stages": [[mesh.tensor, mesh.context, mesh.data] for mesh in meshes],
+        "stages": stages,
         "sequence_parallel": bool(args.sequence_parallel),
         "micro_batch_size": args.micro_batch_size,
     }
+    if len(set(plan.shares(0))) > 1:
+        record["shares"] = list(plan.shares(0))
+    return record

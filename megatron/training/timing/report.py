@@ -138,9 +138,7 @@ class TimingLog:
     ) -> None:
         self._args, self._timers, self._statistics = args, timers, statistics
         self._console, self._recorder = console, recorder
-        self._stages = [
-            _place(stage, plan.ranks_of_stage(stage), identities) for stage in range(plan.stages)
-        ]
+        self._stages = [_place(block.stage, block.ranks, identities) for block in plan.blocks]
         self._lone_ranks = [
             _place(plan.coordinate(rank).stage, [rank], identities)
             for rank in range(plan.world_size)

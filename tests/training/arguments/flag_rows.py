@@ -566,6 +566,8 @@ ELSEWHERE = {
     "--profile-ranks": "training/test_profiling.py",
     "--hetero-pipeline": "distributed/test_parity.py",
     "--hetero-plan": "training/test_layout.py",
+    "--hetero-data-parallel": "distributed/test_data_parallelism.py",
+    "--hetero-data-shares": "distributed/test_data_parallelism.py",
     "--hetero-transport": "distributed/test_parity.py",
     "--hetero-nics": "tools/preflight_checks/test_node_facts.py",
     "--hetero-timeout": "distributed/test_training_failures.py",

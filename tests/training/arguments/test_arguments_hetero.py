@@ -158,3 +158,68 @@ def test_a_scripts_one_stage_says_nothing_about_the_stages_of_two_vendors(parse,
         world_size=3,
     )
     assert args.pipeline_model_parallel_size == 3
+
+
+# Whole replicas.
+
+REPLICAS = "--hetero-data-parallel nvidia:2,amd:1"
+
+
+def test_replicas_share_the_batch_equally_or_as_the_shares_say(parse):
+    args = parse(REPLICAS, world_size=3)
+    assert args.hetero_data_parallel == (("nvidia", 2), ("amd", 1))
+    assert (args.data_parallel_size, args.data_shares, args.global_batch_size) == (3, (1, 1, 1), 6)
+    args = parse(f"{REPLICAS} --hetero-data-shares 6,2", world_size=3)
+    assert (args.data_shares, args.global_batch_size) == ((3, 3, 1), 2 * (6 + 6 + 2))
+    args = parse(f"{REPLICAS} --hetero-data-shares 3,1 --global-batch-size 42", world_size=3)
+    assert args.global_batch_size == 42
+    assert parse("", world_size=3).data_shares == (1, 1, 1)
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (
+            f"{REPLICAS} --tensor-model-parallel-size 2",
+            "gives 3 replicas of 2 ranks each, 6 in all, but 4 were started; change the number",
+        ),
+        (f"{REPLICAS} {TWO}", "--hetero-data-parallel and --hetero-pipeline exclude each other"),
+        ("--hetero-data-parallel nvidia:4", "names nvidia alone; name a second vendor"),
+        ("--hetero-data-parallel amd:2,nvidia:1,amd:1", "names amd twice"),
+        ("--hetero-data-parallel nvidia,amd", "must be VENDOR:REPLICAS pairs with commas between"),
+        ("--hetero-data-parallel nvidia:0,amd:4", "must be VENDOR:REPLICAS pairs"),
+        ("--hetero-data-parallel intel:2,amd:2", "the vendors are nvidia, amd, cpu"),
+        ("--hetero-data-shares 3,1", "needs --hetero-data-parallel; add it or remove the shares"),
+        (
+            "--hetero-data-parallel nvidia:2,amd:2 --hetero-data-shares 3",
+            "has 1 number and --hetero-data-parallel names 2 vendors; give one number for each",
+        ),
+        (
+            "--hetero-data-parallel nvidia:2,amd:2 --hetero-data-shares 3,0",
+            "--hetero-data-shares must be a whole number of at least 1, not '0'",
+        ),
+        (
+            "--hetero-data-parallel nvidia:2,amd:2 --hetero-data-shares 3,1 --global-batch-size 8",
+            "a global batch of 8 must be a multiple of --micro-batch-size 2 times 8, the sum of "
+            "the replicas' shares (3 + 3 + 1 + 1); change --global-batch-size or "
+            "--hetero-data-shares",
+        ),
+        (
+            "--hetero-data-parallel nvidia:2,amd:2 --hetero-transport shm",
+            "--hetero-transport needs --hetero-pipeline",
+        ),
+    ],
+)
+def test_replicas_that_do_not_add_up_are_refused(refusal, flags, words):
+    assert words in refusal(flags, world_size=4)
+
+
+def test_all_that_is_wrong_with_replicas_is_said_at_once(refusal):
+    text = refusal(
+        "--hetero-data-parallel nvidia:2,nvidia:3 --hetero-data-shares 3 --hetero-checksum "
+        "--train-samples 5",
+        world_size=4,
+    )
+    for words in ("names nvidia twice", "has 1 number", "--hetero-checksum needs", "exclude"):
+        assert words in text
+    assert "5 replicas of 1 rank each" in text

@@ -4,7 +4,11 @@ from argparse import Namespace
 from collections.abc import Collection, Iterator
 
 from hetero.words import counted
-from megatron.training.arguments.flags_hetero import ALLOWED_WITHOUT_PIPELINE
+from megatron.training.arguments.flags_hetero import (
+    ALLOWED_WITH_DATA_PARALLEL,
+    ALLOWED_WITHOUT_PIPELINE,
+    DATA_PARALLEL,
+)
 
 # What a plan's file says in full, and these flags in short.
 SHORTHAND = ("hetero_vendors", "hetero_pipeline_sizes", "hetero_pipeline_layers")
@@ -13,6 +17,8 @@ SHORTHAND = ("hetero_vendors", "hetero_pipeline_sizes", "hetero_pipeline_layers"
 def check_hetero(args: Namespace, given: Collection[str]) -> tuple[Iterator[str], ...]:
     return (
         _check_absence(args, given),
+        _check_replicas(args),
+        _check_shares(args),
         _check_ring(args),
         _check_plan(args),
         _check_meshes(args),
@@ -23,9 +29,57 @@ def check_hetero(args: Namespace, given: Collection[str]) -> tuple[Iterator[str]
 def _check_absence(args: Namespace, given: Collection[str]) -> Iterator[str]:
     if args.hetero_pipeline:
         return
+    allowed = ALLOWED_WITHOUT_PIPELINE | DATA_PARALLEL
+    if args.hetero_data_parallel is not None:
+        allowed |= ALLOWED_WITH_DATA_PARALLEL
     for flag in given:
-        if flag.startswith("--hetero-") and flag not in ALLOWED_WITHOUT_PIPELINE:
+        if not flag.startswith("--hetero-") or flag in allowed:
+            continue
+        if flag in ALLOWED_WITH_DATA_PARALLEL:
+            yield (
+                f"{flag} needs --hetero-pipeline or --hetero-data-parallel; add one or remove "
+                f"{flag}"
+            )
+        else:
             yield f"{flag} needs --hetero-pipeline; add it or remove {flag}"
+
+
+def _check_replicas(args: Namespace) -> Iterator[str]:
+    if args.hetero_data_parallel is None:
+        return
+    if args.hetero_pipeline:
+        yield (
+            "--hetero-data-parallel and --hetero-pipeline exclude each other; remove one: the "
+            "first puts whole replicas on each vendor, the second stages of one pipeline"
+        )
+        # Unknowable, and nothing more is said of it.
+        del args.hetero_data_parallel
+        return
+    vendors = [vendor for vendor, _ in args.hetero_data_parallel]
+    for vendor in sorted({name for name in vendors if vendors.count(name) > 1}):
+        yield f"--hetero-data-parallel names {vendor} twice; give all its replicas in one number"
+    if len(vendors) == 1:
+        yield (
+            f"--hetero-data-parallel names {vendors[0]} alone; name a second vendor, or remove the "
+            "flag: replicas of one vendor need none"
+        )
+
+
+def _check_shares(args: Namespace) -> Iterator[str]:
+    if args.hetero_data_shares is None:
+        return
+    if args.hetero_data_parallel is None:
+        yield "--hetero-data-shares needs --hetero-data-parallel; add it or remove the shares"
+        args.hetero_data_shares = None
+        return
+    vendors, shares = len(args.hetero_data_parallel), len(args.hetero_data_shares)
+    if vendors != shares:
+        yield (
+            f"--hetero-data-shares has {counted(shares, 'number')} and --hetero-data-parallel "
+            f"names {counted(vendors, 'vendor')}; give one number for each vendor"
+        )
+        # Unknowable, so that nothing is said of a batch that they would divide.
+        del args.hetero_data_shares
 
 
 def _check_ring(args: Namespace) -> Iterator[str]:

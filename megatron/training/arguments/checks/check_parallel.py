@@ -1,5 +1,6 @@
 """Checks of how ranks share the model, and the sizes that follow from the world size."""
 
+import math
 from argparse import Namespace
 from collections.abc import Iterator
 
@@ -30,8 +31,31 @@ def _check_world(args: Namespace) -> Iterator[str]:
         )
         return
     args.data_parallel_size = args.world_size // model
+    args.data_shares = (1,) * args.data_parallel_size
+    if args.hetero_data_parallel is not None:
+        del args.data_shares
+        yield from _share_batch(args)
     # Megatron's name for the same number, which its helpers read.
     args.transformer_pipeline_model_parallel_size = args.pipeline_model_parallel_size
+
+
+def _share_batch(args: Namespace) -> Iterator[str]:
+    """`data_shares`: the micro batches of a row that each replica takes, in lowest terms."""
+    counts = [count for _, count in args.hetero_data_parallel]
+    if sum(counts) != args.data_parallel_size:
+        size = args.tensor_model_parallel_size * args.pipeline_model_parallel_size
+        yield (
+            f"--hetero-data-parallel gives {counted(sum(counts), 'replica')} of "
+            f"{counted(size, 'rank')} each, {sum(counts) * size} in all, but {args.world_size} "
+            "were started; change the number of processes, the replicas, or the tensor-parallel or "
+            "pipeline size"
+        )
+        return
+    shares = args.hetero_data_shares or (1,) * len(counts)
+    lowest = math.gcd(*shares)
+    args.data_shares = tuple(
+        share // lowest for share, count in zip(shares, counts, strict=True) for _ in range(count)
+    )
 
 
 def _check_chunks(args: Namespace) -> Iterator[str]:

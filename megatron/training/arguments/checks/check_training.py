@@ -178,19 +178,20 @@ def _check_saved_activations(args: Namespace) -> Iterator[str]:
 
 
 def _check_training_batch(args: Namespace) -> Iterator[str]:
-    unit = args.micro_batch_size * args.data_parallel_size
-    for complaint in (*_check_schedule(args), *_check_rampup(args, unit)):
+    unit = args.micro_batch_size * sum(args.data_shares)
+    for complaint in (*_check_schedule(args), *_check_rampup(args)):
         yield complaint
         return
     for size in batch_sizes(args):
         if size % unit:
             yield (
                 f"a global batch of {size} must be a multiple of --micro-batch-size "
-                f"{args.micro_batch_size} times the data-parallel size {args.data_parallel_size}; "
+                f"{args.micro_batch_size} times {_shares_text(args)}; "
                 f"change {_flag_of_batch(args)}"
             )
             return
-        yield from _check_interleaved_microbatches(args, size // unit)
+        for share in sorted(set(args.data_shares)):
+            yield from _check_interleaved_microbatches(args, size // unit * share)
     if args.train_samples is not None and args.train_iters is None:
         args.train_iters = steps_of(args)
         if args.train_iters == 0:
@@ -200,10 +201,31 @@ def _check_training_batch(args: Namespace) -> Iterator[str]:
             )
 
 
+def _shares_text(args: Namespace) -> str:
+    """What the micro batch is multiplied by, and why."""
+    if len(set(args.data_shares)) == 1:
+        return f"the data-parallel size {args.data_parallel_size}"
+    return (
+        f"{sum(args.data_shares)}, the sum of the replicas' shares "
+        f"({' + '.join(map(str, args.data_shares))})"
+    )
+
+
 def _flag_of_batch(args: Namespace) -> str:
     if args.step_batch_size_schedule is not None:
         return "--step-batch-size-schedule"
-    return "--global-batch-size" + (" or --rampup-batch-size" if args.rampup_batch_size else "")
+    shares = " or --hetero-data-shares" if len(set(args.data_shares)) > 1 else ""
+    rampup = " or --rampup-batch-size" if args.rampup_batch_size else ""
+    return "--global-batch-size" + rampup + shares
+
+
+def _least_batch(args: Namespace) -> int:
+    """The global batch where none is given: one micro batch a replica, or as many as are given."""
+    counts = args.data_shares
+    if args.hetero_data_shares is not None:
+        pairs = zip(args.hetero_data_parallel, args.hetero_data_shares, strict=True)
+        counts = [count * share for (_, count), share in pairs]
+    return int(args.micro_batch_size * sum(counts))
 
 
 def _check_schedule(args: Namespace) -> Iterator[str]:
@@ -229,9 +251,9 @@ def _check_schedule(args: Namespace) -> Iterator[str]:
     args.global_batch_size = last
 
 
-def _check_rampup(args: Namespace, unit: int) -> Iterator[str]:
+def _check_rampup(args: Namespace) -> Iterator[str]:
     if args.global_batch_size is None:
-        args.global_batch_size = unit
+        args.global_batch_size = _least_batch(args)
     if args.rampup_batch_size is None:
         return
     start, step, _ = args.rampup_batch_size
@@ -251,18 +273,19 @@ def _check_evaluation_batch(args: Namespace) -> Iterator[str]:
         args.eval_global_batch_size = args.global_batch_size
     if not args.eval_iters or args.eval_global_batch_size is None:
         return
-    unit = args.eval_micro_batch_size * args.data_parallel_size
+    unit = args.eval_micro_batch_size * sum(args.data_shares)
     size = args.eval_global_batch_size
     own = (size, args.eval_micro_batch_size) != (args.global_batch_size, args.micro_batch_size)
     if own and size % unit:
         yield (
             f"a global batch of {size} in evaluation must be a multiple of its micro batch "
-            f"{args.eval_micro_batch_size} times the data-parallel size {args.data_parallel_size}; "
+            f"{args.eval_micro_batch_size} times {_shares_text(args)}; "
             "change --eval-global-batch-size or --eval-micro-batch-size"
         )
     elif own:
-        for complaint in _check_interleaved_microbatches(args, size // unit):
-            yield f"{complaint} (in evaluation: --eval-global-batch-size)"
+        for share in sorted(set(args.data_shares)):
+            for complaint in _check_interleaved_microbatches(args, size // unit * share):
+                yield f"{complaint} (in evaluation: --eval-global-batch-size)"
 
 
 def _check_interleaved_microbatches(args: Namespace, microbatches: int) -> Iterator[str]:

@@ -1,0 +1,198 @@
+"""Whole replicas on two vendors compute what a homogeneous data-parallel run computes.
+
+All runs have one global batch, so that they read the same samples in the same steps.
+"""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.distributed.harness import (
+    TINY_LLAMA,
+    Training,
+    finish,
+    launch,
+    start,
+    train,
+    wait_for,
+)
+
+SIMULATED = {"HETERO_VENDOR": "plan"}
+SHARDED = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather".split()
+ONE_AND_ONE = ["--hetero-data-parallel", "nvidia:1,amd:1"]
+TWO_AND_TWO = ["--hetero-data-parallel", "nvidia:2,amd:2"]
+THREE_TO_ONE = ["--hetero-data-shares", "3,1"]
+HALFWAY = 3
+"""Of the six iterations of each run."""
+ROUNDING = 1e-5
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A run, and the folder of its checkpoints: one halfway, one at its end."""
+
+    run: Training
+    folder: Path
+
+    def flags_to_resume(self, folder: Path) -> list[str]:
+        """Flags that go on from halfway, in a copy of the checkpoints."""
+        shutil.copytree(self.folder, folder)
+        return ["--load", str(folder), "--ckpt-step", str(HALFWAY)]
+
+
+def _across(flags: Sequence[str], nproc: int, folder: Path) -> Training:
+    run = train(flags, nproc, folder, environ=SIMULATED)
+    assert run.report["simulated"] is True
+    assert run.report["transport"] == "hetero"
+    return run
+
+
+def _saving(folder: Path) -> list[str]:
+    return ["--save", str(folder), "--save-interval", str(HALFWAY)]
+
+
+@pytest.fixture(scope="module")
+def homogeneous(corpus, tmp_path_factory) -> Saved:
+    folder = tmp_path_factory.mktemp("homogeneous")
+    checkpoints = folder / "checkpoints"
+    flags = [*TINY_LLAMA, *corpus.flags, *_saving(checkpoints)]
+    return Saved(train(flags, 2, folder), checkpoints)
+
+
+@pytest.fixture(scope="module")
+def unequal(corpus, tmp_path_factory) -> Saved:
+    """With the distributed optimizer, three micro-batches on one vendor for one on the other."""
+    folder = tmp_path_factory.mktemp("unequal")
+    checkpoints = folder / "checkpoints"
+    flags = [*TINY_LLAMA, *corpus.flags, *_saving(checkpoints), *ONE_AND_ONE, *THREE_TO_ONE]
+    return Saved(_across([*flags, *SHARDED], 2, folder), checkpoints)
+
+
+def _require_same_bits(run: Training, other: Training) -> None:
+    assert run.losses == other.losses
+    assert run.grad_norms == other.grad_norms
+    assert run.weights == other.weights
+
+
+def _require_same_to_rounding(run: Training, other: Training, *, since: int = 0) -> None:
+    assert run.losses == pytest.approx(other.losses[since:], rel=ROUNDING)
+    assert run.grad_norms == pytest.approx(other.grad_norms[since:], rel=10 * ROUNDING)
+
+
+# Equal shares. Two replicas' sum has the same bits in either order.
+
+
+def test_equal_shares_give_the_bits_of_a_homogeneous_run(corpus, homogeneous, tmp_path) -> None:
+    run = _across([*TINY_LLAMA, *corpus.flags, *ONE_AND_ONE], 2, tmp_path)
+
+    _require_same_bits(run, homogeneous.run)
+    assert run.losses[-1] < run.losses[0]
+    assert "each of 1 replica on nvidia" in run.stdout
+
+
+@pytest.mark.parametrize(
+    "shared",
+    [
+        ["--tensor-model-parallel-size", "2", "--sequence-parallel", *SHARDED],
+        [
+            *("--pipeline-model-parallel-size", "2", "--overlap-grad-reduce"),
+            *("--eval-iters", "2", "--eval-interval", "3", "--timing-log-level", "2"),
+        ],
+    ],
+    ids=["tp2-sharded", "pp2-tied-evaluation"],
+)
+def test_replicas_may_be_spread_over_ranks_of_their_vendor(corpus, shared, tmp_path) -> None:
+    flags = [*TINY_LLAMA, *corpus.flags, *shared]
+    run = _across([*flags, *ONE_AND_ONE], 4, tmp_path / "mixed")
+
+    _require_same_bits(run, train(flags, 4, tmp_path / "homogeneous"))
+
+
+# Unequal shares.
+
+
+def test_unequal_shares_with_the_distributed_optimizer(homogeneous, unequal) -> None:
+    _require_same_to_rounding(unequal.run, homogeneous.run)
+    assert "6 micro batches for each of 1 replica on nvidia" in unequal.run.stdout
+    assert "2 micro batches for each of 1 replica on amd" in unequal.run.stdout
+
+
+def test_unequal_shares_of_two_and_two_replicas(corpus, homogeneous, tmp_path) -> None:
+    flags = [*TINY_LLAMA, *corpus.flags, *TWO_AND_TWO, *THREE_TO_ONE]
+    run = _across([*flags, "--check-weight-hash-across-dp-replicas-interval", "2"], 4, tmp_path)
+
+    _require_same_to_rounding(run, homogeneous.run)
+
+
+def test_unequal_shares_of_pipelines_whose_loss_is_divided_by_tokens(corpus, tmp_path) -> None:
+    """Micro-batches hold different numbers of tokens that count."""
+    flags = [*TINY_LLAMA, *corpus.flags, "--calculate-per-token-loss", "--eod-mask-loss"]
+    across = [*ONE_AND_ONE, *THREE_TO_ONE, "--pipeline-model-parallel-size", "2"]
+    run = _across([*flags, *across], 4, tmp_path / "mixed")
+
+    _require_same_to_rounding(run, train(flags, 1, tmp_path / "one"))
+
+
+# Checkpoints.
+
+
+def test_a_run_with_unequal_shares_resumes_as_if_it_had_not_stopped(
+    corpus, unequal, tmp_path
+) -> None:
+    flags = [*TINY_LLAMA, *corpus.flags, *ONE_AND_ONE, *THREE_TO_ONE, *SHARDED]
+    resumed = _across([*flags, *unequal.flags_to_resume(tmp_path / "saved")], 2, tmp_path)
+
+    assert resumed.losses == unequal.run.losses[HALFWAY:]
+    assert resumed.weights == unequal.run.weights
+
+
+def test_a_homogeneous_run_goes_on_from_such_a_run(corpus, homogeneous, unequal, tmp_path) -> None:
+    flags = [*TINY_LLAMA, *corpus.flags, *unequal.flags_to_resume(tmp_path / "saved")]
+
+    resumed = train(flags, 1, tmp_path)
+    _require_same_to_rounding(resumed, homogeneous.run, since=HALFWAY)
+
+
+def test_such_a_run_goes_on_from_a_homogeneous_run(corpus, homogeneous, tmp_path) -> None:
+    flags = [*TINY_LLAMA, *corpus.flags, *homogeneous.flags_to_resume(tmp_path / "saved")]
+
+    resumed = _across([*flags, *ONE_AND_ONE, "--use-distributed-optimizer"], 2, tmp_path)
+    assert resumed.losses == homogeneous.run.losses[HALFWAY:]
+    assert resumed.weights == homogeneous.run.weights
+
+
+# What goes wrong.
+
+
+def test_ranks_that_are_not_what_the_replicas_say_end_the_run(corpus) -> None:
+    flags = [*TINY_LLAMA, *corpus.flags, *ONE_AND_ONE]
+    outcomes = launch(flags, 2, environ={"HETERO_VENDOR": "amd,nvidia"})
+
+    assert [outcome.code for outcome in outcomes] == [2, 2]
+    where = f"rank 0 on {socket.gethostname()}"
+    assert f"{where} is amd but the plan puts replica 0 on nvidia" in outcomes[0].stderr
+
+
+def test_a_killed_replica_is_named_by_those_that_are_left(corpus, tmp_path: Path) -> None:
+    metrics = tmp_path / "metrics.jsonl"
+    flags = [*TINY_LLAMA, *corpus.flags, *ONE_AND_ONE, "--train-iters", "100000"]
+    processes = start([*flags, "--metrics-file", str(metrics)], 2, environ=SIMULATED)
+    wait_for(
+        lambda: metrics.exists() and metrics.read_text().count("\n") >= HALFWAY,
+        seconds=60,
+        what="training",
+    )
+    processes[1].send_signal(signal.SIGKILL)
+    outcomes = finish(processes, seconds=60)
+
+    assert outcomes[0].code == 1
+    named = f"rank 1 on {socket.gethostname()} (stage 0, replica 1) has ended without a word"
+    assert named in outcomes[0].stderr
+    assert "Traceback" not in outcomes[0].stderr
