@@ -17,6 +17,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
+from hetero.collectives.process_group import HeteroProcessGroup
 from hetero.plan import Plan
 from hetero.process_group import create_group
 
@@ -57,6 +58,12 @@ class Groups:
     world: dist.ProcessGroup
     embedding: dist.ProcessGroup | None
     position_embedding: dist.ProcessGroup | None
+
+    def check(self) -> None:
+        """Raise what has broken a group across vendors, once a GPU is through with their calls."""
+        for group in (self.data_context, self.embedding):
+            if isinstance(group, HeteroProcessGroup):
+                group.check()
 
 
 @dataclass(frozen=True)

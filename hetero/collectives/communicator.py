@@ -170,6 +170,12 @@ class Communicator:
         with self._stream.after(moment):
             self._carry_out(algorithm, call, work, elsewhere=True)
 
+    def check(self) -> None:
+        """Raise what has broken the group or a link of it, if anything did. Between two calls."""
+        if self._error is not None:
+            raise self._error
+        self._links.check()
+
     def drain(self) -> None:
         """Block until all calls so far are enqueued, and a GPU has come to the end of them."""
         done = CollectiveWork("the calls so far", [], timeout=self.timeout)

@@ -137,6 +137,15 @@ class GroupAcrossVendors(dist.ProcessGroup):
         works, self._coalescing = self._coalescing or [], None
         return CombinedWork(works)
 
+    def check(self) -> None:
+        """Raise what has broken this group, if anything did.
+
+        A GPU's call may fail after it has returned. Trust what it brought once the GPU is through
+        with it and this has raised nothing.
+        """
+        for communicator in self._communicators:
+            communicator.check()
+
     def abort(self) -> None:
         for communicator in self._communicators:
             communicator.abort()

@@ -104,6 +104,12 @@ class Job:
     def is_last_stage(self) -> bool:
         return self.coordinate.stage == self.plan.stages - 1
 
+    def check_links(self) -> None:
+        """Raise if anything that came from another vendor in this step is not to be trusted."""
+        if self.links is not None:
+            self.links.check()
+        self.groups.check()
+
     def close(self) -> None:
         """Leave together: nobody's link or store goes while another rank may still use it."""
         self.statistics.gather(torch.zeros(1))

@@ -210,7 +210,7 @@ class Trainer:
                 loss_sum=share[0],
                 tokens=share[1],
                 link_bytes=self._boundary_bytes(),
-                check_links=self._check_links,
+                check_links=self.job.check_links,
                 stop_requested=self._stop_signal is not None and self._stop_signal.seen,
             )
         self.interrupted = self.interrupted or outcome.stop_requested
@@ -233,10 +233,6 @@ class Trainer:
         if self._is_multiple(self.args.check_weight_hash_across_dp_replicas_interval):
             require_same_weights(self.job, self.model, iteration=self.iteration)
         self._record(outcome, batch_size, learning_rate, loss_scale, seconds, data_wait)
-
-    def _check_links(self) -> None:
-        if self.job.links is not None:
-            self.job.links.check()
 
     def _boundary_bytes(self) -> int:
         links = self.job.links
@@ -358,8 +354,7 @@ class Evaluator:
                     micro_batch_size=args.eval_micro_batch_size,
                     forward_only=True,
                 )
-        links = self._job.links
-        rows = self._job.statistics.gather(total, check=None if links is None else links.check)
+        rows = self._job.statistics.gather(total, check=self._job.check_links)
         loss_sum, tokens = math.fsum(r[0] for r in rows), math.fsum(r[1] for r in rows)
         loss = loss_sum / tokens if tokens else math.nan
         perplexity = math.exp(min(20.0, loss))

@@ -74,7 +74,7 @@ def stage_rows(job: Job, model: StageModel) -> list[dict[str, Any]]:
                 "state_bytes_per_rank": planned_state_bytes(
                     counts[ranks.start], args=job.args, data_size=len(plan.shares(stage))
                 ),
-                "micro_batches_of_a_row": mesh.share,
+                "share": mesh.share,
                 "next_stage": edge.target if edge else None,
                 "next_is_boundary": bool(edge and edge.is_boundary),
                 "next_transport": _edge_transport(job, edge, transports) if edge else None,
