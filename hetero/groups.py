@@ -18,6 +18,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from hetero.collectives.process_group import HeteroProcessGroup
+from hetero.link.base import Link
 from hetero.plan import Plan
 from hetero.process_group import create_group
 
@@ -58,6 +59,11 @@ class Groups:
     world: dist.ProcessGroup
     embedding: dist.ProcessGroup | None
     position_embedding: dist.ProcessGroup | None
+
+    def data_links(self) -> list[Link]:
+        """The links between replicas of different vendors."""
+        group = self.data_context
+        return group.links() if isinstance(group, HeteroProcessGroup) else []
 
     def check(self) -> None:
         """Raise what has broken a group across vendors, once a GPU is through with their calls."""

@@ -69,6 +69,10 @@ def create_group(
     c10d._world.pg_group_ranks[group] = {rank: number for number, rank in enumerate(ranks)}
     if backend == "gloo":
         _greet_neighbours(group, ranks, rank)
+    elif backend == "hetero":
+        # Opens the links, for the same reason.
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        dist.all_reduce(torch.zeros(1, device=device), group=group)
     return group
 
 

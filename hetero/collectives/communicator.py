@@ -30,7 +30,7 @@ from hetero.collectives.blame import (
 from hetero.collectives.calls import Call
 from hetero.collectives.exchange import Exchange
 from hetero.collectives.layout import Layout
-from hetero.collectives.links import Links, clone
+from hetero.collectives.links import Link, Links, clone
 from hetero.collectives.mailbox import Mailbox
 from hetero.collectives.messages import DeviceMessages
 from hetero.collectives.streams import CallStream
@@ -169,6 +169,10 @@ class Communicator:
         """Carry a call out in the thread of calls, after what its caller had enqueued before."""
         with self._stream.after(moment):
             self._carry_out(algorithm, call, work, elsewhere=True)
+
+    def links(self) -> list[Link]:
+        """Those to ranks of other vendors that its collectives have opened so far."""
+        return self._links.across()
 
     def check(self) -> None:
         """Raise what has broken the group or a link of it, if anything did. Between two calls."""

@@ -25,7 +25,7 @@ from hetero.waiting import spans
 def create_group(options: Any, backend_options: Any = None) -> dist.ProcessGroup:
     """Build this rank's end of a group. Collective over its members, on all of them or on none.
 
-    `backend_options`: the vendor that a plan gives this rank, where there is a plan.
+    `backend_options`: where there is a plan, the name of the vendor that it gives this rank.
     """
     meeting = _Meeting(
         options.store,
@@ -35,7 +35,9 @@ def create_group(options: Any, backend_options: Any = None) -> dist.ProcessGroup
         name=options.group_id,
         timeout=options.timeout,
     )
-    layout = meeting.identify(planned_vendor=backend_options or "cpu")
+    layout = meeting.identify(
+        planned_vendor=backend_options if isinstance(backend_options, str) else "cpu"
+    )
     group, error = None, None
     try:
         if len(layout.vendors) == 1:

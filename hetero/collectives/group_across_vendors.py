@@ -19,6 +19,7 @@ from torch._C import _distributed_c10d as c10d
 from hetero.collectives.communicator import Communicator
 from hetero.collectives.exchange import Exchange
 from hetero.collectives.layout import Layout
+from hetero.collectives.links import Link
 from hetero.collectives.reductions import Reduction, reduction_for
 from hetero.collectives.work import CollectiveWork, CombinedWork
 from hetero.waiting import spans
@@ -136,6 +137,10 @@ class GroupAcrossVendors(dist.ProcessGroup):
     def _end_coalescing(self, device: torch.device | None = None) -> dist.Work:
         works, self._coalescing = self._coalescing or [], None
         return CombinedWork(works)
+
+    def links(self) -> list[Link]:
+        """Those to ranks of other vendors that its collectives have opened so far."""
+        return [link for communicator in self._communicators for link in communicator.links()]
 
     def check(self) -> None:
         """Raise what has broken this group, if anything did.

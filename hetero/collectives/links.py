@@ -69,6 +69,11 @@ class Links:
             options=ChannelOptions(ring_bytes=_RING_BYTES[self._device.type]),
         )
 
+    def across(self) -> list[Link]:
+        """Those to ranks of other vendors that are open by now."""
+        here = self._layout.vendor
+        return [link for rank, link in self._open.items() if self._layout.vendor_of(rank) != here]
+
     def check(self) -> None:
         """Raise what broke a link, if anything did: a GPU's transfers fail after their `wait()`."""
         for link in self._open.values():

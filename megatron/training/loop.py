@@ -235,10 +235,10 @@ class Trainer:
         self._record(outcome, batch_size, learning_rate, loss_scale, seconds, data_wait)
 
     def _boundary_bytes(self) -> int:
-        links = self.job.links
-        if links is None:
-            return 0
-        return sum(link.counters.bytes_sent for link in links.boundary())
+        links = self.job.groups.data_links()
+        if self.job.links is not None:
+            links = links + self.job.links.boundary()
+        return sum(link.counters.bytes_sent for link in links)
 
     def _require_finite(self, outcome: StepOutcome, batch_size: int) -> None:
         loss_is_finite = math.isfinite(outcome.loss)

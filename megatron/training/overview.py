@@ -12,7 +12,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hetero.groups import CROSSING_BACKEND
 from hetero.plan import Edge
 from hetero.words import counted, size_text
 from megatron.training import weights
@@ -132,7 +131,9 @@ def print_overview(job: Job, rows: list[dict[str, Any]], console: Console) -> No
 
 
 def _sharing(job: Job) -> str:
-    """How the replicas of each vendor share a global batch."""
+    """How the replicas share a global batch, and how they reach each other. Collective."""
+    mine = [f"{link.transport} {link.detail}".strip() for link in job.groups.data_links()]
+    transports = sorted({transport for part in _everyone(mine) for transport in part})
     plan, args = job.plan, job.args
     rows = args.global_batch_size // (args.micro_batch_size * plan.row(0))
     parts = [
@@ -142,7 +143,7 @@ def _sharing(job: Job) -> str:
     ]
     return (
         f"a global batch of {args.global_batch_size}: {', '.join(parts)}; gradients cross vendors "
-        f"over the backend {CROSSING_BACKEND}"
+        f"over {', '.join(transports)}"
     )
 
 
@@ -168,10 +169,24 @@ def _by_stage(job: Job, sizes: list[int]) -> str:
 
 
 def _link_entries(job: Job) -> list[dict[str, Any]]:
+    stage = job.coordinate.stage
+    between_replicas = [
+        {
+            "rank": job.rank,
+            "peer": link.description.peer,
+            "stage": stage,
+            "peer_stage": stage,
+            "side": "data",
+            "is_boundary": True,
+            "transport": link.transport,
+            **link.counters.as_dict(),
+        }
+        for link in job.groups.data_links()
+    ]
     if job.links is None:
-        return []
+        return between_replicas
     sides = (("upstream", job.links.upstream), ("downstream", job.links.downstream))
-    return [
+    return between_replicas + [
         {
             "rank": job.rank,
             "peer": link.description.peer,
@@ -189,8 +204,6 @@ def _link_entries(job: Job) -> list[dict[str, Any]]:
 
 def _reported_transport(job: Job, links: list[dict[str, Any]]) -> str:
     """What crosses the boundaries; the vendor's library where there is none."""
-    if job.plan.whole_replicas:
-        return CROSSING_BACKEND
     crossing = sorted({entry["transport"] for entry in links if entry["is_boundary"]})
     return ", ".join(crossing) or job.vendor_backend
 

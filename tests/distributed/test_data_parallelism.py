@@ -50,7 +50,8 @@ class Saved:
 def _across(flags: Sequence[str], nproc: int, folder: Path) -> Training:
     run = train(flags, nproc, folder, environ=SIMULATED)
     assert run.report["simulated"] is True
-    assert run.report["transport"] == "hetero"
+    assert run.report["transport"] == "shm"
+    assert run.report["boundary_bytes"] > 0
     return run
 
 

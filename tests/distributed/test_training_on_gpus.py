@@ -1,4 +1,4 @@
-"""What the CPU runs of test_checkpoint.py and test_parity.py show, once more on two GPUs."""
+"""What CPU runs show of checkpoints, parity and data parallelism, once more on two GPUs."""
 
 from __future__ import annotations
 
@@ -55,6 +55,26 @@ def test_a_mixed_run_goes_on_homogeneous_with_the_same_bits_and_completes_a_prom
     text = _complete(folder, "The statement")
     assert text.startswith("The statement")
     assert len(text) > len("The statement")
+
+
+@pytest.mark.timeout(400)
+def test_a_replica_on_each_vendor_gives_the_bits_of_a_homogeneous_run(
+    corpus, tmp_path: Path
+) -> None:
+    flags = [*SMALL_LLAMA, *corpus.flags, "--overlap-grad-reduce"]
+    replicas = ["--hetero-data-parallel", "nvidia:1,amd:1"]
+    mixed = train([*flags, *replicas], 2, tmp_path / "mixed", environ=SIMULATED)
+    homogeneous = train(flags, 2, tmp_path / "homogeneous")
+    unequal = [*flags, *replicas, "--hetero-data-shares", "3,1"]
+    shared = train(unequal, 2, tmp_path / "unequal", environ=SIMULATED)
+
+    assert _devices(mixed) == {torch.cuda.get_device_name()}
+    assert mixed.report["transport"] == "ipc"
+    assert mixed.losses == homogeneous.losses
+    assert mixed.grad_norms == homogeneous.grad_norms
+    assert mixed.weights == homogeneous.weights
+    # bf16, and other dropout: which micro-batch draws which numbers follows from the shares.
+    assert shared.losses == pytest.approx(homogeneous.losses, rel=0.05)
 
 
 def _devices(run: Training) -> set[str]:

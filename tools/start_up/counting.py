@@ -157,7 +157,7 @@ def count_groups(plan: Plan) -> dict[str, Any]:
     return {
         "groups of the job": len(names),
         "groups of more than one that a rank creates, at most": max(created),
-        "of those over gloo, at most": max(crossing),
+        "of those across vendors, at most": max(crossing),
         "seconds a rank needs to find its own": round(
             (time.perf_counter() - began) / plan.world_size, 5
         ),
