@@ -23,6 +23,7 @@ from hetero.agreement import Agreement
 from hetero.cluster import RankIdentity, check_identities, identify, running_vendor
 from hetero.collectives.autoload import INSTEAD_OF_VARIABLE
 from hetero.collectives.links import NICS_VARIABLE
+from hetero.data.slowdown import SLOWDOWN_VARIABLE, slowdown_factors
 from hetero.errors import (
     AgreedError,
     AgreedFailure,
@@ -130,6 +131,7 @@ def plan_launch(args: argparse.Namespace, rank: int) -> Plan:
                 f"TransformerEngine is installed and cannot be imported ({error}); install it with "
                 "pip install '.[te]' or use --transformer-impl local"
             ) from error
+    slowdown_factors(os.environ.get(SLOWDOWN_VARIABLE, ""))
     plan = plan_from_args(args, vendor=running_vendor())
     if args.hetero_nics:
         _find_nics(args, own="")

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
+from hetero.cluster import VENDOR_VARIABLE
+from hetero.data.slowdown import SLOWDOWN_VARIABLE, slow_down
 from megatron.training.checkpoint.checkpointer import Checkpointer, expected_progress
 from megatron.training.checkpoint.signals import StopSignal
 from megatron.training.console import Console
@@ -42,6 +45,8 @@ def _run(job: Job, stack: ExitStack, stop_signal: StopSignal | None) -> None:
     console = Console(speaks=job.rank == 0, total_iterations=args.train_iters, start=start)
     stack.callback(console.close)
     model = build_model(args, plan=job.plan, rank=job.rank, groups=job.groups, device=job.device)
+    vendor = job.identities[job.rank].vendor
+    slow_down(*model.chunks, environ={**os.environ, VENDOR_VARIABLE: vendor})
     timers = Timers(level=args.timing_log_level, clock=clock_of(job.device))
     model.config.timers = timers if timers.level else None
     optimizer = TrainingOptimizer(
@@ -58,6 +63,8 @@ def _run(job: Job, stack: ExitStack, stop_signal: StopSignal | None) -> None:
     stack.callback(recorder.close)
     rows = stage_rows(job, model)
     print_overview(job, rows, console)
+    if slowed := os.environ.get(SLOWDOWN_VARIABLE):
+        console.line(f"{SLOWDOWN_VARIABLE}={slowed}: layers take so many times as long (simulated)")
     if job.device.type == "cuda":
         console.line(f"fused kernels: {model.kernels.names()}")
     if args.eval_iters and not _is_enough(job, job.datasets.sizes.valid):

@@ -47,8 +47,8 @@ class Saved:
         return ["--load", str(folder), "--ckpt-step", str(HALFWAY)]
 
 
-def _across(flags: Sequence[str], nproc: int, folder: Path) -> Training:
-    run = train(flags, nproc, folder, environ=SIMULATED)
+def _across(flags: Sequence[str], nproc: int, folder: Path, **environ: str) -> Training:
+    run = train(flags, nproc, folder, environ=SIMULATED | environ)
     assert run.report["simulated"] is True
     assert run.report["transport"] == "shm"
     assert run.report["boundary_bytes"] > 0
@@ -91,10 +91,12 @@ def _require_same_to_rounding(run: Training, other: Training, *, since: int = 0)
 
 
 def test_equal_shares_give_the_bits_of_a_homogeneous_run(corpus, homogeneous, tmp_path) -> None:
-    run = _across([*TINY_LLAMA, *corpus.flags, *ONE_AND_ONE], 2, tmp_path)
+    flags = [*TINY_LLAMA, *corpus.flags, *ONE_AND_ONE]
+    run = _across(flags, 2, tmp_path, HETERO_SLOWDOWN="amd=1.5")
 
     _require_same_bits(run, homogeneous.run)
     assert run.losses[-1] < run.losses[0]
+    assert "HETERO_SLOWDOWN=amd=1.5: layers take so many times as long (simulated)" in run.stdout
     assert "each of 1 replica on nvidia" in run.stdout
 
 
