@@ -137,8 +137,8 @@ def _sharing(job: Job) -> str:
     plan, args = job.plan, job.args
     rows = args.global_batch_size // (args.micro_batch_size * plan.row(0))
     parts = [
-        f"{counted(rows * mesh.share, 'micro batch', 'micro batches')} for each of "
-        f"{counted(mesh.data, 'replica')} on {mesh.vendor}"
+        f"{counted(mesh.data, 'replica')} on {mesh.vendor} with "
+        f"{counted(rows * mesh.share, 'micro batch', 'micro batches')}{' each' * (mesh.data > 1)}"
         for mesh in plan.meshes
     ]
     return (
