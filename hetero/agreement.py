@@ -20,7 +20,7 @@ from typing import Any
 from torch.distributed import DistNetworkError
 
 from hetero.errors import AgreedError, HeteroError, StoreLost, UserError
-from hetero.liveness.base import Liveness
+from hetero.liveness.liveness import Liveness
 from hetero.monitor import Monitor, MonitorThread
 from hetero.phase import Phase, ended, raise_error, sentence
 from hetero.records import Record, errors_by_text, fold, unfold

@@ -19,8 +19,8 @@ import torch.distributed as dist
 
 from hetero.collectives.process_group import HeteroProcessGroup
 from hetero.link.base import Link
+from hetero.new_group import create_group
 from hetero.plan import Plan
-from hetero.process_group import create_group
 
 CROSSING_BACKEND = "hetero"
 CONTROL_BACKEND = "gloo"

@@ -13,7 +13,7 @@ from typing import Any
 from torch.distributed import DistError
 
 from hetero.errors import HeteroError
-from hetero.liveness.base import Liveness
+from hetero.liveness.liveness import Liveness
 from hetero.phase import Phase, ended, raise_error
 from hetero.waiting import Intervals, Waiting, name_ranks
 

@@ -9,7 +9,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def test_no_two_files_share_a_name() -> None:
-    folders = ("megatron/training", "tools", "examples")
+    folders = ("hetero", "megatron/training", "tools", "examples")
     files = [file for folder in folders for file in (ROOT / folder).rglob("*.py")]
     assert len(files) > 100
     names = Counter(file.name for file in files if file.name != "__init__.py")

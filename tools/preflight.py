@@ -28,7 +28,7 @@ if __name__ == "__main__":
 
 from hetero.agreement import Agreement
 from hetero.errors import HeteroError, UserError, write_error_file
-from hetero.liveness.open import open_liveness
+from hetero.liveness.open_liveness import open_liveness
 from megatron.training.rendezvous import endpoint, environment_rank, open_store
 from tools import tool_command_line
 from tools.preflight_checks.readiness import Report, Settings, Together, check_alone

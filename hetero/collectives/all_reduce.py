@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 
 from hetero.collectives.exchange import Exchange, wait_all
-from hetero.collectives.layout import Span, chunks, equal_parts, overlaps
-from hetero.collectives.links import Transfer
+from hetero.collectives.group_links import Transfer
+from hetero.collectives.inside_vendor import Inside
 from hetero.collectives.reductions import Reduction
-from hetero.collectives.vendor_library import Inside
+from hetero.collectives.vendor_layout import Span, chunks, equal_parts, overlaps
 
 DIRECT_BYTES = 64 << 10
 """Up to here every rank takes the other vendors' whole partial result: fewest steps."""

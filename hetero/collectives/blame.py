@@ -16,7 +16,7 @@ from typing import Any
 import torch.distributed as dist
 
 from hetero.collectives.calls import Call
-from hetero.collectives.layout import Layout, Member
+from hetero.collectives.vendor_layout import Layout, Member
 from hetero.errors import LinkError
 from hetero.waiting import spans
 

@@ -6,8 +6,8 @@ import torch
 
 from hetero.collectives.all_reduce import DIRECT_BYTES
 from hetero.collectives.exchange import Exchange, wait_all
-from hetero.collectives.layout import equal_parts, overlaps
-from hetero.collectives.links import Transfer
+from hetero.collectives.group_links import Transfer
+from hetero.collectives.vendor_layout import equal_parts, overlaps
 
 
 def broadcast(exchange: Exchange, flat: torch.Tensor, *, root: int) -> None:

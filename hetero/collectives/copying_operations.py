@@ -13,13 +13,13 @@ from torch._C import _distributed_c10d as c10d
 
 from hetero.collectives import broadcast, rows
 from hetero.collectives.exchange import Exchange
+from hetero.collectives.flat_memory import Written, bytes_of, plain
 from hetero.collectives.group_across_vendors import (
     GroupAcrossVendors,
     listed,
     options_of,
     require_product,
 )
-from hetero.collectives.memory import Written, bytes_of, plain
 from hetero.words import counted
 
 Tensors = Sequence[torch.Tensor]

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import _DistributedBackendOptions
 
 from hetero.cluster import identify
-from hetero.collectives.layout import Layout, Member
+from hetero.collectives.vendor_layout import Layout, Member
 from hetero.errors import LinkError, UserError
 from hetero.waiting import spans
 
@@ -69,7 +69,7 @@ def create_part(
 
 def _vendor_group(options: Any, layout: Layout) -> dist.ProcessGroup:
     """PyTorch's own group over the vendor's library, and gloo for tensors on a CPU."""
-    from hetero.collectives.vendor_library import new_library
+    from hetero.collectives.inside_vendor import new_library
 
     group = dist.ProcessGroup(options.store, layout.rank, layout.size)
     kinds = {"cpu": dist.ProcessGroup.BackendType.GLOO}
@@ -90,8 +90,8 @@ def _vendor_group(options: Any, layout: Layout) -> dist.ProcessGroup:
 
 
 def _mixed_group(options: Any, layout: Layout) -> dist.ProcessGroup:
-    from hetero.collectives.communicator import Communicator
-    from hetero.collectives.links import clone
+    from hetero.collectives.group_communicator import Communicator
+    from hetero.collectives.group_links import clone
     from hetero.collectives.process_group import HeteroProcessGroup
 
     name = options.group_id or "0"

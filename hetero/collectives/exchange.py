@@ -9,9 +9,9 @@ from __future__ import annotations
 import torch
 
 from hetero.collectives.calls import Call
-from hetero.collectives.layout import Layout
-from hetero.collectives.links import LinkTo, Transfer
-from hetero.collectives.vendor_library import VendorLibrary
+from hetero.collectives.group_links import LinkTo, Transfer
+from hetero.collectives.inside_vendor import VendorLibrary
+from hetero.collectives.vendor_layout import Layout
 
 
 class Exchange:

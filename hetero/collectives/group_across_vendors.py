@@ -16,11 +16,11 @@ import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
-from hetero.collectives.communicator import Communicator
 from hetero.collectives.exchange import Exchange
-from hetero.collectives.layout import Layout
-from hetero.collectives.links import Link
+from hetero.collectives.group_communicator import Communicator
+from hetero.collectives.group_links import Link
 from hetero.collectives.reductions import Reduction, reduction_for
+from hetero.collectives.vendor_layout import Layout
 from hetero.collectives.work import CollectiveWork, CombinedWork
 from hetero.waiting import spans
 from hetero.words import counted

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from hetero.collectives.layout import Layout
-from hetero.collectives.links import Link, Links, as_bytes, clone
+from hetero.collectives.group_links import Link, Links, as_bytes, clone
+from hetero.collectives.vendor_layout import Layout
 from hetero.collectives.work import CollectiveWork
 from hetero.errors import LinkError
 from hetero.words import counted

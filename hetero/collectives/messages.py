@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from hetero.collectives.links import Link, Links, as_bytes, clone
+from hetero.collectives.group_links import Link, Links, as_bytes, clone
 from hetero.collectives.streams import CallStream
 from hetero.collectives.work import CollectiveWork, Worker
 

@@ -8,10 +8,10 @@ import torch
 
 from hetero.collectives.all_reduce import combine_in_order
 from hetero.collectives.exchange import Exchange, wait_all
-from hetero.collectives.layout import Span, equal_parts, overlaps
-from hetero.collectives.links import Transfer
+from hetero.collectives.group_links import Transfer
+from hetero.collectives.inside_vendor import Inside
 from hetero.collectives.reductions import Reduction
-from hetero.collectives.vendor_library import Inside
+from hetero.collectives.vendor_layout import Span, equal_parts, overlaps
 
 
 def _rows_of(count: int, length: int) -> list[Span]:

@@ -6,7 +6,7 @@ import torch
 
 from hetero.collectives import rows
 from hetero.collectives.exchange import Exchange
-from hetero.collectives.memory import bytes_of
+from hetero.collectives.flat_memory import bytes_of
 from hetero.collectives.reductions import Reduction, UnsupportedError
 
 

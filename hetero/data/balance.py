@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from hetero.cluster import own_vendor
-from hetero.data.layers import (
+from hetero.data.layer_times import (
     HostClock,
     clock_of,
     in_backward,

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from hetero.cluster import own_vendor
-from hetero.data.layers import (
+from hetero.data.layer_times import (
     GpuClock,
     HostClock,
     clock_of,

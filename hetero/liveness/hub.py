@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from hetero.liveness.base import (
+from hetero.liveness.liveness import (
     HEARTBEAT,
     Ended,
     Liveness,

@@ -14,7 +14,7 @@ from typing import Any
 
 from hetero.addresses import Way
 from hetero.errors import UserError
-from hetero.liveness.base import (
+from hetero.liveness.liveness import (
     HEARTBEAT,
     Ended,
     HubAddress,

@@ -41,7 +41,7 @@ RING_ENTRIES = 256
 RING_HEADER_BYTES = 104
 RING_FAULT_BYTES = 1024
 _REMEDY = "install this project again (pip install -e .)"
-_VERSION = 3
+_VERSION = 4
 
 
 class RingWord(Structure):

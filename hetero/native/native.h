@@ -12,7 +12,7 @@
 #include <stdbool.h>
 #include <stdint.h>
 
-#define NATIVE_VERSION 3
+#define NATIVE_VERSION 4
 
 uint32_t native_version(void);
 

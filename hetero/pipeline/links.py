@@ -15,8 +15,8 @@ from hetero.link.handshake import Rendezvous
 from hetero.link.names import FAMILIES
 from hetero.link.open import ChannelOptions, Choice, open_link
 from hetero.link.torch_links import GlooLink, VendorLink
+from hetero.new_group import create_group
 from hetero.plan import Coordinate, Edge, Plan
-from hetero.process_group import create_group
 from hetero.store import Store
 
 

@@ -22,7 +22,7 @@ from hetero.addresses import family_of
 from hetero.agreement import Agreement
 from hetero.cluster import RankIdentity, check_identities, identify, running_vendor
 from hetero.collectives.autoload import INSTEAD_OF_VARIABLE
-from hetero.collectives.links import NICS_VARIABLE
+from hetero.collectives.group_links import NICS_VARIABLE
 from hetero.data.slowdown import SLOWDOWN_VARIABLE, slowdown_factors
 from hetero.errors import (
     AgreedError,
@@ -37,11 +37,11 @@ from hetero.errors import (
 from hetero.groups import Groups, build_groups
 from hetero.link.nics import Nics, find_nics
 from hetero.link.open import ChannelOptions
-from hetero.liveness.base import Liveness, RankLost
-from hetero.liveness.open import open_liveness
+from hetero.liveness.liveness import Liveness, RankLost
+from hetero.liveness.open_liveness import open_liveness
+from hetero.new_group import open_world
 from hetero.pipeline.links import LinkOptions, PipelineLinks, open_links
 from hetero.plan import Coordinate, Plan
-from hetero.process_group import open_world
 from megatron.training.checkpoint.folder import check_save_folder
 from megatron.training.checkpoint.lock import SaveLock
 from megatron.training.checkpoint.selection import Nothing, Selection, select

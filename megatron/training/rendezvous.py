@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
     from hetero.agreement import Agreement
-    from hetero.liveness.base import Liveness
+    from hetero.liveness.liveness import Liveness
 
 
 def environment_rank() -> tuple[int, int, int]:

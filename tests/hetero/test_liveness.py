@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 
 from hetero.errors import UserError
-from hetero.liveness import base
-from hetero.liveness.base import HubAddress, RankLost
+from hetero.liveness import liveness
 from hetero.liveness.hub import Hub
+from hetero.liveness.liveness import HubAddress, RankLost
 from hetero.liveness.member import Member
-from hetero.liveness.open import open_liveness
+from hetero.liveness.open_liveness import open_liveness
 from tools.start_up.counting import DictStore
 
 NAMES = {rank: f"rank {rank} on host{rank} (stage {rank})" for rank in range(3)}
@@ -138,7 +138,7 @@ def test_a_rank_that_shows_no_life_is_named_when_it_is_asked_for(
 def test_a_process_that_goes_on_after_another_has_ended_is_ended(
     hub: Hub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(base, "_GRACE_SECONDS", 0.05)
+    monkeypatch.setattr(liveness, "_GRACE_SECONDS", 0.05)
     ended = threading.Event()
     reasons: list[RankLost] = []
 
@@ -179,8 +179,8 @@ def test_a_forked_worker_does_not_keep_its_parents_connection_open(hub: Hub) -> 
 
 
 def test_heartbeats_get_rarer_where_there_are_many_ranks() -> None:
-    assert base.heartbeat_interval(8) == 2.0
-    assert 16384 / base.heartbeat_interval(16384) <= 256
+    assert liveness.heartbeat_interval(8) == 2.0
+    assert 16384 / liveness.heartbeat_interval(16384) <= 256
 
 
 # From the opening of the store on.
@@ -239,7 +239,7 @@ def test_a_rank_0_that_was_held_up_takes_nobody_for_silent(
     hub: Hub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its own pause is no silence of the others, whose heartbeats wait to be read."""
-    monkeypatch.setattr(base, "_HEARTBEAT_SECONDS", 0.05)
+    monkeypatch.setattr(liveness, "_HEARTBEAT_SECONDS", 0.05)
     side = member(hub, 1)
     go_on, hear = threading.Event(), hub._hear
 

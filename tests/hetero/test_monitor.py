@@ -15,10 +15,10 @@ import pytest
 
 from hetero.agreement import Agreement
 from hetero.errors import AgreedFailure, HeteroError, LinkError, UserError
-from hetero.liveness.base import Liveness
 from hetero.liveness.hub import Hub
+from hetero.liveness.liveness import Liveness
 from hetero.liveness.member import Member
-from hetero.liveness.open import open_liveness
+from hetero.liveness.open_liveness import open_liveness
 from hetero.phase import Phase
 from hetero.records import Record
 from tools.start_up.counting import DictStore
@@ -60,7 +60,7 @@ def _hang(liveness: Liveness) -> None:
 
 
 def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hetero.liveness.base._HEARTBEAT_SECONDS", 0.05)
+    monkeypatch.setattr("hetero.liveness.liveness._HEARTBEAT_SECONDS", 0.05)
     monkeypatch.setattr("hetero.monitor.TICK_SECONDS", 0.05)
     monkeypatch.setattr("hetero.monitor._SILENCE_SECONDS", 0.5)
 

@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 from hetero.collectives.blame import IDLE, IN_A_CALL, LEFT, Blackboard, Statement, explain
 from hetero.collectives.calls import Call
-from hetero.collectives.layout import Layout, Member
+from hetero.collectives.vendor_layout import Layout, Member
 
 CALL = Call(7, "all_reduce", dtype="float32", shape=(4, 2), reduction="SUM")
 OTHER = Call(7, "broadcast", dtype="float32", shape=(4, 2), root=0)

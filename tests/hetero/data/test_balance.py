@@ -13,7 +13,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from hetero.data import Balance, ShareBatchSampler, Shares, slow_down, vendor_of_each_rank
-from hetero.data.layers import HostClock, layers_of
+from hetero.data.layer_times import HostClock, layers_of
 from hetero.data.slowdown import slowdown_factors
 from hetero.errors import UserError
 from tests.hetero.collectives.ranks import Side, run_ranks, values

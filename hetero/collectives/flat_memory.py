@@ -7,7 +7,7 @@ from types import TracebackType
 
 import torch
 
-from hetero.collectives.links import as_bytes
+from hetero.collectives.group_links import as_bytes
 
 
 def plain(tensor: torch.Tensor) -> torch.Tensor:

@@ -29,12 +29,12 @@ from hetero.collectives.blame import (
 )
 from hetero.collectives.calls import Call
 from hetero.collectives.exchange import Exchange
-from hetero.collectives.layout import Layout
-from hetero.collectives.links import Link, Links, clone
+from hetero.collectives.group_links import Link, Links, clone
+from hetero.collectives.inside_vendor import VendorLibrary, new_library
 from hetero.collectives.mailbox import Mailbox
 from hetero.collectives.messages import DeviceMessages
 from hetero.collectives.streams import CallStream
-from hetero.collectives.vendor_library import VendorLibrary, new_library
+from hetero.collectives.vendor_layout import Layout
 from hetero.collectives.work import CollectiveWork, Worker
 from hetero.errors import LinkError
 

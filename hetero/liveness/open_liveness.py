@@ -9,8 +9,8 @@ from dataclasses import asdict
 from datetime import timedelta
 
 from hetero.addresses import address_leading_to
-from hetero.liveness.base import HubAddress, Liveness
 from hetero.liveness.hub import Hub
+from hetero.liveness.liveness import HubAddress, Liveness
 from hetero.liveness.member import Member
 from hetero.store import RendezvousStore, Store
 

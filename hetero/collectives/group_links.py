@@ -13,7 +13,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from hetero.collectives.layout import Layout
+from hetero.collectives.vendor_layout import Layout
 from hetero.link.base import Link, as_bytes
 from hetero.link.base import Work as Transfer
 from hetero.link.connect import connect

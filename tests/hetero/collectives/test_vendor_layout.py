@@ -5,7 +5,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hetero.collectives.layout import (
+from hetero.collectives.vendor_layout import (
     Layout,
     Member,
     Span,
