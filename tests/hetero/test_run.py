@@ -19,7 +19,9 @@ SCRIPT = """
 import os, signal, sys, time
 how, rank = sys.argv[1], int(os.environ["RANK"])
 if how == "well":
-    print(rank, os.environ["WORLD_SIZE"], os.environ["OMP_NUM_THREADS"], *sys.argv[2:], flush=True)
+    words = [str(rank), os.environ["WORLD_SIZE"], os.environ["OMP_NUM_THREADS"], *sys.argv[2:]]
+    # As a whole: Python's output is unbuffered here, and another rank writes to the same pipe.
+    sys.stdout.write(" ".join(words) + "\\n")
     sys.exit(0)
 if rank == int(os.environ["WORLD_SIZE"]) - 1:
     print("about to end", file=sys.stderr, flush=True)
