@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -46,9 +46,6 @@ class Call:
         """What tells its messages from those of other calls."""
         kind = _digest(self.operation, self.dtype, self.shape, self.reduction, self.root)
         return (kind + self.sequence * _SPREAD) % (1 << 32)
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Call:

@@ -18,7 +18,8 @@ import pytest
 import torch
 
 from hetero.link.base import Work
-from tests.hetero.link.contract import Side, make, run_pair, same_bits, values
+from tests.forked_ranks import values
+from tests.hetero.link.contract import Side, make, run_pair, same_bits
 from tests.hetero.link.transports import SLOWNESS
 from tests.rdma.links import verbs_over
 from tests.rdma.rails import Rail

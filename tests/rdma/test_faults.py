@@ -13,7 +13,8 @@ import torch
 
 from hetero.errors import LinkError
 from hetero.link.base import Work
-from tests.hetero.link.contract import Side, make, run_pair, same_bits, values
+from tests.forked_ranks import values
+from tests.hetero.link.contract import Side, make, run_pair, same_bits
 from tests.hetero.link.transports import SLOWNESS
 from tests.rdma.links import Heard, verbs_over
 from tests.rdma.rails import Rail

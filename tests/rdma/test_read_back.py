@@ -10,7 +10,8 @@ import functools
 
 import torch
 
-from tests.hetero.link.contract import Side, make, run_pair, same_bits, values
+from tests.forked_ranks import values
+from tests.hetero.link.contract import Side, make, run_pair, same_bits
 from tests.hetero.link.transports import Transport, open_rdma
 
 MESSAGES = 6

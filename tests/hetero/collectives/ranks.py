@@ -7,10 +7,8 @@ its outcome says so, so that a hang is a failure and not a wait.
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import tempfile
-import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -20,6 +18,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from tests.forked_ranks import Outcome, run_forked
 
 TWO_AND_TWO = ("nvidia", "nvidia", "amd", "amd")
 THREE_AND_ONE = ("nvidia", "nvidia", "nvidia", "amd")
@@ -47,16 +47,6 @@ class Side:
         self.store.wait([what], timedelta(seconds=seconds))
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """How one process ended: with a value, with an exception, or with neither."""
-
-    value: Any = None
-    error: str | None = None
-    exit_code: int | None = None
-    hung: bool = False
-
-
 Scenario = Callable[[Side], Any]
 
 
@@ -70,50 +60,16 @@ def run_ranks(
     **options: Any,
 ) -> list[Outcome]:
     """Every rank's outcome, by rank. The default group is there, unless `backend` is None."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(
-        ["torch", "torch.distributed", "hetero.collectives.process_group", "hetero.cluster"]
-    )
-    deadline = time.monotonic() + patience
     with tempfile.TemporaryDirectory() as folder:
-        ends: list[Connection] = []
-        processes = []
-        for rank in range(len(vendors)):
-            ours, theirs = context.Pipe(duplex=False)
-            process = context.Process(
-                target=_live,
-                args=(scenario, tuple(vendors), rank, folder, timeout, backend, options, theirs),
-                daemon=True,
-            )
-            process.start()
-            theirs.close()
-            ends.append(ours)
-            processes.append(process)
-        outcomes = []
-        for end, process in zip(ends, processes, strict=True):
-            value, error, hung = None, None, False
-            try:
-                if end.poll(max(0.0, deadline - time.monotonic())):
-                    value, error = end.recv()
-            except EOFError:  # it ended without a word
-                pass
-            process.join(max(0.0, deadline - time.monotonic()))
-            if process.is_alive():
-                hung = True
-                process.kill()
-                process.join()
-            outcomes.append(Outcome(value, error, process.exitcode, hung))
-            end.close()
-        return outcomes
-
-
-def values(outcomes: Sequence[Outcome]) -> list[Any]:
-    """What all ranks returned; fails the test when one did not end well."""
-    errors = [f"rank {r}: {o.error}" for r, o in enumerate(outcomes) if o.error is not None]
-    assert not errors, "\n".join(errors)
-    codes = ["hung" if outcome.hung else outcome.exit_code for outcome in outcomes]
-    assert codes == [0] * len(codes), f"the ranks ended with {codes}"
-    return [outcome.value for outcome in outcomes]
+        return run_forked(
+            _live,
+            [
+                (scenario, tuple(vendors), rank, folder, timeout, backend, options)
+                for rank in range(len(vendors))
+            ],
+            preload=["hetero.collectives.process_group", "hetero.cluster"],
+            patience=patience,
+        )
 
 
 def _live(

@@ -8,8 +8,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.forked_ranks import values
 from tests.hetero.collectives import references as ref
-from tests.hetero.collectives.ranks import TWO_AND_TWO, Side, run_ranks, values
+from tests.hetero.collectives.ranks import TWO_AND_TWO, Side, run_ranks
 from tests.hetero.collectives.test_operations import (
     ALL_REDUCTIONS,
     check_coalesced,

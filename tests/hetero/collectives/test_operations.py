@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.forked_ranks import values
 from tests.hetero.collectives import references as ref
 from tests.hetero.collectives.ranks import (
     FOUR_AND_FOUR,
@@ -19,7 +20,6 @@ from tests.hetero.collectives.ranks import (
     TWO_AND_TWO,
     Side,
     run_ranks,
-    values,
 )
 
 SHAPES = [

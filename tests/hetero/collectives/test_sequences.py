@@ -8,13 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.hetero.collectives.ranks import (
-    FOUR_AND_FOUR,
-    THREE_AND_ONE,
-    Side,
-    run_ranks,
-    values,
-)
+from tests.forked_ranks import values
+from tests.hetero.collectives.ranks import FOUR_AND_FOUR, THREE_AND_ONE, Side, run_ranks
 
 
 def test_hundreds_of_random_calls_over_random_groups():

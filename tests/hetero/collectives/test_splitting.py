@@ -11,7 +11,8 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from tests.hetero.collectives.ranks import TWO_AND_TWO, Side, run_ranks, values
+from tests.forked_ranks import values
+from tests.hetero.collectives.ranks import TWO_AND_TWO, Side, run_ranks
 
 
 def split_and_reduce(side: Side) -> dict[str, object]:

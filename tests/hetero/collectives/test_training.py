@@ -13,7 +13,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from examples.collectives.plain_torch import BATCH, STEPS, WIDTH, WRAPPERS, new_model, train
-from tests.hetero.collectives.ranks import THREE_AND_ONE, TWO_AND_TWO, Side, run_ranks, values
+from tests.forked_ranks import values
+from tests.hetero.collectives.ranks import THREE_AND_ONE, TWO_AND_TWO, Side, run_ranks
 
 ROOT = Path(__file__).resolve().parents[3]
 

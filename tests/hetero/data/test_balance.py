@@ -16,7 +16,8 @@ from hetero.data import Balance, ShareBatchSampler, Shares, slow_down, vendor_of
 from hetero.data.layer_times import HostClock, layers_of
 from hetero.data.slowdown import slowdown_factors
 from hetero.errors import UserError
-from tests.hetero.collectives.ranks import Side, run_ranks, values
+from tests.forked_ranks import values
+from tests.hetero.collectives.ranks import Side, run_ranks
 
 WIDTH = 4
 

@@ -16,7 +16,8 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 from hetero.data import ShareBatchSampler, Shares, loss_weight
-from tests.hetero.collectives.ranks import THREE_AND_ONE, TWO_AND_TWO, Side, run_ranks, values
+from tests.forked_ranks import values
+from tests.hetero.collectives.ranks import THREE_AND_ONE, TWO_AND_TWO, Side, run_ranks
 
 VOCABULARY, WIDTH, LENGTH, SAMPLES, BATCH, STEPS = 17, 8, 12, 60, 20, 4
 SHARES = [Shares((9, 2, 3, 6)), Shares((1, 1, 1, 17)), Shares((5, 5, 5, 5)), Shares((3, 8, 7, 2))]

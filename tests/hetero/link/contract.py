@@ -7,11 +7,9 @@ end in time is killed and its outcome says so, so that a hang is a failure and n
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import tempfile
 import threading
-import time
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -24,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from hetero.link.base import Link, LinkDescription
+from tests.forked_ranks import Outcome, run_forked
 from tests.hetero.link.transports import PATIENCE, SLOWNESS, Transport
 
 JOB = "contract"
@@ -80,17 +79,6 @@ class Side:
         self.hear(f"{where}/{self.peer}")
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """How one process ended: with a value, with an exception, or with neither."""
-
-    value: Any = None
-    error: str | None = None
-    """The type and text of the exception that ended the scenario."""
-    exit_code: int | None = None
-    hung: bool = False
-
-
 Scenario = Callable[[Side], Any]
 
 
@@ -107,65 +95,16 @@ def run_pair(
 
     The link is open when the scenario begins, unless `opened` is false: opening is collective.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(
-        ["torch", "torch.distributed", "hetero.link.torch_links", "hetero.link.open"]
-    )
-    deadline = time.monotonic() + patience
     with tempfile.TemporaryDirectory() as folder:
-        ends: list[Connection] = []
-        processes = []
-        for rank in range(2):
-            ours, theirs = context.Pipe(duplex=False)
-            process = context.Process(
-                target=_live,
-                args=(
-                    scenario,
-                    transport,
-                    rank,
-                    f"{folder}/store",
-                    timeout,
-                    opened,
-                    options,
-                    theirs,
-                ),
-                daemon=True,
-            )
-            process.start()
-            theirs.close()
-            ends.append(ours)
-            processes.append(process)
-        outcomes = []
-        for end, process in zip(ends, processes, strict=True):
-            process.join(max(0.0, deadline - time.monotonic()))
-            hung = process.is_alive()
-            if hung:
-                process.kill()
-                process.join()
-            value, error = end.recv() if end.poll() and not _is_at_end(end) else (None, None)
-            outcomes.append(Outcome(value, error, process.exitcode, hung))
-            end.close()
-    return outcomes
-
-
-def values(outcomes: list[Outcome]) -> list[Any]:
-    """What both sides returned; fails the test when a side did not end well."""
-    # An error first: the other side may only have hung because of it.
-    for rank, outcome in enumerate(outcomes):
-        assert outcome.error is None, f"rank {rank}: {outcome.error}"
-    codes = ["hung" if outcome.hung else outcome.exit_code for outcome in outcomes]
-    assert codes == [0, 0], f"the ranks ended with {codes}"
-    return [outcome.value for outcome in outcomes]
-
-
-def _is_at_end(end: Connection) -> bool:
-    """A dead process leaves a pipe that polls as readable but holds nothing."""
-    import fcntl
-    import termios
-
-    waiting = bytearray(4)
-    fcntl.ioctl(end.fileno(), termios.FIONREAD, waiting)
-    return int.from_bytes(waiting, "little") == 0
+        return run_forked(
+            _live,
+            [
+                (scenario, transport, rank, f"{folder}/store", timeout, opened, options)
+                for rank in range(2)
+            ],
+            preload=["hetero.link.torch_links", "hetero.link.open"],
+            patience=patience,
+        )
 
 
 def _live(

@@ -18,14 +18,8 @@ import torch
 
 from hetero.link.base import Work
 from hetero.link.header import _DTYPES
-from tests.hetero.link.contract import (
-    Side,
-    blank,
-    make,
-    run_pair,
-    same_bits,
-    values,
-)
+from tests.forked_ranks import values
+from tests.hetero.link.contract import Side, blank, make, run_pair, same_bits
 from tests.hetero.link.transports import SLOWNESS, Transport, of_this_machine, why_absent
 
 SIZES: dict[str, tuple[int, ...]] = {

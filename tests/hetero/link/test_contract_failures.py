@@ -15,15 +15,8 @@ import torch
 
 from hetero.errors import LinkError
 from hetero.link.base import Link
-from tests.hetero.link.contract import (
-    JOB,
-    Outcome,
-    Resources,
-    Side,
-    make,
-    run_pair,
-    values,
-)
+from tests.forked_ranks import Outcome, values
+from tests.hetero.link.contract import JOB, Resources, Side, make, run_pair
 from tests.hetero.link.transports import SLOWNESS, Transport
 
 SHORT = max(1.0, 0.25 * SLOWNESS)
