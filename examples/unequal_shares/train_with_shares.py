@@ -215,7 +215,7 @@ def train(flags: argparse.Namespace) -> None:
     began = time.perf_counter()
     for step, loss in enumerate(training.run(flags.steps)):
         enqueued = time.perf_counter()
-        say(f"step {step} loss {loss.item():.6f}")
+        say(f"step {step} loss {loss.item()!r}")
         ended = time.perf_counter()
         seconds.append(ended - began)
         of_cpu.append(enqueued - began)
@@ -341,6 +341,7 @@ def parse() -> argparse.Namespace:
     add("--adjust-every", type=int, metavar="STEPS", help="measure again and again")
     add("--efficiency", type=Path, metavar="FILE", help="compare, and add the result to this JSON")
     add("--rounds", type=int, default=3, help="of --efficiency")
+    add("--deterministic", action="store_true", help="the same bits in each run, a little slower")
     flags = parser.parse_args()
     flags.ffn = flags.ffn or 4 * flags.hidden
     sizes = "layers hidden heads vocabulary seq_length batch_size micro_batches steps rounds"
@@ -368,6 +369,10 @@ def main() -> None:
         if flags.device.type == "cuda":
             flags.device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
             torch.cuda.set_device(flags.device)
+        if flags.deterministic:
+            # cuBLAS reads this when it is first used.
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+            torch.use_deterministic_algorithms(True)
         hetero.register()
         dist.init_process_group(flags.backend)
         if flags.efficiency:
