@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 import os
+from importlib.metadata import entry_points
 from typing import Any
 
 INSTEAD_OF_VARIABLE = "HETERO_INSTEAD_OF"
@@ -25,6 +26,18 @@ def on_import_of_torch() -> None:
     register()
     if os.environ.get(INSTEAD_OF_VARIABLE):
         take_over()
+
+
+def why_not_called() -> str:
+    """Why PyTorch will not call the above in the processes that start from here; empty if it will.
+
+    A script that asks for NCCL then gets NCCL, whatever the launcher says.
+    """
+    if os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD", "1") == "0":
+        return "TORCH_DEVICE_BACKEND_AUTOLOAD is 0; unset it"
+    if not any(entry.name == "hetero" for entry in entry_points(group="torch.backends")):
+        return "this project is not installed for this Python; run pip install . in its folder"
+    return ""
 
 
 def register() -> None:

@@ -80,6 +80,17 @@ def test_a_program_that_ends_well_is_all_that_is_heard(script: str) -> None:
     assert all(line.endswith("--its flags") for line in out)
 
 
+def test_it_says_where_groups_of_a_script_would_not_cross_vendors(
+    script: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
+    code, _, err = ended(start("--nproc-per-node", "2", script, "well"))
+    assert code == 0
+    (line,) = err
+    assert "will not cross vendors" in line
+    assert "unset it" in line
+
+
 @pytest.mark.parametrize(
     ("how", "code", "last"),
     [
