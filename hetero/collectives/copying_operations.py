@@ -189,7 +189,7 @@ class CopyingOperations(GroupAcrossVendors):
 
     def send(self, tensors: Any, rank: int, tag: int = 0) -> dist.Work:
         (tensor,) = listed(tensors)
-        return self._coalesced(self._communicator_of(tensor).send(plain(tensor), rank, tag))
+        return self._coalesced(self._communicator_on(tensor.device).send(plain(tensor), rank, tag))
 
     def recv(self, tensors: Any, rank: int, tag: int = 0) -> dist.Work:
         return self._recv(tensors, rank, tag)
@@ -201,5 +201,5 @@ class CopyingOperations(GroupAcrossVendors):
         (tensor,) = listed(tensors)
         written = Written([tensor])
         (flat,) = written.flats
-        work = self._communicator_of(tensor).recv(flat, rank, tag, written.write_back)
+        work = self._communicator_on(tensor.device).recv(flat, rank, tag, written.write_back)
         return self._coalesced(work)

@@ -65,12 +65,11 @@ class GroupAcrossVendors(dist.ProcessGroup):
     def _communicators(self) -> list[Communicator]:
         return [self._on_cpu] if self._on_gpu is None else [self._on_cpu, self._on_gpu]
 
-    def _communicator_of(self, tensor: torch.Tensor) -> Communicator:
-        """The one of the tensor's device. That of a GPU is built with the first call that needs it.
+    def _communicator_on(self, device: torch.device) -> Communicator:
+        """The one of a device. That of a GPU is built with the first call that needs it.
 
-        Only then is it known which GPU this rank uses.
+        Only then is it known which GPU this rank uses, unless the group was bound to one.
         """
-        device = tensor.device
         if device.type == "cpu":
             return self._on_cpu
         if self._on_gpu is None and device.type == "cuda":
@@ -95,7 +94,7 @@ class GroupAcrossVendors(dist.ProcessGroup):
         root: int | None = None,
     ) -> dist.Work:
         given = tensors if common is None else [common, *tensors]
-        communicator = self._communicator_of(given[0])
+        communicator = self._communicator_on(given[0].device)
         if different := {str(tensor.device) for tensor in given} - {str(communicator.device)}:
             raise RuntimeError(
                 f"{operation}: tensors on {communicator.device} and on {', '.join(different)}; "
@@ -225,6 +224,10 @@ class GroupAcrossVendors(dist.ProcessGroup):
         part._set_group_name(group_name or name)
         part._set_group_desc(group_desc or "")
         return part
+
+    def eager_connect_single_device(self, device: torch.device) -> None:
+        """Build at once what a GPU's first call would: the script has bound the group to it."""
+        self._communicator_on(device)
 
     def perform_nocolor_split(self, device: torch.device) -> None:
         """What NCCL needs of ranks that will not be in a group; here nothing."""

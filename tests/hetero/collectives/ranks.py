@@ -104,6 +104,8 @@ def _live(
                 rank=rank,
                 world_size=len(vendors),
                 timeout=timedelta(seconds=timeout),
+                # As scripts for GPUs do it: the default group is bound to the rank's own.
+                device_id=torch.device("cuda", rank) if options.get("on_gpus") else None,
             )
         result.send((scenario(side), None))
         _meet_at_the_end(side)

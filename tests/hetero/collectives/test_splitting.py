@@ -52,3 +52,30 @@ def test_parts_of_a_group_are_groups_inside_and_across_vendors() -> None:
         assert found["inside"] == ((11.0, [0, 1]) if rank < 2 else (1100.0, [2, 3]))
         assert found["some"] == (None if rank == 0 else (1110.0, [1, 2, 3]))
         assert found["part of a part"] == [rank]
+
+
+def split_source_of_a_bound_group(side: Side) -> list[object]:
+    sources = []
+    for device_type in ("cpu", "cuda"):
+        assert dist.group.WORLD is not None
+        dist.group.WORLD.bound_device_id = torch.device(device_type, 0)
+        sources.append(dist.distributed_c10d._get_split_source(dist.group.WORLD))
+    return sources
+
+
+def test_subgroups_of_a_group_that_is_bound_to_a_device_are_built_anew() -> None:
+    """NCCL could take none of ours to split from, and gloo takes none."""
+    assert values(run_ranks(split_source_of_a_bound_group, TWO_AND_TWO)) == [[None, None]] * 4
+
+
+def bind(side: Side) -> float:
+    assert dist.group.WORLD is not None
+    backend = dist.group.WORLD._get_backend(torch.device("cpu"))
+    backend.eager_connect_single_device(torch.device("cpu"))
+    tensor = torch.tensor([10.0**side.rank])
+    dist.all_reduce(tensor)
+    return tensor.item()
+
+
+def test_a_group_may_be_bound_to_a_device_before_its_first_call() -> None:
+    assert values(run_ranks(bind, TWO_AND_TWO)) == [1111.0] * 4
