@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from hetero.collectives.exchange import Exchange, wait_all
-from hetero.collectives.group_links import Transfer
+from hetero.collectives.exchange import Exchange, Moves, Steps
 from hetero.collectives.inside_vendor import Inside
 from hetero.collectives.reductions import Reduction
 from hetero.collectives.vendor_layout import Span, chunks, equal_parts, overlaps
@@ -18,16 +17,16 @@ _GPU_CHUNK_BYTES, _GPU_CHUNKS = (32 << 20, 128 << 20), 4
 """The least and the most on a GPU, which takes a few MiB faster than Python asks it to."""
 
 
-def all_reduce(exchange: Exchange, flat: torch.Tensor, reduction: Reduction) -> None:
+def all_reduce(exchange: Exchange, flat: torch.Tensor, reduction: Reduction) -> Steps:
     """Reduce flat memory in place."""
     if not flat.numel():
         return
     # Where no vendor has a second rank there are no shards, and one chunk is nothing to overlap.
     alone = exchange.layout.grain == 1
     if flat.nbytes <= (_chunk_bytes(flat) if alone else DIRECT_BYTES):
-        _directly(exchange, flat, reduction)
+        yield from _directly(exchange, flat, reduction)
     else:
-        _in_shards(exchange, flat, reduction)
+        yield from _in_shards(exchange, flat, reduction)
 
 
 def combine_in_order(
@@ -45,23 +44,21 @@ def combine_in_order(
     out.copy_(joined)
 
 
-def _directly(exchange: Exchange, flat: torch.Tensor, reduction: Reduction) -> None:
-    layout = exchange.layout
+def _directly(exchange: Exchange, flat: torch.Tensor, reduction: Reduction) -> Steps:
+    layout, moves = exchange.layout, Moves(exchange)
     if exchange.library is not None:
         exchange.library.all_reduce(flat, reduction.op).wait()
     partials = {layout.vendor: flat}
-    # Asked for first: on a stream that has nothing to do a receive costs no event.
-    received: list[Transfer] = []
+    for rank in layout.takers:
+        moves.send(rank, flat)
     for vendor, rank in layout.givers.items():
         partials[vendor] = torch.empty_like(flat)
-        received += exchange.recv(rank, partials[vendor])
-    sent = [transfer for rank in layout.takers for transfer in exchange.send(rank, flat)]
-    wait_all(received)
-    wait_all(sent)
+        moves.recv(rank, partials[vendor])
+    yield moves
     combine_in_order(reduction, partials, out=flat)
 
 
-def _in_shards(exchange: Exchange, flat: torch.Tensor, reduction: Reduction) -> None:
+def _in_shards(exchange: Exchange, flat: torch.Tensor, reduction: Reduction) -> Steps:
     """Chunk by chunk: reduce-scatter inside, exchange between, all-gather inside, overlapped."""
     layout = exchange.layout
     length = _chunk_bytes(flat) // flat.element_size()
@@ -75,7 +72,7 @@ def _in_shards(exchange: Exchange, flat: torch.Tensor, reduction: Reduction) -> 
         if 0 <= step - 1 < len(parts):
             parts[step - 1].cross()
         if 0 <= step - 2 < len(parts):
-            parts[step - 2].gather()
+            yield from parts[step - 2].gather()
         if 0 <= step - 3 < len(parts):
             parts[step - 3].finish()
 
@@ -99,8 +96,7 @@ class _Chunk:
         self._span: Span = self._spans[layout.vendor][layout.place]
         self._shard = self._whole
         self._inside: Inside | None = None
-        self._sent: list[Transfer] = []
-        self._received: list[Transfer] = []
+        self._moves = Moves(exchange)
         self._partials: dict[int, torch.Tensor] = {}
 
     def reduce(self) -> None:
@@ -119,13 +115,13 @@ class _Chunk:
         ]
         for vendor, rank, piece in meetings:
             partial = self._partials.setdefault(vendor, torch.empty_like(self._shard))
-            self._received += self._exchange.recv(rank, partial[piece])
+            self._moves.recv(rank, partial[piece])
         for _, rank, piece in meetings:
-            self._sent += self._exchange.send(rank, self._shard[piece])
+            self._moves.send(rank, self._shard[piece])
+        self._moves.begin()
 
-    def gather(self) -> None:
-        wait_all(self._received)
-        wait_all(self._sent)
+    def gather(self) -> Steps:
+        yield self._moves
         combine_in_order(self._reduction, self._partials, out=self._shard)
         if (library := self._exchange.library) is not None:
             self._inside = library.all_gather(self._whole, self._shard)
@@ -142,12 +138,12 @@ class _Chunk:
             self._inside = None
 
 
-def reduce(exchange: Exchange, flat: torch.Tensor, reduction: Reduction, *, root: int) -> None:
+def reduce(exchange: Exchange, flat: torch.Tensor, reduction: Reduction, *, root: int) -> Steps:
     """Reduce flat memory in place; it holds the result at `root` and is scratch elsewhere.
 
     Each other vendor reduces to the root's partner, which sends to the root.
     """
-    layout = exchange.layout
+    layout, moves = exchange.layout, Moves(exchange)
     here = layout.vendor_of(root)
     head = root if here == layout.vendor else layout.partner(root, layout.vendor)
     if exchange.library is not None:
@@ -155,12 +151,12 @@ def reduce(exchange: Exchange, flat: torch.Tensor, reduction: Reduction, *, root
     if layout.rank != head:
         return
     if layout.rank != root:
-        wait_all(exchange.send(root, flat))
+        moves.send(root, flat)
+        yield moves
         return
     partials = {layout.vendor: flat}
-    received: list[Transfer] = []
     for vendor in layout.others:
         partials[vendor] = torch.empty_like(flat)
-        received += exchange.recv(layout.partner(root, vendor), partials[vendor])
-    wait_all(received)
+        moves.recv(layout.partner(root, vendor), partials[vendor])
+    yield moves
     combine_in_order(reduction, partials, out=flat)

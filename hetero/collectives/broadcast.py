@@ -5,38 +5,39 @@ from __future__ import annotations
 import torch
 
 from hetero.collectives.all_reduce import DIRECT_BYTES
-from hetero.collectives.exchange import Exchange, wait_all
-from hetero.collectives.group_links import Transfer
+from hetero.collectives.exchange import Exchange, Moves, Steps
 from hetero.collectives.vendor_layout import equal_parts, overlaps
 
 
-def broadcast(exchange: Exchange, flat: torch.Tensor, *, root: int) -> None:
+def broadcast(exchange: Exchange, flat: torch.Tensor, *, root: int) -> Steps:
     """Bring the root's flat memory into every rank's."""
     if not flat.numel():
         return
     if flat.nbytes <= DIRECT_BYTES:
-        _whole(exchange, flat, root=root)
+        yield from _whole(exchange, flat, root=root)
     else:
-        _in_shards(exchange, flat, root=root)
+        yield from _in_shards(exchange, flat, root=root)
 
 
-def _whole(exchange: Exchange, flat: torch.Tensor, *, root: int) -> None:
-    layout = exchange.layout
-    sent: list[Transfer] = []
+def _whole(exchange: Exchange, flat: torch.Tensor, *, root: int) -> Steps:
+    layout, moves = exchange.layout, Moves(exchange)
     head = root
     if layout.vendor_of(root) != layout.vendor:
         head = layout.partner(root, layout.vendor)
         if layout.rank == head:
-            wait_all(exchange.recv(root, flat))
+            moves.recv(root, flat)
+            yield moves
     elif layout.rank == root:
         for vendor in layout.others:
-            sent += exchange.send(layout.partner(root, vendor), flat)
+            moves.send(layout.partner(root, vendor), flat)
+        if exchange.library is not None:
+            moves.begin()
     if exchange.library is not None:
         exchange.library.broadcast(flat, root=layout.mine.index(head)).wait()
-    wait_all(sent)
+    yield moves
 
 
-def _in_shards(exchange: Exchange, flat: torch.Tensor, *, root: int) -> None:
+def _in_shards(exchange: Exchange, flat: torch.Tensor, *, root: int) -> Steps:
     """Scatter inside the root's vendor, send shards to the others, all-gather in each."""
     layout, library = exchange.layout, exchange.library
     missing = -flat.numel() % layout.grain
@@ -45,7 +46,7 @@ def _in_shards(exchange: Exchange, flat: torch.Tensor, *, root: int) -> None:
     span = spans[layout.vendor][layout.place]
     source = layout.vendor_of(root)
     shard = whole if library is None else whole.new_empty(len(span))
-    transfers: list[Transfer] = []
+    moves = Moves(exchange)
     if layout.vendor == source:
         if library is not None:
             parts = list(whole.split(len(span))) if layout.rank == root else []
@@ -53,14 +54,16 @@ def _in_shards(exchange: Exchange, flat: torch.Tensor, *, root: int) -> None:
         for vendor in layout.others:
             for place, common in overlaps(span, spans[vendor]):
                 piece = shard[common.within(span)]
-                transfers += exchange.send(layout.vendors[vendor][place], piece)
+                moves.send(layout.vendors[vendor][place], piece)
+        if library is not None:
+            moves.begin()
     else:
         for place, common in overlaps(span, spans[source]):
             piece = shard[common.within(span)]
-            transfers += exchange.recv(layout.vendors[source][place], piece)
-        wait_all(transfers)
+            moves.recv(layout.vendors[source][place], piece)
+        yield moves
     if library is not None:
         library.all_gather(whole, shard).wait()
-    wait_all(transfers)
+    yield moves
     if whole is not flat:
         flat.copy_(whole[: flat.numel()])

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
 from hetero.collectives import broadcast, rows
-from hetero.collectives.exchange import Exchange
+from hetero.collectives.exchange import Exchange, Steps
 from hetero.collectives.flat_memory import Written, bytes_of, plain
 from hetero.collectives.group_across_vendors import (
     GroupAcrossVendors,
@@ -32,10 +32,10 @@ class CopyingOperations(GroupAcrossVendors):
         opts = options_of(opts, c10d.BroadcastOptions)
         tensors = listed(tensors)
 
-        def carry_out(exchange: Exchange) -> None:
+        def carry_out(exchange: Exchange) -> Steps:
             for tensor in tensors:
                 with Written([tensor], keeps=True) as (flat,):
-                    broadcast.broadcast(exchange, flat, root=opts.rootRank)
+                    yield from broadcast.broadcast(exchange, flat, root=opts.rootRank)
 
         return self._run(
             carry_out, "broadcast", tensors, common=tensors[0], opts=opts, root=opts.rootRank
@@ -58,17 +58,17 @@ class CopyingOperations(GroupAcrossVendors):
     ) -> dist.Work:
         """outputs[i][r] takes inputs[i] of rank r. Ranks may give different sizes."""
 
-        def carry_out(exchange: Exchange) -> None:
+        def carry_out(exchange: Exchange) -> Steps:
             for parts, source in zip(outputs, inputs, strict=True):
                 sizes = [part.nbytes for part in parts]
-                table = torch.empty(
-                    (self.size(), max(sizes)), dtype=torch.uint8, device=source.device
-                )
                 row = bytes_of(source)
-                if row.numel() < table.shape[1]:
-                    row = torch.nn.functional.pad(row, (0, table.shape[1] - row.numel()))
-                rows.all_gather(exchange, table, row)
                 with Written(parts) as flats:
+                    if min(sizes) == max(sizes):
+                        yield from rows.all_gather(exchange, flats, row)
+                        continue
+                    table = row.new_empty(self.size(), max(sizes))
+                    row = torch.nn.functional.pad(row, (0, max(sizes) - row.numel()))
+                    yield from rows.all_gather(exchange, table.unbind(), row, table=table)
                     for rank, flat in enumerate(flats):
                         flat.copy_(table[rank, : sizes[rank]])
 
@@ -98,10 +98,13 @@ class CopyingOperations(GroupAcrossVendors):
             require_product("all_gather", small=source, large=output, size=self.size())
         outputs, inputs = list(outputs), list(inputs)
 
-        def carry_out(exchange: Exchange) -> None:
+        def carry_out(exchange: Exchange) -> Steps:
             for output, source in zip(outputs, inputs, strict=True):
                 with Written([output]) as (flat,):
-                    rows.all_gather(exchange, flat.view(self.size(), -1), bytes_of(source))
+                    table = flat.view(self.size(), -1)
+                    yield from rows.all_gather(
+                        exchange, table.unbind(), bytes_of(source), table=table
+                    )
 
         return self._run(carry_out, "all_gather", outputs, common=inputs[0], opts=opts)
 
@@ -114,9 +117,9 @@ class CopyingOperations(GroupAcrossVendors):
         self._require_one_each(outputs, "all_to_all")
         self._require_one_each(inputs, "all_to_all")
 
-        def carry_out(exchange: Exchange) -> None:
+        def carry_out(exchange: Exchange) -> Steps:
             with Written(outputs) as flats:
-                rows.all_to_all(exchange, flats, [bytes_of(tensor) for tensor in inputs])
+                yield from rows.all_to_all(exchange, flats, [bytes_of(tensor) for tensor in inputs])
 
         return self._run(carry_out, "all_to_all", outputs, opts=opts)
 
@@ -132,10 +135,10 @@ class CopyingOperations(GroupAcrossVendors):
         taken = self._splits(output, output_splits, "output")
         given = self._splits(source, input_splits, "input")
 
-        def carry_out(exchange: Exchange) -> None:
+        def carry_out(exchange: Exchange) -> Steps:
             with Written([output]) as (flat,):
                 inputs = bytes_of(source).split(given)
-                rows.all_to_all(exchange, flat.split(taken), inputs)
+                yield from rows.all_to_all(exchange, flat.split(taken), inputs)
 
         return self._run(carry_out, "all_to_all", [output], opts=opts)
 
@@ -165,9 +168,9 @@ class CopyingOperations(GroupAcrossVendors):
         if self.rank() == opts.rootRank:
             self._require_one_each(parts, "gather")
 
-        def carry_out(exchange: Exchange) -> None:
+        def carry_out(exchange: Exchange) -> Steps:
             with Written(parts) as flats:
-                rows.gather(exchange, flats, bytes_of(source), root=opts.rootRank)
+                yield from rows.gather(exchange, flats, bytes_of(source), root=opts.rootRank)
 
         return self._run(carry_out, "gather", parts, common=source, opts=opts, root=opts.rootRank)
 
@@ -178,10 +181,10 @@ class CopyingOperations(GroupAcrossVendors):
         if self.rank() == opts.rootRank:
             self._require_one_each(parts, "scatter")
 
-        def carry_out(exchange: Exchange) -> None:
+        def carry_out(exchange: Exchange) -> Steps:
             with Written([output]) as (flat,):
                 given = [bytes_of(part) for part in parts]
-                rows.scatter(exchange, flat, given, root=opts.rootRank)
+                yield from rows.scatter(exchange, flat, given, root=opts.rootRank)
 
         return self._run(
             carry_out, "scatter", [output], common=output, opts=opts, root=opts.rootRank

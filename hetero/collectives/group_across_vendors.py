@@ -16,8 +16,7 @@ import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
-from hetero.collectives.exchange import Exchange
-from hetero.collectives.group_communicator import Communicator
+from hetero.collectives.group_communicator import Algorithm, Communicator
 from hetero.collectives.group_links import Link
 from hetero.collectives.reductions import Reduction, reduction_for
 from hetero.collectives.vendor_layout import Layout
@@ -84,7 +83,7 @@ class GroupAcrossVendors(dist.ProcessGroup):
 
     def _run(
         self,
-        carry_out: Callable[[Exchange], None],
+        carry_out: Algorithm,
         operation: str,
         tensors: list[torch.Tensor],
         *,

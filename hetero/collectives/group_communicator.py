@@ -28,7 +28,7 @@ from hetero.collectives.blame import (
     explain,
 )
 from hetero.collectives.calls import Call
-from hetero.collectives.exchange import Exchange
+from hetero.collectives.exchange import Exchange, Steps
 from hetero.collectives.group_links import Link, Links, clone
 from hetero.collectives.inside_vendor import VendorLibrary, new_library
 from hetero.collectives.mailbox import Mailbox
@@ -41,7 +41,7 @@ from hetero.errors import LinkError
 _CLOSE_SECONDS = 5.0
 _MAIL_SECONDS = 365 * 24 * 3600.0
 
-Algorithm = Callable[[Exchange], None]
+Algorithm = Callable[[Exchange], Steps]
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +99,9 @@ class Communicator:
             store=dist.PrefixStore("links/", store),
             device=device,
             timeout=self.timeout,
+        )
+        self._exchange = Exchange(
+            layout=layout, library=self._library, link_to=self._links.to, device=device
         )
         self._stream = CallStream(device)
         self._messages = self._new_messages(clone(store))
@@ -236,13 +239,7 @@ class Communicator:
                 for rank in sorted({*self.layout.neighbours, *self.layout.team}):
                     self._links.to(rank)
                 self._met = True
-            exchange = Exchange(
-                layout=self.layout,
-                library=self._library,
-                link_to=self._links.to,
-                call=call,
-                device=self.device,
-            )
+            self._exchange.begin(call)
             # The caller's modes are not those of another thread.
             with (
                 torch.inference_mode()
@@ -251,8 +248,9 @@ class Communicator:
             ):
                 # NCCL's kernels would wait for the CPU; there the deadline finds what differs.
                 if self.device.type == "cpu":
-                    exchange.compare_inside()
-                algorithm(exchange)
+                    self._exchange.compare_inside().wait()
+                for moves in algorithm(self._exchange):
+                    moves.wait()
         except Exception as error:
             work.finish(self._fail(call, error))
         else:

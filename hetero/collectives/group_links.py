@@ -18,13 +18,14 @@ from hetero.link.base import Link, as_bytes
 from hetero.link.base import Work as Transfer
 from hetero.link.connect import connect
 from hetero.link.open import ChannelOptions
+from hetero.link.ring_exchange import Message, RingExchange
 
 NICS_VARIABLE = "HETERO_NICS"
 """The rails of this rank, as --hetero-nics names them."""
 _RING_BYTES = {"cpu": 16 << 20, "cuda": 64 << 20}
 _CLOSE_SECONDS = 2.0
 
-__all__ = ["Link", "Links", "Transfer", "as_bytes", "clone"]
+__all__ = ["Link", "Links", "Message", "RingExchange", "Transfer", "as_bytes", "clone"]
 
 
 class Links:

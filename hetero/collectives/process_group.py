@@ -13,7 +13,7 @@ from torch._C import _distributed_c10d as c10d
 
 from hetero.collectives import all_reduce
 from hetero.collectives.copying_operations import CopyingOperations
-from hetero.collectives.exchange import Exchange
+from hetero.collectives.exchange import Exchange, Steps
 from hetero.collectives.group_across_vendors import options_of
 from hetero.collectives.monitored import MonitoredBarrier
 from hetero.collectives.reducing_operations import ReducingOperations
@@ -36,8 +36,8 @@ class HeteroProcessGroup(ReducingOperations, CopyingOperations):
             # As with NCCL, what was called before is done when the barrier is passed.
             self._on_gpu.drain()
 
-        def carry_out(exchange: Exchange) -> None:
-            all_reduce.all_reduce(exchange, one, reduction)
+        def carry_out(exchange: Exchange) -> Steps:
+            yield from all_reduce.all_reduce(exchange, one, reduction)
 
         return self._run(carry_out, "barrier", [one], opts=opts)
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
 from hetero.collectives import all_reduce, rows
-from hetero.collectives.exchange import Exchange
+from hetero.collectives.exchange import Exchange, Steps
 from hetero.collectives.group_across_vendors import (
     GroupAcrossVendors,
     listed,
@@ -41,16 +41,16 @@ class ReducingOperations(GroupAcrossVendors):
         reduction = self._reduction(opts, tensors[0])
         _require_one_dtype(tensors)
 
-        def carry_out(exchange: Exchange) -> None:
+        def carry_out(exchange: Exchange) -> Steps:
             # One buffer for all, so that many small tensors cost as much as one.
             if len(tensors) == 1:
                 flat = reduction.prepare(tensors[0])
-                all_reduce.all_reduce(exchange, flat, reduction)
+                yield from all_reduce.all_reduce(exchange, flat, reduction)
                 reduction.finish(flat, tensors[0])
                 return
             parts = [reduction.prepare(tensor) for tensor in tensors]
             flat = torch.cat(parts)
-            all_reduce.all_reduce(exchange, flat, reduction)
+            yield from all_reduce.all_reduce(exchange, flat, reduction)
             for part, tensor in zip(flat.split([p.numel() for p in parts]), tensors, strict=True):
                 reduction.finish(part, tensor)
 
@@ -63,9 +63,9 @@ class ReducingOperations(GroupAcrossVendors):
 
         reduction = self._reduction(opts, tensors[0])
 
-        def carry_out(exchange: Exchange) -> None:
+        def carry_out(exchange: Exchange) -> Steps:
             for tensor in tensors:
-                all_reduce_sparse(exchange, tensor, reduction)
+                yield from all_reduce_sparse(exchange, tensor, reduction)
 
         return self._run(
             carry_out,
@@ -81,9 +81,9 @@ class ReducingOperations(GroupAcrossVendors):
         (tensor,) = listed(tensors)
         reduction = self._reduction(opts, tensor)
 
-        def carry_out(exchange: Exchange) -> None:
+        def carry_out(exchange: Exchange) -> Steps:
             flat = reduction.prepare(tensor, private=True)
-            all_reduce.reduce(exchange, flat, reduction, root=opts.rootRank)
+            yield from all_reduce.reduce(exchange, flat, reduction, root=opts.rootRank)
             if self.rank() == opts.rootRank:
                 reduction.finish(flat, tensor)
 
@@ -104,14 +104,14 @@ class ReducingOperations(GroupAcrossVendors):
         reduction = self._reduction(opts, output)
         sizes = {part.numel() for part in parts}
 
-        def carry_out(exchange: Exchange) -> None:
+        def carry_out(exchange: Exchange) -> Steps:
             prepared = [reduction.prepare(part) for part in parts]
             if len(sizes) == 1:
-                _reduce_scatter(exchange, output, torch.stack(prepared), reduction)
+                yield from _reduce_scatter(exchange, output, torch.stack(prepared), reduction)
                 return
             # Parts of different sizes: everything is reduced, and each rank keeps its own.
             flat = torch.cat(prepared)
-            all_reduce.all_reduce(exchange, flat, reduction)
+            yield from all_reduce.all_reduce(exchange, flat, reduction)
             mine = flat.split([part.numel() for part in prepared])[self.rank()]
             reduction.finish(mine.clone(), output)
 
@@ -144,10 +144,10 @@ class ReducingOperations(GroupAcrossVendors):
         for output, source in zip(outputs, inputs, strict=True):
             require_product("reduce_scatter", small=output, large=source, size=self.size())
 
-        def carry_out(exchange: Exchange) -> None:
+        def carry_out(exchange: Exchange) -> Steps:
             for output, source in zip(outputs, inputs, strict=True):
                 table = reduction.prepare(source).view(self.size(), -1)
-                _reduce_scatter(exchange, output, table, reduction)
+                yield from _reduce_scatter(exchange, output, table, reduction)
 
         return self._run(
             carry_out,
@@ -164,9 +164,9 @@ class ReducingOperations(GroupAcrossVendors):
 
 def _reduce_scatter(
     exchange: Exchange, output: torch.Tensor, table: torch.Tensor, reduction: Reduction
-) -> None:
+) -> Steps:
     result = reduction.room_in(output)
-    rows.reduce_scatter(exchange, result, table, reduction)
+    yield from rows.reduce_scatter(exchange, result, table, reduction)
     reduction.finish(result, output)
 
 

@@ -6,9 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
-from hetero.collectives.all_reduce import combine_in_order
-from hetero.collectives.exchange import Exchange, wait_all
-from hetero.collectives.group_links import Transfer
+from hetero.collectives.all_reduce import DIRECT_BYTES, combine_in_order
+from hetero.collectives.exchange import Exchange, Moves, Steps
 from hetero.collectives.inside_vendor import Inside
 from hetero.collectives.reductions import Reduction
 from hetero.collectives.vendor_layout import Span, equal_parts, overlaps
@@ -25,40 +24,72 @@ def _block(table: torch.Tensor, ranks: Sequence[int]) -> torch.Tensor | None:
     return table[ranks[0] : ranks[-1] + 1].reshape(-1)
 
 
-def all_gather(exchange: Exchange, table: torch.Tensor, row: torch.Tensor) -> None:
-    """Bring every rank's row into every rank's contiguous table [ranks, length].
+def all_gather(
+    exchange: Exchange,
+    rows: Sequence[torch.Tensor],
+    row: torch.Tensor,
+    *,
+    table: torch.Tensor | None = None,
+) -> Steps:
+    """Bring every rank's row into every rank's rows, all flat and of one length.
 
     A row crosses once, cut for the ranks of the other vendor, which then gather the pieces.
+
+    Args:
+        table: contiguous memory [ranks, length] of which `rows` are the rows, where they are.
     """
-    layout, library, length = exchange.layout, exchange.library, row.numel()
-    if not length:
+    if not row.numel():
         return
-    sent: list[Transfer] = []
+    if exchange.library is None:
+        yield from _all_gather_alone(exchange, rows, row)
+        return
+    if table is None:
+        table = row.new_empty(len(rows), row.numel())
+        yield from _all_gather_in_table(exchange, table, row)
+        for target, gathered in zip(rows, table, strict=True):
+            target.copy_(gathered)
+    else:
+        yield from _all_gather_in_table(exchange, table, row)
+
+
+def _all_gather_alone(
+    exchange: Exchange, rows: Sequence[torch.Tensor], row: torch.Tensor
+) -> Steps:
+    """Where this rank is its vendor's only one, each other rank's row comes from that rank."""
+    layout, moves = exchange.layout, Moves(exchange)
+    length = row.numel()
+    for vendor in layout.others:
+        ranks = layout.vendors[vendor]
+        for rank, piece in zip(ranks, equal_parts(length, len(ranks)), strict=True):
+            moves.send(rank, row[piece.begin : piece.end])
+    for vendor in layout.others:
+        for rank in layout.vendors[vendor]:
+            moves.recv(rank, rows[rank])
+    yield from _beside_copy(moves, rows[layout.rank], row)
+
+
+def _all_gather_in_table(exchange: Exchange, table: torch.Tensor, row: torch.Tensor) -> Steps:
+    layout, library, length = exchange.layout, exchange.library, row.numel()
+    assert library is not None
+    sent = Moves(exchange)
     mine = _rows_of(len(layout.mine), length)[layout.place]
     for vendor in layout.others:
         ranks = layout.vendors[vendor]
         for place, common in overlaps(mine, equal_parts(len(layout.mine) * length, len(ranks))):
-            sent += exchange.send(ranks[place], row[common.within(mine)])
-    if library is None:
-        received: list[Transfer] = []
-        for vendor in layout.others:
-            for rank in layout.vendors[vendor]:
-                received += exchange.recv(rank, table[rank])
-        table[layout.rank].copy_(row)
-        wait_all(received)
-    else:
-        blocks = [_Block(exchange, table, vendor, length) for vendor in layout.others]
-        own = _block(table, layout.mine)
-        gathered = row.new_empty(len(layout.mine) * length) if own is None else own
-        inside = library.all_gather(gathered, row)
-        for block in blocks:
-            block.gather()
-        inside.wait()
-        if own is None:
-            table[list(layout.mine)] = gathered.view(len(layout.mine), length)
-        for block in blocks:
-            block.finish()
-    wait_all(sent)
+            sent.send(ranks[place], row[common.within(mine)])
+    sent.begin()
+    blocks = [_Block(exchange, table, vendor, length) for vendor in layout.others]
+    own = _block(table, layout.mine)
+    gathered = row.new_empty(len(layout.mine) * length) if own is None else own
+    inside = library.all_gather(gathered, row)
+    for block in blocks:
+        yield from block.gather()
+    inside.wait()
+    if own is None:
+        table[list(layout.mine)] = gathered.view(len(layout.mine), length)
+    for block in blocks:
+        block.finish()
+    yield sent
 
 
 class _Block:
@@ -77,12 +108,13 @@ class _Block:
         self._in_place = block is not None and block.numel() == whole
         self._gathered = block if block is not None and self._in_place else table.new_empty(whole)
         self._inside: Inside | None = None
-        self._received: list[Transfer] = []
+        self._received = Moves(exchange)
         for place, common in overlaps(span, _rows_of(len(self._ranks), length)):
-            self._received += exchange.recv(self._ranks[place], self._piece[common.within(span)])
+            self._received.recv(self._ranks[place], self._piece[common.within(span)])
+        self._received.begin()
 
-    def gather(self) -> None:
-        wait_all(self._received)
+    def gather(self) -> Steps:
+        yield self._received
         if (library := self._exchange.library) is not None:
             self._inside = library.all_gather(self._gathered, self._piece)
 
@@ -96,7 +128,7 @@ class _Block:
 
 def reduce_scatter(
     exchange: Exchange, result: torch.Tensor, table: torch.Tensor, reduction: Reduction
-) -> None:
+) -> Steps:
     """Reduce every rank's table [ranks, length] and leave row r at rank r.
 
     What is for another vendor is reduced in pieces over all ranks of this one; each sends its own.
@@ -122,7 +154,7 @@ def reduce_scatter(
         outgoing[vendor] = spans[layout.place], piece
     for work in inside:
         work.wait()
-    _exchange_pieces(exchange, result, own, outgoing, reduction)
+    yield from _exchange_pieces(exchange, result, own, outgoing, reduction)
 
 
 def _rows(table: torch.Tensor, ranks: Sequence[int]) -> torch.Tensor:
@@ -137,15 +169,13 @@ def _exchange_pieces(
     own: torch.Tensor,
     outgoing: dict[int, tuple[Span, torch.Tensor]],
     reduction: Reduction,
-) -> None:
+) -> Steps:
     """Send each other vendor's ranks what is theirs of a piece, and add up what comes."""
-    layout, length = exchange.layout, result.numel()
-    sent: list[Transfer] = []
-    received: list[Transfer] = []
+    layout, length, moves = exchange.layout, result.numel(), Moves(exchange)
     for vendor, (span, piece) in outgoing.items():
         ranks = layout.vendors[vendor]
         for place, common in overlaps(span, _rows_of(len(ranks), length)):
-            sent += exchange.send(ranks[place], piece[common.within(span)])
+            moves.send(ranks[place], piece[common.within(span)])
     partials = {layout.vendor: own}
     mine = _rows_of(len(layout.mine), length)[layout.place]
     for vendor in layout.others:
@@ -153,52 +183,57 @@ def _exchange_pieces(
         partials[vendor] = torch.empty_like(own)
         parts = equal_parts(len(layout.mine) * length, len(ranks))
         for place, common in overlaps(mine, parts):
-            received += exchange.recv(ranks[place], partials[vendor][common.within(mine)])
-    wait_all(received)
+            moves.recv(ranks[place], partials[vendor][common.within(mine)])
+    yield moves
     combine_in_order(reduction, partials, out=result)
-    wait_all(sent)
 
 
 def all_to_all(
     exchange: Exchange, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
-) -> None:
+) -> Steps:
     """Send inputs[r] to rank r and receive outputs[r] from it; flat, of any sizes."""
     layout = exchange.layout
     foreign = [rank for vendor in layout.others for rank in layout.vendors[vendor]]
-    sent: list[Transfer] = []
-    received: list[Transfer] = []
+    moves = Moves(exchange)
     for rank in sorted(foreign):
-        sent += exchange.send(rank, inputs[rank])
-    inside = None
-    if exchange.library is not None:
-        arrived = torch.cat([outputs[rank] for rank in layout.mine])
-        leaving = torch.cat([inputs[rank] for rank in layout.mine])
-        output_splits = [outputs[rank].numel() for rank in layout.mine]
-        inside = exchange.library.all_to_all(
-            arrived,
-            leaving,
-            output_splits=output_splits,
-            input_splits=[inputs[rank].numel() for rank in layout.mine],
-        )
-    else:
-        outputs[layout.rank].copy_(inputs[layout.rank])
+        moves.send(rank, inputs[rank])
     for rank in sorted(foreign):
-        received += exchange.recv(rank, outputs[rank])
-    if inside is not None:
-        inside.wait()
-        for rank, part in zip(layout.mine, arrived.split(output_splits), strict=True):
-            outputs[rank].copy_(part)
-    wait_all(received)
-    wait_all(sent)
+        moves.recv(rank, outputs[rank])
+    if exchange.library is None:
+        yield from _beside_copy(moves, outputs[layout.rank], inputs[layout.rank])
+        return
+    moves.begin()
+    arrived = torch.cat([outputs[rank] for rank in layout.mine])
+    leaving = torch.cat([inputs[rank] for rank in layout.mine])
+    output_splits = [outputs[rank].numel() for rank in layout.mine]
+    exchange.library.all_to_all(
+        arrived,
+        leaving,
+        output_splits=output_splits,
+        input_splits=[inputs[rank].numel() for rank in layout.mine],
+    ).wait()
+    for rank, part in zip(layout.mine, arrived.split(output_splits), strict=True):
+        outputs[rank].copy_(part)
+    yield moves
+
+
+def _beside_copy(moves: Moves, target: torch.Tensor, source: torch.Tensor) -> Steps:
+    """Messages, and what this rank has for itself: at once with large ones, before small ones."""
+    if target.data_ptr() != source.data_ptr():
+        if source.nbytes > DIRECT_BYTES:
+            moves.begin()
+        target.copy_(source)
+    yield moves
 
 
 def gather(
     exchange: Exchange, outputs: Sequence[torch.Tensor], source: torch.Tensor, *, root: int
-) -> None:
+) -> Steps:
     """Bring every rank's flat memory, all of one size, to the root's outputs."""
-    layout = exchange.layout
+    layout, moves = exchange.layout, Moves(exchange)
     if layout.vendor_of(root) != layout.vendor:
-        wait_all(exchange.send(root, source))
+        moves.send(root, source)
+        yield moves
         return
     if exchange.library is not None:
         inside = [outputs[rank] for rank in layout.mine] if layout.rank == root else []
@@ -206,29 +241,29 @@ def gather(
     else:
         outputs[root].copy_(source)
     if layout.rank == root:
-        received: list[Transfer] = []
         for vendor in layout.others:
             for rank in layout.vendors[vendor]:
-                received += exchange.recv(rank, outputs[rank])
-        wait_all(received)
+                moves.recv(rank, outputs[rank])
+        yield moves
 
 
 def scatter(
     exchange: Exchange, target: torch.Tensor, inputs: Sequence[torch.Tensor], *, root: int
-) -> None:
+) -> Steps:
     """Bring the root's inputs, all of one size, one to each rank's flat memory."""
-    layout = exchange.layout
+    layout, moves = exchange.layout, Moves(exchange)
     if layout.vendor_of(root) != layout.vendor:
-        wait_all(exchange.recv(root, target))
+        moves.recv(root, target)
+        yield moves
         return
-    sent: list[Transfer] = []
     if layout.rank == root:
         for vendor in layout.others:
             for rank in layout.vendors[vendor]:
-                sent += exchange.send(rank, inputs[rank])
+                moves.send(rank, inputs[rank])
     if exchange.library is not None:
+        moves.begin()
         inside = [inputs[rank] for rank in layout.mine] if layout.rank == root else []
         exchange.library.scatter(target, inside, root=layout.mine.index(root)).wait()
     else:
         target.copy_(inputs[root])
-    wait_all(sent)
+    yield moves

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Generator
+
 import torch
 
 from hetero.collectives import rows
-from hetero.collectives.exchange import Exchange
+from hetero.collectives.exchange import Exchange, Moves, Steps
 from hetero.collectives.flat_memory import bytes_of
 from hetero.collectives.reductions import Reduction, UnsupportedError
 
 
-def all_reduce_sparse(exchange: Exchange, tensor: torch.Tensor, reduction: Reduction) -> None:
+def all_reduce_sparse(exchange: Exchange, tensor: torch.Tensor, reduction: Reduction) -> Steps:
     """Reduce a sparse COO tensor in place. Only sums, whose order is that of the ranks."""
     if reduction.kernel != "SUM" or reduction.factor is not None:
         raise UnsupportedError(
@@ -18,12 +20,12 @@ def all_reduce_sparse(exchange: Exchange, tensor: torch.Tensor, reduction: Reduc
         )
     own = tensor.coalesce()
     nnz = torch.tensor([own._nnz()], device=tensor.device)
-    counts = _gathered(exchange, nnz).view(-1).tolist()
+    counts = (yield from _gathered(exchange, nnz)).view(-1).tolist()
     longest = max(counts)
     indices, values = own.indices(), own.values()
     missing = longest - own._nnz()
-    all_indices = _gathered(exchange, _padded(indices.t().contiguous(), missing))
-    all_values = _gathered(exchange, _padded(values, missing))
+    all_indices = yield from _gathered(exchange, _padded(indices.t().contiguous(), missing))
+    all_values = yield from _gathered(exchange, _padded(values, missing))
     total = None
     for rank, count in enumerate(counts):
         part = torch.sparse_coo_tensor(
@@ -39,9 +41,12 @@ def _padded(tensor: torch.Tensor, missing: int) -> torch.Tensor:
     return torch.cat([tensor, tensor.new_zeros(missing, *tensor.shape[1:])])
 
 
-def _gathered(exchange: Exchange, tensor: torch.Tensor) -> torch.Tensor:
+def _gathered(
+    exchange: Exchange, tensor: torch.Tensor
+) -> Generator[Moves, None, torch.Tensor]:
     """Every rank's tensor, all of one shape, along a new first dimension."""
     size = exchange.layout.size
     table = tensor.new_empty((size, *tensor.shape))
-    rows.all_gather(exchange, bytes_of(table).view(size, -1), bytes_of(tensor))
+    flat = bytes_of(table).view(size, -1)
+    yield from rows.all_gather(exchange, flat.unbind(), bytes_of(tensor), table=flat)
     return table

@@ -11,10 +11,11 @@ join two streams cost more than the copy.
 from __future__ import annotations
 
 from collections import deque
-from ctypes import byref
+from ctypes import addressof, byref
 from dataclasses import dataclass
 
 from hetero.device.device import CurrentStream, Device, Word
+from hetero.errors import LinkError
 from hetero.link.header import Header
 from hetero.link.ring import COUNTER_MASK, Entry, ahead
 from hetero.link.ring_transfer import CompletionFlag, RingEnds, RingTransfer
@@ -78,6 +79,10 @@ class Flow:
             is_outgoing=is_outgoing,
         )
         self._reference = byref(self._state)
+        self.address = addressof(self._state)
+        """Where C has it."""
+        self.rings_peer = self._state.doorbell != 0
+        """Whether C does, when it has enqueued something."""
         self._call = native().native_progress
 
     @property
@@ -141,13 +146,18 @@ class Flow:
                 stream = None
             if not self._progress_transfer(transfer, stream):
                 break
-            # The peer has to have what is sent out of a tensor: until then it may be sent again.
-            in_place = bool(state.places) and not self.is_small(transfer.nbytes)
-            caller = state.caller if state.by_caller and not in_place else None
-            consumed = transfer.is_receive or in_place
-            transfer.completion = CompletionFlag(self, self.count, consumed=consumed, caller=caller)
-            self.under_way.append(self.waiting.popleft())
-        return not state.doorbell and self.count != before
+            self.note_whole(state.count, by_caller=state.by_caller)
+        return not self.rings_peer and self.count != before
+
+    def note_whole(self, count: int, *, by_caller: bool) -> None:
+        """All of what waits first has been enqueued, as entries up to this one."""
+        transfer = self.waiting.popleft()
+        # The peer has to have what is sent out of a tensor: until then it may be sent again.
+        in_place = bool(self._state.places) and not self.is_small(transfer.nbytes)
+        caller = transfer.caller if by_caller and not in_place else None
+        consumed = transfer.is_receive or in_place
+        transfer.completion = CompletionFlag(self, count, consumed=consumed, caller=caller)
+        self.under_way.append(transfer)
 
     def _progress_transfer(self, transfer: RingTransfer, stream: CurrentStream | None) -> bool:
         """Put into streams what can be of one message; whether that is all of it."""
@@ -165,11 +175,14 @@ class Flow:
         transfer.offset = self._state.offset
         transfer.begun = transfer.offset > 0 or progress == Progress.FAILED
         if progress == Progress.FAILED:
-            purpose = f"carry message {transfer.sequence}"
-            raise self._streams.failure(self._state.failed, purpose)
+            raise self.driver_failure(transfer)
         if progress == Progress.REFUSED:
             raise EntryRefused(refusal(self._direction.entry(self.count), transfer))
         return False
+
+    def driver_failure(self, transfer: RingTransfer) -> LinkError:
+        """What the driver refused last."""
+        return self._streams.failure(self._state.failed, f"carry message {transfer.sequence}")
 
     def _give(self, transfer: RingTransfer, *, is_callers_turn: bool) -> int:
         ready = transfer.ready

@@ -25,13 +25,14 @@ from hetero.link.header import PROTOCOL_VERSION, HeaderWriter, job_token
 from hetero.link.ring import COUNTER_MASK, ahead
 from hetero.link.ring_failure import WATCH_SECONDS, FailingLink
 from hetero.link.ring_transfer import RingEnds, RingTransfer
-from hetero.native.binding import native
+from hetero.native.binding import Progress, native
 
 _IDLE_SECONDS = 1.0
 _JOIN_SECONDS = 5.0
 _REST_SECONDS = 10.0
 _SPIN_SECONDS = 500e-6
 _GRACE_SECONDS = 200e-6
+_DRIVER_REMEDY = "see the log of the GPU driver"
 
 _log = logging.getLogger(__name__)
 
@@ -140,6 +141,81 @@ class RingLink(FailingLink):
         if self._resting or (is_large and transfer.completion is None):
             self._wanted.set()
         return transfer
+
+    def lock_for_exchange(self) -> CurrentStream | None:
+        """Take the lock for `announce`, and say what the caller's stream is.
+
+        None, without the lock, where messages have to queue up behind others, or cannot go into the
+        caller's stream.
+        """
+        stream = self._device.current_stream()
+        if not stream.is_current_device():
+            return None
+        self._lock.acquire()
+        if not self._is_idle or self._broken is not None or self._closed:
+            self._lock.release()
+            return None
+        return stream
+
+    @property
+    def is_rung_by_c(self) -> bool:
+        """Whether the peer hears of what C has enqueued before C returns."""
+        return self._out.rings_peer
+
+    @property
+    def _is_idle(self) -> bool:
+        return not (self._out.waiting or self._in.waiting)
+
+    def unlock(self) -> None:
+        self._lock.release()
+
+    def announce(
+        self, tensor: torch.Tensor, stream: CurrentStream, *, tag: int, is_receive: bool
+    ) -> tuple[RingTransfer, Flow]:
+        """The next message of a direction, of which C is told at once. Called with the lock."""
+        self._require_here(tensor)
+        flow = self._in if is_receive else self._out
+        transfer = self._transfer(
+            tensor.detach(), stream, ready=None, tag=tag, is_receive=is_receive
+        )
+        if is_receive:
+            self._count_received(tensor)
+        else:
+            self._count_sent(tensor)
+        # Before the call, in case an exception of a signal's handler hides what it returns.
+        transfer.begun = True
+        flow.waiting.append(transfer)
+        return transfer, flow
+
+    def note_part(
+        self, transfer: RingTransfer, offset: int, count: int, progress: int, by_caller: int
+    ) -> None:
+        """What has come of an announced message. Called with the lock."""
+        flow = self._in if transfer.is_receive else self._out
+        if progress == Progress.WHOLE:
+            flow.note_whole(count, by_caller=bool(by_caller))
+            return
+        transfer.offset, transfer.begun = offset, offset > 0 or progress == Progress.FAILED
+        transfer.ready = self._device.record_event()
+
+    def note_driver_failure(self, transfer: RingTransfer) -> None:
+        """After all announced messages have been noted. Called with the lock."""
+        flow = self._in if transfer.is_receive else self._out
+        if self._broken is None:
+            what = str(flow.driver_failure(transfer))
+            self._break(self._transfer_failure(what, remedy=_DRIVER_REMEDY))
+
+    def end_exchange(self, *, is_watched: bool) -> bool:
+        """Ring for what was enqueued, once all is noted. Called with the lock.
+
+        `is_watched` is whether the caller goes on waiting. Returns whether the peer has not failed.
+        """
+        if not self._out.rings_peer:
+            self._ends.theirs.ring()
+        if self._resting or not (is_watched or self._is_idle):
+            self._wanted.set()
+        self._release_completed()
+        return not self._ends.theirs.has_failed
 
     def close(self) -> None:
         if self._closed:
@@ -264,7 +340,7 @@ class RingLink(FailingLink):
             self._break(self._refused(self._in.waiting[0], str(refusal)))
             return
         except (LinkError, RuntimeError) as error:
-            self._break(self._transfer_failure(str(error), remedy="see the log of the GPU driver"))
+            self._break(self._transfer_failure(str(error), remedy=_DRIVER_REMEDY))
             return
         if moved:
             self._ends.theirs.ring()

@@ -41,7 +41,7 @@ RING_ENTRIES = 256
 RING_HEADER_BYTES = 104
 RING_FAULT_BYTES = 1024
 _REMEDY = "install this project again (pip install -e .)"
-_VERSION = 4
+_VERSION = 5
 
 
 class RingWord(Structure):
@@ -224,6 +224,21 @@ class Progress(IntEnum):
     FAILED = 4
 
 
+class Part(Structure):
+    """`struct part`."""
+
+    _fields_ = (
+        ("flow", c_uint64),
+        ("address", c_uint64),
+        ("nbytes", c_uint64),
+        ("offset", c_uint64),
+        ("count", c_uint64),
+        ("progress", c_uint32),
+        ("by_caller", c_uint32),
+        ("header", c_uint8 * RING_HEADER_BYTES),
+    )
+
+
 class EngineOptions(Structure):
     """`struct engine_options`."""
 
@@ -363,6 +378,7 @@ FUNCTIONS: dict[str, tuple[object, list[object]]] = {
         c_uint32,
         [POINTER(Flow), c_char_p, *(c_uint64,) * 4, c_bool, c_uint64, c_bool],
     ),
+    "native_exchange": (c_uint32, [c_void_p, c_uint32, c_uint64, c_uint32]),
 }
 """Of each function the type of the result, and those of the arguments."""
 

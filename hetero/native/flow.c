@@ -1,6 +1,9 @@
 #include "native.h"
 
+#include <sched.h>
 #include <string.h>
+
+#define STUCK UINT32_MAX
 
 /* Where a message may go, and what of it is left. */
 struct message {
@@ -10,6 +13,7 @@ struct message {
     uint64_t offset;
     uint64_t event;
     bool has_event;
+    bool follows_caller; /* instead of an event: what the caller's stream was given so far */
     uint64_t caller;
     bool is_callers_turn;
 };
@@ -103,7 +107,9 @@ static failure move_on_side_streams(struct flow *flow, const struct message *mes
     if (flow->by_caller && !settled)
         failed = streams_wait_value(&flow->streams, so_far);
     flow->by_caller = false;
-    if (!failed && message->offset == 0 && message->event)
+    if (!failed && message->offset == 0 && message->follows_caller)
+        failed = streams_join(&flow->streams, message->caller, flow->streams.copies);
+    else if (!failed && message->offset == 0 && message->event)
         failed = streams_wait_event(&flow->streams, message->event);
     return failed ? failed : streams_move(&flow->streams, move, is_part || !settled);
 }
@@ -250,21 +256,134 @@ static uint32_t take_chunk(struct flow *flow, struct message *message)
     return is_last(message) ? WHOLE : WAITING;
 }
 
-uint32_t native_progress(struct flow *flow, const uint8_t *header, uint64_t address,
-                         uint64_t nbytes, uint64_t offset, uint64_t event, bool has_event,
-                         uint64_t caller, bool is_callers_turn)
+/* Bring a message on as far as it goes without the peer. */
+static uint32_t bring_on(struct flow *flow, struct message *message)
 {
-    struct message message = {header, address,   nbytes, offset,
-                              event,  has_event, caller, is_callers_turn};
     uint64_t first = flow->count, before;
     uint32_t progress;
 
     do {
         before = flow->count;
-        progress = flow->is_outgoing ? put_chunk(flow, &message) : take_chunk(flow, &message);
+        progress = flow->is_outgoing ? put_chunk(flow, message) : take_chunk(flow, message);
     } while (progress == WAITING && flow->count != before);
-    flow->offset = message.offset;
     if (flow->doorbell && flow->count != first)
         host_ring((uint32_t *)(uintptr_t)flow->doorbell);
     return progress;
+}
+
+uint32_t native_progress(struct flow *flow, const uint8_t *header, uint64_t address,
+                         uint64_t nbytes, uint64_t offset, uint64_t event, bool has_event,
+                         uint64_t caller, bool is_callers_turn)
+{
+    struct message message = {.header = header,
+                              .address = address,
+                              .nbytes = nbytes,
+                              .offset = offset,
+                              .event = event,
+                              .has_event = has_event,
+                              .caller = caller,
+                              .is_callers_turn = is_callers_turn};
+    uint32_t progress = bring_on(flow, &message);
+
+    flow->offset = message.offset;
+    return progress;
+}
+
+static struct flow *flow_of(const struct part *part)
+{
+    return (struct flow *)(uintptr_t)part->flow;
+}
+
+static void bring_on_part(struct part *part, uint64_t caller)
+{
+    struct flow *flow = flow_of(part);
+    struct message message = {.header = part->header,
+                              .address = part->address,
+                              .nbytes = part->nbytes,
+                              .offset = part->offset,
+                              .has_event = true,
+                              /* What a calling thread was given has been done. */
+                              .follows_caller = flow->streams.callers_wait,
+                              .caller = caller,
+                              .is_callers_turn = true};
+
+    part->progress = bring_on(flow, &message);
+    part->offset = message.offset;
+    part->count = flow->count;
+    part->by_caller = flow->by_caller;
+}
+
+/* Whether a part of the same flow is before it. */
+static bool has_to_follow(const struct part *parts, uint32_t place)
+{
+    for (uint32_t before = 0; before < place; before++)
+        if (parts[before].flow == parts[place].flow && parts[before].progress != WHOLE)
+            return true;
+    return false;
+}
+
+/* How many are left; STUCK once one cannot go on. */
+static uint32_t bring_on_parts(struct part *parts, uint32_t count, uint64_t caller)
+{
+    uint32_t left = 0;
+
+    for (uint32_t place = 0; place < count; place++) {
+        if (parts[place].progress == WHOLE)
+            continue;
+        if (!has_to_follow(parts, place))
+            bring_on_part(&parts[place], caller);
+        if (parts[place].progress == FAILED || parts[place].progress == REFUSED)
+            return STUCK;
+        left += parts[place].progress != WHOLE;
+    }
+    return left;
+}
+
+static bool goes_past_ring(const struct part *part)
+{
+    const struct flow *flow = flow_of(part);
+
+    return flow->is_outgoing && flow->places != 0 && part->nbytes > flow->small_bytes;
+}
+
+/* Have the caller's stream go on behind what went through the link's. */
+static uint32_t order_caller(struct part *parts, uint32_t count, uint64_t caller)
+{
+    for (uint32_t place = 0; place < count; place++) {
+        struct part *part = &parts[place];
+        struct flow *flow = flow_of(part);
+        failure failed;
+
+        if (part->by_caller && !goes_past_ring(part))
+            continue;
+        if (!flow->streams.callers_wait)
+            return WAITING;
+        failed = native_wait_value(&flow->streams.driver, caller,
+                                   flow->is_outgoing ? flow->produced_word : flow->consumed_word,
+                                   (uint32_t)part->count);
+        if (failed) {
+            part->progress = fail(flow, failed);
+            return FAILED;
+        }
+    }
+    return WHOLE;
+}
+
+uint32_t native_exchange(struct part *parts, uint32_t count, uint64_t caller, uint32_t microseconds)
+{
+    int64_t end = spin_clock() + (int64_t)microseconds * 1000;
+    uint32_t left;
+
+    do {
+        for (int look = 0; look < SPIN_LOOKS; look++) {
+            left = bring_on_parts(parts, count, caller);
+            if (left == 0)
+                return order_caller(parts, count, caller);
+            if (left == STUCK)
+                return WAITING;
+            spin_pause();
+        }
+        sched_yield();
+    } while (spin_clock() < end);
+    return WAITING;
 }

@@ -12,7 +12,7 @@
 #include <stdbool.h>
 #include <stdint.h>
 
-#define NATIVE_VERSION 4
+#define NATIVE_VERSION 5
 
 uint32_t native_version(void);
 
@@ -20,6 +20,12 @@ uint32_t native_version(void);
  * between looks, for another thread may have to run before a word can change. */
 void native_spin(const uint32_t *word, uint32_t while_it_is, const uint32_t *other,
                  uint32_t while_other_is, uint32_t microseconds);
+
+/* What loops that spin are made of: nanoseconds of a clock that never goes back, a rest between two looks,
+ * and how many looks to take between two calls of the system. */
+#define SPIN_LOOKS 32
+int64_t spin_clock(void);
+void spin_pause(void);
 
 enum vendor { CUDA, HIP };
 
@@ -94,6 +100,8 @@ failure native_write_value(const struct entry_points *driver, uint64_t stream, u
                            uint32_t value);
 /* Have the copies go on behind an event of another stream. */
 failure streams_wait_event(const struct streams *streams, uint64_t event);
+/* Have a stream go on behind what another was given so far. */
+failure streams_join(const struct streams *streams, uint64_t first, uint64_t then);
 
 /* Python makes it with all fields but those that say otherwise, and keeps it and what it points to. */
 struct flow {
@@ -141,5 +149,27 @@ enum progress { WAITING, WHOLE, NEEDS_EVENT, REFUSED, FAILED };
 uint32_t native_progress(struct flow *flow, const uint8_t *header, uint64_t address,
                          uint64_t nbytes, uint64_t offset, uint64_t event, bool has_event,
                          uint64_t caller, bool is_callers_turn);
+
+/* One message of several that a caller sends and receives together. Python makes it. */
+struct part {
+    uint64_t flow; /* a struct flow, in which nothing waits */
+    uint64_t address;
+    uint64_t nbytes;
+
+    /* Kept by C, 0 at first. */
+    uint64_t offset; /* bytes enqueued */
+    uint64_t count;  /* entries that its flow has enqueued with it */
+    uint32_t progress;
+    uint32_t by_caller; /* whether it went into the caller's stream */
+
+    uint8_t header[RING_HEADER_BYTES];
+};
+
+/* Enqueue messages of several flows, looking for so many microseconds whether the peers have moved. All
+ * begin behind what the stream `caller`, which is that of the calling thread, was given before. WHOLE when
+ * all are enqueued and that stream goes on behind them; else WAITING, and each part says how far it is, or
+ * FAILED, where the driver has failed after that. */
+uint32_t native_exchange(struct part *parts, uint32_t count, uint64_t caller,
+                         uint32_t microseconds);
 
 #endif

@@ -3,15 +3,12 @@
 #include <sched.h>
 #include <time.h>
 
-/* Looks between two calls of the system. */
-#define LOOKS 32
-
 uint32_t native_version(void)
 {
     return NATIVE_VERSION;
 }
 
-static int64_t now_ns(void)
+int64_t spin_clock(void)
 {
     struct timespec time;
 
@@ -19,7 +16,7 @@ static int64_t now_ns(void)
     return (int64_t)time.tv_sec * 1000000000 + time.tv_nsec;
 }
 
-static void pause_core(void)
+void spin_pause(void)
 {
 #if defined(__x86_64__)
     __builtin_ia32_pause();
@@ -31,15 +28,15 @@ static void pause_core(void)
 void native_spin(const uint32_t *word, uint32_t while_it_is, const uint32_t *other,
                  uint32_t while_other_is, uint32_t microseconds)
 {
-    int64_t end = now_ns() + (int64_t)microseconds * 1000;
+    int64_t end = spin_clock() + (int64_t)microseconds * 1000;
 
     do {
-        for (int look = 0; look < LOOKS; look++) {
+        for (int look = 0; look < SPIN_LOOKS; look++) {
             if (__atomic_load_n(word, __ATOMIC_ACQUIRE) != while_it_is ||
                 __atomic_load_n(other, __ATOMIC_ACQUIRE) != while_other_is)
                 return;
-            pause_core();
+            spin_pause();
         }
         sched_yield();
-    } while (now_ns() < end);
+    } while (spin_clock() < end);
 }

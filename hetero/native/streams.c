@@ -74,8 +74,7 @@ static failure wait_event(const struct entry_points *driver, uint64_t stream, ui
     return outcome(STEP_WAIT_EVENT, wait(POINTER(stream), POINTER(event), 0));
 }
 
-/* Have a stream go on behind what another was given so far. */
-static failure join(const struct streams *streams, uint64_t first, uint64_t then)
+failure streams_join(const struct streams *streams, uint64_t first, uint64_t then)
 {
     event_record record = FUNCTION(event_record, streams->driver.record_event);
     failure failed;
@@ -92,7 +91,7 @@ static failure hold(const struct streams *streams, struct word word, bool on_sid
     uint64_t stream = on_side_stream ? streams->waits : streams->copies;
     failure failed = wait_value(&streams->driver, stream, word);
 
-    return failed ? failed : join(streams, stream, streams->copies);
+    return failed ? failed : streams_join(streams, stream, streams->copies);
 }
 
 /* Have a word written behind the copies so far, and behind the words written before. */
@@ -102,9 +101,9 @@ static failure write_behind(struct streams *streams, struct word word, bool on_s
     failure failed = 0;
 
     if (stream != streams->copies)
-        failed = join(streams, streams->copies, stream);
+        failed = streams_join(streams, streams->copies, stream);
     else if (streams->writes_lag)
-        failed = join(streams, streams->writes, stream);
+        failed = streams_join(streams, streams->writes, stream);
     if (failed)
         return failed;
     streams->writes_lag = stream != streams->copies;

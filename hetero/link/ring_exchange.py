@@ -1,0 +1,123 @@
+"""Messages of several links that go together: one call of C enqueues them all.
+
+Between two GPUs a small message takes less time than Python does to ask for it, so whoever sends
+and receives several at once, as a collective does, asks once.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple, cast
+
+import torch
+
+from hetero.device.device import CurrentStream
+from hetero.link.base import Link, Work
+from hetero.link.ring_link import RingLink
+from hetero.link.ring_transfer import RingTransfer
+from hetero.native.binding import Part, Progress, native
+
+_PART = struct.Struct(f"<5QII{Part.header.size}s")
+_KEPT_BY_C = struct.Struct("<QQII")
+_SIZE = ctypes.sizeof(Part)
+_KEPT_OFFSET = Part.offset.offset
+_PROGRESS = 2
+_NOTHING_YET = (0, 0, 0, 0)
+
+
+class Message(NamedTuple):
+    """A tensor in contiguous memory, to be sent or to be received into."""
+
+    link: Link
+    tensor: torch.Tensor
+    is_receive: bool
+
+
+class RingExchange:
+    """Enqueues messages for one thread at a time; keeps the memory in which C is told of them."""
+
+    def __init__(self) -> None:
+        self._call = native().native_exchange
+        self._make_room(2)
+
+    def _make_room(self, count: int) -> None:
+        self._room = count
+        self._parts = ctypes.create_string_buffer(count * _SIZE)
+        self._address = ctypes.addressof(self._parts)
+
+    def order(
+        self, messages: Sequence[Message], *, tag: int, microseconds: int
+    ) -> Sequence[Work]:
+        """Have the caller's stream go on behind the messages, once all can be enqueued.
+
+        Looks for so long whether the peers have come. Returns what is to be waited for if they have
+        not: all of it; else nothing.
+
+        Unlike `send` and `recv` it holds the locks of all links while it looks, of which there is
+        therefore an end. Two callers with links in common get them in the same order.
+        """
+        links = {message.link for message in messages}
+        ordered: Iterable[Link] = links
+        if len(links) > 1:
+            ordered = sorted(links, key=lambda link: link.description.peer)
+        locked: list[RingLink] = []
+        try:
+            for link in ordered:
+                stream = link.lock_for_exchange() if isinstance(link, RingLink) else None
+                if stream is None:
+                    break
+                locked.append(cast(RingLink, link))
+            else:
+                assert stream is not None
+                if not all(link.is_rung_by_c for link in locked):
+                    microseconds = 0
+                return self._exchange(messages, locked, stream, tag, microseconds)
+        finally:
+            for link in locked:
+                link.unlock()
+        return [
+            link.recv(tensor, tag=tag) if is_receive else link.send(tensor, tag=tag)
+            for link, tensor, is_receive in messages
+        ]
+
+    def _exchange(
+        self,
+        messages: Sequence[Message],
+        links: Sequence[RingLink],
+        stream: CurrentStream,
+        tag: int,
+        microseconds: int,
+    ) -> list[RingTransfer]:
+        """With the locks."""
+        if len(messages) > self._room:
+            self._make_room(len(messages))
+        transfers = []
+        for place, (link, tensor, is_receive) in enumerate(messages):
+            transfer, flow = cast(RingLink, link).announce(
+                tensor, stream, tag=tag, is_receive=is_receive
+            )
+            _PART.pack_into(
+                self._parts,
+                place * _SIZE,
+                flow.address,
+                transfer.address,
+                transfer.nbytes,
+                *_NOTHING_YET,
+                transfer.header,
+            )
+            transfers.append(transfer)
+        progress = self._call(self._address, len(transfers), stream.key, microseconds)
+        failed = []
+        for place, transfer in enumerate(transfers):
+            kept = _KEPT_BY_C.unpack_from(self._parts, place * _SIZE + _KEPT_OFFSET)
+            transfer.link.note_part(transfer, *kept)
+            if kept[_PROGRESS] == Progress.FAILED:
+                failed.append(transfer)
+        for transfer in failed:
+            transfer.link.note_driver_failure(transfer)
+        is_over = progress == Progress.WHOLE
+        for link in links:
+            is_over = link.end_exchange(is_watched=microseconds > 0) and is_over
+        return [] if is_over else transfers
