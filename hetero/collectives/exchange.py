@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from hetero.collectives.calls import Call
-from hetero.collectives.group_links import LinkTo, Message, RingExchange, Transfer
+from hetero.collectives.group_links import Links, Message, RingExchange, Transfer
 from hetero.collectives.inside_vendor import VendorLibrary
 from hetero.collectives.vendor_layout import Layout
 
@@ -28,14 +28,16 @@ class Exchange:
         *,
         layout: Layout,
         library: VendorLibrary | None,
-        link_to: LinkTo,
+        links: Links,
         device: torch.device,
     ) -> None:
         self.layout = layout
         self.library = library
         """None where this rank is its vendor's only one."""
         self.device = device
-        self.link_to, self.tag = link_to, 0
+        self.links, self.tag = links, 0
+        self.may_block = True
+        """Whether the calling thread may wait for a peer."""
         self.ring = RingExchange()
 
     def begin(self, call: Call) -> None:
@@ -48,43 +50,50 @@ class Exchange:
         Its wait raises LinkError before anything that differs is given to the library.
         """
         moves, nothing = Moves(self), torch.empty(0, dtype=torch.uint8, device=self.device)
-        for rank in self.layout.team:
-            moves.add(rank, nothing, is_receive=False)
-        for rank in self.layout.team:
-            moves.add(rank, nothing, is_receive=True)
+        for is_receive in (False, True):
+            moves.wanted += [(rank, nothing, is_receive) for rank in self.layout.team]
         return moves
 
 
 class Moves:
     """Messages that go together. What is sent must not change before they have been waited for."""
 
-    __slots__ = ("_exchange", "_messages", "_under_way")
+    __slots__ = ("_exchange", "_under_way", "wanted")
 
     def __init__(self, exchange: Exchange) -> None:
         self._exchange = exchange
-        self._messages: list[Message] = []
+        self.wanted: list[tuple[int, torch.Tensor, bool]] = []
         self._under_way: Sequence[Transfer] | None = None
 
     def send(self, rank: int, tensor: torch.Tensor) -> None:
         """Send contiguous memory; nothing where there is none."""
         if tensor.numel():
-            self.add(rank, tensor, is_receive=False)
+            self.wanted.append((rank, tensor, False))
 
     def recv(self, rank: int, tensor: torch.Tensor) -> None:
         """Receive into contiguous memory."""
         if tensor.numel():
-            self.add(rank, tensor, is_receive=True)
-
-    def add(self, rank: int, tensor: torch.Tensor, *, is_receive: bool) -> None:
-        self._messages.append(Message(self._exchange.link_to(rank), tensor, is_receive))
+            self.wanted.append((rank, tensor, True))
 
     def begin(self) -> None:
         """Have them go on their way beside what comes before the wait."""
-        tag = self._exchange.tag
-        self._under_way = [
-            link.recv(tensor, tag=tag) if is_receive else link.send(tensor, tag=tag)
-            for link, tensor, is_receive in self._messages
-        ]
+        if not self._needs_peers():
+            tag = self._exchange.tag
+            self._under_way = [
+                link.recv(tensor, tag=tag) if is_receive else link.send(tensor, tag=tag)
+                for link, tensor, is_receive in self._messages()
+            ]
+
+    def _needs_peers(self) -> bool:
+        """Whether a link has to be opened, for which the caller may not wait."""
+        exchange = self._exchange
+        return not exchange.may_block and not all(
+            exchange.links.is_open_to(rank) for rank, _, _ in self.wanted
+        )
+
+    def _messages(self) -> list[Message]:
+        link_to = self._exchange.links.to
+        return [Message(link_to(rank), tensor, way) for rank, tensor, way in self.wanted]
 
     def wait(self) -> None:
         """Order the current stream behind them; on a CPU, block until they are done."""
@@ -95,10 +104,14 @@ class Moves:
 
     def are_ordered(self, microseconds: int = _TRY_MICROSECONDS) -> bool:
         """Whether nothing is to be waited for any more, having looked for so long."""
-        if self._under_way is None and self._messages:
-            self._under_way = self._exchange.ring.order(
-                self._messages, tag=self._exchange.tag, microseconds=microseconds
-            )
+        if self._under_way is None:
+            if self._needs_peers():
+                return False
+            self._under_way = ()
+            if self.wanted:
+                self._under_way = self._exchange.ring.order(
+                    self._messages(), tag=self._exchange.tag, microseconds=microseconds
+                )
         return not self._under_way
 
 

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,7 +29,7 @@ from hetero.collectives.blame import (
     explain,
 )
 from hetero.collectives.calls import Call
-from hetero.collectives.exchange import Exchange, Steps
+from hetero.collectives.exchange import Exchange, Moves, Steps
 from hetero.collectives.group_links import Link, Links, clone
 from hetero.collectives.inside_vendor import VendorLibrary, new_library
 from hetero.collectives.mailbox import Mailbox
@@ -53,6 +54,31 @@ class _Named:
 
     def __str__(self) -> str:
         return f"{self.call} of group {self.group}"
+
+
+class _Course:
+    """A call on its way, which may be left off where it would have to wait."""
+
+    __slots__ = ("_exchange", "_moves", "_steps", "algorithm", "has_begun")
+
+    def __init__(self, algorithm: Algorithm, exchange: Exchange) -> None:
+        self.algorithm, self.has_begun = algorithm, False
+        self._exchange, self._steps = exchange, algorithm(exchange)
+        self._moves: Moves | None = None
+
+    def go_on(self, *, blocks: bool) -> bool:
+        """Whether it has come to its end."""
+        self._exchange.may_block = blocks
+        if not self.has_begun:
+            self.has_begun = True
+            self._moves = next(self._steps, None)
+        while self._moves is not None:
+            if blocks:
+                self._moves.wait()
+            elif not self._moves.are_ordered():
+                return False
+            self._moves = next(self._steps, None)
+        return True
 
 
 @cache
@@ -101,7 +127,7 @@ class Communicator:
             timeout=self.timeout,
         )
         self._exchange = Exchange(
-            layout=layout, library=self._library, link_to=self._links.to, device=device
+            layout=layout, library=self._library, links=self._links, device=device
         )
         self._stream = CallStream(device)
         self._messages = self._new_messages(clone(store))
@@ -156,22 +182,47 @@ class Communicator:
                 root=None if root is None else self.layout.members[root].global_rank,
             )
             work = CollectiveWork(_Named(call, self.name), tensors, timeout=self.timeout)
-            if blocking and self._worker.carry_out(lambda: self._carry_out(algorithm, call, work)):
-                return work
-            moment = self._stream.now()
-            self._worker.submit(lambda: self._carry_out_after(moment, algorithm, call, work))
+            course = _Course(algorithm, self._exchange)
+            if (blocking or (self._met and self._stream.exists)) and self._worker.begin_turn():
+                try:
+                    if blocking:
+                        self._carry_out(call, work, course)
+                    else:
+                        self._begin(call, work, course)
+                finally:
+                    self._worker.end_turn()
+            else:
+                moment = self._stream.now()
+                self._worker.submit(lambda: self._go_on(call, work, course, moment))
             return work
 
-    def _carry_out_after(
+    def _begin(self, call: Call, work: CollectiveWork, course: _Course) -> None:
+        """Carry a GPU's call out in the caller's thread as far as no peer has to come first.
+
+        The rest is left to the thread of calls, which waits. So a peer holds the caller up for no
+        longer than a look. This keeps the rule by which nothing deadlocks (docs/ring.md), which is
+        of the order in which work is enqueued and not of the thread: the links enqueue no wait
+        before what ends it, and calls do not overtake each other.
+        """
+        self._stream.follow(self._stream.now())
+        with self._stream.within():
+            is_over = self._carry_out(call, work, course, elsewhere=True, blocks=False)
+        if not is_over:
+            self._worker.submit(lambda: self._go_on(call, work, course, None))
+
+    def _go_on(
         self,
-        moment: torch.cuda.Event | None,
-        algorithm: Algorithm,
         call: Call,
         work: CollectiveWork,
+        course: _Course,
+        moment: torch.cuda.Event | None,
     ) -> None:
         """Carry a call out in the thread of calls, after what its caller had enqueued before."""
-        with self._stream.after(moment):
-            self._carry_out(algorithm, call, work, elsewhere=True)
+        self._stream.follow(moment)
+        # The caller's modes are not those of another thread.
+        mode = torch.inference_mode() if _are_inference(work) else contextlib.nullcontext()
+        with self._stream.within(), mode:
+            self._carry_out(call, work, course, elsewhere=True)
 
     def links(self) -> list[Link]:
         """Those to ranks of other vendors that its collectives have opened so far."""
@@ -191,14 +242,14 @@ class Communicator:
         self._stream.synchronize()
 
     def send(self, tensor: torch.Tensor, rank: int, tag: int) -> CollectiveWork:
-        work = self._mail_work("send to", rank, tag, tensor)
+        work: Any = self._mail_work("send to", rank, tag, tensor)
         self._messages.send(tensor, rank, tag, work)
         return work
 
     def recv(
         self, tensor: torch.Tensor, rank: int | None, tag: int, done: Callable[[], None]
     ) -> CollectiveWork:
-        work = self._mail_work("receive from", rank, tag, tensor)
+        work: Any = self._mail_work("receive from", rank, tag, tensor)
         self._messages.recv(tensor, rank, tag, work, done)
         return work
 
@@ -207,7 +258,7 @@ class Communicator:
     ) -> CollectiveWork:
         whom = "any rank" if rank is None else str(self.layout.members[rank])
         what = f"{verb} {whom} with tag {tag} in group {self.name}"
-        return CollectiveWork(what, [tensor], timeout=self.timeout)
+        return self._messages.new_work(what, [tensor], timeout=self.timeout)
 
     def abort(self) -> None:
         """End every call under way with an error, here and, by that, at the other ranks."""
@@ -226,36 +277,44 @@ class Communicator:
             self._library.shutdown()
 
     def _carry_out(
-        self, algorithm: Algorithm, call: Call, work: CollectiveWork, *, elsewhere: bool = False
-    ) -> None:
-        """`elsewhere`: not in the caller's stream."""
+        self,
+        call: Call,
+        work: CollectiveWork,
+        course: _Course,
+        *,
+        elsewhere: bool = False,
+        blocks: bool = True,
+    ) -> bool:
+        """Whether the call has ended: else, without `blocks`, it goes on where it was left.
+
+        `elsewhere`: not in the caller's stream.
+        """
         if self._error is not None:
             work.finish(self._error)
-            return
+            return True
         try:
-            self._links.check()
-            if not self._met:
-                # Ascending everywhere, so that no two wait for each other in a circle.
-                for rank in sorted({*self.layout.neighbours, *self.layout.team}):
-                    self._links.to(rank)
-                self._met = True
-            self._exchange.begin(call)
-            # The caller's modes are not those of another thread.
-            with (
-                torch.inference_mode()
-                if elsewhere and _are_inference(work)
-                else contextlib.nullcontext()
-            ):
-                # NCCL's kernels would wait for the CPU; there the deadline finds what differs.
-                if self.device.type == "cpu":
-                    self._exchange.compare_inside().wait()
-                for moves in algorithm(self._exchange):
-                    moves.wait()
+            if not course.has_begun:
+                self._prepare(call)
+            if not course.go_on(blocks=blocks):
+                return False
         except Exception as error:
             work.finish(self._fail(call, error))
         else:
             self._last = call
-            work.finish(enqueued=self._stream.end_of(algorithm) if elsewhere else None)
+            work.finish(enqueued=self._stream.end_of(course.algorithm) if elsewhere else None)
+        return True
+
+    def _prepare(self, call: Call) -> None:
+        self._links.check()
+        if not self._met:
+            # Ascending everywhere, so that no two wait for each other in a circle.
+            for rank in sorted({*self.layout.neighbours, *self.layout.team}):
+                self._links.to(rank)
+            self._met = True
+        self._exchange.begin(call)
+        # NCCL's kernels would wait for the CPU; there the deadline finds what differs.
+        if self.device.type == "cpu" and self.layout.team:
+            self._exchange.compare_inside().wait()
 
     def _fail(self, call: Call, error: Exception) -> CollectiveError:
         """Tell the others, hear them, and end the group."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -55,6 +54,9 @@ class Links:
             link = self._open[rank] = self._opened(rank, store or self._store)
         return link
 
+    def is_open_to(self, rank: int) -> bool:
+        return rank in self._open
+
     def _opened(self, rank: int, store: dist.Store) -> Link:
         if self._closed:
             raise RuntimeError("the links of this group are closed; make a new group")
@@ -90,9 +92,6 @@ class Links:
         deadline = time.monotonic() + _CLOSE_SECONDS
         for thread in closing:
             thread.join(max(0.0, deadline - time.monotonic()))
-
-
-LinkTo = Callable[[int], Link]
 
 
 def clone(store: dist.Store) -> dist.Store:

@@ -60,6 +60,8 @@ class Mailbox:
         self._broken: dict[int, BaseException] = {}
         self._closed = False
 
+    new_work = CollectiveWork
+
     def send(self, tensor: torch.Tensor, rank: int, tag: int, work: CollectiveWork) -> None:
         """Send contiguous memory; the work ends when it may be overwritten."""
         box = self._outgoing.get(rank)

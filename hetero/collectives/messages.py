@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from hetero.collectives.group_links import Link, Links, as_bytes, clone
+from hetero.collectives.group_links import Link, Links, Transfer, as_bytes, clone
 from hetero.collectives.streams import CallStream
 from hetero.collectives.work import CollectiveWork, Worker
 
@@ -21,19 +23,61 @@ _IDLE_SECONDS = 3600.0
 _TAGS = 1 << 32
 
 
+class MessageWork(CollectiveWork):
+    """One message under way. Whoever waits for it brings it on, in its own thread and stream."""
+
+    _lane: _Lane | None = None
+    _transfer: Transfer
+
+    def leave_to(self, lane: _Lane, transfer: Transfer, done: Callable[[], None]) -> None:
+        """`done` is called once the current stream is behind the transfer."""
+        self._transfer, self._done, self._lane = transfer, done, lane
+
+    def wait(self, timeout: timedelta = timedelta()) -> bool:
+        if timeout or self._lane is None:
+            self._hand_over()
+            return super().wait(timeout)
+        self._transfer.wait()
+        self._done()
+        return True
+
+    def is_completed(self) -> bool:
+        if self._lane is None:
+            return super().is_completed()
+        return self._transfer.is_completed() and self.wait()
+
+    def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
+        self._hand_over()
+        return super().get_future()
+
+    def _hand_over(self) -> None:
+        """Have another thread wait: for callers that must not, or not for so long."""
+        lane, self._lane = self._lane, None
+        if lane is not None:
+            lane.submit(self._transfer.wait, self, self._done)
+
+
 class DeviceMessages:
-    """One rank's messages within one group. A thread and a stream for each peer and direction."""
+    """One rank's messages within one group. A thread and a stream for each peer and direction.
+
+    They serve the first message, which opens a link, and callers that do not wait themselves.
+    """
 
     def __init__(self, *, links: Links, store: dist.Store, device: torch.device) -> None:
         self._links, self._store, self._device = links, store, device
         self._lanes: dict[tuple[int, bool], _Lane] = {}
         self._opening: dict[int, threading.Lock] = {}
 
-    def send(self, tensor: torch.Tensor, rank: int, tag: int, work: CollectiveWork) -> None:
+    new_work = MessageWork
+
+    def send(self, tensor: torch.Tensor, rank: int, tag: int, work: MessageWork) -> None:
         """Send contiguous memory."""
-        lane = self._lane(rank, sends=True)
-        lane.submit(
-            lambda: self._link_to(rank).send(as_bytes(tensor), tag=tag % _TAGS).wait(), work
+        self._begin(
+            lambda link: link.send(as_bytes(tensor), tag=tag % _TAGS),
+            rank,
+            work,
+            _nothing,
+            sends=True,
         )
 
     def recv(
@@ -41,18 +85,34 @@ class DeviceMessages:
         tensor: torch.Tensor,
         source: int | None,
         tag: int,
-        work: CollectiveWork,
+        work: MessageWork,
         done: Callable[[], None],
     ) -> None:
         """Receive into contiguous memory; `done` is called before the end."""
         if source is None:
             raise ValueError("a GPU tensor cannot be received from any rank; name the source")
+        self._begin(
+            lambda link: link.recv(tensor, tag=tag % _TAGS), source, work, done, sends=False
+        )
 
-        def receive() -> None:
-            self._link_to(source).recv(tensor, tag=tag % _TAGS).wait()
-            done()
-
-        self._lane(source, sends=False).submit(receive, work)
+    def _begin(
+        self,
+        move: Callable[[Link], Transfer],
+        rank: int,
+        work: MessageWork,
+        done: Callable[[], None],
+        *,
+        sends: bool,
+    ) -> None:
+        """At once, if the link is open and nothing of the same direction is before it."""
+        lane = self._lane(rank, sends=sends)
+        if self._links.is_open_to(rank) and lane.worker.begin_turn():
+            try:
+                work.leave_to(lane, move(self._links.to(rank)), done)
+            finally:
+                lane.worker.end_turn()
+        else:
+            lane.submit(lambda: move(self._link_to(rank)).wait(), work, done)
 
     def close(self) -> None:
         self._links.close()
@@ -68,6 +128,8 @@ class DeviceMessages:
 
     def _link_to(self, rank: int) -> Link:
         with self._opening[rank]:
+            if self._links.is_open_to(rank):
+                return self._links.to(rank)
             # Several threads wait in the store at once.
             return self._links.to(rank, store=clone(self._store))
 
@@ -77,21 +139,29 @@ class _Lane:
 
     def __init__(self, name: str, device: torch.device) -> None:
         self._stream = CallStream(device)
-        self._worker = Worker(name, idle=lambda: None, seconds=_IDLE_SECONDS)
+        self.worker = Worker(name, idle=_nothing, seconds=_IDLE_SECONDS)
 
-    def submit(self, move: Callable[[], None], work: CollectiveWork) -> None:
+    def submit(
+        self, move: Callable[[], object], work: CollectiveWork, done: Callable[[], None]
+    ) -> None:
         moment = self._stream.now()
 
         def job() -> None:
-            with self._stream.after(moment):
+            self._stream.follow(moment)
+            with self._stream.within():
                 try:
                     move()
+                    done()
                 except Exception as error:
                     work.finish(error)
                 else:
-                    work.finish(enqueued=self._stream.end_of(move))
+                    work.finish(enqueued=self._stream.end_of((move, done)))
 
-        self._worker.submit(job)
+        self.worker.submit(job)
 
     def close(self) -> None:
-        self._worker.close(seconds=_CLOSE_SECONDS)
+        self.worker.close(seconds=_CLOSE_SECONDS)
+
+
+def _nothing(*_: Any) -> None:
+    """For messages after which nothing is to be done."""

@@ -52,9 +52,7 @@ def all_gather(
         yield from _all_gather_in_table(exchange, table, row)
 
 
-def _all_gather_alone(
-    exchange: Exchange, rows: Sequence[torch.Tensor], row: torch.Tensor
-) -> Steps:
+def _all_gather_alone(exchange: Exchange, rows: Sequence[torch.Tensor], row: torch.Tensor) -> Steps:
     """Where this rank is its vendor's only one, each other rank's row comes from that rank."""
     layout, moves = exchange.layout, Moves(exchange)
     length = row.numel()

@@ -41,9 +41,7 @@ def _padded(tensor: torch.Tensor, missing: int) -> torch.Tensor:
     return torch.cat([tensor, tensor.new_zeros(missing, *tensor.shape[1:])])
 
 
-def _gathered(
-    exchange: Exchange, tensor: torch.Tensor
-) -> Generator[Moves, None, torch.Tensor]:
+def _gathered(exchange: Exchange, tensor: torch.Tensor) -> Generator[Moves, None, torch.Tensor]:
     """Every rank's tensor, all of one shape, along a new first dimension."""
     size = exchange.layout.size
     table = tensor.new_empty((size, *tensor.shape))

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from hetero.collectives.streams import current_stream
 from hetero.errors import LinkError
 
 _GRACE_SECONDS = 10.0
@@ -28,7 +29,9 @@ class CollectiveWork(dist.Work):
         super().__init__()
         self._what, self._tensors, self._timeout = what, tensors, timeout
         self._enqueued: torch.cuda.Event | None = None
-        self._ended = threading.Event()
+        self._has_ended = False
+        self._awaited: threading.Event | None = None
+        """Made by who has to wait: most calls have ended before anybody asks."""
         self._lock = threading.Lock()
         self._error: BaseException | None = None
         self._end: torch.futures.Future[list[torch.Tensor]] | None = None
@@ -45,8 +48,10 @@ class CollectiveWork(dist.Work):
         """`enqueued`: the end of the call's work in a stream that is not the caller's."""
         with self._lock:
             self._error, self._source, self._enqueued = error, source, enqueued
-            self._ended.set()
-            end = self._end
+            self._has_ended = True
+            end, awaited = self._end, self._awaited
+        if awaited is not None:
+            awaited.set()
         if end is not None:
             self._complete(end)
 
@@ -55,27 +60,36 @@ class CollectiveWork(dist.Work):
 
         Raises what went wrong with it.
         """
-        seconds = timeout.total_seconds()
+        if not self._has_ended:
+            self._await_end(timeout.total_seconds())
+        if self._error is not None:
+            raise self._error
+        if self._enqueued is not None:
+            self._order_current_stream()
+        return True
+
+    def _await_end(self, seconds: float) -> None:
+        with self._lock:
+            if self._has_ended:
+                return
+            if self._awaited is None:
+                self._awaited = threading.Event()
         bounded = 0 < seconds < self._timeout
-        if not self._ended.wait(seconds if bounded else self._timeout + _GRACE_SECONDS):
+        if not self._awaited.wait(seconds if bounded else self._timeout + _GRACE_SECONDS):
             limit = seconds if bounded else self._timeout
             raise LinkError(
                 f"{self._what} was not done within {limit:g} s; see the other ranks' logs"
             )
-        if self._error is not None:
-            raise self._error
-        self._order_current_stream()
-        return True
 
     def _order_current_stream(self) -> None:
         if self._enqueued is not None:
-            torch.cuda.current_stream(self._tensors[0].device).wait_event(self._enqueued)
+            self._enqueued.wait(current_stream(self._tensors[0].get_device()))
 
     def synchronize(self) -> None:
         self.wait()
 
     def is_completed(self) -> bool:
-        return self._ended.is_set() and (self._enqueued is None or self._enqueued.query())
+        return self._has_ended and (self._enqueued is None or self._enqueued.query())
 
     def is_success(self) -> bool:
         return self.is_completed() and self._error is None
@@ -104,7 +118,7 @@ class CollectiveWork(dist.Work):
             devices = {tensor.device for tensor in self._tensors if tensor.is_cuda}
             self._end = torch.futures.Future(devices=list(devices))
             self._future = self._end.then(self._value)
-            if self._ended.is_set():
+            if self._has_ended:
                 self._complete(self._end)
             return self._future
 
@@ -145,17 +159,19 @@ class Worker:
             self._pending += 1
         self._jobs.put(job)
 
-    def carry_out(self, job: Job) -> bool:
-        """Carry it out here and now, if nothing is before it; whether it was."""
+    def begin_turn(self) -> bool:
+        """Let the calling thread carry a call out itself, if nothing is before it; whether it may.
+
+        What it cannot finish it gives to `submit` before `end_turn`: so that stays first in line.
+        """
         with self._count:
             if self._pending:
                 return False
             self._turn.acquire()
-        try:
-            job()
-        finally:
-            self._turn.release()
         return True
+
+    def end_turn(self) -> None:
+        self._turn.release()
 
     def close(self, *, seconds: float) -> None:
         self._jobs.put(None)

@@ -47,9 +47,7 @@ class RingExchange:
         self._parts = ctypes.create_string_buffer(count * _SIZE)
         self._address = ctypes.addressof(self._parts)
 
-    def order(
-        self, messages: Sequence[Message], *, tag: int, microseconds: int
-    ) -> Sequence[Work]:
+    def order(self, messages: Sequence[Message], *, tag: int, microseconds: int) -> Sequence[Work]:
         """Have the caller's stream go on behind the messages, once all can be enqueued.
 
         Looks for so long whether the peers have come. Returns what is to be waited for if they have
