@@ -87,9 +87,9 @@ class Moves:
     def _needs_peers(self) -> bool:
         """Whether a link has to be opened, for which the caller may not wait."""
         exchange = self._exchange
-        return not exchange.may_block and not all(
-            exchange.links.is_open_to(rank) for rank, _, _ in self.wanted
-        )
+        if exchange.may_block:
+            return False
+        return not all(exchange.links.is_open_to(rank) for rank, _, _ in self.wanted)
 
     def _messages(self) -> list[Message]:
         link_to = self._exchange.links.to

@@ -94,11 +94,12 @@ class GroupAcrossVendors(dist.ProcessGroup):
     ) -> dist.Work:
         given = tensors if common is None else [common, *tensors]
         communicator = self._communicator_on(given[0].device)
-        if different := {str(tensor.device) for tensor in given} - {str(communicator.device)}:
-            raise RuntimeError(
-                f"{operation}: tensors on {communicator.device} and on {', '.join(different)}; "
-                "move them to one device"
-            )
+        here = communicator.device
+        for tensor in given:
+            if tensor.device != here:
+                raise RuntimeError(
+                    f"{operation}: tensors on {here} and on {tensor.device}; move them to one device"
+                )
         if root is not None and not 0 <= root < self.size():
             raise ValueError(f"{operation}: root {root} is no rank of a group of {self.size()}")
         work = communicator.run(
@@ -114,7 +115,7 @@ class GroupAcrossVendors(dist.ProcessGroup):
 
     def _reduction(self, opts: Any, like: torch.Tensor) -> Reduction:
         return reduction_for(
-            opts.reduceOp, like.dtype, size=self.size(), device_type=like.device.type
+            opts.reduceOp, like.dtype, size=self._layout.size, device_type=like.device.type
         )
 
     def _require_one_each(self, parts: Sequence[Any], operation: str) -> None:

@@ -36,7 +36,7 @@ class ReducingOperations(GroupAcrossVendors):
 
     def _all_reduce(self, operation: str, tensors: list[torch.Tensor], opts: Any) -> dist.Work:
         opts = options_of(opts, c10d.AllreduceOptions)
-        if any(tensor.is_sparse for tensor in tensors):
+        if tensors[0].is_sparse or any(tensor.is_sparse for tensor in tensors[1:]):
             return self._all_reduce_sparse(tensors, opts)
         reduction = self._reduction(opts, tensors[0])
         _require_one_dtype(tensors)
@@ -171,5 +171,5 @@ def _reduce_scatter(
 
 
 def _require_one_dtype(tensors: Tensors) -> None:
-    if len(dtypes := {tensor.dtype for tensor in tensors}) > 1:
+    if len(tensors) > 1 and len(dtypes := {tensor.dtype for tensor in tensors}) > 1:
         raise ValueError(f"one call reduces tensors of one dtype, got {sorted(map(str, dtypes))}")

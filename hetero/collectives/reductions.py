@@ -32,6 +32,12 @@ _WIDENED = (torch.bool, torch.int16)
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _COMPLEX = (torch.complex64, torch.complex128)
+_PLAIN = frozenset({*_INTEGERS, *_FLOATS}.difference(_WIDENED))
+"""What the libraries know as it is."""
+
+
+_NAMES = {int(kind): name for name, kind in dist.ReduceOp.RedOpType.__members__.items()}
+_PREMUL_SUM = int(dist.ReduceOp.PREMUL_SUM)
 
 
 class UnsupportedError(RuntimeError):
@@ -65,6 +71,10 @@ class Reduction:
         With `private` never the tensor's own.
         """
         flat = tensor.detach()
+        if self.factor is None and flat.dtype in _PLAIN and flat.is_contiguous():
+            if not flat.is_neg():
+                flat = flat.view(-1)
+                return flat.clone() if private else flat
         if flat.is_complex():
             flat = torch.view_as_real(flat.resolve_conj())
         flat = flat.resolve_neg().contiguous().reshape(-1)
@@ -105,10 +115,16 @@ def reduction_for(
     op: dist.ReduceOp, dtype: torch.dtype, *, size: int, device_type: str = "cpu"
 ) -> Reduction:
     """How `op` is done for tensors of `dtype`. Raises UnsupportedError where it means nothing."""
-    kind = getattr(op, "op", op)
-    if kind == dist.ReduceOp.PREMUL_SUM and (dtype in _FLOATS or dtype in _COMPLEX):
+    # A number, for torch's own type takes microseconds to be compared.
+    kind = int(getattr(op, "op", op))
+    if kind == _PREMUL_SUM and (dtype in _FLOATS or dtype in _COMPLEX):
         return Reduction("PREMUL_SUM", "SUM", size, factor=_factor(op))
-    reduction = _reduction_for(kind, dtype, size)
+    return _reduction_for(kind, dtype, size, device_type)
+
+
+@cache
+def _reduction_for(kind: int, dtype: torch.dtype, size: int, device_type: str) -> Reduction:
+    reduction = _of_name(_NAMES[kind], dtype, size)
     if device_type != "cpu" and reduction.kernel in _BITWISE:
         raise UnsupportedError(
             f"there is no reduction {reduction.name} in NCCL and RCCL; move the tensor to the CPU"
@@ -116,9 +132,7 @@ def reduction_for(
     return reduction
 
 
-@cache
-def _reduction_for(kind: Any, dtype: torch.dtype, size: int) -> Reduction:
-    name = str(kind).rpartition(".")[2]
+def _of_name(name: str, dtype: torch.dtype, size: int) -> Reduction:
     floating = dtype in _FLOATS or dtype in _COMPLEX
     if name == "AVG" and dtype is torch.float16:
         # The sum of halves may be too large for one.

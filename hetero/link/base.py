@@ -16,6 +16,7 @@ from typing import Self
 
 import torch
 
+from hetero.device.device import CurrentStream
 from hetero.errors import LinkError
 
 
@@ -81,6 +82,8 @@ class Link(ABC):
     """How it works on this machine, where that is not the same on all; for the log."""
     device: torch.device | None = None
     """Where its tensors are; None for anywhere."""
+    is_rung_by_c = False
+    """Whether the peer hears of what C has enqueued before C returns."""
 
     def __init__(self, description: LinkDescription) -> None:
         self.description = description
@@ -102,6 +105,10 @@ class Link(ABC):
     @abstractmethod
     def close(self) -> None:
         """Release every thread, buffer and connection. Idempotent; transfers under way fail."""
+
+    def lock_for_exchange(self) -> CurrentStream | None:
+        """Have messages go together with those of other links (ring_exchange.py), if they may."""
+        return None
 
     def __enter__(self) -> Self:
         return self

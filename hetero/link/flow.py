@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from hetero.device.device import CurrentStream, Device, Word
 from hetero.errors import LinkError
 from hetero.link.header import Header
-from hetero.link.ring import COUNTER_MASK, Entry, ahead
+from hetero.link.ring import COUNTER_MASK, HALF_ROUND, Entry
 from hetero.link.ring_transfer import CompletionFlag, RingEnds, RingTransfer
 from hetero.native import binding
 from hetero.native.binding import Progress, native
@@ -78,6 +78,7 @@ class Flow:
             doorbell=ends.theirs.doorbell_address(),
             is_outgoing=is_outgoing,
         )
+        self._takes_places = self._state.places != 0
         self._reference = byref(self._state)
         self.address = addressof(self._state)
         """Where C has it."""
@@ -111,7 +112,7 @@ class Flow:
         A peer that gives up says so and then writes the counter too, to release its own device.
         """
         completed = self._direction.consumed if consumed else self._direction.produced
-        return ahead(count & COUNTER_MASK, completed) <= 0 and not self._peer.has_failed
+        return (completed - count) & COUNTER_MASK < HALF_ROUND and not self._peer.has_failed
 
     def transfers(self) -> list[RingTransfer]:
         return [*self.under_way, *self.waiting]
@@ -153,7 +154,7 @@ class Flow:
         """All of what waits first has been enqueued, as entries up to this one."""
         transfer = self.waiting.popleft()
         # The peer has to have what is sent out of a tensor: until then it may be sent again.
-        in_place = bool(self._state.places) and not self.is_small(transfer.nbytes)
+        in_place = self._takes_places and transfer.nbytes > self._limits.small_bytes
         caller = transfer.caller if by_caller and not in_place else None
         consumed = transfer.is_receive or in_place
         transfer.completion = CompletionFlag(self, count, consumed=consumed, caller=caller)
@@ -179,6 +180,11 @@ class Flow:
         if progress == Progress.REFUSED:
             raise EntryRefused(refusal(self._direction.entry(self.count), transfer))
         return False
+
+    def note_part(self, transfer: RingTransfer, offset: int, *, has_begun: bool) -> None:
+        """Of a message that its caller was sending or receiving, only so much has been enqueued."""
+        transfer.offset, transfer.begun = offset, has_begun
+        transfer.ready = self.device.record_event()
 
     def driver_failure(self, transfer: RingTransfer) -> LinkError:
         """What the driver refused last."""

@@ -22,13 +22,15 @@ from hetero.native.binding import (
 ENTRIES = RingDirection.records.size // sizeof(RingRecord)
 COUNTER_MASK = 0xFFFFFFFF
 """Counters are words of 32 bits: they count round."""
+HALF_ROUND = 0x80000000
+"""One that is so far ahead of another, or further, is behind it."""
 _PLACES_BYTES = RingControl.places.size // 2
 CONTROL_BYTES = -(-sizeof(RingControl) // PAGE) * PAGE
 
 
 def ahead(newer: int, older: int) -> int:
     """How far one wrapping 32-bit counter is ahead of another; negative when it is behind."""
-    return ((newer - older + 0x80000000) & COUNTER_MASK) - 0x80000000
+    return ((newer - older + HALF_ROUND) & COUNTER_MASK) - HALF_ROUND
 
 
 class Entry(NamedTuple):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import struct
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 
@@ -23,7 +23,7 @@ _PART = struct.Struct(f"<5QII{Part.header.size}s")
 _KEPT_BY_C = struct.Struct("<QQII")
 _SIZE = ctypes.sizeof(Part)
 _KEPT_OFFSET = Part.offset.offset
-_PROGRESS = 2
+_WHOLE = int(Progress.WHOLE)
 _NOTHING_YET = (0, 0, 0, 0)
 
 
@@ -56,21 +56,21 @@ class RingExchange:
         Unlike `send` and `recv` it holds the locks of all links while it looks, of which there is
         therefore an end. Two callers with links in common get them in the same order.
         """
-        links = {message.link for message in messages}
-        ordered: Iterable[Link] = links
-        if len(links) > 1:
-            ordered = sorted(links, key=lambda link: link.description.peer)
-        locked: list[RingLink] = []
+        links: Iterable[Link] = dict.fromkeys([message.link for message in messages])
+        if len(messages) > 2:
+            links = sorted(links, key=lambda link: link.description.peer)
+        # Those of a ring, for which alone there is more than this.
+        locked: list[Any] = []
         try:
-            for link in ordered:
-                stream = link.lock_for_exchange() if isinstance(link, RingLink) else None
+            for link in links:
+                stream = link.lock_for_exchange()
                 if stream is None:
                     break
-                locked.append(cast(RingLink, link))
+                locked.append(link)
+                if not link.is_rung_by_c:
+                    microseconds = 0
             else:
                 assert stream is not None
-                if not all(link.is_rung_by_c for link in locked):
-                    microseconds = 0
                 return self._exchange(messages, locked, stream, tag, microseconds)
         finally:
             for link in locked:
@@ -82,7 +82,7 @@ class RingExchange:
 
     def _exchange(
         self,
-        messages: Sequence[Message],
+        messages: Sequence[Any],
         links: Sequence[RingLink],
         stream: CurrentStream,
         tag: int,
@@ -91,31 +91,35 @@ class RingExchange:
         """With the locks."""
         if len(messages) > self._room:
             self._make_room(len(messages))
-        transfers = []
-        for place, (link, tensor, is_receive) in enumerate(messages):
-            transfer, flow = cast(RingLink, link).announce(
-                tensor, stream, tag=tag, is_receive=is_receive
-            )
+        parts, announced, place = self._parts, [], 0
+        for link, tensor, is_receive in messages:
+            transfer, flow = link.announce(tensor, stream, tag=tag, is_receive=is_receive)
             _PART.pack_into(
-                self._parts,
-                place * _SIZE,
+                parts,
+                place,
                 flow.address,
                 transfer.address,
                 transfer.nbytes,
                 *_NOTHING_YET,
                 transfer.header,
             )
-            transfers.append(transfer)
-        progress = self._call(self._address, len(transfers), stream.key, microseconds)
+            announced.append((transfer, flow))
+            place += _SIZE
+        progress = self._call(self._address, len(announced), stream.key, microseconds)
+        place = _KEPT_OFFSET
         failed = []
-        for place, transfer in enumerate(transfers):
-            kept = _KEPT_BY_C.unpack_from(self._parts, place * _SIZE + _KEPT_OFFSET)
-            transfer.link.note_part(transfer, *kept)
-            if kept[_PROGRESS] == Progress.FAILED:
+        for transfer, flow in announced:
+            offset, count, of_part, by_caller = _KEPT_BY_C.unpack_from(parts, place)
+            place += _SIZE
+            if of_part == _WHOLE:
+                flow.note_whole(count, by_caller=by_caller)
+                continue
+            flow.note_part(transfer, offset, has_begun=offset > 0 or of_part == Progress.FAILED)
+            if of_part == Progress.FAILED:
                 failed.append(transfer)
         for transfer in failed:
             transfer.link.note_driver_failure(transfer)
-        is_over = progress == Progress.WHOLE
+        is_over = progress == _WHOLE
         for link in links:
             is_over = link.end_exchange(is_watched=microseconds > 0) and is_over
-        return [] if is_over else transfers
+        return [] if is_over else [transfer for transfer, _ in announced]

@@ -43,7 +43,8 @@ class FailingLink(Link):
         if self._broken is None and not self._closed and self._ends.theirs.has_failed:
             with self._lock:
                 self._handle_fault()
-        super().check()
+        if self._broken is not None:
+            raise self._broken
 
     def _check_progress(self) -> None:
         """Break the link if a transfer is overdue or the peer has ended. Called with the lock."""

@@ -25,7 +25,7 @@ from hetero.link.header import PROTOCOL_VERSION, HeaderWriter, job_token
 from hetero.link.ring import COUNTER_MASK, ahead
 from hetero.link.ring_failure import WATCH_SECONDS, FailingLink
 from hetero.link.ring_transfer import RingEnds, RingTransfer
-from hetero.native.binding import Progress, native
+from hetero.native.binding import native
 
 _IDLE_SECONDS = 1.0
 _JOIN_SECONDS = 5.0
@@ -78,6 +78,7 @@ class RingLink(FailingLink):
         )
         super().__init__(description, ends=ends, outgoing=outgoing, incoming=incoming)
         self.transport = transport
+        self.is_rung_by_c = outgoing.rings_peer
         self._device = device
         self._headers = HeaderWriter(job=job_token(description.job))
         self._doorbell_address = ends.mine.doorbell_address()
@@ -158,11 +159,6 @@ class RingLink(FailingLink):
         return stream
 
     @property
-    def is_rung_by_c(self) -> bool:
-        """Whether the peer hears of what C has enqueued before C returns."""
-        return self._out.rings_peer
-
-    @property
     def _is_idle(self) -> bool:
         return not (self._out.waiting or self._in.waiting)
 
@@ -174,29 +170,22 @@ class RingLink(FailingLink):
     ) -> tuple[RingTransfer, Flow]:
         """The next message of a direction, of which C is told at once. Called with the lock."""
         self._require_here(tensor)
-        flow = self._in if is_receive else self._out
+        counters = self.counters
         transfer = self._transfer(
             tensor.detach(), stream, ready=None, tag=tag, is_receive=is_receive
         )
         if is_receive:
-            self._count_received(tensor)
+            flow = self._in
+            counters.messages_received += 1
+            counters.bytes_received += transfer.nbytes
         else:
-            self._count_sent(tensor)
+            flow = self._out
+            counters.messages_sent += 1
+            counters.bytes_sent += transfer.nbytes
         # Before the call, in case an exception of a signal's handler hides what it returns.
         transfer.begun = True
         flow.waiting.append(transfer)
         return transfer, flow
-
-    def note_part(
-        self, transfer: RingTransfer, offset: int, count: int, progress: int, by_caller: int
-    ) -> None:
-        """What has come of an announced message. Called with the lock."""
-        flow = self._in if transfer.is_receive else self._out
-        if progress == Progress.WHOLE:
-            flow.note_whole(count, by_caller=bool(by_caller))
-            return
-        transfer.offset, transfer.begun = offset, offset > 0 or progress == Progress.FAILED
-        transfer.ready = self._device.record_event()
 
     def note_driver_failure(self, transfer: RingTransfer) -> None:
         """After all announced messages have been noted. Called with the lock."""
@@ -210,11 +199,12 @@ class RingLink(FailingLink):
 
         `is_watched` is whether the caller goes on waiting. Returns whether the peer has not failed.
         """
-        if not self._out.rings_peer:
+        if not self.is_rung_by_c:
             self._ends.theirs.ring()
         if self._resting or not (is_watched or self._is_idle):
             self._wanted.set()
-        self._release_completed()
+        self._out.release_completed()
+        self._in.release_completed()
         return not self._ends.theirs.has_failed
 
     def close(self) -> None:
