@@ -33,7 +33,7 @@ def combine_in_order(
     reduction: Reduction, partials: dict[int, torch.Tensor], *, out: torch.Tensor
 ) -> None:
     """Join partial results by vendor, in vendor order. `out` may be the memory of one of them."""
-    first, *others = (partials[vendor] for vendor in sorted(partials))
+    first, *others = [partials[vendor] for vendor in sorted(partials)]
     if len(others) == 1:
         reduction.combine(first, others[0], out=out)
         return

@@ -17,7 +17,7 @@ def _digest(*values: object) -> int:
     return zlib.crc32(repr(values).encode())
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Call:
     """One operation. Ranks that call the same have equal calls, but for what is each one's own."""
 

@@ -10,8 +10,14 @@ import torch
 from hetero.collectives.group_links import as_bytes
 
 
+def _is_plain(tensor: torch.Tensor) -> bool:
+    return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+
+
 def plain(tensor: torch.Tensor) -> torch.Tensor:
     """The values in contiguous memory, nothing lazy about them."""
+    if _is_plain(tensor):
+        return tensor.detach()
     return tensor.detach().resolve_conj().resolve_neg().contiguous()
 
 
@@ -32,7 +38,7 @@ class Written:
         self.flats = [self._flat(tensor.detach(), keeps=keeps) for tensor in tensors]
 
     def _flat(self, tensor: torch.Tensor, *, keeps: bool) -> torch.Tensor:
-        if tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
+        if _is_plain(tensor):
             return as_bytes(tensor)
         other = (
             plain(tensor)

@@ -98,7 +98,8 @@ class GroupAcrossVendors(dist.ProcessGroup):
         for tensor in given:
             if tensor.device != here:
                 raise RuntimeError(
-                    f"{operation}: tensors on {here} and on {tensor.device}; move them to one device"
+                    f"{operation}: tensors on {here} and on {tensor.device}; "
+                    "move them to one device"
                 )
         if root is not None and not 0 <= root < self.size():
             raise ValueError(f"{operation}: root {root} is no rank of a group of {self.size()}")
@@ -268,6 +269,8 @@ def listed(tensors: Any) -> list[torch.Tensor]:
 
 def options_of(given: Any, kind: Callable[[], Any]) -> Any:
     """Options of an operation, for callers that give none, or only what is reduced or the root."""
+    if type(given) is kind:
+        return given
     if given is None:
         options = kind()
         if hasattr(options, "asyncOp"):

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
 from typing import Any
@@ -43,17 +42,6 @@ _CLOSE_SECONDS = 5.0
 _MAIL_SECONDS = 365 * 24 * 3600.0
 
 Algorithm = Callable[[Exchange], Steps]
-
-
-@dataclass(frozen=True, slots=True)
-class _Named:
-    """A call as errors name it."""
-
-    call: Call
-    group: str
-
-    def __str__(self) -> str:
-        return f"{self.call} of group {self.group}"
 
 
 class _Course:
@@ -174,14 +162,14 @@ class Communicator:
         with self._order:
             self._sequence += 1
             call = Call(
-                sequence=self._sequence,
-                operation=operation,
-                dtype="" if common is None else _name_of(common.dtype),
-                shape=() if common is None else (common.numel(),),
-                reduction=reduction,
-                root=None if root is None else self.layout.members[root].global_rank,
+                self._sequence,
+                operation,
+                "" if common is None else _name_of(common.dtype),
+                () if common is None else (common.numel(),),
+                reduction,
+                None if root is None else self.layout.members[root].global_rank,
             )
-            work = CollectiveWork(_Named(call, self.name), tensors, timeout=self.timeout)
+            work = CollectiveWork(call, tensors, timeout=self.timeout, group=self.name)
             course = _Course(algorithm, self._exchange)
             if (blocking or (self._met and self._stream.exists)) and self._worker.begin_turn():
                 try:
@@ -236,7 +224,7 @@ class Communicator:
 
     def drain(self) -> None:
         """Block until all calls so far are enqueued, and a GPU has come to the end of them."""
-        done = CollectiveWork("the calls so far", [], timeout=self.timeout)
+        done = CollectiveWork("the calls so far", [], timeout=self.timeout, group=self.name)
         self._worker.submit(done.finish)
         done.wait()
         self._stream.synchronize()
@@ -257,8 +245,8 @@ class Communicator:
         self, verb: str, rank: int | None, tag: int, tensor: torch.Tensor
     ) -> CollectiveWork:
         whom = "any rank" if rank is None else str(self.layout.members[rank])
-        what = f"{verb} {whom} with tag {tag} in group {self.name}"
-        return self._messages.new_work(what, [tensor], timeout=self.timeout)
+        what = f"{verb} {whom} with tag {tag}"
+        return self._messages.new_work(what, [tensor], timeout=self.timeout, group=self.name)
 
     def abort(self) -> None:
         """End every call under way with an error, here and, by that, at the other ranks."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -71,10 +70,11 @@ class Reduction:
         With `private` never the tensor's own.
         """
         flat = tensor.detach()
-        if self.factor is None and flat.dtype in _PLAIN and flat.is_contiguous():
-            if not flat.is_neg():
+        plain = flat.dtype in _PLAIN and flat.is_contiguous() and not flat.is_neg()
+        if plain and self.factor is None:
+            if flat.dim() != 1:
                 flat = flat.view(-1)
-                return flat.clone() if private else flat
+            return flat.clone() if private else flat
         if flat.is_complex():
             flat = torch.view_as_real(flat.resolve_conj())
         flat = flat.resolve_neg().contiguous().reshape(-1)

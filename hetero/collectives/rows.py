@@ -55,15 +55,21 @@ def all_gather(
 def _all_gather_alone(exchange: Exchange, rows: Sequence[torch.Tensor], row: torch.Tensor) -> Steps:
     """Where this rank is its vendor's only one, each other rank's row comes from that rank."""
     layout, moves = exchange.layout, Moves(exchange)
-    length = row.numel()
     for vendor in layout.others:
-        ranks = layout.vendors[vendor]
-        for rank, piece in zip(ranks, equal_parts(length, len(ranks)), strict=True):
-            moves.send(rank, row[piece.begin : piece.end])
+        for rank, piece in _pieces(row, layout.vendors[vendor]):
+            moves.send(rank, piece)
     for vendor in layout.others:
         for rank in layout.vendors[vendor]:
             moves.recv(rank, rows[rank])
     yield from _beside_copy(moves, rows[layout.rank], row)
+
+
+def _pieces(row: torch.Tensor, ranks: Sequence[int]) -> list[tuple[int, torch.Tensor]]:
+    """What of a row each of another vendor's ranks sees to."""
+    if len(ranks) == 1:
+        return [(ranks[0], row)]
+    spans = equal_parts(row.numel(), len(ranks))
+    return [(rank, row[span.begin : span.end]) for rank, span in zip(ranks, spans, strict=True)]
 
 
 def _all_gather_in_table(exchange: Exchange, table: torch.Tensor, row: torch.Tensor) -> Steps:
@@ -134,25 +140,40 @@ def reduce_scatter(
     layout, length, library = exchange.layout, result.numel(), exchange.library
     if not length:
         return
-    inside = []
-    own = table[layout.rank]
-    if library is not None:
-        own = result.new_empty(length)
-        inside.append(library.reduce_scatter(own, _rows(table, layout.mine), reduction.op))
+    if library is None:
+        yield from _reduce_scatter_alone(exchange, result, table, reduction)
+        return
+    own = result.new_empty(length)
+    inside = [library.reduce_scatter(own, _rows(table, layout.mine), reduction.op)]
     outgoing: dict[int, tuple[Span, torch.Tensor]] = {}
     for vendor in layout.others:
         block = _rows(table, layout.vendors[vendor])
         spans = equal_parts(block.numel(), len(layout.mine))
-        piece = block
-        if library is not None:
-            missing = len(spans[0]) * len(layout.mine) - block.numel()
-            whole = torch.nn.functional.pad(block, (0, missing)) if missing else block
-            piece = block.new_empty(len(spans[0]))
-            inside.append(library.reduce_scatter(piece, whole, reduction.op))
+        missing = len(spans[0]) * len(layout.mine) - block.numel()
+        whole = torch.nn.functional.pad(block, (0, missing)) if missing else block
+        piece = block.new_empty(len(spans[0]))
+        inside.append(library.reduce_scatter(piece, whole, reduction.op))
         outgoing[vendor] = spans[layout.place], piece
     for work in inside:
         work.wait()
     yield from _exchange_pieces(exchange, result, own, outgoing, reduction)
+
+
+def _reduce_scatter_alone(
+    exchange: Exchange, result: torch.Tensor, table: torch.Tensor, reduction: Reduction
+) -> Steps:
+    """Where this rank is its vendor's only one, its rows are its vendor's partial results."""
+    layout, moves = exchange.layout, Moves(exchange)
+    own = table[layout.rank]
+    partials = {layout.vendor: own}
+    for vendor in layout.others:
+        for rank in layout.vendors[vendor]:
+            moves.send(rank, table[rank])
+        partials[vendor] = torch.empty_like(own)
+        for rank, piece in _pieces(partials[vendor], layout.vendors[vendor]):
+            moves.recv(rank, piece)
+    yield moves
+    combine_in_order(reduction, partials, out=result)
 
 
 def _rows(table: torch.Tensor, ranks: Sequence[int]) -> torch.Tensor:

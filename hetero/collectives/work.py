@@ -24,10 +24,12 @@ class CollectiveWork(dist.Work):
     On a GPU it has ended for the CPU when all of it has been enqueued.
     """
 
-    def __init__(self, what: object, tensors: list[torch.Tensor], *, timeout: float) -> None:
+    def __init__(
+        self, what: object, tensors: list[torch.Tensor], *, timeout: float, group: str
+    ) -> None:
         """`what` is written out in errors alone."""
         super().__init__()
-        self._what, self._tensors, self._timeout = what, tensors, timeout
+        self._what, self._tensors, self._timeout, self._group = what, tensors, timeout, group
         self._enqueued: torch.cuda.Event | None = None
         self._has_ended = False
         self._awaited: threading.Event | None = None
@@ -78,7 +80,8 @@ class CollectiveWork(dist.Work):
         if not self._awaited.wait(seconds if bounded else self._timeout + _GRACE_SECONDS):
             limit = seconds if bounded else self._timeout
             raise LinkError(
-                f"{self._what} was not done within {limit:g} s; see the other ranks' logs"
+                f"{self._what} in group {self._group} was not done within {limit:g} s; "
+                "see the other ranks' logs"
             )
 
     def _order_current_stream(self) -> None:
@@ -211,7 +214,8 @@ class CombinedWork(CollectiveWork):
     """Several calls as one."""
 
     def __init__(self, works: list[CollectiveWork]) -> None:
-        super().__init__("a coalesced call", flat_list([w.result() for w in works]), timeout=0.0)
+        tensors = flat_list([work.result() for work in works])
+        super().__init__("a coalesced call", tensors, timeout=0.0, group="")
         self._works = works
 
     def wait(self, timeout: timedelta = timedelta()) -> bool:
