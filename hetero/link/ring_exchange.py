@@ -17,12 +17,12 @@ from hetero.device.device import CurrentStream
 from hetero.link.base import Link, Work
 from hetero.link.ring_link import RingLink
 from hetero.link.ring_transfer import RingTransfer
-from hetero.native.binding import Part, Progress, native
+from hetero.native.binding import ExchangePart, Progress, native
 
-_PART = struct.Struct(f"<5QII{Part.header.size}s")
+_PART = struct.Struct(f"<5QII{ExchangePart.header.size}s")
 _KEPT_BY_C = struct.Struct("<QQII")
-_SIZE = ctypes.sizeof(Part)
-_KEPT_OFFSET = Part.offset.offset
+_SIZE = ctypes.sizeof(ExchangePart)
+_KEPT_OFFSET = ExchangePart.offset.offset
 _WHOLE = int(Progress.WHOLE)
 _NOTHING_YET = (0, 0, 0, 0)
 

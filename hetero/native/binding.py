@@ -224,8 +224,8 @@ class Progress(IntEnum):
     FAILED = 4
 
 
-class Part(Structure):
-    """`struct part`."""
+class ExchangePart(Structure):
+    """`struct exchange_part`."""
 
     _fields_ = (
         ("flow", c_uint64),

@@ -289,12 +289,12 @@ uint32_t native_progress(struct flow *flow, const uint8_t *header, uint64_t addr
     return progress;
 }
 
-static struct flow *flow_of(const struct part *part)
+static struct flow *flow_of(const struct exchange_part *part)
 {
     return (struct flow *)(uintptr_t)part->flow;
 }
 
-static void bring_on_part(struct part *part, uint64_t caller)
+static void bring_on_part(struct exchange_part *part, uint64_t caller)
 {
     struct flow *flow = flow_of(part);
     struct message message = {.header = part->header,
@@ -314,7 +314,7 @@ static void bring_on_part(struct part *part, uint64_t caller)
 }
 
 /* Whether a part of the same flow is before it. */
-static bool has_to_follow(const struct part *parts, uint32_t place)
+static bool has_to_follow(const struct exchange_part *parts, uint32_t place)
 {
     for (uint32_t before = 0; before < place; before++)
         if (parts[before].flow == parts[place].flow && parts[before].progress != WHOLE)
@@ -323,7 +323,7 @@ static bool has_to_follow(const struct part *parts, uint32_t place)
 }
 
 /* How many are left; STUCK once one cannot go on. */
-static uint32_t bring_on_parts(struct part *parts, uint32_t count, uint64_t caller)
+static uint32_t bring_on_parts(struct exchange_part *parts, uint32_t count, uint64_t caller)
 {
     uint32_t left = 0;
 
@@ -339,7 +339,7 @@ static uint32_t bring_on_parts(struct part *parts, uint32_t count, uint64_t call
     return left;
 }
 
-static bool goes_past_ring(const struct part *part)
+static bool goes_past_ring(const struct exchange_part *part)
 {
     const struct flow *flow = flow_of(part);
 
@@ -347,10 +347,10 @@ static bool goes_past_ring(const struct part *part)
 }
 
 /* Have the caller's stream go on behind what went through the link's. */
-static uint32_t order_caller(struct part *parts, uint32_t count, uint64_t caller)
+static uint32_t order_caller(struct exchange_part *parts, uint32_t count, uint64_t caller)
 {
     for (uint32_t place = 0; place < count; place++) {
-        struct part *part = &parts[place];
+        struct exchange_part *part = &parts[place];
         struct flow *flow = flow_of(part);
         failure failed;
 
@@ -369,7 +369,7 @@ static uint32_t order_caller(struct part *parts, uint32_t count, uint64_t caller
     return WHOLE;
 }
 
-uint32_t native_exchange(struct part *parts, uint32_t count, uint64_t caller, uint32_t microseconds)
+uint32_t native_exchange(struct exchange_part *parts, uint32_t count, uint64_t caller, uint32_t microseconds)
 {
     int64_t end = spin_clock() + (int64_t)microseconds * 1000;
     uint32_t left;

@@ -151,7 +151,7 @@ uint32_t native_progress(struct flow *flow, const uint8_t *header, uint64_t addr
                          uint64_t caller, bool is_callers_turn);
 
 /* One message of several that a caller sends and receives together. Python makes it. */
-struct part {
+struct exchange_part {
     uint64_t flow; /* a struct flow, in which nothing waits */
     uint64_t address;
     uint64_t nbytes;
@@ -169,7 +169,7 @@ struct part {
  * begin behind what the stream `caller`, which is that of the calling thread, was given before. WHOLE when
  * all are enqueued and that stream goes on behind them; else WAITING, and each part says how far it is, or
  * FAILED, where the driver has failed after that. */
-uint32_t native_exchange(struct part *parts, uint32_t count, uint64_t caller,
+uint32_t native_exchange(struct exchange_part *parts, uint32_t count, uint64_t caller,
                          uint32_t microseconds);
 
 #endif

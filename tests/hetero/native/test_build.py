@@ -90,7 +90,7 @@ BUILD = ["setup.py", "-q", "build_ext", "--inplace"]
 def test_it_is_built_beside_its_sources_without_a_warning(checkout: Path) -> None:
     assert run(BUILD, checkout, CFLAGS="-Werror") == (0, "")
     (built,) = (checkout / "hetero/native").glob("*.so")
-    assert native(built).native_version() == 4
+    assert native(built).native_version() == 5
 
 
 @pytest.mark.parametrize("compiler", ["/bin/false", "/nonexistent/cc"])
@@ -136,7 +136,7 @@ def test_a_library_of_another_version_is_an_error_with_the_remedy(tmp_path: Path
     source, built = tmp_path / "other.c", tmp_path / "other.so"
     source.write_text("\n".join(["int native_version(void) { return 7; }", *lines]))
     subprocess.run([str(COMPILER), "-shared", "-fPIC", "-o", built, source], check=True)
-    with pytest.raises(LinkError, match="version 7 and 4 is needed; install this project again"):
+    with pytest.raises(LinkError, match="version 7 and 5 is needed; install this project again"):
         native(built)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from ctypes import CFUNCTYPE, c_int
 from typing import Any
 
@@ -18,7 +19,7 @@ from hetero.link.header import Header
 from hetero.link.ring import CONTROL_BYTES, Direction, EndState
 from hetero.link.ring_transfer import RingEnds, RingTransfer
 from hetero.link.shared_memory import SharedMemory, make_memory
-from hetero.native.binding import EntryPoints, Streams
+from hetero.native.binding import EntryPoints, ExchangePart, Progress, Streams, native
 from tests.emulated_streams import EmulatedDevice
 
 JOIN = 0xE0
@@ -169,6 +170,26 @@ class World:
         """As a link does it."""
         if flow.enqueue(stream, awaited=awaited):
             self._doorbells[flow is self.sender].ring()
+
+    def exchange(self, messages: Sequence[tuple[int, bool]], *, caller: int) -> int:
+        """What C answers where a caller's stream sends and receives messages of so many bytes.
+
+        Each is a size and whether it is received; the flows must have nothing waiting.
+        """
+        parts, announced = (ExchangePart * len(messages))(), []
+        for part, (nbytes, is_receive) in zip(parts, messages, strict=True):
+            flow = self.receiver if is_receive else self.sender
+            made = self.transfer(nbytes, is_receive=is_receive, caller=caller, ready=None)
+            part.flow, part.address, part.nbytes = flow.address, made.address, nbytes
+            part.header[:] = made.header
+            announced.append((part, made, flow))
+        answer: int = native().native_exchange(parts, len(parts), caller, 0)
+        for part, made, flow in announced:
+            if part.progress == Progress.WHOLE:
+                flow.note_whole(part.count, by_caller=part.by_caller)
+            else:
+                flow.note_part(made, part.offset, has_begun=part.offset > 0)
+        return answer
 
     def rung(self) -> list[bool]:
         """Which doorbells have been rung since this was asked last."""

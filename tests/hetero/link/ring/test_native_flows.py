@@ -18,7 +18,7 @@ from hetero.errors import LinkError
 from hetero.link.flow import EntryRefused
 from hetero.link.header import Header
 from hetero.link.ring import COUNTER_MASK, ENTRIES, Entry, ahead
-from hetero.native.binding import RingRecord
+from hetero.native.binding import Progress, RingRecord
 from tests.hetero.link.ring.driven import (
     CONTROL,
     INCOMING_RING,
@@ -49,6 +49,7 @@ steps = st.one_of(
         st.sampled_from([1, 2, ENTRIES]),
     ),
     st.tuples(st.just("again"), streams),
+    st.tuples(st.just("exchange"), st.lists(sizes, max_size=2), st.booleans(), keys),
 )
 
 
@@ -98,7 +99,18 @@ def again(world: World, key: int | None) -> None:
     world.enqueue(world.sender, _stream(world, 0, key))
 
 
+def exchange(world: World, sent_sizes: list[int], receives: bool, key: int) -> None:
+    """Sends, and with them what was sent before, by one call of C."""
+    messages = [] if world.sender.waiting else [(nbytes, False) for nbytes in sent_sizes]
+    sent = [t for t in world.transfers if not t.is_receive]
+    if receives and not world.receiver.waiting and world.receiver.sequence < len(sent):
+        messages.append((sent[world.receiver.sequence].nbytes, True))
+    if messages:
+        world.exchange(messages, caller=key)
+
+
 STEPS = {
+    "exchange": exchange,
     "send": send,
     "expect what was sent": expect,
     "wait": wait,
@@ -265,6 +277,52 @@ def test_a_small_message_goes_through_its_callers_streams() -> None:
         ("cuStreamWriteValue32_v2", KEYS[1], consumed, 1, 0),
     ]
     assert produced >= CONTROL
+
+
+def test_what_a_caller_sends_and_receives_together_goes_through_its_stream_if_it_is_small() -> None:
+    world = World(CudaDriver)
+    assert world.exchange([(100, False), (100, True)], caller=KEYS[0]) == Progress.WHOLE
+    produced, consumed = world.direction.produced_word, world.direction.consumed_word
+    assert world.recorders[0].calls == [
+        ("cuMemcpyAsync", OUTGOING_RING, 0x7_0000_0000, 100, KEYS[0]),
+        ("cuStreamWriteValue32_v2", KEYS[0], produced, 1, 0),
+    ]
+    assert world.recorders[1].calls == [
+        ("cuStreamWaitValue32_v2", KEYS[0], produced, 1, 0),
+        ("cuMemcpyAsync", 0x7_0000_0000, INCOMING_RING, 100, KEYS[0]),
+        ("cuStreamWriteValue32_v2", KEYS[0], consumed, 1, 0),
+    ]
+
+
+def test_what_is_large_follows_its_callers_stream_which_goes_on_behind_all_of_it() -> None:
+    world = World(CudaDriver, ring_bytes=16 << 10, chunk_bytes=4 << 10)
+    assert world.exchange([(6 << 10, False), (6 << 10, True)], caller=KEYS[0]) == Progress.WHOLE
+    copies, _, writes = THREE
+    produced, consumed = world.direction.produced_word, world.direction.consumed_word
+    sent, received = (recorder.calls for recorder in world.recorders)
+    assert sent[:3] == [
+        ("cuEventRecord", JOIN, KEYS[0]),
+        ("cuStreamWaitEvent", copies, JOIN, 0),
+        ("cuMemcpyAsync", OUTGOING_RING, 0x7_0000_0000, 4 << 10, copies),
+    ]
+    assert sent[-1] == ("cuStreamWaitValue32_v2", KEYS[0], produced, 2, 0)
+    assert sent[-2] == ("cuStreamWriteValue32_v2", writes, produced, 2, 0)
+    assert received[:2] == sent[:2]
+    assert received[-1] == ("cuStreamWaitValue32_v2", KEYS[0], consumed, 2, 0)
+
+
+def test_a_callers_stream_waits_for_nothing_while_a_peer_has_not_come() -> None:
+    world = World(CudaDriver)
+    assert world.exchange([(100, True)], caller=KEYS[0]) == Progress.WAITING
+    assert world.recorders[1].calls == []
+    assert [transfer.begun for transfer in world.receiver.waiting] == [False]
+
+
+def test_a_message_waits_for_the_one_before_it_in_the_same_direction() -> None:
+    world = World(CudaDriver, ring_bytes=16 << 10, chunk_bytes=8 << 10)
+    messages = [(40 << 10, False), (100, False)]
+    assert world.exchange(messages, caller=KEYS[0]) == Progress.WAITING
+    assert [transfer.offset for transfer in world.sender.waiting] == [16 << 10, 0]
 
 
 @pytest.mark.parametrize("key", KEYS)

@@ -1,0 +1,156 @@
+"""Messages of several links that one call of C enqueues together. Streams are emulated."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from hetero.device.host import HostDevice
+from hetero.errors import LinkError
+from hetero.link.base import Link
+from hetero.link.ring_exchange import Message, RingExchange
+from hetero.native.binding import Step
+from tests.emulated_streams import EmulatedDevice
+from tests.hetero.link.ring.pair import LARGE, Pair, is_broken, opened
+from tests.hetero.link.test_handshake import both
+
+PATIENCE = 20_000_000
+"""Microseconds; a peer comes long before."""
+
+
+def together(*messages: tuple[Link, torch.Tensor, bool], tag: int = 0, patience: int = 0) -> int:
+    """Exchange messages and wait for what is left; how many that were."""
+    exchange = RingExchange()
+    left = exchange.order([Message(*m) for m in messages], tag=tag, microseconds=patience)
+    for work in left:
+        work.wait()
+    return len(left)
+
+
+def swap(pair: Pair, sizes: Sequence[int], *, patience: int = PATIENCE) -> list[Any]:
+    """Both ends send and receive so many elements at once; what `together` says at each."""
+
+    def end(link: Link, number: int) -> int:
+        sent = [torch.full((size,), number + place) for place, size in enumerate(sizes)]
+        got = [torch.zeros_like(tensor) for tensor in sent]
+        messages = [(link, tensor, False) for tensor in sent]
+        left = together(*messages, *((link, tensor, True) for tensor in got), patience=patience)
+        for place, tensor in enumerate(got):
+            assert (tensor == 100 - number + place).all()
+        return left
+
+    return both(lambda: end(pair.sender, 0), lambda: end(pair.receiver, 100))
+
+
+def test_a_small_message_each_way_is_over_when_the_call_returns() -> None:
+    with opened() as pair:
+        assert swap(pair, [10]) == [0, 0]
+        assert [device.moved_by_callers for device in pair.devices] == [2, 2]
+        assert pair.sender.counters.messages_sent == pair.sender.counters.messages_received == 1
+
+
+def test_a_large_message_goes_beside_its_callers_stream_which_goes_on_behind_it() -> None:
+    with opened() as pair:
+        assert swap(pair, [LARGE]) == [0, 0]
+        assert [device.moved_by_callers for device in pair.devices] == [0, 0]
+
+
+@pytest.mark.parametrize("device", [EmulatedDevice, lambda: HostDevice(torch.device("cpu"))])
+def test_messages_of_all_sizes_arrive_among_others_whoever_is_late(device: Any) -> None:
+    chance = random.Random(1)
+    with opened(device=device) as pair:
+        for _ in range(60):
+            sizes = [
+                chance.choice([0, 1, 100, LARGE, 20 * LARGE]) for _ in range(chance.choice([1, 2]))
+            ]
+            swap(pair, sizes, patience=chance.choice([0, 200]))
+            target = torch.zeros(7)
+            pair.sender.send(torch.ones(7))
+            pair.receiver.recv(target).wait()
+            assert (target == 1).all()
+
+
+def test_one_call_serves_several_links() -> None:
+    with opened() as one, opened() as other:
+        exchange = RingExchange()
+        for number in range(5):
+            got = [torch.zeros(10), torch.zeros(10)]
+            for pair in (one, other):
+                pair.sender.send(torch.full((10,), float(number)))
+            messages = [
+                Message(pair.receiver, target, True)
+                for pair, target in zip((one, other), got, strict=True)
+            ]
+            messages += [Message(pair.receiver, torch.ones(3), False) for pair in (one, other)]
+            for work in exchange.order(messages, tag=0, microseconds=PATIENCE):
+                work.wait()
+            assert all((target == number).all() for target in got)
+            for pair in (one, other):
+                pair.sender.recv(torch.zeros(3)).wait()
+
+
+def test_it_does_not_overtake_what_waits() -> None:
+    with opened() as pair:
+        first, second = torch.zeros(10), torch.zeros(10)
+        receiving = pair.receiver.recv(first)
+        waiting = threading.Thread(target=together, args=((pair.receiver, second, True),))
+        waiting.start()
+        for value in (1.0, 2.0):
+            pair.sender.send(torch.full((10,), value))
+        waiting.join(20)
+        receiving.wait()
+        assert (first == 1).all()
+        assert (second == 2).all()
+
+
+def test_a_message_with_another_tag_is_refused_at_both_ends() -> None:
+    with opened() as pair:
+        together((pair.sender, torch.ones(10), False), tag=1, patience=1000)
+        with pytest.raises(LinkError, match="tag 1 instead of 2"):
+            together((pair.receiver, torch.zeros(10), True), tag=2, patience=1000)
+        assert is_broken(pair.sender)
+
+
+@pytest.mark.parametrize("refused", [Step.COPY, Step.WRITE_VALUE, Step.RECORD_EVENT])
+def test_what_the_driver_refuses_is_named_and_both_ends_hear_of_it(refused: Step) -> None:
+    with opened() as pair:
+        pair.devices[0].driver_for_c.before = lambda step: 719 if step is refused else 0
+        with pytest.raises(LinkError, match=rf"{refused.name} failed \(719\).*message 0"):
+            together(
+                (pair.sender, torch.ones(LARGE), False),
+                (pair.sender, torch.zeros(10), True),
+                patience=1000,
+            )
+        with pytest.raises(LinkError, match="rank 0 gave the link up"):
+            together((pair.receiver, torch.zeros(LARGE), True))
+
+
+def test_an_exception_that_hides_what_c_did_does_not_lose_the_tensors() -> None:
+    with opened() as pair:
+        exchange = RingExchange()
+        real = exchange._call
+
+        def interrupted(*arguments: Any) -> None:
+            real(*arguments)
+            raise KeyboardInterrupt
+
+        exchange._call = interrupted
+        with pytest.raises(KeyboardInterrupt):
+            exchange.order([Message(pair.sender, torch.ones(9), False)], tag=0, microseconds=0)
+        with pair.sender._lock:
+            pair.sender._out.abort()
+        assert [transfer.sequence for transfer in pair.sender._out.aborted] == [0]
+
+
+def test_a_peer_that_has_failed_meanwhile_is_not_believed() -> None:
+    """It lets this end's streams go on, with what it never sent."""
+    with opened() as pair:
+        pair.sender.send(torch.ones(10))
+        pair.sender._ends.mine.fail("its device is lost")
+        with pytest.raises(LinkError, match="its device is lost"):
+            together((pair.receiver, torch.zeros(10), True), patience=1000)
