@@ -6,9 +6,10 @@ in vendor order, so that every rank holds the same bits.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -35,8 +36,9 @@ _PLAIN = frozenset({*_INTEGERS, *_FLOATS}.difference(_WIDENED))
 """What the libraries know as it is."""
 
 
-_NAMES = {int(kind): name for name, kind in dist.ReduceOp.RedOpType.__members__.items()}
-_PREMUL_SUM = int(dist.ReduceOp.PREMUL_SUM)
+_KINDS: Mapping[str, Any] = dist.ReduceOp.RedOpType.__members__
+_NAMES = {int(kind): name for name, kind in _KINDS.items()}
+_PREMUL_SUM = int(_KINDS["PREMUL_SUM"])
 
 
 class UnsupportedError(RuntimeError):
@@ -111,9 +113,7 @@ class Reduction:
         target.detach().copy_(flat.view(target.shape))
 
 
-def reduction_for(
-    op: dist.ReduceOp, dtype: torch.dtype, *, size: int, device_type: str = "cpu"
-) -> Reduction:
+def reduction_for(op: Any, dtype: torch.dtype, *, size: int, device_type: str = "cpu") -> Reduction:
     """How `op` is done for tensors of `dtype`. Raises UnsupportedError where it means nothing."""
     # A number, for torch's own type takes microseconds to be compared.
     kind = int(getattr(op, "op", op))
@@ -150,6 +150,6 @@ def _of_name(name: str, dtype: torch.dtype, size: int) -> Reduction:
     raise UnsupportedError(f"there is no reduction {name} of {dtype} tensors; take another")
 
 
-def _factor(op: dist.ReduceOp) -> float | torch.Tensor:
+def _factor(op: Any) -> float | torch.Tensor:
     # The only place where every release of torch shows it.
-    return op.__getstate__()[1]  # type: ignore[index]
+    return op.__getstate__()[1]

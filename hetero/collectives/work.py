@@ -86,7 +86,7 @@ class CollectiveWork(dist.Work):
 
     def _order_current_stream(self) -> None:
         if self._enqueued is not None:
-            self._enqueued.wait(current_stream(self._tensors[0].get_device()))
+            self._enqueued.wait(current_stream(self._enqueued.device.index))
 
     def synchronize(self) -> None:
         self.wait()
