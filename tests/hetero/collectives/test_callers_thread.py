@@ -1,0 +1,86 @@
+"""Calls that nobody waits for at once, begun in their callers' threads as on a GPU."""
+
+from __future__ import annotations
+
+import random
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from hetero.collectives.streams import CallStream
+from tests.forked_ranks import values
+from tests.hetero.collectives.ranks import THREE_AND_ONE, Side, run_ranks
+
+ROUNDS = 60
+
+
+@pytest.mark.parametrize("vendors", [("nvidia", "amd"), THREE_AND_ONE], ids=["1+1", "3+1"])
+def test_they_stay_in_order_whoever_is_late(vendors: tuple[str, ...]) -> None:
+    for begun_by_callers in values(run_ranks(call_in_turns, vendors)):
+        assert begun_by_callers > 0, "no call was begun by its caller"
+
+
+def as_on_a_gpu() -> list[bool]:
+    """Have calls begun by their callers here too; what their first try has come to."""
+    CallStream.exists = property(lambda self: True)  # type: ignore[assignment,method-assign]
+    from hetero.collectives.group_communicator import Communicator
+
+    tries: list[bool] = []
+    carry_out = Communicator._carry_out
+
+    def watched(self, call, work, course, *, elsewhere=False, blocks=True):
+        is_over = carry_out(self, call, work, course, elsewhere=elsewhere, blocks=blocks)
+        if not blocks:
+            tries.append(is_over)
+        return is_over
+
+    Communicator._carry_out = watched  # type: ignore[method-assign]
+    return tries
+
+
+def call_in_turns(side: Side) -> int:
+    tries = as_on_a_gpu()
+    ranks = torch.arange(side.size)[:, None]
+    for number in range(ROUNDS):
+        chance = random.Random(number)
+        if chance.random() < 0.3 and side.rank == number % side.size:
+            time.sleep(0.002)
+        sums = [
+            torch.full((chance.choice([1, 1000, 100_000, 3_000_000]),), float(side.rank + number))
+            for _ in range(3)
+        ]
+        works = [dist.all_reduce(tensor, async_op=True) for tensor in sums]
+        tables = [torch.empty(side.size * length) for length in (77, 200_000)]
+        for table in tables:
+            row = torch.full((table.numel() // side.size,), float(side.rank))
+            works.append(dist.all_gather_into_tensor(table, row, async_op=True))
+        blocking = torch.ones(5)
+        dist.all_reduce(blocking)
+        assert (blocking == side.size).all(), "it has overtaken those before it"
+        for work in works:
+            work.wait()
+        total = sum(rank + number for rank in range(side.size))
+        assert all((tensor == total).all() for tensor in sums), number
+        assert all((table.view(side.size, -1) == ranks).all() for table in tables), number
+    return len(tries)
+
+
+def test_a_caller_is_not_held_up_by_a_peer_that_has_not_come() -> None:
+    values(run_ranks(come_late, ("nvidia", "amd")))
+
+
+def come_late(side: Side) -> None:
+    """Rank 1 makes its call only after rank 0's has returned."""
+    tries = as_on_a_gpu()
+    dist.all_reduce(torch.ones(3))
+    tensor = torch.ones(1000)
+    if side.rank == 1:
+        side.hear("called")
+    work = dist.all_reduce(tensor, async_op=True)
+    if side.rank == 0:
+        assert tries == [False]
+        side.say("called")
+    work.wait()
+    assert (tensor == 2).all()
