@@ -6,7 +6,6 @@ gloo. Only a group that crosses vendors is ours.
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 from collections.abc import Sequence
@@ -16,7 +15,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import _DistributedBackendOptions
-from torch.distributed import distributed_c10d as c10d_python
 
 from hetero.cluster import identify
 from hetero.collectives.vendor_layout import Layout, Member
@@ -29,7 +27,6 @@ def create_group(options: Any, backend_options: Any = None) -> dist.ProcessGroup
 
     `backend_options`: where there is a plan, the name of the vendor that it gives this rank.
     """
-    _make_subgroups_apart()
     meeting = _Meeting(
         options.store,
         rank=options.group_rank,
@@ -68,24 +65,6 @@ def create_part(
     options.group_rank, options.group_size = rank, len(global_ranks)
     options.global_ranks_in_group = list(global_ranks)
     return create_group(options)
-
-
-def _make_subgroups_apart() -> None:
-    """Have PyTorch build subgroups anew where the default group was asked of this backend.
-
-    Where that group is bound to a device, PyTorch would split NCCL's communicator: which a group
-    across vendors has not, and for which NCCL waits for ranks that are in no new group.
-    """
-    original = c10d_python._get_split_source
-    if hasattr(original, "__wrapped__"):
-        return
-
-    @functools.wraps(original)
-    def split_source(group: dist.ProcessGroup) -> Any:
-        is_ours = "hetero" in str(c10d_python._world.pg_backend_config.get(group, ""))
-        return None if is_ours else original(group)
-
-    c10d_python._get_split_source = split_source  # type: ignore[assignment]
 
 
 def _vendor_group(options: Any, layout: Layout) -> dist.ProcessGroup:

@@ -233,6 +233,9 @@ class GroupAcrossVendors(dist.ProcessGroup):
     def perform_nocolor_split(self, device: torch.device) -> None:
         """What NCCL needs of ranks that will not be in a group; here nothing."""
 
+    def eager_connect_single_device(self, device: torch.device) -> None:
+        """What NCCL opens early for a group that is bound to a device; links open when needed."""
+
     @property
     def supports_coalescing(self) -> bool:
         return False

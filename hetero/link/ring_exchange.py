@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -56,8 +56,8 @@ class RingExchange:
         Unlike `send` and `recv` it holds the locks of all links while it looks, of which there is
         therefore an end. Two callers with links in common get them in the same order.
         """
-        links: Iterable[Link] = dict.fromkeys([message.link for message in messages])
-        if len(messages) > 2:
+        links: Collection[Link] = dict.fromkeys([message.link for message in messages])
+        if len(links) > 1:
             links = sorted(links, key=lambda link: link.description.peer)
         # Those of a ring, for which alone there is more than this.
         locked: list[Any] = []

@@ -54,28 +54,24 @@ def test_parts_of_a_group_are_groups_inside_and_across_vendors() -> None:
         assert found["part of a part"] == [rank]
 
 
-def split_source_of_a_bound_group(side: Side) -> list[object]:
-    sources = []
-    for device_type in ("cpu", "cuda"):
-        assert dist.group.WORLD is not None
-        dist.group.WORLD.bound_device_id = torch.device(device_type, 0)
-        sources.append(dist.distributed_c10d._get_split_source(dist.group.WORLD))
-    return sources
+def bind_and_part(side: Side) -> list[float]:
+    """A default group that is bound to a GPU by `device_id`, and a part of it by `new_group`."""
+    gpu = torch.device("cuda", side.rank)
+    with (
+        mock.patch("torch.accelerator.current_accelerator", return_value=gpu),
+        mock.patch("torch.accelerator.device_count", return_value=side.size),
+    ):
+        dist.init_process_group(
+            "hetero", store=side.store, rank=side.rank, world_size=side.size, device_id=gpu
+        )
+    part = dist.new_group([0, 1])
+    tensors = [torch.ones(1), torch.ones(1)]
+    dist.all_reduce(tensors[0])
+    if side.rank < 2:
+        dist.all_reduce(tensors[1], group=part)
+    return [tensor.item() for tensor in tensors]
 
 
-def test_subgroups_of_a_group_that_is_bound_to_a_device_are_built_anew() -> None:
-    """NCCL could take none of ours to split from, and gloo takes none."""
-    assert values(run_ranks(split_source_of_a_bound_group, TWO_AND_TWO)) == [[None, None]] * 4
-
-
-def bind(side: Side) -> float:
-    assert dist.group.WORLD is not None
-    backend = dist.group.WORLD._get_backend(torch.device("cpu"))
-    backend.eager_connect_single_device(torch.device("cpu"))
-    tensor = torch.tensor([10.0**side.rank])
-    dist.all_reduce(tensor)
-    return tensor.item()
-
-
-def test_a_group_may_be_bound_to_a_device_before_its_first_call() -> None:
-    assert values(run_ranks(bind, TWO_AND_TWO)) == [1111.0] * 4
+def test_a_group_that_is_bound_to_a_device_has_parts_that_leave_ranks_out() -> None:
+    by_rank = values(run_ranks(bind_and_part, ("nvidia", "amd", "amd"), backend=None))
+    assert by_rank == [[3.0, 2.0], [3.0, 2.0], [3.0, 1.0]]
