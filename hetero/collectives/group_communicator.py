@@ -47,10 +47,12 @@ Algorithm = Callable[[Exchange], Steps]
 class _Course:
     """A call on its way, which may be left off where it would have to wait."""
 
-    __slots__ = ("_exchange", "_moves", "_steps", "algorithm", "has_begun")
+    __slots__ = ("_exchange", "_moves", "_steps", "algorithm", "has_begun", "in_inference")
 
     def __init__(self, algorithm: Algorithm, exchange: Exchange) -> None:
         self.algorithm, self.has_begun = algorithm, False
+        self.in_inference = False
+        """Whether it has made tensors of its caller's inference mode."""
         self._exchange, self._steps = exchange, algorithm(exchange)
         self._moves: Moves | None = None
 
@@ -192,6 +194,7 @@ class Communicator:
         of the order in which work is enqueued and not of the thread: the links enqueue no wait
         before what ends it, and calls do not overtake each other.
         """
+        course.in_inference = torch.is_inference_mode_enabled()
         self._stream.follow(self._stream.now())
         with self._stream.within():
             is_over = self._carry_out(call, work, course, elsewhere=True, blocks=False)
@@ -208,7 +211,8 @@ class Communicator:
         """Carry a call out in the thread of calls, after what its caller had enqueued before."""
         self._stream.follow(moment)
         # The caller's modes are not those of another thread.
-        mode = torch.inference_mode() if _are_inference(work) else contextlib.nullcontext()
+        inference = course.in_inference or _are_inference(work)
+        mode = torch.inference_mode() if inference else contextlib.nullcontext()
         with self._stream.within(), mode:
             self._carry_out(call, work, course, elsewhere=True)
 
