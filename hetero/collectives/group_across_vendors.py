@@ -226,10 +226,6 @@ class GroupAcrossVendors(dist.ProcessGroup):
         part._set_group_desc(group_desc or "")
         return part
 
-    def eager_connect_single_device(self, device: torch.device) -> None:
-        """Build at once what a GPU's first call would: the script has bound the group to it."""
-        self._communicator_on(device)
-
     def perform_nocolor_split(self, device: torch.device) -> None:
         """What NCCL needs of ranks that will not be in a group; here nothing."""
 
