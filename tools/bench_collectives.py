@@ -44,8 +44,8 @@ from tools.launching.spawned_ranks import run_ranks
 from tools.link_bench.bench_record import parse_size
 from tools.tool_command_line import (
     Parser,
+    add_timing_flags,
     make_results_folder,
-    positive,
     run,
     whole_number,
 )
@@ -109,21 +109,11 @@ def parse_options(argv: Sequence[str]) -> tuple[Options, str]:
         default=Options.reduction,
         help="of all_reduce and reduce_scatter",
     )
-    parser.add_argument(
-        "--seconds-a-point",
-        type=positive,
-        default=Options.seconds_a_point,
-        help="seconds for one operation of one backend at one size; a few samples are taken "
-        "whatever it is",
-    )
-    parser.add_argument(
-        "--repeats", type=whole_number, default=Options.repeats, help="samples of a figure, at most"
-    )
-    parser.add_argument(
-        "--timeout",
-        type=positive,
-        default=Options.timeout,
-        help="seconds before a blocked call is an error",
+    add_timing_flags(
+        parser,
+        seconds_a_point=Options.seconds_a_point,
+        repeats=Options.repeats,
+        timeout=Options.timeout,
     )
     parser.add_argument("--out", default="runs/collectives", help="folder for the results")
     given = parser.parse_args(argv)

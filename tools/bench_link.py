@@ -30,6 +30,7 @@ from tools.link_bench.bench_rank import run_rank
 from tools.link_bench.bench_record import DEFAULT_SIZES, Options, parse_size
 from tools.tool_command_line import (
     Parser,
+    add_timing_flags,
     make_results_folder,
     positive,
     run,
@@ -56,14 +57,11 @@ def parse_options(argv: Sequence[str]) -> tuple[Options, str]:
         metavar="SIZE",
         help="bytes of a message, as in 64K, 32M or 1G",
     )
-    parser.add_argument(
-        "--seconds-a-point",
-        type=positive,
-        default=Options.seconds_a_point,
-        help="seconds for one transport at one size; a few samples are taken whatever it is",
-    )
-    parser.add_argument(
-        "--repeats", type=whole_number, default=Options.repeats, help="samples of a figure, at most"
+    add_timing_flags(
+        parser,
+        seconds_a_point=Options.seconds_a_point,
+        repeats=Options.repeats,
+        timeout=Options.timeout,
     )
     parser.add_argument(
         "--ring", type=parse_size, default=Options.ring_bytes, help="bytes of a link's rings"
@@ -82,12 +80,6 @@ def parse_options(argv: Sequence[str]) -> tuple[Options, str]:
         type=positive,
         default=Options.idle_seconds,
         help="seconds for which the open links are watched while nothing is sent",
-    )
-    parser.add_argument(
-        "--timeout",
-        type=positive,
-        default=Options.timeout,
-        help="seconds before a blocked transfer is an error",
     )
     parser.add_argument("--cpu", action="store_true", help="CPU tensors even where there are GPUs")
     parser.add_argument("--keep-threads", action="store_true", help="leave torch its threads")

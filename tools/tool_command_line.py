@@ -54,6 +54,27 @@ def whole_number(text: str) -> int:
     return int(text)
 
 
+def add_timing_flags(
+    parser: Parser, *, seconds_a_point: float, repeats: int, timeout: float
+) -> None:
+    """The flags of every benchmark here that say how long it takes, with its own defaults."""
+    parser.add_argument(
+        "--seconds-a-point",
+        type=positive,
+        default=seconds_a_point,
+        help="seconds for one row at one size; a few samples are taken whatever it is",
+    )
+    parser.add_argument(
+        "--repeats", type=whole_number, default=repeats, help="samples of a figure, at most"
+    )
+    parser.add_argument(
+        "--timeout",
+        type=positive,
+        default=timeout,
+        help="seconds before a blocked transfer is an error",
+    )
+
+
 def make_results_folder(path: str) -> Path:
     """Make the folder that --out names. Raises UserError where that cannot be."""
     try:
