@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import subprocess
 import sys
 from typing import Any
@@ -35,6 +36,18 @@ def test_two_ranks_send_each_other_tensors_of_any_shape_and_dtype() -> None:
             assert torch.equal(received, sent)
         assert one.transport == other.transport == "shm"
         assert str(one.description) == "link rank 3 - rank 7"
+
+
+def test_what_was_taken_and_why_nothing_faster_was_is_logged(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with caplog.at_level(logging.INFO, logger="hetero.link.connect"):
+        for link in opened(dist.HashStore()):
+            link.close()
+    assert sorted(record.getMessage() for record in caplog.records) == [
+        f"link rank {one} - rank {other}: shm (ipc: it joins GPUs, and the tensors are on a CPU)"
+        for one, other in ((3, 7), (7, 3))
+    ]
 
 
 def test_a_link_is_closed_at_the_end_of_its_block() -> None:
