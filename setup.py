@@ -11,6 +11,7 @@ import shlex
 import shutil
 import sys
 import sysconfig
+import zlib
 from pathlib import Path
 
 from setuptools import Extension, setup
@@ -63,6 +64,11 @@ def configured_compiler() -> str:
     return (shlex.split(sysconfig.get_config_var("CC") or "") or ["cc"])[0]
 
 
+def native_version() -> int:
+    """What hetero/native/binding.py compares the library with: a checksum of all its sources."""
+    return zlib.crc32(b"".join(path.read_bytes() for path in sorted(NATIVE.glob("*.[ch]"))))
+
+
 setup(
     cmdclass={"build_ext": BuildNative},
     setup_requires=[] if own_compiler() else ["ziglang>=0.13"],
@@ -71,7 +77,7 @@ setup(
             "hetero.native._native",
             sources=[str(path) for path in sorted(NATIVE.glob("*.c"))],
             depends=[str(path) for path in sorted(NATIVE.glob("*.h"))],
-            define_macros=[("_GNU_SOURCE", "1")],
+            define_macros=[("_GNU_SOURCE", "1"), ("NATIVE_VERSION", f"{native_version()}u")],
             extra_compile_args=["-std=c11", "-Wall", "-Wextra"],
             libraries=["pthread", "dl"],
         )

@@ -19,6 +19,7 @@ from hetero.link.handshake import Rendezvous
 from hetero.link.names import FAMILIES, PATHS
 from hetero.link.nics import find_nics
 from hetero.link.open import ChannelOptions, open_link
+from hetero.native.binding import native
 
 _log = logging.getLogger(__name__)
 _PREFIX = "hetero/connect"
@@ -59,8 +60,10 @@ def connect(
     """
     _require_sense(rank=rank, peer=peer, transport=transport, timeout=timeout)
     here = _device(device)
+    # What is wrong here is said before anyone is waited for.
+    native()
     if nics:
-        find_nics(nics, own="")  # what is wrong with a name is said before anyone is waited for
+        find_nics(nics, own="")
     pair = f"{min(rank, peer)}-{max(rank, peer)}"
     number = store.add(f"{_PREFIX}/{pair}/opened by {rank}", 1)
     name = f"{pair}/{number}"

@@ -27,6 +27,7 @@ from hetero.link.shared_memory import host_identity
 from hetero.link.tcp import open_tcp
 from hetero.link.tcp_connections import TcpPaths
 from hetero.link.verbs import DEVICE, HOST, VerbsOptions, open_verbs
+from hetero.native.binding import native
 
 _log = logging.getLogger(__name__)
 _ON_CPU = "the tensors are on a CPU"
@@ -72,6 +73,7 @@ class Capabilities:
 
     @classmethod
     def here(cls, *, device: torch.device, options: ChannelOptions) -> Capabilities:
+        native()  # where it cannot be used no path can: that is one error, not one of each path
         host, addresses = host_identity(), options.addresses
         if device.type == "cpu":
             return cls(host, None, _ON_CPU, why_no_rdma(), addresses)

@@ -6,6 +6,7 @@ Every structure and number here is a twin of one in a header; a test compares th
 from __future__ import annotations
 
 import ctypes
+import zlib
 from collections.abc import Mapping
 from ctypes import (
     POINTER,
@@ -41,7 +42,6 @@ RING_ENTRIES = 256
 RING_HEADER_BYTES = 104
 RING_FAULT_BYTES = 1024
 _REMEDY = "install this project again (pip install -e .)"
-_VERSION = 5
 
 
 class RingWord(Structure):
@@ -396,14 +396,24 @@ def native(path: Path | None = None) -> ctypes.CDLL:
         raise LinkError(f"the links' library in C is not built; {_REMEDY}")
     try:
         library = ctypes.CDLL(str(path), use_errno=True)
-        version = int(library.native_version())
+        library.native_version.restype = c_uint32
+        if sources_version() not in (None, library.native_version()):
+            raise LinkError(
+                f"the links' library in C was not built from the sources beside it; {_REMEDY}"
+            )
         for name, (result, arguments) in FUNCTIONS.items():
             function = getattr(library, name)
             function.restype, function.argtypes = result, arguments
     except (OSError, AttributeError) as error:
         raise LinkError(f"the links' library in C cannot be used ({error}); {_REMEDY}") from error
-    if version != _VERSION:
-        raise LinkError(
-            f"the links' library in C is of version {version} and {_VERSION} is needed; {_REMEDY}"
-        )
     return library
+
+
+def sources_version() -> int | None:
+    """The version of a library built from the sources that lie here; None where none do.
+
+    An editable install leaves them beside a library that may be older. Python would then read its
+    structures wrongly, and a link hang.
+    """
+    content = b"".join(path.read_bytes() for path in sorted(FOLDER.glob("*.[ch]")))
+    return zlib.crc32(content) if content else None

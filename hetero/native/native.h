@@ -12,8 +12,7 @@
 #include <stdbool.h>
 #include <stdint.h>
 
-#define NATIVE_VERSION 5
-
+/* A checksum of the sources that the library was built from (setup.py). */
 uint32_t native_version(void);
 
 /* Return when either word is not what it was, or after so many microseconds. The core is given away

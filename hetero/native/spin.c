@@ -3,6 +3,10 @@
 #include <sched.h>
 #include <time.h>
 
+#ifndef NATIVE_VERSION
+#define NATIVE_VERSION 0
+#endif
+
 uint32_t native_version(void)
 {
     return NATIVE_VERSION;

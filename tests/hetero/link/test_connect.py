@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 
 import hetero
+from hetero.native import binding
+from hetero.native.binding import native
 from tests.hetero.link.test_handshake import both
 
 
@@ -91,6 +93,15 @@ def test_all_that_is_wrong_with_the_arguments_is_said_at_once() -> None:
 def test_a_nic_that_is_not_there_is_refused_before_anyone_is_waited_for() -> None:
     with pytest.raises(ValueError, match="nothing0 is neither a network interface"):
         hetero.connect(dist.HashStore(), rank=0, peer=1, device="cpu", nics=["nothing0"])
+
+
+def test_a_library_of_other_sources_is_refused_before_anyone_is_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(binding, "sources_version", lambda: 7)
+    native.cache_clear()
+    with pytest.raises(hetero.LinkError, match=r"not built from the sources .*; install this"):
+        hetero.connect(dist.HashStore(), rank=0, peer=1, device="cpu")
 
 
 @pytest.mark.parametrize("rank", [0, 1])
