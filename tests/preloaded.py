@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
+import multiprocessing
 import os
 import selectors
 import signal
@@ -33,6 +34,7 @@ IMPORTED = (
     "megatron.core.tokenizers.text.text_tokenizer",
 )
 LARGEST_REQUEST = 1 << 20
+STDIN = 0
 
 
 class Process:
@@ -161,11 +163,17 @@ def _stand_in(words: Sequence[str]) -> int:
 
 @functools.cache
 def address() -> str:
-    """Where this process's server listens, which is started here and ends with this process."""
+    """Where this process's server listens, which is started here and ends with this process.
+
+    It is a fork of this process where the session has chosen that for all of multiprocessing.
+    """
     name = f"hetero-test-preloaded-{os.getpid()}"
     listening = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     listening.bind(f"\0{name}")
     listening.listen(64)
+    if multiprocessing.get_start_method(allow_none=True) == "fork":
+        _fork_server(listening)
+        return name
     paths = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     subprocess.Popen(
         [sys.executable, __file__, "serve", str(listening.fileno())],
@@ -175,6 +183,20 @@ def address() -> str:
     )
     listening.close()
     return name
+
+
+def _fork_server(listening: socket.socket) -> None:
+    its_stdin, open_while_we_live = os.pipe()
+    if os.fork():
+        os.close(its_stdin)
+        listening.close()
+        return
+    try:
+        os.dup2(its_stdin, STDIN)
+        os.close(open_while_we_live)
+        _serve(listening)
+    finally:
+        os._exit(1)
 
 
 def _read_at_import(environ: Mapping[str, str]) -> list[object]:
@@ -200,10 +222,10 @@ class _Server:
         self._selector.register(self._listening, selectors.EVENT_READ)
         self._selector.register(ended, selectors.EVENT_READ)
         # Who started this one holds the other end of it.
-        self._selector.register(sys.stdin, selectors.EVENT_READ)
+        self._selector.register(STDIN, selectors.EVENT_READ)
         while True:
             for key, _ in self._selector.select():
-                if key.fileobj == sys.stdin:
+                if key.fileobj == STDIN:
                     for pid in self._children:
                         os.kill(pid, signal.SIGKILL)
                     return
@@ -300,7 +322,7 @@ def _at_exit() -> None:
             stream.flush()
 
 
-def _serve(descriptor: int) -> None:
+def _serve(listening: socket.socket) -> None:
     import gc
     import importlib
 
@@ -312,11 +334,11 @@ def _serve(descriptor: int) -> None:
     # Else each child would look through all of this for garbage, and so copy the memory it is in.
     gc.collect()
     gc.freeze()
-    _Server(socket.socket(fileno=descriptor)).serve()
+    _Server(listening).serve()
 
 
 if __name__ == "__main__":
     if sys.argv[1] == "serve":
-        _serve(int(sys.argv[2]))
+        _serve(socket.socket(fileno=int(sys.argv[2])))
     else:
         sys.exit(_stand_in(sys.argv[2:]))

@@ -7,13 +7,17 @@ rails each.
 
 from __future__ import annotations
 
+import gc
+import multiprocessing
 import os
-from multiprocessing import forkserver
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests import preloaded
+from tests.hetero.link.contract import Pair
+from tests.hetero.link.transports import TRANSPORTS
 from tests.rdma.rails import Rail, rails_of
 
 HERE = Path(__file__).parent
@@ -21,21 +25,16 @@ SMOKE = "test_smoke.py"
 NEEDED = "HETERO_TEST_RAILS"
 
 
-def _starts_processes(session: pytest.Session) -> bool:
-    return NEEDED in os.environ and any(SMOKE not in one for one in session.config.args)
-
-
-def pytest_sessionstart(session: pytest.Session) -> None:
-    """Begin what the links' processes import, most of a minute here, while pytest collects."""
-    if _starts_processes(session):
-        forkserver.set_forkserver_preload(["tests.hetero.link.contract"])
-        forkserver.ensure_running()
-
-
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Begin what a rank that trains imports, while the links are tested."""
-    if _starts_processes(session) and any("training" in item.path.name for item in session.items):
-        preloaded.address()
+    """Fork this process for the others, which need not import torch again: half a minute here."""
+    if NEEDED in os.environ and session.items:
+        multiprocessing.set_start_method("fork")
+        # Else each would look through all of this for garbage, and so copy the memory it is in.
+        gc.collect()
+        gc.freeze()
+        if any("training" in item.path.name for item in session.items):
+            # What else a rank that trains imports is imported while the links are tested.
+            preloaded.address()
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
@@ -57,3 +56,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="session")
 def rails() -> list[Rail]:
     return rails_of(os.environ[NEEDED])
+
+
+@pytest.fixture(scope="session")
+def pair() -> Iterator[Pair]:
+    """The two processes that the tests here share; each says over which rails."""
+    with Pair(next(one for one in TRANSPORTS if one.name == "verbs")) as both:
+        yield both

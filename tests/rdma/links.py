@@ -34,7 +34,7 @@ def _open(
     rendezvous = Rendezvous(
         store=store,
         description=description,
-        name="rdma",
+        name=f"rdma/{store.add(f'opened by {description.rank}', 1)}",
         listens=description.rank == 0,
         secret=b"rdma",
     )

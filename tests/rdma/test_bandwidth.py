@@ -19,7 +19,7 @@ import torch
 
 from hetero.link.base import Work
 from tests.forked_ranks import values
-from tests.hetero.link.contract import Side, make, run_pair, same_bits
+from tests.hetero.link.contract import Pair, Side, make, same_bits
 from tests.hetero.link.transports import SLOWNESS
 from tests.rdma.links import verbs_over
 from tests.rdma.rails import Rail
@@ -97,13 +97,13 @@ def ib_write_bw(rail: Rail, *, port: int) -> float:
     return float(row.split()[3]) * MIB
 
 
-def test_bandwidth_beside_ib_write_bw(rails: list[Rail]) -> None:
+def test_bandwidth_beside_ib_write_bw(pair: Pair, rails: list[Rail]) -> None:
     rail = rails[0]
     # Before and after: this machine's processors are seldom as free at one time as at another.
     reference = [ib_write_bw(rail, port=18515 + number) for number in range(ROUNDS - 1)]
     # The shape of a link's rings where nothing else is asked for: 64 MiB, both ways together.
     transport = verbs_over([rail], ring_bytes=32 << 20, chunk_bytes=2 << 20)
-    _, ours = values(run_pair(measured, transport))
+    _, ours = values(pair.run(measured, transport=transport))
     reference += [ib_write_bw(rail, port=18525 + number) for number in range(ROUNDS - 1)]
     ratio = statistics.median(ours) / statistics.median(reference)
     record = {

@@ -14,7 +14,7 @@ import torch
 from hetero.errors import LinkError
 from hetero.link.base import Work
 from tests.forked_ranks import values
-from tests.hetero.link.contract import Side, make, run_pair, same_bits
+from tests.hetero.link.contract import Pair, Side, make, same_bits
 from tests.hetero.link.transports import SLOWNESS
 from tests.rdma.links import Heard, verbs_over
 from tests.rdma.rails import Rail
@@ -102,11 +102,11 @@ FAULTS = pytest.mark.parametrize(
 )
 
 
-def test_two_rails_share_the_entries_of_a_message(rails: list[Rail]) -> None:
+def test_two_rails_share_the_entries_of_a_message(pair: Pair, rails: list[Rail]) -> None:
     """Packets are seen on both wires, and no rail is taken for lost."""
     before = [rail.packets(0) for rail in rails]
     transport = verbs_over(rails, **RING)
-    sender, receiver = values(run_pair(streamed, transport, timeout=TIMEOUT, faults={}))
+    sender, receiver = values(pair.run(streamed, transport=transport, timeout=TIMEOUT, faults={}))
     assert (sender.error, receiver.error) == ("", "")
     assert receiver.compared == MESSAGES
     carried = [rail.packets(0) - count for rail, count in zip(rails, before, strict=True)]
@@ -117,11 +117,11 @@ def test_two_rails_share_the_entries_of_a_message(rails: list[Rail]) -> None:
 
 @FAULTS
 def test_one_lost_rail_of_two_costs_no_byte_and_both_ends_say_so(
-    rails: list[Rail], kind: str, rank: int
+    pair: Pair, rails: list[Rail], kind: str, rank: int
 ) -> None:
     faults = {MESSAGES // 3: Fault(kind, rails[0], rank)}
     sender, receiver = values(
-        run_pair(streamed, verbs_over(rails, **RING), timeout=TIMEOUT, faults=faults)
+        pair.run(streamed, transport=verbs_over(rails, **RING), timeout=TIMEOUT, faults=faults)
     )
     assert (sender.error, receiver.error) == ("", "")
     assert receiver.compared == MESSAGES
@@ -130,12 +130,16 @@ def test_one_lost_rail_of_two_costs_no_byte_and_both_ends_say_so(
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_the_loss_of_the_last_rail_is_an_error_at_both_ends(rails: list[Rail], rank: int) -> None:
+def test_the_loss_of_the_last_rail_is_an_error_at_both_ends(
+    pair: Pair, rails: list[Rail], rank: int
+) -> None:
     faults = {
         MESSAGES // 3: Fault("take_down", rails[1], rank),
         2 * MESSAGES // 3: Fault("take_down", rails[0], rank),
     }
-    ends = values(run_pair(streamed, verbs_over(rails, **RING), timeout=TIMEOUT, faults=faults))
+    ends = values(
+        pair.run(streamed, transport=verbs_over(rails, **RING), timeout=TIMEOUT, faults=faults)
+    )
     for number, end in enumerate(ends):
         assert _names_the_link(end.error, rank=number), end
         assert end.seconds < TIMEOUT + GRACE
@@ -143,9 +147,13 @@ def test_the_loss_of_the_last_rail_is_an_error_at_both_ends(rails: list[Rail], r
 
 
 @FAULTS
-def test_a_link_of_one_rail_fails_with_it(rails: list[Rail], kind: str, rank: int) -> None:
+def test_a_link_of_one_rail_fails_with_it(
+    pair: Pair, rails: list[Rail], kind: str, rank: int
+) -> None:
     faults = {MESSAGES // 3: Fault(kind, rails[0], rank)}
-    ends = values(run_pair(streamed, verbs_over(rails[:1], **RING), timeout=TIMEOUT, faults=faults))
+    ends = values(
+        pair.run(streamed, transport=verbs_over(rails[:1], **RING), timeout=TIMEOUT, faults=faults)
+    )
     for number, end in enumerate(ends):
         assert _names_the_link(end.error, rank=number), end
         assert end.seconds < TIMEOUT + GRACE
@@ -161,8 +169,10 @@ def killed(side: Side) -> Streamed:
     os._exit(7)
 
 
-def test_a_peer_that_is_killed_is_an_error_at_the_sender(rails: list[Rail]) -> None:
-    survivor, dead = run_pair(killed, verbs_over(rails, **RING), timeout=TIMEOUT, faults={})
+def test_a_peer_that_is_killed_is_an_error_at_the_sender(pair: Pair, rails: list[Rail]) -> None:
+    survivor, dead = pair.run(
+        killed, transport=verbs_over(rails, **RING), timeout=TIMEOUT, faults={}
+    )
     assert dead.exit_code == 7
     assert survivor.error is None
     assert _names_the_link(survivor.value.error, rank=0), survivor

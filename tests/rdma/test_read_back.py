@@ -11,7 +11,7 @@ import functools
 import torch
 
 from tests.forked_ranks import values
-from tests.hetero.link.contract import Side, make, run_pair, same_bits
+from tests.hetero.link.contract import Pair, Side, make, same_bits
 from tests.hetero.link.transports import Transport, open_rdma
 
 MESSAGES = 6
@@ -37,5 +37,5 @@ def exchanged(side: Side) -> int:
     return right
 
 
-def test_data_that_are_read_back_arrive_at_both_ends() -> None:
-    assert values(run_pair(exchanged, READING_BACK)) == [MESSAGES, MESSAGES]
+def test_data_that_are_read_back_arrive_at_both_ends(pair: Pair) -> None:
+    assert values(pair.run(exchanged, transport=READING_BACK)) == [MESSAGES, MESSAGES]

@@ -1,12 +1,13 @@
-"""Runs two real processes, each with one end of a link, for the contract that transports keep.
+"""Two real processes, each with one end of a link, for the contract that transports keep.
 
 A test gives a scenario: a module-level function of one `Side`, run by both processes. What it
 returns, or the exception it ends with, comes back as that side's `Outcome`. A process that does not
-end in time is killed and its outcome says so, so that a hang is a failure and not a wait.
+answer in time is killed and its outcome says so, so that a hang is a failure and not a wait.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import tempfile
 import threading
@@ -16,13 +17,13 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
 
 from hetero.link.base import Link, LinkDescription
-from tests.forked_ranks import Outcome, run_forked
+from tests.forked_ranks import ForkedRanks, Outcome
 from tests.hetero.link.transports import PATIENCE, SLOWNESS, Transport
 
 JOB = "contract"
@@ -35,6 +36,8 @@ class Side:
     """What a scenario has: one end of the link, and a store to meet the other end."""
 
     rank: int
+    number: int
+    """Which scenario of these processes it is."""
     transport: Transport
     store: dist.Store
     timeout: float
@@ -68,10 +71,10 @@ class Side:
         return self.links[-1]
 
     def say(self, what: str) -> None:
-        self.store.set(what, "1")
+        self.store.set(f"{self.number}/{what}", "1")
 
     def hear(self, what: str, seconds: float = PATIENCE) -> None:
-        self.store.wait([what], timedelta(seconds=seconds))
+        self.store.wait([f"{self.number}/{what}"], timedelta(seconds=seconds))
 
     def meet(self, where: str) -> None:
         """Go on when the other side is here too."""
@@ -82,66 +85,87 @@ class Side:
 Scenario = Callable[[Side], Any]
 
 
-def run_pair(
-    scenario: Scenario,
-    transport: Transport,
-    *,
-    timeout: float = 30.0 * SLOWNESS,
-    patience: float = PATIENCE,
-    opened: bool = True,
-    **options: Any,
-) -> list[Outcome]:
-    """Both sides' outcomes, by rank, within `patience` seconds whatever happens.
+class Pair:
+    """Two processes that play one scenario after another, each over links of its own.
 
-    The link is open when the scenario begins, unless `opened` is false: opening is collective.
+    They are started when they are first needed, and again after a scenario in which one of them
+    failed, died or hung. Links that share a process group with the next get new ones every time.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        return run_forked(
+
+    def __init__(self, transport: Transport) -> None:
+        self._transport = transport
+        self._started = contextlib.ExitStack()
+        self._ranks: ForkedRanks | None = None
+        self._count = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def run(
+        self,
+        scenario: Scenario,
+        *,
+        transport: Transport | None = None,
+        timeout: float = 30.0 * SLOWNESS,
+        patience: float = PATIENCE,
+        opened: bool = True,
+        **options: Any,
+    ) -> list[Outcome]:
+        """Both sides' outcomes, by rank, within `patience` seconds whatever happens.
+
+        The link is open when the scenario begins, unless `opened` is false: opening is collective.
+        Another transport than the pair's own is one of the same device.
+        """
+        transport = transport or self._transport
+        ranks = self._ranks or self._start()
+        self._count += 1
+        ranks.ask(scenario, self._count, transport, timeout, opened, options)
+        outcomes = ranks.outcomes(patience=patience, until_end=False)
+        broken = any(one.error or one.hung or one.exit_code is not None for one in outcomes)
+        if broken or transport.shares_group:
+            self.close()
+        return outcomes
+
+    def _start(self) -> ForkedRanks:
+        folder = self._started.enter_context(tempfile.TemporaryDirectory())
+        self._ranks = ForkedRanks(
             _live,
-            [
-                (scenario, transport, rank, f"{folder}/store", timeout, opened, options)
-                for rank in range(2)
-            ],
+            [(rank, self._transport.device == "cuda", f"{folder}/store") for rank in range(2)],
             preload=["hetero.link.torch_links", "hetero.link.open"],
-            patience=patience,
         )
+        self._started.callback(self._ranks.close)
+        return self._ranks
+
+    def close(self) -> None:
+        self._ranks = None
+        self._started.close()
 
 
-def _live(
-    scenario: Scenario,
-    transport: Transport,
-    rank: int,
-    store_path: str,
-    timeout: float,
-    opened: bool,
-    options: Mapping[str, Any],
-    result: Connection,
-) -> None:
-    """One process: its process group, its side, the scenario, and an end without ceremony."""
-    code = 0
-    side = None
-    try:
-        side = _side(transport, rank, store_path, timeout, options)
-        if opened:
-            side.open()
-        result.send((scenario(side), None))
-        side.meet("end")
-    except Exception as error:
-        result.send((None, f"{type(error).__name__}: {error}\n{traceback.format_exc()}"))
-        code = 1
-        if side is not None:
+def _live(rank: int, on_gpu: bool, store_path: str, asked: Connection) -> None:
+    """One process: its process group, then whatever it is asked for."""
+    store = _join(rank, on_gpu, store_path)
+    while True:
+        scenario, number, transport, timeout, opened, options = asked.recv()
+        side = Side(rank, number, transport, store, timeout, options)
+        try:
+            if opened:
+                side.open()
+            asked.send((scenario(side), None))
+            side.meet("end")
+        except Exception as error:
             # The other side may have ended well, and would wait to the end of its patience.
             side.say(f"end/{rank}")
-    result.close()
-    os._exit(code)
+            asked.send((None, f"{type(error).__name__}: {error}\n{traceback.format_exc()}"))
+        for link in side.links:
+            link.close()
 
 
-def _side(
-    transport: Transport, rank: int, store_path: str, timeout: float, options: Mapping[str, Any]
-) -> Side:
+def _join(rank: int, on_gpu: bool, store_path: str) -> dist.Store:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
-    on_gpu = transport.device == "cuda"
     if on_gpu:
         torch.cuda.set_device(rank)
     store = dist.FileStore(store_path, 2)
@@ -152,7 +176,7 @@ def _side(
         world_size=2,
         timeout=timedelta(seconds=PATIENCE),
     )
-    return Side(rank, transport, dist.PrefixStore("side", store), timeout, options)
+    return dist.PrefixStore("side", store)
 
 
 # What scenarios share.

@@ -19,7 +19,7 @@ import torch
 from hetero.link.base import Work
 from hetero.link.header import _DTYPES
 from tests.forked_ranks import values
-from tests.hetero.link.contract import Side, blank, make, run_pair, same_bits
+from tests.hetero.link.contract import Pair, Side, blank, make, same_bits
 from tests.hetero.link.transports import SLOWNESS, Transport, of_this_machine, why_absent
 
 SIZES: dict[str, tuple[int, ...]] = {
@@ -55,8 +55,8 @@ def numbered(side: Side) -> list[int]:
     return [int(target) for target in targets]
 
 
-def test_messages_arrive_in_the_order_sent_and_exactly_once(transport: Transport) -> None:
-    _, received = values(run_pair(numbered, transport))
+def test_messages_arrive_in_the_order_sent_and_exactly_once(pair: Pair) -> None:
+    _, received = values(pair.run(numbered))
     assert received == list(range(200))
 
 
@@ -73,8 +73,8 @@ def every_dtype(side: Side) -> dict[str, bool]:
     return arrived
 
 
-def test_every_dtype_of_the_protocol_arrives_bit_for_bit(transport: Transport) -> None:
-    _, arrived = values(run_pair(every_dtype, transport))
+def test_every_dtype_of_the_protocol_arrives_bit_for_bit(pair: Pair) -> None:
+    _, arrived = values(pair.run(every_dtype))
     assert arrived == {str(dtype): True for dtype in _DTYPES}
 
 
@@ -91,8 +91,8 @@ def every_size(side: Side) -> dict[str, bool]:
     return arrived
 
 
-def test_every_size_arrives_bit_for_bit(transport: Transport) -> None:
-    _, arrived = values(run_pair(every_size, transport))
+def test_every_size_arrives_bit_for_bit(pair: Pair) -> None:
+    _, arrived = values(pair.run(every_size))
     assert arrived == dict.fromkeys(SIZES, True)
 
 
@@ -110,8 +110,8 @@ def one_gibibyte(side: Side) -> bool:
 
 
 @pytest.mark.slow
-def test_a_gibibyte_arrives_whole(transport: Transport) -> None:
-    assert values(run_pair(one_gibibyte, transport, timeout=120, patience=240)) == [True, True]
+def test_a_gibibyte_arrives_whole(pair: Pair) -> None:
+    assert values(pair.run(one_gibibyte, timeout=120, patience=240)) == [True, True]
 
 
 def any_strides(side: Side) -> dict[str, bool]:
@@ -135,8 +135,8 @@ def any_strides(side: Side) -> dict[str, bool]:
     return arrived
 
 
-def test_a_source_may_have_any_strides_and_a_history(transport: Transport) -> None:
-    _, arrived = values(run_pair(any_strides, transport))
+def test_a_source_may_have_any_strides_and_a_history(pair: Pair) -> None:
+    _, arrived = values(pair.run(any_strides))
     assert set(arrived.values()) == {True}, arrived
 
 
@@ -154,8 +154,8 @@ def lazy_views(side: Side) -> dict[str, bool]:
     return arrived
 
 
-def test_a_lazily_conjugated_source_arrives_as_its_values(transport: Transport) -> None:
-    _, arrived = values(run_pair(lazy_views, transport))
+def test_a_lazily_conjugated_source_arrives_as_its_values(pair: Pair) -> None:
+    _, arrived = values(pair.run(lazy_views))
     assert arrived == {"conjugated": True, "negated": True}
 
 
@@ -174,8 +174,8 @@ def into_strides(side: Side) -> list[str]:
     return [*errors, str(target.tolist())]
 
 
-def test_a_target_that_is_not_contiguous_is_refused_at_once(transport: Transport) -> None:
-    for rank, (error, received) in enumerate(values(run_pair(into_strides, transport))):
+def test_a_target_that_is_not_contiguous_is_refused_at_once(pair: Pair) -> None:
+    for rank, (error, received) in enumerate(values(pair.run(into_strides))):
         assert "contiguous" in error
         assert "(6, 4)" in error
         assert received == str([1.0 - rank] * 2)
@@ -195,13 +195,13 @@ def both_ways(side: Side) -> bool:
     return all(same_bits(t, e) for t, e in zip(targets, expected, strict=True))
 
 
-def test_many_messages_fly_both_ways_at_once(transport: Transport) -> None:
+def test_many_messages_fly_both_ways_at_once(transport: Transport, pair: Pair) -> None:
     if not transport.has_deadlines and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
         pytest.skip(
             f"the kernels of {transport} wait for each other in the one hardware queue that "
             "CUDA_DEVICE_MAX_CONNECTIONS=1 leaves, and hang"
         )
-    assert values(run_pair(both_ways, transport)) == [True, True]
+    assert values(pair.run(both_ways)) == [True, True]
 
 
 def large_both_ways(side: Side) -> bool:
@@ -217,8 +217,8 @@ def large_both_ways(side: Side) -> bool:
     return True
 
 
-def test_two_sides_that_both_send_first_do_not_wait_for_each_other(transport: Transport) -> None:
-    assert values(run_pair(large_both_ways, transport)) == [True, True]
+def test_two_sides_that_both_send_first_do_not_wait_for_each_other(pair: Pair) -> None:
+    assert values(pair.run(large_both_ways)) == [True, True]
 
 
 # Whose memory it is, and when.
@@ -245,8 +245,8 @@ def returns_at_once(side: Side) -> dict[str, Any]:
     return {"seconds": seconds, "is_done": work.is_completed()}
 
 
-def test_send_returns_before_the_peer_asks_and_done_follows(transport: Transport) -> None:
-    sender, _ = values(run_pair(returns_at_once, transport))
+def test_send_returns_before_the_peer_asks_and_done_follows(pair: Pair) -> None:
+    sender, _ = values(pair.run(returns_at_once))
     assert sender["seconds"] < 1.0 * SLOWNESS
     assert sender["is_done"]
 
@@ -275,8 +275,8 @@ def dropped(side: Side) -> bool:
     return arrived
 
 
-def test_a_sender_may_drop_its_tensor_at_once(transport: Transport) -> None:
-    assert values(run_pair(dropped, transport)) == [True, True]
+def test_a_sender_may_drop_its_tensor_at_once(pair: Pair) -> None:
+    assert values(pair.run(dropped)) == [True, True]
 
 
 def overwritten(side: Side) -> bool:
@@ -292,8 +292,8 @@ def overwritten(side: Side) -> bool:
     return same_bits(target, expected)
 
 
-def test_a_sender_may_overwrite_its_tensor_after_wait(transport: Transport) -> None:
-    assert values(run_pair(overwritten, transport)) == [True, True]
+def test_a_sender_may_overwrite_its_tensor_after_wait(pair: Pair) -> None:
+    assert values(pair.run(overwritten)) == [True, True]
 
 
 def counted(side: Side) -> dict[str, float]:
@@ -303,8 +303,8 @@ def counted(side: Side) -> dict[str, float]:
     return side.link.counters.as_dict()
 
 
-def test_the_counters_count_tensor_bytes_and_messages(transport: Transport) -> None:
-    sender, receiver = values(run_pair(counted, transport))
+def test_the_counters_count_tensor_bytes_and_messages(pair: Pair) -> None:
+    sender, receiver = values(pair.run(counted))
     assert (sender["messages_sent"], sender["bytes_sent"]) == (3, 120)
     assert (sender["messages_received"], sender["bytes_received"]) == (0, 0)
     assert (receiver["messages_received"], receiver["bytes_received"]) == (3, 120)
@@ -333,8 +333,8 @@ def released(side: Side) -> bool:
     return arrived and all(bool((tensor == 77).all()) for tensor in noise)
 
 
-def test_a_tensor_s_memory_outlives_what_its_owner_makes_of_it(transport: Transport) -> None:
-    assert values(run_pair(released, transport)) == [True, True]
+def test_a_tensor_s_memory_outlives_what_its_owner_makes_of_it(pair: Pair) -> None:
+    assert values(pair.run(released)) == [True, True]
 
 
 def soaked(side: Side) -> dict[str, int]:
@@ -369,6 +369,6 @@ def soaked(side: Side) -> dict[str, int]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_a_hundred_thousand_messages_arrive_once_and_unchanged(transport: Transport) -> None:
-    outcomes = run_pair(soaked, transport, timeout=60, patience=850, count=100_000)
+def test_a_hundred_thousand_messages_arrive_once_and_unchanged(pair: Pair) -> None:
+    outcomes = pair.run(soaked, timeout=60, patience=850, count=100_000)
     assert values(outcomes) == [{"compared": 100_000, "received": 100_000}] * 2

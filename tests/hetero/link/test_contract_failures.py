@@ -16,7 +16,7 @@ import torch
 from hetero.errors import LinkError
 from hetero.link.base import Link
 from tests.forked_ranks import Outcome, values
-from tests.hetero.link.contract import JOB, Resources, Side, make, run_pair
+from tests.hetero.link.contract import JOB, Pair, Resources, Side, make
 from tests.hetero.link.transports import SLOWNESS, Transport
 
 SHORT = max(1.0, 0.25 * SLOWNESS)
@@ -75,9 +75,9 @@ def differing(side: Side) -> dict[str, tuple[str, float]]:
 
 
 def test_a_receiver_that_expects_something_else_is_told_what_differed(
-    header_transport: Transport,
+    header_pair: Pair,
 ) -> None:
-    _, told = values(run_pair(differing, header_transport, timeout=AMPLE, opened=False))
+    _, told = values(header_pair.run(differing, timeout=AMPLE, opened=False))
     for what, (_, _, difference) in DIFFERENCES.items():
         text, seconds = told[what]
         assert _names_the_link(text, rank=1), text
@@ -102,9 +102,9 @@ def refused(side: Side) -> tuple[str, float]:
     return _fails(send_until_told)
 
 
-def test_the_sender_of_a_message_that_was_refused_is_told_too(header_transport: Transport) -> None:
+def test_the_sender_of_a_message_that_was_refused_is_told_too(header_pair: Pair) -> None:
     """At the latest by its next request: waiting for a sent GPU tensor only orders streams."""
-    (text, seconds), _ = values(run_pair(refused, header_transport, timeout=SHORT))
+    (text, seconds), _ = values(header_pair.run(refused, timeout=SHORT))
     assert _names_the_link(text, rank=0), text
     assert seconds < SHORT + GRACE
 
@@ -122,8 +122,8 @@ def of_two_jobs(side: Side) -> tuple[str, float]:
     return result
 
 
-def test_a_message_of_another_job_is_refused(header_transport: Transport) -> None:
-    _, (text, _) = values(run_pair(of_two_jobs, header_transport, timeout=AMPLE, opened=False))
+def test_a_message_of_another_job_is_refused(header_pair: Pair) -> None:
+    _, (text, _) = values(header_pair.run(of_two_jobs, timeout=AMPLE, opened=False))
     assert _names_the_link(text, rank=1), text
     assert "job" in text
 
@@ -144,9 +144,9 @@ def _needs_deadlines(transport: Transport) -> None:
         pytest.skip(f"the library of {transport} ends the process when a wait lasts too long")
 
 
-def test_a_message_that_never_comes_is_an_error_in_time(transport: Transport) -> None:
+def test_a_message_that_never_comes_is_an_error_in_time(transport: Transport, pair: Pair) -> None:
     _needs_deadlines(transport)
-    outcomes = run_pair(never_sent, transport, timeout=SHORT)
+    outcomes = pair.run(never_sent, timeout=SHORT)
     (text, seconds), (later, _) = values(outcomes)[1]
     assert _names_the_link(text, rank=1), text
     assert SHORT * 0.9 <= seconds < SHORT + GRACE
@@ -164,10 +164,12 @@ def never_taken(side: Side) -> tuple[str, float]:
     return result
 
 
-def test_a_message_that_is_never_taken_is_an_error_in_time(transport: Transport) -> None:
+def test_a_message_that_is_never_taken_is_an_error_in_time(
+    transport: Transport, pair: Pair
+) -> None:
     if transport.device == "cuda":
         pytest.skip("waiting for a sent GPU tensor orders streams; the CPU learns of it later")
-    (text, seconds), _ = values(run_pair(never_taken, transport, timeout=SHORT))
+    (text, seconds), _ = values(pair.run(never_taken, timeout=SHORT))
     assert _names_the_link(text, rank=0), text
     assert seconds < SHORT + GRACE
 
@@ -186,10 +188,10 @@ def killed(side: Side) -> tuple[str, float]:
     return result
 
 
-def test_a_peer_that_is_killed_is_an_error_within_seconds(transport: Transport) -> None:
+def test_a_peer_that_is_killed_is_an_error_within_seconds(transport: Transport, pair: Pair) -> None:
     _needs_deadlines(transport)
     timeout = 30.0 * SLOWNESS
-    dead, alive = run_pair(killed, transport, timeout=timeout, leave=True)
+    dead, alive = pair.run(killed, timeout=timeout, leave=True)
     assert dead.exit_code == 7
     text, seconds = values([alive, Outcome(exit_code=0)])[0]
     assert _names_the_link(text, rank=1), text
@@ -212,10 +214,10 @@ def idle(side: Side) -> float:
     return (time.process_time() - used) / (time.monotonic() - begin)
 
 
-def test_an_open_link_that_is_idle_uses_no_cpu(transport: Transport) -> None:
+def test_an_open_link_that_is_idle_uses_no_cpu(transport: Transport, pair: Pair) -> None:
     if transport.device == "cuda":
         pytest.skip("a GPU's driver has threads of its own in the process")
-    for share in values(run_pair(idle, transport)):
+    for share in values(pair.run(idle)):
         assert share < 0.01 * SLOWNESS
 
 
@@ -231,8 +233,8 @@ def closed(side: Side) -> list[str]:
     return [_fails(partial(request, tensor))[0] for request in (side.link.send, side.link.recv)]
 
 
-def test_a_closed_link_refuses_and_may_be_closed_again(transport: Transport) -> None:
-    for rank, texts in enumerate(values(run_pair(closed, transport))):
+def test_a_closed_link_refuses_and_may_be_closed_again(pair: Pair) -> None:
+    for rank, texts in enumerate(values(pair.run(closed))):
         for text in texts:
             assert _names_the_link(text, rank=rank), text
             assert "closed" in text
@@ -254,9 +256,9 @@ def opened_again(side: Side) -> list[Resources]:
     return held
 
 
-def test_a_closed_link_leaves_nothing_behind(transport: Transport) -> None:
+def test_a_closed_link_leaves_nothing_behind(pair: Pair) -> None:
     """The first link may leave what a process has once: a connection, a library's thread."""
-    for first, *later in values(run_pair(opened_again, transport, opened=False)):
+    for first, *later in values(pair.run(opened_again, opened=False)):
         assert later == [first] * len(later)
 
 
@@ -276,8 +278,8 @@ def closed_under_way(side: Side) -> dict[str, Any]:
     return {"close": seconds, "wait": waited, "text": text, "threads left": after - before}
 
 
-def test_closing_ends_the_transfers_under_way(header_transport: Transport) -> None:
-    _, found = values(run_pair(closed_under_way, header_transport, timeout=5 * SLOWNESS))
+def test_closing_ends_the_transfers_under_way(header_pair: Pair) -> None:
+    _, found = values(header_pair.run(closed_under_way, timeout=5 * SLOWNESS))
     assert found["close"] < 2.0 * SLOWNESS
     assert found["wait"] < 2.0 * SLOWNESS
     assert _names_the_link(found["text"], rank=1)

@@ -45,6 +45,8 @@ class Transport:
     """Without one, both ends are trusted to agree on what is sent."""
     has_deadlines: bool = True
     """Without them, a wait that lasts too long ends the process."""
+    shares_group: bool = False
+    """Its links share a process group, which one that fails may leave unusable."""
 
     def __str__(self) -> str:
         return f"{self.name}-{self.device}"
@@ -153,9 +155,16 @@ def open_nccl(description: LinkDescription, store: dist.Store, device: torch.dev
 
 
 TRANSPORTS = (
-    Transport("gloo", open_gloo),
-    Transport("gloo", open_gloo, device="cuda"),
-    Transport("nccl", open_nccl, device="cuda", has_header=False, has_deadlines=False),
+    Transport("gloo", open_gloo, shares_group=True),
+    Transport("gloo", open_gloo, device="cuda", shares_group=True),
+    Transport(
+        "nccl",
+        open_nccl,
+        device="cuda",
+        has_header=False,
+        has_deadlines=False,
+        shares_group=True,
+    ),
     Transport("shm", functools.partial(open_channel, "shm")),
     Transport("shm", functools.partial(open_channel, "shm"), device="cuda"),
     Transport("shm-checksum", functools.partial(open_checked, "shm")),
