@@ -9,6 +9,7 @@ from typing import Any
 
 from hetero.cluster import VENDOR_VARIABLE
 from hetero.data.slowdown import SLOWDOWN_VARIABLE, slow_down
+from megatron.training.arguments.flags_hetero import MEASURED
 from megatron.training.checkpoint.checkpointer import Checkpointer, expected_progress
 from megatron.training.checkpoint.signals import StopSignal
 from megatron.training.console import Console
@@ -16,6 +17,7 @@ from megatron.training.core_private import gather_parameters
 from megatron.training.data import chunk_iterators
 from megatron.training.initialize import Job
 from megatron.training.loop import Evaluator, Trainer
+from megatron.training.measured_shares import measure_shares
 from megatron.training.model import build_model
 from megatron.training.optimizer import TrainingOptimizer, build_scheduler
 from megatron.training.overview import (
@@ -47,6 +49,9 @@ def _run(job: Job, stack: ExitStack, stop_signal: StopSignal | None) -> None:
     model = build_model(args, plan=job.plan, rank=job.rank, groups=job.groups, device=job.device)
     vendor = job.identities[job.rank].vendor
     slow_down(*model.chunks, environ={**os.environ, VENDOR_VARIABLE: vendor})
+    if args.hetero_data_shares == MEASURED and not args.skip_train:
+        job, measured = measure_shares(job, model)
+        console.line(measured)
     timers = Timers(level=args.timing_log_level, clock=clock_of(job.device))
     model.config.timers = timers if timers.level else None
     optimizer = TrainingOptimizer(

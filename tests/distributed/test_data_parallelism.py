@@ -143,6 +143,22 @@ def test_unequal_shares_of_pipelines_whose_loss_is_divided_by_tokens(corpus, tmp
     _require_same_to_rounding(run, train(flags, 1, tmp_path / "one"))
 
 
+@pytest.mark.parametrize("stages", ["1", "2"])
+def test_measured_shares_change_neither_the_samples_nor_the_loss(
+    corpus, homogeneous, stages, tmp_path
+) -> None:
+    """Dropout is off: its masks follow the shares."""
+    flags = [*TINY_LLAMA, *corpus.flags, *ONE_AND_ONE, "--hetero-data-shares", "auto"]
+    flags += ["--pipeline-model-parallel-size", stages, "--overlap-grad-reduce"]
+    run = _across(flags, 2 * int(stages), tmp_path, HETERO_SLOWDOWN="amd=12")
+
+    first, second = (mesh["share"] for mesh in run.report["plan"]["meshes"])
+    assert first > second
+    assert 8 % (first + second) == 0
+    assert f": --hetero-data-shares {first},{second}" in run.stdout
+    _require_same_to_rounding(run, homogeneous.run)
+
+
 # Checkpoints.
 
 

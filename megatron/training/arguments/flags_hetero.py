@@ -10,6 +10,8 @@ VENDORS = ("nvidia", "amd", "cpu")
 # Make sense in a homogeneous run too: the baseline needs a report to be compared with.
 ALLOWED_WITHOUT_PIPELINE = frozenset({"--hetero-pipeline", "--hetero-report"})
 DATA_PARALLEL = frozenset({"--hetero-data-parallel", "--hetero-data-shares"})
+MEASURED: tuple[int, ...] = ()
+"""--hetero-data-shares auto, until they are known. As long as they are not, shares are equal."""
 # What data parallelism across vendors shares with a pipeline across them.
 ALLOWED_WITH_DATA_PARALLEL = DATA_PARALLEL | {"--hetero-nics", "--hetero-timeout"}
 
@@ -119,8 +121,8 @@ def _add_data_parallel_flags(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument(
         "--hetero-data-shares",
-        type=list_of(integer(1)),
-        metavar="N,...",
+        type=lambda text: MEASURED if text == "auto" else list_of(integer(1))(text),
+        metavar="N,...|auto",
         help="micro batches of a replica of each vendor in a step; a larger global batch is shared "
-        "in the same proportion; left out: equal",
+        "in the same proportion; auto: for the speeds measured at the start; left out: equal",
     )

@@ -8,6 +8,7 @@ from megatron.training.arguments.flags_hetero import (
     ALLOWED_WITH_DATA_PARALLEL,
     ALLOWED_WITHOUT_PIPELINE,
     DATA_PARALLEL,
+    MEASURED,
 )
 
 # What a plan's file says in full, and these flags in short.
@@ -72,6 +73,9 @@ def _check_shares(args: Namespace) -> Iterator[str]:
         yield "--hetero-data-shares needs --hetero-data-parallel; add it or remove the shares"
         args.hetero_data_shares = None
         return
+    if args.hetero_data_shares == MEASURED:
+        yield from _check_measured_shares(args)
+        return
     vendors, shares = len(args.hetero_data_parallel), len(args.hetero_data_shares)
     if vendors != shares:
         yield (
@@ -80,6 +84,20 @@ def _check_shares(args: Namespace) -> Iterator[str]:
         )
         # Unknowable, so that nothing is said of a batch that they would divide.
         del args.hetero_data_shares
+
+
+def _check_measured_shares(args: Namespace) -> Iterator[str]:
+    """What would depend on shares that nobody knows before the start."""
+    if args.dataloader_type == "cyclic":
+        yield (
+            "--hetero-data-shares auto would let the order of --dataloader-type cyclic depend on a "
+            "measurement; give the shares as numbers, or remove --dataloader-type"
+        )
+    if args.num_layers_per_virtual_pipeline_stage or args.num_virtual_stages_per_pipeline_rank:
+        yield (
+            "--hetero-data-shares auto may give a replica fewer micro batches than interleaving "
+            "needs; give the shares as numbers, or remove the virtual stages"
+        )
 
 
 def _check_ring(args: Namespace) -> Iterator[str]:

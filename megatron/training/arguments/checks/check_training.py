@@ -222,7 +222,7 @@ def _flag_of_batch(args: Namespace) -> str:
 def _least_batch(args: Namespace) -> int:
     """The global batch where none is given: one micro batch a replica, or as many as are given."""
     counts = args.data_shares
-    if args.hetero_data_shares is not None:
+    if args.hetero_data_shares:
         pairs = zip(args.hetero_data_parallel, args.hetero_data_shares, strict=True)
         counts = [count * share for (_, count), share in pairs]
     return int(args.micro_batch_size * sum(counts))
