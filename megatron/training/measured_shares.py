@@ -117,7 +117,7 @@ def _seconds_per_micro_batch(job: Job, model: StageModel) -> float:
         device=job.device,
     )
     # The same batch every time: what reading data costs is no property of a vendor.
-    repeated = [itertools.repeat(next(one)) for one in batches]
+    repeated: list[Iterator[Any]] = [itertools.repeat(next(one)) for one in batches]
     schedule = Schedule(job, model, Timers(level=0, clock=clock_of(job.device)))
     measured = []
     with _nothing_changes(job, model):
