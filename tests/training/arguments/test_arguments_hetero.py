@@ -174,6 +174,7 @@ def test_replicas_share_the_batch_equally_or_as_the_shares_say(parse):
     args = parse(f"{REPLICAS} --hetero-data-shares 3,1 --global-batch-size 42", world_size=3)
     assert args.global_batch_size == 42
     assert parse("", world_size=3).data_shares == (1, 1, 1)
+    assert parse(f"{REPLICAS} --hetero-data-shares auto", world_size=3).data_shares == (1, 1, 1)
 
 
 @pytest.mark.parametrize(
@@ -203,6 +204,16 @@ def test_replicas_share_the_batch_equally_or_as_the_shares_say(parse):
             "a global batch of 8 must be a multiple of --micro-batch-size 2 times 8, the sum of "
             "the replicas' shares (3 + 3 + 1 + 1); change --global-batch-size or "
             "--hetero-data-shares",
+        ),
+        (
+            "--hetero-data-parallel nvidia:2,amd:2 --hetero-data-shares auto "
+            "--dataloader-type cyclic",
+            "let the order of --dataloader-type cyclic depend on a measurement; give the shares",
+        ),
+        (
+            "--hetero-data-parallel nvidia:1,amd:1 --hetero-data-shares auto "
+            "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2",
+            "fewer micro batches than interleaving needs; give the shares as numbers",
         ),
         (
             "--hetero-data-parallel nvidia:2,amd:2 --hetero-transport shm",
