@@ -18,15 +18,19 @@ from tests.hosts.network import Host
 
 SECONDS = 150
 """For anything that is waited for here: far more than it takes."""
-MODEL = (
+GPT = (
     "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --ffn-hidden-size 128 "
     "--seq-length 128 --max-position-embeddings 128 --position-embedding-type rope "
     "--normalization RMSNorm --swiglu --disable-bias-linear --hidden-dropout 0 "
     "--attention-dropout 0 --micro-batch-size 4 --global-batch-size 16 --lr 3e-3 "
     "--min-lr 3e-4 --log-interval 1 --eval-iters 0 --num-workers 0 --mock-data "
-    "--tokenizer-type ByteLevelTokenizer --hetero-pipeline --hetero-vendors amd nvidia "
-    "--hetero-pipeline-sizes 1 1 --hetero-chunk-kib 16"
+    "--tokenizer-type ByteLevelTokenizer"
 ).split()
+MODEL = [
+    *GPT,
+    *"--hetero-pipeline --hetero-vendors amd nvidia --hetero-pipeline-sizes 1 1".split(),
+    *("--hetero-chunk-kib", "16"),
+]
 """Two stages, whose tensors are cut into chunks enough for several rails."""
 
 
@@ -161,14 +165,15 @@ def launch(
     master: str,
     launcher: str = "hetero.run",
     own_flags: Sequence[Sequence[str]] | None = None,
+    ranks: int = 1,
 ) -> Run:
-    """Start one rank on each host, with flags of its own if need be."""
+    """Start so many ranks on each host, with flags of its own if need be."""
     folder.mkdir()
     metrics, report = _written_in(folder)
     written = ["--metrics-file", str(metrics), "--hetero-report", str(report)]
     commands = [
         [
-            *("-m", launcher, *rendezvous_flags(len(hosts), node, master)),
+            *("-m", launcher, *rendezvous_flags(len(hosts), node, master, ranks=ranks)),
             *("pretrain_gpt.py", *flags, *(own_flags[node] if own_flags else ()), *written),
         ]
         for node in range(len(hosts))

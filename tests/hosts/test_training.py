@@ -1,4 +1,4 @@
-"""Two stages of different vendors (simulated) on two hosts: names, families, rails and faults."""
+"""Two vendors (simulated) on two hosts: names, families, rails and faults."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.hosts.network import Network
-from tests.hosts.runs import MODEL, Numbers, launch
+from tests.hosts.runs import GPT, MODEL, Numbers, launch
 
 ITERATIONS = ["--train-iters", "40"]
 
@@ -52,6 +52,32 @@ def test_a_run_survives_its_hosts_names_and_the_loss_of_rails_to_the_last_bit(
         with network.down(pair[1], rail=2):
             run.wait_for(r"rail 2 \(10.77.2.[12] to 10.77.2.[12]\) is lost: .*; 1 of 3 rails go on")
             assert run.numbers() == over_ipv6
+
+
+def test_replicas_on_two_hosts_compute_the_bits_of_one_host(
+    network: Network, tmp_path: Path
+) -> None:
+    """Gradients cross over two rails, of which one is cut, and within one host over its memory."""
+    pair = network.hosts[:2]
+    flags = [
+        *(*GPT, "--train-iters", "12", "--use-distributed-optimizer", "--overlap-grad-reduce"),
+        *("--hetero-data-parallel", "amd:1,nvidia:1", "--hetero-data-shares", "3,1"),
+    ]
+    alone = launch(pair[:1], flags, tmp_path / "one", master=pair[0].address(), ranks=2)
+    alone.wait_for("gradients cross vendors over shm")
+    expected = alone.numbers()
+    run = launch(
+        pair,
+        flags,
+        tmp_path / "two",
+        master=pair[0].address(),
+        own_flags=[["--hetero-nics", *host.interfaces[:2]] for host in pair],
+    )
+    run.wait_for("gradients cross vendors over tcp")
+    run.wait_for("iteration +3/")
+    with network.cut(pair[0], rail=1):
+        run.wait_for(r"rail 1 .* is lost: .*; 1 of 2 rails go on")
+        assert run.numbers() == expected
 
 
 @pytest.mark.parametrize("victim", [0, 1])
