@@ -118,7 +118,7 @@ class Agreement:
         for number in (self._number, self._number + 1):
             with contextlib.suppress(Exception):  # the store is gone, and those who would read it
                 phase = Phase(self._store, number, "", self._world_size)
-                phase.settle(ended(text, agreed=self._rank > 0))
+                phase.settle(ended(text, agreed=self._rank > 0, code=1))
         if self._rank > 0:
             # Nor does rank 0 have to stay for this one's sake.
             with contextlib.suppress(Exception):

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from hetero.agreement import Agreement
-from hetero.errors import AgreedError, UserError
+from hetero.errors import AgreedError, AgreedFailure, UserError
 from hetero.phase import Phase
 from hetero.waiting import Intervals
 from tools.start_up.counting import DictStore, count_phase
@@ -170,7 +170,7 @@ def test_a_rank_that_fails_between_phases_ends_the_others_with_its_reason() -> N
     failing = Agreement(store, rank=1, world_size=2, timeout=30)
     failing.announce_failure(ZeroDivisionError("division by zero"))
     first = Agreement(store, rank=0, world_size=2, timeout=30)
-    with pytest.raises(AgreedError, match="rank 1 failed: division by zero"):
+    with pytest.raises(AgreedFailure, match="rank 1 failed: division by zero"):
         first.exchange("flags")
     # Nor does rank 0 stay for a rank that has said that it ends: this would outlast the test.
     first.leave(seconds=1000)
