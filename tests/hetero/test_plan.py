@@ -1,5 +1,6 @@
 """The plan: where every rank stands, which layers it holds, and which plans are refused."""
 
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -18,11 +19,21 @@ from hetero.plan import (
     plan_from_mapping,
     split_over_chunks,
 )
+from hetero.plan.mesh import ATTENTION_BACKENDS, RECOMPUTE
 from hetero.words import counted
 
 sizes = st.integers(1, 3)
+choices = {"recompute": RECOMPUTE, "attention_backend": ATTENTION_BACKENDS}
+options = {name: st.none() | st.sampled_from(values) for name, values in choices.items()}
+options |= dict.fromkeys(("sequence_parallel", "distributed_optimizer"), st.none() | st.booleans())
 meshes = st.builds(
-    Mesh, vendor=st.sampled_from(VENDORS), stages=sizes, tensor=sizes, data=sizes, context=sizes
+    Mesh,
+    vendor=st.sampled_from(VENDORS),
+    stages=sizes,
+    tensor=sizes,
+    data=sizes,
+    context=sizes,
+    **options,
 )
 
 
@@ -30,6 +41,8 @@ meshes = st.builds(
 def plans(draw: st.DrawFn) -> Plan:
     """Any plan: its meshes need not have one shape, and chunks may be empty."""
     listed = draw(st.lists(meshes, min_size=1, max_size=3))
+    if draw(st.booleans()):
+        listed = [replace(mesh, micro_batch_size=6 // mesh.data) for mesh in listed]
     chunks = draw(sizes)
     stage = st.lists(st.integers(0, 4), min_size=chunks, max_size=chunks).filter(any)
     layers = [tuple(draw(stage)) for _ in range(sum(mesh.stages for mesh in listed))]
@@ -227,6 +240,12 @@ def _refusal(error: pytest.ExceptionInfo[PlanError]) -> str:
         ({"vendor": "amd", "stages": 1, "context": "two"}, "context 'two'"),
         ({"vendor": "amd", "stages": True}, "stages True"),
         ({"vendor": "amd", "stages": None}, "stages None"),
+        ({"vendor": "amd", "stages": 1, "micro_batch_size": 0}, "micro_batch_size 0"),
+        ({"vendor": "amd", "stages": 1, "sequence_parallel": 1}, "sequence_parallel 1"),
+        ({"vendor": "amd", "stages": 1, "distributed_optimizer": "on"}, "true or false"),
+        ({"vendor": "amd", "stages": 1, "recompute": "some"}, "none, selective, full"),
+        ({"vendor": "amd", "stages": 1, "attention_backend": "x"}, "flash, fused"),
+        ({"vendor": "amd", "stages": 1, "transformer_impl": "te"}, "local, transformer_engine"),
     ],
 )
 def test_a_mesh_that_cannot_be_names_its_number(mesh: dict[str, Any], names: str) -> None:
@@ -252,6 +271,21 @@ def test_layers_that_do_not_fit_the_stages_are_refused(layers: Any, names: str) 
     with pytest.raises(PlanError) as error:
         Plan(meshes=(Mesh("amd", stages=1), Mesh("nvidia", stages=1)), layers=layers)
     assert names in _refusal(error)
+
+
+def test_meshes_take_the_same_sequences_in_a_step_and_the_nearest_sizes_that_do_are_named() -> None:
+    def plan(*sizes: tuple[int | None, int]) -> Plan:
+        meshes = (Mesh("amd", 1, data=data, micro_batch_size=size) for size, data in sizes)
+        return Plan(meshes=tuple(meshes), layers=((1,),) * len(sizes))
+
+    assert plan((3, 2), (2, 3), (None, 5)).world_size == 10
+    with pytest.raises(PlanError) as error:
+        plan((2, 2), (2, 3))
+    sentence = _refusal(error)
+    assert "2 x 2, 2 x 3" in sentence
+    assert "micro-batch sizes [3, 2], for 6 in a step" in sentence
+    with pytest.raises(PlanError, match=r"\[2, 1\], for 4 in a step"):
+        plan((1, 2), (1, 4))
 
 
 def test_a_plan_without_a_mesh_is_refused() -> None:
@@ -291,7 +325,7 @@ AMD = {"vendor": "amd", "layers": [1]}
         ([AMD], "top-level list named 'meshes'"),
         ({}, "top-level list named 'meshes'"),
         ({"meshes": AMD}, "top-level list named 'meshes'"),
-        ({"meshes": "amd"}, "mesh 0: expected keys context, data, layers"),
+        ({"meshes": "amd"}, "mesh 0: expected keys vendor, layers"),
         ({"meshes": []}, "no mesh"),
         ({"meshes": [AMD], "mesh": 1}, "unknown key 'mesh'"),
         ({"meshes": [AMD, 3]}, "mesh 1: expected keys"),

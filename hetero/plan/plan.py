@@ -1,68 +1,23 @@
-"""The plan: which vendor, which ranks and which layers make up each pipeline stage.
-
-Pure data. Nothing here imports torch, so a plan can be read, checked and printed anywhere.
+"""The plan as an object: the meshes of a run, where each rank stands and which layers it holds.
 
 Ranks of a mesh are laid out as Megatron lays them out: tensor parallel fastest, then context, then
 data, and the pipeline stage slowest. A mesh is always a run of consecutive ranks, which is what
 lets one launcher per vendor own one mesh. Meshes divide the pipeline, each with the stages after
 those of the mesh before, or the replicas, each with the whole pipeline for replicas of its own.
+Meshes that divide the pipeline may differ in all their sizes.
 """
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
-import yaml
-
-from hetero.errors import UserError
+from hetero.plan.mesh import OPTIONS, Mesh, PlanError
 from hetero.words import counted
-
-VENDORS = ("nvidia", "amd", "cpu")
-
-_MESH_KEYS = frozenset({"vendor", "stages", "layers", "tensor", "data", "context"})
-
-
-class PlanError(UserError):
-    """The plan does not add up. The text says which number, and what would."""
-
-
-@dataclass(frozen=True)
-class Mesh:
-    """Consecutive ranks on one vendor: pipeline stages that are all of one parallel shape."""
-
-    vendor: str
-    stages: int
-    tensor: int = 1
-    data: int = 1
-    context: int = 1
-    share: int = 1
-    """Micro-batches that each of its replicas takes of a row of them, see `Plan.row`."""
-
-    def __post_init__(self) -> None:
-        if self.vendor not in VENDORS:
-            raise PlanError(
-                f"a mesh names the vendor {self.vendor!r}; the vendors are {', '.join(VENDORS)}"
-            )
-        for name in ("stages", "tensor", "data", "context", "share"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise PlanError(
-                    f"the {self.vendor} mesh has {name} {value!r}; it must be a whole number "
-                    "of at least 1"
-                )
-
-    @property
-    def ranks_per_stage(self) -> int:
-        return self.tensor * self.context * self.data
-
-    @property
-    def world_size(self) -> int:
-        return self.stages * self.ranks_per_stage
 
 
 @dataclass(frozen=True)
@@ -119,6 +74,7 @@ class Plan:
             raise PlanError("all replicas must have the same stages, tensor and context sizes")
         if not self.whole_replicas and any(mesh.share != 1 for mesh in self.meshes):
             raise PlanError("only a mesh of whole replicas can have a share of its own")
+        self._require_one_step_of_all()
         if len(self.layers) != self.stages:
             raise PlanError(
                 f"the plan has {counted(self.stages, 'pipeline stage')} but gives layers for "
@@ -132,6 +88,23 @@ class Plan:
                     f"stage {stage} has layers {list(chunks)}; a stage needs at least one layer "
                     "and no chunk can have fewer than none"
                 )
+
+    def _require_one_step_of_all(self) -> None:
+        """Every mesh takes the same sequences in a step of the pipeline."""
+        known = [mesh for mesh in self.meshes if mesh.micro_batch_size is not None]
+        if self.whole_replicas:
+            if len({mesh.micro_batch_size for mesh in self.meshes}) > 1:
+                raise PlanError("all replicas must have the same micro-batch size")
+        elif len({(mesh.micro_batch_size or 0) * mesh.data for mesh in known}) > 1:
+            sizes = [(mesh.micro_batch_size or 0, mesh.data) for mesh in known]
+            step = math.lcm(*(data for _, data in sizes))
+            step *= max(1, -(-max(micro * data for micro, data in sizes) // step))
+            products = ", ".join(f"{micro} x {data}" for micro, data in sizes)
+            raise PlanError(
+                f"the meshes' micro-batch sizes times their data-parallel sizes are {products}, "
+                "and every mesh must take the same sequences in a step; the nearest that do are "
+                f"micro-batch sizes {[step // data for _, data in sizes]}, for {step} in a step"
+            )
 
     @cached_property
     def stages(self) -> int:
@@ -258,6 +231,7 @@ class Plan:
             entry |= {"tensor": mesh.tensor, "context": mesh.context, "data": mesh.data}
             if self.whole_replicas:
                 entry["share"] = mesh.share
+            entry |= {n: value for n in OPTIONS if (value := getattr(mesh, n)) is not None}
             meshes.append(entry)
         return {"meshes": meshes}
 
@@ -285,89 +259,3 @@ def split_over_chunks(layers: int, chunks: int) -> tuple[int, ...]:
     """Divide a stage's layers over its model chunks, the earlier chunks taking the remainder."""
     base, extra = divmod(layers, chunks)
     return tuple(base + (1 if chunk < extra else 0) for chunk in range(chunks))
-
-
-def plan_from_mapping(data: object, *, source: str, chunks: int = 1) -> Plan:
-    """Read a plan out of parsed YAML. `source` names it in errors."""
-    if not isinstance(data, Mapping) or not isinstance(data.get("meshes"), Sequence):
-        raise PlanError(f"{source}: expected a top-level list named 'meshes'")
-    unknown = sorted(set(map(str, data)) - {"meshes"})
-    if unknown:
-        raise PlanError(f"{source}: unknown key {unknown[0]!r}; the only one is 'meshes'")
-    meshes, layers = [], []
-    for index, entry in enumerate(data["meshes"]):
-        mesh, mesh_layers = _mesh_from_mapping(
-            entry, where=f"{source}: mesh {index}", chunks=chunks
-        )
-        meshes.append(mesh)
-        layers.extend(mesh_layers)
-    return Plan(meshes=tuple(meshes), layers=tuple(layers))
-
-
-def _mesh_from_mapping(
-    entry: object, *, where: str, chunks: int
-) -> tuple[Mesh, list[tuple[int, ...]]]:
-    if not isinstance(entry, Mapping):
-        raise PlanError(f"{where}: expected keys {', '.join(sorted(_MESH_KEYS))}")
-    unknown = sorted(set(map(str, entry)) - _MESH_KEYS)
-    if unknown:
-        raise PlanError(
-            f"{where}: unknown key {unknown[0]!r}; the keys are {', '.join(sorted(_MESH_KEYS))}"
-        )
-    for key in ("vendor", "layers"):
-        if key not in entry:
-            raise PlanError(f"{where}: the key {key!r} is missing")
-    listed = entry["layers"]
-    if not isinstance(listed, Sequence) or isinstance(listed, str):
-        raise PlanError(f"{where}: 'layers' must list the layers of each stage, as in [15, 15]")
-    layers = [_chunks_from_entry(item, where=where, chunks=chunks) for item in listed]
-    mesh = Mesh(
-        vendor=str(entry["vendor"]),
-        stages=entry.get("stages", len(layers)),
-        tensor=entry.get("tensor", 1),
-        data=entry.get("data", 1),
-        context=entry.get("context", 1),
-    )
-    if mesh.stages != len(layers):
-        raise PlanError(f"{where}: {counted(mesh.stages, 'stage')} but layers for {len(layers)}")
-    return mesh, layers
-
-
-def _chunks_from_entry(item: object, *, where: str, chunks: int) -> tuple[int, ...]:
-    if isinstance(item, int) and not isinstance(item, bool):
-        return split_over_chunks(item, chunks)
-    if isinstance(item, list) and all(type(count) is int for count in item):
-        if len(item) != chunks:
-            raise PlanError(
-                f"{where}: a stage lists {counted(len(item), 'chunk')} but the virtual pipeline "
-                f"size is {chunks}"
-            )
-        return tuple(item)
-    raise PlanError(f"{where}: {item!r} is not a number of layers")
-
-
-class _StrictLoader(yaml.SafeLoader):
-    """Safe YAML in which a key may stand once: the last of two would win in silence."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
-        for key in keys:
-            if keys.count(key) > 1:
-                raise yaml.constructor.ConstructorError(
-                    None, None, f"the key {key!r} stands twice", node.start_mark
-                )
-        return super().construct_mapping(node, deep)
-
-
-def load_plan(path: str | Path, *, chunks: int = 1) -> Plan:
-    """Read a plan file. Raises PlanError, in one sentence, for anything wrong with it."""
-    try:
-        data = yaml.load(Path(path).read_text("utf-8"), Loader=_StrictLoader)
-    except OSError as error:
-        raise PlanError(f"cannot read the plan {path}: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise PlanError(f"the plan {path} is not UTF-8 text") from error
-    except yaml.YAMLError as error:
-        place = " ".join(str(error).split())
-        raise PlanError(f"the plan {path} is not valid YAML: {place}") from error
-    return plan_from_mapping(data, source=f"the plan {path}", chunks=chunks)

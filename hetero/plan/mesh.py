@@ -1,0 +1,82 @@
+"""One mesh of a plan: its ranks' shape, and how its vendor computes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from hetero.errors import UserError
+
+VENDORS = ("nvidia", "amd", "cpu")
+RECOMPUTE = ("none", "selective", "full")
+ATTENTION_BACKENDS = ("flash", "fused", "unfused", "local", "auto")
+TRANSFORMER_IMPLS = ("local", "transformer_engine")
+
+_COUNTS = ("stages", "tensor", "data", "context", "share", "micro_batch_size")
+_SWITCHES = ("sequence_parallel", "distributed_optimizer")
+_CHOICES: Mapping[str, tuple[str, ...]] = {
+    "recompute": RECOMPUTE,
+    "attention_backend": ATTENTION_BACKENDS,
+    "transformer_impl": TRANSFORMER_IMPLS,
+}
+OPTIONS = ("micro_batch_size", *_SWITCHES, *_CHOICES)
+"""Fields of a mesh that are None where the run's global flag decides."""
+
+
+class PlanError(UserError):
+    """The plan does not add up. The text says which number, and what would."""
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """Consecutive ranks on one vendor: pipeline stages that are all of one parallel shape.
+
+    Fields that are None are decided by the run's global flags.
+    """
+
+    vendor: str
+    stages: int
+    tensor: int = 1
+    data: int = 1
+    context: int = 1
+    share: int = 1
+    """Micro-batches that each of its replicas takes of a row of them, see `Plan.row`."""
+    micro_batch_size: int | None = None
+    """Sequences of one forward pass on one data-parallel rank. Times `data` it is the same on all
+    meshes of a pipeline: the sequences of one of its steps."""
+    sequence_parallel: bool | None = None
+    """Whether tensor-parallel ranks each hold a part of the sequence between their layers."""
+    recompute: str | None = None
+    """What backward computes again: "none", "selective" parts of a layer, or "full" layers."""
+    distributed_optimizer: bool | None = None
+    attention_backend: str | None = None
+    transformer_impl: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.vendor not in VENDORS:
+            raise PlanError(
+                f"a mesh names the vendor {self.vendor!r}; the vendors are {', '.join(VENDORS)}"
+            )
+        for name in _COUNTS:
+            value = getattr(self, name)
+            is_left_out = value is None and name in OPTIONS
+            if not is_left_out and (type(value) is not int or value < 1):
+                raise self._refuse(name, "a whole number of at least 1")
+        for name in _SWITCHES:
+            if not isinstance(getattr(self, name), bool | None):
+                raise self._refuse(name, "true or false")
+        for name, choices in _CHOICES.items():
+            if getattr(self, name) not in (None, *choices):
+                raise self._refuse(name, f"one of {', '.join(choices)}")
+
+    def _refuse(self, name: str, expected: str) -> PlanError:
+        value = getattr(self, name)
+        return PlanError(f"the {self.vendor} mesh has {name} {value!r}; it must be {expected}")
+
+    @property
+    def ranks_per_stage(self) -> int:
+        return self.tensor * self.context * self.data
+
+    @property
+    def world_size(self) -> int:
+        return self.stages * self.ranks_per_stage

@@ -1,0 +1,97 @@
+"""Plan files: YAML with a list of meshes, each with its vendor, layers, sizes and options."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from hetero.plan.mesh import Mesh, PlanError
+from hetero.plan.plan import Plan, split_over_chunks
+from hetero.words import counted
+
+# A plan file says how meshes divide a pipeline, in which a mesh has no share of replicas.
+_FIELDS = tuple(field.name for field in fields(Mesh) if field.name != "share")
+KEYS = ("vendor", "layers", *_FIELDS[1:])
+
+
+def plan_from_mapping(data: object, *, source: str, chunks: int = 1) -> Plan:
+    """Read a plan out of parsed YAML. `source` names it in errors."""
+    if not isinstance(data, Mapping) or not isinstance(data.get("meshes"), Sequence):
+        raise PlanError(f"{source}: expected a top-level list named 'meshes'")
+    unknown = sorted(set(map(str, data)) - {"meshes"})
+    if unknown:
+        raise PlanError(f"{source}: unknown key {unknown[0]!r}; the only one is 'meshes'")
+    meshes, layers = [], []
+    for index, entry in enumerate(data["meshes"]):
+        mesh, mesh_layers = _mesh_from_mapping(
+            entry, where=f"{source}: mesh {index}", chunks=chunks
+        )
+        meshes.append(mesh)
+        layers.extend(mesh_layers)
+    return Plan(meshes=tuple(meshes), layers=tuple(layers))
+
+
+def _mesh_from_mapping(
+    entry: object, *, where: str, chunks: int
+) -> tuple[Mesh, list[tuple[int, ...]]]:
+    if not isinstance(entry, Mapping):
+        raise PlanError(f"{where}: expected keys {', '.join(KEYS)}")
+    unknown = [key for key in map(str, entry) if key not in KEYS]
+    if unknown:
+        raise PlanError(f"{where}: unknown key {unknown[0]!r}; the keys are {', '.join(KEYS)}")
+    for key in ("vendor", "layers"):
+        if key not in entry:
+            raise PlanError(f"{where}: the key {key!r} is missing")
+    listed = entry["layers"]
+    if not isinstance(listed, Sequence) or isinstance(listed, str):
+        raise PlanError(f"{where}: 'layers' must list the layers of each stage, as in [15, 15]")
+    layers = [_chunks_from_entry(item, where=where, chunks=chunks) for item in listed]
+    given = {str(key): value for key, value in entry.items() if key != "layers"}
+    mesh = Mesh(**{"stages": len(layers)} | given)
+    if mesh.stages != len(layers):
+        raise PlanError(f"{where}: {counted(mesh.stages, 'stage')} but layers for {len(layers)}")
+    return mesh, layers
+
+
+def _chunks_from_entry(item: object, *, where: str, chunks: int) -> tuple[int, ...]:
+    if isinstance(item, int) and not isinstance(item, bool):
+        return split_over_chunks(item, chunks)
+    if isinstance(item, list) and all(type(count) is int for count in item):
+        if len(item) != chunks:
+            raise PlanError(
+                f"{where}: a stage lists {counted(len(item), 'chunk')} but the virtual pipeline "
+                f"size is {chunks}"
+            )
+        return tuple(item)
+    raise PlanError(f"{where}: {item!r} is not a number of layers")
+
+
+class _StrictLoader(yaml.SafeLoader):
+    """Safe YAML in which a key may stand once: the last of two would win in silence."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+        for key in keys:
+            if keys.count(key) > 1:
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"the key {key!r} stands twice", node.start_mark
+                )
+        return super().construct_mapping(node, deep)
+
+
+def load_plan(path: str | Path, *, chunks: int = 1) -> Plan:
+    """Read a plan file. Raises PlanError, in one sentence, for anything wrong with it."""
+    try:
+        data = yaml.load(Path(path).read_text("utf-8"), Loader=_StrictLoader)
+    except OSError as error:
+        raise PlanError(f"cannot read the plan {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise PlanError(f"the plan {path} is not UTF-8 text") from error
+    except yaml.YAMLError as error:
+        place = " ".join(str(error).split())
+        raise PlanError(f"the plan {path} is not valid YAML: {place}") from error
+    return plan_from_mapping(data, source=f"the plan {path}", chunks=chunks)
