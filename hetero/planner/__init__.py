@@ -1,0 +1,1 @@
+"""From a cluster and a model to the plan that trains it fastest: profiles, costs, a simulator."""

@@ -1,0 +1,224 @@
+"""The shape of a GPT model, as far as costs depend on it: parameters and operations."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from hetero.errors import UserError
+
+FLAG_FILES = Path(__file__).resolve().parents[2] / "examples" / "presets"
+"""Where a model's name is looked for: Megatron's flags of well-known models."""
+
+
+_SIZES = (
+    "layers",
+    "hidden",
+    "ffn",
+    "heads",
+    "query_groups",
+    "head_size",
+    "vocabulary",
+    "seq_length",
+)
+
+
+class ModelError(UserError):
+    """The model makes no sense. The text says which number, and what would."""
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """A decoder-only transformer: an embedding, equal layers, a final norm and an output layer."""
+
+    layers: int
+    hidden: int
+    ffn: int
+    heads: int
+    query_groups: int
+    head_size: int
+    vocabulary: int
+    """Rows of the embedding, padding included."""
+    seq_length: int
+    """Tokens of a sample."""
+    gated: bool
+    """Whether the MLP multiplies with a gate (SwiGLU), which is a third matrix."""
+    tied: bool
+    """Whether the output layer's weight is the embedding's."""
+    linear_bias: bool = False
+    qkv_bias: bool = False
+    norm_weights: int = 1
+    """Vectors that a norm learns: 1 of RMSNorm, 2 of LayerNorm."""
+    learned_positions: int = 0
+    """Positions that have a learned embedding."""
+
+    def __post_init__(self) -> None:
+        for name in _SIZES:
+            if getattr(self, name) < 1:
+                raise ModelError(f"the model's {name} is {getattr(self, name)}; give at least 1")
+        if self.heads % self.query_groups:
+            raise ModelError(
+                f"{self.heads} attention heads do not divide into {self.query_groups} query groups"
+            )
+
+    @property
+    def attention_width(self) -> int:
+        """Width of the queries, and of what attention gives."""
+        return self.heads * self.head_size
+
+    @property
+    def key_value_width(self) -> int:
+        """Width of the keys, and of the values."""
+        return self.query_groups * self.head_size
+
+    @property
+    def mlp_matrices(self) -> int:
+        return 3 if self.gated else 2
+
+    @property
+    def layer_matrix_parameters(self) -> int:
+        """Parameters of a layer that a token is multiplied with."""
+        attention = self.hidden * (2 * self.attention_width + 2 * self.key_value_width)
+        return attention + self.mlp_matrices * self.hidden * self.ffn
+
+    @property
+    def layer_parameters(self) -> int:
+        biases = 0
+        if self.linear_bias:
+            biases += 2 * self.hidden + (self.mlp_matrices - 1) * self.ffn
+        if self.linear_bias or self.qkv_bias:
+            biases += self.attention_width + 2 * self.key_value_width
+        return self.layer_matrix_parameters + biases + 2 * self.norm_weights * self.hidden
+
+    @property
+    def embedding_parameters(self) -> int:
+        return (self.vocabulary + self.learned_positions) * self.hidden
+
+    @property
+    def head_parameters(self) -> int:
+        """Of the final norm and the output layer, the last stage's copy of a tied one included."""
+        return (self.vocabulary + self.norm_weights) * self.hidden
+
+    @property
+    def parameters(self) -> int:
+        """Of the whole model; a tied output layer counts once."""
+        tied = self.vocabulary * self.hidden if self.tied else 0
+        layers = self.layers * self.layer_parameters
+        return self.embedding_parameters + layers + self.head_parameters - tied
+
+    @property
+    def attention_flops(self) -> float:
+        """Operations of one sample's forward attention, causal, in one layer, without matrices."""
+        return 2.0 * self.seq_length**2 * self.attention_width
+
+    @property
+    def layer_flops(self) -> float:
+        """Operations of one sample in one layer, forward; backward takes twice as many."""
+        return 2.0 * self.seq_length * self.layer_matrix_parameters + self.attention_flops
+
+    @property
+    def head_flops(self) -> float:
+        """Operations of one sample's forward pass through the output layer."""
+        return 2.0 * self.seq_length * self.vocabulary * self.hidden
+
+    @property
+    def flops(self) -> float:
+        """Operations that training on one sample takes, recomputation not counted."""
+        return 3.0 * (self.layers * self.layer_flops + self.head_flops)
+
+    def boundary_bytes(self, micro_batch: int, element_bytes: int = 2) -> int:
+        """What one stage hands to the next for a micro-batch, over all tensor-parallel ranks."""
+        return micro_batch * self.seq_length * self.hidden * element_bytes
+
+
+def model_from_flags(flags: Mapping[str, Any], *, source: str) -> ModelShape:
+    """The shape that Megatron's flags describe; `flags` without their leading dashes."""
+    given = {str(name).replace("_", "-"): value for name, value in flags.items()}
+    missing = [name for name in _REQUIRED if name not in given]
+    if missing:
+        names = ", ".join(missing)
+        raise ModelError(f"{source} does not say {names}, without which a model has no size")
+    try:
+        numbers = {name: int(given[name]) for name in (*_REQUIRED, *_NUMBERS) if name in given}
+    except (TypeError, ValueError) as error:
+        raise ModelError(f"{source}: {error}; a model's sizes are whole numbers") from error
+    vocabulary = numbers.get("padded-vocab-size", numbers.get("vocab-size"))
+    if vocabulary is None:
+        raise ModelError(f"{source} does not say padded-vocab-size, the rows of the embedding")
+    hidden, heads = numbers["hidden-size"], numbers["num-attention-heads"]
+    gated = bool(given.get("swiglu"))
+    learned = given.get("position-embedding-type", "learned_absolute") == "learned_absolute"
+    return ModelShape(
+        layers=numbers["num-layers"],
+        hidden=hidden,
+        ffn=numbers.get("ffn-hidden-size", hidden * 4 * 2 // 3 // 64 * 64 if gated else hidden * 4),
+        heads=heads,
+        query_groups=numbers.get("num-query-groups", heads)
+        if given.get("group-query-attention")
+        else heads,
+        head_size=numbers.get("kv-channels", hidden // max(heads, 1)),
+        vocabulary=vocabulary,
+        seq_length=numbers["seq-length"],
+        gated=gated,
+        tied=not given.get("untie-embeddings-and-output-weights"),
+        linear_bias=not given.get("disable-bias-linear"),
+        qkv_bias=bool(given.get("add-qkv-bias")),
+        norm_weights=1 if given.get("normalization") == "RMSNorm" else 2,
+        learned_positions=numbers.get("max-position-embeddings", 0) if learned else 0,
+    )
+
+
+_REQUIRED = ("num-layers", "hidden-size", "num-attention-heads", "seq-length")
+_NUMBERS = (
+    "ffn-hidden-size",
+    "num-query-groups",
+    "kv-channels",
+    "padded-vocab-size",
+    "vocab-size",
+    "max-position-embeddings",
+)
+
+
+def load_model(name: str, **overrides: Any) -> ModelShape:
+    """Read a YAML file of Megatron's flags, or one of `examples/presets` by its name.
+
+    A name is understood however it is spelt (`llama3.1-8b`), without its minor version too
+    (`llama3-8b`). `overrides` are flags that win over the file's (`seq_length=4096`).
+    """
+    path = Path(name)
+    if path.suffix not in (".yaml", ".yml"):
+        path = _named_file(name)
+    try:
+        data = yaml.safe_load(path.read_text("utf-8"))
+    except OSError as error:
+        raise ModelError(f"cannot read the model {path}: {error.strerror}") from error
+    except (UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ModelError(f"the model {path} is not YAML: {' '.join(str(error).split())}") from error
+    if not isinstance(data, Mapping):
+        raise ModelError(f"the model {path}: expected Megatron's flags, as in examples/presets")
+    flags: dict[str, Any] = {}
+    for key, value in data.items():
+        flags |= value if isinstance(value, Mapping) else {key: value}
+    flags = {str(key).replace("_", "-"): value for key, value in flags.items()}
+    flags |= {key.replace("_", "-"): value for key, value in overrides.items()}
+    return model_from_flags(flags, source=f"the model {path}")
+
+
+def _named_file(name: str) -> Path:
+    files = sorted(FLAG_FILES.glob("*.yaml"))
+    for file in files:
+        family, _, size = file.stem.partition("_")
+        if _spelling(name) in (_spelling(file.stem), _spelling(family.split(".")[0] + size)):
+            return file
+    known = ", ".join(file.stem for file in files)
+    raise ModelError(
+        f"no model is called {name}: give a YAML file of Megatron's flags, or one of {known}"
+    )
+
+
+def _spelling(name: str) -> str:
+    return "".join(letter for letter in name.lower() if letter.isalnum())

@@ -1,0 +1,27 @@
+"""What costs depend on beside plan, cluster and model: bytes of a parameter, and what overlaps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingOptions:
+    """How a run trains. The defaults are bf16 mixed precision with Adam, as Megatron does it."""
+
+    activation_bytes: int = 2
+    """Of an element that stages exchange."""
+    parameter_bytes: int = 2
+    """Of a weight that the forward pass reads."""
+    gradient_bytes: int = 4
+    """Of an element of the gradient buffer, which is what data-parallel ranks reduce."""
+    state_bytes: int = 12
+    """Of a parameter's optimizer state: an fp32 copy and two moments."""
+    overlap_grad_reduce: bool = False
+    """Whether a gradient bucket is reduced while backward goes on."""
+    overlap_param_gather: bool = False
+    """Whether updated weights are gathered while the next forward pass goes on."""
+    synchronous_transfers: bool = False
+    """Whether a stage computes nothing while it sends. Ours never waits for a send."""
+    reserved_bytes: float = 1.5 * 2**30
+    """Of each GPU, for what no model holds: the driver's context and what libraries keep."""

@@ -1,0 +1,84 @@
+"""Cluster files, and the accelerators that they may name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from hetero.planner.accelerators import ClusterError, built_in
+from hetero.planner.cluster_shape import Wire, cluster_from_mapping, load_cluster
+
+TWO_KINDS = """
+nodes:
+  - {name: old, accelerator: MI250X, nodes: 4, gpus_per_node: 8, rails: 4}
+  - {accelerator: h100-sxm, nodes: 2, rail_gbits: 200}
+links:
+  - {between: [old, H100-SXM], rail_gbits: 100, rail_latency_us: 30}
+"""
+
+
+def test_a_file_names_kinds_of_nodes_and_what_joins_them(tmp_path: Path) -> None:
+    file = tmp_path / "cluster.yaml"
+    file.write_text(TWO_KINDS)
+    cluster = load_cluster(file)
+    old, new = cluster.kinds
+    assert (old.gpus, old.vendor, new.gpus, new.name) == (32, "amd", 16, "H100-SXM")
+    # Four NICs of 200 Gb/s for eight dies.
+    assert old.rail.bandwidth == pytest.approx(25e9)
+    assert cluster.rail("H100-SXM", "H100-SXM").bandwidth == pytest.approx(25e9)
+    across = cluster.rail("H100-SXM", "old")
+    assert (across.bandwidth, across.latency) == pytest.approx((12.5e9, 30e-6))
+
+
+def test_without_a_link_of_its_own_a_pair_has_the_slower_of_both_rails() -> None:
+    nodes = [{"accelerator": "H200", "nodes": 1}, {"accelerator": "MI210", "nodes": 1}]
+    cluster = cluster_from_mapping({"nodes": nodes}, source="it")
+    assert cluster.rail("H200", "MI210") == cluster.kind("MI210").rail
+
+
+def test_every_built_in_accelerator_says_where_its_figures_stand() -> None:
+    assert len(built_in()) >= 14
+    assert {part.vendor for part in built_in().values()} == {"nvidia", "amd"}
+    for part in built_in().values():
+        assert all((part.source, part.link_source, part.nic_source)), part.name
+        assert "accelerators.yaml" not in part.source + part.link_source + part.nic_source
+
+
+def test_a_measured_wire_is_read_between_its_sizes() -> None:
+    wire = Wire(1e9, 1e-6, measured=((1e3, 1e-5), (1e6, 1e-3)))
+    assert wire.seconds(0) == 0
+    assert wire.seconds(10) == 1e-5
+    assert wire.seconds(500_500) == pytest.approx(0.000505)
+    assert wire.seconds(4e6) == pytest.approx(4e-3)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("nodes: 3", "expected a list named 'nodes'"),
+        ("nodes: []", "has no nodes"),
+        ("nodes: [{accelerator: H1000}]", "no accelerator is called 'H1000'; known are V100"),
+        ("nodes: [{accelerator: H200, nodes: 0}]", "nodes is 0; it must be a whole number"),
+        ("nodes: [{accelerator: H200, rail_gbits: -1}]", "rail_gbits is -1; it must be a number"),
+        ("nodes: [{accelerator: H200, gpus: 8}]", "unknown key 'gpus'"),
+        ("nodes: [{accelerator: H200}, {accelerator: H200}]", "two kinds .* called H200"),
+        (
+            "nodes: [{accelerator: H200}]\nlinks: [{between: [H200, MI210], rail_gbits: 9}]",
+            "a link ends at MI210, which is no kind of node",
+        ),
+        (
+            "nodes: [{accelerator: H200}]\naccelerators: {X: {vendor: intel}}",
+            "the accelerator X lacks memory, tflops",
+        ),
+        ("nodes: [", "not valid YAML"),
+    ],
+)
+def test_a_file_that_makes_no_sense_is_refused_in_one_sentence(
+    tmp_path: Path, text: str, said: str
+) -> None:
+    file = tmp_path / "cluster.yaml"
+    file.write_text(text)
+    with pytest.raises(ClusterError, match=said) as caught:
+        load_cluster(file)
+    assert "\n" not in str(caught.value)

@@ -1,0 +1,66 @@
+"""Models by the flags that pretrain_gpt.py takes."""
+
+from __future__ import annotations
+
+import pytest
+
+from hetero.planner.model_shape import ModelError, load_model, model_from_flags
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters"),
+    [
+        ("llama3.1_8b", 8_030_261_248),
+        ("llama3-8b", 8_030_261_248),
+        ("llama3.2_1b", 1_235_814_400),
+        ("qwen2-7b", 7_615_616_512),
+        ("qwen2_0.5b", 494_032_768),
+    ],
+)
+def test_presets_have_the_parameters_that_their_publishers_count(
+    name: str, parameters: int
+) -> None:
+    assert load_model(name).parameters == parameters
+
+
+def test_flags_given_beside_a_preset_win() -> None:
+    assert load_model("llama3-8b", seq_length=4096).seq_length == 4096
+
+
+def test_a_gated_mlp_is_narrower_unless_its_width_is_given() -> None:
+    flags = {
+        "num-layers": 2,
+        "hidden-size": 1024,
+        "num-attention-heads": 8,
+        "seq-length": 128,
+        "padded-vocab-size": 256,
+    }
+    assert model_from_flags(flags, source="flags").ffn == 4096
+    assert model_from_flags(flags | {"swiglu": True}, source="flags").ffn == 2688
+
+
+def test_operations_of_a_llama_are_six_a_parameter_and_token_beside_attention() -> None:
+    model = load_model("llama3-8b")
+    matrices = model.parameters - model.embedding_parameters
+    attention = 3 * model.layers * model.attention_flops
+    assert model.flops == pytest.approx(6 * matrices * model.seq_length + attention, rel=1e-3)
+
+
+def test_errors_name_what_is_missing_or_wrong() -> None:
+    with pytest.raises(ModelError, match=r"no model is called gpt-99.*llama3.1_8b"):
+        load_model("gpt-99")
+    with pytest.raises(ModelError, match="does not say hidden-size, num-attention-heads"):
+        model_from_flags({"num-layers": 2, "seq-length": 8}, source="it")
+    flags = {
+        "num-layers": 2,
+        "hidden-size": 64,
+        "num-attention-heads": 6,
+        "group-query-attention": True,
+        "num-query-groups": 4,
+        "seq-length": 128,
+        "padded-vocab-size": 256,
+    }
+    with pytest.raises(ModelError, match="6 attention heads do not divide into 4 query groups"):
+        model_from_flags(flags, source="it")
+    with pytest.raises(ModelError, match="layers is 0"):
+        model_from_flags(flags | {"num-layers": 0, "num-query-groups": 3}, source="it")
