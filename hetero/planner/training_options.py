@@ -18,10 +18,8 @@ class TrainingOptions:
     state_bytes: int = 12
     """Of a parameter's optimizer state: an fp32 copy and two moments."""
     overlap_grad_reduce: bool = False
-    """Whether a gradient bucket is reduced while backward goes on."""
+    """Whether a layer's gradients are reduced while backward goes on through the layers before."""
     overlap_param_gather: bool = False
     """Whether updated weights are gathered while the next forward pass goes on."""
-    synchronous_transfers: bool = False
-    """Whether a stage computes nothing while it sends. Ours never waits for a send."""
     reserved_bytes: float = 1.5 * 2**30
     """Of each GPU, for what no model holds: the driver's context and what libraries keep."""
