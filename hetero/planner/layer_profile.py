@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -28,10 +28,12 @@ class Point:
     micro_batch: int
     seq_length: int
     recompute: str = "none"
+    sequence_parallel: bool = False
 
     def __str__(self) -> str:
+        shared = ", sequence parallel" if self.sequence_parallel else ""
         return (
-            f"tensor size {self.tensor}, micro-batch {self.micro_batch}, sequence length "
+            f"tensor size {self.tensor}{shared}, micro-batch {self.micro_batch}, sequence length "
             f"{self.seq_length}, recompute {self.recompute}"
         )
 
@@ -142,11 +144,7 @@ def _between(points: Mapping[Point, PartCosts], wanted: Point, scale: str) -> Pa
     line = {
         getattr(point, scale): costs
         for point, costs in points.items()
-        if all(
-            getattr(point, name) == getattr(wanted, name)
-            for name in ("tensor", "micro_batch", "seq_length", "recompute")
-            if name != scale
-        )
+        if replace(point, **{scale: target}) == wanted
     }
     below = max((at for at in line if at < target), default=None)
     above = min((at for at in line if at > target), default=None)

@@ -34,7 +34,13 @@ class StageShape:
         return self.tensor * self.data
 
     def point(self, model: ModelShape) -> Point:
-        return Point(self.tensor, self.micro_batch, model.seq_length, self.recompute)
+        return Point(
+            self.tensor,
+            self.micro_batch,
+            model.seq_length,
+            self.recompute,
+            self.sequence_parallel,
+        )
 
     def parameters(self, model: ModelShape) -> float:
         """Of one rank. A stage with embedding and tied output layer holds their weight once."""

@@ -46,7 +46,7 @@ def step_costs(
     """Raises PlanError where the plan cannot be, ProfileError where the profile lacks a point."""
     options = options or TrainingOptions()
     placement.require_fit(cluster, model)
-    work = _Work(model, cluster, profile, options)
+    work = StageWork(model, cluster, profile, options)
     stages = tuple(map(tuple, pipelines(placement, cluster)))
     counts = micro_batches(placement)
     reduced = [work.reduction(holders) for holders in zip(*stages, strict=True)]
@@ -71,7 +71,9 @@ def step_costs(
 
 
 @dataclass(frozen=True)
-class _Work:
+class StageWork:
+    """Costs of stages and of pipelines made of them, however a plan or a record puts them there."""
+
     model: ModelShape
     cluster: Cluster
     profile: Profile
@@ -100,8 +102,14 @@ class _Work:
             ends = (rails[index], rails[after])
             if shares_node(self.cluster, source, target):
                 ends = (-1, -1)
-            edges.append(EdgeSeconds(edge.wire, edge.latency, *ends))
-        return Chain(tuple(map(tuple, forward)), tuple(map(tuple, backward)), tuple(edges), count)
+            edges.append(EdgeSeconds(edge.wire, edge.latency, *ends, edge.is_buffered))
+        return Chain(
+            tuple(map(tuple, forward)),
+            tuple(map(tuple, backward)),
+            tuple(edges),
+            count,
+            self.options.deepspeed_transfers,
+        )
 
     def reduction(self, holders: Sequence[StageShape]) -> tuple[float, float]:
         """Seconds of reducing and of gathering that are not hidden behind a pass."""

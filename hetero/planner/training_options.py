@@ -21,5 +21,9 @@ class TrainingOptions:
     """Whether a layer's gradients are reduced while backward goes on through the layers before."""
     overlap_param_gather: bool = False
     """Whether updated weights are gathered while the next forward pass goes on."""
+    deepspeed_transfers: bool = False
+    """Whether stages exchange as DeepSpeed's pipeline engine does, for comparing with runs of it:
+    in parts that the receivers gather, in its order, and a sender of more than NCCL buffers waits.
+    """
     reserved_bytes: float = 1.5 * 2**30
     """Of each GPU, for what no model holds: the driver's context and what libraries keep."""

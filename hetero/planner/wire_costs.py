@@ -16,6 +16,8 @@ from hetero.planner.model_shape import ModelShape
 from hetero.planner.stage_shape import StageShape
 from hetero.planner.training_options import TrainingOptions
 
+NCCL_BUFFER = 4 * 2**20
+"""Bytes that NCCL buffers between two GPUs (NCCL_BUFFSIZE in its documentation)."""
 _OVERLAPPED_CHUNKS = 4
 """In how many chunks a reduction across vendors overlaps what it does inside and between them."""
 
@@ -30,6 +32,8 @@ class EdgeCosts:
     """What each rank of the later stage takes to gather an activation that came in parts."""
     gather_before: float
     """The same of the earlier stage and a gradient."""
+    is_buffered: bool
+    """Whether NCCL takes a rank's message into its buffer, so that a sender need not wait."""
 
 
 def edge_costs(
@@ -48,11 +52,12 @@ def edge_costs(
         target.tensor,
         target.data,
     )
-    in_parts = is_boundary or source.sequence_parallel
+    is_gathered = is_boundary or options.deepspeed_transfers
+    in_parts = is_gathered or source.sequence_parallel
     sent = size / source.tensor if in_parts else size
     received = other / target.tensor if in_parts else size
     gather_after = gather_before = 0.0
-    if is_boundary:
+    if is_gathered:
         gather_after = _gather(cluster.kind(target.kind), target, other)
         gather_before = _gather(cluster.kind(source.kind), source, size)
     if shares_node(cluster, source, target):
@@ -65,7 +70,8 @@ def edge_costs(
             wire.seconds(received * ranks_per_rail(cluster.kind(target.kind), target.ranks)),
         )
     latency = 0.0 if wire.measured else wire.latency
-    return EdgeCosts(seconds - latency, latency, gather_after, gather_before)
+    is_buffered = max(sent, received) <= NCCL_BUFFER
+    return EdgeCosts(seconds - latency, latency, gather_after, gather_before, is_buffered)
 
 
 def shares_node(cluster: Cluster, one: StageShape, other: StageShape) -> bool:

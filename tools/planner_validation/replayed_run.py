@@ -1,0 +1,146 @@
+"""A recorded run through this project's simulator, from the profiles of its repository."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+
+from hetero.planner.accelerators import Accelerator
+from hetero.planner.cluster_shape import Cluster, NodeKind, Wire
+from hetero.planner.import_sailor import bandwidth_fit, import_sailor, node_fit
+from hetero.planner.layer_profile import MeasuredProfile
+from hetero.planner.model_shape import ModelShape
+from hetero.planner.pipeline_events import run_chain
+from hetero.planner.stage_shape import StageShape
+from hetero.planner.step_costs import StageWork
+from hetero.planner.training_options import TrainingOptions
+from hetero.planner.wire_costs import ring_seconds, tied_seconds
+from tools.planner_validation.recorded_runs import Record
+
+_ZONE = "us-central1-a"
+"""Under this name the repository keeps all its bandwidths of one site."""
+_OPTIONS = TrainingOptions(
+    activation_bytes=4, parameter_bytes=4, gradient_bytes=4, state_bytes=8, deepspeed_transfers=True
+)
+_UNKNOWN = "not asked of a measured profile"
+
+
+def _model(*, layers: int, hidden: int, heads: int, tied: bool) -> ModelShape:
+    """GPT as Megatron-DeepSpeed builds it: GPT-2's 50,257 tokens padded to a multiple of 128."""
+    return ModelShape(
+        layers=layers,
+        hidden=hidden,
+        ffn=4 * hidden,
+        heads=heads,
+        query_groups=heads,
+        head_size=hidden // heads,
+        vocabulary=50304,
+        seq_length=2048,
+        gated=False,
+        tied=tied,
+        linear_bias=True,
+        norm_weights=2,
+        learned_positions=2048,
+    )
+
+
+MODELS = {
+    "OPT-350": _model(layers=24, hidden=1024, heads=16, tied=False),
+    "GPT-Neo-2.7": _model(layers=32, hidden=2560, heads=20, tied=True),
+}
+
+
+class Replay:
+    """Predicts records of one checkout."""
+
+    def __init__(self, checkout: Path) -> None:
+        self._folder = checkout / "sailor"
+        self._profile = cache(self._read_profile)
+
+    def _read_profile(self, model: str) -> MeasuredProfile:
+        return import_sailor(self._folder, model, MODELS[model])
+
+    def seconds(self, record: Record) -> float:
+        """One step: the slowest pipeline, the slowest stage's reduction, the slowest update.
+
+        DeepSpeed meets in a barrier before it reduces, and its all-reduce is one ring over all
+        replicas of a stage, at the speed of its slowest wire.
+        """
+        cluster = self._cluster(record)
+        model, profile = MODELS[record.model], self._profile(record.model)
+        work = StageWork(model, cluster, profile, _OPTIONS)
+        pipelines = [_stages(record, replica) for replica in range(record.data)]
+        passes = max(
+            run_chain(work.chain(stages, record.micro_batches)).seconds for stages in pipelines
+        )
+        reduce = [self._reduce(cluster, holders, model) for holders in zip(*pipelines, strict=True)]
+        if model.tied and len(pipelines[0]) > 1:
+            first, last = pipelines[0][0], pipelines[0][-1]
+            passes += tied_seconds(cluster, first, last, model=model, options=_OPTIONS)
+        updates = [work.update(stage, 0.0) for stages in pipelines for stage in stages]
+        return passes + max(reduce) + max(updates)
+
+    def _cluster(self, record: Record) -> Cluster:
+        """A node for each tensor-parallel group, each GPU with a wire of its own.
+
+        The wire is what was measured between two nodes of this kind while as many GPUs sent as a
+        group has. Between two kinds the slower of both holds: the repository's own entries for
+        pairs of kinds contradict each other (Titan RTX to RTX 2080 2.8 GB/s with 2 and 4 GPUs,
+        0.11 GB/s with 1 and 8).
+        """
+        kinds = []
+        for name in record.kinds:
+            rail = bandwidth_fit(self._folder, name, record.tensor, zone=_ZONE)
+            inside = node_fit(self._folder, name, record.tensor) if record.tensor > 1 else rail
+            accelerator = _accelerator(name, rail)
+            nodes = record.data * len(record.stages)
+            kinds.append(
+                NodeKind(name, accelerator, nodes, record.tensor, record.tensor, inside, rail)
+            )
+        return Cluster(tuple(kinds), {})
+
+    def _reduce(
+        self, cluster: Cluster, holders: tuple[StageShape, ...], model: ModelShape
+    ) -> float:
+        size = holders[0].parameters(model) * _OPTIONS.gradient_bytes
+        names = [stage.kind for stage in holders]
+        wires = [cluster.rail(one, other) for one in names for other in names]
+        slowest = max(wires, key=lambda wire: wire.seconds(size))
+        return 2 * ring_seconds(slowest, ranks=len(holders), size=size)
+
+
+def _stages(record: Record, replica: int) -> list[StageShape]:
+    stages = []
+    last = len(record.stages) - 1
+    for number, layers in enumerate(record.stages):
+        decoders = layers - (number == 0) - (number == last)
+        stages.append(
+            StageShape(
+                kind=record.kinds_of_stages[number][replica],
+                # Stages never share a node.
+                first_gpu=number * record.tensor,
+                layers=(decoders,),
+                has_embedding=number == 0,
+                has_head=number == last,
+                tensor=record.tensor,
+                micro_batch=record.micro_batch,
+            )
+        )
+    return stages
+
+
+def _accelerator(name: str, rail: Wire) -> Accelerator:
+    """A name for the profile; memory and peak have no part in a step's time."""
+    return Accelerator(
+        name=name,
+        vendor="nvidia",
+        memory_gib=1.0,
+        flops=1.0,
+        memory_bandwidth=1.0,
+        link_bandwidth=1.0,
+        link_latency=1.0,
+        nic_bandwidth=rail.bandwidth,
+        source=_UNKNOWN,
+        link_source=_UNKNOWN,
+        nic_source=_UNKNOWN,
+    )

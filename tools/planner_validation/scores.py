@@ -1,0 +1,43 @@
+"""How far predictions are from what was measured, and whether they put runs in the same order."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+
+from tools.planner_validation.recorded_runs import Record
+
+
+@dataclass(frozen=True)
+class Score:
+    runs: int
+    mean_error: float
+    largest_error: float
+    kendall_tau: float
+    """Of throughput, samples a second: of all pairs, those in the same order less those not."""
+
+    def __str__(self) -> str:
+        return (
+            f"{self.runs} runs, mean error {100 * self.mean_error:.1f} %, largest "
+            f"{100 * self.largest_error:.1f} %, Kendall tau {self.kendall_tau:.2f}"
+        )
+
+
+def score(records: Sequence[Record], predicted: Mapping[str, float]) -> Score:
+    """Of the records that are not damaged."""
+    sound = [record for record in records if not record.damage]
+    errors = [abs(predicted[record.name] / record.seconds - 1) for record in sound]
+    pairs = [
+        (record.global_batch / record.seconds, record.global_batch / predicted[record.name])
+        for record in sound
+    ]
+    return Score(len(sound), sum(errors) / len(errors), max(errors), kendall_tau(pairs))
+
+
+def kendall_tau(pairs: Sequence[tuple[float, float]]) -> float:
+    """Tau-a; a tie on either side counts for neither."""
+    agreed = [(one[0] - other[0]) * (one[1] - other[1]) for one, other in combinations(pairs, 2)]
+    if not agreed:
+        return 1.0
+    return sum((value > 0) - (value < 0) for value in agreed) / len(agreed)

@@ -1,0 +1,97 @@
+"""Predict the runs that Sailor published, from its own profiles, and say how far off that is.
+
+    git clone https://github.com/eth-easl/sailor
+    python tools/validate_planner.py --sailor sailor
+
+Its repository (MIT) holds measured steps of mixed GPUs and of GH200 beside the profiles that its
+own simulator starts from. Nothing is fitted to a measured step: times of layers, of the update and
+bandwidths are those of the profiles; docs/benchmarks/planner.md says where each number comes from.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+if __name__ == "__main__":
+    # As a script, only this file's folder would be importable; what follows may take a while.
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+    from tools.tool_command_line import begin_script
+
+    begin_script(core=False)
+
+from tools.planner_validation.recorded_runs import Record, find_records
+from tools.planner_validation.replayed_run import Replay
+from tools.planner_validation.scores import Score, score
+from tools.reports.text_table import aligned
+from tools.tool_command_line import Parser, run
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = Parser((__doc__ or "").splitlines()[0])
+    parser.add_argument(
+        "--sailor", type=Path, required=True, metavar="FOLDER", help="a checkout of Sailor"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write all figures here")
+    options = parser.parse_args(argv)
+    return run(lambda: _validate(options), interrupted="nothing was written")
+
+
+def _validate(options: argparse.Namespace) -> str:
+    records = find_records(options.sailor)
+    replay = Replay(options.sailor)
+    predicted = {record.name: replay.seconds(record) for record in records}
+    tables, scores = [], {}
+    for group in dict.fromkeys(record.group for record in records):
+        members = [record for record in records if record.group == group]
+        tables.append("\n".join((group, *_table(members, predicted), "")))
+        scores[group] = score(members, predicted)
+    scores["all"] = score(records, predicted)
+    if options.json:
+        options.json.write_text(_figures(records, predicted, scores), "utf-8")
+    return "\n".join((*tables, *(f"{name}: {result}" for name, result in scores.items())))
+
+
+def _table(records: list[Record], predicted: dict[str, float]) -> list[str]:
+    rows = [("run", "GPUs", "PP", "DP", "TP", "measured s", "predicted s", "error", "left out")]
+    for record in records:
+        seconds = predicted[record.name]
+        rows.append(
+            (
+                record.name.partition(" ")[2],
+                "+".join(record.kinds),
+                str(len(record.stages)),
+                str(record.data),
+                str(record.tensor),
+                f"{record.seconds:.3f}",
+                f"{seconds:.3f}",
+                f"{100 * (seconds / record.seconds - 1):+.1f} %",
+                record.damage,
+            )
+        )
+    return aligned(rows, text={0, 1, 8})
+
+
+def _figures(records: list[Record], predicted: dict[str, float], scores: dict[str, Score]) -> str:
+    runs = [
+        {
+            "run": record.name,
+            "measured_seconds": record.seconds,
+            "predicted_seconds": round(predicted[record.name], 5),
+            "left_out": record.damage,
+        }
+        for record in records
+    ]
+    figures = {
+        "source": "https://github.com/eth-easl/sailor, MIT licence, Planner/simulations/validation",
+        "runs": runs,
+        "scores": {name: vars(result) for name, result in scores.items()},
+    }
+    return json.dumps(figures, indent=1) + "\n"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
