@@ -132,7 +132,7 @@ def _gaps(chain: Chain, warm_up: int, forward: float, backward: float, beyond: f
     passes = min(warm_up, chain.micro_batches - 1)
     first = max(0.0, beyond - passes * forward)
     last = max(0.0, beyond - passes * backward)
-    return first + last if chain.micro_batches > warm_up else max(first, last)
+    return first + last if chain.micro_batches - 1 > warm_up else max(first, last)
 
 
 def _estimate_interleaved(chain: Chain) -> float:

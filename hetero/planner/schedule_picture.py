@@ -1,0 +1,88 @@
+"""A simulated step drawn as SVG: a line for each stage, a colour for each kind of node."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from xml.sax.saxutils import escape
+
+from hetero.planner.prediction import Prediction
+from hetero.planner.schedule_timeline import REDUCE, UPDATE, Row, rows
+from hetero.planner.step_costs import StepCosts
+
+_WIDTH, _LEFT, _ROW, _GAP, _TOP = 1200, 190, 22, 6, 26
+_COLOURS = ("#4c78a8", "#e4572e", "#2a9d8f", "#b279a2", "#8d6e63", "#d4a017")
+_OVERHEAD = {UPDATE: "#9aa0a6", REDUCE: "#5f6368"}
+_READABLE = 14
+"""Pixels that a pass needs to bear its micro-batch's number."""
+
+
+def draw_schedule(costs: StepCosts, prediction: Prediction) -> str:
+    """An SVG element. Forward passes are light and backward ones full, both of the kind's colour.
+
+    Links are not drawn: the trace has them.
+    """
+    lines = [row for row in rows(costs, prediction) if row.kind]
+    kinds = list(dict.fromkeys(row.kind for row in lines))
+    height = _TOP + len(lines) * (_ROW + _GAP) + 40
+    scale = (_WIDTH - _LEFT - 10) / prediction.seconds
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" '
+        'font-family="inherit" font-size="12" fill="currentColor">',
+        f"<title>One step of {prediction.seconds:.3f} s</title>",
+        *_legend(kinds),
+    ]
+    for number, row in enumerate(lines):
+        top = _TOP + number * (_ROW + _GAP)
+        colour = _COLOURS[kinds.index(row.kind) % len(_COLOURS)]
+        parts.append(f'<text x="4" y="{top + 15}">{escape(row.label)}</text>')
+        parts += _boxes(row, top, scale, colour)
+    parts += _axis(prediction.seconds, scale, height - 30)
+    return "\n".join([*parts, "</svg>"])
+
+
+def _legend(kinds: list[str]) -> Iterator[str]:
+    left = _LEFT
+    for number, kind in enumerate(kinds):
+        colour = _COLOURS[number % len(_COLOURS)]
+        for opacity, what in (("0.45", f"{kind} forward"), ("0.95", "backward")):
+            yield f'<rect x="{left}" y="4" width="12" height="12" {_fill(colour, opacity)}/>'
+            yield f'<text x="{left + 16}" y="14">{escape(what)}</text>'
+            left += 30 + 7 * len(what)
+    for what, colour in _OVERHEAD.items():
+        yield f'<rect x="{left}" y="4" width="12" height="12" {_fill(colour, "0.95")}/>'
+        yield f'<text x="{left + 16}" y="14">{what}</text>'
+        left += 30 + 7 * len(what)
+
+
+def _fill(colour: str, opacity: str) -> str:
+    return f'fill="{colour}" fill-opacity="{opacity}"'
+
+
+def _boxes(row: Row, top: int, scale: float, colour: str) -> Iterator[str]:
+    for what, micro_batch, chunk, start, end in row.spans:
+        left, width = _LEFT + start * scale, (end - start) * scale
+        if width <= 0:
+            continue
+        opacity = "0.45" if what == "forward" else "0.95"
+        # Chunks of an interleaved stage are stepped, so that they can be told apart.
+        lift = min(chunk, 3) * 4
+        yield (
+            f'<rect x="{left:.2f}" y="{top + lift}" width="{width:.2f}" height="{_ROW - lift}" '
+            f'{_fill(_OVERHEAD.get(what, colour), opacity)} stroke="currentColor" '
+            'stroke-width="0.3"/>'
+        )
+        if width >= _READABLE and what not in _OVERHEAD:
+            yield (
+                f'<text x="{left + width / 2:.2f}" y="{top + 15}" font-size="9" '
+                f'text-anchor="middle">{micro_batch}</text>'
+            )
+
+
+def _axis(seconds: float, scale: float, top: int) -> Iterator[str]:
+    for part in range(5):
+        at = seconds * part / 4
+        anchor = "end" if part == 4 else "middle"
+        yield (
+            f'<text x="{_LEFT + at * scale:.1f}" y="{top + 14}" text-anchor="{anchor}">'
+            f"{at:.3g} s</text>"
+        )

@@ -1,0 +1,140 @@
+"""Costs of whole placements, and the steps that are simulated from them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from hetero.plan import Mesh, Plan, PlanError
+from hetero.planner.placement import Placement
+from hetero.planner.prediction import Prediction, estimate_seconds, simulate
+from hetero.planner.step_costs import StepCosts, step_costs
+from hetero.planner.training_options import TrainingOptions
+from tests.hetero.planner.placements import MODEL, alone, cluster, mixed, profile
+
+
+def priced(placement: Placement, **options: bool) -> StepCosts:
+    return step_costs(
+        placement,
+        model=MODEL,
+        cluster=cluster(),
+        profile=profile(),
+        options=TrainingOptions(**options),
+    )
+
+
+def played(placement: Placement, **options: bool) -> Prediction:
+    costs = priced(placement, **options)
+    return simulate(costs, placement, model=MODEL, cluster=cluster())
+
+
+def test_one_stage_is_the_sum_of_its_parts() -> None:
+    prediction = played(alone(batch=8))
+    passes = 8 * MODEL.layers * 0.03
+    update = MODEL.parameters * 1e-11
+    assert prediction.seconds == pytest.approx(passes + update)
+    assert prediction.tokens_per_second == pytest.approx(8 * 2048 / prediction.seconds)
+    assert prediction.busy(["H100-SXM"]) == pytest.approx(passes / prediction.seconds)
+
+
+def test_replicas_divide_the_batch_and_reduce_their_gradients() -> None:
+    costs = priced(alone(data=4, batch=8))
+    assert costs.chains[0].micro_batches == 2
+    # Four GPUs of a node: a ring moves 3/4 of the gradients twice over NVLink.
+    size = MODEL.parameters * 4
+    steps = 2 * 3 * (size / 4 / 450e9 + 10e-6)
+    # The all-gather half is overlapped with the reduce-scatter half in four chunks.
+    assert costs.reduce[0] == pytest.approx(steps / 2 * (1 + 1 / 4))
+
+
+def test_a_boundary_carries_each_element_once_and_gathers_behind_it() -> None:
+    plain, split = priced(mixed()), priced(mixed(tensor=(4, 4)))
+    size = MODEL.boundary_bytes(1)
+    assert plain.chains[0].edges[0].wire == pytest.approx(size / 50e9)
+    assert split.chains[0].edges[0].wire == pytest.approx(size / 4 / 50e9)
+    gathered = 3 * (size / 4 / 450e9 + 10e-6)
+    assert split.chains[0].forward[1][0] == pytest.approx(4 * 0.01 + gathered)
+
+
+def test_stages_of_one_node_exchange_over_its_links() -> None:
+    edge = priced(alone(2)).chains[0].edges[0]
+    assert edge.wire == pytest.approx(MODEL.boundary_bytes(1) / 450e9)
+    assert edge.sender_rails == edge.receiver_rails == -1
+
+
+def test_gpus_that_share_a_rail_share_its_bandwidth() -> None:
+    few_rails = replace(cluster().kinds[1], rails=1)
+    shared = replace(cluster(), kinds=(cluster().kinds[0], few_rails))
+    costs = step_costs(mixed(tensor=(4, 4)), model=MODEL, cluster=shared, profile=profile())
+    assert costs.chains[0].edges[0].wire == pytest.approx(MODEL.boundary_bytes(1) / 50e9)
+
+
+def test_overlapping_hides_reduction_behind_backward_but_for_its_last_part() -> None:
+    exposed = priced(alone(data=4)).reduce[0]
+    hidden = priced(alone(data=4), overlap_grad_reduce=True).reduce[0]
+    assert hidden == pytest.approx(exposed / MODEL.layers)
+
+
+def test_a_distributed_optimizer_updates_and_keeps_a_share() -> None:
+    whole = alone(data=4)
+    mesh = replace(whole.plan.meshes[0], distributed_optimizer=True)
+    shared = replace(whole, plan=replace(whole.plan, meshes=(mesh,)))
+    state, quarter = (priced(one).memory[0][0].optimizer for one in (whole, shared))
+    assert quarter == pytest.approx(state / 4)
+    gathered = 3 * (MODEL.parameters * 2 / 4 / 450e9 + 10e-6)
+    assert priced(shared).update[0][0] == pytest.approx(MODEL.parameters / 4 * 1e-11 + gathered)
+
+
+def test_earlier_stages_hold_more_micro_batches() -> None:
+    memory = priced(alone(4, batch=8)).memory[0]
+    assert [rank.activations for rank in memory] == [2 * count * 2**30 for count in (4, 3, 2, 1)]
+
+
+def test_whole_replicas_take_shares_of_the_batch() -> None:
+    meshes = (
+        Mesh("amd", 1, micro_batch_size=1, share=3),
+        Mesh("nvidia", 1, micro_batch_size=1),
+    )
+    plan = Plan(meshes, ((8,),), whole_replicas=True)
+    placement = Placement(plan, ("MI300X", "H100-SXM"), 8)
+    costs = step_costs(
+        placement, model=MODEL, cluster=cluster(), profile=profile(mi300x=0.01, h100=0.03)
+    )
+    assert [chain.micro_batches for chain in costs.chains] == [6, 2]
+    prediction = simulate(costs, placement, model=MODEL, cluster=cluster())
+    assert prediction.busy(["MI300X"]) == pytest.approx(prediction.busy(["H100-SXM"]))
+    # Both exchange all gradients, over one rail each.
+    assert costs.reduce[0] == pytest.approx(MODEL.parameters * 4 / 50e9, rel=0.01)
+
+
+def test_the_estimate_and_the_simulation_of_a_placement_agree() -> None:
+    for placement in (alone(), alone(4, batch=16), mixed(1, 1), mixed(2, 2, batch=16)):
+        costs = priced(placement)
+        simulated = simulate(costs, placement, model=MODEL, cluster=cluster()).seconds
+        assert estimate_seconds(costs) == pytest.approx(simulated, rel=0.02)
+
+
+def test_what_a_gpu_cannot_hold_does_not_fit() -> None:
+    fitting = played(alone())
+    assert fitting.fits
+    (use,) = fitting.uses
+    assert not replace(use, peak_bytes=81 * 2**30).fits
+
+
+@pytest.mark.parametrize(
+    ("placement", "said"),
+    [
+        (alone(data=3, batch=8), "8 does not divide into steps of 3 samples"),
+        (alone(8, data=2, batch=8), "takes 16 GPUs of H100-SXM; there are 8"),
+        (replace(alone(), kinds=("MI300X",)), "a nvidia mesh cannot stand on MI300X of amd"),
+    ],
+)
+def test_a_placement_that_cannot_be_is_refused(placement: Placement, said: str) -> None:
+    with pytest.raises(PlanError, match=said):
+        priced(placement)
+
+
+def test_tensor_parallelism_over_nodes_is_refused() -> None:
+    with pytest.raises(PlanError, match="tensor size 8 is more than the 4 GPUs of a node"):
+        priced(alone(tensor=8))
