@@ -140,9 +140,9 @@ def test_edges_that_leave_by_the_same_rails_go_one_after_the_other() -> None:
 @settings(max_examples=300)
 @given(chains())
 def test_the_estimate_is_near_the_simulation(chain: Chain) -> None:
-    """1F1B over stages up to 20 times apart, wires up to five times the shortest pass: 15 %."""
+    """1F1B over stages up to 20 times apart, wires up to five times the shortest pass: 25 %."""
     chain = replace(chain, is_blocking=False)
-    assert estimate_chain(chain) == pytest.approx(run_chain(chain).seconds, rel=0.15)
+    assert estimate_chain(chain) == pytest.approx(run_chain(chain).seconds, rel=0.25)
 
 
 @settings(max_examples=300)

@@ -1,0 +1,64 @@
+"""A checkout with the files of Sailor's repository that are read, of round numbers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+ZONE = "us-central1-a"
+FORWARD, BACKWARD, UPDATE = 0.001, 0.002, 0.004
+_GIGABYTE_A_SECOND = [0.0, 0.0, 1.0]
+
+
+def write_checkout(folder: Path) -> Path:
+    """OPT-350M on two kinds of GPU of one speed, 1 GB/s between nodes and inside of them."""
+    layers = {str(number): [FORWARD, BACKWARD, UPDATE] for number in range(26)}
+    times = {"1": {"1": layers, "2": layers}}
+    sizes = {str(number): {"params_floats": 1e6, "act_mem_floats": 1e6} for number in range(26)}
+    fit = {count: {ZONE: {}} for count in ("1", "2")}
+    files: dict[str, Any] = {
+        "Planner/simulations/profiles_tmp.json": {"OPT-350": {"A": times, "B": times}},
+        "Planner/llm_info.json": {"OPT-350": {"1": sizes, "2": sizes}},
+        "providers/multizone_bandwidths_het.json": {
+            ZONE: {
+                kind: {count: {ZONE: {kind: {count: [_GIGABYTE_A_SECOND, 1e9]}}} for count in fit}
+                for kind in ("A", "B")
+            }
+        },
+        "providers/intra_node_bandwidths.json": {
+            kind: {"2": [_GIGABYTE_A_SECOND, 1e9]} for kind in ("A", "B")
+        },
+    }
+    for name, content in files.items():
+        _write(folder / "sailor" / name, content)
+    return folder
+
+
+def write_run(
+    checkout: Path, name: str, *, stages: list[list[str]], seconds: float, reduce: float = 0.01
+) -> None:
+    """A measured run of tensor size 1; `stages` names the GPU of each replica of each stage."""
+    split = 26 // len(stages)
+    layers = [list(range(split * at, split * (at + 1))) for at in range(len(stages))]
+    run = {
+        "pipeline_list": [
+            {
+                "layers_per_stage": layers,
+                "tmp_per_stage": [
+                    [[[[kind, 1, ZONE]], 1] for kind in replicas] for replicas in stages
+                ],
+            }
+        ],
+        "mbs": 1,
+        "gbs": 8,
+        "real": seconds,
+        "red_grads": reduce,
+    }
+    folder = checkout / "sailor" / "Planner" / "simulations" / "validation" / "mit"
+    _write(folder / f"plan_config_{name}.json", run)
+
+
+def _write(path: Path, content: object) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(content))

@@ -1,0 +1,109 @@
+"""Published runs, predicted from a checkout's profiles."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from hetero.planner.import_sailor import import_sailor
+from hetero.planner.layer_profile import Point
+from tests.tools.sailor_checkout import BACKWARD, FORWARD, UPDATE, write_checkout, write_run
+from tools.planner_validation.recorded_runs import find_records
+from tools.planner_validation.replayed_run import MODELS, Replay
+from tools.planner_validation.scores import kendall_tau
+from tools.validate_planner import main
+
+LAYER = FORWARD + BACKWARD
+ACTIVATION = 2048 * 1024 * 4
+OPT = MODELS["OPT-350"]
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    return write_checkout(tmp_path)
+
+
+def test_models_have_the_sizes_that_sailor_lists() -> None:
+    assert (OPT.layer_parameters, OPT.embedding_parameters) == (12_596_224, 53_608_448)
+    assert OPT.head_parameters == 51_513_344
+    assert MODELS["GPT-Neo-2.7"].layer_parameters == 78_676_480
+
+
+def test_a_profile_has_its_layers_and_an_update_a_parameter(checkout: Path) -> None:
+    profile = import_sailor(checkout / "sailor", "OPT-350", OPT)
+    costs = profile.costs("A", Point(1, 1, 2048))
+    assert costs.layer.forward == pytest.approx(FORWARD)
+    assert costs.head.backward == pytest.approx(BACKWARD)
+    # An embedding, two layers and an output layer took the update's time.
+    assert profile.optimizer_seconds("A", 4e6) == pytest.approx(UPDATE)
+
+
+def test_a_tied_output_layer_is_added_at_the_speed_of_the_layers(checkout: Path) -> None:
+    tied = replace(OPT, tied=True)
+    profile = import_sailor(checkout / "sailor", "OPT-350", tied)
+    head = profile.costs("A", Point(1, 1, 2048)).head
+    assert head.forward == pytest.approx(FORWARD * (1 + tied.head_flops / tied.layer_flops))
+
+
+def test_a_lone_replica_is_the_sum_of_its_layers(checkout: Path) -> None:
+    write_run(checkout, "one", stages=[["A"]], seconds=1.0)
+    (record,) = find_records(checkout)
+    update = OPT.parameters / 4e6 * UPDATE
+    assert Replay(checkout).seconds(record) == pytest.approx(8 * 26 * LAYER + update)
+
+
+def test_neighbours_stop_while_they_exchange_more_than_nccl_buffers(checkout: Path) -> None:
+    write_run(checkout, "two", stages=[["A"], ["B"]], seconds=1.0)
+    (record,) = find_records(checkout)
+    # 8 MiB at 1 GB/s: in the steady state an activation and a gradient a micro-batch.
+    transfer = ACTIVATION / 1e9
+    passes = (8 + 1) * 13 * LAYER + 2 * 8 * transfer
+    first_stage = OPT.embedding_parameters + 12 * OPT.layer_parameters
+    update = first_stage / 4e6 * UPDATE
+    assert Replay(checkout).seconds(record) == pytest.approx(passes + update, rel=0.01)
+
+
+def test_replicas_reduce_at_the_slowest_wire(checkout: Path) -> None:
+    write_run(checkout, "replicas", stages=[["A", "B"]], seconds=1.0)
+    (record,) = find_records(checkout)
+    reduced = 2 * OPT.parameters * 4 / 2 / 1e9
+    update = OPT.parameters / 4e6 * UPDATE
+    expected = 4 * 26 * LAYER + reduced + update
+    assert Replay(checkout).seconds(record) == pytest.approx(expected, rel=0.01)
+
+
+def test_records_that_contradict_themselves_are_left_out(checkout: Path) -> None:
+    write_run(checkout, "sound", stages=[["A", "B"]], seconds=3.0, reduce=2.5)
+    write_run(checkout, "copied", stages=[["A"]], seconds=1.0, reduce=2.5)
+    damage = {record.name.split()[-1]: record.damage for record in find_records(checkout)}
+    assert damage["sound"] == ""
+    assert "has one replica" in damage["copied"]
+
+
+def test_the_tool_prints_errors_and_writes_figures(
+    checkout: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_run(checkout, "one", stages=[["A"]], seconds=0.8)
+    write_run(checkout, "replicas", stages=[["A", "B"]], seconds=3.9)
+    file = checkout / "figures.json"
+    assert main(["--sailor", str(checkout), "--json", str(file)]) == 0
+    assert "mixed, OPT-350M: 2 runs, mean error" in capsys.readouterr().out
+    figures = json.loads(file.read_text())
+    assert [run["measured_seconds"] for run in figures["runs"]] == [0.8, 3.9]
+    assert figures["scores"]["all"]["runs"] == 2
+
+
+def test_a_folder_that_is_no_checkout_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["--sailor", str(tmp_path)]) == 2
+    assert "holds no measured runs; give a checkout of eth-easl/sailor" in capsys.readouterr().err
+
+
+def test_kendall_tau_counts_pairs_in_the_same_order() -> None:
+    assert kendall_tau([(1, 1), (2, 2), (3, 3)]) == 1
+    assert kendall_tau([(1, 3), (2, 2), (3, 1)]) == -1
+    assert kendall_tau([(1, 1), (2, 3), (3, 2)]) == pytest.approx(1 / 3)
