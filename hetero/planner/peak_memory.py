@@ -45,15 +45,14 @@ def rank_memory(
     costs: PartCosts,
     model: ModelShape,
     options: TrainingOptions,
-    replicas: int = 0,
+    replicas: int,
 ) -> RankMemory:
     """Of one of a stage's ranks, with the activations of `passes` passes in flight.
 
-    `replicas` share the optimizer's state where it is distributed: all that hold the stage, those
-    of the stage's own mesh where left out.
+    `replicas` hold the stage, and share the optimizer's state where it is distributed.
     """
     parameters = stage.parameters(model)
-    shards = (replicas or stage.data) if stage.distributed_optimizer else 1
+    shards = replicas if stage.distributed_optimizer else 1
     activations = passes * max(stage.layers) * costs.layer_activation_bytes
     activations += costs.layer_working_bytes
     if stage.has_embedding:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hetero.plan import Mesh, PlanError
-from hetero.planner.cluster_shape import Cluster
+from hetero.planner.cluster_shape import Cluster, NodeKind
 from hetero.planner.layer_profile import Point
 from hetero.planner.model_shape import ModelShape
 from hetero.planner.placement import Placement
@@ -63,7 +63,7 @@ def pipelines(placement: Placement, cluster: Cluster) -> list[list[StageShape]]:
     taken: dict[str, int] = dict.fromkeys(placement.kinds, 0)
     stages: list[list[StageShape]] = [[]]
     for index, (kind, mesh) in enumerate(zip(placement.kinds, plan.meshes, strict=True)):
-        _require_covered(mesh, cluster.kind(kind).gpus_per_node)
+        _require_covered(mesh, cluster.kind(kind), taken[kind])
         if plan.whole_replicas and index:
             stages.append([])
         for _ in range(mesh.stages):
@@ -87,13 +87,22 @@ def pipelines(placement: Placement, cluster: Cluster) -> list[list[StageShape]]:
     return stages
 
 
-def _require_covered(mesh: Mesh, gpus_per_node: int) -> None:
+def _require_covered(mesh: Mesh, kind: NodeKind, first_gpu: int) -> None:
     if mesh.context > 1:
         raise PlanError("costs are not known of plans with context parallelism; use context 1")
-    if mesh.tensor > gpus_per_node:
+    size = kind.gpus_per_node
+    if mesh.tensor > size:
         raise PlanError(
-            f"tensor size {mesh.tensor} is more than the {gpus_per_node} GPUs of a node; costs are "
-            "not known of tensor parallelism across nodes"
+            f"tensor size {mesh.tensor} is more than the {size} GPUs of a node; costs are not "
+            "known of tensor parallelism across nodes"
+        )
+    # Groups stand one behind the other from the mesh's first GPU on.
+    fills_nodes = size % mesh.tensor == 0 and first_gpu % mesh.tensor == 0
+    last = first_gpu % size + mesh.world_size
+    if mesh.tensor > 1 and not fills_nodes and last > size:
+        raise PlanError(
+            f"a tensor-parallel group of {mesh.tensor} of {kind.name} would lie over two nodes of "
+            f"{size} GPUs; give this mesh or the one before it another tensor size"
         )
 
 

@@ -49,7 +49,9 @@ def step_costs(
     work = StageWork(model, cluster, profile, options)
     stages = tuple(map(tuple, pipelines(placement, cluster)))
     counts = micro_batches(placement)
-    reduced = [work.reduction(holders) for holders in zip(*stages, strict=True)]
+    all_holders = list(zip(*stages, strict=True))
+    replicas = [sum(stage.data for stage in holders) for holders in all_holders]
+    reduced = [work.reduction(holders) for holders in all_holders]
     return StepCosts(
         stages=stages,
         chains=tuple(
@@ -58,13 +60,13 @@ def step_costs(
         reduce=work.with_tied([reduce for reduce, _ in reduced], stages),
         update=tuple(
             tuple(
-                work.update(stage, gather)
-                for stage, (_, gather) in zip(pipeline, reduced, strict=True)
+                work.update(stage, sharing) + gather
+                for stage, sharing, (_, gather) in zip(pipeline, replicas, reduced, strict=True)
             )
             for pipeline in stages
         ),
         memory=tuple(
-            work.memory(pipeline, count, sum(one[0].data for one in stages))
+            work.memory(pipeline, count, replicas)
             for pipeline, count in zip(stages, counts, strict=True)
         ),
     )
@@ -138,28 +140,26 @@ class StageWork:
             reduce[-1] += both
         return tuple(reduce)
 
-    def update(self, stage: StageShape, gather: float) -> float:
-        shards = stage.data if stage.distributed_optimizer else 1
+    def update(self, stage: StageShape, replicas: int) -> float:
+        """The optimizer's step over what one rank owns of the parameters."""
+        shards = replicas if stage.distributed_optimizer else 1
         accelerator = self.cluster.kind(stage.kind).accelerator.name
-        owned = stage.parameters(self.model) / shards
-        return self.profile.optimizer_seconds(accelerator, owned) + gather
+        return self.profile.optimizer_seconds(accelerator, stage.parameters(self.model) / shards)
 
     def memory(
-        self, stages: Sequence[StageShape], count: int, replicas: int
+        self, stages: Sequence[StageShape], count: int, replicas: Sequence[int]
     ) -> tuple[RankMemory, ...]:
+        """`replicas` says of each stage how many hold it and share the optimizer's state."""
         return tuple(
             rank_memory(
                 stage,
                 passes=in_flight(
-                    number,
-                    stages=len(stages),
-                    micro_batches=count,
-                    chunks=len(stage.layers),
+                    number, stages=len(stages), micro_batches=count, chunks=len(stage.layers)
                 ),
                 costs=self.costs(stage),
                 model=self.model,
                 options=self.options,
-                replicas=replicas,
+                replicas=replicas[number],
             )
             for number, stage in enumerate(stages)
         )

@@ -77,7 +77,7 @@ class Replay:
         if model.tied and len(pipelines[0]) > 1:
             first, last = pipelines[0][0], pipelines[0][-1]
             passes += tied_seconds(cluster, first, last, model=model, options=_OPTIONS)
-        updates = [work.update(stage, 0.0) for stages in pipelines for stage in stages]
+        updates = [work.update(stage, record.data) for stages in pipelines for stage in stages]
         return passes + max(reduce) + max(updates)
 
     def _cluster(self, record: Record) -> Cluster:

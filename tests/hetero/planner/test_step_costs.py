@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from hetero.plan import Mesh, Plan, PlanError
+from hetero.planner.layer_profile import Point
 from hetero.planner.placement import Placement
 from hetero.planner.prediction import Prediction, estimate_seconds, simulate
 from hetero.planner.step_costs import StepCosts, step_costs
@@ -86,6 +87,28 @@ def test_a_distributed_optimizer_updates_and_keeps_a_share() -> None:
     assert priced(shared).update[0][0] == pytest.approx(MODEL.parameters / 4 * 1e-11 + gathered)
 
 
+def test_meshes_of_unequal_replicas_share_the_optimizer_each_among_its_own() -> None:
+    meshes = (
+        Mesh("amd", 1, data=4, micro_batch_size=1, distributed_optimizer=True),
+        Mesh("nvidia", 1, data=1, micro_batch_size=4, distributed_optimizer=True),
+    )
+    placement = Placement(Plan(meshes, ((4,), (4,))), ("MI300X", "H100-SXM"), 8)
+    measured = profile()
+    points = dict(measured.accelerators["H100-SXM"].points)
+    points[Point(1, 4, 2048)] = points[Point(1, 1, 2048)]
+    accelerators = dict(measured.accelerators)
+    accelerators["H100-SXM"] = replace(accelerators["H100-SXM"], points=points)
+    costs = step_costs(
+        placement,
+        model=MODEL,
+        cluster=cluster(),
+        profile=replace(measured, accelerators=accelerators),
+    )
+    amd, nvidia = costs.memory[0]
+    assert nvidia.optimizer / nvidia.weights == pytest.approx(12 / 2)
+    assert amd.optimizer / amd.weights == pytest.approx(12 / 2 / 4)
+
+
 def test_earlier_stages_hold_more_micro_batches() -> None:
     memory = priced(alone(4, batch=8)).memory[0]
     assert [rank.activations for rank in memory] == [2 * count * 2**30 for count in (4, 3, 2, 1)]
@@ -138,3 +161,10 @@ def test_a_placement_that_cannot_be_is_refused(placement: Placement, said: str) 
 def test_tensor_parallelism_over_nodes_is_refused() -> None:
     with pytest.raises(PlanError, match="tensor size 8 is more than the 4 GPUs of a node"):
         priced(alone(tensor=8))
+    meshes = (
+        Mesh("nvidia", 1, tensor=1, micro_batch_size=1),
+        Mesh("nvidia", 1, tensor=4, micro_batch_size=1),
+    )
+    shifted = Placement(Plan(meshes, ((4,), (4,))), ("H100-SXM", "H100-SXM"), 8)
+    with pytest.raises(PlanError, match="group of 4 of H100-SXM would lie over two nodes"):
+        priced(shifted)
