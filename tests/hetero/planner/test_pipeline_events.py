@@ -178,3 +178,21 @@ def test_a_stage_holds_what_its_place_in_the_pipeline_says(
         assert most == in_flight(stage, stages=stages, micro_batches=count, chunks=chunks)
         held.append(most)
     assert held == sorted(held, reverse=True)
+
+
+@given(
+    st.lists(st.floats(0.5, 1.5), min_size=2, max_size=8),
+    st.integers(4, 8),
+    st.integers(2, 4),
+    st.floats(0, 0.05),
+)
+def test_the_estimate_of_interleaved_stages_with_equal_chunks_is_near_too(
+    speeds: list[float], rounds: int, chunks: int, wire: float
+) -> None:
+    chain = Chain(
+        tuple((speed / chunks,) * chunks for speed in speeds),
+        tuple((2 * speed / chunks,) * chunks for speed in speeds),
+        (EdgeSeconds(wire / chunks, 0.0),) * len(speeds),
+        rounds * len(speeds),
+    )
+    assert estimate_chain(chain) == pytest.approx(run_chain(chain).seconds, rel=0.12)
