@@ -1,0 +1,161 @@
+"""Who sends which slab of an activation to whom, where two stages lay it out differently.
+
+Pure arithmetic over intervals. What crosses is a tensor of [sequence, batch, hidden] with the
+sequences of one step of the pipeline. Data-parallel ranks hold its batch in equal slices.
+Tensor-parallel ranks hold equal parts of the sequence (sequence parallel), or each holds all of it.
+
+**Each element crosses once.** Every rank has a *part* of the tensor, and no two have the same: its
+slice of the batch and, of the sequence that its tensor-parallel group holds, the rows that sequence
+parallelism would give it. A rank sends its part and receives its part. Where a target rank needs
+the whole sequence, its group then gathers the parts, over the vendor's library and not over the
+boundary: the sequence is the slowest axis, so that is one all-gather into one piece of memory.
+
+Gradients go the other way: `slabs(target, source, ...)` mirrors `slabs(source, target, ...)`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from hetero.plan import Plan
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How the ranks of one stage hold [sequence, batch, hidden]; a rank is its offset in them."""
+
+    tensor: int
+    data: int
+    micro_batch_size: int
+    sequence_parallel: bool = False
+    context: int = 1
+    """Ranks that share a sequence as megatron-core shares it: of 2 x `context` equal chunks rank i
+    has the i-th and the i-th from the end, one behind the other."""
+
+    @property
+    def ranks(self) -> int:
+        return self.tensor * self.context * self.data
+
+    @property
+    def batch(self) -> int:
+        """Sequences in a step, those of all ranks together."""
+        return self.micro_batch_size * self.data
+
+    @property
+    def gathers(self) -> bool:
+        """Whether a rank needs the parts of its tensor-parallel group besides its own."""
+        return self.tensor > 1 and not self.sequence_parallel
+
+    def part_rows(self, sequence: int) -> int:
+        """Rows of a part, of a sequence of that length. Those of the last ranks may be shorter."""
+        return -(-(sequence // self.context) // self.tensor)
+
+    def part(self, rank: int, sequence: int) -> range:
+        """Which rows of the sequence that its group holds are a rank's part."""
+        held, rows = sequence // self.context, self.part_rows(sequence)
+        first = min(rank % self.tensor * rows, held)
+        return range(first, min(first + rows, held))
+
+    def batch_of(self, rank: int) -> range:
+        """The rank's slice of the step's batch."""
+        first = rank // (self.tensor * self.context) * self.micro_batch_size
+        return range(first, first + self.micro_batch_size)
+
+
+@dataclass(frozen=True)
+class Slab:
+    """What one rank sends to another. Rows and batch are counted from the beginning of a part."""
+
+    source: int
+    target: int
+    source_rows: range
+    source_batch: range
+    target_rows: range
+    target_batch: range
+
+    @property
+    def elements(self) -> int:
+        """How many, for each element of the hidden axis, which is never split."""
+        return len(self.source_rows) * len(self.source_batch)
+
+
+def layout_of(plan: Plan, stage: int) -> Layout:
+    """How a stage of a plan whose micro-batch sizes are settled holds what it exchanges."""
+    mesh = plan.meshes[plan.blocks_of_stage(stage)[0].mesh]
+    if mesh.micro_batch_size is None:
+        raise ValueError("the plan's micro-batch sizes are not settled")
+    return Layout(
+        tensor=mesh.tensor,
+        data=mesh.data,
+        micro_batch_size=mesh.micro_batch_size,
+        sequence_parallel=bool(mesh.sequence_parallel),
+        context=mesh.context,
+    )
+
+
+def slabs(source: Layout, target: Layout, *, sequence: int) -> list[Slab]:
+    """All slabs of one step from one stage to another, by source and target.
+
+    `sequence` is the length of the whole sequence. Raises ValueError for layouts of different
+    batches, or that cannot share such a sequence.
+    """
+    if source.batch != target.batch:
+        raise ValueError(f"the stages take {source.batch} and {target.batch} sequences in a step")
+    for layout in (source, target):
+        chunks = 2 * layout.context if layout.context > 1 else 1
+        shares = layout.context * layout.tensor if layout.sequence_parallel else 1
+        if sequence % chunks or sequence % shares:
+            raise ValueError(f"{layout} cannot share a sequence of {sequence}")
+    return [
+        slab
+        for sender in range(source.ranks)
+        for receiver in _receivers(source, target, sender)
+        for slab in _between(source, sender, target, receiver, sequence)
+    ]
+
+
+def _receivers(source: Layout, target: Layout, sender: int) -> range:
+    """The ranks whose batch overlaps with the sender's."""
+    batch, replica = source.batch_of(sender), target.tensor * target.context
+    first, last = batch[0] // target.micro_batch_size, batch[-1] // target.micro_batch_size
+    return range(first * replica, (last + 1) * replica)
+
+
+def _between(
+    source: Layout, sender: int, target: Layout, receiver: int, sequence: int
+) -> Iterator[Slab]:
+    sent, received = source.batch_of(sender), target.batch_of(receiver)
+    batch = _common(sent, received)
+    for place, rows in _pieces(source, sender, sequence):
+        for other_place, other_rows in _pieces(target, receiver, sequence):
+            if both := _common(rows, other_rows):
+                yield Slab(
+                    sender,
+                    receiver,
+                    _moved(both, place - rows.start),
+                    _moved(batch, -sent.start),
+                    _moved(both, other_place - other_rows.start),
+                    _moved(batch, -received.start),
+                )
+
+
+def _pieces(layout: Layout, rank: int, sequence: int) -> Iterator[tuple[int, range]]:
+    """The rows of the sequence that a rank's part is made of, each run with its place in it."""
+    part = layout.part(rank, sequence)
+    if layout.context == 1:
+        yield 0, part
+        return
+    length, place = sequence // (2 * layout.context), rank // layout.tensor % layout.context
+    for number, chunk in enumerate((place, 2 * layout.context - 1 - place)):
+        held = range(number * length, (number + 1) * length)
+        rows = _common(part, held)
+        yield rows.start - part.start, _moved(rows, chunk * length - held.start)
+
+
+def _moved(interval: range, by: int) -> range:
+    return range(interval.start + by, interval.stop + by)
+
+
+def _common(one: range, other: range) -> range:
+    return range(max(one.start, other.start), min(one.stop, other.stop))
