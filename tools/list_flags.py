@@ -32,7 +32,7 @@ from megatron.training.arguments.listing import (
     describe_refused,
 )
 from megatron.training.arguments.parser import build_parser
-from megatron.training.arguments.unknown import HETERO_LATER, REPLACED
+from megatron.training.arguments.unknown import REPLACED
 from megatron.training.checkpoint.model_flags import MODEL_FLAGS, Kind, spellings
 from tools.public_commands import by_source, shares, verdicts
 from tools.tool_command_line import Parser, run
@@ -119,7 +119,6 @@ def _left_out() -> str:
         lines.append(f"| {feature.name} | {_condition(feature)} | {flags} |")
     lines.append("\n| older flag | use |\n|---|---|")
     lines += [f"| `{flag}` | `{use}` |" for flag, use in sorted(REPLACED.items())]
-    lines += [f"| `{flag}` | not available yet |" for flag in sorted(HETERO_LATER)]
     return "\n".join(lines) + "\n"
 
 

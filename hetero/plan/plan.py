@@ -9,13 +9,13 @@ Meshes that divide the pipeline may differ in all their sizes.
 
 from __future__ import annotations
 
-import math
 from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from hetero.plan.limits import micro_batch_sizes, world_size_problems
 from hetero.plan.mesh import OPTIONS, Mesh, PlanError
 from hetero.words import counted
 
@@ -74,7 +74,7 @@ class Plan:
             raise PlanError("all replicas must have the same stages, tensor and context sizes")
         if not self.whole_replicas and any(mesh.share != 1 for mesh in self.meshes):
             raise PlanError("only a mesh of whole replicas can have a share of its own")
-        self._require_one_step_of_all()
+        self._require_one_step()
         if len(self.layers) != self.stages:
             raise PlanError(
                 f"the plan has {counted(self.stages, 'pipeline stage')} but gives layers for "
@@ -89,22 +89,13 @@ class Plan:
                     "and no chunk can have fewer than none"
                 )
 
-    def _require_one_step_of_all(self) -> None:
+    def _require_one_step(self) -> None:
         """Every mesh takes the same sequences in a step of the pipeline."""
-        known = [mesh for mesh in self.meshes if mesh.micro_batch_size is not None]
         if self.whole_replicas:
             if len({mesh.micro_batch_size for mesh in self.meshes}) > 1:
                 raise PlanError("all replicas must have the same micro-batch size")
-        elif len({(mesh.micro_batch_size or 0) * mesh.data for mesh in known}) > 1:
-            sizes = [(mesh.micro_batch_size or 0, mesh.data) for mesh in known]
-            step = math.lcm(*(data for _, data in sizes))
-            step *= max(1, -(-max(micro * data for micro, data in sizes) // step))
-            products = ", ".join(f"{micro} x {data}" for micro, data in sizes)
-            raise PlanError(
-                f"the meshes' micro-batch sizes times their data-parallel sizes are {products}, "
-                "and every mesh must take the same sequences in a step; the nearest that do are "
-                f"micro-batch sizes {[step // data for _, data in sizes]}, for {step} in a step"
-            )
+        elif any(mesh.micro_batch_size is not None for mesh in self.meshes):
+            micro_batch_sizes(self.meshes, 1)
 
     @cached_property
     def stages(self) -> int:
@@ -236,16 +227,8 @@ class Plan:
         return {"meshes": meshes}
 
     def require_world_size(self, world_size: int) -> None:
-        if world_size != self.world_size:
-            parts = " + ".join(
-                f"{m.vendor} {counted(m.stages, 'stage')} x TP {m.tensor} x CP {m.context} x DP "
-                f"{m.data}"
-                for m in self.meshes
-            )
-            raise PlanError(
-                f"the plan needs {counted(self.world_size, 'rank')} ({parts}) but {world_size} "
-                "were started; change the number of processes or the plan"
-            )
+        for problem in world_size_problems(self.meshes, world_size):
+            raise PlanError(problem)
 
     def require_layers(self, num_layers: int) -> None:
         if num_layers != self.num_layers:

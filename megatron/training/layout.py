@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 from itertools import accumulate
 
 from hetero.plan import Mesh, Plan, PlanError, load_plan, split_over_chunks
+from hetero.plan.limits import micro_batch_sizes
 from hetero.words import counted
-from megatron.training.arguments.checks.check_parallel import counted_layers
+from megatron.training.arguments.checks.check_parallel import counted_layers, described_meshes
+from megatron.training.arguments.installed_layers import fall_back
 from megatron.training.arguments.validate import finish_validation
 from megatron.training.arguments.written_layout import parse_layout
 
 
 def plan_from_args(args: argparse.Namespace, *, vendor: str) -> Plan:
-    """Build the plan. `vendor` is what a homogeneous run calls its one mesh."""
+    """Build the plan. `vendor` is what a homogeneous run calls its one mesh.
+
+    Every mesh has its micro-batch size and says whether it is sequence parallel, because its
+    neighbours have to know. Its other options may be None: a rank's own flags decide.
+    """
     chunks = args.virtual_pipeline_model_parallel_size or 1
     if args.hetero_plan:
         plan = load_plan(args.hetero_plan, chunks=chunks)
@@ -25,7 +32,8 @@ def plan_from_args(args: argparse.Namespace, *, vendor: str) -> Plan:
         )
     plan.require_world_size(args.world_size)
     plan.require_layers(args.num_layers)
-    _require_uniform(plan)
+    _require_no_context(plan)
+    plan = _settled(args, plan)
     _require_whole_recompute_units(args, plan)
     return plan
 
@@ -33,21 +41,72 @@ def plan_from_args(args: argparse.Namespace, *, vendor: str) -> Plan:
 def adopt_plan_file(args: argparse.Namespace) -> None:
     """Let a plan file decide the sizes that flags would otherwise give, then finish the checks."""
     plan = load_plan(args.hetero_plan, chunks=args.num_virtual_stages_per_pipeline_rank or 1)
-    _require_uniform(plan)
+    _require_no_context(plan)
+    sizes = {mesh.tensor for mesh in plan.meshes}
     for name, value in (
-        ("tensor_model_parallel_size", plan.meshes[0].tensor),
+        ("tensor_model_parallel_size", sizes.pop() if len(sizes) == 1 else None),
         ("pipeline_model_parallel_size", plan.stages),
     ):
         given = getattr(args, name)
         if given not in (None, 1, value):
             flag = "--" + name.replace("_", "-")
+            says = value or " ".join(str(mesh.tensor) for mesh in plan.meshes)
             raise PlanError(
-                f"{flag} {given} contradicts the plan {args.hetero_plan}, which says {value}; "
+                f"{flag} {given} contradicts the plan {args.hetero_plan}, which says {says}; "
                 "leave the flag out"
             )
-        setattr(args, name, value)
-    plan.require_world_size(args.world_size)
+    args.pipeline_model_parallel_size = plan.stages
+    args.hetero_vendors = [mesh.vendor for mesh in plan.meshes]
+    args.hetero_pipeline_sizes = [mesh.stages for mesh in plan.meshes]
+    args.hetero_tensor_sizes = [mesh.tensor for mesh in plan.meshes]
+    args.hetero_data_sizes = [mesh.data for mesh in plan.meshes]
+    args.hetero_micro_batch_sizes = list(micro_batch_sizes(plan.meshes, args.micro_batch_size))
     finish_validation(args, args.world_size)
+
+
+def use_mesh(args: argparse.Namespace, mesh: Mesh) -> None:
+    """Make the flags of a rank those of its own mesh, of a plan that `plan_from_args` made.
+
+    Micro-batch times data-parallel size stays what it was, and so does all that follows from it.
+    """
+    evaluated = args.eval_micro_batch_size * args.data_parallel_size
+    args.tensor_model_parallel_size, args.data_parallel_size = mesh.tensor, mesh.data
+    args.data_shares = (1,) * mesh.data
+    args.micro_batch_size = mesh.micro_batch_size
+    args.eval_micro_batch_size = evaluated // mesh.data
+    args.sequence_parallel = mesh.sequence_parallel
+    if mesh.distributed_optimizer is not None:
+        args.use_distributed_optimizer = mesh.distributed_optimizer
+    if mesh.attention_backend is not None:
+        args.attention_backend = mesh.attention_backend
+    if mesh.transformer_impl is not None:
+        args.transformer_impl = mesh.transformer_impl
+        fall_back(args)
+    if mesh.recompute is not None:
+        _use_recompute(args, mesh.recompute)
+
+
+def _use_recompute(args: argparse.Namespace, recompute: str) -> None:
+    """The global flags still say which parts or how many layers, where they say so."""
+    is_full = recompute == "full"
+    args.recompute_granularity = None if recompute == "none" else recompute
+    args.recompute_method = (args.recompute_method or "uniform") if is_full else None
+    args.recompute_num_layers = (args.recompute_num_layers or 1) if is_full else None
+    args.recompute_modules = args.recompute_modules if recompute == "selective" else None
+    args.distribute_saved_activations &= is_full
+
+
+def _settled(args: argparse.Namespace, plan: Plan) -> Plan:
+    """The plan with what every mesh has to say of itself."""
+    sizes = (args.micro_batch_size,) * len(plan.meshes)
+    if not plan.whole_replicas:
+        sizes = micro_batch_sizes(plan.meshes, args.micro_batch_size)
+    meshes = []
+    for mesh, size in zip(plan.meshes, sizes, strict=True):
+        own = mesh.sequence_parallel
+        is_parallel = mesh.tensor > 1 and bool(args.sequence_parallel if own is None else own)
+        meshes.append(replace(mesh, micro_batch_size=size, sequence_parallel=is_parallel))
+    return replace(plan, meshes=tuple(meshes))
 
 
 def _meshes(args: argparse.Namespace, vendor: str) -> tuple[Mesh, ...]:
@@ -59,12 +118,9 @@ def _meshes(args: argparse.Namespace, vendor: str) -> tuple[Mesh, ...]:
             Mesh(name, stages=stages, tensor=tensor, data=count, share=args.data_shares[end - 1])
             for (name, count), end in zip(args.hetero_data_parallel, ends, strict=True)
         )
-    if not args.hetero_pipeline:
-        return (Mesh(vendor=vendor, stages=stages, tensor=tensor, data=data),)
-    return tuple(
-        Mesh(vendor=name, stages=stages, tensor=tensor, data=data)
-        for name, stages in zip(args.hetero_vendors, args.hetero_pipeline_sizes, strict=True)
-    )
+    if args.hetero_pipeline:
+        return described_meshes(args)
+    return (Mesh(vendor=vendor, stages=stages, tensor=tensor, data=data),)
 
 
 def _layers(args: argparse.Namespace, chunks: int) -> tuple[tuple[int, ...], ...]:
@@ -122,21 +178,20 @@ def _even_layers(args: argparse.Namespace, stages: int) -> list[int]:
     return ([first] if first is not None else []) + counts + ([last] if last is not None else [])
 
 
-def _require_uniform(plan: Plan) -> None:
-    if plan.whole_replicas:
-        return
-    if len({(mesh.tensor, mesh.context, mesh.data) for mesh in plan.meshes}) > 1:
-        raise PlanError("every mesh must have the same tensor, context and data parallel sizes")
+def _require_no_context(plan: Plan) -> None:
     if any(mesh.context > 1 for mesh in plan.meshes):
         raise PlanError("context parallelism is not available; leave 'context' out of the plan")
 
 
 def _require_whole_recompute_units(args: argparse.Namespace, plan: Plan) -> None:
     """megatron-core would reach for layers beyond the end of a stage."""
-    if args.recompute_method != "uniform":
+    if args.recompute_method not in (None, "uniform"):
         return
-    unit = args.recompute_num_layers
+    unit = args.recompute_num_layers or 1
     for stage, chunks in enumerate(plan.layers):
+        mesh = plan.meshes[plan.blocks_of_stage(stage)[0].mesh]
+        if (mesh.recompute or args.recompute_granularity) != "full":
+            continue
         for layers in chunks:
             if layers % unit:
                 raise PlanError(

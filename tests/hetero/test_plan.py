@@ -19,6 +19,7 @@ from hetero.plan import (
     plan_from_mapping,
     split_over_chunks,
 )
+from hetero.plan.limits import micro_batch_sizes
 from hetero.plan.mesh import ATTENTION_BACKENDS, RECOMPUTE
 from hetero.words import counted
 
@@ -278,14 +279,19 @@ def test_meshes_take_the_same_sequences_in_a_step_and_the_nearest_sizes_that_do_
         meshes = (Mesh("amd", 1, data=data, micro_batch_size=size) for size, data in sizes)
         return Plan(meshes=tuple(meshes), layers=((1,),) * len(sizes))
 
-    assert plan((3, 2), (2, 3), (None, 5)).world_size == 10
-    with pytest.raises(PlanError) as error:
-        plan((2, 2), (2, 3))
-    sentence = _refusal(error)
-    assert "2 x 2, 2 x 3" in sentence
-    assert "micro-batch sizes [3, 2], for 6 in a step" in sentence
-    with pytest.raises(PlanError, match=r"\[2, 1\], for 4 in a step"):
-        plan((1, 2), (1, 4))
+    assert micro_batch_sizes(plan((3, 2), (2, 3), (None, 1)).meshes, 1) == (3, 2, 6)
+    assert micro_batch_sizes(plan((None, 2), (None, 4)).meshes, 3) == (6, 3)
+    for sizes, words in (
+        (((2, 2), (2, 3)), "mesh 1 (amd) has 3 data-parallel ranks of micro-batch size 2"),
+        (((2, 2), (2, 3)), "nearest that all can take is 6, with micro-batch sizes 3 2"),
+        (((1, 2), (1, 4)), "nearest that all can take is 4, with micro-batch sizes 2 1"),
+        (((1, 2), (None, 3)), "mesh 1 (amd) has 3 data-parallel ranks and cannot take the 2"),
+    ):
+        with pytest.raises(PlanError) as error:
+            plan(*sizes)
+        assert words in _refusal(error)
+    with pytest.raises(PlanError, match=r"mesh 0 .* cannot take the 3 sequences"):
+        micro_batch_sizes(plan((None, 2), (None, 3)).meshes, 1)
 
 
 def test_a_plan_without_a_mesh_is_refused() -> None:

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import shlex
 from argparse import Namespace
+from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 
 from hetero.errors import UserError
 from hetero.plan import Mesh, Plan, PlanError
 from megatron.training.arguments import parse_args
-from megatron.training.layout import adopt_plan_file, plan_from_args
+from megatron.training.command_line import read_command_line
+from megatron.training.layout import adopt_plan_file, plan_from_args, use_mesh
 
 LAUNCH = (
     "--hidden-size 64 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 "
@@ -32,19 +37,27 @@ def _args(flags: str, *, layers: int = 8, ranks: int = 1) -> Namespace:
 
 
 def _plan(flags: str, *, layers: int = 8, ranks: int = 1) -> Plan:
-    return plan_from_args(_args(flags, layers=layers, ranks=ranks), vendor="cpu")
+    args = _args(flags, layers=layers, ranks=ranks)
+    if args.hetero_plan is not None:
+        adopt_plan_file(args)
+    return plan_from_args(args, vendor="cpu")
+
+
+def _mesh(vendor: str, stages: int, **sizes: Any) -> Mesh:
+    """A mesh of a plan whose neighbours know what they exchange."""
+    return Mesh(vendor, stages, **{"micro_batch_size": 1, "sequence_parallel": False} | sizes)
 
 
 # Homogeneous.
 
 
 def test_without_flags_one_rank_holds_all() -> None:
-    assert _plan("") == Plan(meshes=(Mesh("cpu", stages=1),), layers=((8,),))
+    assert _plan("") == Plan(meshes=(_mesh("cpu", stages=1),), layers=((8,),))
 
 
 def test_ranks_that_no_flag_speaks_of_are_data_parallel() -> None:
     plan = _plan("--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2", ranks=8)
-    assert plan.meshes == (Mesh("cpu", stages=2, tensor=2, data=2),)
+    assert plan.meshes == (_mesh("cpu", stages=2, tensor=2, data=2),)
     assert plan.layers == ((4,), (4,))
 
 
@@ -116,7 +129,7 @@ def test_layers_that_do_not_divide_are_refused(flags: str, names: str) -> None:
 
 def test_each_vendor_gets_a_mesh_and_layers_fall_evenly() -> None:
     assert _plan(MIXED, ranks=2) == Plan(
-        meshes=(Mesh("amd", stages=1), Mesh("nvidia", stages=1)), layers=((4,), (4,))
+        meshes=(_mesh("amd", stages=1), _mesh("nvidia", stages=1)), layers=((4,), (4,))
     )
 
 
@@ -126,7 +139,7 @@ def test_layers_can_be_given_stage_by_stage() -> None:
         "--hetero-pipeline-layers 2 3 3 --tensor-model-parallel-size 2"
     )
     assert _plan(flags, ranks=6) == Plan(
-        meshes=(Mesh("amd", stages=1, tensor=2), Mesh("nvidia", stages=2, tensor=2)),
+        meshes=(_mesh("amd", stages=1, tensor=2), _mesh("nvidia", stages=2, tensor=2)),
         layers=((2,), (3,), (3,)),
     )
 
@@ -177,7 +190,9 @@ def test_a_flag_that_contradicts_the_plan_file_is_refused(tmp_path: Path) -> Non
 
 
 def test_a_plan_file_for_another_number_of_ranks_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(PlanError, match="needs 8 ranks"):
+    with pytest.raises(
+        UserError, match=r"needs 8 ranks .* with data-parallel sizes 1 1 it needs 4"
+    ):
         adopt_plan_file(_args(_file(tmp_path / "plan.yaml", TWO), ranks=4))
 
 
@@ -188,18 +203,106 @@ def test_a_plan_file_for_another_model_is_refused(tmp_path: Path) -> None:
         plan_from_args(args, vendor="cpu")
 
 
-@pytest.mark.parametrize(
-    ("shapes", "says"),
-    [(("tensor: 2", "tensor: 1"), "same tensor"), (("context: 2", "context: 2"), "context")],
+def test_context_parallelism_is_refused(tmp_path: Path) -> None:
+    text = "meshes:\n- {vendor: amd, layers: [8], context: 2}\n"
+    with pytest.raises(PlanError, match="context parallelism is not available"):
+        adopt_plan_file(_args(_file(tmp_path / "plan.yaml", text), ranks=2))
+
+
+# Meshes of their own shapes.
+
+UNEQUAL = """
+meshes:
+- {vendor: nvidia, layers: [3, 2], data: 2, recompute: full}
+- {vendor: amd, layers: [3], tensor: 4, recompute: none}
+"""
+UNEQUAL_FLAGS = (
+    "--hetero-pipeline --hetero-vendors nvidia amd --hetero-pipeline-sizes 2 1 "
+    "--hetero-pipeline-layers 3 2 3 --hetero-tensor-sizes 1 4 --hetero-data-sizes 2 1 "
+    "--hetero-recompute full none "
 )
-def test_meshes_that_cannot_be_joined_are_refused(
-    tmp_path: Path, shapes: tuple[str, str], says: str
-) -> None:
-    first, second = shapes
-    text = f"meshes:\n- {{vendor: amd, layers: [3], {first}}}\n"
-    text += f"- {{vendor: nvidia, layers: [5], {second}}}\n"
-    with pytest.raises(PlanError, match=says):
-        adopt_plan_file(_args(_file(tmp_path / "plan.yaml", text), ranks=4))
+
+
+@pytest.mark.parametrize("common", ["", "--sequence-parallel", "--tensor-model-parallel-size 1"])
+def test_flags_and_a_plan_file_describe_the_same_object(tmp_path: Path, common: str) -> None:
+    from_file = _plan(_file(tmp_path / "plan.yaml", UNEQUAL) + common, ranks=8)
+    assert _plan(UNEQUAL_FLAGS + common, ranks=8) == from_file
+    assert from_file.meshes == (
+        _mesh("nvidia", 2, data=2, recompute="full"),
+        _mesh(
+            "amd",
+            1,
+            tensor=4,
+            micro_batch_size=2,
+            recompute="none",
+            sequence_parallel=common == "--sequence-parallel",
+        ),
+    )
+
+
+def test_unequal_meshes_are_not_trained_yet(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    with pytest.raises(UserError, match="differ in more than their stages is not available yet"):
+        read_command_line(shlex.split(f"{LAUNCH} --num-layers 8 {UNEQUAL_FLAGS}"))
+
+
+def test_a_plan_that_is_printed_reads_back_as_the_flags_plan(tmp_path: Path) -> None:
+    plan = _plan(UNEQUAL_FLAGS, ranks=8)
+    text = yaml.safe_dump(plan.to_mapping())
+    assert _plan(_file(tmp_path / "plan.yaml", text), ranks=8) == plan
+
+
+def test_sizes_that_no_mesh_has_of_its_own_are_the_global_flags() -> None:
+    flags = "--hetero-pipeline --hetero-vendors nvidia amd nvidia --hetero-pipeline-sizes 1 1 1 "
+    flags += "--hetero-pipeline-layers 2 3 3 --hetero-tensor-sizes 2 1 1"
+    plan = _plan(flags, ranks=8)
+    assert [(mesh.vendor, mesh.tensor, mesh.data) for mesh in plan.meshes] == [
+        ("nvidia", 2, 2),
+        ("amd", 1, 2),
+        ("nvidia", 1, 2),
+    ]
+
+
+def test_micro_batches_are_named_for_each_mesh_or_follow() -> None:
+    flags = f"{MIXED} --hetero-data-sizes 1 2 "
+    assert [mesh.micro_batch_size for mesh in _plan(flags, ranks=3).meshes] == [2, 1]
+    plan = _plan(flags + "--hetero-micro-batch-sizes 4 2", ranks=3)
+    assert [mesh.micro_batch_size for mesh in plan.meshes] == [4, 2]
+
+
+def test_a_ranks_flags_become_those_of_its_mesh() -> None:
+    flags = UNEQUAL_FLAGS + "--sequence-parallel --eval-micro-batch-size 4"
+    args = _args(flags, ranks=8)
+    nvidia, amd = plan_from_args(args, vendor="cpu").meshes
+    for mesh, expected in (
+        (nvidia, (1, 2, 1, 4, False, "full", "uniform", 1)),
+        (amd, (4, 1, 2, 8, True, None, None, None)),
+    ):
+        own = deepcopy(args)
+        use_mesh(own, replace(mesh, distributed_optimizer=mesh is amd, attention_backend="flash"))
+        assert (
+            own.tensor_model_parallel_size,
+            own.data_parallel_size,
+            own.micro_batch_size,
+            own.eval_micro_batch_size,
+            own.sequence_parallel,
+            own.recompute_granularity,
+            own.recompute_method,
+            own.recompute_num_layers,
+        ) == expected
+        assert sum(own.data_shares) * own.micro_batch_size == 2
+        assert own.use_distributed_optimizer is (mesh is amd)
+        assert own.attention_backend == "flash"
+
+
+def test_a_mesh_recomputes_as_the_global_flags_say_how() -> None:
+    how = "--recompute-method block --recompute-num-layers 2"
+    args = _args(UNEQUAL_FLAGS + how, ranks=8)
+    use_mesh(args, plan_from_args(args, vendor="cpu").meshes[0])
+    assert (args.recompute_granularity, args.recompute_method) == ("full", "block")
+    assert args.recompute_num_layers == 2
+    with pytest.raises(PlanError, match="do not divide the 3 layers of pipeline stage 0"):
+        _plan(UNEQUAL_FLAGS + how.replace("block", "uniform"), ranks=8)
 
 
 # Recomputation.

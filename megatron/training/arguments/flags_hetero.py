@@ -4,9 +4,10 @@ import argparse
 from collections.abc import Callable
 
 from hetero.link.names import TRANSPORTS
+from hetero.plan import VENDORS
+from hetero.plan.mesh import RECOMPUTE
 from megatron.training.arguments.converters import integer, number, text
 
-VENDORS = ("nvidia", "amd", "cpu")
 # Make sense in a homogeneous run too: the baseline needs a report to be compared with.
 ALLOWED_WITHOUT_PIPELINE = frozenset({"--hetero-pipeline", "--hetero-report"})
 DATA_PARALLEL = frozenset({"--hetero-data-parallel", "--hetero-data-shares"})
@@ -45,7 +46,7 @@ def add_hetero_flags(parser: argparse.ArgumentParser) -> None:
         "--hetero-plan",
         type=text,
         metavar="FILE",
-        help="YAML plan; instead of the three flags that follow",
+        help="YAML plan; instead of the seven flags that follow",
     )
     group.add_argument(
         "--hetero-vendors",
@@ -62,6 +63,7 @@ def add_hetero_flags(parser: argparse.ArgumentParser) -> None:
         type=integer(0),
         help="layers of each pipeline stage, or of each model chunk in layer order",
     )
+    _add_mesh_flags(group)
     group.add_argument(
         "--hetero-transport",
         choices=TRANSPORTS,
@@ -109,6 +111,25 @@ def add_hetero_flags(parser: argparse.ArgumentParser) -> None:
         type=text,
         metavar="FILE",
         help="write at the end, as JSON, what the run was",
+    )
+
+
+def _add_mesh_flags(group: argparse._ArgumentGroup) -> None:
+    for name, words in (
+        ("tensor", "tensor-parallel size of each mesh; left out: --tensor-model-parallel-size"),
+        ("data", "data-parallel size of each mesh; left out: the same, what the ranks come to"),
+        (
+            "micro-batch",
+            "micro-batch size of each mesh, on one data-parallel rank; left out: they follow, and "
+            "--micro-batch-size is that of the mesh with the most data-parallel ranks",
+        ),
+    ):
+        group.add_argument(f"--hetero-{name}-sizes", nargs="+", type=integer(1), help=words)
+    group.add_argument(
+        "--hetero-recompute",
+        nargs="+",
+        choices=RECOMPUTE,
+        help="what each mesh recomputes in backward; left out: what the --recompute- flags say",
     )
 
 

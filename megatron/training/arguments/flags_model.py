@@ -2,6 +2,7 @@
 
 import argparse
 
+from hetero.plan.mesh import ATTENTION_BACKENDS, TRANSFORMER_IMPLS
 from megatron.training.arguments.converters import integer, number
 
 
@@ -73,7 +74,7 @@ def _add_attention_flags(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument(
         "--attention-backend",
-        choices=("flash", "fused", "unfused", "local", "auto"),
+        choices=ATTENTION_BACKENDS,
         default="auto",
         help="which attention kernel to use",
     )
@@ -141,7 +142,7 @@ def _add_position_flags(group: argparse._ArgumentGroup) -> None:
 def _add_block_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--transformer-impl",
-        choices=("local", "transformer_engine"),
+        choices=TRANSFORMER_IMPLS,
         default="local",
         help="whose layers to build; Megatron-LM's own default is transformer_engine, which has "
         "to be installed for every vendor of the run",

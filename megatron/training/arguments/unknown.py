@@ -4,11 +4,6 @@ from collections.abc import Collection
 
 from megatron.training.arguments.left_out import feature_of, left_out_flags, refuse
 
-
-def _flags(words: str) -> frozenset[str]:
-    return frozenset(f"--{word}" for word in words.split())
-
-
 # Flags that older scripts carry, or Hugging Face's names, and the flag that stands for them.
 REPLACED = {
     "--batch-size": "--micro-batch-size",
@@ -27,16 +22,9 @@ REPLACED = {
     "--rms-norm-eps": "--norm-epsilon",
 }
 
-# Promised in the design, per mesh; each leaves this set with the change that brings it.
-HETERO_LATER = _flags(
-    "hetero-tensor-sizes hetero-data-sizes hetero-micro-batch-sizes hetero-recompute"
-)
-
 
 def explain_unknown(flag: str, known: Collection[str]) -> str:
     """One sentence on why `flag` is refused and what to type instead, given the `known` flags."""
-    if flag in HETERO_LATER:
-        return f"{flag} is not available yet; remove it"
     if flag in REPLACED:
         return f"{flag} is not a flag of Megatron-LM today; use {REPLACED[flag]}"
     # The nearest name would be the opposite of what was meant.

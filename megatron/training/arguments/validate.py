@@ -72,6 +72,8 @@ def check_sizes(args: Namespace, world_size: int, problems: Problems) -> None:
 
 def _check_required(args: Namespace) -> Iterator[str]:
     for name in REQUIRED:
+        if name == "micro_batch_size" and vars(args).get("hetero_micro_batch_sizes", True):
+            continue
         if name in vars(args) and getattr(args, name) is None:
             delattr(args, name)
             yield f"--{name.replace('_', '-')} is required; add it"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 
 from hetero.errors import AgreedError
 
@@ -19,7 +20,9 @@ def embedding_rows(args: argparse.Namespace, vocab_size: int) -> int:
     A checkpoint's own rows (--use-checkpoint-args) are padded to a tensor-parallel size that does
     not divide them; --padded-vocab-size is taken as it is. Raises AgreedError for too few.
     """
-    rows, split = args.padded_vocab_size, args.tensor_model_parallel_size
+    rows = args.padded_vocab_size
+    # The same rows on meshes of different sizes, so that the loss is that of any plan.
+    split = math.lcm(*(args.hetero_tensor_sizes or (args.tensor_model_parallel_size,)))
     if rows is None:
         return padded_vocab_size(
             vocab_size,
@@ -36,6 +39,6 @@ def embedding_rows(args: argparse.Namespace, vocab_size: int) -> int:
     if rows < vocab_size or rows % split:
         raise AgreedError(
             f"--padded-vocab-size {rows} must be at least the tokenizer's {vocab_size} and a "
-            f"multiple of --tensor-model-parallel-size {split}"
+            f"multiple of {split}, of which every tensor-parallel rank has an equal part"
         )
     return int(rows)

@@ -259,7 +259,7 @@ ROWS = [
         "--weight-decay-incr-style", "cosine", see.schedule, "wd_incr_style", "cosine", base=GROWING
     ),
     # Ranks.
-    Row("--tensor-model-parallel-size", "2", see.layout, "tensor", 2, world_size=2),
+    Row("--tensor-model-parallel-size", "2", see.layout, "tensor", [2], world_size=2),
     Row("--pipeline-model-parallel-size", "2", see.layout, "layers", ((4,), (4,)), world_size=2),
     Row(
         "--sequence-parallel",
@@ -497,12 +497,32 @@ ROWS = [
         "--hetero-vendors",
         "nvidia amd",
         see.layout,
-        "vendors",
+        "vendor",
         ["nvidia", "amd"],
         base=PAIR,
         world_size=2,
     ),
     Row("--hetero-pipeline-sizes", "1 3", see.layout, "sizes", [1, 3], base=PAIR, world_size=4),
+    Row("--hetero-tensor-sizes", "2 1", see.layout, "tensor", [2, 1], base=PAIR, world_size=6),
+    Row("--hetero-data-sizes", "4 2", see.layout, "data", [4, 2], base=PAIR, world_size=6),
+    Row(
+        "--hetero-micro-batch-sizes",
+        "4 4",
+        see.layout,
+        "micro_batch_size",
+        [4, 4],
+        base=PAIR,
+        world_size=2,
+    ),
+    Row(
+        "--hetero-recompute",
+        "full none",
+        see.layout,
+        "recompute",
+        ["full", "none"],
+        base=PAIR,
+        world_size=2,
+    ),
 ]
 
 # Shown to act where what they do can be seen, by a test in the file named.

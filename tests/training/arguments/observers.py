@@ -150,12 +150,10 @@ def channel(args: Namespace) -> dict[str, Any]:
 def layout(args: Namespace) -> dict[str, Any]:
     """Which ranks do what."""
     plan = _plan(args)
-    mesh = plan.meshes[0]
+    of_meshes = ("vendor", "tensor", "data", "micro_batch_size", "recompute")
     return {
         "layers": plan.layers,
         "stages": plan.stages,
-        "tensor": mesh.tensor,
-        "data": mesh.data,
-        "vendors": [mesh.vendor for mesh in plan.meshes],
         "sizes": [mesh.stages for mesh in plan.meshes],
+        **{name: [getattr(mesh, name) for mesh in plan.meshes] for name in of_meshes},
     }

@@ -3,7 +3,7 @@
 import pytest
 
 from hetero.errors import UserError
-from megatron.training.arguments import finish_validation
+from megatron.training.layout import adopt_plan_file
 
 TWO = "--hetero-pipeline --hetero-vendors amd nvidia --hetero-pipeline-sizes 1 1"
 PLAN = "--hetero-pipeline --hetero-plan plan.yaml"
@@ -117,17 +117,10 @@ def test_plan_leaves_the_parallel_sizes_to_whoever_reads_it(parse):
     args = parse(PLAN, world_size=6)
     assert args.pipeline_model_parallel_size is None
     assert not hasattr(args, "data_parallel_size")
-    args.pipeline_model_parallel_size = 3  # 8 layers do not divide, but the plan names them
-    finish_validation(args, 6)
-    assert (args.data_parallel_size, args.global_batch_size) == (2, 4)
 
 
-def test_plan_does_not_spare_the_other_checks(parse, refusal):
+def test_plan_does_not_spare_the_other_checks(refusal):
     assert "--num-layers is required" in refusal(PLAN, without="--num-layers")
-    args = parse(PLAN, world_size=5)
-    args.pipeline_model_parallel_size = 2
-    with pytest.raises(UserError, match="the world size 5 must be a multiple"):
-        finish_validation(args, 5)
 
 
 def test_pipeline_size_given_beside_a_plan_is_kept_for_comparison(parse):
@@ -138,11 +131,97 @@ def test_pipeline_size_given_beside_a_plan_is_kept_for_comparison(parse):
 @pytest.mark.parametrize(
     "flags", ["--pipeline-model-parallel-layout EttttttttL", "--decoder-last-pipeline-num-layers 3"]
 )
-def test_plan_and_another_layout_exclude_each_other(parse, flags):
-    args = parse(f"{PLAN} {flags}", world_size=1)
-    args.pipeline_model_parallel_size = 1
+def test_plan_and_another_layout_exclude_each_other(parse, flags, tmp_path):
+    path = tmp_path / "plan.yaml"
+    path.write_text("meshes: [{vendor: amd, layers: [8]}]")
+    args = parse(f"--hetero-pipeline --hetero-plan {path} {flags}", world_size=1)
     with pytest.raises(UserError, match="--hetero-plan"):
-        finish_validation(args, 1)
+        adopt_plan_file(args)
+
+
+# Meshes of their own sizes.
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (
+            f"{TWO} --hetero-tensor-sizes 1 2 2",
+            "--hetero-tensor-sizes has 3 values and --hetero-vendors names 2 meshes; give one",
+        ),
+        (f"{TWO} --hetero-recompute full", "--hetero-recompute has 1 value and --hetero-vendors"),
+        (
+            f"{TWO} --hetero-tensor-sizes 1 2 --tensor-model-parallel-size 4",
+            "--tensor-model-parallel-size 4 contradicts --hetero-tensor-sizes 1 2; remove the",
+        ),
+        (
+            f"{TWO} --hetero-tensor-sizes 3 1",
+            "--num-attention-heads 4 must be a multiple of mesh 0's (amd) tensor-parallel size 3; "
+            "the nearest sizes that work are 2 and 4",
+        ),
+        (
+            f"{TWO} --hetero-tensor-sizes 1 4 --sequence-parallel --seq-length 30",
+            "with --sequence-parallel, --seq-length 30 must be a multiple of mesh 1's (nvidia) "
+            "tensor-parallel size 4; the nearest size that works is 2",
+        ),
+        (
+            f"{TWO} --hetero-tensor-sizes 1 4",
+            "the world size 4 must be a multiple of the stages times tensor-parallel sizes of all "
+            "meshes, 1 x 1 + 1 x 4",
+        ),
+        (
+            f"{TWO} --hetero-data-sizes 4 2",
+            "the plan needs 6 ranks (amd 1 stage x TP 1 x CP 1 x DP 4 + nvidia 1 stage x TP 1 x CP "
+            "1 x DP 2) but 4 were started; change the number of processes or the plan: with "
+            "data-parallel sizes 2 1 it needs 3",
+        ),
+        (f"{TWO} --hetero-data-sizes 4 1 --hetero-tensor-sizes 2 1", "it needs at least 9"),
+        (
+            f"{TWO} --hetero-data-sizes 3 1 --hetero-micro-batch-sizes 1 2",
+            "mesh 1 (nvidia) has 1 data-parallel rank of micro-batch size 2 and cannot take the 3 "
+            "sequences of a step of the pipeline, which every mesh takes; the nearest that all can "
+            "take is 3, with micro-batch sizes 1 3 for the data-parallel sizes 3 1",
+        ),
+        (
+            f"{TWO} --hetero-data-sizes 3 1 --global-batch-size 8",
+            "a global batch of 8 must be a multiple of the 6 sequences that every mesh takes in a "
+            "step of the pipeline; change --global-batch-size",
+        ),
+    ],
+)
+def test_meshes_that_do_not_fit_are_refused(refusal, flags, words):
+    assert words in refusal(flags, world_size=4)
+
+
+def test_an_evaluation_that_the_meshes_cannot_share_is_refused(refusal):
+    flags = "--hetero-pipeline --hetero-vendors amd nvidia --hetero-pipeline-sizes 1 1 "
+    flags += "--hetero-data-sizes 3 2 --micro-batch-size 2 --eval-micro-batch-size 3"
+    assert "makes 9 sequences a step" in refusal(flags, world_size=5)
+
+
+def test_all_that_is_wrong_with_meshes_is_said_at_once(refusal):
+    text = refusal(
+        f"{TWO} --hetero-tensor-sizes 3 8 --hetero-data-sizes 2 3 --micro-batch-size 1 "
+        "--hetero-pipeline-layers 3 4",
+        world_size=4,
+    )
+    for words in (
+        "adds up to 7, but --num-layers is 8",
+        "--num-attention-heads 4 must be a multiple of mesh 0's (amd) tensor-parallel size 3",
+        "--num-attention-heads 4 must be a multiple of mesh 1's (nvidia) tensor-parallel size 8",
+        "the plan needs 30 ranks",
+        "mesh 0 (amd) has 2 data-parallel ranks and cannot take the 3 sequences",
+    ):
+        assert words in text
+
+
+def test_micro_batch_sizes_of_meshes_stand_for_the_global_one(parse):
+    args = parse(
+        f"{TWO} --hetero-data-sizes 1 2 --hetero-micro-batch-sizes 4 2",
+        without="--micro-batch-size",
+        world_size=3,
+    )
+    assert (args.micro_batch_size, args.data_parallel_size, args.global_batch_size) == (2, 2, 4)
 
 
 def test_sizes_that_were_refused_decide_nothing(refusal):

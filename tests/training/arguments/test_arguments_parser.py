@@ -218,13 +218,9 @@ def test_whether_a_value_of_a_file_asks_for_something(flag, value, nothing):
         ("--activations-checkpoint-method uniform", "use --recompute-method"),
         ("--layernorm-epsilon 1", "use --norm-epsilon"),
         ("--deepspeed", "is not a flag of this program; remove it, or see --help"),
-        ("--hetero-tensor-sizes 1 2", "--hetero-tensor-sizes is not available yet; remove it"),
-        ("--hetero-data-sizes 1 2", "not available yet"),
-        ("--hetero-micro-batch-sizes 1 2", "not available yet"),
-        ("--hetero-recompute full none", "not available yet"),
     ],
 )
-def test_flag_that_went_or_is_to_come_is_refused_with_what_to_do(refusal, flags, words):
+def test_flag_that_went_is_refused_with_what_to_do(refusal, flags, words):
     assert words in refusal(flags)
 
 

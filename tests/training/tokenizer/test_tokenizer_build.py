@@ -5,6 +5,7 @@ import json
 import pickle
 from argparse import Namespace
 from pathlib import Path
+from typing import Any
 
 import numpy
 import pytest
@@ -312,33 +313,35 @@ def test_more_special_tokens_leave_the_bytes_alone():
 # The embedding.
 
 
+def sized(rows: int | None, ranks: int = 1, **given: Any) -> Namespace:
+    args = {"padded_vocab_size": rows, "tensor_model_parallel_size": ranks} | given
+    defaults = {"hetero_tensor_sizes": None, "use_checkpoint_args": False}
+    return Namespace(make_vocab_size_divisible_by=128, **defaults | args)
+
+
 @pytest.mark.parametrize(
-    ("given", "rows"), [({}, 256), ({"padded_vocab_size": 202}, 202), ({"tp": 3}, 384)]
+    ("args", "rows"),
+    [
+        (sized(None), 256),
+        (sized(202), 202),
+        (sized(None, 3), 384),
+        (sized(None, 2, hetero_tensor_sizes=[2, 4, 1]), 512),
+    ],
 )
-def test_the_embedding_is_padded_or_as_large_as_it_is_told(given, rows):
-    args = Namespace(
-        padded_vocab_size=given.get("padded_vocab_size"),
-        make_vocab_size_divisible_by=128,
-        tensor_model_parallel_size=given.get("tp", 1),
-        use_checkpoint_args=False,
-    )
+def test_the_embedding_is_padded_or_as_large_as_it_is_told(args, rows):
     assert embedding_rows(args, 200) == rows
 
 
-@pytest.mark.parametrize(("rows", "ranks"), [(199, 1), (201, 2)])
-def test_an_embedding_that_does_not_fit_is_refused(rows, ranks):
-    args = Namespace(
-        padded_vocab_size=rows, tensor_model_parallel_size=ranks, use_checkpoint_args=False
-    )
+@pytest.mark.parametrize(
+    "args", [sized(199), sized(201, 2), sized(202, 2, hetero_tensor_sizes=[2, 4])]
+)
+def test_an_embedding_that_does_not_fit_is_refused(args):
     with pytest.raises(UserError, match=r"--padded-vocab-size .* must be at least the tokenizer's"):
         embedding_rows(args, 200)
 
 
 def rows_of_a_checkpoint(rows: int, ranks: int) -> int:
-    args = Namespace(
-        padded_vocab_size=rows, tensor_model_parallel_size=ranks, use_checkpoint_args=True
-    )
-    return embedding_rows(args, 200)
+    return embedding_rows(sized(rows, ranks, use_checkpoint_args=True), 200)
 
 
 def test_a_checkpoint_s_rows_are_padded_to_what_tensor_parallelism_divides():

@@ -12,7 +12,13 @@ from megatron.training.arguments.flags_hetero import (
 )
 
 # What a plan's file says in full, and these flags in short.
-SHORTHAND = ("hetero_vendors", "hetero_pipeline_sizes", "hetero_pipeline_layers")
+PER_MESH = (
+    "hetero_tensor_sizes",
+    "hetero_data_sizes",
+    "hetero_micro_batch_sizes",
+    "hetero_recompute",
+)
+SHORTHAND = ("hetero_vendors", "hetero_pipeline_sizes", "hetero_pipeline_layers", *PER_MESH)
 
 
 def check_hetero(args: Namespace, given: Collection[str]) -> tuple[Iterator[str], ...]:
@@ -23,6 +29,8 @@ def check_hetero(args: Namespace, given: Collection[str]) -> tuple[Iterator[str]
         _check_ring(args),
         _check_plan(args),
         _check_meshes(args),
+        _check_values_of_meshes(args),
+        _check_tensor_sizes(args),
         _check_layers(args),
     )
 
@@ -121,13 +129,41 @@ def _check_meshes(args: Namespace) -> Iterator[str]:
     if not args.hetero_pipeline or args.hetero_plan is not None:
         return
     missing = [name for name in SHORTHAND[:2] if getattr(args, name) is None]
+    # Unknowable, so that nothing is said of meshes that are not known.
     for name in missing:
         yield f"--hetero-pipeline needs {_flag(name)}, or a --hetero-plan; add it"
-    if not missing and len(args.hetero_vendors) != len(args.hetero_pipeline_sizes):
+        delattr(args, name)
+    vendors, sizes = args.hetero_vendors, args.hetero_pipeline_sizes
+    if len(vendors) != len(sizes):
         yield (
-            f"--hetero-vendors names {counted(len(args.hetero_vendors), 'mesh', 'meshes')} and "
-            "--hetero-pipeline-sizes "
-            f"{len(args.hetero_pipeline_sizes)}; give one size for each vendor"
+            f"--hetero-vendors names {counted(len(vendors), 'mesh', 'meshes')} and "
+            f"--hetero-pipeline-sizes {len(sizes)}; give one size for each vendor"
+        )
+        del args.hetero_vendors, args.hetero_pipeline_sizes
+
+
+def _check_values_of_meshes(args: Namespace) -> Iterator[str]:
+    if not args.hetero_pipeline or args.hetero_plan is not None:
+        return
+    meshes = len(args.hetero_vendors)
+    for name in PER_MESH:
+        values = vars(args).get(name)
+        if values is not None and len(values) != meshes:
+            yield (
+                f"{_flag(name)} has {counted(len(values), 'value')} and --hetero-vendors names "
+                f"{counted(meshes, 'mesh', 'meshes')}; give one value for each"
+            )
+            # Unknowable, so that nothing is said of ranks that they would share.
+            delattr(args, name)
+
+
+def _check_tensor_sizes(args: Namespace) -> Iterator[str]:
+    """A script's 1 says nothing about the meshes."""
+    sizes, given = args.hetero_tensor_sizes, args.tensor_model_parallel_size
+    if sizes is not None and given != 1 and set(sizes) != {given}:
+        yield (
+            f"--tensor-model-parallel-size {given} contradicts --hetero-tensor-sizes "
+            f"{' '.join(map(str, sizes))}; remove the former"
         )
 
 

@@ -3,6 +3,9 @@
 from argparse import Namespace
 from collections.abc import Collection, Iterator
 
+from hetero.plan.limits import tensor_problems
+from megatron.training.arguments.checks.check_parallel import tensor_sizes
+
 
 def check_model(args: Namespace, given: Collection[str]) -> tuple[Iterator[str], ...]:
     return (
@@ -15,42 +18,35 @@ def check_model(args: Namespace, given: Collection[str]) -> tuple[Iterator[str],
 
 
 def check_model_split(args: Namespace) -> tuple[Iterator[str], ...]:
-    """What the tensor-parallel size, known only now, asks of the shape."""
-    return _check_split_heads(args), _check_split_mlp(args), _check_split_sequence(args)
+    """What the tensor-parallel sizes, known only now, ask of the shape."""
+    return (_check_split(args),)
 
 
-def _check_split_heads(args: Namespace) -> Iterator[str]:
-    size = args.tensor_model_parallel_size
-    if args.num_attention_heads % size:
-        yield (
-            f"--num-attention-heads {args.num_attention_heads} must be a multiple of "
-            f"--tensor-model-parallel-size {size}"
-        )
-    if args.group_query_attention and args.num_query_groups % size:
-        yield (
-            f"--num-query-groups {args.num_query_groups} must be a multiple of "
-            f"--tensor-model-parallel-size {size}"
-        )
-
-
-def _check_split_mlp(args: Namespace) -> Iterator[str]:
-    size = args.tensor_model_parallel_size
-    if args.ffn_hidden_size % size:
-        yield (
-            f"--ffn-hidden-size {args.ffn_hidden_size} must be a multiple of "
-            f"--tensor-model-parallel-size {size}"
-        )
-
-
-def _check_split_sequence(args: Namespace) -> Iterator[str]:
-    size = args.tensor_model_parallel_size
+def _check_split(args: Namespace) -> Iterator[str]:
+    sizes = tensor_sizes(args)
+    names = ["--tensor-model-parallel-size"]
+    if args.hetero_tensor_sizes is not None:
+        meshes = zip(args.hetero_vendors, sizes, strict=True)
+        names = [
+            f"mesh {i}'s ({vendor}) tensor-parallel size" for i, (vendor, _) in enumerate(meshes)
+        ]
     # Megatron turns it off as well: with one rank it would change numerics and save nothing.
-    if size == 1:
+    if set(sizes) == {1}:
         args.sequence_parallel = False
-    if args.sequence_parallel and args.seq_length % size:
-        yield (
-            f"--seq-length {args.seq_length} must be a multiple of --tensor-model-parallel-size "
-            f"{size} with --sequence-parallel"
+    known = vars(args)
+    counts = {
+        "--num-attention-heads": known.get("num_attention_heads"),
+        "--num-query-groups": known.get("num_query_groups"),
+        "--ffn-hidden-size": known.get("ffn_hidden_size"),
+        "with --sequence-parallel, --seq-length": known.get("seq_length"),
+    }
+    if not known.get("group_query_attention"):
+        del counts["--num-query-groups"]
+    if not known.get("sequence_parallel"):
+        del counts["with --sequence-parallel, --seq-length"]
+    for name, size in zip(names, sizes, strict=False):
+        yield from tensor_problems(
+            {flag: count for flag, count in counts.items() if count}, size, name=name
         )
 
 

@@ -5,6 +5,8 @@ from argparse import Namespace
 from collections.abc import Iterator
 
 from hetero.errors import UserError
+from hetero.plan.limits import micro_batch_sizes, world_size_problems
+from hetero.plan.mesh import Mesh
 from hetero.words import counted
 from megatron.training.arguments.written_layout import parse_layout
 
@@ -21,22 +23,68 @@ def check_parallel(args: Namespace) -> tuple[Iterator[str], ...]:
 
 
 def _check_world(args: Namespace) -> Iterator[str]:
-    model = args.tensor_model_parallel_size * args.pipeline_model_parallel_size
-    if args.world_size % model:
-        yield (
-            f"the world size {args.world_size} must be a multiple of the tensor-parallel size "
-            f"{args.tensor_model_parallel_size} times the pipeline size "
-            f"{args.pipeline_model_parallel_size}; start another number of processes, or change "
-            "the sizes"
-        )
-        return
-    args.data_parallel_size = args.world_size // model
+    """Ranks of each mesh. Where meshes differ, `args` are those of the one with most replicas."""
+    stages = [args.pipeline_model_parallel_size]
+    if args.hetero_pipeline:
+        stages = args.hetero_pipeline_sizes
+    tensor = tensor_sizes(args)
+    data = args.hetero_data_sizes
+    if data is None:
+        replica = sum(s * t for s, t in zip(stages, tensor, strict=True))
+        if args.world_size % replica:
+            yield (
+                f"the world size {args.world_size} must be a multiple of {_replica_text(args)}; "
+                "start another number of processes, or change the sizes"
+            )
+            return
+        data = [args.world_size // replica] * len(stages)
+    widest = data.index(max(data))
+    args.tensor_model_parallel_size, args.data_parallel_size = tensor[widest], data[widest]
     args.data_shares = (1,) * args.data_parallel_size
     if args.hetero_data_parallel is not None:
         del args.data_shares
         yield from _share_batch(args)
     # Megatron's name for the same number, which its helpers read.
     args.transformer_pipeline_model_parallel_size = args.pipeline_model_parallel_size
+    if args.hetero_pipeline:
+        meshes = described_meshes(args)
+        yield from world_size_problems(meshes, args.world_size)
+        if args.hetero_micro_batch_sizes is not None:
+            args.micro_batch_size = args.hetero_micro_batch_sizes[widest]
+        # Unknowable where it cannot be shared, so that nothing is said of batches of it.
+        default = args.micro_batch_size
+        del args.micro_batch_size
+        args.micro_batch_size = micro_batch_sizes(meshes, default)[widest]
+
+
+def tensor_sizes(args: Namespace) -> list[int]:
+    """Of each mesh; of a run of one mesh, or of whole replicas, one."""
+    meshes = len(args.hetero_pipeline_sizes) if args.hetero_pipeline else 1
+    return args.hetero_tensor_sizes or [args.tensor_model_parallel_size] * meshes
+
+
+def described_meshes(args: Namespace) -> tuple[Mesh, ...]:
+    """The meshes of a pipeline across vendors, as its flags describe them."""
+    vendors, stages = args.hetero_vendors, args.hetero_pipeline_sizes
+    tensor = tensor_sizes(args)
+    data = args.hetero_data_sizes or [args.data_parallel_size] * len(vendors)
+    micro = args.hetero_micro_batch_sizes or [None] * len(vendors)
+    recompute = args.hetero_recompute or [None] * len(vendors)
+    return tuple(
+        Mesh(v, s, tensor=t, data=d, micro_batch_size=m, recompute=r)
+        for v, s, t, d, m, r in zip(vendors, stages, tensor, data, micro, recompute, strict=True)
+    )
+
+
+def _replica_text(args: Namespace) -> str:
+    if args.hetero_tensor_sizes is None:
+        return (
+            f"the tensor-parallel size {args.tensor_model_parallel_size} times the pipeline size "
+            f"{args.pipeline_model_parallel_size}"
+        )
+    meshes = zip(args.hetero_pipeline_sizes, args.hetero_tensor_sizes, strict=True)
+    terms = " + ".join(f"{stages} x {tensor}" for stages, tensor in meshes)
+    return f"the stages times tensor-parallel sizes of all meshes, {terms}"
 
 
 def _share_batch(args: Namespace) -> Iterator[str]:

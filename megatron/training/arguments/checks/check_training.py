@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 from hetero.words import counted
 from megatron.training.arguments.batch_sizes import batch_sizes, steps_of
+from megatron.training.arguments.checks.check_parallel import tensor_sizes
 
 RECOMPUTE_MODULES = ("core_attn", "layernorm", "mlp")
 # Those of layers that no model here has.
@@ -104,6 +105,8 @@ def _check_recompute(args: Namespace) -> Iterator[str]:
 
 def _leave_out_recompute(args: Namespace) -> None:
     """Without a granularity nothing is recomputed, whatever is said about how."""
+    if args.hetero_recompute is not None or args.hetero_plan is not None:
+        return
     for name in ("recompute_method", "recompute_num_layers", "recompute_modules"):
         if getattr(args, name) is not None:
             flag = f"--{name.replace('_', '-')}"
@@ -173,7 +176,7 @@ def _check_saved_activations(args: Namespace) -> Iterator[str]:
         return
     if args.recompute_granularity != "full":
         yield "--distribute-saved-activations needs --recompute-granularity full"
-    if args.tensor_model_parallel_size == 1:
+    if set(tensor_sizes(args)) == {1}:
         yield "--distribute-saved-activations needs --tensor-model-parallel-size above 1"
 
 
@@ -185,8 +188,8 @@ def _check_training_batch(args: Namespace) -> Iterator[str]:
     for size in batch_sizes(args):
         if size % unit:
             yield (
-                f"a global batch of {size} must be a multiple of --micro-batch-size "
-                f"{args.micro_batch_size} times {_shares_text(args)}; "
+                f"a global batch of {size} must be a multiple of "
+                f"{_unit_text(args, '--micro-batch-size', args.micro_batch_size)}; "
                 f"change {_flag_of_batch(args)}"
             )
             return
@@ -201,12 +204,15 @@ def _check_training_batch(args: Namespace) -> Iterator[str]:
             )
 
 
-def _shares_text(args: Namespace) -> str:
-    """What the micro batch is multiplied by, and why."""
+def _unit_text(args: Namespace, name: str, micro_batch_size: int) -> str:
+    """The sequences that all replicas together take at once, and why."""
+    if len(set(args.hetero_data_sizes or [1])) > 1:
+        unit = micro_batch_size * args.data_parallel_size
+        return f"the {counted(unit, 'sequence')} that every mesh takes in a step of the pipeline"
     if len(set(args.data_shares)) == 1:
-        return f"the data-parallel size {args.data_parallel_size}"
+        return f"{name} {micro_batch_size} times the data-parallel size {args.data_parallel_size}"
     return (
-        f"{sum(args.data_shares)}, the sum of the replicas' shares "
+        f"{name} {micro_batch_size} times {sum(args.data_shares)}, the sum of the replicas' shares "
         f"({' + '.join(map(str, args.data_shares))})"
     )
 
@@ -273,13 +279,22 @@ def _check_evaluation_batch(args: Namespace) -> Iterator[str]:
         args.eval_global_batch_size = args.global_batch_size
     if not args.eval_iters or args.eval_global_batch_size is None:
         return
+    step = args.eval_micro_batch_size * args.data_parallel_size
+    if any(step % data for data in args.hetero_data_sizes or ()):
+        yield (
+            f"--eval-micro-batch-size {args.eval_micro_batch_size} makes {step} sequences a step "
+            f"of the {args.data_parallel_size} data-parallel ranks of the widest mesh, which the "
+            f"data-parallel sizes {' '.join(map(str, args.hetero_data_sizes))} do not all divide; "
+            "give a multiple of --micro-batch-size"
+        )
+        return
     unit = args.eval_micro_batch_size * sum(args.data_shares)
     size = args.eval_global_batch_size
     own = (size, args.eval_micro_batch_size) != (args.global_batch_size, args.micro_batch_size)
     if own and size % unit:
         yield (
-            f"a global batch of {size} in evaluation must be a multiple of its micro batch "
-            f"{args.eval_micro_batch_size} times {_shares_text(args)}; "
+            f"a global batch of {size} in evaluation must be a multiple of "
+            f"{_unit_text(args, 'its micro batch', args.eval_micro_batch_size)}; "
             "change --eval-global-batch-size or --eval-micro-batch-size"
         )
     elif own:

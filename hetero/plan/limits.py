@@ -1,0 +1,78 @@
+"""What a plan's sizes ask of a model and of each other, and the nearest sizes that would do."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+
+from hetero.plan.mesh import Mesh, PlanError
+from hetero.words import counted
+
+
+def mesh_names(meshes: Sequence[Mesh]) -> tuple[str, ...]:
+    """What errors call them."""
+    return tuple(f"mesh {i} ({mesh.vendor})" for i, mesh in enumerate(meshes))
+
+
+def micro_batch_sizes(meshes: Sequence[Mesh], default: int) -> tuple[int, ...]:
+    """The micro-batch size of each mesh, by which all take the same sequences in a step.
+
+    Those that no mesh names follow: from the others', or from `default`, which is that of the mesh
+    with the most replicas. Raises PlanError where there is no such size.
+    """
+    data = [mesh.data for mesh in meshes]
+    known = [mesh.micro_batch_size * mesh.data for mesh in meshes if mesh.micro_batch_size]
+    step = known[0] if known else default * max(data)
+    for name, mesh in zip(mesh_names(meshes), meshes, strict=True):
+        size = mesh.micro_batch_size
+        if step % mesh.data or size not in (None, step // mesh.data):
+            lcm = math.lcm(*data)
+            nearest = max(round(max([step, *known]) / lcm), 1) * lcm
+            raise PlanError(
+                f"{name} has {counted(mesh.data, 'data-parallel rank')}"
+                + (f" of micro-batch size {size}" if size else "")
+                + f" and cannot take the {counted(step, 'sequence')} of a step of the pipeline, "
+                f"which every mesh takes; the nearest that all can take is {nearest}, with "
+                f"micro-batch sizes {' '.join(str(nearest // count) for count in data)} for the "
+                f"data-parallel sizes {' '.join(map(str, data))}"
+            )
+    return tuple(step // count for count in data)
+
+
+def world_size_problems(meshes: Sequence[Mesh], world_size: int) -> Iterator[str]:
+    """A sentence where the meshes need another number of ranks than were started."""
+    needed = sum(mesh.world_size for mesh in meshes)
+    if needed == world_size:
+        return
+    parts = " + ".join(
+        f"{m.vendor} {counted(m.stages, 'stage')} x TP {m.tensor} x CP {m.context} x DP {m.data}"
+        for m in meshes
+    )
+    common = math.gcd(*(mesh.data for mesh in meshes))
+    least = needed // common
+    if times := world_size // least:
+        sizes = " ".join(str(mesh.data // common * times) for mesh in meshes)
+        remedy = f"with data-parallel sizes {sizes} it needs {times * least}"
+    else:
+        remedy = f"with these stages and tensor-parallel sizes it needs at least {least}"
+    yield (
+        f"the plan needs {counted(needed, 'rank')} ({parts}) but {world_size} were started; change "
+        f"the number of processes or the plan: {remedy}"
+    )
+
+
+def tensor_problems(counts: Mapping[str, int], tensor: int, *, name: str) -> Iterator[str]:
+    """A sentence for each count of the model that a tensor-parallel size does not divide.
+
+    `counts` are by the flags that give them, `name` is how the size is spoken of.
+    """
+    common = math.gcd(*counts.values())
+    works = [size for size in range(1, common + 1) if common % size == 0]
+    near = [size for size in works if size < tensor][-1:] + [s for s in works if s > tensor][:1]
+    remedy = "sizes that work are" if len(near) > 1 else "size that works is"
+    for flag, count in counts.items():
+        if count % tensor:
+            yield (
+                f"{flag} {count} must be a multiple of {name} {tensor}; the nearest {remedy} "
+                f"{' and '.join(map(str, near))}"
+            )
