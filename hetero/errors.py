@@ -21,6 +21,17 @@ class UserError(HeteroError):
     exit_code = 2
 
 
+class Refusal(UserError):
+    """Bad input that several sentences are needed for."""
+
+    def __init__(self, *sentences: str) -> None:
+        self.sentences = sentences
+        text = sentences[0]
+        if len(sentences) > 1:
+            text = "\n  ".join([f"{len(sentences)} things have to be put right:", *sentences])
+        super().__init__(text)
+
+
 class AgreedError(UserError):
     """An error that every rank knows of; only rank 0 prints it."""
 

@@ -48,16 +48,43 @@ def world_size_problems(meshes: Sequence[Mesh], world_size: int) -> Iterator[str
         f"{m.vendor} {counted(m.stages, 'stage')} x TP {m.tensor} x CP {m.context} x DP {m.data}"
         for m in meshes
     )
+    # In the same proportion where that is few enough, else equal.
     common = math.gcd(*(mesh.data for mesh in meshes))
-    least = needed // common
+    data = [mesh.data // common for mesh in meshes]
+    if needed // common > world_size:
+        data = [1] * len(meshes)
+    least = sum(m.stages * m.tensor * m.context * n for m, n in zip(meshes, data, strict=True))
     if times := world_size // least:
-        sizes = " ".join(str(mesh.data // common * times) for mesh in meshes)
+        sizes = " ".join(str(count * times) for count in data)
         remedy = f"with data-parallel sizes {sizes} it needs {times * least}"
     else:
         remedy = f"with these stages and tensor-parallel sizes it needs at least {least}"
     yield (
         f"the plan needs {counted(needed, 'rank')} ({parts}) but {world_size} were started; change "
         f"the number of processes or the plan: {remedy}"
+    )
+
+
+def layer_problems(layers: Sequence[int], num_layers: int) -> Iterator[str]:
+    """A sentence where the stages hold another number of layers than the model has."""
+    held = sum(layers)
+    if held == num_layers:
+        return
+    remedy = f"at most {num_layers} stages can hold {counted(num_layers, 'layer')}"
+    if num_layers >= len(layers):
+        # As near to the same proportions as whole layers come, with one at least on every stage.
+        near = [max(1, count * num_layers // held) for count in layers]
+        while (rest := num_layers - sum(near)) != 0:
+            step = 1 if rest > 0 else -1
+            off = [
+                step * (count * num_layers / held - own) - (own + step < 1) * num_layers
+                for count, own in zip(layers, near, strict=True)
+            ]
+            near[off.index(max(off))] += step
+        remedy = f"the nearest that do are {near}"
+    yield (
+        f"the stages hold {list(layers)} layers, {held} in all, but --num-layers is {num_layers}; "
+        f"make them add up: {remedy}"
     )
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from hetero.errors import UserError
+from hetero.errors import Refusal
 
 VENDORS = ("nvidia", "amd", "cpu")
 RECOMPUTE = ("none", "selective", "full")
@@ -23,8 +23,8 @@ OPTIONS = ("micro_batch_size", *_SWITCHES, *_CHOICES)
 """Fields of a mesh that are None where the run's global flag decides."""
 
 
-class PlanError(UserError):
-    """The plan does not add up. The text says which number, and what would."""
+class PlanError(Refusal):
+    """The plan does not add up. Each sentence says which number, and what would."""
 
 
 @dataclass(frozen=True)
@@ -53,25 +53,27 @@ class Mesh:
     transformer_impl: str | None = None
 
     def __post_init__(self) -> None:
+        if problems := list(self._problems()):
+            raise PlanError(*problems)
+
+    def _problems(self) -> Iterator[str]:
         if self.vendor not in VENDORS:
-            raise PlanError(
-                f"a mesh names the vendor {self.vendor!r}; the vendors are {', '.join(VENDORS)}"
-            )
+            yield f"a mesh names the vendor {self.vendor!r}; the vendors are {', '.join(VENDORS)}"
         for name in _COUNTS:
             value = getattr(self, name)
             is_left_out = value is None and name in OPTIONS
             if not is_left_out and (type(value) is not int or value < 1):
-                raise self._refuse(name, "a whole number of at least 1")
+                yield self._refusal(name, "a whole number of at least 1")
         for name in _SWITCHES:
             if not isinstance(getattr(self, name), bool | None):
-                raise self._refuse(name, "true or false")
+                yield self._refusal(name, "true or false")
         for name, choices in _CHOICES.items():
             if getattr(self, name) not in (None, *choices):
-                raise self._refuse(name, f"one of {', '.join(choices)}")
+                yield self._refusal(name, f"one of {', '.join(choices)}")
 
-    def _refuse(self, name: str, expected: str) -> PlanError:
+    def _refusal(self, name: str, expected: str) -> str:
         value = getattr(self, name)
-        return PlanError(f"the {self.vendor} mesh has {name} {value!r}; it must be {expected}")
+        return f"the {self.vendor} mesh has {name} {value!r}; it must be {expected}"
 
     @property
     def ranks_per_stage(self) -> int:

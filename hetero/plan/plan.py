@@ -11,11 +11,11 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from hetero.plan.limits import micro_batch_sizes, world_size_problems
+from hetero.plan.limits import layer_problems, micro_batch_sizes, world_size_problems
 from hetero.plan.mesh import OPTIONS, Mesh, PlanError
 from hetero.words import counted
 
@@ -67,35 +67,56 @@ class Plan:
     """Whether every mesh holds the whole pipeline, for replicas of its own."""
 
     def __post_init__(self) -> None:
+        if problems := list(self._problems()):
+            raise PlanError(*problems)
+
+    def _problems(self) -> Iterator[str]:
         if not self.meshes:
-            raise PlanError("the plan has no mesh; name at least one")
-        shapes = {(mesh.stages, mesh.tensor, mesh.context) for mesh in self.meshes}
-        if self.whole_replicas and len(shapes) > 1:
-            raise PlanError("all replicas must have the same stages, tensor and context sizes")
-        if not self.whole_replicas and any(mesh.share != 1 for mesh in self.meshes):
-            raise PlanError("only a mesh of whole replicas can have a share of its own")
-        self._require_one_step()
+            yield "the plan has no mesh; name at least one"
+            return
+        if self.whole_replicas:
+            if len({(mesh.stages, mesh.tensor, mesh.context) for mesh in self.meshes}) > 1:
+                yield "all replicas must have the same stages, tensor and context sizes"
+            if len({mesh.micro_batch_size for mesh in self.meshes}) > 1:
+                yield "all replicas must have the same micro-batch size"
+        elif any(mesh.share != 1 for mesh in self.meshes):
+            yield "only a mesh of whole replicas can have a share of its own"
+        yield from self._problems_of_layers()
+
+    def _problems_of_layers(self) -> Iterator[str]:
         if len(self.layers) != self.stages:
-            raise PlanError(
+            yield (
                 f"the plan has {counted(self.stages, 'pipeline stage')} but gives layers for "
                 f"{len(self.layers)}; give one number of layers for each stage"
             )
-        if len({len(chunks) for chunks in self.layers}) != 1 or not self.layers[0]:
-            raise PlanError("every pipeline stage must have the same number of model chunks")
+        elif len({len(chunks) for chunks in self.layers}) != 1 or not self.layers[0]:
+            yield "every pipeline stage must have the same number of model chunks"
         for stage, chunks in enumerate(self.layers):
-            if any(count < 0 for count in chunks) or sum(chunks) < 1:
-                raise PlanError(
+            if any(count < 0 for count in chunks) or (chunks and sum(chunks) < 1):
+                yield (
                     f"stage {stage} has layers {list(chunks)}; a stage needs at least one layer "
                     "and no chunk can have fewer than none"
                 )
 
-    def _require_one_step(self) -> None:
-        """Every mesh takes the same sequences in a step of the pipeline."""
-        if self.whole_replicas:
-            if len({mesh.micro_batch_size for mesh in self.meshes}) > 1:
-                raise PlanError("all replicas must have the same micro-batch size")
-        elif any(mesh.micro_batch_size is not None for mesh in self.meshes):
-            micro_batch_sizes(self.meshes, 1)
+    def settled(self, *, micro_batch_size: int, sequence_parallel: bool, **flags: Any) -> Plan:
+        """The plan with the global flags where meshes name nothing; `flags` are among `OPTIONS`.
+
+        Micro-batch sizes follow from each other, see `limits.micro_batch_sizes`, and one
+        tensor-parallel rank has no sequence to share. Raises PlanError.
+        """
+        sizes: tuple[int, ...] = (micro_batch_size,) * len(self.meshes)
+        if not self.whole_replicas:
+            sizes = micro_batch_sizes(self.meshes, micro_batch_size)
+        flags["sequence_parallel"] = sequence_parallel
+        meshes = []
+        for mesh, size in zip(self.meshes, sizes, strict=True):
+            own = {
+                n: flag if getattr(mesh, n) is None else getattr(mesh, n)
+                for n, flag in flags.items()
+            }
+            own["sequence_parallel"] &= mesh.tensor > 1
+            meshes.append(replace(mesh, micro_batch_size=size, **own))
+        return replace(self, meshes=tuple(meshes))
 
     @cached_property
     def stages(self) -> int:
@@ -231,11 +252,8 @@ class Plan:
             raise PlanError(problem)
 
     def require_layers(self, num_layers: int) -> None:
-        if num_layers != self.num_layers:
-            raise PlanError(
-                f"the stages hold {[sum(c) for c in self.layers]} layers, {self.num_layers} in "
-                f"all, but --num-layers is {num_layers}; make them add up"
-            )
+        for problem in layer_problems([sum(chunks) for chunks in self.layers], num_layers):
+            raise PlanError(problem)
 
 
 def split_over_chunks(layers: int, chunks: int) -> tuple[int, ...]:

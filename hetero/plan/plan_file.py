@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -20,54 +20,59 @@ KEYS = ("vendor", "layers", *_FIELDS[1:])
 
 def plan_from_mapping(data: object, *, source: str, chunks: int = 1) -> Plan:
     """Read a plan out of parsed YAML. `source` names it in errors."""
-    if not isinstance(data, Mapping) or not isinstance(data.get("meshes"), Sequence):
+    if not isinstance(data, Mapping) or not isinstance(data.get("meshes"), list):
         raise PlanError(f"{source}: expected a top-level list named 'meshes'")
     unknown = sorted(set(map(str, data)) - {"meshes"})
-    if unknown:
-        raise PlanError(f"{source}: unknown key {unknown[0]!r}; the only one is 'meshes'")
+    problems = [f"{source}: unknown key {key!r}; the only one is 'meshes'" for key in unknown]
     meshes, layers = [], []
     for index, entry in enumerate(data["meshes"]):
-        mesh, mesh_layers = _mesh_from_mapping(
-            entry, where=f"{source}: mesh {index}", chunks=chunks
-        )
-        meshes.append(mesh)
-        layers.extend(mesh_layers)
-    return Plan(meshes=tuple(meshes), layers=tuple(layers))
+        try:
+            mesh, mesh_layers = _mesh_from_mapping(entry, chunks=chunks)
+        except PlanError as error:
+            problems += [f"{source}: mesh {index}: {sentence}" for sentence in error.sentences]
+        else:
+            meshes.append(mesh)
+            layers.extend(mesh_layers)
+    if problems:
+        raise PlanError(*problems)
+    try:
+        return Plan(meshes=tuple(meshes), layers=tuple(layers))
+    except PlanError as error:
+        raise PlanError(*(f"{source}: {sentence}" for sentence in error.sentences)) from error
 
 
-def _mesh_from_mapping(
-    entry: object, *, where: str, chunks: int
-) -> tuple[Mesh, list[tuple[int, ...]]]:
+def _mesh_from_mapping(entry: object, *, chunks: int) -> tuple[Mesh, list[tuple[int, ...]]]:
     if not isinstance(entry, Mapping):
-        raise PlanError(f"{where}: expected keys {', '.join(KEYS)}")
-    unknown = [key for key in map(str, entry) if key not in KEYS]
-    if unknown:
-        raise PlanError(f"{where}: unknown key {unknown[0]!r}; the keys are {', '.join(KEYS)}")
-    for key in ("vendor", "layers"):
-        if key not in entry:
-            raise PlanError(f"{where}: the key {key!r} is missing")
+        raise PlanError(f"expected keys {', '.join(KEYS)}")
+    problems = [
+        f"unknown key {key!r}; the keys are {', '.join(KEYS)}"
+        for key in map(str, entry)
+        if key not in KEYS
+    ]
+    problems += [f"the key {key!r} is missing" for key in ("vendor", "layers") if key not in entry]
+    if problems:
+        raise PlanError(*problems)
     listed = entry["layers"]
-    if not isinstance(listed, Sequence) or isinstance(listed, str):
-        raise PlanError(f"{where}: 'layers' must list the layers of each stage, as in [15, 15]")
-    layers = [_chunks_from_entry(item, where=where, chunks=chunks) for item in listed]
-    given = {str(key): value for key, value in entry.items() if key != "layers"}
-    mesh = Mesh(**{"stages": len(layers)} | given)
+    if not isinstance(listed, list):
+        raise PlanError("'layers' must list the layers of each stage, as in [15, 15]")
+    layers = [_chunks_from_entry(item, chunks=chunks) for item in listed]
+    mesh = Mesh(**{"stages": len(layers)} | {k: v for k, v in entry.items() if k != "layers"})
     if mesh.stages != len(layers):
-        raise PlanError(f"{where}: {counted(mesh.stages, 'stage')} but layers for {len(layers)}")
+        raise PlanError(f"{counted(mesh.stages, 'stage')} but layers for {len(layers)}")
     return mesh, layers
 
 
-def _chunks_from_entry(item: object, *, where: str, chunks: int) -> tuple[int, ...]:
+def _chunks_from_entry(item: object, *, chunks: int) -> tuple[int, ...]:
     if isinstance(item, int) and not isinstance(item, bool):
         return split_over_chunks(item, chunks)
     if isinstance(item, list) and all(type(count) is int for count in item):
         if len(item) != chunks:
             raise PlanError(
-                f"{where}: a stage lists {counted(len(item), 'chunk')} but the virtual pipeline "
-                f"size is {chunks}"
+                f"a stage lists {counted(len(item), 'chunk')} but the virtual pipeline size is "
+                f"{chunks}"
             )
         return tuple(item)
-    raise PlanError(f"{where}: {item!r} is not a number of layers")
+    raise PlanError(f"{item!r} is not a number of layers")
 
 
 class _StrictLoader(yaml.SafeLoader):

@@ -189,6 +189,13 @@ def load_model(name: str, **overrides: Any) -> ModelShape:
     A name is understood however it is spelt (`llama3.1-8b`), without its minor version too
     (`llama3-8b`). `overrides` are flags that win over the file's (`seq_length=4096`).
     """
+    flags, source = read_flags(name)
+    flags |= {key.replace("_", "-"): value for key, value in overrides.items()}
+    return model_from_flags(flags, source=source)
+
+
+def read_flags(name: str) -> tuple[dict[str, Any], str]:
+    """The flags that such a file holds, without leading dashes, and what errors call the file."""
     path = Path(name)
     if path.suffix not in (".yaml", ".yml"):
         path = _named_file(name)
@@ -203,9 +210,7 @@ def load_model(name: str, **overrides: Any) -> ModelShape:
     flags: dict[str, Any] = {}
     for key, value in data.items():
         flags |= value if isinstance(value, Mapping) else {key: value}
-    flags = {str(key).replace("_", "-"): value for key, value in flags.items()}
-    flags |= {key.replace("_", "-"): value for key, value in overrides.items()}
-    return model_from_flags(flags, source=f"the model {path}")
+    return {str(key).replace("_", "-"): value for key, value in flags.items()}, f"the model {path}"
 
 
 def _named_file(name: str) -> Path:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import replace
 from itertools import accumulate
 
 from hetero.plan import Mesh, Plan, PlanError, load_plan, split_over_chunks
@@ -33,7 +32,9 @@ def plan_from_args(args: argparse.Namespace, *, vendor: str) -> Plan:
     plan.require_world_size(args.world_size)
     plan.require_layers(args.num_layers)
     _require_no_context(plan)
-    plan = _settled(args, plan)
+    plan = plan.settled(
+        micro_batch_size=args.micro_batch_size, sequence_parallel=bool(args.sequence_parallel)
+    )
     _require_whole_recompute_units(args, plan)
     return plan
 
@@ -94,19 +95,6 @@ def _use_recompute(args: argparse.Namespace, recompute: str) -> None:
     args.recompute_num_layers = (args.recompute_num_layers or 1) if is_full else None
     args.recompute_modules = args.recompute_modules if recompute == "selective" else None
     args.distribute_saved_activations &= is_full
-
-
-def _settled(args: argparse.Namespace, plan: Plan) -> Plan:
-    """The plan with what every mesh has to say of itself."""
-    sizes = (args.micro_batch_size,) * len(plan.meshes)
-    if not plan.whole_replicas:
-        sizes = micro_batch_sizes(plan.meshes, args.micro_batch_size)
-    meshes = []
-    for mesh, size in zip(plan.meshes, sizes, strict=True):
-        own = mesh.sequence_parallel
-        is_parallel = mesh.tensor > 1 and bool(args.sequence_parallel if own is None else own)
-        meshes.append(replace(mesh, micro_batch_size=size, sequence_parallel=is_parallel))
-    return replace(plan, meshes=tuple(meshes))
 
 
 def _meshes(args: argparse.Namespace, vendor: str) -> tuple[Mesh, ...]:

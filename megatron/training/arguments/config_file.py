@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hetero.errors import UserError
+from hetero.errors import Refusal, UserError
 from megatron.training.arguments.config_names import (
     ACTIVATIONS,
     RENAMED,
@@ -24,7 +24,6 @@ from megatron.training.arguments.config_names import (
 )
 from megatron.training.arguments.config_reading import read_settings
 from megatron.training.arguments.left_out import feature_of, is_left_out
-from megatron.training.arguments.problems import Refusal
 from megatron.training.arguments.unknown import REPLACED, explain_unknown
 
 FLAG = "--yaml-cfg"
@@ -74,7 +73,7 @@ def expand_with_notes(
                 own[one.subject] = one
         asked |= own
     if problems:
-        raise Refusal(problems)
+        raise Refusal(*problems)
     notes = _notes(asked)
     return [word for one in asked.values() for word in one.words] + rest, notes
 

@@ -1,10 +1,10 @@
 """All that is wrong with a command line, told together."""
 
 import argparse
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
-from hetero.errors import UserError
+from hetero.errors import Refusal, UserError
 
 
 class Unknowable(AttributeError):
@@ -20,17 +20,6 @@ class Arguments(argparse.Namespace):
 
     def __getattr__(self, name: str) -> Any:
         raise Unknowable(name)
-
-
-class Refusal(UserError):
-    """Bad input that several sentences are needed for."""
-
-    def __init__(self, sentences: Sequence[str]) -> None:
-        self.sentences = tuple(sentences)
-        text = sentences[0]
-        if len(sentences) > 1:
-            text = "\n  ".join([f"{len(sentences)} things have to be put right:", *sentences])
-        super().__init__(text)
 
 
 class Problems:
@@ -57,7 +46,7 @@ class Problems:
     def raise_all(self) -> None:
         """Raise a `Refusal` if there is anything to complain of."""
         if self._sentences:
-            raise Refusal(self._sentences)
+            raise Refusal(*self._sentences)
 
     def _add(self, sentence: str) -> None:
         if sentence not in self._sentences:

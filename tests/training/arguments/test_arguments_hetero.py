@@ -175,7 +175,11 @@ def test_plan_and_another_layout_exclude_each_other(parse, flags, tmp_path):
             "1 x DP 2) but 4 were started; change the number of processes or the plan: with "
             "data-parallel sizes 2 1 it needs 3",
         ),
-        (f"{TWO} --hetero-data-sizes 4 1 --hetero-tensor-sizes 2 1", "it needs at least 9"),
+        (
+            f"{TWO} --hetero-data-sizes 4 1 --hetero-tensor-sizes 2 1",
+            "the plan: with data-parallel sizes 1 1 it needs 3",
+        ),
+        (f"{TWO} --hetero-tensor-sizes 4 2 --hetero-data-sizes 1 1", "it needs at least 6"),
         (
             f"{TWO} --hetero-data-sizes 3 1 --hetero-micro-batch-sizes 1 2",
             "mesh 1 (nvidia) has 1 data-parallel rank of micro-batch size 2 and cannot take the 3 "

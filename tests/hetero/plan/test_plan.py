@@ -1,6 +1,7 @@
 """The plan: where every rank stands, which layers it holds, and which plans are refused."""
 
 from dataclasses import replace
+from fractions import Fraction
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,11 @@ from hetero.plan import (
     plan_from_mapping,
     split_over_chunks,
 )
-from hetero.plan.limits import micro_batch_sizes
+from hetero.plan.limits import (
+    layer_problems,
+    tensor_problems,
+    world_size_problems,
+)
 from hetero.plan.mesh import ATTENTION_BACKENDS, RECOMPUTE
 from hetero.words import counted
 
@@ -275,23 +280,34 @@ def test_layers_that_do_not_fit_the_stages_are_refused(layers: Any, names: str) 
 
 
 def test_meshes_take_the_same_sequences_in_a_step_and_the_nearest_sizes_that_do_are_named() -> None:
-    def plan(*sizes: tuple[int | None, int]) -> Plan:
+    def settled(*sizes: tuple[int | None, int], default: int = 1) -> list[int | None]:
         meshes = (Mesh("amd", 1, data=data, micro_batch_size=size) for size, data in sizes)
-        return Plan(meshes=tuple(meshes), layers=((1,),) * len(sizes))
+        plan = Plan(meshes=tuple(meshes), layers=((1,),) * len(sizes))
+        found = plan.settled(micro_batch_size=default, sequence_parallel=False)
+        return [mesh.micro_batch_size for mesh in found.meshes]
 
-    assert micro_batch_sizes(plan((3, 2), (2, 3), (None, 1)).meshes, 1) == (3, 2, 6)
-    assert micro_batch_sizes(plan((None, 2), (None, 4)).meshes, 3) == (6, 3)
+    assert settled((3, 2), (2, 3), (None, 1)) == [3, 2, 6]
+    assert settled((None, 2), (None, 4), default=3) == [6, 3]
     for sizes, words in (
         (((2, 2), (2, 3)), "mesh 1 (amd) has 3 data-parallel ranks of micro-batch size 2"),
         (((2, 2), (2, 3)), "nearest that all can take is 6, with micro-batch sizes 3 2"),
         (((1, 2), (1, 4)), "nearest that all can take is 4, with micro-batch sizes 2 1"),
         (((1, 2), (None, 3)), "mesh 1 (amd) has 3 data-parallel ranks and cannot take the 2"),
+        (((None, 2), (None, 3)), "mesh 0 (amd) has 2 data-parallel ranks and cannot take the 3"),
     ):
         with pytest.raises(PlanError) as error:
-            plan(*sizes)
+            settled(*sizes)
         assert words in _refusal(error)
-    with pytest.raises(PlanError, match=r"mesh 0 .* cannot take the 3 sequences"):
-        micro_batch_sizes(plan((None, 2), (None, 3)).meshes, 1)
+
+
+def test_what_no_mesh_names_is_the_global_flags() -> None:
+    wide = Mesh("amd", 1, tensor=2, recompute="full")
+    plan = Plan((wide, Mesh("nvidia", 1)), layers=((1,), (1,)))
+    settled = plan.settled(micro_batch_size=3, sequence_parallel=True, recompute="selective")
+    assert settled.meshes == (
+        replace(wide, micro_batch_size=3, sequence_parallel=True),
+        Mesh("nvidia", 1, micro_batch_size=3, sequence_parallel=False, recompute="selective"),
+    )
 
 
 def test_a_plan_without_a_mesh_is_refused() -> None:
@@ -331,7 +347,7 @@ AMD = {"vendor": "amd", "layers": [1]}
         ([AMD], "top-level list named 'meshes'"),
         ({}, "top-level list named 'meshes'"),
         ({"meshes": AMD}, "top-level list named 'meshes'"),
-        ({"meshes": "amd"}, "mesh 0: expected keys vendor, layers"),
+        ({"meshes": "amd"}, "top-level list named 'meshes'"),
         ({"meshes": []}, "no mesh"),
         ({"meshes": [AMD], "mesh": 1}, "unknown key 'mesh'"),
         ({"meshes": [AMD, 3]}, "mesh 1: expected keys"),
@@ -353,6 +369,69 @@ def test_a_mapping_that_is_no_plan_is_refused_in_one_sentence(data: Any, names: 
     with pytest.raises(PlanError) as error:
         plan_from_mapping(data, source="the plan p.yaml")
     assert names in _refusal(error)
+
+
+def test_all_that_is_wrong_with_a_file_is_said_at_once() -> None:
+    bad = {"vendor": "intel", "layers": [1], "tensor": 0}
+    with pytest.raises(PlanError) as error:
+        plan_from_mapping({"meshes": [bad, AMD, {"layer": [1]}], "mesh": 1}, source="p.yaml")
+    assert [sentence.split(";")[0] for sentence in error.value.sentences] == [
+        "p.yaml: unknown key 'mesh'",
+        "p.yaml: mesh 0: a mesh names the vendor 'intel'",
+        "p.yaml: mesh 0: the intel mesh has tensor 0",
+        "p.yaml: mesh 2: unknown key 'layer'",
+        "p.yaml: mesh 2: the key 'vendor' is missing",
+        "p.yaml: mesh 2: the key 'layers' is missing",
+    ]
+    with pytest.raises(PlanError) as error:
+        plan_from_mapping({"meshes": [AMD | {"layers": [0, -1]}]}, source="p.yaml")
+    assert len(error.value.sentences) == 2
+
+
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=8), st.integers(1, 200))
+def test_the_nearest_layers_add_up_and_keep_the_order_of_the_stages(
+    layers: list[int], asked: int
+) -> None:
+    sentence = next(layer_problems(layers, asked), "")
+    if asked == sum(layers):
+        assert not sentence
+    elif asked < len(layers):
+        assert f"at most {asked} stages can hold" in sentence
+    else:
+        near = yaml.safe_load(sentence.split("the nearest that do are ")[1])
+        assert sum(near) == asked
+        assert min(near) >= 1
+        pairs = sorted(zip(layers, near, strict=True))
+        assert all(a[1] <= b[1] + 1 for a, b in pairwise(pairs))
+
+
+@given(st.integers(1, 6), st.lists(st.integers(1, 9), min_size=1, max_size=4), st.integers(1, 99))
+def test_data_sizes_that_are_proposed_for_another_world_size_fit_into_it(
+    times: int, data: list[int], started: int
+) -> None:
+    listed = [Mesh("amd", 1, tensor=index + 1, data=n * times) for index, n in enumerate(data)]
+    sentence = next(world_size_problems(listed, started), "")
+    if "with data-parallel sizes" in sentence:
+        sizes = sentence.split("with data-parallel sizes ")[1].split(" it needs")[0].split()
+        proposed = [replace(mesh, data=int(n)) for mesh, n in zip(listed, sizes, strict=True)]
+        assert sum(mesh.world_size for mesh in proposed) <= started
+        ratios = {Fraction(int(n), mesh.data) for n, mesh in zip(sizes, listed, strict=True)}
+        assert len(ratios) == 1 or len(set(sizes)) == 1
+    elif sentence:
+        assert int(sentence.split("at least ")[1]) == sum(mesh.tensor for mesh in listed) > started
+
+
+@given(st.integers(1, 64), st.integers(1, 64), st.integers(1, 16))
+def test_tensor_sizes_that_are_proposed_divide_every_count(
+    heads: int, ffn: int, tensor: int
+) -> None:
+    counts = {"--num-attention-heads": heads, "--ffn-hidden-size": ffn}
+    sentences = list(tensor_problems(counts, tensor, name="TP"))
+    assert len(sentences) == sum(count % tensor > 0 for count in counts.values())
+    for sentence in sentences:
+        near = [int(word) for word in sentence.split("work")[1].split() if word.isdecimal()]
+        assert near
+        assert all(heads % size == ffn % size == 0 for size in near)
 
 
 yaml_values = st.recursive(

@@ -1,0 +1,36 @@
+"""On which node each rank of a plan stands: nodes of one vendor each, filled in rank order."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from hetero.plan.plan import Plan
+
+
+@dataclass(frozen=True)
+class Node:
+    vendor: str
+    ranks: range
+    gpus: int
+    """How many it has; its ranks may be fewer."""
+
+
+def nodes_of(plan: Plan, gpus_per_node: Mapping[str, int]) -> list[Node]:
+    """The nodes, in the order of their ranks. A node is left where it is full or its vendor ends.
+
+    Two meshes of one vendor, one behind the other, may share a node.
+    """
+    found: list[Node] = []
+    rank = 0
+    for mesh in plan.meshes:
+        end, gpus = rank + mesh.world_size, gpus_per_node[mesh.vendor]
+        while rank < end:
+            last = found[-1] if found else None
+            if last is None or last.vendor != mesh.vendor or len(last.ranks) == gpus:
+                last = Node(mesh.vendor, range(rank, rank), gpus)
+                found.append(last)
+            stop = min(end, last.ranks.start + gpus)
+            found[-1] = replace(last, ranks=range(last.ranks.start, stop))
+            rank = stop
+    return found

@@ -1,0 +1,134 @@
+"""A plan as a picture in text: the ranks of each stage, by node and parallel coordinates."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+
+from hetero.pipeline.reshard import Slab, layout_of, slabs
+from hetero.plan.mesh import Mesh
+from hetero.plan.nodes import Node
+from hetero.plan.plan import Plan
+from hetero.words import counted, size_text
+
+# Replicas of a stage that are drawn; where there are more, those between the ends are one line.
+_DRAWN = 8
+
+
+def draw_meshes(plan: Plan) -> Iterator[str]:
+    """One line a mesh, with its shape and its options."""
+    rows = []
+    for index, mesh in enumerate(plan.meshes):
+        sizes = [counted(mesh.stages, "stage"), f"TP {mesh.tensor}", f"DP {mesh.data}"]
+        rows.append([f"mesh {index}", mesh.vendor, *sizes, ", ".join(_options(mesh))])
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    for row in rows:
+        cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+        yield "  ".join(cells).rstrip()
+
+
+def _options(mesh: Mesh) -> Iterator[str]:
+    if mesh.micro_batch_size is not None:
+        yield f"micro-batch {mesh.micro_batch_size}"
+    if mesh.sequence_parallel:
+        yield "sequence parallel"
+    if mesh.recompute not in (None, "none"):
+        yield f"recompute {mesh.recompute}"
+    if mesh.distributed_optimizer:
+        yield "distributed optimizer"
+    if mesh.attention_backend is not None:
+        yield f"{mesh.attention_backend} attention"
+    if mesh.transformer_impl is not None:
+        yield f"layers {mesh.transformer_impl}"
+
+
+def draw_stage(plan: Plan, stage: int, nodes: Sequence[Node], detail: str = "") -> Iterator[str]:
+    """The ranks of a stage: data-parallel places downwards, tensor-parallel ones to the right."""
+    block = plan.blocks_of_stage(stage)[0]
+    mesh = plan.meshes[block.mesh]
+    yield f"stage {stage}  {mesh.vendor}  {_layers_text(plan, stage)}"
+    if detail:
+        yield f"    {detail}"
+    width = max(len(f"TP {mesh.tensor - 1}"), len(str(block.ranks[-1])))
+    columns = "  ".join(f"TP {place}".rjust(width) for place in range(mesh.tensor))
+    label = len(f"DP {mesh.data - 1}")
+    yield f"    {' ' * label}  {columns}"
+    for replica in range(mesh.data):
+        if mesh.data > _DRAWN and 2 < replica < mesh.data - 1:
+            if replica == 3:
+                yield f"    {'...'.ljust(label)}"
+            continue
+        ranks = block.ranks[replica * mesh.tensor : (replica + 1) * mesh.tensor]
+        cells = "  ".join(str(rank).rjust(width) for rank in ranks)
+        yield f"    {f'DP {replica}'.ljust(label)}  {cells}   {_place(ranks, nodes)}"
+
+
+def _layers_text(plan: Plan, stage: int) -> str:
+    parts = []
+    for chunk in range(plan.chunks):
+        held = plan.layer_range(stage, chunk)
+        if held:
+            parts.append(f"{held[0]}-{held[-1]}" if len(held) > 1 else f"{held[0]}")
+    text = f"{'layers' if sum(plan.layers[stage]) > 1 else 'layer'} {', '.join(parts)}"
+    if stage == 0:
+        text += ", embedding"
+    return text + (", output" if stage == plan.stages - 1 else "")
+
+
+def _held_by(ranks: range, nodes: Sequence[Node]) -> range:
+    """The nodes that these ranks stand on, by number."""
+    first, last = (
+        bisect_right(nodes, rank, key=lambda node: node.ranks.start) - 1
+        for rank in (ranks[0], ranks[-1])
+    )
+    return range(first, last + 1)
+
+
+def _place(ranks: range, nodes: Sequence[Node]) -> str:
+    held = _held_by(ranks, nodes)
+    return f"node {held[0]}" if len(held) == 1 else f"nodes {held[0]}-{held[-1]}"
+
+
+def draw_edge(
+    plan: Plan, stage: int, *, sequence: int | None = None, bytes_of_row: int = 0
+) -> Iterator[str]:
+    """How the activations go on from a stage. A row is one position of one sequence."""
+    source, target = layout_of(plan, stage), layout_of(plan, stage + 1)
+    yield "    |"
+    if plan.blocks_of_stage(stage)[0].mesh != plan.blocks_of_stage(stage + 1)[0].mesh:
+        said = "boundary"
+        if sequence is not None:
+            found = slabs(source, target, sequence=sequence)
+            size = size_text(sum(slab.elements for slab in found) * bytes_of_row)
+            gathers = ", then gathered" if target.gathers else ""
+            said += f": {size} a step in {counted(len(found), 'slab')}, {_flow(found)}{gathers}"
+        yield f"    |  {said}"
+    yield "    v"
+
+
+def _flow(found: Sequence[Slab]) -> str:
+    senders = len({slab.source for slab in found})
+    receivers = len({slab.target for slab in found})
+    return f"from {counted(senders, 'rank')} to {receivers}"
+
+
+def notes(plan: Plan, nodes: Sequence[Node]) -> Iterator[str]:
+    """What is allowed and rarely meant: tensor parallelism over nodes, nodes in part."""
+    for index, mesh in enumerate(plan.meshes):
+        groups = [
+            range(first, first + mesh.tensor)
+            for block in plan.blocks
+            if block.mesh == index
+            for first in block.ranks[:: mesh.tensor]
+        ]
+        split = [ranks for ranks in groups if len(_held_by(ranks, nodes)) > 1]
+        if split:
+            yield (
+                f"mesh {index} ({mesh.vendor}): {len(split)} of its "
+                f"{counted(len(groups), 'tensor-parallel group')} lie on more than one node, the "
+                f"first on {_place(split[0], nodes)}; tensor parallelism wants the fast connection "
+                "inside a node"
+            )
+    for index, node in enumerate(nodes):
+        if len(node.ranks) < node.gpus:
+            yield f"node {index} ({node.vendor}) uses {len(node.ranks)} of its {node.gpus} GPUs"

@@ -1,0 +1,206 @@
+"""python -m hetero.plan: what it draws, and what it refuses before any job starts."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from textwrap import dedent
+
+import pytest
+
+from hetero.plan import Mesh, Plan, __main__
+from hetero.plan.nodes import nodes_of
+from hetero.plan.picture import draw_stage, notes
+
+UNEQUAL = """
+meshes:
+- {vendor: nvidia, layers: [6, 6], data: 4, micro_batch_size: 1, recompute: full}
+- {vendor: amd, layers: [20], tensor: 4, data: 2}
+"""
+
+
+@pytest.fixture
+def plan_file(tmp_path: Path) -> Path:
+    path = tmp_path / "plan.yaml"
+    path.write_text(UNEQUAL)
+    return path
+
+
+def drawn(capsys: pytest.CaptureFixture[str], *words: object) -> str:
+    assert __main__.main([str(word) for word in words]) == 0, capsys.readouterr().err
+    return capsys.readouterr().out
+
+
+def refused(capsys: pytest.CaptureFixture[str], *words: object) -> list[str]:
+    assert __main__.main([str(word) for word in words]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.startswith("error: ")
+    lines = printed.err.removeprefix("error: ").splitlines()
+    return [line.strip() for line in lines[1:]] if "things have" in lines[0] else lines
+
+
+def test_the_picture_shows_every_rank_with_its_node_stage_layers_and_coordinates(
+    capsys: pytest.CaptureFixture[str], plan_file: Path
+) -> None:
+    words = (plan_file, "--world-size", 16, "--gpus-per-node", "amd=4", "nvidia=6")
+    expected = f"""\
+        {plan_file}: 32 layers in 3 stages on 16 ranks of 4 nodes; 4 sequences in a step of the pipeline
+        mesh 0  nvidia  2 stages  TP 1  DP 4  micro-batch 1, recompute full
+        mesh 1  amd     1 stage   TP 4  DP 2  micro-batch 2
+
+        stage 0  nvidia  layers 0-5, embedding
+                  TP 0
+            DP 0     0   node 0
+            DP 1     1   node 0
+            DP 2     2   node 0
+            DP 3     3   node 0
+            |
+            v
+        stage 1  nvidia  layers 6-11
+                  TP 0
+            DP 0     4   node 0
+            DP 1     5   node 0
+            DP 2     6   node 1
+            DP 3     7   node 1
+            |
+            |  boundary
+            v
+        stage 2  amd  layers 12-31, output
+                  TP 0  TP 1  TP 2  TP 3
+            DP 0     8     9    10    11   node 2
+            DP 1    12    13    14    15   node 3
+
+        note: node 1 (nvidia) uses 2 of its 6 GPUs
+        """  # noqa: E501
+    assert drawn(capsys, *words) == dedent(expected)
+
+
+def test_with_a_model_each_stage_tells_its_parameters_and_memory_and_each_boundary_its_bytes(
+    capsys: pytest.CaptureFixture[str], plan_file: Path
+) -> None:
+    words = (plan_file, "--model", "llama3.1-8b", "--global-batch-size", 64)
+    text = drawn(capsys, *words, "--gpu-memory", "nvidia=80", "amd=192")
+    assert "16 steps in a global batch" in text
+    assert text.count("a rank: ") == 3
+    assert "a rank: 1.834e9 parameters, estimated " in text
+    assert "micro-batches in flight" in text
+    # 4 sequences of 8192 tokens of 4096 numbers of two bytes, whatever the sizes on either side.
+    assert "boundary: 256.0 MiB a step in 16 slabs, from 4 ranks to 8, then gathered" in text
+
+
+def test_chunks_of_an_interleaved_stage_are_listed(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "plan.yaml"
+    path.write_text("meshes: [{vendor: amd, layers: [3]}, {vendor: cpu, layers: [[1, 1]]}]")
+    text = drawn(capsys, path, "--num-virtual-stages-per-pipeline-rank", 2)
+    assert "stage 0  amd  layers 0-1, 3, embedding" in text
+    assert "stage 1  cpu  layers 2, 4, output" in text
+
+
+def test_all_that_is_wrong_is_said_at_once_each_with_what_would_work(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "plan.yaml"
+    path.write_text(
+        "meshes:\n"
+        "- {vendor: nvidia, layers: [6, 6], data: 4, micro_batch_size: 1, tensor: 3}\n"
+        "- {vendor: amd, layers: [19], tensor: 4, data: 3}\n"
+    )
+    said = refused(capsys, path, "--world-size", 12, "--model", "llama3.1-8b")
+    for line, words in zip(
+        said,
+        (
+            "the plan needs 36 ranks (nvidia 2 stages x TP 3 x CP 1 x DP 4 + amd 1 stage x TP 4 x "
+            "CP 1 x DP 3) but 12 were started; change the number of processes or the plan: with "
+            "data-parallel sizes 1 1 it needs 10",
+            "mesh 1 (amd) has 3 data-parallel ranks and cannot take the 4 sequences of a step",
+            "the stages hold [6, 6, 19] layers, 31 in all, but --num-layers is 32; make them add "
+            "up: the nearest that do are [6, 6, 20]",
+            "--num-attention-heads 32 must be a multiple of the tensor-parallel size of mesh 0 "
+            "(nvidia), 3; the nearest sizes that work are 2 and 4",
+            "--num-query-groups 8 must be",
+            "--ffn-hidden-size 14336 must be",
+        ),
+        strict=True,
+    ):
+        assert line.startswith(words)
+
+
+def test_memory_that_cannot_fit_is_refused_with_what_would_make_it_fit(
+    capsys: pytest.CaptureFixture[str], plan_file: Path
+) -> None:
+    words = (plan_file, "--model", "llama3.1-8b", "--gpu-memory")
+    nvidia, amd = refused(capsys, *words, "nvidia=20", "amd=30")
+    assert nvidia.startswith("mesh 0 (nvidia) needs an estimated ")
+    assert "on stage 0, 1 and a GPU has 20.00 GiB; with distributed_optimizer: true it is" in nvidia
+    assert "mesh 1 (amd)" in amd
+    assert "; with recompute: full it is " in amd
+    (fewer,) = refused(capsys, *words, "amd=18")
+    assert "recompute: full, at most 17 layers on a stage it is 17." in fewer
+    (hopeless,) = refused(capsys, *words, "amd=2")
+    assert hopeless.endswith("give the mesh smaller micro-batches or more tensor-parallel ranks")
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("--world-size", "x"), "--world-size: must be a whole number of at least 1, not 'x'"),
+        (("--gpus-per-node", "intel=8"), "must be VENDOR=N, with one of nvidia, amd, cpu"),
+        (("--gpu-memory", "nvidia=80"), "--gpu-memory needs --model"),
+        (("--model", "gpt5"), "no model is called gpt5"),
+        (("--global-batch-size", "30"), "must be a multiple of the 4 sequences of a step"),
+        (("--micro-batch",), "unrecognized arguments: --micro-batch"),
+    ],
+)
+def test_a_command_that_makes_no_sense_is_refused_in_one_sentence(
+    capsys: pytest.CaptureFixture[str], plan_file: Path, words: tuple[str, ...], says: str
+) -> None:
+    (line,) = refused(capsys, plan_file, *words)
+    assert says in line
+
+
+def test_it_waits_for_neither_torch_nor_numpy(plan_file: Path) -> None:
+    code = (
+        "import sys; from hetero.plan.__main__ import main; "
+        f"code = main([{str(plan_file)!r}, '--model', 'llama3.1-8b']); "
+        "sys.exit(code or any(name in sys.modules for name in ('torch', 'numpy')))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+# Nodes.
+
+WIDE = Plan((Mesh("amd", 1, data=2), Mesh("amd", 1, tensor=4, data=20)), layers=((1,), (1,)))
+
+
+def test_meshes_of_one_vendor_share_a_node_and_those_of_two_do_not() -> None:
+    meshes = (Mesh("amd", 1, data=3), Mesh("amd", 1, data=2), Mesh("nvidia", 1, data=2))
+    nodes = nodes_of(Plan(meshes, layers=((1,),) * 3), {"amd": 4, "nvidia": 8})
+    assert [(n.vendor, n.ranks, n.gpus) for n in nodes] == [
+        ("amd", range(4), 4),
+        ("amd", range(4, 5), 4),
+        ("nvidia", range(5, 7), 8),
+    ]
+
+
+def test_tensor_parallel_groups_over_nodes_are_noted() -> None:
+    nodes = nodes_of(WIDE, {"amd": 8})
+    (over, part) = notes(WIDE, nodes)
+    assert "mesh 1 (amd): 10 of its 20 tensor-parallel groups lie on more than one node" in over
+    assert "the first on nodes 0-1" in over
+    assert part == "node 10 (amd) uses 2 of its 8 GPUs"
+
+
+def test_of_many_replicas_the_first_and_the_last_are_drawn() -> None:
+    lines = list(draw_stage(WIDE, 1, nodes_of(WIDE, {"amd": 8})))
+    assert [line.split()[:2] for line in lines[2:]] == [
+        ["DP", "0"],
+        ["DP", "1"],
+        ["DP", "2"],
+        ["..."],
+        ["DP", "19"],
+    ]
+    assert lines[-1].endswith("78    79    80    81   nodes 9-10")
