@@ -6,10 +6,14 @@
 #   TOKENIZER_MODEL    folder or file of the tokenizer the data were made with; left out: the
 #                      model's own by its Hugging Face name, from the local cache
 #   TOKENIZER_TYPE     left out: the preset's, HuggingFaceTokenizer
-#   VENDORS            the vendors in pipeline order, as in "nvidia amd"
-#   SIZES              pipeline stages of each vendor, in the order of VENDORS; left out: one each,
-#                      or as the vendors' numbers of GPUs stand to each other, as in "2 1"
+#   VENDORS            the vendor of each mesh in pipeline order, as in "nvidia amd"; one may stand
+#                      there again, as in "nvidia amd nvidia"
+#   SIZES              pipeline stages of each mesh, in the order of VENDORS; left out: one each,
+#                      or as the meshes' numbers of GPUs stand to each other, as in "2 1"
+#   TENSOR_SIZES       tensor-parallel size of each mesh, or of all (1). Its data-parallel size is
+#                      what its GPUs come to, and may differ from the other meshes'
 #   LAYERS             decoder layers of each pipeline stage, in order
+#   PLAN               a plan's file, in place of SIZES, TENSOR_SIZES and LAYERS
 #   TRANSPORT          how tensors cross between vendors (--hetero-transport)
 #   MICRO_BATCH_SIZE   2 is 2 % faster than 1 where a replica has 64 or more sequences a step; with
 #                      32 or fewer take 1, as the pipeline's bubble grows
@@ -57,9 +61,10 @@ require_number() { # NAME VALUE
 }
 
 require_vendors() {
-    local vendors
-    read -ra vendors <<<"$VENDORS"
-    ((${#vendors[@]} == 2)) || refuse "VENDORS ($VENDORS) must name two vendors, as in 'nvidia amd'"
+    read -ra MESHES <<<"$VENDORS"
+    ((${#MESHES[@]} >= 2)) ||
+        refuse "VENDORS ($VENDORS) must name two vendors or more, as in 'nvidia amd'"
+    [[ -z ${PLAN:-} || -f $PLAN ]] || refuse "PLAN is '$PLAN' and there is no such file"
 }
 
 require_data() {
@@ -84,28 +89,43 @@ print("amd" if torch.version.hip else "nvidia", torch.cuda.device_count())') ||
             "nodes in the order of VENDORS ($VENDORS)"
 }
 
-# The stages of each vendor, in STAGES: as SIZES says, or as its GPUs stand to the other's.
-# A stage has the same number of GPUs with every vendor, as data and tensor parallelism have one
-# size; its layers may differ.
-share_stages() { # GPUS_OF_FIRST GPUS_OF_SECOND
-    local layers divisor
-    if [[ -n ${SIZES:-} ]]; then
-        read -ra STAGES <<<"$SIZES"
-    else
-        divisor=$(common_divisor "$1" "$2")
-        STAGES=($(($1 / divisor)) $(($2 / divisor)))
+# What each mesh does with its GPUs, as flags in SHAPES. A stage has the same number of GPUs with
+# every vendor where SIZES says nothing; its layers may differ.
+share_stages() { # GPUS_OF_EACH_MESH...
+    if [[ -n ${PLAN:-} ]]; then
+        SHAPES=(--hetero-plan "$PLAN")
+        return
     fi
-    ((${#STAGES[@]} == 2)) ||
-        refuse "SIZES ($SIZES) must give the pipeline stages of each of two vendors, as in '2 1'"
-    require_number SIZES "${STAGES[0]}" && require_number SIZES "${STAGES[1]}"
-    (($1 % STAGES[0] == 0 && $2 % STAGES[1] == 0 && $1 / STAGES[0] == $2 / STAGES[1])) ||
-        refuse "$1 and $2 GPUs cannot hold ${STAGES[0]} and ${STAGES[1]} stages of as many GPUs each;" \
-            "set SIZES, or change the numbers of nodes or GPUs"
+    local given tensor stages=() layers mesh all=0 divisor=0 data=() gpus=("$@")
+    given=$(each_mesh TENSOR_SIZES "${TENSOR_SIZES:-1}") || exit
+    read -ra tensor <<<"$given"
+    for mesh in "${!MESHES[@]}"; do
+        divisor=$(common_divisor "$divisor" $((gpus[mesh] / tensor[mesh])))
+    done
+    for mesh in "${!MESHES[@]}"; do
+        stages+=("$((gpus[mesh] / tensor[mesh] / (divisor ? divisor : 1)))")
+    done
+    if [[ -n ${SIZES:-} ]]; then
+        given=$(each_mesh SIZES "$SIZES") || exit
+        read -ra stages <<<"$given"
+    fi
+    for mesh in "${!MESHES[@]}"; do
+        ((stages[mesh] > 0 && gpus[mesh] % (stages[mesh] * tensor[mesh]) == 0)) ||
+            refuse "the ${gpus[mesh]} GPUs of ${MESHES[mesh]} are no multiple of its ${stages[mesh]}" \
+                "stages times its tensor-parallel size ${tensor[mesh]}; set SIZES or TENSOR_SIZES," \
+                "or change the numbers of nodes or GPUs"
+        data+=("$((gpus[mesh] / stages[mesh] / tensor[mesh]))")
+        all=$((all + stages[mesh]))
+    done
     read -ra layers <<<"$LAYERS"
-    ((${#layers[@]} == STAGES[0] + STAGES[1])) ||
-        refuse "LAYERS ($LAYERS) names ${#layers[@]} pipeline stages and there are" \
-            "$((STAGES[0] + STAGES[1])), ${STAGES[0]} of ${VENDORS%% *} and ${STAGES[1]} of" \
-            "${VENDORS##* }; give the layers of each"
+    ((${#layers[@]} == all)) ||
+        refuse "LAYERS ($LAYERS) names ${#layers[@]} pipeline stages and there are $all," \
+            "SIZES ${stages[*]} of ${MESHES[*]}; give the layers of each"
+    SHAPES=(--hetero-vendors "${MESHES[@]}" --hetero-pipeline-sizes "${stages[@]}"
+        --hetero-pipeline-layers "${layers[@]}")
+    [[ -z ${TENSOR_SIZES:-} ]] || SHAPES+=(--hetero-tensor-sizes "${tensor[@]}")
+    [[ -z $(printf '%s\n' "${data[@]}" | sort -u | sed 1d) ]] ||
+        SHAPES+=(--hetero-data-sizes "${data[@]}")
 }
 
 common_divisor() { # NUMBER NUMBER
@@ -116,25 +136,24 @@ common_divisor() { # NUMBER NUMBER
     echo "$larger"
 }
 
-# One number for each vendor out of "8" or "8 4".
-each_vendor() { # NAME VALUE
+# One number for each mesh out of "8" or "8 4".
+each_mesh() { # NAME VALUE
     local numbers number
     read -ra numbers <<<"$2"
-    ((${#numbers[@]} != 1)) || numbers+=("${numbers[0]}")
-    ((${#numbers[@]} == 2)) || refuse "$1 is '$2'; give one number, or one for each vendor"
+    if ((${#numbers[@]} == 1)); then
+        for number in "${MESHES[@]:1}"; do numbers+=("${numbers[0]}"); done
+    fi
+    ((${#numbers[@]} == ${#MESHES[@]})) ||
+        refuse "$1 is '$2'; give one number, or one for each of $VENDORS"
     for number in "${numbers[@]}"; do require_number "$1" "$number"; done
     echo "${numbers[@]}"
 }
 
 # All flags of pretrain_gpt.py, in FLAGS.
 build_flags() {
-    local vendors layers
-    read -ra vendors <<<"$VENDORS"
-    read -ra layers <<<"$LAYERS"
     FLAGS=(
         --yaml-cfg "$ROOT/examples/presets/$PRESET"
-        --hetero-pipeline --hetero-vendors "${vendors[@]}" --hetero-pipeline-sizes "${STAGES[@]}"
-        --hetero-pipeline-layers "${layers[@]}" --hetero-transport "$TRANSPORT"
+        --hetero-pipeline "${SHAPES[@]}" --hetero-transport "$TRANSPORT"
         --seq-length "$SEQ_LENGTH"
         --micro-batch-size "$MICRO_BATCH_SIZE" --global-batch-size "$GLOBAL_BATCH_SIZE"
         --train-iters "$TRAIN_ITERS" --lr "$LR" --min-lr "$MIN_LR" --lr-decay-style cosine
@@ -160,18 +179,24 @@ run_or_print() {
     fi
 }
 
-# Both vendors played by the GPUs of this machine, one stage of each where SIZES says nothing else.
+# All vendors played by the GPUs of this machine, one stage of each where SIZES says nothing else.
 launch_on_one_host() {
-    : "${GPUS:=2}" "${SIZES:=1 1}"
+    : "${GPUS:=2}" "${SIZES:=1}"
     require_number GPUS "$GPUS"
     require_vendors
     require_data
-    local stages first second
-    stages=$(each_vendor SIZES "$SIZES") || exit
-    read -r first second <<<"$stages"
-    ((GPUS % (first + second) == 0)) ||
-        refuse "GPUS is $GPUS; give a multiple of the $((first + second)) pipeline stages"
-    share_stages $((GPUS * first / (first + second))) $((GPUS * second / (first + second)))
+    local stages tensor mesh least=0 each=()
+    stages=$(each_mesh SIZES "$SIZES") && tensor=$(each_mesh TENSOR_SIZES "${TENSOR_SIZES:-1}") ||
+        exit
+    read -ra stages <<<"$stages"
+    read -ra tensor <<<"$tensor"
+    for mesh in "${!MESHES[@]}"; do least=$((least + stages[mesh] * tensor[mesh])); done
+    for mesh in "${!MESHES[@]}"; do
+        each+=("$((GPUS * stages[mesh] * tensor[mesh] / least))")
+    done
+    [[ -n ${PLAN:-} ]] || ((GPUS % least == 0)) ||
+        refuse "GPUS is $GPUS; give a multiple of $least, the stages times tensor-parallel sizes"
+    share_stages "${each[@]}"
     require_gpus "$GPUS"
     build_flags
     run_or_print env HETERO_VENDOR=plan OMP_NUM_THREADS="${OMP_NUM_THREADS:-$(cores_per "$GPUS")}" \
@@ -180,30 +205,31 @@ launch_on_one_host() {
         "$ROOT/pretrain_gpt.py" "${FLAGS[@]}"
 }
 
-# This machine's part of a run over the nodes of both vendors, the first vendor's first.
+# This machine's part of a run over the nodes of all meshes, the first mesh's first.
 launch_on_a_node() { # NODE_RANK
-    : "${NODES:=1 1}" "${GPUS:=8}" "${MASTER_PORT:=29500}"
-    local nodes gpus vendors vendor
+    : "${NODES:=1}" "${GPUS:=8}" "${MASTER_PORT:=29500}"
+    local nodes gpus mesh own=0 all=0 each=() nics=()
     require_vendors
-    nodes=$(each_vendor NODES "$NODES") && gpus=$(each_vendor GPUS "$GPUS") || exit
+    nodes=$(each_mesh NODES "$NODES") && gpus=$(each_mesh GPUS "$GPUS") || exit
     read -ra nodes <<<"$nodes"
     read -ra gpus <<<"$gpus"
-    read -ra vendors <<<"$VENDORS"
-    local all=$((nodes[0] + nodes[1]))
+    for mesh in "${!MESHES[@]}"; do
+        [[ ! $1 =~ ^[0-9]+$ ]] || (($1 < all)) || own=$mesh
+        all=$((all + nodes[mesh]))
+        each+=("$((nodes[mesh] * gpus[mesh]))")
+    done
     [[ $1 =~ ^[0-9]+$ && $1 -lt $all ]] ||
         refuse "the rank of this node is '$1'; give 0 to $((all - 1)) as the first argument"
     [[ -n ${MASTER_ADDR:-} ]] || refuse "MASTER_ADDR is not set; give the address of node 0"
-    vendor=$(($1 < nodes[0] ? 0 : 1))
     require_data
-    share_stages $((nodes[0] * gpus[0])) $((nodes[1] * gpus[1]))
-    require_gpus "${gpus[vendor]}" "${vendors[vendor]}"
+    share_stages "${each[@]}"
+    require_gpus "${gpus[own]}" "${MESHES[own]}"
     build_flags
-    local nics=()
     [[ -z ${NICS:-} ]] || read -ra nics <<<"--hetero-nics $NICS"
-    run_or_print env OMP_NUM_THREADS="${OMP_NUM_THREADS:-$(cores_per "${gpus[vendor]}")}" \
+    run_or_print env OMP_NUM_THREADS="${OMP_NUM_THREADS:-$(cores_per "${gpus[own]}")}" \
         PYTHONPATH="$ROOT${PYTHONPATH:+:$PYTHONPATH}" \
         "$PYTHON" -m hetero.run --nnodes "$all" --node-rank "$1" \
-        --nproc-per-node "${gpus[vendor]}" --master-addr "$MASTER_ADDR" --master-port "$MASTER_PORT" \
+        --nproc-per-node "${gpus[own]}" --master-addr "$MASTER_ADDR" --master-port "$MASTER_PORT" \
         "$ROOT/pretrain_gpt.py" "${FLAGS[@]}" "${nics[@]}"
 }
 

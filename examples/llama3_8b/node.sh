@@ -7,8 +7,8 @@
 # Variables, beside those in examples/launch.sh:
 #   MASTER_ADDR   address of node 0 that all nodes can reach
 #   MASTER_PORT   a free port there (29500)
-#   NODES         nodes of each vendor ("1 1"): "2 1" is two of the first and one of the second
-#   GPUS          GPUs of a node (8), or of a node of each vendor ("8 4")
+#   NODES         nodes of each mesh (1): "2 1" is two of the first and one of the second
+#   GPUS          GPUs of a node (8), or of a node of each mesh ("8 4")
 #   NICS          network interfaces or RDMA devices of this node (chosen by distance)
 # --dry-run, among the further arguments, prints the command. All others go to pretrain_gpt.py.
 set -euo pipefail

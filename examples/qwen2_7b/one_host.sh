@@ -3,7 +3,7 @@
 #
 #   DATA_PATH=/data/tokens GPUS=8 bash examples/qwen2_7b/one_host.sh [--dry-run] [more flags]
 #
-# GPUS is a multiple of the pipeline stages (2 where left out). examples/launch.sh lists all other
+# GPUS is a multiple of the ranks of one replica (2 where left out). examples/launch.sh lists all other
 # variables. --dry-run prints the command and looks neither for data nor for GPUs. More flags go to
 # pretrain_gpt.py and win over the script's.
 set -euo pipefail

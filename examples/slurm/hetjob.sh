@@ -11,12 +11,13 @@
 #SBATCH --ntasks-per-node=1
 #SBATCH --gpus-per-node=8
 #SBATCH --exclusive
-# One training run over two partitions, one for each vendor, as a heterogeneous Slurm job.
+# One training run over the partitions of two vendors, as a heterogeneous Slurm job.
 #
 #   DATA_PATH=/data/tokens sbatch examples/slurm/hetjob.sh llama3_8b [more flags]
 #
 # Submit from the root of the checkout, which every node sees under the same path. The components
-# stand in the order of VENDORS: the first holds the first pipeline stage. Variables, beside those in
+# stand in the order of VENDORS, one for each: the first holds the first pipeline stage. For "nvidia
+# amd nvidia" repeat the first block above behind another "hetjob". Variables, beside those in
 # examples/launch.sh:
 #   ENV_NVIDIA, ENV_AMD  script that each side sources for its own PyTorch (env_nvidia.sh, env_amd.sh
 #                        beside this file)
@@ -40,20 +41,23 @@ ROOT=${SLURM_SUBMIT_DIR:-}
 MODEL=${1:-}
 [[ -f $ROOT/examples/$MODEL/node.sh ]] ||
     refuse "the first argument is '$MODEL'; give a model's folder, llama3_8b or qwen2_7b"
-[[ ${SLURM_HET_SIZE:-1} == 2 ]] ||
-    refuse "the job has ${SLURM_HET_SIZE:-1} components; submit two, one for each vendor"
+export VENDORS=${VENDORS:-nvidia amd}
+read -ra vendors <<<"$VENDORS"
+[[ ${SLURM_HET_SIZE:-1} == "${#vendors[@]}" ]] ||
+    refuse "the job has ${SLURM_HET_SIZE:-1} components and VENDORS ($VENDORS) names" \
+        "${#vendors[@]}; submit one for each"
 [[ -n ${DATA_PATH:-} ]] || refuse "DATA_PATH is not set; give the prefix of the token files"
 
-first=$(scontrol show hostnames "$SLURM_JOB_NODELIST_HET_GROUP_0")
-second=$(scontrol show hostnames "$SLURM_JOB_NODELIST_HET_GROUP_1")
-mapfile -t hosts <<<"$first"$'\n'"$second"
-
 # What every node reads: the ranks of the nodes are their places in HOSTS.
-export HOSTS="${hosts[*]}" ROOT MODEL
-NODES="$(wc -l <<<"$first") $(wc -l <<<"$second")"
-export NODES MASTER_ADDR=${hosts[0]} VENDORS=${VENDORS:-nvidia amd}
+hosts=() nodes=()
+for component in "${!vendors[@]}"; do
+    list=SLURM_JOB_NODELIST_HET_GROUP_$component
+    names=$(scontrol show hostnames "${!list}")
+    mapfile -t own <<<"$names"
+    hosts+=("${own[@]}") nodes+=("${#own[@]}")
+done
+export HOSTS="${hosts[*]}" NODES="${nodes[*]}" ROOT MODEL MASTER_ADDR=${hosts[0]}
 export MASTER_PORT=${MASTER_PORT:-$((20000 + SLURM_JOB_ID % 10000))}
-read -r first_vendor second_vendor <<<"$VENDORS"
 echo "nodes in the order of their ranks: $HOSTS; meeting at $MASTER_ADDR:$MASTER_PORT"
 
 # pyxis's options for one side, in CONTAINER: none where that side's variable is not set.
@@ -66,12 +70,14 @@ choose_container() { # VENDOR
             --container-workdir="$ROOT")
 }
 
-# One step over both components: when a node fails, all end. The one task of a node starts its ranks,
+# One step over all components: when a node fails, all end. The one task of a node starts its ranks,
 # so it must not be bound to one core.
 step=(--ntasks-per-node=1 --cpu-bind=none --kill-on-bad-exit=1)
-task=(bash "$ROOT/examples/slurm/node_task.sh")
-choose_container "$first_vendor"
-components=(--het-group=0 "${step[@]}" "${CONTAINER[@]}" "${task[@]}" "$first_vendor" "${@:2}" :)
-choose_container "$second_vendor"
-components+=(--het-group=1 "${step[@]}" "${CONTAINER[@]}" "${task[@]}" "$second_vendor" "${@:2}")
+components=()
+for component in "${!vendors[@]}"; do
+    choose_container "${vendors[component]}"
+    ((component == 0)) || components+=(:)
+    components+=("--het-group=$component" "${step[@]}" "${CONTAINER[@]}"
+        bash "$ROOT/examples/slurm/node_task.sh" "${vendors[component]}" "${@:2}")
+done
 exec srun "${components[@]}"

@@ -237,10 +237,11 @@ def _detail(plan: Plan, stage: int, run: _Run) -> str:
     held = rank_memory(
         plan, stage, run.model, micro_batches=run.micro_batches(plan), options=run.options
     )
+    batches = "micro-batch" if held.in_flight == 1 else "micro-batches"
     return (
-        f"a rank: {held.parameters / 1e9:.3f}e9 parameters, estimated {size_text(held.total)} "
-        f"({size_text(held.states)} weights, gradients and optimizer; "
-        f"{size_text(held.activations)} activations, {held.in_flight:.3g} micro-batches in flight)"
+        f"a rank: {held.parameters / 1e9:.3f}e9 parameters, estimated {size_text(held.total)}: "
+        f"states {size_text(held.states)}, activations {size_text(held.activations)} "
+        f"({held.in_flight:.3g} {batches} in flight)"
     )
 
 

@@ -6,7 +6,7 @@ import argparse
 from itertools import accumulate
 
 from hetero.plan import Mesh, Plan, PlanError, load_plan, split_over_chunks
-from hetero.plan.limits import micro_batch_sizes
+from hetero.plan.limits import micro_batch_sizes, tensor_problems
 from hetero.words import counted
 from megatron.training.arguments.checks.check_parallel import counted_layers, described_meshes
 from megatron.training.arguments.installed_layers import fall_back
@@ -35,6 +35,7 @@ def plan_from_args(args: argparse.Namespace, *, vendor: str) -> Plan:
     plan = plan.settled(
         micro_batch_size=args.micro_batch_size, sequence_parallel=bool(args.sequence_parallel)
     )
+    _require_shared_sequence(args, plan)
     _require_whole_recompute_units(args, plan)
     return plan
 
@@ -169,6 +170,16 @@ def _even_layers(args: argparse.Namespace, stages: int) -> list[int]:
 def _require_no_context(plan: Plan) -> None:
     if any(mesh.context > 1 for mesh in plan.meshes):
         raise PlanError("context parallelism is not available; leave 'context' out of the plan")
+
+
+def _require_shared_sequence(args: argparse.Namespace, plan: Plan) -> None:
+    """A plan's file may ask for sequence parallelism where no flag does."""
+    for index, mesh in enumerate(plan.meshes):
+        if mesh.sequence_parallel:
+            counts = {"with sequence parallelism, --seq-length": args.seq_length}
+            name = f"mesh {index}'s ({mesh.vendor}) tensor-parallel size"
+            for problem in tensor_problems(counts, mesh.tensor, name=name):
+                raise PlanError(problem)
 
 
 def _require_whole_recompute_units(args: argparse.Namespace, plan: Plan) -> None:

@@ -14,7 +14,7 @@ import pytest
 
 from hetero.plan import Plan
 from megatron.training.arguments import parse_args
-from megatron.training.layout import plan_from_args
+from megatron.training.layout import adopt_plan_file, plan_from_args
 from tools.reproduction.settings import MODELS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -72,6 +72,8 @@ def parsed(line: str, world_size: int | None = None) -> Command:
     launcher = dict(zip(options[::2], options[1::2], strict=True))
     world_size = world_size or int(launcher.get("--nnodes", 1)) * int(launcher["--nproc-per-node"])
     args = parse_args(words[entry + 1 :], world_size=world_size)
+    if args.hetero_plan is not None:
+        adopt_plan_file(args)
     return Command(environ, launcher, args, plan_from_args(args, vendor="nvidia"))
 
 
@@ -116,7 +118,7 @@ def test_one_host_may_hold_more_stages_of_one_vendor() -> None:
 
 def test_one_host_refuses_gpus_that_its_stages_do_not_share() -> None:
     line = refusal("llama3_8b/one_host.sh", "--dry-run", DATA_PATH="x", GPUS="3")
-    assert "GPUS is 3; give a multiple of the 2 pipeline stages" in line
+    assert "GPUS is 3; give a multiple of 2, the stages times tensor-parallel sizes" in line
 
 
 def test_variables_and_further_flags_reach_the_program_and_flags_win() -> None:
@@ -209,6 +211,61 @@ CLUSTERS = {
 }
 
 
+UNEQUAL_CLUSTERS = {
+    "an uneven number of GPUs": (
+        {"NODES": "2 1", "SIZES": "1 1"},
+        [("nvidia", 1, 1, 16, 2), ("amd", 1, 1, 8, 4)],
+    ),
+    "tensor parallelism on one side": (
+        {"GPUS": "4 8", "TENSOR_SIZES": "1 2"},
+        [("nvidia", 1, 1, 4, 2), ("amd", 1, 2, 4, 2)],
+    ),
+    "a vendor that appears twice": (
+        {"VENDORS": "nvidia amd nvidia", "NODES": "1 2 1", "SIZES": "1", "LAYERS": "10 12 10"},
+        [("nvidia", 1, 1, 8, 4), ("amd", 1, 1, 16, 2), ("nvidia", 1, 1, 8, 4)],
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("environ", "meshes"), UNEQUAL_CLUSTERS.values(), ids=list(UNEQUAL_CLUSTERS)
+)
+def test_each_mesh_has_the_shape_that_its_nodes_come_to(
+    environ: dict[str, str], meshes: list[tuple[str, int, int, int, int]]
+) -> None:
+    first_rank = 0
+    ranks = sum(stages * tensor * data for _, stages, tensor, data, _ in meshes)
+    for rank in range(sum(map(int, environ.get("NODES", "1 1").split()))):
+        command = printed(
+            "llama3_8b/node.sh", str(rank), world_size=ranks, MASTER_ADDR="node0", **environ
+        )
+        shapes = [
+            (mesh.vendor, mesh.stages, mesh.tensor, mesh.data, mesh.micro_batch_size)
+            for mesh in command.plan.meshes
+        ]
+        assert shapes == meshes
+        first_rank += int(command.launcher["--nproc-per-node"])
+    assert first_rank == ranks
+
+
+def test_a_plan_stands_for_the_sizes_of_all_meshes(tmp_path: Path) -> None:
+    plan = tmp_path / "plan.yaml"
+    plan.write_text(
+        "meshes:\n"
+        "- {vendor: nvidia, layers: [8, 8], tensor: 2, data: 2}\n"
+        "- {vendor: amd, layers: [16], data: 4}\n"
+    )
+    for script, arguments, gpus in (
+        ("llama3_8b/node.sh", ("1",), "8 4"),
+        ("llama3_8b/one_host.sh", (), "12"),
+    ):
+        command = printed(
+            script, *arguments, PLAN=str(plan), GPUS=gpus, MASTER_ADDR="node0", world_size=12
+        )
+        assert command.args.hetero_plan == str(plan)
+        assert [(mesh.tensor, mesh.data) for mesh in command.plan.meshes] == [(2, 2), (1, 4)]
+
+
 @pytest.mark.parametrize("cluster", CLUSTERS.values(), ids=list(CLUSTERS))
 @pytest.mark.parametrize("model", MODELS)
 def test_every_node_runs_the_same_plan_and_its_ranks_are_its_vendors(
@@ -269,18 +326,32 @@ def test_a_node_of_the_wrong_vendor_is_refused(tmp_path: Path, data: str) -> Non
         (("--dry-run",), {}, "the rank of this node is '--dry-run'"),
         (("0",), {}, "MASTER_ADDR is not set"),
         (("0",), {"MASTER_ADDR": "a"}, "DATA_PATH is not set"),
-        (("0",), {"NODES": "1 1 1"}, "NODES is '1 1 1'; give one number, or one for each vendor"),
+        (
+            ("0",),
+            {"NODES": "1 1 1"},
+            "NODES is '1 1 1'; give one number, or one for each of nvidia amd",
+        ),
         (("0",), {"NODES": "1 0"}, "NODES must be a whole number above zero, not '0'"),
-        (("0",), {"VENDORS": "amd"}, "VENDORS (amd) must name two vendors"),
+        (("0",), {"VENDORS": "amd"}, "VENDORS (amd) must name two vendors or more"),
         (
             ("0", "--dry-run"),
             {"MASTER_ADDR": "a", "DATA_PATH": "x", "NODES": "2 1"},
-            "LAYERS (16 12) names 2 pipeline stages and there are 3, 2 of nvidia and 1 of amd",
+            "LAYERS (16 12) names 2 pipeline stages and there are 3, SIZES 2 1 of nvidia amd",
         ),
         (
             ("0", "--dry-run"),
-            {"MASTER_ADDR": "a", "DATA_PATH": "x", "NODES": "2 1", "SIZES": "1 1"},
-            "16 and 8 GPUs cannot hold 1 and 1 stages of as many GPUs each",
+            {"MASTER_ADDR": "a", "DATA_PATH": "x", "GPUS": "8 4", "TENSOR_SIZES": "2 8"},
+            "the 4 GPUs of amd are no multiple of its 0 stages times its tensor-parallel size 8",
+        ),
+        (
+            ("0", "--dry-run"),
+            {"MASTER_ADDR": "a", "DATA_PATH": "x", "SIZES": "3 1"},
+            "the 8 GPUs of nvidia are no multiple of its 3 stages times its tensor-parallel size 1",
+        ),
+        (
+            ("0", "--dry-run"),
+            {"MASTER_ADDR": "a", "DATA_PATH": "x", "PLAN": "/nowhere.yaml"},
+            "PLAN is '/nowhere.yaml' and there is no such file",
         ),
         (("0",), {"GPUS": "many"}, "GPUS must be a whole number above zero, not 'many'"),
     ],
@@ -415,6 +486,18 @@ def test_each_side_may_have_its_container(slurm: dict[str, str], tmp_path: Path)
     assert words.index(f"--container-workdir={ROOT}") < words.index("bash")
 
 
+def test_a_vendor_may_have_two_components(slurm: dict[str, str]) -> None:
+    third = {"SLURM_HET_SIZE": "3", "SLURM_JOB_NODELIST_HET_GROUP_2": "h200-9"}
+    shape = {"VENDORS": "nvidia amd nvidia", "SIZES": "1", "LAYERS": "12 12 8"}
+    outcome = run("slurm/hetjob.sh", "llama3_8b", "--dry-run", **slurm | third | shape)
+    assert outcome.returncode == 0, outcome.stderr
+    announced, *lines = outcome.stdout.splitlines()
+    assert "h200-1 h200-2 mi325x-1 mi325x-2 h200-9; meeting at h200-1" in announced
+    commands = [parsed(line, world_size=40) for line in lines]
+    assert [command.launcher["--node-rank"] for command in commands] == list("01234")
+    assert [mesh.data for mesh in commands[0].plan.meshes] == [16, 16, 8]
+
+
 def test_amd_may_come_first(slurm: dict[str, str]) -> None:
     lists = {
         "SLURM_JOB_NODELIST_HET_GROUP_0": "mi325x-1",
@@ -436,7 +519,11 @@ def test_amd_may_come_first(slurm: dict[str, str]) -> None:
         (("llama3_8b",), {"SLURM_SUBMIT_DIR": ""}, "submit it with sbatch"),
         (("llama3_8b",), {"SLURM_SUBMIT_DIR": "/"}, "/ is not the checkout"),
         (("gpt5",), {}, "the first argument is 'gpt5'"),
-        (("llama3_8b",), {"SLURM_HET_SIZE": "3"}, "the job has 3 components"),
+        (
+            ("llama3_8b",),
+            {"SLURM_HET_SIZE": "3"},
+            "the job has 3 components and VENDORS (nvidia amd) names 2; submit one for each",
+        ),
         (("llama3_8b",), {"DATA_PATH": ""}, "DATA_PATH is not set"),
         (
             ("llama3_8b", "--dry-run"),

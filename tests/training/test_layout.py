@@ -246,6 +246,14 @@ def test_unequal_meshes_are_not_trained_yet(monkeypatch: pytest.MonkeyPatch) -> 
         read_command_line(shlex.split(f"{LAUNCH} --num-layers 8 {UNEQUAL_FLAGS}"))
 
 
+def test_a_file_s_sequence_parallelism_needs_a_sequence_that_it_shares(tmp_path: Path) -> None:
+    text = "meshes:\n- {vendor: amd, layers: [8], tensor: 4, sequence_parallel: true}\n"
+    flags = _file(tmp_path / "plan.yaml", text)
+    assert _plan(flags, ranks=4).meshes[0].sequence_parallel
+    with pytest.raises(PlanError, match="--seq-length 30 must be a multiple of mesh 0's"):
+        _plan(flags + "--seq-length 30", ranks=4)
+
+
 def test_a_plan_that_is_printed_reads_back_as_the_flags_plan(tmp_path: Path) -> None:
     plan = _plan(UNEQUAL_FLAGS, ranks=8)
     text = yaml.safe_dump(plan.to_mapping())

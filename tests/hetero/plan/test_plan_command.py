@@ -85,7 +85,8 @@ def test_with_a_model_each_stage_tells_its_parameters_and_memory_and_each_bounda
     assert "16 steps in a global batch" in text
     assert text.count("a rank: ") == 3
     assert "a rank: 1.834e9 parameters, estimated " in text
-    assert "micro-batches in flight" in text
+    assert "(3 micro-batches in flight)" in text
+    assert "(1 micro-batch in flight)" in text
     # 4 sequences of 8192 tokens of 4096 numbers of two bytes, whatever the sizes on either side.
     assert "boundary: 256.0 MiB a step in 16 slabs, from 4 ranks to 8, then gathered" in text
 
