@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterator
 from itertools import accumulate
 
 from hetero.plan import Mesh, Plan, PlanError, load_plan, split_over_chunks
-from hetero.plan.limits import micro_batch_sizes, tensor_problems
+from hetero.plan.limits import layer_problems, micro_batch_sizes, tensor_problems
 from hetero.words import counted
 from megatron.training.arguments.checks.check_parallel import counted_layers, described_meshes
 from megatron.training.arguments.installed_layers import fall_back
-from megatron.training.arguments.validate import finish_validation
+from megatron.training.arguments.problems import Problems
+from megatron.training.arguments.validate import check_sizes
 from megatron.training.arguments.written_layout import parse_layout
 
 
@@ -41,29 +43,46 @@ def plan_from_args(args: argparse.Namespace, *, vendor: str) -> Plan:
 
 
 def adopt_plan_file(args: argparse.Namespace) -> None:
-    """Let a plan file decide the sizes that flags would otherwise give, then finish the checks."""
+    """Let a plan file decide the sizes that flags would otherwise give, then finish the checks.
+
+    Raises UserError with all that is wrong, once the file can be read.
+    """
     plan = load_plan(args.hetero_plan, chunks=args.num_virtual_stages_per_pipeline_rank or 1)
     _require_no_context(plan)
-    sizes = {mesh.tensor for mesh in plan.meshes}
-    for name, value in (
-        ("tensor_model_parallel_size", sizes.pop() if len(sizes) == 1 else None),
-        ("pipeline_model_parallel_size", plan.stages),
-    ):
-        given = getattr(args, name)
-        if given not in (None, 1, value):
-            flag = "--" + name.replace("_", "-")
-            says = value or " ".join(str(mesh.tensor) for mesh in plan.meshes)
-            raise PlanError(
-                f"{flag} {given} contradicts the plan {args.hetero_plan}, which says {says}; "
-                "leave the flag out"
-            )
+    problems = Problems()
+    problems.run(_check_file(args, plan))
     args.pipeline_model_parallel_size = plan.stages
     args.hetero_vendors = [mesh.vendor for mesh in plan.meshes]
     args.hetero_pipeline_sizes = [mesh.stages for mesh in plan.meshes]
     args.hetero_tensor_sizes = [mesh.tensor for mesh in plan.meshes]
     args.hetero_data_sizes = [mesh.data for mesh in plan.meshes]
-    args.hetero_micro_batch_sizes = list(micro_batch_sizes(plan.meshes, args.micro_batch_size))
-    finish_validation(args, args.world_size)
+    problems.run(_adopt_micro_batches(args, plan))
+    check_sizes(args, args.world_size, problems)
+    problems.raise_all()
+
+
+def _check_file(args: argparse.Namespace, plan: Plan) -> Iterator[str]:
+    sizes = [mesh.tensor for mesh in plan.meshes]
+    for name, values in (
+        ("tensor_model_parallel_size", sizes),
+        ("pipeline_model_parallel_size", [plan.stages]),
+    ):
+        given = getattr(args, name)
+        if given not in (None, 1) and set(values) != {given}:
+            yield (
+                f"--{name.replace('_', '-')} {given} contradicts the plan {args.hetero_plan}, "
+                f"which says {' '.join(map(str, values))}; leave the flag out"
+            )
+    yield from layer_problems([sum(chunks) for chunks in plan.layers], args.num_layers)
+
+
+def _adopt_micro_batches(args: argparse.Namespace, plan: Plan) -> Iterator[str]:
+    """Unknowable where the meshes cannot share them, so that nothing is said of batches of them."""
+    default = args.micro_batch_size
+    del args.micro_batch_size, args.hetero_micro_batch_sizes
+    args.hetero_micro_batch_sizes = list(micro_batch_sizes(plan.meshes, default))
+    args.micro_batch_size = default
+    yield from ()
 
 
 def use_mesh(args: argparse.Namespace, mesh: Mesh) -> None:

@@ -184,9 +184,9 @@ def test_a_scripts_one_stage_does_not_contradict_the_plan_file(tmp_path: Path) -
 
 def test_a_flag_that_contradicts_the_plan_file_is_refused(tmp_path: Path) -> None:
     flags = _file(tmp_path / "plan.yaml", TWO) + "--tensor-model-parallel-size 4"
-    with pytest.raises(PlanError, match="--tensor-model-parallel-size 4 contradicts") as error:
+    with pytest.raises(UserError, match="--tensor-model-parallel-size 4 contradicts") as error:
         adopt_plan_file(_args(flags, ranks=8))
-    assert "which says 2" in str(error.value)
+    assert "which says 2 2" in str(error.value)
 
 
 def test_a_plan_file_for_another_number_of_ranks_is_refused(tmp_path: Path) -> None:
@@ -198,9 +198,23 @@ def test_a_plan_file_for_another_number_of_ranks_is_refused(tmp_path: Path) -> N
 
 def test_a_plan_file_for_another_model_is_refused(tmp_path: Path) -> None:
     args = _args(_file(tmp_path / "plan.yaml", TWO), layers=9, ranks=8)
-    adopt_plan_file(args)
-    with pytest.raises(PlanError, match="8 in all, but --num-layers is 9"):
-        plan_from_args(args, vendor="cpu")
+    with pytest.raises(UserError, match="8 in all, but --num-layers is 9"):
+        adopt_plan_file(args)
+
+
+def test_all_that_is_wrong_with_a_plan_file_is_said_at_once(tmp_path: Path) -> None:
+    text = TWO.replace("tensor: 2, data: 2", "tensor: 3, data: 3", 1)
+    flags = _file(tmp_path / "plan.yaml", text) + "--tensor-model-parallel-size 4"
+    with pytest.raises(UserError) as error:
+        adopt_plan_file(_args(flags, layers=9, ranks=8))
+    for words in (
+        "--tensor-model-parallel-size 4 contradicts",
+        "8 in all, but --num-layers is 9",
+        "the plan needs 13 ranks",
+        "--num-attention-heads 4 must be a multiple of mesh 0's (amd) tensor-parallel size 3",
+        "mesh 1 (nvidia) has 2 data-parallel ranks and cannot take the 3 sequences",
+    ):
+        assert words in str(error.value)
 
 
 def test_context_parallelism_is_refused(tmp_path: Path) -> None:

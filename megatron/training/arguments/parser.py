@@ -75,9 +75,9 @@ def parse_args(
 ) -> argparse.Namespace:
     """The checked arguments of `argv` (the command line where left out).
 
-    `world_size` is read from WORLD_SIZE where left out. With --hetero-plan the parallel sizes may
-    come from the plan's file, which is not read here: whoever reads it sets them and then calls
-    `finish_validation`. In every other case that has been done when this returns. Raises a
+    `world_size` is read from WORLD_SIZE where left out. With --hetero-plan the parallel sizes come
+    from the plan's file, which is not read here: `layout.adopt_plan_file` sets them and what
+    follows from them. In every other case that has been done when this returns. Raises a
     `Refusal` that tells all that is wrong.
     """
     problems = Problems()

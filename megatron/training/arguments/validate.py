@@ -41,21 +41,14 @@ def check_flags(args: Namespace, given: Collection[str], problems: Problems) -> 
     )
 
 
-def finish_validation(args: Namespace, world_size: int) -> None:
+def check_sizes(args: Namespace, world_size: int, problems: Problems) -> None:
     """All that follows from the parallel sizes, which must be set by now.
 
     Sets what Megatron's own validation sets: `data_parallel_size`, `global_batch_size`,
     `virtual_pipeline_model_parallel_size`, `train_iters` of a run counted in samples, and so on.
     """
-    problems = Problems()
-    check_sizes(args, world_size, problems)
-    problems.raise_all()
-
-
-def check_sizes(args: Namespace, world_size: int, problems: Problems) -> None:
-    """What `finish_validation` does, its complaints among the others of the command line."""
     if vars(args).get("pipeline_model_parallel_size", 1) is None:
-        raise ValueError("pipeline_model_parallel_size has to be set before finish_validation")
+        raise ValueError("pipeline_model_parallel_size has to be set before check_sizes")
     args.world_size = world_size
     problems.run(
         _check_profiled_ranks(args),

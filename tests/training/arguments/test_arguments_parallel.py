@@ -2,7 +2,8 @@
 
 import pytest
 
-from megatron.training.arguments import finish_validation
+from megatron.training.arguments.problems import Problems
+from megatron.training.arguments.validate import check_sizes
 
 PP2 = "--pipeline-model-parallel-size 2"
 PP4 = "--pipeline-model-parallel-size 4"
@@ -176,4 +177,4 @@ def test_overlap_of_the_parameter_gather(parse):
 def test_validation_without_a_pipeline_size_is_a_mistake_of_the_caller(parse):
     args = parse("--hetero-pipeline --hetero-plan plan.yaml")
     with pytest.raises(ValueError, match="pipeline_model_parallel_size"):
-        finish_validation(args, 2)
+        check_sizes(args, 2, Problems())

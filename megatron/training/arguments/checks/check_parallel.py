@@ -68,8 +68,9 @@ def described_meshes(args: Namespace) -> tuple[Mesh, ...]:
     vendors, stages = args.hetero_vendors, args.hetero_pipeline_sizes
     tensor = tensor_sizes(args)
     data = args.hetero_data_sizes or [args.data_parallel_size] * len(vendors)
-    micro = args.hetero_micro_batch_sizes or [None] * len(vendors)
-    recompute = args.hetero_recompute or [None] * len(vendors)
+    # Ranks can be counted where these were refused.
+    micro = vars(args).get("hetero_micro_batch_sizes") or [None] * len(vendors)
+    recompute = vars(args).get("hetero_recompute") or [None] * len(vendors)
     return tuple(
         Mesh(v, s, tensor=t, data=d, micro_batch_size=m, recompute=r)
         for v, s, t, d, m, r in zip(vendors, stages, tensor, data, micro, recompute, strict=True)
