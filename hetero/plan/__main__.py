@@ -25,7 +25,7 @@ from hetero.plan.plan import Plan
 from hetero.plan.plan_file import load_plan
 from hetero.planner.memory_limits import memory_problems
 from hetero.planner.model_shape import ModelShape, model_from_flags, read_flags
-from hetero.planner.rank_memory import rank_memory
+from hetero.planner.plan_memory import stage_memory
 from hetero.planner.training_options import TrainingOptions
 from hetero.words import counted, size_text
 
@@ -234,14 +234,14 @@ def _detail(plan: Plan, stage: int, run: _Run) -> str:
     """Parameters and estimated memory of each rank of a stage."""
     if run.model is None:
         return ""
-    held = rank_memory(
+    found = stage_memory(
         plan, stage, run.model, micro_batches=run.micro_batches(plan), options=run.options
     )
-    batches = "micro-batch" if held.in_flight == 1 else "micro-batches"
+    batches = "micro-batch" if found.micro_batches == 1 else "micro-batches"
     return (
-        f"a rank: {held.parameters / 1e9:.3f}e9 parameters, estimated {size_text(held.total)}: "
-        f"states {size_text(held.states)}, activations {size_text(held.activations)} "
-        f"({held.in_flight:.3g} {batches} in flight)"
+        f"a rank: {found.parameters / 1e9:.3f}e9 parameters, estimated "
+        f"{size_text(found.held.peak)}: states {size_text(found.states)}, activations "
+        f"{size_text(found.held.activations)} ({found.micro_batches:.3g} {batches} in flight)"
     )
 
 

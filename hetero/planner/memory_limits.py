@@ -7,9 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from hetero.plan import Mesh, Plan
+from hetero.plan import Mesh, Plan, split_over_chunks
 from hetero.planner.model_shape import ModelShape
-from hetero.planner.rank_memory import rank_memory
+from hetero.planner.plan_memory import stage_memory
 from hetero.planner.training_options import TrainingOptions
 from hetero.words import counted, size_text
 
@@ -28,11 +28,12 @@ def memory_problems(
     """
 
     def needs(changed: Plan, stages: Sequence[int]) -> list[float]:
-        found = []
-        for stage in stages:
-            held = rank_memory(changed, stage, model, micro_batches=micro_batches, options=options)
-            found.append(held.total)
-        return found
+        return [
+            stage_memory(
+                changed, stage, model, micro_batches=micro_batches, options=options
+            ).held.peak
+            for stage in stages
+        ]
 
     for index, mesh in enumerate(plan.meshes):
         limit = memory.get(mesh.vendor, math.inf)
@@ -66,8 +67,7 @@ def _smaller(plan: Plan, index: int, stages: Sequence[int]) -> Iterator[tuple[st
     for count in range(max(sum(plan.layers[stage]) for stage in stages) - 1, 0, -1):
         layers = [list(chunks) for chunks in plan.layers]
         for stage in stages:
-            # The estimate looks at a stage's sum alone.
-            layers[stage] = [min(count, sum(layers[stage]))] + [0] * (plan.chunks - 1)
+            layers[stage] = list(split_over_chunks(min(count, sum(layers[stage])), plan.chunks))
         fewer = f"at most {counted(count, 'layer')} on a stage"
         yield (
             ", ".join(filter(None, (words, fewer))),

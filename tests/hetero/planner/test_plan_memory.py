@@ -1,0 +1,36 @@
+"""The estimate of a rank's memory beside what was measured."""
+
+from __future__ import annotations
+
+import pytest
+
+from hetero.plan import Mesh, Plan
+from hetero.planner.model_shape import load_model
+from hetero.planner.plan_memory import stage_memory
+from hetero.planner.training_options import TrainingOptions
+
+
+@pytest.mark.parametrize(
+    ("data", "stage", "measured"), [(1, 0, 107.7), (1, 1, 83.8), (2, 0, 84.0), (2, 1, 62.6)]
+)
+def test_the_estimate_is_within_four_percent_of_what_was_measured(
+    data: int, stage: int, measured: float
+) -> None:
+    """LLaMA-8B on H200s, TP1 PP2, sequence 4096: docs/benchmarks/published_table.md."""
+    model = load_model("llama3.1-8b", seq_length=4096)
+    mesh = Mesh("nvidia", 2, data=data, micro_batch_size=2, distributed_optimizer=True)
+    plan = Plan((mesh,), layers=((17,), (15,)))
+    options = TrainingOptions(reserved_bytes=0)
+    held = stage_memory(plan, stage, model, micro_batches=64 // data, options=options).held
+    assert held.peak / 2**30 == pytest.approx(measured, rel=0.04)
+
+
+def test_elements_of_four_bytes_take_twice_the_activations() -> None:
+    model = load_model("llama3.2-1b")
+    plan = Plan((Mesh("amd", 2, micro_batch_size=1),), layers=((4, 4), (4, 4)))
+    half, whole = (
+        stage_memory(plan, 0, model, micro_batches=8, options=TrainingOptions(activation_bytes=n))
+        for n in (2, 4)
+    )
+    assert whole.held.activations == 2 * half.held.activations
+    assert half.micro_batches == 2.5
