@@ -134,6 +134,8 @@ def _run_of(options: argparse.Namespace) -> _Run:
     for name in ("micro-batch-size", "global-batch-size"):
         if (value := getattr(options, name.replace("-", "_"))) is not None:
             flags[name] = value
+        if type(flags.get(name, 1)) is not int or flags.get(name, 1) < 1:
+            raise UserError(f"{name} is {flags[name]!r}; it must be a whole number of at least 1")
     in_half = bool(flags.get("bf16") or flags.get("fp16"))
     weight = 2 if in_half else 4
     gradient = 4 if flags.get("bf16") and not flags.get("grad-reduce-in-bf16") else weight
