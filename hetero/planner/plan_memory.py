@@ -57,6 +57,7 @@ def stage_memory(
         costs=profile.costs(part.name, shape.point(model)),
         model=model,
         options=options,
+        replicas=mesh.data,
     )
     scale = options.activation_bytes / _PROFILED_BYTES
     return StageMemory(
