@@ -203,6 +203,20 @@ def test_an_evaluation_that_the_meshes_cannot_share_is_refused(refusal):
     assert "makes 9 sequences a step" in refusal(flags, world_size=5)
 
 
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("--hetero-micro-batch-sizes 1 2 3", "--hetero-micro-batch-sizes has 3 values"),
+        ("--hetero-micro-batch-sizes 1 x", "must be a whole number of at least 1, not 'x'"),
+        ("--micro-batch-size x --hetero-data-sizes 3 1", "--micro-batch-size must be a whole"),
+    ],
+)
+def test_nothing_is_said_of_batches_of_micro_batches_that_were_refused(refusal, flags, words):
+    told = refusal(f"{TWO} {flags} --global-batch-size 7", world_size=4)
+    assert words in told
+    assert "\n" not in told
+
+
 def test_all_that_is_wrong_with_meshes_is_said_at_once(refusal):
     text = refusal(
         f"{TWO} --hetero-tensor-sizes 3 8 --hetero-data-sizes 2 3 --micro-batch-size 1 "

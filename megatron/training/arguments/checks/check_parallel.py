@@ -49,12 +49,12 @@ def _check_world(args: Namespace) -> Iterator[str]:
     if args.hetero_pipeline:
         meshes = described_meshes(args)
         yield from world_size_problems(meshes, args.world_size)
-        if args.hetero_micro_batch_sizes is not None:
-            args.micro_batch_size = args.hetero_micro_batch_sizes[widest]
         # Unknowable where it cannot be shared, so that nothing is said of batches of it.
-        default = args.micro_batch_size
-        del args.micro_batch_size
-        args.micro_batch_size = micro_batch_sizes(meshes, default)[widest]
+        default = vars(args).pop("micro_batch_size", None)
+        if args.hetero_micro_batch_sizes is not None:
+            default = args.hetero_micro_batch_sizes[widest]
+        if default is not None:
+            args.micro_batch_size = micro_batch_sizes(meshes, default)[widest]
 
 
 def tensor_sizes(args: Namespace) -> list[int]:
