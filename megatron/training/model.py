@@ -254,9 +254,18 @@ def ddp_config(args: argparse.Namespace, parameters: int) -> DistributedDataPara
 
 
 def build_model(
-    args: argparse.Namespace, *, plan: Plan, rank: int, groups: Groups, device: torch.device
+    args: argparse.Namespace,
+    *,
+    plan: Plan,
+    rank: int,
+    groups: Groups,
+    device: torch.device,
+    draw: bool = True,
 ) -> StageModel:
-    """Build, initialise and wrap this rank's model chunks."""
+    """Build, initialise and wrap this rank's model chunks.
+
+    `draw=False` leaves the weights as they were allocated, for who does not train with them.
+    """
     coordinate = plan.coordinate(rank)
     collection = group_collection(groups)
     config = transformer_config(args, plan, device)
@@ -283,12 +292,13 @@ def build_model(
     first_layers = tuple(
         plan.layer_range(coordinate.stage, chunk).start for chunk in range(plan.chunks)
     )
-    weights.initialize(
-        list(weights.named_parameters(bare, first_layers)),
-        initial_weights(args),
-        tp_rank=coordinate.tensor,
-        tp_size=args.tensor_model_parallel_size,
-    )
+    if draw:
+        weights.initialize(
+            list(weights.named_parameters(bare, first_layers)),
+            initial_weights(args),
+            tp_rank=coordinate.tensor,
+            tp_size=args.tensor_model_parallel_size,
+        )
     half = args.bf16 or args.fp16
     ddp = ddp_config(
         args, sum(parameter.numel() for chunk in bare for parameter in chunk.parameters())

@@ -49,6 +49,22 @@ def layer_arguments(words: Sequence[str], *, dtype: str, layers: int) -> argpars
 
     `dtype` is a key of DTYPES and wins over the flags. Raises UserError.
     """
+    args = model_arguments(words)
+    if args.transformer_impl != "local":
+        raise UserError(
+            f"--transformer-impl {args.transformer_impl} joins several operators into one module; "
+            "compare_ops.py compares those of --transformer-impl local"
+        )
+    for name, value in _LONE_PROCESS.items():
+        setattr(args, name, value)
+    args.num_layers = layers
+    args.params_dtype = DTYPES[dtype]
+    args.bf16, args.fp16 = dtype == "bf16", dtype == "fp16"
+    return args
+
+
+def model_arguments(words: Sequence[str]) -> argparse.Namespace:
+    """Megatron's flags in `words`; what only a run needs may be left out. Raises UserError."""
     words = expand_config_files(words, build_parser())
     given = {word.split("=", 1)[0] for word in words}
     for flag, values in _FALLBACKS.items():
@@ -60,16 +76,6 @@ def layer_arguments(words: Sequence[str], *, dtype: str, layers: int) -> argpars
             size = 1 if "--padded-vocab-size" in given else _VOCABULARY
             words += ["--vocab-size", str(size)]
     args = parse_args(words, world_size=1)
-    if args.transformer_impl != "local":
-        raise UserError(
-            f"--transformer-impl {args.transformer_impl} joins several operators into one module; "
-            "compare_ops.py compares those of --transformer-impl local"
-        )
-    for name, value in _LONE_PROCESS.items():
-        setattr(args, name, value)
-    args.num_layers = layers
-    args.params_dtype = DTYPES[dtype]
-    args.bf16, args.fp16 = dtype == "bf16", dtype == "fp16"
     if args.padded_vocab_size is None:
         args.padded_vocab_size = args.vocab_size or _VOCABULARY
     return args

@@ -1,0 +1,86 @@
+"""What a layer costs, measured on this machine and written for the planner."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from hetero.planner.layer_profile import MeasuredProfile, Point, load_profile
+from tools.profile_layers import main
+
+LLAMA = (
+    "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --group-query-attention "
+    "--num-query-groups 2 --ffn-hidden-size 64 --seq-length 32 --max-position-embeddings 64 "
+    "--position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear "
+    "--padded-vocab-size 64 --threads 1 --seconds-a-point 0.01"
+).split()
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, MeasuredProfile]:
+    out = tmp_path_factory.mktemp("profile") / "here.json"
+    assert main(["--out", str(out), "--accelerator", "one", "--sequence", "16", "64", *LLAMA]) == 0
+    return out, load_profile(out)
+
+
+def test_every_part_has_its_cost(measured: tuple[Path, MeasuredProfile]) -> None:
+    costs = measured[1].costs("one", Point(1, 1, 64, "none"))
+    assert costs.layer.forward > 0
+    assert costs.layer.backward > 0
+    assert costs.head.forward + costs.head.backward > 0
+    assert measured[1].optimizer_seconds("one", 1e6) > 0
+
+
+def test_recomputing_keeps_a_layers_input_alone(measured: tuple[Path, MeasuredProfile]) -> None:
+    kept, full = (
+        measured[1].costs("one", Point(1, 1, 64, recompute)).layer_activation_bytes
+        for recompute in ("none", "full")
+    )
+    assert full == 64 * 32 * 4
+    assert kept > 4 * full
+
+
+def test_lengths_between_two_measured_ones_are_known(
+    measured: tuple[Path, MeasuredProfile],
+) -> None:
+    short, between, long = (
+        measured[1].costs("one", Point(1, 1, length)).layer_activation_bytes
+        for length in (16, 40, 64)
+    )
+    assert short < between < long
+
+
+def test_a_second_accelerator_joins_the_file(
+    tmp_path: Path, measured: tuple[Path, MeasuredProfile]
+) -> None:
+    out = tmp_path / "both.json"
+    out.write_bytes(measured[0].read_bytes())
+    shard = ["--accelerator", "MI300X", "--tensor", "2", "--recompute", "none"]
+    assert main(["--out", str(out), *shard, *LLAMA]) == 0
+    both = load_profile(out)
+    assert set(both.accelerators) == {"one", "MI300X"}
+    half = both.costs("MI300X", Point(2, 1, 32)).layer_activation_bytes
+    whole = both.costs("one", Point(1, 1, 32)).layer_activation_bytes
+    assert half < whole
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        (["--num-query-groups", "1"], "is the profile of another model"),
+        (["--tensor", "2"], "nothing says how fast ranks of one reach each other"),
+        (["--out", "/nowhere/here.json"], "there is no folder /nowhere"),
+    ],
+)
+def test_what_cannot_be_measured_leaves_the_file_as_it_was(
+    measured: tuple[Path, MeasuredProfile],
+    capsys: pytest.CaptureFixture[str],
+    flags: list[str],
+    sentence: str,
+) -> None:
+    out, _ = measured
+    before = out.read_bytes()
+    assert main(["--out", str(out), "--accelerator", "one", *LLAMA, *flags]) == 2
+    assert sentence in capsys.readouterr().err
+    assert out.read_bytes() == before

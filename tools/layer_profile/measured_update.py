@@ -1,0 +1,107 @@
+"""What the end of a step costs a rank: the gradients' norm, the update and clearing the gradients.
+
+It is measured on stages with all gradients in place, one small and one larger: the cost of a rank
+is in proportion to the parameters that it updates, and a constant.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from megatron.training.optimizer import RankStatistics, TrainingOptimizer
+from megatron.training.timing.clocks import clock_of
+from megatron.training.timing.timers import Timers
+from tools.layer_profile.measured_stage import (
+    MIDDLE,
+    MeasuredStage,
+    held_bytes,
+    measured_stage,
+    release_memory,
+    synchronize,
+)
+
+_WARM_UP, _AT_LEAST, _AT_MOST = 2, 5, 50
+
+
+@dataclass(frozen=True)
+class UpdateCost:
+    parameters: int
+    seconds: float
+    """Median of whole updates, clearing the gradients included."""
+    state_bytes: int
+    """Weights, gradients and the optimizer's state."""
+
+
+class _Alone(RankStatistics):
+    """Every other rank says what this one says."""
+
+    def __init__(self, ranks: int) -> None:
+        self._ranks = ranks
+
+    def gather(
+        self, values: torch.Tensor, *, check: Callable[[], None] | None = None
+    ) -> list[list[float]]:
+        return [values.tolist()] * self._ranks
+
+
+def measure_update(
+    args: argparse.Namespace, *, layers: int, vendor: str, device: torch.device, seconds: float
+) -> UpdateCost:
+    """Time updates of a stage of `layers` layers for about `seconds`."""
+    release_memory(device)
+    before = held_bytes(device)
+    # The learning rate is as small as can be: the weights shall stay what they are.
+    own = argparse.Namespace(**{**vars(args), "lr": 1e-12, "min_lr": 0.0})
+    with measured_stage(own, stage=MIDDLE, layers=layers, vendor=vendor, device=device) as stage:
+        optimizer = _optimizer(stage, device)
+        took: list[float] = []
+        until = time.monotonic() + seconds
+        while len(took) < _WARM_UP + _AT_LEAST or (
+            time.monotonic() < until and len(took) < _AT_MOST
+        ):
+            _draw_gradients(stage)
+            synchronize(device)
+            begin = time.perf_counter()
+            _update(stage, optimizer, device)
+            synchronize(device)
+            took.append(time.perf_counter() - begin)
+        return UpdateCost(
+            parameters=stage.parameters,
+            seconds=statistics.median(took[_WARM_UP:]),
+            state_bytes=held_bytes(device) - before,
+        )
+
+
+def _optimizer(stage: MeasuredStage, device: torch.device) -> TrainingOptimizer:
+    return TrainingOptimizer(
+        stage.args,
+        model=stage.model,
+        plan=stage.plan,
+        rank=stage.rank,
+        statistics=_Alone(stage.plan.world_size),
+        device=device,
+        timers=Timers(level=0, clock=clock_of(device)),
+    )
+
+
+def _draw_gradients(stage: MeasuredStage) -> None:
+    for chunk in stage.model.chunks:
+        for buffer in chunk.buffers:
+            buffer.grad_data.normal_(std=1e-3)
+
+
+def _update(stage: MeasuredStage, optimizer: TrainingOptimizer, device: torch.device) -> None:
+    outcome = optimizer.step(
+        loss_sum=torch.ones((), device=device), tokens=torch.ones((), device=device)
+    )
+    if not outcome.updated:
+        raise RuntimeError(f"an update was skipped: {outcome}")
+    for chunk in stage.model.chunks:
+        chunk.zero_grad_buffer()
+    optimizer.zero_grad()

@@ -1,0 +1,215 @@
+"""Measure what the layers of a model cost on this GPU, for tools/plan.py.
+
+    python tools/profile_layers.py --out h200.json --yaml-cfg examples/presets/llama3.1_8b.yaml \\
+        --tensor 1 2 4 8 --micro-batch 1 2 4 --recompute none full
+
+Flags that are not its own are those of pretrain_gpt.py. One GPU is enough, or a CPU: a
+tensor-parallel rank is measured alone with the shapes that it has among the others, and what they
+send each other is computed from the bandwidth between them. Takes minutes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if __name__ == "__main__":
+    # As a script, only this file's folder would be importable; what follows may take a while.
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+    from tools.tool_command_line import begin_script
+
+    begin_script()
+
+from hetero.errors import UserError
+from hetero.plan.mesh import RECOMPUTE
+from hetero.planner.layer_profile import (
+    AcceleratorProfile,
+    MeasuredProfile,
+    load_profile,
+)
+from hetero.planner.model_shape import ModelShape, model_from_flags
+from hetero.words import counted, size_text
+from megatron.training.arguments.converters import integer
+from megatron.training.progress_bar import progress_bar
+from megatron.training.quiet import quiet_core
+from tools.reports.text_table import aligned
+from tools.tool_command_line import Parser, positive, run
+
+if TYPE_CHECKING:
+    from tools.layer_profile.profiled_device import ProfiledDevice
+    from tools.layer_profile.swept_points import Sweep
+    from tools.preflight_checks.path_bandwidth import PathResult
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    options = _parse(argv)
+    return run(lambda: _measure(options), interrupted="no profile was written")
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = Parser((__doc__ or "").splitlines()[0])
+    parser.add_argument(
+        "--out",
+        type=Path,
+        required=True,
+        metavar="FILE",
+        help="JSON to write; one that is there keeps what it has of other accelerators",
+    )
+    parser.add_argument(
+        "--accelerator",
+        metavar="NAME",
+        help="what the cluster file calls this GPU; left out: a built-in name that occurs in what "
+        "the driver calls it, or `cpu`",
+    )
+    for flag, what, default in (
+        ("--tensor", "tensor-parallel sizes", [1]),
+        ("--micro-batch", "micro-batch sizes", [1]),
+    ):
+        parser.add_argument(flag, nargs="+", type=integer(1), default=default, help=what)
+    parser.add_argument(
+        "--sequence",
+        nargs="+",
+        type=integer(1),
+        help="sequence lengths; left out: that of --seq-length",
+    )
+    parser.add_argument(
+        "--recompute",
+        nargs="+",
+        choices=RECOMPUTE,
+        default=["none", "full"],
+        help="what the backward pass computes again",
+    )
+    parser.add_argument(
+        "--seconds-a-point", type=positive, default=1.0, help="seconds for one stage at one point"
+    )
+    parser.add_argument(
+        "--threads", type=integer(1), help="threads of a CPU; left out: OMP_NUM_THREADS, or 1"
+    )
+    parser.add_argument(
+        "--links",
+        action="store_true",
+        help="measure the links between two processes here too, and print what to put into the "
+        "cluster file",
+    )
+    options, options.flags = parser.parse_known_args(argv)
+    return options
+
+
+def _measure(options: argparse.Namespace) -> str:
+    if not options.out.parent.is_dir():
+        raise UserError(f"--out {options.out}: there is no folder {options.out.parent}")
+    before = load_profile(options.out) if options.out.exists() else None
+    quiet_core()
+    from tools.layer_profile.profiled_device import device_here
+    from tools.operators.layer_flags import model_arguments
+
+    args = model_arguments(options.flags)
+    model = _shape(args)
+    if before is not None and _size_free(dict(before.model)) != _size_free(asdict(model)):
+        raise UserError(f"--out {options.out} is the profile of another model; name another file")
+    here = device_here(options.accelerator, threads=options.threads)
+    measured, links = _sweep(options, args, here)
+    accelerators = dict(before.accelerators) if before is not None else {}
+    accelerators[here.accelerator] = measured
+    MeasuredProfile(accelerators=accelerators, model=asdict(model)).save(options.out)
+    lines = [*_table(measured), *_cluster_lines(links)]
+    return "\n".join(
+        [*lines, f"{options.out}: {counted(len(measured.points), 'point')} of {here.accelerator}"]
+    )
+
+
+def _sweep(
+    options: argparse.Namespace, args: argparse.Namespace, here: ProfiledDevice
+) -> tuple[AcceleratorProfile, list[PathResult]]:
+    from megatron.training.cpu_shim import cpu_shim
+    from tools.layer_profile.profiled_device import wire_inside
+    from tools.layer_profile.swept_points import Sweep, measure
+    from tools.preflight_checks.path_bandwidth import measure_alone
+
+    sweep = Sweep(
+        tensor=tuple(sorted(set(options.tensor))),
+        micro_batch=tuple(sorted(set(options.micro_batch))),
+        seq_length=tuple(sorted(set(options.sequence or [args.seq_length]))),
+        recompute=tuple(dict.fromkeys(options.recompute)),
+        seconds=options.seconds_a_point,
+    )
+    links = measure_alone() if options.links else []
+    wire = wire_inside(here.accelerator, links)
+    if wire is None and max(sweep.tensor) > 1:
+        raise UserError(
+            f"--tensor {max(sweep.tensor)}: nothing says how fast ranks of {here.accelerator} "
+            "reach each other; give --links to measure it"
+        )
+    with cpu_shim(), progress_bar(total=sweep.stages, unit="stage", leave=False) as bar:
+
+        def advance(text: str) -> None:
+            bar.set_description(text)
+            bar.update(1)
+
+        measured = measure(args, sweep, here=here, wire=wire, advance=advance)
+    return replace(measured, source=_source(args, here, sweep)), links
+
+
+def _shape(args: argparse.Namespace) -> ModelShape:
+    flags = {name.replace("_", "-"): value for name, value in vars(args).items()}
+    flags |= {"disable-bias-linear": not args.add_bias_linear}
+    return model_from_flags(flags, source="the command line")
+
+
+def _size_free(model: dict[str, object]) -> dict[str, object]:
+    """What costs of a layer depend on: a profile serves any number of layers and tokens."""
+    return {key: value for key, value in model.items() if key not in ("layers", "seq_length")}
+
+
+def _source(args: argparse.Namespace, here: ProfiledDevice, sweep: Sweep) -> str:
+    shards = ""
+    if max(sweep.tensor) > 1:
+        shards = (
+            "; tensor-parallel ranks alone, what they exchange computed from the bandwidth "
+            "between them"
+        )
+    return f"tools/profile_layers.py on {here.description}, {args.params_dtype}{shards}"
+
+
+def _table(measured: AcceleratorProfile) -> list[str]:
+    head = ["TP", "micro-batch", "tokens", "recompute", "layer fwd", "bwd", "embedding", "head"]
+    rows = [[*head, "kept a layer"]]
+    for point, costs in measured.points.items():
+        parts = costs.embedding, costs.head
+        times = [
+            *(costs.layer.forward, costs.layer.backward),
+            *(part.forward + part.backward for part in parts),
+        ]
+        rows.append(
+            [
+                *(str(point.tensor), str(point.micro_batch), str(point.seq_length)),
+                point.recompute,
+                *(f"{1e3 * seconds:.3f} ms" for seconds in times),
+                size_text(costs.layer_activation_bytes),
+            ]
+        )
+    each = 1e9 * measured.optimizer_seconds_per_parameter
+    fixed = 1e3 * measured.optimizer_seconds_fixed
+    return [
+        *aligned(rows, text={3}),
+        f"update: {each:.3f} ms a million parameters and {fixed:.3f} ms",
+    ]
+
+
+def _cluster_lines(links: Sequence[PathResult]) -> list[str]:
+    """What the links measured here come to in a cluster file."""
+    return [
+        f"link {path.path}: {path.error}"
+        if path.error
+        else f"link {path.path}: rail_gbits: {8 * min(path.there_gb_s, path.back_gb_s):.1f}, "
+        f"rail_latency_us: {path.latency_us:.1f}"
+        for path in links
+    ]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
