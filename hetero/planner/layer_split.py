@@ -77,18 +77,21 @@ def estimate(pipeline: Pipeline, layers: Counts) -> Split:
     return Split(tuple(int(count) for count in layers), seconds, period, update)
 
 
-def best_split(pipeline: Pipeline, layers: int) -> Split | None:
-    """The split of `layers` with the shortest estimated step; None where memory holds none."""
+def best_split(pipeline: Pipeline, layers: int, *, below: float = np.inf) -> Split | None:
+    """The split of `layers` with the shortest estimated step.
+
+    None where memory holds none, or where no step is shorter than `below` seconds.
+    """
     best: Split | None = None
     most = _within_update(pipeline, np.inf)
     while int(most.sum()) >= layers and int(most.min()) >= pipeline.chunks:
-        found = _best_running(pipeline, layers, most)
+        found = _best_running(pipeline, layers, most, below)
         if found is None or (best is not None and found.running >= best.seconds):
             break
         best = found if best is None else min(best, found, key=_seconds)
         # Whatever has a longer update than this one runs at least as long, too.
         most = _within_update(pipeline, found.update * _STRICTLY_LESS)
-    return best
+    return best if best is not None and best.seconds < below else None
 
 
 def _seconds(split: Split) -> float:
@@ -100,7 +103,7 @@ def _wires(pipeline: Pipeline) -> float:
 
 
 def _loops(pipeline: Pipeline, times: Numbers) -> Numbers:
-    """From each stage to the last and back, over the micro-batches in flight; 0 where none waits."""
+    """From each stage to the last and back, over the micro-batches in flight there."""
     stages = pipeline.stages
     if pipeline.chunks > 1:
         return np.zeros(1)
@@ -123,8 +126,10 @@ def _within_update(pipeline: Pipeline, update: float) -> Counts:
     return np.minimum(pipeline.most_layers, np.maximum(allowed, -1)).astype(np.int64)
 
 
-def _best_running(pipeline: Pipeline, layers: int, most: Counts) -> Split | None:
+def _best_running(pipeline: Pipeline, layers: int, most: Counts, below: float) -> Split | None:
     """The split that runs shortest, its update not counted, with at most so many layers a stage.
+
+    None also where all run for `below` seconds or longer.
 
     A shorter period asks for a longer sum of all stages. So after halving an interval to find about
     the shortest period, all periods that could still be best are gone through downwards.
@@ -135,8 +140,15 @@ def _best_running(pipeline: Pipeline, layers: int, most: Counts) -> Split | None
     best = estimate(pipeline, loosest)
     sum_of_all = float((pipeline.layer_seconds * loosest + pipeline.extra_seconds).sum())
     rest = sum_of_all / pipeline.chunks + 2 * float(pipeline.edge_seconds.sum())
-    impossible, period = 0.0, best.period
+    divisor = pipeline.micro_batches - 1 / pipeline.chunks
+    # Layers divided at will over all stages would take this long.
+    free = 1 / pipeline.layer_seconds
+    impossible = float((layers + (pipeline.extra_seconds * free).sum()) / free.sum())
+    impossible *= 1 - 1e-9
+    period = best.period
     while period - impossible > 1e-4 * period:
+        if divisor * impossible + rest >= below:
+            return None
         middle = (impossible + period) / 2
         found = _shortest_sum(pipeline, layers, most, middle)
         if found is None:
@@ -146,7 +158,6 @@ def _best_running(pipeline: Pipeline, layers: int, most: Counts) -> Split | None
         period = min(middle, candidate.period)
         best = min(best, candidate, key=_running)
     # No split with a longer period than this runs shorter than the best.
-    divisor = pipeline.micro_batches - 1 / pipeline.chunks
     limit = (best.running - rest) / divisor if divisor > 0 else np.inf
     while limit > impossible:
         found = _shortest_sum(pipeline, layers, most, limit)

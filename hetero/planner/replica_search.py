@@ -1,0 +1,251 @@
+"""Plans in which every kind of node trains whole replicas, each kind with its share of the batch.
+
+All replicas have the same stages, tensor size, micro-batch and layers; each kind as many of them as
+its GPUs make, and as many micro-batches a replica as make all end at about the same time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from hetero.planner.cluster_shape import NodeKind
+from hetero.planner.layer_profile import Point, ProfileError
+from hetero.planner.layer_split import Counts, Pipeline, Split, best_split, estimate
+from hetero.planner.mesh_options import (
+    MeshChoice,
+    MeshOption,
+    Problem,
+    mesh_choices,
+    mesh_option,
+    pipeline_of,
+    placement_of,
+)
+from hetero.planner.prediction import estimate_seconds
+from hetero.planner.stage_shape import StageShape
+from hetero.planner.step_costs import step_costs
+
+_ENUMERATED = 500
+"""Splits of layers up to which all are looked at."""
+
+
+@dataclass(frozen=True)
+class Replicas:
+    """Whole replicas on several kinds."""
+
+    meshes: tuple[MeshChoice, ...]
+    split: Split
+    shares: tuple[int, ...]
+    """Micro-batches of each replica of each mesh."""
+
+
+@dataclass(frozen=True)
+class _Shape:
+    """What all replicas have in common, and how many each kind has."""
+
+    kinds: tuple[NodeKind, ...]
+    tensor: int
+    micro_batch: int
+    stages: int
+    data: tuple[int, ...]
+    bound: float
+    """Seconds that no step is shorter than."""
+
+
+def search_replicas(problem: Problem, *, below: float, most: int) -> Iterator[Replicas]:
+    """Ever better plans of whole replicas whose estimated step is shorter than `below` seconds.
+
+    After `most` shapes the search ends, however many are left.
+    """
+    shapes = sorted(_shapes(problem), key=lambda shape: shape.bound)
+    for shape in shapes[:most]:
+        if shape.bound >= below:
+            break
+        for found in _of_shape(problem, shape):
+            if found.split.seconds < below:
+                below = found.split.seconds
+                yield found
+
+
+def _shapes(problem: Problem) -> Iterator[_Shape]:
+    space, model = problem.space, problem.model
+    parts = model.heads, model.query_groups, model.ffn
+    sizes = [size for size in space.tensor if not any(part % size for part in parts)]
+    for tensor, micro_batch in itertools.product(sizes, space.micro_batch):
+        if space.global_batch % micro_batch:
+            continue
+        seconds = {
+            kind: found
+            for kind in problem.cluster.kinds
+            if tensor <= kind.gpus_per_node
+            and (found := _fastest_layer(problem, kind, tensor, micro_batch)) is not None
+        }
+        for count in range(2, len(seconds) + 1):
+            for kinds in itertools.combinations(seconds, count):
+                most = min(model.layers, *(kind.gpus // tensor for kind in kinds))
+                times = [seconds[kind] for kind in kinds]
+                for stages in range(1, most + 1):
+                    data = tuple(kind.gpus // (tensor * stages) for kind in kinds)
+                    bound = _bound(problem, times, micro_batch, stages, data)
+                    if bound < math.inf:
+                        yield _Shape(kinds, tensor, micro_batch, stages, data, bound)
+
+
+def _fastest_layer(problem: Problem, kind: NodeKind, tensor: int, micro_batch: int) -> float | None:
+    seconds = []
+    for recompute in problem.space.recompute:
+        point = Point(tensor, micro_batch, problem.model.seq_length, recompute)
+        with contextlib.suppress(ProfileError):
+            layer = problem.profile.costs(kind.accelerator.name, point).layer
+            seconds.append(layer.forward + layer.backward)
+    return min(seconds, default=None)
+
+
+def _bound(
+    problem: Problem, seconds: Sequence[float], micro_batch: int, stages: int, data: Sequence[int]
+) -> float:
+    """All replicas end at once, and their layers are divided at will.
+
+    One with n micro-batches takes, of the layers' time of one, n - 1 parts in `stages` and a whole.
+    """
+    total = problem.space.global_batch // micro_batch
+    if sum(data) > total:
+        return math.inf
+    rates = sum(count / one for count, one in zip(data, seconds, strict=True))
+    return (total + sum(data) * (stages - 1)) * problem.model.layers / stages / rates
+
+
+def _of_shape(problem: Problem, shape: _Shape) -> Iterator[Replicas]:
+    """One for each split of the layers that is worth a look."""
+    total = problem.space.global_batch // shape.micro_batch
+    about = max(1, total // sum(shape.data))
+    # By kind, the recomputations that fit at some split, as pipelines of one mesh.
+    kinds = [
+        [
+            (choice, pipeline_of(problem, [choice], micro_batches=about))
+            for option in _options(problem, shape, kind, data)
+            for choice in mesh_choices(problem, option, 1)
+            if choice.count == shape.stages and choice.most >= problem.model.layers
+        ]
+        for kind, data in zip(shape.kinds, shape.data, strict=True)
+    ]
+    if not all(kinds):
+        return
+    for layers in _splits(problem.model.layers, shape.stages, kinds):
+        chosen = [_fastest(choices, layers) for choices in kinds]
+        if any(one is None for one in chosen):
+            continue
+        fitting = [one for one in chosen if one is not None]
+        yield from _shared(problem, shape, fitting, layers, total)
+
+
+def _options(problem: Problem, shape: _Shape, kind: NodeKind, data: int) -> Iterator[MeshOption]:
+    for recompute in problem.space.recompute:
+        stage = StageShape(
+            kind=kind.name,
+            layers=(),
+            has_embedding=False,
+            has_head=False,
+            tensor=shape.tensor,
+            data=data,
+            micro_batch=shape.micro_batch,
+            recompute=recompute,
+            distributed_optimizer=problem.space.distributed_optimizer,
+        )
+        option = mesh_option(problem, kind, stage, replicas=sum(shape.data))
+        if option is not None:
+            yield option
+
+
+def _fastest(
+    choices: Sequence[tuple[MeshChoice, Pipeline]], layers: Counts
+) -> tuple[MeshChoice, Split] | None:
+    """The recomputation that takes least of those whose memory holds these layers."""
+    fitting = [
+        (choice, estimate(pipeline, layers))
+        for choice, pipeline in choices
+        if bool((layers <= pipeline.most_layers).all())
+    ]
+    return min(fitting, key=lambda one: one[1].seconds, default=None)
+
+
+def _splits(
+    layers: int, stages: int, kinds: Sequence[Sequence[tuple[MeshChoice, Pipeline]]]
+) -> Iterator[Counts]:
+    """Every split where they are few, else the best for each kind."""
+    if math.comb(layers - 1, stages - 1) <= _ENUMERATED:
+        for ends in itertools.combinations(range(1, layers), stages - 1):
+            yield np.diff([0, *ends, layers])
+        return
+    seen = set()
+    for _, pipeline in itertools.chain.from_iterable(kinds):
+        split = best_split(pipeline, layers)
+        if split is not None and split.layers not in seen:
+            seen.add(split.layers)
+            yield np.array(split.layers)
+
+
+def _shared(
+    problem: Problem,
+    shape: _Shape,
+    chosen: Sequence[tuple[MeshChoice, Split]],
+    layers: Counts,
+    total: int,
+) -> Iterator[Replicas]:
+    """Divide the step's micro-batches so that the last replica ends as soon as can be."""
+    ends = []
+    about = max(1, total // sum(shape.data))
+    for (_, split), replicas in zip(chosen, shape.data, strict=True):
+        counts = np.arange(1, total // replicas + 1)
+        ends.append(split.seconds + (counts - about) * split.period)
+    shares = best_shares(ends, shape.data, total)
+    if shares is None:
+        return
+    meshes = tuple(choice for choice, _ in chosen)
+    placement = placement_of(problem, meshes, [int(n) for n in layers], shares=shares)
+    costs = step_costs(
+        placement,
+        model=problem.model,
+        cluster=problem.cluster,
+        profile=problem.profile,
+        options=problem.options,
+    )
+    period = max(split.period for _, split in chosen)
+    update = max(split.update for _, split in chosen)
+    split = Split(tuple(int(n) for n in layers), estimate_seconds(costs), period, update)
+    yield Replicas(meshes, split, shares)
+
+
+def best_shares(
+    ends: Sequence[Counts], replicas: Sequence[int], total: int
+) -> tuple[int, ...] | None:
+    """Micro-batches of each kind's replicas, `total` of all together, so that the last ends first.
+
+    `ends[kind][n - 1]` is when a replica with n of them ends. None where no division adds up.
+    """
+    latest = np.full(total + 1, np.inf)
+    latest[0] = -np.inf
+    taken = []
+    for times, count in zip(ends, replicas, strict=True):
+        after = np.full(total + 1, np.inf)
+        chosen = np.zeros(total + 1, dtype=np.int64)
+        for number, end in enumerate(times, start=1):
+            together = number * count
+            candidate = np.maximum(latest[: total + 1 - together], end)
+            better = candidate < after[together:]
+            after[together:][better] = candidate[better]
+            chosen[together:][better] = number
+        taken.append(chosen)
+        latest = after
+    if not np.isfinite(latest[total]):
+        return None
+    shares = []
+    for chosen, count in zip(reversed(taken), reversed(replicas), strict=True):
+        shares.append(int(chosen[total]))
+        total -= shares[-1] * count
+    return tuple(reversed(shares))
