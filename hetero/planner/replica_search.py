@@ -16,7 +16,7 @@ import numpy as np
 
 from hetero.planner.cluster_shape import NodeKind
 from hetero.planner.layer_profile import Point, ProfileError
-from hetero.planner.layer_split import Counts, Pipeline, Split, best_split, estimate
+from hetero.planner.layer_split import Counts, Numbers, Pipeline, Split, best_split, estimate
 from hetero.planner.mesh_options import (
     MeshChoice,
     MeshOption,
@@ -121,108 +121,85 @@ def _bound(
 
 
 def _of_shape(problem: Problem, shape: _Shape) -> Iterator[Replicas]:
-    """One for each split of the layers that is worth a look."""
+    """One for each recomputation, and each split of the layers that is worth a look."""
     total = problem.space.global_batch // shape.micro_batch
     about = max(1, total // sum(shape.data))
-    # By kind, the recomputations that fit at some split, as pipelines of one mesh.
-    kinds = [
-        [
-            (choice, pipeline_of(problem, [choice], micro_batches=about))
-            for option in _options(problem, shape, kind, data)
+    for recompute in problem.space.recompute:
+        meshes = [
+            choice
+            for kind, data in zip(shape.kinds, shape.data, strict=True)
+            if (option := _option(problem, shape, kind, data, recompute)) is not None
             for choice in mesh_choices(problem, option, 1)
             if choice.count == shape.stages and choice.most >= problem.model.layers
         ]
-        for kind, data in zip(shape.kinds, shape.data, strict=True)
-    ]
-    if not all(kinds):
-        return
-    for layers in _splits(problem.model.layers, shape.stages, kinds):
-        chosen = [_fastest(choices, layers) for choices in kinds]
-        if any(one is None for one in chosen):
+        if len(meshes) < len(shape.kinds):
             continue
-        fitting = [one for one in chosen if one is not None]
-        yield from _shared(problem, shape, fitting, layers, total)
+        alone = [pipeline_of(problem, [mesh], micro_batches=about) for mesh in meshes]
+        for layers in _splits(problem.model.layers, shape.stages, alone):
+            if all(bool((layers <= pipeline.most_layers).all()) for pipeline in alone):
+                splits = [estimate(pipeline, layers) for pipeline in alone]
+                yield from _shared(problem, shape, meshes, splits, total)
 
 
-def _options(problem: Problem, shape: _Shape, kind: NodeKind, data: int) -> Iterator[MeshOption]:
-    for recompute in problem.space.recompute:
-        stage = StageShape(
-            kind=kind.name,
-            layers=(),
-            has_embedding=False,
-            has_head=False,
-            tensor=shape.tensor,
-            data=data,
-            micro_batch=shape.micro_batch,
-            recompute=recompute,
-            distributed_optimizer=problem.space.distributed_optimizer,
-        )
-        option = mesh_option(problem, kind, stage, replicas=sum(shape.data))
-        if option is not None:
-            yield option
+def _option(
+    problem: Problem, shape: _Shape, kind: NodeKind, data: int, recompute: str
+) -> MeshOption | None:
+    stage = StageShape(
+        kind=kind.name,
+        layers=(),
+        has_embedding=False,
+        has_head=False,
+        tensor=shape.tensor,
+        data=data,
+        micro_batch=shape.micro_batch,
+        recompute=recompute,
+        distributed_optimizer=problem.space.distributed_optimizer,
+    )
+    return mesh_option(problem, kind, stage, replicas=sum(shape.data))
 
 
-def _fastest(
-    choices: Sequence[tuple[MeshChoice, Pipeline]], layers: Counts
-) -> tuple[MeshChoice, Split] | None:
-    """The recomputation that takes least of those whose memory holds these layers."""
-    fitting = [
-        (choice, estimate(pipeline, layers))
-        for choice, pipeline in choices
-        if bool((layers <= pipeline.most_layers).all())
-    ]
-    return min(fitting, key=lambda one: one[1].seconds, default=None)
-
-
-def _splits(
-    layers: int, stages: int, kinds: Sequence[Sequence[tuple[MeshChoice, Pipeline]]]
-) -> Iterator[Counts]:
+def _splits(layers: int, stages: int, alone: Sequence[Pipeline]) -> Iterator[Counts]:
     """Every split where they are few, else the best for each kind."""
     if math.comb(layers - 1, stages - 1) <= _ENUMERATED:
         for ends in itertools.combinations(range(1, layers), stages - 1):
             yield np.diff([0, *ends, layers])
         return
-    seen = set()
-    for _, pipeline in itertools.chain.from_iterable(kinds):
-        split = best_split(pipeline, layers)
-        if split is not None and split.layers not in seen:
-            seen.add(split.layers)
-            yield np.array(split.layers)
+    found = {split.layers for one in alone if (split := best_split(one, layers)) is not None}
+    for counts in sorted(found):
+        yield np.array(counts)
 
 
 def _shared(
     problem: Problem,
     shape: _Shape,
-    chosen: Sequence[tuple[MeshChoice, Split]],
-    layers: Counts,
+    meshes: Sequence[MeshChoice],
+    splits: Sequence[Split],
     total: int,
 ) -> Iterator[Replicas]:
     """Divide the step's micro-batches so that the last replica ends as soon as can be."""
-    ends = []
     about = max(1, total // sum(shape.data))
-    for (_, split), replicas in zip(chosen, shape.data, strict=True):
-        counts = np.arange(1, total // replicas + 1)
-        ends.append(split.seconds + (counts - about) * split.period)
+    ends = [
+        split.seconds + (np.arange(1, total // replicas + 1) - about) * split.period
+        for split, replicas in zip(splits, shape.data, strict=True)
+    ]
     shares = best_shares(ends, shape.data, total)
     if shares is None:
         return
-    meshes = tuple(choice for choice, _ in chosen)
-    placement = placement_of(problem, meshes, [int(n) for n in layers], shares=shares)
+    layers = splits[0].layers
     costs = step_costs(
-        placement,
+        placement_of(problem, meshes, layers, shares=shares),
         model=problem.model,
         cluster=problem.cluster,
         profile=problem.profile,
         options=problem.options,
     )
-    period = max(split.period for _, split in chosen)
-    update = max(split.update for _, split in chosen)
-    split = Split(tuple(int(n) for n in layers), estimate_seconds(costs), period, update)
-    yield Replicas(meshes, split, shares)
+    period = max(split.period for split in splits)
+    update = max(split.update for split in splits)
+    yield Replicas(tuple(meshes), Split(layers, estimate_seconds(costs), period, update), shares)
 
 
 def best_shares(
-    ends: Sequence[Counts], replicas: Sequence[int], total: int
+    ends: Sequence[Numbers], replicas: Sequence[int], total: int
 ) -> tuple[int, ...] | None:
     """Micro-batches of each kind's replicas, `total` of all together, so that the last ends first.
 
