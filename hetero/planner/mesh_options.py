@@ -35,6 +35,8 @@ class SearchSpace:
     replicas: bool = True
     """Whether whole replicas on each kind are looked at too."""
     distributed_optimizer: bool = True
+    sequence_parallel: bool = False
+    """Whether tensor-parallel ranks divide the sequence between their layers."""
 
 
 @dataclass(frozen=True)
@@ -147,19 +149,40 @@ def mesh_options(problem: Problem, kind: NodeKind, step: int) -> Iterator[MeshOp
             if rest or not data or tensor * data > kind.gpus:
                 continue
             for recompute in space.recompute:
-                stage = StageShape(
-                    kind=kind.name,
-                    layers=(),
-                    has_embedding=False,
-                    has_head=False,
+                stage = stage_shape(
+                    space,
+                    kind,
                     tensor=tensor,
                     data=data,
                     micro_batch=micro_batch,
                     recompute=recompute,
-                    distributed_optimizer=space.distributed_optimizer,
                 )
                 if (option := mesh_option(problem, kind, stage)) is not None:
                     yield option
+
+
+def stage_shape(
+    space: SearchSpace,
+    kind: NodeKind,
+    *,
+    tensor: int,
+    data: int,
+    micro_batch: int,
+    recompute: str,
+) -> StageShape:
+    """A stage without layers."""
+    return StageShape(
+        kind=kind.name,
+        layers=(),
+        has_embedding=False,
+        has_head=False,
+        tensor=tensor,
+        data=data,
+        micro_batch=micro_batch,
+        recompute=recompute,
+        sequence_parallel=space.sequence_parallel and tensor > 1,
+        distributed_optimizer=space.distributed_optimizer,
+    )
 
 
 def mesh_option(
@@ -311,6 +334,7 @@ def placement_of(
                 micro_batch_size=mesh.option.stage.micro_batch,
                 recompute=mesh.option.stage.recompute,
                 distributed_optimizer=mesh.option.stage.distributed_optimizer,
+                sequence_parallel=mesh.option.stage.sequence_parallel,
             )
             for index, mesh in enumerate(meshes)
         ),

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from hetero.planner.cluster_shape import NodeKind
-from hetero.planner.layer_profile import Point, ProfileError
+from hetero.planner.layer_profile import ProfileError
 from hetero.planner.layer_split import Counts, Numbers, Pipeline, Split, best_split, estimate
 from hetero.planner.mesh_options import (
     MeshChoice,
@@ -25,9 +25,9 @@ from hetero.planner.mesh_options import (
     mesh_option,
     pipeline_of,
     placement_of,
+    stage_shape,
 )
 from hetero.planner.prediction import estimate_seconds
-from hetero.planner.stage_shape import StageShape
 from hetero.planner.step_costs import step_costs
 
 _ENUMERATED = 500
@@ -99,7 +99,10 @@ def _shapes(problem: Problem) -> Iterator[_Shape]:
 def _fastest_layer(problem: Problem, kind: NodeKind, tensor: int, micro_batch: int) -> float | None:
     seconds = []
     for recompute in problem.space.recompute:
-        point = Point(tensor, micro_batch, problem.model.seq_length, recompute)
+        stage = stage_shape(
+            problem.space, kind, tensor=tensor, data=1, micro_batch=micro_batch, recompute=recompute
+        )
+        point = stage.point(problem.model)
         with contextlib.suppress(ProfileError):
             layer = problem.profile.costs(kind.accelerator.name, point).layer
             seconds.append(layer.forward + layer.backward)
@@ -144,16 +147,13 @@ def _of_shape(problem: Problem, shape: _Shape) -> Iterator[Replicas]:
 def _option(
     problem: Problem, shape: _Shape, kind: NodeKind, data: int, recompute: str
 ) -> MeshOption | None:
-    stage = StageShape(
-        kind=kind.name,
-        layers=(),
-        has_embedding=False,
-        has_head=False,
+    stage = stage_shape(
+        problem.space,
+        kind,
         tensor=shape.tensor,
         data=data,
         micro_batch=shape.micro_batch,
         recompute=recompute,
-        distributed_optimizer=problem.space.distributed_optimizer,
     )
     return mesh_option(problem, kind, stage, replicas=sum(shape.data))
 

@@ -114,7 +114,7 @@ def _stage_costs(
         args, stage=stage, layers=layers, vendor=here.vendor, device=here.device
     ) as measured:
         for micro_batch, seq_length in product(sweep.micro_batch, sweep.seq_length):
-            point = Point(tensor, micro_batch, seq_length, recompute)
+            point = Point(tensor, micro_batch, seq_length, recompute, args.sequence_parallel)
             yield (
                 point,
                 measured.cost(

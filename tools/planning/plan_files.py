@@ -1,0 +1,83 @@
+"""Writes the answer: plan.yaml and flags.yaml for pretrain_gpt.py, and report.html."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from hetero.planner.answer import Answer
+from hetero.planner.placement import Placement
+from tools.planning.asked import Asked
+from tools.planning.plan_page import render_answer
+from tools.planning.what_if import Sweep
+from tools.reports.page import write_whole
+from tools.tool_command_line import make_results_folder
+
+
+def write_answer(
+    folder: Path, asked: Asked, found: Answer, sweeps: Sequence[Sweep], *, command: Sequence[str]
+) -> list[str]:
+    """Write all, and say what was written and how it is run."""
+    placement = found.best.first.placement
+    contents = {
+        "flags.yaml": _yaml(training_flags(placement, folder / "plan.yaml"), _remark(asked, found)),
+        "report.html": render_answer(asked, found, sweeps, command=command),
+    }
+    if not placement.plan.whole_replicas:
+        contents["plan.yaml"] = _yaml(placement.plan.to_mapping(), _remark(asked, found))
+    make_results_folder(str(folder))
+    if placement.plan.whole_replicas:
+        # One of an earlier answer would be taken for this one's.
+        (folder / "plan.yaml").unlink(missing_ok=True)
+    for name, text in contents.items():
+        write_whole(folder / name, text)
+    ranks = placement.plan.world_size
+    return [
+        f"wrote {', '.join(str(folder / name) for name in sorted(contents))}",
+        f"run it on {ranks} ranks: pretrain_gpt.py --yaml-cfg {folder / 'flags.yaml'} with the "
+        "model's own flags",
+    ]
+
+
+def training_flags(placement: Placement, plan_file: Path) -> dict[str, Any]:
+    """What pretrain_gpt.py has to be told beside the model, its data and the plan."""
+    plan = placement.plan
+    first = plan.meshes[0]
+    flags: dict[str, Any] = {"global-batch-size": placement.global_batch}
+    flags["micro-batch-size"] = first.micro_batch_size
+    if plan.chunks > 1:
+        flags["num-virtual-stages-per-pipeline-rank"] = plan.chunks
+    if first.distributed_optimizer:
+        flags["use-distributed-optimizer"] = True
+    if not plan.whole_replicas:
+        return {"hetero-pipeline": True, "hetero-plan": str(plan_file.resolve()), **flags}
+    flags["hetero-data-parallel"] = ",".join(f"{m.vendor}:{m.data}" for m in plan.meshes)
+    flags["hetero-data-shares"] = ",".join(str(mesh.share) for mesh in plan.meshes)
+    flags["tensor-model-parallel-size"] = first.tensor
+    flags["pipeline-model-parallel-size"] = plan.stages
+    if first.sequence_parallel:
+        flags["sequence-parallel"] = True
+    if len({sum(chunks) for chunks in plan.layers}) > 1:
+        parts = ["t" * sum(chunks) for chunks in plan.layers]
+        flags["pipeline-model-parallel-layout"] = "E" + "|".join(parts) + "L"
+    if first.recompute != "none":
+        flags["recompute-granularity"] = first.recompute
+    if first.recompute == "full":
+        flags |= {"recompute-method": "uniform", "recompute-num-layers": 1}
+    return flags
+
+
+def _remark(asked: Asked, found: Answer) -> str:
+    first = found.best.first.prediction
+    return (
+        f"# By tools/plan.py for {asked.model_name}, global batch "
+        f"{asked.problem.space.global_batch}: predicted {first.seconds:.3f} s a step, "
+        f"{first.tokens_per_second:,.0f} tokens/s\n"
+    )
+
+
+def _yaml(data: dict[str, Any], remark: str) -> str:
+    return remark + yaml.safe_dump(data, sort_keys=False, default_flow_style=None, width=100)

@@ -1,0 +1,240 @@
+"""What the answer would be in another cluster, or with another split of the layers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from hetero.planner.answer import (
+    Answer,
+    Planned,
+    simulated,
+    tokens_per_second,
+    with_boundary,
+    with_nodes,
+    with_slower,
+)
+from hetero.planner.layer_split import estimate
+from hetero.planner.mesh_options import Problem, pipeline_of
+from hetero.planner.search import Candidate
+
+SWEEPS = ("nodes", "link", "slower", "split")
+_LINK_FACTORS = (1 / 16, 1 / 8, 1 / 4, 1 / 2, 1.0, 2.0, 4.0)
+_SLOWER_FACTORS = (1.0, 1.25, 1.5, 2.0, 3.0, 4.0)
+_NODE_SHARES = (0.0, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0)
+
+Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Line:
+    """A level to compare with, drawn across the plot."""
+
+    name: str
+    value: float
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """One question: a figure over what is changed."""
+
+    title: str
+    caption: str
+    x_label: str
+    y_label: str
+    x: tuple[float, ...]
+    y: tuple[float, ...]
+    """0 where nothing fits."""
+    levels: tuple[Line, ...] = ()
+    log_x: bool = False
+    not_fitting: tuple[float, ...] = ()
+    """Those of `x` that are computed although they do not fit into memory."""
+
+
+def sweep(name: str, problem: Problem, found: Answer, *, progress: Progress) -> list[Sweep]:
+    """The plots of one of SWEEPS; none where the question has no meaning for this cluster."""
+    return list(_QUESTIONS[name](problem, found, progress))
+
+
+def _nodes(problem: Problem, found: Answer, progress: Progress) -> list[Sweep]:
+    sweeps = []
+    for kind in problem.cluster.kinds:
+        several = len(problem.cluster.kinds) > 1
+        counts = sorted({round(share * kind.nodes) for share in _NODE_SHARES} | {kind.nodes + 1})
+        tokens = []
+        for count in counts if several else [count for count in counts if count]:
+            progress(f"{count} nodes of {kind.name}")
+            tokens.append(tokens_per_second(with_nodes(problem, kind, count)))
+        x = [float(count) for count in counts if several or count]
+        sweeps.append(
+            Sweep(
+                title=f"Other numbers of nodes of {kind.name}",
+                caption=f"The best plan for each number; today there are {kind.nodes}.",
+                x_label=f"nodes of {kind.name}",
+                y_label="tokens/s",
+                x=tuple(x),
+                y=tuple(tokens),
+            )
+        )
+    return sweeps
+
+
+def _link(problem: Problem, found: Answer, progress: Progress) -> list[Sweep]:
+    if len(problem.cluster.kinds) < 2:
+        return []
+    tokens = []
+    for factor in _LINK_FACTORS:
+        progress(f"links between kinds x {factor:g}")
+        tokens.append(tokens_per_second(with_boundary(problem, factor)))
+    return [
+        Sweep(
+            title="Slower and faster links between kinds of nodes",
+            caption="The best plan for each speed of every link from one kind to another.",
+            x_label="bandwidth, times today's",
+            y_label="tokens/s",
+            x=_LINK_FACTORS,
+            y=tuple(tokens),
+            levels=_alone(found),
+            log_x=True,
+        )
+    ]
+
+
+def _slower(problem: Problem, found: Answer, progress: Progress) -> list[Sweep]:
+    sweeps = []
+    for vendor in dict.fromkeys(kind.vendor for kind in problem.cluster.kinds):
+        tokens = []
+        for factor in _SLOWER_FACTORS:
+            progress(f"{vendor} {factor:g} times slower")
+            tokens.append(tokens_per_second(with_slower(problem, vendor, factor)))
+        sweeps.append(
+            Sweep(
+                title=f"{vendor} slower than its profile",
+                caption="The best plan for each speed.",
+                x_label=f"times that each layer takes on {vendor}",
+                y_label="tokens/s",
+                x=_SLOWER_FACTORS,
+                y=tuple(tokens),
+                levels=tuple(line for line in _alone(found) if not line.name.startswith(vendor)),
+            )
+        )
+    return sweeps
+
+
+def _alone(found: Answer) -> tuple[Line, ...]:
+    return tuple(
+        Line(f"{one.vendor} alone", one.tokens_per_second)
+        for one in found.alone
+        if one.tokens_per_second
+    )
+
+
+def _split(problem: Problem, found: Answer, progress: Progress) -> list[Sweep]:
+    """Step time over the layers that the first mesh takes, everything else as in the best plan."""
+    planned = next(
+        (
+            one
+            for one in found.best.planned
+            if len(one.candidate.meshes) > 1 and not one.candidate.shares
+        ),
+        None,
+    )
+    if planned is None:
+        return []
+    candidate, layers = planned.candidate, problem.model.layers
+    mesh = candidate.meshes[0]
+    rest = sum(other.count for other in candidate.meshes[1:])
+    counts = range(mesh.count * candidate.chunks, layers - rest * candidate.chunks + 1)
+    progress("other splits of the layers")
+    steps = [_with_layers(problem, candidate, count) for count in counts]
+    name, vendor = mesh.option.kind.name, mesh.option.kind.vendor
+    slowest = _slowest_alone(problem, found)
+    worse = [
+        count
+        for count, step in zip(counts, steps, strict=True)
+        if slowest and step.seconds > slowest.value
+    ]
+    caption = (
+        "Every split for the shapes of the plan, simulated; stages of a mesh share its layers as "
+        "their speed and memory asks for. Hollow: does not fit into memory."
+    )
+    if slowest and worse:
+        caption += (
+            f" A step is longer than on {slowest.name} with {_ranges(worse)} layers on {name}."
+        )
+    return [
+        Sweep(
+            title="Other splits of the layers",
+            caption=caption,
+            x_label=f"layers on {name} ({vendor}), of {layers}",
+            y_label="seconds of a step",
+            x=tuple(float(count) for count in counts),
+            y=tuple(step.seconds for step in steps),
+            levels=_seconds_alone(problem, found),
+            not_fitting=tuple(
+                float(count)
+                for count, step in zip(counts, steps, strict=True)
+                if not step.prediction.fits
+            ),
+        )
+    ]
+
+
+def _with_layers(problem: Problem, candidate: Candidate, first: int) -> Planned:
+    """The candidate with so many layers on its first mesh, memory left aside."""
+    pipeline = pipeline_of(
+        problem,
+        candidate.meshes,
+        micro_batches=candidate.micro_batches,
+        chunks=candidate.chunks,
+    )
+    count = candidate.meshes[0].count
+    seconds, extra = pipeline.layer_seconds, pipeline.extra_seconds
+    layers = [
+        *_shared(first, seconds[:count], extra[:count], candidate.chunks),
+        *_shared(problem.model.layers - first, seconds[count:], extra[count:], candidate.chunks),
+    ]
+    split = estimate(pipeline, np.array(layers))
+    return simulated(
+        problem,
+        Candidate(candidate.meshes, split, candidate.micro_batches, candidate.chunks),
+    )
+
+
+def _shared(layers: int, seconds: Sequence[float], extra: Sequence[float], least: int) -> list[int]:
+    """Layer after layer to the stage that it makes last least."""
+    counts = [least] * len(seconds)
+    for _ in range(layers - least * len(counts)):
+        ends = [(n + 1) * s + e for n, s, e in zip(counts, seconds, extra, strict=True)]
+        counts[int(np.argmin(ends))] += 1
+    return counts
+
+
+def _seconds_alone(problem: Problem, found: Answer) -> tuple[Line, ...]:
+    tokens = problem.space.global_batch * problem.model.seq_length
+    return tuple(
+        Line(f"{one.vendor} alone", tokens / one.tokens_per_second)
+        for one in found.alone
+        if one.tokens_per_second
+    )
+
+
+def _slowest_alone(problem: Problem, found: Answer) -> Line | None:
+    return max(_seconds_alone(problem, found), key=lambda line: line.value, default=None)
+
+
+def _ranges(counts: Sequence[int]) -> str:
+    """`1 to 4 and 20 to 24`."""
+    runs: list[list[int]] = []
+    for count in counts:
+        if runs and count == runs[-1][-1] + 1:
+            runs[-1].append(count)
+        else:
+            runs.append([count])
+    texts = [f"{run[0]} to {run[-1]}" if len(run) > 1 else str(run[0]) for run in runs]
+    return " and ".join(texts)
+
+
+_QUESTIONS = {"nodes": _nodes, "link": _link, "slower": _slower, "split": _split}
