@@ -80,4 +80,6 @@ def _remark(asked: Asked, found: Answer) -> str:
 
 
 def _yaml(data: dict[str, Any], remark: str) -> str:
-    return remark + yaml.safe_dump(data, sort_keys=False, default_flow_style=None, width=100)
+    # Lists of numbers on one line, everything else on lines of its own.
+    flow = None if "meshes" in data else False
+    return remark + yaml.safe_dump(data, sort_keys=False, default_flow_style=flow, width=100)

@@ -1,0 +1,126 @@
+"""One command from a cluster file to the plan that training runs, or to all that is wrong."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from hetero.plan import load_plan
+from tools.plan import main
+
+CLUSTER = """\
+nodes:
+  - {name: green, accelerator: H100-SXM, nodes: 1}
+  - {name: red, accelerator: MI300X, nodes: 1}
+"""
+
+
+def asked(folder: Path, *flags: str, cluster: str = CLUSTER) -> list[str]:
+    file = folder / "cluster.yaml"
+    file.write_text(cluster)
+    return [
+        *("--cluster", str(file), "--model", "llama3-8b", "--global-batch", "64"),
+        *("--tensor", "1", "2", "--micro-batch", "1", "--out", str(folder / "out"), *flags),
+    ]
+
+
+@pytest.fixture(scope="module")
+def answered(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("plan")
+    questions = ("split", "link", "nodes", "slower")
+    assert main(asked(folder, "--no-replicas", "--what-if", *questions)) == 0
+    return folder / "out"
+
+
+def test_the_plan_file_is_what_training_reads(answered: Path) -> None:
+    plan = load_plan(answered / "plan.yaml")
+    assert plan.num_layers == 32
+    assert {mesh.vendor for mesh in plan.meshes} == {"nvidia", "amd"}
+    assert plan.world_size == 16
+    flags = yaml.safe_load((answered / "flags.yaml").read_text())
+    assert flags["hetero-plan"] == str((answered / "plan.yaml").resolve())
+    assert flags["global-batch-size"] == 64
+
+
+def test_the_report_draws_the_pipeline_and_answers_every_question(answered: Path) -> None:
+    page = (answered / "report.html").read_text()
+    for title in (
+        "One step, drawn",
+        "Other splits of the layers",
+        "Slower and faster links between kinds of nodes",
+        "Other numbers of nodes of red",
+        "amd slower than its profile",
+    ):
+        assert title in page
+    assert page.count("<svg") >= 3 + 6
+
+
+def test_the_faster_vendor_takes_more_layers(answered: Path) -> None:
+    plan = load_plan(answered / "plan.yaml")
+    layers = dict.fromkeys(("nvidia", "amd"), 0)
+    stage = 0
+    for mesh in plan.meshes:
+        layers[mesh.vendor] += sum(sum(plan.layers[n]) for n in range(stage, stage + mesh.stages))
+        stage += mesh.stages
+    assert layers["amd"] > layers["nvidia"] > 0
+
+
+def test_replicas_are_written_as_flags(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    # Links so slow that nothing but gradients, once a step, may cross them.
+    slow = CLUSTER + "links: [{between: [green, red], rail_gbits: 0.05}]\n"
+    assert main(asked(tmp_path, "--recompute", "none", cluster=slow)) == 0
+    out = capsys.readouterr().out
+    flags = yaml.safe_load((tmp_path / "out" / "flags.yaml").read_text())
+    if "replicas" in out.split("step  tokens/s")[1].splitlines()[1]:
+        assert flags["hetero-data-parallel"].startswith("nvidia:")
+        assert not (tmp_path / "out" / "plan.yaml").exists()
+    else:
+        assert "hetero-plan" in flags
+
+
+def test_all_that_is_wrong_is_told_at_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    damaged = tmp_path / "profile.json"
+    damaged.write_text(json.dumps({"format": 99}))
+    words = asked(
+        tmp_path, "--profile", str(damaged), cluster="nodes: [{accelerator: H1000, nodes: 1}]\n"
+    )
+    words[words.index("llama3-8b")] = "llama9-8b"
+    assert main(words) == 2
+    told = capsys.readouterr().err
+    assert "H1000" in told
+    assert "llama9-8b" in told
+    assert str(damaged) in told
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_model_that_fits_nowhere_is_one_sentence(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    small = "nodes: [{accelerator: V100-SXM2-16GB, nodes: 1, gpus_per_node: 1}]\n"
+    assert main(asked(tmp_path, cluster=small)) == 2
+    told = capsys.readouterr().err.strip()
+    assert "no plan of llama3-8b for a global batch of 64 fits" in told
+    assert len(told.splitlines()) == 1
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_profile_that_lacks_the_point_names_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    point = {"tensor": 8, "micro_batch": 1, "seq_length": 8192, "recompute": "none"}
+    part = {"forward": 1.0, "backward": 2.0}
+    costs = {"layer": part, "embedding": part, "head": part, "layer_activation_bytes": 1.0}
+    measured = {
+        "points": [{**point, "costs": costs}],
+        "optimizer_seconds_per_parameter": 1e-9,
+        "interpolate": [],
+    }
+    file = tmp_path / "profile.json"
+    file.write_text(json.dumps({"format": 1, "accelerators": {"H100-SXM": measured}}))
+    assert main(asked(tmp_path, "--profile", str(file))) == 2
+    assert "the profile of H100-SXM lacks tensor size 1" in capsys.readouterr().err
