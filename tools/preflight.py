@@ -31,7 +31,9 @@ from hetero.errors import HeteroError, UserError, write_error_file
 from hetero.liveness.open_liveness import open_liveness
 from megatron.training.rendezvous import endpoint, environment_rank, open_store
 from tools import tool_command_line
+from tools.preflight_checks.cluster_file import cluster_text
 from tools.preflight_checks.readiness import Report, Settings, Together, check_alone
+from tools.reports.page import write_whole
 
 _REQUIREMENTS = Path(__file__).resolve().parent.parent / "requirements.txt"
 _PATIENCE = 300.0
@@ -78,6 +80,12 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write everything there too")
     parser.add_argument(
+        "--write-cluster",
+        type=Path,
+        metavar="FILE",
+        help="write the nodes and the links between them there, for tools/plan.py",
+    )
+    parser.add_argument(
         "--emulate-nodes",
         action="store_true",
         help="count every process as a node, to see on one machine what is checked between nodes",
@@ -93,8 +101,9 @@ def _check(options: argparse.Namespace, rank: int, world_size: int) -> Report:
         each_rank_a_node=options.emulate_nodes,
         requirements=_REQUIREMENTS,
     )
-    if options.json is not None and not options.json.parent.is_dir():
-        raise UserError(f"--json {options.json}: there is no folder {options.json.parent}")
+    for flag, path in (("--json", options.json), ("--write-cluster", options.write_cluster)):
+        if path is not None and not path.parent.is_dir():
+            raise UserError(f"{flag} {path}: there is no folder {path.parent}")
     if world_size == 1:
         report = check_alone(settings)
         _tell(report, options)
@@ -128,9 +137,9 @@ def _check(options: argparse.Namespace, rank: int, world_size: int) -> Report:
 
 def _tell(report: Report, options: argparse.Namespace) -> None:
     if options.json is not None:
-        temporary = options.json.with_name(options.json.name + ".partial")
-        temporary.write_text(json.dumps(report.as_dict(), indent=1) + "\n")
-        temporary.replace(options.json)
+        write_whole(options.json, json.dumps(report.as_dict(), indent=1) + "\n")
+    if options.write_cluster is not None:
+        write_whole(options.write_cluster, cluster_text(report))
     for line in report.lines(brief=options.brief):
         print(line)
 

@@ -97,3 +97,12 @@ def built_in() -> Mapping[str, Accelerator]:
             for name, entry in entries.items()
         }
     )
+
+
+def built_in_named(driver: str) -> str | None:
+    """The built-in accelerator that a driver means: the longest name in what it says."""
+
+    def plain(text: str) -> str:
+        return "".join(letter for letter in text.lower() if letter.isalnum())
+
+    return max((name for name in built_in() if plain(name) in plain(driver)), key=len, default=None)

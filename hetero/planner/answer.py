@@ -15,8 +15,10 @@ from hetero.planner.prediction import Prediction, simulate
 from hetero.planner.search import Candidate, Found, search
 from hetero.planner.step_costs import StepCosts, step_costs
 
-_SIMULATED = 8
+_SIMULATED = 24
 """Of the plans with the best estimates, how many are simulated before one is chosen."""
+_KEPT = 8
+"""Of those, how many are told of."""
 
 Progress = Callable[[str], None]
 
@@ -83,12 +85,16 @@ class Answer:
 
 def plan_best(problem: Problem, *, progress: Progress = lambda _: None) -> Best | None:
     """Search, and simulate the best; None where nothing fits into memory."""
-    found = search(problem, progress=lambda text, share: progress(f"{text} {share:.0%}"))
-    planned = [simulated(problem, candidate) for candidate in found.candidates[:_SIMULATED]]
+    found = search(
+        problem,
+        wanted=_SIMULATED,
+        progress=lambda text, share: progress(f"{text} {share:.0%}"),
+    )
+    planned = [simulated(problem, candidate) for candidate in found.candidates]
     fitting = [one for one in planned if one.prediction.fits]
     if not fitting:
         return None
-    return Best(tuple(sorted(fitting, key=lambda one: one.seconds)), found)
+    return Best(tuple(sorted(fitting, key=lambda one: one.seconds)[:_KEPT]), found)
 
 
 def simulated(problem: Problem, candidate: Candidate) -> Planned:

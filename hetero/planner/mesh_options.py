@@ -90,7 +90,9 @@ class MeshOption:
         costs = self.costs
         room = np.full(len(in_flight), self.room_bytes - costs.layer_working_bytes)
         flying = in_flight / chunks
-        embedding, head = outer_parameters(model, self.stage.tensor, alone=len(room) == 1)
+        embedding, head = outer_parameters(
+            model, self.stage.tensor, alone=first and last and len(room) == 1
+        )
         if first:
             room[0] -= embedding * self.state_bytes
             room[0] -= flying[0] * costs.embedding_activation_bytes

@@ -8,6 +8,7 @@ import subprocess
 import sys
 
 import pytest
+import yaml
 
 from tests import preloaded
 from tests.distributed.harness import ROOT, free_port
@@ -94,9 +95,8 @@ def test_two_processes_of_one_node_speak_once_and_measure_between_them(tmp_path)
 
 
 def test_emulated_nodes_call_and_measure_each_other_and_say_that_they_are(tmp_path):
-    done = together(
-        3, "--emulate-nodes", "--hetero-nics", "lo", "--json", str(tmp_path / "found.json")
-    )
+    files = [*("--json", str(tmp_path / "found.json")), *("--write-cluster", str(tmp_path / "c"))]
+    done = together(3, "--emulate-nodes", "--hetero-nics", "lo", *files)
     record = json.loads((tmp_path / "found.json").read_text())
     assert done.returncode == (0 if record["ready"] else 1), done.stderr
     assert "emulated" in done.stdout.splitlines()[-1]
@@ -105,6 +105,9 @@ def test_emulated_nodes_call_and_measure_each_other_and_say_that_they_are(tmp_pa
     assert [call["error"] for call in record["calls"]] == [""] * 6
     measured = {(p["source"], p["target"]) for p in record["paths"] if not p["result"]["error"]}
     assert measured == {(0, 1), (0, 2), (1, 2)}
+    (kind,) = yaml.safe_load((tmp_path / "c").read_text())["nodes"]
+    assert kind["nodes"] == 3
+    assert kind["rail_gbits"] > 0
 
 
 def test_bad_input_is_one_sentence_and_exit_code_2(tmp_path):

@@ -11,7 +11,7 @@ import torch
 from hetero.cluster import own_vendor
 from hetero.data.slowdown import SLOWDOWN_VARIABLE, slowdown_factors
 from hetero.errors import UserError
-from hetero.planner.accelerators import built_in
+from hetero.planner.accelerators import built_in, built_in_named
 from hetero.planner.cluster_shape import Wire
 from tools.preflight_checks.path_bandwidth import PathResult
 
@@ -50,18 +50,12 @@ def device_here(name: str | None, *, threads: int | None) -> ProfiledDevice:
 
 
 def _built_in_name(driver: str) -> str:
-    """The accelerator whose name the driver's contains, the longest of several."""
-
-    def plain(text: str) -> str:
-        return "".join(letter for letter in text.lower() if letter.isalnum())
-
-    fitting = [name for name in built_in() if plain(name) in plain(driver)]
-    if not fitting:
+    if (name := built_in_named(driver)) is None:
         raise UserError(
             f"no built-in accelerator is what the driver calls {driver!r}; name it with "
             "--accelerator, as the cluster file does"
         )
-    return max(fitting, key=len)
+    return name
 
 
 def wire_inside(accelerator: str, paths: Sequence[PathResult]) -> Wire | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -22,7 +23,10 @@ from hetero.planner.mesh_options import (
     pipeline_of,
 )
 from hetero.planner.model_shape import ModelShape
+from hetero.planner.prediction import simulate
+from hetero.planner.replica_search import best_shares
 from hetero.planner.search import search
+from hetero.planner.step_costs import step_costs
 from hetero.planner.training_options import TrainingOptions
 
 
@@ -99,6 +103,56 @@ def random_problem(seed: int) -> Problem:
     return Problem(Cluster(tuple(kinds), {}), model, DrawnProfile(draw, names), space, options)
 
 
+def even_problem(*, memory: tuple[int, int], layers: int, batch: int) -> Problem:
+    """Two kinds of one GPU each, as fast as each other, with so many MiB."""
+    kinds = []
+    for name, vendor, size in zip(("one", "two"), ("nvidia", "amd"), memory, strict=True):
+        accelerator = Accelerator(
+            name=name,
+            vendor=vendor,
+            memory_gib=size / 1024,
+            flops=1e12,
+            memory_bandwidth=1e12,
+            link_bandwidth=1e9,
+            link_latency=1e-5,
+            nic_bandwidth=1e8,
+            source="",
+            link_source="",
+            nic_source="",
+        )
+        kinds.append(NodeKind(name, accelerator, 1, 1, 1, Wire(1e9, 1e-5), Wire(1e9, 1e-5)))
+    model = ModelShape(
+        layers=layers,
+        hidden=64,
+        ffn=128,
+        heads=4,
+        query_groups=2,
+        head_size=16,
+        vocabulary=512,
+        seq_length=64,
+        gated=True,
+        tied=False,
+    )
+    space = SearchSpace(global_batch=batch, tensor=(1,), micro_batch=(1,), replicas=False)
+    profile = EqualProfile()
+    options = TrainingOptions(reserved_bytes=0.0)
+    return Problem(Cluster(tuple(kinds), {}), model, profile, space, options)
+
+
+class EqualProfile:
+    """A layer keeps a MiB, or an eighth where it is computed again."""
+
+    def costs(self, accelerator: str, point: Point) -> PartCosts:
+        again = 1.0 if point.recompute == "full" else 0.0
+        kept = 2**17 if again else 2**20
+        return PartCosts(
+            PassTimes(1, 2 + again), PassTimes(0.1, 0.1), PassTimes(0.1, 0.1), kept * 4
+        )
+
+    def optimizer_seconds(self, accelerator: str, parameters: float) -> float:
+        return 1e-3
+
+
 def splits(layers: int, stages: int, least: int) -> Iterator[tuple[int, ...]]:
     if stages == 1:
         yield (layers,)
@@ -148,3 +202,75 @@ def test_no_other_pipeline_is_shorter(seed: int) -> None:
         assert not found.candidates
     else:
         assert found.candidates[0].seconds == pytest.approx(shortest, rel=1e-9)
+
+
+@pytest.mark.parametrize("seed", range(0, 220, 5))
+def test_a_plan_costs_what_the_planner_says_of_it_and_fits(seed: int) -> None:
+    problem = random_problem(seed)
+    for candidate in search(problem).candidates:
+        placement = candidate.placement(problem)
+        costs = step_costs(
+            placement,
+            model=problem.model,
+            cluster=problem.cluster,
+            profile=problem.profile,
+            options=problem.options,
+        )
+        played = simulate(costs, placement, model=problem.model, cluster=problem.cluster)
+        assert played.fits
+        # With few micro-batches 1F1B waits less than the search's estimate allows for.
+        assert candidate.seconds == pytest.approx(played.seconds, rel=0.25)
+        assert candidate.seconds > 0.85 * played.seconds
+
+
+@pytest.mark.parametrize("seed", range(0, 220, 6))
+def test_leaving_combinations_out_costs_little(seed: int) -> None:
+    problem = random_problem(seed)
+    exact, pruned = search(problem), search(problem, limit=10)
+    if exact.candidates:
+        shortest = exact.candidates[0].seconds
+        assert pruned.candidates[0].seconds == pytest.approx(shortest, rel=0.01)
+
+
+def test_the_vendor_with_more_memory_holds_what_is_in_flight() -> None:
+    """The same speed, half the memory: 1F1B keeps most activations on the first stages."""
+    problem = even_problem(memory=(40, 20), layers=8, batch=8)
+    first = search(problem).candidates[0]
+    assert [mesh.option.kind.name for mesh in first.meshes] == ["one", "two"]
+
+
+@pytest.mark.parametrize("total", [7, 12, 30])
+def test_shares_end_together_as_soon_as_can_be(total: int) -> None:
+    draw = random.Random(total)
+    for _ in range(50):
+        replicas = [draw.randint(1, 3) for _ in range(draw.randint(1, 3))]
+        ends = [
+            draw.uniform(0, 3) + np.arange(1, total // count + 1) * draw.uniform(0.3, 3)
+            for count in replicas
+        ]
+        every = [
+            max(times[share - 1] for times, share in zip(ends, shares, strict=True))
+            for shares in itertools.product(*(range(1, len(times) + 1) for times in ends))
+            if sum(s * count for s, count in zip(shares, replicas, strict=True)) == total
+        ]
+        found = best_shares(ends, replicas, total)
+        if not every:
+            assert found is None
+        else:
+            assert found is not None
+            latest = max(times[share - 1] for times, share in zip(ends, found, strict=True))
+            assert latest == min(every)
+
+
+def test_whole_replicas_win_where_links_between_vendors_are_slow_and_layers_few() -> None:
+    problem = even_problem(memory=(400, 400), layers=3, batch=24)
+    slow = {frozenset(("one", "two")): Wire(1e6, 0.5)}
+    problem = replace(
+        problem,
+        cluster=replace(problem.cluster, between=slow),
+        space=replace(problem.space, replicas=True),
+    )
+    first = search(problem).candidates[0]
+    assert len(first.shares) == 2
+    counts = [mesh.option.stage.data for mesh in first.meshes]
+    assert sum(share * count for share, count in zip(first.shares, counts, strict=True)) == 24
