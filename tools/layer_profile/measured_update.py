@@ -15,11 +15,12 @@ from dataclasses import dataclass
 import torch
 
 from megatron.training.optimizer import RankStatistics, TrainingOptimizer
-from megatron.training.timing.clocks import clock_of
+from megatron.training.timing.clocks import clock_of as timers_clock
 from megatron.training.timing.timers import Timers
 from tools.layer_profile.measured_stage import (
     MIDDLE,
     MeasuredStage,
+    clock_of,
     held_bytes,
     measured_stage,
     release_memory,
@@ -67,10 +68,10 @@ def measure_update(
         ):
             _draw_gradients(stage)
             synchronize(device)
-            begin = time.perf_counter()
+            clock = clock_of(device)
+            begin = clock.mark()
             _update(stage, optimizer, device)
-            synchronize(device)
-            took.append(time.perf_counter() - begin)
+            took.append(clock.seconds(begin, clock.mark()))
         return UpdateCost(
             parameters=stage.parameters,
             seconds=statistics.median(took[_WARM_UP:]),
@@ -86,7 +87,7 @@ def _optimizer(stage: MeasuredStage, device: torch.device) -> TrainingOptimizer:
         rank=stage.rank,
         statistics=_Alone(stage.plan.world_size),
         device=device,
-        timers=Timers(level=0, clock=clock_of(device)),
+        timers=Timers(level=0, clock=timers_clock(device)),
     )
 
 

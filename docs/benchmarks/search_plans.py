@@ -1,0 +1,200 @@
+"""What searching a plan takes, and how a general optimiser does on the same problem.
+
+    python docs/benchmarks/search_plans.py growth --out growth.json
+    python docs/benchmarks/search_plans.py beside --seconds 600     # needs scipy, which we do not
+
+Clusters are made of built-in accelerators in equal parts; costs follow from published figures.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from hetero.planner.analytic_profile import analytic_profile
+from hetero.planner.cluster_shape import Cluster, cluster_from_mapping
+from hetero.planner.layer_split import estimate
+from hetero.planner.mesh_options import (
+    MeshChoice,
+    Problem,
+    SearchSpace,
+    mesh_choices,
+    mesh_options,
+    pipeline_of,
+)
+from hetero.planner.model_shape import ModelShape
+from hetero.planner.search import search
+
+KINDS = ("H100-SXM", "MI300X", "A100-SXM4-80GB", "MI250X", "A100-SXM4-40GB", "MI210")
+_NOWHERE = 1e6
+
+
+def model(layers: int) -> ModelShape:
+    """A GPT of 100 billion parameters at 96 layers."""
+    return ModelShape(
+        layers=layers,
+        hidden=9216,
+        ffn=36864,
+        heads=72,
+        query_groups=72,
+        head_size=128,
+        vocabulary=128256,
+        seq_length=4096,
+        gated=False,
+        tied=False,
+    )
+
+
+def cluster(gpus: int, kinds: int) -> Cluster:
+    """Nodes of 8 in equal parts, the first kinds taking what is left over."""
+    nodes = [gpus // 8 // kinds + (place < gpus // 8 % kinds) for place in range(kinds)]
+    entries = [
+        {"accelerator": name, "nodes": count} for name, count in zip(KINDS, nodes, strict=False)
+    ]
+    return cluster_from_mapping({"nodes": entries}, source="the benchmark")
+
+
+def problem(gpus: int, kinds: int, layers: int, batch: int) -> Problem:
+    shape, nodes = model(layers), cluster(gpus, kinds)
+    return Problem(nodes, shape, analytic_profile(shape, nodes), SearchSpace(global_batch=batch))
+
+
+def growth() -> list[dict[str, float]]:
+    """Seconds over accelerators, over layers and over kinds."""
+    cases = [(gpus, 4, 96) for gpus in (64, 128, 256, 512, 1024, 4096, 16384)]
+    cases += [(1024, 4, layers) for layers in (24, 48, 192)]
+    cases += [(1024, kinds, 96) for kinds in (1, 2, 3, 5, 6)] + [(16384, 6, 96)]
+    rows = []
+    for gpus, kinds, layers in cases:
+        asked = problem(gpus, kinds, layers, max(512, gpus))
+        begin, used = time.monotonic(), time.process_time()
+        found = search(asked)
+        rows.append(
+            {
+                "accelerators": gpus,
+                "kinds": kinds,
+                "layers": layers,
+                "seconds": round(time.monotonic() - begin, 3),
+                "cpu_seconds": round(time.process_time() - used, 3),
+                "combinations": float(found.combinations),
+                "exact": found.is_exact,
+                "step_seconds": round(found.candidates[0].seconds, 4) if found.candidates else 0,
+                "peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+            }
+        )
+        print(rows[-1], flush=True)
+    return rows
+
+
+class General:
+    """A plan as numbers from 0 to 1, which a general optimiser changes as it likes.
+
+    One for the sequences at once; for each kind its shape among those that take as many, its
+    stages, its place in the order and its part of the layers.
+    """
+
+    def __init__(self, asked: Problem) -> None:
+        self.asked, self.calls = asked, 0
+        batch = asked.space.global_batch
+        self.steps = [step for step in range(1, batch + 1) if batch % step == 0]
+        self.choices: dict[int, list[list[list[MeshChoice]]]] = {}
+
+    @property
+    def dimensions(self) -> int:
+        return 1 + 4 * len(self.asked.cluster.kinds)
+
+    def seconds(self, x: Sequence[float]) -> float:
+        self.calls += 1
+        asked = self.asked
+        step = self.steps[min(int(x[0] * len(self.steps)), len(self.steps) - 1)]
+        if step not in self.choices:
+            self.choices[step] = [
+                [mesh_choices(asked, option, 1) for option in mesh_options(asked, kind, step)]
+                for kind in asked.cluster.kinds
+            ]
+        meshes, weights = [], []
+        parts = np.reshape(x[1:], (-1, 4))
+        for number in np.argsort(parts[:, 2]):
+            shape, stages, _, weight = parts[number]
+            options = self.choices[step][number]
+            place = int(shape * (len(options) + 1))  # one more: the kind takes no part
+            if place < len(options) and options[place]:
+                choices = options[place]
+                meshes.append(choices[min(int(stages * len(choices)), len(choices) - 1)])
+                weights += [weight + 1e-3] * meshes[-1].count
+        if not meshes or len(weights) > asked.model.layers:
+            return _NOWHERE
+        layers = self._rounded(np.array(weights))
+        pipeline = pipeline_of(asked, meshes, micro_batches=asked.space.global_batch // step)
+        over = int(np.maximum(layers - pipeline.most_layers, 0).sum())
+        return _NOWHERE / 10 * over if over else estimate(pipeline, layers).seconds
+
+    def _rounded(self, weights: np.ndarray) -> np.ndarray:
+        total = self.asked.model.layers
+        exact = np.maximum(total * weights / weights.sum(), 1.0)
+        layers = np.floor(exact).astype(np.int64)
+        for place in np.argsort(layers - exact)[: max(total - int(layers.sum()), 0)]:
+            layers[place] += 1
+        while layers.sum() > total:
+            layers[int(np.argmax(layers))] -= 1
+        while layers.sum() < total:
+            layers[int(np.argmin(layers))] += 1
+        return layers
+
+
+def beside(seconds: float) -> None:
+    """Differential evolution of scipy for so long, and then our search."""
+    from scipy.optimize import differential_evolution
+
+    asked = problem(128, 3, 48, 256)
+    general = General(asked)
+    until = time.monotonic() + seconds
+    found = differential_evolution(
+        general.seconds,
+        [(0.0, 1.0)] * general.dimensions,
+        popsize=20,
+        maxiter=10**9,
+        tol=0,
+        seed=1,
+        polish=False,
+        callback=lambda *_: time.monotonic() > until,
+    )
+    begin = time.monotonic()
+    ours = search(
+        Problem(
+            asked.cluster,
+            asked.model,
+            asked.profile,
+            SearchSpace(global_batch=256, replicas=False),
+        )
+    )
+    print(
+        f"scipy: {found.fun:.4f} s a step after {seconds:.0f} s and {general.calls} evaluations; "
+        f"ours: {ours.candidates[0].seconds:.4f} s after {time.monotonic() - begin:.2f} s "
+        f"(exact: {ours.is_exact}), {ours.candidates[0].seconds / found.fun - 1:+.2%}"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    commands = parser.add_subparsers(dest="command", required=True)
+    commands.add_parser("growth").add_argument("--out", type=Path, required=True)
+    commands.add_parser("beside").add_argument("--seconds", type=float, default=600)
+    options = parser.parse_args()
+    if options.command == "beside":
+        beside(options.seconds)
+    else:
+        options.out.write_text(json.dumps(growth(), indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
