@@ -95,7 +95,8 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         help="measure the links between two processes here too, and print what to put into the "
         "cluster file",
     )
-    options, options.flags = parser.parse_known_args(argv)
+    options, rest = parser.parse_known_args(argv)
+    options.flags = rest
     return options
 
 

@@ -186,12 +186,15 @@ class _Slowed:
         costs = self.profile.costs(accelerator, point)
         if accelerator not in self.names:
             return costs
-        parts = {
-            part: PassTimes(times.forward * self.factor, times.backward * self.factor)
-            for part in ("layer", "embedding", "head")
-            for times in (getattr(costs, part),)
-        }
-        return replace(costs, **parts)
+        return replace(
+            costs,
+            layer=self._slower(costs.layer),
+            embedding=self._slower(costs.embedding),
+            head=self._slower(costs.head),
+        )
+
+    def _slower(self, times: PassTimes) -> PassTimes:
+        return PassTimes(times.forward * self.factor, times.backward * self.factor)
 
     def optimizer_seconds(self, accelerator: str, parameters: float) -> float:
         return self.profile.optimizer_seconds(accelerator, parameters)

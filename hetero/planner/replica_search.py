@@ -179,7 +179,8 @@ def _shared(
     """Divide the step's micro-batches so that the last replica ends as soon as can be."""
     about = max(1, total // sum(shape.data))
     ends = [
-        split.seconds + (np.arange(1, total // replicas + 1) - about) * split.period
+        split.seconds
+        + split.period * (np.arange(1, total // replicas + 1, dtype=np.float64) - about)
         for split, replicas in zip(splits, shape.data, strict=True)
     ]
     shares = best_shares(ends, shape.data, total)

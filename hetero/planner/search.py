@@ -19,6 +19,7 @@ import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -334,68 +335,6 @@ def _orders(meshes: tuple[MeshChoice, ...], *, is_exact: bool) -> Iterator[tuple
     yield by_memory[::-1]
 
 
-def _improve(problem: Problem, best: _Best, steps: Sequence[_Step], progress: Progress) -> int:
-    """Change the best candidates by one mesh, or the order, as long as that shortens a step."""
-    solved = 0
-    by_step = {(step.micro_batches, step.chunks): step for step in steps}
-    for start in best.sorted()[:_IMPROVED]:
-        current, tried = start, {start.meshes}
-        while solved < _CHANGES:
-            changed = sorted(
-                (bound, number, change)
-                for number, change in enumerate(_changes(current, by_step))
-                if (bound := _bound(problem, change)) < current.seconds
-            )
-            for _, _, (meshes, step) in changed:
-                if meshes in tried or solved >= _CHANGES:
-                    continue
-                tried.add(meshes)
-                solved += 1
-                candidate = _candidate(problem, meshes, step, best.limit)
-                if candidate is None:
-                    continue
-                best.add(candidate)
-                if candidate.seconds < current.seconds * (1 - 1e-9):
-                    current = candidate
-                    break
-            else:
-                break
-            progress("changes", solved / _CHANGES)
-    return solved
-
-
-_Change = tuple[tuple[MeshChoice, ...], _Step]
-
-
-def _changes(current: Candidate, by_step: Mapping[tuple[int, int], _Step]) -> Iterator[_Change]:
-    step = by_step[current.micro_batches, current.chunks]
-    meshes = current.meshes
-    for one, other in itertools.combinations(range(len(meshes)), 2):
-        swapped = list(meshes)
-        swapped[one], swapped[other] = swapped[other], swapped[one]
-        yield tuple(swapped), step
-    for index, mesh in enumerate(meshes):
-        before, after = meshes[:index], meshes[index + 1 :]
-        if before or after:
-            yield (*before, *after), step
-        for variant in step.of_kind(mesh.option.kind.name):
-            near = abs(variant.count - mesh.count) <= 2
-            if near or variant.count in (mesh.count // 2, 2 * mesh.count):
-                yield (*before, variant, *after), step
-    used = {mesh.option.kind.name for mesh in meshes}
-    for kind in step.kinds:
-        if kind and kind[0].option.kind.name not in used:
-            for variant in kind:
-                for place in range(len(meshes) + 1):
-                    yield (*meshes[:place], variant, *meshes[place:]), step
-
-
-def _bound(problem: Problem, change: _Change) -> float:
-    meshes, step = change
-    variants = tuple(_Variants.of([mesh]) for mesh in meshes)
-    return float(_bounds(_Family(variants, step.micro_batches, step.chunks), problem)[0])
-
-
 def _candidate(
     problem: Problem, meshes: tuple[MeshChoice, ...], step: _Step | _Family, below: float
 ) -> Candidate | None:
@@ -434,7 +373,7 @@ def _improve(problem: Problem, best: _Best, steps: Sequence[_Step], progress: Pr
     return solved
 
 
-_Change = tuple[tuple[MeshChoice, ...], _Step]
+_Change: TypeAlias = tuple[tuple[MeshChoice, ...], _Step]
 
 
 def _changes(current: Candidate, by_step: Mapping[tuple[int, int], _Step]) -> Iterator[_Change]:

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import yaml
 
-from hetero.plan import load_plan
+from hetero.plan import Mesh, Plan, load_plan
+from hetero.planner.placement import Placement
+from megatron.training.arguments import parse_args
+from megatron.training.layout import plan_from_args
+from tests.distributed.harness import ROOT
 from tools.plan import main
+from tools.planning.plan_files import training_flags
 
 CLUSTER = """\
 nodes:
@@ -68,17 +74,28 @@ def test_the_faster_vendor_takes_more_layers(answered: Path) -> None:
     assert layers["amd"] > layers["nvidia"] > 0
 
 
-def test_replicas_are_written_as_flags(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    # Links so slow that nothing but gradients, once a step, may cross them.
-    slow = CLUSTER + "links: [{between: [green, red], rail_gbits: 0.05}]\n"
-    assert main(asked(tmp_path, "--recompute", "none", cluster=slow)) == 0
-    out = capsys.readouterr().out
-    flags = yaml.safe_load((tmp_path / "out" / "flags.yaml").read_text())
-    if "replicas" in out.split("step  tokens/s")[1].splitlines()[1]:
-        assert flags["hetero-data-parallel"].startswith("nvidia:")
-        assert not (tmp_path / "out" / "plan.yaml").exists()
-    else:
-        assert "hetero-plan" in flags
+def test_replicas_are_written_as_flags_that_training_understands(tmp_path: Path) -> None:
+    replica = Mesh("nvidia", stages=2, data=2, share=3, micro_batch_size=2, recompute="full")
+    plan = Plan(
+        meshes=(replica, replace(replica, vendor="amd", data=1, share=2)),
+        layers=((3,), (1,)),
+        whole_replicas=True,
+    )
+    flags = training_flags(Placement(plan, ("green", "red"), 16), tmp_path / "plan.yaml")
+    file = tmp_path / "flags.yaml"
+    file.write_text(yaml.safe_dump(flags))
+    preset = str(ROOT / "examples" / "presets" / "tiny.yaml")
+    words = ["--yaml-cfg", preset, "--yaml-cfg", str(file)]
+    args = parse_args(words, world_size=plan.world_size)
+    assert plan_from_args(args, vendor="cpu") == Plan(
+        meshes=tuple(
+            Mesh(mesh.vendor, stages=2, data=mesh.data, share=mesh.share) for mesh in plan.meshes
+        ),
+        layers=plan.layers,
+        whole_replicas=True,
+    )
+    assert (args.global_batch_size, args.micro_batch_size) == (16, 2)
+    assert args.recompute_granularity == "full"
 
 
 def test_all_that_is_wrong_is_told_at_once(

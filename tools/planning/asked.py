@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -71,17 +72,17 @@ def asked_problem(options: argparse.Namespace) -> Asked:
     changed = {} if options.seq_length is None else {"seq_length": options.seq_length}
     cluster = read(lambda: load_cluster(options.cluster))
     model = read(lambda: load_model(options.model, **changed))
-    profiles = [read(lambda path=path: load_profile(path)) for path in options.profile]
+    profiles = [read(partial(load_profile, path)) for path in options.profile]
     if options.out.exists() and not options.out.is_dir():
         wrong.append(f"--out {options.out} is no folder; name another")
     if wrong or cluster is None or model is None:
         raise UserError("\n".join(wrong))
-    for path, profile in zip(options.profile, profiles, strict=True):
-        if profile is not None:
-            wrong += _other_model(path, profile, model)
+    read_profiles = [profile for profile in profiles if profile is not None]
+    for path, read_profile in zip(options.profile, read_profiles, strict=True):
+        wrong += _other_model(path, read_profile, model)
     if wrong:
         raise UserError("\n".join(wrong))
-    measured = _joined([profile for profile in profiles if profile is not None])
+    measured = _joined(read_profiles)
     profile, sources = _profile(cluster, model, measured)
     space = SearchSpace(
         global_batch=options.global_batch,

@@ -16,7 +16,7 @@ from hetero.planner.answer import (
     with_nodes,
     with_slower,
 )
-from hetero.planner.layer_split import estimate
+from hetero.planner.layer_split import Numbers, estimate
 from hetero.planner.mesh_options import Problem, pipeline_of
 from hetero.planner.search import Candidate
 
@@ -203,7 +203,7 @@ def _with_layers(problem: Problem, candidate: Candidate, first: int) -> Planned:
     )
 
 
-def _shared(layers: int, seconds: Sequence[float], extra: Sequence[float], least: int) -> list[int]:
+def _shared(layers: int, seconds: Numbers, extra: Numbers, least: int) -> list[int]:
     """Layer after layer to the stage that it makes last least."""
     counts = [least] * len(seconds)
     for _ in range(layers - least * len(counts)):
