@@ -95,6 +95,34 @@ def growth() -> list[dict[str, float]]:
     return rows
 
 
+def draw(rows: Sequence[dict[str, float]], path: Path) -> None:
+    """CPU seconds over accelerators, layers and kinds, the other two as in the middle."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    from tools.reports.charts import LIGHT, style_axes
+
+    figure = Figure(figsize=(12, 3.6), layout="constrained")
+    FigureCanvasAgg(figure)
+    figure.patch.set_facecolor(LIGHT.paper)
+    middle = {"accelerators": 1024, "kinds": 4, "layers": 96}
+    for axes, name in zip(figure.subplots(1, 3), middle, strict=True):
+        fixed = {other: value for other, value in middle.items() if other != name}
+        line = sorted(
+            (row[name], row["cpu_seconds"])
+            for row in rows
+            if all(row[other] == value for other, value in fixed.items())
+        )
+        axes.plot(*zip(*line, strict=True), marker="o", color="#b3402a")
+        others = ", ".join(f"{value:,} {other}" for other, value in fixed.items())
+        style_axes(axes, LIGHT, x_label=f"{name} ({others})")
+        axes.set_ylabel("seconds of one core")
+        axes.set_ylim(bottom=0)
+        if name == "accelerators":
+            axes.set_xscale("log", base=2)
+    figure.savefig(path, format="png", dpi=110)
+
+
 class General:
     """A plan as numbers from 0 to 1, which a general optimiser changes as it likes.
 
@@ -187,13 +215,16 @@ def beside(seconds: float) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     commands = parser.add_subparsers(dest="command", required=True)
-    commands.add_parser("growth").add_argument("--out", type=Path, required=True)
+    grows = commands.add_parser("growth")
+    grows.add_argument("--out", type=Path, required=True, help="JSON; a PNG is put beside it")
     commands.add_parser("beside").add_argument("--seconds", type=float, default=600)
     options = parser.parse_args()
     if options.command == "beside":
         beside(options.seconds)
     else:
-        options.out.write_text(json.dumps(growth(), indent=1) + "\n")
+        rows = growth()
+        options.out.write_text(json.dumps(rows, indent=1) + "\n")
+        draw(rows, options.out.with_suffix(".png"))
 
 
 if __name__ == "__main__":

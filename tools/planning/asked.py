@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from hetero.errors import UserError
+from hetero.errors import Refusal, UserError
 from hetero.planner.analytic_profile import EFFICIENCY, analytic_profile, measured_efficiency
 from hetero.planner.cluster_shape import Cluster, load_cluster
 from hetero.planner.layer_profile import (
@@ -66,7 +66,7 @@ def asked_problem(options: argparse.Namespace) -> Asked:
         try:
             return load()
         except UserError as error:
-            wrong.append(str(error))
+            wrong.extend(error.sentences if isinstance(error, Refusal) else (str(error),))
             return None
 
     changed = {} if options.seq_length is None else {"seq_length": options.seq_length}
@@ -76,12 +76,12 @@ def asked_problem(options: argparse.Namespace) -> Asked:
     if options.out.exists() and not options.out.is_dir():
         wrong.append(f"--out {options.out} is no folder; name another")
     if wrong or cluster is None or model is None:
-        raise UserError("\n".join(wrong))
+        raise Refusal(*wrong)
     read_profiles = [profile for profile in profiles if profile is not None]
     for path, read_profile in zip(options.profile, read_profiles, strict=True):
         wrong += _other_model(path, read_profile, model)
     if wrong:
-        raise UserError("\n".join(wrong))
+        raise Refusal(*wrong)
     measured = _joined(read_profiles)
     profile, sources = _profile(cluster, model, measured)
     space = SearchSpace(
@@ -171,7 +171,7 @@ def _require_points(problem: Problem) -> None:
         if len(errors) == len(points):
             wrong.append(errors[0])
     if wrong:
-        raise UserError("\n".join(wrong))
+        raise Refusal(*wrong)
 
 
 def nowhere_sentence(asked: Asked) -> UserError:
