@@ -17,6 +17,8 @@ from hetero.planner.step_costs import StepCosts, step_costs
 
 _SIMULATED = 24
 """Of the plans with the best estimates, how many are simulated before one is chosen."""
+_PASSES = 100_000
+"""Forward passes that are simulated for one answer; then the estimate has to do for the rest."""
 _KEPT = 8
 """Of those, how many are told of."""
 
@@ -90,7 +92,13 @@ def plan_best(problem: Problem, *, progress: Progress = lambda _: None) -> Best 
         wanted=_SIMULATED,
         progress=lambda text, share: progress(f"{text} {share:.0%}"),
     )
-    planned = [simulated(problem, candidate) for candidate in found.candidates]
+    planned: list[Planned] = []
+    passes = 0
+    for candidate in found.candidates:
+        if passes > _PASSES:
+            break
+        planned.append(simulated(problem, candidate))
+        passes += planned[-1].placement.plan.stages * candidate.micro_batches * candidate.chunks
     fitting = [one for one in planned if one.prediction.fits]
     if not fitting:
         return None
