@@ -44,6 +44,24 @@ _RUNS_OVER: dict[str, frozenset[str]] = {
 
 
 @dataclass(frozen=True)
+class StageOrder:
+    """Where a rank stands in a pipeline of several meshes: what schedules ask of a pipeline group.
+
+    A group would have one rank of each stage, and stages may have different numbers of ranks.
+    Nothing is sent through it: what goes from stage to stage goes over links.
+    """
+
+    stage: int
+    stages: int
+
+    def rank(self) -> int:
+        return self.stage
+
+    def size(self) -> int:
+        return self.stages
+
+
+@dataclass(frozen=True)
 class Groups:
     """The groups of one rank. Sizes of one are real groups too: megatron-core asks their size."""
 
@@ -54,7 +72,7 @@ class Groups:
     data: dist.ProcessGroup
     data_context: dist.ProcessGroup
     tensor_data_context: dist.ProcessGroup
-    pipeline: dist.ProcessGroup
+    pipeline: dist.ProcessGroup | StageOrder
     model: dist.ProcessGroup
     world: dist.ProcessGroup
     embedding: dist.ProcessGroup | None
@@ -89,13 +107,32 @@ def members(plan: Plan, rank: int, kind: str) -> tuple[int, ...]:
     The cost grows with the size of the group, and not with that of the job.
     """
     if kind == "embedding":
-        # The ranks that hold the two copies of a tied embedding.
-        line = members(plan, rank, "pipeline")
-        ends = (line[0], line[-1]) if len(line) > 1 else line
-        return ends if rank in ends else ()
+        return _embedding_members(plan, rank)
     if kind == "position_embedding":
         return (rank,) if plan.coordinate(rank).stage == 0 else ()
+    if joins_meshes(plan):
+        # Shards of stages of different shapes have no counterparts.
+        if kind == "pipeline":
+            return ()
+        if kind == "model":
+            kind = "world"
     return _alike(plan, rank, differ=_RUNS_OVER[kind])
+
+
+def joins_meshes(plan: Plan) -> bool:
+    """Whether the pipeline goes through several meshes, each of which has a shape of its own."""
+    return len(plan.meshes) > 1 and not plan.whole_replicas
+
+
+def _embedding_members(plan: Plan, rank: int) -> tuple[int, ...]:
+    """The ranks of a tied embedding and its copy: those of one part, where both have the same."""
+    if joins_meshes(plan):
+        last = plan.blocks_of_stage(plan.stages - 1)[0].ranks
+        ends = (*plan.blocks_of_stage(0)[0].ranks, *last)
+    else:
+        line = _alike(plan, rank, differ=_RUNS_OVER["pipeline"])
+        ends = (line[0], line[-1]) if len(line) > 1 else line
+    return ends if rank in ends else ()
 
 
 def _alike(plan: Plan, rank: int, *, differ: frozenset[str]) -> tuple[int, ...]:
@@ -160,7 +197,7 @@ def build_groups(
     where given, for groups that cross a boundary, `timeout` for the others.
     """
     created: dict[GroupPlan, dist.ProcessGroup] = {}
-    groups: dict[str, dist.ProcessGroup | None] = {}
+    groups: dict[str, dist.ProcessGroup | StageOrder | None] = {}
     for kind, group in planned_groups(plan, rank, vendor_backend=vendor_backend).items():
         if group is not None and group not in created:
             created[group] = create_group(
@@ -171,4 +208,6 @@ def build_groups(
                 vendor=plan.vendor_of_rank(rank),
             )
         groups[kind] = None if group is None else created[group]
+    if groups["pipeline"] is None:
+        groups["pipeline"] = StageOrder(plan.coordinate(rank).stage, plan.stages)
     return Groups(**groups)  # type: ignore[arg-type]

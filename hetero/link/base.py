@@ -84,6 +84,8 @@ class Link(ABC):
     """Where its tensors are; None for anywhere."""
     is_rung_by_c = False
     """Whether the peer hears of what C has enqueued before C returns."""
+    receives_ahead: bool = True
+    """Whether a receive that is posted long before its tensor comes costs nothing meanwhile."""
 
     def __init__(self, description: LinkDescription) -> None:
         self.description = description

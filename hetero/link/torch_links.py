@@ -279,6 +279,7 @@ class VendorLink(Link):
     """
 
     transport = "nccl"
+    receives_ahead = False  # The library's kernel waits on the GPU, and holds a part of it.
 
     def __init__(
         self,

@@ -8,48 +8,76 @@ ways that matter:
   ranks can never be taken for each other, whatever the order in which they are posted;
 - sends are never waited for. The link keeps the tensor's memory until it has gone, so the schedule
   may drop or deallocate its output at once, and two stages that both send first cannot deadlock.
+
+Told how many micro-batches will come, it also posts the receive of the next one as soon as it has
+delivered one, so that a tensor crosses while the stage still computes. The interleaved schedules do
+so by themselves.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from hetero.link.base import Link, Work
+from hetero.groups import StageOrder
+from hetero.link.base import Work
+from hetero.pipeline.links import Neighbour
+
+_BROUGHT_ON_BYTES = 1 << 20
+"""A smaller tensor is there sooner than a thread could be woken for it."""
 
 Shape = Sequence[int]
 Tensors = torch.Tensor | None | list[torch.Tensor | None]
+
+
+@dataclass
+class _Side:
+    """What leads to one neighbour, and the receive that has been posted before it is asked for."""
+
+    neighbour: Neighbour | None
+    expected: int = 0
+    """Tensors that will be asked for and whose receive has not been posted."""
+    posted: tuple[torch.Tensor, Work] | None = None
 
 
 class PipelineCommunicator:
     """One rank's pipeline neighbours, in the form that megatron-core's schedules expect.
 
     Args:
-        pp_group: the rank's pipeline group; the schedules ask its size and rank.
+        pp_group: where the rank stands in the pipeline; the schedules ask its size and rank.
         config: megatron-core's TransformerConfig, for the dtype of what crosses a stage.
-        upstream: link to the previous stage, None on the first (unless interleaved).
-        downstream: link to the next stage, None on the last (unless interleaved).
+        upstream: what leads to the previous stage, None on the first (unless interleaved).
+        downstream: what leads to the next stage, None on the last (unless interleaved).
         device: where received tensors are placed.
     """
 
     def __init__(
         self,
         *,
-        pp_group: dist.ProcessGroup,
+        pp_group: dist.ProcessGroup | StageOrder,
         config: Any,
-        upstream: Link | None,
-        downstream: Link | None,
+        upstream: Neighbour | None,
+        downstream: Neighbour | None,
         device: torch.device,
     ) -> None:
         self.pp_group = pp_group
         self.config = config
         self.virtual_pipeline_model_parallel_size = config.virtual_pipeline_model_parallel_size
-        self._upstream = upstream
-        self._downstream = downstream
+        self._upstream, self._downstream = _Side(upstream), _Side(downstream)
         self._device = device
+
+    def expect(self, *, activations: int, gradients: int) -> None:
+        """Say how many of each a schedule that is not interleaved will now receive, one by one.
+
+        Each has one shape, the same for all of them.
+        """
+        for side, count in ((self._upstream, activations), (self._downstream, gradients)):
+            receives = side.neighbour is not None and side.neighbour.receives_ahead
+            side.expected = count if receives else 0
 
     def recv_forward(self, tensor_shapes: Any, is_first_stage: bool) -> Tensors:
         """Receive activations, each (sequence, micro-batch, hidden), from the previous stage."""
@@ -123,49 +151,70 @@ class PipelineCommunicator:
         _wait_received(handles)
         return forward, backward
 
-    def _each_shape(self, tensor_shapes: Any, link: Link | None, *, wanted: bool) -> Tensors:
+    def _each_shape(self, tensor_shapes: Any, side: _Side, *, wanted: bool) -> Tensors:
         shapes = _as_list(tensor_shapes)
-        tensors: list[torch.Tensor | None] = []
-        for shape in shapes:
-            handles: dict[str, Work] = {}
-            tensors.append(self._post_recv("recv", wanted, shape, link, handles))
-            _wait_received(handles)
+        tensors = [self._take(side, shape) if wanted else None for shape in shapes]
+        for ahead in (self._upstream, self._downstream):
+            self._post_ahead(ahead, shapes[0])
         return tensors if shapes is tensor_shapes else tensors[0]
 
-    def _send_each(self, tensors: Tensors, link: Link | None) -> None:
-        for tensor in tensors if isinstance(tensors, list) else [tensors]:
-            self._post_send("send", tensor, link, {})
+    def _take(self, side: _Side, shape: Shape) -> torch.Tensor:
+        self._post_ahead(side, shape)
+        tensor, work = side.posted or self._receive(side, shape)
+        side.posted = None
+        work.wait()
+        return tensor
 
-    def _post_send(
-        self, name: str, tensor: torch.Tensor | None, link: Link | None, handles: dict[str, Work]
-    ) -> None:
-        if tensor is not None:
-            handles[name] = _required(link).send(tensor)
+    def _post_ahead(self, side: _Side, shape: Shape) -> None:
+        """Have one receive posted, if another tensor is sure to come."""
+        if side.expected and side.posted is None:
+            side.expected -= 1
+            tensor, work = side.posted = self._receive(side, shape)
+            if tensor.nbytes > _BROUGHT_ON_BYTES:
+                # A link leaves the work to who waits for it, unless somebody asks after it before.
+                work.is_completed()
 
-    def _post_recv(
-        self,
-        name: str,
-        wanted: bool,
-        shape: Shape,
-        link: Link | None,
-        handles: dict[str, Work],
-    ) -> torch.Tensor | None:
-        if not wanted:
-            return None
+    def _receive(self, side: _Side, shape: Shape) -> tuple[torch.Tensor, Work]:
         tensor = torch.empty(
             tuple(shape),
             dtype=self.config.pipeline_dtype,
             device=self._device,
             requires_grad=True,
         )
-        handles[name] = _required(link).recv(tensor)
+        return tensor, _required(side).recv(tensor)
+
+    def _send_each(self, tensors: Tensors, side: _Side) -> None:
+        for tensor in tensors if isinstance(tensors, list) else [tensors]:
+            self._post_send("send", tensor, side, {})
+
+    def _post_send(
+        self,
+        name: str,
+        tensor: torch.Tensor | None,
+        side: _Side,
+        handles: dict[str, Work],
+    ) -> None:
+        if tensor is not None:
+            handles[name] = _required(side).send(tensor)
+
+    def _post_recv(
+        self,
+        name: str,
+        wanted: bool,
+        shape: Shape,
+        side: _Side,
+        handles: dict[str, Work],
+    ) -> torch.Tensor | None:
+        if not wanted:
+            return None
+        tensor, handles[name] = self._receive(side, shape)
         return tensor
 
 
-def _required(link: Link | None) -> Link:
-    if link is None:
+def _required(side: _Side) -> Neighbour:
+    if side.neighbour is None:
         raise RuntimeError("the schedule asked for a neighbour that the plan does not have")
-    return link
+    return side.neighbour
 
 
 def _deliver(received: torch.Tensor | None, handles: dict[str, Work], *, overlap: bool) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 
@@ -16,7 +16,9 @@ from hetero.link.names import FAMILIES
 from hetero.link.open import ChannelOptions, Choice, open_link
 from hetero.link.torch_links import GlooLink, VendorLink
 from hetero.new_group import create_group
-from hetero.plan import Coordinate, Edge, Plan
+from hetero.pipeline.reshard import layout_of
+from hetero.pipeline.resharded_edge import End, ReshardedEdge
+from hetero.plan import Edge, Plan
 from hetero.store import Store
 
 
@@ -33,26 +35,41 @@ class LinkOptions:
     timeout: float
     """Seconds before a blocked transfer is an error."""
     channel: ChannelOptions
+    sequence: int = 0
+    """Length of the pipeline's sequences, for stages that split them differently."""
+    tensor_group: dist.ProcessGroup | None = None
+    """This rank's tensor-parallel group, for stages whose tensor-parallel ranks hold the same."""
+
+
+_LEAST_RING_BYTES = 8 << 20
+"""Of a link that shares the memory of one with others."""
+
+Neighbour = Link | ReshardedEdge
 
 
 @dataclass(frozen=True)
 class PipelineLinks:
     """The links of one rank, by the neighbour they lead to. None at an end of the pipeline."""
 
-    upstream: Link | None
-    downstream: Link | None
+    upstream: Neighbour | None
+    downstream: Neighbour | None
     is_boundary: Mapping[str, bool]
     """Whether the "upstream" and the "downstream" neighbour belong to another mesh."""
     choices: tuple[Choice, ...] = ()
-    """What `auto` chose for this rank's downstream link, and why; the peer chose alike."""
+    """What `auto` chose for this rank's downstream links, and why; the peers chose alike."""
+
+    def by_side(self) -> dict[str, list[Link]]:
+        """The "upstream" and the "downstream" links."""
+        sides = {"upstream": self.upstream, "downstream": self.downstream}
+        return {name: _links_of(neighbour) for name, neighbour in sides.items()}
 
     def all(self) -> list[Link]:
-        return [link for link in (self.upstream, self.downstream) if link is not None]
+        return [link for links in self.by_side().values() for link in links]
 
     def boundary(self) -> list[Link]:
         """The links that cross from one mesh to another."""
-        sides = (("upstream", self.upstream), ("downstream", self.downstream))
-        return [link for side, link in sides if link is not None and self.is_boundary[side]]
+        sides = self.by_side().items()
+        return [link for side, links in sides if self.is_boundary[side] for link in links]
 
     def check(self) -> None:
         """Raise if a link has failed. Waiting for the device first makes the answer final."""
@@ -64,6 +81,12 @@ class PipelineLinks:
             link.close()
 
 
+def _links_of(neighbour: Neighbour | None) -> list[Link]:
+    if neighbour is None:
+        return []
+    return neighbour.links if isinstance(neighbour, ReshardedEdge) else [neighbour]
+
+
 def edge_transport(edge: Edge, *, boundary_transport: str, device_type: str) -> str:
     """Inside a mesh the vendor's library; across a boundary what `--hetero-transport` says."""
     if edge.is_boundary:
@@ -72,58 +95,101 @@ def edge_transport(edge: Edge, *, boundary_transport: str, device_type: str) -> 
 
 
 def open_links(plan: Plan, rank: int, options: LinkOptions) -> PipelineLinks:
-    """Open the links of every edge of the plan. Collective: every rank calls it with one plan."""
-    here = plan.coordinate(rank)
-    links: dict[str, Link | None] = {"upstream": None, "downstream": None}
+    """Open the links of every edge of the plan. Collective: every rank calls it with one plan.
+
+    Links come in the order of their edges, sources and targets on all ranks, or they would wait for
+    each other for ever.
+    """
+    here = plan.coordinate(rank).stage
+    opener = _Opener(plan, rank, options)
+    sides: dict[str, Neighbour | None] = {"upstream": None, "downstream": None}
     boundaries = {"upstream": False, "downstream": False}
-    choices: list[Choice] = []
     for edge in plan.edges():
+        for side, stage in (("downstream", edge.source), ("upstream", edge.target)):
+            if here == stage:
+                boundaries[side] = edge.is_boundary
+                sides[side] = opener.open_side(edge, side)
+    return PipelineLinks(
+        upstream=sides["upstream"],
+        downstream=sides["downstream"],
+        is_boundary=boundaries,
+        choices=tuple(opener.choices),
+    )
+
+
+class _Opener:
+    """Opens the links of one rank, and keeps what was chosen for those downstream."""
+
+    def __init__(self, plan: Plan, rank: int, options: LinkOptions) -> None:
+        self._plan, self._rank, self._options = plan, rank, options
+        self.choices: list[Choice] = []
+
+    def open_side(self, edge: Edge, side: str) -> Neighbour:
+        """Open what joins this rank to the stage at the other end of an edge."""
+        plan, is_source = self._plan, side == "downstream"
+        stages = (edge.source, edge.target) if is_source else (edge.target, edge.source)
+        ranks, peers = (plan.blocks_of_stage(stage)[0].ranks for stage in stages)
+        place = ranks.index(self._rank)
+        if _is_direct(plan, edge):
+            return self._open_link(edge, side, peers[place], self._options.channel)
+        own, other = (layout_of(plan, stage) for stage in stages)
+        sequence = self._options.sequence
+        end = End(own, other, is_source=is_source, place=place, sequence=sequence)
+        links = {}
+        for peer in end.peers():
+            theirs = End(other, own, is_source=not is_source, place=peer, sequence=sequence)
+            # Both ends have so many links at most, and the memory of one is shared by them.
+            count = max(len(end.peers()), len(theirs.peers()))
+            channel = self._options.channel
+            ring = max(channel.ring_bytes // count, min(channel.ring_bytes, _LEAST_RING_BYTES))
+            shared = replace(channel, ring_bytes=ring)
+            links[peer] = self._open_link(edge, side, peers[peer], shared)
+        return ReshardedEdge(end, links, tensor_group=self._options.tensor_group)
+
+    def _open_link(self, edge: Edge, side: str, peer: int, channel: ChannelOptions) -> Link:
+        options = self._options
+        description = LinkDescription(
+            rank=self._rank,
+            peer=peer,
+            stage=self._plan.coordinate(self._rank).stage,
+            peer_stage=self._plan.coordinate(peer).stage,
+            job=options.job,
+            timeout=options.timeout,
+        )
         transport = edge_transport(
             edge,
             boundary_transport=options.boundary_transport,
             device_type=options.device.type,
         )
-        for side, stage, other in (
-            ("downstream", edge.source, edge.target),
-            ("upstream", edge.target, edge.source),
-        ):
-            if here.stage != stage:
-                continue
-            description = LinkDescription(
-                rank=rank,
-                peer=_peer(plan, here, other),
-                stage=stage,
-                peer_stage=other,
-                job=options.job,
-                timeout=options.timeout,
-            )
-            boundaries[side] = edge.is_boundary
-            if transport == "nccl":
-                groups = _direction_groups(description, edge, options.timeout)
-                links[side] = _open_vendor(description, side, groups)
-            elif transport == "gloo":
-                links[side] = _open_gloo(description, side, edge)
-            else:
-                choice = open_link(
-                    transport,
-                    _rendezvous(description, side, edge, options),
-                    options=options.channel,
-                    device=options.device,
-                    last_resort=partial(_open_gloo, description, side, edge),
-                )
-                links[side] = choice.link
-                if side == "downstream" and transport in FAMILIES:
-                    choices.append(choice)
-    return PipelineLinks(
-        upstream=links["upstream"],
-        downstream=links["downstream"],
-        is_boundary=boundaries,
-        choices=tuple(choices),
+        if transport == "nccl":
+            groups = _direction_groups(description, edge, options.timeout)
+            return _open_vendor(description, side, groups)
+        if transport == "gloo":
+            return _open_gloo(description, side, edge)
+        choice = open_link(
+            transport,
+            _rendezvous(description, side, edge, options),
+            options=channel,
+            device=options.device,
+            last_resort=partial(_open_gloo, description, side, edge),
+        )
+        if side == "downstream" and transport in FAMILIES:
+            self.choices.append(choice)
+        return choice.link
+
+
+def _is_direct(plan: Plan, edge: Edge) -> bool:
+    """Whether each rank has one peer, which has the same part of the tensor and nobody else has it.
+
+    Inside a mesh, as in megatron-core, all tensor-parallel ranks send what they hold alike.
+    """
+    source, target = (
+        plan.meshes[plan.blocks_of_stage(stage)[0].mesh] for stage in (edge.source, edge.target)
     )
-
-
-def _peer(plan: Plan, here: Coordinate, stage: int) -> int:
-    return plan.rank_at(stage, data=here.data, context=here.context, tensor=here.tensor)
+    if (source.tensor, source.context, source.data) != (target.tensor, target.context, target.data):
+        return False
+    splits = source.tensor == 1 or bool(source.sequence_parallel and target.sequence_parallel)
+    return splits or not edge.is_boundary
 
 
 def _open_vendor(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 
 from megatron.training.arguments.parser import collect_args
 from megatron.training.arguments.problems import Problems
@@ -30,10 +29,5 @@ def _check_plan(args: argparse.Namespace, *, so_far: bool) -> Iterator[str]:
     elif so_far:
         return
     # What a homogeneous run calls its vendor makes no difference here.
-    plan = plan_from_args(args, vendor="cpu")
-    shapes = {replace(mesh, vendor="cpu", stages=1) for mesh in plan.meshes}
-    if len(shapes) > 1 and not plan.whole_replicas:
-        yield (
-            "training with meshes that differ in more than their stages is not available yet; give "
-            "every mesh the same sizes and options"
-        )
+    plan_from_args(args, vendor="cpu")
+    yield from ()

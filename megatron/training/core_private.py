@@ -29,7 +29,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import get_cuda_rng_tracker, layers
 from megatron.core.transformer import attention
 
-from hetero.groups import Groups
+from hetero.groups import Groups, StageOrder
 from hetero.plan import Plan
 
 
@@ -40,10 +40,11 @@ def register_groups(groups: Groups, plan: Plan, rank: int) -> None:
     state._TENSOR_MODEL_PARALLEL_GROUP = groups.tensor
     state._TENSOR_MODEL_PARALLEL_GLOBAL_RANKS = _ranks(groups.tensor)
     state._PIPELINE_MODEL_PARALLEL_GROUP = groups.pipeline
-    state._PIPELINE_GLOBAL_RANKS = _ranks(groups.pipeline)
+    if not isinstance(groups.pipeline, StageOrder):
+        state._PIPELINE_GLOBAL_RANKS = _ranks(groups.pipeline)
     state._MODEL_PARALLEL_GROUP = groups.model
     state._MODEL_PARALLEL_GLOBAL_RANKS = _ranks(groups.model)
-    state._EMBEDDING_GROUP = groups.embedding
+    state._EMBEDDING_GROUP = _core_embedding(groups)
     state._POSITION_EMBEDDING_GROUP = groups.position_embedding
     state._CONTEXT_PARALLEL_GROUP = groups.context
     state._CONTEXT_PARALLEL_GLOBAL_RANKS = _ranks(groups.context)
@@ -87,7 +88,7 @@ def group_collection(groups: Groups) -> ProcessGroupCollection:
         tp=groups.tensor,
         pp=groups.pipeline,
         mp=groups.model,
-        embd=groups.embedding,
+        embd=_core_embedding(groups),
         pos_embd=groups.position_embedding,
         cp=groups.context,
         tp_cp=groups.tensor_context,
@@ -103,6 +104,14 @@ def group_collection(groups: Groups) -> ProcessGroupCollection:
         intra_expt_dp=groups.data,
         intra_dist_opt=groups.world,
     )
+
+
+def _core_embedding(groups: Groups) -> dist.ProcessGroup | None:
+    """The group over which megatron-core adds the gradients of a tied embedding.
+
+    Between meshes, which may split the embedding differently, it is left to `gradients.py`.
+    """
+    return groups.single if isinstance(groups.pipeline, StageOrder) else groups.embedding
 
 
 def _ranks(group: dist.ProcessGroup) -> list[int]:
@@ -259,6 +268,37 @@ def provide_rotary(rotate: Callable[..., Any], split_and_rotate: Callable[..., A
 def provide_swiglu(function: object) -> None:
     """Exchange the autograd function behind megatron-core's fused SwiGLU without bias."""
     fused_bias_swiglu.SwiGLUFunction = function
+
+
+def rescale_gradients(
+    chunks: Iterable[DistributedDataParallel], averaging: float, summing: float
+) -> None:
+    """What gradients are multiplied with before they are reduced over the replicas.
+
+    `averaging` where the reduction takes their mean, `summing` where it takes their sum.
+    """
+    for chunk in chunks:
+        factor = averaging if chunk.ddp_config.average_in_collective else summing
+        for buffer in chunk.buffers:
+            for part in (buffer, *buffer.buckets):
+                part.gradient_scaling_factor = factor
+
+
+def reduced_range(chunk: DistributedDataParallel, parameter: torch.nn.Parameter) -> tuple[int, int]:
+    """The flat range of a parameter whose gradient this rank has once replicas have reduced theirs.
+
+    All of it, or with the distributed optimizer the part that falls into this rank's share of the
+    bucket.
+    """
+    if not chunk.ddp_config.use_distributed_optimizer:
+        return 0, parameter.numel()
+    buffer = next(b for b in chunk.buffers if parameter in b.param_index_map)
+    begin, end, index = buffer.param_index_map[parameter]
+    bucket = buffer.buckets[index]
+    share = bucket.grad_data.numel() // chunk.dp_cp_group.size()
+    first = bucket.offset + chunk.dp_cp_group.rank() * share
+    held = (max(begin, first) - begin, min(end, first + share) - begin)
+    return held if held[0] < held[1] else (0, 0)
 
 
 def gather_parameters(chunks: Iterable[DistributedDataParallel]) -> None:

@@ -34,7 +34,7 @@ from hetero.errors import (
     print_error,
     write_error_file,
 )
-from hetero.groups import Groups, build_groups
+from hetero.groups import Groups, build_groups, joins_meshes
 from hetero.link.nics import Nics, find_nics
 from hetero.link.open import ChannelOptions
 from hetero.liveness.liveness import Liveness, RankLost
@@ -42,13 +42,14 @@ from hetero.liveness.open_liveness import open_liveness
 from hetero.new_group import open_world
 from hetero.pipeline.links import LinkOptions, PipelineLinks, open_links
 from hetero.plan import Coordinate, Plan
+from megatron.training.arguments.installed_layers import ENGINE, engine_is_installed
 from megatron.training.checkpoint.folder import check_save_folder
 from megatron.training.checkpoint.lock import SaveLock
 from megatron.training.checkpoint.selection import Nothing, Selection, select
 from megatron.training.core_private import register_groups
 from megatron.training.data import Datasets
 from megatron.training.data_agreement import agree_on_data
-from megatron.training.layout import plan_from_args
+from megatron.training.layout import plan_from_args, use_mesh
 from megatron.training.optimizer import RankStatistics
 from megatron.training.recorder import check_outputs
 from megatron.training.rendezvous import (
@@ -123,7 +124,11 @@ class Job:
 
 def plan_launch(args: argparse.Namespace, rank: int) -> Plan:
     """The plan of a command line, once this process is known to be able to follow it."""
-    if args.transformer_impl == "transformer_engine":
+    slowdown_factors(os.environ.get(SLOWDOWN_VARIABLE, ""))
+    plan = plan_from_args(args, vendor=running_vendor())
+    own = plan.meshes[plan.coordinate(rank).mesh].transformer_impl
+    # Where it is not installed local layers are built, as the flags have been told already.
+    if (own or args.transformer_impl) == ENGINE and (own is None or engine_is_installed()):
         try:
             import transformer_engine  # noqa: F401
         except ImportError as error:
@@ -131,8 +136,6 @@ def plan_launch(args: argparse.Namespace, rank: int) -> Plan:
                 f"TransformerEngine is installed and cannot be imported ({error}); install it with "
                 "pip install '.[te]' or use --transformer-impl local"
             ) from error
-    slowdown_factors(os.environ.get(SLOWDOWN_VARIABLE, ""))
-    plan = plan_from_args(args, vendor=running_vendor())
     if args.hetero_nics:
         _find_nics(args, own="")
     if rank == 0:
@@ -255,6 +258,8 @@ class Starter:
         identities, device = self._meet(args, plan, problem)
         if args is None or plan is None:
             raise RuntimeError("the ranks agreed although this one's command line was refused")
+        if joins_meshes(plan):
+            use_mesh(args, plan.meshes[plan.coordinate(self.rank).mesh])
         if self.liveness is not None:
             self.liveness.name_ranks(_names(identities, plan))
             self._own_address = agree_on_addresses(self.agreement, self.liveness, rank=self.rank)
@@ -382,6 +387,8 @@ class Starter:
                         job=job_name,
                         timeout=args.hetero_timeout,
                         channel=_channel_options(args, self._own_address),
+                        sequence=args.seq_length,
+                        tensor_group=groups.tensor,
                     ),
                 )
         return Job(

@@ -98,6 +98,9 @@ def use_mesh(args: argparse.Namespace, mesh: Mesh) -> None:
     args.sequence_parallel = mesh.sequence_parallel
     if mesh.distributed_optimizer is not None:
         args.use_distributed_optimizer = mesh.distributed_optimizer
+    # There is nothing to gather without it.
+    args.overlap_param_gather &= args.use_distributed_optimizer
+    args.align_param_gather &= args.use_distributed_optimizer
     if mesh.attention_backend is not None:
         args.attention_backend = mesh.attention_backend
     if mesh.transformer_impl is not None:
@@ -105,6 +108,8 @@ def use_mesh(args: argparse.Namespace, mesh: Mesh) -> None:
         fall_back(args)
     if mesh.recompute is not None:
         _use_recompute(args, mesh.recompute)
+    # Only what tensor-parallel ranks hold alike can be shared out among them.
+    args.distribute_saved_activations &= mesh.tensor > 1 and not mesh.sequence_parallel
 
 
 def _use_recompute(args: argparse.Namespace, recompute: str) -> None:

@@ -25,10 +25,11 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from hetero.groups import Groups
+from hetero.groups import Groups, joins_meshes
 from hetero.plan import Coordinate, Plan
 from megatron.training import weights
 from megatron.training.core_private import group_collection
+from megatron.training.gradients import GradientsOverMeshes
 from megatron.training.kernels import Kernels, adapt, choose, model_class, use
 from megatron.training.layers import SdpaAttention, norm_class
 
@@ -314,6 +315,10 @@ def build_model(
         for index, chunk in enumerate(bare)
     ]
     _connect_gradient_hooks(args, config, chunks)
+    if joins_meshes(plan):
+        config.finalize_model_grads_func = GradientsOverMeshes(
+            args, chunks, plan=plan, rank=rank, groups=groups
+        )
     return StageModel(
         chunks=chunks,
         config=config,

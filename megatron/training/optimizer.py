@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -131,13 +131,9 @@ class TrainingOptimizer:
         model.config.grad_scale_func = self.inner.scale_loss
         self._statistics = statistics
         self._device = device
+        here = plan.coordinate(rank)
         # Without the distributed optimizer every data-parallel replica has the same gradients.
-        self._counts = [
-            args.use_distributed_optimizer
-            or (plan.coordinate(r).data == 0 and plan.coordinate(r).context == 0)
-            for r in range(plan.world_size)
-        ]
-        self._rank = rank
+        self._counts = args.use_distributed_optimizer or (here.data == 0 and here.context == 0)
 
     def zero_grad(self) -> None:
         self.inner.zero_grad()
@@ -164,10 +160,13 @@ class TrainingOptimizer:
         the last stage, and there counted once over its tensor-parallel ranks.
         """
         overflowed = self.inner.prepare_grads()
-        local = torch.zeros(5, dtype=torch.float64, device=self._device)
-        if not overflowed and self._counts[self._rank]:
+        local = torch.zeros(6, dtype=torch.float64, device=self._device)
+        if not overflowed and self._counts:
             with self._timers("optimizer-clip-main-grad"):
                 local[0] = self._squared_norm()
+            if self.config.log_num_zeros_in_grad:
+                with self._timers("optimizer-count-zeros"):
+                    local[5] = self._zeros()
         local[1], local[2], local[3], local[4] = loss_sum, tokens, link_bytes, stop_requested
         with self._timers("grad-norm-all-gather"):
             rows = self._statistics.gather(local, check=check_links)
@@ -178,23 +177,17 @@ class TrainingOptimizer:
             tokens=math.fsum(row[2] for row in rows),
             link_bytes=int(sum(row[3] for row in rows)),
             stop_requested=any(row[4] for row in rows),
+            zeros=sum(row[5] for row in rows) if self.config.log_num_zeros_in_grad else None,
         )
         if outcome.grad_norm is None or not math.isfinite(outcome.grad_norm + outcome.loss):
-            return outcome
+            return replace(outcome, zeros=None)
         with self._timers("optimizer-clip-main-grad"):
             self._clip(outcome.grad_norm)
-        zeros = None
-        if self.config.log_num_zeros_in_grad:
-            with self._timers("optimizer-count-zeros"):
-                zeros = self.inner.count_zeros()
-        updated = bool(self.inner.step_with_ready_grads())
-        return replace(outcome, updated=updated, zeros=zeros)
+        return replace(outcome, updated=bool(self.inner.step_with_ready_grads()))
 
     def _norm(self, squares: list[float]) -> float:
         """Norm over the model from every rank's square, added in rank order."""
-        total = 0.0
-        for square, counted in zip(squares, self._counts, strict=True):
-            total += square if counted else 0.0
+        total = sum(squares, start=0.0)
         return math.sqrt(total) if total >= 0.0 else math.nan
 
     def _squared_norm(self) -> torch.Tensor:
@@ -204,12 +197,26 @@ class TrainingOptimizer:
         spread over stages by more than float64's rounding.
         """
         total = torch.zeros((), dtype=torch.float64, device=self._device)
-        for optimizer in self.inner.chained_optimizers:
-            grads = optimizer.get_main_grads_for_grad_norm()
-            if grads:
-                norms = torch.stack(torch._foreach_norm(grads)).double()
-                total += (norms * norms).sum()
+        # A GPU adds in a tree. A CPU adds so many numbers to one that, in float32, a large norm
+        # would depend on how many ranks share the tensor.
+        dtype = torch.float64 if self._device.type == "cpu" else None
+        for grads in self._counted_grads():
+            norms = torch.stack(torch._foreach_norm(grads, dtype=dtype)).double()
+            total += (norms * norms).sum()
         return total
+
+    def _zeros(self) -> torch.Tensor:
+        """How many elements of this rank's part of the gradient are zero."""
+        total = torch.zeros((), dtype=torch.float64, device=self._device)
+        for grads in self._counted_grads():
+            total += sum(grad.numel() - torch.count_nonzero(grad) for grad in grads)
+        return total
+
+    def _counted_grads(self) -> Iterator[list[torch.Tensor]]:
+        """The gradients of this rank, but for what a tensor-parallel rank or a tied copy counts."""
+        for optimizer in self.inner.chained_optimizers:
+            if grads := optimizer.get_main_grads_for_grad_norm():
+                yield grads
 
     def _clip(self, norm: float) -> None:
         if self.config.clip_grad <= 0.0:

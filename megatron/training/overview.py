@@ -46,6 +46,9 @@ def stage_rows(job: Job, model: StageModel) -> list[dict[str, Any]]:
     plan = job.plan
     parameters = sum(p.numel() for _, p in model.named_parameters())
     counts = _everyone(parameters)
+    # Every rank's flags are those of its mesh.
+    replicas = len(plan.shares(job.coordinate.stage))
+    states = _everyone(planned_state_bytes(parameters, args=job.args, data_size=replicas))
     lacks = job.args.lacks_transformer_engine
     built = _everyone(f"{job.args.transformer_impl}{FALLBACK if lacks else ''}")
     edges = {edge.source: edge for edge in plan.edges()}
@@ -70,9 +73,7 @@ def stage_rows(job: Job, model: StageModel) -> list[dict[str, Any]]:
                 "data_parallel": mesh.data,
                 "transformer_impl": built[ranks.start],
                 "parameters": sum(counts[r] for r in ranks[: mesh.tensor]),
-                "state_bytes_per_rank": planned_state_bytes(
-                    counts[ranks.start], args=job.args, data_size=len(plan.shares(stage))
-                ),
+                "state_bytes_per_rank": states[ranks.start],
                 "share": mesh.share,
                 "next_stage": edge.target if edge else None,
                 "next_is_boundary": bool(edge and edge.is_boundary),
@@ -185,7 +186,6 @@ def _link_entries(job: Job) -> list[dict[str, Any]]:
     ]
     if job.links is None:
         return between_replicas
-    sides = (("upstream", job.links.upstream), ("downstream", job.links.downstream))
     return between_replicas + [
         {
             "rank": job.rank,
@@ -197,8 +197,8 @@ def _link_entries(job: Job) -> list[dict[str, Any]]:
             "transport": link.transport,
             **link.counters.as_dict(),
         }
-        for side, link in sides
-        if link is not None
+        for side, links in job.links.by_side().items()
+        for link in links
     ]
 
 

@@ -86,8 +86,9 @@ class Schedule:
             pp_size=plan.stages, vp_size=plan.chunks if plan.chunks > 1 else None
         )
         self._communicator: Any = None
+        self._over_links: PipelineCommunicator | None = None
         if job.links is not None:
-            self._communicator = PipelineCommunicator(
+            self._communicator = self._over_links = PipelineCommunicator(
                 pp_group=job.groups.pipeline,
                 config=model.config,
                 upstream=job.links.upstream,
@@ -104,6 +105,8 @@ class Schedule:
             self._communicator = P2PCommunicator(job.groups.pipeline, config)
         if self._communicator is not None and timers.level > 1:
             self._communicator = TimedCommunicator(self._communicator, timers)
+        self._is_interleaved = plan.chunks > 1
+        self._is_first, self._is_last = job.coordinate.stage == 0, job.is_last_stage
         self._counts_loss = job.is_last_stage and job.coordinate.tensor == 0
 
     def run(
@@ -120,11 +123,17 @@ class Schedule:
             batch_size: samples of all replicas together.
         """
         groups = self._model.groups if self._communicator is not None else None
+        micro_batches = batch_size // (micro_batch_size * self._row) * self._share
+        if self._over_links is not None and not self._is_interleaved:
+            self._over_links.expect(
+                activations=0 if self._is_first else micro_batches,
+                gradients=0 if self._is_last or forward_only else micro_batches,
+            )
         results = self._run(
             forward_step_func=self._forward_step,
             data_iterator=iterators if len(iterators) > 1 else iterators[0],
             model=self._model.chunks if len(iterators) > 1 else self._model.chunks[0],
-            num_microbatches=batch_size // (micro_batch_size * self._row) * self._share,
+            num_microbatches=micro_batches,
             seq_length=self._args.seq_length,
             micro_batch_size=micro_batch_size,
             forward_only=forward_only,

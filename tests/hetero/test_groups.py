@@ -18,7 +18,15 @@ import torch.multiprocessing
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hetero.groups import GroupPlan, Groups, build_groups, members, planned_groups
+from hetero.groups import (
+    GroupPlan,
+    Groups,
+    StageOrder,
+    build_groups,
+    joins_meshes,
+    members,
+    planned_groups,
+)
 from hetero.plan import Coordinate, Mesh, Plan
 
 Key = Callable[[Coordinate], tuple[int, ...]]
@@ -32,10 +40,13 @@ KINDS: dict[str, Key] = {
     "data": lambda c: (c.stage, c.context, c.tensor),
     "data_context": lambda c: (c.stage, c.tensor),
     "tensor_data_context": lambda c: (c.stage,),
-    "pipeline": lambda c: (c.data, c.context, c.tensor),
-    "model": lambda c: (c.data, c.context),
     "world": lambda c: (),
 }
+ALONG_THE_PIPELINE: dict[str, Key] = {
+    "pipeline": lambda c: (c.data, c.context, c.tensor),
+    "model": lambda c: (c.data, c.context),
+}
+"""Where all stages have the same ranks: in one mesh, or in whole replicas."""
 
 
 def _plan(
@@ -100,6 +111,17 @@ def test_each_rank_finds_its_own_group_of_a_kind_by_itself(plan: Plan, kind: str
         assert {members(plan, rank, kind) for rank in ranks} == {ranks}
 
 
+@given(any_plans(), st.sampled_from(sorted(ALONG_THE_PIPELINE)))
+def test_stages_of_several_meshes_have_no_group_of_one_rank_each(plan: Plan, kind: str) -> None:
+    everyone = tuple(range(plan.world_size))
+    if joins_meshes(plan):
+        expected = dict.fromkeys(everyone, () if kind == "pipeline" else everyone)
+    else:
+        parts = _partition(plan, ALONG_THE_PIPELINE[kind])
+        expected = {rank: ranks for ranks in parts for rank in ranks}
+    assert {rank: members(plan, rank, kind) for rank in everyone} == expected
+
+
 @given(uniform_plans())
 def test_groups_have_the_sizes_the_plan_says(plan: Plan) -> None:
     mesh = plan.meshes[0]
@@ -109,16 +131,17 @@ def test_groups_have_the_sizes_the_plan_says(plan: Plan) -> None:
     assert sizes["single"] == {1}
     assert sizes["tensor"] == {mesh.tensor}
     assert sizes["data"] == {mesh.data}
-    assert sizes["pipeline"] == {plan.stages}
-    assert sizes["model"] == {plan.stages * mesh.tensor}
     assert sizes["world"] == {plan.world_size}
 
 
-@given(uniform_plans())
+@given(any_plans().filter(lambda plan: not plan.whole_replicas))
 def test_an_embedding_group_joins_the_two_copies_of_a_tied_embedding(plan: Plan) -> None:
     first, last = (plan.blocks_of_stage(s)[0].ranks for s in (0, plan.stages - 1))
-    pairs = zip(first, last, strict=True)
-    expected = {rank: tuple(sorted(set(pair))) for pair in pairs for rank in pair}
+    if joins_meshes(plan):
+        expected = dict.fromkeys((*first, *last), (*first, *last))
+    else:
+        pairs = zip(first, last, strict=True)
+        expected = {rank: tuple(sorted(set(pair))) for pair in pairs for rank in pair}
     for rank in range(plan.world_size):
         assert members(plan, rank, "embedding") == expected.get(rank, ())
 
@@ -217,8 +240,8 @@ def _job(stages: int, tensor: int, data: int) -> Plan:
 @pytest.mark.parametrize(
     ("plan", "by_rank"),
     [
-        (_job(8, 8, 16), {0: 8, 200: 7, 1023: 8}),
-        (_job(16, 8, 128), {0: 8, 9000: 7, 16383: 8}),
+        (_job(8, 8, 16), {0: 6, 200: 5, 1023: 6}),
+        (_job(16, 8, 128), {0: 6, 9000: 5, 16383: 6}),
     ],
     ids=["1,024 ranks", "16,384 ranks"],
 )
@@ -242,8 +265,8 @@ def test_the_groups_of_one_rank_of_a_mixed_plan() -> None:
         "data": (5, 7),
         "data_context": (5, 7),
         "tensor_data_context": (4, 5, 6, 7),
-        "pipeline": (1, 5, 9),
-        "model": (0, 1, 4, 5, 8, 9),
+        "pipeline": None,
+        "model": tuple(range(12)),
         "world": tuple(range(12)),
         "embedding": None,
         "position_embedding": None,
@@ -265,8 +288,8 @@ def _live(rank: int, folder: str) -> None:
     found: dict[str, Any] = {}
     for kind in fields(Groups):
         group = getattr(groups, kind.name)
-        if group is None:
-            found[kind.name] = None
+        if group is None or isinstance(group, StageOrder):
+            found[kind.name] = group
             continue
         number = torch.tensor([10.0**rank])
         dist.all_reduce(number, group=group)
@@ -287,10 +310,9 @@ def test_four_processes_build_the_groups_of_a_mixed_plan_and_use_them() -> None:
         "single": [[0], [1], [2], [3]],
         "tensor": [[0, 1], [0, 1], [2, 3], [2, 3]],
         "data": [[0], [1], [2], [3]],
-        "pipeline": [[0, 2], [1, 3], [0, 2], [1, 3]],
         "model": [[0, 1, 2, 3]] * 4,
         "world": [[0, 1, 2, 3]] * 4,
-        "embedding": [[0, 2], [1, 3], [0, 2], [1, 3]],
+        "embedding": [[0, 1, 2, 3]] * 4,
         "position_embedding": [[0], [1], None, None],
     }
     # One forked parent that has torch loaded, instead of loading it in each process.
@@ -299,7 +321,9 @@ def test_four_processes_build_the_groups_of_a_mixed_plan_and_use_them() -> None:
         torch.multiprocessing.start_processes(
             _live, args=(folder,), nprocs=4, start_method="forkserver"
         )
-        found = [torch.load(Path(folder) / f"{rank}.pt") for rank in range(4)]
+        found = [torch.load(Path(folder) / f"{rank}.pt", weights_only=False) for rank in range(4)]
+    stages = [(groups["pipeline"].rank(), groups["pipeline"].size()) for groups in found]
+    assert stages == [(0, 2), (0, 2), (1, 2), (1, 2)]
     for kind, by_rank in expected.items():
         for rank, ranks in enumerate(by_rank):
             group = found[rank][kind]

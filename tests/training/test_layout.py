@@ -15,7 +15,6 @@ import yaml
 from hetero.errors import UserError
 from hetero.plan import Mesh, Plan, PlanError
 from megatron.training.arguments import parse_args
-from megatron.training.command_line import read_command_line
 from megatron.training.layout import adopt_plan_file, plan_from_args, use_mesh
 
 LAUNCH = (
@@ -252,12 +251,6 @@ def test_flags_and_a_plan_file_describe_the_same_object(tmp_path: Path, common: 
             sequence_parallel=common == "--sequence-parallel",
         ),
     )
-
-
-def test_unequal_meshes_are_not_trained_yet(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "8")
-    with pytest.raises(UserError, match="differ in more than their stages is not available yet"):
-        read_command_line(shlex.split(f"{LAUNCH} --num-layers 8 {UNEQUAL_FLAGS}"))
 
 
 def test_a_file_s_sequence_parallelism_needs_a_sequence_that_it_shares(tmp_path: Path) -> None:

@@ -131,16 +131,26 @@ def load_random(
 
 def layout_record(args: argparse.Namespace, plan: Plan) -> dict[str, Any]:
     """What has to be the same for every rank to draw the random numbers it would have drawn."""
-    stages = []
-    for stage in range(plan.stages):
-        mesh = plan.meshes[plan.blocks_of_stage(stage)[0].mesh]
-        stages.append([mesh.tensor, mesh.context, len(plan.shares(stage))])
+    meshes = [plan.meshes[plan.blocks_of_stage(stage)[0].mesh] for stage in range(plan.stages)]
+    stages = [
+        [mesh.tensor, mesh.context, len(plan.shares(stage))] for stage, mesh in enumerate(meshes)
+    ]
+    parallel = [
+        args.sequence_parallel if m.sequence_parallel is None else m.sequence_parallel
+        for m in meshes
+    ]
+    micro_batches = [m.micro_batch_size or args.micro_batch_size for m in meshes]
     record = {
         "layers": [list(chunks) for chunks in plan.layers],
         "stages": stages,
-        "sequence_parallel": bool(args.sequence_parallel),
-        "micro_batch_size": args.micro_batch_size,
+        "sequence_parallel": _of_stages(parallel),
+        "micro_batch_size": _of_stages(micro_batches),
     }
     if len(set(plan.shares(0))) > 1:
         record["shares"] = list(plan.shares(0))
     return record
+
+
+def _of_stages(values: list[Any]) -> Any:
+    """One value where all stages have the same."""
+    return values[0] if len(set(values)) == 1 else values

@@ -45,6 +45,8 @@ class FakeWork(Work):
 class FakeLink:
     """Remembers what was sent and hands out what a test has laid ready; content comes on wait."""
 
+    receives_ahead = True
+
     def __init__(self) -> None:
         self.sent: list[torch.Tensor] = []
         self.sends: list[FakeWork] = []
@@ -295,3 +297,42 @@ def test_a_neighbour_that_the_plan_does_not_have_is_a_clear_error() -> None:
 def test_receiving_from_a_neighbour_that_is_not_there_is_a_clear_error() -> None:
     with pytest.raises(RuntimeError, match="neighbour that the plan does not have"):
         Stage(first=True).p2p.recv_forward(SHAPE, False)
+
+
+# Receives that are posted before they are asked for.
+
+
+def test_told_how_many_will_come_it_posts_the_next_receive_before_it_is_asked_for() -> None:
+    stage = Stage()
+    stage.up.will_send(1.0, 2.0, 3.0)
+    stage.down.will_send(4.0, 5.0)
+    stage.p2p.expect(activations=3, gradients=2)
+    assert is_full(stage.p2p.recv_forward(SHAPE, False), 1.0)
+    assert (len(stage.up.recvs), len(stage.down.recvs)) == (2, 1)
+    assert [work.waited for work in stage.up.recvs] == [True, False]
+    assert not stage.down.recvs[0].waited
+    assert is_full(stage.p2p.send_forward_recv_backward(full(0.0), SHAPE, False), 4.0)
+    assert is_full(stage.p2p.send_backward_recv_forward(full(0.0), SHAPE, False), 2.0)
+    assert is_full(stage.p2p.recv_forward([SHAPE], False)[0], 3.0)
+    assert is_full(stage.p2p.recv_backward(SHAPE, False), 5.0)
+    assert not stage.up.ready, "and never more than will come"
+    assert not stage.down.ready
+    assert all(work.waited for work in stage.up.recvs + stage.down.recvs)
+
+
+def test_the_first_stage_posts_the_receive_of_gradients_while_it_has_none_to_wait_for() -> None:
+    stage = Stage(first=True)
+    stage.down.will_send(4.0)
+    stage.p2p.expect(activations=0, gradients=1)
+    assert stage.p2p.recv_forward([SHAPE], True) == [None]
+    assert len(stage.down.recvs) == 1
+    assert is_full(stage.p2p.recv_backward(SHAPE, False), 4.0)
+
+
+def test_nothing_is_posted_ahead_where_that_would_hold_a_part_of_the_device() -> None:
+    stage = Stage()
+    stage.up.receives_ahead = False
+    stage.up.will_send(1.0, 2.0)
+    stage.p2p.expect(activations=2, gradients=0)
+    assert is_full(stage.p2p.recv_forward(SHAPE, False), 1.0)
+    assert len(stage.up.recvs) == 1

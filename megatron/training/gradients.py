@@ -1,0 +1,90 @@
+"""Gradients over meshes of different shapes: of the global batch's mean loss on every rank.
+
+megatron-core brings them together inside a stage. What joins stages it does over groups of one rank
+of each, which meshes of different shapes do not have; here it is done without such groups.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.distributed import finalize_model_grads as finalize_stage
+
+from hetero.groups import Groups
+from hetero.plan import Plan
+from megatron.training.core_private import reduced_range, rescale_gradients
+from megatron.training.tied_embedding import TiedEmbedding
+
+
+class GradientsOverMeshes:
+    """What megatron-core's schedules call when all micro-batches have gone through this stage.
+
+    Building one is collective over all ranks.
+    """
+
+    def __init__(
+        self,
+        args: argparse.Namespace,
+        chunks: Sequence[DistributedDataParallel],
+        *,
+        plan: Plan,
+        rank: int,
+        groups: Groups,
+    ) -> None:
+        here = plan.coordinate(rank)
+        own, last = plan.meshes[here.mesh], plan.meshes[-1]
+        if not args.calculate_per_token_loss:
+            # A replica's loss is the mean of its own samples. So the sum of gradients over this
+            # mesh's replicas is to be divided by the number of replicas of the last mesh.
+            rescale_gradients(chunks, own.data / last.data, 1.0 / last.data)
+        self._config, self._world = chunks[0].config, groups.world
+        self._counts_tokens = here.tensor == 0 and here.context == 0
+        self._embedding: TiedEmbedding | None = None
+        if not args.untie_embeddings_and_output_weights and groups.embedding is not None:
+            chunk = chunks[0] if here.stage == 0 else chunks[-1]
+            weight = tied_weight(chunk, is_first=here.stage == 0)
+            self._embedding = TiedEmbedding(
+                weight,
+                rows_before=here.tensor * weight.shape[0],
+                held=reduced_range(chunk, weight),
+                group=groups.embedding,
+                firsts=plan.meshes[0].ranks_per_stage,
+            )
+
+    def __call__(
+        self,
+        model: list[DistributedDataParallel],
+        num_tokens: torch.Tensor | None = None,
+        pg_collection: Any = None,
+        force_all_reduce: bool = False,
+    ) -> None:
+        """`num_tokens`: on the last stage this rank's, where gradients are divided by all."""
+        finalize_stage(model, None, pg_collection=pg_collection, force_all_reduce=force_all_reduce)
+        if self._embedding is not None:
+            timers = self._config.timers
+            with timers("embedding-grads-all-reduce") if timers else nullcontext():
+                self._embedding.add_gradients()
+        if num_tokens is not None:
+            total = self._all_tokens(num_tokens)
+            if total:
+                for chunk in model:
+                    chunk.scale_gradients(1.0 / torch.tensor(total, device=num_tokens.device))
+
+    def _all_tokens(self, num_tokens: torch.Tensor) -> int:
+        """Tokens of the global batch, which the last stage counts."""
+        counted = num_tokens if self._counts_tokens else torch.zeros_like(num_tokens)
+        total = counted.long().cpu()
+        dist.all_reduce(total, group=self._world)
+        return int(total)
+
+
+def tied_weight(chunk: torch.nn.Module, *, is_first: bool) -> torch.nn.Parameter:
+    """The first stage's embedding, or the last stage's output layer."""
+    name = "embedding.word_embeddings.weight" if is_first else "output_layer.weight"
+    return next(weight for full, weight in chunk.named_parameters() if full.endswith(name))
