@@ -80,6 +80,38 @@ def test_replicas_on_two_hosts_compute_the_bits_of_one_host(
         assert run.numbers() == expected
 
 
+def test_slabs_between_meshes_of_two_shapes_share_the_rails_and_one_may_be_lost(
+    network: Network, tmp_path: Path
+) -> None:
+    """Two tensor-parallel ranks on one host, two replicas on the other, two rails between them."""
+    pair = network.hosts[:2]
+    shapes = ["--hetero-tensor-sizes", "2", "1", "--hetero-data-sizes", "1", "2"]
+    larger = ["--global-batch-size", "32", "--hidden-size", "128"]
+    larger += ["--hetero-transport", "tcp", "--hetero-tcp-connections", "2"]
+    numbers = []
+    for name in ("whole", "lost"):
+        before = [[host.bytes_sent(rail) for rail in (0, 1)] for host in pair]
+        run = launch(
+            pair,
+            [*MODEL, *larger, *shapes, *ITERATIONS],
+            tmp_path / name,
+            master=pair[0].address(),
+            own_flags=[["--hetero-nics", *host.interfaces[:2]] for host in pair],
+            ranks=2,
+        )
+        run.wait_for("iteration +3/")
+        if name == "lost":
+            with network.cut(pair[0], rail=1):
+                run.wait_for(r"rail 1 \(10.77.1.[12] to 10.77.1.[12]\) is lost: .*; 1 of 2 rails")
+                numbers.append(run.numbers())
+            continue
+        numbers.append(run.numbers())
+        for host, sent in zip(pair, before, strict=True):
+            shares = [host.bytes_sent(rail) - sent[rail] for rail in (0, 1)]
+            assert 0.35 < shares[1] / sum(shares) < 0.65
+    assert numbers[0] == numbers[1]
+
+
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_killed_rank_is_named_on_the_other_host(
     network: Network, victim: int, tmp_path: Path

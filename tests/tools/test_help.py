@@ -101,9 +101,9 @@ def test_the_help_of_a_number_says_of_what(program) -> None:
 FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]+")
 TRAINS = {
     *("tools.prove_parity", "tools.reproduce_table", "tools.benchmark_parity"),
-    *("tools.compare_ops", "tools.list_flags"),
+    *("tools.compare_ops", "tools.list_flags", "tools.prove_meshes"),
 }
-"""Tools that take the training program's flags behind their own, and speak of them."""
+"""Tools that take the training program's flags behind their own, or give it some."""
 
 
 def said(path: Path) -> Iterator[tuple[str, str]]:

@@ -1,0 +1,1 @@
+"""Meshes of different shapes, each plan beside one process: the plans, and what is compared."""

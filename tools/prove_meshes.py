@@ -1,0 +1,142 @@
+"""Prove that meshes of different shapes compute what one process does, on the machine at hand.
+
+Runs pretrain_gpt.py over plans whose meshes have tensor- and data-parallel sizes of their own, in
+float32 on CPU, and compares losses, gradient norms, all gradients, and the bytes over boundaries:
+
+    python tools/prove_meshes.py --out runs/meshes
+    python tools/prove_meshes.py --only "TP2 DP1 (2) / TP1 DP2 (2)"
+
+One machine plays all vendors: the result says `simulated`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+if __name__ == "__main__":
+    # As a script, only this file's folder would be importable; what follows may take a while.
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+    from tools.tool_command_line import begin_script
+
+    begin_script()
+
+import yaml
+
+from hetero.errors import UserError
+from tools import tool_command_line
+from tools.mesh_matrix.cases import Case, all_cases
+from tools.mesh_matrix.comparison import Differences, compare
+from tools.real_text.data_set import build_real_text
+from tools.reports.page import write_whole
+from tools.runs import SIMULATED, Finished, Launch, run_to_end
+
+ON_CPU = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
+
+
+class Proof:
+    """Runs cases in a folder, and the runs of one process that they are compared with."""
+
+    def __init__(self, data_flags: Sequence[str], folder: Path) -> None:
+        self._data_flags, self._folder = tuple(data_flags), folder
+        self._references: dict[str, tuple[Finished, Path]] = {}
+
+    def differences(self, case: Case) -> Differences:
+        model = case.model_flags
+        if model not in self._references:
+            self._references[model] = self._run(f"reference{len(self._references)}", model, ranks=1)
+        plan = self._folder / "plan.yaml"
+        plan.write_text(yaml.safe_dump(case.plan.to_mapping()))
+        flags = f"{model} --hetero-pipeline --hetero-plan {plan}"
+        if case.plan.chunks > 1:
+            flags += f" --num-virtual-stages-per-pipeline-rank {case.plan.chunks}"
+        run, saved = self._run("case", flags, ranks=case.plan.world_size)
+        reference, saved_reference = self._references[model]
+        return compare(
+            run,
+            reference,
+            saved=saved,
+            saved_reference=saved_reference,
+            expected_bytes=case.bytes_of_tensors,
+        )
+
+    def _run(self, name: str, flags: str, *, ranks: int) -> tuple[Finished, Path]:
+        """The run, and the checkpoint of its first step."""
+        saves = self._folder / f"{name}.checkpoints"
+        shutil.rmtree(saves, ignore_errors=True)
+        words = (*flags.split(), *self._data_flags, "--save", str(saves), "--save-interval", "1")
+        launch = Launch(
+            name=name,
+            flags=words,
+            nproc=ranks,
+            folder=self._folder,
+            environ={**ON_CPU, "OMP_NUM_THREADS": "1"} | (SIMULATED if ranks > 1 else {}),
+            deadline=600,
+        )
+        return run_to_end(launch), saves / "iter_0000001"
+
+
+def prove(cases: Sequence[Case], out: Path) -> bool:
+    """Run all, and write `meshes.json` and `meshes.md`; whether each computed the same."""
+    found: list[tuple[Case, Differences]] = []
+    with tempfile.TemporaryDirectory(prefix="meshes-") as folder:
+        proof = Proof(build_real_text(Path(folder)).flags, Path(folder))
+        for case in cases:
+            found.append((case, proof.differences(case)))
+            print(_row(*found[-1]), flush=True)
+            _write(found, out)
+    return all(differences.is_equal for _, differences in found)
+
+
+def _row(case: Case, d: Differences) -> str:
+    verdict = "equal" if d.is_equal else "**differs**"
+    return (
+        f"| {case.name} | {case.plan.world_size} | {d.loss:.1e} | {d.norm:.1e} | {d.gradients:.1e} "
+        f"| {d.bytes_ratio:g} | {verdict} |"
+    )
+
+
+def _write(found: Sequence[tuple[Case, Differences]], out: Path) -> None:
+    records = [
+        {"case": case.name, "plan": case.plan.to_mapping(), **differences.as_json()}
+        for case, differences in found
+    ]
+    write_whole(
+        out / "meshes.json", json.dumps({"simulated": True, "cases": records}, indent=1) + "\n"
+    )
+    head = [
+        "| meshes (layers of each stage) | ranks | loss | norm | gradients | bytes | |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    write_whole(out / "meshes.md", "\n".join([*head, *(_row(*one) for one in found)]) + "\n")
+
+
+def parse_options(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = tool_command_line.Parser((__doc__ or "").splitlines()[0])
+    parser.add_argument("--only", help="cases whose name holds this; left out: all")
+    parser.add_argument("--out", default="runs/meshes", help="folder for the results")
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    options = parse_options(argv)
+    agreed: list[bool] = []
+
+    def work() -> str:
+        cases = [case for case in all_cases() if (options.only or "") in case.name]
+        if not cases:
+            raise UserError(f"no case's name holds {options.only!r}; leave --only out to see all")
+        agreed.append(prove(cases, tool_command_line.make_results_folder(options.out)))
+        return f"written: meshes.json and meshes.md in {options.out}; vendors simulated"
+
+    code = tool_command_line.run(work)
+    return code or int(not all(agreed))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
