@@ -7,7 +7,7 @@ import os
 import random
 import socket
 import uuid
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -34,13 +34,13 @@ from hetero.errors import (
     print_error,
     write_error_file,
 )
-from hetero.groups import Groups, build_groups, joins_meshes
+from hetero.groups import build_groups, joins_meshes
 from hetero.link.nics import Nics, find_nics
 from hetero.link.open import ChannelOptions
 from hetero.liveness.liveness import Liveness, RankLost
 from hetero.liveness.open_liveness import open_liveness
 from hetero.new_group import open_world
-from hetero.pipeline.links import LinkOptions, PipelineLinks, open_links
+from hetero.pipeline.links import LinkOptions, open_links
 from hetero.plan import Coordinate, Plan
 from megatron.training.arguments.installed_layers import ENGINE, engine_is_installed
 from megatron.training.checkpoint.folder import check_save_folder
@@ -49,6 +49,7 @@ from megatron.training.checkpoint.selection import Nothing, Selection, select
 from megatron.training.core_private import register_groups
 from megatron.training.data import Datasets
 from megatron.training.data_agreement import agree_on_data
+from megatron.training.job import Job
 from megatron.training.layout import plan_from_args, use_mesh
 from megatron.training.optimizer import RankStatistics
 from megatron.training.recorder import check_outputs
@@ -73,53 +74,6 @@ _LOCAL_FLAGS = frozenset(
     | {"bias_dropout_fusion", "cross_entropy_loss_fusion", "masked_softmax_fusion"}
     | {"apply_rope_fusion", "gradient_accumulation_fusion"}
 )
-
-
-@dataclass
-class Job:
-    """Everything a rank knows about the run before it builds a model."""
-
-    args: argparse.Namespace
-    plan: Plan
-    coordinate: Coordinate
-    device: torch.device
-    identities: list[RankIdentity]
-    groups: Groups
-    links: PipelineLinks | None
-    statistics: RankStatistics
-    datasets: Datasets
-    checkpoint: Selection | Nothing
-    lock: SaveLock | None
-    """Rank 0's hold on --save."""
-    vendor_backend: str
-    liveness: Liveness | None
-
-    @property
-    def rank(self) -> int:
-        return self.coordinate.rank
-
-    @property
-    def simulated(self) -> bool:
-        return any(identity.simulated for identity in self.identities)
-
-    @property
-    def is_last_stage(self) -> bool:
-        return self.coordinate.stage == self.plan.stages - 1
-
-    def check_links(self) -> None:
-        """Raise if anything that came from another vendor in this step is not to be trusted."""
-        if self.links is not None:
-            self.links.check()
-        self.groups.check()
-
-    def close(self) -> None:
-        """Leave together: nobody's link or store goes while another rank may still use it."""
-        self.statistics.gather(torch.zeros(1))
-        if self.liveness is not None:
-            self.liveness.leave()
-        if self.links is not None:
-            self.links.close()
-        dist.destroy_process_group()
 
 
 def plan_launch(args: argparse.Namespace, rank: int) -> Plan:

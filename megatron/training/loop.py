@@ -23,7 +23,7 @@ from megatron.training.checkpoint.save_progress import Progress
 from megatron.training.checkpoint.signals import StopSignal
 from megatron.training.console import Console
 from megatron.training.data import MicroBatches
-from megatron.training.initialize import Job
+from megatron.training.job import Job
 from megatron.training.metrics import (
     DataWaits,
     IterationRecord,

@@ -21,7 +21,7 @@ from megatron.training.checkpoint.contents import (
     restore_random,
 )
 from megatron.training.data import chunk_iterators
-from megatron.training.initialize import Job
+from megatron.training.job import Job
 from megatron.training.model import StageModel
 from megatron.training.schedule import Schedule
 from megatron.training.timing.clocks import clock_of

@@ -16,7 +16,7 @@ from hetero.plan import Edge
 from hetero.words import counted, size_text
 from megatron.training import weights
 from megatron.training.console import Console, format_table
-from megatron.training.initialize import Job
+from megatron.training.job import Job
 from megatron.training.loop import Trainer
 from megatron.training.metrics import device_used_bytes, measured_peak_bytes, planned_state_bytes
 from megatron.training.model import StageModel

@@ -9,7 +9,7 @@ import torch
 
 from hetero.errors import TrainingError
 from megatron.training.core_private import gather_parameters
-from megatron.training.initialize import Job
+from megatron.training.job import Job
 from megatron.training.model import StageModel
 
 # A float64 holds whole numbers of 53 bits, and that is what ranks gather.

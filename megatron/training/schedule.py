@@ -12,7 +12,7 @@ from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 
 from hetero.pipeline.communicator import PipelineCommunicator
-from megatron.training.initialize import Job
+from megatron.training.job import Job
 from megatron.training.model import StageModel
 from megatron.training.timing.timed_communicator import TimedCommunicator
 from megatron.training.timing.timers import Timers

@@ -15,7 +15,7 @@ from megatron.training.checkpoint.signals import StopSignal
 from megatron.training.console import Console
 from megatron.training.core_private import gather_parameters
 from megatron.training.data import chunk_iterators
-from megatron.training.initialize import Job
+from megatron.training.job import Job
 from megatron.training.loop import Evaluator, Trainer
 from megatron.training.measured_shares import measure_shares
 from megatron.training.model import build_model

@@ -34,7 +34,7 @@ from megatron.training.checkpoint.snapshot import Snapshot
 from megatron.training.checkpoint.stream import Piece
 from megatron.training.console import Console
 from megatron.training.core_private import gather_parameters, loss_scaler_state
-from megatron.training.initialize import Job
+from megatron.training.job import Job
 from megatron.training.model import StageModel
 from megatron.training.optimizer import TrainingOptimizer
 
