@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import multiprocessing
+import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from tests import preloaded
 
 
 @dataclass(frozen=True)
@@ -42,10 +45,9 @@ class ForkedRanks:
         *,
         preload: Sequence[str],
     ) -> None:
-        # A session in which importing takes long may have chosen to fork its own process.
-        method = multiprocessing.get_start_method(allow_none=True)
-        context: Any = multiprocessing.get_context("fork" if method == "fork" else "forkserver")
-        if method != "fork":
+        forks_itself = preloaded.FORKS_ITSELF in os.environ
+        context: Any = multiprocessing.get_context("fork" if forks_itself else "forkserver")
+        if not forks_itself:
             context.set_forkserver_preload(["torch", "torch.distributed", *preload])
         self._ends = []
         self._processes = []

@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
-import multiprocessing
 import os
 import selectors
 import signal
@@ -35,6 +34,8 @@ IMPORTED = (
 )
 LARGEST_REQUEST = 1 << 20
 STDIN = 0
+FORKS_ITSELF = "HETERO_TEST_FORKS_ITSELF"
+"""Set where importing takes so long that processes are forks of the test session's own."""
 
 
 class Process:
@@ -165,13 +166,13 @@ def _stand_in(words: Sequence[str]) -> int:
 def address() -> str:
     """Where this process's server listens, which is started here and ends with this process.
 
-    It is a fork of this process where the session has chosen that for all of multiprocessing.
+    It is a fork of this process where the session has chosen that.
     """
     name = f"hetero-test-preloaded-{os.getpid()}"
     listening = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     listening.bind(f"\0{name}")
     listening.listen(64)
-    if multiprocessing.get_start_method(allow_none=True) == "fork":
+    if FORKS_ITSELF in os.environ:
         _fork_server(listening)
         return name
     paths = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])

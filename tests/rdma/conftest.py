@@ -8,7 +8,6 @@ rails each.
 from __future__ import annotations
 
 import gc
-import multiprocessing
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,7 +27,7 @@ NEEDED = "HETERO_TEST_RAILS"
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Fork this process for the others, which need not import torch again: half a minute here."""
     if NEEDED in os.environ and session.items:
-        multiprocessing.set_start_method("fork")
+        os.environ[preloaded.FORKS_ITSELF] = "1"
         # Else each would look through all of this for garbage, and so copy the memory it is in.
         gc.collect()
         gc.freeze()
