@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from hetero.plan import Plan, PlanError
 from hetero.planner.cluster_shape import Cluster
 from hetero.planner.model_shape import ModelShape
+from hetero.words import counted
 
 
 @dataclass(frozen=True)
@@ -23,7 +24,8 @@ class Placement:
         """Raise PlanError where the plan is not of this cluster and model."""
         if len(self.kinds) != len(self.plan.meshes):
             raise PlanError(
-                f"the plan has {len(self.plan.meshes)} meshes but {len(self.kinds)} kinds of nodes"
+                f"the plan has {counted(len(self.plan.meshes), 'mesh', 'meshes')} and kinds of "
+                f"nodes are given for {len(self.kinds)}"
             )
         self.plan.require_layers(model.layers)
         needed: dict[str, int] = {}

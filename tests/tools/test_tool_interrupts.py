@@ -96,6 +96,7 @@ STARTING = {
     "count_start_up": "--counted 8 --timed 64 --out {folder}/out",
     "demo": "--out {folder}/out",
     "preflight": "",
+    "prove_meshes": "--out {folder}/out",
     "prove_parity": "--out {folder}/out -- --num-layers 2 --hidden-size 64 "
     "--num-attention-heads 2 --seq-length 64 --max-position-embeddings 64 --micro-batch-size 1 "
     "--global-batch-size 1 --lr 1e-3 --train-iters 1 --mock-data --tokenizer-type NullTokenizer "
@@ -108,6 +109,7 @@ STARTING = {
 ALONE = {
     *("compare_ops", "convert_checkpoint", "generate_text"),
     *("inspect_data", "list_flags", "merge_datasets", "public_commands"),
+    *("plan", "profile_layers", "validate_planner"),
 }
 """Tools that do their work in one process and under `run`, as compare_loss does."""
 

@@ -10,6 +10,7 @@ import yaml
 
 from hetero.planner.answer import Answer
 from hetero.planner.placement import Placement
+from hetero.words import counted
 from tools.planning.asked import Asked
 from tools.planning.plan_page import render_answer
 from tools.planning.what_if import Sweep
@@ -37,8 +38,8 @@ def write_answer(
     ranks = placement.plan.world_size
     return [
         f"wrote {', '.join(str(folder / name) for name in sorted(contents))}",
-        f"run it on {ranks} ranks: pretrain_gpt.py --yaml-cfg {folder / 'flags.yaml'} with the "
-        "model's own flags",
+        f"run it on {counted(ranks, 'rank')}: pretrain_gpt.py --yaml-cfg {folder / 'flags.yaml'} "
+        "with the model's own flags",
     ]
 
 
