@@ -35,18 +35,7 @@ def stage_memory(
 ) -> StageMemory:
     """The estimate for a stage of a plan whose options are settled, see `Plan.settled`."""
     mesh = plan.meshes[plan.blocks_of_stage(stage)[0].mesh]
-    shape = StageShape(
-        kind=mesh.vendor,
-        layers=plan.layers[stage],
-        has_embedding=stage == 0,
-        has_head=stage == plan.stages - 1,
-        tensor=mesh.tensor,
-        data=mesh.data,
-        micro_batch=mesh.micro_batch_size or 1,
-        recompute=mesh.recompute or "none",
-        sequence_parallel=bool(mesh.sequence_parallel),
-        distributed_optimizer=bool(mesh.distributed_optimizer),
-    )
+    shape = StageShape.of(plan, mesh, stage, kind=mesh.vendor)
     passes = in_flight(stage, stages=plan.stages, micro_batches=micro_batches, chunks=plan.chunks)
     # Times depend on the accelerator, and bytes do not.
     part = next(iter(built_in().values()))

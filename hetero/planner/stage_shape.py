@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hetero.plan import Mesh, PlanError
+from hetero.plan import Mesh, Plan, PlanError
 from hetero.planner.cluster_shape import Cluster, NodeKind
 from hetero.planner.layer_profile import Point
 from hetero.planner.model_shape import ModelShape
@@ -28,6 +28,26 @@ class StageShape:
     recompute: str = "none"
     sequence_parallel: bool = False
     distributed_optimizer: bool = False
+
+    @classmethod
+    def of(cls, plan: Plan, mesh: Mesh, stage: int, *, kind: str, first_gpu: int = 0) -> StageShape:
+        """A stage of a plan, as one of its meshes holds it.
+
+        What the mesh leaves to the run's global flags has Megatron's defaults here.
+        """
+        return cls(
+            kind=kind,
+            first_gpu=first_gpu,
+            layers=plan.layers[stage],
+            has_embedding=stage == 0,
+            has_head=stage == plan.stages - 1,
+            tensor=mesh.tensor,
+            data=mesh.data,
+            micro_batch=mesh.micro_batch_size or 1,
+            recompute=mesh.recompute or "none",
+            sequence_parallel=bool(mesh.sequence_parallel),
+            distributed_optimizer=bool(mesh.distributed_optimizer),
+        )
 
     @property
     def ranks(self) -> int:
@@ -55,10 +75,7 @@ class StageShape:
 
 
 def pipelines(placement: Placement, cluster: Cluster) -> list[list[StageShape]]:
-    """The stages of each pipeline that differs: one, or of whole replicas one for each mesh.
-
-    What a mesh leaves to the run's global flags has Megatron's defaults here.
-    """
+    """The stages of each pipeline that differs: one, or of whole replicas one for each mesh."""
     plan = placement.plan
     taken: dict[str, int] = dict.fromkeys(placement.kinds, 0)
     stages: list[list[StageShape]] = [[]]
@@ -67,22 +84,8 @@ def pipelines(placement: Placement, cluster: Cluster) -> list[list[StageShape]]:
         if plan.whole_replicas and index:
             stages.append([])
         for _ in range(mesh.stages):
-            number = len(stages[-1])
-            stages[-1].append(
-                StageShape(
-                    kind=kind,
-                    first_gpu=taken[kind],
-                    layers=plan.layers[number],
-                    has_embedding=number == 0,
-                    has_head=number == plan.stages - 1,
-                    tensor=mesh.tensor,
-                    data=mesh.data,
-                    micro_batch=mesh.micro_batch_size or 1,
-                    recompute=mesh.recompute or "none",
-                    sequence_parallel=bool(mesh.sequence_parallel),
-                    distributed_optimizer=bool(mesh.distributed_optimizer),
-                )
-            )
+            stage = len(stages[-1])
+            stages[-1].append(StageShape.of(plan, mesh, stage, kind=kind, first_gpu=taken[kind]))
             taken[kind] += mesh.ranks_per_stage
     return stages
 

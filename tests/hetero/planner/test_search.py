@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from hetero.planner.accelerators import Accelerator
+from hetero.planner.answer import simulated
 from hetero.planner.cluster_shape import Cluster, NodeKind, Wire
 from hetero.planner.layer_profile import PartCosts, PassTimes, Point, ProfileError
 from hetero.planner.layer_split import estimate
@@ -23,10 +24,8 @@ from hetero.planner.mesh_options import (
     pipeline_of,
 )
 from hetero.planner.model_shape import ModelShape
-from hetero.planner.prediction import simulate
 from hetero.planner.replica_search import best_shares
 from hetero.planner.search import search
-from hetero.planner.step_costs import step_costs
 from hetero.planner.training_options import TrainingOptions
 
 
@@ -56,31 +55,25 @@ class DrawnProfile:
         return 0.05 + parameters * 1e-5 * self._speed[accelerator]
 
 
-def random_problem(seed: int) -> Problem:
-    """Two or three kinds of one or two small nodes, a model of a few layers, scarce memory."""
-    draw = random.Random(seed)
-    names = ["one", "two", "three"][: draw.choice((1, 2, 2, 2, 3))]
-    kinds = []
-    for name in names:
-        accelerator = Accelerator(
-            name=name,
-            vendor=draw.choice(("nvidia", "amd")),
-            memory_gib=draw.uniform(1, 30) / 1024,
-            flops=1e12,
-            memory_bandwidth=1e12,
-            link_bandwidth=1e9,
-            link_latency=1e-5,
-            nic_bandwidth=1e8,
-            source="",
-            link_source="",
-            nic_source="",
-        )
-        per_node = draw.choice((1, 2) if len(names) > 2 else (1, 2, 4))
-        inside, rail = Wire(1e8, 1e-3), Wire(draw.choice((1e5, 1e6, 1e8)), 1e-2)
-        nodes = draw.randint(1, 2)
-        kinds.append(NodeKind(name, accelerator, nodes, per_node, per_node, inside, rail))
-    model = ModelShape(
-        layers=draw.randint(2, 4 if len(names) > 2 else 6),
+def small_part(name: str, vendor: str, *, mib: float) -> Accelerator:
+    return Accelerator(
+        name=name,
+        vendor=vendor,
+        memory_gib=mib / 1024,
+        flops=1e12,
+        memory_bandwidth=1e12,
+        link_bandwidth=1e9,
+        link_latency=1e-5,
+        nic_bandwidth=1e8,
+        source="",
+        link_source="",
+        nic_source="",
+    )
+
+
+def small_model(layers: int, *, tied: bool) -> ModelShape:
+    return ModelShape(
+        layers=layers,
         hidden=64,
         ffn=128,
         heads=4,
@@ -89,8 +82,22 @@ def random_problem(seed: int) -> Problem:
         vocabulary=512,
         seq_length=64,
         gated=True,
-        tied=draw.random() < 0.5,
+        tied=tied,
     )
+
+
+def random_problem(seed: int) -> Problem:
+    """Two or three kinds of one or two small nodes, a model of a few layers, scarce memory."""
+    draw = random.Random(seed)
+    names = ["one", "two", "three"][: draw.choice((1, 2, 2, 2, 3))]
+    kinds = []
+    for name in names:
+        accelerator = small_part(name, draw.choice(("nvidia", "amd")), mib=draw.uniform(1, 30))
+        per_node = draw.choice((1, 2) if len(names) > 2 else (1, 2, 4))
+        inside, rail = Wire(1e8, 1e-3), Wire(draw.choice((1e5, 1e6, 1e8)), 1e-2)
+        nodes = draw.randint(1, 2)
+        kinds.append(NodeKind(name, accelerator, nodes, per_node, per_node, inside, rail))
+    model = small_model(draw.randint(2, 4 if len(names) > 2 else 6), tied=draw.random() < 0.5)
     space = SearchSpace(
         global_batch=draw.choice((4, 6, 8)),
         tensor=(1, 2),
@@ -107,32 +114,9 @@ def even_problem(*, memory: tuple[int, int], layers: int, batch: int) -> Problem
     """Two kinds of one GPU each, as fast as each other, with so many MiB."""
     kinds = []
     for name, vendor, size in zip(("one", "two"), ("nvidia", "amd"), memory, strict=True):
-        accelerator = Accelerator(
-            name=name,
-            vendor=vendor,
-            memory_gib=size / 1024,
-            flops=1e12,
-            memory_bandwidth=1e12,
-            link_bandwidth=1e9,
-            link_latency=1e-5,
-            nic_bandwidth=1e8,
-            source="",
-            link_source="",
-            nic_source="",
-        )
+        accelerator = small_part(name, vendor, mib=size)
         kinds.append(NodeKind(name, accelerator, 1, 1, 1, Wire(1e9, 1e-5), Wire(1e9, 1e-5)))
-    model = ModelShape(
-        layers=layers,
-        hidden=64,
-        ffn=128,
-        heads=4,
-        query_groups=2,
-        head_size=16,
-        vocabulary=512,
-        seq_length=64,
-        gated=True,
-        tied=False,
-    )
+    model = small_model(layers, tied=False)
     space = SearchSpace(global_batch=batch, tensor=(1,), micro_batch=(1,), replicas=False)
     profile = EqualProfile()
     options = TrainingOptions(reserved_bytes=0.0)
@@ -208,15 +192,7 @@ def test_no_other_pipeline_is_shorter(seed: int) -> None:
 def test_a_plan_costs_what_the_planner_says_of_it_and_fits(seed: int) -> None:
     problem = random_problem(seed)
     for candidate in search(problem).candidates:
-        placement = candidate.placement(problem)
-        costs = step_costs(
-            placement,
-            model=problem.model,
-            cluster=problem.cluster,
-            profile=problem.profile,
-            options=problem.options,
-        )
-        played = simulate(costs, placement, model=problem.model, cluster=problem.cluster)
+        played = simulated(problem, candidate).prediction
         assert played.fits
         # With few micro-batches 1F1B waits less than the search's estimate allows for.
         assert candidate.seconds == pytest.approx(played.seconds, rel=0.25)
