@@ -24,7 +24,7 @@ from hetero.liveness.liveness import Liveness
 from hetero.monitor import Monitor, MonitorThread
 from hetero.phase import Phase, ended, raise_error, sentence
 from hetero.records import Record, errors_by_text, fold, unfold
-from hetero.store import RendezvousStore, Store, StoreWait
+from hetero.store import BoundedStore, Store, StoreSilent, StoreWait
 from hetero.waiting import Intervals, Waiting, name_ranks
 
 _PATIENCE_WITH_AN_ERROR = 30.0
@@ -65,7 +65,7 @@ class Agreement:
             return
         # A connection of its own: the other may be held by a wait of minutes.
         self._waits: Store = store
-        self._store: RendezvousStore = store.clone()  # type: ignore[attr-defined]
+        self._store = BoundedStore(store.clone(), seconds=timeout)  # type: ignore[attr-defined]
         self._monitor = Monitor(
             liveness,
             rank=rank,
@@ -215,6 +215,8 @@ class Agreement:
     def _on_store(self, what: str) -> Iterator[None]:
         try:
             yield
+        except StoreSilent as failure:
+            raise StoreLost(f"at the {what}{self._at}: {failure}", known_to_all=False) from failure
         except DistNetworkError as failure:
             raise StoreLost(
                 f"the rendezvous store{self._at} was lost at the {what}: rank 0 or the launcher "

@@ -1,10 +1,16 @@
-"""The rendezvous store: what is used of torch's, and a wait for one of its keys."""
+"""The rendezvous store: what is used of torch's, a wait for one of its keys, and deadlines."""
 
 from __future__ import annotations
 
 import threading
+import time
+from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
+
+from torch.distributed import DistNetworkError
+
+_Result = TypeVar("_Result")
 
 
 class Store(Protocol):
@@ -22,6 +28,7 @@ class RendezvousStore(Store, Protocol):
     def add(self, key: str, amount: int) -> int: ...
     def append(self, key: str, value: str) -> None: ...
     def compare_set(self, key: str, expected_value: str, desired_value: str) -> bytes: ...
+    def multi_get(self, keys: list[str]) -> list[bytes]: ...
     def clone(self) -> Any: ...
 
 
@@ -45,3 +52,81 @@ class StoreWait:
         """Raise what the wait ended with, unless the key is there."""
         if self._failure is not None:
             raise self._failure
+
+
+class StoreSilent(DistNetworkError):
+    """The process that hosts the store is there, and answers nothing."""
+
+
+class BoundedStore:
+    """A store of which no operation takes longer than the caller allows.
+
+    torch's own client waits for the answer of a host that has been stopped, or whose network has
+    gone, without end. Here each operation is a thread's, which is left behind with its wait.
+    """
+
+    def __init__(self, store: Any, *, seconds: float) -> None:
+        """`store` is one of torch's."""
+        self._store: RendezvousStore = store
+        self._seconds = seconds
+        self._running: threading.Thread | None = None
+
+    def set(self, key: str, value: str) -> None:
+        self._within(self._seconds, lambda: self._store.set(key, value))
+
+    def get(self, key: str) -> bytes:
+        return self._within(self._seconds, lambda: self._store.get(key))
+
+    def check(self, keys: list[str]) -> bool:
+        return self._within(self._seconds, lambda: self._store.check(keys))
+
+    def wait(self, keys: list[str], timeout: timedelta) -> None:
+        seconds = timeout.total_seconds() + self._seconds
+        self._within(seconds, lambda: self._store.wait(keys, timeout))
+
+    def add(self, key: str, amount: int) -> int:
+        return self._within(self._seconds, lambda: self._store.add(key, amount))
+
+    def append(self, key: str, value: str) -> None:
+        self._within(self._seconds, lambda: self._store.append(key, value))
+
+    def compare_set(self, key: str, expected_value: str, desired_value: str) -> bytes:
+        return self._within(
+            self._seconds, lambda: self._store.compare_set(key, expected_value, desired_value)
+        )
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        return self._within(self._seconds, lambda: self._store.multi_get(keys))
+
+    def _within(self, seconds: float, operation: Callable[[], _Result]) -> _Result:
+        """Its result, or what it raises. StoreSilent where it, or the one before, does not end."""
+        deadline = time.monotonic() + seconds
+        if (before := self._running) is not None:
+            before.join(seconds)
+            if before.is_alive():
+                raise self._silent(seconds)
+        ended: list[tuple[_Result | None, Exception | None]] = []
+
+        def run() -> None:
+            try:
+                ended.append((operation(), None))
+            except Exception as error:
+                ended.append((None, error))
+
+        thread = threading.Thread(target=run, name="store operation", daemon=True)
+        thread.start()
+        self._running = thread
+        thread.join(max(0.0, deadline - time.monotonic()))
+        if not ended:
+            raise self._silent(seconds)
+        result, error = ended[0]
+        if error is not None:
+            raise error
+        return result  # type: ignore[return-value]
+
+    @staticmethod
+    def _silent(seconds: float) -> StoreSilent:
+        return StoreSilent(
+            f"the process that hosts the store has not answered for {seconds:g} s; see whether "
+            "rank 0, or the launcher that hosts the store, hangs, and whether its host is reached"
+        )

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from hetero.collectives.calls import Call
 from hetero.collectives.vendor_layout import Layout, Member
 from hetero.errors import LinkError
+from hetero.store import BoundedStore, StoreSilent
 from hetero.waiting import spans
 
 LOOK_SECONDS = 2.0
@@ -56,11 +57,21 @@ class Statement:
         return cls(**values)
 
 
+@dataclass(frozen=True)
+class Heard:
+    """What the ranks of a group have said."""
+
+    statements: Sequence[Statement]
+    store_silent: str = ""
+    """Why nobody could be heard, where that is so."""
+
+
 class Blackboard:
     """Where the ranks of one group make their statements."""
 
     def __init__(self, store: dist.Store, layout: Layout) -> None:
-        self._store, self._layout = store, layout
+        # A caller's next call waits for a look to end.
+        self._store, self._layout = BoundedStore(store, seconds=LOOK_SECONDS), layout
 
     def state(self, statement: Statement, *, alarm: bool = False) -> None:
         """Make this rank's statement. A store that is gone cannot hear it."""
@@ -75,11 +86,11 @@ class Blackboard:
         except RuntimeError:
             return False
 
-    def collect(self, own: Statement, *, seconds: float = _GRACE_SECONDS) -> list[Statement]:
-        """All statements that are made within so long, this rank's own among them."""
+    def collect(self, own: Statement, *, seconds: float = _GRACE_SECONDS) -> Heard:
+        """What all say within so long, this rank itself included."""
         heard = {own.rank: own}
         deadline = time.monotonic() + seconds
-        with contextlib.suppress(RuntimeError):
+        try:
             while len(heard) < self._layout.size and time.monotonic() < deadline:
                 for member in self._layout.members:
                     if member.rank not in heard and self._store.check([self._key(member.rank)]):
@@ -87,24 +98,29 @@ class Blackboard:
                         heard[member.rank] = Statement.decode(text)
                 if len(heard) < self._layout.size:
                     time.sleep(_PAUSE_SECONDS)
-        return [heard[rank] for rank in sorted(heard)]
+        except StoreSilent as silent:
+            return Heard([own], str(silent))
+        except RuntimeError:
+            pass  # The store's host has ended, and what was heard before is what there is.
+        return Heard([heard[rank] for rank in sorted(heard)])
 
     @staticmethod
     def _key(rank: int) -> str:
         return f"statement/{rank}"
 
 
-def explain(
-    group: str, layout: Layout, statements: Sequence[Statement], *, own: Statement, timeout: float
-) -> str:
+def explain(group: str, layout: Layout, heard: Heard, *, own: Statement, timeout: float) -> str:
     """One sentence on what happened, from whatever was said. Pure."""
+    statements = heard.statements
     me = layout.members[layout.rank]
     called = f"{own.call}" if own.call else "a call"
     opening = f"{called} of group {group}, whose timeout is {timeout:g} s, failed on {me}"
     silent = [m for m in layout.members if m.rank not in {s.rank for s in statements}]
     in_call = [s for s in statements if s.state == IN_A_CALL and s.call is not None]
     reasons = []
-    if silent:
+    if heard.store_silent:
+        reasons.append(heard.store_silent)
+    elif silent:
         reasons.append(f"{_names(silent)} said nothing: ended, or out of reach; see its log")
     if len(different := _by_call(layout, in_call)) > 1:
         reasons.append(

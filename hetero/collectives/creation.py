@@ -19,6 +19,7 @@ from torch._C._distributed_c10d import _DistributedBackendOptions
 from hetero.cluster import identify
 from hetero.collectives.vendor_layout import Layout, Member
 from hetero.errors import LinkError, UserError
+from hetero.store import BoundedStore, StoreSilent
 from hetero.waiting import spans
 
 
@@ -128,7 +129,8 @@ class _Meeting:
         name: str,
         timeout: timedelta,
     ) -> None:
-        self._store, self._rank, self._size = store, rank, size
+        self._store = BoundedStore(store, seconds=timeout.total_seconds())
+        self._rank, self._size = rank, size
         self._global_ranks, self._name, self._timeout = global_ranks, name, timeout
 
     def identify(self, *, planned_vendor: str) -> Layout:
@@ -166,6 +168,19 @@ class _Meeting:
             raise failure from error
 
     def _exchange(self, what: str, word: dict[str, Any]) -> list[dict[str, Any]]:
+        try:
+            words = self._words(what, word)
+        except StoreSilent as error:
+            raise LinkError(f"group {self._name} could not be built: {error}") from error
+        if failed := {r: said["error"] for r, said in enumerate(words) if "error" in said}:
+            rank, reason = next(iter(failed.items()))
+            raise LinkError(
+                f"group {self._name} could not be built: rank {self._global_ranks[rank]}: {reason}"
+            )
+        return words
+
+    def _words(self, what: str, word: dict[str, Any]) -> list[dict[str, Any]]:
+        """What every member says, once all have."""
         self._store.set(f"{what}/{self._rank}", json.dumps(word))
         keys = [f"{what}/{rank}" for rank in range(self._size)]
         try:
@@ -177,10 +192,4 @@ class _Meeting:
                 f"group {self._name} could not be built: {names} did not come within "
                 f"{self._timeout.total_seconds():g} s; see the log there"
             ) from error
-        words = [json.loads(text) for text in self._store.multi_get(keys)]
-        if failed := {r: said["error"] for r, said in enumerate(words) if "error" in said}:
-            rank, reason = next(iter(failed.items()))
-            raise LinkError(
-                f"group {self._name} could not be built: rank {self._global_ranks[rank]}: {reason}"
-            )
-        return words
+        return [json.loads(text) for text in self._store.multi_get(keys)]

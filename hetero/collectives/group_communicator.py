@@ -24,6 +24,7 @@ from hetero.collectives.blame import (
     LOOK_SECONDS,
     Blackboard,
     CollectiveError,
+    Heard,
     Statement,
     explain,
 )
@@ -319,14 +320,13 @@ class Communicator:
         self._blackboard.state(own, alarm=True)
         self._release()
         if self._error is None:
-            statements = self._blackboard.collect(own)
-            text = self._explained(statements, own)
+            text = self._explained(self._blackboard.collect(own), own)
             self._error = CollectiveError(text)
             self._error.__cause__ = error
         return self._error
 
-    def _explained(self, statements: list[Statement], own: Statement) -> str:
-        return explain(self.name, self.layout, statements, own=own, timeout=self.timeout)
+    def _explained(self, heard: Heard, own: Statement) -> str:
+        return explain(self.name, self.layout, heard, own=own, timeout=self.timeout)
 
     def _release(self) -> None:
         """Let go of what other ranks wait for, so that they fail too and say so."""
@@ -349,8 +349,8 @@ class Communicator:
             problem = str(error)
         if problem or self._blackboard.alarmed():
             own = self._state(IDLE, alarm=bool(problem), error=problem)
-            statements = self._blackboard.collect(own)
-            self._error = CollectiveError(self._explained(statements, own))
+            heard = self._blackboard.collect(own)
+            self._error = CollectiveError(self._explained(heard, own))
             self._release()
 
     def _look_in_a_call(self) -> None:

@@ -7,6 +7,8 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
+from hetero.store import BoundedStore
+
 _PAUSE_SECONDS = 0.005
 _GRACE_SECONDS = 2.0
 _PASSED, _FAILED = "passed", "failed"
@@ -26,23 +28,24 @@ class MonitoredBarrier:
             wait_all_ranks: name all that are absent, not the first alone.
         """
         self._count += 1
+        store = BoundedStore(self._store, seconds=timeout.total_seconds() + _GRACE_SECONDS)
         name = f"monitored barrier {self._count}"
         if self._rank:
-            self._answer(name, timeout)
+            self._answer(store, name, timeout)
             return
         absent: list[int] = []
         deadline = time.monotonic() + timeout.total_seconds()
         for rank in range(1, self._size):
             if not absent and time.monotonic() > deadline:
-                self._store.set(f"{name}/verdict", _FAILED)
+                store.set(f"{name}/verdict", _FAILED)
                 raise RuntimeError(
                     f"Rank 0 timed out in monitoredBarrier after {timeout}; give it more time"
                 )
-            if not self._comes(f"{name}/{rank}", deadline):
+            if not _comes(store, f"{name}/{rank}", deadline):
                 absent.append(rank)
                 if not wait_all_ranks:
                     break
-        self._store.set(f"{name}/verdict", _FAILED if absent else _PASSED)
+        store.set(f"{name}/verdict", _FAILED if absent else _PASSED)
         if absent:
             noun = "Ranks" if wait_all_ranks else "Rank"
             names = ", ".join(map(str, absent))
@@ -50,19 +53,20 @@ class MonitoredBarrier:
                 f"{noun} {names} failed to pass monitoredBarrier in {timeout}; see the log there"
             )
 
-    def _answer(self, name: str, timeout: timedelta) -> None:
-        self._store.set(f"{name}/{self._rank}", "here")
+    def _answer(self, store: BoundedStore, name: str, timeout: timedelta) -> None:
+        store.set(f"{name}/{self._rank}", "here")
         deadline = time.monotonic() + timeout.total_seconds() + _GRACE_SECONDS
-        came = self._comes(f"{name}/verdict", deadline)
-        if not came or self._store.get(f"{name}/verdict").decode() != _PASSED:
+        came = _comes(store, f"{name}/verdict", deadline)
+        if not came or store.get(f"{name}/verdict").decode() != _PASSED:
             raise RuntimeError(
                 f"Rank {self._rank} successfully reached monitoredBarrier, but received errors "
                 "while waiting for send/recv from rank 0; see what rank 0 says"
             )
 
-    def _comes(self, key: str, deadline: float) -> bool:
-        while not self._store.check([key]):
-            if time.monotonic() > deadline:
-                return False
-            time.sleep(_PAUSE_SECONDS)
-        return True
+
+def _comes(store: BoundedStore, key: str, deadline: float) -> bool:
+    while not store.check([key]):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(_PAUSE_SECONDS)
+    return True

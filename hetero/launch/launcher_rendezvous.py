@@ -26,6 +26,7 @@ from torch.distributed.elastic.rendezvous import (
 )
 
 from hetero.errors import UserError
+from hetero.store import BoundedStore, StoreSilent
 from hetero.waiting import Intervals, Waiting, spans
 
 BACKEND = "hetero"
@@ -80,7 +81,11 @@ class LauncherRendezvous(RendezvousHandler):
     def next_rendezvous(self) -> RendezvousInfo:
         if self._settings.backend == "static" and self._settings.nodes > 1 and self._own is None:
             self._own = self._reach()
-            self._gather(PrefixStore("hetero/nodes", self._own))
+            nodes = PrefixStore("hetero/nodes", self._own)
+            try:
+                self._gather(BoundedStore(nodes, seconds=self._settings.timeout))
+            except StoreSilent as error:
+                raise UserError(f"{self._host_of_all()} was reached, and then: {error}") from error
         rendezvous = self._rendezvous()
         with self._speaking():
             try:
@@ -181,7 +186,7 @@ class LauncherRendezvous(RendezvousHandler):
         )
         return f"{who} at {self._settings.endpoint}"
 
-    def _gather(self, store: PrefixStore) -> None:
+    def _gather(self, store: BoundedStore) -> None:
         """Wait for every node; node 0 says which are missing."""
         settings = self._settings
         mine = {"host": socket.gethostname(), "processes": settings.processes}
@@ -197,7 +202,7 @@ class LauncherRendezvous(RendezvousHandler):
                 )
             time.sleep(_PAUSE)
 
-    def _named(self, store: PrefixStore, missing: list[int]) -> str:
+    def _named(self, store: BoundedStore, missing: list[int]) -> str:
         """Nodes, with their first rank where all before have said how many they bring."""
         before = [json.loads(store.get(str(node)))["processes"] for node in range(min(missing))]
         return f"{spans(missing, 'node')} of {self._settings.nodes} (from rank {sum(before)} on)"

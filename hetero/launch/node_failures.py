@@ -13,6 +13,7 @@ from torch.distributed import PrefixStore
 from torch.distributed.elastic.rendezvous import RendezvousInfo
 
 from hetero.launch.exits import ProcessExit
+from hetero.store import BoundedStore
 
 _PAUSE = 0.2
 _PATIENCE = 15.0
@@ -29,7 +30,8 @@ class NodeFailures:
 
     def __init__(self, info: RendezvousInfo, *, grace: float) -> None:
         # A connection of its own: torchelastic may wait for minutes on the other.
-        self._store = PrefixStore("hetero/node failures", info.store).clone()  # type: ignore[attr-defined]
+        store = PrefixStore("hetero/node failures", info.store).clone()  # type: ignore[attr-defined]
+        self._store = BoundedStore(store, seconds=_PATIENCE)
         self._node, self._nodes = info.rank, info.world_size
         self._grace = grace
         self._over = threading.Event()

@@ -20,6 +20,7 @@ from hetero.link.names import FAMILIES, PATHS
 from hetero.link.nics import find_nics
 from hetero.link.open import ChannelOptions, open_link
 from hetero.native.binding import native
+from hetero.store import BoundedStore, StoreSilent
 
 _log = logging.getLogger(__name__)
 _PREFIX = "hetero/connect"
@@ -65,7 +66,10 @@ def connect(
     if nics:
         find_nics(nics, own="")
     pair = f"{min(rank, peer)}-{max(rank, peer)}"
-    number = store.add(f"{_PREFIX}/{pair}/opened by {rank}", 1)
+    try:
+        number = BoundedStore(store, seconds=timeout).add(f"{_PREFIX}/{pair}/opened by {rank}", 1)
+    except StoreSilent as error:
+        raise LinkError(f"link rank {rank} - rank {peer} could not be opened: {error}") from error
     name = f"{pair}/{number}"
     job, theirs = _meet(store, f"{_PREFIX}/{name}", rank=rank, peer=peer, timeout=timeout)
     own = _own_address(store, theirs)

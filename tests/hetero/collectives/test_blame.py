@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch.distributed as dist
 
-from hetero.collectives.blame import IDLE, IN_A_CALL, LEFT, Blackboard, Statement, explain
+from hetero.collectives.blame import IDLE, IN_A_CALL, LEFT, Blackboard, Heard, Statement, explain
 from hetero.collectives.calls import Call
 from hetero.collectives.vendor_layout import Layout, Member
 
@@ -21,7 +21,7 @@ LAYOUT = Layout(
 
 
 def said(*statements: Statement) -> str:
-    return explain("dp", LAYOUT, statements, own=statements[0], timeout=30.0)
+    return explain("dp", LAYOUT, Heard(statements), own=statements[0], timeout=30.0)
 
 
 def stating(rank: int, call: Call | None = CALL, state: str = IN_A_CALL, **more) -> Statement:
@@ -65,7 +65,16 @@ def test_statements_are_read_as_they_were_made():
     assert not board.alarmed()
     board.state(own, alarm=True)
     assert board.alarmed()
-    assert board.collect(own, seconds=0.2) == [own, other]
+    assert board.collect(own, seconds=0.2) == Heard([own, other])
+
+
+def test_nobody_is_blamed_where_the_store_cannot_be_asked():
+    own = stating(0, error="the link to rank 5 timed out")
+    text = explain("dp", LAYOUT, Heard([own], "the store's host hangs"), own=own, timeout=30.0)
+    assert text.endswith(
+        "failed on rank 4 on host0: the store's host hangs (the link to rank 5 timed out)"
+    )
+    assert "said nothing" not in text
 
 
 def test_calls_that_differ_in_anything_have_other_tags():

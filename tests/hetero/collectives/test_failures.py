@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
@@ -162,6 +163,39 @@ def die_in_a_call(side: Side) -> str:
     if side.rank == 1:
         side.say("end/1")
         os.kill(os.getpid(), signal.SIGKILL)
+    return end_of_a_call()
+
+
+def test_a_stopped_rank_that_hosts_the_store_is_a_failure_and_not_a_wait():
+    _, (text, then) = values(run_ranks(call_a_stopped_host, ("nvidia", "amd"), backend=None))
+    assert "all_reduce (SUM, float32 [8]) as number 2 of group" in text
+    assert "the process that hosts the store has not answered" in text
+    assert "rank 1 - rank 0" in text
+    assert then == text, "the group is at its end, and says so at once"
+
+
+def call_a_stopped_host(side: Side) -> tuple[str, str]:
+    if side.rank == 0:
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        side.store.set("port", str(store.port))
+    else:
+        store = dist.TCPStore("127.0.0.1", int(side.store.get("port")), is_master=False)
+    dist.init_process_group("hetero", store=store, rank=side.rank, world_size=2, timeout=SHORT)
+    dist.all_reduce(torch.ones(8))
+    if side.rank == 0:
+        side.store.set("process", str(os.getpid()))
+        os.kill(os.getpid(), signal.SIGSTOP)
+        return "", ""
+    stopped = int(side.store.get("process"))
+    while "T (stopped)" not in Path(f"/proc/{stopped}/status").read_text():
+        time.sleep(0.01)
+    try:
+        return end_of_a_call(), end_of_a_call()
+    finally:
+        os.kill(stopped, signal.SIGCONT)
+
+
+def end_of_a_call() -> str:
     try:
         dist.all_reduce(torch.ones(8))
     except Exception as error:

@@ -1,0 +1,64 @@
+"""Operations on a store whose host answers, fails, or has been stopped."""
+
+import threading
+from datetime import timedelta
+
+import pytest
+import torch.distributed as dist
+
+from hetero.store import BoundedStore, StoreSilent
+
+
+class StoppedStore:
+    """As torch's client of a process that has been stopped: no answer until it goes on."""
+
+    def __init__(self) -> None:
+        self.goes_on = threading.Event()
+
+    def __getattr__(self, operation: str):
+        def answer(*arguments: object) -> object:
+            self.goes_on.wait(60)
+            return getattr(dist.HashStore(), operation)(*arguments)
+
+        return answer
+
+
+def test_answers_and_errors_are_the_stores_own():
+    store = BoundedStore(dist.HashStore(), seconds=30.0)
+    store.set("key", "value")
+    store.append("key", "s")
+    assert store.get("key") == b"values"
+    assert store.multi_get(["key"]) == [b"values"]
+    assert store.check(["key"])
+    assert not store.check(["other"])
+    assert store.add("count", 2) == 2
+    assert store.compare_set("new", "", "first") == b"first"
+    store.wait(["key"], timedelta(seconds=1))
+    with pytest.raises(dist.DistStoreError):
+        store.wait(["other"], timedelta(milliseconds=10))
+
+
+def test_no_operation_waits_longer_than_allowed_for_a_host_that_is_stopped():
+    stopped = StoppedStore()
+    store = BoundedStore(stopped, seconds=0.05)
+    with pytest.raises(StoreSilent, match=r"has not answered for 0\.05 s; see whether rank 0"):
+        store.check(["key"])
+    with pytest.raises(StoreSilent):  # Nor does the next, which the first is still before.
+        store.add("count", 1)
+    stopped.goes_on.set()
+    assert BoundedStore(stopped, seconds=30.0).add("count", 1) == 1
+
+
+def test_a_host_that_goes_on_is_heard_again():
+    stopped = StoppedStore()
+    store = BoundedStore(stopped, seconds=0.05)
+    with pytest.raises(StoreSilent):
+        store.check(["key"])
+    stopped.goes_on.set()
+    for _ in range(600):
+        try:
+            assert not store.check(["key"])
+            return
+        except StoreSilent:  # 0.05 s were too few on a busy machine.
+            continue
+    pytest.fail("it was never heard again")
