@@ -15,6 +15,12 @@ CHUNK_BYTES = 4 << 20
 """On a CPU, where a chunk that was just received is still in the cache when it is added up."""
 _GPU_CHUNK_BYTES, _GPU_CHUNKS = (32 << 20, 128 << 20), 4
 """The least and the most on a GPU, which takes a few MiB faster than Python asks it to."""
+_CHUNKS_AHEAD = {"cpu": 1, "cuda": 3}
+"""How many chunks are on their way to the peers when the next one is added up.
+
+A transfer begins behind all that the caller's stream was given, so a GPU's may not come after the
+additions of chunks shortly before it; the CPU is to find in its cache what it adds.
+"""
 
 
 def all_reduce(exchange: Exchange, flat: torch.Tensor, reduction: Reduction) -> Steps:
@@ -66,15 +72,16 @@ def _in_shards(exchange: Exchange, flat: torch.Tensor, reduction: Reduction) -> 
         _Chunk(exchange, flat[span.begin : span.end], reduction)
         for span in chunks(flat.numel(), length=length, grain=layout.grain)
     ]
-    for step in range(len(parts) + 3):
+    gathers = 1 + _CHUNKS_AHEAD[flat.device.type]
+    for step in range(len(parts) + gathers + 1):
         if step < len(parts):
             parts[step].reduce()
         if 0 <= step - 1 < len(parts):
             parts[step - 1].cross()
-        if 0 <= step - 2 < len(parts):
-            yield from parts[step - 2].gather()
-        if 0 <= step - 3 < len(parts):
-            parts[step - 3].finish()
+        if 0 <= step - gathers < len(parts):
+            yield from parts[step - gathers].gather()
+        if 0 <= step - gathers - 1 < len(parts):
+            parts[step - gathers - 1].finish()
 
 
 def _chunk_bytes(flat: torch.Tensor) -> int:
