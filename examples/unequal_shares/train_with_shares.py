@@ -236,7 +236,11 @@ def samples_per_second(
         batch = flags.batch_size * len(ranks) // dist.get_world_size()
         shares = Shares.equal(batch, len(ranks), least=flags.micro_batches)
         training = Training(flags, group, shares, measured=measured)
-        for loss in training.run(WARM_UP + MEASURED + SETTLING):
+        for loss in training.run(WARM_UP + MEASURED):
+            loss.item()
+        while training.balance is not None and not training.balance.is_over:
+            next(training.run(1)).item()
+        for loss in training.run(SETTLING):
             loss.item()
         began = time.perf_counter()
         for loss in training.run(flags.steps):

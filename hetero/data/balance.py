@@ -25,6 +25,9 @@ from hetero.data.shares import Shares, balanced
 from hetero.errors import UserError
 from hetero.words import counted
 
+_MOST_AT_ONCE = 3
+"""Measurements one after another."""
+
 
 class Balance:
     """Measures what a sample costs each rank, and gives the sampler the shares that follow.
@@ -32,8 +35,11 @@ class Balance:
     Timed are the forward and backward passes of the layers of `models` (the model as it is called,
     and a loss that is a module), without what they wait for. After `warm_up` steps, `steps` steps
     are measured; all ranks then tell each other their medians, compute the same shares, and change
-    to them with the same batch. With `every` that is repeated: the last `steps` of each `every`
-    steps are measured, and shares change where that shortens a step by at least `tolerance`.
+    to them with the same batch where that shortens a step by at least `tolerance`.
+
+    After a change they measure again, until nothing changes or they have measured three times: a
+    GPU that has waited for others may clock higher than one that computes all the time. With
+    `every`, the last `steps` of each `every` steps are measured from then on.
 
     Collective over `group`, whose ranks are those of the sampler's shares. On one with GPUs a
     measurement waits for the GPU once, at its end. Raises UserError with all that is wrong.
@@ -46,7 +52,7 @@ class Balance:
         every: int | None = None,
         warm_up: int = 3,
         steps: int = 5,
-        tolerance: float = 0.03,
+        tolerance: float = 0.01,
         group: dist.ProcessGroup | None = None,
         clock: HostClock | None = None,
     ) -> None:
@@ -57,7 +63,7 @@ class Balance:
         if every is not None and every < steps:
             wrong.append(f"every {every} is less than the {steps} steps of a measurement; raise it")
         if not 0 <= tolerance < 1:
-            wrong.append(f"tolerance {tolerance}: use a number from 0 to below 1, such as 0.03")
+            wrong.append(f"tolerance {tolerance}: use a number from 0 to below 1, such as 0.01")
         if len(sampler.shares.counts) != ranks:
             wrong.append(
                 "the sampler shares batches out among "
@@ -70,7 +76,10 @@ class Balance:
         if wrong:
             raise UserError(f"the ranks cannot be measured: {'; '.join(wrong)}")
         self._sampler, self._group = sampler, group
-        self._every, self._steps, self._tolerance = every, steps, tolerance
+        self._every, self._tolerance = every, tolerance
+        self._warm_up, self._steps = warm_up, steps
+        self._settling = _MOST_AT_ONCE
+        """How many measurements may follow each other yet."""
         self._clock = clock or clock_of(layers)
         self._until = warm_up + steps
         """Steps until the next measurement ends."""
@@ -98,13 +107,21 @@ class Balance:
         if self._until:
             return None
         changed = self._conclude()
-        if self._every is None:
+        self._settling -= 1
+        if changed is not None and self._settling > 0:
+            self._until = self._warm_up + self._steps
+        elif self._every is not None:
+            self._until, self._settling = self._every, _MOST_AT_ONCE
+        else:
             for handle in self._handles:
                 handle.remove()
             self._handles = []
-        else:
-            self._until = self._every
         return changed
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing is measured any more."""
+        return not self._handles
 
     @property
     def _is_measuring(self) -> bool:

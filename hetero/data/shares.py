@@ -144,7 +144,7 @@ def balanced(shares: Shares, seconds: Sequence[float], *, tolerance: float) -> S
     """Shares for what one sample was measured to cost each rank, in seconds.
 
     A step lasts as long as its slowest rank. Shares that would shorten it by less than `tolerance`
-    (0.03 is 3 %) are not taken, so that noise does not make them go back and forth.
+    (0.01 is 1 %) are not taken, so that noise does not make them go back and forth.
     """
     better = shares.resplit([1 / cost for cost in seconds])
     if _step(better, seconds) > (1 - tolerance) * _step(shares, seconds):

@@ -189,12 +189,34 @@ def test_shares_follow_what_was_measured_on_all_ranks_with_the_same_step():
     assert ranks[0]["vendors"] == ["nvidia", "nvidia", "amd"]
     costs = (SECONDS, SECONDS, 2 * SECONDS)
     for wrap in ("DistributedDataParallel", "with_fsdp2"):
-        # Measured once, at the start.
+        # At the start alone, and nothing changes when it is measured again.
         assert ranks[0][f"{wrap} True"] == [(2, (8, 8, 4), costs)]
         # And every third step: once for the start, once for what changed.
         first, second = ranks[0][f"{wrap} False"]
         assert first == (2, (8, 8, 4), costs)
         assert second == (11, (5, 10, 5), (2 * SECONDS, SECONDS, 2 * SECONDS))
+
+
+def train_faster_while_waiting(side: Side) -> tuple[list, bool]:
+    """The first rank takes 1 s a sample, and half as much again once it need not wait any more."""
+    clock = MadeUpClock()
+    layer = Layer(clock, 1.0 if side.rank == 0 else 2.0)
+    sampler = ShareBatchSampler(400, Shares.equal(20, side.size), rank=side.rank)
+    balance = Balance(sampler, layer, warm_up=1, steps=1, clock=clock)
+    changes = []
+    for step, indices in enumerate(sampler):
+        if side.rank == 0 and len(indices) > 10:
+            layer._seconds = 1.5
+        layer(torch.ones(len(indices), WIDTH)).sum().backward()
+        if shares := balance.step(len(indices)):
+            changes.append((step, shares.counts))
+    return changes, balance.is_over
+
+
+def test_shares_are_measured_again_once_nobody_waits_any_more():
+    for changes, is_over in values(run_ranks(train_faster_while_waiting, ("nvidia", "amd"))):
+        assert changes == [(1, (13, 7)), (3, (11, 9))]
+        assert is_over
 
 
 def fail_to_measure(side: Side) -> list[str]:
