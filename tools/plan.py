@@ -2,9 +2,9 @@
 
     python tools/plan.py --cluster cluster.yaml --model llama3-8b --global-batch 1024
 
-writes plan.yaml and flags.yaml, which pretrain_gpt.py runs as they are, and report.html. Without a
-profile (tools/profile_layers.py) costs are computed from what vendors publish. Exit code 2: bad
-input, or a model that fits nowhere; then nothing is written.
+writes plan.yaml and flags.yaml, which pretrain_gpt.py runs as they are, report.html, and the step
+as trace.json for Perfetto. Without a profile (tools/profile_layers.py) costs are computed from what
+vendors publish. Exit code 2: bad input, or a model that fits nowhere; then nothing is written.
 """
 
 from __future__ import annotations

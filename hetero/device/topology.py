@@ -52,11 +52,6 @@ class PciDevice:
     numa_node: int | None
     """None where the platform does not say, as on a machine of one node."""
 
-    @property
-    def bridges(self) -> tuple[str, ...]:
-        """The root port and the switch ports above it, outermost first."""
-        return self.path[1:-1]
-
 
 class Located(Protocol):
     """Anything with a place on the PCIe tree."""

@@ -237,10 +237,6 @@ class Carrier:
         """Wake whoever sleeps on this end's doorbell."""
         self._library.carrier_signal(self._handle)
 
-    def cpu_seconds(self) -> float:
-        """CPU time that the thread has used."""
-        return float(self._library.carrier_cpu_seconds(self._handle))
-
     def close(self) -> None:
         """End the thread and close the rails. Nobody may be in another method by now."""
         if self._handle is not None:

@@ -352,16 +352,6 @@ bool carrier_settle_credits(struct carrier *carrier, double seconds)
     return wait_until(carrier, has_credited, seconds);
 }
 
-double carrier_cpu_seconds(struct carrier *carrier)
-{
-    struct timespec used = {0, 0};
-    clockid_t clock;
-
-    if (carrier->is_running && pthread_getcpuclockid(carrier->thread, &clock) == 0)
-        clock_gettime(clock, &used);
-    return (double)used.tv_sec + 1e-9 * (double)used.tv_nsec;
-}
-
 /* Before any is freed: their threads look at all of them. */
 static void stop_rails(struct carrier *carrier)
 {

@@ -44,7 +44,6 @@ bool carrier_settle_credits(struct carrier *carrier, double seconds);
 /* Wake whoever sleeps on this end's doorbell. */
 void carrier_signal(struct carrier *carrier);
 /* Seconds of CPU that the thread has used. */
-double carrier_cpu_seconds(struct carrier *carrier);
 /* End the thread and close the rails. */
 void carrier_free(struct carrier *carrier);
 

@@ -64,6 +64,13 @@ def test_the_report_draws_the_pipeline_and_answers_every_question(answered: Path
     assert page.count("<svg") >= 3 + 6
 
 
+def test_the_step_can_be_opened_in_perfetto(answered: Path) -> None:
+    events = json.loads((answered / "trace.json").read_text())["traceEvents"]
+    rows = {event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    assert {event["cat"] for event in events if event["ph"] == "X"} >= {"forward", "backward"}
+    assert len(rows) >= load_plan(answered / "plan.yaml").stages
+
+
 def test_the_faster_vendor_takes_more_layers(answered: Path) -> None:
     plan = load_plan(answered / "plan.yaml")
     layers = dict.fromkeys(("nvidia", "amd"), 0)

@@ -1,7 +1,8 @@
-"""Writes the answer: plan.yaml and flags.yaml for pretrain_gpt.py, and report.html."""
+"""Writes the answer: plan.yaml and flags.yaml for pretrain_gpt.py, report.html and trace.json."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import yaml
 
 from hetero.planner.answer import Answer
 from hetero.planner.placement import Placement
+from hetero.planner.schedule_timeline import chrome_trace
 from hetero.words import counted
 from tools.planning.asked import Asked
 from tools.planning.plan_page import render_answer
@@ -22,10 +24,12 @@ def write_answer(
     folder: Path, asked: Asked, found: Answer, sweeps: Sequence[Sweep], *, command: Sequence[str]
 ) -> list[str]:
     """Write all, and say what was written and how it is run."""
-    placement = found.best.first.placement
+    first = found.best.first
+    placement = first.placement
     contents = {
         "flags.yaml": _yaml(training_flags(placement, folder / "plan.yaml"), _remark(asked, found)),
         "report.html": render_answer(asked, found, sweeps, command=command),
+        "trace.json": json.dumps(chrome_trace(first.costs, first.prediction)) + "\n",
     }
     if not placement.plan.whole_replicas:
         contents["plan.yaml"] = _yaml(placement.plan.to_mapping(), _remark(asked, found))

@@ -80,7 +80,7 @@ def test_an_address_is_found_however_cuda_or_hip_writes_it(sysfs):
     found = topology.pci_device("0000:1A:00.0", sys_root=sysfs.root)
     assert found is not None
     assert found.address == "0000:1a:00.0"
-    assert found.bridges == ("0000:15:01.0", "0000:16:00.0", "0000:17:02.0")
+    assert found.path[1:-1] == ("0000:15:01.0", "0000:16:00.0", "0000:17:02.0")
 
 
 def test_the_ports_between_two_devices_are_those_below_what_they_share(sysfs):
