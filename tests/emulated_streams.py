@@ -27,7 +27,12 @@ from hetero.device.device import (
     Word,
 )
 from hetero.errors import LinkError
-from hetero.native.binding import EntryPoints, Step, Streams, Vendor
+from hetero.native.structures import (
+    EntryPoints,
+    Step,
+    Streams,
+    Vendor,
+)
 
 _POLL_SECONDS = 50e-6
 ANY_VALUE = 2**32

@@ -11,7 +11,9 @@ from typing import ClassVar
 
 from hetero.device.driver_base import GpuDriver, IpcHandle, Uuid
 from hetero.device.vendor_library import Symbol, bind, load
-from hetero.native.binding import Vendor
+from hetero.native.structures import (
+    Vendor,
+)
 
 LIBRARY = "libcuda.so.1"
 _REMEDY = "install NVIDIA's driver, 515 or newer"

@@ -11,7 +11,9 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 from hetero.errors import LinkError
-from hetero.native.binding import Streams
+from hetero.native.structures import (
+    Streams,
+)
 
 
 class Word(NamedTuple):

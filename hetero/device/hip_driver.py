@@ -15,7 +15,9 @@ from typing import ClassVar
 from hetero.device.driver_base import GpuDriver, IpcHandle, Uuid
 from hetero.device.vendor_library import Function, Symbol, bind, load, loaded_path
 from hetero.errors import LinkError
-from hetero.native.binding import Vendor
+from hetero.native.structures import (
+    Vendor,
+)
 
 _NAMES = ("libamdhip64.so", "libamdhip64.so.7", "libamdhip64.so.6", "libamdhip64.so.5")
 _HSA_NAME = "libhsa-runtime64.so"

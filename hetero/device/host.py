@@ -23,14 +23,14 @@ from hetero.device.device import (
 from hetero.device.driver import GpuDriver, driver_for
 from hetero.device.gpu import index_of, record_event
 from hetero.errors import LinkError
-from hetero.native.binding import (
+from hetero.native.binding import native
+from hetero.native.structures import (
     CHECKSUM_BYTES,
     EntryPoints,
     HostFailure,
     Step,
     Streams,
     Vendor,
-    native,
 )
 
 _CALLER, _ELSEWHERE = 1, 0

@@ -14,7 +14,8 @@ from typing import Any
 from hetero.device.device import Device
 from hetero.errors import LinkError
 from hetero.link.rdma_ports import Port
-from hetero.native.binding import (
+from hetero.native.binding import native
+from hetero.native.structures import (
     GID_BYTES,
     TEXT_BYTES,
     EngineOptions,
@@ -23,7 +24,6 @@ from hetero.native.binding import (
     VerbsPeer,
     VerbsRequest,
     VerbsRoute,
-    native,
 )
 
 _MAX_PSN = 1 << 24

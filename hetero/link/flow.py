@@ -19,8 +19,11 @@ from hetero.errors import LinkError
 from hetero.link.header import Header
 from hetero.link.ring import COUNTER_MASK, HALF_ROUND, Entry
 from hetero.link.ring_transfer import CompletionFlag, RingEnds, RingTransfer
-from hetero.native import binding
-from hetero.native.binding import Progress, native
+from hetero.native import structures
+from hetero.native.binding import native
+from hetero.native.structures import (
+    Progress,
+)
 
 SMALL_BYTES = 256 << 10
 """Up to this a message may go through the caller's stream: through pinned host memory it holds that
@@ -64,7 +67,7 @@ class Flow:
         self._direction = direction = ends.outgoing if is_outgoing else ends.incoming
         self._peer = ends.theirs
         self._streams = device.new_streams()
-        self._state = binding.Flow(
+        self._state = structures.Flow(
             streams=self._streams.streams,
             direction=direction.address,
             produced_word=direction.produced_word,

@@ -10,13 +10,13 @@ from ctypes import sizeof
 from typing import NamedTuple
 
 from hetero.link.shared_memory import PAGE, SharedMemory
-from hetero.native.binding import (
+from hetero.native.binding import native
+from hetero.native.structures import (
     RING_FAULT_BYTES,
     RingControl,
     RingDirection,
     RingEnd,
     RingRecord,
-    native,
 )
 
 ENTRIES = RingDirection.records.size // sizeof(RingRecord)

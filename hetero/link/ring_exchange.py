@@ -17,7 +17,11 @@ from hetero.device.device import CurrentStream
 from hetero.link.base import Link, Work
 from hetero.link.ring_link import RingLink
 from hetero.link.ring_transfer import RingTransfer
-from hetero.native.binding import ExchangePart, Progress, native
+from hetero.native.binding import native
+from hetero.native.structures import (
+    ExchangePart,
+    Progress,
+)
 
 _PART = struct.Struct(f"<5QII{ExchangePart.header.size}s")
 _KEPT_BY_C = struct.Struct("<QQII")

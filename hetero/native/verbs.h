@@ -16,7 +16,7 @@
 #define VERBS_CREDITS 2
 #define VERBS_SENDS (VERBS_RECORDS + VERBS_DATA + VERBS_CREDITS)
 
-/* What Python has found out about this end. Mirrored in binding.py, as are those below. */
+/* What Python has found out about this end. Mirrored in structures.py, as are those below. */
 struct verbs_request {
     const char *device;
     uint8_t port;

@@ -17,7 +17,10 @@ from enum import IntEnum
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
-from hetero.native.binding import FOLDER, TEXT_BYTES, native
+from hetero.native.binding import FOLDER, native
+from hetero.native.structures import (
+    TEXT_BYTES,
+)
 from tests.hip_on_cuda.library import COMPILER, compiled
 
 SOURCE = Path(__file__).with_name("loopback_verbs.c")

@@ -15,7 +15,7 @@ import pytest
 from hetero.errors import LinkError
 from hetero.link.header import HEADER_BYTES
 from hetero.link.ring import ENTRIES
-from hetero.native import binding
+from hetero.native import binding, structures
 from hetero.native.binding import native
 from tests.c_layout import layout_in_c, layout_in_python, values_in_c
 from tests.hip_on_cuda.library import COMPILER, LACKING
@@ -23,26 +23,26 @@ from tests.hip_on_cuda.library import COMPILER, LACKING
 ROOT = Path(__file__).resolve().parents[3]
 STRUCTURES: dict[str, dict[str, type[Structure]]] = {
     "native.h": {
-        "struct entry_points": binding.EntryPoints,
-        "struct streams": binding.Streams,
-        "struct flow": binding.Flow,
-        "struct host_gpu": binding.HostGpu,
+        "struct entry_points": structures.EntryPoints,
+        "struct streams": structures.Streams,
+        "struct flow": structures.Flow,
+        "struct host_gpu": structures.HostGpu,
     },
     "ring.h": {
-        "struct ring_word": binding.RingWord,
-        "struct ring_record": binding.RingRecord,
-        "struct ring_direction": binding.RingDirection,
-        "struct ring_end": binding.RingEnd,
-        "struct ring_control": binding.RingControl,
+        "struct ring_word": structures.RingWord,
+        "struct ring_record": structures.RingRecord,
+        "struct ring_direction": structures.RingDirection,
+        "struct ring_end": structures.RingEnd,
+        "struct ring_control": structures.RingControl,
     },
     "carrier.h": {
-        "struct engine_options": binding.EngineOptions,
-        "struct verbs_request": binding.VerbsRequest,
-        "struct verbs_connection_info": binding.VerbsConnectionInfo,
-        "struct verbs_route": binding.VerbsRoute,
-        "struct verbs_peer": binding.VerbsPeer,
-        "struct verbs_port": binding.VerbsPort,
-        "struct tcp_request": binding.TcpRequest,
+        "struct engine_options": structures.EngineOptions,
+        "struct verbs_request": structures.VerbsRequest,
+        "struct verbs_connection_info": structures.VerbsConnectionInfo,
+        "struct verbs_route": structures.VerbsRoute,
+        "struct verbs_peer": structures.VerbsPeer,
+        "struct verbs_port": structures.VerbsPort,
+        "struct tcp_request": structures.TcpRequest,
     },
 }
 RDMA_CORE = Path("/usr/include/infiniband/verbs.h")
@@ -151,18 +151,18 @@ def test_python_s_structures_are_laid_out_as_c_s(header: str, tmp_path: Path) ->
 
 @needs_compiler
 def test_python_s_numbers_are_c_s(tmp_path: Path) -> None:
-    prefixes = {binding.Step: "STEP_", binding.HostFailure: "HOST_"}
+    prefixes = {structures.Step: "STEP_", structures.HostFailure: "HOST_"}
     mirrored = {
         prefixes.get(kind, "") + number.name: number.value
-        for kind in (binding.Vendor, binding.Progress, *prefixes)
+        for kind in (structures.Vendor, structures.Progress, *prefixes)
         for number in kind
     }
     mirrored |= {
-        "HOST_CHECKSUM_BYTES": binding.CHECKSUM_BYTES,
-        "RAIL_TEXT_BYTES": binding.TEXT_BYTES,
+        "HOST_CHECKSUM_BYTES": structures.CHECKSUM_BYTES,
+        "RAIL_TEXT_BYTES": structures.TEXT_BYTES,
         "RING_ENTRIES": ENTRIES,
         "RING_HEADER_BYTES": HEADER_BYTES,
-        "RING_FAULT_BYTES": binding.RING_FAULT_BYTES,
+        "RING_FAULT_BYTES": structures.RING_FAULT_BYTES,
     }
     header = tmp_path / "all.h"
     header.write_text("".join(f'#include "{h}"\n' for h in binding.FOLDER.glob("*.h")))

@@ -14,7 +14,13 @@ from typing import Any
 import pytest
 
 from hetero.link.shared_memory import SharedMemory, make_memory
-from hetero.native.binding import CHECKSUM_BYTES, HostFailure, HostGpu, Vendor, native
+from hetero.native.binding import native
+from hetero.native.structures import (
+    CHECKSUM_BYTES,
+    HostFailure,
+    HostGpu,
+    Vendor,
+)
 
 CALLER = 1
 LIBRARY = native()

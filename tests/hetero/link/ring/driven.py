@@ -19,7 +19,13 @@ from hetero.link.header import Header
 from hetero.link.ring import CONTROL_BYTES, Direction, EndState
 from hetero.link.ring_transfer import RingEnds, RingTransfer
 from hetero.link.shared_memory import SharedMemory, make_memory
-from hetero.native.binding import EntryPoints, ExchangePart, Progress, Streams, native
+from hetero.native.binding import native
+from hetero.native.structures import (
+    EntryPoints,
+    ExchangePart,
+    Progress,
+    Streams,
+)
 from tests.emulated_streams import EmulatedDevice
 
 JOIN = 0xE0

@@ -18,7 +18,9 @@ from hetero.link.base import LinkDescription
 from hetero.link.ring import Direction
 from hetero.link.ring_link import RingLink
 from hetero.link.same_host import RingMemory, open_same_host
-from hetero.native.binding import Step
+from hetero.native.structures import (
+    Step,
+)
 from tests.emulated_streams import EmulatedDevice
 from tests.hetero.link.test_handshake import both, rendezvous
 

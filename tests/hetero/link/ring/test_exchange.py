@@ -14,7 +14,9 @@ from hetero.device.host import HostDevice
 from hetero.errors import LinkError
 from hetero.link.base import Link
 from hetero.link.ring_exchange import Message, RingExchange
-from hetero.native.binding import Step
+from hetero.native.structures import (
+    Step,
+)
 from tests.emulated_streams import EmulatedDevice
 from tests.hetero.link.ring.pair import LARGE, Pair, is_broken, opened
 from tests.hetero.link.test_handshake import both

@@ -15,7 +15,9 @@ from hetero.device.device import CurrentStream
 from hetero.errors import LinkError
 from hetero.link import ring_link as link_module
 from hetero.link.base import Work
-from hetero.native.binding import Step
+from hetero.native.structures import (
+    Step,
+)
 from tests.emulated_streams import EmulatedDevice
 from tests.hetero.link.ring.pair import (
     LARGE,

@@ -18,7 +18,10 @@ from hetero.errors import LinkError
 from hetero.link.flow import EntryRefused
 from hetero.link.header import Header
 from hetero.link.ring import COUNTER_MASK, ENTRIES, Entry, ahead
-from hetero.native.binding import Progress, RingRecord
+from hetero.native.structures import (
+    Progress,
+    RingRecord,
+)
 from tests.hetero.link.ring.driven import (
     CONTROL,
     INCOMING_RING,
