@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import os
 import random
-import socket
 import uuid
 from dataclasses import asdict
 from datetime import timedelta
@@ -18,7 +17,6 @@ import torch
 import torch.distributed as dist
 from megatron.core import tensor_parallel
 
-from hetero.addresses import family_of
 from hetero.agreement import Agreement
 from hetero.cluster import RankIdentity, check_identities, identify, running_vendor
 from hetero.collectives.autoload import INSTEAD_OF_VARIABLE
@@ -35,14 +33,13 @@ from hetero.errors import (
     write_error_file,
 )
 from hetero.groups import build_groups, joins_meshes
-from hetero.link.nics import Nics, find_nics
-from hetero.link.open import ChannelOptions
 from hetero.liveness.liveness import Liveness, RankLost
 from hetero.liveness.open_liveness import open_liveness
 from hetero.new_group import open_world
 from hetero.pipeline.links import LinkOptions, open_links
 from hetero.plan import Coordinate, Plan
 from megatron.training.arguments.installed_layers import ENGINE, engine_is_installed
+from megatron.training.channel_flags import channel_options, find_rails
 from megatron.training.checkpoint.folder import check_save_folder
 from megatron.training.checkpoint.lock import SaveLock
 from megatron.training.checkpoint.selection import Nothing, Selection, select
@@ -91,7 +88,7 @@ def plan_launch(args: argparse.Namespace, rank: int) -> Plan:
                 "pip install '.[te]' or use --transformer-impl local"
             ) from error
     if args.hetero_nics:
-        _find_nics(args, own="")
+        find_rails(args, own="")
     if rank == 0:
         check_outputs(args)
         if args.save is not None and not args.skip_train:
@@ -110,27 +107,6 @@ def _choose_device(local_rank: int) -> torch.device:
     device = torch.device("cuda", local_rank)
     torch.cuda.set_device(device)
     return device
-
-
-def _channel_options(args: argparse.Namespace, own: str) -> ChannelOptions:
-    nics = _find_nics(args, own=own, family=family_of(own))
-    return ChannelOptions(
-        ring_bytes=args.hetero_ring_mib << 20,
-        chunk_bytes=args.hetero_chunk_kib << 10 if args.hetero_chunk_kib else None,
-        checksum=args.hetero_checksum,
-        connections=args.hetero_tcp_connections,
-        addresses=nics.addresses,
-        rdma_devices=nics.rdma,
-    )
-
-
-def _find_nics(
-    args: argparse.Namespace, *, own: str, family: socket.AddressFamily | None = None
-) -> Nics:
-    try:
-        return find_nics(args.hetero_nics or (), own=own, family=family)
-    except ValueError as error:
-        raise UserError(f"--hetero-nics on {socket.gethostname()}: {error}") from error
 
 
 def _crosses_vendors(args: argparse.Namespace) -> bool:
@@ -340,7 +316,7 @@ class Starter:
                         store=dist.PrefixStore("hetero/links", store),
                         job=job_name,
                         timeout=args.hetero_timeout,
-                        channel=_channel_options(args, self._own_address),
+                        channel=channel_options(args, self._own_address),
                         sequence=args.seq_length,
                         tensor_group=groups.tensor,
                     ),

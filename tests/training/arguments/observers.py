@@ -18,12 +18,12 @@ from megatron.core.tokenizers import MegatronTokenizer
 
 from hetero.plan import Plan
 from megatron.training import kernels, model
+from megatron.training.channel_flags import channel_options
 from megatron.training.data import (
     chunk_iterators,
     dataset_config,
     required_samples,
 )
-from megatron.training.initialize import _channel_options
 from megatron.training.layout import plan_from_args
 from megatron.training.optimizer import build_scheduler, optimizer_config
 from megatron.training.tokenizer.build import build_tokenizer
@@ -144,7 +144,7 @@ def core_tokenizer(args: Namespace) -> dict[str, Any]:
 
 def channel(args: Namespace) -> dict[str, Any]:
     with mock.patch.dict("os.environ", MASTER_ADDR="127.0.0.1"):
-        return dataclasses.asdict(_channel_options(args, "127.0.0.1"))
+        return dataclasses.asdict(channel_options(args, "127.0.0.1"))
 
 
 def layout(args: Namespace) -> dict[str, Any]:
