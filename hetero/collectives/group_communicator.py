@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import weakref
 from collections.abc import Callable
 from datetime import timedelta
 from functools import cache
@@ -128,6 +129,9 @@ class Communicator:
         self._error: CollectiveError | None = None
         self._met = False
         self._worker = Worker(f"{name} calls", idle=self._look, seconds=LOOK_SECONDS)
+        # A script need not destroy its groups, and Python ends a process abnormally of which a
+        # thread is in PyTorch's C++, as one is that looks into the store.
+        weakref.finalize(self, self._worker.close, seconds=_CLOSE_SECONDS)
 
     def _new_messages(self, store: dist.Store) -> Mailbox | DeviceMessages:
         store = dist.PrefixStore("mail/", store)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import queue
 import threading
-import time
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -23,6 +23,7 @@ from hetero.words import counted
 
 _ENVELOPE = 2
 _LOOK_SECONDS = 0.05
+_END_SECONDS = 2.0
 
 
 @dataclass(eq=False)
@@ -58,7 +59,10 @@ class Mailbox:
         self._readers: set[int] = set()
         self._opening = {rank: threading.Lock() for rank in range(layout.size)}
         self._broken: dict[int, BaseException] = {}
-        self._closed = False
+        self._over = threading.Event()
+        self._looking: set[threading.Thread] = set()
+        """Those that look into the store, which ends a process that Python ends meanwhile."""
+        weakref.finalize(self, _end, self._over, self._looking)
 
     new_work = CollectiveWork
 
@@ -99,7 +103,7 @@ class Mailbox:
             self._start(self._read_from, rank, source is None)
 
     def close(self) -> None:
-        self._closed = True
+        self._over.set()
         self._links.close()
         with self._change:
             self._change.notify_all()
@@ -116,7 +120,7 @@ class Mailbox:
 
     def _send_to(self, rank: int) -> None:
         link = None
-        while not self._closed:
+        while not self._over.is_set():
             tensor, work, tag = self._outgoing[rank].get()
             try:
                 if link is None:
@@ -135,7 +139,7 @@ class Mailbox:
             if of_any:
                 self._await_announcement(rank)
             link = self._link_to(rank)
-            while not self._closed:
+            while not self._over.is_set():
                 if self._awaits(rank):
                     self._read_one(link, rank)
         except Exception as error:
@@ -164,14 +168,14 @@ class Mailbox:
         """Wait until a message from this rank is asked for."""
         with self._change:
             return self._change.wait_for(
-                lambda: self._closed or any(w.source in (None, rank) for w in self._wanted),
+                lambda: self._over.is_set() or any(w.source in (None, rank) for w in self._wanted),
                 timeout=1.0,
             )
 
     def _match(self, rank: int, tag: int) -> _Wanted | None:
         """Who asked for this message; None where only others of this rank are asked for."""
         with self._change:
-            while not self._closed:
+            while not self._over.is_set():
                 for wanted in self._wanted:
                     if wanted.source in (None, rank) and wanted.tag == tag:
                         self._wanted.remove(wanted)
@@ -198,9 +202,12 @@ class Mailbox:
 
     def _await_announcement(self, rank: int) -> None:
         """Wait until a rank sends to this one at all: a link is opened by both."""
-        store = clone(self._store)
-        while not self._closed and not store.check([self._announcement(rank, self._layout.rank)]):
-            time.sleep(_LOOK_SECONDS)
+        store, looker = clone(self._store), threading.current_thread()
+        self._looking.add(looker)
+        while not store.check([self._announcement(rank, self._layout.rank)]):
+            if self._over.wait(_LOOK_SECONDS):
+                break
+        self._looking.discard(looker)
 
     @staticmethod
     def _announcement(source: int, target: int) -> str:
@@ -212,3 +219,9 @@ class Mailbox:
             for wanted in [w for w in self._wanted if w.source == rank]:
                 self._wanted.remove(wanted)
                 wanted.work.finish(error)
+
+
+def _end(over: threading.Event, looking: set[threading.Thread]) -> None:
+    over.set()
+    for looker in list(looking):
+        looker.join(_END_SECONDS)
