@@ -4,7 +4,11 @@ import json
 import os
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
+
+T = TypeVar("T")
 
 
 class HeteroError(Exception):
@@ -30,6 +34,27 @@ class Refusal(UserError):
         if len(sentences) > 1:
             text = "\n  ".join([f"{len(sentences)} things have to be put right:", *sentences])
         super().__init__(text)
+
+
+class Faults:
+    """All that is wrong with an input, gathered while the rest of it is read."""
+
+    def __init__(self) -> None:
+        self.sentences: list[str] = []
+
+    def read(self, load: Callable[[], T]) -> T | None:
+        """What `load` gives; None where it refuses, whose sentences are kept."""
+        try:
+            return load()
+        except UserError as error:
+            own = error.sentences if isinstance(error, Refusal) else (str(error),)
+            self.sentences += [sentence for sentence in own if sentence not in self.sentences]
+            return None
+
+    def refuse(self, refusal: type[Refusal]) -> None:
+        """Raise it with all sentences, if there are any."""
+        if self.sentences:
+            raise refusal(*self.sentences)
 
 
 class AgreedError(UserError):

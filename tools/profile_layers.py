@@ -31,9 +31,9 @@ from hetero.planner.layer_profile import (
     MeasuredProfile,
     load_profile,
 )
-from hetero.planner.model_shape import ModelShape, model_from_flags
 from hetero.words import counted, size_text
 from megatron.training.arguments.converters import integer
+from megatron.training.model_size import model_shape
 from megatron.training.progress_bar import progress_bar
 from megatron.training.quiet import quiet_core
 from tools.reports.text_table import aligned
@@ -109,7 +109,7 @@ def _measure(options: argparse.Namespace) -> str:
     from tools.operators.layer_flags import model_arguments
 
     args = model_arguments(options.flags)
-    model = _shape(args)
+    model = model_shape(args)
     if before is not None and _size_free(dict(before.model)) != _size_free(asdict(model)):
         raise UserError(f"--out {options.out} is the profile of another model; name another file")
     here = device_here(options.accelerator, threads=options.threads)
@@ -153,12 +153,6 @@ def _sweep(
 
         measured = measure(args, sweep, here=here, wire=wire, advance=advance)
     return replace(measured, source=_source(args, here, sweep)), links
-
-
-def _shape(args: argparse.Namespace) -> ModelShape:
-    flags = {name.replace("_", "-"): value for name, value in vars(args).items()}
-    flags |= {"disable-bias-linear": not args.add_bias_linear}
-    return model_from_flags(flags, source="the command line")
 
 
 def _size_free(model: dict[str, object]) -> dict[str, object]:

@@ -75,7 +75,7 @@ def _chunks_from_entry(item: object, *, chunks: int) -> tuple[int, ...]:
     raise PlanError(f"{item!r} is not a number of layers")
 
 
-class _StrictLoader(yaml.SafeLoader):
+class StrictLoader(yaml.SafeLoader):
     """Safe YAML in which a key may stand once: the last of two would win in silence."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
@@ -91,7 +91,7 @@ class _StrictLoader(yaml.SafeLoader):
 def load_plan(path: str | Path, *, chunks: int = 1) -> Plan:
     """Read a plan file. Raises PlanError, in one sentence, for anything wrong with it."""
     try:
-        data = yaml.load(Path(path).read_text("utf-8"), Loader=_StrictLoader)
+        data = yaml.load(Path(path).read_text("utf-8"), Loader=StrictLoader)
     except OSError as error:
         raise PlanError(f"cannot read the plan {path}: {error.strerror}") from error
     except UnicodeDecodeError as error:

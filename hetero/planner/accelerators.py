@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 import yaml
 
-from hetero.errors import UserError
+from hetero.errors import Faults, Refusal
 from hetero.plan import VENDORS
 
 _LATENCY = 10.0
 """Microseconds until a transfer inside a node has begun, the library's launch included."""
 
 
-class ClusterError(UserError):
-    """The cluster makes no sense. The text says what is wrong with which kind of node."""
+class ClusterError(Refusal):
+    """The cluster makes no sense. Each sentence says what is wrong with which kind of node."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,20 +54,22 @@ def accelerator_from_mapping(name: str, data: object, *, where: str) -> Accelera
     """Read one entry of the form that accelerators.yaml has. `where` names the file in errors."""
     if not isinstance(data, Mapping):
         raise ClusterError(f"{where}: {name} must say {', '.join(('vendor', *_NUMBERS))}")
-    unknown = sorted(set(map(str, data)) - _KEYS)
-    missing = [key for key in ("vendor", *_NUMBERS) if key not in data]
-    if unknown or missing:
-        what = f"has the unknown key {unknown[0]!r}" if unknown else f"lacks {', '.join(missing)}"
-        raise ClusterError(f"{where}: the accelerator {name} {what}")
-    if data["vendor"] not in VENDORS:
-        raise ClusterError(
-            f"{where}: the accelerator {name} names the vendor {data['vendor']!r}; the vendors "
-            f"are {', '.join(VENDORS)}"
+    called = f"{where}: the accelerator {name}"
+    faults = Faults()
+    faults.sentences += unknown_keys(data, _KEYS, where=called)
+    if missing := [key for key in ("vendor", *_NUMBERS) if key not in data]:
+        faults.sentences.append(f"{called} lacks {', '.join(missing)}")
+    if data.get("vendor", VENDORS[0]) not in VENDORS:
+        faults.sentences.append(
+            f"{called} names the vendor {data['vendor']!r}; the vendors are {', '.join(VENDORS)}"
         )
+    given = {"link_latency_us": _LATENCY, **data}
     numbers = {
-        key: positive(data.get(key, _LATENCY), where=f"{where}: {key} of the accelerator {name}")
+        key: faults.read(partial(positive, given[key], where=f"{called}: {key}")) or 0.0
         for key in (*_NUMBERS, "link_latency_us")
+        if key in given
     }
+    faults.refuse(ClusterError)
     return Accelerator(
         name=name,
         vendor=data["vendor"],
@@ -81,9 +84,17 @@ def accelerator_from_mapping(name: str, data: object, *, where: str) -> Accelera
 
 
 def positive(value: Any, *, where: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
         raise ClusterError(f"{where} is {value!r}; it must be a number above 0")
     return float(value)
+
+
+def unknown_keys(entry: Mapping[Any, Any], keys: Set[str], *, where: str) -> list[str]:
+    """A sentence for each."""
+    return [
+        f"{where}: unknown key {key!r}; the keys are {', '.join(sorted(keys))}"
+        for key in sorted(set(map(str, entry)) - keys)
+    ]
 
 
 @cache

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from hetero.errors import Faults
+from hetero.plan.plan_file import StrictLoader
 from hetero.planner.accelerators import (
     Accelerator,
     ClusterError,
     accelerator_from_mapping,
     built_in,
     positive,
+    unknown_keys,
 )
 
 _NIC_LATENCY = 15.0
@@ -84,19 +87,8 @@ class Cluster:
     """The wire of one rail from one kind to another, where it is not the slower of their rails."""
 
     def __post_init__(self) -> None:
-        if not self.kinds:
-            raise ClusterError("the cluster has no nodes; list at least one kind")
-        names = [kind.name for kind in self.kinds]
-        for name in names:
-            if names.count(name) > 1:
-                raise ClusterError(f"two kinds of nodes are called {name}; name each apart")
-        for pair in self.between:
-            for name in pair:
-                if name not in names:
-                    raise ClusterError(
-                        f"a link ends at {name}, which is no kind of node; there are "
-                        f"{', '.join(names)}"
-                    )
+        if wrong := _wrong_names([kind.name for kind in self.kinds], self.between):
+            raise ClusterError(*wrong)
 
     @cached_property
     def _by_name(self) -> dict[str, NodeKind]:
@@ -130,9 +122,9 @@ _LINK_KEYS = frozenset({"between", "rail_gbits", "rail_latency_us"})
 
 
 def load_cluster(path: str | Path) -> Cluster:
-    """Read a cluster file. Raises ClusterError, in one sentence, for anything wrong with it."""
+    """Read a cluster file. Raises ClusterError with all that is wrong with it."""
     try:
-        data = yaml.safe_load(Path(path).read_text("utf-8"))
+        data = yaml.load(Path(path).read_text("utf-8"), Loader=StrictLoader)
     except OSError as error:
         raise ClusterError(f"cannot read the cluster {path}: {error.strerror}") from error
     except (UnicodeDecodeError, yaml.YAMLError) as error:
@@ -145,80 +137,138 @@ def cluster_from_mapping(data: object, *, source: str) -> Cluster:
     """Read a cluster out of parsed YAML. `source` names it in errors."""
     if not isinstance(data, Mapping) or not _is_list(data.get("nodes")):
         raise ClusterError(f"{source}: expected a list named 'nodes', a kind of node each")
-    _require_known(data, {"nodes", "links", "accelerators"}, where=source)
-    own = data.get("accelerators") or {}
-    if not isinstance(own, Mapping):
-        raise ClusterError(f"{source}: 'accelerators' must give each a name and its figures")
-    known = dict(built_in()) | {
-        str(name): accelerator_from_mapping(str(name), entry, where=source)
-        for name, entry in own.items()
-    }
-    kinds = tuple(
-        _kind_from_mapping(entry, known, where=f"{source}: kind {index} of nodes")
+    faults = Faults()
+    faults.sentences += unknown_keys(data, {"nodes", "links", "accelerators"}, where=source)
+    known = _accelerators(data.get("accelerators") or {}, faults, source=source)
+    kinds = [
+        faults.read(partial(_kind_from_mapping, entry, known, f"{source}: kind {index} of nodes"))
         for index, entry in enumerate(data["nodes"])
-    )
+    ]
     links = data.get("links") or []
     if not _is_list(links):
-        raise ClusterError(f"{source}: 'links' must be a list, an entry for two kinds of nodes")
-    between = dict(_link_from_mapping(entry, where=f"{source}: links") for entry in links)
-    return Cluster(kinds=kinds, between=between)
+        faults.sentences.append(
+            f"{source}: 'links' must be a list, an entry for two kinds of nodes"
+        )
+        links = []
+    read = [
+        faults.read(partial(_link_from_mapping, entry, f"{source}: link {index}"))
+        for index, entry in enumerate(links)
+    ]
+    between = dict(filter(None, read))
+    if len(between) < len(list(filter(None, read))):
+        faults.sentences.append(f"{source}: two links join the same kinds of nodes; keep one")
+    # Names are compared as far as they are known, whatever else is wrong with the nodes.
+    names = [_name(entry, known) for entry in data["nodes"]]
+    if all(names):
+        faults.sentences += [f"{source}: {wrong}" for wrong in _wrong_names(names, between)]
+    faults.refuse(ClusterError)
+    return Cluster(kinds=tuple(filter(None, kinds)), between=between)
 
 
-def _kind_from_mapping(entry: object, known: Mapping[str, Accelerator], *, where: str) -> NodeKind:
+def _accelerators(
+    own: object, faults: Faults, *, source: str
+) -> dict[str, tuple[str, Accelerator | None]]:
+    """By lower-case name: the name, and what is known of it; None where that is refused."""
+    known = {name.lower(): (name, part) for name, part in built_in().items()}
+    described: dict[str, tuple[str, Accelerator | None]] = dict(known)
+    if not isinstance(own, Mapping):
+        faults.sentences.append(f"{source}: 'accelerators' must give each a name and its figures")
+        own = {}
+    for name, entry in own.items():
+        read = faults.read(partial(accelerator_from_mapping, str(name), entry, where=source))
+        described[str(name).lower()] = str(name), read
+    return described
+
+
+def _name(entry: object, known: Mapping[str, tuple[str, Accelerator | None]]) -> str:
+    """What a kind of node is called; empty where it does not say so."""
+    if not isinstance(entry, Mapping):
+        return ""
+    accelerator = str(entry.get("accelerator", ""))
+    return str(entry.get("name", known.get(accelerator.lower(), (accelerator, None))[0]))
+
+
+def _wrong_names(names: Sequence[str], pairs: Iterable[frozenset[str]]) -> list[str]:
+    if not names:
+        return ["the cluster has no nodes; list at least one kind"]
+    wrong = [
+        f"two kinds of nodes are called {name}; name each apart"
+        for name in dict.fromkeys(names)
+        if names.count(name) > 1
+    ]
+    return wrong + [
+        f"a link ends at {name}, which is no kind of node; there are {', '.join(names)}"
+        for name in sorted({name for pair in pairs for name in pair} - set(names))
+    ]
+
+
+def _kind_from_mapping(
+    entry: object, known: Mapping[str, tuple[str, Accelerator | None]], where: str
+) -> NodeKind | None:
+    """None where its accelerator is described, and the description refused."""
     if not isinstance(entry, Mapping) or "accelerator" not in entry:
         raise ClusterError(f"{where}: expected at least an accelerator and a number of nodes")
-    _require_known(entry, _KIND_KEYS, where=where)
+    faults = Faults()
+    faults.sentences += unknown_keys(entry, _KIND_KEYS, where=where)
     named = str(entry["accelerator"])
-    accelerator = {name.lower(): value for name, value in known.items()}.get(named.lower())
-    if accelerator is None:
-        raise ClusterError(
-            f"{where}: no accelerator is called {named!r}; known are {', '.join(known)}; describe "
-            "another under 'accelerators'"
+    _, accelerator = known.get(named.lower(), (named, None))
+    if named.lower() not in known:
+        faults.sentences.append(
+            f"{where}: no accelerator is called {named!r}; known are "
+            f"{', '.join(name for name, _ in known.values())}; describe another under "
+            "'accelerators'"
         )
-    nodes = _count(entry.get("nodes", 1), where=f"{where}: nodes")
-    gpus = _count(entry.get("gpus_per_node", 8), where=f"{where}: gpus_per_node")
-    rails = _count(entry.get("rails", gpus), where=f"{where}: rails")
-    node_gbits = accelerator.nic_bandwidth * gpus * 8 / 1e9
+
+    def count(key: str, default: int) -> int:
+        return faults.read(partial(_count, entry.get(key, default), f"{where}: {key}")) or 1
+
+    nodes, gpus = count("nodes", 1), count("gpus_per_node", 8)
+    rails = count("rails", gpus)
+    nic = accelerator.nic_bandwidth if accelerator is not None else 1.0
+    rail = faults.read(lambda: _wire(entry, default_gbits=nic * gpus * 8e-9 / rails, where=where))
+    faults.refuse(ClusterError)
+    if accelerator is None or rail is None:
+        return None
     return NodeKind(
-        name=str(entry.get("name", accelerator.name)),
+        name=_name(entry, known),
         accelerator=accelerator,
         nodes=nodes,
         gpus_per_node=gpus,
         rails=rails,
         inside=Wire(accelerator.link_bandwidth, accelerator.link_latency),
-        rail=_wire(entry, default_gbits=node_gbits / rails, where=where),
+        rail=rail,
     )
 
 
-def _link_from_mapping(entry: object, *, where: str) -> tuple[frozenset[str], Wire]:
+def _link_from_mapping(entry: object, where: str) -> tuple[frozenset[str], Wire]:
     if not isinstance(entry, Mapping) or not _is_list(entry.get("between")):
         raise ClusterError(f"{where}: expected between: [one, other] and rail_gbits")
-    _require_known(entry, _LINK_KEYS, where=where)
+    faults = Faults()
+    faults.sentences += unknown_keys(entry, _LINK_KEYS, where=where)
     ends = [str(name) for name in entry["between"]]
-    if len(set(ends)) != 2:
-        raise ClusterError(f"{where}: between: {ends} must name two kinds of nodes")
+    if len(ends) != 2 or len(set(ends)) != 2:
+        faults.sentences.append(f"{where}: between: {ends} must name two kinds of nodes")
     if "rail_gbits" not in entry:
-        raise ClusterError(f"{where}: the link between {' and '.join(ends)} lacks rail_gbits")
-    return frozenset(ends), _wire(entry, default_gbits=0, where=where)
+        faults.sentences.append(f"{where}, between {' and '.join(ends)}, lacks rail_gbits")
+    wire = faults.read(lambda: _wire(entry, default_gbits=1, where=where))
+    faults.refuse(ClusterError)
+    assert wire is not None
+    return frozenset(ends), wire
 
 
 def _wire(entry: Mapping[Any, Any], *, default_gbits: float, where: str) -> Wire:
-    gbits = positive(entry.get("rail_gbits", default_gbits), where=f"{where}: rail_gbits")
-    latency = entry.get("rail_latency_us", _NIC_LATENCY)
-    return Wire(gbits * 1e9 / 8, positive(latency, where=f"{where}: rail_latency_us") * 1e-6)
+    faults = Faults()
+    gbits, latency = (
+        faults.read(partial(positive, entry.get(key, default), where=f"{where}: {key}"))
+        for key, default in (("rail_gbits", default_gbits), ("rail_latency_us", _NIC_LATENCY))
+    )
+    faults.refuse(ClusterError)
+    assert gbits is not None
+    assert latency is not None
+    return Wire(gbits * 1e9 / 8, latency * 1e-6)
 
 
-def _require_known(
-    entry: Mapping[Any, Any], keys: set[str] | frozenset[str], *, where: str
-) -> None:
-    unknown = sorted(set(map(str, entry)) - keys)
-    if unknown:
-        raise ClusterError(
-            f"{where}: unknown key {unknown[0]!r}; the keys are {', '.join(sorted(keys))}"
-        )
-
-
-def _count(value: object, *, where: str) -> int:
+def _count(value: object, where: str) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ClusterError(f"{where} is {value!r}; it must be a whole number of at least 1")
     return value

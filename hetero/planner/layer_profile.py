@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-from hetero.errors import UserError
+from hetero.errors import Faults, Refusal
 
 FORMAT = 1
 
@@ -16,7 +18,7 @@ SCALES = ("micro_batch", "seq_length", "tensor")
 """What a profile may allow to be interpolated between two measured points."""
 
 
-class ProfileError(UserError):
+class ProfileError(Refusal):
     """A profile that cannot be read, or lacks a point. The text names it."""
 
 
@@ -171,7 +173,7 @@ def _mixed(left: PartCosts, right: PartCosts, part: float) -> PartCosts:
 
 
 def load_profile(path: str | Path) -> MeasuredProfile:
-    """Read a profile file. Raises ProfileError, in one sentence, for anything wrong with it."""
+    """Read a profile file. Raises ProfileError with all that is wrong with it."""
     where = f"the profile {path}"
     try:
         data = json.loads(Path(path).read_text("utf-8"))
@@ -181,39 +183,65 @@ def load_profile(path: str | Path) -> MeasuredProfile:
         raise ProfileError(f"{where} is not JSON: {error}") from error
     if not isinstance(data, dict) or data.get("format") != FORMAT:
         raise ProfileError(f"{where} is not a profile of format {FORMAT}; measure it again")
+    listed = data.get("accelerators")
+    if not isinstance(listed, dict) or not isinstance(data.get("model", {}), dict):
+        raise ProfileError(f"{where} is damaged: it lists no accelerators; measure it again")
+    faults = Faults()
+    read = {
+        name: faults.read(partial(_accelerator_from_mapping, entry, f"{where}: {name}"))
+        for name, entry in listed.items()
+    }
+    faults.refuse(ProfileError)
+    return MeasuredProfile(
+        accelerators={name: one for name, one in read.items() if one is not None},
+        model=data.get("model", {}),
+    )
+
+
+def _accelerator_from_mapping(entry: Mapping[str, Any], where: str) -> AcceleratorProfile:
+    faults = Faults()
     try:
-        return MeasuredProfile(
-            accelerators={
-                name: _accelerator_from_mapping(entry, where=f"{where}: {name}")
-                for name, entry in data["accelerators"].items()
-            },
-            model=data.get("model", {}),
-        )
-    except (KeyError, TypeError, AttributeError) as error:
+        rest = {key: value for key, value in entry.items() if key != "points"}
+        interpolate = tuple(rest.pop("interpolate", ()))
+        read = [
+            faults.read(partial(_point_from_mapping, listed, f"{where}: point {number}"))
+            for number, listed in enumerate(entry["points"])
+        ]
+        points = dict(filter(None, read))
+        found = AcceleratorProfile(points=points, interpolate=interpolate, **rest)
+        for cost in (found.optimizer_seconds_per_parameter, found.optimizer_seconds_fixed):
+            faults.read(partial(_require_cost, cost, f"{where}: its update"))
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ProfileError(f"{where} is damaged: {error!r}; measure it again") from error
+    faults.sentences += [
+        f"{where} interpolates {scale!r}; what can be is {', '.join(SCALES)}"
+        for scale in interpolate
+        if scale not in SCALES
+    ]
+    if not read:
+        faults.sentences.append(f"{where} has no point; measure at least one")
+    faults.refuse(ProfileError)
+    return found
 
 
-def _accelerator_from_mapping(entry: Mapping[str, Any], *, where: str) -> AcceleratorProfile:
-    unknown = [scale for scale in entry.get("interpolate", ()) if scale not in SCALES]
-    if unknown:
-        raise ProfileError(
-            f"{where} interpolates {unknown[0]!r}; what can be is {', '.join(SCALES)}"
-        )
-    points: dict[Point, PartCosts] = {}
-    for listed in entry["points"]:
+def _point_from_mapping(listed: Mapping[str, Any], where: str) -> tuple[Point, PartCosts]:
+    try:
         values = dict(listed)
         costs = dict(values.pop("costs"))
         for part in ("layer", "embedding", "head"):
             costs[part] = PassTimes(**costs[part])
         point = Point(**values)
-        for cost in _numbers(costs.values()):
-            if not cost >= 0:
-                raise ProfileError(f"{where} has {cost!r} at {point}; a cost is at least 0")
-        points[point] = PartCosts(**costs)
-    if not points:
-        raise ProfileError(f"{where} has no point; measure at least one")
-    rest = {key: value for key, value in entry.items() if key != "points"}
-    return AcceleratorProfile(points=points, **rest | {"interpolate": tuple(entry["interpolate"])})
+        measured = PartCosts(**costs)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise ProfileError(f"{where} is damaged: {error!r}; measure it again") from error
+    for cost in _numbers(costs.values()):
+        _require_cost(cost, f"{where}, {point}")
+    return point, measured
+
+
+def _require_cost(cost: Any, where: str) -> None:
+    if isinstance(cost, bool) or not isinstance(cost, int | float) or not 0 <= cost < math.inf:
+        raise ProfileError(f"{where}: {cost!r} is no cost; a cost is at least 0")
 
 
 def _numbers(costs: Iterable[Any]) -> Iterable[float]:

@@ -9,7 +9,8 @@ from typing import Any
 
 import yaml
 
-from hetero.errors import UserError
+from hetero.errors import Refusal
+from hetero.plan.plan_file import StrictLoader
 
 FLAG_FILES = Path(__file__).resolve().parents[2] / "examples" / "presets"
 """Where a model's name is looked for: Megatron's flags of well-known models."""
@@ -27,8 +28,8 @@ _SIZES = (
 )
 
 
-class ModelError(UserError):
-    """The model makes no sense. The text says which number, and what would."""
+class ModelError(Refusal):
+    """The model makes no sense. Each sentence says which number, and what would."""
 
 
 @dataclass(frozen=True)
@@ -51,19 +52,22 @@ class ModelShape:
     """Whether the output layer's weight is the embedding's."""
     linear_bias: bool = False
     qkv_bias: bool = False
+    qk_norm: bool = False
+    """Whether queries and keys are normed, each head with the same weights."""
     norm_weights: int = 1
     """Vectors that a norm learns: 1 of RMSNorm, 2 of LayerNorm."""
     learned_positions: int = 0
     """Positions that have a learned embedding."""
 
     def __post_init__(self) -> None:
-        for name in _SIZES:
-            if getattr(self, name) < 1:
-                raise ModelError(f"the model's {name} is {getattr(self, name)}; give at least 1")
-        if self.heads % self.query_groups:
-            raise ModelError(
+        sizes = {name: getattr(self, name) for name in _SIZES}
+        wrong = [f"{name} is {size}; give at least 1" for name, size in sizes.items() if size < 1]
+        if self.query_groups > 0 and self.heads % self.query_groups:
+            wrong.append(
                 f"{self.heads} attention heads do not divide into {self.query_groups} query groups"
             )
+        if wrong:
+            raise ModelError(*wrong)
 
     @property
     def attention_width(self) -> int:
@@ -92,7 +96,8 @@ class ModelShape:
             biases += 2 * self.hidden + (self.mlp_matrices - 1) * self.ffn
         if self.linear_bias or self.qkv_bias:
             biases += self.attention_width + 2 * self.key_value_width
-        return self.layer_matrix_parameters + biases + 2 * self.norm_weights * self.hidden
+        normed = 2 * self.hidden + (2 * self.head_size if self.qk_norm else 0)
+        return self.layer_matrix_parameters + biases + self.norm_weights * normed
 
     @property
     def embedding_parameters(self) -> int:
@@ -137,39 +142,56 @@ class ModelShape:
 
 def model_from_flags(flags: Mapping[str, Any], *, source: str) -> ModelShape:
     """The shape that Megatron's flags describe; `flags` without their leading dashes."""
-    given = {str(name).replace("_", "-"): value for name, value in flags.items()}
-    missing = [name for name in _REQUIRED if name not in given]
-    if missing:
-        names = ", ".join(missing)
-        raise ModelError(f"{source} does not say {names}, without which a model has no size")
-    try:
-        numbers = {name: int(given[name]) for name in (*_REQUIRED, *_NUMBERS) if name in given}
-    except (TypeError, ValueError) as error:
-        raise ModelError(f"{source}: {error}; a model's sizes are whole numbers") from error
-    vocabulary = numbers.get("padded-vocab-size", numbers.get("vocab-size"))
-    if vocabulary is None:
-        raise ModelError(f"{source} does not say padded-vocab-size, the rows of the embedding")
+    given = {
+        str(name).replace("_", "-"): value for name, value in flags.items() if value is not None
+    }
+    wrong: list[str] = []
+    if missing := [name for name in _REQUIRED if name not in given]:
+        wrong.append(f"{source} does not say {', '.join(missing)}, without which it has no size")
+    if not {"padded-vocab-size", "vocab-size"} & set(given):
+        wrong.append(f"{source} does not say padded-vocab-size, the rows of the embedding")
+    numbers: dict[str, int] = {}
+    for name in (*_REQUIRED, *_NUMBERS):
+        if name in given:
+            try:
+                numbers[name] = _whole(given[name])
+            except ValueError:
+                wrong.append(f"{source}: {name} is {given[name]!r}; it must be a whole number")
+    if wrong:
+        raise ModelError(*wrong)
     hidden, heads = numbers["hidden-size"], numbers["num-attention-heads"]
-    gated = bool(given.get("swiglu"))
+    gated = bool(given.get("swiglu")) or given.get("activation-func") == "swiglu"
     learned = given.get("position-embedding-type", "learned_absolute") == "learned_absolute"
-    return ModelShape(
-        layers=numbers["num-layers"],
-        hidden=hidden,
-        ffn=numbers.get("ffn-hidden-size", hidden * 4 * 2 // 3 // 64 * 64 if gated else hidden * 4),
-        heads=heads,
-        query_groups=numbers.get("num-query-groups", heads)
-        if given.get("group-query-attention")
-        else heads,
-        head_size=numbers.get("kv-channels", hidden // max(heads, 1)),
-        vocabulary=vocabulary,
-        seq_length=numbers["seq-length"],
-        gated=gated,
-        tied=not given.get("untie-embeddings-and-output-weights"),
-        linear_bias=not given.get("disable-bias-linear"),
-        qkv_bias=bool(given.get("add-qkv-bias")),
-        norm_weights=1 if given.get("normalization") == "RMSNorm" else 2,
-        learned_positions=numbers.get("max-position-embeddings", 0) if learned else 0,
-    )
+    grouped = given.get("group-query-attention")
+    try:
+        return ModelShape(
+            layers=numbers["num-layers"],
+            hidden=hidden,
+            ffn=numbers.get(
+                "ffn-hidden-size", hidden * 4 * 2 // 3 // 64 * 64 if gated else hidden * 4
+            ),
+            heads=heads,
+            query_groups=numbers.get("num-query-groups", heads) if grouped else heads,
+            head_size=numbers.get("kv-channels", hidden // max(heads, 1)),
+            vocabulary=numbers.get("padded-vocab-size", numbers.get("vocab-size", 0)),
+            seq_length=numbers["seq-length"],
+            gated=gated,
+            tied=not given.get("untie-embeddings-and-output-weights"),
+            linear_bias=bool(given.get("add-bias-linear", not given.get("disable-bias-linear"))),
+            qkv_bias=bool(given.get("add-qkv-bias")),
+            qk_norm=bool(given.get("qk-layernorm")),
+            norm_weights=1 if given.get("normalization") == "RMSNorm" else 2,
+            learned_positions=numbers.get("max-position-embeddings", 0) if learned else 0,
+        )
+    except ModelError as error:
+        raise ModelError(*(f"{source}: {sentence}" for sentence in error.sentences)) from error
+
+
+def _whole(value: object) -> int:
+    """Raises ValueError for what is none."""
+    if isinstance(value, bool) or not isinstance(value, int | str):
+        raise ValueError(value)
+    return int(value)
 
 
 _REQUIRED = ("num-layers", "hidden-size", "num-attention-heads", "seq-length")
@@ -194,13 +216,17 @@ def load_model(name: str, **overrides: Any) -> ModelShape:
     return model_from_flags(flags, source=source)
 
 
+def model_file(name: str) -> Path:
+    """The file that `load_model` reads."""
+    path = Path(name)
+    return path if path.suffix in (".yaml", ".yml") else _named_file(name)
+
+
 def read_flags(name: str) -> tuple[dict[str, Any], str]:
     """The flags that such a file holds, without leading dashes, and what errors call the file."""
-    path = Path(name)
-    if path.suffix not in (".yaml", ".yml"):
-        path = _named_file(name)
+    path = model_file(name)
     try:
-        data = yaml.safe_load(path.read_text("utf-8"))
+        data = yaml.load(path.read_text("utf-8"), Loader=StrictLoader)
     except OSError as error:
         raise ModelError(f"cannot read the model {path}: {error.strerror}") from error
     except (UnicodeDecodeError, yaml.YAMLError) as error:

@@ -146,4 +146,27 @@ def test_a_profile_that_lacks_the_point_names_it(
     file = tmp_path / "profile.json"
     file.write_text(json.dumps({"format": 1, "accelerators": {"H100-SXM": measured}}))
     assert main(asked(tmp_path, "--profile", str(file))) == 2
-    assert "the profile of H100-SXM lacks tensor size 1" in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert "the profile of H100-SXM lacks tensor size 1" in told
+    assert "of all that may be chosen it has none" in told
+    assert told.count("tensor size 2") == 2  # with and without recomputation
+    flags = "--tensor", "2", "8", "--recompute", "none"
+    assert main(asked(tmp_path, "--profile", str(file), *flags)) == 0
+    note = "H100-SXM, not measured: 1 point that the search did without: tensor size 2,"
+    assert note in capsys.readouterr().out
+
+
+def test_a_misspelt_flag_of_the_model_is_not_left_at_its_default(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = tmp_path / "model.yaml"
+    model.write_text("num-layers: 2\nhidden-size: x\nswiglo: true\nadd-bias-liner: false\n")
+    assert main([*asked(tmp_path), "--model", str(model)]) == 2
+    told = capsys.readouterr().err
+    for said in (
+        "--swiglo",
+        "--add-bias-liner",
+        "hidden-size is 'x'",
+        "does not say num-attention",
+    ):
+        assert said in told

@@ -10,7 +10,7 @@ from megatron.training import model
 from megatron.training.arguments import parse_args
 from megatron.training.cpu_shim import cpu_shim
 from megatron.training.layout import plan_from_args
-from megatron.training.model_size import parameter_count
+from megatron.training.model_size import model_shape
 from tests.training.arguments.conftest import command_line
 
 
@@ -43,7 +43,7 @@ def _built(flags: str, monkeypatch: pytest.MonkeyPatch) -> tuple[int, int]:
             args, config, plan=plan, coordinate=plan.coordinate(0), chunk=0, groups=groups
         )
     counted = sum(parameter.numel() for parameter in chunk.parameters())
-    return counted, parameter_count(args, vocab_size=100)
+    return counted, model_shape(args).parameters
 
 
 @pytest.mark.parametrize(
@@ -55,6 +55,11 @@ def _built(flags: str, monkeypatch: pytest.MonkeyPatch) -> tuple[int, int]:
         "--position-embedding-type rope --disable-bias-linear --add-qkv-bias",
         "--group-query-attention --num-query-groups 2 --kv-channels 24",
         "--qk-layernorm",
+        "--group-query-attention --num-query-groups 1 --kv-channels 24 --qk-layernorm"
+        " --add-qkv-bias --position-embedding-type rope --disable-bias-linear",
+        "--swiglu",
+        "--normalization RMSNorm --ffn-hidden-size 100 --untie-embeddings-and-output-weights",
+        "--max-position-embeddings 48 --swiglu --group-query-attention --num-query-groups 2",
         "--qk-layernorm --normalization RMSNorm --swiglu --ffn-hidden-size 100",
     ],
 )

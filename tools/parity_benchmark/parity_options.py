@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from hetero.errors import UserError
 from hetero.link.names import TRANSPORTS
-from megatron.training.model_size import parameter_count
+from megatron.training.model_size import model_shape
 from tools import tool_command_line
 from tools.parity_benchmark.parity_runs import (
     KERNELS,
@@ -64,7 +64,7 @@ class Options:
         return self.iterations * self.arguments.global_batch_size * self.arguments.seq_length
 
     def parameters(self, *, vocabulary: int) -> int:
-        return parameter_count(self.arguments, vocab_size=vocabulary)
+        return model_shape(self.arguments, vocabulary=vocabulary).parameters
 
 
 def parse_options(argv: Sequence[str], *, description: str) -> Options:

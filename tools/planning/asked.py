@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Any
 
-from hetero.errors import Refusal, UserError
+from hetero.errors import Faults, Refusal, UserError
 from hetero.planner.analytic_profile import EFFICIENCY, analytic_profile, measured_efficiency
 from hetero.planner.cluster_shape import Cluster, load_cluster
 from hetero.planner.layer_profile import (
@@ -22,10 +22,18 @@ from hetero.planner.layer_profile import (
     load_profile,
 )
 from hetero.planner.mesh_options import Problem, SearchSpace
-from hetero.planner.model_shape import ModelShape, load_model
+from hetero.planner.model_shape import (
+    ModelError,
+    ModelShape,
+    load_model,
+    model_file,
+    read_flags,
+)
 from hetero.planner.training_options import TrainingOptions
+from hetero.words import counted
+from megatron.training.arguments.config_file import FLAG, expand_config_files
+from megatron.training.arguments.parser import build_parser
 
-T = TypeVar("T")
 _FREE = ("layers", "seq_length")
 """What a profile may differ in from the model that it serves."""
 
@@ -60,30 +68,22 @@ class _Mixed:
 
 def asked_problem(options: argparse.Namespace) -> Asked:
     """Raises UserError with all that is wrong."""
-    wrong: list[str] = []
-
-    def read(load: Callable[[], T]) -> T | None:
-        try:
-            return load()
-        except UserError as error:
-            wrong.extend(error.sentences if isinstance(error, Refusal) else (str(error),))
-            return None
-
+    faults = Faults()
     changed = {} if options.seq_length is None else {"seq_length": options.seq_length}
-    cluster = read(lambda: load_cluster(options.cluster))
-    model = read(lambda: load_model(options.model, **changed))
-    profiles = [read(partial(load_profile, path)) for path in options.profile]
+    cluster = faults.read(lambda: load_cluster(options.cluster))
+    model = faults.read(lambda: _model(options.model, changed))
+    profiles = {path: faults.read(partial(load_profile, path)) for path in options.profile}
     if options.out.exists() and not options.out.is_dir():
-        wrong.append(f"--out {options.out} is no folder; name another")
-    if wrong or cluster is None or model is None:
-        raise Refusal(*wrong)
-    read_profiles = [profile for profile in profiles if profile is not None]
-    for path, read_profile in zip(options.profile, read_profiles, strict=True):
-        wrong += _other_model(path, read_profile, model)
-    if wrong:
-        raise Refusal(*wrong)
-    measured = _joined(read_profiles)
-    profile, sources = _profile(cluster, model, measured)
+        faults.sentences.append(f"--out {options.out} is no folder; name another")
+    read_profiles = {path: profile for path, profile in profiles.items() if profile is not None}
+    if model is not None:
+        for path, profile in read_profiles.items():
+            faults.sentences += _other_model(path, profile, model)
+    faults.refuse(Refusal)
+    assert cluster is not None
+    assert model is not None
+    measured = _joined(list(read_profiles.values()))
+    joined, sources = _profile(cluster, model, measured)
     space = SearchSpace(
         global_batch=options.global_batch,
         tensor=tuple(sorted(set(options.tensor))),
@@ -94,9 +94,21 @@ def asked_problem(options: argparse.Namespace) -> Asked:
         distributed_optimizer=not options.no_distributed_optimizer,
         sequence_parallel=options.sequence_parallel,
     )
-    problem = Problem(cluster, model, profile, space, _training(options))
-    _require_points(problem)
-    return Asked(problem, options.model, tuple(sources), options.dtype)
+    problem = Problem(cluster, model, joined, space, _training(options))
+    notes = _require_points(problem)
+    return Asked(problem, options.model, (*sources, *notes), options.dtype)
+
+
+def _model(name: str, changed: Mapping[str, Any]) -> ModelShape:
+    """Every key is known to pretrain_gpt.py: one that is misspelt would leave a default."""
+    read_flags(name)  # of a file that cannot be read nothing else is told
+    file, faults = model_file(name), Faults()
+    faults.read(lambda: expand_config_files([FLAG, str(file)], build_parser()))
+    faults.sentences = [said.replace(f"{FLAG} ", "the model ", 1) for said in faults.sentences]
+    model = faults.read(lambda: load_model(name, **changed))
+    faults.refuse(ModelError)
+    assert model is not None
+    return model
 
 
 def _training(options: argparse.Namespace) -> TrainingOptions:
@@ -145,33 +157,43 @@ def _profile(
     return _Mixed(measured, analytic_profile(model, cluster, efficiency=efficiency)), sources
 
 
-def _require_points(problem: Problem) -> None:
-    """Each accelerator needs one point at least; which one is lacking is told where it has none."""
-    space, model = problem.space, problem.model
-    wrong = []
-    for kind in problem.cluster.kinds:
-        errors: list[str] = []
-        points = [
-            Point(
-                tensor,
-                micro_batch,
-                model.seq_length,
-                recompute,
-                space.sequence_parallel and tensor > 1,
+def _require_points(problem: Problem) -> list[str]:
+    """Each accelerator needs one point at least. Says which of the others the search does without.
+
+    Raises a Refusal that names the points which an accelerator lacks.
+    """
+    space, length = problem.space, problem.model.seq_length
+    points = [
+        Point(tensor, micro_batch, length, recompute, space.sequence_parallel and tensor > 1)
+        for tensor in space.tensor
+        for micro_batch in space.micro_batch
+        for recompute in space.recompute
+    ]
+    notes, faults = [], Faults()
+    for name in dict.fromkeys(kind.accelerator.name for kind in problem.cluster.kinds):
+        lacking = [point for point in points if not _is_known(problem.profile, name, point)]
+        if len(lacking) == len(points):
+            faults.read(partial(problem.profile.costs, name, points[0]))
+        if not lacking:
+            continue
+        listed = "; ".join(str(point) for point in lacking)
+        if len(lacking) == len(points):
+            faults.sentences[-1] += f" (of all that may be chosen it has none: {listed})"
+        else:
+            notes.append(
+                f"{name}, not measured: {counted(len(lacking), 'point')} that the search did "
+                f"without: {listed}"
             )
-            for tensor in space.tensor
-            for micro_batch in space.micro_batch
-            for recompute in space.recompute
-        ]
-        for point in points:
-            try:
-                problem.profile.costs(kind.accelerator.name, point)
-            except ProfileError as error:
-                errors.append(str(error))
-        if len(errors) == len(points):
-            wrong.append(errors[0])
-    if wrong:
-        raise Refusal(*wrong)
+    faults.refuse(ProfileError)
+    return notes
+
+
+def _is_known(profile: Profile, accelerator: str, point: Point) -> bool:
+    try:
+        profile.costs(accelerator, point)
+    except ProfileError:
+        return False
+    return True
 
 
 def nowhere_sentence(asked: Asked) -> UserError:

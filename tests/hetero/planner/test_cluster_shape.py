@@ -68,9 +68,11 @@ def test_a_measured_wire_is_read_between_its_sizes() -> None:
             "a link ends at MI210, which is no kind of node",
         ),
         (
-            "nodes: [{accelerator: H200}]\naccelerators: {X: {vendor: intel}}",
+            "nodes: [{accelerator: H200}]\naccelerators: {X: {vendor: amd}}",
             "the accelerator X lacks memory, tflops",
         ),
+        ("nodes: [{accelerator: H200}]\nnodes: []", "the key 'nodes' stands twice"),
+        ("nodes: [{accelerator: H200, rail_gbits: .inf}]", "rail_gbits is inf; it must be"),
         ("nodes: [", "not valid YAML"),
     ],
 )
@@ -82,3 +84,45 @@ def test_a_file_that_makes_no_sense_is_refused_in_one_sentence(
     with pytest.raises(ClusterError, match=said) as caught:
         load_cluster(file)
     assert "\n" not in str(caught.value)
+
+
+def test_all_that_is_wrong_with_a_file_is_told_at_once_and_nothing_that_follows_from_it() -> None:
+    nodes = [
+        {"accelerator": "Mine", "nodes": 0, "rails": -1},
+        {"accelerator": "H1000", "gpus": 8, "rail_latency_us": 0},
+        {"accelerator": "H200"},
+        {"accelerator": "h200"},
+        "MI210",
+    ]
+    links = [
+        {"between": ["H200", "Mine"]},
+        {"between": ["H200"], "rail_gbits": "fast"},
+        {"between": ["H200", "L40S"], "rail_gbits": 1},
+    ]
+    own = {"Mine": {"vendor": "intel", "memory": -1, "tflops": 1, "speed": 2}}
+    with pytest.raises(ClusterError) as caught:
+        cluster_from_mapping(
+            {"nodes": nodes[:4], "links": links, "accelerators": own, "network": 1}, source="it"
+        )
+    told = list(caught.value.sentences)
+    expected = [
+        "unknown key 'network'",
+        "accelerator Mine: unknown key 'speed'",
+        "accelerator Mine lacks memory_bandwidth, link, nic",
+        "names the vendor 'intel'",
+        "accelerator Mine: memory is -1",
+        "kind 0 of nodes: nodes is 0",
+        "kind 0 of nodes: rails is -1",
+        "kind 1 of nodes: unknown key 'gpus'",
+        "no accelerator is called 'H1000'",
+        "kind 1 of nodes: rail_latency_us is 0",
+        "lacks rail_gbits",
+        "between: ['H200'] must name two",
+        "link 1: rail_gbits is 'fast'",
+        "two kinds of nodes are called H200",
+        "a link ends at L40S",
+    ]
+    assert [part for part, said in zip(expected, told, strict=True) if part not in said] == []
+    with pytest.raises(ClusterError) as caught:
+        cluster_from_mapping({"nodes": nodes}, source="it")
+    assert any("kind 4 of nodes: expected at least" in said for said in caught.value.sentences)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -64,8 +65,8 @@ def test_the_optimizer_takes_a_fixed_part_and_one_for_each_parameter() -> None:
     [
         ("{", "not JSON"),
         ("{}", "not a profile of format 1"),
-        ('{"format": 1}', "is damaged: KeyError"),
-        ('{"format": 1, "accelerators": {"X": {"points": [], "interpolate": []}}}', "no point"),
+        ('{"format": 1}', "is damaged: it lists no accelerators"),
+        ('{"format": 1, "accelerators": {"X": {"points": []}}}', "X is damaged: TypeError"),
     ],
 )
 def test_a_damaged_file_is_refused(tmp_path: Path, text: str, said: str) -> None:
@@ -75,9 +76,20 @@ def test_a_damaged_file_is_refused(tmp_path: Path, text: str, said: str) -> None
         load_profile(file)
 
 
-def test_a_negative_cost_is_refused(tmp_path: Path) -> None:
+def test_every_damage_of_a_file_is_told_at_once(tmp_path: Path) -> None:
     file = tmp_path / "profile.json"
-    measured = replace(profile().accelerators["H200"], points={Point(1, 1, 8): costs(-1.0)})
-    MeasuredProfile({"H200": measured}).save(file)
-    with pytest.raises(ProfileError, match="a cost is at least 0"):
+    points = {Point(1, size, 8): costs(seconds) for size, seconds in ((1, -1.0), (2, 1.0))}
+    damaged = AcceleratorProfile(points, -1e-9, interpolate=("layers",))
+    MeasuredProfile({"H200": damaged, "L40S": replace(damaged, points={})}).save(file)
+    with pytest.raises(ProfileError) as caught:
         load_profile(file)
+    expected = [
+        "H200: point 0, tensor size 1, micro-batch 1, .*: -1.0 is no cost; a cost is at least 0",
+        "H200: its update: -1e-09 is no cost",
+        "H200 interpolates 'layers'",
+        "L40S: its update",
+        "L40S interpolates 'layers'",
+        "L40S has no point",
+    ]
+    told = caught.value.sentences
+    assert all(re.search(said, one) for said, one in zip(expected, told, strict=True)), told

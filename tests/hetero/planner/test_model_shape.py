@@ -62,5 +62,18 @@ def test_errors_name_what_is_missing_or_wrong() -> None:
     }
     with pytest.raises(ModelError, match="6 attention heads do not divide into 4 query groups"):
         model_from_flags(flags, source="it")
-    with pytest.raises(ModelError, match="layers is 0"):
+    with pytest.raises(ModelError, match="it: layers is 0"):
         model_from_flags(flags | {"num-layers": 0, "num-query-groups": 3}, source="it")
+
+
+def test_all_that_is_wrong_with_the_flags_is_told_at_once() -> None:
+    flags = {"num-layers": 2.5, "hidden-size": True, "seq-length": "long"}
+    with pytest.raises(ModelError) as caught:
+        model_from_flags(flags, source="it")
+    assert caught.value.sentences == (
+        "it does not say num-attention-heads, without which it has no size",
+        "it does not say padded-vocab-size, the rows of the embedding",
+        "it: num-layers is 2.5; it must be a whole number",
+        "it: hidden-size is True; it must be a whole number",
+        "it: seq-length is 'long'; it must be a whole number",
+    )

@@ -6,7 +6,7 @@ from argparse import Namespace
 
 import pytest
 
-from megatron.training.model_size import parameter_count
+from megatron.training.model_size import model_shape
 from tools.parity_benchmark.parity_runs import (
     DETERMINISTIC,
     FAST,
@@ -27,14 +27,15 @@ def parsed(setting: Setting, run: Run, *extra: str) -> Namespace:
 
 def test_the_small_model_has_a_hundred_million_parameters_beside_its_embedding() -> None:
     args = parsed(LLAMA_113M, Run(FAST, "homogeneous", 1))
-    assert parameter_count(args, vocab_size=0) > 100e6
-    assert parameter_count(args, vocab_size=VOCABULARY) == pytest.approx(113e6, rel=0.01)
+    shape = model_shape(args, vocabulary=VOCABULARY)
+    assert shape.layers * shape.layer_parameters > 100e6
+    assert shape.parameters == pytest.approx(113e6, rel=0.01)
     assert (args.global_batch_size, args.seq_length, args.train_iters) == (32, 1024, 500)
 
 
 def test_the_large_model_is_llama_8b_split_as_published() -> None:
     args = parsed(LLAMA_8B, Run(DETERMINISTIC, "device-direct", 1))
-    assert parameter_count(args, vocab_size=args.padded_vocab_size) == pytest.approx(8.03e9, 1e-3)
+    assert model_shape(args).parameters == pytest.approx(8.03e9, 1e-3)
     assert args.hetero_pipeline_layers == [17, 15]
     assert (args.global_batch_size, args.micro_batch_size, args.seq_length) == (8, 1, 4096)
     assert args.train_iters == 50

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from megatron.training.arguments import parse_args
-from megatron.training.model_size import parameter_count
+from megatron.training.model_size import model_shape
 
 PRESETS = Path(__file__).resolve().parents[3] / "examples" / "presets"
 REST = "--micro-batch-size 1 --train-iters 1 --lr 1e-4 --mock-data".split()
@@ -28,7 +28,7 @@ def test_every_large_preset_is_checked() -> None:
 @pytest.mark.parametrize(("name", "published"), PUBLISHED.items())
 def test_a_preset_has_the_parameters_of_the_published_model(name: str, published: int) -> None:
     args = parse_args(["--yaml-cfg", str(PRESETS / f"{name}.yaml"), *REST], world_size=1)
-    assert parameter_count(args, vocab_size=args.padded_vocab_size) == published
+    assert model_shape(args).parameters == published
     assert args.params_dtype == "bfloat16"
     assert args.ignored_flags == []
 
@@ -52,4 +52,4 @@ def test_a_preset_has_the_positions_of_the_published_model(name, factor, base) -
 
 def test_the_tiny_preset_is_complete() -> None:
     args = parse_args(["--yaml-cfg", str(PRESETS / "tiny.yaml")], world_size=1)
-    assert parameter_count(args, vocab_size=384) == 221_760
+    assert model_shape(args, vocabulary=384).parameters == 221_760
