@@ -1,17 +1,23 @@
-"""Predict the runs that Sailor published, from its own profiles, and say how far off that is.
+"""Predict runs that were measured, and say how far off that is.
 
     git clone https://github.com/eth-easl/sailor
     python tools/validate_planner.py --sailor sailor
 
-Its repository (MIT) holds measured steps of mixed GPUs and of GH200 beside the profiles that its
-own simulator starts from. Nothing is fitted to a measured step: times of layers, of the update and
-bandwidths are those of the profiles; docs/benchmarks/planner.md says where each number comes from.
+predicts what Sailor published: its repository (MIT) holds measured steps of mixed GPUs and of GH200
+beside the profiles that its own simulator starts from.
+
+    python tools/validate_planner.py --own-runs runs/own --json own.json
+
+profiles this machine, predicts plans for it and runs them with pretrain_gpt.py: on two CPU cores or
+two GPUs, which play two vendors of which one is slowed (*simulated*). Nothing is fitted to a step
+that is predicted; docs/benchmarks/planner.md says where each number comes from.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -27,17 +33,37 @@ from tools.planner_validation.recorded_runs import Record, find_records
 from tools.planner_validation.replayed_run import Replay
 from tools.planner_validation.scores import Score, score
 from tools.reports.text_table import aligned
-from tools.tool_command_line import Parser, run
+from tools.tool_command_line import Parser, positive, run
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = Parser((__doc__ or "").splitlines()[0])
+    of = parser.add_mutually_exclusive_group(required=True)
+    of.add_argument("--sailor", type=Path, metavar="FOLDER", help="a checkout of Sailor")
+    of.add_argument(
+        "--own-runs",
+        type=Path,
+        metavar="FOLDER",
+        help="where profiles and runs made here are kept; those that are there are not made again",
+    )
     parser.add_argument(
-        "--sailor", type=Path, required=True, metavar="FOLDER", help="a checkout of Sailor"
+        "--seconds",
+        type=positive,
+        default=math.inf,
+        help="of --own-runs: after these no further run is begun; ask again for the others",
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write all figures here")
     options = parser.parse_args(argv)
+    if options.own_runs is not None:
+        done = "what is done is kept; ask again for the rest"
+        return run(lambda: _own_runs(options), interrupted=done)
     return run(lambda: _validate(options), interrupted="nothing was written")
+
+
+def _own_runs(options: argparse.Namespace) -> str:
+    from tools.planner_validation.own_report import own_runs
+
+    return own_runs(options.own_runs, seconds=options.seconds, figures=options.json)
 
 
 def _validate(options: argparse.Namespace) -> str:

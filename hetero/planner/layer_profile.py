@@ -126,9 +126,9 @@ class MeasuredProfile:
             ) from None
 
     def save(self, path: str | Path) -> None:
-        Path(path).write_text(json.dumps(self._to_mapping(), indent=1) + "\n", "utf-8")
+        Path(path).write_text(json.dumps(self.to_mapping(), indent=1) + "\n", "utf-8")
 
-    def _to_mapping(self) -> dict[str, Any]:
+    def to_mapping(self) -> dict[str, Any]:
         accelerators = {}
         for name, measured in self.accelerators.items():
             entry = {key: value for key, value in vars(measured).items() if key != "points"}

@@ -27,12 +27,18 @@ class Score:
 def score(records: Sequence[Record], predicted: Mapping[str, float]) -> Score:
     """Of the records that are not damaged."""
     sound = [record for record in records if not record.damage]
-    errors = [abs(predicted[record.name] / record.seconds - 1) for record in sound]
-    pairs = [
-        (record.global_batch / record.seconds, record.global_batch / predicted[record.name])
-        for record in sound
-    ]
-    return Score(len(sound), sum(errors) / len(errors), max(errors), kendall_tau(pairs))
+    return score_of(
+        [
+            (record.global_batch / record.seconds, record.global_batch / predicted[record.name])
+            for record in sound
+        ]
+    )
+
+
+def score_of(rates: Sequence[tuple[float, float]]) -> Score:
+    """Of throughputs as measured and as predicted; their errors are those of seconds."""
+    errors = [abs(measured / predicted - 1) for measured, predicted in rates]
+    return Score(len(rates), sum(errors) / len(errors), max(errors), kendall_tau(rates))
 
 
 def kendall_tau(pairs: Sequence[tuple[float, float]]) -> float:

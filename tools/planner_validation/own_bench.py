@@ -1,0 +1,268 @@
+"""Profiles this machine as two vendors, predicts plans of our own and runs them.
+
+All goes through the commands that users have: tools/profile_layers.py, tools/plan.py and
+pretrain_gpt.py, whose files stay in one folder. What is there already is not done again.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import yaml
+
+from hetero.plan import load_plan
+from hetero.planner.cluster_shape import Cluster, load_cluster
+from hetero.planner.layer_profile import AcceleratorProfile, MeasuredProfile, load_profile
+from hetero.planner.model_shape import ModelShape, load_model
+from hetero.planner.prediction import Prediction, simulate
+from hetero.planner.step_costs import step_costs
+from tools.launching.processes import Step, run_step
+from tools.planner_validation.own_cases import (
+    FACTORS,
+    FAST,
+    ON_CPU,
+    ON_GPU,
+    PLANNED,
+    SLOW,
+    Case,
+    Scale,
+    cases,
+)
+from tools.planning.plan_files import training_flags
+from tools.preflight_checks.path_bandwidth import measure_alone
+from tools.runs import ROOT, SIMULATED, Finished, Launch, run_to_end
+
+_ONE_THREAD = {"OMP_NUM_THREADS": "1"}
+_TINY = ROOT / "examples" / "presets" / "tiny.yaml"
+_DEADLINE = 300.0
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What one run showed."""
+
+    seconds: list[float]
+    """Of each iteration, the first ones included."""
+    peak_bytes: list[float]
+    """Of each rank."""
+
+    @property
+    def step(self) -> float:
+        """The median after the first half, which pays for caches and connections."""
+        return median(self.seconds[len(self.seconds) // 2 :])
+
+    @classmethod
+    def of(cls, run: Finished) -> Measured:
+        seconds = [record["elapsed_ms"] / 1000 for record in run.iterations]
+        return cls(seconds, [rank["peak_memory_bytes"] for rank in run.report["ranks"]])
+
+
+class OwnBench:
+    """The files of one validation on this machine."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        self.scale: Scale = ON_GPU if self.gpus else ON_CPU
+        self.model_file = folder / "model.yaml"
+        folder.mkdir(parents=True, exist_ok=True)
+        self.model_file.write_text(yaml.safe_dump(self.scale.flags(), sort_keys=False))
+
+    @property
+    def device(self) -> str:
+        return torch.cuda.get_device_name() if self.gpus else "CPU"
+
+    @cached_property
+    def model(self) -> ModelShape:
+        return load_model(str(self.model_file))
+
+    @cached_property
+    def profile(self) -> MeasuredProfile:
+        """Of each vendor and factor, two at a time: in a run neither device is alone either."""
+        parts = [(FAST, 1.0), *((SLOW, factor) for factor in FACTORS)]
+        for pair in (parts[:2], parts[2:]):
+            with ThreadPoolExecutor() as pool:
+                list(pool.map(self._profile, pair, range(2)))
+        accelerators: dict[str, AcceleratorProfile] = {}
+        for part in parts:
+            accelerators |= load_profile(self._profile_file(part)).accelerators
+        return MeasuredProfile(accelerators)
+
+    def _profile_file(self, part: tuple[str, float]) -> Path:
+        return self.folder / f"profile_{_accelerator(*part)}.json"
+
+    def _profile(self, part: tuple[str, float], device: int) -> None:
+        vendor, factor = part
+        out = self._profile_file(part)
+        if out.exists():
+            return
+        self._tool(
+            f"profile_{_accelerator(*part)}",
+            *("profile_layers.py", "--out", str(out), "--accelerator", _accelerator(*part)),
+            *("--micro-batch", "1", "2", "--recompute", "none", "full"),
+            *("--seconds-a-point", str(self.scale.seconds_a_point)),
+            *("--yaml-cfg", str(self.model_file)),
+            environ=_slowed(factor) | {"HETERO_VENDOR": vendor} | self._visible(device),
+        )
+
+    def _visible(self, device: int) -> dict[str, str]:
+        if not self.gpus:
+            return _ONE_THREAD
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES") or "0,1"
+        return {"CUDA_VISIBLE_DEVICES": visible.split(",")[device]}
+
+    def _tool(self, name: str, script: str, *words: str, environ: Mapping[str, str]) -> None:
+        run_step(
+            Step(
+                name=name,
+                command=(sys.executable, str(ROOT / "tools" / script), *words),
+                log=self.folder / f"{name}.log",
+                directory=Path.cwd(),
+                environment=os.environ | dict(environ),
+            )
+        )
+
+    @cached_property
+    def link(self) -> dict[str, float]:
+        """Bandwidth and latency of the path that `auto` takes, by the link benchmark."""
+        file = self.folder / "link.json"
+        if not file.exists():
+            auto = measure_alone()[0]
+            if auto.error:
+                raise RuntimeError(f"the link benchmark measured nothing: {auto.error}")
+            file.write_text(json.dumps(vars(auto)))
+        found = json.loads(file.read_text())
+        return {
+            "rail_gbits": 8 * min(found["there_gb_s"], found["back_gb_s"]),
+            "rail_latency_us": found["latency_us"],
+        }
+
+    def cluster_file(self, factor: float) -> Path:
+        """Two nodes of one device each, joined by what was measured here."""
+        names = {FAST: _accelerator(FAST, 1.0), SLOW: _accelerator(SLOW, factor)}
+        # Only the vendor and the memory are read of what has a profile and a measured link.
+        figures = {"memory": self._memory_gib(), "tflops": 1, "memory_bandwidth": 1}
+        wires = {"link": self.link["rail_gbits"] / 8, "nic": self.link["rail_gbits"]}
+        data = {
+            "nodes": [
+                {"name": vendor, "accelerator": name, "gpus_per_node": 1, **self.link}
+                for vendor, name in names.items()
+            ],
+            "accelerators": {
+                name: {"vendor": vendor, **figures, **wires} for vendor, name in names.items()
+            },
+        }
+        file = self.folder / f"cluster_x{factor:g}.yaml"
+        file.write_text(yaml.safe_dump(data, sort_keys=False))
+        return file
+
+    def _memory_gib(self) -> float:
+        if self.gpus:
+            return torch.cuda.get_device_properties(0).total_memory / 2**30
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**31
+
+    @cached_property
+    def clusters(self) -> dict[float, Cluster]:
+        return {factor: load_cluster(self.cluster_file(factor)) for factor in FACTORS}
+
+    @cached_property
+    def cases(self) -> list[Case]:
+        return cases(self.scale, {factor: self._planned(factor) for factor in FACTORS[1:]})
+
+    def _planned(self, factor: float) -> Case:
+        """What tools/plan.py answers, with the even split's micro-batches and recomputation."""
+        out = self.folder / f"plan_x{factor:g}"
+        _ = self.profile
+        profiles = [self._profile_file(part) for part in ((FAST, 1.0), (SLOW, factor))]
+        self._tool(
+            out.name,
+            *("plan.py", "--cluster", str(self.cluster_file(factor)), "--out", str(out)),
+            *("--model", str(self.model_file), "--profile", *map(str, profiles)),
+            *("--global-batch", str(self.scale.global_batch), "--dtype", self.scale.dtype),
+            *("--tensor", "1", "--micro-batch", "1", "--recompute", "none"),
+            *("--no-replicas", "--no-distributed-optimizer", "--reserved-gib", "0"),
+            environ={},
+        )
+        plan = load_plan(out / "plan.yaml")
+        first, second = (sum(chunks) for chunks in plan.layers)
+        order = plan.meshes[0].vendor, plan.meshes[1].vendor
+        name = f"{PLANNED} x{factor:g}"
+        return Case(name=name, factor=factor, layers=(first, second), order=order)
+
+    def predict(self, case: Case) -> Prediction:
+        placement, cluster = case.placement(self.scale), self.clusters[case.factor]
+        options = replace(self.scale.options, reserved_bytes=self.base_bytes)
+        costs = step_costs(
+            placement, model=self.model, cluster=cluster, profile=self.profile, options=options
+        )
+        return simulate(costs, placement, model=self.model, cluster=cluster)
+
+    @cached_property
+    def base_bytes(self) -> float:
+        """What a rank holds beside any model: on a CPU that is the program, which a run shows."""
+        if self.gpus:
+            return 0.0
+        file = self.folder / "base.json"
+        if not file.exists():
+            placement = replace(
+                Case(name="base", factor=1.0, layers=(2, 2)).placement(self.scale), global_batch=4
+            )
+            plan = self.folder / "base.plan.yaml"
+            plan.write_text(yaml.safe_dump(placement.plan.to_mapping()))
+            words = [*_words(training_flags(placement, plan)), "--train-iters", "2"]
+            found = Measured.of(run_to_end(self._launch("base", [_TINY], words, factor=1.0)))
+            file.write_text(json.dumps(found.peak_bytes))
+        return max(json.loads(file.read_text()))
+
+    def measure(self, case: Case) -> Measured:
+        """Train a few steps by the public entry point."""
+        placement = case.placement(self.scale)
+        slug = case.name.replace(" ", "_").replace(":", "-")
+        plan_file = self.folder / f"{slug}.plan.yaml"
+        if not placement.plan.whole_replicas:
+            plan_file.write_text(yaml.safe_dump(placement.plan.to_mapping()))
+        words = _words(training_flags(placement, plan_file))
+        words += ["--train-iters", str(self.scale.iterations)]
+        return Measured.of(
+            run_to_end(self._launch(slug, [self.model_file], words, factor=case.factor))
+        )
+
+    def _launch(
+        self, name: str, files: Sequence[Path], words: Sequence[str], *, factor: float
+    ) -> Launch:
+        configured = [word for file in files for word in ("--yaml-cfg", str(file))]
+        environ = {**SIMULATED, **_slowed(factor), **({} if self.gpus else _ONE_THREAD)}
+        return Launch(
+            name=name,
+            flags=(*configured, *words),
+            nproc=2,
+            folder=self.folder,
+            environ=environ,
+            deadline=_DEADLINE,
+        )
+
+
+def _accelerator(vendor: str, factor: float) -> str:
+    return f"here-{vendor}-x{factor:g}"
+
+
+def _slowed(factor: float) -> dict[str, str]:
+    return {"HETERO_SLOWDOWN": f"{SLOW}={factor:g}" if factor > 1 else ""}
+
+
+def _words(flags: Mapping[str, Any]) -> list[str]:
+    return [
+        word
+        for name, value in flags.items()
+        for word in ([f"--{name}"] if value is True else [f"--{name}", str(value)])
+    ]

@@ -1,0 +1,175 @@
+"""Predictions of our own plans beside what their runs measured, and what has been met."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from hetero.planner.prediction import Prediction
+from hetero.words import counted
+from megatron.training.progress_bar import progress_bar
+from megatron.training.quiet import quiet_core
+from tools.planner_validation.own_bench import Measured, OwnBench
+from tools.planner_validation.own_cases import EVEN, FACTORS, PLANNED, Case
+from tools.planner_validation.scores import score_of
+from tools.reports.page import write_whole
+from tools.reports.text_table import aligned
+
+_STEP, _TAU, _GAIN, _PEAK = 0.05, 0.9, 0.03, 0.08
+"""How far a step, the order of plans, the gain over an even split and a peak may be off."""
+
+
+@dataclass(frozen=True)
+class _Row:
+    case: Case
+    predicted: Prediction
+    measured: Measured
+
+    @property
+    def step_error(self) -> float:
+        return self.predicted.seconds / self.measured.step - 1
+
+    @property
+    def peaks(self) -> list[tuple[float, float]]:
+        """Predicted and measured, by rank."""
+        predicted = [use.peak_bytes for use in self.predicted.uses]
+        return list(zip(predicted, self.measured.peak_bytes, strict=True))
+
+    @property
+    def peak_error(self) -> float:
+        """The largest of all ranks."""
+        return max((ours / theirs - 1 for ours, theirs in self.peaks), key=abs)
+
+
+def own_runs(folder: Path, *, seconds: float, figures: Path | None) -> str:
+    """Predict all plans, run those that have not been run, and compare. Raises HeteroError."""
+    quiet_core()
+    began = time.monotonic()
+    bench = OwnBench(folder)
+    rows: list[_Row] = []
+    left = 0
+    with progress_bar(total=0, leave=False, bar_format="{desc} [{elapsed}]") as bar:
+        bar.set_description("profiling and planning")
+        cases = bench.cases
+        for number, case in enumerate(cases):
+            bar.set_description(f"{number + 1} of {len(cases)}: {case.name}")
+            # Before it is run: nothing of a run enters a prediction.
+            predicted = bench.predict(case)
+            found = _measured(bench, case, begin=time.monotonic() - began < seconds)
+            if found is None:
+                left += 1
+            else:
+                rows.append(_Row(case, predicted, found))
+    if figures and rows:
+        write_whole(figures, _figures(bench, rows))
+    lines = [*_table(rows), "", *_verdicts(rows)] if rows else []
+    if left:
+        lines.append(f"{counted(left, 'plan')} not run yet; give the same command again")
+    return "\n".join(lines)
+
+
+def _measured(bench: OwnBench, case: Case, *, begin: bool) -> Measured | None:
+    """As recorded, or by a run; None where there is no time for one."""
+    file = bench.folder / "measured.json"
+    known: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
+    # A plan of the same name may be another one by now.
+    key = json.dumps([bench.device, asdict(case)])
+    if key not in known:
+        if not begin:
+            return None
+        known[key] = asdict(bench.measure(case))
+        write_whole(file, json.dumps(known, indent=1))
+    return Measured(**known[key])
+
+
+def _table(rows: Sequence[_Row]) -> list[str]:
+    head = ("plan", "slow", "layers", "share", "micro-batch", "recompute")
+    cells = [(*head, "predicted s", "measured s", "error", "peak GiB", "measured", "error")]
+    for row in rows:
+        case = row.case
+        ours, theirs = max(row.peaks, key=lambda pair: abs(pair[0] / pair[1] - 1))
+        cells.append(
+            (
+                case.name,
+                f"{case.factor:g}",
+                "+".join(
+                    f"{count} {vendor}"
+                    for count, vendor in zip(case.layers or (), case.order, strict=False)
+                ),
+                ":".join(map(str, case.shares)) if case.layers is None else "",
+                str(case.micro_batch),
+                ", ".join(case.recompute),
+                f"{row.predicted.seconds:.3f}",
+                f"{row.measured.step:.3f}",
+                f"{100 * row.step_error:+.1f} %",
+                f"{ours / 2**30:.2f}",
+                f"{theirs / 2**30:.2f}",
+                f"{100 * row.peak_error:+.1f} %",
+            )
+        )
+    return aligned(cells, text={0, 2, 3, 5})
+
+
+def _verdicts(rows: Sequence[_Row]) -> list[str]:
+    scored = score_of([(1 / row.measured.step, 1 / row.predicted.seconds) for row in rows])
+    worst = max(rows, key=lambda row: abs(row.step_error))
+    peak = max(rows, key=lambda row: abs(row.peak_error))
+    lines = [
+        f"steps: {scored}, of {worst.case.name!r} ({_met(scored.largest_error <= _STEP)}: "
+        f"{_STEP:.0%}); tau {_met(scored.kendall_tau >= _TAU)}: {_TAU}",
+        f"peak memory: largest error {100 * peak.peak_error:+.1f} %, of {peak.case.name!r} "
+        f"({_met(abs(peak.peak_error) <= _PEAK)}: {_PEAK:.0%})",
+    ]
+    by_name = {row.case.name: row for row in rows}
+    for factor in FACTORS[1:]:
+        even, planned = (by_name.get(f"{word} x{factor:g}") for word in (EVEN, PLANNED))
+        if even is None or planned is None:
+            continue
+        ours = even.predicted.seconds / planned.predicted.seconds
+        theirs = even.measured.step / planned.measured.step
+        lines.append(
+            f"one vendor {factor:g} times slower (simulated): the plan beats the even split "
+            f"{theirs:.3f} times, predicted {ours:.3f} "
+            f"({_met(theirs > 1 and abs(ours / theirs - 1) <= _GAIN)}: give or take {_GAIN:.0%})"
+        )
+    return lines
+
+
+def _met(is_met: bool) -> str:
+    return "met" if is_met else "missed"
+
+
+def _figures(bench: OwnBench, rows: Sequence[_Row]) -> str:
+    runs: list[Mapping[str, Any]] = [
+        {
+            **asdict(row.case),
+            "predicted_seconds": row.predicted.seconds,
+            "measured_seconds": row.measured.step,
+            "step_error": row.step_error,
+            "iterations_seconds": row.measured.seconds,
+            "peak_bytes_predicted_and_measured": row.peaks,
+        }
+        for row in rows
+    ]
+    scale = bench.scale
+    return (
+        json.dumps(
+            {
+                "device": bench.device,
+                "simulated": "both vendors are of one machine, one slowed by HETERO_SLOWDOWN",
+                "flags": scale.flags(),
+                "global_batch": scale.global_batch,
+                "link": bench.link,
+                "base_bytes": bench.base_bytes,
+                "profile": bench.profile.to_mapping(),
+                "runs": runs,
+                "verdicts": _verdicts(rows),
+            },
+            indent=1,
+        )
+        + "\n"
+    )
