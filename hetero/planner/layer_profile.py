@@ -62,7 +62,19 @@ class PartCosts:
     embedding_activation_bytes: float = 0.0
     head_activation_bytes: float = 0.0
     layer_working_bytes: float = 0.0
-    """What one layer's backward pass takes on top, once however many are in flight."""
+    """What a layer's own passes take on top for a while, once however many are in flight."""
+    embedding_working_bytes: float = 0.0
+    """The same of an embedding with the layer behind it."""
+    head_working_bytes: float = 0.0
+    """The same of a head with the layer before it: mostly the logits and their gradient."""
+
+    def working_bytes(self, *, embedding: bool, head: bool) -> float:
+        """Of a stage that has these: its parts are computed one after the other."""
+        return max(
+            self.layer_working_bytes,
+            self.embedding_working_bytes if embedding else 0.0,
+            self.head_working_bytes if head else 0.0,
+        )
 
 
 class Profile(Protocol):

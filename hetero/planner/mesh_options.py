@@ -89,6 +89,11 @@ class MeshOption:
         """Layers that fit beside the activations of so many passes in flight; below 1 for none."""
         costs = self.costs
         room = np.full(len(in_flight), self.room_bytes - costs.layer_working_bytes)
+        end = len(room) - 1
+        for stage in {0, end}:
+            room[stage] = self.room_bytes - costs.working_bytes(
+                embedding=first and stage == 0, head=last and stage == end
+            )
         flying = in_flight / chunks
         embedding, head = outer_parameters(
             model, self.stage.tensor, alone=first and last and len(room) == 1

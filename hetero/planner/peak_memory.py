@@ -54,7 +54,7 @@ def rank_memory(
     parameters = stage.parameters(model)
     shards = replicas if stage.distributed_optimizer else 1
     activations = passes * max(stage.layers) * costs.layer_activation_bytes
-    activations += costs.layer_working_bytes
+    activations += costs.working_bytes(embedding=stage.has_embedding, head=stage.has_head)
     if stage.has_embedding:
         activations += passes / len(stage.layers) * costs.embedding_activation_bytes
     if stage.has_head:

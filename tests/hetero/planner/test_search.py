@@ -49,6 +49,8 @@ class DrawnProfile:
             head=PassTimes(0.5 * work, work),
             layer_activation_bytes=kept / 8 if again else kept,
             layer_working_bytes=kept / 4,
+            embedding_working_bytes=kept / 3,
+            head_working_bytes=kept / 2,
         )
 
     def optimizer_seconds(self, accelerator: str, parameters: float) -> float:

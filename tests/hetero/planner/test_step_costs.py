@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from hetero.plan import Mesh, Plan, PlanError
-from hetero.planner.layer_profile import Point
+from hetero.planner.layer_profile import PartCosts, Point
 from hetero.planner.placement import Placement
 from hetero.planner.prediction import Prediction, estimate_seconds, simulate
 from hetero.planner.step_costs import StepCosts, step_costs
@@ -112,6 +112,25 @@ def test_meshes_of_unequal_replicas_share_the_optimizer_each_among_its_own() -> 
 def test_earlier_stages_hold_more_micro_batches() -> None:
     memory = priced(alone(4, batch=8)).memory[0]
     assert [rank.activations for rank in memory] == [2 * count * 2**30 for count in (4, 3, 2, 1)]
+
+
+def test_a_stage_has_room_for_what_its_largest_part_takes_for_a_while() -> None:
+    def working(costs: PartCosts) -> PartCosts:
+        sizes = {"layer": 2**28, "embedding": 2**27, "head": 2**29}
+        return replace(costs, **{f"{name}_working_bytes": size for name, size in sizes.items()})
+
+    measured = profile()
+    accelerators = {
+        name: replace(part, points={point: working(costs) for point, costs in part.points.items()})
+        for name, part in measured.accelerators.items()
+    }
+    more = replace(measured, accelerators=accelerators)
+    before, after = (
+        step_costs(alone(4, batch=8), model=MODEL, cluster=cluster(), profile=one).memory[0]
+        for one in (measured, more)
+    )
+    added = [new.peak - old.peak for new, old in zip(after, before, strict=True)]
+    assert added == [2**28, 2**28, 2**28, 2**29]
 
 
 def test_whole_replicas_take_shares_of_the_batch() -> None:

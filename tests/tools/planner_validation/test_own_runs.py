@@ -1,0 +1,118 @@
+"""Plans of our own, predicted and run: what is asked of them, and what the comparison says."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+import yaml
+
+from hetero.planner.layer_profile import (
+    AcceleratorProfile,
+    MeasuredProfile,
+    PartCosts,
+    PassTimes,
+    Point,
+)
+from megatron.training.arguments import parse_args
+from tools.planner_validation import own_report
+from tools.planner_validation.own_bench import Measured, OwnBench
+from tools.planner_validation.own_cases import FACTORS, ON_CPU, ON_GPU, Case, Scale, cases
+from tools.planning.plan_files import training_flags
+
+PLANNED = {
+    1.5: Case(name="planned x1.5", factor=1.5, layers=(5, 3)),
+    2.0: Case(name="planned x2", factor=2.0, layers=(6, 2)),
+}
+
+
+def profile() -> MeasuredProfile:
+    def measured(factor: float) -> AcceleratorProfile:
+        def costs(size: int, recompute: str) -> PartCosts:
+            layer = PassTimes(0.01 * factor * size, 0.02 * factor * size)
+            return PartCosts(layer=layer, embedding=layer, head=layer, layer_activation_bytes=1e6)
+
+        points = {
+            Point(1, size, ON_CPU.model["seq-length"], recompute): costs(size, recompute)
+            for size in (1, 2)
+            for recompute in ("none", "full")
+        }
+        return AcceleratorProfile(points, 1e-9)
+
+    names = {f"here-amd-x{factor:g}": factor for factor in FACTORS} | {"here-nvidia-x1": 1.0}
+    return MeasuredProfile({name: measured(factor) for name, factor in names.items()})
+
+
+class Played(OwnBench):
+    """A bench whose runs take as long as a function of the prediction says."""
+
+    profile = profile()
+    link = {"rail_gbits": 10.0, "rail_latency_us": 10.0}  # noqa: RUF012
+    base_bytes = 5e8
+    cases = cases(ON_CPU, PLANNED)
+    slower = 1.0
+    runs = 0
+
+    def measure(self, case: Case) -> Measured:
+        Played.runs += 1
+        predicted = self.predict(case)
+        seconds = predicted.seconds * self.slower
+        return Measured([9.0, 9.0, seconds, seconds], [use.peak_bytes for use in predicted.uses])
+
+
+@pytest.fixture
+def played(monkeypatch: pytest.MonkeyPatch) -> type[Played]:
+    monkeypatch.setattr(own_report, "OwnBench", Played)
+    monkeypatch.setattr(Played, "runs", 0)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    return Played
+
+
+@pytest.mark.parametrize("scale", [ON_CPU, ON_GPU])
+def test_every_plan_is_one_that_training_accepts(scale: Scale, tmp_path: Path) -> None:
+    file = tmp_path / "flags.yaml"
+    planned = {1.5: replace(PLANNED[1.5], layers=(scale.layers - 3, 3))}
+    asked = cases(scale, planned)
+    assert len(asked) >= 12
+    assert len({case.name for case in asked}) == len(asked)
+    for case in asked:
+        placement = case.placement(scale)
+        assert placement.plan.num_layers == scale.layers
+        flags = scale.flags() | training_flags(placement, tmp_path / "plan.yaml")
+        file.write_text(yaml.safe_dump(flags))
+        args = parse_args(["--yaml-cfg", str(file), "--train-iters", "2"], world_size=2)
+        assert args.params_dtype == ("bfloat16" if scale.dtype == "bf16" else "float32")
+
+
+def test_runs_as_predicted_meet_every_target(played: type[Played], tmp_path: Path) -> None:
+    figures = tmp_path / "own.json"
+    text = own_report.own_runs(tmp_path / "own", seconds=60, figures=figures)
+    assert "missed" not in text
+    assert text.count("met") == 5
+    assert "beats the even split" in text
+    raw = json.loads(figures.read_text())
+    assert len(raw["runs"]) == played.runs == len(Played.cases)
+    assert "simulated" in raw
+    again = own_report.own_runs(tmp_path / "own", seconds=60, figures=figures)
+    assert (again, played.runs) == (text, len(Played.cases))
+
+
+def test_a_step_that_is_far_off_is_said(
+    played: type[Played], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Played, "slower", 1.1)
+    text = own_report.own_runs(tmp_path, seconds=60, figures=None)
+    assert "largest 9.1 %" in text
+    assert "(missed: 5%)" in text
+
+
+def test_what_there_was_no_time_for_is_counted(played: type[Played], tmp_path: Path) -> None:
+    first = Played.cases[0]
+    known = json.dumps(["CPU", asdict(first)])
+    measured = Measured([1.0, 1.0], [6e8, 6e8])
+    (tmp_path / "measured.json").write_text(json.dumps({known: asdict(measured)}))
+    text = own_report.own_runs(tmp_path, seconds=1e-9, figures=None)
+    assert played.runs == 0
+    assert f"{len(Played.cases) - 1} plans not run yet" in text
