@@ -126,6 +126,8 @@ def _measure(options: argparse.Namespace) -> str:
 def _sweep(
     options: argparse.Namespace, args: argparse.Namespace, here: ProfiledDevice
 ) -> tuple[AcceleratorProfile, list[PathResult]]:
+    import torch
+
     from megatron.training.cpu_shim import cpu_shim
     from tools.layer_profile.profiled_device import wire_inside
     from tools.layer_profile.swept_points import Sweep, measure
@@ -138,6 +140,10 @@ def _sweep(
         recompute=tuple(dict.fromkeys(options.recompute)),
         seconds=options.seconds_a_point,
     )
+    if options.links and torch.cuda.device_count() == 1:
+        raise UserError(
+            "--links needs two GPUs, and one is visible; make another visible, or leave it out"
+        )
     links = measure_alone() if options.links else []
     wire = wire_inside(here.accelerator, links)
     if wire is None and max(sweep.tensor) > 1:

@@ -137,7 +137,7 @@ class OwnBench:
         """Bandwidth and latency of the path that `auto` takes, by the link benchmark."""
         file = self.folder / "link.json"
         if not file.exists():
-            auto = measure_alone()[0]
+            auto = measure_alone(only_chosen=True)[0]
             if auto.error:
                 raise RuntimeError(f"the link benchmark measured nothing: {auto.error}")
             file.write_text(json.dumps(vars(auto)))
@@ -219,7 +219,7 @@ class OwnBench:
             )
             plan = self.folder / "base.plan.yaml"
             plan.write_text(yaml.safe_dump(placement.plan.to_mapping()))
-            words = [*_words(training_flags(placement, plan)), "--train-iters", "2"]
+            words = [*_words(training_flags(placement, plan)), "--train-iters", "4"]
             found = Measured.of(run_to_end(self._launch("base", [_TINY], words, factor=1.0)))
             file.write_text(json.dumps(found.peak_bytes))
         return max(json.loads(file.read_text()))

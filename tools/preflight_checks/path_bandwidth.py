@@ -82,7 +82,7 @@ class _Way:
     addresses: tuple[str, ...]
 
 
-def measure_paths(end: End) -> list[PathResult]:
+def measure_paths(end: End, *, only_chosen: bool = False) -> list[PathResult]:
     """Open and measure what `auto` chooses, then each other path by force. Collective.
 
     A path that does not open or breaks is reported with its reason. What end 1 returns has only the
@@ -90,6 +90,8 @@ def measure_paths(end: End) -> list[PathResult]:
     """
     every = end.addresses
     chosen, passed_over = _measure(end, _Way("auto", "auto", every))
+    if only_chosen:
+        return [chosen]
     if end.number == 0:
         end.store.set("passed over", json.dumps([text.partition(":")[0] for text in passed_over]))
     end.store.wait(["passed over"], timedelta(seconds=_TIMEOUT))
@@ -154,8 +156,11 @@ def _open(end: End, way: _Way) -> PipelineLinks:
     return open_between_two(end.number, opening)
 
 
-def measure_alone() -> list[PathResult]:
-    """The ways between two processes of this node, for which a second one is started."""
+def measure_alone(*, only_chosen: bool = False) -> list[PathResult]:
+    """The ways between two processes of this node, for which a second one is started.
+
+    The first is what `auto` chooses.
+    """
     with tempfile.TemporaryDirectory() as folder:
         secret = uuid.uuid4().hex
         spawn = multiprocessing.get_context("spawn")
@@ -163,13 +168,13 @@ def measure_alone() -> list[PathResult]:
             pool = spawn.Pool(1)
         # Leaving it ends the other process, whatever that still waits for.
         with pool:
-            other = pool.apply_async(_one_end, (1, folder, secret))
-            results = _one_end(0, folder, secret)
+            other = pool.apply_async(_one_end, (1, folder, secret, only_chosen))
+            results = _one_end(0, folder, secret, only_chosen)
             other.get(timeout=_TIMEOUT)
     return results
 
 
-def _one_end(number: int, folder: str, secret: str) -> list[PathResult]:
+def _one_end(number: int, folder: str, secret: str, only_chosen: bool) -> list[PathResult]:
     end = End(
         number=number,
         store=dist.FileStore(f"{folder}/store", 2),
@@ -177,7 +182,7 @@ def _one_end(number: int, folder: str, secret: str) -> list[PathResult]:
         addresses=("127.0.0.1",),
         device=own_device(number),
     )
-    return measure_paths(end)
+    return measure_paths(end, only_chosen=only_chosen)
 
 
 def own_device(number: int) -> torch.device:

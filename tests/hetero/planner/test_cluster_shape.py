@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import re
 from pathlib import Path
 
 import pytest
@@ -43,6 +45,25 @@ def test_every_built_in_accelerator_says_where_its_figures_stand() -> None:
     for part in built_in().values():
         assert all((part.source, part.link_source, part.nic_source)), part.name
         assert "accelerators.yaml" not in part.source + part.link_source + part.nic_source
+
+
+def test_operations_and_bandwidths_are_what_their_sources_multiply_out_to() -> None:
+    checked = 0
+    for part in built_in().values():
+        for pattern, figure, unit in (
+            (r"([\d,]+) \w+ \w+ x (\d+) operations x ([\d.]+) GHz", part.flops, 1e9),
+            (r"([\d,]+) bit x ([\d.]+) Gb/s", part.memory_bandwidth, 1e9 / 8),
+            (r"([\d,]+) NVLinks of (\d+) GB/s", part.link_bandwidth, 1e9),
+            (r"([\d,]+) links of (\d+) GB/s in both", part.link_bandwidth, 1e9 / 2),
+            (r"([\d,]+) ports? of (\d+) Gb/s for 4", part.nic_bandwidth, 1e9 / 8 / 4),
+            (r"([\d,]+) ports? of (\d+) Gb/s for 8", part.nic_bandwidth, 1e9 / 8 / 8),
+        ):
+            text = "; ".join((part.source, part.link_source, part.nic_source))
+            if (found := re.search(pattern, text)) is not None:
+                factors = [float(factor.replace(",", "")) for factor in found.groups()]
+                assert math.prod(factors) * unit == pytest.approx(figure, rel=6e-3), part.name
+                checked += 1
+    assert checked >= 40
 
 
 def test_a_measured_wire_is_read_between_its_sizes() -> None:
