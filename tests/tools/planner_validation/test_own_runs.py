@@ -73,7 +73,9 @@ def played(monkeypatch: pytest.MonkeyPatch) -> type[Played]:
 @pytest.mark.parametrize("scale", [ON_CPU, ON_GPU])
 def test_every_plan_is_one_that_training_accepts(scale: Scale, tmp_path: Path) -> None:
     file = tmp_path / "flags.yaml"
-    planned = {1.5: replace(PLANNED[1.5], layers=(scale.layers - 3, 3))}
+    planned = {
+        factor: replace(case, layers=(scale.layers - 3, 3)) for factor, case in PLANNED.items()
+    }
     asked = cases(scale, planned)
     assert len(asked) >= 12
     assert len({case.name for case in asked}) == len(asked)
