@@ -6,9 +6,11 @@ pretrain_gpt.py, whose files stay in one folder. What is there already is not do
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -17,6 +19,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import psutil
 import torch
 import yaml
 
@@ -55,6 +58,9 @@ class Measured:
     """Of each iteration, the first ones included."""
     peak_bytes: list[float]
     """Of each rank."""
+    held_up: float = 0.0
+    """Part of the time for which the rank that waited most could not compute, because another
+    program had its core. Known of CPUs."""
 
     @property
     def step(self) -> float:
@@ -62,9 +68,31 @@ class Measured:
         return median(self.seconds[len(self.seconds) // 2 :])
 
     @classmethod
-    def of(cls, run: Finished) -> Measured:
+    def of(cls, run: Finished, *, held_up: float = 0.0) -> Measured:
         seconds = [record["elapsed_ms"] / 1000 for record in run.iterations]
-        return cls(seconds, [rank["peak_memory_bytes"] for rank in run.report["ranks"]])
+        peaks = [rank["peak_memory_bytes"] for rank in run.report["ranks"]]
+        return cls(seconds, peaks, held_up)
+
+
+class _HeldUp:
+    """Looks, while a run trains, for how long its ranks stood in the queue of a core."""
+
+    def __init__(self, launch: Launch) -> None:
+        self._metrics = launch.metrics
+        self._seen: dict[int, list[tuple[float, float]]] = {}
+
+    def look(self) -> None:
+        if not self._metrics.exists() or not self._metrics.stat().st_size:
+            return  # it starts, which is not measured
+        with contextlib.suppress(psutil.Error, OSError, ValueError):
+            for process in psutil.Process().children(recursive=True):
+                _, queued, _ = Path(f"/proc/{process.pid}/schedstat").read_text().split()
+                self._seen.setdefault(process.pid, []).append((time.monotonic(), int(queued) / 1e9))
+
+    @property
+    def share(self) -> float:
+        spans = [(seen[0], seen[-1]) for seen in self._seen.values() if len(seen) > 1]
+        return max((b[1] - a[1]) / (b[0] - a[0]) for a, b in spans) if spans else 0.0
 
 
 class OwnBench:
@@ -235,9 +263,10 @@ class OwnBench:
             plan_file.write_text(yaml.safe_dump(placement.plan.to_mapping()))
         words = _words(training_flags(placement, plan_file))
         words += ["--train-iters", str(self.scale.iterations)]
-        return Measured.of(
-            run_to_end(self._launch(slug, [self.model_file], words, factor=case.factor))
-        )
+        launch = self._launch(slug, [self.model_file], words, factor=case.factor)
+        queues = _HeldUp(launch)
+        run = run_to_end(launch, lambda: None if self.gpus else queues.look())
+        return Measured.of(run, held_up=queues.share)
 
     def _launch(
         self, name: str, files: Sequence[Path], words: Sequence[str], *, factor: float

@@ -21,6 +21,7 @@ from tools.reports.text_table import aligned
 
 _STEP, _TAU, _GAIN, _PEAK = 0.05, 0.9, 0.03, 0.08
 """How far a step, the order of plans, the gain over an even split and a peak may be off."""
+_HELD_UP = 0.01
 
 
 @dataclass(frozen=True)
@@ -67,6 +68,11 @@ def own_runs(folder: Path, *, seconds: float, figures: Path | None) -> str:
     if figures and rows:
         write_whole(figures, _figures(bench, rows))
     lines = [*_table(rows), "", *_verdicts(rows)] if rows else []
+    if any(row.measured.held_up > _HELD_UP for row in rows):
+        lines.append(
+            f"other programs held ranks up for more than {_HELD_UP:.0%} of the time, which steps "
+            "count and profiles of a CPU do not; measure on an idle machine"
+        )
     if left:
         lines.append(f"{counted(left, 'plan')} not run yet; give the same command again")
     return "\n".join(lines)
@@ -88,7 +94,8 @@ def _measured(bench: OwnBench, case: Case, *, begin: bool) -> Measured | None:
 
 def _table(rows: Sequence[_Row]) -> list[str]:
     head = ("plan", "slow", "layers", "share", "micro-batch", "recompute")
-    cells = [(*head, "predicted s", "measured s", "error", "peak GiB", "measured", "error")]
+    steps = ("predicted s", "measured s", "error", "held up")
+    cells = [(*head, *steps, "peak GiB", "measured", "error")]
     for row in rows:
         case = row.case
         ours, theirs = max(row.peaks, key=lambda pair: abs(pair[0] / pair[1] - 1))
@@ -106,6 +113,7 @@ def _table(rows: Sequence[_Row]) -> list[str]:
                 f"{row.predicted.seconds:.3f}",
                 f"{row.measured.step:.3f}",
                 f"{100 * row.step_error:+.1f} %",
+                f"{100 * row.measured.held_up:.1f} %",
                 f"{ours / 2**30:.2f}",
                 f"{theirs / 2**30:.2f}",
                 f"{100 * row.peak_error:+.1f} %",
@@ -151,6 +159,7 @@ def _figures(bench: OwnBench, rows: Sequence[_Row]) -> str:
             "measured_seconds": row.measured.step,
             "step_error": row.step_error,
             "iterations_seconds": row.measured.seconds,
+            "held_up_by_other_programs": row.measured.held_up,
             "peak_bytes_predicted_and_measured": row.peaks,
         }
         for row in rows
