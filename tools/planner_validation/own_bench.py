@@ -10,11 +10,12 @@ import contextlib
 import json
 import os
 import sys
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -23,6 +24,7 @@ import psutil
 import torch
 import yaml
 
+from hetero.errors import HeteroError
 from hetero.plan import load_plan
 from hetero.planner.cluster_shape import Cluster, load_cluster
 from hetero.planner.layer_profile import AcceleratorProfile, MeasuredProfile, load_profile
@@ -118,9 +120,14 @@ class OwnBench:
     def profile(self) -> MeasuredProfile:
         """Of each vendor and factor, two at a time: in a run neither device is alone either."""
         parts = [(FAST, 1.0), *((SLOW, factor) for factor in FACTORS)]
+        stop = threading.Event()
         for pair in (parts[:2], parts[2:]):
             with ThreadPoolExecutor() as pool:
-                list(pool.map(self._profile, pair, range(2)))
+                try:
+                    list(pool.map(partial(self._profile, stop), pair, range(2)))
+                except BaseException:  # an interrupt too; the other one goes with it
+                    stop.set()
+                    raise
         accelerators: dict[str, AcceleratorProfile] = {}
         for part in parts:
             accelerators |= load_profile(self._profile_file(part)).accelerators
@@ -129,7 +136,7 @@ class OwnBench:
     def _profile_file(self, part: tuple[str, float]) -> Path:
         return self.folder / f"profile_{_accelerator(*part)}.json"
 
-    def _profile(self, part: tuple[str, float], device: int) -> None:
+    def _profile(self, stop: threading.Event, part: tuple[str, float], device: int) -> None:
         vendor, factor = part
         out = self._profile_file(part)
         if out.exists():
@@ -141,6 +148,7 @@ class OwnBench:
             *("--seconds-a-point", str(self.scale.seconds_a_point)),
             *("--yaml-cfg", str(self.model_file)),
             environ=_slowed(factor) | {"HETERO_VENDOR": vendor} | self._visible(device),
+            stop=stop,
         )
 
     def _visible(self, device: int) -> dict[str, str]:
@@ -149,7 +157,18 @@ class OwnBench:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES") or "0,1"
         return {"CUDA_VISIBLE_DEVICES": visible.split(",")[device]}
 
-    def _tool(self, name: str, script: str, *words: str, environ: Mapping[str, str]) -> None:
+    def _tool(
+        self,
+        name: str,
+        script: str,
+        *words: str,
+        environ: Mapping[str, str],
+        stop: threading.Event | None = None,
+    ) -> None:
+        def watch() -> None:
+            if stop is not None and stop.is_set():
+                raise HeteroError(f"{name} was ended with the one beside it")
+
         run_step(
             Step(
                 name=name,
@@ -157,7 +176,8 @@ class OwnBench:
                 log=self.folder / f"{name}.log",
                 directory=Path.cwd(),
                 environment=os.environ | dict(environ),
-            )
+            ),
+            watch,
         )
 
     @cached_property
@@ -167,7 +187,7 @@ class OwnBench:
         if not file.exists():
             auto = measure_alone(only_chosen=True)[0]
             if auto.error:
-                raise RuntimeError(f"the link benchmark measured nothing: {auto.error}")
+                raise HeteroError(f"the link benchmark measured nothing: {auto.error}")
             file.write_text(json.dumps(vars(auto)))
         found = json.loads(file.read_text())
         return {

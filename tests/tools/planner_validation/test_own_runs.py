@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import threading
+import time
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -17,7 +20,8 @@ from hetero.planner.layer_profile import (
     Point,
 )
 from megatron.training.arguments import parse_args
-from tools.planner_validation import own_report
+from tools.launching.processes import Step, StepFailure
+from tools.planner_validation import own_bench, own_report
 from tools.planner_validation.own_bench import Measured, OwnBench
 from tools.planner_validation.own_cases import FACTORS, ON_CPU, ON_GPU, Case, Scale, cases
 from tools.planning.plan_files import training_flags
@@ -118,3 +122,27 @@ def test_what_there_was_no_time_for_is_counted(played: type[Played], tmp_path: P
     text = own_report.own_runs(tmp_path, seconds=1e-9, figures=None)
     assert played.runs == 0
     assert f"{len(Played.cases) - 1} plans not run yet" in text
+
+
+def test_a_profile_that_fails_ends_the_one_beside_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended: list[str] = []
+    begun = threading.Event()
+
+    def play(step: Step, watch: Callable[[], None]) -> None:
+        if "nvidia" in step.name:
+            begun.wait()
+            raise StepFailure(replace(step, log=Path(own_report.__file__)), 1)
+        begun.set()
+        try:
+            while True:
+                watch()
+                time.sleep(0.01)
+        finally:
+            ended.append(step.name)
+
+    monkeypatch.setattr(own_bench, "run_step", play)
+    with pytest.raises(StepFailure, match="profile_here-nvidia-x1"):
+        _ = OwnBench(tmp_path).profile
+    assert ended == ["profile_here-amd-x1"]
