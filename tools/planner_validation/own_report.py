@@ -83,7 +83,8 @@ def _measured(bench: OwnBench, case: Case, *, begin: bool) -> Measured | None:
     file = bench.folder / "measured.json"
     known: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
     # A plan of the same name may be another one by now.
-    key = json.dumps([bench.device, asdict(case)])
+    scale = bench.scale
+    key = json.dumps([bench.device, scale.flags(), scale.global_batch, asdict(case)])
     if key not in known:
         if not begin:
             return None

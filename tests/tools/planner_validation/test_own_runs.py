@@ -116,7 +116,7 @@ def test_a_step_that_is_far_off_is_said(
 
 def test_what_there_was_no_time_for_is_counted(played: type[Played], tmp_path: Path) -> None:
     first = Played.cases[0]
-    known = json.dumps(["CPU", asdict(first)])
+    known = json.dumps(["CPU", ON_CPU.flags(), ON_CPU.global_batch, asdict(first)])
     measured = Measured([1.0, 1.0], [6e8, 6e8])
     (tmp_path / "measured.json").write_text(json.dumps({known: asdict(measured)}))
     text = own_report.own_runs(tmp_path, seconds=1e-9, figures=None)
