@@ -215,4 +215,8 @@ def refusal(entry: Entry, transfer: RingTransfer) -> str:
         difference = Header.unpack(entry.header).difference(Header.unpack(transfer.header))
     except ValueError as error:
         return str(error)
-    return difference or f"{entry.nbytes} bytes at {entry.offset} instead of {transfer.offset}"
+    left = transfer.nbytes - transfer.offset
+    return difference or (
+        f"a part of {entry.nbytes} bytes at {entry.offset}, slot {entry.slot}, where {left} bytes "
+        f"at {transfer.offset} are missing"
+    )

@@ -32,6 +32,8 @@ void sequence_post(struct sequence *sequence, uint32_t number, uint8_t rail)
     *part_of(sequence, number) = (struct part){POSTED, rail};
     if (sequence->next == number)
         sequence->next++;
+    if (book_ahead(number + 1, sequence->most) > 0)
+        sequence->most = number + 1;
 }
 
 void sequence_complete(struct sequence *sequence, uint32_t number, uint8_t rail)
@@ -50,12 +52,13 @@ static uint32_t pass_done(struct sequence *sequence)
     return sequence->done;
 }
 
-void outgoing_credit(struct outgoing *outgoing, uint32_t released)
+bool outgoing_credit(struct outgoing *outgoing, uint32_t released)
 {
-    int32_t ahead = book_ahead(released, outgoing->released);
-
-    if (ahead > 0 && ahead <= RING_ENTRIES)
+    if (book_ahead(released, outgoing->data.most) > 0)
+        return false;
+    if (book_ahead(released, outgoing->released) > 0)
         outgoing->released = released;
+    return true;
 }
 
 uint32_t outgoing_free(struct outgoing *outgoing)

@@ -25,6 +25,7 @@ struct part {
 struct sequence {
     uint32_t next; /* none before it waits */
     uint32_t done; /* all before it have completed here */
+    uint32_t most; /* none from here on was ever posted */
     struct part parts[RING_ENTRIES];
 };
 
@@ -63,8 +64,9 @@ void sequence_post(struct sequence *sequence, uint32_t number, uint8_t rail);
 /* A part has arrived, says the rail; nothing changes if another rail has it by now. */
 void sequence_complete(struct sequence *sequence, uint32_t number, uint8_t rail);
 
-/* The receiver's count. One that a later one has overtaken changes nothing. */
-void outgoing_credit(struct outgoing *outgoing, uint32_t released);
+/* The receiver's count. One that a later one has overtaken changes nothing; false where it counts data
+ * that were never posted. */
+bool outgoing_credit(struct outgoing *outgoing, uint32_t released);
 /* Give back what the receiver has released and no NIC needs; returns how many entries are free. */
 uint32_t outgoing_free(struct outgoing *outgoing);
 /* Have what a lost rail may not have carried sent again; returns how many entries' data are. Records or

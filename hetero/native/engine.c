@@ -4,6 +4,7 @@
 #include "speed.h"
 #include "watch.h"
 
+#include <inttypes.h>
 #include <stdio.h>
 #include <string.h>
 #include <sys/eventfd.h>
@@ -56,6 +57,7 @@ void engine_begin(struct engine *engine, const struct engine_options *options)
 
     engine->outgoing.records.next = engine->outgoing.records.done = sent;
     engine->outgoing.data.next = engine->outgoing.data.done = sent;
+    engine->outgoing.records.most = engine->outgoing.data.most = sent;
     engine->outgoing.released = engine->outgoing.freed = sent;
     engine->incoming.posted = engine->incoming.produced = engine->incoming.credited = received;
 }
@@ -146,9 +148,15 @@ void engine_data_arrived(struct engine *engine, struct rail *rail, uint32_t numb
         incoming_data(&engine->incoming, number, rail->index, rail->reads);
 }
 
-void engine_credit_arrived(struct engine *engine, uint32_t released)
+void engine_credit_arrived(struct engine *engine, struct rail *rail, uint32_t released)
 {
-    outgoing_credit(&engine->outgoing, released);
+    char reason[RAIL_TEXT_BYTES];
+
+    if (outgoing_credit(&engine->outgoing, released))
+        return;
+    snprintf(reason, sizeof reason, "it was credited with %" PRIu32 " entries and had sent %" PRIu32,
+             released, engine->outgoing.data.most);
+    engine_lose(engine, rail, reason);
 }
 
 void engine_read_back(struct engine *engine, struct rail *rail)

@@ -64,7 +64,7 @@ void engine_request_notifications(struct engine *engine);
 void engine_sent(struct engine *engine, struct rail *rail, enum message message, uint32_t number);
 void engine_record_arrived(struct engine *engine, uint32_t number);
 void engine_data_arrived(struct engine *engine, struct rail *rail, uint32_t number);
-void engine_credit_arrived(struct engine *engine, uint32_t released);
+void engine_credit_arrived(struct engine *engine, struct rail *rail, uint32_t released);
 void engine_read_back(struct engine *engine, struct rail *rail);
 /* Where the record of an entry lies in this end's incoming ones; NULL if it is here already. */
 void *engine_expect_record(struct engine *engine, uint32_t number);

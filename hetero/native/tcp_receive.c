@@ -111,7 +111,7 @@ static int receive_one(struct tcp_rail *rail)
     if (frame.message == MESSAGE_DATA)
         return receive_data(rail, &frame);
     tcp_lock(rail);
-    engine_credit_arrived(rail->owner.engine, frame.number);
+    engine_credit_arrived(rail->owner.engine, &rail->rail, frame.number);
     tcp_unlock(rail);
     return 1;
 }

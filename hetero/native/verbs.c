@@ -154,7 +154,7 @@ static void arrived(struct verbs_rail *rail, struct engine *engine, const struct
     int code;
 
     if (done->opcode == IBV_WC_RECV)
-        engine_credit_arrived(engine, travelled);
+        engine_credit_arrived(engine, &rail->rail, travelled);
     else if (travelled == number)
         engine_record_arrived(engine, number);
     else

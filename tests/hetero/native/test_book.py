@@ -21,7 +21,12 @@ class Part(Structure):
 
 
 class Sequence(Structure):
-    _fields_ = (("next", c_uint32), ("done", c_uint32), ("parts", Part * ENTRIES))
+    _fields_ = (
+        ("next", c_uint32),
+        ("done", c_uint32),
+        ("most", c_uint32),
+        ("parts", Part * ENTRIES),
+    )
 
 
 class Outgoing(Structure):
@@ -59,7 +64,7 @@ class Sender:
         self._library = library
         self.state = Outgoing()
         for sequence in (self.state.records, self.state.data):
-            sequence.next = sequence.done = first
+            sequence.next = sequence.done = sequence.most = first
         self.state.released = self.state.freed = first
 
     def waiting(self, what: str, limit: int) -> int | None:
@@ -82,8 +87,9 @@ class Sender:
             self.post(what, number & 0xFFFFFFFF, rail)
             self.complete(what, number & 0xFFFFFFFF, rail)
 
-    def credit(self, count: int) -> None:
-        self._library.outgoing_credit(byref(self.state), c_uint32(count & 0xFFFFFFFF))
+    def credit(self, count: int) -> bool:
+        credited = c_uint32(count & 0xFFFFFFFF)
+        return bool(self._library.outgoing_credit(byref(self.state), credited))
 
     def freed(self) -> int:
         return int(self._library.outgoing_free(byref(self.state)))
@@ -131,6 +137,7 @@ def library() -> ctypes.CDLL:
     chosen = native()
     chosen.sequence_waiting.restype = c_bool
     chosen.sequence_waiting.argtypes = [POINTER(Sequence), c_uint32, POINTER(c_uint32)]
+    chosen.outgoing_credit.restype = c_bool
     chosen.outgoing_free.restype = c_uint32
     chosen.outgoing_retransmit.restype = c_int
     chosen.incoming_expect_data.restype = c_bool
@@ -162,12 +169,12 @@ def test_an_entry_is_freed_once_it_is_released_and_both_its_parts_have_completed
     sender = Sender(library, first)
     sender.carry(first, 0)
     assert sender.freed() == first
+    sender.post("records", whole(first + 1), 1)
+    sender.post("data", whole(first + 1), 0)
     sender.credit(first + 2)
     assert sender.freed() == whole(first + 1)
-    sender.post("records", whole(first + 1), 1)
     sender.complete("records", whole(first + 1), 1)
     assert sender.freed() == whole(first + 1)
-    sender.post("data", whole(first + 1), 0)
     sender.complete("data", whole(first + 1), 0)
     assert sender.freed() == whole(first + 2)
 
@@ -204,6 +211,18 @@ def test_a_credit_that_was_overtaken_changes_nothing(library: Any, first: int) -
     for count in (3, 1, -500):
         sender.credit(first + count)
         assert sender.freed() == whole(first + 3)
+
+
+def test_a_credit_for_data_that_were_never_posted_is_refused(library: Any, first: int) -> None:
+    sender = Sender(library, first)
+    sender.carry(first, 0)
+    sender.post("records", whole(first + 1), 0)
+    assert not sender.credit(first + 2)
+    assert sender.freed() == first
+    sender.post("data", whole(first + 1), 0)
+    # Sent again over another rail, it may be credited for the first time that it came.
+    assert sender.retransmit(0) == 1
+    assert sender.credit(first + 2)
 
 
 def test_a_lost_rail_s_unfinished_parts_wait_again_in_their_order(library: Any, first: int) -> None:
