@@ -16,17 +16,27 @@ from hetero.link.verbs import VerbsOptions, open_verbs
 from tests.hetero.link.transports import Transport
 from tests.rdma.rails import Rail
 
+SECRET = b"rdma"
 
-def verbs_over(rails: Sequence[Rail], *, ring_bytes: int, chunk_bytes: int) -> Transport:
+
+def link_name(rank: int, store: dist.Store) -> str:
+    """The next link's: both ranks open their links in one order."""
+    return f"rdma/{store.add(f'opened by {rank}', 1)}"
+
+
+def verbs_over(
+    rails: Sequence[Rail], *, ring_bytes: int, chunk_bytes: int, read_back: bool = False
+) -> Transport:
     """A transport, as the contract's harness opens it, over these rails alone."""
     nics = [tuple(rail.devices[rank] for rail in rails) for rank in range(2)]
-    return Transport("verbs", functools.partial(_open, nics, ring_bytes, chunk_bytes))
+    return Transport("verbs", functools.partial(_open, nics, ring_bytes, chunk_bytes, read_back))
 
 
 def _open(
     nics: Sequence[tuple[str, ...]],
     ring_bytes: int,
     chunk_bytes: int,
+    read_back: bool,
     description: LinkDescription,
     store: dist.Store,
     device: torch.device,
@@ -34,9 +44,9 @@ def _open(
     rendezvous = Rendezvous(
         store=store,
         description=description,
-        name=f"rdma/{store.add(f'opened by {description.rank}', 1)}",
+        name=link_name(description.rank, store),
         listens=description.rank == 0,
-        secret=b"rdma",
+        secret=SECRET,
     )
     return open_verbs(
         rendezvous,
@@ -45,7 +55,7 @@ def _open(
         chunk_bytes=chunk_bytes,
         ordered=HostDevice(device),
         device=device,
-        options=VerbsOptions(nics=nics[description.rank]),
+        options=VerbsOptions(nics=nics[description.rank], read_back=read_back),
     )
 
 

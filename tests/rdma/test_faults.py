@@ -129,13 +129,13 @@ def test_one_lost_rail_of_two_costs_no_byte_and_both_ends_say_so(
         assert any(device in line and "lost" in line for line in end.heard), end.heard
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@FAULTS
 def test_the_loss_of_the_last_rail_is_an_error_at_both_ends(
-    pair: Pair, rails: list[Rail], rank: int
+    pair: Pair, rails: list[Rail], kind: str, rank: int
 ) -> None:
     faults = {
         MESSAGES // 3: Fault("take_down", rails[1], rank),
-        2 * MESSAGES // 3: Fault("take_down", rails[0], rank),
+        2 * MESSAGES // 3: Fault(kind, rails[0], rank),
     }
     ends = values(
         pair.run(streamed, transport=verbs_over(rails, **RING), timeout=TIMEOUT, faults=faults)
@@ -144,19 +144,6 @@ def test_the_loss_of_the_last_rail_is_an_error_at_both_ends(
         assert _names_the_link(end.error, rank=number), end
         assert end.seconds < TIMEOUT + GRACE
     assert MESSAGES // 3 <= ends[1].compared < MESSAGES
-
-
-@FAULTS
-def test_a_link_of_one_rail_fails_with_it(
-    pair: Pair, rails: list[Rail], kind: str, rank: int
-) -> None:
-    faults = {MESSAGES // 3: Fault(kind, rails[0], rank)}
-    ends = values(
-        pair.run(streamed, transport=verbs_over(rails[:1], **RING), timeout=TIMEOUT, faults=faults)
-    )
-    for number, end in enumerate(ends):
-        assert _names_the_link(end.error, rank=number), end
-        assert end.seconds < TIMEOUT + GRACE
 
 
 def killed(side: Side) -> Streamed:

@@ -8,5 +8,5 @@ exec "$PYTHON" -m pytest -v --color=no --tb=short --durations=8 --timeout=240 -p
     -o console_output_style=classic -o junit_suite_name=rdma --junitxml="$HETERO_TEST_OUT/rdma.xml" \
     -m "not slow" -k "verbs or rdma" tests/rdma/test_smoke.py \
     tests/hetero/link/test_contract.py tests/hetero/link/test_contract_failures.py \
-    tests/rdma/test_contract_over_verbs.py tests/rdma/test_read_back.py tests/rdma/test_faults.py \
+    tests/rdma/test_contract_over_verbs.py tests/rdma/test_pyverbs_peer.py tests/rdma/test_faults.py \
     tests/rdma/test_bandwidth.py tests/rdma/test_training.py
