@@ -10,7 +10,7 @@ import contextlib
 import ipaddress
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from ctypes import CDLL, byref, create_string_buffer
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -162,28 +162,26 @@ class Gid:
     address: ipaddress.IPv6Address
 
 
-def read_gids(port: Path) -> list[Gid]:
-    """The addresses of a port, given its folder in sysfs.
+def read_gids(port: Path) -> Iterator[Gid]:
+    """The addresses of a port by their numbers, given its folder in sysfs.
 
-    A table has empty places, nearly all of a thousand with some drivers, so that each is looked at
-    with as little as possible: it is read for every link.
+    A table has empty places, nearly all of a thousand with some drivers, and is read for every
+    link: so each is looked at with as little as possible, and only when it is asked for.
     """
-    found = []
     try:
         table = os.open(port / "gids", os.O_RDONLY)
     except OSError:
-        return []
+        return
     try:
-        for index in os.listdir(table):
+        for index in sorted(os.listdir(table), key=int):
             with contextlib.suppress(OSError, ValueError):
                 text = _read_at(table, index)
                 if text.strip(b"0:\n"):
                     address = ipaddress.IPv6Address(text.decode().strip())
                     kind = read_text(port / "gid_attrs/types" / index)
-                    found.append(Gid(int(index), kind, address))
+                    yield Gid(int(index), kind, address)
     finally:
         os.close(table)
-    return found
 
 
 def _read_at(folder: int, name: str) -> bytes:
@@ -194,18 +192,22 @@ def _read_at(folder: int, name: str) -> bytes:
         os.close(file)
 
 
-def choose_gid(gids: Sequence[Gid], *, on_ethernet: bool) -> Gid | None:
+def choose_gid(gids: Iterable[Gid], *, on_ethernet: bool) -> Gid | None:
     """The address to use among a port's: of the right kind and, on Ethernet, IPv4 before IPv6.
 
-    A table holds the same address several times, by version of RoCE, in no fixed order. Link-local
-    addresses of Ethernet are left out: they say nothing about which ports reach each other.
+    A table holds the same address several times, by version of RoCE. The first that fits is taken,
+    and no further one read. Link-local addresses of Ethernet are left out: they say nothing about
+    which ports reach each other.
     """
-    gids = sorted(gids, key=lambda gid: gid.index)
-    if not on_ethernet:
-        return next((gid for gid in gids if gid.kind == _KIND_INFINIBAND), None)
-    fitting = [gid for gid in gids if gid.kind == _KIND_ROCE]
-    mapped = [gid for gid in fitting if gid.address.ipv4_mapped]
-    return next(iter(mapped or [gid for gid in fitting if not gid.address.is_link_local]), None)
+    other = None
+    for gid in gids:
+        if gid.kind != (_KIND_ROCE if on_ethernet else _KIND_INFINIBAND):
+            continue
+        if gid.address.ipv4_mapped or not on_ethernet:
+            return gid
+        if other is None and not gid.address.is_link_local:
+            other = gid
+    return other
 
 
 def pair_ports(ours: Sequence[Port], theirs: Sequence[Port]) -> list[tuple[int, int]]:

@@ -49,8 +49,10 @@ def test_the_address_is_a_roce_v2_one_of_ipv4_wherever_it_stands() -> None:
     assert chosen(*reversed(table)) == 7
 
 
-def test_of_several_ipv4_addresses_the_first_is_taken() -> None:
-    assert chosen(entry(5, V2, OTHER_IPV4), entry(3, V2, IPV4)) == 3
+def test_of_several_ipv4_addresses_the_first_is_taken_and_no_further_one_read() -> None:
+    table = iter((entry(1, V2, IPV6), entry(3, V2, IPV4), entry(5, V2, OTHER_IPV4)))
+    assert choose_gid(table, on_ethernet=True) == entry(3, V2, IPV4)
+    assert [gid.index for gid in table] == [5]
 
 
 def test_an_ipv6_address_will_do_but_no_link_local_one() -> None:
@@ -143,7 +145,7 @@ def test_the_addresses_of_a_port_are_read_without_the_empty_places(tmp_path: Pat
         (tmp_path / "gids" / index).write_text(text + "\n")
         (tmp_path / "gid_attrs/types" / index).write_text(V2 + "\n")
     expected = [entry(0, V2, LINK_LOCAL), entry(3, V2, IPV4), entry(10, V2, IPV6)]
-    assert sorted(read_gids(tmp_path), key=lambda gid: gid.index) == expected
+    assert list(read_gids(tmp_path)) == expected
 
 
 def found_ports(nics: LoopbackNics, *names: str) -> list[Port]:
