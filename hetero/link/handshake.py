@@ -4,6 +4,7 @@ The address goes through the job's rendezvous store, and so does the token: whoe
 store may join the job. The token keeps out everyone else, be it another job that was given the same
 port or a program that tries all ports. A stranger is turned away and the listener goes on
 listening. Afterwards the two compare their parameters: a difference is an error on both sides.
+docs/wire.md has what the two exchange, for programs that are not ours.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 /* The control segment of a link: for each end a doorbell and how it ended, for each direction the four
  * counters and the record of every entry. docs/ring.md explains them. Two ends on one host map the same
- * segment; with a carrier each end has its own. Mirrored in structures.py. */
+ * segment; with a carrier each end has its own, and docs/wire.md says where in it the peer writes. Mirrored in
+ * structures.py. */
 #ifndef HETERO_RING_H
 #define HETERO_RING_H
 
