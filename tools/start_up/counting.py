@@ -62,6 +62,9 @@ class DictStore:
     def get(self, key: str) -> bytes:
         return bytes(self._values[key])
 
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        return [self.get(key) for key in keys]
+
     def check(self, keys: list[str]) -> bool:
         return all(key in self._values for key in keys)
 
