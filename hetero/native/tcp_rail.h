@@ -15,8 +15,8 @@
 #define TCP_ROOM (TCP_RECORDS + TCP_DATA + TCP_CREDITS)
 #define TCP_SCRATCH_BYTES (64 << 10)
 
-/* What stands before a message's bytes. Both ends are of one byte order, which the handshake of the
- * link checks. */
+/* What stands before a message's bytes, as it lies in memory: little-endian, as every processor is
+ * that these GPUs are put beside. */
 struct frame {
     uint32_t message; /* enum message */
     uint32_t number;  /* of the entry; of a credit, the count */
