@@ -11,7 +11,7 @@ from hetero.planner.cluster_shape import Cluster, NodeKind
 from hetero.planner.layer_profile import PartCosts, PassTimes, Point, Profile
 from hetero.planner.mesh_options import Problem, pipeline_of
 from hetero.planner.placement import Placement
-from hetero.planner.prediction import Prediction, simulate
+from hetero.planner.prediction import Prediction, least_seconds, simulate
 from hetero.planner.search import Candidate, Found, search
 from hetero.planner.step_costs import StepCosts, step_costs
 
@@ -19,8 +19,8 @@ _SIMULATED = 24
 """Of the plans with the best estimates, how many are simulated before one is chosen."""
 _PASSES = 100_000
 """Forward passes that are simulated for one answer; then the estimate has to do for the rest."""
-_KEPT = 8
-"""Of those, how many are told of."""
+_RUNNERS_UP = 7
+"""How many an answer tells of beside the best."""
 
 Progress = Callable[[str], None]
 
@@ -85,27 +85,45 @@ class Answer:
         return self.tokens_per_second / sum(each) if each and all(each) else 0.0
 
 
-def plan_best(problem: Problem, *, progress: Progress = lambda _: None) -> Best | None:
-    """Search, and simulate the best; None where nothing fits into memory."""
+def plan_best(
+    problem: Problem, *, runners_up: int = 0, progress: Progress = lambda _: None
+) -> Best | None:
+    """Search, and simulate the best; None where nothing fits into memory.
+
+    What cannot come among so many `runners_up` is not simulated.
+    """
     found = search(
         problem,
         wanted=_SIMULATED,
         progress=lambda text, share: progress(f"{text} {share:.0%}"),
     )
-    planned: list[Planned] = []
+    kept: list[Planned] = []
     passes = 0
     for candidate in found.candidates:
         if passes > _PASSES:
             break
-        planned.append(simulated(problem, candidate))
-        passes += planned[-1].placement.plan.stages * candidate.micro_batches * candidate.chunks
-    fitting = [one for one in planned if one.prediction.fits]
-    if not fitting:
-        return None
-    return Best(tuple(sorted(fitting, key=lambda one: one.seconds)[:_KEPT]), found)
+        placement, costs = _charged(problem, candidate)
+        if len(kept) > runners_up and least_seconds(costs) >= kept[-1].seconds:
+            continue
+        planned = _simulated(problem, candidate, placement, costs)
+        passes += placement.plan.stages * candidate.micro_batches * candidate.chunks
+        if planned.prediction.fits:
+            kept = sorted([*kept, planned], key=lambda one: one.seconds)[: 1 + runners_up]
+    return Best(tuple(kept), found) if kept else None
 
 
 def simulated(problem: Problem, candidate: Candidate) -> Planned:
+    return _simulated(problem, candidate, *_charged(problem, candidate))
+
+
+def _simulated(
+    problem: Problem, candidate: Candidate, placement: Placement, costs: StepCosts
+) -> Planned:
+    prediction = simulate(costs, placement, model=problem.model, cluster=problem.cluster)
+    return Planned(candidate, placement, costs, prediction)
+
+
+def _charged(problem: Problem, candidate: Candidate) -> tuple[Placement, StepCosts]:
     placement = candidate.placement(problem)
     costs = step_costs(
         placement,
@@ -114,14 +132,13 @@ def simulated(problem: Problem, candidate: Candidate) -> Planned:
         profile=problem.profile,
         options=problem.options,
     )
-    prediction = simulate(costs, placement, model=problem.model, cluster=problem.cluster)
-    return Planned(candidate, placement, costs, prediction)
+    return placement, costs
 
 
 def answer(problem: Problem, *, progress: Progress = lambda _: None) -> Answer | None:
     """The best plan, each vendor alone, and one node more of each kind. None where nothing fits."""
     progress("searching")
-    best = plan_best(problem, progress=progress)
+    best = plan_best(problem, runners_up=_RUNNERS_UP, progress=progress)
     if best is None:
         return None
     alone = []

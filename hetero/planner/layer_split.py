@@ -13,6 +13,7 @@ The time of a step is estimated in closed form, as the search compares thousands
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -207,29 +208,40 @@ def _shortest_sum_by_stage(
     for whatever stands before, and for the round trips alike.
     """
     stages = pipeline.stages
-    sums = np.full(layers + 1, np.inf)
+    # Of each number of layers; the last stands for less than none.
+    sums = np.full(layers + 2, np.inf)
     sums[0] = 0.0
+    left_behind = _left_behind(layers)
     taken = np.zeros((stages, layers + 1), dtype=np.int64)
     behind = 0.0
     for stage in range(stages - 1, -1, -1):
-        found = np.full(layers + 1, np.inf)
-        for count in range(pipeline.chunks, min(int(most[stage]), layers) + 1):
-            longer = sums[: layers + 1 - count] + (
-                count * pipeline.layer_seconds[stage] + pipeline.extra_seconds[stage]
-            )
-            better = longer < found[count:]
-            found[count:][better] = longer[better]
-            taken[stage, count:][better] = count
+        counts = np.arange(pipeline.chunks, min(int(most[stage]), layers) + 1)
+        own = counts * pipeline.layer_seconds[stage] + pipeline.extra_seconds[stage]
+        longer = sums[left_behind[:, counts]] + own
+        best = longer.argmin(axis=1)
+        found = longer.min(axis=1)
+        taken[stage] = counts[best]
         behind += 2 * float(pipeline.edge_seconds[stage])
         in_flight = stages - stage
         if in_flight < pipeline.micro_batches:
             found[found + behind > period * in_flight * (1 + 1e-12)] = np.inf
-        sums = found
+        sums[:-1] = found
     if not np.isfinite(sums[layers]):
         return None
-    counts = np.zeros(stages, dtype=np.int64)
+    split = np.zeros(stages, dtype=np.int64)
     left = layers
     for stage in range(stages):
-        counts[stage] = taken[stage, left]
-        left -= int(counts[stage])
-    return counts
+        split[stage] = taken[stage, left]
+        left -= int(split[stage])
+    return split
+
+
+@cache
+def _left_behind(layers: int) -> Counts:
+    """Of each number of layers, a row, what is left behind each number that a stage takes of them.
+
+    `layers` + 1 where it takes more than there are.
+    """
+    totals = np.arange(layers + 1)
+    left = totals[:, None] - totals
+    return np.where(left < 0, layers + 1, left)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from hetero.planner.cluster_shape import Cluster
@@ -50,6 +50,15 @@ class Prediction:
         return sum(use.busy * use.ranks for use in uses) / sum(use.ranks for use in uses)
 
 
+def play(costs: StepCosts) -> tuple[tuple[Events, ...], float]:
+    """The events of each pipeline that differs, and the seconds of a step."""
+    events = tuple(
+        run_chain(chain, starts=update)
+        for chain, update in zip(costs.chains, costs.update, strict=True)
+    )
+    return events, _norm_at([played.ends for played in events], costs.reduce)
+
+
 def simulate(
     costs: StepCosts, placement: Placement, *, model: ModelShape, cluster: Cluster
 ) -> Prediction:
@@ -58,11 +67,7 @@ def simulate(
     A step lasts from one gradient norm, which all ranks wait for, to the next: the optimizer's
     step, the passes, and the reduction of each stage after the last of its replicas.
     """
-    events = tuple(
-        run_chain(chain, starts=update)
-        for chain, update in zip(costs.chains, costs.update, strict=True)
-    )
-    seconds = _norm_at([played.ends for played in events], costs.reduce)
+    events, seconds = play(costs)
     uses = [
         StageUse(
             pipeline=index,
@@ -91,6 +96,14 @@ def estimate_seconds(costs: StepCosts) -> float:
     return _norm_at(ends, costs.reduce)
 
 
+def least_seconds(costs: StepCosts) -> float:
+    """What no step of these costs is shorter than: quicker than to play it, and nearly as long."""
+    return max(
+        least_of_chain(chain) + min(update) + costs.reduce[0]
+        for chain, update in zip(costs.chains, costs.update, strict=True)
+    )
+
+
 def _norm_at(ends: Sequence[Sequence[float]], reduce: Sequence[float]) -> float:
     """When all stages are reduced: each begins when the last pipeline is through with it."""
     return max(
@@ -103,6 +116,25 @@ def estimate_chain(chain: Chain) -> float:
     """The longest of what must happen one after the other, over all stages."""
     if chain.chunks > 1:
         return _estimate_interleaved(chain)
+    return _longest(chain, lambda room: (chain.micro_batches - 1) / room)
+
+
+def least_of_chain(chain: Chain) -> float:
+    """What no schedule of the chain is shorter than."""
+    if chain.chunks > 1 or chain.is_blocking:
+        return max(
+            chain.micro_batches * (sum(ahead) + sum(back))
+            for ahead, back in zip(chain.forward, chain.backward, strict=True)
+        )
+    return _longest(chain, lambda room: (chain.micro_batches - 1) // room)
+
+
+def _longest(chain: Chain, turns_after_first: Callable[[int], float]) -> float:
+    """Over all stages, what is before and after its own work, and that or its round trips.
+
+    `turns_after_first` says how many of these follow each other where so many micro-batches may be
+    in flight.
+    """
     forward = [seconds for (seconds,) in chain.forward]
     backward = [seconds for (seconds,) in chain.backward]
     hops = [edge.wire + edge.latency for edge in chain.edges]
@@ -114,13 +146,12 @@ def estimate_chain(chain: Chain) -> float:
         after -= ahead + back
         room = chain.stages - stage
         own = chain.micro_batches * (ahead + back) + _gaps(chain, room - 1, ahead, back, after)
-        turns = 1 + (chain.micro_batches - 1) / room if chain.micro_batches > room else 1
+        turns = 1 + (turns_after_first(room) if chain.micro_batches > room else 0)
         longest = max(longest, before + own, before + turns * turn)
         if stage < len(hops):
             before += ahead + back + 2 * hops[stage]
             after -= 2 * hops[stage]
-    wires = [chain.micro_batches * edge.wire for edge in chain.edges]
-    return max([longest, *wires])
+    return max([longest, *(chain.micro_batches * edge.wire for edge in chain.edges)])
 
 
 def _gaps(chain: Chain, warm_up: int, forward: float, backward: float, beyond: float) -> float:

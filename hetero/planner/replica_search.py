@@ -29,6 +29,7 @@ from hetero.planner.mesh_options import (
 )
 from hetero.planner.prediction import estimate_seconds
 from hetero.planner.step_costs import step_costs
+from hetero.planner.wire_costs import reduce_seconds
 
 _ENUMERATED = 500
 """Splits of layers up to which all are looked at."""
@@ -66,10 +67,9 @@ def search_replicas(problem: Problem, *, below: float, most: int) -> Iterator[Re
     for shape in shapes[:most]:
         if shape.bound >= below:
             break
-        for found in _of_shape(problem, shape):
-            if found.split.seconds < below:
-                below = found.split.seconds
-                yield found
+        for found in _of_shape(problem, shape, below):
+            below = found.split.seconds
+            yield found
 
 
 def _shapes(problem: Problem) -> Iterator[_Shape]:
@@ -83,7 +83,7 @@ def _shapes(problem: Problem) -> Iterator[_Shape]:
             kind: found
             for kind in problem.cluster.kinds
             if tensor <= kind.gpus_per_node
-            and (found := _fastest_layer(problem, kind, tensor, micro_batch)) is not None
+            and (found := _fastest(problem, kind, tensor, micro_batch)) is not None
         }
         for count in range(2, len(seconds) + 1):
             for kinds in itertools.combinations(seconds, count):
@@ -96,7 +96,8 @@ def _shapes(problem: Problem) -> Iterator[_Shape]:
                         yield _Shape(kinds, tensor, micro_batch, stages, data, bound)
 
 
-def _fastest_layer(problem: Problem, kind: NodeKind, tensor: int, micro_batch: int) -> float | None:
+def _fastest(problem: Problem, kind: NodeKind, tensor: int, micro_batch: int) -> float | None:
+    """Seconds of a micro-batch through the whole model."""
     seconds = []
     for recompute in problem.space.recompute:
         stage = stage_shape(
@@ -104,8 +105,10 @@ def _fastest_layer(problem: Problem, kind: NodeKind, tensor: int, micro_batch: i
         )
         point = stage.point(problem.model)
         with contextlib.suppress(ProfileError):
-            layer = problem.profile.costs(kind.accelerator.name, point).layer
-            seconds.append(layer.forward + layer.backward)
+            costs = problem.profile.costs(kind.accelerator.name, point)
+            layers = problem.model.layers * (costs.layer.forward + costs.layer.backward)
+            ends = (costs.embedding, costs.head)
+            seconds.append(layers + sum(part.forward + part.backward for part in ends))
     return min(seconds, default=None)
 
 
@@ -114,17 +117,51 @@ def _bound(
 ) -> float:
     """All replicas end at once, and their layers are divided at will.
 
-    One with n micro-batches takes, of the layers' time of one, n - 1 parts in `stages` and a whole.
+    One with n micro-batches takes, of the `seconds` of one, n - 1 parts in `stages` and a whole.
     """
     total = problem.space.global_batch // micro_batch
     if sum(data) > total:
         return math.inf
     rates = sum(count / one for count, one in zip(data, seconds, strict=True))
-    return (total + sum(data) * (stages - 1)) * problem.model.layers / stages / rates
+    return (total + sum(data) * (stages - 1)) / stages / rates
 
 
-def _of_shape(problem: Problem, shape: _Shape) -> Iterator[Replicas]:
-    """One for each recomputation, and each split of the layers that is worth a look."""
+def _least_reduction(problem: Problem, shape: _Shape) -> float:
+    """Seconds of reducing what the first stage holds at least."""
+    model = problem.model
+    parameters = float(model.embedding_parameters + model.layer_parameters)
+    if shape.stages == 1:
+        parameters = model.parameters
+    parameters /= shape.tensor
+    holders = [
+        stage_shape(
+            problem.space,
+            kind,
+            tensor=shape.tensor,
+            data=data,
+            micro_batch=shape.micro_batch,
+            recompute="none",
+        )
+        for kind, data in zip(shape.kinds, shape.data, strict=True)
+    ]
+    options = problem.options
+    if options.overlap_grad_reduce or options.overlap_param_gather:
+        return 0.0
+    return sum(
+        reduce_seconds(
+            problem.cluster,
+            holders,
+            gradients=parameters * options.gradient_bytes,
+            weights=parameters * options.parameter_bytes,
+        )
+    )
+
+
+def _of_shape(problem: Problem, shape: _Shape, below: float) -> Iterator[Replicas]:
+    """Ever better ones, of each recomputation and each split of the layers worth a look."""
+    reduction = _least_reduction(problem, shape)
+    if shape.bound + reduction >= below:
+        return
     total = problem.space.global_batch // shape.micro_batch
     about = max(1, total // sum(shape.data))
     for recompute in problem.space.recompute:
@@ -139,9 +176,31 @@ def _of_shape(problem: Problem, shape: _Shape) -> Iterator[Replicas]:
             continue
         alone = [pipeline_of(problem, [mesh], micro_batches=about) for mesh in meshes]
         for layers in _splits(problem.model.layers, shape.stages, alone):
-            if all(bool((layers <= pipeline.most_layers).all()) for pipeline in alone):
-                splits = [estimate(pipeline, layers) for pipeline in alone]
-                yield from _shared(problem, shape, meshes, splits, total)
+            if not all(bool((layers <= pipeline.most_layers).all()) for pipeline in alone):
+                continue
+            if _least_running(alone, layers, shape.data, total) + reduction >= below:
+                continue
+            splits = [estimate(pipeline, layers) for pipeline in alone]
+            for found in _shared(problem, shape, meshes, splits, total):
+                if found.split.seconds < below:
+                    below = found.split.seconds
+                    yield found
+
+
+def _least_running(
+    alone: Sequence[Pipeline], layers: Counts, data: Sequence[int], total: int
+) -> float:
+    """Seconds that no division of the micro-batches is below: all end at once.
+
+    A replica with n of them has n on its slowest stage, after the first came to it.
+    """
+    rates = waited = 0.0
+    for pipeline, replicas in zip(alone, data, strict=True):
+        times = pipeline.layer_seconds * layers + pipeline.extra_seconds
+        slowest = int(times.argmax())
+        rates += replicas / times[slowest]
+        waited += replicas * times[:slowest].sum() / times[slowest]
+    return float((total + waited) / rates)
 
 
 def _option(

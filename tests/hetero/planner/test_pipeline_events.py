@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hetero.planner.peak_memory import in_flight
 from hetero.planner.pipeline_events import Chain, EdgeSeconds, Events, run_chain
 from hetero.planner.pipeline_program import BACKWARD, FORWARD, compute_order
-from hetero.planner.prediction import estimate_chain
+from hetero.planner.prediction import estimate_chain, least_of_chain
 
 SECONDS = st.floats(0.1, 2.0)
 
@@ -196,3 +196,13 @@ def test_the_estimate_of_interleaved_stages_with_equal_chunks_is_near_too(
         rounds * len(speeds),
     )
     assert estimate_chain(chain) == pytest.approx(run_chain(chain).seconds, rel=0.12)
+
+
+@given(st.one_of(chains(), chains(largest_edge=5.0), chains(chunks=2)))
+def test_no_schedule_is_shorter_than_the_bound_by_which_plans_are_left_out(chain: Chain) -> None:
+    assert least_of_chain(chain) <= run_chain(chain).seconds * (1 + 1e-9)
+
+
+def test_the_bound_by_which_plans_are_left_out_is_nearly_reached() -> None:
+    chain = even_chain(4, 64)
+    assert least_of_chain(chain) > 0.99 * run_chain(chain).seconds
