@@ -1,9 +1,12 @@
 """What searching a plan takes, and how a general optimiser does on the same problem.
 
     python docs/benchmarks/search_plans.py growth --out growth.json
-    python docs/benchmarks/search_plans.py beside --seconds 600     # needs scipy, which we do not
+    python docs/benchmarks/search_plans.py beside --out beside.json   # needs scipy, which we do not
 
-Clusters are made of built-in accelerators in equal parts; costs follow from published figures.
+    python docs/benchmarks/search_plans.py sum --out sum.json
+
+`sum` plans for all nodes of a cluster file and for each kind of them alone. The other two make
+their clusters of built-in accelerators in equal parts; costs follow from published figures.
 """
 
 from __future__ import annotations
@@ -14,14 +17,17 @@ import resource
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from hetero.planner.analytic_profile import analytic_profile
-from hetero.planner.cluster_shape import Cluster, cluster_from_mapping
+from hetero.planner.answer import plan_best
+from hetero.planner.cluster_shape import Cluster, cluster_from_mapping, load_cluster
 from hetero.planner.layer_split import estimate
 from hetero.planner.mesh_options import (
     MeshChoice,
@@ -31,8 +37,9 @@ from hetero.planner.mesh_options import (
     mesh_options,
     pipeline_of,
 )
-from hetero.planner.model_shape import ModelShape
+from hetero.planner.model_shape import ModelShape, load_model
 from hetero.planner.search import search
+from tools.planning.answer_table import one_line
 
 KINDS = ("H100-SXM", "MI300X", "A100-SXM4-80GB", "MI250X", "A100-SXM4-40GB", "MI210")
 _NOWHERE = 1e6
@@ -179,11 +186,11 @@ class General:
         return layers
 
 
-def beside(seconds: float) -> None:
+def beside(gpus: int, kinds: int, layers: int, batch: int, seconds: float) -> dict[str, float]:
     """Differential evolution of scipy for so long, and then our search."""
     from scipy.optimize import differential_evolution
 
-    asked = problem(128, 3, 48, 256)
+    asked = problem(gpus, kinds, layers, batch)
     general = General(asked)
     until = time.monotonic() + seconds
     found = differential_evolution(
@@ -197,19 +204,61 @@ def beside(seconds: float) -> None:
         callback=lambda *_: time.monotonic() > until,
     )
     begin = time.monotonic()
-    ours = search(
-        Problem(
-            asked.cluster,
-            asked.model,
-            asked.profile,
-            SearchSpace(global_batch=256, replicas=False),
+    ours = search(replace(asked, space=SearchSpace(global_batch=batch, replicas=False)))
+    return {
+        "accelerators": gpus,
+        "kinds": kinds,
+        "layers": layers,
+        "global_batch": batch,
+        "scipy_seconds": seconds,
+        "scipy_plans": general.calls,
+        "scipy_step_seconds": round(float(found.fun), 5),
+        "search_seconds": round(time.monotonic() - begin, 2),
+        "step_seconds": round(ours.candidates[0].seconds, 5),
+        "exact": ours.is_exact,
+        "over_scipy": round(ours.candidates[0].seconds / float(found.fun) - 1, 5),
+    }
+
+
+def beside_sum(folder: Path) -> list[dict[str, Any]]:
+    """Tokens a second of four kinds together beside those of each alone, added up."""
+    shape = load_model(str(folder / "four_kinds_model.yaml"))
+    cluster_file = load_cluster(folder / "four_kinds_cluster.yaml")
+
+    def best(nodes: Cluster, batch: int) -> dict[str, Any]:
+        space = SearchSpace(global_batch=batch, sequence_parallel=True)
+        found = plan_best(Problem(nodes, shape, analytic_profile(shape, nodes), space))
+        if found is None:
+            return {"tokens_per_second": 0.0, "plan": "fits not"}
+        tokens = found.first.prediction.tokens_per_second
+        return {"tokens_per_second": round(tokens), "plan": one_line(found.first)}
+
+    rows = []
+    for least_memory, batch, batch_alone in ((0, 2048, 512), (0, 2048, 2048), (64, 2048, 512)):
+        kinds = [
+            replace(
+                kind,
+                accelerator=replace(
+                    kind.accelerator, memory_gib=max(kind.accelerator.memory_gib, least_memory)
+                ),
+            )
+            for kind in cluster_file.kinds
+        ]
+        together = best(Cluster(tuple(kinds), {}), batch)
+        alone = {kind.name: best(Cluster((kind,), {}), batch_alone) for kind in kinds}
+        total = sum(one["tokens_per_second"] for one in alone.values())
+        rows.append(
+            {
+                "least_gib": least_memory,
+                "global_batch": batch,
+                "global_batch_alone": batch_alone,
+                "together": together,
+                "alone": alone,
+                "of_the_sum": round(together["tokens_per_second"] / total, 4),
+            }
         )
-    )
-    print(
-        f"scipy: {found.fun:.4f} s a step after {seconds:.0f} s and {general.calls} evaluations; "
-        f"ours: {ours.candidates[0].seconds:.4f} s after {time.monotonic() - begin:.2f} s "
-        f"(exact: {ours.is_exact}), {ours.candidates[0].seconds / found.fun - 1:+.2%}"
-    )
+        print(rows[-1], flush=True)
+    return rows
 
 
 def main() -> None:
@@ -217,14 +266,27 @@ def main() -> None:
     commands = parser.add_subparsers(dest="command", required=True)
     grows = commands.add_parser("growth")
     grows.add_argument("--out", type=Path, required=True, help="JSON; a PNG is put beside it")
-    commands.add_parser("beside").add_argument("--seconds", type=float, default=600)
+    besides = commands.add_parser("beside")
+    besides.add_argument("--out", type=Path, required=True, help="JSON; a row is added to it")
+    besides.add_argument("--seconds", type=float, default=600)
+    for size, default in (("gpus", 128), ("kinds", 3), ("layers", 48), ("batch", 256)):
+        besides.add_argument(f"--{size}", type=int, default=default)
+    adds = commands.add_parser("sum")
+    adds.add_argument("--out", type=Path, required=True, help="JSON")
     options = parser.parse_args()
-    if options.command == "beside":
-        beside(options.seconds)
+    rows: list[Any]
+    if options.command == "sum":
+        rows = beside_sum(Path(__file__).resolve().parent)
+    elif options.command == "beside":
+        rows = json.loads(options.out.read_text()) if options.out.exists() else []
+        rows.append(
+            beside(options.gpus, options.kinds, options.layers, options.batch, options.seconds)
+        )
+        print(rows[-1])
     else:
         rows = growth()
-        options.out.write_text(json.dumps(rows, indent=1) + "\n")
         draw(rows, options.out.with_suffix(".png"))
+    options.out.write_text(json.dumps(rows, indent=1) + "\n")
 
 
 if __name__ == "__main__":
