@@ -11,23 +11,23 @@ FORWARD, BACKWARD, UPDATE = 0.001, 0.002, 0.004
 _GIGABYTE_A_SECOND = [0.0, 0.0, 1.0]
 
 
-def write_checkout(folder: Path) -> Path:
-    """OPT-350M on two kinds of GPU of one speed, 1 GB/s between nodes and inside of them."""
+def write_checkout(folder: Path, *, kinds: tuple[str, ...] = ("A", "B")) -> Path:
+    """OPT-350M on kinds of GPU of one speed, 1 GB/s between nodes and inside of them."""
     layers = {str(number): [FORWARD, BACKWARD, UPDATE] for number in range(26)}
     times = {"1": {"1": layers, "2": layers}}
     sizes = {str(number): {"params_floats": 1e6, "act_mem_floats": 1e6} for number in range(26)}
     fit = {count: {ZONE: {}} for count in ("1", "2")}
     files: dict[str, Any] = {
-        "Planner/simulations/profiles_tmp.json": {"OPT-350": {"A": times, "B": times}},
+        "Planner/simulations/profiles_tmp.json": {"OPT-350": dict.fromkeys(kinds, times)},
         "Planner/llm_info.json": {"OPT-350": {"1": sizes, "2": sizes}},
         "providers/multizone_bandwidths_het.json": {
             ZONE: {
                 kind: {count: {ZONE: {kind: {count: [_GIGABYTE_A_SECOND, 1e9]}}} for count in fit}
-                for kind in ("A", "B")
+                for kind in kinds
             }
         },
         "providers/intra_node_bandwidths.json": {
-            kind: {"2": [_GIGABYTE_A_SECOND, 1e9]} for kind in ("A", "B")
+            kind: {"2": [_GIGABYTE_A_SECOND, 1e9]} for kind in kinds
         },
     }
     for name, content in files.items():

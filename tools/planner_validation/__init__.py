@@ -1,1 +1,1 @@
-"""Behind tools/validate_planner.py: published runs, predicted, and how far off that is."""
+"""Behind validate_planner.py and compare_planners.py: predictions and plans beside others."""

@@ -17,7 +17,7 @@ from hetero.planner.training_options import TrainingOptions
 from hetero.planner.wire_costs import ring_seconds, tied_seconds
 from tools.planner_validation.recorded_runs import Record
 
-_ZONE = "us-central1-a"
+ZONE = "us-central1-a"
 """Under this name the repository keeps all its bandwidths of one site."""
 _OPTIONS = TrainingOptions(
     activation_bytes=4, parameter_bytes=4, gradient_bytes=4, state_bytes=8, deepspeed_transfers=True
@@ -90,9 +90,9 @@ class Replay:
         """
         kinds = []
         for name in record.kinds:
-            rail = bandwidth_fit(self._folder, name, record.tensor, zone=_ZONE)
+            rail = bandwidth_fit(self._folder, name, record.tensor, zone=ZONE)
             inside = node_fit(self._folder, name, record.tensor) if record.tensor > 1 else rail
-            accelerator = _accelerator(name, rail)
+            accelerator = accelerator_of(name, rail)
             nodes = record.data * len(record.stages)
             kinds.append(
                 NodeKind(name, accelerator, nodes, record.tensor, record.tensor, inside, rail)
@@ -129,12 +129,12 @@ def _stages(record: Record, replica: int) -> list[StageShape]:
     return stages
 
 
-def _accelerator(name: str, rail: Wire) -> Accelerator:
+def accelerator_of(name: str, rail: Wire, *, memory_gib: float = 1.0) -> Accelerator:
     """A name for the profile; memory and peak have no part in a step's time."""
     return Accelerator(
         name=name,
         vendor="nvidia",
-        memory_gib=1.0,
+        memory_gib=memory_gib,
         flops=1.0,
         memory_bandwidth=1.0,
         link_bandwidth=1.0,

@@ -1,0 +1,154 @@
+"""Other planners' searches beside this project's, with planners that print what they are told."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.tools.sailor_checkout import write_checkout
+from tools.compare_planners import main
+from tools.planner_validation.metis_planner import run_metis
+from tools.planner_validation.peer_comparison import Comparison, Theirs, compare, table
+from tools.planner_validation.peer_problems import PeerProblem, cluster_of
+
+KINDS = ("A100-40", "V100-16")
+PLANNER = """
+class Config:
+    def __init__(self, stages): self.stages = stages
+    def get_mbs(self): return 1
+    def get_stages(self): return [list(range(layers)) for layers, _ in self.stages]
+    def get_config_per_stage(self): return [replicas for _, replicas in self.stages]
+
+class SailorPlanner:
+    def __init__(self, *files): pass
+    def get_sorted_plans(self, gpus, budget, throughput):
+        mixed = Config([(26, [(0, 1, 0), (1, 1, 0)])])
+        return [mixed, Config([(20, [(0, 2, 0)]), (6, [(1, 2, 0)])])]
+"""
+RANKED = """
+rank, cost, node_sequence, device_groups, strategies, batches, layers
+1, 9.5, (<DeviceType.A100: 'a100'>, <DeviceType.V100: 'v100'>), [4], [(4, 1)], 2, [0, 26]
+2, 9.9, (<DeviceType.V100: 'v'>, <DeviceType.A100: 'a'>), [2, 2], [(2, 1), [1, 2]], 4, [0, 7, 26]
+"""
+
+
+@pytest.fixture
+def sailor(tmp_path: Path) -> Path:
+    checkout = write_checkout(tmp_path / "sailor", kinds=KINDS)
+    built = checkout / "sailor" / "Planner" / "sailor_planner" / "cpp_src"
+    built.mkdir(parents=True)
+    (built / "libplanner.py").write_text(PLANNER)
+    return checkout
+
+
+@pytest.fixture
+def metis(tmp_path: Path, sailor: Path) -> Path:
+    """It reads profiles that Sailor's checkout holds for it."""
+    for kind in KINDS:
+        folder = sailor / "sailor/Planner/baselines/Metis/profiles/OPT-350" / kind
+        folder.mkdir(parents=True)
+        for batch in (1, 2):
+            profile = {
+                "model": {"parameters": {"parameters_per_layer_bytes": [4e6] * 26}},
+                "execution_time": {
+                    "forward_backward_time_ms": 26.0 * batch,
+                    "optimizer_time_ms": 4.0,
+                    "layer_compute_total_ms": [1.0 * batch] * 26,
+                },
+                "execution_memory": {"layer_memory_total_mb": [10.0 + batch] * 26},
+            }
+            (folder / f"mbs{batch}_tmp1.json").write_text(json.dumps(profile))
+            (folder / f"mbs{batch}_tmp2.json").write_text(json.dumps(profile))
+    checkout = tmp_path / "metis"
+    checkout.mkdir()
+    (checkout / "cost_het_cluster.py").write_text(f"print({RANKED!r})")
+    return checkout
+
+
+def asked(peer: str, first: str, second: str) -> PeerProblem:
+    gpus = {first: 2, second: 2}
+    return PeerProblem(peer, "OPT-350", gpus, 8, gpus_per_node=2, tensor=(1, 2), micro_batch=(1,))
+
+
+def test_a_plan_that_could_run_here_is_never_better_than_ours(sailor: Path) -> None:
+    (found,) = compare(
+        metis=None, sailor=sailor, deadline=60, problems=[asked("Sailor", "A100-40", "V100-16")]
+    )
+    assert found.theirs.plans == 2
+    assert found.theirs.remark == "a stage of unlike GPUs"
+    assert found.theirs.first_step == found.theirs.best_beyond > 0
+    assert found.theirs.best_step >= found.step > 0
+    assert found.ratio >= 1
+
+
+def test_the_tool_prints_a_table_and_writes_all_figures(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    theirs = Theirs(2.0, 1.5, 3, first="4 stages", first_step=6.0, best_step=5.0)
+    found = Comparison("OPT-350, 8 A100", "Metis", theirs, 0.5, 0.4, 4.0, "A100 2 x TP 1")
+    monkeypatch.setattr("tools.compare_planners.compare", lambda **_: [found])
+    file = tmp_path / "figures.json"
+    assert main(["--sailor", str(tmp_path), "--json", str(file)]) == 0
+    assert "Metis: OPT-350, 8 A100" in (said := capsys.readouterr().out)
+    assert "1.250" in said
+    (written,) = json.loads(file.read_text())
+    assert (written["step"], written["theirs"]["best_step"]) == (4.0, 5.0)
+
+
+def test_metis_ranking_is_read_and_what_cannot_be_charged_is_counted(
+    sailor: Path, metis: Path
+) -> None:
+    (found,) = compare(
+        metis=metis, sailor=sailor, deadline=60, problems=[asked("Metis", "A100", "V100")]
+    )
+    theirs = found.theirs
+    assert (theirs.plans, theirs.uncharged) == (2, 1)
+    assert theirs.remark == "unlike micro-batches in a stage"
+    # Of 26 layers 24 are decoders: the embedding and the output layer count with the rest there.
+    assert theirs.best_step >= found.step > 0
+
+
+@pytest.mark.parametrize(
+    ("script", "deadline", "why"),
+    [
+        ("raise KeyError('tp1_bs8')", 60, "it ends with KeyError: 'tp1_bs8'"),
+        ("import time; time.sleep(60)", 0.5, "no plan in 0.5 s"),
+        ("print('rank, cost, node_sequence')", 60, "it prints no plan"),
+    ],
+)
+def test_a_planner_that_fails_or_does_not_end_is_said_to(
+    sailor: Path, metis: Path, tmp_path: Path, script: str, deadline: float, why: str
+) -> None:
+    (metis / "cost_het_cluster.py").write_text(script)
+    problem = asked("Metis", "A100", "V100")
+    plans, failed = run_metis(
+        problem,
+        cluster_of(problem, sailor),
+        metis=metis,
+        profiles=tmp_path,
+        folder=tmp_path,
+        deadline=deadline,
+    )
+    assert (plans, failed) == ([], why)
+
+
+def test_a_planner_that_is_not_built_is_named(sailor: Path) -> None:
+    for file in (sailor / "sailor" / "Planner" / "sailor_planner").rglob("*.py"):
+        file.unlink()
+    (found,) = compare(
+        metis=None, sailor=sailor, deadline=60, problems=[asked("Sailor", "A100-40", "V100-16")]
+    )
+    assert "No module named 'libplanner'" in found.theirs.remark
+    assert table([found])[1].count(" - ") == 4
+
+
+def test_folders_that_are_no_checkouts_are_named_at_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = str(tmp_path)
+    assert main(["--sailor", folder, "--metis", folder]) == 2
+    said = capsys.readouterr().err
+    assert "give a checkout of eth-easl/sailor" in said
+    assert "give a checkout of SamsungLabs/Metis" in said
