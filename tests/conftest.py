@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -11,8 +12,10 @@ from tests import preloaded
 
 @pytest.fixture(scope="module")
 def preloaded_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """The processes of every launcher that a module starts begin with torch imported."""
+    """Every Python that a module starts, and what those start, begins with torch imported."""
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in preloaded.as_interpreter(tmp_path_factory.mktemp("python")).items():
+        environ = preloaded.as_interpreter(tmp_path_factory.mktemp("python"))
+        for name, value in environ.items():
             patch.setenv(name, value)
+        patch.setattr(sys, "executable", environ["PYTHON_EXEC"])
         yield

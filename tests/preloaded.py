@@ -1,17 +1,20 @@
 """Python scripts as processes of their own, that start with torch and megatron-core imported.
 
 Importing them takes a process five seconds of a core, a tiny training one. A server imports them
-once; each process is a fork of it, with its own arguments, environment and streams. It runs the
-script as `python SCRIPT` would. Where importing starts threads, as a GPU's libraries do, a process
-cannot be forked, and each is started as any other.
+once; each process is a fork of it, with its own arguments, environment and open files. It does what
+`python SCRIPT`, `python -m MODULE` and `python -c CODE` would. Where importing starts threads, as a
+GPU's libraries do, a process cannot be forked, and each is started as any other.
 
-A launcher's processes start so as well where PYTHON_EXEC names this file (see `as_interpreter`).
+A launcher's processes start so as well where PYTHON_EXEC names this file (see `as_interpreter`),
+and so does whatever such a process starts as `sys.executable` or spawns with `multiprocessing`.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import functools
+import itertools
 import json
 import os
 import selectors
@@ -34,6 +37,12 @@ IMPORTED = (
 )
 LARGEST_REQUEST = 1 << 20
 STDIN = 0
+MOST_FILES = 200
+UNUSED = 1 << 9
+"""The first number of those that none of a process's open files has."""
+INTERPRETER = sys.executable
+IGNORED = ("-u", "-B")
+"""Flags of the interpreter that are as good as given."""
 FORKS_ITSELF = "HETERO_TEST_FORKS_ITSELF"
 """Set where importing takes so long that processes are forks of the test session's own."""
 
@@ -104,7 +113,7 @@ def start(
     (out, its_out), (err, its_err) = os.pipe(), os.pipe()
     words = [str(script), *words]
     try:
-        asked = _ask(address(), words, environ, [its_out, its_err])
+        asked = _ask(address(), words, environ, {0: STDIN, 1: its_out, 2: its_err})
     finally:
         os.close(its_out)
         os.close(its_err)
@@ -113,7 +122,7 @@ def start(
     os.close(out)
     os.close(err)
     return subprocess.Popen(
-        [sys.executable, *words],
+        [INTERPRETER, *words],
         env=environ,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -122,14 +131,17 @@ def start(
 
 
 def _ask(
-    server: str, argv: Sequence[str], environ: Mapping[str, str], streams: Sequence[int]
+    server: str, argv: Sequence[str], environ: Mapping[str, str], files: Mapping[int, int]
 ) -> tuple[socket.socket, int] | None:
-    """A connection and the process's number; None if it has to be started without the server."""
+    """A connection and the process's number; None if it has to be started without the server.
+
+    `files` are the open files that the process is to have, by the numbers that they have there.
+    """
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, LARGEST_REQUEST)
     connection.connect(f"\0{server}")
-    request = {"argv": list(argv), "environ": dict(environ), "cwd": os.getcwd()}
-    socket.send_fds(connection, [json.dumps(request).encode()], list(streams))
+    request = {"argv": [*argv], "environ": {**environ}, "cwd": os.getcwd(), "files": [*files]}
+    socket.send_fds(connection, [json.dumps(request).encode()], [*files.values()])
     pid = _receive_number(connection)
     return (connection, pid) if pid else None
 
@@ -140,16 +152,18 @@ def _receive_number(connection: socket.socket) -> int:
 
 def as_interpreter(folder: Path) -> dict[str, str]:
     """What to add to a launcher's environment for its processes to start so; writes a program."""
-    program = folder / "preloaded_python"
-    program.write_text(f'#!/bin/sh\nexec {sys.executable} -SE {__file__} run "$@"\n')
+    program = folder / "python"
+    program.write_text(f'#!/bin/sh\nexec {INTERPRETER} -SE {__file__} run "$@"\n')
     program.chmod(0o755)
-    return {"PYTHON_EXEC": str(program), ADDRESS: address()}
+    return {"PYTHON_EXEC": str(program), ADDRESS: address(), "OMP_NUM_THREADS": "1"}
 
 
 def _stand_in(words: Sequence[str]) -> int:
     """Be a process of the server's to whoever started this one, with its streams and signals."""
-    argv = [word for word in words if word != "-u"]
-    asked = _ask(os.environ[ADDRESS], argv, os.environ, [1, 2])
+    argv = [*itertools.dropwhile(IGNORED.__contains__, words)]
+    asked = None
+    if argv[0] in ("-m", "-c") or not argv[0].startswith("-"):
+        asked = _ask(os.environ[ADDRESS], argv, os.environ, {n: n for n in _open_files()})
     if asked is None:
         os.execv(sys.executable, [sys.executable, *words])
     connection, pid = asked
@@ -160,6 +174,15 @@ def _stand_in(words: Sequence[str]) -> int:
         signal.signal(-code, signal.SIG_DFL)
         os.kill(os.getpid(), -code)
     return code
+
+
+def _open_files() -> list[int]:
+    files = []
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # the one that listed them
+            os.fstat(int(name))
+            files.append(int(name))
+    return files
 
 
 @functools.cache
@@ -177,7 +200,7 @@ def address() -> str:
         return name
     paths = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     subprocess.Popen(
-        [sys.executable, __file__, "serve", str(listening.fileno())],
+        [INTERPRETER, __file__, "serve", str(listening.fileno())],
         env=os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
         pass_fds=[listening.fileno()],
         stdin=subprocess.PIPE,
@@ -239,7 +262,7 @@ class _Server:
                     self._end_child_of(key.fileobj)
 
     def _answer(self, connection: socket.socket) -> None:
-        request, streams, *_ = socket.recv_fds(connection, LARGEST_REQUEST, 2)
+        request, files, *_ = socket.recv_fds(connection, LARGEST_REQUEST, MOST_FILES)
         asked = json.loads(request)
         if not self._may_fork or _read_at_import(asked["environ"]) != self._own:
             connection.sendall(b"0")
@@ -249,9 +272,9 @@ class _Server:
             self._children[pid] = connection
             self._selector.register(connection, selectors.EVENT_READ)
         else:
-            _be_child(asked, streams)
-        for stream in streams:
-            os.close(stream)
+            _be_child(asked, files)
+        for file in files:
+            os.close(file)
 
     def _reap(self) -> None:
         """Tell how each child ended that has ended."""
@@ -271,14 +294,16 @@ class _Server:
                 os.kill(pid, signal.SIGKILL)
 
 
-def _be_child(asked: dict, streams: list[int]) -> None:
+def _be_child(asked: dict, files: list[int]) -> None:
     code = 1
     try:
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        os.dup2(streams[0], 1)
-        os.dup2(streams[1], 2)
-        os.closerange(3, 1 << 10)
+        kept = [fcntl.fcntl(file, fcntl.F_DUPFD, UNUSED) for file in files]
+        os.closerange(3, UNUSED)
+        for number, file in zip(asked["files"], kept, strict=True):
+            os.dup2(file, number)
+        os.closerange(UNUSED, 2 * UNUSED)
         code = _run(asked)
     finally:
         os._exit(code)
@@ -286,7 +311,9 @@ def _be_child(asked: dict, streams: list[int]) -> None:
 
 def _run(asked: dict) -> int:
     """Run the script as the interpreter would; its exit code."""
+    import multiprocessing
     import runpy
+    import types
 
     os.chdir(asked["cwd"])
     os.environ.clear()
@@ -295,10 +322,20 @@ def _run(asked: dict) -> int:
         opened = open(stream, "w", buffering=1, closefd=False, errors="backslashreplace")  # noqa: SIM115
         setattr(sys, name, opened)
         setattr(sys, f"__{name}__", opened)
+    sys.executable = os.environ.get("PYTHON_EXEC", sys.executable)
+    multiprocessing.set_executable(sys.executable)
     sys.argv = asked["argv"]
-    sys.path[0] = str(Path(sys.argv[0]).resolve().parent)
     try:
-        runpy.run_path(sys.argv[0], run_name="__main__")
+        if sys.argv[0] == "-m":
+            sys.path[0] = asked["cwd"]
+            runpy.run_module(sys.argv.pop(1), run_name="__main__", alter_sys=True)
+        elif sys.argv[0] == "-c":
+            sys.path[0] = ""
+            sys.modules["__main__"] = types.ModuleType("__main__")
+            exec(sys.argv.pop(1), vars(sys.modules["__main__"]))
+        else:
+            sys.path[0] = str(Path(sys.argv[0]).resolve().parent)
+            runpy.run_path(sys.argv[0], run_name="__main__")
         code = 0
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else int(end.code is not None)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,6 +13,7 @@ import pytest
 
 from tests.distributed.harness import ENTRY, ROOT, TINY_LLAMA, start, wait_for
 from tests.hetero.test_beside import checkout
+from tests.preloaded import INTERPRETER
 
 HETERO = "--hetero-pipeline --hetero-vendors amd nvidia --hetero-pipeline-sizes 1 1".split()
 
@@ -33,7 +33,7 @@ pytestmark = pytest.mark.usefixtures("preloaded_ranks")
 def launched(flags: Sequence[str], *, beside: Path | None = None) -> subprocess.Popen[str]:
     paths = os.pathsep.join([str(ROOT), *([str(beside)] if beside else [])])
     return subprocess.Popen(
-        [sys.executable, "-m", "hetero.run", "--nproc-per-node", "2", str(ENTRY), *flags],
+        [INTERPRETER, "-m", "hetero.run", "--nproc-per-node", "2", str(ENTRY), *flags],
         env={**os.environ, "HETERO_VENDOR": "plan", "PYTHONPATH": paths},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

@@ -23,6 +23,7 @@ import pytest
 from examples.quickstart import source_text, steps
 from examples.quickstart.demo import Progress, main
 from examples.quickstart.outcome import MetricsFile
+from tests.preloaded import INTERPRETER
 
 pytestmark = pytest.mark.usefixtures("preloaded_ranks")
 
@@ -201,8 +202,10 @@ def test_a_log_has_the_lines_also_where_a_terminal_has_the_bar(monkeypatch, caps
     assert "loss 2.0000" in shown.err
 
 
-def start_demo(tmp_path: Path, text: Path, iterations: int) -> subprocess.Popen[str]:
-    command = [sys.executable, str(DEMO), "--text", str(text), "--out", str(tmp_path / "out")]
+def start_demo(
+    tmp_path: Path, text: Path, iterations: int, *, interpreter: str
+) -> subprocess.Popen[str]:
+    command = [interpreter, str(DEMO), "--text", str(text), "--out", str(tmp_path / "out")]
     return subprocess.Popen(
         [*command, "--iterations", str(iterations)],
         cwd=tmp_path,
@@ -220,7 +223,7 @@ def page(tmp_path) -> Path:
 
 
 def test_demo_from_text_to_report(tmp_path, page):
-    process = start_demo(tmp_path, page, ITERATIONS)
+    process = start_demo(tmp_path, page, ITERATIONS, interpreter=sys.executable)
     stdout, stderr = process.communicate(timeout=240)
     assert process.returncode == 0, stderr
     out = tmp_path / "out"
@@ -268,7 +271,7 @@ def test_demo_from_text_to_report(tmp_path, page):
 
 @pytest.mark.slow
 def test_ctrl_c_ends_every_process(tmp_path, page):
-    process = start_demo(tmp_path, page, 100_000)
+    process = start_demo(tmp_path, page, 100_000, interpreter=INTERPRETER)
     metrics = tmp_path / "out" / "hetero" / "metrics.jsonl"
     deadline = time.monotonic() + 120
     while not (metrics.exists() and metrics.stat().st_size) and time.monotonic() < deadline:

@@ -32,11 +32,9 @@ def pasted(commands: str, folder: Path) -> subprocess.CompletedProcess[str]:
     """Run as in a checkout after `make setup`, with its environment active."""
     for name in ("pretrain_gpt.py", "tools", "hetero", "megatron", "examples"):
         (folder / name).symlink_to(ROOT / name)
-    interpreters = Path(sys.executable).parent
+    interpreters = f"{Path(sys.executable).parent}:{sys.prefix}/bin"
     (folder / ".venv" / "bin").mkdir(parents=True)
-    (folder / ".venv" / "bin" / "activate").write_text(
-        f"PATH={shlex.quote(str(interpreters))}:$PATH\n"
-    )
+    (folder / ".venv" / "bin" / "activate").write_text(f"PATH={shlex.quote(interpreters)}:$PATH\n")
     ended = subprocess.run(
         ["bash", "-euo", "pipefail", "-c", commands],
         cwd=folder,

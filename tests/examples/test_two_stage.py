@@ -7,6 +7,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+pytestmark = pytest.mark.usefixtures("preloaded_ranks")
+
 SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "two_stage" / "train.py"
 
 

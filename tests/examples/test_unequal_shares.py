@@ -13,6 +13,8 @@ import pytest
 from examples.unequal_shares import train_with_shares
 from hetero.errors import UserError
 
+pytestmark = pytest.mark.usefixtures("preloaded_ranks")
+
 ROOT = Path(__file__).resolve().parents[2]
 
 

@@ -20,6 +20,8 @@ from tools.collective_bench.collective_rank import run_started_rank
 from tools.collective_bench.collective_record import Options
 from tools.launching.spawned_ranks import run_ranks
 
+pytestmark = pytest.mark.usefixtures("preloaded_ranks")
+
 ROOT = Path(__file__).parents[2]
 TOOL = ROOT / "tools" / "bench_collectives.py"
 SIZES = ("--min-size", "4K", "--max-size", "16K")

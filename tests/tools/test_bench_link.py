@@ -21,6 +21,8 @@ from tools.link_bench import opened_links
 from tools.link_bench.bench_rank import run_rank
 from tools.link_bench.bench_record import MEMORY_COPY, Options, sockets_name
 
+pytestmark = pytest.mark.usefixtures("preloaded_ranks")
+
 TOOL = Path(__file__).parents[2] / "tools" / "bench_link.py"
 # The second is no multiple of a word and spans the slots.
 SIZES = (4096, 200_003)
