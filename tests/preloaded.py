@@ -153,8 +153,9 @@ def _receive_number(connection: socket.socket) -> int:
 def as_interpreter(folder: Path) -> dict[str, str]:
     """What to add to a launcher's environment for its processes to start so; writes a program."""
     program = folder / "python"
-    program.write_text(f'#!/bin/sh\nexec {INTERPRETER} -SE {__file__} run "$@"\n')
-    program.chmod(0o755)
+    if not program.exists():
+        program.write_text(f'#!/bin/sh\nexec {INTERPRETER} -SE {__file__} run "$@"\n')
+        program.chmod(0o755)
     return {"PYTHON_EXEC": str(program), ADDRESS: address(), "OMP_NUM_THREADS": "1"}
 
 
@@ -185,6 +186,14 @@ def _open_files() -> list[int]:
     return files
 
 
+def listen(name: str) -> socket.socket:
+    """A socket that processes find by its name in this network namespace."""
+    listening = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    listening.bind(f"\0{name}")
+    listening.listen(64)
+    return listening
+
+
 @functools.cache
 def address() -> str:
     """Where this process's server listens, which is started here and ends with this process.
@@ -192,9 +201,7 @@ def address() -> str:
     It is a fork of this process where the session has chosen that.
     """
     name = f"hetero-test-preloaded-{os.getpid()}"
-    listening = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    listening.bind(f"\0{name}")
-    listening.listen(64)
+    listening = listen(name)
     if FORKS_ITSELF in os.environ:
         _fork_server(listening)
         return name
@@ -229,7 +236,9 @@ def _read_at_import(environ: Mapping[str, str]) -> list[object]:
     return [paths, *map(environ.get, ("OMP_NUM_THREADS", "LD_PRELOAD", "LD_LIBRARY_PATH"))]
 
 
-class _Server:
+class Server:
+    """Forks this process for whoever asks at a socket, until stdin ends."""
+
     def __init__(self, listening: socket.socket) -> None:
         self._own = _read_at_import(os.environ)
         # A fork has its own thread alone: those that the libraries of a GPU start would be missing.
@@ -299,6 +308,8 @@ def _be_child(asked: dict, files: list[int]) -> None:
     try:
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        # A shell that runs the tests in the background has them ignore it.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         kept = [fcntl.fcntl(file, fcntl.F_DUPFD, UNUSED) for file in files]
         os.closerange(3, UNUSED)
         for number, file in zip(asked["files"], kept, strict=True):
@@ -372,7 +383,7 @@ def _serve(listening: socket.socket) -> None:
     # Else each child would look through all of this for garbage, and so copy the memory it is in.
     gc.collect()
     gc.freeze()
-    _Server(listening).serve()
+    Server(listening).serve()
 
 
 if __name__ == "__main__":

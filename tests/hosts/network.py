@@ -7,10 +7,11 @@ so a cable can be pulled at the host, or at the switch, where nobody is told.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import os
 import shutil
 import subprocess
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -18,11 +19,14 @@ from types import TracebackType
 
 import psutil
 
+from tests import preloaded
+
 ROOT = Path(__file__).resolve().parents[2]
 MEGABITS = 800
 """Of a rail, unless told otherwise."""
 _NAMESPACES = ("--net", "--uts", "--mount", "--ipc", "--pid")
 _TOOLS = ("ip", "tc", "unshare", "nsenter")
+INSIDE = Path(__file__).with_name("inside.py")
 _HOLD = """
 set -e
 hostname "$1"
@@ -61,6 +65,7 @@ class Place:
 
     def __init__(self, name: str, folder: Path) -> None:
         self.name = name
+        self._folder = folder
         self._hosts_file = folder / f"hosts of {name}"
         self.name_resolves_to(None)
         self._holder = subprocess.Popen(
@@ -76,6 +81,7 @@ class Place:
         assert self._holder.stdout.readline() == "ready\n", f"{name} could not be made"
         (inside,) = psutil.Process(self._holder.pid).children()
         self.pid = inside.pid
+        self._network = os.readlink(f"/proc/{self.pid}/ns/net")
 
     def name_resolves_to(self, address: str | None, **others: str) -> None:
         """What /etc/hosts says of this host's own name, and of others, name by address."""
@@ -99,18 +105,55 @@ class Place:
         *,
         environ: Mapping[str, str] | None = None,
         stdin: int = subprocess.DEVNULL,
+        is_preloaded: bool = True,
     ) -> subprocess.Popen[str]:
-        """Start Python here with these words; all that it prints comes on its stdout."""
+        """Start Python here with these words; all that it prints comes on its stdout.
+
+        Preloaded, its processes are forks of one that has imported torch: they cannot be stopped,
+        and what torch reads at its import comes too late.
+        """
+        started = {}
+        if is_preloaded:
+            started = preloaded.as_interpreter(self._folder) | {preloaded.ADDRESS: self._server()}
         kept = {name: value for name, value in os.environ.items() if name != "GLOO_SOCKET_IFNAME"}
         paths = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
         return subprocess.Popen(
-            self.command([sys.executable, *words]),
-            env=kept | {"OMP_NUM_THREADS": "1", "PYTHONPATH": paths} | dict(environ or {}),
+            self.command([started.get("PYTHON_EXEC", preloaded.INTERPRETER), *words]),
+            env=kept
+            | {"OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
+            | started
+            | dict(environ or {}),
             stdin=stdin,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
         )
+
+    @functools.cache  # noqa: B019
+    def _server(self) -> str:
+        """The address in this place of a server that forks processes in it."""
+        name = f"{preloaded.address()}-{self.name}"
+        environ = preloaded.as_interpreter(self._folder)
+        server = subprocess.Popen(
+            [environ["PYTHON_EXEC"], str(INSIDE), str(self.pid), name],
+            env=os.environ | environ,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert server.stdout is not None
+        assert server.stdout.readline() == "ready\n", f"nothing is forked in {self.name}"
+        return name
+
+    def ranks(self) -> dict[str, psutil.Process]:
+        """The processes of training here, by their ranks."""
+        found = {}
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error, OSError):
+                is_here = os.readlink(f"/proc/{process.pid}/ns/net") == self._network
+                if is_here and "pretrain_gpt.py" in " ".join(process.cmdline()):
+                    found[process.environ().get("RANK", "")] = process
+        return found
 
     def close(self) -> None:
         """End everything in it."""

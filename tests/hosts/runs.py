@@ -61,10 +61,16 @@ class Run:
         folder: Path,
         *,
         environs: Sequence[Mapping[str, str]] | None = None,
+        is_preloaded: bool = True,
     ) -> None:
+        self._hosts = hosts
         self._metrics, self._report = _written_in(folder)
         self._processes = [
-            host.start(words, environ={"PYTHONUNBUFFERED": "1"} | dict(environ))
+            host.start(
+                words,
+                environ={"PYTHONUNBUFFERED": "1"} | dict(environ),
+                is_preloaded=is_preloaded,
+            )
             for host, words, environ in zip(
                 hosts, commands, environs or [{"HETERO_VENDOR": "plan"}] * len(hosts), strict=True
             )
@@ -98,12 +104,10 @@ class Run:
 
     def kill(self, rank: int) -> None:
         """The process of one rank, wherever it runs."""
-        for process in self._processes:
-            for child in psutil.Process(process.pid).children(recursive=True):
-                words = " ".join(child.cmdline())
-                if child.environ().get("RANK") == str(rank) and "pretrain_gpt.py" in words:
-                    child.kill()
-                    return
+        for host in self._hosts:
+            if process := host.ranks().get(str(rank)):
+                process.kill()
+                return
         raise AssertionError(f"there is no process of rank {rank}")
 
     def end(self) -> list[Outcome]:
@@ -139,6 +143,9 @@ class Run:
                     child.kill()
                 process.kill()
                 process.wait(10)
+        for host in self._hosts:
+            for rank in host.ranks().values():
+                rank.kill()
 
     def _said(self) -> str:
         return "\n".join(f"host {n}: {''.join(k)[-3000:]}" for n, k in enumerate(self._outputs))

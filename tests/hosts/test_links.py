@@ -20,6 +20,7 @@ class End:
         self._process = host.start(
             ["-m", "tests.hosts.link_end", str(rank), store_at, host.address(0), host.address(1)],
             stdin=subprocess.PIPE,
+            is_preloaded=False,
         )
 
     def hear(self) -> str:

@@ -93,7 +93,7 @@ def test_slabs_between_meshes_of_two_shapes_share_the_rails_and_one_may_be_lost(
         before = [[host.bytes_sent(rail) for rail in (0, 1)] for host in pair]
         run = launch(
             pair,
-            [*MODEL, *larger, *shapes, *ITERATIONS],
+            [*MODEL, *larger, *shapes, "--train-iters", "15"],
             tmp_path / name,
             master=pair[0].address(),
             own_flags=[["--hetero-nics", *host.interfaces[:2]] for host in pair],
