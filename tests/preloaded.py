@@ -106,9 +106,10 @@ class Process:
         return out, err
 
 
-def start(
-    script: Path, words: Sequence[str], *, environ: Mapping[str, str]
-) -> Process | subprocess.Popen[str]:
+Started = Process | subprocess.Popen[str]
+
+
+def start(script: Path, words: Sequence[str], *, environ: Mapping[str, str]) -> Started:
     """Start `python script *words` with exactly this environment and both streams piped."""
     (out, its_out), (err, its_err) = os.pipe(), os.pipe()
     words = [str(script), *words]
@@ -326,6 +327,8 @@ def _run(asked: dict) -> int:
     import runpy
     import types
 
+    from hetero.collectives.autoload import on_import_of_torch
+
     os.chdir(asked["cwd"])
     os.environ.clear()
     os.environ.update(asked["environ"])
@@ -335,6 +338,8 @@ def _run(asked: dict) -> int:
         setattr(sys, f"__{name}__", opened)
     sys.executable = os.environ.get("PYTHON_EXEC", sys.executable)
     multiprocessing.set_executable(sys.executable)
+    # What it does depends on the environment.
+    on_import_of_torch()
     sys.argv = asked["argv"]
     try:
         if sys.argv[0] == "-m":

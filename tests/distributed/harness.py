@@ -26,7 +26,7 @@ ENTRY = ROOT / "pretrain_gpt.py"
 
 PORTS, WORKERS = (20_000, 28_000), 16
 
-Started = preloaded.Process | subprocess.Popen[str]
+Started = preloaded.Started
 
 TINY_LLAMA = (
     "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --group-query-attention "

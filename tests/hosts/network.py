@@ -109,8 +109,7 @@ class Place:
     ) -> subprocess.Popen[str]:
         """Start Python here with these words; all that it prints comes on its stdout.
 
-        Preloaded, its processes are forks of one that has imported torch: they cannot be stopped,
-        and what torch reads at its import comes too late.
+        Preloaded, it is a fork of one that has imported torch, and nothing that can be stopped.
         """
         started = {}
         if is_preloaded:

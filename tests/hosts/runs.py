@@ -61,16 +61,11 @@ class Run:
         folder: Path,
         *,
         environs: Sequence[Mapping[str, str]] | None = None,
-        is_preloaded: bool = True,
     ) -> None:
         self._hosts = hosts
         self._metrics, self._report = _written_in(folder)
         self._processes = [
-            host.start(
-                words,
-                environ={"PYTHONUNBUFFERED": "1"} | dict(environ),
-                is_preloaded=is_preloaded,
-            )
+            host.start(words, environ={"PYTHONUNBUFFERED": "1"} | dict(environ))
             for host, words, environ in zip(
                 hosts, commands, environs or [{"HETERO_VENDOR": "plan"}] * len(hosts), strict=True
             )

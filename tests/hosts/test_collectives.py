@@ -26,7 +26,7 @@ def test_random_calls_go_on_when_a_rail_is_lost(network: Network, tmp_path: Path
         {"HETERO_VENDOR": vendor, "HETERO_NICS": ",".join(host.interfaces[:2])}
         for host, vendor in zip(pair, ("nvidia", "amd"), strict=True)
     ]
-    run = Run(pair, commands, tmp_path, environs=environs, is_preloaded=False)
+    run = Run(pair, commands, tmp_path, environs=environs)
     run.wait_for("part 1 is done")
     with network.cut(pair[0], rail=1):
         run.wait_for(r"rail 1 .* is lost")

@@ -1,13 +1,11 @@
 """What `tools/preprocess_data.py` promises: text as token files, or one sentence and no file."""
 
+import contextlib
 import gzip
 import json
 import os
 import signal
-import subprocess
-import sys
 import tempfile
-from functools import partial
 from pathlib import Path
 
 import numpy
@@ -17,6 +15,7 @@ from hypothesis import strategies as st
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 
 from megatron.training.dataset_description import read_description
+from tests import preloaded
 from tools import preprocess_data, text_input, train_tokenizer
 from tools.preprocess_data import main
 from tools.preprocessing import batches
@@ -303,23 +302,14 @@ def test_the_parsers_own_errors_are_one_sentence(capsys):
         the_one_error(capsys)
 
 
-def command(*flags: str) -> subprocess.Popen[str]:
-    pipe = subprocess.PIPE
-    line = [sys.executable, str(TOOL), *flags]
-    return subprocess.Popen(
-        line,
-        stdout=pipe,
-        stderr=pipe,
-        text=True,
-        cwd="/",
-        # A shell that runs the tests in the background has them, and so this, ignore SIGINT.
-        preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
-    )
+def command(*flags: str) -> preloaded.Started:
+    with contextlib.chdir("/"):
+        return preloaded.start(TOOL, flags, environ=os.environ | {"OMP_NUM_THREADS": "1"})
 
 
 def test_as_a_command_it_prints_nothing_but_its_own_lines(tmp_path, corpus, tokenizer):
     process = command(*flags_for(tokenizer, tmp_path / "out", corpus, workers=2))
-    output, errors = process.communicate(timeout=60)
+    output, errors = process.communicate(timeout=120)
     assert (process.returncode, errors) == (0, "")
     assert output.startswith("wrote 3 documents")
 
@@ -327,7 +317,7 @@ def test_as_a_command_it_prints_nothing_but_its_own_lines(tmp_path, corpus, toke
 def test_a_worker_s_error_reaches_the_shell_as_one_sentence(tmp_path, tokenizer):
     (tmp_path / "bad.jsonl").write_text("{")
     process = command(*flags_for(tokenizer, tmp_path / "out", tmp_path / "bad.jsonl", workers=2))
-    _, errors = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=120)
     assert process.returncode == 2
     assert errors.startswith(f"error: {tmp_path}/bad.jsonl:1: broken JSON")
     assert errors.count("\n") == 1
@@ -358,7 +348,7 @@ def test_when_killed_it_ends_at_once_and_leaves_no_file(
         if "resource_tracker" not in Path(f"/proc/{child}/cmdline").read_text()
     ]
     os.kill(process.pid if victim == "parent" else int(workers[0]), number)
-    _, errors = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=120)
     own_lines = [line for line in errors.splitlines() if not line.startswith("processed ")]
     assert process.returncode == code
     assert "".join(own_lines).startswith(sentence)

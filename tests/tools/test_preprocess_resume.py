@@ -6,8 +6,6 @@ import itertools
 import json
 import os
 import signal
-import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,6 +18,7 @@ from hypothesis import strategies as st
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 
 from megatron.training.dataset_description import read_description
+from tests import preloaded
 from tools.preprocess_data import main
 from tools.preprocessing import batches, work_folder
 from tools.preprocessing.work_folder import WorkFolder
@@ -241,9 +240,9 @@ def test_a_leftover_that_lost_bytes_is_refused(tmp_path, left, capsys):
     assert main([*left, "--restart"]) == 0
 
 
-def start(flags: list[str]) -> subprocess.Popen[str]:
-    command = [sys.executable, str(TOOL), *flags, "--log-interval", "1"]
-    return subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+def start(flags: list[str]) -> preloaded.Started:
+    environ = os.environ | {"OMP_NUM_THREADS": "1"}
+    return preloaded.start(TOOL, [*flags, "--log-interval", "1"], environ=environ)
 
 
 def test_kill_9_and_two_runs_at_once(tmp_path, capsys):
@@ -261,7 +260,7 @@ def test_kill_9_and_two_runs_at_once(tmp_path, capsys):
         assert main(flags) == 2
         assert "another process writes to" in capsys.readouterr().err
         process.send_signal(signal.SIGKILL)
-        process.wait(timeout=30)
+        process.wait(timeout=120)
         process.stderr.close()
         assert not any((tmp_path / name).exists() for name in OUTPUT)
     assert main(flags) == 0

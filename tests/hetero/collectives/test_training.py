@@ -68,7 +68,9 @@ TORCHRUN = ("torch.distributed.run", *HETERO_RUN[1:], "-m", "hetero.run")
 @pytest.mark.parametrize(
     ("launcher", "how"), [(HETERO_RUN, "ddp"), (TORCHRUN, "fsdp2")], ids=["hetero.run", "torchrun"]
 )
-def test_a_script_that_says_nccl_runs_unchanged(launcher, how):
+def test_a_script_that_says_nccl_runs_unchanged(launcher, how, request):
+    if launcher is TORCHRUN:  # The other imports torch in each process, which looks for us then.
+        request.getfixturevalue("preloaded_ranks")
     environ = os.environ | {"HETERO_VENDOR": "nvidia*2,amd", "GLOO_SOCKET_IFNAME": "lo"}
     done = subprocess.run(
         [sys.executable, "-m", *launcher, "examples/collectives/plain_torch.py", "--with", how],
