@@ -48,6 +48,6 @@ def _printed(statements: list[str], *, header: Path, folder: Path) -> list[str]:
         "int main(void) {" + "\n".join(statements) + "}"
     )
     command = [COMPILER, "-I", str(header.parent), "-o", str(program), str(source)]
-    subprocess.run(command, check=True, timeout=60)
-    ran = subprocess.run([program], capture_output=True, text=True, check=True, timeout=60)
+    subprocess.run(command, check=True, timeout=120)
+    ran = subprocess.run([program], capture_output=True, text=True, check=True, timeout=120)
     return ran.stdout.splitlines()

@@ -53,7 +53,7 @@ def run(
             process.wait()
         # The reader's end comes once nobody has the terminal open.
         os.close(terminal)
-        reader.join(10)
+        reader.join(60)
         os.close(controller)
         texts = {}
         for name, file in files.items():

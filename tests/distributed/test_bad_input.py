@@ -49,7 +49,7 @@ def test_an_unknown_flag_names_the_nearest(corpus) -> None:
 def test_a_command_line_that_is_wrong_on_one_rank_alone_ends_all(corpus, rank: int) -> None:
     flags = [*TINY_LLAMA, *corpus.flags]
     wrong = [*flags, "--num-layer", "4", "--lr", "fast"]
-    outcomes = launch(flags, 2, seconds=60, flags_by_rank={rank: wrong})
+    outcomes = launch(flags, 2, seconds=120, flags_by_rank={rank: wrong})
     assert_refused(outcomes, "2 things have to be put right" if rank == 0 else "rank 1: 2 things")
     spoken = "".join(outcome.stderr for outcome in outcomes)
     assert spoken.count("did you mean --num-layers?") == spoken.count("not 'fast'") == 1
@@ -155,7 +155,7 @@ def test_an_index_cache_that_cannot_be_written(corpus, tmp_path: Path) -> None:
 def test_data_that_only_one_rank_cannot_see(corpus, tmp_path: Path) -> None:
     flags = [*TINY_LLAMA, *corpus.flags, *HETERO]
     elsewhere = [*flags, "--data-path", str(tmp_path / "gone")]
-    outcomes = launch(flags, 2, seconds=60, environ=SIMULATED, flags_by_rank={1: elsewhere})
+    outcomes = launch(flags, 2, seconds=120, environ=SIMULATED, flags_by_rank={1: elsewhere})
     assert_refused(outcomes, "rank 1", "gone.idx")
 
 
@@ -221,7 +221,7 @@ def test_two_sides_with_different_versions(
 def test_two_sides_with_different_flags(corpus) -> None:
     flags = [*TINY_LLAMA, *corpus.flags, *HETERO]
     outcomes = launch(
-        flags, 2, seconds=60, environ=SIMULATED, flags_by_rank={1: [*flags, "--seed", "7"]}
+        flags, 2, seconds=120, environ=SIMULATED, flags_by_rank={1: [*flags, "--seed", "7"]}
     )
     assert_refused(outcomes, "--seed", "1234", "7")
 

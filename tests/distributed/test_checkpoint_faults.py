@@ -38,9 +38,9 @@ def test_sigterm_saves_and_a_damaged_checkpoint_is_passed_over(corpus, tmp_path:
     flags += ["--save-interval", "3", "--metrics-file", str(metrics)]
     processes = start([*flags, "--exit-signal-handler"], 1)
     tracker = folder / TRACKER
-    wait_for(lambda: tracker.exists() and int(tracker.read_text()) >= 9, seconds=60, what="a save")
+    wait_for(lambda: tracker.exists() and int(tracker.read_text()) >= 9, seconds=120, what="a save")
     processes[0].send_signal(signal.SIGTERM)
-    (outcome,) = finish(processes, seconds=60)
+    (outcome,) = finish(processes, seconds=120)
     assert outcome.code == 0, outcome.stderr
     last = int(tracker.read_text())
     assert f"stopping at iteration {last}, as SIGTERM asks" in outcome.stdout

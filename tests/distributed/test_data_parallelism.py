@@ -205,11 +205,11 @@ def test_a_killed_replica_is_named_by_those_that_are_left(corpus, tmp_path: Path
     processes = start([*flags, "--metrics-file", str(metrics)], 2, environ=SIMULATED)
     wait_for(
         lambda: metrics.exists() and metrics.read_text().count("\n") >= HALFWAY,
-        seconds=60,
+        seconds=120,
         what="training",
     )
     processes[1].send_signal(signal.SIGKILL)
-    outcomes = finish(processes, seconds=60)
+    outcomes = finish(processes, seconds=120)
 
     assert outcomes[0].code == 1
     named = f"rank 1 on {socket.gethostname()} (stage 0, replica 1) has ended without a word"

@@ -63,10 +63,10 @@ def test_a_killed_rank_is_the_last_word(corpus, tmp_path: Path) -> None:
     metrics = tmp_path / "metrics.jsonl"
     flags = [*TINY_LLAMA, *corpus.flags, *HETERO, "--train-iters", "100000"]
     process = launched([*flags, "--metrics-file", str(metrics)])
-    wait_for(lambda: metrics.exists() and bool(metrics.read_text()), seconds=90, what="training")
+    wait_for(lambda: metrics.exists() and bool(metrics.read_text()), seconds=120, what="training")
     ranks = {p.environ().get("RANK"): p for p in psutil.Process(process.pid).children()}
     ranks["1"].send_signal(signal.SIGKILL)
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate(timeout=120)
     assert process.returncode == 128 + signal.SIGKILL
     last = err.splitlines()[-1]
     assert last.startswith(f"error: rank 1 on {os.uname().nodename} was killed by SIGKILL")

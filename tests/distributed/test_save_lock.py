@@ -28,7 +28,7 @@ def test_a_second_run_is_refused_and_a_killed_one_is_followed_at_once(
     flags += ["--async-save", "--lr-decay-iters", "1000", "--train-iters", "100000"]
     first = start([*flags, "--save-interval", "2"], 2, environ=SIMULATED)
     try:
-        wait_for(lambda: (folder / TRACKER).exists(), seconds=90, what="a save")
+        wait_for(lambda: (folder / TRACKER).exists(), seconds=120, what="a save")
         held = (folder / LOCK_FILE).read_bytes()
 
         second = [*flags, "--metrics-file", str(metrics), "--save-interval", "1"]
@@ -48,7 +48,7 @@ def test_a_second_run_is_refused_and_a_killed_one_is_followed_at_once(
     finally:
         for process in first:
             process.kill()
-        finish(first, seconds=30)
+        finish(first, seconds=120)
 
     assert (folder / LOCK_FILE).exists()
     stop = int((folder / TRACKER).read_text()) + 2

@@ -35,7 +35,7 @@ def run(script: str, *arguments: str, **environ: str) -> subprocess.CompletedPro
         capture_output=True,
         text=True,
         check=False,
-        timeout=60,
+        timeout=120,
     )
 
 

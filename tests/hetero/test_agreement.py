@@ -30,7 +30,7 @@ def _run(*sides: Side | None, timeout: float = 5.0) -> list[Any]:
 
     with ThreadPoolExecutor(len(sides)) as pool:
         started = [pool.submit(live, r, s) if s else None for r, s in enumerate(sides)]
-        return [future.result(timeout=30) if future else None for future in started]
+        return [future.result(timeout=120) if future else None for future in started]
 
 
 def _says(**payload: Any) -> Side:
@@ -181,11 +181,11 @@ def test_a_rank_ends_though_the_process_that_hosts_the_store_answers_no_more(
 ) -> None:
     monkeypatch.setattr("hetero.agreement._ANNOUNCE_SECONDS", 0.2)
     resumed = threading.Event()
-    monkeypatch.setattr(Phase, "settle", lambda *_: resumed.wait(60))
+    monkeypatch.setattr(Phase, "settle", lambda *_: resumed.wait(120))
     failing = Agreement(DictStore(), rank=1, world_size=2, timeout=30)
     telling = threading.Thread(target=failing.announce_failure, args=(ZeroDivisionError(),))
     telling.start()
-    telling.join(30)
+    telling.join(120)
     assert not telling.is_alive()
     resumed.set()
 

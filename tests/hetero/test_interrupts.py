@@ -32,6 +32,6 @@ print("child", child.returncode)
 @pytest.mark.parametrize("beside", ["alone", "threads"])
 def test_an_interrupt_waits_for_the_block_and_spares_the_children(beside: str) -> None:
     ran = subprocess.run(
-        [sys.executable, "-c", STARTER, beside], capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", STARTER, beside], capture_output=True, text=True, timeout=120
     )
     assert ran.stdout.split("\n") == ["block ended", "interrupted", "child 0", ""], ran.stderr

@@ -171,17 +171,17 @@ def _together(monkeypatch: pytest.MonkeyPatch, *does: Does) -> tuple[list[Any], 
 
 
 def _held(_: Liveness, told: threading.Event) -> None:
-    told.wait(20)
+    told.wait(120)
 
 
 def _dies(liveness: Liveness, told: threading.Event) -> None:
     _die(liveness)
-    told.wait(20)
+    told.wait(120)
 
 
 def _hangs(liveness: Liveness, told: threading.Event) -> None:
     _hang(liveness)
-    told.wait(20)
+    told.wait(120)
 
 
 @pytest.mark.parametrize("lost", [0, 2])

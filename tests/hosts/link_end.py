@@ -26,7 +26,7 @@ TIMEOUT = 8.0
 
 def main(rank: int, store_at: str, addresses: tuple[str, ...]) -> None:
     logging.basicConfig(level=logging.WARNING, stream=sys.stdout)
-    store = TCPStore(store_at, 29512, 2, rank == 0, timedelta(seconds=60))
+    store = TCPStore(store_at, 29512, 2, rank == 0, timedelta(seconds=120))
     description = LinkDescription(rank=rank, peer=1 - rank, job="hosts", timeout=TIMEOUT)
     link = open_tcp(
         Rendezvous(store, description, "link", listens=rank == 0, secret=b"hosts"),

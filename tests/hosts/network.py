@@ -158,7 +158,7 @@ class Place:
         """End everything in it."""
         assert self._holder.stdin is not None
         self._holder.stdin.close()
-        self._holder.wait(10)
+        self._holder.wait(60)
 
 
 class Host(Place):

@@ -116,7 +116,7 @@ class Run:
         finally:
             self._kill_all()
         for reader in self._readers:
-            reader.join(10)
+            reader.join(60)
         pairs = zip(self._processes, self._outputs, strict=True)
         return [Outcome(process.returncode, "".join(kept)) for process, kept in pairs]
 
@@ -137,7 +137,7 @@ class Run:
                 for child in psutil.Process(process.pid).children(recursive=True):
                     child.kill()
                 process.kill()
-                process.wait(10)
+                process.wait(60)
         for host in self._hosts:
             for rank in host.ranks().values():
                 rank.kill()

@@ -40,7 +40,7 @@ class End:
         for inside in outside.children():
             inside.suspend()
         wait_for(
-            lambda: outside.status() == psutil.STATUS_STOPPED, seconds=30, what="nsenter's stop"
+            lambda: outside.status() == psutil.STATUS_STOPPED, seconds=120, what="nsenter's stop"
         )
 
     def go_on(self) -> None:
@@ -49,7 +49,7 @@ class End:
             process.resume()
 
     def end(self) -> None:
-        self._process.communicate(timeout=60)
+        self._process.communicate(timeout=120)
 
 
 @contextmanager

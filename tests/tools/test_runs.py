@@ -49,7 +49,7 @@ def test_a_run_past_its_deadline_is_ended_with_all_its_processes(
     with pytest.raises(DeadlinePassed, match="deadline of 20 s, after 1 iteration;"):
         run_to_end(hanging)
     worker = int(pid.read_text())
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 120
     while psutil.pid_exists(worker) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert not psutil.pid_exists(worker)

@@ -67,11 +67,11 @@ def interrupted(process: subprocess.Popen[str], is_reached: Callable[[], object]
             time.sleep(0.02)
         family = psutil.Process(process.pid).children(recursive=True)
         os.killpg(process.pid, signal.SIGINT)
-        _, said = process.communicate(timeout=60)
+        _, said = process.communicate(timeout=120)
     finally:
         process.kill()
     assert process.returncode == 130, said
-    _, alive = psutil.wait_procs(family, timeout=10)
+    _, alive = psutil.wait_procs(family, timeout=60)
     assert not alive
     return said
 

@@ -177,7 +177,7 @@ def test_ctrl_c_ends_it_while_sentencepiece_is_working(tmp_path):
     )
     time.sleep(1.5)
     process.send_signal(signal.SIGINT)
-    _, said = process.communicate(timeout=5)
+    _, said = process.communicate(timeout=30)
     assert process.returncode == 130
     assert said == b"error: interrupted; nothing was written\n"
     assert files_beside(tmp_path) == ["long.txt"]

@@ -58,7 +58,9 @@ class Header:
         )
         command = [COMPILER, "-w", *self._flags, "-o", str(program), str(source)]
         subprocess.run(command, check=True, timeout=120)
-        ran = subprocess.run([str(program)], check=True, capture_output=True, text=True, timeout=60)
+        ran = subprocess.run(
+            [str(program)], check=True, capture_output=True, text=True, timeout=120
+        )
         return ran.stdout.splitlines()
 
 

@@ -265,7 +265,7 @@ def test_calls_from_many_threads(fake) -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(120)
     assert not failures
 
 

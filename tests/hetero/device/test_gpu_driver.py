@@ -201,7 +201,7 @@ def test_another_process_writes_into_shared_memory(kind, driver, memory, device:
     here.send(driver.ipc_handle(memory))
     assert here.poll(120), f"the other process ended with {child.exitcode}"
     identity = here.recv()
-    child.join(60)
+    child.join(120)
     assert child.exitcode == 0
     assert read(driver, memory, 1024).tolist() == list(range(1024))
     assert identity == (driver.pci_bus_id(0), driver.uuid(0))
@@ -249,7 +249,7 @@ def test_a_thread_of_its_own_uses_a_device(driver, page, memory, stream) -> None
 
     thread = threading.Thread(target=work)
     thread.start()
-    thread.join(60)
+    thread.join(120)
     stream.synchronize()
     assert not failures
     assert read(driver, memory, 1).tolist() == [4242]

@@ -44,7 +44,7 @@ class PlayedGpu:
 
     def close(self) -> None:
         self._ended.set()
-        self._thread.join(10)
+        self._thread.join(120)
 
     def _run(self) -> None:
         while not self._ended.is_set():

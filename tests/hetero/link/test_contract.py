@@ -239,7 +239,7 @@ def returns_at_once(side: Side) -> dict[str, Any]:
     seconds = time.perf_counter() - begin
     side.say("posted")
     work.wait()
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 120
     while not work.is_completed() and time.monotonic() < deadline:
         time.sleep(0.01)
     return {"seconds": seconds, "is_done": work.is_completed()}

@@ -47,7 +47,7 @@ def both(listener: Callable[[], Any], caller: Callable[[], Any]) -> list[Any]:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(20)
+        thread.join(120)
         assert not thread.is_alive()
     return results
 

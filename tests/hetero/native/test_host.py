@@ -153,7 +153,7 @@ def test_processes_wake_each_other_and_nobody_is_counted_as_asleep_after() -> No
         time.sleep(0.002 if number % 20 == 0 else 0)
         words.write(number)
         assert words.wait(number, 1), number
-    other.join(20)
+    other.join(120)
     assert other.exitcode == 0
     assert (words.sleepers(0), words.sleepers(1)) == (0, 0)
 
@@ -172,7 +172,7 @@ def test_a_stream_that_waits_for_ever_can_be_ended(words: Words) -> None:
     time.sleep(0.02)
     info = threading.Thread(target=made.end)
     info.start()
-    info.join(20)
+    info.join(120)
     assert not info.is_alive()
 
 

@@ -182,7 +182,7 @@ def in_two_threads(step) -> None:
     other = threading.Thread(target=step, args=(1,))
     other.start()
     step(0)
-    other.join(30)
+    other.join(120)
     assert not other.is_alive()
 
 

@@ -74,7 +74,7 @@ def test_gpus_keep_the_names_that_the_user_chose_them_by(monkeypatch: pytest.Mon
 
 def test_as_many_runs_go_on_at_once_as_there_are_places(runs) -> None:
     """Three meet at a barrier, so fewer would wait for ever; a fourth would find no free place."""
-    barrier = threading.Barrier(3, timeout=20)
+    barrier = threading.Barrier(3, timeout=120)
     busy: list[str] = []
 
     def work(launch: Launch, _watch: object) -> Finished:

@@ -42,9 +42,9 @@ class PlayedControl:
 
     def _gather(self, mine: Any) -> list[Any]:
         self._table[self.rank] = mine
-        self._barrier.wait(20)
+        self._barrier.wait(120)
         everyone = [self._table[rank] for rank in range(RANKS)]
-        self._barrier.wait(20)
+        self._barrier.wait(120)
         return everyone
 
 
@@ -52,7 +52,7 @@ def on_every_rank(play: Callable[[PlayedControl], Any]) -> list[Any]:
     barrier, table = threading.Barrier(RANKS), {}
     with ThreadPoolExecutor(RANKS) as pool:
         jobs = [pool.submit(play, PlayedControl(r, barrier, table)) for r in range(RANKS)]
-        return [job.result(timeout=60) for job in jobs]
+        return [job.result(timeout=120) for job in jobs]
 
 
 def contents(rank: int, *, source: Callable[[], torch.Tensor] | None = None) -> Contents:

@@ -33,7 +33,7 @@ class PinningCopies(DeviceCopies):
         self.may_pin.set()
 
     def register(self, host: torch.Tensor) -> None:
-        assert self.may_pin.wait(30)
+        assert self.may_pin.wait(120)
         self.calls += 1
         if self.fails_from is not None and self.calls >= self.fails_from:
             raise LinkError("the driver pins no more")
@@ -95,7 +95,7 @@ def test_memory_is_made_while_training_goes_on_and_a_save_waits_for_it(
         taken = pool.submit(snapshot.take, pieces(PART // 4))
         assert not taken.done()
         runtime.may_pin.set()
-        (copied,) = taken.result(timeout=30)
+        (copied,) = taken.result(timeout=120)
     assert torch.equal(copied.source(), pieces(PART // 4)[0].source())
     assert snapshot.memory_wait_s > 0
 
@@ -162,7 +162,7 @@ def test_pinning_that_stands_still_is_an_error(
         snapshot.take(pieces(10))
     runtime.may_pin.set()
     (thread,) = [t for t in threading.enumerate() if t.name == "checkpoint memory"]
-    thread.join(30)
+    thread.join(120)
     assert runtime.calls == 1
     assert runtime.pinned == {}
 
@@ -173,7 +173,7 @@ def test_closing_stops_what_is_being_made(runtime: PinningCopies) -> None:
     closing = threading.Thread(target=memory.close)
     closing.start()
     runtime.may_pin.set()
-    closing.join(30)
+    closing.join(120)
     assert not closing.is_alive()
     assert runtime.calls < 100_000
     assert runtime.pinned == {}

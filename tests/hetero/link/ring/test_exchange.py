@@ -104,7 +104,7 @@ def test_it_does_not_overtake_what_waits() -> None:
         waiting.start()
         for value in (1.0, 2.0):
             pair.sender.send(torch.full((10,), value))
-        waiting.join(20)
+        waiting.join(120)
         receiving.wait()
         assert (first == 1).all()
         assert (second == 2).all()

@@ -135,16 +135,16 @@ def test_memory_that_a_wait_goes_on_looking_at_outlives_its_link(
 
         def held(*seen: int) -> None:
             entered.set()
-            leave.wait(20)
+            leave.wait(120)
 
         monkeypatch.setattr(pair.receiver, "_spin", held)
         waiting = threading.Thread(target=lambda: _fails(work))
         waiting.start()
-        assert entered.wait(10)
+        assert entered.wait(120)
         both(pair.receiver.close, pair.sender.close)
         assert pair.receiver._ends.incoming.posted == 0
         leave.set()
-        waiting.join(10)
+        waiting.join(120)
         pair.receiver._ends.close()
 
 
@@ -180,9 +180,9 @@ def test_a_link_closed_while_another_thread_waits_ends_the_wait_with_its_error(
 
         waiting = threading.Thread(target=wait)
         waiting.start()
-        assert asleep.wait(10)
+        assert asleep.wait(120)
         both(pair.receiver.close, pair.sender.close)
-        waiting.join(10)
+        waiting.join(120)
         assert [type(error) for error in errors] == [LinkError]
         assert "closed while a transfer was under way" in str(errors[0])
 
@@ -254,7 +254,7 @@ def test_a_thread_has_its_stream_asked_for_before_the_driver_is_called() -> None
         waiting = threading.Thread(target=sending.wait)
         waiting.start()
         pair.receiver.recv(torch.zeros(20 * LARGE)).wait()
-        waiting.join(20)
+        waiting.join(120)
         assert waiting in asked
 
 
@@ -317,9 +317,9 @@ def test_what_others_left_under_way_is_brought_on_when_a_wait_ends(
         assert wait_for(lambda: pair.sender._callers == 1)
         time.sleep(0.1)
         pair.receiver.send(torch.ones(10))
-        waiting.join(20)
+        waiting.join(120)
         target = torch.zeros(20 * LARGE)
         taking = threading.Thread(target=pair.receiver.recv(target).wait)
         taking.start()
-        taking.join(20)
+        taking.join(120)
         assert torch.equal(target, torch.ones(20 * LARGE))
