@@ -210,7 +210,7 @@ def idle(side: Side) -> float:
         work.wait()
     side.meet("used")
     begin, used = time.monotonic(), time.process_time()
-    time.sleep(2)
+    time.sleep(1)
     return (time.process_time() - used) / (time.monotonic() - begin)
 
 

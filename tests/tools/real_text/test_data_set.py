@@ -12,6 +12,8 @@ from tools.launching.processes import StepFailure
 from tools.real_text.data_set import VOCABULARY, RealText, build_from_documents
 from tools.real_text.text_sources import source_documents
 
+pytestmark = pytest.mark.usefixtures("preloaded_ranks")
+
 MODEL = (
     "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 16 --lr 1e-3 "
     "--max-position-embeddings 16 --micro-batch-size 1 --train-iters 1 --split 100,0,0"
