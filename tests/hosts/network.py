@@ -60,6 +60,10 @@ def why_impossible() -> str | None:
     return f"this machine allows no network namespaces, bridges or shaping ({reason})"
 
 
+def _paths() -> str:
+    return os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+
+
 class Place:
     """A set of namespaces, and the process that holds them."""
 
@@ -115,11 +119,10 @@ class Place:
         if is_preloaded:
             started = preloaded.as_interpreter(self._folder) | {preloaded.ADDRESS: self._server()}
         kept = {name: value for name, value in os.environ.items() if name != "GLOO_SOCKET_IFNAME"}
-        paths = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
         return subprocess.Popen(
             self.command([started.get("PYTHON_EXEC", preloaded.INTERPRETER), *words]),
             env=kept
-            | {"OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
+            | {"OMP_NUM_THREADS": "1", "PYTHONPATH": _paths()}
             | started
             | dict(environ or {}),
             stdin=stdin,
@@ -135,7 +138,7 @@ class Place:
         environ = preloaded.as_interpreter(self._folder)
         server = subprocess.Popen(
             [environ["PYTHON_EXEC"], str(INSIDE), str(self.pid), name],
-            env=os.environ | environ,
+            env=os.environ | environ | {"PYTHONPATH": _paths()},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
