@@ -63,8 +63,11 @@ class Options:
         """That one run sees."""
         return self.iterations * self.arguments.global_batch_size * self.arguments.seq_length
 
-    def parameters(self, *, vocabulary: int) -> int:
-        return model_shape(self.arguments, vocabulary=vocabulary).parameters
+    @property
+    def parameters_of_layers(self) -> int:
+        """Without the embedding and the output layer, whose vocabulary the tokenizer decides."""
+        shape = model_shape(self.arguments, vocabulary=1)
+        return shape.layers * shape.layer_parameters + shape.norm_weights * shape.hidden
 
 
 def parse_options(argv: Sequence[str], *, description: str) -> Options:

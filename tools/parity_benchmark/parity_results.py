@@ -58,13 +58,12 @@ def _facts(options: Options, data: RealText, outcomes: Mapping[Run, Outcome]) ->
     device = reports[0]["ranks"][0]["device"] if reports else "unknown device"
     args = options.arguments
     kind = "GPUs" if options.gpus else "processes on the CPU"
-    parameters = options.parameters(vocabulary=0)
     return {
         "summary": f"{options.model_name}, {options.iterations} iterations of "
         f"{args.global_batch_size} x {args.seq_length} tokens on {device}, two pipeline stages"
         + (", vendors simulated: one machine played both" if simulated else ""),
         "model": options.model_name,
-        "parameters_without_embedding_and_output": parameters,
+        "parameters_without_embedding_and_output": options.parameters_of_layers,
         "vocabulary": args.padded_vocab_size or VOCABULARY,
         "device": device,
         "simulated": simulated,
