@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -54,8 +54,7 @@ class _Parser(argparse.ArgumentParser):
 def main(argv: Sequence[str] | None = None) -> int:
     try:
         options = _parser().parse_args(argv)
-        run = _run_of(options)
-        plan = load_plan(options.plan, chunks=options.num_virtual_stages_per_pipeline_rank)
+        plan, run = _read(options)
         problems = list(_problems(plan, run, options))
         if problems:
             raise Refusal(*problems)
@@ -65,6 +64,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         print_error(str(error))
         return error.exit_code
     return 0
+
+
+def _read(options: argparse.Namespace) -> tuple[Plan, _Run]:
+    """The plan and the model. Refuses both at once where both are wrong."""
+    sentences: list[str] = []
+    try:
+        plan = load_plan(options.plan, chunks=options.num_virtual_stages_per_pipeline_rank)
+    except PlanError as error:
+        sentences += error.sentences
+    try:
+        run = _run_of(options)
+    except UserError as error:
+        sentences += error.sentences if isinstance(error, Refusal) else [str(error)]
+    if sentences:
+        raise Refusal(*sentences)
+    return plan, run
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -167,7 +182,8 @@ def _step(plan: Plan) -> int:
 
 def _problems(plan: Plan, run: _Run, options: argparse.Namespace) -> Iterator[str]:
     if options.world_size is not None:
-        yield from world_size_problems(plan.meshes, options.world_size)
+        meshes = [replace(mesh, context=1) for mesh in plan.meshes]
+        yield from world_size_problems(meshes, options.world_size)
     if any(mesh.context > 1 for mesh in plan.meshes):
         yield "context parallelism is not available; leave 'context' out of the plan"
     try:

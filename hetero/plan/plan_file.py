@@ -50,15 +50,31 @@ def _mesh_from_mapping(entry: object, *, chunks: int) -> tuple[Mesh, list[tuple[
         if key not in KEYS
     ]
     problems += [f"the key {key!r} is missing" for key in ("vendor", "layers") if key not in entry]
+    layers: list[tuple[int, ...]] = []
+    listed = entry.get("layers")
+    if isinstance(listed, list) and listed:
+        for item in listed:
+            try:
+                layers.append(_chunks_from_entry(item, chunks=chunks))
+            except PlanError as error:
+                problems += error.sentences
+    elif "layers" in entry:
+        problems.append("'layers' must list the layers of each stage, as in [15, 15]")
+    stages = max(len(listed), 1) if isinstance(listed, list) else 1
+    known = {key: value for key, value in entry.items() if key in _FIELDS}
+    if "vendor" not in entry:
+        raise PlanError(*problems)
+    try:
+        mesh = Mesh(**{"stages": stages} | known)
+    except PlanError as error:
+        raise PlanError(*problems, *error.sentences) from error
+    if not problems and mesh.stages != stages:
+        problems.append(
+            f"{counted(mesh.stages, 'stage')} but layers for {stages}; leave 'stages' out, or list "
+            f"the layers of {counted(mesh.stages, 'stage')}"
+        )
     if problems:
         raise PlanError(*problems)
-    listed = entry["layers"]
-    if not isinstance(listed, list):
-        raise PlanError("'layers' must list the layers of each stage, as in [15, 15]")
-    layers = [_chunks_from_entry(item, chunks=chunks) for item in listed]
-    mesh = Mesh(**{"stages": len(layers)} | {k: v for k, v in entry.items() if k != "layers"})
-    if mesh.stages != len(layers):
-        raise PlanError(f"{counted(mesh.stages, 'stage')} but layers for {len(layers)}")
     return mesh, layers
 
 
@@ -96,7 +112,8 @@ def load_plan(path: str | Path, *, chunks: int = 1) -> Plan:
         raise PlanError(f"cannot read the plan {path}: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise PlanError(f"the plan {path} is not UTF-8 text") from error
-    except yaml.YAMLError as error:
+    # What a number or a date of YAML cannot be is a ValueError of Python's.
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         place = " ".join(str(error).split())
         raise PlanError(f"the plan {path} is not valid YAML: {place}") from error
     return plan_from_mapping(data, source=f"the plan {path}", chunks=chunks)

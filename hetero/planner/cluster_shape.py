@@ -127,7 +127,7 @@ def load_cluster(path: str | Path) -> Cluster:
         data = yaml.load(Path(path).read_text("utf-8"), Loader=StrictLoader)
     except OSError as error:
         raise ClusterError(f"cannot read the cluster {path}: {error.strerror}") from error
-    except (UnicodeDecodeError, yaml.YAMLError) as error:
+    except (ValueError, RecursionError, yaml.YAMLError) as error:
         place = " ".join(str(error).split())
         raise ClusterError(f"the cluster {path} is not valid YAML: {place}") from error
     return cluster_from_mapping(data, source=f"the cluster {path}")

@@ -149,7 +149,7 @@ def model_from_flags(flags: Mapping[str, Any], *, source: str) -> ModelShape:
     if missing := [name for name in _REQUIRED if name not in given]:
         wrong.append(f"{source} does not say {', '.join(missing)}, without which it has no size")
     if not {"padded-vocab-size", "vocab-size"} & set(given):
-        wrong.append(f"{source} does not say padded-vocab-size, the rows of the embedding")
+        wrong.append(f"{source} does not say padded-vocab-size, the rows of the embedding; add it")
     numbers: dict[str, int] = {}
     for name in (*_REQUIRED, *_NUMBERS):
         if name in given:
@@ -229,7 +229,7 @@ def read_flags(name: str) -> tuple[dict[str, Any], str]:
         data = yaml.load(path.read_text("utf-8"), Loader=StrictLoader)
     except OSError as error:
         raise ModelError(f"cannot read the model {path}: {error.strerror}") from error
-    except (UnicodeDecodeError, yaml.YAMLError) as error:
+    except (ValueError, RecursionError, yaml.YAMLError) as error:
         raise ModelError(f"the model {path} is not YAML: {' '.join(str(error).split())}") from error
     if not isinstance(data, Mapping):
         raise ModelError(f"the model {path}: expected Megatron's flags, as in examples/presets")

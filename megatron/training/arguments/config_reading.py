@@ -69,7 +69,8 @@ def _load(path: Path) -> dict[Any, Any]:
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "it is no text"
         raise UserError(f"{path} cannot be read ({reason}); check the path") from None
-    except yaml.YAMLError as error:
+    # What a number or a date of YAML cannot be is a ValueError of Python's.
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         reason = " ".join(str(error).split())
         raise UserError(f"{path} is no YAML ({reason}); correct it") from None
     except UserError as error:

@@ -357,6 +357,7 @@ AMD = {"vendor": "amd", "layers": [1]}
         ({"meshes": [{"vendor": "amd"}]}, "mesh 0: the key 'layers' is missing"),
         ({"meshes": [{"vendor": "amd", "layers": 8}]}, "'layers' must list"),
         ({"meshes": [{"vendor": "amd", "layers": "8"}]}, "'layers' must list"),
+        ({"meshes": [{"vendor": "amd", "layers": []}]}, "'layers' must list"),
         ({"meshes": [{"vendor": "amd", "layers": ["x"]}]}, "'x' is not a number of layers"),
         ({"meshes": [{"vendor": "amd", "layers": [1.5]}]}, "1.5 is not a number of layers"),
         ({"meshes": [{"vendor": "amd", "layers": [True]}]}, "True is not a number of layers"),
@@ -386,6 +387,15 @@ def test_all_that_is_wrong_with_a_file_is_said_at_once() -> None:
     with pytest.raises(PlanError) as error:
         plan_from_mapping({"meshes": [AMD | {"layers": [0, -1]}]}, source="p.yaml")
     assert len(error.value.sentences) == 2
+    several = {"vendor": "intel", "layers": [1.5], "tensr": 2, "data": 0}
+    with pytest.raises(PlanError) as error:
+        plan_from_mapping({"meshes": [several]}, source="p.yaml")
+    assert [sentence.split(";")[0] for sentence in error.value.sentences] == [
+        "p.yaml: mesh 0: unknown key 'tensr'",
+        "p.yaml: mesh 0: 1.5 is not a number of layers",
+        "p.yaml: mesh 0: a mesh names the vendor 'intel'",
+        "p.yaml: mesh 0: the intel mesh has data 0",
+    ]
 
 
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=8), st.integers(1, 200))
@@ -453,7 +463,13 @@ def test_whatever_the_file_holds_the_answer_is_a_plan_or_a_plan_error(data: Any)
     assert plan.num_layers >= plan.stages
 
 
-@pytest.mark.parametrize("content", ["meshes: [", "a: b: c", "\t- x", "meshes: *nowhere"])
+@pytest.mark.parametrize(
+    "content",
+    [
+        *("meshes: [", "a: b: c", "\t- x", "meshes: *nowhere", "meshes: 2024-13-45"),
+        pytest.param("[" * 3000, id="deep"),
+    ],
+)
 def test_a_file_that_is_not_yaml_is_refused_by_name(tmp_path: Path, content: str) -> None:
     path = tmp_path / "plan.yaml"
     path.write_text(content)

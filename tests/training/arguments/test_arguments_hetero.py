@@ -180,6 +180,7 @@ def test_plan_and_another_layout_exclude_each_other(parse, flags, tmp_path):
             "the plan: with data-parallel sizes 1 1 it needs 3",
         ),
         (f"{TWO} --hetero-tensor-sizes 4 2 --hetero-data-sizes 1 1", "it needs at least 6"),
+        (f"{TWO} --hetero-data-sizes 99999999999 1", "needs 100000000000 ranks"),
         (
             f"{TWO} --hetero-data-sizes 3 1 --hetero-micro-batch-sizes 1 2",
             "mesh 1 (nvidia) has 1 data-parallel rank of micro-batch size 2 and cannot take the 3 "

@@ -40,6 +40,9 @@ def _check_world(args: Namespace) -> Iterator[str]:
         data = [args.world_size // replica] * len(stages)
     widest = data.index(max(data))
     args.tensor_model_parallel_size, args.data_parallel_size = tensor[widest], data[widest]
+    if args.hetero_pipeline and max(data) > args.world_size:
+        yield from world_size_problems(described_meshes(args), args.world_size)
+        return
     args.data_shares = (1,) * args.data_parallel_size
     if args.hetero_data_parallel is not None:
         del args.data_shares
