@@ -17,6 +17,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 if __name__ == "__main__":
@@ -31,11 +32,12 @@ import yaml
 from hetero.errors import UserError
 from tools import tool_command_line
 from tools.mesh_matrix.cases import Case, all_cases
-from tools.mesh_matrix.comparison import Differences, compare
+from tools.mesh_matrix.comparison import LIMITS, Differences, compare, norm_difference
 from tools.real_text.data_set import build_real_text
 from tools.reports.page import write_whole
 from tools.runs import SIMULATED, Finished, Launch, run_to_end
 
+FIRST_STEP = "iter_0000001"
 ON_CPU = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
 
 
@@ -55,18 +57,26 @@ class Proof:
         flags = f"{model} --hetero-pipeline --hetero-plan {plan}"
         if case.plan.chunks > 1:
             flags += f" --num-virtual-stages-per-pipeline-rank {case.plan.chunks}"
-        run, saved = self._run("case", flags, ranks=case.plan.world_size)
+        ranks = case.plan.world_size
+        run, saved = self._run("case", flags, ranks=ranks)
         reference, saved_reference = self._references[model]
-        return compare(
+        found = compare(
             run,
             reference,
-            saved=saved,
-            saved_reference=saved_reference,
+            saved=saved / FIRST_STEP,
+            saved_reference=saved_reference / FIRST_STEP,
             expected_bytes=case.bytes_of_tensors,
         )
+        step = found.worst_norm_step
+        if found.norm <= LIMITS["norm"] or step < 2:
+            return found
+        # Adam may have amplified rounding: the step once more, from the weights of one process.
+        resumed = f"--load {saved_reference} --ckpt-step {step - 1} --exit-interval {step}"
+        again, _ = self._run("resumed", f"{flags} {resumed}", ranks=ranks)
+        return replace(found, norm_resumed=norm_difference(again, reference, step=step))
 
     def _run(self, name: str, flags: str, *, ranks: int) -> tuple[Finished, Path]:
-        """The run, and the checkpoint of its first step."""
+        """The run, and the checkpoints of its steps."""
         saves = self._folder / f"{name}.checkpoints"
         shutil.rmtree(saves, ignore_errors=True)
         words = (*flags.split(), *self._data_flags, "--save", str(saves), "--save-interval", "1")
@@ -78,7 +88,7 @@ class Proof:
             environ={**ON_CPU, "OMP_NUM_THREADS": "1"} | (SIMULATED if ranks > 1 else {}),
             deadline=600,
         )
-        return run_to_end(launch), saves / "iter_0000001"
+        return run_to_end(launch), saves
 
 
 def prove(cases: Sequence[Case], out: Path) -> bool:
@@ -95,8 +105,10 @@ def prove(cases: Sequence[Case], out: Path) -> bool:
 
 def _row(case: Case, d: Differences) -> str:
     verdict = "equal" if d.is_equal else "**differs**"
+    resumed = "" if d.norm_resumed is None else f" ({d.norm_resumed:.1e})"
     return (
-        f"| {case.name} | {case.plan.world_size} | {d.loss:.1e} | {d.norm:.1e} | {d.gradients:.1e} "
+        f"| {case.name} | {case.plan.world_size} | {d.loss:.1e} | {d.norm:.1e}{resumed} "
+        f"| {d.gradients:.1e} "
         f"| {d.bytes_ratio:g} | {verdict} |"
     )
 

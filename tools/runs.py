@@ -34,6 +34,8 @@ class Launch:
     """Added to this process's own."""
     deadline: float | None = None
     """Seconds from the start of the launcher to its end; None for no limit."""
+    entry: Path = ENTRY
+    """The script of every rank."""
 
     @property
     def metrics(self) -> Path:
@@ -50,7 +52,7 @@ class Launch:
     def command(self) -> tuple[str, ...]:
         launcher = (sys.executable, "-m", "hetero.run", "--standalone")
         written = ("--metrics-file", str(self.metrics), "--hetero-report", str(self.report))
-        return (*launcher, f"--nproc-per-node={self.nproc}", str(ENTRY), *self.flags, *written)
+        return (*launcher, f"--nproc-per-node={self.nproc}", str(self.entry), *self.flags, *written)
 
 
 @dataclass(frozen=True)

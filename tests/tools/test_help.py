@@ -102,6 +102,7 @@ FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]+")
 TRAINS = {
     *("tools.prove_parity", "tools.reproduce_table", "tools.benchmark_parity"),
     *("tools.compare_ops", "tools.list_flags", "tools.prove_meshes"),
+    "tools.measure_overlap",
 }
 """Tools that take the training program's flags behind their own, or give it some."""
 

@@ -95,6 +95,7 @@ STARTING = {
     "benchmark_parity": "--out {folder}/out",
     "count_start_up": "--counted 8 --timed 64 --out {folder}/out",
     "demo": "--out {folder}/out",
+    "measure_overlap": "--model examples/presets/tiny.yaml --out {folder}/out",
     "preflight": "",
     "prove_meshes": "--out {folder}/out",
     "prove_parity": "--out {folder}/out -- --num-layers 2 --hidden-size 64 "

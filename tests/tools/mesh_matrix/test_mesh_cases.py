@@ -61,3 +61,11 @@ def test_bytes_are_those_of_activations_and_gradients_at_each_boundary() -> None
 def test_one_difference_is_enough(changed: dict[str, float]) -> None:
     assert EQUAL.is_equal
     assert not replace(EQUAL, **changed).is_equal
+
+
+def test_a_norm_that_rounding_has_moved_is_judged_by_its_step_alone() -> None:
+    moved = replace(EQUAL, norm=2e-6, worst_norm_step=19)
+    assert not moved.is_equal
+    assert replace(moved, norm_resumed=1e-8).is_equal
+    assert not replace(moved, norm_resumed=2e-6).is_equal
+    assert not replace(moved, norm=2e-5, norm_resumed=1e-8).is_equal

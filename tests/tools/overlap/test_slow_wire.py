@@ -1,0 +1,45 @@
+"""A link behind a slow wire: the same bytes, each part when the wire lets it go."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hetero.device.host import HostDevice
+from hetero.link.handshake import Rendezvous
+from hetero.link.ring_link import RingLink
+from hetero.link.same_host import open_same_host
+from tests.hetero.link.joined import CPU, joined, noise
+from tools.overlap.slow_wire import HostWire
+
+NBYTES = 1 << 20
+BYTES_PER_S = 20e6
+
+
+def _open(rendezvous: Rendezvous) -> RingLink:
+    return open_same_host(
+        rendezvous,
+        memory="host",
+        ring_bytes=4 * NBYTES,
+        chunk_bytes=NBYTES // 2,
+        device=HostDevice(CPU),
+    )
+
+
+def test_messages_cross_whole_and_part_by_part_as_the_wire_lets_go() -> None:
+    with joined(_open) as (sender, receiver):
+        there, back = HostWire(sender._out), HostWire(receiver._out)
+        there.bytes_per_s = BYTES_PER_S
+        sent = [noise(NBYTES, seed) for seed in range(3)]
+        got = [torch.empty_like(tensor) for tensor in sent]
+        works = [receiver.recv(tensor) for tensor in got]
+        for tensor in sent:
+            sender.send(tensor)
+        for work in works:
+            work.wait()
+        assert there.let_go == 3 * 2, "each part waits until the wire has let it go"
+        assert all(torch.equal(a, b) for a, b in zip(sent, got, strict=True))
+        assert there.seconds() == {
+            BYTES_PER_S: (3 * NBYTES, pytest.approx(3 * NBYTES / BYTES_PER_S))
+        }
+        assert back.seconds() == {}
