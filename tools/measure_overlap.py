@@ -227,7 +227,8 @@ def parse_options(argv: Sequence[str] | None) -> tuple[Options, list[float]]:
     parser.add_argument("--layers", type=int, nargs=2, help="of each stage; left out: the model's")
     for flag in ("--seq-length", "--micro-batch-size", "--global-batch-size"):
         parser.add_argument(flag, type=tool_command_line.whole_number, help="left out: the model's")
-    parser.add_argument("--transport", default="device-direct", help="as --hetero-transport")
+    fastest = "device-direct" if torch.cuda.is_available() else "shm"
+    parser.add_argument("--transport", default=fastest, help="as --hetero-transport")
     parser.add_argument(
         "--deadline",
         type=tool_command_line.positive,

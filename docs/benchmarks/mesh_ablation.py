@@ -90,6 +90,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--iterations", type=int, default=12)
+    parser.add_argument("--rows", type=int, nargs="+", default=range(len(ROWS)))
     given = parser.parse_args()
     if (reason := why_impossible()) is not None:
         print(f"error: no hosts can be played here: {reason}", file=sys.stderr)
@@ -97,7 +98,8 @@ def main() -> int:
     given.out.mkdir(parents=True, exist_ok=True)
     found: list[dict[str, object]] = []
     with tempfile.TemporaryDirectory() as name, Network(Path(name), INTERFACES) as network:
-        for number, row in enumerate(ROWS):
+        for number in given.rows:
+            row = ROWS[number]
             folder = Path(name) / f"row {number}"
             found.append(run_row(row, network.hosts, folder, given.iterations))
             ratio = found[-1]["tokens_per_s"] / found[0]["tokens_per_s"]  # type: ignore[operator]
