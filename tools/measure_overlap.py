@@ -45,7 +45,8 @@ from tools.runs import ROOT, SIMULATED, Finished, Launch, run_to_end
 
 WARM_UP = 3
 """Iterations of each run that are left away."""
-TIMED = ("--timing-log-level", "2", "--log-interval", "1")
+SHARED = ("--timing-log-level", "2", "--log-interval", "1", "--lr-decay-iters", "1000")
+"""The learning rate too: the runs are of different lengths, and their losses are compared."""
 
 
 @dataclass(frozen=True)
@@ -147,7 +148,7 @@ def _run(
     iterations: int,
     phases: Sequence[Phase] = (),
 ) -> Finished:
-    flags = [*row_flags(options, row, data=data), *TIMED, "--train-iters", str(iterations)]
+    flags = [*row_flags(options, row, data=data), *SHARED, "--train-iters", str(iterations)]
     cores = len(os.sched_getaffinity(0))
     environ = {"OMP_NUM_THREADS": str(max(1, cores // options.nproc))} | dict(os.environ)
     launch = Launch(
