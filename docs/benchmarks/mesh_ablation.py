@@ -32,7 +32,8 @@ MODEL = (
     "--attention-dropout 0 --global-batch-size 32 --lr 1e-3 --min-lr 1e-4 --log-interval 1 "
     "--eval-iters 0 --num-workers 0 --mock-data --tokenizer-type ByteLevelTokenizer "
     "--use-distributed-optimizer --hetero-pipeline --hetero-vendors amd nvidia "
-    "--hetero-pipeline-sizes 1 1 --micro-batch-size 4"
+    # Else a tensor-parallel size would pad it, which makes another model.
+    "--hetero-pipeline-sizes 1 1 --micro-batch-size 4 --padded-vocab-size 512"
 ).split()
 UNIFORM = "--hetero-tensor-sizes 1 1 --hetero-data-sizes 2 2".split()
 OWN = "--hetero-tensor-sizes 2 1 --hetero-data-sizes 1 2".split()
