@@ -158,7 +158,9 @@ def _alike(plan: Plan, rank: int, *, differ: frozenset[str]) -> tuple[int, ...]:
     return tuple(sorted(found))
 
 
-def planned_groups(plan: Plan, rank: int, *, vendor_backend: str) -> dict[str, GroupPlan | None]:
+def planned_groups(
+    plan: Plan, rank: int, *, vendor_backend: str, crossing_backend: str = CROSSING_BACKEND
+) -> dict[str, GroupPlan | None]:
     """The groups of a rank by kind, in the order in which it creates them.
 
     Kinds whose group has the same ranks and backend share one: their entries are equal. None: the
@@ -175,7 +177,7 @@ def planned_groups(plan: Plan, rank: int, *, vendor_backend: str) -> dict[str, G
         crosses = len(ends) > 1  # Meshes are runs of ranks, and `ranks` are in rising order.
         backend = vendor_backend
         if crosses:
-            backend = CROSSING_BACKEND if kind in _CARRIES_THE_MODEL else CONTROL_BACKEND
+            backend = crossing_backend if kind in _CARRIES_THE_MODEL else CONTROL_BACKEND
         planned[kind] = known.setdefault(
             (ranks, backend),
             GroupPlan(name=f"{kind} {ranks[0]}", ranks=ranks, backend=backend, crosses=crosses),
@@ -188,6 +190,7 @@ def build_groups(
     rank: int,
     *,
     vendor_backend: str,
+    crossing_backend: str = CROSSING_BACKEND,
     timeout: timedelta,
     crossing_timeout: timedelta | None = None,
 ) -> Groups:
@@ -198,7 +201,10 @@ def build_groups(
     """
     created: dict[GroupPlan, dist.ProcessGroup] = {}
     groups: dict[str, dist.ProcessGroup | StageOrder | None] = {}
-    for kind, group in planned_groups(plan, rank, vendor_backend=vendor_backend).items():
+    planned = planned_groups(
+        plan, rank, vendor_backend=vendor_backend, crossing_backend=crossing_backend
+    )
+    for kind, group in planned.items():
         if group is not None and group not in created:
             created[group] = create_group(
                 group.name,

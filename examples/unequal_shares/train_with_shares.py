@@ -49,18 +49,24 @@ class Block(nn.Module):
     def __init__(self, flags: argparse.Namespace) -> None:
         super().__init__()
         width = flags.hidden
-        self.heads = flags.heads
+        self.heads, self.kv_heads = flags.heads, flags.kv_heads
         self.attention_norm, self.ffn_norm = nn.RMSNorm(width), nn.RMSNorm(width)
-        self.qkv = nn.Linear(width, 3 * width, bias=False)
+        per_head = width // flags.heads
+        self.qkv = nn.Linear(width, per_head * (flags.heads + 2 * flags.kv_heads), bias=False)
         self.projection = nn.Linear(width, width, bias=False)
         self.gate_up = nn.Linear(width, 2 * flags.ffn, bias=False)
         self.down = nn.Linear(flags.ffn, width, bias=False)
 
     def forward(self, x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
-        heads = self.qkv(self.attention_norm(x)).unflatten(-1, (3, self.heads, -1)).transpose(1, 3)
-        q, k, v = heads.unbind(2)
+        counts = (self.heads, self.kv_heads, self.kv_heads)
+        heads = self.qkv(self.attention_norm(x)).unflatten(-1, (sum(counts), -1)).transpose(1, 2)
+        q, k, v = heads.split(counts, dim=1)
         mixed = scaled_dot_product_attention(
-            rotated(q, angles), rotated(k, angles), v, is_causal=True
+            rotated(q, angles),
+            rotated(k, angles),
+            v,
+            is_causal=True,
+            enable_gqa=self.kv_heads < self.heads,
         )
         x = x + self.projection(mixed.transpose(1, 2).flatten(-2))
         gate, up = self.gate_up(self.ffn_norm(x)).chunk(2, dim=-1)
@@ -111,7 +117,8 @@ def wrapped(flags: argparse.Namespace, group: dist.ProcessGroup) -> nn.Module:
         model = Llama(flags).to(getattr(torch, flags.dtype))
     slow_down(model)
     if flags.how == "ddp":
-        return DistributedDataParallel(model, process_group=group)
+        # The buckets are the gradients, which saves memory for one more copy of them.
+        return DistributedDataParallel(model, process_group=group, gradient_as_bucket_view=True)
     mesh = DeviceMesh.from_group(group, flags.device.type)
     for layer in model.layers:
         fully_shard(layer, mesh=mesh)
@@ -144,7 +151,10 @@ class Training:
     ) -> None:
         self._flags, self._group = flags, group
         self.model = wrapped(flags, group)
-        self._optimizer = torch.optim.AdamW(self.model.parameters(), lr=flags.lr)
+        # Its states have the parameters' type. Fused, it takes no memory besides.
+        self._optimizer = torch.optim.AdamW(
+            self.model.parameters(), lr=flags.lr, fused=on_gpu(flags)
+        )
         self._dataset = made_up_text(flags)
         self.sampler = ShareBatchSampler(
             self._dataset, shares, rank=dist.get_rank(group), seed=1, drop_last=True
@@ -211,11 +221,12 @@ def train(flags: argparse.Namespace) -> None:
     training = Training(
         flags, world, shares, measured=flags.shares == "measured", every=flags.adjust_every
     )
-    seconds, of_cpu = [], []
+    seconds, of_cpu, losses = [], [], []
     began = time.perf_counter()
     for step, loss in enumerate(training.run(flags.steps)):
         enqueued = time.perf_counter()
-        say(f"step {step} loss {loss.item()!r}")
+        losses.append(loss.item())
+        say(f"step {step} loss {losses[-1]!r}")
         ended = time.perf_counter()
         seconds.append(ended - began)
         of_cpu.append(enqueued - began)
@@ -224,6 +235,18 @@ def train(flags: argparse.Namespace) -> None:
         1000 * statistics.median(all_of[flags.steps // 3 :]) for all_of in (seconds, of_cpu)
     )
     say(f"{whole:.2f} ms a step, {cpu:.2f} ms until the CPU had enqueued it (medians)")
+    if flags.results:
+        add_result(
+            flags.results,
+            flags,
+            vendor_of_each_rank(),
+            step_ms=whole,
+            step_ms_of_cpu=cpu,
+            seconds=seconds,
+            losses=losses,
+            parameters=sum(p.numel() for p in training.model.parameters()),
+            peak_memory_bytes=torch.cuda.max_memory_allocated() if on_gpu(flags) else None,
+        )
 
 
 def samples_per_second(
@@ -249,7 +272,7 @@ def samples_per_second(
         dist.barrier(group=group)
         mine = (batch * flags.steps / (time.perf_counter() - began), [*training.sampler.shares])
         del training
-        if flags.device.type == "cuda":
+        if on_gpu(flags):
             torch.cuda.empty_cache()
     # The others wait here.
     dist.all_gather_object(told, mine)
@@ -292,35 +315,41 @@ def measure_efficiency(flags: argparse.Namespace) -> None:
         }
         rounds.append(result)
         say(f"round {number}: {json.dumps(result)}")
-    if dist.get_rank() == 0:
-        add_result(flags, vendors, rounds)
-
-
-def add_result(flags: argparse.Namespace, vendors: list[str], rounds: list[Any]) -> None:
-    """Add this run to the list in the file."""
     medians = {
         how: round(statistics.median(one["efficiency"][how] for one in rounds), 4)
         for how in ("equal", "unequal")
     }
-    slowdown = os.environ.get("HETERO_SLOWDOWN", "")
-    print(f"efficiency with {slowdown or 'no slowdown'}: {medians} (vendors simulated)", flush=True)
-    on_gpu = flags.device.type == "cuda"
+    slowdown = os.environ.get("HETERO_SLOWDOWN", "") or "no slowdown"
+    simulated = " (vendors simulated)" * ("HETERO_VENDOR" in os.environ)
+    say(f"efficiency with {slowdown}: {medians}{simulated}")
+    add_result(flags.efficiency, flags, vendors, rounds=rounds, efficiency=medians)
+
+
+def add_result(
+    path: Path, flags: argparse.Namespace, vendors: list[str], **figures: object
+) -> None:
+    """Add this run to the list in the file, on rank 0."""
+    if dist.get_rank() != 0:
+        return
     record = {
-        "device": torch.cuda.get_device_name() if on_gpu else "CPU",
+        "device": torch.cuda.get_device_name() if on_gpu(flags) else "CPU",
         "torch": torch.__version__,
         "vendors": vendors,
         "simulated": "HETERO_VENDOR" in os.environ,
-        "slowdown": slowdown,
+        "slowdown": os.environ.get("HETERO_SLOWDOWN", ""),
         "flags": {
             name: str(value) if isinstance(value, torch.device | Path) else value
             for name, value in vars(flags).items()
-            if name != "efficiency"
+            if name not in ("efficiency", "results")
         },
-        "rounds": rounds,
-        "efficiency": medians,
+        **figures,
     }
-    written = json.loads(flags.efficiency.read_text()) if flags.efficiency.exists() else []
-    flags.efficiency.write_text(json.dumps([*written, record], indent=1) + "\n")
+    written = json.loads(path.read_text()) if path.exists() else []
+    path.write_text(json.dumps([*written, record], indent=1) + "\n")
+
+
+def on_gpu(flags: argparse.Namespace) -> bool:
+    return bool(flags.device.type == "cuda")
 
 
 def parse() -> argparse.Namespace:
@@ -334,6 +363,7 @@ def parse() -> argparse.Namespace:
     add("--hidden", type=int, default=128)
     add("--ffn", type=int, help="default: 4 times --hidden")
     add("--heads", type=int, default=4)
+    add("--kv-heads", type=int, help="heads of keys and values; default: --heads")
     add("--vocabulary", type=int, default=1024)
     add("--seq-length", type=int, default=64)
     add("--batch-size", type=int, default=60, help="samples of all ranks together")
@@ -345,10 +375,14 @@ def parse() -> argparse.Namespace:
     add("--adjust-every", type=int, metavar="STEPS", help="measure again and again")
     add("--efficiency", type=Path, metavar="FILE", help="compare, and add the result to this JSON")
     add("--rounds", type=int, default=3, help="of --efficiency")
+    add("--results", type=Path, metavar="FILE", help="add times, losses and memory to this JSON")
     add("--deterministic", action="store_true", help="the same bits in each run, a little slower")
     flags = parser.parse_args()
     flags.ffn = flags.ffn or 4 * flags.hidden
-    sizes = "layers hidden heads vocabulary seq_length batch_size micro_batches steps rounds"
+    flags.kv_heads = flags.heads if flags.kv_heads is None else flags.kv_heads
+    sizes = (
+        "kv_heads layers hidden heads vocabulary seq_length batch_size micro_batches steps rounds"
+    )
     wrong = [
         f"--{name.replace('_', '-')} {getattr(flags, name)} is not above 0"
         for name in sizes.split()
@@ -356,10 +390,13 @@ def parse() -> argparse.Namespace:
     ]
     if flags.heads > 0 and flags.hidden % (2 * flags.heads):
         wrong.append(f"--hidden {flags.hidden} is no multiple of twice --heads {flags.heads}")
+    if flags.kv_heads > 0 and flags.heads % flags.kv_heads:
+        wrong.append(f"--heads {flags.heads} is no multiple of --kv-heads {flags.kv_heads}")
     if flags.seq_length < 2:
         wrong.append(f"--seq-length {flags.seq_length} is less than 2")
-    if flags.efficiency and not flags.efficiency.absolute().parent.is_dir():
-        wrong.append(f"--efficiency {flags.efficiency}: its folder does not exist; create it")
+    for flag, path in (("--efficiency", flags.efficiency), ("--results", flags.results)):
+        if path and not path.absolute().parent.is_dir():
+            wrong.append(f"{flag} {path}: its folder does not exist; create it")
     if flags.device.type == "cuda" and not torch.cuda.is_available():
         wrong.append("--device cuda: PyTorch sees no GPU; use --device cpu")
     if wrong:

@@ -35,6 +35,8 @@ class LinkOptions:
     timeout: float
     """Seconds before a blocked transfer is an error."""
     channel: ChannelOptions
+    vendor_backend: str = "gloo"
+    """What goes from stage to stage inside a mesh: `nccl`, which is RCCL on AMD, or `gloo`."""
     sequence: int = 0
     """Length of the pipeline's sequences, for stages that split them differently."""
     tensor_group: dist.ProcessGroup | None = None
@@ -85,13 +87,6 @@ def _links_of(neighbour: Neighbour | None) -> list[Link]:
     if neighbour is None:
         return []
     return neighbour.links if isinstance(neighbour, ReshardedEdge) else [neighbour]
-
-
-def edge_transport(edge: Edge, *, boundary_transport: str, device_type: str) -> str:
-    """Inside a mesh the vendor's library; across a boundary what `--hetero-transport` says."""
-    if edge.is_boundary:
-        return boundary_transport
-    return "nccl" if device_type == "cuda" else "gloo"
 
 
 def open_links(plan: Plan, rank: int, options: LinkOptions) -> PipelineLinks:
@@ -156,11 +151,7 @@ class _Opener:
             job=options.job,
             timeout=options.timeout,
         )
-        transport = edge_transport(
-            edge,
-            boundary_transport=options.boundary_transport,
-            device_type=options.device.type,
-        )
+        transport = options.boundary_transport if edge.is_boundary else options.vendor_backend
         if transport == "nccl":
             groups = _direction_groups(description, edge, options.timeout)
             return _open_vendor(description, side, groups)

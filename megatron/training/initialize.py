@@ -32,7 +32,7 @@ from hetero.errors import (
     print_error,
     write_error_file,
 )
-from hetero.groups import build_groups, joins_meshes
+from hetero.groups import CROSSING_BACKEND, build_groups, joins_meshes
 from hetero.liveness.liveness import Liveness, RankLost
 from hetero.liveness.open_liveness import open_liveness
 from hetero.new_group import open_world
@@ -77,6 +77,8 @@ def plan_launch(args: argparse.Namespace, rank: int) -> Plan:
     """The plan of a command line, once this process is known to be able to follow it."""
     slowdown_factors(os.environ.get(SLOWDOWN_VARIABLE, ""))
     plan = plan_from_args(args, vendor=running_vendor())
+    if args.distributed_backend == "gloo" and torch.cuda.is_available():
+        _require_links(args, plan)
     own = plan.meshes[plan.coordinate(rank).mesh].transformer_impl
     # Where it is not installed local layers are built, as the flags have been told already.
     if (own or args.transformer_impl) == ENGINE and (own is None or engine_is_installed()):
@@ -94,6 +96,15 @@ def plan_launch(args: argparse.Namespace, rank: int) -> Plan:
         if args.save is not None and not args.skip_train:
             check_save_folder(Path(args.save))
     return plan
+
+
+def _require_links(args: argparse.Namespace, plan: Plan) -> None:
+    """megatron-core would have gloo send a GPU's tensors from stage to stage, which it cannot."""
+    if plan.stages > 1 and not args.hetero_pipeline:
+        raise UserError(
+            f"--distributed-backend gloo cannot join the {plan.stages} pipeline stages of one "
+            "vendor's GPUs; give --hetero-pipeline with --hetero-transport gloo, or leave it out"
+        )
 
 
 def _choose_device(local_rank: int) -> torch.device:
@@ -275,7 +286,8 @@ class Starter:
         timeout: float,
     ) -> Job:
         _set_determinism(args)
-        vendor_backend = "nccl" if device.type == "cuda" else "gloo"
+        every_is_gloo = args.distributed_backend == "gloo"
+        vendor_backend = "nccl" if device.type == "cuda" and not every_is_gloo else "gloo"
         mixed = len(plan.meshes) > 1
         default = "gloo" if device.type == "cpu" else "cpu:gloo"
         if device.type == "cuda" and not mixed:
@@ -296,6 +308,7 @@ class Starter:
                 plan,
                 self.rank,
                 vendor_backend=vendor_backend,
+                crossing_backend="gloo" if every_is_gloo else CROSSING_BACKEND,
                 timeout=timedelta(seconds=timeout),
                 crossing_timeout=timedelta(seconds=args.hetero_timeout),
             )
@@ -317,6 +330,7 @@ class Starter:
                         job=job_name,
                         timeout=args.hetero_timeout,
                         channel=channel_options(args, self._own_address),
+                        vendor_backend=vendor_backend,
                         sequence=args.seq_length,
                         tensor_group=groups.tensor,
                     ),

@@ -46,10 +46,44 @@ def test_it_compares_equal_with_unequal_shares(tmp_path):
     assert run["efficiency"] == only["efficiency"]
 
 
+def test_it_leaves_times_and_losses(tmp_path):
+    """Two vendors of two ranks each, and fewer heads of keys than of queries."""
+    results = tmp_path / "steps.json"
+    played = {"HETERO_VENDOR": "nvidia*2,amd*2", "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    size = "--layers 1 --hidden 32 --kv-heads 2 --vocabulary 64 --seq-length 32 --steps 3"
+    words = (
+        "--standalone --nproc-per-node 4 examples/unequal_shares/train_with_shares.py "
+        f"{size} --batch-size 8 --shares equal --lr 0.01 --results {results}"
+    )
+    done = subprocess.run(
+        [sys.executable, "-m", "hetero.run", *words.split()],
+        cwd=ROOT,
+        env=os.environ | played,
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert done.returncode == 0, done.stderr
+    (run,) = json.loads(results.read_text())
+    assert run["vendors"] == ["nvidia", "nvidia", "amd", "amd"]
+    assert run["flags"]["backend"] == "hetero"
+    assert len(run["losses"]) == len(run["seconds"]) == 3
+    assert run["losses"][-1] < run["losses"][0]
+    # Keys and values of two heads in place of four.
+    qkv, rest = 32 * 8 * (4 + 2 + 2), 32 * 32 + 3 * 32 * 128 + 2 * 32
+    assert run["parameters"] == qkv + rest + 2 * 64 * 32 + 32
+
+
 def test_all_that_is_wrong_with_its_flags_is_said_at_once(monkeypatch):
-    words = "train --layers 0 --hidden 30 --seq-length 1 --efficiency nowhere/x.json"
+    words = "train --layers 0 --hidden 30 --seq-length 1 --efficiency nowhere/x.json --kv-heads 3"
     monkeypatch.setattr(sys, "argv", words.split())
     with pytest.raises(UserError) as error:
         train_with_shares.parse()
-    for said in ("--layers 0", "--hidden 30", "--seq-length 1", "nowhere/x.json: its folder"):
+    for said in (
+        "--layers 0",
+        "--hidden 30",
+        "--seq-length 1",
+        "nowhere/x.json: its folder",
+        "--kv-heads 3",
+    ):
         assert said in str(error.value)

@@ -192,6 +192,13 @@ def test_two_stages_of_one_mesh_need_no_group_of_several_vendors() -> None:
     assert [group.backend for group in _planned(whole, 1)] == ["nccl", "nccl"]
 
 
+@given(any_plans())
+def test_gloo_may_be_asked_for_in_every_group(plan: Plan) -> None:
+    for rank in range(plan.world_size):
+        planned = planned_groups(plan, rank, vendor_backend="gloo", crossing_backend="gloo")
+        assert {group.backend for group in planned.values() if group is not None} == {"gloo"}
+
+
 # Who creates which.
 
 

@@ -12,12 +12,21 @@ import pytest
 from hetero.errors import HeteroError, UserError
 from megatron.training.arguments import parse_args
 from tools import reproduce_table
-from tools.reproduction import table, table_rows
+from tools.reproduction import steadiness, table, training_runs
 from tools.reproduction.measurement import Attempt, Measurement, measure, summarise
-from tools.reproduction.settings import LLAMA3_8B, MODELS, QWEN2_7B, ROWS, TRAINING_FLAGS
+from tools.reproduction.run_options import whole_flags
+from tools.reproduction.settings import (
+    EVERY_GROUP,
+    LLAMA3_8B,
+    MODELS,
+    QWEN2_7B,
+    ROWS,
+    TRAINING_FLAGS,
+)
 from tools.reproduction.table_options import parse_options
 from tools.reproduction.table_picture import draw
-from tools.reproduction.table_rows import Options, parsed_row, row_flags, run_order
+from tools.reproduction.table_rows import Options, parsed_row, planned_run, run_order
+from tools.reproduction.training_runs import PlannedRun
 from tools.runs import DeadlinePassed, Finished, Launch
 
 pytestmark = pytest.mark.usefixtures("preloaded_ranks")
@@ -74,6 +83,14 @@ def test_rows_differ_in_nothing_but_what_crosses_between_stages() -> None:
     }
 
 
+def test_gloo_for_every_group_differs_from_gloo_in_nothing_else() -> None:
+    chosen = options("--model llama3_8b --out x")
+    gloo, every = (vars(parsed_row(chosen, row)) for row in ("gloo", EVERY_GROUP))
+    differing = {name for name in gloo if gloo[name] != every[name]}
+    assert differing - {"typed_flags"} == {"distributed_backend"}
+    assert every["distributed_backend"] == "gloo"
+
+
 def test_gpus_beyond_two_make_data_parallel_replicas() -> None:
     assert parsed_row(options("--nproc 8 --out x"), "gloo").data_parallel_size == 4
 
@@ -96,7 +113,8 @@ def test_published_figures_are_not_set_beside_another_model() -> None:
 
 def test_text_takes_the_place_of_made_up_tokens() -> None:
     chosen = options(f"--model {TINY} --out x")
-    flags = row_flags(chosen, "gloo", data=["--data-path", "tokens"])
+    own = planned_run(chosen, "gloo").flags
+    flags = whole_flags(chosen, own, data=["--data-path", "tokens"])
     args = parse_args(flags, world_size=2)
     assert not args.mock_data
     assert args.data_path == ["tokens"]
@@ -104,7 +122,7 @@ def test_text_takes_the_place_of_made_up_tokens() -> None:
 
 def test_rounds_go_forth_and_back() -> None:
     chosen = options("--rows homogeneous gloo tcp --rounds 3 --out x")
-    assert [row for _, row in run_order(chosen)] == [
+    assert [run.row for run in run_order(chosen)] == [
         *("homogeneous", "gloo", "tcp"),
         *("tcp", "gloo", "homogeneous"),
         *("homogeneous", "gloo", "tcp"),
@@ -118,7 +136,8 @@ def test_rounds_go_forth_and_back() -> None:
         ("--model gpt5", "--model gpt5 is neither one of llama3_8b, qwen2_7b nor a preset"),
         ("--iterations 3 --warmup 3", "--warmup 3 leaves nothing of 3 iterations"),
         ("--warmup 0", "--warmup 0"),
-        ("--rounds 0", "--rounds and --deadline must be above zero"),
+        ("--rounds 0", "--rounds must be above zero"),
+        ("--deadline 0", "--deadline 0 must be above zero"),
         ("--layers 17 16", "33"),
         ("--global-batch-size 7 --nproc 4", "7"),
         ("--data-path nowhere", "there is no nowhere.idx"),
@@ -154,8 +173,9 @@ def test_a_row_that_has_no_result_says_why(
     def fail(launch: object) -> None:
         raise error
 
-    monkeypatch.setattr(table_rows, "run_to_end", fail)
-    outcome = table_rows.attempt(options("--out x"), "gloo", 1, data=[])
+    monkeypatch.setattr(training_runs, "run_to_end", fail)
+    chosen = options("--out x")
+    outcome = training_runs.attempt(chosen, planned_run(chosen, "gloo"), data=[])
     assert outcome.measurement is None
     assert problem in str(outcome.problem)
 
@@ -170,9 +190,10 @@ def test_rows_with_two_vendors_are_simulated_and_the_homogeneous_one_is_not(
         launches.append(launch)
         raise HeteroError("enough seen")
 
-    monkeypatch.setattr(table_rows, "run_to_end", note)
+    monkeypatch.setattr(training_runs, "run_to_end", note)
+    chosen = options("--deadline 7 --out x")
     for row in ("homogeneous", "gloo"):
-        table_rows.attempt(options("--deadline 7 --out x"), row, 2, data=[])
+        training_runs.attempt(chosen, planned_run(chosen, row, 2), data=[])
     homogeneous, gloo = launches
     assert "HETERO_VENDOR" not in homogeneous.environ
     assert gloo.environ["HETERO_VENDOR"] == "plan"
@@ -180,15 +201,18 @@ def test_rows_with_two_vendors_are_simulated_and_the_homogeneous_one_is_not(
     assert (gloo.name, gloo.deadline) == ("gloo-2", 7.0)
 
 
-def test_an_interrupt_leaves_what_was_measured(
+def test_an_interrupt_leaves_what_was_measured_and_the_rest_can_be_made_later(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def interrupted(*_args: object, **_how: object) -> Attempt:
-        if (tmp_path / "table.json").exists():
-            raise KeyboardInterrupt
-        return Attempt("homogeneous", 1, MEASURED)
+    made: list[str] = []
 
-    monkeypatch.setattr(reproduce_table, "attempt", interrupted)
+    def interrupted(_options: Options, run: PlannedRun, **_how: object) -> Attempt:
+        made.append(run.row)
+        if len(made) == 2:
+            raise KeyboardInterrupt
+        return Attempt(run.row, 1, MEASURED)
+
+    monkeypatch.setattr(training_runs, "attempt", interrupted)
     (tmp_path / "tokens.idx").touch()
     words = f"--data-path {tmp_path / 'tokens'} --out {tmp_path}"
     assert reproduce_table.main(words.split()) == 130
@@ -198,6 +222,13 @@ def test_an_interrupt_leaves_what_was_measured(
     record = json.loads((tmp_path / "table.json").read_text())
     assert not record["is_complete"]
     assert record["rows"][0]["tflops"]["median"] == 500
+
+    assert "is of other flags" in refusal(capsys, f"{words} --resume --warmup 2")
+    assert reproduce_table.main([*words.split(), "--resume"]) == 0
+    assert made == ["homogeneous", "device-direct", *ROWS[1:]]
+    record = json.loads((tmp_path / "table.json").read_text())
+    assert record["is_complete"]
+    assert [row["row"] for row in record["rows"]] == list(ROWS)
 
 
 # The figures.
@@ -210,6 +241,7 @@ MEASURED = Measurement(
     peak_memory_bytes=(90 << 30, 70 << 30),
     data_wait_share=0.0004,
     data_wait_longest_ms=2.0,
+    boundary_bytes=0,
     transport="nccl",
     device="NVIDIA H200",
     actual_vendor="nvidia",
@@ -246,12 +278,14 @@ def test_a_run_is_read_without_its_warm_up() -> None:
     ]
     stages = [{"ranks": [0, 1]}, {"ranks": [2, 3]}]
     report = {"ranks": ranks, "stages": stages, "transport": "ipc", "simulated": True}
+    report["boundary_bytes"] = 77
     measured = measure(Finished(iterations, report), warmup=1)
     assert measured.tokens_per_s == (0.001, 0.001)
     assert measured.losses == (5.0, 5.0, 5.0)
     assert measured.peak_memory_bytes == (30, 25)
     assert measured.data_wait_share == pytest.approx(0.05)
     assert measured.data_wait_longest_ms == 80.0
+    assert measured.boundary_bytes == 77
 
 
 def test_a_run_that_ended_within_its_warm_up_measured_nothing() -> None:
@@ -330,20 +364,39 @@ def test_the_picture_can_be_drawn_with_rows_missing(runs: list[Attempt]) -> None
     assert image.startswith(b"\x89PNG")
 
 
+# How steady a run is.
+
+
+def test_a_long_run_is_told_by_its_ends_and_its_spread() -> None:
+    tokens = (*[1000.0] * 100, *range(1000, 900, -1), *[900.0] * 100)
+    losses = (9.0, *[5.0] * 200, *[4.0] * 100)
+    long_run = replace(MEASURED, tokens_per_s=tokens, losses=losses)
+    (run,) = steadiness.steadiness(
+        [Attempt("homogeneous", 1, long_run), Attempt("gloo", 1, MEASURED), Attempt("tcp", 1)]
+    )
+    assert (run.iterations, run.first, run.last, run.drift) == (300, 1000, 900, 0.9)
+    assert (run.p5, run.p95, run.slowest) == (900, 1000, 900)
+    assert 949 < run.p50 < 952
+    assert (run.first_loss, run.last_loss) == (9.0, 4.0)
+    assert "| homogeneous | 300 |" in steadiness.render([run])
+    assert steadiness.draw([Attempt("gloo", 2, long_run)], title="a title").startswith(b"\x89PNG")
+
+
 # One real run.
 
 
 def test_a_table_of_a_tiny_model_on_this_machines_cpu(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Two rows that work and one that cannot, for want of GPUs: it is a line, and the rest runs."""
-    words = f"--model {TINY} --rows device-direct homogeneous gloo --iterations 3 --warmup 1"
+    """Rows that work and one that cannot, for want of GPUs: it is a line, and the rest runs."""
+    rows = f"device-direct homogeneous {EVERY_GROUP}"
+    words = f"--model {TINY} --rows {rows} --iterations 3 --warmup 1"
     assert reproduce_table.main([*words.split(), "--out", str(tmp_path)]) == 1
     assert "1 of 3 runs have no result" in capsys.readouterr().err
     record = Namespace(**json.loads((tmp_path / "table.json").read_text()))
     direct, homogeneous, gloo = record.rows
     assert record.is_complete
-    assert "--hetero-transport" in record.flags["gloo"]
+    assert "--hetero-transport" in record.asked["runs"][EVERY_GROUP]["flags"]
     assert "ipc: it joins GPUs" in direct["problems"][0]
     assert homogeneous["boundary"] == "gloo (no GPU)"
     assert gloo["boundary"] == "gloo"

@@ -92,6 +92,8 @@ READING = {
 STARTING = {
     "bench_collectives": "--device cpu --backends hetero --out {folder}/out",
     "bench_link": "--cpu --transports shm --out {folder}/out",
+    "bench_meshes": "--meshes TP2xDP1/TP1xDP2 --out {folder}/out",
+    "bench_splits": "--out {folder}/out",
     "benchmark_parity": "--out {folder}/out",
     "count_start_up": "--counted 8 --timed 64 --out {folder}/out",
     "demo": "--out {folder}/out",

@@ -23,7 +23,7 @@ from tools.parity_benchmark.parity_runs import (
     planned_runs,
 )
 from tools.parity_benchmark.side_by_side import VISIBLE, gpu_names
-from tools.reproduction.table_options import MODEL_SIZES
+from tools.reproduction.run_options import MODEL_SIZES
 
 Number = TypeVar("Number", int, float)
 

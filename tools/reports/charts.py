@@ -1,4 +1,4 @@
-"""Charts as SVG that takes its colours from the page around it, so that it follows its theme."""
+"""Charts of one look: SVG in the colours of the page around it, or pictures that stand alone."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import matplotlib as mpl
 from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 
@@ -46,6 +47,14 @@ def style_axes(axes: Axes, theme: Theme, *, x_label: str) -> None:
     axes.set_xlabel(x_label, color=theme.ink)
     axes.yaxis.label.set_color(theme.ink)
     axes.margins(x=0.01)
+
+
+def as_png(figure: Figure) -> bytes:
+    """The figure as a picture that stands alone, for a page of the documentation."""
+    FigureCanvasAgg(figure)
+    stream = io.BytesIO()
+    figure.savefig(stream, format="png", dpi=150, metadata={"Software": None})
+    return stream.getvalue()
 
 
 def as_svg(figure: Figure, name: str, description: str) -> str:

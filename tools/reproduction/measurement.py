@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from hetero.errors import HeteroError
@@ -32,6 +32,8 @@ class Measurement:
     """Of the time of all iterations but the first, what the worst rank spent in its loader."""
     data_wait_longest_ms: float
     """The longest that any rank was blocked in one iteration but the first."""
+    boundary_bytes: int
+    """Sent from mesh to mesh in the whole run; none where there is one mesh."""
     transport: str
     device: str
     actual_vendor: str
@@ -54,6 +56,15 @@ class Attempt:
     seconds: float = 0.0
     """Wall time, start-up included."""
 
+    @staticmethod
+    def of_mapping(mapping: Mapping[str, Any]) -> Attempt:
+        """One with a measurement, as JSON holds it."""
+        lists = {
+            name: tuple(value) if isinstance(value, list) else value
+            for name, value in mapping["measurement"].items()
+        }
+        return Attempt(**{**mapping, "measurement": Measurement(**lists)})
+
 
 @dataclass(frozen=True)
 class Spread:
@@ -65,6 +76,7 @@ class Spread:
 
     @staticmethod
     def of(values: Sequence[float]) -> Spread:
+        """Of one value or more."""
         return Spread(statistics.median(values), min(values), max(values))
 
 
@@ -113,6 +125,7 @@ def measure(finished: Finished, *, warmup: int) -> Measurement:
         ),
         data_wait_share=max(wait["later_seconds"] for wait in waits) / later_seconds,
         data_wait_longest_ms=1000 * max(wait["longest_later_seconds"] for wait in waits),
+        boundary_bytes=report["boundary_bytes"],
         transport=report["transport"],
         device=ranks[0]["device"],
         actual_vendor=ranks[0]["actual_vendor"],
@@ -179,11 +192,3 @@ def _boundary(row: str, good: Sequence[Measurement]) -> str:
 
 def _spread(values: Sequence[float]) -> Spread | None:
     return Spread.of(values) if values else None
-
-
-def as_mapping(attempts: Sequence[Attempt], results: Sequence[RowResult]) -> dict[str, Any]:
-    """Both as JSON holds them."""
-    return {
-        "rows": [asdict(result) for result in results],
-        "runs": [asdict(attempt) for attempt in attempts],
-    }

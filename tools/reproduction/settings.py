@@ -20,6 +20,8 @@ PRESETS = ROOT / "examples" / "presets"
 HOMOGENEOUS = "homogeneous"
 ROWS = (HOMOGENEOUS, "device-direct", "cpu-forward", "gloo")
 """The published rows by the names that our transports have, in the order in which they run."""
+EVERY_GROUP = "gloo-every-group"
+"""Another row of the publication: gloo between the stages, and for every group as well."""
 VENDORS = ("nvidia", "amd")
 """The vendor of each stage. AMD comes last, as published: its share of layers is the smaller."""
 
@@ -67,7 +69,8 @@ LLAMA3_8B = ModelSetting(
         f"{HOMOGENEOUS}, amd": Published(534.9, "AMD only"),
         "device-direct": Published(539.6, "device-direct"),
         "cpu-forward": Published(236.5, "Gloo on the pipeline group, one NIC per GPU"),
-        "gloo": Published(160.8, "Gloo on the pipeline group; for every group 11.1"),
+        "gloo": Published(160.8, "Gloo on the pipeline group"),
+        EVERY_GROUP: Published(11.1, "Gloo for every group, data-parallel ones of 8 ranks too"),
     },
 )
 

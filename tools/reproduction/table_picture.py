@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import io
 import textwrap
 from collections.abc import Sequence
 
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from tools.reports.charts import LIGHT, style_axes
+from tools.reports.charts import LIGHT, as_png, style_axes
 from tools.reproduction.measurement import RowResult
 
 OURS, THEIRS = "#b3402a", "#a9c3e6"
@@ -20,7 +18,6 @@ TITLE_COLUMNS = 88
 def draw(results: Sequence[RowResult], *, title: str, published_label: str) -> bytes:
     """A PNG. Whiskers reach from the slowest to the fastest iteration."""
     figure = Figure(figsize=(8.6, 4.4), layout="constrained", facecolor=LIGHT.paper)
-    FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     style_axes(axes, LIGHT, x_label="")
     axes.set_axisbelow(True)
@@ -70,9 +67,7 @@ def draw(results: Sequence[RowResult], *, title: str, published_label: str) -> b
     axes.margins(y=0.25)
     if measured or published:
         axes.legend(frameon=False, labelcolor=LIGHT.ink, fontsize=9, loc="upper right", ncols=2)
-    stream = io.BytesIO()
-    figure.savefig(stream, format="png", dpi=150, metadata={"Software": None})
-    return stream.getvalue()
+    return as_png(figure)
 
 
 def _tick(result: RowResult) -> str:

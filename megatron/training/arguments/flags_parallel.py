@@ -119,7 +119,8 @@ def _add_runtime_flags(group: argparse._ArgumentGroup) -> None:
         "--distributed-backend",
         choices=("nccl", "gloo"),
         default="nccl",
-        help="library of the groups inside one vendor (nccl is RCCL on AMD)",
+        help="library of the groups inside one vendor (nccl is RCCL on AMD, gloo on CPU); gloo: of "
+        "every group, those that cross vendors too",
     )
     group.add_argument(
         "--distributed-timeout-minutes",

@@ -109,7 +109,6 @@ WITHOUT_EFFECT: dict[str, str] = {
     "--logging-level": "the program logs what a person can act on, at one level",
     "--no-manual-gc-eval": "evaluation triggers no collection of its own",
     "--disable-manual-gc-eval": "evaluation triggers no collection of its own",
-    "--distributed-backend": "the backend of each group follows from its ranks' vendor",
     "--no-async-tensor-model-parallel-allreduce": "megatron-core decides this by itself",
     "--disable-async-tensor-model-parallel-allreduce": "megatron-core decides this by itself",
     "--disable-gloo-process-groups": "groups that cross vendors are gloo, others are not",

@@ -1,0 +1,126 @@
+"""Tokens/s over the split of the layers: the runs, what they come to, and three real ones."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tools import bench_splits
+from tools.bench_splits import parse_options
+from tools.reproduction import split_sweep
+from tools.reproduction.measurement import Attempt, Measurement
+from tools.reproduction.run_options import parsed
+from tools.reproduction.split_sweep import curves, planned_runs, split_name
+
+pytestmark = pytest.mark.usefixtures("preloaded_ranks")
+
+TINY = Path(__file__).resolve().parents[2] / "examples" / "presets" / "tiny.yaml"
+MEASURED = Measurement(
+    tokens_per_s=(100.0, 101.0, 99.0),
+    tflops=(1.0, 1.0, 1.0),
+    tflops_full_square=(1.0, 1.0, 1.0),
+    losses=(9.0, 8.0, 7.0),
+    peak_memory_bytes=(1, 1),
+    data_wait_share=0.0,
+    data_wait_longest_ms=0.0,
+    boundary_bytes=0,
+    transport="ipc",
+    device="NVIDIA H200",
+    actual_vendor="nvidia",
+    simulated=True,
+)
+
+
+def attempt(row: str, tokens: float) -> Attempt:
+    return Attempt(row, 1, replace(MEASURED, tokens_per_s=(tokens,)))
+
+
+def test_every_split_runs_with_every_factor_beside_each_vendor_alone() -> None:
+    options = parse_options(["--out", "x"])
+    runs = planned_runs(options)
+    assert [split[0] for split in options.splits] == [10, 12, 14, 16, 18, 20, 22]
+    assert len(runs) == 3 + 7 * 3
+    assert len({run.row for run in runs}) == len(runs)
+    fast, _, slow = runs[:3]
+    assert fast.environ == {"HETERO_VENDOR": "nvidia", "HETERO_SLOWDOWN": ""}
+    assert slow.environ == {"HETERO_VENDOR": "amd", "HETERO_SLOWDOWN": "amd=2"}
+    assert not parsed(options, slow.flags, nproc=2).hetero_pipeline
+    last = runs[-1]
+    assert last.environ == {"HETERO_VENDOR": "plan", "HETERO_SLOWDOWN": "amd=2"}
+    assert parsed(options, last.flags, nproc=2).hetero_pipeline_layers == [22, 10]
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        ("--factors 0.5", "--factors must be 1.0 or more"),
+        ("--first-layers 32", "each stage holds one layer or more of the model's 32"),
+        ("--model {tiny} --layers 3 2", "5"),
+    ],
+)
+def test_what_no_run_could_do_is_refused_in_a_sentence(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, words: str, reason: str
+) -> None:
+    said = words.format(tiny=TINY)
+    assert bench_splits.main([*said.split(), "--out", str(tmp_path / "out")]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert reason in line
+    assert not (tmp_path / "out").exists()
+
+
+def test_it_is_told_where_a_split_is_slower_than_the_slower_vendor_alone() -> None:
+    options = parse_options("--first-layers 10 16 22 --factors 1 2 --out x".split())
+    attempts = [attempt("nvidia-alone", 100), attempt("amd-alone-x2", 50)]
+    for (split, factor), tokens in {
+        ((10, 22), 1.0): 70,
+        ((16, 16), 1.0): 101,
+        ((22, 10), 1.0): 80,
+        ((10, 22), 2.0): 24,
+        ((16, 16), 2.0): 49,
+        ((22, 10), 2.0): 60,
+    }.items():
+        attempts.append(attempt(split_name(split, factor), tokens))
+    equal, slowed = curves(options, attempts)
+    assert equal.below(equal.alone) == [(10, 22), (22, 10)]
+    assert (slowed.alone, slowed.best.split) == (50, (22, 10))
+    found = slowed.as_json()
+    assert found["below_alone"] == [(10, 22), (16, 16)]
+    assert found["below_own_gpus"] == [(10, 22)]
+    table = split_sweep.render(options, [equal, slowed]).splitlines()
+    assert len({line.count("|") for line in table}) == 1
+    assert table[3] == "| 16/16 | **101** (1.01) | 49 (0.98) |"
+    notes = "\n".join(split_sweep.notes(options, [equal, slowed], attempts))
+    assert "amd x2: below the slower vendor alone, GPU for GPU, with 10/22, 16/16" in notes
+    assert "(half of it, calculated), with 10/22" in notes
+    assert split_sweep.draw([equal, slowed], title="a title").startswith(b"\x89PNG")
+
+
+def test_curves_are_of_what_has_been_measured() -> None:
+    options = parse_options("--first-layers 10 16 --factors 1 2 --out x".split())
+    attempts = [attempt("10-22-amd-x1", 70), Attempt("16-16-amd-x1", 1, problem="no memory")]
+    (only,) = curves(options, attempts)
+    assert [point.split for point in only.points] == [(10, 22)]
+    assert only.alone is None
+    assert only.as_json()["below_alone"] == []
+    notes = split_sweep.notes(options, [only], attempts)
+    assert notes[-1] == "16-16-amd-x1: no memory"
+
+
+def test_a_sweep_of_a_tiny_model_on_this_machines_cpu(tmp_path: Path) -> None:
+    words = f"--model {TINY} --first-layers 1 --factors 3 --transport shm --iterations 2 --warmup 1"
+    assert bench_splits.main([*words.split(), "--out", str(tmp_path)]) == 0
+    record = json.loads((tmp_path / "splits.json").read_text())
+    assert record["is_complete"]
+    assert [run["row"] for run in record["runs"]] == ["nvidia-alone", "amd-alone-x3", "1-3-amd-x3"]
+    # Slower, and nothing else.
+    assert len({tuple(run["measurement"]["losses"]) for run in record["runs"]}) == 1
+    slowed = "HETERO_SLOWDOWN=amd=3: layers take so many times as long (simulated)"
+    assert slowed not in (tmp_path / "nvidia-alone-1.log").read_text()
+    assert slowed in (tmp_path / "amd-alone-x3-1.log").read_text()
+    (curve,) = record["curves"]
+    assert curve["points"][0]["tokens_per_s"] > 0
+    assert "vendors simulated" in (tmp_path / "splits.md").read_text().splitlines()[0]
+    assert (tmp_path / "splits.png").stat().st_size > 1000
