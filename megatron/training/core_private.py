@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
-from megatron.core.distributed import DistributedDataParallel
+from megatron.core.distributed import DistributedDataParallel, param_and_grad_buffer
 from megatron.core.fusions import fused_bias_swiglu
 from megatron.core.models.common.embeddings import rope_utils
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
@@ -65,6 +65,22 @@ def register_groups(groups: Groups, plan: Plan, rank: int) -> None:
     state.set_virtual_pipeline_model_parallel_world_size(plan.chunks if plan.chunks > 1 else None)
     if state._GLOBAL_MEMORY_BUFFER is None:
         state._set_global_memory_buffer()
+
+
+def keep_collectives_apart() -> None:
+    """Have gradients and weights go through one collective a bucket, each waited for.
+
+    megatron-core coalesces them. gloo takes the addresses of coalesced tensors for the host's, and
+    a GPU's are not.
+    """
+
+    @contextmanager
+    def apart(group: dist.ProcessGroup, *, async_ops: bool) -> Iterator[None]:
+        if async_ops:
+            raise RuntimeError(f"nobody would wait for the collectives of {group}")
+        yield
+
+    param_and_grad_buffer._coalescing_manager = apart
 
 
 def clear_groups() -> None:

@@ -43,7 +43,7 @@ from megatron.training.channel_flags import channel_options, find_rails
 from megatron.training.checkpoint.folder import check_save_folder
 from megatron.training.checkpoint.lock import SaveLock
 from megatron.training.checkpoint.selection import Nothing, Selection, select
-from megatron.training.core_private import register_groups
+from megatron.training.core_private import keep_collectives_apart, register_groups
 from megatron.training.data import Datasets
 from megatron.training.data_agreement import agree_on_data
 from megatron.training.job import Job
@@ -313,6 +313,8 @@ class Starter:
                 crossing_timeout=timedelta(seconds=args.hetero_timeout),
             )
         register_groups(groups, plan, self.rank)
+        if every_is_gloo:
+            keep_collectives_apart()
         coordinate = plan.coordinate(self.rank)
         seed_everything(args, coordinate)
         name = {"name": uuid.uuid4().hex} if self.rank == 0 else None

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.tools.test_bench_splits import MEASURED
+from tests.tools.made_measurements import MEASURED
 from tools import bench_meshes
 from tools.bench_meshes import parse_options
 from tools.reproduction.measurement import Attempt
@@ -52,7 +52,7 @@ def test_each_shape_runs_alone_on_as_many_gpus_with_the_steps_of_its_pair() -> N
     [
         ("--meshes TP2", "'TP2' is no two meshes"),
         ("--meshes TP0xDP1/TP1xDP1", "is no two meshes"),
-        ("--meshes TP1xDP3/TP1xDP2", "the nearest that all can take is 6"),
+        ("--meshes TP1xDP3/TP1xDP2 --global-batch-size 12", "the nearest that all can take is 6"),
         ("--meshes TP3xDP1/TP1xDP1", "3"),
     ],
 )
@@ -72,15 +72,15 @@ def test_what_no_run_could_do_is_refused_in_a_sentence(
 def test_throughput_bytes_and_losses_stand_beside_the_homogeneous_runs() -> None:
     words = "--meshes TP2xDP1/TP1xDP2 --transports shm --global-batch-size 8 --seq-length 1024"
     options = parse_options([*words.split(), "--out", "x"])
-    # Three iterations of 8 x 1024 x 4096 elements of bf16, there and back.
-    tensors = 3 * 2 * 2 * 8 * 1024 * 4096
+    # Four iterations of 8 x 1024 x 4096 elements of bf16, there and back.
+    tensors = 4 * 2 * 2 * 8 * 1024 * 4096
     attempts = [
         Attempt("TP2xDP1-micro-batch-2", 1, replace(MEASURED, tokens_per_s=(360.0,))),
         Attempt("TP1xDP2-micro-batch-1", 1, replace(MEASURED, tokens_per_s=(400.0,))),
     ]
     assert findings(options, attempts) == []
     mixed = replace(
-        MEASURED, tokens_per_s=(361.0,), losses=(9.0, 8.0, 7.007), boundary_bytes=tensors
+        MEASURED, tokens_per_s=(361.0,), losses=(9.0, 8.0, 7.007, 6.0), boundary_bytes=tensors
     )
     (one,) = findings(options, [*attempts, Attempt("TP2xDP1-TP1xDP2-shm", 1, mixed)])
     assert one.references_per_gpu == (90.0, 100.0)

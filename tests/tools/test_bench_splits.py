@@ -8,30 +8,17 @@ from pathlib import Path
 
 import pytest
 
+from tests.tools.made_measurements import MEASURED
 from tools import bench_splits
 from tools.bench_splits import parse_options
 from tools.reproduction import split_sweep
-from tools.reproduction.measurement import Attempt, Measurement
+from tools.reproduction.measurement import Attempt
 from tools.reproduction.run_options import parsed
 from tools.reproduction.split_sweep import curves, planned_runs, split_name
 
 pytestmark = pytest.mark.usefixtures("preloaded_ranks")
 
 TINY = Path(__file__).resolve().parents[2] / "examples" / "presets" / "tiny.yaml"
-MEASURED = Measurement(
-    tokens_per_s=(100.0, 101.0, 99.0),
-    tflops=(1.0, 1.0, 1.0),
-    tflops_full_square=(1.0, 1.0, 1.0),
-    losses=(9.0, 8.0, 7.0),
-    peak_memory_bytes=(1, 1),
-    data_wait_share=0.0,
-    data_wait_longest_ms=0.0,
-    boundary_bytes=0,
-    transport="ipc",
-    device="NVIDIA H200",
-    actual_vendor="nvidia",
-    simulated=True,
-)
 
 
 def attempt(row: str, tokens: float) -> Attempt:

@@ -118,11 +118,13 @@ def kept_attempts(options: RunOptions, runs: Sequence[PlannedRun], results: Path
     """What `results` holds of these runs, those that failed left out. Raises UserError."""
     if not results.exists():
         return []
-    record = json.loads(results.read_text())
-    if record["asked"] != asked(options, runs):
+    record, now = json.loads(results.read_text()), asked(options, runs)
+    before = record["asked"]
+    same = {row: now["runs"].get(row) for row in before["runs"]} == before["runs"]
+    if not same or before["warmup"] != now["warmup"]:
         raise UserError(
-            f"--resume: {results} is of other flags, runs or warm-up; give those it was made with, "
-            "or another --out"
+            f"--resume: {results} has runs of other flags or another warm-up, or some that are not "
+            "asked for now; give what it was made with and what shall be added, or another --out"
         )
     return [Attempt.of_mapping(one) for one in record["runs"] if one["measurement"]]
 

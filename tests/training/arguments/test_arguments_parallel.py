@@ -47,6 +47,7 @@ def test_the_rest_of_the_world_is_data_parallel(parse):
             "has 3 stages, which is no multiple of --pipeline-model-parallel-size 2",
         ),
         (f"{PP2} --pipeline-model-parallel-layout 'Ettt|tttL'", 2, "has 6 layers"),
+        ("--distributed-backend gloo --overlap-grad-reduce", 1, "leave --overlap-grad-reduce out"),
         ("--overlap-param-gather", 1, "--overlap-param-gather needs --use-distributed-optimizer"),
         (
             "--overlap-param-gather --use-distributed-optimizer",

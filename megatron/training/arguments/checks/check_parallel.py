@@ -285,5 +285,10 @@ def _check_overlap(args: Namespace) -> Iterator[str]:
         ]
         if needed:
             yield f"--overlap-param-gather needs {' and '.join(needed)}"
+    if args.distributed_backend == "gloo" and args.overlap_grad_reduce:
+        yield (
+            "--distributed-backend gloo reduces gradients one bucket after the other, each waited "
+            "for; leave --overlap-grad-reduce out"
+        )
     if args.ddp_num_buckets is not None and args.ddp_bucket_size is not None:
         yield ("--ddp-num-buckets and --ddp-bucket-size exclude each other; remove one of them")
