@@ -102,8 +102,8 @@ def _require_links(args: argparse.Namespace, plan: Plan) -> None:
     """megatron-core would have gloo send a GPU's tensors from stage to stage, which it cannot."""
     if plan.stages > 1 and not args.hetero_pipeline:
         raise UserError(
-            f"--distributed-backend gloo cannot join the {plan.stages} pipeline stages of one "
-            "vendor's GPUs; give --hetero-pipeline with --hetero-transport gloo, or leave it out"
+            "--distributed-backend gloo cannot join pipeline stages on GPUs of one vendor; give "
+            "--hetero-pipeline with --hetero-transport gloo, or leave it out"
         )
 
 
