@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -17,6 +18,8 @@ from tools.reproduction.training_runs import PlannedRun
 from tools.run_comparison.likeness import liken
 from tools.runs import SIMULATED, homogeneous_flags, mixed_flags
 
+_ROWS = 128
+"""Megatron pads the vocabulary to multiples of so many rows on each tensor-parallel rank."""
 TARGET = 0.97
 """Of the throughput that the homogeneous runs predict."""
 
@@ -150,7 +153,7 @@ def _reference(options: MeshOptions, pair: Pair, shape: Shape) -> PlannedRun:
     flags = homogeneous_flags(stages=len(VENDORS), layers=options.layers)
     flags += ["--tensor-model-parallel-size", str(shape.tensor)]
     flags += ["--micro-batch-size", str(micro_batch(options, pair, shape))]
-    flags += _sequence_parallel([shape])
+    flags += _shared_flags(options, [shape])
     name = _reference_name(options, pair, shape)
     return PlannedRun(row=name, flags=tuple(flags), nproc=len(VENDORS) * shape.ranks)
 
@@ -160,7 +163,7 @@ def _mixed(options: MeshOptions, pair: Pair, transport: str) -> PlannedRun:
     flags += ["--hetero-tensor-sizes", *(str(shape.tensor) for shape in pair.shapes)]
     flags += ["--hetero-data-sizes", *(str(shape.data) for shape in pair.shapes)]
     flags += ["--micro-batch-size", str(_each(options))]
-    flags += _sequence_parallel(pair.shapes)
+    flags += _shared_flags(options, pair.shapes)
     return PlannedRun(
         row=_mixed_name(pair, transport),
         flags=tuple(flags),
@@ -169,8 +172,13 @@ def _mixed(options: MeshOptions, pair: Pair, transport: str) -> PlannedRun:
     )
 
 
-def _sequence_parallel(shapes: Sequence[Shape]) -> list[str]:
-    return ["--sequence-parallel"] * any(shape.tensor > 1 for shape in shapes)
+def _shared_flags(options: MeshOptions, shapes: Sequence[Shape]) -> list[str]:
+    """Those that follow from tensor-parallel sizes: all runs pad the vocabulary to one size."""
+    sizes = [shape.tensor for shape in shapes]
+    every = math.lcm(*(shape.tensor for pair in options.pairs for shape in pair.shapes))
+    rows = _ROWS * every // math.lcm(*sizes)
+    flags = ["--make-vocab-size-divisible-by", str(rows)]
+    return flags + ["--sequence-parallel"] * (max(sizes) > 1)
 
 
 def findings(options: MeshOptions, attempts: Sequence[Attempt]) -> list[Finding]:
