@@ -184,7 +184,7 @@ def draw(found: Sequence[Curve], *, title: str) -> bytes:
     """A PNG: a curve for each factor, and dashed in its colour the slower vendor alone."""
     figure = Figure(figsize=(8.6, 4.6), layout="constrained", facecolor=LIGHT.paper)
     axes = figure.add_subplot()
-    style_axes(axes, LIGHT, x_label=f"layers on {FASTER}, the others on {SLOWED}")
+    style_axes(axes, LIGHT, x_label=f"layers on {FASTER} / {SLOWED}")
     axes.set_ylabel("tokens/s")
     for index, curve in enumerate(found):
         colour = COLOURS[index % len(COLOURS)]
@@ -205,6 +205,8 @@ def draw(found: Sequence[Curve], *, title: str) -> bytes:
                 linewidth=1,
                 label=f"{name} x{curve.factor:g} alone",
             )
+    splits = sorted({point.split for curve in found for point in curve.points})
+    axes.set_xticks([first for first, _ in splits], [_text(split) for split in splits])
     axes.set_ylim(bottom=0)
     axes.set_title(title, fontsize=10, color=LIGHT.ink, loc="left", wrap=True)
     if found:
