@@ -290,7 +290,7 @@ def measure_efficiency(flags: argparse.Namespace) -> None:
     members = {v: [r for r, own in enumerate(vendors) if own == v] for v in sorted(set(vendors))}
     groups = {vendor: dist.new_group(ranks) for vendor, ranks in members.items()}
     everyone = list(range(len(vendors)))
-    rounds = []
+    rounds: list[dict[str, Any]] = []
     for number in range(flags.rounds):
         alone = {
             v: samples_per_second(flags, members[v], groups[v], measured=False) for v in members

@@ -59,11 +59,11 @@ class Attempt:
     @staticmethod
     def of_mapping(mapping: Mapping[str, Any]) -> Attempt:
         """One with a measurement, as JSON holds it."""
-        lists = {
+        fields: dict[str, Any] = {
             name: tuple(value) if isinstance(value, list) else value
             for name, value in mapping["measurement"].items()
         }
-        return Attempt(**{**mapping, "measurement": Measurement(**lists)})
+        return Attempt(**{**mapping, "measurement": Measurement(**fields)})
 
 
 @dataclass(frozen=True)
