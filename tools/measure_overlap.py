@@ -39,8 +39,9 @@ from tools.overlap.phases import MEASURED, Phase, as_variable
 from tools.overlap.predicted_steps import Passes, PredictedSteps, predict
 from tools.real_text.data_set import build_real_text
 from tools.reports.page import write_whole
+from tools.reproduction.run_options import whole_flags
 from tools.reproduction.settings import HOMOGENEOUS, LLAMA3_8B, model_setting
-from tools.reproduction.table_rows import Options, parsed_row, row_flags
+from tools.reproduction.table_rows import Options, parsed_row, planned_run
 from tools.runs import ROOT, SIMULATED, Finished, Launch, run_to_end
 
 WARM_UP = 3
@@ -148,7 +149,8 @@ def _run(
     iterations: int,
     phases: Sequence[Phase] = (),
 ) -> Finished:
-    flags = [*row_flags(options, row, data=data), *SHARED, "--train-iters", str(iterations)]
+    flags = whole_flags(options, planned_run(options, row).flags, data=data)
+    flags += [*SHARED, "--train-iters", str(iterations)]
     cores = len(os.sched_getaffinity(0))
     environ = {"OMP_NUM_THREADS": str(max(1, cores // options.nproc))} | dict(os.environ)
     launch = Launch(
@@ -252,6 +254,7 @@ def parse_options(argv: Sequence[str] | None) -> tuple[Options, list[float]]:
         global_batch_size=given.global_batch_size or setting.global_batch_size,
         data_path=(),
         deadline=given.deadline,
+        resume=False,
         out=Path(given.out).absolute(),
         extra=tuple(words[cut + 1 :]),
     )
