@@ -32,17 +32,22 @@ from hetero.errors import (
     print_error,
     write_error_file,
 )
-from hetero.groups import CROSSING_BACKEND, build_groups, joins_meshes
+from hetero.groups import build_groups, joins_meshes
 from hetero.liveness.liveness import Liveness, RankLost
 from hetero.liveness.open_liveness import open_liveness
 from hetero.new_group import open_world
 from hetero.pipeline.links import LinkOptions, open_links
 from hetero.plan import Coordinate, Plan
 from megatron.training.arguments.installed_layers import ENGINE, engine_is_installed
-from megatron.training.channel_flags import channel_options, find_rails
 from megatron.training.checkpoint.folder import check_save_folder
 from megatron.training.checkpoint.lock import SaveLock
 from megatron.training.checkpoint.selection import Nothing, Selection, select
+from megatron.training.communication_flags import (
+    channel_options,
+    find_rails,
+    group_backends,
+    require_links,
+)
 from megatron.training.core_private import keep_collectives_apart, register_groups
 from megatron.training.data import Datasets
 from megatron.training.data_agreement import agree_on_data
@@ -78,7 +83,7 @@ def plan_launch(args: argparse.Namespace, rank: int) -> Plan:
     slowdown_factors(os.environ.get(SLOWDOWN_VARIABLE, ""))
     plan = plan_from_args(args, vendor=running_vendor())
     if args.distributed_backend == "gloo" and torch.cuda.is_available():
-        _require_links(args, plan)
+        require_links(args, plan)
     own = plan.meshes[plan.coordinate(rank).mesh].transformer_impl
     # Where it is not installed local layers are built, as the flags have been told already.
     if (own or args.transformer_impl) == ENGINE and (own is None or engine_is_installed()):
@@ -96,15 +101,6 @@ def plan_launch(args: argparse.Namespace, rank: int) -> Plan:
         if args.save is not None and not args.skip_train:
             check_save_folder(Path(args.save))
     return plan
-
-
-def _require_links(args: argparse.Namespace, plan: Plan) -> None:
-    """megatron-core would have gloo send a GPU's tensors from stage to stage, which it cannot."""
-    if plan.stages > 1 and not args.hetero_pipeline:
-        raise UserError(
-            "--distributed-backend gloo cannot join pipeline stages on GPUs of one vendor; give "
-            "--hetero-pipeline with --hetero-transport gloo, or leave it out"
-        )
 
 
 def _choose_device(local_rank: int) -> torch.device:
@@ -286,8 +282,7 @@ class Starter:
         timeout: float,
     ) -> Job:
         _set_determinism(args)
-        every_is_gloo = args.distributed_backend == "gloo"
-        vendor_backend = "nccl" if device.type == "cuda" and not every_is_gloo else "gloo"
+        vendor_backend, crossing_backend = group_backends(args, device)
         mixed = len(plan.meshes) > 1
         default = "gloo" if device.type == "cpu" else "cpu:gloo"
         if device.type == "cuda" and not mixed:
@@ -308,12 +303,12 @@ class Starter:
                 plan,
                 self.rank,
                 vendor_backend=vendor_backend,
-                crossing_backend="gloo" if every_is_gloo else CROSSING_BACKEND,
+                crossing_backend=crossing_backend,
                 timeout=timedelta(seconds=timeout),
                 crossing_timeout=timedelta(seconds=args.hetero_timeout),
             )
         register_groups(groups, plan, self.rank)
-        if every_is_gloo:
+        if args.distributed_backend == "gloo":
             keep_collectives_apart()
         coordinate = plan.coordinate(self.rank)
         seed_everything(args, coordinate)

@@ -17,17 +17,17 @@ from tools.runs import DeadlinePassed, Finished, Launch, homogeneous_flags, mixe
 pytestmark = pytest.mark.usefixtures("preloaded_ranks")
 
 
-def launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, **how: object) -> Launch:
+def launch(tmp_path: Path, script: str, **how: object) -> Launch:
     """A run of `script` in place of the training program."""
     entry = tmp_path / "entry.py"
     entry.write_text(script)
-    monkeypatch.setattr(runs, "ENTRY", entry)
     return Launch(
         name="run",
         flags=(),
         nproc=1,
         folder=tmp_path,
         environ={},
+        entry=entry,
         **how,  # type: ignore[arg-type]
     )
 
@@ -45,7 +45,7 @@ def test_a_run_past_its_deadline_is_ended_with_all_its_processes(
     # The deadline passes once there is an iteration, however long that takes.
     clock = SimpleNamespace(monotonic=lambda: 100.0 if metrics.exists() else 0.0)
     monkeypatch.setattr(runs, "time", clock)
-    hanging = launch(tmp_path, monkeypatch, script, deadline=20.0)
+    hanging = launch(tmp_path, script, deadline=20.0)
     with pytest.raises(DeadlinePassed, match="deadline of 20 s, after 1 iteration;"):
         run_to_end(hanging)
     worker = int(pid.read_text())
@@ -55,22 +55,18 @@ def test_a_run_past_its_deadline_is_ended_with_all_its_processes(
     assert not psutil.pid_exists(worker)
 
 
-def test_a_run_that_fails_says_what_it_said(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_that_fails_says_what_it_said(tmp_path: Path) -> None:
     script = "import sys\nprint('error: no such data', file=sys.stderr)\nsys.exit(2)\n"
     with pytest.raises(StepFailure) as failure:
-        run_to_end(launch(tmp_path, monkeypatch, script))
+        run_to_end(launch(tmp_path, script))
     assert failure.value.sentence == "no such data"
 
 
-def test_files_of_an_earlier_run_are_not_taken_for_this_ones(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_files_of_an_earlier_run_are_not_taken_for_this_ones(tmp_path: Path) -> None:
     (tmp_path / "run.report.json").write_text("{}")
     (tmp_path / "run.metrics.jsonl").write_text("{}\n")
     with pytest.raises(FileNotFoundError):
-        run_to_end(launch(tmp_path, monkeypatch, "pass"))
+        run_to_end(launch(tmp_path, "pass"))
 
 
 def test_both_kinds_of_pipeline_are_split_alike() -> None:

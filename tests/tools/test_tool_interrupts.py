@@ -112,7 +112,7 @@ STARTING = {
 ALONE = {
     *("compare_ops", "convert_checkpoint", "generate_text"),
     *("inspect_data", "list_flags", "merge_datasets", "public_commands"),
-    *("plan", "profile_layers", "validate_planner"),
+    *("plan", "profile_layers", "validate_planner", "compare_planners"),
 }
 """Tools that do their work in one process and under `run`, as compare_loss does."""
 

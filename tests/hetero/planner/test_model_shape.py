@@ -72,7 +72,7 @@ def test_all_that_is_wrong_with_the_flags_is_told_at_once() -> None:
         model_from_flags(flags, source="it")
     assert caught.value.sentences == (
         "it does not say num-attention-heads, without which it has no size",
-        "it does not say padded-vocab-size, the rows of the embedding",
+        "it does not say padded-vocab-size, the rows of the embedding; add it",
         "it: num-layers is 2.5; it must be a whole number",
         "it: hidden-size is True; it must be a whole number",
         "it: seq-length is 'long'; it must be a whole number",

@@ -523,6 +523,7 @@ ROWS = [
         base=PAIR,
         world_size=2,
     ),
+    Row("--distributed-backend", "gloo", see.backends, "across vendors", "gloo"),
 ]
 
 # Shown to act where what they do can be seen, by a test in the file named.

@@ -18,7 +18,7 @@ from megatron.core.tokenizers import MegatronTokenizer
 
 from hetero.plan import Plan
 from megatron.training import kernels, model
-from megatron.training.channel_flags import channel_options
+from megatron.training.communication_flags import channel_options, group_backends
 from megatron.training.data import (
     chunk_iterators,
     dataset_config,
@@ -145,6 +145,12 @@ def core_tokenizer(args: Namespace) -> dict[str, Any]:
 def channel(args: Namespace) -> dict[str, Any]:
     with mock.patch.dict("os.environ", MASTER_ADDR="127.0.0.1"):
         return dataclasses.asdict(channel_options(args, "127.0.0.1"))
+
+
+def backends(args: Namespace) -> dict[str, Any]:
+    """Of groups of GPUs."""
+    inside, across = group_backends(args, torch.device("cuda"))
+    return {"inside a vendor": inside, "across vendors": across}
 
 
 def layout(args: Namespace) -> dict[str, Any]:

@@ -1,14 +1,34 @@
-"""From flags to the options of links."""
+"""From flags to the backends of groups and the options of links."""
 
 from __future__ import annotations
 
 import argparse
 import socket
 
+import torch
+
 from hetero.addresses import family_of
 from hetero.errors import UserError
+from hetero.groups import CROSSING_BACKEND
 from hetero.link.nics import Nics, find_nics
 from hetero.link.open import ChannelOptions
+from hetero.plan import Plan
+
+
+def group_backends(args: argparse.Namespace, device: torch.device) -> tuple[str, str]:
+    """Of the groups inside a vendor, and of those across vendors that carry the model."""
+    if args.distributed_backend == "gloo":
+        return "gloo", "gloo"
+    return "nccl" if device.type == "cuda" else "gloo", CROSSING_BACKEND
+
+
+def require_links(args: argparse.Namespace, plan: Plan) -> None:
+    """megatron-core would have gloo send a GPU's tensors from stage to stage, which it cannot."""
+    if plan.stages > 1 and not args.hetero_pipeline:
+        raise UserError(
+            "--distributed-backend gloo cannot join pipeline stages on GPUs of one vendor; give "
+            "--hetero-pipeline with --hetero-transport gloo, or leave it out"
+        )
 
 
 def channel_options(args: argparse.Namespace, own: str) -> ChannelOptions:
