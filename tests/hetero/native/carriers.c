@@ -354,8 +354,10 @@ static void *cut(void *argument)
                 break_nic(nics[side][rail], 1 + rand_r(&chance) % 2);
             else
                 shutdown(ends[side].fds[rail], SHUT_RDWR);
-            for (int found = -1; found != rail && !IS_ABANDONED; usleep(200))
-                found = carrier_next_loss(ends[side].carrier, reason);
+            /* The end at fault may have nothing under way by which it could notice. */
+            for (bool is_found = false; !is_found && !IS_ABANDONED; usleep(200))
+                for (int end = 0; end < 2; end++)
+                    is_found |= carrier_next_loss(ends[end].carrier, reason) == rail;
         }
         lose(rail);
     }
