@@ -79,8 +79,13 @@ def time_start(plan: Plan, payload_of: Payloads) -> dict[str, Any]:
         for rank in range(plan.world_size)
     ]
     with children_ignore_interrupts():
-        for process in processes:
-            process.start()
+        # Until a process has an answer of its own: one lost in the midst of a fork ends nothing.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+        try:
+            for process in processes:
+                process.start()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
     # Only now: a fork beside the server's thread may copy a lock that the thread holds.
     server = dist.TCPStore(
         *("127.0.0.1", port, 1, True, _TIMEOUT),
@@ -107,6 +112,7 @@ def time_start(plan: Plan, payload_of: Payloads) -> dict[str, Any]:
 def _live(rank: int, plan: Plan, payload: Mapping[str, Any], port: int, told: Any) -> None:
     # The tool's own answer would wait for what this process waits for in C.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, None, False, _TIMEOUT, wait_for_workers=False)
