@@ -18,6 +18,20 @@ pytestmark = pytest.mark.usefixtures("preloaded_ranks")
 ROOT = Path(__file__).resolve().parents[2]
 
 
+def launched(words: str, environ: dict[str, str]) -> str:
+    """What a run of the launcher, which has to end well, prints."""
+    done = subprocess.run(
+        [sys.executable, "-m", "hetero.run", *words.split()],
+        cwd=ROOT,
+        env=os.environ | environ,
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
 def test_it_compares_equal_with_unequal_shares(tmp_path):
     results = tmp_path / "shares.json"
     slow = {"HETERO_VENDOR": "nvidia,amd", "HETERO_SLOWDOWN": "amd=4", "GLOO_SOCKET_IFNAME": "lo"}
@@ -27,16 +41,7 @@ def test_it_compares_equal_with_unequal_shares(tmp_path):
         f"--standalone --nproc-per-node 2 {script} --with fsdp2 {size} "
         f"--batch-size 40 --rounds 1 --efficiency {results}"
     )
-    done = subprocess.run(
-        [sys.executable, "-m", "hetero.run", *words.split()],
-        cwd=ROOT,
-        env=os.environ | slow,
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
-    assert done.returncode == 0, done.stderr
-    assert "simulated" in done.stdout
+    assert "simulated" in launched(words, slow)
     (run,) = json.loads(results.read_text())
     (only,) = run["rounds"]
     assert run["vendors"] == ["nvidia", "amd"]
@@ -55,15 +60,7 @@ def test_it_leaves_times_and_losses(tmp_path):
         "--standalone --nproc-per-node 4 examples/unequal_shares/train_with_shares.py "
         f"{size} --batch-size 8 --shares equal --lr 0.01 --results {results}"
     )
-    done = subprocess.run(
-        [sys.executable, "-m", "hetero.run", *words.split()],
-        cwd=ROOT,
-        env=os.environ | played,
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
-    assert done.returncode == 0, done.stderr
+    launched(words, played)
     (run,) = json.loads(results.read_text())
     assert run["vendors"] == ["nvidia", "nvidia", "amd", "amd"]
     assert run["flags"]["backend"] == "hetero"
