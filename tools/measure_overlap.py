@@ -74,8 +74,10 @@ def phases_of(bandwidths: Sequence[float], iterations: int) -> list[Phase]:
 def run_rows(options: Options, bandwidths: Sequence[float], data: Sequence[str]) -> dict[str, Any]:
     """Both runs, and what they come to."""
     phases = phases_of(bandwidths, options.iterations)
-    homogeneous = _run(options, HOMOGENEOUS, data, iterations=WARM_UP + options.iterations)
     every = sum(phase.iterations for phase in phases)
+    # For the same samples and learning rates both are as long, and the first stops early.
+    stop = ["--exit-interval", str(WARM_UP + options.iterations)]
+    homogeneous = _run(options, HOMOGENEOUS, [*data, *stop], iterations=every)
     slowed = _run(options, options.rows[0], data, iterations=every, phases=phases)
     args = parsed_row(options, HOMOGENEOUS)
     micro_batches = args.global_batch_size // args.micro_batch_size

@@ -98,6 +98,8 @@ def main() -> int:
         return 2
     given.out.mkdir(parents=True, exist_ok=True)
     found: list[dict[str, object]] = []
+    print("| | tokens/s | of the first | over the boundary, MiB a step | on the rails |")
+    print("|---|---|---|---|---|", flush=True)
     with tempfile.TemporaryDirectory() as name, Network(Path(name), INTERFACES) as network:
         for number in given.rows:
             row = ROWS[number]
@@ -105,7 +107,8 @@ def main() -> int:
             found.append(run_row(row, network.hosts, folder, given.iterations))
             ratio = found[-1]["tokens_per_s"] / found[0]["tokens_per_s"]  # type: ignore[operator]
             boundary, wire = (
-                int(str(found[-1][key])) / 2**20 for key in ("boundary_bytes", "bytes_on_the_rails")
+                int(str(found[-1][key])) / 2**20 / given.iterations
+                for key in ("boundary_bytes", "bytes_on_the_rails")
             )
             print(
                 f"| {row.name} | {found[-1]['tokens_per_s']:,.0f} | {ratio:.2f} "

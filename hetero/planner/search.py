@@ -22,8 +22,8 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 import numpy as np
-from numpy.typing import NDArray
 
+from hetero.planner.combinations import Family, Variants, lower_bounds
 from hetero.planner.layer_split import Split, best_split
 from hetero.planner.mesh_options import (
     MeshChoice,
@@ -84,51 +84,6 @@ class Found:
     """Of how many the layers were split."""
     is_exact: bool
     """Whether nothing that was left out could be shorter than the first."""
-
-
-@dataclass(frozen=True)
-class _Variants:
-    """Shapes of one kind with their numbers of stages, and what bounds need to know of each."""
-
-    meshes: tuple[MeshChoice, ...]
-    counts: NDArray[np.float64]
-    seconds: NDArray[np.float64]
-    """Of a layer."""
-    most: NDArray[np.float64]
-    """Layers that fit at best."""
-    inner: NDArray[np.float64]
-    """Of the transfers between its own stages, both directions."""
-
-    @classmethod
-    def of(cls, meshes: Sequence[MeshChoice]) -> _Variants:
-        return cls(
-            meshes=tuple(meshes),
-            counts=np.array([float(mesh.count) for mesh in meshes]),
-            seconds=np.array([mesh.option.layer_seconds for mesh in meshes]),
-            most=np.array([mesh.most for mesh in meshes]),
-            inner=np.array([mesh.inner for mesh in meshes]),
-        )
-
-
-@dataclass(frozen=True)
-class _Family:
-    """All combinations of some kinds for one number of sequences at once."""
-
-    variants: tuple[_Variants, ...]
-    micro_batches: int
-    chunks: int
-
-    @property
-    def size(self) -> int:
-        return math.prod(len(variants.meshes) for variants in self.variants)
-
-    def combination(self, index: int) -> tuple[MeshChoice, ...]:
-        shape = tuple(len(variants.meshes) for variants in self.variants)
-        places = np.unravel_index(index, shape)
-        return tuple(
-            variants.meshes[int(place)]
-            for variants, place in zip(self.variants, places, strict=True)
-        )
 
 
 def search(
@@ -207,11 +162,11 @@ class _Step:
     chunks: int
     kinds: tuple[tuple[MeshChoice, ...], ...]
 
-    def families(self) -> Iterator[_Family]:
-        variants = [_Variants.of(kind) for kind in self.kinds if kind]
+    def families(self) -> Iterator[Family]:
+        variants = [Variants.of(kind) for kind in self.kinds if kind]
         for size in range(1, len(variants) + 1):
             for chosen in itertools.combinations(variants, size):
-                yield _Family(chosen, self.micro_batches, self.chunks)
+                yield Family(chosen, self.micro_batches, self.chunks)
 
     def of_kind(self, name: str) -> tuple[MeshChoice, ...]:
         return next(kind for kind in self.kinds if kind and kind[0].option.kind.name == name)
@@ -253,53 +208,16 @@ def _divisors(number: int) -> list[int]:
     return [value for value in range(1, number + 1) if number % value == 0]
 
 
-def _bounds(family: _Family, problem: Problem) -> NDArray[np.float64]:
-    """A lower bound of each combination's step, flat; infinite where its layers do not fit.
-
-    Layers may be divided here, and each kind takes as many as fit into the period: the shortest
-    step is that of the fastest kinds alone, filled up, for one number of kinds or another.
-    """
-    layers = problem.model.layers
-    size = len(family.variants)
-
-    def spread(name: str) -> NDArray[np.float64]:
-        axes = (
-            getattr(variants, name).reshape([-1 if axis == other else 1 for other in range(size)])
-            for axis, variants in enumerate(family.variants)
-        )
-        return np.stack([part.ravel() for part in np.broadcast_arrays(*axes)])
-
-    seconds, counts, most = spread("seconds"), spread("counts"), spread("most")
-    order = np.argsort(seconds, axis=0)
-    counts_by_speed = np.take_along_axis(counts, order, axis=0)
-    seconds_by_speed = np.take_along_axis(seconds, order, axis=0)
-    rates = np.cumsum(counts_by_speed / seconds_by_speed, axis=0)
-    stages = np.cumsum(counts_by_speed, axis=0)
-    periods = layers / rates
-    running = (family.micro_batches - 1 / family.chunks) * periods
-    bound = (running + periods * stages / family.chunks).min(axis=0)
-    bound += spread("inner").sum(axis=0)
-    too_few = most.sum(axis=0) < layers
-    too_many = counts.sum(axis=0) * family.chunks > layers
-    bound[too_few | too_many] = np.inf
-    if family.chunks > 1:
-        # Megatron gives chunks their turns in groups of as many micro-batches as there are stages.
-        bound[family.micro_batches % counts.sum(axis=0) != 0] = np.inf
-        bound[counts.sum(axis=0) == 1] = np.inf
-    found: NDArray[np.float64] = bound
-    return found
-
-
 def _solve_in_order(
     problem: Problem,
-    families: Sequence[_Family],
+    families: Sequence[Family],
     best: _Best,
     *,
     is_exact: bool,
     progress: Progress,
 ) -> int:
     """Split the layers of combination after combination; returns of how many."""
-    bounds = [_bounds(family, problem) for family in families]
+    bounds = [lower_bounds(family, problem) for family in families]
     if not bounds:
         return 0
     every = np.concatenate(bounds)
@@ -336,7 +254,7 @@ def _orders(meshes: tuple[MeshChoice, ...], *, is_exact: bool) -> Iterator[tuple
 
 
 def _candidate(
-    problem: Problem, meshes: tuple[MeshChoice, ...], step: _Step | _Family, below: float
+    problem: Problem, meshes: tuple[MeshChoice, ...], step: _Step | Family, below: float
 ) -> Candidate | None:
     pipeline = pipeline_of(problem, meshes, micro_batches=step.micro_batches, chunks=step.chunks)
     split = best_split(pipeline, problem.model.layers, below=below)
@@ -401,5 +319,5 @@ def _changes(current: Candidate, by_step: Mapping[tuple[int, int], _Step]) -> It
 
 def _bound(problem: Problem, change: _Change) -> float:
     meshes, step = change
-    variants = tuple(_Variants.of([mesh]) for mesh in meshes)
-    return float(_bounds(_Family(variants, step.micro_batches, step.chunks), problem)[0])
+    variants = tuple(Variants.of([mesh]) for mesh in meshes)
+    return float(lower_bounds(Family(variants, step.micro_batches, step.chunks), problem)[0])

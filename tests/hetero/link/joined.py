@@ -141,8 +141,8 @@ def threads_named(name: str) -> list[Path]:
     """This process's threads of a name that C gave them, in /proc."""
     found = []
     for task in Path("/proc/self/task").iterdir():
-        # Others of the process's threads may end meanwhile.
-        with suppress(FileNotFoundError):
+        # Others of the process's threads may end meanwhile, also between open and read.
+        with suppress(FileNotFoundError, ProcessLookupError):
             if (task / "comm").read_text().strip() == name:
                 found.append(task)
     return found

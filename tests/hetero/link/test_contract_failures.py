@@ -25,6 +25,8 @@ GRACE = 8.0 * SLOWNESS
 """Within this after the deadline the failure must be known."""
 AMPLE = 8.0 * SLOWNESS
 """The deadline where a message crosses before the failure is known, on a busy machine too."""
+IDLE_SHARE = 0.01 * SLOWNESS
+"""Of a processor: what a link may use that is open and idle."""
 
 
 def _fails(action: Any) -> tuple[str, float]:
@@ -202,23 +204,30 @@ def test_a_peer_that_is_killed_is_an_error_within_seconds(transport: Transport, 
 
 
 def idle(side: Side) -> float:
-    """CPU time of the whole process, as a share of the time the link was open and idle."""
+    """CPU time of the whole process, as a share of the time the link was open and idle.
+
+    The quietest of a few stretches: PyTorch and Python have threads of their own, a link that polls
+    is in every stretch.
+    """
     tensor = torch.ones(1 << 18, device=side.device)
     target = torch.empty_like(tensor)
     # Everything that a link starts when it is first used has been started.
     for work in (side.link.send(tensor), side.link.recv(target)):
         work.wait()
     side.meet("used")
-    begin, used = time.monotonic(), time.process_time()
-    time.sleep(1)
-    return (time.process_time() - used) / (time.monotonic() - begin)
+    shares = []
+    while len(shares) < 5 and min(shares, default=1.0) > IDLE_SHARE:
+        begin, used = time.monotonic(), time.process_time()
+        time.sleep(0.5)
+        shares.append((time.process_time() - used) / (time.monotonic() - begin))
+    return min(shares)
 
 
 def test_an_open_link_that_is_idle_uses_no_cpu(transport: Transport, pair: Pair) -> None:
     if transport.device == "cuda":
         pytest.skip("a GPU's driver has threads of its own in the process")
     for share in values(pair.run(idle)):
-        assert share < 0.01 * SLOWNESS
+        assert share < IDLE_SHARE
 
 
 # The end.
