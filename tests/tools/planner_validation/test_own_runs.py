@@ -49,10 +49,13 @@ def profile() -> MeasuredProfile:
     return MeasuredProfile({name: measured(factor) for name, factor in names.items()})
 
 
+PROFILE = profile()
+
+
 class Played(OwnBench):
     """A bench whose runs take as long as a function of the prediction says."""
 
-    profile = profile()
+    profile = PROFILE
     link = {"rail_gbits": 10.0, "rail_latency_us": 10.0}  # noqa: RUF012
     base_bytes = 5e8
     cases = cases(ON_CPU, PLANNED)
@@ -146,3 +149,40 @@ def test_a_profile_that_fails_ends_the_one_beside_it(
     with pytest.raises(StepFailure, match="profile_here-nvidia-x1"):
         _ = OwnBench(tmp_path).profile
     assert ended == ["profile_here-amd-x1"]
+
+
+def test_a_cpu_is_profiled_anew_just_before_a_plan_is_run(
+    played: type[Played], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its speed drifts; the prediction is of the same minute as the run."""
+    bench = played(tmp_path)
+    case = next(case for case in bench.cases if case.name == "recompute")
+    before = bench.predict(case).seconds
+    asked: dict[str, Step] = {}
+
+    def play(step: Step, watch: Callable[[], None]) -> None:
+        asked[step.name] = step
+        name = step.command[step.command.index("--accelerator") + 1]
+        points = PROFILE.accelerators[name].points
+        slower = {
+            point: replace(costs, layer=PassTimes(costs.layer.forward * 4, costs.layer.backward))
+            for point, costs in points.items()
+        }
+        found = MeasuredProfile({name: AcceleratorProfile(slower, 1e-9)}, model={"layers": 8})
+        found.save(Path(step.command[step.command.index("--out") + 1]))
+
+    def ran(*_: object) -> None:
+        raise StopIteration
+
+    monkeypatch.setattr(own_bench, "run_step", play)
+    monkeypatch.setattr(own_bench, "run_to_end", ran)
+    with pytest.raises(StopIteration):
+        OwnBench.measure(bench, case)
+    assert asked.keys() == {
+        "profile_recompute_here-nvidia-x1",
+        "profile_recompute_here-amd-x1",
+    }
+    for step in asked.values():
+        words = " ".join(step.command)
+        assert "--micro-batch 1 --recompute full --seconds-a-point" in words
+    assert bench.predict(case).seconds > 1.5 * before
