@@ -83,24 +83,24 @@ def test_the_rank_in_error_keeps_the_cause() -> None:
 
 def test_a_rank_that_is_missing_ends_the_others_in_time() -> None:
     began = time.monotonic()
-    first, second, _ = _run(_says(), _says(), None, timeout=0.3)
-    assert time.monotonic() - began < 3.0
+    first, second, _ = _run(_says(), _says(), None, timeout=1.0)
+    assert time.monotonic() - began < 20
     for outcome in (first, second):
-        assert "rank 2 did not come within 0.3 s" in str(outcome)
+        assert "rank 2 did not come within 1 s" in str(outcome)
         assert "flags" in str(outcome)
         assert isinstance(outcome, AgreedError), "rank 0 is there and speaks for all"
 
 
 def test_when_rank_0_is_missing_the_others_speak_for_themselves() -> None:
-    _, *others = _run(None, _says(), _says(), timeout=0.3)
+    _, *others = _run(None, _says(), _says(), timeout=1.0)
     for outcome in others:
-        assert "rank 0 did not come within 0.3 s" in str(outcome)
+        assert "rank 0 did not come within 1 s" in str(outcome)
         assert isinstance(outcome, UserError)
         assert not outcome.known_to_all
 
 
 def test_an_error_is_told_even_when_another_rank_is_missing() -> None:
-    _, outcome, _ = _run(_refuses("no file a"), _says(), None, timeout=0.3)
+    _, outcome, _ = _run(_refuses("no file a"), _says(), None, timeout=1.0)
     assert "no file a" in str(outcome)
 
 
@@ -156,7 +156,7 @@ def test_nobody_waits_for_ever_for_a_rank_that_is_gone(present: int) -> None:
     sides: list[Side | None] = [None, None]
     sides[present] = leaves
     assert _run(*sides) == [None, None]
-    assert 0.15 < time.monotonic() - began < 3.0
+    assert 0.15 < time.monotonic() - began < 20
 
 
 def test_a_rank_alone_leaves_at_once() -> None:
