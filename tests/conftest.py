@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator
 
 import pytest
 
 from tests import preloaded
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _no_attention_of_other_modules() -> None:
+    """megatron-core writes the attention of a model built here into the environment, for good.
+
+    Runs that a later module starts would inherit it, and refuse another.
+    """
+    for name in ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN"):
+        os.environ.pop(name, None)
 
 
 @pytest.fixture(scope="module")

@@ -13,13 +13,13 @@ both vendors, which the results call simulated. The folder holds overlap.json an
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -39,6 +39,7 @@ from tools.overlap.phases import MEASURED, Phase, as_variable
 from tools.overlap.predicted_steps import Passes, PredictedSteps, predict
 from tools.real_text.data_set import build_real_text
 from tools.reports.page import write_whole
+from tools.reports.text_table import markdown
 from tools.reproduction.run_options import whole_flags
 from tools.reproduction.settings import HOMOGENEOUS, LLAMA3_8B, model_setting
 from tools.reproduction.table_rows import Options, parsed_row, planned_run
@@ -185,16 +186,14 @@ HEADINGS = (
 
 def as_table(record: dict[str, Any]) -> str:
     homogeneous = record["homogeneous"]["step"]
-    lines = [
+    title = (
         f"{record['model']} in two stages on {record['device']}, sequence {record['sequence']}, "
         f"global batch {record['global_batch']}, tensors of {record['tensor_bytes'] / 2**20:g} MiB "
         f"over {record['transport']}{', vendors simulated' if record['simulated'] else ''}; "
         f"homogeneous {homogeneous * 1000:,.1f} ms a step; its losses are "
-        f"{'the same' if record['same_losses'] else 'others'}",
-        "",
-        "| " + " | ".join(HEADINGS) + " |",
-        "|" + "---|" * len(HEADINGS),
-    ]
+        f"{'the same' if record['same_losses'] else 'others'}"
+    )
+    rows = []
     for row in record["rows"]:
         predicted = row["predicted"] or {}
         wire = [row["asked"], row["measured"]]
@@ -206,8 +205,8 @@ def as_table(record: dict[str, Any]) -> str:
         ]
         cells += [f"{value * 1000:,.1f}" if value is not None else "-" for value in seconds]
         cells.insert(5, f"{homogeneous / row['early']:.1%}")
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines) + "\n"
+        rows.append(cells)
+    return f"{title}\n\n{markdown(HEADINGS, rows)}\n"
 
 
 def parse_options(argv: Sequence[str] | None) -> tuple[Options, list[float]]:
@@ -217,7 +216,7 @@ def parse_options(argv: Sequence[str] | None) -> tuple[Options, list[float]]:
     parser.add_argument("--model", default=LLAMA3_8B.name, help="as of reproduce_table.py")
     parser.add_argument(
         "--gigabytes-per-s",
-        type=_speed,
+        type=partial(tool_command_line.positive, what="bandwidth"),
         nargs="+",
         default=[1.0, 5.0, 10.0, 25.0],
         metavar="N",
@@ -269,16 +268,6 @@ def parse_options(argv: Sequence[str] | None) -> tuple[Options, list[float]]:
             "with CUDA_DEVICE_MAX_CONNECTIONS=1 a slow link would hold up what computes; unset it"
         )
     return options, given.gigabytes_per_s
-
-
-def _speed(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is no bandwidth above 0")
-    return value
 
 
 def measure(argv: Sequence[str] | None) -> str:

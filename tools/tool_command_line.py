@@ -36,14 +36,14 @@ class Parser(argparse.ArgumentParser):
         self.exit(UserError.exit_code, f"error: {message}; --help lists the flags\n")
 
 
-def positive(text: str) -> float:
-    """A flag's number of seconds."""
+def positive(text: str, *, what: str = "number of seconds") -> float:
+    """A flag's number above 0; `what` it is stands in the error."""
     try:
         value = float(text)
     except ValueError:
         value = 0.0
     if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds above 0")
+        raise argparse.ArgumentTypeError(f"{text!r} is no {what} above 0")
     return value
 
 

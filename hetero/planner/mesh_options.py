@@ -222,16 +222,10 @@ def mesh_option(
 def _reduction(problem: Problem, holders: Sequence[StageShape]) -> tuple[float, float]:
     """Seconds of reducing a stage's gradients: beside parameters, and for each of a rank's."""
     count = problem.model.layer_parameters / min(stage.tensor for stage in holders)
-    options = problem.options
 
     def both(parameters: float) -> float:
         return sum(
-            reduce_seconds(
-                problem.cluster,
-                holders,
-                gradients=parameters * options.gradient_bytes,
-                weights=parameters * options.parameter_bytes,
-            )
+            reduce_seconds(problem.cluster, holders, parameters=parameters, options=problem.options)
         )
 
     one, many = both(count), both(2 * count)

@@ -147,14 +147,7 @@ def _least_reduction(problem: Problem, shape: _Shape) -> float:
     options = problem.options
     if options.overlap_grad_reduce or options.overlap_param_gather:
         return 0.0
-    return sum(
-        reduce_seconds(
-            problem.cluster,
-            holders,
-            gradients=parameters * options.gradient_bytes,
-            weights=parameters * options.parameter_bytes,
-        )
-    )
+    return sum(reduce_seconds(problem.cluster, holders, parameters=parameters, options=options))
 
 
 def _of_shape(problem: Problem, shape: _Shape, below: float) -> Iterator[Replicas]:

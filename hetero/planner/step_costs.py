@@ -117,10 +117,7 @@ class StageWork:
         """Seconds of reducing and of gathering that are not hidden behind a pass."""
         parameters = max(stage.parameters(self.model) for stage in holders)
         reduce, gather = reduce_seconds(
-            self.cluster,
-            holders,
-            gradients=parameters * self.options.gradient_bytes,
-            weights=parameters * self.options.parameter_bytes,
+            self.cluster, holders, parameters=parameters, options=self.options
         )
         passes = [pass_seconds(stage, self.costs(stage)) for stage in holders]
         parts = sum(holders[0].layers)

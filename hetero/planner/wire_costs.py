@@ -136,13 +136,19 @@ def inside_mesh_seconds(cluster: Cluster, stage: StageShape, size: float) -> flo
 
 
 def reduce_seconds(
-    cluster: Cluster, holders: Sequence[StageShape], *, gradients: float, weights: float
+    cluster: Cluster,
+    holders: Sequence[StageShape],
+    *,
+    parameters: float,
+    options: TrainingOptions,
 ) -> tuple[float, float]:
     """Reducing a stage's gradients over all who hold it, and gathering its weights afterwards.
 
-    `gradients` and `weights` are one rank's bytes. Without a distributed optimizer the gradients
-    are gathered and the weights are not.
+    `parameters` are one rank's. Without a distributed optimizer the gradients are gathered and the
+    weights are not.
     """
+    gradients = parameters * options.gradient_bytes
+    weights = parameters * options.parameter_bytes
     first = holders[0]
     scatter = [inside_mesh_seconds(cluster, stage, gradients) for stage in holders]
     gather = [

@@ -10,7 +10,7 @@ import argparse
 import gc
 import statistics
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -104,8 +104,8 @@ class MeasuredStage:
             marks.append((begin, middle, clock.mark()))
             if len(marks) % _AT_LEAST == 0:
                 synchronize(self._device)  # the host's watch would else run ahead of the GPU
-        forward = typical((clock.seconds(a, b) for a, b, _ in marks), self._device)
-        backward = typical((clock.seconds(b, c) for _, b, c in marks), self._device)
+        forward = statistics.median(clock.seconds(begin, middle) for begin, middle, _ in marks)
+        backward = statistics.median(clock.seconds(middle, end) for _, middle, end in marks)
         return forward, backward
 
     def _memory(self, inputs: dict[str, Any]) -> tuple[int, int | None]:
@@ -128,13 +128,18 @@ class MeasuredStage:
         return kept, max(peak - kept, 0)
 
 
+class _ThreadClock(HostClock):
+    """The time for which this thread computes: other programs on the machine take none of it."""
+
+    def mark(self) -> float:
+        return time.thread_time()
+
+
 def clock_of(device: torch.device) -> HostClock:
-    return GpuClock() if device.type == "cuda" else HostClock()
-
-
-def typical(seconds: Iterable[float], device: torch.device) -> float:
-    """Of one pass among many. On a CPU the mean: a step, too, holds what other threads take."""
-    return statistics.median(seconds) if device.type == "cuda" else statistics.fmean(seconds)
+    """A GPU's events; on a CPU with one thread, that thread's own time."""
+    if device.type == "cuda":
+        return GpuClock()
+    return _ThreadClock() if torch.get_num_threads() == 1 else HostClock()
 
 
 @contextmanager

@@ -7,6 +7,7 @@ is in proportion to the parameters that it updates, and a constant.
 from __future__ import annotations
 
 import argparse
+import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,7 +25,6 @@ from tools.layer_profile.measured_stage import (
     measured_stage,
     release_memory,
     synchronize,
-    typical,
 )
 
 _WARM_UP, _AT_LEAST, _AT_MOST = 2, 5, 50
@@ -34,7 +34,7 @@ _WARM_UP, _AT_LEAST, _AT_MOST = 2, 5, 50
 class UpdateCost:
     parameters: int
     seconds: float
-    """Of a whole update, clearing the gradients included."""
+    """Median of whole updates, clearing the gradients included."""
     state_bytes: int
     """Weights, gradients and the optimizer's state."""
 
@@ -74,7 +74,7 @@ def measure_update(
             took.append(clock.seconds(begin, clock.mark()))
         return UpdateCost(
             parameters=stage.parameters,
-            seconds=typical(took[_WARM_UP:], device),
+            seconds=statistics.median(took[_WARM_UP:]),
             state_bytes=held_bytes(device) - before,
         )
 

@@ -1,8 +1,8 @@
-"""Columns of text for a terminal."""
+"""Tables as text: columns for a terminal, and Markdown."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 
 def aligned(rows: Sequence[Sequence[str]], *, text: Collection[int]) -> list[str]:
@@ -21,3 +21,9 @@ def aligned(rows: Sequence[Sequence[str]], *, text: Collection[int]) -> list[str
         ).rstrip()
 
     return [line(row) for row in rows]
+
+
+def markdown(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A Markdown table, without a line feed at its end."""
+    lines = ["| " + " | ".join(cells) + " |" for cells in (headings, *rows)]
+    return "\n".join([lines[0], "|" + "---|" * len(headings), *lines[1:]])

@@ -11,6 +11,7 @@ from statistics import median
 from typing import Any
 
 from hetero.words import size_text
+from tools.reports.text_table import markdown
 from tools.reproduction.measurement import Attempt, Measurement
 from tools.reproduction.run_options import RunOptions, parsed
 from tools.reproduction.settings import VENDORS
@@ -239,17 +240,18 @@ HEADINGS = (
 
 def render(found: Sequence[Finding]) -> str:
     """The Markdown table, one line a pair and transport."""
-    lines = ["| " + " | ".join(HEADINGS) + " |", "|" + "---|" * len(HEADINGS)]
-    lines += [
-        f"| {one.meshes} | {one.gpus} | {one.transport} | {one.tokens_per_s:,.0f} "
-        f"| {', '.join(f'{speed:,.0f}' for speed in one.references_per_gpu)} "
-        f"| {_judged(one.of_predicted)} | {one.of_slower:.3f} | {size_text(one.boundary_bytes)} "
-        f"| {one.boundary_bytes / one.expected_bytes:g} "
-        f"| {', '.join(f'{apart:.1e}' for apart in one.losses_apart)} "
-        f"| {one.references_apart:.1e} |"
+    rows = [
+        (
+            *(one.meshes, str(one.gpus), one.transport, f"{one.tokens_per_s:,.0f}"),
+            ", ".join(f"{speed:,.0f}" for speed in one.references_per_gpu),
+            *(_judged(one.of_predicted), f"{one.of_slower:.3f}", size_text(one.boundary_bytes)),
+            f"{one.boundary_bytes / one.expected_bytes:g}",
+            ", ".join(f"{apart:.1e}" for apart in one.losses_apart),
+            f"{one.references_apart:.1e}",
+        )
         for one in found
     ]
-    return "\n".join(lines)
+    return markdown(HEADINGS, rows)
 
 
 def _judged(ratio: float) -> str:

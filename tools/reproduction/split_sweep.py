@@ -12,6 +12,7 @@ from matplotlib.figure import Figure
 from hetero.cluster import VENDOR_VARIABLE
 from hetero.data.slowdown import SLOWDOWN_VARIABLE
 from tools.reports.charts import LIGHT, as_png, style_axes
+from tools.reports.text_table import markdown
 from tools.reproduction.measurement import Attempt
 from tools.reproduction.run_options import RunOptions
 from tools.reproduction.settings import VENDORS
@@ -129,17 +130,13 @@ def _median(tokens: Mapping[str, Sequence[float]], row: str) -> float | None:
 
 def render(options: SweepOptions, found: Sequence[Curve]) -> str:
     """The Markdown table: a line for each split, and behind tokens/s what they are of `alone`."""
-    heads = [f"{SLOWED} x{curve.factor:g}" for curve in found]
-    lines = [
-        "| ".join(["", f"layers, {FASTER}/{SLOWED} ", *(f"{head} " for head in heads)]) + "|",
-        "|" + "---|" * (1 + len(heads)),
+    heads = [f"layers, {FASTER}/{SLOWED}", *(f"{SLOWED} x{curve.factor:g}" for curve in found)]
+    rows = [
+        (f"{split[0]}/{split[1]}", *(_cell(curve, split) for curve in found))
+        for split in options.splits
     ]
-    for split in options.splits:
-        cells = [_cell(curve, split) for curve in found]
-        lines.append(f"| {split[0]}/{split[1]} | " + " | ".join(cells) + " |")
-    alone = ["-" if curve.alone is None else f"{curve.alone:,.0f}" for curve in found]
-    lines.append("| slower vendor alone | " + " | ".join(alone) + " |")
-    return "\n".join(lines)
+    alone = ("-" if curve.alone is None else f"{curve.alone:,.0f}" for curve in found)
+    return markdown(heads, [*rows, ("slower vendor alone", *alone)])
 
 
 def _cell(curve: Curve, split: tuple[int, int]) -> str:

@@ -9,6 +9,7 @@ from statistics import mean, median, quantiles
 from matplotlib.figure import Figure
 
 from tools.reports.charts import LIGHT, as_png, style_axes
+from tools.reports.text_table import markdown
 from tools.reproduction.measurement import Attempt, Measurement
 
 PART = 100
@@ -74,14 +75,16 @@ HEADINGS = (
 
 def render(runs: Sequence[Steadiness]) -> str:
     """The Markdown table, one line a run."""
-    lines = ["| " + " | ".join(HEADINGS) + " |", "|" + "---|" * len(HEADINGS)]
-    lines += [
-        f"| {_name(run)} | {run.iterations} | {run.p50:,.0f} "
-        f"| {run.p5:,.0f} to {run.p95:,.0f} | {run.slowest:,.0f} | {run.first:,.0f} "
-        f"| {run.last:,.0f} | {run.drift:.4f} | {run.first_loss:.3f}, {run.last_loss:.3f} |"
+    rows = [
+        (
+            *(_name(run), str(run.iterations), f"{run.p50:,.0f}"),
+            *(f"{run.p5:,.0f} to {run.p95:,.0f}", f"{run.slowest:,.0f}", f"{run.first:,.0f}"),
+            *(f"{run.last:,.0f}", f"{run.drift:.4f}"),
+            f"{run.first_loss:.3f}, {run.last_loss:.3f}",
+        )
         for run in runs
     ]
-    return "\n".join(lines)
+    return markdown(HEADINGS, rows)
 
 
 def _name(run: Steadiness | Attempt) -> str:

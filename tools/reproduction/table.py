@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from itertools import combinations
 
 from hetero.words import size_text
+from tools.reports.text_table import markdown
 from tools.reproduction.measurement import Attempt, RowResult, Spread
 from tools.reproduction.settings import SOURCE, SOURCE_SETTING
 from tools.run_comparison.likeness import liken
@@ -28,9 +29,7 @@ HEADINGS = (
 
 def render(results: Sequence[RowResult]) -> str:
     """The Markdown table, one line a row."""
-    lines = ["| " + " | ".join(HEADINGS) + " |", "|" + "---|" * len(HEADINGS)]
-    lines += ["| " + " | ".join(_cells(result)) + " |" for result in results]
-    return "\n".join(lines)
+    return markdown(HEADINGS, map(_cells, results))
 
 
 def _cells(result: RowResult) -> tuple[str, ...]:
