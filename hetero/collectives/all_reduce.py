@@ -15,7 +15,7 @@ CHUNK_BYTES = 4 << 20
 """On a CPU, where a chunk that was just received is still in the cache when it is added up."""
 _GPU_CHUNK_BYTES, _GPU_CHUNKS = (32 << 20, 128 << 20), 4
 """The least and the most on a GPU, which takes a few MiB faster than Python asks it to."""
-_CHUNKS_AHEAD = {"cpu": 1, "cuda": 3}
+CHUNKS_AHEAD = {"cpu": 1, "cuda": 3}
 """How many chunks are on their way to the peers when the next one is added up.
 
 A transfer begins behind all that the caller's stream was given, so a GPU's may not come after the
@@ -67,12 +67,11 @@ def _directly(exchange: Exchange, flat: torch.Tensor, reduction: Reduction) -> S
 def _in_shards(exchange: Exchange, flat: torch.Tensor, reduction: Reduction) -> Steps:
     """Chunk by chunk: reduce-scatter inside, exchange between, all-gather inside, overlapped."""
     layout = exchange.layout
-    length = _chunk_bytes(flat) // flat.element_size()
     parts = [
         _Chunk(exchange, flat[span.begin : span.end], reduction)
-        for span in chunks(flat.numel(), length=length, grain=layout.grain)
+        for span in chunks(flat.numel(), length=chunk_length(flat), grain=layout.grain)
     ]
-    gathers = 1 + _CHUNKS_AHEAD[flat.device.type]
+    gathers = 1 + CHUNKS_AHEAD[flat.device.type]
     for step in range(len(parts) + gathers + 1):
         if step < len(parts):
             parts[step].reduce()
@@ -82,6 +81,11 @@ def _in_shards(exchange: Exchange, flat: torch.Tensor, reduction: Reduction) -> 
             yield from parts[step - gathers].gather()
         if 0 <= step - gathers - 1 < len(parts):
             parts[step - gathers - 1].finish()
+
+
+def chunk_length(flat: torch.Tensor) -> int:
+    """How many elements of flat memory cross at a time, while others are added up."""
+    return _chunk_bytes(flat) // flat.element_size()
 
 
 def _chunk_bytes(flat: torch.Tensor) -> int:

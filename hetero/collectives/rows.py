@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
-from hetero.collectives.all_reduce import DIRECT_BYTES, combine_in_order
+from hetero.collectives.all_reduce import (
+    CHUNKS_AHEAD,
+    DIRECT_BYTES,
+    chunk_length,
+    combine_in_order,
+)
 from hetero.collectives.exchange import Exchange, Moves, Steps
 from hetero.collectives.inside_vendor import Inside
 from hetero.collectives.reductions import Reduction
-from hetero.collectives.vendor_layout import Span, equal_parts, overlaps
+from hetero.collectives.vendor_layout import Span, chunks, equal_parts, overlaps
 
 _COPIED_FIRST = {"cpu": DIRECT_BYTES, "cuda": 32 << 20}
 """Up to here a rank's own row is copied before messages are asked for, which then takes one call.
@@ -147,39 +154,40 @@ def reduce_scatter(
     if not length:
         return
     if library is None:
-        yield from _reduce_scatter_alone(exchange, result, table, reduction)
+        # Where this rank is its vendor's only one, its rows are its vendor's partial results.
+        whole = Span(0, length)
+        foreign = [rank for vendor in layout.others for rank in layout.vendors[vendor]]
+        pieces = [_Piece(rank, whole, table[rank]) for rank in foreign]
+        yield from _exchange_pieces(exchange, result, table[layout.rank], pieces, reduction)
         return
-    own = result.new_empty(length)
-    inside = [library.reduce_scatter(own, _rows(table, layout.mine), reduction.op)]
-    outgoing: dict[int, tuple[Span, torch.Tensor]] = {}
+    pieces, inside = [], []
     for vendor in layout.others:
-        block = _rows(table, layout.vendors[vendor])
+        ranks = layout.vendors[vendor]
+        block = _rows(table, ranks)
         spans = equal_parts(block.numel(), len(layout.mine))
         missing = len(spans[0]) * len(layout.mine) - block.numel()
-        whole = torch.nn.functional.pad(block, (0, missing)) if missing else block
-        piece = block.new_empty(len(spans[0]))
-        inside.append(library.reduce_scatter(piece, whole, reduction.op))
-        outgoing[vendor] = spans[layout.place], piece
+        padded = torch.nn.functional.pad(block, (0, missing)) if missing else block
+        reduced = block.new_empty(len(spans[0]))
+        inside.append(library.reduce_scatter(reduced, padded, reduction.op))
+        span = spans[layout.place]
+        for place, common in overlaps(span, _rows_of(len(ranks), length)):
+            row = common.moved(-place * length)
+            pieces.append(_Piece(ranks[place], row, reduced[common.within(span)]))
+    own = result.new_empty(length)
+    last = library.reduce_scatter(own, _rows(table, layout.mine), reduction.op)
     for work in inside:
         work.wait()
-    yield from _exchange_pieces(exchange, result, own, outgoing, reduction)
+    yield from _exchange_pieces(exchange, result, own, pieces, reduction, under_way=last)
 
 
-def _reduce_scatter_alone(
-    exchange: Exchange, result: torch.Tensor, table: torch.Tensor, reduction: Reduction
-) -> Steps:
-    """Where this rank is its vendor's only one, its rows are its vendor's partial results."""
-    layout, moves = exchange.layout, Moves(exchange)
-    own = table[layout.rank]
-    partials = {layout.vendor: own}
-    for vendor in layout.others:
-        for rank in layout.vendors[vendor]:
-            moves.send(rank, table[rank])
-        partials[vendor] = torch.empty_like(own)
-        for rank, piece in _pieces(partials[vendor], layout.vendors[vendor]):
-            moves.recv(rank, piece)
-    yield moves
-    combine_in_order(reduction, partials, out=result)
+@dataclass(frozen=True)
+class _Piece:
+    """What this rank holds of its vendor's partial result for another vendor's rank."""
+
+    rank: int
+    span: Span
+    """Of that rank's row."""
+    memory: torch.Tensor
 
 
 def _rows(table: torch.Tensor, ranks: Sequence[int]) -> torch.Tensor:
@@ -192,25 +200,51 @@ def _exchange_pieces(
     exchange: Exchange,
     result: torch.Tensor,
     own: torch.Tensor,
-    outgoing: dict[int, tuple[Span, torch.Tensor]],
+    pieces: Sequence[_Piece],
     reduction: Reduction,
+    *,
+    under_way: Inside | None = None,
 ) -> Steps:
-    """Send each other vendor's ranks what is theirs of a piece, and add up what comes."""
-    layout, length, moves = exchange.layout, result.numel(), Moves(exchange)
-    for vendor, (span, piece) in outgoing.items():
-        ranks = layout.vendors[vendor]
-        for place, common in overlaps(span, _rows_of(len(ranks), length)):
-            moves.send(ranks[place], piece[common.within(span)])
-    partials = {layout.vendor: own}
-    mine = _rows_of(len(layout.mine), length)[layout.place]
-    for vendor in layout.others:
-        ranks = layout.vendors[vendor]
-        partials[vendor] = torch.empty_like(own)
-        parts = equal_parts(len(layout.mine) * length, len(ranks))
-        for place, common in overlaps(mine, parts):
-            moves.recv(ranks[place], partials[vendor][common.within(mine)])
-    yield moves
-    combine_in_order(reduction, partials, out=result)
+    """Send each piece, and add to this vendor's partial result what comes of the others'.
+
+    Chunk by chunk of the rows, so that one is added up while the next are on their way.
+
+    Args:
+        under_way: what `own` has to wait for.
+    """
+    layout = exchange.layout
+    mine = _rows_of(len(layout.mine), len(own))[layout.place]
+    givers = [
+        (vendor, layout.vendors[vendor][place], common.moved(-mine.begin))
+        for vendor in layout.others
+        for place, common in overlaps(
+            mine, equal_parts(len(layout.mine) * len(own), len(layout.vendors[vendor]))
+        )
+    ]
+    spans, ahead = (
+        chunks(len(own), length=chunk_length(own), grain=1),
+        CHUNKS_AHEAD[own.device.type],
+    )
+    crossing: deque[tuple[Moves, dict[int, torch.Tensor]]] = deque()
+    for step in range(len(spans) + ahead):
+        if step < len(spans):
+            span, moves = spans[step], Moves(exchange)
+            for piece in pieces:
+                moves.send(piece.rank, piece.memory[piece.span.meet(span).within(piece.span)])
+            partials = {vendor: own.new_empty(len(span)) for vendor in layout.others}
+            for vendor, rank, given in givers:
+                moves.recv(rank, partials[vendor][given.meet(span).within(span)])
+            if len(spans) > 1:
+                moves.begin()
+            crossing.append((moves, partials))
+        if step == ahead and under_way is not None:
+            under_way.wait()
+        if step >= ahead:
+            moves, partials = crossing.popleft()
+            yield moves
+            span = spans[step - ahead]
+            partials[layout.vendor] = own[span.begin : span.end]
+            combine_in_order(reduction, partials, out=result[span.begin : span.end])
 
 
 def all_to_all(

@@ -42,6 +42,9 @@ class Span:
         begin = max(self.begin, other.begin)
         return Span(begin, max(begin, min(self.end, other.end)))
 
+    def moved(self, by: int) -> Span:
+        return Span(self.begin + by, self.end + by)
+
     def within(self, outer: Span) -> slice:
         """Where it lies in a piece of memory that holds `outer`."""
         return slice(self.begin - outer.begin, self.end - outer.begin)
