@@ -13,7 +13,7 @@ DIRECT_BYTES = 64 << 10
 """Up to here every rank takes the other vendors' whole partial result: fewest steps."""
 CHUNK_BYTES = 4 << 20
 """On a CPU, where a chunk that was just received is still in the cache when it is added up."""
-_GPU_CHUNK_BYTES, _GPU_CHUNKS = (32 << 20, 128 << 20), 4
+_GPU_CHUNK_BYTES, _GPU_CHUNKS = (64 << 20, 128 << 20), 4
 """The least and the most on a GPU, which takes a few MiB faster than Python asks it to."""
 CHUNKS_AHEAD = {"cpu": 1, "cuda": 3}
 """How many chunks are on their way to the peers when the next one is added up.
