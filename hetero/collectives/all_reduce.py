@@ -13,8 +13,11 @@ DIRECT_BYTES = 64 << 10
 """Up to here every rank takes the other vendors' whole partial result: fewest steps."""
 CHUNK_BYTES = 4 << 20
 """On a CPU, where a chunk that was just received is still in the cache when it is added up."""
-_GPU_CHUNK_BYTES, _GPU_CHUNKS = (64 << 20, 128 << 20), 4
-"""The least and the most on a GPU, which takes a few MiB faster than Python asks it to."""
+_GPU_CHUNK_BYTES, _GPU_CHUNKS = (32 << 20, 128 << 20), 4
+"""The least and the most on a GPU, while another chunk is reduced inside the vendor."""
+_GPU_CHUNK_BYTES_ALONE = 256 << 20
+"""Where no vendor has a second rank. Only the additions hide behind the other chunks' crossing, and
+for Python to ask for one more chunk takes as long as they do."""
 CHUNKS_AHEAD = {"cpu": 1, "cuda": 3}
 """How many chunks are on their way to the peers when the next one is added up.
 
@@ -29,7 +32,7 @@ def all_reduce(exchange: Exchange, flat: torch.Tensor, reduction: Reduction) -> 
         return
     # Where no vendor has a second rank there are no shards, and one chunk is nothing to overlap.
     alone = exchange.layout.grain == 1
-    if flat.nbytes <= (_chunk_bytes(flat) if alone else DIRECT_BYTES):
+    if flat.nbytes <= DIRECT_BYTES or (alone and flat.numel() <= chunk_length(exchange, flat)):
         yield from _directly(exchange, flat, reduction)
     else:
         yield from _in_shards(exchange, flat, reduction)
@@ -69,7 +72,7 @@ def _in_shards(exchange: Exchange, flat: torch.Tensor, reduction: Reduction) -> 
     layout = exchange.layout
     parts = [
         _Chunk(exchange, flat[span.begin : span.end], reduction)
-        for span in chunks(flat.numel(), length=chunk_length(flat), grain=layout.grain)
+        for span in chunks(flat.numel(), length=chunk_length(exchange, flat), grain=layout.grain)
     ]
     gathers = 1 + CHUNKS_AHEAD[flat.device.type]
     for step in range(len(parts) + gathers + 1):
@@ -83,16 +86,16 @@ def _in_shards(exchange: Exchange, flat: torch.Tensor, reduction: Reduction) -> 
             parts[step - gathers - 1].finish()
 
 
-def chunk_length(flat: torch.Tensor) -> int:
-    """How many elements of flat memory cross at a time, while others are added up."""
-    return _chunk_bytes(flat) // flat.element_size()
-
-
-def _chunk_bytes(flat: torch.Tensor) -> int:
+def chunk_length(exchange: Exchange, flat: torch.Tensor) -> int:
+    """How many elements cross at a time while others are added up: the same on every rank."""
     if flat.device.type == "cpu":
-        return CHUNK_BYTES
-    least, most = _GPU_CHUNK_BYTES
-    return min(max(least, flat.nbytes // _GPU_CHUNKS), most)
+        nbytes = CHUNK_BYTES
+    elif exchange.layout.grain == 1:
+        nbytes = _GPU_CHUNK_BYTES_ALONE
+    else:
+        least, most = _GPU_CHUNK_BYTES
+        nbytes = min(max(least, flat.nbytes // _GPU_CHUNKS), most)
+    return nbytes // flat.element_size()
 
 
 class _Chunk:

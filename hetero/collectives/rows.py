@@ -153,8 +153,11 @@ def reduce_scatter(
     layout, length, library = exchange.layout, result.numel(), exchange.library
     if not length:
         return
+    # Where this rank is its vendor's only one, its rows are its vendor's partial results.
+    if library is None and length <= chunk_length(exchange, result):
+        yield from _reduce_scatter_at_once(exchange, result, table, reduction)
+        return
     if library is None:
-        # Where this rank is its vendor's only one, its rows are its vendor's partial results.
         whole = Span(0, length)
         foreign = [rank for vendor in layout.others for rank in layout.vendors[vendor]]
         pieces = [_Piece(rank, whole, table[rank]) for rank in foreign]
@@ -178,6 +181,23 @@ def reduce_scatter(
     for work in inside:
         work.wait()
     yield from _exchange_pieces(exchange, result, own, pieces, reduction, under_way=last)
+
+
+def _reduce_scatter_at_once(
+    exchange: Exchange, result: torch.Tensor, table: torch.Tensor, reduction: Reduction
+) -> Steps:
+    """In one step, for whose few messages Python is asked once."""
+    layout, moves = exchange.layout, Moves(exchange)
+    own = table[layout.rank]
+    partials = {layout.vendor: own}
+    for vendor in layout.others:
+        for rank in layout.vendors[vendor]:
+            moves.send(rank, table[rank])
+        partials[vendor] = torch.empty_like(own)
+        for rank, piece in _pieces(partials[vendor], layout.vendors[vendor]):
+            moves.recv(rank, piece)
+    yield moves
+    combine_in_order(reduction, partials, out=result)
 
 
 @dataclass(frozen=True)
@@ -221,10 +241,8 @@ def _exchange_pieces(
             mine, equal_parts(len(layout.mine) * len(own), len(layout.vendors[vendor]))
         )
     ]
-    spans, ahead = (
-        chunks(len(own), length=chunk_length(own), grain=1),
-        CHUNKS_AHEAD[own.device.type],
-    )
+    spans = chunks(len(own), length=chunk_length(exchange, own), grain=1)
+    ahead = CHUNKS_AHEAD[own.device.type]
     crossing: deque[tuple[Moves, dict[int, torch.Tensor]]] = deque()
     for step in range(len(spans) + ahead):
         if step < len(spans):
