@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -61,8 +62,11 @@ def own_runs(folder: Path, *, seconds: float, figures: Path | None) -> str:
             found = _measured(bench, case, begin=time.monotonic() - began < seconds)
             if found is None:
                 left += 1
-            else:
-                rows.append(_Row(case, bench.predict(case), found))
+                continue
+            row = _Row(case, bench.predict(case), found)
+            rows.append(row)
+            steps = f"predicted {row.predicted.seconds:.3f} s, measured {found.step:.3f} s"
+            bar.write(f"{number + 1} of {len(cases)}, {case.name}: {steps}", file=sys.stderr)
     if figures and rows:
         write_whole(figures, _figures(bench, rows))
     lines = [*_table(rows), "", *_verdicts(rows)] if rows else []
