@@ -10,7 +10,7 @@ import torch.multiprocessing
 from torch.multiprocessing.spawn import ProcessException, ProcessRaisedException
 
 from hetero.errors import HeteroError
-from hetero.interrupts import children_ignore_interrupts
+from tools.launching.interrupts import children_ignore_interrupts
 from tools.launching.processes import end_family
 
 

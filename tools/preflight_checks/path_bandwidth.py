@@ -16,11 +16,11 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from hetero.interrupts import children_ignore_interrupts
 from hetero.link.names import PATHS
 from hetero.link.open import ChannelOptions
 from hetero.link.rdma_ports import why_no_rdma
 from hetero.pipeline.links import LinkOptions, PipelineLinks
+from tools.launching.interrupts import children_ignore_interrupts
 from tools.link_bench.bare_limits import BareCopy, rate
 from tools.link_bench.bench_record import FROM_PINNED, TO_PINNED, Options
 from tools.link_bench.measured_paths import LinkPath

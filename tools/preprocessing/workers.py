@@ -20,7 +20,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 
 from hetero.errors import HeteroError
-from hetero.interrupts import children_ignore_interrupts
+from tools.launching.interrupts import children_ignore_interrupts
 from tools.preprocessing.batches import Batch
 from tools.preprocessing.encoder import Encoder, Tokens
 

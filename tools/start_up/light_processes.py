@@ -17,10 +17,10 @@ import torch.distributed as dist
 
 from hetero.agreement import Agreement
 from hetero.groups import build_groups
-from hetero.interrupts import children_ignore_interrupts
 from hetero.liveness.open_liveness import open_liveness
 from hetero.new_group import open_world
 from hetero.plan import Plan
+from tools.launching.interrupts import children_ignore_interrupts
 from tools.start_up.counting import Payloads
 
 _TIMEOUT = timedelta(minutes=5)

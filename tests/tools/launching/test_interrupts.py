@@ -9,7 +9,7 @@ import pytest
 
 STARTER = """
 import os, signal, subprocess, sys, threading, time
-from hetero.interrupts import children_ignore_interrupts
+from tools.launching.interrupts import children_ignore_interrupts
 
 signal.signal(signal.SIGINT, signal.default_int_handler)
 if sys.argv[1] == "threads":
