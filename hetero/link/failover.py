@@ -7,18 +7,20 @@ only then are the rail's unfinished entries sent again, over others.
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
 import select
+import selectors
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from hetero.link.carrier import Carrier
 from hetero.link.control import Control
-from hetero.link.polling import Poller
 from hetero.link.ring import EndState
 
 _log = logging.getLogger(__name__)
@@ -61,13 +63,15 @@ class Watch:
         self._peer = peer
         self._sending = threading.Lock()
         self._peer_has_gone = self._stopping = False
-        self._poller = Poller()
+        self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC)
+        self._handlers = selectors.DefaultSelector()
+        self._attend(self._wake_fd, lambda: None)
         for descriptor in control.filenos():
-            self._poller.attend(descriptor, partial(self._handle_control, descriptor))
-        self._poller.attend(carrier.loss_fd, self._handle_losses)
+            self._attend(descriptor, partial(self._handle_control, descriptor))
+        self._attend(carrier.loss_fd, self._handle_losses)
         for index in range(len(rails)):
             if (descriptor := carrier.async_fd(index)) >= 0:
-                self._poller.attend(descriptor, partial(self._handle_async_event, index))
+                self._attend(descriptor, partial(self._handle_async_event, index))
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
@@ -86,18 +90,28 @@ class Watch:
     def close(self) -> None:
         """End the thread and the connection: its end is how the peer learns of this one's."""
         self._stopping = True
-        self._poller.wake()
+        os.eventfd_write(self._wake_fd, 1)
         self._thread.join(_JOIN_SECONDS)
         self._control.close()
-        self._poller.close()
+        self._handlers.close()
+        os.close(self._wake_fd)
+
+    def _attend(self, descriptor: int, handler: Callable[[], None]) -> None:
+        self._handlers.register(descriptor, selectors.EVENT_READ, handler)
+
+    def _ignore(self, descriptor: int) -> None:
+        """Once is enough; what was never attended to is nothing."""
+        with contextlib.suppress(KeyError, ValueError):
+            self._handlers.unregister(descriptor)
 
     def _run(self) -> None:
-        while True:
-            ready = self._poller.wait(None)
-            if self._stopping:
-                return
+        while not self._stopping:
+            ready = self._handlers.select()
             try:
-                self._poller.handle(ready)
+                for key, _ in ready:
+                    # One of those before it may have ended it.
+                    if key.fd in self._handlers.get_map() and not self._stopping:
+                        key.data()
             except Exception as error:  # whatever it is, the link's users must hear of it
                 self._fail(f"the link's watch failed ({error})")
                 _log.exception("%s: the watch failed", self._name)
@@ -130,13 +144,13 @@ class Watch:
             messages = self._control.receive(descriptor)
         except ConnectionError:
             for known in (descriptor, *self._control.filenos()):
-                self._poller.ignore(known)
+                self._ignore(known)
             self._carrier.settle(_SETTLE_SECONDS)
             self._peer_has_gone = True
             self._carrier.signal()
             return
         if descriptor not in self._control.filenos():
-            self._poller.ignore(descriptor)
+            self._ignore(descriptor)
         for message in messages:
             if "fault" in message:
                 self._fail(str(message["fault"]))
@@ -158,7 +172,7 @@ class Watch:
             return
         rail.live = False
         self._carrier.stop_rail(index)
-        self._poller.ignore(self._carrier.async_fd(index))
+        self._ignore(self._carrier.async_fd(index))
         if self._peer_has_gone:
             return
         left = sum(other.live for other in self._rails)
