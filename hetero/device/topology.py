@@ -1,4 +1,4 @@
-"""Where devices sit on a host's PCIe tree, and which NIC is nearest to a GPU. Read from sysfs only.
+"""Where devices sit on a host's PCIe tree, and how far apart. Read from sysfs only.
 
 A device's path is its line of ancestors: the root complex, the root port, the ports of the
 switches, the device. Two devices below one switch exchange data without passing the CPU; two that
@@ -10,11 +10,9 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
-from typing import Protocol, TypeVar
 
 from hetero.device.sysfs import entries, read_text
 
@@ -22,10 +20,6 @@ SYS = Path("/sys")
 
 _ADDRESS = re.compile(r"[0-9a-f]{4,}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]")
 _ROOT_COMPLEX = re.compile(r"pci[0-9a-f]{4,}:[0-9a-f]{2}")
-_GPU_VENDORS = {"0x10de": "nvidia", "0x1002": "amd"}
-_DISPLAY_CLASS, _ACCELERATOR_CLASS = "0x03", "0x12"
-# A display controller, as in a laptop; the others ("3D", "processing accelerator") only compute.
-_VGA_CLASS = "0x0300"
 
 
 class Distance(IntEnum):
@@ -53,35 +47,6 @@ class PciDevice:
     """None where the platform does not say, as on a machine of one node."""
 
 
-class Located(Protocol):
-    """Anything with a place on the PCIe tree."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def pci(self) -> PciDevice | None: ...
-
-
-@dataclass(frozen=True)
-class PciGpu:
-    """A GPU as the PCIe bus shows it, whether or not a driver runs it."""
-
-    name: str
-    """Its PCIe address: sysfs knows no other name."""
-    vendor: str
-    pci: PciDevice
-    drives_display: bool
-    driver: str | None
-
-
-@dataclass(frozen=True)
-class NetworkDevice:
-    """A network interface; `pci` is None for loopback, bridges, tunnels and the like."""
-
-    name: str
-    pci: PciDevice | None
-
-
 @dataclass(frozen=True)
 class RdmaDevice:
     """An RDMA device and the network interfaces of its ports (none on InfiniBand without IPoIB)."""
@@ -91,56 +56,23 @@ class RdmaDevice:
     interfaces: tuple[str, ...]
 
 
-LocatedT = TypeVar("LocatedT", bound=Located)
-
-
-def pci_address(domain: int, bus: int, device: int, function: int = 0) -> str:
-    """The address as sysfs writes it, from the numbers that CUDA and HIP give."""
-    return f"{domain:04x}:{bus:02x}:{device:02x}.{function:x}"
-
-
 def pci_device(address: str, *, sys_root: Path = SYS) -> PciDevice | None:
     """The device at an address; None where there is none. The address may be in upper case."""
     return _pci_device_at(sys_root / "bus/pci/devices" / address.lower())
 
 
-def network_devices(*, sys_root: Path = SYS) -> list[NetworkDevice]:
-    """Every network interface, in the order of their names."""
-    folder = sys_root / "class/net"
-    return [NetworkDevice(name, _parent_on_pci(folder / name)) for name in entries(folder)]
+def parent_on_pci(entry: Path) -> PciDevice | None:
+    """The PCIe device of a class entry; for a virtio device it is the one that carries it."""
+    return _pci_device_at(entry / "device")
 
 
 def rdma_devices(*, sys_root: Path = SYS) -> list[RdmaDevice]:
     """Every RDMA device, in the order of their names."""
     folder = sys_root / "class/infiniband"
     return [
-        RdmaDevice(name, _parent_on_pci(folder / name), _interfaces_of(folder / name))
+        RdmaDevice(name, parent_on_pci(folder / name), _interfaces_of(folder / name))
         for name in entries(folder)
     ]
-
-
-def gpus(*, sys_root: Path = SYS) -> list[PciGpu]:
-    """Every NVIDIA and AMD GPU on the bus, in the order of their addresses."""
-    found = []
-    folder = sys_root / "bus/pci/devices"
-    for address in sorted(entries(folder)):
-        vendor = _GPU_VENDORS.get(read_text(folder / address / "vendor"))
-        kind = read_text(folder / address / "class")
-        if vendor is None or kind[:4] not in (_DISPLAY_CLASS, _ACCELERATOR_CLASS):
-            continue
-        device = _pci_device_at(folder / address)
-        if device is not None:
-            driver = folder / address / "driver"
-            found.append(
-                PciGpu(
-                    name=address,
-                    vendor=vendor,
-                    pci=device,
-                    drives_display=kind.startswith(_VGA_CLASS),
-                    driver=Path(os.path.realpath(driver)).name if driver.exists() else None,
-                )
-            )
-    return found
 
 
 def distance(one: PciDevice | None, other: PciDevice | None) -> Distance:
@@ -163,33 +95,6 @@ def ports_between(one: PciDevice, other: PciDevice) -> tuple[str, ...]:
     """The bridges that traffic between two devices passes, below what they share."""
     shared = _shared_length(one, other)
     return one.path[shared:-1] + other.path[shared:-1]
-
-
-def nearest(gpu: PciDevice | None, nics: Sequence[LocatedT]) -> list[LocatedT]:
-    """The NICs in the order of their distance from the GPU, nearest first; ties stay in order.
-
-    An unknown place counts as the farthest.
-    """
-    return sorted(nics, key=lambda nic: closeness(gpu, nic.pci))
-
-
-def assign(gpus: Sequence[PciDevice | None], nics: Sequence[LocatedT]) -> list[LocatedT | None]:
-    """One NIC for each GPU: the nearest, and among equally near ones the least used so far.
-
-    None for every GPU where there is no NIC.
-    """
-    used = {nic.name: 0 for nic in nics}
-    chosen: list[LocatedT | None] = []
-    for gpu in gpus:
-        best = min(
-            nics,
-            key=lambda nic: (*closeness(gpu, nic.pci), used[nic.name]),
-            default=None,
-        )
-        if best is not None:
-            used[best.name] += 1
-        chosen.append(best)
-    return chosen
 
 
 def closeness(one: PciDevice | None, other: PciDevice | None) -> tuple[int, int]:
@@ -221,11 +126,6 @@ def _pci_device_at(link: Path) -> PciDevice | None:
     if len(path) < 2:
         return None
     return PciDevice(address=path[-1], path=path, numa_node=_numa_node(link))
-
-
-def _parent_on_pci(entry: Path) -> PciDevice | None:
-    """The PCIe device of a class entry; for a virtio device it is the one that carries it."""
-    return _pci_device_at(entry / "device")
 
 
 def _numa_node(device: Path) -> int | None:

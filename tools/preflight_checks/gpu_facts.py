@@ -10,12 +10,16 @@ from dataclasses import dataclass
 import torch
 
 from hetero.cluster import running_vendor
-from hetero.device.sysfs import read_text
-from hetero.device.topology import PciDevice, gpus, pci_address, pci_device
+from hetero.device.sysfs import entries, read_text
+from hetero.device.topology import PciDevice, pci_device
 from tools.preflight_checks.pci import PcieLink, read_pcie_link
 from tools.preflight_checks.roots import Roots, Tool
 
 _VERSION = re.compile(r"\b\d{3,}\.\d+(?:\.\d+)?\b")
+_VENDORS = {"0x10de": "nvidia", "0x1002": "amd"}
+_DISPLAY_CLASS, _ACCELERATOR_CLASS = "0x03", "0x12"
+# A display controller, as in a laptop; the others ("3D", "processing accelerator") only compute.
+_VGA_CLASS = "0x0300"
 VISIBILITY = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 
 
@@ -68,7 +72,7 @@ def visible_gpus() -> list[VisibleGpu]:
             getattr(properties, f"pci_{part}_id", None) for part in ("domain", "bus", "device")
         ]
         place = [part for part in parts if isinstance(part, int)]
-        address = pci_address(*place) if len(place) == 3 else None
+        address = "{:04x}:{:02x}:{:02x}.0".format(*place) if len(place) == 3 else None
         found.append(VisibleGpu(index, properties.name, properties.total_memory, address))
     return found
 
@@ -78,9 +82,13 @@ def read_gpus(
 ) -> GpuInventory:
     on_bus: dict[str, int] = {}
     displays: dict[str, int] = {}
-    for gpu in gpus(sys_root=roots.sys):
-        kind = displays if gpu.drives_display else on_bus
-        kind[gpu.vendor] = kind.get(gpu.vendor, 0) + 1
+    folder = roots.sys / "bus/pci/devices"
+    for address in entries(folder):
+        maker = _VENDORS.get(read_text(folder / address / "vendor"))
+        kind = read_text(folder / address / "class")
+        if maker is not None and kind[:4] in (_DISPLAY_CLASS, _ACCELERATOR_CLASS):
+            counts = displays if kind.startswith(_VGA_CLASS) else on_bus
+            counts[maker] = counts.get(maker, 0) + 1
     vendor = vendor or running_vendor()
     banner = read_text(roots.proc / "driver/nvidia/version")
     return GpuInventory(

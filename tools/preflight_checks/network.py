@@ -9,8 +9,8 @@ from pathlib import Path
 
 import psutil
 
-from hetero.device.sysfs import read_integer, read_text
-from hetero.device.topology import PciDevice, network_devices
+from hetero.device.sysfs import entries, read_integer, read_text
+from hetero.device.topology import PciDevice, parent_on_pci
 from tools.preflight_checks.roots import Roots
 
 _LOOPBACK = 772
@@ -60,19 +60,19 @@ def read_interfaces(
 ) -> tuple[InterfaceFacts, ...]:
     """All interfaces; loopback is up although the kernel calls its state unknown."""
     found = []
-    for device in network_devices(sys_root=roots.sys):
-        folder = roots.sys / "class/net" / device.name
+    for name in entries(roots.sys / "class/net"):
+        folder = roots.sys / "class/net" / name
         state = read_text(folder / "operstate") or "unknown"
-        if device.name == "lo" and state == "unknown":
+        if name == "lo" and state == "unknown":
             state = "up"
         found.append(
             InterfaceFacts(
-                name=device.name,
+                name=name,
                 state=state,
                 speed=read_integer(folder / "speed") or None,
                 mtu=read_integer(folder / "mtu"),
-                addresses=tuple(addresses.get(device.name, ())),
-                pci=device.pci,
+                addresses=tuple(addresses.get(name, ())),
+                pci=parent_on_pci(folder),
                 kind=_kind(folder),
             )
         )

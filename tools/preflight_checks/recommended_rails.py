@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hetero.device.topology import Distance, PciDevice, assign, distance
+from hetero.device.topology import Distance, PciDevice, closeness, distance
 from tools.preflight_checks.gpu_facts import GpuFacts
 from tools.preflight_checks.network import InterfaceFacts
 from tools.preflight_checks.rdma_facts import RdmaFacts
@@ -67,10 +67,11 @@ def _interfaces(interfaces: Sequence[InterfaceFacts]) -> list[Nic]:
 
 
 def recommend(gpus: Sequence[GpuFacts], nics: Sequence[Nic]) -> tuple[Rail, ...]:
-    """A rail for each GPU; none where there is no NIC."""
-    chosen = assign([gpu.pci for gpu in gpus], nics)
-    return tuple(
-        Rail(gpu=gpu.index, nic=nic, distance=distance(gpu.pci, nic.pci))
-        for gpu, nic in zip(gpus, chosen, strict=True)
-        if nic is not None
-    )
+    """For each GPU the nearest NIC, and among equally near ones the least used so far."""
+    used = dict.fromkeys((nic.name for nic in nics), 0)
+    rails = []
+    for gpu in gpus if nics else ():
+        best = min(nics, key=lambda nic: (*closeness(gpu.pci, nic.pci), used[nic.name]))
+        used[best.name] += 1
+        rails.append(Rail(gpu=gpu.index, nic=best, distance=distance(gpu.pci, best.pci)))
+    return tuple(rails)

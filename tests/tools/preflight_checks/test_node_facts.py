@@ -6,10 +6,16 @@ import gzip
 
 import pytest
 
-from hetero.device.topology import Distance
+from hetero.device.topology import Distance, pci_device
+from tests.hetero.device.fake_sysfs import H200, MI325X, THOR2, FakeSysfs
 from tests.tools.preflight_checks.machines import h200_node, laptop, mi325x_node
 from tools.preflight_checks import findings_text
+from tools.preflight_checks.gpu_facts import GpuFacts
 from tools.preflight_checks.gpudirect import read_kernel_options
+from tools.preflight_checks.pci import PcieLink
+from tools.preflight_checks.recommended_rails import Nic, recommend
+
+NO_LINK = PcieLink(0, 0, "")
 
 
 def test_an_nvidia_node_tells_its_driver_gpus_and_places(tmp_path):
@@ -34,6 +40,31 @@ def test_an_amd_node_tells_its_driver_and_kernel_options(tmp_path):
     assert facts.gpus.open_driver is None
     assert facts.gpus.on_bus == {"amd": 8}
     assert set(facts.gpudirect.kernel_options.values()) == {True}
+
+
+def test_gpus_of_both_vendors_are_found_without_their_drivers(tmp_path):
+    machine = laptop(tmp_path)
+    machine.sysfs.add_pci("pci0000:05/0000:05:00.0", MI325X)
+    machine.sysfs.add_pci("pci0000:30/0000:30:00.0", {**H200, "class": "0x030000"})
+    machine.sysfs.add_pci("pci0000:40/0000:40:00.0", THOR2)
+    machine.sysfs.add_pci("pci0000:50/0000:50:00.0", {"vendor": "0x8086", "class": "0x030000"})
+    found = machine.read().gpus
+    assert (found.on_bus, found.displays) == ({"amd": 1}, {"nvidia": 1})
+
+
+def test_gpus_below_one_switch_are_given_different_nics(tmp_path):
+    sysfs = FakeSysfs(tmp_path)
+    switch = "pci0000:15/0000:15:01.0/0000:16:00.0"
+    ends = [f"0000:17:0{port}.0/0000:{18 + port}:00.0" for port in range(4)]
+    for end in ends:
+        sysfs.add_pci(f"{switch}/{end}", H200)
+    one, other, near, nearest = (
+        pci_device(end.partition("/")[2], sys_root=tmp_path) for end in ends
+    )
+    gpus = [GpuFacts(index, "H200", 0, pci, NO_LINK) for index, pci in enumerate((one, other))]
+    nics = [Nic(name, name, None, pci, 400.0) for name, pci in (("a", near), ("b", nearest))]
+    assert [rail.nic.name for rail in recommend(gpus, nics)] == ["a", "b"]
+    assert recommend(gpus, []) == ()
 
 
 def test_an_rdma_port_has_its_state_rate_addresses_and_packet(tmp_path):
