@@ -26,7 +26,6 @@ class Attribute(IntEnum):
     DMA_BUF_SUPPORTED = 124
 
 
-IPC_LAZY_PEER_ACCESS = 0x1
 DMA_BUF_FD = 0x1
 ORDERED_FOR_OWNER = 100
 """CU_GPU_DIRECT_RDMA_WRITES_ORDERING_OWNER."""
@@ -42,7 +41,6 @@ SYMBOLS = (
     Symbol("cuDeviceGetAttribute", (POINTER(c_int), c_int, _device)),
     Symbol("cuDeviceGetPCIBusId", (c_char_p, c_int, _device)),
     Symbol("cuDeviceGetUuid_v2", (POINTER(Uuid), _device)),
-    Symbol("cuDeviceCanAccessPeer", (POINTER(c_int), _device, _device)),
     Symbol("cuDevicePrimaryCtxRetain", (POINTER(_context), _device)),
     Symbol("cuCtxGetCurrent", (POINTER(_context),)),
     Symbol("cuCtxSetCurrent", (_context,)),
@@ -93,7 +91,6 @@ class CudaDriver(GpuDriver):
         "pci_bus_id": "cuDeviceGetPCIBusId",
         "uuid": "cuDeviceGetUuid_v2",
     }
-    ipc_flags: ClassVar[tuple[int, ...]] = (IPC_LAZY_PEER_ACCESS,)
     _vendor_in_c = Vendor.CUDA
 
     def __init__(self, library: str = LIBRARY) -> None:

@@ -28,10 +28,11 @@ IPC_HANDLE_BYTES = 64
 ALLOCATION_BYTES = 2 * 2**20
 """Plain allocations are whole multiples of this, so that no two share a page of the GPU."""
 
-INVALID_VALUE, INVALID_CONTEXT = 1, 201
-"""The same numbers in CUDA and in HIP."""
+INVALID_CONTEXT = 201
+LAZY_PEER_ACCESS = 0x1
+"""The flag with which a handle is opened. These numbers are the same in CUDA and in HIP."""
 HOST_REGISTER_FLAGS = 0x1 | 0x2
-"""Portable and mapped, in CUDA and in HIP."""
+"""Portable and mapped."""
 
 PIN_REMEDY = "raise the locked-memory limit (ulimit -l) or make the ring smaller"
 FREE_REMEDY = "free memory of the device, or make the ring smaller"
@@ -71,8 +72,6 @@ class GpuDriver(ABC):
     """Whether the vendor documents that a stream may wait on registered host memory."""
     calls: ClassVar[Mapping[str, str]]
     """The library's functions that both vendors have, with arguments alike, by our name of each."""
-    ipc_flags: ClassVar[tuple[int, ...]]
-    """The flags with which a handle may be opened, in the order to try."""
     _vendor_in_c: ClassVar[Vendor]
 
     def __init__(self, functions: dict[str, Function]) -> None:
@@ -190,14 +189,10 @@ class GpuDriver(ABC):
         The current device must be the one that copies. Opened on the owner's device, copies to
         another one are staged by the driver, without an error, at a tenth of the speed.
         """
-        address, structure, code = c_uint64(), IpcHandle.from_buffer_copy(handle), INVALID_VALUE
-        name = self.calls["open_ipc"]
-        for flags in self.ipc_flags:
-            code = self._functions[name](address, structure, flags)
-            if code != INVALID_VALUE:
-                break
-        if code:
-            raise self._failure(name, code, "open another process's GPU memory", IPC_REMEDY)
+        address = c_uint64()
+        arguments = (address, IpcHandle.from_buffer_copy(handle), LAZY_PEER_ACCESS)
+        purpose = "open another process's GPU memory"
+        self._call("open_ipc", *arguments, purpose=purpose, remedy=IPC_REMEDY)
         return address.value
 
     def close_ipc(self, address: int) -> None:

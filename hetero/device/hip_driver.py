@@ -6,10 +6,8 @@ Nothing here has run on an AMD GPU yet; docs/hardware.md says what was checked a
 from __future__ import annotations
 
 import ctypes
-import os
 from collections.abc import Iterator, Mapping
 from ctypes import POINTER, c_char_p, c_int, c_size_t, c_uint, c_uint32, c_uint64, c_void_p
-from enum import IntEnum
 from typing import ClassVar
 
 from hetero.device.driver_base import GpuDriver, IpcHandle, Uuid
@@ -24,15 +22,8 @@ _HSA_NAME = "libhsa-runtime64.so"
 _REMEDY = "install ROCm 5.2 or newer, or a PyTorch build that brings it along"
 
 
-class Attribute(IntEnum):
-    """hipDeviceAttribute_t."""
-
-    CAN_USE_STREAM_WAIT_VALUE = 10013
-
-
-IPC_LAZY_PEER_ACCESS = (1, 0)
-"""hipIpcMemLazyEnablePeerAccess: 1 today, 0 until ROCm 5.2. Either refuses the other."""
-DMA_BUF_FD = 1
+CAN_USE_STREAM_WAIT_VALUE = 10013
+"""hipDeviceAttributeCanUseStreamWaitValue."""
 
 SYMBOLS = (
     Symbol("hipInit", (c_uint,)),
@@ -60,12 +51,6 @@ SYMBOLS = (
     Symbol("hipIpcGetMemHandle", (POINTER(IpcHandle), c_void_p)),
     Symbol("hipIpcOpenMemHandle", (POINTER(c_uint64), IpcHandle, c_uint)),
     Symbol("hipIpcCloseMemHandle", (c_void_p,)),
-    # ROCm 7.
-    Symbol(
-        "hipMemGetHandleForAddressRange",
-        (c_void_p, c_void_p, c_size_t, c_int, c_uint64),
-        optional=True,
-    ),
 )
 
 HSA_SYMBOLS = (
@@ -115,7 +100,6 @@ class HipDriver(GpuDriver):
         "pci_bus_id": "hipDeviceGetPCIBusId",
         "uuid": "hipDeviceGetUuid",
     }
-    ipc_flags: ClassVar[tuple[int, ...]] = IPC_LAZY_PEER_ACCESS
     _vendor_in_c = Vendor.HIP
 
     def __init__(self, library: str | None = None) -> None:
@@ -129,39 +113,19 @@ class HipDriver(GpuDriver):
         )
 
     def can_export_dmabuf(self, device: int) -> bool:
-        return (
-            "hsa_amd_portable_export_dmabuf" in self._functions
-            or "hipMemGetHandleForAddressRange" in self._functions
-        )
+        return "hsa_amd_portable_export_dmabuf" in self._functions
 
     def export_dmabuf(self, address: int, nbytes: int) -> tuple[int, int]:
         purpose = f"export {nbytes} bytes of GPU memory at {address:#x} as a dma-buf"
-        remedy = "use a kernel with CONFIG_PCI_P2PDMA and CONFIG_DMABUF_MOVE_NOTIFY"
-        descriptor, offset = c_int(-1), c_uint64()
-        if (export := self._functions.get("hsa_amd_portable_export_dmabuf")) is not None:
-            code = export(address, nbytes, descriptor, offset)
-            if code:
-                raise LinkError(
-                    f"hsa_amd_portable_export_dmabuf failed ({self._describe_hsa(code)}) to "
-                    f"{purpose}; {remedy}"
-                )
-            return descriptor.value, offset.value
-        if "hipMemGetHandleForAddressRange" not in self._functions:
+        if (export := self._functions.get("hsa_amd_portable_export_dmabuf")) is None:
             raise LinkError(f"this ROCm is too old to {purpose}; install ROCm 5.3 or newer")
-        # The whole allocation: whether a part's buffer begins with the part is not documented.
-        base, size = self._allocation_of(address)
-        page = os.sysconf("SC_PAGESIZE")
-        self._call(
-            "hipMemGetHandleForAddressRange",
-            ctypes.addressof(descriptor),
-            base,
-            -(-size // page) * page,
-            DMA_BUF_FD,
-            0,
-            purpose=purpose,
-            remedy=remedy,
-        )
-        return descriptor.value, address - base
+        descriptor, offset = c_int(-1), c_uint64()
+        if code := export(address, nbytes, descriptor, offset):
+            raise LinkError(
+                f"hsa_amd_portable_export_dmabuf failed ({self._describe_hsa(code)}) to {purpose}; "
+                "use a kernel with CONFIG_PCI_P2PDMA and CONFIG_DMABUF_MOVE_NOTIFY"
+            )
+        return descriptor.value, offset.value
 
     def remote_writes_need_flush(self, device: int) -> bool:
         # ROCm promises no order between a NIC's writes and what a kernel reads.
@@ -172,7 +136,7 @@ class HipDriver(GpuDriver):
         self._call(
             "hipDeviceGetAttribute",
             value,
-            Attribute.CAN_USE_STREAM_WAIT_VALUE,
+            CAN_USE_STREAM_WAIT_VALUE,
             device,
             purpose=f"ask GPU {device} whether its streams wait for values",
         )

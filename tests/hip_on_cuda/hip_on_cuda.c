@@ -29,7 +29,6 @@ typedef void *stream;
     _(cuDeviceGet, (int *, int))                                                  \
     _(cuDeviceGetPCIBusId, (char *, int, int))                                    \
     _(cuDeviceGetUuid_v2, (identity *, int))                                      \
-    _(cuDeviceCanAccessPeer, (int *, int, int))                                   \
     _(cuDevicePrimaryCtxRetain, (void **, int))                                   \
     _(cuDevicePrimaryCtxGetState, (int, unsigned *, int *))                       \
     _(cuCtxGetCurrent, (void **))                                                 \
@@ -165,11 +164,6 @@ int hipDeviceGetUuid(identity *uuid, int device)
     return FORWARD(cuDeviceGetUuid_v2(uuid, device));
 }
 
-int hipDeviceCanAccessPeer(int *answer, int device, int other)
-{
-    return FORWARD(cuDeviceCanAccessPeer(answer, device, other));
-}
-
 int hipStreamWaitValue32(stream on, void *word, uint32_t value, unsigned flags, uint32_t mask)
 {
     /* CUDA has no mask; its first comparison is HIP's first one, except that it wraps. */
@@ -247,12 +241,6 @@ int hipIpcOpenMemHandle(void **memory, ipc_handle handle, unsigned flags)
 }
 
 int hipIpcCloseMemHandle(void *memory) { return FORWARD_IN_CONTEXT(cuIpcCloseMemHandle(ADDRESS(memory))); }
-
-int hipMemGetHandleForAddressRange(void *handle, void *memory, size_t size, int type,
-                                   unsigned long long flags)
-{
-    return FORWARD_IN_CONTEXT(cuMemGetHandleForAddressRange(handle, ADDRESS(memory), size, type, flags));
-}
 
 int hsa_status_string(int status, const char **text)
 {

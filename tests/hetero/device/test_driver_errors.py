@@ -12,7 +12,7 @@ import torch
 from hetero.device import cuda_driver, hip_driver
 from hetero.device.cuda_driver import Attribute, CudaDriver
 from hetero.device.driver import HIP_LIBRARY_VARIABLE, driver_for
-from hetero.device.driver_base import ALLOCATION_BYTES, INVALID_VALUE, GpuDriver, whole_allocation
+from hetero.device.driver_base import ALLOCATION_BYTES, GpuDriver, whole_allocation
 from hetero.device.hip_driver import HipDriver
 from hetero.errors import LinkError
 from megatron.training.checkpoint.device_copies import DeviceCopies
@@ -159,14 +159,6 @@ def test_hip_forgets_an_error_that_pytorch_would_find(fake_hip) -> None:
     assert fake_hip.calls() == ["hipFree", "hipGetLastError"]
 
 
-def test_hip_opens_a_handle_with_the_flag_of_either_age(fake_hip) -> None:
-    driver = HipDriver(fake_hip.path)
-    fake_hip.fail("hipIpcOpenMemHandle", INVALID_VALUE, times=1)
-    fake_hip.forget()
-    driver.open_ipc(HANDLE)
-    assert fake_hip.calls() == ["hipIpcOpenMemHandle"] * 2
-
-
 def test_hip_refuses_to_wait_where_its_comparison_would_be_wrong(fake_hip) -> None:
     driver = HipDriver(fake_hip.path)
     driver.stream_wait_value(1, 0x1000, 3 * 2**30 - 1)
@@ -197,16 +189,8 @@ def test_hip_exports_a_dmabuf_through_hsa(fake_hip) -> None:
         driver.export_dmabuf(0x1000, 64)
 
 
-def test_hip_without_hsa_exports_the_whole_allocation(compiler, tmp_path: Path) -> None:
-    driver = HipDriver(FakeLibrary(tmp_path, hip_driver.SYMBOLS).path)
-    # The fake's allocation begins at zero.
-    assert driver.can_export_dmabuf(0)
-    assert driver.export_dmabuf(0x1000, 64) == (-1, 0x1000)
-
-
 def test_a_hip_too_old_for_dmabufs(compiler, tmp_path: Path) -> None:
-    lacking = ["hipMemGetHandleForAddressRange"]
-    driver = HipDriver(FakeLibrary(tmp_path, hip_driver.SYMBOLS, lacking=lacking).path)
+    driver = HipDriver(FakeLibrary(tmp_path, hip_driver.SYMBOLS).path)
     assert not driver.can_export_dmabuf(0)
     with pytest.raises(LinkError, match=r"install ROCm 5\.3 or newer"):
         driver.export_dmabuf(0x1000, 64)

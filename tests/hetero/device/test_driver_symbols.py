@@ -15,13 +15,13 @@ import pytest
 import torch
 
 from hetero.device import cuda_driver, hip_driver
-from hetero.device.driver_base import HOST_REGISTER_FLAGS, INVALID_CONTEXT, INVALID_VALUE
+from hetero.device.driver_base import HOST_REGISTER_FLAGS, INVALID_CONTEXT, LAZY_PEER_ACCESS
 from hetero.device.vendor_library import Symbol
 from hetero.native.binding import FOLDER
 from tests.hetero.device import debian_hip
 from tests.hetero.device.headers import Header, declared_sizes
 
-NEWER_THAN_DEBIAN = {"hipMemGetHandleForAddressRange", "hsa_amd_portable_export_dmabuf"}
+NEWER_THAN_DEBIAN = {"hsa_amd_portable_export_dmabuf"}
 CUDA_HOME = Path(os.environ.get("CUDA_HOME", "/usr/local/cuda"))
 
 # Opens a library, with others preloaded for what it is linked to, and says what it has.
@@ -95,28 +95,23 @@ def test_hip_is_declared_as_its_header_says(debian, compiler, tmp_path: Path) ->
     path = debian / "usr/include/hip/hip_runtime_api.h"
     flags = ["-D__HIP_PLATFORM_AMD__", f"-I{debian}/usr/include"]
     header = Header(path, folder=tmp_path, flags=flags)
-    checked = [symbol for symbol in hip_driver.SYMBOLS if not symbol.optional]
+    checked = hip_driver.SYMBOLS
 
     assert header.argument_sizes(s.name for s in checked) == declared_sizes(checked)
     assert header.values(
         [
             "hipDeviceAttributeCanUseStreamWaitValue",
-            "hipErrorInvalidValue",
             "hipErrorInvalidContext",
             "hipHostRegisterPortable | hipHostRegisterMapped",
-            "hipIpcMemLazyEnablePeerAccess",
             "hipMemcpyDefault",
             "hipStreamWaitValueGte",
             "sizeof(hipIpcMemHandle_t)",
             "sizeof(hipUUID)",
         ]
     ) == {
-        "hipDeviceAttributeCanUseStreamWaitValue": hip_driver.Attribute.CAN_USE_STREAM_WAIT_VALUE,
-        "hipErrorInvalidValue": INVALID_VALUE,
+        "hipDeviceAttributeCanUseStreamWaitValue": hip_driver.CAN_USE_STREAM_WAIT_VALUE,
         "hipErrorInvalidContext": INVALID_CONTEXT,
         "hipHostRegisterPortable | hipHostRegisterMapped": HOST_REGISTER_FLAGS,
-        # ROCm 5.2.3 is of the older age.
-        "hipIpcMemLazyEnablePeerAccess": hip_driver.IPC_LAZY_PEER_ACCESS[1],
         "hipMemcpyDefault": in_c("HIP_MEMCPY_DEFAULT"),
         "hipStreamWaitValueGte": in_c("AT_LEAST"),
         "sizeof(hipIpcMemHandle_t)": 64,
@@ -140,12 +135,11 @@ def test_cuda_is_declared_as_its_header_says(compiler, tmp_path: Path) -> None:
         f"CU_DEVICE_ATTRIBUTE_{attribute.name}": int(attribute)
         for attribute in cuda_driver.Attribute
     } | {
-        "CUDA_ERROR_INVALID_VALUE": INVALID_VALUE,
         "CUDA_ERROR_INVALID_CONTEXT": INVALID_CONTEXT,
         "CU_STREAM_WAIT_VALUE_GEQ": in_c("AT_LEAST"),
         "CU_STREAM_WRITE_VALUE_DEFAULT": 0,
         "CU_MEMHOSTREGISTER_PORTABLE | CU_MEMHOSTREGISTER_DEVICEMAP": (HOST_REGISTER_FLAGS),
-        "CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS": cuda_driver.IPC_LAZY_PEER_ACCESS,
+        "CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS": LAZY_PEER_ACCESS,
         "CU_MEM_RANGE_HANDLE_TYPE_DMA_BUF_FD": cuda_driver.DMA_BUF_FD,
         "CU_GPU_DIRECT_RDMA_WRITES_ORDERING_OWNER": cuda_driver.ORDERED_FOR_OWNER,
         "sizeof(CUipcMemHandle)": 64,
