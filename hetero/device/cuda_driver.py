@@ -10,7 +10,7 @@ from enum import IntEnum
 from typing import ClassVar
 
 from hetero.device.driver_base import GpuDriver, IpcHandle, Uuid
-from hetero.device.vendor_library import Symbol, bind, load
+from hetero.device.vendor_library import Symbol, bind, calls_of, load
 from hetero.native.structures import (
     Vendor,
 )
@@ -39,27 +39,26 @@ SYMBOLS = (
     Symbol("cuGetErrorString", (c_int, POINTER(c_char_p))),
     Symbol("cuDeviceGet", (POINTER(_device), c_int)),
     Symbol("cuDeviceGetAttribute", (POINTER(c_int), c_int, _device)),
-    Symbol("cuDeviceGetPCIBusId", (c_char_p, c_int, _device)),
-    Symbol("cuDeviceGetUuid_v2", (POINTER(Uuid), _device)),
+    Symbol("cuDeviceGetPCIBusId", (c_char_p, c_int, _device), "pci_bus_id"),
+    Symbol("cuDeviceGetUuid_v2", (POINTER(Uuid), _device), "uuid"),
     Symbol("cuDevicePrimaryCtxRetain", (POINTER(_context), _device)),
     Symbol("cuCtxGetCurrent", (POINTER(_context),)),
-    Symbol("cuCtxSetCurrent", (_context,)),
-    Symbol("cuStreamWaitValue32_v2", (_stream, _address, c_uint32, c_uint)),
-    Symbol("cuStreamWriteValue32_v2", (_stream, _address, c_uint32, c_uint)),
-    Symbol("cuMemcpyAsync", (_address, _address, c_size_t, _stream)),
-    Symbol("cuEventRecord", (_event, _stream)),
-    Symbol("cuStreamWaitEvent", (_stream, _event, c_uint)),
-    Symbol("cuStreamSynchronize", (_stream,)),
-    Symbol("cuEventSynchronize", (_event,)),
-    Symbol("cuMemHostRegister_v2", (c_void_p, c_size_t, c_uint)),
-    Symbol("cuMemHostUnregister", (c_void_p,)),
-    Symbol("cuMemHostGetDevicePointer_v2", (POINTER(_address), c_void_p, c_uint)),
-    Symbol("cuMemAlloc_v2", (POINTER(_address), c_size_t)),
-    Symbol("cuMemFree_v2", (_address,)),
-    Symbol("cuMemGetAddressRange_v2", (POINTER(_address), POINTER(c_size_t), _address)),
-    Symbol("cuIpcGetMemHandle", (POINTER(IpcHandle), _address)),
-    Symbol("cuIpcOpenMemHandle_v2", (POINTER(_address), IpcHandle, c_uint)),
-    Symbol("cuIpcCloseMemHandle", (_address,)),
+    Symbol("cuCtxSetCurrent", (_context,), "set_current"),
+    Symbol("cuStreamWaitValue32_v2", (_stream, _address, c_uint32, c_uint), "wait_value"),
+    Symbol("cuStreamWriteValue32_v2", (_stream, _address, c_uint32, c_uint), "write_value"),
+    Symbol("cuMemcpyAsync", (_address, _address, c_size_t, _stream), "copy"),
+    Symbol("cuEventRecord", (_event, _stream), "record_event"),
+    Symbol("cuStreamWaitEvent", (_stream, _event, c_uint), "wait_event"),
+    Symbol("cuStreamSynchronize", (_stream,), "synchronize_stream"),
+    Symbol("cuEventSynchronize", (_event,), "synchronize_event"),
+    Symbol("cuMemHostRegister_v2", (c_void_p, c_size_t, c_uint), "register_host"),
+    Symbol("cuMemHostUnregister", (c_void_p,), "unregister_host"),
+    Symbol("cuMemHostGetDevicePointer_v2", (POINTER(_address), c_void_p, c_uint), "device_address"),
+    Symbol("cuMemAlloc_v2", (POINTER(_address), c_size_t), "allocate"),
+    Symbol("cuMemFree_v2", (_address,), "free"),
+    Symbol("cuIpcGetMemHandle", (POINTER(IpcHandle), _address), "ipc_handle"),
+    Symbol("cuIpcOpenMemHandle_v2", (POINTER(_address), IpcHandle, c_uint), "open_ipc"),
+    Symbol("cuIpcCloseMemHandle", (_address,), "close_ipc"),
     Symbol("cuMemGetHandleForAddressRange", (c_void_p, _address, c_size_t, c_int, c_uint64)),
 )
 
@@ -68,38 +67,14 @@ class CudaDriver(GpuDriver):
     """NVIDIA GPUs through libcuda."""
 
     vendor: ClassVar[str] = "nvidia"
-    name: ClassVar[str] = "CUDA"
     host_words_documented: ClassVar[bool] = True
-    calls: ClassVar[Mapping[str, str]] = {
-        "wait_value": "cuStreamWaitValue32_v2",
-        "copy": "cuMemcpyAsync",
-        "write_value": "cuStreamWriteValue32_v2",
-        "record_event": "cuEventRecord",
-        "wait_event": "cuStreamWaitEvent",
-        "synchronize_stream": "cuStreamSynchronize",
-        "synchronize_event": "cuEventSynchronize",
-        "set_current": "cuCtxSetCurrent",
-        "register_host": "cuMemHostRegister_v2",
-        "unregister_host": "cuMemHostUnregister",
-        "device_address": "cuMemHostGetDevicePointer_v2",
-        "allocate": "cuMemAlloc_v2",
-        "free": "cuMemFree_v2",
-        "allocation_of": "cuMemGetAddressRange_v2",
-        "ipc_handle": "cuIpcGetMemHandle",
-        "open_ipc": "cuIpcOpenMemHandle_v2",
-        "close_ipc": "cuIpcCloseMemHandle",
-        "pci_bus_id": "cuDeviceGetPCIBusId",
-        "uuid": "cuDeviceGetUuid_v2",
-    }
+    calls: ClassVar[Mapping[str, str]] = calls_of(SYMBOLS)
     _vendor_in_c = Vendor.CUDA
 
     def __init__(self, library: str = LIBRARY) -> None:
         super().__init__(bind(load([library], remedy=_REMEDY), SYMBOLS, remedy=_REMEDY))
         self._contexts: dict[int, int] = {}
         self._call("cuInit", 0, purpose="start the driver", remedy="check nvidia-smi")
-
-    def use_device(self, device: int) -> None:
-        self._restore(self._context(device))
 
     def can_export_dmabuf(self, device: int) -> bool:
         return bool(self._attribute(device, Attribute.DMA_BUF_SUPPORTED))

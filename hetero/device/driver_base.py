@@ -10,7 +10,7 @@ import ctypes
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from ctypes import byref, c_char, c_size_t, c_uint64
+from ctypes import byref, c_char, c_uint64
 from functools import cached_property
 from typing import Any, ClassVar
 
@@ -64,8 +64,6 @@ class GpuDriver(ABC):
     """
 
     vendor: ClassVar[str]
-    name: ClassVar[str]
-    """What errors call it."""
     end_of_counter: ClassVar[int] = 2**32
     """The first value that streams cannot be made to wait for; past all 32 bits they may wrap."""
     host_words_documented: ClassVar[bool]
@@ -78,9 +76,9 @@ class GpuDriver(ABC):
         self._functions = functions
         self._trusted: set[int] = set()
 
-    @abstractmethod
     def use_device(self, device: int) -> None:
         """Make a device the calling thread's current one, as `torch.cuda.set_device` does."""
+        self._restore(self._context(device))
 
     @contextmanager
     def on_device(self, device: int) -> Iterator[None]:
@@ -107,8 +105,8 @@ class GpuDriver(ABC):
         step, code = Step(failed >> 32), failed & 0xFFFFFFFF
         if step is Step.PAST_COUNTER:
             return LinkError(
-                f"a counter of chunks has come to {code}, which {self.name} cannot wait for; close "
-                "the link and open it again"
+                f"a counter of chunks has come to {code}, which {self._vendor_in_c.name} cannot "
+                "wait for; close the link and open it again"
             )
         call = self.calls[step.name.lower()]
         return self._failure(call, ctypes.c_int32(code).value, purpose)
@@ -172,13 +170,7 @@ class GpuDriver(ABC):
         self._call("free", address, purpose=f"free GPU memory at {address:#x}")
 
     def ipc_handle(self, address: int) -> bytes:
-        """A handle by which another process opens an allocation, given where it begins."""
-        base, _ = self._allocation_of(address)
-        if base != address:
-            raise LinkError(
-                f"the address {address:#x} lies {address - base} bytes within an allocation and "
-                "has no IPC handle of its own; allocate it with allocate()"
-            )
+        """A handle by which another process opens what `allocate` gave."""
         handle = IpcHandle()
         self._call("ipc_handle", handle, address, purpose=f"share GPU memory at {address:#x}")
         return bytes(handle)
@@ -269,13 +261,6 @@ class GpuDriver(ABC):
     def _handle(self, device: int) -> int:
         """The device as the library's calls take it."""
         return device
-
-    def _allocation_of(self, address: int) -> tuple[int, int]:
-        """Where the allocation of an address begins, and its size."""
-        base, size = c_uint64(), c_size_t()
-        purpose = f"find the allocation of GPU memory at {address:#x}"
-        self._call("allocation_of", base, size, address, purpose=purpose)
-        return base.value, size.value
 
     def _call(self, name: str, *arguments: object, purpose: str, remedy: str = "") -> None:
         """Call a function by our name of it or, if it has none, by the library's."""

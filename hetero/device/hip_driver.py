@@ -11,7 +11,7 @@ from ctypes import POINTER, c_char_p, c_int, c_size_t, c_uint, c_uint32, c_uint6
 from typing import ClassVar
 
 from hetero.device.driver_base import GpuDriver, IpcHandle, Uuid
-from hetero.device.vendor_library import Function, Symbol, bind, load, loaded_path
+from hetero.device.vendor_library import Function, Symbol, bind, calls_of, load, loaded_path
 from hetero.errors import LinkError
 from hetero.native.structures import (
     Vendor,
@@ -27,30 +27,29 @@ CAN_USE_STREAM_WAIT_VALUE = 10013
 
 SYMBOLS = (
     Symbol("hipInit", (c_uint,)),
-    Symbol("hipGetErrorName", (c_int,), c_char_p),
-    Symbol("hipGetErrorString", (c_int,), c_char_p),
+    Symbol("hipGetErrorName", (c_int,), result=c_char_p),
+    Symbol("hipGetErrorString", (c_int,), result=c_char_p),
     Symbol("hipGetLastError", ()),
     Symbol("hipGetDevice", (POINTER(c_int),)),
-    Symbol("hipSetDevice", (c_int,)),
+    Symbol("hipSetDevice", (c_int,), "set_current"),
     Symbol("hipDeviceGetAttribute", (POINTER(c_int), c_int, c_int)),
-    Symbol("hipDeviceGetPCIBusId", (c_char_p, c_int, c_int)),
-    Symbol("hipDeviceGetUuid", (POINTER(Uuid), c_int)),
-    Symbol("hipStreamWaitValue32", (c_void_p, c_void_p, c_uint32, c_uint, c_uint32)),
-    Symbol("hipStreamWriteValue32", (c_void_p, c_void_p, c_uint32, c_uint)),
-    Symbol("hipMemcpyAsync", (c_void_p, c_void_p, c_size_t, c_int, c_void_p)),
-    Symbol("hipEventRecord", (c_void_p, c_void_p)),
-    Symbol("hipStreamWaitEvent", (c_void_p, c_void_p, c_uint)),
-    Symbol("hipStreamSynchronize", (c_void_p,)),
-    Symbol("hipEventSynchronize", (c_void_p,)),
-    Symbol("hipHostRegister", (c_void_p, c_size_t, c_uint)),
-    Symbol("hipHostUnregister", (c_void_p,)),
-    Symbol("hipHostGetDevicePointer", (POINTER(c_uint64), c_void_p, c_uint)),
-    Symbol("hipMalloc", (POINTER(c_uint64), c_size_t)),
-    Symbol("hipFree", (c_void_p,)),
-    Symbol("hipMemGetAddressRange", (POINTER(c_uint64), POINTER(c_size_t), c_void_p)),
-    Symbol("hipIpcGetMemHandle", (POINTER(IpcHandle), c_void_p)),
-    Symbol("hipIpcOpenMemHandle", (POINTER(c_uint64), IpcHandle, c_uint)),
-    Symbol("hipIpcCloseMemHandle", (c_void_p,)),
+    Symbol("hipDeviceGetPCIBusId", (c_char_p, c_int, c_int), "pci_bus_id"),
+    Symbol("hipDeviceGetUuid", (POINTER(Uuid), c_int), "uuid"),
+    Symbol("hipStreamWaitValue32", (c_void_p, c_void_p, c_uint32, c_uint, c_uint32), "wait_value"),
+    Symbol("hipStreamWriteValue32", (c_void_p, c_void_p, c_uint32, c_uint), "write_value"),
+    Symbol("hipMemcpyAsync", (c_void_p, c_void_p, c_size_t, c_int, c_void_p), "copy"),
+    Symbol("hipEventRecord", (c_void_p, c_void_p), "record_event"),
+    Symbol("hipStreamWaitEvent", (c_void_p, c_void_p, c_uint), "wait_event"),
+    Symbol("hipStreamSynchronize", (c_void_p,), "synchronize_stream"),
+    Symbol("hipEventSynchronize", (c_void_p,), "synchronize_event"),
+    Symbol("hipHostRegister", (c_void_p, c_size_t, c_uint), "register_host"),
+    Symbol("hipHostUnregister", (c_void_p,), "unregister_host"),
+    Symbol("hipHostGetDevicePointer", (POINTER(c_uint64), c_void_p, c_uint), "device_address"),
+    Symbol("hipMalloc", (POINTER(c_uint64), c_size_t), "allocate"),
+    Symbol("hipFree", (c_void_p,), "free"),
+    Symbol("hipIpcGetMemHandle", (POINTER(IpcHandle), c_void_p), "ipc_handle"),
+    Symbol("hipIpcOpenMemHandle", (POINTER(c_uint64), IpcHandle, c_uint), "open_ipc"),
+    Symbol("hipIpcCloseMemHandle", (c_void_p,), "close_ipc"),
 )
 
 HSA_SYMBOLS = (
@@ -75,42 +74,16 @@ class HipDriver(GpuDriver):
     """
 
     vendor: ClassVar[str] = "amd"
-    name: ClassVar[str] = "HIP"
     # HIP compares without wrapping: past the wrap it would let a stream go too early.
     end_of_counter: ClassVar[int] = 3 * 2**30
     host_words_documented: ClassVar[bool] = False
-    calls: ClassVar[Mapping[str, str]] = {
-        "wait_value": "hipStreamWaitValue32",
-        "copy": "hipMemcpyAsync",
-        "write_value": "hipStreamWriteValue32",
-        "record_event": "hipEventRecord",
-        "wait_event": "hipStreamWaitEvent",
-        "synchronize_stream": "hipStreamSynchronize",
-        "synchronize_event": "hipEventSynchronize",
-        "set_current": "hipSetDevice",
-        "register_host": "hipHostRegister",
-        "unregister_host": "hipHostUnregister",
-        "device_address": "hipHostGetDevicePointer",
-        "allocate": "hipMalloc",
-        "free": "hipFree",
-        "allocation_of": "hipMemGetAddressRange",
-        "ipc_handle": "hipIpcGetMemHandle",
-        "open_ipc": "hipIpcOpenMemHandle",
-        "close_ipc": "hipIpcCloseMemHandle",
-        "pci_bus_id": "hipDeviceGetPCIBusId",
-        "uuid": "hipDeviceGetUuid",
-    }
+    calls: ClassVar[Mapping[str, str]] = calls_of(SYMBOLS)
     _vendor_in_c = Vendor.HIP
 
     def __init__(self, library: str | None = None) -> None:
         loaded = load([library] if library else _candidates(), remedy=_REMEDY)
         super().__init__(bind(loaded, SYMBOLS, remedy=_REMEDY) | _hsa_functions(loaded))
         self._call("hipInit", 0, purpose="start the runtime", remedy="check rocm-smi")
-
-    def use_device(self, device: int) -> None:
-        self._call(
-            "hipSetDevice", device, purpose=f"use GPU {device}", remedy="check HIP_VISIBLE_DEVICES"
-        )
 
     def can_export_dmabuf(self, device: int) -> bool:
         return "hsa_amd_portable_export_dmabuf" in self._functions
@@ -156,7 +129,8 @@ class HipDriver(GpuDriver):
         return device.value
 
     def _restore(self, current: int) -> None:
-        self.use_device(current)
+        purpose, remedy = f"use GPU {current}", "check HIP_VISIBLE_DEVICES"
+        self._call("hipSetDevice", current, purpose=purpose, remedy=remedy)
 
     def _texts(self, code: int) -> tuple[str, str]:
         return self._text("hipGetErrorName", code), self._text("hipGetErrorString", code)

@@ -18,9 +18,16 @@ class Symbol:
 
     name: str
     arguments: tuple[Any, ...]
+    ours: str = ""
+    """Our name of it, where both vendors have one with arguments alike."""
     result: Any = ctypes.c_int
     optional: bool = False
     """Whether the oldest supported version of the library lacks it."""
+
+
+def calls_of(symbols: Iterable[Symbol]) -> dict[str, str]:
+    """The library's functions by our name of each."""
+    return {symbol.ours: symbol.name for symbol in symbols if symbol.ours}
 
 
 def load(names: Iterable[str], *, remedy: str) -> ctypes.CDLL:

@@ -46,7 +46,6 @@ typedef void *stream;
     _(cuMemHostGetDevicePointer_v2, (address *, void *, unsigned))                \
     _(cuMemAlloc_v2, (address *, size_t))                                         \
     _(cuMemFree_v2, (address))                                                    \
-    _(cuMemGetAddressRange_v2, (address *, size_t *, address))                    \
     _(cuIpcGetMemHandle, (ipc_handle *, address))                                 \
     _(cuIpcOpenMemHandle_v2, (address *, ipc_handle, unsigned))                   \
     _(cuIpcCloseMemHandle, (address))                                             \
@@ -222,11 +221,6 @@ int hipMalloc(void **memory, size_t size)
 }
 
 int hipFree(void *memory) { return FORWARD_IN_CONTEXT(cuMemFree_v2(ADDRESS(memory))); }
-
-int hipMemGetAddressRange(void **base, size_t *size, void *memory)
-{
-    return FORWARD_IN_CONTEXT(cuMemGetAddressRange_v2((address *)base, size, ADDRESS(memory)));
-}
 
 int hipIpcGetMemHandle(ipc_handle *handle, void *memory)
 {

@@ -200,12 +200,6 @@ def test_a_cuda_dmabuf_begins_with_a_page(fake_cuda) -> None:
     assert CudaDriver(fake_cuda.path).export_dmabuf(0x12345, 64)[1] == 0x12345 % 4096
 
 
-def test_an_address_within_an_allocation_has_no_handle(fake) -> None:
-    _, driver, _ = fake
-    with pytest.raises(LinkError, match="lies 4096 bytes within an allocation"):
-        driver.ipc_handle(4096)
-
-
 def test_a_device_is_current_within_a_block_only(fake) -> None:
     library, driver, which = fake
     setter = ("cuCtxSetCurrent", "hipSetDevice")[which]
