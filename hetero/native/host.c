@@ -48,23 +48,6 @@ struct host_stream {
     size_t room, first, count;
 };
 
-static int64_t now_ms(void)
-{
-    struct timespec time;
-
-    clock_gettime(CLOCK_MONOTONIC, &time);
-    return (int64_t)time.tv_sec * 1000 + time.tv_nsec / 1000000;
-}
-
-static void pause_core(void)
-{
-#if defined(__x86_64__)
-    __builtin_ia32_pause();
-#elif defined(__aarch64__)
-    __asm__ volatile("yield");
-#endif
-}
-
 static bool has_come(const uint32_t *word, uint32_t value, uint32_t *seen)
 {
     *seen = host_read_word(word);
@@ -81,7 +64,7 @@ static bool look_for(const uint32_t *word, uint32_t value)
         if (look % LOOKS_A_YIELD == 0)
             sched_yield();
         else
-            pause_core();
+            spin_pause();
     }
     return false;
 }
@@ -96,12 +79,12 @@ void host_sleep(uint32_t *word, uint32_t while_it_is, uint32_t milliseconds)
 bool host_wait_word(uint32_t *word, uint32_t value, uint32_t milliseconds)
 {
     uint32_t *sleepers = word + 1, seen;
-    int64_t left, end = now_ms() + milliseconds;
+    int64_t left, end = spin_clock() / 1000000 + milliseconds;
 
     if (look_for(word, value))
         return true;
     while (!has_come(word, value, &seen)) {
-        left = end - now_ms();
+        left = end - spin_clock() / 1000000;
         if (left <= 0)
             return false;
         /* Counted before the last look: a writer whose word that look misses sees the count. */
