@@ -100,17 +100,17 @@ static failure move_with_caller(struct flow *flow, const struct message *message
 static failure move_on_side_streams(struct flow *flow, const struct message *message, const struct move *move,
                           bool settled)
 {
-    struct word so_far = {move->then.address, move->then.value - 1};
     bool is_part = move->nbytes < message->nbytes;
     failure failed = 0;
 
     if (flow->by_caller && !settled)
-        failed = streams_wait_value(&flow->streams, so_far);
+        failed = native_wait_value(&flow->streams.driver, flow->streams.copies, move->then.address,
+                                   move->then.value - 1);
     flow->by_caller = false;
     if (!failed && message->offset == 0 && message->follows_caller)
         failed = streams_join(&flow->streams, message->caller, flow->streams.copies);
     else if (!failed && message->offset == 0 && message->event)
-        failed = streams_wait_event(&flow->streams, message->event);
+        failed = streams_wait_event(&flow->streams, flow->streams.copies, message->event);
     return failed ? failed : streams_move(&flow->streams, move, is_part || !settled);
 }
 

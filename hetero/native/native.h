@@ -91,14 +91,13 @@ int driver_copy(uint64_t vendor, uint64_t function, uint64_t target, uint64_t so
 
 /* Have the streams wait for a word, copy, and write a word; `on_side_stream` if this is one part of many. */
 failure streams_move(struct streams *streams, const struct move *move, bool on_side_stream);
-failure streams_wait_value(const struct streams *streams, struct word word);
-/* The same, and the write of a word, for one stream of a driver. */
+/* The wait for a word to come to a value, and its write, for one stream of a driver. */
 failure native_wait_value(const struct entry_points *driver, uint64_t stream, uint64_t address,
                           uint32_t value);
 failure native_write_value(const struct entry_points *driver, uint64_t stream, uint64_t address,
                            uint32_t value);
-/* Have the copies go on behind an event of another stream. */
-failure streams_wait_event(const struct streams *streams, uint64_t event);
+/* Have a stream go on behind an event of another. */
+failure streams_wait_event(const struct streams *streams, uint64_t stream, uint64_t event);
 /* Have a stream go on behind what another was given so far. */
 failure streams_join(const struct streams *streams, uint64_t first, uint64_t then);
 

@@ -24,31 +24,30 @@ static failure outcome(enum step step, int code)
     return code ? (uint64_t)step << 32 | (uint32_t)code : 0;
 }
 
-static failure wait_value(const struct entry_points *driver, uint64_t stream, struct word word)
+failure native_wait_value(const struct entry_points *driver, uint64_t stream, uint64_t address,
+                          uint32_t value)
 {
     int code;
 
-    if (word.value >= driver->end_of_counter)
-        return outcome(STEP_PAST_COUNTER, (int)word.value);
+    if (value >= driver->end_of_counter)
+        return outcome(STEP_PAST_COUNTER, (int)value);
     if (driver->vendor == HIP)
-        code = FUNCTION(hip_wait, driver->wait_value)(POINTER(stream), POINTER(word.address),
-                                                      word.value, AT_LEAST, HIP_ALL_BITS);
+        code = FUNCTION(hip_wait, driver->wait_value)(POINTER(stream), POINTER(address), value,
+                                                      AT_LEAST, HIP_ALL_BITS);
     else
-        code = FUNCTION(cuda_value, driver->wait_value)(POINTER(stream), word.address, word.value,
-                                                        AT_LEAST);
+        code = FUNCTION(cuda_value, driver->wait_value)(POINTER(stream), address, value, AT_LEAST);
     return outcome(STEP_WAIT_VALUE, code);
 }
 
-static failure write_value(const struct entry_points *driver, uint64_t stream, struct word word)
+failure native_write_value(const struct entry_points *driver, uint64_t stream, uint64_t address,
+                           uint32_t value)
 {
     int code;
 
     if (driver->vendor == HIP)
-        code = FUNCTION(hip_write, driver->write_value)(POINTER(stream), POINTER(word.address),
-                                                        word.value, 0);
+        code = FUNCTION(hip_write, driver->write_value)(POINTER(stream), POINTER(address), value, 0);
     else
-        code = FUNCTION(cuda_value, driver->write_value)(POINTER(stream), word.address, word.value,
-                                                         0);
+        code = FUNCTION(cuda_value, driver->write_value)(POINTER(stream), address, value, 0);
     return outcome(STEP_WRITE_VALUE, code);
 }
 
@@ -67,9 +66,9 @@ static failure copy(const struct entry_points *driver, uint64_t stream, const st
                                           move->nbytes, POINTER(stream)));
 }
 
-static failure wait_event(const struct entry_points *driver, uint64_t stream, uint64_t event)
+failure streams_wait_event(const struct streams *streams, uint64_t stream, uint64_t event)
 {
-    event_wait wait = FUNCTION(event_wait, driver->wait_event);
+    event_wait wait = FUNCTION(event_wait, streams->driver.wait_event);
 
     return outcome(STEP_WAIT_EVENT, wait(POINTER(stream), POINTER(event), 0));
 }
@@ -82,14 +81,14 @@ failure streams_join(const struct streams *streams, uint64_t first, uint64_t the
     if (first == then)
         return 0;
     failed = outcome(STEP_RECORD_EVENT, record(POINTER(streams->join), POINTER(first)));
-    return failed ? failed : wait_event(&streams->driver, then, streams->join);
+    return failed ? failed : streams_wait_event(streams, then, streams->join);
 }
 
 /* Have the copies wait for a word. */
 static failure hold(const struct streams *streams, struct word word, bool on_side_stream)
 {
     uint64_t stream = on_side_stream ? streams->waits : streams->copies;
-    failure failed = wait_value(&streams->driver, stream, word);
+    failure failed = native_wait_value(&streams->driver, stream, word.address, word.value);
 
     return failed ? failed : streams_join(streams, stream, streams->copies);
 }
@@ -107,7 +106,7 @@ static failure write_behind(struct streams *streams, struct word word, bool on_s
     if (failed)
         return failed;
     streams->writes_lag = stream != streams->copies;
-    return write_value(&streams->driver, stream, word);
+    return native_write_value(&streams->driver, stream, word.address, word.value);
 }
 
 failure streams_move(struct streams *streams, const struct move *move, bool on_side_stream)
@@ -125,26 +124,4 @@ failure streams_move(struct streams *streams, const struct move *move, bool on_s
         failed = outcome(STEP_CHECKSUM, host_append_checksum(move->target, move->nbytes,
                                                              POINTER(streams->copies)));
     return failed ? failed : write_behind(streams, move->then, on_side_stream);
-}
-
-failure streams_wait_value(const struct streams *streams, struct word word)
-{
-    return wait_value(&streams->driver, streams->copies, word);
-}
-
-failure native_wait_value(const struct entry_points *driver, uint64_t stream, uint64_t address,
-                          uint32_t value)
-{
-    return wait_value(driver, stream, (struct word){address, value});
-}
-
-failure native_write_value(const struct entry_points *driver, uint64_t stream, uint64_t address,
-                           uint32_t value)
-{
-    return write_value(driver, stream, (struct word){address, value});
-}
-
-failure streams_wait_event(const struct streams *streams, uint64_t event)
-{
-    return wait_event(&streams->driver, streams->copies, event);
 }
