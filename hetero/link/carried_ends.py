@@ -72,6 +72,7 @@ def make_ends(
         control,
         rails=rails,
         peer_state=remote,
+        wake_link=EndState(memory.control, side).ring,
         name=f"{transport} {description.rank}-{description.peer}",
         peer=description.peer,
     )

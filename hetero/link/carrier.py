@@ -233,10 +233,6 @@ class Carrier:
         """See that the peer hears what was consumed; False if that was not possible in time."""
         return bool(self._library.carrier_settle_credits(self._handle, seconds))
 
-    def signal(self) -> None:
-        """Wake whoever sleeps on this end's doorbell."""
-        self._library.carrier_signal(self._handle)
-
     def close(self) -> None:
         """End the thread and close the rails. Nobody may be in another method by now."""
         if self._handle is not None:

@@ -51,14 +51,19 @@ class Watch:
         *,
         rails: Sequence[str],
         peer_state: EndState,
+        wake_link: Callable[[], None],
         name: str,
         peer: int,
     ) -> None:
-        """`peer_state` is where this side's link looks for the fault that ends it."""
+        """`peer_state` is where this side's link looks for the fault that ends it.
+
+        `wake_link` has it look.
+        """
         self._carrier = carrier
         self._control = control
         self._rails = [WatchedRail(name) for name in rails]
         self._peer_state = peer_state
+        self._wake_link = wake_link
         self._name = name
         self._peer = peer
         self._sending = threading.Lock()
@@ -147,7 +152,7 @@ class Watch:
                 self._ignore(known)
             self._carrier.settle(_SETTLE_SECONDS)
             self._peer_has_gone = True
-            self._carrier.signal()
+            self._wake_link()
             return
         if descriptor not in self._control.filenos():
             self._ignore(descriptor)
@@ -201,4 +206,4 @@ class Watch:
     def _fail(self, reason: str) -> None:
         if not self._peer_state.has_failed:
             self._peer_state.fail(reason)
-        self._carrier.signal()
+        self._wake_link()

@@ -62,7 +62,6 @@ FUNCTIONS: dict[str, tuple[object, list[object]]] = {
     "carrier_retransmit": (c_int, [_HANDLE, c_int]),
     "carrier_settle": (c_bool, [_HANDLE, c_double]),
     "carrier_settle_credits": (c_bool, [_HANDLE, c_double]),
-    "carrier_signal": (None, [_HANDLE]),
     "carrier_free": (None, [_HANDLE]),
     "host_stream_create": (c_void_p, [POINTER(HostGpu)]),
     "host_stream_failure": (c_uint32, [c_void_p]),

@@ -233,11 +233,6 @@ bool carrier_start(struct carrier *carrier, char *error)
     return code == 0 || fail(error, "a link's thread cannot be started", code);
 }
 
-void carrier_signal(struct carrier *carrier)
-{
-    engine_signal(&carrier->engine);
-}
-
 void carrier_words_notify(struct carrier *carrier)
 {
     carrier->engine.words_notify = true;

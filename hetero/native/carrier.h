@@ -41,9 +41,6 @@ int carrier_retransmit(struct carrier *carrier, int index);
 bool carrier_settle(struct carrier *carrier, double seconds);
 /* See that the peer hears what was consumed, for so many seconds at most. */
 bool carrier_settle_credits(struct carrier *carrier, double seconds);
-/* Wake whoever sleeps on this end's doorbell. */
-void carrier_signal(struct carrier *carrier);
-/* Seconds of CPU that the thread has used. */
 /* End the thread and close the rails. */
 void carrier_free(struct carrier *carrier);
 

@@ -35,11 +35,6 @@ static bool advance(struct ring_word *word, uint32_t count)
     return false;
 }
 
-void engine_signal(struct engine *engine)
-{
-    host_ring(&engine->control->ends[engine->options.side].doorbell.value);
-}
-
 void engine_begin(struct engine *engine, const struct engine_options *options)
 {
     uint32_t sent, received;
@@ -300,7 +295,7 @@ static bool publish(struct engine *engine)
     concerns_cpu |= advance(&engine->out->consumed, freed);
     concerns_cpu |= advance(&engine->out->retired, freed);
     if (concerns_cpu)
-        engine_signal(engine);
+        host_ring(&engine->control->ends[engine->options.side].doorbell.value);
     return moved || concerns_cpu;
 }
 

@@ -41,8 +41,6 @@ struct engine {
 double engine_now(void);
 /* Number entries from where the words stand, which are alike for each direction. */
 void engine_begin(struct engine *engine, const struct engine_options *options);
-/* Wake whoever sleeps on this end's doorbell. */
-void engine_signal(struct engine *engine);
 /* See to all that has happened and to what is late, and post what can be posted by then; whether
  * anything moved. */
 bool engine_progress(struct engine *engine);
