@@ -86,8 +86,6 @@ class Carrier:
         """
         self._library = library or native()
         self._memory = memory
-        self._loops: list[tuple[int, int]] = []
-        """For each rail the number and the first packet of the pair joined with itself."""
         self._ports: list[Port] = []
         error = create_string_buffer(TEXT_BYTES)
         options = EngineOptions(
@@ -139,7 +137,6 @@ class Carrier:
                 f"and {_registration_remedy(of_gpu=memory.of_gpu)}"
             )
         self._ports.append(port)
-        self._loops.append((made.loopback_qp, secrets.randbelow(_MAX_PSN)))
         info = ConnectionInfo(
             port=port.as_dict(),
             psn=psn,
@@ -155,8 +152,7 @@ class Carrier:
     def connect_verbs_rail(self, index: int, peer: ConnectionInfo) -> None:
         """Let a rail go both ways. Receives are posted when this returns. Raises LinkError."""
         here, there = self._ports[index], Port(**peer.port)
-        qp, psn = self._loops[index]
-        loop = _route(here, here, qp=qp, psn=psn)
+        own = _route(here, here)
         told = VerbsPeer(
             route=_route(here, there, qp=peer.qp, psn=peer.psn),
             receiving=peer.receiving,
@@ -167,7 +163,7 @@ class Carrier:
         )
         error = create_string_buffer(TEXT_BYTES)
         if not self._library.carrier_connect_verbs(
-            self._handle, index, byref(told), byref(loop), error
+            self._handle, index, byref(told), byref(own), error
         ):
             raise LinkError(f"{here} cannot be connected with {there} of the peer ({_text(error)})")
 
@@ -252,7 +248,7 @@ def _registration_remedy(*, of_gpu: bool) -> str:
     )
 
 
-def _route(here: Port, there: Port, *, qp: int, psn: int) -> VerbsRoute:
+def _route(here: Port, there: Port, *, qp: int = 0, psn: int = 0) -> VerbsRoute:
     return VerbsRoute(
         qp=qp,
         psn=psn,

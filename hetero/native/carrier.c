@@ -187,9 +187,9 @@ bool carrier_add_verbs(struct carrier *carrier, const struct verbs_request *requ
 }
 
 bool carrier_connect_verbs(struct carrier *carrier, int index, const struct verbs_peer *peer,
-                           const struct verbs_route *loopback, char *error)
+                           const struct verbs_route *own, char *error)
 {
-    return verbs_connect((struct verbs_rail *)carrier->engine.rails[index], peer, loopback, error);
+    return verbs_connect((struct verbs_rail *)carrier->engine.rails[index], peer, own, error);
 }
 
 static void progress(void *carrier)

@@ -15,7 +15,7 @@ struct carrier *carrier_new(const struct engine_options *options, char *error);
 bool carrier_add_verbs(struct carrier *carrier, const struct verbs_request *request,
                        struct verbs_connection_info *info, char *error);
 bool carrier_connect_verbs(struct carrier *carrier, int index, const struct verbs_peer *peer,
-                           const struct verbs_route *loopback, char *error);
+                           const struct verbs_route *own, char *error);
 /* Takes over the descriptor, also if it fails. */
 bool carrier_add_tcp(struct carrier *carrier, const struct tcp_request *request, char *error);
 bool carrier_start(struct carrier *carrier, char *error);

@@ -261,7 +261,6 @@ class VerbsConnectionInfo(Structure):
 
     _fields_ = (
         ("qp", c_uint32),
-        ("loopback_qp", c_uint32),
         ("receiving", c_uint64),
         ("receiving_key", c_uint32),
         ("control", c_uint64),

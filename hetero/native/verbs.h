@@ -32,7 +32,6 @@ struct verbs_request {
 /* What the peer has to know of this end. */
 struct verbs_connection_info {
     uint32_t qp;
-    uint32_t loopback_qp; /* joined with itself for read-backs; 0 where there is none */
     uint64_t receiving; /* the receiving ring, in the NIC's terms */
     uint32_t receiving_key;
     uint64_t control;
@@ -73,7 +72,7 @@ struct verbs_rail {
     struct ibv_comp_channel *channel;
     struct ibv_cq *queue;
     struct ibv_qp *qp;
-    struct ibv_qp *loopback_qp;
+    struct ibv_qp *loopback_qp; /* joined with itself for read-backs; NULL where there are none */
     uint64_t rings_base; /* the sending ring in the NIC's terms */
     uint8_t landing;     /* where a read-back puts its byte, which nobody looks at */
     int under_way[4];    /* requests, by what they carry */
@@ -99,8 +98,9 @@ extern const struct rail_operations verbs_operations;
 /* Each returns false with the reason in `error`, of RAIL_TEXT_BYTES. */
 bool verbs_open(struct verbs_rail *rail, const struct verbs_request *request,
                 struct verbs_connection_info *info, char *error);
+/* `own` is the way to this end's port; its queue pair and packet number are found here. */
 bool verbs_connect(struct verbs_rail *rail, const struct verbs_peer *peer,
-                   const struct verbs_route *loopback, char *error);
+                   const struct verbs_route *own, char *error);
 int verbs_post_receive(struct verbs_rail *rail);
 void verbs_close(struct rail *rail);
 

@@ -180,7 +180,6 @@ bool verbs_open(struct verbs_rail *rail, const struct verbs_request *request,
     rail->rail.async_fd = rail->context->async_fd;
     *info = (struct verbs_connection_info){
         .qp = rail->qp->qp_num,
-        .loopback_qp = rail->loopback_qp == NULL ? 0 : rail->loopback_qp->qp_num,
         .receiving = rail->rings_base + request->ring_bytes,
         .receiving_key = rail->rings->rkey,
         .control = request->control,
@@ -234,20 +233,26 @@ static int to_ready(struct ibv_qp *qp, uint8_t port, const struct verbs_route *r
 }
 
 bool verbs_connect(struct verbs_rail *rail, const struct verbs_peer *peer,
-                   const struct verbs_route *loopback, char *error)
+                   const struct verbs_route *own, char *error)
 {
     uint8_t port = rail->request.port;
+    uint32_t psn = rail->request.psn;
     int code = to_init(rail->qp, port, IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE);
 
     rail->peer = *peer;
     for (int count = 0; code == 0 && count < RECEIVES; count++)
         code = verbs_post_receive(rail);
     if (code == 0)
-        code = to_ready(rail->qp, port, &peer->route, rail->request.psn);
+        code = to_ready(rail->qp, port, &peer->route, psn);
     if (code == 0 && rail->loopback_qp != NULL)
         code = to_init(rail->loopback_qp, port, IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_READ);
-    if (code == 0 && rail->loopback_qp != NULL)
-        code = to_ready(rail->loopback_qp, port, loopback, loopback->psn);
+    if (code == 0 && rail->loopback_qp != NULL) {
+        struct verbs_route loopback = *own;
+
+        loopback.qp = rail->loopback_qp->qp_num;
+        loopback.psn = psn;
+        code = to_ready(rail->loopback_qp, port, &loopback, psn);
+    }
     if (code != 0)
         return fail(error, "its queue pair cannot be connected (%s)", strerror(code));
     rail->rail.live = true;

@@ -249,9 +249,8 @@ static void add_verbs(struct end *end, int rail)
 
 static void connect_verbs(struct end *end, int rail)
 {
-    const struct verbs_connection_info *here = &end->infos[rail];
     const struct verbs_connection_info *there = &ends[1 - end->side].infos[rail];
-    struct verbs_route loopback = {.qp = here->loopback_qp};
+    struct verbs_route own = {0};
     struct verbs_peer peer = {
         .route = {.qp = there->qp},
         .receiving = there->receiving,
@@ -262,7 +261,7 @@ static void connect_verbs(struct end *end, int rail)
     };
     char error[RAIL_TEXT_BYTES];
 
-    REQUIRE(carrier_connect_verbs(end->carrier, rail, &peer, &loopback, error));
+    REQUIRE(carrier_connect_verbs(end->carrier, rail, &peer, &own, error));
 }
 
 static void notified(void *carrier)
