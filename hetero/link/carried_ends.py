@@ -5,30 +5,17 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 
 from hetero.device.device import Device
-from hetero.link.carrier import Carrier, RingMemory
+from hetero.link.carrier import CarriedMemory, Carrier
 from hetero.link.control import Control
 from hetero.link.failover import Watch
 from hetero.link.handshake import Rendezvous
-from hetero.link.ring import CONTROL_BYTES, Direction, EndState
+from hetero.link.ring import Direction, EndState
 from hetero.link.ring_transfer import RingEnds
 from hetero.link.shared_memory import SharedMemory, make_memory
 
 _CREDIT_SECONDS = 5.0
-
-
-@dataclass(frozen=True)
-class CarriedMemory:
-    """One end's memory, as its own code, its device and its carrier reach it."""
-
-    control: SharedMemory
-    control_on_device: int
-    rings_on_device: int
-    for_carrier: RingMemory
-    in_place: bool = False
-    """Whether the carrier reaches the callers' tensors, past the rings."""
 
 
 def side_of(rendezvous: Rendezvous) -> int:
@@ -47,11 +34,6 @@ def host_memory(nbytes: int, device: Device, stack: ExitStack) -> tuple[SharedMe
     address = device.register(memory.address, nbytes)
     stack.callback(device.unregister, memory.address)
     return memory, address
-
-
-def control_memory(device: Device, stack: ExitStack) -> tuple[SharedMemory, int]:
-    """The words and records of both directions, as `host_memory`."""
-    return host_memory(CONTROL_BYTES, device, stack)
 
 
 def make_ends(
@@ -79,15 +61,14 @@ def make_ends(
     stack.callback(watch.close)
     local = LocalEnd(memory.control, side, watch.send_fault)
     stack.callback(_settle, carrier, watch, local, remote)
-    ring_bytes = memory.for_carrier.ring_bytes
     return RingEnds(
         outgoing=Direction(memory.control, side, memory.control_on_device),
         incoming=Direction(memory.control, 1 - side, memory.control_on_device),
         mine=local,
         theirs=remote,
         outgoing_ring=memory.rings_on_device,
-        incoming_ring=memory.rings_on_device + ring_bytes,
-        ring_bytes=ring_bytes,
+        incoming_ring=memory.rings_on_device + memory.ring_bytes,
+        ring_bytes=memory.ring_bytes,
         in_place=memory.in_place,
         peer_has_gone=watch.peer_has_gone,
         close=stack.pop_all().close,

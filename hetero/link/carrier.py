@@ -14,6 +14,7 @@ from typing import Any
 from hetero.device.device import Device
 from hetero.errors import LinkError
 from hetero.link.rdma_ports import Port
+from hetero.link.shared_memory import SharedMemory
 from hetero.native.binding import native
 from hetero.native.structures import (
     GID_BYTES,
@@ -30,18 +31,22 @@ _MAX_PSN = 1 << 24
 
 
 @dataclass(frozen=True)
-class RingMemory:
-    """One end's memory: the sending ring, which the receiving one follows, and the words."""
+class CarriedMemory:
+    """One end's memory, as its own code, its device and its carrier reach it."""
 
+    control: SharedMemory
+    control_on_device: int
     rings: int
-    """Address, for the NIC."""
+    """Address of the sending ring, which the receiving one follows, for the carrier."""
+    rings_on_device: int
     ring_bytes: int
     """Of each ring."""
-    control: int
-    reads_back: bool
-    """Whether a NIC has to read its writes back before they count as arrived."""
-    checksum_bytes: int = 0
+    checksum_bytes: int
     """What follows an entry's bytes in the ring."""
+    in_place: bool = False
+    """Whether the carrier reaches the callers' tensors, past the rings."""
+    reads_back: bool = False
+    """Whether a NIC has to read its writes back before they count as arrived."""
     of_gpu: bool = False
     """Whether the rings are a GPU's memory."""
     dmabuf: tuple[int, int] | None = None
@@ -74,7 +79,7 @@ class Carrier:
 
     def __init__(
         self,
-        memory: RingMemory,
+        memory: CarriedMemory,
         *,
         side: int,
         stall_seconds: float,
@@ -89,7 +94,7 @@ class Carrier:
         self._ports: list[Port] = []
         error = create_string_buffer(TEXT_BYTES)
         options = EngineOptions(
-            control=memory.control,
+            control=memory.control.address,
             side=side,
             ring_bytes=memory.ring_bytes,
             checksum_bytes=memory.checksum_bytes,
@@ -127,7 +132,7 @@ class Carrier:
             dmabuf_offset=offset,
             rings=memory.rings,
             ring_bytes=memory.ring_bytes,
-            control=memory.control,
+            control=memory.control.address,
             psn=psn,
         )
         made, error = VerbsConnectionInfo(), create_string_buffer(TEXT_BYTES)
@@ -175,7 +180,7 @@ class Carrier:
             sending=memory.rings,
             receiving=memory.rings + memory.ring_bytes,
             ring_bytes=memory.ring_bytes,
-            control=memory.control,
+            control=memory.control.address,
         )
         error = create_string_buffer(TEXT_BYTES)
         if not self._library.carrier_add_tcp(self._handle, byref(request), error):

@@ -5,16 +5,11 @@ from __future__ import annotations
 from contextlib import ExitStack
 
 from hetero.device.device import Device
-from hetero.link.carried_ends import (
-    CarriedMemory,
-    control_memory,
-    host_memory,
-    make_ends,
-    side_of,
-)
-from hetero.link.carrier import Carrier, RingMemory
+from hetero.link.carried_ends import host_memory, make_ends, side_of
+from hetero.link.carrier import CarriedMemory, Carrier
 from hetero.link.control import Control
 from hetero.link.handshake import Rendezvous
+from hetero.link.ring import CONTROL_BYTES
 from hetero.link.ring_link import RingLink, agree
 from hetero.link.tcp_connections import TcpPaths, name_of, open_connections, tune
 
@@ -55,7 +50,7 @@ def open_tcp(
         memory = _make_memory(ring_bytes, device, stack)
         stall_seconds = min(rendezvous.description.timeout / 4, _LONGEST_STALL)
         silence = min(rendezvous.description.timeout, _LONGEST_SILENCE)
-        carrier = Carrier(memory.for_carrier, side=side_of(rendezvous), stall_seconds=stall_seconds)
+        carrier = Carrier(memory, side=side_of(rendezvous), stall_seconds=stall_seconds)
         stack.callback(carrier.close)
         carrier.follow(device)
         names = [name_of(connection) for connection in connections.rails]
@@ -82,16 +77,14 @@ def open_tcp(
 
 
 def _make_memory(ring_bytes: int, device: Device, stack: ExitStack) -> CarriedMemory:
-    control, control_on_device = control_memory(device, stack)
+    control, control_on_device = host_memory(CONTROL_BYTES, device, stack)
     rings, rings_on_device = host_memory(2 * ring_bytes, device, stack)
-    for_carrier = RingMemory(
-        rings=rings.address,
-        ring_bytes=ring_bytes,
-        control=control.address,
-        reads_back=False,
-        checksum_bytes=device.checksum_bytes,
-    )
-    in_place = device.has_host_tensors and not device.checksum_bytes
     return CarriedMemory(
-        control, control_on_device, rings_on_device, for_carrier, in_place=in_place
+        control,
+        control_on_device,
+        rings.address,
+        rings_on_device,
+        ring_bytes=ring_bytes,
+        checksum_bytes=device.checksum_bytes,
+        in_place=device.has_host_tensors and not device.checksum_bytes,
     )

@@ -8,7 +8,8 @@ import socket
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from ctypes import CDLL
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,17 +20,12 @@ from hetero.device.driver import GpuDriver, driver_for
 from hetero.device.gpu import index_of
 from hetero.device.topology import SYS, pci_device
 from hetero.errors import LinkError
-from hetero.link.carried_ends import (
-    CarriedMemory,
-    control_memory,
-    host_memory,
-    make_ends,
-    side_of,
-)
-from hetero.link.carrier import Carrier, ConnectionInfo, RingMemory
+from hetero.link.carried_ends import host_memory, make_ends, side_of
+from hetero.link.carrier import CarriedMemory, Carrier, ConnectionInfo
 from hetero.link.control import Control
 from hetero.link.handshake import Rendezvous, receive_json, send_json
 from hetero.link.rdma_ports import Port, choose_devices, find_ports, pair_ports
+from hetero.link.ring import CONTROL_BYTES
 from hetero.link.ring_link import RingLink, agree
 from hetero.link.tcp_connections import TcpPaths, open_connections
 from hetero.native.binding import native
@@ -144,7 +140,7 @@ def open_verbs(
             _require_room(ports, min(chunk_bytes, ring_bytes // 2))
             memory = _make_memory(ring_bytes, ordered, device, options, stack)
             carrier = Carrier(
-                memory.for_carrier,
+                memory,
                 side=side_of(rendezvous),
                 stall_seconds=options.stall_within(rendezvous.description.timeout),
                 library=library,
@@ -231,7 +227,7 @@ def _require_room(ports: Sequence[Port], nbytes: int) -> None:
 
 def _visibility(memory: CarriedMemory, options: VerbsOptions) -> str:
     """What makes a NIC's writes visible at this side, in words."""
-    if memory.for_carrier.reads_back:
+    if memory.reads_back:
         return "a read-back over the NIC"
     return "host memory" if options.memory == HOST else "the GPU itself"
 
@@ -250,18 +246,17 @@ def _make_memory(
     options: VerbsOptions,
     stack: ExitStack,
 ) -> CarriedMemory:
-    control, control_on_device = control_memory(ordered, stack)
-    for_carrier = RingMemory(
-        rings=0,
+    control, control_on_device = host_memory(CONTROL_BYTES, ordered, stack)
+    make = partial(
+        CarriedMemory,
+        control,
+        control_on_device,
         ring_bytes=ring_bytes,
-        control=control.address,
-        reads_back=options.read_back,
         checksum_bytes=ordered.checksum_bytes,
     )
     if options.memory == HOST:
         rings, on_device = host_memory(2 * ring_bytes, ordered, stack)
-        for_carrier = replace(for_carrier, rings=rings.address)
-        return CarriedMemory(control, control_on_device, on_device, for_carrier)
+        return make(rings.address, on_device, reads_back=options.read_back)
     driver = driver_for(device)
     index = index_of(device)
     if not isinstance(ordered, PeerMemory):
@@ -271,14 +266,13 @@ def _make_memory(
     dmabuf = _export(driver, index, address, 2 * ring_bytes)
     if dmabuf is not None:
         stack.callback(os.close, dmabuf[0])
-    for_carrier = replace(
-        for_carrier,
-        rings=address,
+    return make(
+        address,
+        address,
         reads_back=options.read_back or driver.remote_writes_need_flush(index),
         of_gpu=True,
         dmabuf=dmabuf,
     )
-    return CarriedMemory(control, control_on_device, address, for_carrier)
 
 
 def _export(driver: GpuDriver, device: int, address: int, nbytes: int) -> tuple[int, int] | None:
