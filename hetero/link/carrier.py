@@ -6,7 +6,6 @@ import ctypes
 import ipaddress
 import secrets
 import socket
-from collections.abc import Mapping
 from ctypes import byref, create_string_buffer
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -66,30 +65,13 @@ class ConnectionInfo:
     control_key: int
     reads_back: bool
 
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @classmethod
-    def of(cls, told: Mapping[str, Any]) -> ConnectionInfo:
-        return cls(**told)
-
 
 class Carrier:
     """A link's thread in C. Every method may be called from any thread until `close`."""
 
-    def __init__(
-        self,
-        memory: CarriedMemory,
-        *,
-        side: int,
-        stall_seconds: float,
-        library: ctypes.CDLL | None = None,
-    ) -> None:
-        """`side` is 0 for the listener; `library` stands in for the project's own.
-
-        Raises LinkError when the system refuses what it needs.
-        """
-        self._library = library or native()
+    def __init__(self, memory: CarriedMemory, *, side: int, stall_seconds: float) -> None:
+        """`side` is 0 for the listener. Raises LinkError when the system refuses what it needs."""
+        self._library = native()
         self._memory = memory
         self._ports: list[Port] = []
         error = create_string_buffer(TEXT_BYTES)
@@ -143,7 +125,7 @@ class Carrier:
             )
         self._ports.append(port)
         info = ConnectionInfo(
-            port=port.as_dict(),
+            port=asdict(port),
             psn=psn,
             qp=made.qp,
             receiving=made.receiving,

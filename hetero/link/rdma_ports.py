@@ -11,10 +11,9 @@ import ipaddress
 import os
 import socket
 from collections.abc import Iterable, Iterator, Sequence
-from ctypes import CDLL, byref, create_string_buffer
-from dataclasses import asdict, dataclass
+from ctypes import byref, create_string_buffer
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import psutil
 
@@ -54,9 +53,6 @@ class Port:
 
     def __str__(self) -> str:
         return f"{self.device}:{self.number}"
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
     def needs_route_to(self, other: Port) -> bool:
         """Whether packets to it carry a global route; within one InfiniBand subnet they do not."""
@@ -101,9 +97,7 @@ def choose_devices(
     return tuple(device.name for device in devices if closeness(gpu, device.pci) == best)
 
 
-def find_ports(
-    devices: Sequence[str], *, library: CDLL | None = None, sys_root: Path = SYS
-) -> list[Port]:
+def find_ports(devices: Sequence[str], *, sys_root: Path = SYS) -> list[Port]:
     """All usable ports of the devices; `name:2` stands for port 2 alone.
 
     Raises LinkError when there is none, with what is wrong with each that was looked at.
@@ -117,7 +111,7 @@ def find_ports(
         folder = sys_root / "class/infiniband" / name / "ports"
         for port in [number] if number.isdecimal() else entries(folder) or ["1"]:
             try:
-                ports.append(_describe(library or native(), folder / port, name, int(port)))
+                ports.append(_describe(folder / port, name, int(port)))
             except LinkError as error:
                 unfit.append(f"{name}:{port} {error}")
     if not ports:
@@ -128,10 +122,10 @@ def find_ports(
     return ports
 
 
-def _describe(library: CDLL, folder: Path, device: str, number: int) -> Port:
+def _describe(folder: Path, device: str, number: int) -> Port:
     """A port. Raises LinkError with why it cannot be used, without its name."""
     port, error = VerbsPort(), create_string_buffer(TEXT_BYTES)
-    if not library.verbs_query_port(device.encode(), number, byref(port), error):
+    if not native().verbs_query_port(device.encode(), number, byref(port), error):
         raise LinkError(error.value.decode(errors="replace"))
     if port.state != _ACTIVE:
         raise LinkError("is not active")

@@ -7,8 +7,7 @@ import os
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from ctypes import CDLL
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -28,7 +27,6 @@ from hetero.link.rdma_ports import Port, choose_devices, find_ports, pair_ports
 from hetero.link.ring import CONTROL_BYTES
 from hetero.link.ring_link import RingLink, agree
 from hetero.link.tcp_connections import TcpPaths, open_connections
-from hetero.native.binding import native
 
 T = TypeVar("T")
 DEVICE, HOST = "device", "host"
@@ -53,10 +51,6 @@ class VerbsOptions:
     """Read a NIC's writes back over it even where the memory or its driver needs no such thing."""
     sys_root: Path = SYS
     """Where the kernel describes this side's devices."""
-
-    def stall_within(self, timeout: float) -> float:
-        """How long a request may take on a link with this timeout, in seconds."""
-        return self.stall_seconds or min(timeout / 2, _LONGEST_STALL)
 
 
 class Together:
@@ -97,9 +91,6 @@ class _Prepared:
     registered: list[str]
     """How the NIC of each port knows the rings' memory."""
 
-    def told(self) -> dict[str, Any]:
-        return {"connections": [connection.as_dict() for connection in self.connections]}
-
 
 def open_verbs(
     rendezvous: Rendezvous,
@@ -110,7 +101,6 @@ def open_verbs(
     ordered: Device,
     device: torch.device,
     options: VerbsOptions,
-    library: CDLL | None = None,
 ) -> RingLink:
     """Open one link. Collective between the two ends; either may have its own options.
 
@@ -119,9 +109,7 @@ def open_verbs(
     Args:
         ring_bytes: of one direction.
         chunk_bytes: the largest part of a message that is handed over at once.
-        library: stands in for the project's own.
     """
-    library = library or native()
     with ExitStack() as stack:
         paths = TcpPaths(addresses=(options.address,), connections=0)
         connection = open_connections(rendezvous, paths, stack).control[0]
@@ -134,7 +122,7 @@ def open_verbs(
             device=ordered,
         )
         together = Together(connection, rendezvous)
-        ports = _agree_on_ports(together, rendezvous, options, device, library)
+        ports = _agree_on_ports(together, rendezvous, options, device)
 
         def prepare() -> _Prepared:
             _require_room(ports, min(chunk_bytes, ring_bytes // 2))
@@ -142,8 +130,8 @@ def open_verbs(
             carrier = Carrier(
                 memory,
                 side=side_of(rendezvous),
-                stall_seconds=options.stall_within(rendezvous.description.timeout),
-                library=library,
+                stall_seconds=options.stall_seconds
+                or min(rendezvous.description.timeout / 2, _LONGEST_STALL),
             )
             stack.callback(carrier.close)
             carrier.follow(ordered)
@@ -152,8 +140,10 @@ def open_verbs(
                 memory, carrier, [info for info, _ in rails], [how for _, how in rails]
             )
 
-        prepared, told = together.take(prepare, _Prepared.told)
-        theirs = [ConnectionInfo.of(info) for info in told["connections"]]
+        prepared, told = together.take(
+            prepare, lambda made: {"connections": [asdict(info) for info in made.connections]}
+        )
+        theirs = [ConnectionInfo(**info) for info in told["connections"]]
         together.take(lambda: _connect(prepared.carrier, theirs), lambda _: {"connected": True})
         ends = make_ends(
             rendezvous,
@@ -185,12 +175,11 @@ def _agree_on_ports(
     rendezvous: Rendezvous,
     options: VerbsOptions,
     device: torch.device,
-    library: CDLL,
 ) -> list[Port]:
     """This side's port of every rail, in one order on both sides."""
     ours, told = together.take(
-        lambda: _usable_ports(library, options, device),
-        lambda found: {"ports": [port.as_dict() for port in found]},
+        lambda: _usable_ports(options, device),
+        lambda found: {"ports": [asdict(port) for port in found]},
     )
     theirs = [Port(**port) for port in told["ports"]]
     if rendezvous.listens:
@@ -206,13 +195,13 @@ def _agree_on_ports(
     return chosen
 
 
-def _usable_ports(library: CDLL, options: VerbsOptions, device: torch.device) -> list[Port]:
+def _usable_ports(options: VerbsOptions, device: torch.device) -> list[Port]:
     """This side's ports that can be used. Only now, so that the peer hears why not."""
     gpu = None
     if device.type == "cuda" and not options.nics:
         gpu = pci_device(driver_for(device).pci_bus_id(index_of(device)))
     devices = choose_devices(gpu, options.nics, sys_root=options.sys_root)
-    return find_ports(devices, library=library, sys_root=options.sys_root)
+    return find_ports(devices, sys_root=options.sys_root)
 
 
 def _require_room(ports: Sequence[Port], nbytes: int) -> None:

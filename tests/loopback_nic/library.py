@@ -11,11 +11,13 @@ import functools
 import os
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from ctypes import create_string_buffer
 from enum import IntEnum
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
+from unittest import mock
 
 from hetero.native.binding import FOLDER, native
 from hetero.native.structures import (
@@ -61,6 +63,15 @@ class LoopbackNics:
                 (port / path / str(GID_INDEX)).write_text(text + "\n")
         self.library, self._nics = _loaded()
         self._copier: object = None
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """What is opened meanwhile finds these NICs."""
+        with (
+            mock.patch("hetero.link.carrier.native", return_value=self.library),
+            mock.patch("hetero.link.rdma_ports.native", return_value=self.library),
+        ):
+            yield
 
     def break_with(self, name: str, fault: Fault) -> None:
         self._nics.loopback_break(name.encode(), int(fault))

@@ -19,7 +19,8 @@ def nics(tmp_path: Path) -> Iterator[LoopbackNics]:
         pytest.skip(reason)
     made = LoopbackNics(tmp_path / "sys")
     files, threads = len(os.listdir("/proc/self/fd")), threading.active_count()
-    yield made
+    with made.in_place():
+        yield made
     made.mend()
     assert made.open_objects() == 0
     wait_until(lambda: threading.active_count() <= threads)

@@ -56,7 +56,6 @@ class Setup:
                 read_back=self.read_back,
                 sys_root=self.nics.sys_root,
             ),
-            library=self.nics.library,
         )
 
     @contextmanager

@@ -65,6 +65,7 @@ def opened_gpus(tmp_path_factory: pytest.TempPathFactory) -> None:
         return
     with (
         reaching_gpus(LoopbackNics(tmp_path_factory.mktemp("nics") / "sys")) as nics,
+        nics.in_place(),
         setup(nics, memory=DEVICE, read_back=False).links() as (one, other),
     ):
         assert cross(one, other, nbytes=3 * CHUNK_BYTES, source=0)

@@ -149,7 +149,7 @@ def test_the_addresses_of_a_port_are_read_without_the_empty_places(tmp_path: Pat
 
 
 def found_ports(nics: LoopbackNics, *names: str) -> list[Port]:
-    return find_ports(names, library=nics.library, sys_root=nics.sys_root)
+    return find_ports(names, sys_root=nics.sys_root)
 
 
 def test_a_port_is_described_by_what_its_device_says(nics: LoopbackNics) -> None:
