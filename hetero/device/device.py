@@ -11,9 +11,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 from hetero.errors import LinkError
-from hetero.native.structures import (
-    Streams,
-)
+from hetero.native.structures import Streams
 
 
 class Word(NamedTuple):

@@ -17,12 +17,7 @@ from typing import Any, ClassVar
 from hetero.device.vendor_library import Function
 from hetero.errors import LinkError
 from hetero.native.binding import native
-from hetero.native.structures import (
-    EntryPoints,
-    HostGpu,
-    Step,
-    Vendor,
-)
+from hetero.native.structures import EntryPoints, HostGpu, Step, Vendor
 
 IPC_HANDLE_BYTES = 64
 ALLOCATION_BYTES = 2 * 2**20

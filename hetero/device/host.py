@@ -12,26 +12,12 @@ from ctypes import CDLL, byref
 
 import torch
 
-from hetero.device.device import (
-    COMPLETED,
-    CurrentStream,
-    Device,
-    DeviceStreams,
-    Event,
-    Word,
-)
+from hetero.device.device import COMPLETED, CurrentStream, Device, DeviceStreams, Event, Word
 from hetero.device.driver import GpuDriver, driver_for
 from hetero.device.gpu import index_of, record_event
 from hetero.errors import LinkError
 from hetero.native.binding import native
-from hetero.native.structures import (
-    CHECKSUM_BYTES,
-    EntryPoints,
-    HostFailure,
-    Step,
-    Streams,
-    Vendor,
-)
+from hetero.native.structures import CHECKSUM_BYTES, EntryPoints, HostFailure, Step, Streams, Vendor
 
 _CALLER, _ELSEWHERE = 1, 0
 """HOST_CALLER of host.h, and what is no stream of ours."""

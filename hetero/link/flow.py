@@ -21,9 +21,7 @@ from hetero.link.ring import COUNTER_MASK, HALF_ROUND, Entry
 from hetero.link.ring_transfer import CompletionFlag, RingEnds, RingTransfer
 from hetero.native import structures
 from hetero.native.binding import native
-from hetero.native.structures import (
-    Progress,
-)
+from hetero.native.structures import Progress
 
 SMALL_BYTES = 256 << 10
 """Up to this a message may go through the caller's stream: through pinned host memory it holds that

@@ -21,10 +21,7 @@ from hetero.device.sysfs import entries, read_text
 from hetero.device.topology import SYS, PciDevice, closeness, rdma_devices
 from hetero.errors import LinkError
 from hetero.native.binding import native
-from hetero.native.structures import (
-    TEXT_BYTES,
-    VerbsPort,
-)
+from hetero.native.structures import TEXT_BYTES, VerbsPort
 
 INFINIBAND, ROCE = "InfiniBand", "RoCE"
 # The first four groups of a GID.

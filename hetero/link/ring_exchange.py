@@ -18,10 +18,7 @@ from hetero.link.base import Link, Work
 from hetero.link.ring_link import RingLink
 from hetero.link.ring_transfer import RingTransfer
 from hetero.native.binding import native
-from hetero.native.structures import (
-    ExchangePart,
-    Progress,
-)
+from hetero.native.structures import ExchangePart, Progress
 
 _PART = struct.Struct(f"<5QII{ExchangePart.header.size}s")
 _KEPT_BY_C = struct.Struct("<QQII")

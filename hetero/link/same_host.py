@@ -10,12 +10,7 @@ from typing import Literal
 from hetero.device.device import Device, PeerMemory
 from hetero.errors import LinkError
 from hetero.link.flow import SMALL_BYTES, SMALL_BYTES_OF_DEVICE
-from hetero.link.handshake import (
-    Rendezvous,
-    receive_exactly,
-    receive_json,
-    send_json,
-)
+from hetero.link.handshake import Rendezvous, receive_exactly, receive_json, send_json
 from hetero.link.ring import CONTROL_BYTES, Direction, EndState
 from hetero.link.ring_link import RingEnds, RingLink, agree
 from hetero.link.shared_memory import SharedMemory, has_gone, join, share_memory

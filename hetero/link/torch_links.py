@@ -24,14 +24,7 @@ import torch
 import torch.distributed as dist
 
 from hetero.errors import LinkError
-from hetero.link.base import (
-    Link,
-    LinkDescription,
-    Work,
-    as_bytes,
-    require_contiguous,
-    sendable,
-)
+from hetero.link.base import Link, LinkDescription, Work, as_bytes, require_contiguous, sendable
 from hetero.link.header import HEADER_BYTES, Header, job_token
 
 _JOIN_SECONDS = 1.0
