@@ -73,13 +73,6 @@ class Hub(Liveness):
         self._broadcast({"over": True})
         self._wake.send(b"x")
 
-    def await_connection(self) -> None:
-        return
-
-    @property
-    def unreachable(self) -> str | None:
-        return None
-
     def seconds_since_heard(self) -> dict[int, float]:
         with self._lock:
             ages = {line.rank: self._looked - line.heard for line in self._lines.values()}

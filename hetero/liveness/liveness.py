@@ -62,6 +62,8 @@ class Liveness(ABC):
 
     way: Way | None = None
     """How this rank reached rank 0, once it has; None for rank 0 itself."""
+    unreachable: str | None = None
+    """Why this rank has no connection to rank 0, in a sentence, if it has tried in vain."""
 
     def __init__(self, world_size: int) -> None:
         self._interval = heartbeat_interval(world_size)
@@ -126,14 +128,9 @@ class Liveness(ABC):
         """The ranks that opened the store so long ago and have not called: rank 0 knows."""
         return set()
 
-    @abstractmethod
     def await_connection(self) -> None:
         """Wait until rank 0, which must have come, is reached. UserError where it cannot be."""
-
-    @property
-    @abstractmethod
-    def unreachable(self) -> str | None:
-        """Why this rank has no connection to rank 0, in a sentence, if it has tried in vain."""
+        return
 
     @abstractmethod
     def fail(self, reason: str) -> None:

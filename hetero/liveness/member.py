@@ -35,7 +35,6 @@ class Member(Liveness):
         super().__init__(world_size)
         self._rank = rank
         self._connection: socket.socket | None = None
-        self._unreachable: str | None = None
         self._heard, self._unread = 0.0, b""
         self._unanswered: float | None = None
         """When the first heartbeat was sent that rank 0 has not answered yet."""
@@ -54,12 +53,8 @@ class Member(Liveness):
     def await_connection(self) -> None:
         if not self._tried.wait(2 * _CALL_SECONDS):
             raise UserError(f"{socket.gethostname()} has not found rank 0; see rank 0's log")
-        if self._unreachable is not None:
-            raise UserError(self._unreachable)
-
-    @property
-    def unreachable(self) -> str | None:
-        return self._unreachable
+        if self.unreachable is not None:
+            raise UserError(self.unreachable)
 
     def seconds_since_heard(self) -> dict[int, float]:
         # Not since `_heard`, nor until now: a pause of this process is not rank 0's silence.
@@ -88,7 +83,7 @@ class Member(Liveness):
         try:
             self._connection = self._call(hub)
         except OSError as error:
-            self._unreachable = (
+            self.unreachable = (
                 f"{socket.gethostname()} cannot reach rank 0 at {hub.host}, port {hub.port} "
                 f"({error}); see whether rank 0 has ended, and open the ports between the nodes, "
                 "which links and gloo need too"
