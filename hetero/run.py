@@ -50,9 +50,8 @@ from torch.distributed.elastic.rendezvous import (
 
 from hetero.collectives.autoload import INSTEAD_OF_VARIABLE, why_not_called
 from hetero.errors import UserError, print_error
-from hetero.launch.exits import exit_of, find_cause, is_printed
+from hetero.launch.exits import exit_of, find_cause, is_printed, kills_for_memory
 from hetero.launch.launcher_rendezvous import BACKEND, LauncherRendezvous, RendezvousSettings
-from hetero.launch.memory import kills_for_memory
 from hetero.launch.node_failures import GRACE, NodeFailures
 from hetero.open_files import allow_open_files
 from hetero.waiting import Intervals

@@ -11,6 +11,7 @@ from typing import Any
 _ORDERED_SECONDS = 2
 """Ends within so long of the first may have been noticed in any order."""
 _FROM_OUTSIDE = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT})
+_COUNTERS = (Path("/proc/vmstat"), Path("/sys/fs/cgroup/memory.events"))
 _ALONE = frozenset({signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE})
 
 
@@ -103,3 +104,18 @@ def _signal_name(number: int) -> str:
         return signal.Signals(number).name
     except ValueError:
         return f"signal {number}"
+
+
+def kills_for_memory(counters: tuple[Path, ...] = _COUNTERS) -> int:
+    """How often the kernel has ended processes of this host, or container, for want of memory.
+
+    Only a rise from one call to a later one says anything.
+    """
+    count = 0
+    for file in counters:
+        try:
+            lines = file.read_text().splitlines()
+        except OSError:
+            continue
+        count += sum(int(line.split()[1]) for line in lines if line.startswith("oom_kill "))
+    return count

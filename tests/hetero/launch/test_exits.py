@@ -9,8 +9,13 @@ import pytest
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from hetero.errors import write_error_file
-from hetero.launch.exits import ProcessExit, exit_of, find_cause, is_printed
-from hetero.launch.memory import kills_for_memory
+from hetero.launch.exits import (
+    ProcessExit,
+    exit_of,
+    find_cause,
+    is_printed,
+    kills_for_memory,
+)
 
 KILLED = ProcessExit(rank=1, host="b", code=-9, time=101)
 CONSEQUENCE = ProcessExit(
