@@ -30,7 +30,6 @@ from hetero.store import BoundedStore, StoreSilent
 from hetero.waiting import Intervals, Waiting, spans
 
 BACKEND = "hetero"
-_PATIENCE = 600.0
 _PAUSE = 0.1
 
 
