@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections import deque
 from ctypes import addressof, byref
-from dataclasses import dataclass
 
 from hetero.device.device import CurrentStream, Device, Word
 from hetero.errors import LinkError
@@ -34,16 +33,6 @@ class EntryRefused(Exception):
     """The peer has sent something else than what is to be received; says what differs."""
 
 
-@dataclass(frozen=True)
-class Limits:
-    """How messages are cut, and where they go."""
-
-    chunk_bytes: int
-    """The largest part that is handed over at once."""
-    small_bytes: int
-    """The largest message that may go through the caller's stream; no larger than a part."""
-
-
 class Flow:
     """One direction of one end. Called with the link's lock."""
 
@@ -52,16 +41,18 @@ class Flow:
         device: Device,
         ends: RingEnds,
         *,
-        limits: Limits,
+        chunk_bytes: int,
+        small_bytes: int,
         is_outgoing: bool,
     ) -> None:
+        """Parts have `chunk_bytes` at most, messages for the caller's stream `small_bytes`."""
         self.waiting: deque[RingTransfer] = deque()
         self.under_way: deque[RingTransfer] = deque()
         self.aborted: list[RingTransfer] = []
         """Of a link that has failed: streams may still copy to and from their tensors."""
         self.sequence = 0
         self.device = device
-        self._limits = limits
+        self._small_bytes = small_bytes
         self._direction = direction = ends.outgoing if is_outgoing else ends.incoming
         self._peer = ends.theirs
         self._streams = device.new_streams()
@@ -72,8 +63,8 @@ class Flow:
             consumed_word=direction.consumed_word,
             ring=ends.outgoing_ring if is_outgoing else ends.incoming_ring,
             ring_bytes=ends.ring_bytes,
-            chunk_bytes=limits.chunk_bytes,
-            small_bytes=limits.small_bytes,
+            chunk_bytes=chunk_bytes,
+            small_bytes=small_bytes,
             checksum_bytes=device.checksum_bytes,
             places=direction.places_address if ends.in_place else 0,
             doorbell=ends.theirs.doorbell_address(),
@@ -131,7 +122,7 @@ class Flow:
 
     def is_small(self, nbytes: int) -> bool:
         """Whether a message is one for the caller's stream."""
-        return nbytes <= self._limits.small_bytes
+        return nbytes <= self._small_bytes
 
     def enqueue(
         self, stream: CurrentStream | None = None, *, awaited: RingTransfer | None = None
@@ -155,7 +146,7 @@ class Flow:
         """All of what waits first has been enqueued, as entries up to this one."""
         transfer = self.waiting.popleft()
         # The peer has to have what is sent out of a tensor: until then it may be sent again.
-        in_place = self._takes_places and transfer.nbytes > self._limits.small_bytes
+        in_place = self._takes_places and transfer.nbytes > self._small_bytes
         caller = transfer.caller if by_caller and not in_place else None
         consumed = transfer.is_receive or in_place
         transfer.completion = CompletionFlag(self, count, consumed=consumed, caller=caller)

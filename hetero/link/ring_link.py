@@ -13,13 +13,14 @@ import logging
 import socket
 import threading
 import time
+from functools import partial
 
 import torch
 
 from hetero.device.device import CurrentStream, Device, Event
 from hetero.errors import LinkError
 from hetero.link.base import LinkDescription, Work, require_contiguous, sendable
-from hetero.link.flow import SMALL_BYTES, EntryRefused, Flow, Limits
+from hetero.link.flow import SMALL_BYTES, EntryRefused, Flow
 from hetero.link.handshake import Rendezvous, compare
 from hetero.link.header import PROTOCOL_VERSION, HeaderWriter, job_token
 from hetero.link.ring import COUNTER_MASK, ahead
@@ -71,11 +72,9 @@ class RingLink(FailingLink):
         small_bytes: int = SMALL_BYTES,
     ) -> None:
         chunk_bytes = min(chunk_bytes, ends.ring_bytes // 2)
-        limits = Limits(chunk_bytes=chunk_bytes, small_bytes=min(small_bytes, chunk_bytes))
-        outgoing, incoming = (
-            Flow(device, ends, limits=limits, is_outgoing=is_outgoing)
-            for is_outgoing in (True, False)
-        )
+        small_bytes = min(small_bytes, chunk_bytes)
+        flow = partial(Flow, device, ends, chunk_bytes=chunk_bytes, small_bytes=small_bytes)
+        outgoing, incoming = flow(is_outgoing=True), flow(is_outgoing=False)
         super().__init__(description, ends=ends, outgoing=outgoing, incoming=incoming)
         self.transport = transport
         self.is_rung_by_c = outgoing.rings_peer

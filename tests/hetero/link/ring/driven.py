@@ -14,7 +14,7 @@ from hetero.device.device import COMPLETED, CurrentStream, DeviceStreams, Event
 from hetero.device.driver_base import GpuDriver
 from hetero.device.gpu import GpuCurrentStream, StreamsOfGpu
 from hetero.device.hip_driver import HipDriver
-from hetero.link.flow import Flow, Limits
+from hetero.link.flow import Flow
 from hetero.link.header import Header
 from hetero.link.ring import CONTROL_BYTES, Direction, EndState
 from hetero.link.ring_transfer import RingEnds, RingTransfer
@@ -123,9 +123,9 @@ class World:
         self.devices = [DrivenDevice(recorder, handles) for recorder in self.recorders]
         ends = [self._ends(number, ring_bytes) for number in range(2)]
         self._doorbells = [EndState(control, number) for number in range(2)]
-        limits = Limits(chunk_bytes=chunk_bytes, small_bytes=chunk_bytes)
-        self.sender = Flow(self.devices[0], ends[0], limits=limits, is_outgoing=True)
-        self.receiver = Flow(self.devices[1], ends[1], limits=limits, is_outgoing=False)
+        sizes = {"chunk_bytes": chunk_bytes, "small_bytes": chunk_bytes}
+        self.sender = Flow(self.devices[0], ends[0], **sizes, is_outgoing=True)
+        self.receiver = Flow(self.devices[1], ends[1], **sizes, is_outgoing=False)
         self.direction = ends[0].outgoing
         self.transfers: list[RingTransfer] = []
 
