@@ -1,1 +1,1 @@
-"""What Python does too slowly, in C: small functions that the install builds where it can."""
+"""What Python does too slowly, in C, which every install builds."""

@@ -192,22 +192,15 @@ bool carrier_connect_verbs(struct carrier *carrier, int index, const struct verb
     return verbs_connect((struct verbs_rail *)carrier->engine.rails[index], peer, own, error);
 }
 
-static void progress(void *carrier)
+static void awaits_answer(struct carrier *carrier)
 {
-    carrier_progress(carrier);
-}
-
-static void awaits_answer(void *argument)
-{
-    struct carrier *carrier = argument;
-
     if (!atomic_exchange(&carrier->looks, true))
         eventfd_write(carrier->bell, 1);
 }
 
 bool carrier_add_tcp(struct carrier *carrier, const struct tcp_request *request, char *error)
 {
-    struct tcp_owner owner = {&carrier->engine, &carrier->lock, progress, awaits_answer, carrier};
+    struct tcp_owner owner = {&carrier->engine, &carrier->lock, carrier_progress, awaits_answer, carrier};
     int code = E2BIG;
     struct rail *rail = is_full(carrier) ? NULL : tcp_open(request, &owner, &code);
 

@@ -327,9 +327,11 @@ bool engine_is_under_way(struct engine *engine)
     bool has_rail = false;
 
     for (int index = 0; index < engine->rail_count; index++) {
-        if (engine->rails[index]->operations->is_busy(engine->rails[index]))
+        const struct rail *rail = engine->rails[index];
+
+        if (rail->operations->is_busy != NULL && rail->operations->is_busy(rail))
             return true;
-        has_rail |= engine->rails[index]->live;
+        has_rail |= rail->live;
     }
     if (!has_rail || engine->words_notify)
         return false;
@@ -374,7 +376,7 @@ void engine_request_notifications(struct engine *engine)
     for (int index = 0; index < engine->rail_count; index++) {
         struct rail *rail = engine->rails[index];
 
-        if (rail->live)
+        if (rail->live && rail->event_fd >= 0)
             engine_took(engine, rail, rail->operations->request_notification(rail));
     }
 }

@@ -29,7 +29,7 @@ struct rail_operations {
     /* How many bytes have been posted and not confirmed; it notes its speed (speed_note) by itself then.
      * NULL where what completes has been confirmed, and speed.c keeps the account. */
     uint64_t (*bytes_under_way)(const struct rail *rail);
-    /* Whether something is under way whose end wakes nobody. */
+    /* Whether something is under way whose end wakes nobody. NULL where nothing ever is. */
     bool (*is_busy)(const struct rail *rail);
     /* Whether something has been under way since before this time; the reason is then in `reason`. */
     bool (*is_late)(const struct rail *rail, double before, char *reason);
@@ -41,7 +41,8 @@ struct rail_operations {
     bool (*is_drained)(const struct rail *rail);
     /* Tell the engine (engine_sent and so on) what has happened; whether anything has. */
     bool (*poll)(struct rail *rail, struct engine *engine);
-    /* Have the descriptor become readable with the next event; 0 or an errno. */
+    /* Have event_fd become readable with the next event, 0 or an errno; and take it. NULL where there is
+     * no descriptor. */
     int (*request_notification)(struct rail *rail);
     void (*acknowledge)(struct rail *rail);
     /* Let it go both ways; 0 or an errno. Called without the lock. NULL where it does already. */

@@ -253,12 +253,6 @@ static void *send_loop(void *argument)
     return NULL;
 }
 
-static bool is_busy(const struct rail *base)
-{
-    (void)base;
-    return false;
-}
-
 static double last_asked(const struct rail *base)
 {
     struct tcp_info info;
@@ -294,17 +288,6 @@ static bool poll_nothing(struct rail *base, struct engine *engine)
     (void)base;
     (void)engine;
     return false;
-}
-
-static int request_notification(struct rail *base)
-{
-    (void)base;
-    return 0;
-}
-
-static void acknowledge(struct rail *base)
-{
-    (void)base;
 }
 
 static void stop(struct rail *base)
@@ -365,14 +348,11 @@ static const struct rail_operations operations = {
     .post_credit = post_credit,
     .has_room = has_room,
     .bytes_under_way = bytes_under_way,
-    .is_busy = is_busy,
     .is_late = is_late,
     .last_heard = last_heard,
     .last_asked = last_asked,
     .is_drained = is_drained,
     .poll = poll_nothing,
-    .request_notification = request_notification,
-    .acknowledge = acknowledge,
     .start = start,
     .stop = stop,
     .join = join,

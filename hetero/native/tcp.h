@@ -8,6 +8,7 @@
 
 #include <pthread.h>
 
+struct carrier;
 struct engine;
 
 struct tcp_request {
@@ -23,10 +24,10 @@ struct tcp_owner {
     struct engine *engine;
     pthread_mutex_t *lock;
     /* Called without the lock. */
-    void (*progress)(void *carrier);
+    void (*progress)(struct carrier *carrier);
     /* Called with it, when something is on its way after a rest. */
-    void (*awaits_answer)(void *carrier);
-    void *carrier;
+    void (*awaits_answer)(struct carrier *carrier);
+    struct carrier *carrier;
 };
 
 /* NULL, with an errno in `code`, where it cannot be made. */
