@@ -22,7 +22,7 @@ from hetero.link.base import Link, LinkCounters
 from hetero.link.handshake import Rendezvous, exchange
 from hetero.link.names import FAMILIES
 from hetero.link.rdma_ports import why_no_rdma
-from hetero.link.same_host import RingMemory, open_same_host
+from hetero.link.same_host import open_same_host
 from hetero.link.shared_memory import host_identity
 from hetero.link.tcp import open_tcp
 from hetero.link.tcp_connections import TcpPaths
@@ -289,11 +289,10 @@ def _open(
     )
     ring_bytes = options.ring_bytes // 2
     if path in ("ipc", "shm"):
-        memory: RingMemory = "device" if path == "ipc" else "host"
         chunk_bytes = _HOST_CHUNK_BYTES if path == "shm" else options.ring_bytes // 4
         return open_same_host(
             rendezvous,
-            memory=memory,
+            transport=path,
             ring_bytes=ring_bytes,
             chunk_bytes=options.chunk_bytes or chunk_bytes,
             device=ordered,

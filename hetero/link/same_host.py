@@ -5,7 +5,6 @@ from __future__ import annotations
 import socket
 from contextlib import ExitStack
 from functools import partial
-from typing import Literal
 
 from hetero.device.device import Device, PeerMemory
 from hetero.errors import LinkError
@@ -15,15 +14,11 @@ from hetero.link.ring import CONTROL_BYTES, Direction, EndState
 from hetero.link.ring_link import RingEnds, RingLink, agree
 from hetero.link.shared_memory import SharedMemory, has_gone, join, share_memory
 
-RingMemory = Literal["host", "device"]
-
-_TRANSPORTS: dict[RingMemory, str] = {"host": "shm", "device": "ipc"}
-
 
 def open_same_host(
     rendezvous: Rendezvous,
     *,
-    memory: RingMemory,
+    transport: str,
     ring_bytes: int,
     chunk_bytes: int,
     device: Device,
@@ -31,8 +26,8 @@ def open_same_host(
     """Open one link. Collective between the two ends, which must run on one host.
 
     Args:
-        memory: where the data lie between the two: host memory that both devices have pinned, or
-            device memory of the sender that the receiver's device reads.
+        transport: `shm`, where the data lie in host memory that both devices have pinned between
+            the two, or `ipc`: in device memory of the sender that the receiver's device reads.
         ring_bytes: of one direction.
         chunk_bytes: the largest part of a message that is handed over at once.
     """
@@ -41,16 +36,16 @@ def open_same_host(
         agree(
             control,
             rendezvous,
-            transport=_TRANSPORTS[memory],
+            transport=transport,
             ring_bytes=ring_bytes,
             chunk_bytes=chunk_bytes,
             device=device,
         )
-        sizes = (CONTROL_BYTES, ring_bytes, ring_bytes) if memory == "host" else (CONTROL_BYTES,)
+        sizes = (CONTROL_BYTES, ring_bytes, ring_bytes) if transport == "shm" else (CONTROL_BYTES,)
         segments = share_memory(control, rendezvous, sizes=sizes)
         addresses = [_map(held, device, segment) for segment in segments]
         number = 0 if rendezvous.listens else 1
-        if memory == "host":
+        if transport == "shm":
             outgoing_ring, incoming_ring = addresses[1 + number], addresses[2 - number]
         else:
             outgoing_ring, incoming_ring = _share_device_memory(held, control, device, ring_bytes)
@@ -71,11 +66,11 @@ def open_same_host(
         )
     return RingLink(
         rendezvous.description,
-        transport=_TRANSPORTS[memory],
+        transport=transport,
         ends=ends,
         device=device,
         chunk_bytes=chunk_bytes,
-        small_bytes=SMALL_BYTES_OF_DEVICE if memory == "device" else SMALL_BYTES,
+        small_bytes=SMALL_BYTES_OF_DEVICE if transport == "ipc" else SMALL_BYTES,
     )
 
 

@@ -21,7 +21,7 @@ from hetero.device.host import HostDevice
 from hetero.link.base import Link, LinkDescription
 from hetero.link.handshake import Rendezvous
 from hetero.link.open import ChannelOptions, PeerCapabilities, open_path
-from hetero.link.same_host import RingMemory, open_same_host
+from hetero.link.same_host import open_same_host
 from hetero.link.torch_links import GlooLink, VendorLink
 from hetero.link.verbs import VerbsOptions, open_verbs
 from tests.emulated_streams import EmulatedDevice
@@ -99,12 +99,12 @@ def open_over_hip(
 
 
 def open_emulated(
-    memory: RingMemory, description: LinkDescription, store: dist.Store, device: torch.device
+    transport: str, description: LinkDescription, store: dist.Store, device: torch.device
 ) -> Link:
     """Streams of a CPU that plays a GPU: it has three for each direction, and callers' own."""
     return open_same_host(
         _rendezvous(description, store),
-        memory=memory,
+        transport=transport,
         ring_bytes=1 << 20,
         chunk_bytes=64 << 10,
         device=EmulatedDevice(),
@@ -169,8 +169,8 @@ TRANSPORTS = (
     Transport("shm", functools.partial(open_channel, "shm"), device="cuda"),
     Transport("shm-checksum", functools.partial(open_checked, "shm")),
     Transport("shm-checksum", functools.partial(open_checked, "shm"), device="cuda"),
-    Transport("shm-emulated", functools.partial(open_emulated, "host")),
-    Transport("ipc-emulated", functools.partial(open_emulated, "device")),
+    Transport("shm-emulated", functools.partial(open_emulated, "shm")),
+    Transport("ipc-emulated", functools.partial(open_emulated, "ipc")),
     Transport("ipc", functools.partial(open_channel, "ipc"), device="cuda"),
     Transport("ipc-hip", functools.partial(open_over_hip, "ipc"), device="cuda"),
     Transport("shm-hip", functools.partial(open_over_hip, "shm"), device="cuda"),

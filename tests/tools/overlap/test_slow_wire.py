@@ -19,7 +19,7 @@ BYTES_PER_S = 20e6
 def _open(rendezvous: Rendezvous) -> RingLink:
     return open_same_host(
         rendezvous,
-        memory="host",
+        transport="shm",
         ring_bytes=4 * NBYTES,
         chunk_bytes=NBYTES // 2,
         device=HostDevice(CPU),

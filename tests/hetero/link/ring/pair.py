@@ -17,7 +17,7 @@ from hetero.errors import LinkError
 from hetero.link.base import LinkDescription
 from hetero.link.ring import Direction
 from hetero.link.ring_link import RingLink
-from hetero.link.same_host import RingMemory, open_same_host
+from hetero.link.same_host import open_same_host
 from hetero.native.structures import (
     Step,
 )
@@ -45,7 +45,7 @@ class Pair:
     """Both ends of one link, in one process."""
 
     def __init__(
-        self, memory: RingMemory, *, timeout: float, device: Callable[[], Any] = HeldDevice
+        self, transport: str, *, timeout: float, device: Callable[[], Any] = HeldDevice
     ) -> None:
         store = dist.HashStore()
         self.devices = [device(), device()]
@@ -57,7 +57,7 @@ class Pair:
             )
             return open_same_host(
                 replace(ours, description=description),
-                memory=memory,
+                transport=transport,
                 ring_bytes=64 << 10,
                 chunk_bytes=16 << 10,
                 device=self.devices[rank],
@@ -70,9 +70,9 @@ class Pair:
 
 @contextmanager
 def opened(
-    memory: RingMemory = "host", *, timeout: float = 20.0, device: Callable[[], Any] = HeldDevice
+    transport: str = "shm", *, timeout: float = 20.0, device: Callable[[], Any] = HeldDevice
 ) -> Iterator[Pair]:
-    pair = Pair(memory, timeout=timeout, device=device)
+    pair = Pair(transport, timeout=timeout, device=device)
     try:
         yield pair
     finally:

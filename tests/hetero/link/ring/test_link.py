@@ -16,7 +16,7 @@ from hetero.device.host import HostDevice
 from hetero.errors import LinkError
 from hetero.link import ring_link as link_module
 from hetero.link.ring_link import RingLink
-from hetero.link.same_host import RingMemory, open_same_host
+from hetero.link.same_host import open_same_host
 from tests.emulated_streams import EmulatedDevice
 from tests.hetero.link.ring.pair import (
     cross,
@@ -30,7 +30,7 @@ from tests.hetero.link.test_handshake import both, rendezvous
 def test_a_message_larger_than_the_ring_is_taken_in_parts() -> None:
     sent = torch.arange(50_000, dtype=torch.int32)
     target = torch.zeros_like(sent)
-    with opened("device") as pair:
+    with opened("ipc") as pair:
         works = [pair.receiver.recv(target), pair.sender.send(sent)]
         for work in works:
             work.wait()
@@ -65,11 +65,11 @@ def test_what_both_ends_send_at_once_arrives_in_order() -> None:
         assert all(torch.equal(t, s) for t, s in zip(targets, sent, strict=True))
 
 
-@pytest.mark.parametrize("memory", ["host", "device"])
-def test_many_messages_of_all_sizes_cross_both_ways_at_once(memory: RingMemory) -> None:
-    chance = random.Random(memory)
+@pytest.mark.parametrize("transport", ["shm", "ipc"])
+def test_many_messages_of_all_sizes_cross_both_ways_at_once(transport: str) -> None:
+    chance = random.Random(transport)
     sizes = [chance.choice([0, 1, 100, 16 << 10, 16385, 70_000, 200_000]) for _ in range(300)]
-    with opened(memory, device=_host if memory == "host" else EmulatedDevice) as pair:
+    with opened(transport, device=_host if transport == "shm" else EmulatedDevice) as pair:
         ways = [(pair.sender, pair.receiver, 0), (pair.receiver, pair.sender, 100)]
         for begin in range(0, len(sizes), 20):
             works, arrived = [], []
@@ -128,7 +128,7 @@ def test_ends_that_were_given_other_rings_do_not_open() -> None:
     def open_end(rank: int) -> RingLink:
         return open_same_host(
             rendezvous(rank, store),
-            memory="host",
+            transport="shm",
             ring_bytes=(1 + rank) << 16,
             chunk_bytes=16 << 10,
             device=EmulatedDevice(),
@@ -164,7 +164,7 @@ def test_memory_that_cannot_be_pinned_ends_the_opening_at_both_ends_and_leaves_n
     def open_end(rank: int) -> RingLink:
         return open_same_host(
             rendezvous(rank, store),
-            memory="host",
+            transport="shm",
             ring_bytes=1 << 16,
             chunk_bytes=16 << 10,
             device=refusing if rank == 0 else EmulatedDevice(),
