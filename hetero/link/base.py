@@ -11,7 +11,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Self
 
 import torch
@@ -52,9 +52,6 @@ class LinkCounters:
     bytes_received: int = 0
     wait_seconds: float = 0.0
     """Time the calling thread spent blocked in `wait()` on received messages."""
-
-    def as_dict(self) -> dict[str, float]:
-        return asdict(self)
 
 
 class Work(ABC):

@@ -180,7 +180,7 @@ def _link_entries(job: Job) -> list[dict[str, Any]]:
             "side": "data",
             "is_boundary": True,
             "transport": link.transport,
-            **link.counters.as_dict(),
+            **asdict(link.counters),
         }
         for link in job.groups.data_links()
     ]
@@ -195,7 +195,7 @@ def _link_entries(job: Job) -> list[dict[str, Any]]:
             "side": side,
             "is_boundary": job.links.is_boundary[side],
             "transport": link.transport,
-            **link.counters.as_dict(),
+            **asdict(link.counters),
         }
         for side, links in job.links.by_side().items()
         for link in links

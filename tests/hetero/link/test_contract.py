@@ -11,6 +11,7 @@ import os
 import random
 import time
 from collections import deque
+from dataclasses import asdict
 from typing import Any
 
 import pytest
@@ -300,7 +301,7 @@ def counted(side: Side) -> dict[str, float]:
     for _ in range(3):
         tensor = torch.ones(5, 2, device=side.device)
         (side.link.send(tensor) if side.rank == 0 else side.link.recv(tensor)).wait()
-    return side.link.counters.as_dict()
+    return asdict(side.link.counters)
 
 
 def test_the_counters_count_tensor_bytes_and_messages(pair: Pair) -> None:
