@@ -88,25 +88,20 @@ class Monitor:
             return {rank: age for rank, age in silent.items() if rank in awaited}
         return silent
 
-    def whom(self, phase: Phase) -> str | None:
-        """Whom the ranks wait for, if this rank is the one to say it."""
-        if self.rank > 0 and phase.rank_0_came():
-            return None
-        absent = phase.absent()
-        here = set(range(self.world_size)) - set(absent)
-        if not absent or self.rank != min(here):
-            return None
-        return f"{name_ranks(absent, self.world_size)}{self.at}"
+    def whom(self, phase: Phase, *, together: bool = False) -> str | None:
+        """Whom the ranks wait for, if this rank is the one to say it.
 
-    def whom_to_open(self, phase: Phase) -> str | None:
-        """The same of what is opened together: those who never came, or else are still at it."""
+        In what is opened `together` also those who have come and are still at it.
+        """
         if self.rank > 0 and phase.rank_0_came():
             return None
         absent = phase.absent()
-        late = absent or phase.busy()
+        late = absent or (phase.busy() if together else [])
         if not late or self.rank != min(set(range(self.world_size)) - set(absent)):
             return None
-        return self.late(phase, "to come to", "to finish", absent=absent)
+        if together:
+            return self.late(phase, "to come to", "to finish", absent=absent)
+        return f"{name_ranks(absent, self.world_size)}{self.at}"
 
     def late(self, phase: Phase, coming: str, finishing: str, *, absent: list[int]) -> str:
         """Who keeps what is opened together from its end, with either verb."""
@@ -139,7 +134,7 @@ class MonitorThread:
         waiting = Waiting(monitor.intervals)
         try:
             while not self._over.wait(monitor.tick):
-                waiting.tell(lambda: monitor.whom_to_open(phase))
+                waiting.tell(lambda: monitor.whom(phase, together=True))
                 outcome = phase.settled()
                 if outcome is None and (end := self._end()) is not None:
                     outcome = phase.settle(end)
