@@ -11,18 +11,24 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from hetero.errors import Refusal, UserError, print_error
+from hetero.errors import Faults, Refusal, UserError, print_error
 from hetero.help_text import HelpFormatter
-from hetero.plan.limits import layer_problems, mesh_names, tensor_problems, world_size_problems
-from hetero.plan.mesh import VENDORS, PlanError
+from hetero.plan.limits import (
+    layer_problems,
+    mesh_names,
+    micro_batch_sizes,
+    tensor_problems,
+    world_size_problems,
+)
+from hetero.plan.mesh import VENDORS, Mesh, PlanError
 from hetero.plan.nodes import nodes_of
 from hetero.plan.picture import draw_edge, draw_meshes, draw_stage, notes
 from hetero.plan.plan import Plan
-from hetero.plan.plan_file import load_plan
+from hetero.plan.plan_file import PlanFile, read_plan_file
 from hetero.planner.memory_limits import memory_problems
 from hetero.planner.model_shape import ModelShape, model_from_flags, read_flags
 from hetero.planner.plan_memory import stage_memory
@@ -33,6 +39,10 @@ _ANY_NUMBER = 1 << 30
 """Micro-batches where no global batch is given: the pipeline is as full as it gets."""
 
 
+_MOST_RANKS = 1 << 20
+"""More are nobody's plan: a number was mistyped."""
+
+
 @dataclass(frozen=True)
 class _Run:
     """What is known beside the plan: the model and how it is trained."""
@@ -40,6 +50,8 @@ class _Run:
     flags: Mapping[str, Any]
     model: ModelShape | None
     options: TrainingOptions
+    micro_batch: int | None
+    """None where it was refused."""
     global_batch: int | None
 
     def micro_batches(self, plan: Plan) -> int:
@@ -55,11 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         options = _parser().parse_args(argv)
         plan, run = _read(options)
-        problems = list(_problems(plan, run, options))
-        if problems:
-            raise Refusal(*problems)
-        plan = _settled(plan, run)
-        print("\n".join(_drawing(plan, run, options)))
+        print("\n".join(_drawing(_settled(plan, run), run, options)))
     except UserError as error:
         print_error(str(error))
         return error.exit_code
@@ -67,19 +75,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _read(options: argparse.Namespace) -> tuple[Plan, _Run]:
-    """The plan and the model. Refuses both at once where both are wrong."""
-    sentences: list[str] = []
-    try:
-        plan = load_plan(options.plan, chunks=options.num_virtual_stages_per_pipeline_rank)
-    except PlanError as error:
-        sentences += error.sentences
-    try:
-        run = _run_of(options)
-    except UserError as error:
-        sentences += error.sentences if isinstance(error, Refusal) else [str(error)]
-    if sentences:
-        raise Refusal(*sentences)
-    return plan, run
+    """The plan and the model. Raises a Refusal with all that is wrong with either, or with both."""
+    faults = Faults()
+    chunks = options.num_virtual_stages_per_pipeline_rank
+    file = faults.read(lambda: read_plan_file(options.plan, chunks=chunks))
+    run = _run_of(options, faults)
+    if file is not None:
+        faults.sentences += _problems(file, run, options)
+    faults.refuse(Refusal)
+    assert file is not None
+    return file.plan(), run
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -138,19 +143,24 @@ def _of_vendor(text: str) -> tuple[str, int]:
     return vendor, _whole(number)
 
 
-def _run_of(options: argparse.Namespace) -> _Run:
+def _run_of(options: argparse.Namespace, faults: Faults) -> _Run:
+    """What can be known of it; what is wrong with it goes to `faults`."""
     flags: dict[str, Any] = {}
     model = None
     if options.model is not None:
-        flags, source = read_flags(options.model)
-        model = model_from_flags(flags, source=source)
+        flags, source = faults.read(lambda: read_flags(options.model)) or ({}, "")
+        if source:
+            model = faults.read(lambda: model_from_flags(flags, source=source))
     elif options.gpu_memory:
-        raise UserError("--gpu-memory needs --model, from which a rank's memory follows")
-    for name in ("micro-batch-size", "global-batch-size"):
-        if (value := getattr(options, name.replace("-", "_"))) is not None:
-            flags[name] = value
-        if type(flags.get(name, 1)) is not int or flags.get(name, 1) < 1:
-            raise UserError(f"{name} is {flags[name]!r}; it must be a whole number of at least 1")
+        faults.sentences.append("--gpu-memory needs --model, from which a rank's memory follows")
+    sizes: dict[str, int | None] = {"micro-batch-size": 1, "global-batch-size": None}
+    for name in sizes:
+        given = getattr(options, name.replace("-", "_"))
+        value = flags.get(name, sizes[name]) if given is None else given
+        if value is not None and (type(value) is not int or value < 1):
+            faults.sentences.append(f"{name} is {value!r}; it must be a whole number of at least 1")
+            value = None
+        sizes[name] = value
     in_half = bool(flags.get("bf16") or flags.get("fp16"))
     weight = 2 if in_half else 4
     gradient = 4 if flags.get("bf16") and not flags.get("grad-reduce-in-bf16") else weight
@@ -160,14 +170,15 @@ def _run_of(options: argparse.Namespace) -> _Run:
         gradient_bytes=gradient,
         state_bytes=12 if in_half else 8,
     )
-    return _Run(flags, model, costs, flags.get("global-batch-size"))
+    micro, total = sizes.values()
+    return _Run(flags, model, costs, micro_batch=micro, global_batch=total)
 
 
 def _settled(plan: Plan, run: _Run) -> Plan:
     flags = run.flags
     recompute = "selective" if flags.get("recompute-activations") else "none"
     return plan.settled(
-        micro_batch_size=flags.get("micro-batch-size", 1),
+        micro_batch_size=run.micro_batch or 1,
         sequence_parallel=bool(flags.get("sequence-parallel")),
         recompute=flags.get("recompute-granularity", recompute),
         distributed_optimizer=bool(flags.get("use-distributed-optimizer")),
@@ -180,30 +191,37 @@ def _step(plan: Plan) -> int:
     return (plan.meshes[0].micro_batch_size or 1) * plan.meshes[0].data
 
 
-def _problems(plan: Plan, run: _Run, options: argparse.Namespace) -> Iterator[str]:
-    if options.world_size is not None:
-        meshes = [replace(mesh, context=1) for mesh in plan.meshes]
-        yield from world_size_problems(meshes, options.world_size)
-    if any(mesh.context > 1 for mesh in plan.meshes):
-        yield "context parallelism is not available; leave 'context' out of the plan"
-    try:
-        settled = _settled(plan, run)
-    except PlanError as error:
-        yield from error.sentences
-        settled = None
-    if run.model is not None:
-        yield from layer_problems([sum(chunks) for chunks in plan.layers], run.model.layers)
-        yield from _split_problems(settled or plan, run.model)
-    if settled is None:
+def _problems(file: PlanFile, run: _Run, options: argparse.Namespace) -> Iterator[str]:
+    """All that is wrong with the file, and with what it asks of the run, as far as it is known."""
+    yield from file.problems
+    meshes, world_size = file.meshes, options.world_size
+    if not meshes:
         return
-    step = _step(settled)
+    if world_size is not None:
+        yield from world_size_problems(meshes, world_size)
+    elif (ranks := sum(mesh.world_size for mesh in meshes)) > _MOST_RANKS:
+        yield f"the plan has {ranks} ranks; at most {_MOST_RANKS} can be drawn"
+    sizes: tuple[int, ...] = ()
+    if run.micro_batch is not None:
+        try:
+            sizes = micro_batch_sizes(meshes, run.micro_batch)
+        except PlanError as error:
+            yield from error.sentences
+    if run.model is not None:
+        if file.layers:
+            yield from layer_problems([sum(chunks) for chunks in file.layers], run.model.layers)
+        yield from _split_problems(meshes, run, run.model)
+    if not sizes:
+        return
+    step = sizes[0] * meshes[0].data
     if run.global_batch is not None and run.global_batch % step:
         near = max(round(run.global_batch / step), 1) * step
         yield (
             f"a global batch of {run.global_batch} must be a multiple of the "
             f"{counted(step, 'sequence')} of a step of the pipeline; the nearest is {near}"
         )
-    elif run.model is not None:
+    elif run.model is not None and not file.problems:
+        settled = _settled(file.plan(), run)
         memory = {vendor: gib * 2.0**30 for vendor, gib in options.gpu_memory}
         batches = run.micro_batches(settled)
         yield from memory_problems(
@@ -211,14 +229,15 @@ def _problems(plan: Plan, run: _Run, options: argparse.Namespace) -> Iterator[st
         )
 
 
-def _split_problems(plan: Plan, model: ModelShape) -> Iterator[str]:
-    for name, mesh in zip(mesh_names(plan.meshes), plan.meshes, strict=True):
+def _split_problems(meshes: Sequence[Mesh], run: _Run, model: ModelShape) -> Iterator[str]:
+    for name, mesh in zip(mesh_names(meshes), meshes, strict=True):
         counts = {
             "--num-attention-heads": model.heads,
             "--num-query-groups": model.query_groups,
             "--ffn-hidden-size": model.ffn,
         }
-        if mesh.sequence_parallel:
+        own = mesh.sequence_parallel
+        if run.flags.get("sequence-parallel") if own is None else own:
             counts["with sequence parallelism, --seq-length"] = model.seq_length
         yield from tensor_problems(counts, mesh.tensor, name=f"the tensor-parallel size of {name},")
 

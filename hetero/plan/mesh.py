@@ -58,7 +58,7 @@ class Mesh:
 
     def _problems(self) -> Iterator[str]:
         if self.vendor not in VENDORS:
-            yield f"a mesh names the vendor {self.vendor!r}; the vendors are {', '.join(VENDORS)}"
+            yield self._refusal("vendor", f"one of {', '.join(VENDORS)}")
         for name in _COUNTS:
             value = getattr(self, name)
             is_left_out = value is None and name in OPTIONS
@@ -72,8 +72,7 @@ class Mesh:
                 yield self._refusal(name, f"one of {', '.join(choices)}")
 
     def _refusal(self, name: str, expected: str) -> str:
-        value = getattr(self, name)
-        return f"the {self.vendor} mesh has {name} {value!r}; it must be {expected}"
+        return f"{name} {getattr(self, name)!r} must be {expected}"
 
     @property
     def ranks_per_stage(self) -> int:

@@ -19,6 +19,8 @@ from hetero.plan.limits import layer_problems, micro_batch_sizes, world_size_pro
 from hetero.plan.mesh import OPTIONS, Mesh, PlanError
 from hetero.words import counted
 
+AT_LEAST_ONE = "a stage needs at least one layer and no chunk can have fewer than none"
+
 
 @dataclass(frozen=True)
 class Coordinate:
@@ -93,10 +95,7 @@ class Plan:
             yield "every pipeline stage must have the same number of model chunks"
         for stage, chunks in enumerate(self.layers):
             if any(count < 0 for count in chunks) or (chunks and sum(chunks) < 1):
-                yield (
-                    f"stage {stage} has layers {list(chunks)}; a stage needs at least one layer "
-                    "and no chunk can have fewer than none"
-                )
+                yield f"stage {stage} has layers {list(chunks)}; {AT_LEAST_ONE}"
 
     def settled(self, *, micro_batch_size: int, sequence_parallel: bool, **flags: Any) -> Plan:
         """The plan with the global flags where meshes name nothing; `flags` are among `OPTIONS`.

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import dataclass, field, fields, replace
+from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import yaml
 
-from hetero.plan.mesh import Mesh, PlanError
-from hetero.plan.plan import Plan, split_over_chunks
+from hetero.plan.mesh import VENDORS, Mesh, PlanError
+from hetero.plan.plan import AT_LEAST_ONE, Plan, split_over_chunks
 from hetero.words import counted
 
 # A plan file says how meshes divide a pipeline, in which a mesh has no share of replicas.
@@ -18,102 +19,171 @@ _FIELDS = tuple(field.name for field in fields(Mesh) if field.name != "share")
 KEYS = ("vendor", "layers", *_FIELDS[1:])
 
 
+@dataclass(frozen=True)
+class PlanFile:
+    """A plan file as far as it can be read, and all that is wrong with it."""
+
+    meshes: tuple[Mesh, ...]
+    """Empty where the ranks of one of them are not known."""
+    layers: tuple[tuple[int, ...], ...]
+    """Of every stage, as of a Plan; empty where those of one are not known."""
+    problems: tuple[str, ...]
+
+    def plan(self) -> Plan:
+        """Raises PlanError with all problems, if there are any."""
+        if self.problems:
+            raise PlanError(*self.problems)
+        return Plan(meshes=self.meshes, layers=self.layers)
+
+
+@dataclass
+class _Entry:
+    """One mesh of the file."""
+
+    mesh: Mesh | None = None
+    layers: list[tuple[int, ...]] | None = None
+    problems: list[str] = field(default_factory=list)
+
+
 def plan_from_mapping(data: object, *, source: str, chunks: int = 1) -> Plan:
     """Read a plan out of parsed YAML. `source` names it in errors."""
+    return _read_mapping(data, source=source, chunks=chunks).plan()
+
+
+def _read_mapping(data: object, *, source: str, chunks: int) -> PlanFile:
     if not isinstance(data, Mapping) or not isinstance(data.get("meshes"), list):
         raise PlanError(f"{source}: expected a top-level list named 'meshes'")
     unknown = sorted(set(map(str, data)) - {"meshes"})
-    problems = [f"{source}: unknown key {key!r}; the only one is 'meshes'" for key in unknown]
-    meshes, layers = [], []
-    for index, entry in enumerate(data["meshes"]):
-        try:
-            mesh, mesh_layers = _mesh_from_mapping(entry, chunks=chunks)
-        except PlanError as error:
-            problems += [f"{source}: mesh {index}: {sentence}" for sentence in error.sentences]
-        else:
-            meshes.append(mesh)
-            layers.extend(mesh_layers)
-    if problems:
-        raise PlanError(*problems)
-    try:
-        return Plan(meshes=tuple(meshes), layers=tuple(layers))
-    except PlanError as error:
-        raise PlanError(*(f"{source}: {sentence}" for sentence in error.sentences)) from error
+    problems = [f"unknown key {key!r}; the only one is 'meshes'" for key in unknown]
+    entries = [_read_entry(entry, chunks=chunks) for entry in data["meshes"]]
+    for index, entry in enumerate(entries):
+        problems += [f"mesh {index}: {sentence}" for sentence in entry.problems]
+    meshes = [entry.mesh for entry in entries if entry.mesh is not None]
+    layers = [entry.layers for entry in entries if entry.layers is not None]
+    if not entries:
+        problems.append("the plan has no mesh; name at least one")
+    return PlanFile(
+        meshes=tuple(meshes) if len(meshes) == len(entries) else (),
+        layers=tuple(chain(*layers)) if len(layers) == len(entries) else (),
+        problems=tuple(f"{source}: {sentence}" for sentence in problems),
+    )
 
 
-def _mesh_from_mapping(entry: object, *, chunks: int) -> tuple[Mesh, list[tuple[int, ...]]]:
+def _read_entry(entry: object, *, chunks: int) -> _Entry:
     if not isinstance(entry, Mapping):
-        raise PlanError(f"expected keys {', '.join(KEYS)}")
-    problems = [
+        return _Entry(problems=[f"expected keys {', '.join(KEYS)}, not {entry!r}"])
+    found = _Entry()
+    found.problems += [
         f"unknown key {key!r}; the keys are {', '.join(KEYS)}"
         for key in map(str, entry)
         if key not in KEYS
     ]
-    problems += [f"the key {key!r} is missing" for key in ("vendor", "layers") if key not in entry]
-    layers: list[tuple[int, ...]] = []
+    missing = [key for key in ("vendor", "layers") if key not in entry]
+    found.problems += [f"the key {key!r} is missing" for key in missing]
     listed = entry.get("layers")
     if isinstance(listed, list) and listed:
-        for item in listed:
-            try:
-                layers.append(_chunks_from_entry(item, chunks=chunks))
-            except PlanError as error:
-                problems += error.sentences
+        _read_layers(found, listed, chunks=chunks)
     elif "layers" in entry:
-        problems.append("'layers' must list the layers of each stage, as in [15, 15]")
-    stages = max(len(listed), 1) if isinstance(listed, list) else 1
+        found.problems.append("'layers' must list the layers of each stage, as in [15, 15]")
+    stages = len(listed) if isinstance(listed, list) and listed else None
     known = {key: value for key, value in entry.items() if key in _FIELDS}
-    if "vendor" not in entry:
-        raise PlanError(*problems)
     try:
-        mesh = Mesh(**{"stages": stages} | known)
+        # In the place of what is missing stands something that nothing is said of.
+        mesh = Mesh(**{"vendor": VENDORS[0], "stages": stages or 1} | known)
     except PlanError as error:
-        raise PlanError(*problems, *error.sentences) from error
-    if not problems and mesh.stages != stages:
-        problems.append(
+        found.problems += error.sentences
+        return found
+    if mesh.context > 1:
+        found.problems.append("context parallelism is not available; leave 'context' out")
+    if stages not in (None, mesh.stages):
+        found.problems.append(
             f"{counted(mesh.stages, 'stage')} but layers for {stages}; leave 'stages' out, or list "
             f"the layers of {counted(mesh.stages, 'stage')}"
         )
-    if problems:
-        raise PlanError(*problems)
-    return mesh, layers
+    elif "vendor" in entry and stages is not None:
+        found.mesh = replace(mesh, context=1)
+    return found
+
+
+def _read_layers(found: _Entry, listed: list[object], *, chunks: int) -> None:
+    layers = []
+    for item in listed:
+        try:
+            layers.append(_chunks_from_entry(item, chunks=chunks))
+        except PlanError as error:
+            found.problems += error.sentences
+    if len(layers) == len(listed):
+        found.layers = layers
 
 
 def _chunks_from_entry(item: object, *, chunks: int) -> tuple[int, ...]:
-    if isinstance(item, int) and not isinstance(item, bool):
-        return split_over_chunks(item, chunks)
-    if isinstance(item, list) and all(type(count) is int for count in item):
-        if len(item) != chunks:
-            raise PlanError(
-                f"a stage lists {counted(len(item), 'chunk')} but the virtual pipeline size is "
-                f"{chunks}"
-            )
-        return tuple(item)
-    raise PlanError(f"{item!r} is not a number of layers")
+    counts: list[Any] = item if isinstance(item, list) else [item]
+    if not all(type(count) is int for count in counts):
+        raise PlanError(f"{item!r} is not a number of layers")
+    if any(count < 0 for count in counts) or sum(counts) < 1:
+        raise PlanError(f"a stage has layers {item}; {AT_LEAST_ONE}")
+    if not isinstance(item, list):
+        return split_over_chunks(sum(counts), chunks)
+    if len(item) != chunks:
+        raise PlanError(
+            f"a stage lists {counted(len(item), 'chunk')} but the virtual pipeline size is {chunks}"
+        )
+    return tuple(item)
 
 
-class StrictLoader(yaml.SafeLoader):
+class _StrictLoader(yaml.SafeLoader):
     """Safe YAML in which a key may stand once: the last of two would win in silence."""
 
+    def __init__(self, stream: TextIO) -> None:
+        super().__init__(stream)
+        self.twice: list[str] = []
+
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
-        for key in keys:
-            if keys.count(key) > 1:
-                raise yaml.constructor.ConstructorError(
-                    None, None, f"the key {key!r} stands twice", node.start_mark
-                )
+        seen: list[object] = []
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node, deep=True)
+            if key in seen:
+                line = key_node.start_mark.line + 1
+                self.twice.append(f"the key {key!r} stands twice, again in line {line}")
+            seen.append(key)
         return super().construct_mapping(node, deep)
 
 
-def load_plan(path: str | Path, *, chunks: int = 1) -> Plan:
-    """Read a plan file. Raises PlanError, in one sentence, for anything wrong with it."""
+def load_yaml(path: str | Path) -> Any:
+    """What a file of YAML holds.
+
+    Raises OSError where it cannot be read, and ValueError, in a few words, where it is not UTF-8
+    text or not YAML.
+    """
+    with Path(path).open(encoding="utf-8") as stream:
+        try:
+            loader = _StrictLoader(stream)
+            data = loader.get_single_data()
+        except UnicodeDecodeError as error:
+            raise ValueError("it is not UTF-8 text") from error
+        except yaml.MarkedYAMLError as error:
+            mark = error.problem_mark or error.context_mark
+            line = f"line {mark.line + 1}: " if mark else ""
+            raise ValueError(f"{line}{error.problem or error.context}") from error
+        # What a number or a date of YAML cannot be is a ValueError of Python's.
+        except (yaml.YAMLError, ValueError, RecursionError) as error:
+            raise ValueError(" ".join(str(error).split())) from error
+    if loader.twice:
+        raise ValueError("; ".join(loader.twice))
+    return data
+
+
+def read_plan_file(path: str | Path, *, chunks: int = 1) -> PlanFile:
+    """Read a plan file as far as it goes. Raises PlanError where it names no meshes at all."""
     try:
-        data = yaml.load(Path(path).read_text("utf-8"), Loader=StrictLoader)
+        data = load_yaml(path)
     except OSError as error:
         raise PlanError(f"cannot read the plan {path}: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise PlanError(f"the plan {path} is not UTF-8 text") from error
-    # What a number or a date of YAML cannot be is a ValueError of Python's.
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        place = " ".join(str(error).split())
-        raise PlanError(f"the plan {path} is not valid YAML: {place}") from error
-    return plan_from_mapping(data, source=f"the plan {path}", chunks=chunks)
+    except ValueError as error:
+        raise PlanError(f"the plan {path} is not valid YAML: {error}") from error
+    return _read_mapping(data, source=f"the plan {path}", chunks=chunks)
+
+
+def load_plan(path: str | Path, *, chunks: int = 1) -> Plan:
+    """Read a plan file. Raises PlanError with all that is wrong with it."""
+    return read_plan_file(path, chunks=chunks).plan()

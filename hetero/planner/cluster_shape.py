@@ -8,10 +8,8 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from hetero.errors import Faults
-from hetero.plan.plan_file import StrictLoader
+from hetero.plan.plan_file import load_yaml
 from hetero.planner.accelerators import (
     Accelerator,
     ClusterError,
@@ -124,12 +122,11 @@ _LINK_KEYS = frozenset({"between", "rail_gbits", "rail_latency_us"})
 def load_cluster(path: str | Path) -> Cluster:
     """Read a cluster file. Raises ClusterError with all that is wrong with it."""
     try:
-        data = yaml.load(Path(path).read_text("utf-8"), Loader=StrictLoader)
+        data = load_yaml(path)
     except OSError as error:
         raise ClusterError(f"cannot read the cluster {path}: {error.strerror}") from error
-    except (ValueError, RecursionError, yaml.YAMLError) as error:
-        place = " ".join(str(error).split())
-        raise ClusterError(f"the cluster {path} is not valid YAML: {place}") from error
+    except ValueError as error:
+        raise ClusterError(f"the cluster {path} is not valid YAML: {error}") from error
     return cluster_from_mapping(data, source=f"the cluster {path}")
 
 

@@ -7,10 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from hetero.errors import Refusal
-from hetero.plan.plan_file import StrictLoader
+from hetero.plan.plan_file import load_yaml
 
 FLAG_FILES = Path(__file__).resolve().parents[2] / "examples" / "presets"
 """Where a model's name is looked for: Megatron's flags of well-known models."""
@@ -226,11 +224,11 @@ def read_flags(name: str) -> tuple[dict[str, Any], str]:
     """The flags that such a file holds, without leading dashes, and what errors call the file."""
     path = model_file(name)
     try:
-        data = yaml.load(path.read_text("utf-8"), Loader=StrictLoader)
+        data = load_yaml(path)
     except OSError as error:
         raise ModelError(f"cannot read the model {path}: {error.strerror}") from error
-    except (ValueError, RecursionError, yaml.YAMLError) as error:
-        raise ModelError(f"the model {path} is not YAML: {' '.join(str(error).split())}") from error
+    except ValueError as error:
+        raise ModelError(f"the model {path} is not valid YAML: {error}") from error
     if not isinstance(data, Mapping):
         raise ModelError(f"the model {path}: expected Megatron's flags, as in examples/presets")
     flags: dict[str, Any] = {}

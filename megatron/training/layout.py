@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import accumulate
 
 from hetero.plan import Mesh, Plan, PlanError, load_plan, split_over_chunks
-from hetero.plan.limits import layer_problems, micro_batch_sizes, tensor_problems
+from hetero.plan.limits import layer_problems, micro_batch_sizes
+from hetero.plan.plan_file import PlanFile, read_plan_file
 from hetero.words import counted
 from megatron.training.arguments.checks.check_parallel import counted_layers, described_meshes
 from megatron.training.arguments.installed_layers import fall_back
@@ -33,39 +34,43 @@ def plan_from_args(args: argparse.Namespace, *, vendor: str) -> Plan:
         )
     plan.require_world_size(args.world_size)
     plan.require_layers(args.num_layers)
-    _require_no_context(plan)
     plan = plan.settled(
         micro_batch_size=args.micro_batch_size, sequence_parallel=bool(args.sequence_parallel)
     )
-    _require_shared_sequence(args, plan)
-    _require_whole_recompute_units(args, plan)
+    for problem in _check_recompute_units(args, plan.meshes, plan.layers):
+        raise PlanError(problem)
     return plan
 
 
 def adopt_plan_file(args: argparse.Namespace) -> None:
     """Let a plan file decide the sizes that flags would otherwise give, then finish the checks.
 
-    Raises UserError with all that is wrong, once the file can be read.
+    Raises UserError with all that is wrong, as far as the file can be read.
     """
-    plan = load_plan(args.hetero_plan, chunks=args.num_virtual_stages_per_pipeline_rank or 1)
-    _require_no_context(plan)
+    chunks = args.num_virtual_stages_per_pipeline_rank or 1
+    file = read_plan_file(args.hetero_plan, chunks=chunks)
     problems = Problems()
-    problems.run(_check_file(args, plan))
-    args.pipeline_model_parallel_size = plan.stages
-    args.hetero_vendors = [mesh.vendor for mesh in plan.meshes]
-    args.hetero_pipeline_sizes = [mesh.stages for mesh in plan.meshes]
-    args.hetero_tensor_sizes = [mesh.tensor for mesh in plan.meshes]
-    args.hetero_data_sizes = [mesh.data for mesh in plan.meshes]
-    problems.run(_adopt_micro_batches(args, plan))
-    check_sizes(args, args.world_size, problems)
+    problems.run(file.problems)
+    if file.meshes:
+        problems.run(_check_file(args, file))
+        args.pipeline_model_parallel_size = sum(mesh.stages for mesh in file.meshes)
+        args.hetero_vendors = [mesh.vendor for mesh in file.meshes]
+        args.hetero_pipeline_sizes = [mesh.stages for mesh in file.meshes]
+        args.hetero_tensor_sizes = [mesh.tensor for mesh in file.meshes]
+        args.hetero_data_sizes = [mesh.data for mesh in file.meshes]
+        args.hetero_sequence_parallel = [mesh.sequence_parallel for mesh in file.meshes]
+        problems.run(_adopt_micro_batches(args, file.meshes))
+        check_sizes(args, args.world_size, problems)
+        problems.run(_check_recompute_units(args, file.meshes, file.layers))
     problems.raise_all()
 
 
-def _check_file(args: argparse.Namespace, plan: Plan) -> Iterator[str]:
-    sizes = [mesh.tensor for mesh in plan.meshes]
+def _check_file(args: argparse.Namespace, file: PlanFile) -> Iterator[str]:
+    sizes = [mesh.tensor for mesh in file.meshes]
+    stages = sum(mesh.stages for mesh in file.meshes)
     for name, values in (
         ("tensor_model_parallel_size", sizes),
-        ("pipeline_model_parallel_size", [plan.stages]),
+        ("pipeline_model_parallel_size", [stages]),
     ):
         given = getattr(args, name)
         if given not in (None, 1) and set(values) != {given}:
@@ -73,14 +78,15 @@ def _check_file(args: argparse.Namespace, plan: Plan) -> Iterator[str]:
                 f"--{name.replace('_', '-')} {given} contradicts the plan {args.hetero_plan}, "
                 f"which says {' '.join(map(str, values))}; leave the flag out"
             )
-    yield from layer_problems([sum(chunks) for chunks in plan.layers], args.num_layers)
+    if file.layers:
+        yield from layer_problems([sum(chunks) for chunks in file.layers], args.num_layers)
 
 
-def _adopt_micro_batches(args: argparse.Namespace, plan: Plan) -> Iterator[str]:
+def _adopt_micro_batches(args: argparse.Namespace, meshes: Sequence[Mesh]) -> Iterator[str]:
     """Unknowable where the meshes cannot share them, so that nothing is said of batches of them."""
     default = args.micro_batch_size
     del args.micro_batch_size, args.hetero_micro_batch_sizes
-    args.hetero_micro_batch_sizes = list(micro_batch_sizes(plan.meshes, default))
+    args.hetero_micro_batch_sizes = list(micro_batch_sizes(meshes, default))
     args.micro_batch_size = default
     yield from ()
 
@@ -191,34 +197,22 @@ def _even_layers(args: argparse.Namespace, stages: int) -> list[int]:
     return ([first] if first is not None else []) + counts + ([last] if last is not None else [])
 
 
-def _require_no_context(plan: Plan) -> None:
-    if any(mesh.context > 1 for mesh in plan.meshes):
-        raise PlanError("context parallelism is not available; leave 'context' out of the plan")
-
-
-def _require_shared_sequence(args: argparse.Namespace, plan: Plan) -> None:
-    """A plan's file may ask for sequence parallelism where no flag does."""
-    for index, mesh in enumerate(plan.meshes):
-        if mesh.sequence_parallel:
-            counts = {"with sequence parallelism, --seq-length": args.seq_length}
-            name = f"mesh {index}'s ({mesh.vendor}) tensor-parallel size"
-            for problem in tensor_problems(counts, mesh.tensor, name=name):
-                raise PlanError(problem)
-
-
-def _require_whole_recompute_units(args: argparse.Namespace, plan: Plan) -> None:
+def _check_recompute_units(
+    args: argparse.Namespace, meshes: Sequence[Mesh], layers: Sequence[Sequence[int]]
+) -> Iterator[str]:
     """megatron-core would reach for layers beyond the end of a stage."""
     if args.recompute_method not in (None, "uniform"):
         return
     unit = args.recompute_num_layers or 1
-    for stage, chunks in enumerate(plan.layers):
-        mesh = plan.meshes[plan.blocks_of_stage(stage)[0].mesh]
-        if (mesh.recompute or args.recompute_granularity) != "full":
+    recompute = [mesh.recompute for mesh in meshes for _ in range(mesh.stages)]
+    for stage, chunks in enumerate(layers):
+        if (recompute[stage] or args.recompute_granularity) != "full":
             continue
-        for layers in chunks:
-            if layers % unit:
-                raise PlanError(
+        for count in chunks:
+            if count % unit:
+                yield (
                     f"--recompute-method uniform recomputes {counted(unit, 'layer')} at a time, "
-                    f"which do not divide the {layers} layers of pipeline stage {stage}; change "
+                    f"which do not divide the {count} layers of pipeline stage {stage}; change "
                     "--recompute-num-layers, or use --recompute-method block"
                 )
+                return

@@ -202,8 +202,9 @@ def test_a_plan_file_for_another_model_is_refused(tmp_path: Path) -> None:
 
 
 def test_all_that_is_wrong_with_a_plan_file_is_said_at_once(tmp_path: Path) -> None:
-    text = TWO.replace("tensor: 2, data: 2", "tensor: 3, data: 3", 1)
-    flags = _file(tmp_path / "plan.yaml", text) + "--tensor-model-parallel-size 4"
+    text = TWO.replace("tensor: 2, data: 2", "tensor: 3, data: 3, sequence_parallel: true, x: 1", 1)
+    flags = _file(tmp_path / "plan.yaml", text) + "--tensor-model-parallel-size 4 "
+    flags += "--recompute-granularity full --recompute-method uniform --recompute-num-layers 3"
     with pytest.raises(UserError) as error:
         adopt_plan_file(_args(flags, layers=9, ranks=8))
     for words in (
@@ -212,13 +213,16 @@ def test_all_that_is_wrong_with_a_plan_file_is_said_at_once(tmp_path: Path) -> N
         "the plan needs 13 ranks",
         "--num-attention-heads 4 must be a multiple of mesh 0's (amd) tensor-parallel size 3",
         "mesh 1 (nvidia) has 2 data-parallel ranks and cannot take the 3 sequences",
+        "mesh 0: unknown key 'x'",
+        "with sequence parallelism, --seq-length",
+        "which do not divide the 5 layers of pipeline stage 1",
     ):
         assert words in str(error.value)
 
 
 def test_context_parallelism_is_refused(tmp_path: Path) -> None:
     text = "meshes:\n- {vendor: amd, layers: [8], context: 2}\n"
-    with pytest.raises(PlanError, match="context parallelism is not available"):
+    with pytest.raises(UserError, match="context parallelism is not available"):
         adopt_plan_file(_args(_file(tmp_path / "plan.yaml", text), ranks=2))
 
 
@@ -257,8 +261,11 @@ def test_a_file_s_sequence_parallelism_needs_a_sequence_that_it_shares(tmp_path:
     text = "meshes:\n- {vendor: amd, layers: [8], tensor: 4, sequence_parallel: true}\n"
     flags = _file(tmp_path / "plan.yaml", text)
     assert _plan(flags, ranks=4).meshes[0].sequence_parallel
-    with pytest.raises(PlanError, match="--seq-length 30 must be a multiple of mesh 0's"):
+    with pytest.raises(UserError, match="--seq-length 30 must be a multiple of mesh 0's") as error:
         _plan(flags + "--seq-length 30", ranks=4)
+    assert "the nearest size that works is 2" in str(error.value)
+    whole = _file(tmp_path / "plan.yaml", text.replace("true", "false"))
+    assert _plan(whole + "--seq-length 30 --sequence-parallel", ranks=4).meshes[0].tensor == 4
 
 
 def test_a_plan_that_is_printed_reads_back_as_the_flags_plan(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """The plan: where every rank stands, which layers it holds, and which plans are refused."""
 
+import re
 from dataclasses import replace
 from fractions import Fraction
 from itertools import pairwise
@@ -208,6 +209,7 @@ def test_the_edges_of_a_mixed_interleaved_plan() -> None:
 
 @given(plans())
 def test_a_plan_written_out_reads_back_the_same(plan: Plan) -> None:
+    plan = replace(plan, meshes=tuple(replace(mesh, context=1) for mesh in plan.meshes))
     text = yaml.safe_dump(plan.to_mapping())
     back = plan_from_mapping(yaml.safe_load(text), source="it", chunks=plan.chunks)
     assert back == plan
@@ -363,7 +365,8 @@ AMD = {"vendor": "amd", "layers": [1]}
         ({"meshes": [{"vendor": "amd", "layers": [True]}]}, "True is not a number of layers"),
         ({"meshes": [{"vendor": "amd", "layers": [[1, 2]]}]}, "lists 2 chunks"),
         ({"meshes": [{"vendor": "amd", "layers": [1], "stages": 2}]}, "2 stages but layers for 1"),
-        ({"meshes": [{"vendor": "amd", "layers": [-4]}]}, "stage 0 has layers [-4]"),
+        ({"meshes": [{"vendor": "amd", "layers": [-4]}]}, "a stage has layers -4; a stage needs"),
+        ({"meshes": [AMD | {"context": 2}]}, "context parallelism is not available"),
     ],
 )
 def test_a_mapping_that_is_no_plan_is_refused_in_one_sentence(data: Any, names: str) -> None:
@@ -373,28 +376,27 @@ def test_a_mapping_that_is_no_plan_is_refused_in_one_sentence(data: Any, names: 
 
 
 def test_all_that_is_wrong_with_a_file_is_said_at_once() -> None:
-    bad = {"vendor": "intel", "layers": [1], "tensor": 0}
+    bad = {"vendor": "intel", "layers": [1.5, -2], "tensor": "2", "tensr": 2}
+    nameless = {"layer": [1], "data": 0}
+    several = {"vendor": "amd", "layers": [0], "stages": 2, "context": 2}
+    data = {"meshes": [bad, AMD, nameless, several, "amd"], "mesh": 1}
     with pytest.raises(PlanError) as error:
-        plan_from_mapping({"meshes": [bad, AMD, {"layer": [1]}], "mesh": 1}, source="p.yaml")
-    assert [sentence.split(";")[0] for sentence in error.value.sentences] == [
+        plan_from_mapping(data, source="p.yaml")
+    assert [re.split("[;,]", sentence)[0] for sentence in error.value.sentences] == [
         "p.yaml: unknown key 'mesh'",
-        "p.yaml: mesh 0: a mesh names the vendor 'intel'",
-        "p.yaml: mesh 0: the intel mesh has tensor 0",
+        "p.yaml: mesh 0: unknown key 'tensr'",
+        "p.yaml: mesh 0: 1.5 is not a number of layers",
+        "p.yaml: mesh 0: a stage has layers -2",
+        "p.yaml: mesh 0: vendor 'intel' must be one of nvidia",
+        "p.yaml: mesh 0: tensor '2' must be a whole number of at least 1",
         "p.yaml: mesh 2: unknown key 'layer'",
         "p.yaml: mesh 2: the key 'vendor' is missing",
         "p.yaml: mesh 2: the key 'layers' is missing",
-    ]
-    with pytest.raises(PlanError) as error:
-        plan_from_mapping({"meshes": [AMD | {"layers": [0, -1]}]}, source="p.yaml")
-    assert len(error.value.sentences) == 2
-    several = {"vendor": "intel", "layers": [1.5], "tensr": 2, "data": 0}
-    with pytest.raises(PlanError) as error:
-        plan_from_mapping({"meshes": [several]}, source="p.yaml")
-    assert [sentence.split(";")[0] for sentence in error.value.sentences] == [
-        "p.yaml: mesh 0: unknown key 'tensr'",
-        "p.yaml: mesh 0: 1.5 is not a number of layers",
-        "p.yaml: mesh 0: a mesh names the vendor 'intel'",
-        "p.yaml: mesh 0: the intel mesh has data 0",
+        "p.yaml: mesh 2: data 0 must be a whole number of at least 1",
+        "p.yaml: mesh 3: a stage has layers 0",
+        "p.yaml: mesh 3: context parallelism is not available",
+        "p.yaml: mesh 3: 2 stages but layers for 1",
+        "p.yaml: mesh 4: expected keys vendor",
     ]
 
 
@@ -476,6 +478,15 @@ def test_a_file_that_is_not_yaml_is_refused_by_name(tmp_path: Path, content: str
     with pytest.raises(PlanError) as error:
         load_plan(path)
     assert f"{path} is not valid YAML" in _refusal(error)
+
+
+def test_each_key_that_stands_twice_is_named_with_its_line(tmp_path: Path) -> None:
+    path = tmp_path / "plan.yaml"
+    path.write_text("meshes:\n- vendor: amd\n  layers: [1]\n  layers: [2]\n- {data: 1, data: 2}\n")
+    with pytest.raises(PlanError) as error:
+        load_plan(path)
+    said = _refusal(error)
+    assert "'layers' stands twice, again in line 4; the key 'data' stands twice, again in" in said
 
 
 def test_a_file_that_cannot_be_read_is_refused_by_name(tmp_path: Path) -> None:

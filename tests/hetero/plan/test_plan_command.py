@@ -130,6 +130,50 @@ def test_all_that_is_wrong_is_said_at_once_each_with_what_would_work(
         assert line.startswith(words)
 
 
+def test_faults_of_the_file_of_the_model_and_of_what_one_asks_of_the_other_are_told_together(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    plan, model = tmp_path / "plan.yaml", tmp_path / "model.yaml"
+    plan.write_text(
+        "meshes:\n"
+        "- {vendor: nvidia, layers: [0], tensor: 3, data: 2, colour: red}\n"
+        "- {vendor: amd, layers: [2], data: 5}\n"
+    )
+    model.write_text(
+        "{num-layers: 4, hidden-size: 64, num-attention-heads: 4, seq-length: 8, vocab-size: 9}"
+    )
+    said = refused(capsys, plan, "--world-size", 4, "--model", model)
+    for line, words in zip(
+        said,
+        (
+            f"the plan {plan}: mesh 0: unknown key 'colour'",
+            f"the plan {plan}: mesh 0: a stage has layers 0; a stage needs at least one",
+            "the plan needs 11 ranks",
+            "mesh 0 (nvidia) has 2 data-parallel ranks",
+            "--num-attention-heads 4 must be a multiple",
+            "--num-query-groups 4 must",
+            "--ffn-hidden-size 256 must",
+        ),
+        strict=True,
+    ):
+        assert line.startswith(words)
+    model.write_text("{num-layers: 4, global-batch-size: 7.5}")
+    no_size, no_rows, batch, *of_the_plan = refused(capsys, plan, "--model", model)
+    assert "does not say hidden-size, num-attention-heads, seq-length" in no_size
+    assert "padded-vocab-size" in no_rows
+    assert batch == "global-batch-size is 7.5; it must be a whole number of at least 1"
+    assert len(of_the_plan) == 3
+
+
+def test_a_mistyped_size_is_refused_rather_than_drawn(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "plan.yaml"
+    path.write_text("meshes: [{vendor: amd, layers: [1], data: 1000000000000}]")
+    (line,) = refused(capsys, path)
+    assert line == "the plan has 1000000000000 ranks; at most 1048576 can be drawn"
+
+
 def test_memory_that_cannot_fit_is_refused_with_what_would_make_it_fit(
     capsys: pytest.CaptureFixture[str], plan_file: Path
 ) -> None:

@@ -161,7 +161,7 @@ def test_plan_and_another_layout_exclude_each_other(parse, flags, tmp_path):
         ),
         (
             f"{TWO} --hetero-tensor-sizes 1 4 --sequence-parallel --seq-length 30",
-            "with --sequence-parallel, --seq-length 30 must be a multiple of mesh 1's (nvidia) "
+            "with sequence parallelism, --seq-length 30 must be a multiple of mesh 1's (nvidia) "
             "tensor-parallel size 4; the nearest size that works is 2",
         ),
         (

@@ -38,15 +38,17 @@ def _check_split(args: Namespace) -> Iterator[str]:
         "--num-attention-heads": known.get("num_attention_heads"),
         "--num-query-groups": known.get("num_query_groups"),
         "--ffn-hidden-size": known.get("ffn_hidden_size"),
-        "with --sequence-parallel, --seq-length": known.get("seq_length"),
     }
     if not known.get("group_query_attention"):
         del counts["--num-query-groups"]
-    if not known.get("sequence_parallel"):
-        del counts["with --sequence-parallel, --seq-length"]
-    for name, size in zip(names, sizes, strict=False):
+    # Only a plan's file speaks of a mesh's own.
+    own = known.get("hetero_sequence_parallel") or [None] * len(sizes)
+    for name, size, shares in zip(names, sizes, own, strict=False):
+        asked = dict(counts)
+        if known.get("sequence_parallel") if shares is None else shares:
+            asked["with sequence parallelism, --seq-length"] = known.get("seq_length")
         yield from tensor_problems(
-            {flag: count for flag, count in counts.items() if count}, size, name=name
+            {flag: count for flag, count in asked.items() if count}, size, name=name
         )
 
 
