@@ -16,7 +16,7 @@ so by themselves.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,6 +53,8 @@ class PipelineCommunicator:
         upstream: what leads to the previous stage, None on the first (unless interleaved).
         downstream: what leads to the next stage, None on the last (unless interleaved).
         device: where received tensors are placed.
+        after_gradient: called once a gradient is on its way to the previous stage, or where there
+            is none to send it to: for work that may wait until then.
     """
 
     def __init__(
@@ -63,12 +65,14 @@ class PipelineCommunicator:
         upstream: Neighbour | None,
         downstream: Neighbour | None,
         device: torch.device,
+        after_gradient: Callable[[], None] = lambda: None,
     ) -> None:
         self.pp_group = pp_group
         self.config = config
         self.virtual_pipeline_model_parallel_size = config.virtual_pipeline_model_parallel_size
         self._upstream, self._downstream = _Side(upstream), _Side(downstream)
         self._device = device
+        self._after_gradient = after_gradient
 
     def expect(self, *, activations: int, gradients: int) -> None:
         """Say how many of each a schedule that is not interleaved will now receive, one by one.
@@ -94,6 +98,7 @@ class PipelineCommunicator:
     def send_backward(self, input_tensor_grads: Tensors, is_first_stage: bool) -> None:
         if not is_first_stage:
             self._send_each(input_tensor_grads, self._upstream)
+        self._after_gradient()
 
     def send_forward_recv_backward(
         self, output_tensors: Tensors, tensor_shapes: Any, is_last_stage: bool

@@ -37,9 +37,12 @@ class Kernels:
 
 
 def choose(args: argparse.Namespace, device: torch.device) -> Kernels:
-    """What the flags ask for. On CPU the plain operations are used, one by one."""
+    """What the flags ask for. On CPU the plain operations are used, one by one.
+
+    Only what keeps weight gradients back keeps back a kernel's.
+    """
     if device.type != "cuda":
-        return Kernels()
+        return Kernels(weight_gradient=args.delay_wgrad_compute)
     is_local = args.transformer_impl == "local"
     rotary = is_local and args.apply_rope_fusion and not args.rotary_interleaved
     groups = args.num_query_groups if args.group_query_attention else args.num_attention_heads
@@ -66,18 +69,19 @@ def use(
     *,
     device: torch.device,
     grad_dtype: torch.dtype,
+    products: object = ProductsIntoGradients,
 ) -> Kernels:
     """Put the kernels where megatron-core looks for them; returns those that work here.
 
-    `grad_dtype` is the type of the gradient buffers. Every rank of a vendor has the same build of
-    torch, so all come to the same answer.
+    `grad_dtype` is the type of the gradient buffers, `products` what adds to them. Every rank of a
+    vendor has the same build of torch, so all come to the same answer.
     """
     if kernels.weight_gradient and not can_add_products(
         device, input_dtype=config.params_dtype, grad_dtype=grad_dtype
     ):
         kernels = replace(kernels, weight_gradient=False)
     if kernels.weight_gradient:
-        core_private.provide_weight_gradient(ProductsIntoGradients)
+        core_private.provide_weight_gradient(products)
         config.gradient_accumulation_fusion = True
     if kernels.rotary:
         from megatron.training.fused.rotary import Rotary

@@ -29,6 +29,7 @@ from hetero.groups import Groups, joins_meshes
 from hetero.plan import Coordinate, Plan
 from megatron.training import weights
 from megatron.training.core_private import group_collection
+from megatron.training.fused.weight_gradient import DelayedProducts, ProductsIntoGradients
 from megatron.training.gradients import GradientsOverMeshes
 from megatron.training.kernels import Kernels, adapt, choose, model_class, use
 from megatron.training.layers import SdpaAttention, norm_class
@@ -46,6 +47,8 @@ class StageModel:
     """Whether an output layer of this rank is a second copy of the embedding."""
     kernels: Kernels
     """The fused kernels it computes with."""
+    delayed: DelayedProducts | None
+    """Weight gradients that wait until the gradient of the stage's input has been sent."""
 
     def named_parameters(self) -> list[tuple[str, torch.nn.Parameter]]:
         """Every parameter of this rank under its name in the whole model."""
@@ -270,6 +273,9 @@ def build_model(
     coordinate = plan.coordinate(rank)
     collection = group_collection(groups)
     config = transformer_config(args, plan, device)
+    delayed = None
+    if args.delay_wgrad_compute:
+        delayed = DelayedProducts(copies_inputs=args.sequence_parallel)
     kernels = use(
         choose(args, device),
         config,
@@ -277,6 +283,7 @@ def build_model(
         grad_dtype=torch.float32
         if args.accumulate_allreduce_grads_in_fp32
         else torch_dtype(args.params_dtype),
+        products=delayed or ProductsIntoGradients,
     )
     bare = [
         build_chunk(
@@ -326,6 +333,7 @@ def build_model(
         first_layers=first_layers,
         has_tied_copy=not args.untie_embeddings_and_output_weights and plan.stages > 1,
         kernels=kernels,
+        delayed=delayed if kernels.weight_gradient else None,
     )
 
 

@@ -88,12 +88,14 @@ class Schedule:
         self._communicator: Any = None
         self._over_links: PipelineCommunicator | None = None
         if job.links is not None:
+            delayed = {"after_gradient": model.delayed.compute} if model.delayed else {}
             self._communicator = self._over_links = PipelineCommunicator(
                 pp_group=job.groups.pipeline,
                 config=model.config,
                 upstream=job.links.upstream,
                 downstream=job.links.downstream,
                 device=job.device,
+                **delayed,
             )
         elif plan.stages > 1:
             # The homogeneous baseline is megatron-core's own p2p on the vendor's library.

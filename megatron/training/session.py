@@ -70,6 +70,11 @@ def _run(job: Job, stack: ExitStack, stop_signal: StopSignal | None) -> None:
     print_overview(job, rows, console)
     if slowed := os.environ.get(SLOWDOWN_VARIABLE):
         console.line(f"{SLOWDOWN_VARIABLE}={slowed}: layers take so many times as long (simulated)")
+    if args.delay_wgrad_compute and model.delayed is None:
+        console.line(
+            "--delay-wgrad-compute: nothing is delayed on this stage, whose torch has no product "
+            "that adds to gradients of another type than the weights'"
+        )
     if job.device.type == "cuda":
         console.line(f"fused kernels: {model.kernels.names()}")
     if args.eval_iters and not _is_enough(job, job.datasets.sizes.valid):

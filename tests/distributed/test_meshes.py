@@ -71,9 +71,9 @@ CASES = [
         shared="--untie-embeddings-and-output-weights --log-num-zeros-in-grad",
     ),
     Case(
-        "three-meshes-tied",
+        "three-meshes-tied-delayed-weight-gradients",
         [mesh(1, 1, tensor=2, sequence_parallel=True), mesh(1, data=2), mesh(1, tensor=2)],
-        own=DISTRIBUTED,
+        own=f"{DISTRIBUTED} --delay-wgrad-compute",
         crossings=2,
     ),
     Case(

@@ -36,6 +36,7 @@ def flags(**changed: Any) -> argparse.Namespace:
             "add_bias_linear": False,
             "cross_entropy_loss_fusion": True,
             "gradient_accumulation_fusion": True,
+            "delay_wgrad_compute": False,
         }
         | changed
     )
@@ -48,6 +49,11 @@ def test_a_llama_on_a_gpu_uses_all() -> None:
 def test_a_cpu_uses_none() -> None:
     assert choose(flags(), torch.device("cpu")) == Kernels()
     assert Kernels().names() == "none"
+
+
+def test_a_cpu_adds_products_where_they_are_to_wait() -> None:
+    waits = flags(delay_wgrad_compute=True)
+    assert choose(waits, torch.device("cpu")) == Kernels(weight_gradient=True)
 
 
 @pytest.mark.parametrize(

@@ -112,6 +112,12 @@ def _add_data_parallel_flags(group: argparse._ArgumentGroup) -> None:
         action="store_false",
         help="keep weight gradient and accumulation apart",
     )
+    group.add_argument(
+        "--delay-wgrad-compute",
+        action="store_true",
+        help="in 1F1B across vendors, compute a micro-batch's weight gradients after its gradient "
+        "has been sent to the previous stage",
+    )
 
 
 def _add_runtime_flags(group: argparse._ArgumentGroup) -> None:

@@ -26,7 +26,7 @@ def can_add_products(
 ) -> bool:
     """Whether this build of torch has such a product for these types, and whether it is right."""
     if device.type != "cuda":
-        return False
+        return input_dtype == grad_dtype
     counted = torch.arange(32 * 16, device=device).remainder(7).to(input_dtype)
     grad_output_tn, input_tk = counted.view(32, 16), counted.flip(0).view(32, 16)
     main_grad = torch.ones(16, 16, device=device, dtype=grad_dtype)
@@ -48,3 +48,34 @@ class ProductsIntoGradients:
         add_product(main_grad, grad_output_tn=grad_output_tn, input_tk=input_tk)
 
     wgrad_gemm_accum_fp16 = wgrad_gemm_accum_fp32
+
+
+class DelayedProducts:
+    """The same, kept back until `compute`: the gradient of a stage's input is on its way by then.
+
+    What they are computed from stays in memory until then: of every matrix of the stage its input
+    and the gradient of its output, of one micro-batch.
+
+    Args:
+        copies_inputs: sequence parallelism gathers inputs into memory that the next layer reuses.
+    """
+
+    def __init__(self, *, copies_inputs: bool) -> None:
+        self._copies_inputs = copies_inputs
+        self._waiting: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
+
+    def wgrad_gemm_accum_fp32(
+        self, input_tk: torch.Tensor, grad_output_tn: torch.Tensor, main_grad: torch.Tensor
+    ) -> None:
+        kept = input_tk.clone() if self._copies_inputs else input_tk
+        self._waiting.append((main_grad, grad_output_tn, kept))
+
+    wgrad_gemm_accum_fp16 = wgrad_gemm_accum_fp32
+
+    @torch.no_grad()
+    def compute(self) -> None:
+        """In the order in which backward came to them, each freed at once."""
+        waiting, self._waiting = self._waiting[::-1], []
+        while waiting:
+            main_grad, grad_output_tn, input_tk = waiting.pop()
+            add_product(main_grad, grad_output_tn=grad_output_tn, input_tk=input_tk)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections import deque
+from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -83,7 +84,10 @@ class Stage:
             upstream=None if first else cast(Link, self.up),
             downstream=None if last else cast(Link, self.down),
             device=torch.device("cpu"),
+            after_gradient=lambda: self.sent_before.append(len(self.up.sent)),
         )
+        self.sent_before: list[int] = []
+        """Of each piece of work that waited for a gradient: gradients that had been sent."""
 
     def is_quiet(self) -> bool:
         return not (self.up.sent or self.down.sent or self.up.recvs or self.down.recvs)
@@ -181,6 +185,17 @@ def test_the_ends_of_the_pipeline_send_nothing() -> None:
     stage.p2p.send_backward([full(1.0)], True)
     stage.p2p.send_forward([None], False)
     assert stage.is_quiet()
+
+
+@pytest.mark.parametrize("first", [False, True])
+def test_work_that_waits_for_a_gradient_is_done_once_it_is_sent_and_before_the_next_wait(
+    first: bool,
+) -> None:
+    stage = Stage(first=first)
+    stage.p2p.send_backward(full(1.0), first)
+    with suppress(IndexError):  # nobody sends what is waited for
+        stage.p2p.send_backward_recv_forward(full(2.0), SHAPE, first)
+    assert stage.sent_before == ([0, 0] if first else [1, 2])
 
 
 def test_a_send_is_never_waited_for() -> None:

@@ -530,6 +530,7 @@ ROWS = [
 ELSEWHERE = {
     "--yaml-cfg": "training/arguments/test_config_file.py",
     "--attention-backend": "training/test_layers.py",
+    "--delay-wgrad-compute": "distributed/test_meshes.py",
     "--no-position-embedding": "training/arguments/test_arguments_model.py",
     "--transformer-impl": "training/arguments/test_transformer_engine.py",
     "--exit-interval": "training/test_flags_in_a_run.py",

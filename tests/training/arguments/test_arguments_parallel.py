@@ -170,6 +170,30 @@ def test_interleaved_micro_batches_come_in_groups(parse, refusal, microbatches, 
         assert f"{microbatches} micro batches" in refusal(flags, world_size=2)
 
 
+MESHES = "--hetero-pipeline --hetero-vendors nvidia amd --hetero-pipeline-sizes 1 1"
+
+
+@pytest.mark.parametrize(
+    ("flags", "other"),
+    [
+        ("--num-virtual-stages-per-pipeline-rank 2", "interleaving"),
+        ("--overlap-grad-reduce", "--overlap-grad-reduce"),
+        ("--no-gradient-accumulation-fusion", "--no-gradient-accumulation-fusion"),
+    ],
+)
+def test_weight_gradients_are_not_delayed_where_nothing_waits_for_them(refusal, flags, other):
+    sentence = refusal(f"{MESHES} --delay-wgrad-compute {flags}", world_size=2)
+    assert f"--delay-wgrad-compute and {other}" in sentence
+    assert "exclude each other" in sentence
+
+
+def test_weight_gradients_are_delayed_across_vendors_alone(parse):
+    assert parse(f"{MESHES} --delay-wgrad-compute", world_size=2).delay_wgrad_compute
+    alone = parse("--delay-wgrad-compute")
+    assert not alone.delay_wgrad_compute
+    assert "--delay-wgrad-compute: it needs --hetero-pipeline" in alone.ignored_flags
+
+
 def test_overlap_of_the_parameter_gather(parse):
     args = parse("--overlap-param-gather --use-distributed-optimizer --overlap-grad-reduce")
     assert args.overlap_param_gather is True

@@ -135,7 +135,6 @@ def test_a_value_that_does_not_fit_is_refused_with_its_flag(refusal, flags, word
         ("--record-memory-history", "memory snapshots"),
         ("--optimizer-cpu-offload", "offloading to the CPU"),
         ("--retro-project-dir x", "retrieval during training"),
-        ("--delay-wgrad-compute", "Megatron-LM"),
         ("--full-validation", "Megatron-LM"),
     ],
 )

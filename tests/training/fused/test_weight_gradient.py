@@ -5,7 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron.training.fused.weight_gradient import ProductsIntoGradients, can_add_products
+from megatron.training.fused.weight_gradient import (
+    DelayedProducts,
+    ProductsIntoGradients,
+    can_add_products,
+)
 
 
 def test_a_product_is_added_to_a_buffer_of_its_own_type() -> None:
@@ -13,6 +17,20 @@ def test_a_product_is_added_to_a_buffer_of_its_own_type() -> None:
     main_grad = torch.ones(4, 3)
     ProductsIntoGradients.wgrad_gemm_accum_fp32(input_tk, grad_output_tn, main_grad)
     torch.testing.assert_close(main_grad, 1 + grad_output_tn.t() @ input_tk)
+
+
+def test_delayed_products_are_added_when_they_are_asked_for_and_once() -> None:
+    delayed = DelayedProducts(copies_inputs=True)
+    input_tk, grad_output_tn = torch.randn(5, 3), torch.randn(5, 4)
+    expected = 1 + grad_output_tn.t() @ input_tk
+    main_grad = torch.ones(4, 3)
+    delayed.wgrad_gemm_accum_fp32(input_tk, grad_output_tn, main_grad)
+    # As where the next layer gathers its own input into the same memory.
+    input_tk.zero_()
+    assert torch.equal(main_grad, torch.ones(4, 3))
+    delayed.compute()
+    delayed.compute()
+    torch.testing.assert_close(main_grad, expected)
 
 
 def test_no_gpu_no_product_of_mixed_types() -> None:

@@ -19,6 +19,7 @@ def check_parallel(args: Namespace) -> tuple[Iterator[str], ...]:
         _check_stages(args),
         _check_hetero_layers(args),
         _check_overlap(args),
+        _check_delay(args),
     )
 
 
@@ -292,3 +293,24 @@ def _check_overlap(args: Namespace) -> Iterator[str]:
         )
     if args.ddp_num_buckets is not None and args.ddp_bucket_size is not None:
         yield ("--ddp-num-buckets and --ddp-bucket-size exclude each other; remove one of them")
+
+
+def _check_delay(args: Namespace) -> Iterator[str]:
+    """Weight gradients can wait where a stage of 1F1B hands on the gradient of its input."""
+    if not args.delay_wgrad_compute:
+        return
+    if not args.hetero_pipeline:
+        # megatron-core's own pipeline has a place for it with mixtures of experts alone.
+        args.ignored_flags.append("--delay-wgrad-compute: it needs --hetero-pipeline")
+        args.delay_wgrad_compute = False
+        return
+    against = {
+        "interleaving, which hides transfers by itself,": args.virtual_pipeline_model_parallel_size,
+        "--overlap-grad-reduce, which reduces gradients during backward,": args.overlap_grad_reduce,
+        "--no-gradient-accumulation-fusion, without whose products nothing can wait,": (
+            not args.gradient_accumulation_fusion
+        ),
+    }
+    for other, is_asked_for in against.items():
+        if is_asked_for:
+            yield f"--delay-wgrad-compute and {other} exclude each other; remove one of them"
