@@ -200,7 +200,7 @@ def _problems(file: PlanFile, run: _Run, options: argparse.Namespace) -> Iterato
     if world_size is not None:
         yield from world_size_problems(meshes, world_size)
     elif (ranks := sum(mesh.world_size for mesh in meshes)) > _MOST_RANKS:
-        yield f"the plan has {ranks} ranks; at most {_MOST_RANKS} can be drawn"
+        yield f"the plan has {counted(ranks, 'rank')}; at most {_MOST_RANKS} can be drawn"
     sizes: tuple[int, ...] = ()
     if run.micro_batch is not None:
         try:

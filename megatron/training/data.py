@@ -108,6 +108,11 @@ def build_datasets(
     except Exception as error:  # a damaged cache raises whatever its bytes happen to say
         raise _not_built(error) from error
     _check_train_split(args, built[0])
+    for split in built:
+        for dataset in getattr(split, "datasets", [split] if split is not None else []):
+            # Else what pads the first sample that a process reads, or only looks like padding, is
+            # left out of the loss of every other: in the mask of the first, kept for all.
+            dataset.masks_and_position_ids_are_cacheable = False
     return list(built)
 
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import islice
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.training.data import CyclicSampler, SequentialSampler
+from megatron.training.arguments import parse_args
+from megatron.training.data import CyclicSampler, SequentialSampler, build_datasets
+from megatron.training.tokenizer.build import build_tokenizer
+from tests.training.arguments.conftest import command_line
 
 few = st.integers(1, 4)
 Steps = list[list[list[int]]]
@@ -149,3 +152,22 @@ def test_the_cyclic_order_may_resume_with_another_batch_size() -> None:
 def test_data_too_small_for_one_step_gives_nothing_instead_of_running_for_ever() -> None:
     assert _cyclic(3, 2, 2, 5) == [[], []]
     assert _sequential(3, 2, 2) == [[], []]
+
+
+# Loss masks.
+
+
+def test_what_is_left_out_of_the_loss_does_not_depend_on_the_sample_that_was_read_first() -> None:
+    words = command_line("--tokenizer-type ByteLevelTokenizer", "--tokenizer-type --vocab-size")
+    args = parse_args(words, world_size=1)
+    tokenizer = build_tokenizer(args)
+
+    def masks(order: Iterable[int]) -> dict[int, list[float]]:
+        train, _, _ = build_datasets(args, tokenizer=tokenizer, absent=frozenset())
+        assert train is not None
+        return {index: train[index]["loss_mask"].tolist() for index in order}
+
+    forwards = masks(range(60))
+    partial = next(index for index, mask in forwards.items() if 0.0 in mask)
+    assert masks([partial, *forwards]) == forwards
+    assert any(0.0 not in mask for mask in forwards.values())
