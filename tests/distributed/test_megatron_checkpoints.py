@@ -21,6 +21,9 @@ from megatron.training.tokenizer.build import build_tokenizer
 from tests.distributed.harness import launch, train
 from tools.convert_checkpoint import main as convert
 
+# megatron-core spawns processes to write a checkpoint.
+pytestmark = pytest.mark.usefixtures("preloaded_ranks")
+
 SCRIPT = Path(__file__).with_name("core_training.py")
 PLAYED = {"HETERO_VENDOR": "plan"}
 HETERO = (
