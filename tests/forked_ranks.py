@@ -16,6 +16,13 @@ from typing import Any
 
 from tests import preloaded
 
+IMPORTED = [
+    *("torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor", "pytest"),
+    *("hetero.collectives.process_group", "hetero.cluster", "hetero.data", "hetero.link.open"),
+    "hetero.link.torch_links",
+]
+"""What processes have imported. All of a test session come from one, whoever asks first."""
+
 
 @dataclass(frozen=True)
 class Outcome:
@@ -35,20 +42,13 @@ class ForkedRanks:
     Args:
         function: gets its arguments and a connection, over which it is asked and answers with a
             value and an error.
-        preload: modules that the processes have imported.
     """
 
-    def __init__(
-        self,
-        function: Callable[..., None],
-        arguments: Sequence[tuple[Any, ...]],
-        *,
-        preload: Sequence[str],
-    ) -> None:
+    def __init__(self, function: Callable[..., None], arguments: Sequence[tuple[Any, ...]]) -> None:
         forks_itself = preloaded.FORKS_ITSELF in os.environ
         context: Any = multiprocessing.get_context("fork" if forks_itself else "forkserver")
         if not forks_itself:
-            context.set_forkserver_preload(["torch", "torch.distributed", *preload])
+            context.set_forkserver_preload(IMPORTED)
         self._ends = []
         self._processes = []
         for own in arguments:
@@ -96,14 +96,10 @@ class ForkedRanks:
 
 
 def run_forked(
-    function: Callable[..., None],
-    arguments: Sequence[tuple[Any, ...]],
-    *,
-    preload: Sequence[str],
-    patience: float,
+    function: Callable[..., None], arguments: Sequence[tuple[Any, ...]], *, patience: float
 ) -> list[Outcome]:
     """The outcome of processes that do one thing and end, within `patience` seconds."""
-    with contextlib.closing(ForkedRanks(function, arguments, preload=preload)) as ranks:
+    with contextlib.closing(ForkedRanks(function, arguments)) as ranks:
         return ranks.outcomes(patience=patience, until_end=True)
 
 

@@ -67,7 +67,6 @@ def run_ranks(
                 (scenario, tuple(vendors), rank, folder, timeout, backend, options)
                 for rank in range(len(vendors))
             ],
-            preload=["hetero.collectives.process_group", "hetero.cluster"],
             patience=patience,
         )
 

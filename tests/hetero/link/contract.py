@@ -134,7 +134,6 @@ class Pair:
         self._ranks = ForkedRanks(
             _live,
             [(rank, self._transport.device == "cuda", f"{folder}/store") for rank in range(2)],
-            preload=["hetero.link.torch_links", "hetero.link.open"],
         )
         self._started.callback(self._ranks.close)
         return self._ranks
