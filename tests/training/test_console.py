@@ -9,6 +9,8 @@ import pytest
 
 from tests import terminals
 
+pytestmark = pytest.mark.usefixtures("preloaded_ranks")
+
 PROGRAM = """
 from megatron.training.console import Console
 from tests.training.test_outputs import _record
