@@ -11,6 +11,14 @@ import pytest
 from tests import preloaded
 
 
+def pytest_configure() -> None:
+    """One thread for torch, which reads it when it is imported.
+
+    Tiny models gain nothing by more, and lose much where other tests run beside them.
+    """
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
 @pytest.fixture(scope="module", autouse=True)
 def _no_attention_of_other_modules() -> None:
     """megatron-core writes the attention of a model built here into the environment, for good.

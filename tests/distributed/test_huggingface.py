@@ -3,7 +3,6 @@ out of a mixed run."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -34,15 +33,6 @@ RECIPE = (
     f"--lr {LEARNING_RATE} --lr-decay-style constant --weight-decay {WEIGHT_DECAY} "
     "--clip-grad 1.0 --adam-beta2 0.95 --log-interval 1 --eval-iters 0 --num-workers 0"
 ).split()
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Tiny models gain nothing by threads, and lose much where other tests run beside them."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("name", sorted(MODELS))

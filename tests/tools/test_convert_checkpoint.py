@@ -7,7 +7,7 @@ import json
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,15 +28,6 @@ from tests.training.huggingface.tiny_huggingface import MODELS, VOCABULARY, qwen
 from tools import convert_checkpoint
 
 TOOL = Path(convert_checkpoint.__file__)
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Tiny models gain nothing by threads, and lose much where other tests run beside them."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(params=sorted(MODELS))

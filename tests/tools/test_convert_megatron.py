@@ -7,7 +7,7 @@ import json
 import os
 import shutil
 from argparse import Namespace
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -34,15 +34,6 @@ from tools.convert_checkpoint import main
 
 LAYOUTS = [(1, 1, None), (2, 1, None), (1, 2, None), (4, 2, None), (2, 2, 1), (2, 4, None)]
 TRACKER = "latest_checkpointed_iteration.txt"
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Tiny models gain nothing by threads, and lose much where other tests run beside them."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def _import(source: Path, target: Path, *flags: str) -> int:
