@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sized
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.utils.data import Sampler
 
 from hetero.data.shares import Shares
@@ -42,30 +43,38 @@ class ShareBatchSampler(Sampler[list[int]]):
         self._check()
 
     def _check(self) -> None:
-        wrong = []
-        if not 0 <= self.rank < len(self.shares.counts):
+        ranks, wrong = len(self.shares.counts), []
+        if not 0 <= self.rank < ranks:
             wrong.append(f"rank {self.rank} has no share; the shares are {[*self.shares]}")
-        if 0 in self.shares.counts:
+        if dist.is_initialized() and ranks > (there := dist.get_world_size()):
             wrong.append(
-                f"shares {[*self.shares]} leave a rank without samples, and all ranks have to take "
-                "part in every step; give each at least one, or use fewer ranks"
+                f"shares {[*self.shares]} are for {counted(ranks, 'rank')} and there "
+                f"{'is' if there == 1 else 'are'} {there}; give one share for each"
             )
-        tail = self.length % self.shares.batch
-        if self.length < self.shares.batch and (self.drop_last or not tail):
+        if self.length < self.shares.batch and (self.drop_last or not self.length):
             wrong.append(
                 f"{counted(self.length, 'sample')} cannot fill a batch of {self.shares.batch}; "
                 "lower the batch"
             )
-        elif tail and not self.drop_last:
+        if wrong := wrong + self._wrong_with(self.shares):
+            raise UserError(f"the batches cannot be shared out: {'; '.join(wrong)}")
+
+    def _wrong_with(self, shares: Shares) -> list[str]:
+        """Why not every batch of an epoch, the last included, can be shared out like this."""
+        if 0 in shares.counts:
+            return [
+                f"shares {[*shares]} leave a rank without samples, and all ranks have to take "
+                "part in every step; give each at least one, or use fewer ranks"
+            ]
+        if (tail := self.length % shares.batch) and not self.drop_last:
             try:
-                self.shares.of(tail)
+                shares.of(tail)
             except UserError as error:
-                wrong.append(
+                return [
                     f"of {counted(self.length, 'sample')} the last batch has {tail}, and {error}; "
                     "or use drop_last=True"
-                )
-        if wrong:
-            raise UserError(f"the batches cannot be shared out: {'; '.join(wrong)}")
+                ]
+        return []
 
     def __len__(self) -> int:
         """Global batches of a whole epoch."""
@@ -102,8 +111,8 @@ class ShareBatchSampler(Sampler[list[int]]):
                 f"{counted(len(shares.counts), 'rank')}, not of {self.shares.batch} over "
                 f"{len(self.shares.counts)}"
             )
-        if 0 in shares.counts:
-            wrong.append("a rank has no samples; give each at least one")
+        else:
+            wrong += self._wrong_with(shares)
         if start < self.position:
             wrong.append(
                 f"batch {start} has been drawn; let them start at the highest position of all "
@@ -116,6 +125,12 @@ class ShareBatchSampler(Sampler[list[int]]):
     def __iter__(self) -> Iterator[list[int]]:
         order = self._order()
         batch = self.shares.batch
+        if self._first == 0 and self._next == len(self):
+            # The same epoch again: what was set for after its end begins now.
+            self._pending = {
+                start - self._next if start >= self.position else start: shares
+                for start, shares in self._pending.items()
+            }
         self._next, self._first = self._first, 0
         while self._next < len(self):
             indices = order[self._next * batch : (self._next + 1) * batch]
@@ -174,11 +189,17 @@ class ShareBatchSampler(Sampler[list[int]]):
             raise UserError(
                 f"the sampler's state is of other data: {'; '.join(differ)}; resume with the same"
             )
+        if len(state["shares"]) == len(self.shares.counts):
+            shares = Shares(tuple(state["shares"]), self.shares.granule, self.shares.least)
+            if shares.batch != self.shares.batch:
+                raise UserError(
+                    f"the sampler's state has shares {[*shares]} of a batch of "
+                    f"{self.shares.batch}; load one that state_dict() has returned"
+                )
+            self.shares = shares
         self.epoch, self._first = state["epoch"], state["batches"]
         self._next = self._first
         self._pending.clear()
-        if len(state["shares"]) == len(self.shares.counts):
-            self.shares = Shares(tuple(state["shares"]), self.shares.granule, self.shares.least)
 
 
 class ShareSampler(Sampler[int]):

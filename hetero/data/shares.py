@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import accumulate
+from operator import index
 
 from hetero.errors import UserError
 from hetero.words import counted
@@ -23,6 +24,7 @@ class Shares:
     """No count is lower."""
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "counts", tuple(map(index, self.counts)))
         wrong = []
         if not self.counts:
             wrong.append("they name no rank; give one count for each")
@@ -59,7 +61,7 @@ class Shares:
         `speeds` are relative, in samples per second or any other unit. Each rank gets `least` at
         least. Raises UserError with all that is wrong.
         """
-        wrong = []
+        speeds, wrong = [float(speed) for speed in speeds], []
         if not speeds:
             wrong.append("there is no rank; give one speed for each")
         for rank, speed in enumerate(speeds):
@@ -68,7 +70,7 @@ class Shares:
         if granule < 1 or least < 0:
             wrong.append(f"granule {granule} and least {least}: use at least 1 and at least 0")
         else:
-            if batch < 1 or batch % granule:
+            if index(batch) < 1 or batch % granule:
                 wrong.append(
                     f"a batch of {batch} is no multiple of the granule {granule}; choose one "
                     f"that is, such as {max(1, math.ceil(batch / granule)) * granule}"

@@ -164,3 +164,31 @@ def test_all_that_is_wrong_is_said_at_once():
         sampler.load_state_dict(state)
     with pytest.raises(UserError, match="lacks batch, batches"):
         sampler.load_state_dict({"epoch": 0})
+
+
+def test_shares_set_at_the_end_of_an_epoch_hold_when_it_is_passed_through_again():
+    ranks = samplers(30, Shares((6, 4)))
+    together(ranks)
+    for sampler in ranks:
+        sampler.set_shares(Shares((8, 2)), start=sampler.position)
+    for _ in range(2):
+        assert [[len(part) for part in sampler] for sampler in ranks] == [[8] * 3, [2] * 3]
+
+
+def test_shares_that_the_last_batch_cannot_have_are_refused_when_they_are_set():
+    sampler = ShareBatchSampler(23, Shares((6, 4)), rank=0)
+    with pytest.raises(UserError, match="the last batch has 3"):
+        sampler.set_shares(Shares((6, 4), granule=2, least=2), start=1)
+
+
+def test_a_state_with_shares_of_another_batch_is_refused():
+    sampler = ShareBatchSampler(30, Shares((6, 4)), rank=0)
+    with pytest.raises(UserError, match="of a batch of 10"):
+        sampler.load_state_dict({**sampler.state_dict(), "shares": [3, 2]})
+
+
+def test_more_shares_than_ranks_are_refused(monkeypatch):
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    with pytest.raises(UserError, match="are for 3 ranks and there are 2"):
+        ShareBatchSampler(30, Shares((2, 2, 1)), rank=0)

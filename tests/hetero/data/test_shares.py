@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -108,3 +109,9 @@ def test_noise_below_the_tolerance_does_not_make_them_go_back_and_forth(costs, n
         seen.append(shares)
     # At most the first measurement, or one close to the threshold, moves them.
     assert len(set(seen)) <= 2
+
+
+def test_counts_and_speeds_may_come_as_arrays():
+    assert Shares.split(8, torch.tensor([1.0, 3.0])) == Shares([2, 6])  # type: ignore[arg-type]
+    with pytest.raises(TypeError):
+        Shares((2.0, 6.0))  # type: ignore[arg-type]
