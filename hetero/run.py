@@ -196,14 +196,12 @@ def _rendezvous_settings(options: argparse.Namespace, intervals: Intervals) -> R
         backend, endpoint, options.rdzv_id = "c10d", "localhost:0", str(uuid.uuid4())
     else:
         endpoint = options.rdzv_endpoint or f"{options.master_addr}:{options.master_port or 29500}"
-    if backend == "static":
-        if not 0 <= options.node_rank < nodes:
-            raise UserError(
-                f"--node-rank is {options.node_rank} and there are {nodes} nodes; "
-                f"give 0 to {nodes - 1}"
-            )
-        if not endpoint.rpartition(":")[2].isdecimal():
-            raise UserError(f"the rendezvous endpoint {endpoint!r} has no port; give HOST:PORT")
+    if backend == "static" and not 0 <= options.node_rank < nodes:
+        raise UserError(
+            f"--node-rank is {options.node_rank} and there are {nodes} nodes; give 0 to {nodes - 1}"
+        )
+    if not endpoint.rpartition(":")[2].isdecimal():
+        raise UserError(f"the rendezvous endpoint {endpoint!r} has no port; give HOST:PORT")
     options.standalone, options.rdzv_backend, options.rdzv_endpoint = False, BACKEND, endpoint
     return RendezvousSettings(
         backend=backend,
@@ -242,7 +240,7 @@ def _check_program(options: argparse.Namespace) -> None:
 def _as_bad_input(flag: str = "") -> Iterator[None]:
     try:
         yield
-    except (ValueError, RuntimeError, AssertionError) as error:
+    except (OSError, ValueError, RuntimeError, AssertionError) as error:
         reason = str(error).strip().rstrip(".")
         raise UserError(f"{flag}{reason}; --help lists the flags, which are torchrun's") from error
 

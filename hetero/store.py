@@ -11,6 +11,7 @@ from typing import Any, Protocol, TypeVar
 from torch.distributed import DistNetworkError
 
 _Result = TypeVar("_Result")
+_SLICE = timedelta(seconds=1)
 
 
 class Store(Protocol):
@@ -129,3 +130,33 @@ class BoundedStore:
             f"the process that hosts the store has not answered for {seconds:g} s; see whether "
             "rank 0, or the launcher that hosts the store, hangs, and whether its host is reached"
         )
+
+
+class GivenUp(Exception):
+    """A wait for a key was given up; the cause is what said so."""
+
+
+class WatchedStore:
+    """A store whose waits are given up when `look`, which they call every second, raises."""
+
+    def __init__(self, store: Store, look: Callable[[], None]) -> None:
+        self._store, self._look = store, look
+        self.set, self.get, self.check = store.set, store.get, store.check
+
+    def wait(self, keys: list[str], timeout: timedelta) -> None:
+        """Raises GivenUp with what `look` said."""
+        deadline = time.monotonic() + timeout.total_seconds()
+        while True:
+            left = timedelta(seconds=max(0.0, deadline - time.monotonic()))
+            try:
+                self._store.wait(keys, min(left, _SLICE))
+                return
+            except DistNetworkError:
+                raise
+            except RuntimeError:
+                try:
+                    self._look()
+                except Exception as reason:
+                    raise GivenUp(str(reason)) from reason
+                if left <= _SLICE:
+                    raise

@@ -10,7 +10,7 @@ import contextlib
 import json
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch.distributed as dist
@@ -45,6 +45,8 @@ class Statement:
     call: Call | None
     """The call that failed, or the last one that was made."""
     error: str = ""
+    order: int = 0
+    """Which alarm it came with: the first tells the cause, later ones what followed."""
 
     def encode(self) -> str:
         return json.dumps(asdict(self))
@@ -73,12 +75,13 @@ class Blackboard:
         # A caller's next call waits for a look to end.
         self._store, self._layout = BoundedStore(store, seconds=LOOK_SECONDS), layout
 
-    def state(self, statement: Statement, *, alarm: bool = False) -> None:
+    def state(self, statement: Statement, *, alarm: bool = False) -> Statement:
         """Make this rank's statement. A store that is gone cannot hear it."""
         with contextlib.suppress(RuntimeError):
-            self._store.set(self._key(statement.rank), statement.encode())
             if alarm:
-                self._store.set(_ALARM, "1")
+                statement = replace(statement, order=self._store.add(_ALARM, 1))
+            self._store.set(self._key(statement.rank), statement.encode())
+        return statement
 
     def alarmed(self) -> bool:
         try:
@@ -122,13 +125,15 @@ def explain(group: str, layout: Layout, heard: Heard, *, own: Statement, timeout
         reasons.append(heard.store_silent)
     elif silent:
         reasons.append(f"{_names(silent)} said nothing: ended, or out of reach; see its log")
-    if len(different := _by_call(layout, in_call)) > 1:
+    reached = max((s.call.sequence for s in in_call if s.call), default=0)
+    # Where a rank has ended, one that is a call behind is no other cause.
+    abreast = [s for s in in_call if not silent or (s.call and s.call.sequence == reached)]
+    if len(different := _by_call(layout, abreast)) > 1:
         reasons.append(
             "the ranks called different things: "
             + "; ".join(f"{names} called {call}" for call, names in different.items())
             + "; make every rank call the same operations in the same order"
         )
-    reached = max((s.call.sequence for s in in_call if s.call), default=0)
     aborting = [layout.members[s.rank] for s in statements if s.state == ABORTED]
     if aborting:
         reasons.append(f"{_names(aborting)} aborted the group")
@@ -139,7 +144,8 @@ def explain(group: str, layout: Layout, heard: Heard, *, own: Statement, timeout
                 after = f" since {statement.call}" if statement.call else ""
                 reasons.append(f"{layout.members[statement.rank]} {what}{after}")
     if not reasons:
-        reasons += [f"{layout.members[s.rank]}: {s.error}" for s in statements if s.error][:1]
+        failed = sorted((s for s in statements if s.error), key=lambda s: s.order)
+        reasons += [f"{layout.members[s.rank]}: {s.error}" for s in failed[:1]]
     own_words = f" ({own.error})" if own.error and own.error not in reasons[0] else ""
     return f"{opening}: {'; '.join(reasons)}{own_words}"
 

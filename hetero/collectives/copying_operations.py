@@ -38,7 +38,7 @@ class CopyingOperations(GroupAcrossVendors):
                     yield from broadcast.broadcast(exchange, flat, root=opts.rootRank)
 
         return self._run(
-            carry_out, "broadcast", tensors, common=tensors[0], opts=opts, root=opts.rootRank
+            carry_out, "broadcast", tensors, common=tensors, opts=opts, root=opts.rootRank
         )
 
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
@@ -76,12 +76,11 @@ class CopyingOperations(GroupAcrossVendors):
             raise ValueError(
                 "all_gather: this rank's output and its input differ in size; give both the same"
             )
-        alike = all(len({part.nbytes for part in parts}) == 1 for parts in outputs)
         return self._run(
             carry_out,
             "all_gather",
             [part for parts in outputs for part in parts],
-            common=inputs[0] if alike else None,
+            common=[part for parts in outputs for part in (parts[:1] if _alike(parts) else parts)],
             opts=opts,
         )
 
@@ -106,7 +105,7 @@ class CopyingOperations(GroupAcrossVendors):
                         exchange, table.unbind(), bytes_of(source), table=table
                     )
 
-        return self._run(carry_out, "all_gather", outputs, common=inputs[0], opts=opts)
+        return self._run(carry_out, "all_gather", outputs, common=inputs, opts=opts)
 
     _allgather_base = all_gather_single
     allgather_into_tensor_coalesced = all_gather_single_coalesced
@@ -172,7 +171,7 @@ class CopyingOperations(GroupAcrossVendors):
             with Written(parts) as flats:
                 yield from rows.gather(exchange, flats, bytes_of(source), root=opts.rootRank)
 
-        return self._run(carry_out, "gather", parts, common=source, opts=opts, root=opts.rootRank)
+        return self._run(carry_out, "gather", parts, common=[source], opts=opts, root=opts.rootRank)
 
     def scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
         opts = options_of(opts, c10d.ScatterOptions)
@@ -187,7 +186,7 @@ class CopyingOperations(GroupAcrossVendors):
                 yield from rows.scatter(exchange, flat, given, root=opts.rootRank)
 
         return self._run(
-            carry_out, "scatter", [output], common=output, opts=opts, root=opts.rootRank
+            carry_out, "scatter", [output], common=[output], opts=opts, root=opts.rootRank
         )
 
     def send(self, tensors: Any, rank: int, tag: int = 0) -> dist.Work:
@@ -206,3 +205,7 @@ class CopyingOperations(GroupAcrossVendors):
         (flat,) = written.flats
         work = self._communicator_on(tensor.device).recv(flat, rank, tag, written.write_back)
         return self._coalesced(work)
+
+
+def _alike(parts: Tensors) -> bool:
+    return len({part.nbytes for part in parts}) == 1

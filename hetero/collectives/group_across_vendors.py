@@ -88,11 +88,11 @@ class GroupAcrossVendors(dist.ProcessGroup):
         tensors: list[torch.Tensor],
         *,
         opts: Any,
-        common: torch.Tensor | None = None,
+        common: Sequence[torch.Tensor] = (),
         reduction: str = "",
         root: int | None = None,
     ) -> dist.Work:
-        given = tensors if common is None else [common, *tensors]
+        given = tensors if common is tensors else [*common, *tensors]
         communicator = self._communicator_on(given[0].device)
         here = communicator.device
         for tensor in given:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import cache
 from typing import Any
@@ -117,6 +117,7 @@ class Communicator:
             store=dist.PrefixStore("links/", store),
             device=device,
             timeout=self.timeout,
+            look=self._look_in_a_call,
         )
         self._exchange = Exchange(
             layout=layout, library=self._library, links=self._links, device=device
@@ -135,12 +136,16 @@ class Communicator:
 
     def _new_messages(self, store: dist.Store) -> Mailbox | DeviceMessages:
         store = dist.PrefixStore("mail/", store)
-        if self.device.type == "cpu":
-            links = Links(
-                layout=self.layout, store=store, device=self.device, timeout=_MAIL_SECONDS
-            )
+        on_cpu = self.device.type == "cpu"
+        links = Links(
+            layout=self.layout,
+            store=store,
+            device=self.device,
+            timeout=_MAIL_SECONDS if on_cpu else self.timeout,
+            look=self._require_health,
+        )
+        if on_cpu:
             return Mailbox(layout=self.layout, links=links, store=store)
-        links = Links(layout=self.layout, store=store, device=self.device, timeout=self.timeout)
         return DeviceMessages(links=links, store=store, device=self.device)
 
     @property
@@ -153,7 +158,7 @@ class Communicator:
         *,
         operation: str,
         tensors: list[torch.Tensor],
-        common: torch.Tensor | None = None,
+        common: Sequence[torch.Tensor] = (),
         reduction: str = "",
         root: int | None = None,
         blocking: bool = False,
@@ -162,7 +167,7 @@ class Communicator:
 
         Args:
             tensors: what the work's future holds.
-            common: a tensor whose dtype and number of elements all ranks have alike.
+            common: tensors whose dtype and numbers of elements all ranks have alike.
             root: in the group.
             blocking: whether the caller would wait at once.
         """
@@ -171,8 +176,8 @@ class Communicator:
             call = Call(
                 self._sequence,
                 operation,
-                "" if common is None else _name_of(common.dtype),
-                () if common is None else (common.numel(),),
+                _name_of(common[0].dtype) if common else "",
+                tuple([tensor.numel() for tensor in common]),
                 reduction,
                 None if root is None else self.layout.members[root].global_rank,
             )
@@ -189,7 +194,8 @@ class Communicator:
             else:
                 moment = self._stream.now()
                 self._worker.submit(lambda: self._go_on(call, work, course, moment))
-            return work
+        self._worker.catch_up()
+        return work
 
     def _begin(self, call: Call, work: CollectiveWork, course: _Course) -> None:
         """Carry a GPU's call out in the caller's thread as far as no peer has to come first.
@@ -227,9 +233,12 @@ class Communicator:
 
     def check(self) -> None:
         """Raise what has broken the group or a link of it, if anything did. Between two calls."""
+        self._require_health()
+        self._links.check()
+
+    def _require_health(self) -> None:
         if self._error is not None:
             raise self._error
-        self._links.check()
 
     def drain(self) -> None:
         """Block until all calls so far are enqueued, and a GPU has come to the end of them."""
@@ -321,7 +330,7 @@ class Communicator:
             call=call,
             error=str(error),
         )
-        self._blackboard.state(own, alarm=True)
+        own = self._blackboard.state(own, alarm=True)
         self._release()
         if self._error is None:
             text = self._explained(self._blackboard.collect(own), own)
@@ -359,12 +368,10 @@ class Communicator:
 
     def _look_in_a_call(self) -> None:
         """Give up a wait for this vendor's library once another rank's call has failed."""
-        if self._error is not None:
-            raise self._error
+        self._require_health()
         if self._blackboard.alarmed():
             raise RuntimeError("another rank's call failed meanwhile")
 
     def _state(self, state: str, *, alarm: bool = False, error: str = "") -> Statement:
         own = Statement(rank=self.layout.rank, state=state, call=self._last, error=error)
-        self._blackboard.state(own, alarm=alarm)
-        return own
+        return self._blackboard.state(own, alarm=alarm)

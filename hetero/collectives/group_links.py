@@ -8,11 +8,13 @@ from __future__ import annotations
 import os
 import threading
 import time
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
 
 from hetero.collectives.vendor_layout import Layout
+from hetero.errors import LinkError
 from hetero.link.base import Link, as_bytes
 from hetero.link.base import Work as Transfer
 from hetero.link.connect import connect
@@ -23,6 +25,8 @@ NICS_VARIABLE = "HETERO_NICS"
 """The rails of this rank, as --hetero-nics names them."""
 _RING_BYTES = {"cpu": 16 << 20, "cuda": 64 << 20}
 _CLOSE_SECONDS = 2.0
+_GRACE_SECONDS = 2.0
+"""More than the peer's own deadline, whose end says more."""
 
 __all__ = ["Link", "Links", "Message", "RingExchange", "Transfer", "as_bytes", "clone"]
 
@@ -33,13 +37,20 @@ class Links:
     Args:
         store: this purpose's own: each pair meets in it.
         timeout: seconds for a peer to come, and before a blocked transfer is an error.
+        look: called now and then while a peer is waited for; raises to give it up.
     """
 
     def __init__(
-        self, *, layout: Layout, store: dist.Store, device: torch.device, timeout: float
+        self,
+        *,
+        layout: Layout,
+        store: dist.Store,
+        device: torch.device,
+        timeout: float,
+        look: Callable[[], None],
     ) -> None:
         self._layout, self._store = layout, store
-        self._device, self._timeout = device, timeout
+        self._device, self._timeout, self._look = device, timeout, look
         self._open: dict[int, Link] = {}
         self._closed = False
 
@@ -58,9 +69,21 @@ class Links:
         return rank in self._open
 
     def _opened(self, rank: int, store: dist.Store) -> Link:
-        if self._closed:
-            raise RuntimeError("the links of this group are closed; make a new group")
         here, there = (self._layout.members[r].global_rank for r in (self._layout.rank, rank))
+        deadline = time.monotonic() + self._timeout + _GRACE_SECONDS
+
+        def look() -> None:
+            self._look()
+            if self._closed:
+                raise RuntimeError("the links of this group are closed; make a new group")
+            if time.monotonic() > deadline:
+                raise LinkError(
+                    f"link rank {here} - rank {there} could not be opened within "
+                    f"{self._timeout:g} s; see the log of rank {there}"
+                )
+
+        if self._closed:
+            look()
         names = [name for name in os.environ.get(NICS_VARIABLE, "").split(",") if name]
         return connect(
             store,
@@ -70,6 +93,7 @@ class Links:
             timeout=self._timeout,
             nics=names,
             options=ChannelOptions(ring_bytes=_RING_BYTES[self._device.type]),
+            look=look,
         )
 
     def across(self) -> list[Link]:

@@ -11,6 +11,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -64,7 +65,8 @@ class Mailbox:
         """Those that look into the store, which ends a process that Python ends meanwhile."""
         weakref.finalize(self, _end, self._over, self._looking)
 
-    new_work = CollectiveWork
+    # Nothing else ends a message that does not come.
+    new_work = partial(CollectiveWork, grace=0.0)
 
     def send(self, tensor: torch.Tensor, rank: int, tag: int, work: CollectiveWork) -> None:
         """Send contiguous memory; the work ends when it may be overwritten."""

@@ -55,7 +55,7 @@ class ReducingOperations(GroupAcrossVendors):
                 reduction.finish(part, tensor)
 
         return self._run(
-            carry_out, operation, tensors, common=tensors[0], opts=opts, reduction=reduction.name
+            carry_out, operation, tensors, common=tensors, opts=opts, reduction=reduction.name
         )
 
     def _all_reduce_sparse(self, tensors: list[torch.Tensor], opts: Any) -> dist.Work:
@@ -69,9 +69,9 @@ class ReducingOperations(GroupAcrossVendors):
 
         return self._run(
             carry_out,
-            "all_reduce (sparse)",
+            f"all_reduce (sparse in {counted(tensors[0].sparse_dim(), 'dimension')})",
             tensors,
-            common=tensors[0],
+            common=tensors,
             opts=opts,
             reduction=reduction.name,
         )
@@ -91,7 +91,7 @@ class ReducingOperations(GroupAcrossVendors):
             carry_out,
             "reduce",
             [tensor],
-            common=tensor,
+            common=[tensor],
             opts=opts,
             reduction=reduction.name,
             root=opts.rootRank,
@@ -120,12 +120,11 @@ class ReducingOperations(GroupAcrossVendors):
                 f"reduce_scatter: the output has {counted(output.numel(), 'element')} and "
                 f"this rank's input {parts[self.rank()].numel()}; give both the same"
             )
-        common = output if len(sizes) == 1 else None
         return self._run(
             carry_out,
             "reduce_scatter",
             [output],
-            common=common,
+            common=[output] if len(sizes) == 1 else parts,
             opts=opts,
             reduction=reduction.name,
         )
@@ -153,7 +152,7 @@ class ReducingOperations(GroupAcrossVendors):
             carry_out,
             "reduce_scatter",
             list(outputs),
-            common=outputs[0],
+            common=outputs,
             opts=opts,
             reduction=reduction.name,
         )

@@ -31,7 +31,7 @@ _OF_BOOL = {"SUM": "MAX", "BOR": "MAX", "MAX": "MAX", "PRODUCT": "MIN", "BAND": 
 _WIDENED = (torch.bool, torch.int16)
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-_COMPLEX = (torch.complex64, torch.complex128)
+_COMPLEX = (torch.complex32, torch.complex64, torch.complex128)
 _PLAIN = frozenset({*_INTEGERS, *_FLOATS}.difference(_WIDENED))
 """What the libraries know as it is."""
 
@@ -134,7 +134,7 @@ def _reduction_for(kind: int, dtype: torch.dtype, size: int, device_type: str) -
 
 def _of_name(name: str, dtype: torch.dtype, size: int) -> Reduction:
     floating = dtype in _FLOATS or dtype in _COMPLEX
-    if name == "AVG" and dtype is torch.float16:
+    if name == "AVG" and dtype in (torch.float16, torch.complex32):
         # The sum of halves may be too large for one.
         return Reduction(name, "SUM", size, factor=1.0 / size)
     if name == "AVG" and (floating or dtype in _INTEGERS):

@@ -18,6 +18,8 @@ from hetero.collectives.exchange import Exchange, Moves, Steps
 from hetero.collectives.inside_vendor import Inside
 from hetero.collectives.reductions import Reduction
 from hetero.collectives.vendor_layout import Span, chunks, equal_parts, overlaps
+from hetero.errors import LinkError
+from hetero.words import counted
 
 _COPIED_FIRST = {"cpu": DIRECT_BYTES, "cuda": 32 << 20}
 """Up to here a rank's own row is copied before messages are asked for, which then takes one call.
@@ -283,15 +285,33 @@ def all_to_all(
     arrived = torch.cat([outputs[rank] for rank in layout.mine])
     leaving = torch.cat([inputs[rank] for rank in layout.mine])
     output_splits = [outputs[rank].numel() for rank in layout.mine]
+    input_splits = [inputs[rank].numel() for rank in layout.mine]
+    if arrived.device.type == "cpu":
+        _require_same_sizes(exchange, taken=output_splits, given=input_splits)
     exchange.library.all_to_all(
-        arrived,
-        leaving,
-        output_splits=output_splits,
-        input_splits=[inputs[rank].numel() for rank in layout.mine],
+        arrived, leaving, output_splits=output_splits, input_splits=input_splits
     ).wait()
     for rank, part in zip(layout.mine, arrived.split(output_splits), strict=True):
         outputs[rank].copy_(part)
     yield moves
+
+
+def _require_same_sizes(exchange: Exchange, *, taken: list[int], given: list[int]) -> None:
+    """What ranks of this vendor give each other, in bytes. gloo ends a process that is given more.
+
+    Raises LinkError, which names who gives something else than is taken.
+    """
+    layout, library, ones = exchange.layout, exchange.library, [1] * len(given)
+    assert library is not None
+    told = torch.empty(len(given), dtype=torch.int64, device="cpu")
+    mine = torch.tensor(given, device="cpu")
+    library.all_to_all(told, mine, output_splits=ones, input_splits=ones).wait()
+    for rank, sent, wanted in zip(layout.mine, told.tolist(), taken, strict=True):
+        if sent != wanted:
+            raise LinkError(
+                f"{layout.members[rank]} gives {counted(sent, 'byte')} to "
+                f"{layout.members[layout.rank]}, which takes {wanted}; make both the same"
+            )
 
 
 def _beside_copy(moves: Moves, target: torch.Tensor, source: torch.Tensor) -> Steps:

@@ -25,11 +25,18 @@ class CollectiveWork(dist.Work):
     """
 
     def __init__(
-        self, what: object, tensors: list[torch.Tensor], *, timeout: float, group: str
+        self,
+        what: object,
+        tensors: list[torch.Tensor],
+        *,
+        timeout: float,
+        group: str,
+        grace: float = _GRACE_SECONDS,
     ) -> None:
-        """`what` is written out in errors alone."""
+        """`what` is written out in errors alone; `grace` is for who says more of a timeout."""
         super().__init__()
         self._what, self._tensors, self._timeout, self._group = what, tensors, timeout, group
+        self._grace = grace
         self._enqueued: torch.cuda.Event | None = None
         self._has_ended = False
         self._awaited: threading.Event | None = None
@@ -77,7 +84,7 @@ class CollectiveWork(dist.Work):
             if self._awaited is None:
                 self._awaited = threading.Event()
         bounded = 0 < seconds < self._timeout
-        if not self._awaited.wait(seconds if bounded else self._timeout + _GRACE_SECONDS):
+        if not self._awaited.wait(seconds if bounded else self._timeout + self._grace):
             limit = seconds if bounded else self._timeout
             raise LinkError(
                 f"{self._what} in group {self._group} was not done within {limit:g} s; "
@@ -162,6 +169,20 @@ class Worker:
             self._pending += 1
         self._jobs.put(job)
 
+    def catch_up(self) -> None:
+        """In the thread itself, which runs callbacks of calls: carry out what was given so far.
+
+        A callback may wait for the next call, as that of DDP's PowerSGD does.
+        """
+        if threading.current_thread() is not self._thread:
+            return
+        while not self._jobs.empty():
+            job = self._jobs.get()
+            if job is None:
+                self._jobs.put(None)
+                return
+            self._carry_out(job)
+
     def begin_turn(self) -> bool:
         """Let the calling thread carry a call out itself, if nothing is before it; whether it may.
 
@@ -190,9 +211,12 @@ class Worker:
             if job is None:
                 return
             with self._turn:
-                job()
-            with self._count:
-                self._pending -= 1
+                self._carry_out(job)
+
+    def _carry_out(self, job: Job) -> None:
+        job()
+        with self._count:
+            self._pending -= 1
 
     def _look_around(self) -> None:
         """Only where no call is being carried out by its caller."""

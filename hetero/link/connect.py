@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import timedelta
 
@@ -20,7 +20,7 @@ from hetero.link.names import FAMILIES, PATHS
 from hetero.link.nics import find_nics
 from hetero.link.open import ChannelOptions, open_link
 from hetero.native.binding import native
-from hetero.store import BoundedStore, StoreSilent
+from hetero.store import BoundedStore, Store, StoreSilent, WatchedStore
 
 _log = logging.getLogger(__name__)
 _PREFIX = "hetero/connect"
@@ -36,6 +36,7 @@ def connect(
     timeout: float = 300.0,
     nics: Sequence[str] = (),
     options: ChannelOptions | None = None,
+    look: Callable[[], None] | None = None,
 ) -> Link:
     """Open a link to another rank. Both call it, at about the same time; it blocks until both have.
 
@@ -52,6 +53,7 @@ def connect(
         nics: this rank's network interfaces or RDMA devices; without names, the interface that
             leads to the store's host.
         options: sizes and checks of the link, the same at both ends; addresses are found.
+        look: called every second of a wait for the other rank; raises to give it up.
 
     Raises:
         ValueError: an argument makes no sense; all that is wrong is said at once.
@@ -71,14 +73,16 @@ def connect(
     except StoreSilent as error:
         raise LinkError(f"link rank {rank} - rank {peer} could not be opened: {error}") from error
     name = f"{pair}/{number}"
-    job, theirs = _meet(store, f"{_PREFIX}/{name}", rank=rank, peer=peer, timeout=timeout)
+    watched: Store = store if look is None else WatchedStore(store, look)
+    job, theirs = _meet(store, watched, f"{_PREFIX}/{name}", rank=rank, peer=peer, timeout=timeout)
     own = _own_address(store, theirs)
     found = find_nics(nics, own=own, family=family_of(own))
     options = replace(
         options or ChannelOptions(), addresses=found.addresses, rdma_devices=found.rdma
     )
+    prefixed = dist.PrefixStore(_PREFIX, store)
     rendezvous = Rendezvous(
-        store=dist.PrefixStore(_PREFIX, store),
+        store=prefixed if look is None else WatchedStore(prefixed, look),
         description=LinkDescription(rank=rank, peer=peer, job=job, timeout=timeout),
         name=name,
         listens=rank < peer,
@@ -134,7 +138,7 @@ def _own_address(store: dist.Store, theirs: str) -> str:
 
 
 def _meet(
-    store: dist.Store, prefix: str, *, rank: int, peer: int, timeout: float
+    store: dist.Store, watched: Store, prefix: str, *, rank: int, peer: int, timeout: float
 ) -> tuple[str, str]:
     """Wait for the peer; a name that nobody else knows, and where the peer comes from.
 
@@ -146,7 +150,7 @@ def _meet(
         store.set(job, secrets.token_hex(16))
     store.set(f"{prefix}/address of {rank}", address_towards(_host_of(store)))
     try:
-        store.wait([job, theirs], timedelta(seconds=timeout))
+        watched.wait([job, theirs], timedelta(seconds=timeout))
     except dist.DistStoreError as error:
         raise LinkError(
             f"link rank {rank} - rank {peer} could not be opened: rank {peer} did not come within "

@@ -22,7 +22,7 @@ from typing import Any
 from hetero.addresses import family_of
 from hetero.errors import LinkError
 from hetero.link.base import LinkDescription
-from hetero.store import Store
+from hetero.store import GivenUp, Store
 
 _TOKEN_BYTES = 32
 _LENGTH = struct.Struct("<I")
@@ -163,6 +163,8 @@ def look_up(rendezvous: Rendezvous, what: str) -> dict[str, Any]:
     key = rendezvous.key(what)
     try:
         rendezvous.store.wait([key], timedelta(seconds=rendezvous.timeout))
+    except GivenUp:
+        raise
     except Exception as error:
         raise rendezvous.failure(
             f"rank {rendezvous.description.peer} said nothing about its {what} within "

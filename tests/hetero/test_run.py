@@ -142,6 +142,11 @@ def test_a_signal_ends_everything_with_one_line(script: str, number: int, code: 
         ("--nnodes some SCRIPT", "--nnodes some: "),
         ("--nnodes 2 --node-rank 2 SCRIPT", "--node-rank is 2 and there are 2 nodes; give 0 to 1"),
         ("--max-restarts -1 SCRIPT", "max_restarts must be >= 0"),
+        (
+            "--rdzv-backend c10d --rdzv-endpoint host: SCRIPT",
+            "the rendezvous endpoint 'host:' has no",
+        ),
+        ("--log-dir /proc/none SCRIPT", "[Errno 2] No such file or directory: '/proc/"),
     ],
 )
 def test_bad_flags_end_in_one_sentence(

@@ -6,7 +6,7 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from hetero.store import BoundedStore, StoreSilent
+from hetero.store import BoundedStore, GivenUp, StoreSilent, WatchedStore
 
 
 class StoppedStore:
@@ -62,3 +62,20 @@ def test_a_host_that_goes_on_is_heard_again():
         except StoreSilent:  # 0.05 s were too few on a busy machine.
             continue
     pytest.fail("it was never heard again")
+
+
+def test_a_wait_ends_with_what_is_seen_meanwhile_or_at_its_own_end():
+    looks: list[str] = []
+
+    def look() -> None:
+        looks.append("look")
+        if len(looks) == 2:
+            raise RuntimeError("rank 3 has ended")
+
+    store = WatchedStore(dist.HashStore(), look)
+    with pytest.raises(dist.DistStoreError):
+        store.wait(["key"], timedelta(milliseconds=10))
+    with pytest.raises(GivenUp, match="rank 3 has ended"):
+        store.wait(["key"], timedelta(minutes=5))
+    store.set("key", "value")
+    store.wait(["key"], timedelta(seconds=1))

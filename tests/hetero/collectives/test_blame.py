@@ -83,3 +83,18 @@ def test_calls_that_differ_in_anything_have_other_tags():
     assert len({call.tag for call in calls}) == len(calls)
     assert all(0 <= call.tag < 2**32 for call in calls)
     assert replace(CALL).tag == CALL.tag
+
+
+def test_of_several_errors_the_first_one_is_told():
+    text = said(
+        stating(0, error="another rank failed", order=2),
+        stating(1, error="the cause", order=1),
+        stating(2),
+    )
+    assert "rank 5 on host1: the cause" in text
+
+
+def test_where_a_rank_has_ended_one_that_is_a_call_behind_is_not_to_blame():
+    text = said(stating(0), stating(1, replace(CALL, sequence=6)))
+    assert "rank 6 on host2 said nothing" in text
+    assert "different things" not in text

@@ -84,3 +84,21 @@ def come_late(side: Side) -> None:
         side.say("called")
     work.wait()
     assert (tensor == 2).all()
+
+
+def test_a_callback_may_wait_for_the_next_calls_of_its_group() -> None:
+    values(run_ranks(call_in_callbacks, ("nvidia", "amd"), patience=60.0))
+
+
+def call_in_callbacks(side: Side) -> None:
+    """As the communication hook of DDP's PowerSGD does."""
+
+    def then(future: torch.futures.Future) -> torch.Tensor:
+        (value,) = future.value()
+        follow_up = dist.all_reduce(value.clone(), async_op=True).get_future()
+        dist.barrier()
+        return follow_up.wait()[0]
+
+    works = [dist.all_reduce(torch.ones(3), async_op=True) for _ in range(2)]
+    assert (works[0].get_future().then(then).wait() == side.size**2).all()
+    works[1].wait()

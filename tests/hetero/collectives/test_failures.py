@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
 from datetime import timedelta
@@ -28,6 +29,8 @@ def fail_in_every_way(side: Side) -> dict[str, str]:
     cases = (
         other_operation,
         other_size,
+        other_sizes,
+        other_splits,
         other_order,
         absent,
         late_to_the_next_call,
@@ -59,6 +62,20 @@ def other_operation(side, group):
 
 def other_size(side, group):
     dist.all_reduce(torch.ones(9 if side.rank == 2 else 8), group=group)
+
+
+def other_sizes(side, group):
+    """Every rank has another size, and one is mistaken about the last of them."""
+    last = 5 if side.rank == 2 else side.size
+    sizes = [*range(1, side.size), last]
+    parts = [torch.empty(size) for size in sizes]
+    dist.all_gather(parts, torch.ones(sizes[side.rank]), group=group)
+
+
+def other_splits(side, group):
+    """One rank gives another of its vendor more than that one takes."""
+    given = [0, 6, 3, 3] if side.rank == 0 else [3] * side.size
+    dist.all_to_all_single(torch.empty(12), torch.ones(12), [3] * side.size, given, group=group)
 
 
 def other_order(side, group):
@@ -119,6 +136,18 @@ def test_another_size_is_told_with_both_sizes(told):
         assert "[9]" in cases["other_size"], f"rank {rank}: {cases['other_size']}"
 
 
+def test_sizes_that_differ_for_one_rank_are_told(told):
+    for rank, cases in enumerate(told):
+        assert "[1, 2, 3, 4]" in cases["other_sizes"], f"rank {rank}: {cases['other_sizes']}"
+        assert "[1, 2, 3, 5]" in cases["other_sizes"], f"rank {rank}: {cases['other_sizes']}"
+
+
+def test_who_gives_more_than_is_taken_is_named(told):
+    for rank, cases in enumerate(told[:2]):
+        text = cases["other_splits"]
+        assert re.search("rank 0 on .* gives (0|24) bytes to .* takes 12", text), f"{rank}: {text}"
+
+
 def test_another_order_is_told(told):
     for rank, cases in enumerate(told):
         assert "int32" in cases["other_order"], f"rank {rank}: {cases['other_order']}"
@@ -164,6 +193,26 @@ def die_in_a_call(side: Side) -> str:
         side.say("end/1")
         os.kill(os.getpid(), signal.SIGKILL)
     return end_of_a_call()
+
+
+def test_only_the_rank_that_died_is_named_where_links_were_to_be_opened():
+    outcomes = run_ranks(die_before_links_are_open, TWO_AND_TWO, timeout=30.0)
+    for rank in (0, 2, 3):
+        assert not outcomes[rank].hung
+        text = outcomes[rank].value
+        assert re.search("failed on rank . on [^ ]+: rank 1 on [^ ]+ said nothing", text), text
+
+
+def die_before_links_are_open(side: Side) -> str:
+    dist.all_reduce(torch.ones(3))
+    if side.rank == 1:
+        side.say("end/1")
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        dist.all_to_all_single(torch.empty(side.size), torch.ones(side.size))
+    except Exception as error:
+        return str(error)
+    return "nothing"
 
 
 def test_a_stopped_rank_that_hosts_the_store_is_a_failure_and_not_a_wait():
