@@ -144,7 +144,10 @@ class _Chunk:
         self._await_inside()
         if self._whole is not self._target:
             self._target.copy_(self._whole[: self._target.numel()])
-        self._partials.clear()
+        # Other chunks are still on their way, and all of these together are as large as the tensor.
+        self._whole = self._shard = self._target
+        self._moves = Moves(self._exchange)
+        self._partials = {}
 
     def _await_inside(self) -> None:
         if self._inside is not None:

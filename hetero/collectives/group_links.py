@@ -23,7 +23,8 @@ from hetero.link.ring_exchange import Message, RingExchange
 
 NICS_VARIABLE = "HETERO_NICS"
 """The rails of this rank, as --hetero-nics names them."""
-_RING_BYTES = {"cpu": 16 << 20, "cuda": 64 << 20}
+RING_BYTES = {"cpu": 16 << 20, "cuda": 64 << 20}
+"""Of a link, both directions."""
 _CLOSE_SECONDS = 2.0
 _GRACE_SECONDS = 2.0
 """More than the peer's own deadline, whose end says more."""
@@ -92,7 +93,7 @@ class Links:
             device=self._device,
             timeout=self._timeout,
             nics=names,
-            options=ChannelOptions(ring_bytes=_RING_BYTES[self._device.type]),
+            options=ChannelOptions(ring_bytes=RING_BYTES[self._device.type]),
             look=look,
         )
 

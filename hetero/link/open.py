@@ -37,7 +37,8 @@ _HOST_CHUNK_BYTES = 4 << 20
 _CARRIED_CHUNK_BYTES = 2 << 20
 _TCP_CHUNK_BYTES = 1 << 20
 _PROBE_SECONDS = 20.0
-_PROBE_SIZES = (1, (2 << 20) + 1, 6 << 20)
+PROBE_SIZES = (1, (2 << 20) + 1, 6 << 20)
+"""Bytes of the messages that a link exchanges in each direction before it is used."""
 
 
 @dataclass(frozen=True)
@@ -218,7 +219,7 @@ def _attempt(
 def _probe(link: Link, device: torch.device) -> str | None:
     """Exchange messages of a byte, and of several chunks and an odd byte, and compare them."""
     rank, peer = link.description.rank, link.description.peer
-    for nbytes in _PROBE_SIZES:
+    for nbytes in PROBE_SIZES:
         sent = link.send(_pattern(rank, nbytes).to(device))
         received = torch.zeros(nbytes, dtype=torch.uint8, device=device)
         link.recv(received).wait()

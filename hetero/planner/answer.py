@@ -14,6 +14,7 @@ from hetero.planner.placement import Placement
 from hetero.planner.prediction import Prediction, least_seconds, simulate
 from hetero.planner.search import Candidate, Found, search
 from hetero.planner.step_costs import StepCosts, step_costs
+from hetero.words import counted
 
 _SIMULATED = 24
 """Of the plans with the best estimates, how many are simulated before one is chosen."""
@@ -235,9 +236,10 @@ def what_bounds(problem: Problem, planned: Planned) -> list[str]:
         running = candidate.micro_batches * split.period
         filling = split.seconds - split.update - running
         lines.append(
-            f"Of the estimated step, {running / split.seconds:.0%} is {candidate.micro_batches} "
-            f"micro-batches one after another, {filling / split.seconds:.0%} filling and emptying "
-            f"the pipeline, {split.update / split.seconds:.0%} reducing gradients and updating."
+            f"Of the estimated step, {running / split.seconds:.0%} is "
+            f"{counted(candidate.micro_batches, 'micro-batch', 'micro-batches')} one after "
+            f"another, {filling / split.seconds:.0%} filling and emptying the pipeline, "
+            f"{split.update / split.seconds:.0%} reducing gradients and updating."
         )
     fullest = max(planned.prediction.uses, key=lambda use: use.peak_bytes / use.limit_bytes)
     lines.append(

@@ -71,6 +71,10 @@ class NodeKind:
     def gpus(self) -> int:
         return self.nodes * self.gpus_per_node
 
+    def gpus_in_groups(self, size: int) -> int:
+        """GPUs on which groups of so many stand one behind the other, none over two nodes."""
+        return self.gpus if self.gpus_per_node % size == 0 else self.gpus_per_node
+
     @property
     def vendor(self) -> str:
         return self.accelerator.vendor
@@ -207,6 +211,8 @@ def _kind_from_mapping(
         raise ClusterError(f"{where}: expected at least an accelerator and a number of nodes")
     faults = Faults()
     faults.sentences += unknown_keys(entry, _KIND_KEYS, where=where)
+    if "name" in entry and (entry["name"] is None or not str(entry["name"]).strip()):
+        faults.sentences.append(f"{where}: name is {entry['name']!r}; give it one, or leave it out")
     named = str(entry["accelerator"])
     _, accelerator = known.get(named.lower(), (named, None))
     if named.lower() not in known:

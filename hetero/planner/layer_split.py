@@ -180,7 +180,7 @@ def _shortest_sum(pipeline: Pipeline, layers: int, most: Counts, period: float) 
         return None
     if period < np.inf:
         free = np.floor((period - pipeline.extra_seconds) / pipeline.layer_seconds + 1e-9)
-        most = np.minimum(most, np.maximum(free, -1).astype(np.int64))
+        most = np.minimum(most, np.maximum(free, -1)).astype(np.int64)
     least = pipeline.chunks
     spare = layers - least * pipeline.stages
     if spare < 0 or int(most.min()) < least or int(most.sum()) < layers:

@@ -74,7 +74,7 @@ class MeshOption:
 
     @property
     def most_stages(self) -> int:
-        return self.kind.gpus // self.stage.ranks
+        return self.kind.gpus_in_groups(self.stage.tensor) // self.stage.ranks
 
     def edges(self, count: int) -> Numbers:
         """Of each of `count` stages to the next: two rows, until arrival and on the wire."""
@@ -122,10 +122,20 @@ class MeshChoice:
     """Seconds of all transfers between its stages, both directions."""
 
 
-def mesh_choices(problem: Problem, option: MeshOption, chunks: int) -> list[MeshChoice]:
-    """A shape in every number of stages that its GPUs and the layers allow."""
+def mesh_choices(
+    problem: Problem, option: MeshOption, chunks: int, *, micro_batches: int = 0
+) -> list[MeshChoice]:
+    """A shape in every number of stages that its GPUs and the layers allow.
+
+    `micro_batches` of a step: left out, those of a pipeline that takes the whole batch.
+    """
+    batch, together = problem.space.global_batch, option.stage.data * option.stage.micro_batch
+    micro_batches = micro_batches or max(1, batch // together)
     most = min(option.most_stages, problem.model.layers // chunks)
-    in_flight = np.arange(1, most + 1) if chunks == 1 else np.full(most, chunks)
+    if most < 1:
+        return []
+    in_flight = np.minimum(np.arange(1, most + 1), micro_batches)
+    in_flight = in_flight if chunks == 1 else np.full(most, chunks)
     fitting = option.most_layers(problem.model, in_flight, chunks=chunks, first=False, last=False)
     total = np.cumsum(np.maximum(fitting, 0))
     inner = np.cumsum([0.0, *option.edges(most)[0]])
@@ -147,13 +157,12 @@ def outer_parameters(model: ModelShape, tensor: int, *, alone: bool) -> tuple[fl
 def mesh_options(problem: Problem, kind: NodeKind, step: int) -> Iterator[MeshOption]:
     """All shapes of a kind that take `step` sequences at once. Points not profiled are left out."""
     space, model = problem.space, problem.model
-    parts = model.heads, model.query_groups, model.ffn
     for tensor in space.tensor:
-        if tensor > kind.gpus_per_node or any(part % tensor for part in parts):
+        if not model.divides(tensor, sequence_parallel=space.sequence_parallel):
             continue
         for micro_batch in space.micro_batch:
             data, rest = divmod(step, micro_batch)
-            if rest or not data or tensor * data > kind.gpus:
+            if rest or not data or tensor * data > kind.gpus_in_groups(tensor):
                 continue
             for recompute in space.recompute:
                 stage = stage_shape(

@@ -67,6 +67,12 @@ class ModelShape:
         if wrong:
             raise ModelError(*wrong)
 
+    def divides(self, tensor: int, *, sequence_parallel: bool) -> bool:
+        """Whether so many tensor-parallel ranks have equal parts of it."""
+        parts = [self.heads, self.query_groups, self.ffn, self.vocabulary]
+        parts += [self.seq_length] if sequence_parallel else []
+        return not any(part % tensor for part in parts)
+
     @property
     def attention_width(self) -> int:
         """Width of the queries, and of what attention gives."""
@@ -159,6 +165,9 @@ def model_from_flags(flags: Mapping[str, Any], *, source: str) -> ModelShape:
         raise ModelError(*wrong)
     hidden, heads = numbers["hidden-size"], numbers["num-attention-heads"]
     gated = bool(given.get("swiglu")) or given.get("activation-func") == "swiglu"
+    # As a run pads it, but for tensor-parallel sizes that do not divide the multiple.
+    tokens = numbers.get("vocab-size", 0)
+    multiple = max(numbers.get("make-vocab-size-divisible-by", _VOCABULARY_MULTIPLE), 1)
     learned = given.get("position-embedding-type", "learned_absolute") == "learned_absolute"
     grouped = given.get("group-query-attention")
     try:
@@ -171,7 +180,7 @@ def model_from_flags(flags: Mapping[str, Any], *, source: str) -> ModelShape:
             heads=heads,
             query_groups=numbers.get("num-query-groups", heads) if grouped else heads,
             head_size=numbers.get("kv-channels", hidden // max(heads, 1)),
-            vocabulary=numbers.get("padded-vocab-size", numbers.get("vocab-size", 0)),
+            vocabulary=numbers.get("padded-vocab-size", -(-tokens // multiple) * multiple),
             seq_length=numbers["seq-length"],
             gated=gated,
             tied=not given.get("untie-embeddings-and-output-weights"),
@@ -192,6 +201,8 @@ def _whole(value: object) -> int:
     return int(value)
 
 
+_VOCABULARY_MULTIPLE = 128
+"""Megatron's default."""
 _REQUIRED = ("num-layers", "hidden-size", "num-attention-heads", "seq-length")
 _NUMBERS = (
     "ffn-hidden-size",
@@ -199,6 +210,7 @@ _NUMBERS = (
     "kv-channels",
     "padded-vocab-size",
     "vocab-size",
+    "make-vocab-size-divisible-by",
     "max-position-embeddings",
 )
 

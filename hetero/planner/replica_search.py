@@ -74,23 +74,27 @@ def search_replicas(problem: Problem, *, below: float, most: int) -> Iterator[Re
 
 def _shapes(problem: Problem) -> Iterator[_Shape]:
     space, model = problem.space, problem.model
-    parts = model.heads, model.query_groups, model.ffn
-    sizes = [size for size in space.tensor if not any(part % size for part in parts)]
+    sizes = [
+        size
+        for size in space.tensor
+        if model.divides(size, sequence_parallel=space.sequence_parallel)
+    ]
     for tensor, micro_batch in itertools.product(sizes, space.micro_batch):
         if space.global_batch % micro_batch:
             continue
         seconds = {
             kind: found
             for kind in problem.cluster.kinds
-            if tensor <= kind.gpus_per_node
+            if kind.gpus_in_groups(tensor) >= tensor
             and (found := _fastest(problem, kind, tensor, micro_batch)) is not None
         }
         for count in range(2, len(seconds) + 1):
             for kinds in itertools.combinations(seconds, count):
-                most = min(model.layers, *(kind.gpus // tensor for kind in kinds))
+                ranks = [kind.gpus_in_groups(tensor) // tensor for kind in kinds]
+                most = min(model.layers, *ranks)
                 times = [seconds[kind] for kind in kinds]
                 for stages in range(1, most + 1):
-                    data = tuple(kind.gpus // (tensor * stages) for kind in kinds)
+                    data = tuple(count // stages for count in ranks)
                     bound = _bound(problem, times, micro_batch, stages, data)
                     if bound < math.inf:
                         yield _Shape(kinds, tensor, micro_batch, stages, data, bound)
@@ -162,7 +166,7 @@ def _of_shape(problem: Problem, shape: _Shape, below: float) -> Iterator[Replica
             choice
             for kind, data in zip(shape.kinds, shape.data, strict=True)
             if (option := _option(problem, shape, kind, data, recompute)) is not None
-            for choice in mesh_choices(problem, option, 1)
+            for choice in mesh_choices(problem, option, 1, micro_batches=about)
             if choice.count == shape.stages and choice.most >= problem.model.layers
         ]
         if len(meshes) < len(shape.kinds):
@@ -256,26 +260,57 @@ def best_shares(
 ) -> tuple[int, ...] | None:
     """Micro-batches of each kind's replicas, `total` of all together, so that the last ends first.
 
-    `ends[kind][n - 1]` is when a replica with n of them ends. None where no division adds up.
+    `ends[kind][n - 1]` is when a replica with n of them ends, which is later for more. None where
+    no division adds up.
     """
-    latest = np.full(total + 1, np.inf)
+    if total % math.gcd(*replicas) or any(len(times) == 0 for times in ends):
+        return None
+    every = np.sort(np.concatenate(ends))
+    over = 0
+    while True:
+        # What each ends by the soonest moment at which all could have taken `over` more together.
+        at, most = len(every), [len(times) for times in ends]
+        low = 0
+        while low < at:
+            middle = (low + at) // 2
+            by_then = [int(np.searchsorted(times, every[middle], "right")) for times in ends]
+            enough = sum(map(int.__mul__, by_then, replicas)) >= total + over
+            at, low = (middle, low) if enough and all(by_then) else (at, middle + 1)
+            most = by_then if enough and all(by_then) else most
+        spare = sum(map(int.__mul__, most, replicas)) - total
+        if spare < 0:
+            return None
+        found = _without(ends, replicas, most, spare)
+        if found is not None or at == len(every):
+            return found
+        over = max(2 * over, sum(replicas))
+
+
+def _without(
+    ends: Sequence[Numbers], replicas: Sequence[int], most: Sequence[int], spare: int
+) -> tuple[int, ...] | None:
+    """At most so many each, and `spare` less of all together, so that the last ends first."""
+    latest = np.full(spare + 1, np.inf)
     latest[0] = -np.inf
     taken = []
-    for times, count in zip(ends, replicas, strict=True):
-        after = np.full(total + 1, np.inf)
-        chosen = np.zeros(total + 1, dtype=np.int64)
-        for number, end in enumerate(times, start=1):
-            together = number * count
-            candidate = np.maximum(latest[: total + 1 - together], end)
+    for times, count, bound in zip(ends, replicas, most, strict=True):
+        after = np.full(spare + 1, np.inf)
+        chosen = np.zeros(spare + 1, dtype=np.int64)
+        for left in range(min(bound - 1, spare // count) + 1):
+            together = left * count
+            candidate = np.maximum(latest[: spare + 1 - together], times[bound - left - 1])
             better = candidate < after[together:]
             after[together:][better] = candidate[better]
-            chosen[together:][better] = number
+            chosen[together:][better] = left
         taken.append(chosen)
         latest = after
-    if not np.isfinite(latest[total]):
+    if not np.isfinite(latest[spare]):
         return None
     shares = []
-    for chosen, count in zip(reversed(taken), reversed(replicas), strict=True):
-        shares.append(int(chosen[total]))
-        total -= shares[-1] * count
+    for chosen, count, bound in zip(
+        reversed(taken), reversed(replicas), reversed(most), strict=True
+    ):
+        left = int(chosen[spare])
+        shares.append(bound - left)
+        spare -= left * count
     return tuple(reversed(shares))

@@ -107,7 +107,7 @@ def search(
     solved = _solve_in_order(problem, families, best, is_exact=is_exact, progress=progress)
     if not is_exact:
         solved += _improve(problem, best, every_step, progress)
-    if problem.space.replicas:
+    if problem.space.replicas and 1 in problem.space.chunks:
         progress("replicas", 0.0)
         most = sys.maxsize if is_exact else _REPLICAS
         for found in search_replicas(problem, below=best.limit, most=most):
@@ -205,7 +205,8 @@ def _steps(problem: Problem) -> Iterator[_Step]:
 
 
 def _divisors(number: int) -> list[int]:
-    return [value for value in range(1, number + 1) if number % value == 0]
+    small = [value for value in range(1, math.isqrt(number) + 1) if number % value == 0]
+    return sorted({*small, *(number // value for value in small)})
 
 
 def _solve_in_order(

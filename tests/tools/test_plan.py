@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 from hetero.plan import Mesh, Plan, load_plan
+from hetero.planner.model_shape import model_file
 from hetero.planner.placement import Placement
 from megatron.training.arguments import parse_args
 from megatron.training.layout import plan_from_args
@@ -130,6 +131,32 @@ def test_a_model_that_fits_nowhere_is_one_sentence(
     assert "no plan of llama3-8b for a global batch of 64 fits" in told
     assert len(told.splitlines()) == 1
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--tensor", "3"), "no --tensor size of 3 both divides the model's 32 heads"),
+        (("--micro-batch", "3"), "no --micro-batch of 3 divides it"),
+        (("--interleave", "17"), "32 layers cannot be 17 chunks of each of two stages"),
+    ],
+)
+def test_choices_of_which_none_can_be_are_named(
+    words: tuple[str, ...], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(asked(tmp_path, *words)) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_model_with_costs_that_nobody_knows_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = asked(tmp_path)
+    file = tmp_path / "experts.yaml"
+    file.write_text(model_file("llama3-8b").read_text() + "num-experts: 8\n")
+    words[words.index("llama3-8b")] = str(file)
+    assert main(words) == 2
+    assert "num-experts is 8, whose costs are not known" in capsys.readouterr().err
 
 
 def test_a_profile_that_lacks_the_point_names_it(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import itertools
 import statistics
 import time
 from collections.abc import Iterator
@@ -38,8 +39,8 @@ class StageCost:
     """Seconds, with what is computed again."""
     kept_bytes: int
     """Held from the forward pass to the backward pass."""
-    working_bytes: int | None
-    """The most held beyond that during either pass; None where no allocator tells."""
+    working_bytes: int
+    """The most held beyond that during either pass."""
 
 
 class MeasuredStage:
@@ -108,15 +109,17 @@ class MeasuredStage:
         backward = statistics.median(clock.seconds(middle, end) for _, middle, end in marks)
         return forward, backward
 
-    def _memory(self, inputs: dict[str, Any]) -> tuple[int, int | None]:
+    def _memory(self, inputs: dict[str, Any]) -> tuple[int, int]:
         if self._device.type != "cuda":
             own = {_storage(tensor)[0] for tensor in self._chunk.parameters()}
-            with _saved_storages() as saved:
+            activities = [torch.profiler.ProfilerActivity.CPU]
+            watched = torch.profiler.profile(activities=activities, profile_memory=True)
+            with _saved_storages() as saved, watched as seen:
                 output = self._forward(inputs)
                 saved |= dict([_storage(output)])
                 kept = sum(size for place, size in saved.items() if place not in own)
                 self._backward(output)
-            return kept, None
+            return kept, max(_most_held(seen) - kept, 0)
         torch.cuda.synchronize(self._device)
         before = torch.cuda.memory_allocated(self._device)
         torch.cuda.reset_peak_memory_stats(self._device)
@@ -187,6 +190,13 @@ def _storage(tensor: torch.Tensor) -> tuple[int, int]:
     """Where a tensor's memory is, and how many bytes."""
     storage = tensor.untyped_storage()
     return storage.data_ptr(), storage.nbytes()
+
+
+def _most_held(seen: Any) -> int:
+    """Bytes that a CPU had allocated while `torch.profiler` watched and not freed yet, at most."""
+    events = seen.profiler.kineto_results.events()
+    changes = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")
+    return max(itertools.accumulate((nbytes for _, nbytes in changes), initial=0))
 
 
 @contextmanager

@@ -147,9 +147,9 @@ def _parts(costs: Mapping[tuple[int, int], StageCost]) -> PartCosts:
         layer_activation_bytes=kept,
         embedding_activation_bytes=max(costs[FIRST, _SHALLOW].kept_bytes - kept, 0.0),
         head_activation_bytes=max(costs[LAST, _SHALLOW].kept_bytes - kept, 0.0),
-        layer_working_bytes=float(shallow.working_bytes or 0),
-        embedding_working_bytes=float(costs[FIRST, _SHALLOW].working_bytes or 0),
-        head_working_bytes=float(costs[LAST, _SHALLOW].working_bytes or 0),
+        layer_working_bytes=float(shallow.working_bytes),
+        embedding_working_bytes=float(costs[FIRST, _SHALLOW].working_bytes),
+        head_working_bytes=float(costs[LAST, _SHALLOW].working_bytes),
     )
 
 

@@ -24,7 +24,9 @@ import psutil
 import torch
 import yaml
 
+from hetero.collectives.group_links import RING_BYTES
 from hetero.errors import HeteroError
+from hetero.link.open import PROBE_SIZES, ChannelOptions
 from hetero.plan import load_plan
 from hetero.planner.cluster_shape import Cluster, load_cluster
 from hetero.planner.layer_profile import AcceleratorProfile, MeasuredProfile, load_profile
@@ -49,6 +51,9 @@ from tools.runs import ROOT, SIMULATED, Finished, Launch, run_to_end
 
 _ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 _TINY = ROOT / "examples" / "presets" / "tiny.yaml"
+_BASE = Case(name="base", factor=1.0, layers=(2, 2))
+_BASE_RUN = 4, 4
+"""Steps, and samples of a step, of the run that shows what the program itself takes."""
 _DEADLINE = 300.0
 
 
@@ -265,13 +270,31 @@ class OwnBench:
     def predict(self, case: Case) -> Prediction:
         """From profiles alone: nothing of a run enters."""
         placement, cluster = case.placement(self.scale), self.clusters[case.factor]
-        options = replace(self.scale.options, reserved_bytes=self.base_bytes)
+        links = self._links_bytes(case, self.model, self.scale.iterations, self.scale.global_batch)
+        links -= self._links_bytes(_BASE, _base_model(), *_BASE_RUN)
+        options = replace(self.scale.options, reserved_bytes=self.base_bytes + links)
         files = self._case_profiles(case).values()
         profile = _merged(files) if all(file.exists() for file in files) else self.profile
         costs = step_costs(
             placement, model=self.model, cluster=cluster, profile=profile, options=options
         )
         return simulate(costs, placement, model=self.model, cluster=cluster)
+
+    def _links_bytes(self, case: Case, model: ModelShape, steps: int, batch: int) -> float:
+        """Of the memory that a rank shares with its peer on a CPU, what it touches in a run.
+
+        Each direction is used round, the group's (gradients, or the norm alone) and the pipeline's.
+        """
+        if self.gpus:
+            return 0.0
+        probe = sum(PROBE_SIZES)
+        element = self.scale.options.activation_bytes
+        reduced = 0.0 if case.layers else model.parameters * self.scale.options.gradient_bytes
+        touched = min(RING_BYTES["cpu"] // 2, probe + steps * reduced)
+        if case.layers:
+            crossed = steps * batch * model.boundary_bytes(1, element)
+            touched += min(ChannelOptions().ring_bytes // 2, probe + crossed)
+        return 2 * touched
 
     @cached_property
     def base_bytes(self) -> float:
@@ -280,12 +303,11 @@ class OwnBench:
             return 0.0
         file = self.folder / "base.json"
         if not file.exists():
-            placement = replace(
-                Case(name="base", factor=1.0, layers=(2, 2)).placement(self.scale), global_batch=4
-            )
+            steps, batch = _BASE_RUN
+            placement = replace(_BASE.placement(self.scale), global_batch=batch)
             plan = self.folder / "base.plan.yaml"
             plan.write_text(yaml.safe_dump(placement.plan.to_mapping()))
-            words = [*_words(training_flags(placement, plan)), "--train-iters", "4"]
+            words = [*_words(training_flags(placement, plan)), "--train-iters", str(steps)]
             found = Measured.of(run_to_end(self._launch("base", [_TINY], words, factor=1.0)))
             file.write_text(json.dumps(found.peak_bytes))
         return max(json.loads(file.read_text()))
@@ -327,6 +349,11 @@ class OwnBench:
             environ=environ,
             deadline=_DEADLINE,
         )
+
+
+def _base_model() -> ModelShape:
+    """Its file leaves the vocabulary to the tokenizer, and no link carries that."""
+    return load_model(str(_TINY), padded_vocab_size=1)
 
 
 def _merged(files: Iterable[Path]) -> MeasuredProfile:

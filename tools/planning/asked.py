@@ -38,6 +38,9 @@ _FREE = ("layers", "seq_length")
 """What a profile may differ in from the model that it serves."""
 
 
+_NOT_MODELLED = ("num-experts", "num-moe-experts", "context-parallel-size")
+
+
 @dataclass(frozen=True)
 class Asked:
     """What is to be planned, and where its numbers come from."""
@@ -101,8 +104,13 @@ def asked_problem(options: argparse.Namespace) -> Asked:
 
 def _model(name: str, changed: Mapping[str, Any]) -> ModelShape:
     """Every key is known to pretrain_gpt.py: one that is misspelt would leave a default."""
-    read_flags(name)  # of a file that cannot be read nothing else is told
+    flags, _ = read_flags(name)  # of a file that cannot be read nothing else is told
     file, faults = model_file(name), Faults()
+    faults.sentences += [
+        f"the model {file}: {flag} is {value}, whose costs are not known; leave it out"
+        for flag, value in flags.items()
+        if flag in _NOT_MODELLED and value not in (None, 0, 1)
+    ]
     faults.read(lambda: expand_config_files([FLAG, str(file)], build_parser()))
     faults.sentences = [said.replace(f"{FLAG} ", "the model ", 1) for said in faults.sentences]
     model = faults.read(lambda: load_model(name, **changed))
@@ -199,14 +207,43 @@ def _is_known(profile: Profile, accelerator: str, point: Point) -> bool:
 def nowhere_sentence(asked: Asked) -> UserError:
     """What to say of a model that no plan fits into memory."""
     problem = asked.problem
-    model, options = problem.model, problem.options
+    model, options, space = problem.model, problem.options, problem.space
+    what = f"no plan of {asked.model_name} for a global batch of {space.global_batch}"
+    kinds = problem.cluster.kinds
+    parallel = space.sequence_parallel
+    if not any(
+        model.divides(tensor, sequence_parallel=parallel) and tensor <= kind.gpus_per_node
+        for tensor in space.tensor
+        for kind in kinds
+    ):
+        return UserError(
+            f"{what}: no --tensor size of {_listed(space.tensor)} both divides the model's "
+            f"{model.heads} heads, {model.query_groups} query groups, {model.ffn} of the MLP, "
+            f"{model.vocabulary} rows of vocabulary"
+            + (f" and {model.seq_length} tokens" if parallel else "")
+            + f" and is within a node of {max(kind.gpus_per_node for kind in kinds)} GPUs; "
+            "allow another, 1 always is"
+        )
+    if all(space.global_batch % size for size in space.micro_batch):
+        return UserError(
+            f"{what}: no --micro-batch of {_listed(space.micro_batch)} divides it; allow another"
+        )
+    if min(space.chunks) > 1 and 2 * min(space.chunks) > model.layers:
+        return UserError(
+            f"{what}: {counted(model.layers, 'layer')} cannot be {min(space.chunks)} chunks of "
+            "each of two stages; allow --interleave 1"
+        )
     held = model.parameters * (
         options.parameter_bytes + options.gradient_bytes + options.state_bytes
     )
     memory = sum(kind.gpus * kind.accelerator.memory_gib for kind in problem.cluster.kinds)
     return UserError(
-        f"no plan of {asked.model_name} for a global batch of {problem.space.global_batch} fits: "
+        f"{what} fits: "
         f"its {model.parameters / 1e9:.1f} billion parameters alone take {held / 2**30:.0f} GiB "
         f"with their gradients and optimizer state, and all GPUs together have {memory:.0f} GiB; "
         "add nodes, or allow larger --tensor sizes, a --micro-batch of 1 and --recompute full"
     )
+
+
+def _listed(sizes: Sequence[int]) -> str:
+    return ", ".join(map(str, sizes))

@@ -94,6 +94,7 @@ def test_a_measured_wire_is_read_between_its_sizes() -> None:
         ),
         ("nodes: [{accelerator: H200}]\nnodes: []", "the key 'nodes' stands twice"),
         ("nodes: [{accelerator: H200, rail_gbits: .inf}]", "rail_gbits is inf; it must be"),
+        ("nodes: [{accelerator: H200, name: null}]", "name is None; give it one"),
         ("nodes: [", "not valid YAML"),
     ],
 )

@@ -190,6 +190,35 @@ def test_no_other_pipeline_is_shorter(seed: int) -> None:
         assert found.candidates[0].seconds == pytest.approx(shortest, rel=1e-9)
 
 
+def test_what_few_micro_batches_keep_in_flight_leaves_room_for_layers() -> None:
+    """One micro-batch is in flight on every stage, however many stages there are."""
+    problem = even_problem(memory=(12, 1), layers=4, batch=1)
+    kind = replace(problem.cluster.kinds[0], gpus_per_node=2)
+    problem = replace(problem, cluster=Cluster((kind,), {}))
+    shortest = min(every_pipeline(problem), default=None)
+    assert shortest is not None
+    assert search(problem).candidates[0].seconds == pytest.approx(shortest)
+
+
+def test_groups_that_would_lie_over_two_nodes_are_not_proposed() -> None:
+    """Nodes of 3 GPUs: tensor-parallel pairs stand on the first one alone."""
+    problem = even_problem(memory=(400, 400), layers=4, batch=8)
+    kinds = [replace(kind, nodes=2, gpus_per_node=3) for kind in problem.cluster.kinds]
+    space = replace(problem.space, tensor=(2, 4), replicas=True)
+    problem = replace(problem, cluster=Cluster(tuple(kinds), {}), space=space)
+    found = search(problem).candidates
+    assert found
+    for candidate in found:
+        assert simulated(problem, candidate).placement.plan.world_size <= 4
+
+
+def test_only_interleaved_pipelines_are_no_whole_replicas() -> None:
+    problem = even_problem(memory=(400, 400), layers=3, batch=8)
+    for chunks, proposed in (((1,), True), ((2,), False)):
+        space = replace(problem.space, chunks=chunks, replicas=True)
+        assert bool(search(replace(problem, space=space)).candidates) is proposed
+
+
 @pytest.mark.parametrize("seed", range(0, 220, 5))
 def test_a_plan_costs_what_the_planner_says_of_it_and_fits(seed: int) -> None:
     problem = random_problem(seed)
@@ -238,6 +267,14 @@ def test_shares_end_together_as_soon_as_can_be(total: int) -> None:
             assert found is not None
             latest = max(times[share - 1] for times, share in zip(ends, found, strict=True))
             assert latest == min(every)
+
+
+def test_a_million_micro_batches_are_shared_at_once() -> None:
+    counts = np.arange(1, 125_001)
+    shares = best_shares([counts * 1.0, counts * 3.0], [8, 6], 1_000_000)
+    assert shares is not None
+    assert 8 * shares[0] + 6 * shares[1] == 1_000_000
+    assert max(shares[0] * 1.0, shares[1] * 3.0) == pytest.approx(1e6 / 10, rel=1e-4)
 
 
 def test_whole_replicas_win_where_links_between_vendors_are_slow_and_layers_few() -> None:
