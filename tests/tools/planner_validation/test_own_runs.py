@@ -186,3 +186,13 @@ def test_a_cpu_is_profiled_anew_just_before_a_plan_is_run(
         words = " ".join(step.command)
         assert "--micro-batch 1 --recompute full --seconds-a-point" in words
     assert bench.predict(case).seconds > 1.5 * before
+
+
+def test_links_take_what_a_run_sends_up_to_the_whole_of_their_rings(tmp_path: Path) -> None:
+    bench = OwnBench(tmp_path)
+    bench.gpus = 0
+    even, replicas = Case(name="even", factor=1.0, layers=(4, 4)), Case(name="r", factor=1.0)
+    few, many = (bench._links_bytes(even, bench.model, steps, 12) for steps in (1, 2))
+    assert many - few == 2 * 12 * bench.model.boundary_bytes(1, 4)
+    assert bench._links_bytes(even, bench.model, 10**6, 12) > 64 << 20
+    assert bench._links_bytes(replicas, bench.model, 10**6, 12) == 16 << 20
