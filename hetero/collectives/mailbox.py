@@ -138,8 +138,8 @@ class Mailbox:
 
     def _read_from(self, rank: int, of_any: bool) -> None:
         try:
-            if of_any:
-                self._await_announcement(rank)
+            if of_any and not self._is_announced(rank):
+                return
             link = self._link_to(rank)
             while not self._over.is_set():
                 if self._awaits(rank):
@@ -202,14 +202,16 @@ class Mailbox:
         wanted.done()
         wanted.work.finish(source=source.global_rank)
 
-    def _await_announcement(self, rank: int) -> None:
-        """Wait until a rank sends to this one at all: a link is opened by both."""
+    def _is_announced(self, rank: int) -> bool:
+        """Wait until a rank sends to this one at all, as a link is opened by both, or the end."""
         store, looker = clone(self._store), threading.current_thread()
         self._looking.add(looker)
-        while not store.check([self._announcement(rank, self._layout.rank)]):
+        while not (is_announced := store.check([self._announcement(rank, self._layout.rank)])):
             if self._over.wait(_LOOK_SECONDS):
                 break
+        del store  # its end is PyTorch's too
         self._looking.discard(looker)
+        return is_announced
 
     @staticmethod
     def _announcement(source: int, target: int) -> str:
