@@ -41,9 +41,10 @@ def use_and_name(
     *,
     device: torch.device,
     grad_dtype: torch.dtype,
+    products: object,
 ) -> Kernels:
     """As a run on a GPU does, say which kernels it uses."""
-    used = use(kernels, config, device=device, grad_dtype=grad_dtype)
+    used = use(kernels, config, device=device, grad_dtype=grad_dtype, products=products)
     print(f"fused kernels: {used.names()}", flush=True)
     return used
 
