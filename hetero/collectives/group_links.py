@@ -53,7 +53,8 @@ class Links:
         self._layout, self._store = layout, store
         self._device, self._timeout, self._look = device, timeout, look
         self._open: dict[int, Link] = {}
-        self._closed = False
+        self.closed = threading.Event()
+        """Set at the end; a link that is being opened is then given up."""
 
     def to(self, rank: int, *, store: dist.Store | None = None) -> Link:
         """The link to a rank of the group. Both ends have to ask for it.
@@ -75,7 +76,7 @@ class Links:
 
         def look() -> None:
             self._look()
-            if self._closed:
+            if self.closed.is_set():
                 raise RuntimeError("the links of this group are closed; make a new group")
             if time.monotonic() > deadline:
                 raise LinkError(
@@ -83,7 +84,7 @@ class Links:
                     f"{self._timeout:g} s; see the log of rank {there}"
                 )
 
-        if self._closed:
+        if self.closed.is_set():
             look()
         names = [name for name in os.environ.get(NICS_VARIABLE, "").split(",") if name]
         return connect(
@@ -109,7 +110,7 @@ class Links:
 
     def close(self) -> None:
         """Close every link, each in a thread: one whose peer does not listen waits for it."""
-        self._closed = True
+        self.closed.set()
         closing = [threading.Thread(target=link.close, daemon=True) for link in self._open.values()]
         self._open.clear()
         for thread in closing:

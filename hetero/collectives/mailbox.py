@@ -9,7 +9,8 @@ from __future__ import annotations
 import queue
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 
@@ -25,6 +26,7 @@ from hetero.words import counted
 _ENVELOPE = 2
 _LOOK_SECONDS = 0.05
 _END_SECONDS = 2.0
+_CLOSED = "the group was closed while a message was under way"
 
 
 @dataclass(eq=False)
@@ -60,10 +62,10 @@ class Mailbox:
         self._readers: set[int] = set()
         self._opening = {rank: threading.Lock() for rank in range(layout.size)}
         self._broken: dict[int, BaseException] = {}
-        self._over = threading.Event()
-        self._looking: set[threading.Thread] = set()
-        """Those that look into the store, which ends a process that Python ends meanwhile."""
-        weakref.finalize(self, _end, self._over, self._looking)
+        self._over = links.closed
+        self._in_store: set[threading.Thread] = set()
+        """Threads that may be in the store, which ends a process that Python ends meanwhile."""
+        weakref.finalize(self, _end, self._over, self._in_store)
 
     # Nothing else ends a message that does not come.
     new_work = partial(CollectiveWork, grace=0.0)
@@ -105,7 +107,6 @@ class Mailbox:
             self._start(self._read_from, rank, source is None)
 
     def close(self) -> None:
-        self._over.set()
         self._links.close()
         with self._change:
             self._change.notify_all()
@@ -124,23 +125,31 @@ class Mailbox:
         link = None
         while not self._over.is_set():
             tensor, work, tag = self._outgoing[rank].get()
-            try:
-                if link is None:
-                    self._store.set(self._announcement(self._layout.rank, rank), "1")
-                    link = self._link_to(rank)
-                link.send(torch.tensor([tag, tensor.nbytes], device="cpu")).wait()
-                if tensor.numel():
-                    link.send(as_bytes(tensor)).wait()
-            except Exception as error:
-                work.finish(error)
-            else:
-                work.finish()
+            with self._using_store() if link is None else nullcontext():
+                try:
+                    if link is None:
+                        self._require_open()
+                        self._store.set(self._announcement(self._layout.rank, rank), "1")
+                        link = self._link_to(rank)
+                    link.send(torch.tensor([tag, tensor.nbytes], device="cpu")).wait()
+                    if tensor.numel():
+                        link.send(as_bytes(tensor)).wait()
+                except Exception as error:
+                    work.finish(error)
+                else:
+                    work.finish()
 
     def _read_from(self, rank: int, of_any: bool) -> None:
-        try:
-            if of_any and not self._is_announced(rank):
+        with self._using_store():
+            try:
+                self._require_open()
+                if of_any:
+                    self._await_announcement(rank)
+                link = self._link_to(rank)
+            except Exception as error:
+                self._fail(rank, error)
                 return
-            link = self._link_to(rank)
+        try:
             while not self._over.is_set():
                 if self._awaits(rank):
                     self._read_one(link, rank)
@@ -185,7 +194,7 @@ class Mailbox:
                 if any(wanted.source == rank for wanted in self._wanted):
                     return None
                 self._change.wait(1.0)
-        raise LinkError("the group was closed while a message was under way")
+        raise LinkError(_CLOSED)
 
     def _deliver(self, wanted: _Wanted, memory: torch.Tensor, rank: int) -> None:
         source = self._layout.members[rank]
@@ -202,16 +211,29 @@ class Mailbox:
         wanted.done()
         wanted.work.finish(source=source.global_rank)
 
-    def _is_announced(self, rank: int) -> bool:
-        """Wait until a rank sends to this one at all, as a link is opened by both, or the end."""
-        store, looker = clone(self._store), threading.current_thread()
-        self._looking.add(looker)
-        while not (is_announced := store.check([self._announcement(rank, self._layout.rank)])):
-            if self._over.wait(_LOOK_SECONDS):
-                break
-        del store  # its end is PyTorch's too
-        self._looking.discard(looker)
-        return is_announced
+    @contextmanager
+    def _using_store(self) -> Iterator[None]:
+        """The end of the process waits for this thread meanwhile.
+
+        Look for the end within: either it finds the thread, or the thread finds that it has begun.
+        """
+        here = threading.current_thread()
+        self._in_store.add(here)
+        try:
+            yield
+        finally:
+            self._in_store.discard(here)
+
+    def _require_open(self) -> None:
+        if self._over.is_set():
+            raise LinkError(_CLOSED)
+
+    def _await_announcement(self, rank: int) -> None:
+        """Wait until a rank sends to this one at all: a link is opened by both."""
+        store = clone(self._store)
+        while not store.check([self._announcement(rank, self._layout.rank)]):
+            self._over.wait(_LOOK_SECONDS)
+            self._require_open()
 
     @staticmethod
     def _announcement(source: int, target: int) -> str:
@@ -225,7 +247,7 @@ class Mailbox:
                 wanted.work.finish(error)
 
 
-def _end(over: threading.Event, looking: set[threading.Thread]) -> None:
+def _end(over: threading.Event, in_store: set[threading.Thread]) -> None:
     over.set()
-    for looker in list(looking):
-        looker.join(_END_SECONDS)
+    for thread in list(in_store):
+        thread.join(_END_SECONDS)
