@@ -200,6 +200,8 @@ def _rendezvous_settings(options: argparse.Namespace, intervals: Intervals) -> R
         raise UserError(
             f"--node-rank is {options.node_rank} and there are {nodes} nodes; give 0 to {nodes - 1}"
         )
+    if backend == "c10d" and ":" not in endpoint:
+        endpoint += ":29400"  # as torchrun does
     if not endpoint.rpartition(":")[2].isdecimal():
         raise UserError(f"the rendezvous endpoint {endpoint!r} has no port; give HOST:PORT")
     options.standalone, options.rdzv_backend, options.rdzv_endpoint = False, BACKEND, endpoint
