@@ -35,6 +35,8 @@ class NodeFailures:
         self._node, self._nodes = info.rank, info.world_size
         self._grace = grace
         self._over = threading.Event()
+        self._heard: ProcessExit | None = None
+        """The cause that another node has told, whose store may have gone since."""
         self.ended_for: ProcessExit | None = None
         """The other node's process for whose end this node's were ended."""
 
@@ -44,10 +46,11 @@ class NodeFailures:
 
     def _watch(self, end: Callable[[], None]) -> None:
         while not self._over.wait(_PAUSE):
-            cause = self._cause_elsewhere()
-            if cause is not None and not self._over.wait(self._grace):
-                self.ended_for = cause
-                end()
+            self._heard = self._cause_elsewhere()
+            if self._heard is not None:
+                if not self._over.wait(self._grace):
+                    self.ended_for = self._heard
+                    end()
                 return
 
     def exchange(self, own: ProcessExit) -> ProcessExit:
@@ -57,8 +60,8 @@ class NodeFailures:
             self._store.set(f"exit/{self._node}", json.dumps(asdict(own)))
         cause, deadline = own, time.monotonic() + _PATIENCE
         while not cause.is_cause and time.monotonic() < deadline:
-            time.sleep(_PAUSE)
-            cause = self._cause_elsewhere() or own
+            cause = self._heard or self._cause_elsewhere() or own
+            time.sleep(0 if cause.is_cause else _PAUSE)
         return cause
 
     def leave(self) -> None:

@@ -55,7 +55,8 @@ def test_two_nodes_of_one_vendor_and_one_of_the_other_train_and_name_whoever_is_
     run.wait_for("iteration +2/")
     run.kill(2)
     outcomes = run.end()
-    assert [outcome.code for outcome in outcomes] == [137, 137, 137]
+    codes, said = [outcome.code for outcome in outcomes], [outcome.output for outcome in outcomes]
+    assert codes == [137, 137, 137], said
     for outcome in outcomes:
         assert "rank 2 on hostc was killed by SIGKILL" in outcome.output
     for outcome in outcomes[:2]:
