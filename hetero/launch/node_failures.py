@@ -60,8 +60,8 @@ class NodeFailures:
             self._store.set(f"exit/{self._node}", json.dumps(asdict(own)))
         cause, deadline = own, time.monotonic() + _PATIENCE
         while not cause.is_cause and time.monotonic() < deadline:
+            time.sleep(_PAUSE)
             cause = self._heard or self._cause_elsewhere() or own
-            time.sleep(0 if cause.is_cause else _PAUSE)
         return cause
 
     def leave(self) -> None:

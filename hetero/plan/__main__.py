@@ -37,8 +37,6 @@ from hetero.words import counted, size_text
 
 _ANY_NUMBER = 1 << 30
 """Micro-batches where no global batch is given: the pipeline is as full as it gets."""
-
-
 _MOST_RANKS = 1 << 20
 """More are nobody's plan: a number was mistyped."""
 
