@@ -29,14 +29,14 @@ class NodeFailures:
     """
 
     def __init__(self, info: RendezvousInfo, *, grace: float) -> None:
+        # On node 0 it hosts the others' store, until nobody holds it.
+        self._hosting = info.store
         # A connection of its own: torchelastic may wait for minutes on the other.
         store = PrefixStore("hetero/node failures", info.store).clone()  # type: ignore[attr-defined]
         self._store = BoundedStore(store, seconds=_PATIENCE)
         self._node, self._nodes = info.rank, info.world_size
         self._grace = grace
         self._over = threading.Event()
-        self._heard: ProcessExit | None = None
-        """The cause that another node has told, whose store may have gone since."""
         self.ended_for: ProcessExit | None = None
         """The other node's process for whose end this node's were ended."""
 
@@ -46,10 +46,10 @@ class NodeFailures:
 
     def _watch(self, end: Callable[[], None]) -> None:
         while not self._over.wait(_PAUSE):
-            self._heard = self._cause_elsewhere()
-            if self._heard is not None:
+            cause = self._cause_elsewhere()
+            if cause is not None:
                 if not self._over.wait(self._grace):
-                    self.ended_for = self._heard
+                    self.ended_for = cause
                     end()
                 return
 
@@ -61,7 +61,7 @@ class NodeFailures:
         cause, deadline = own, time.monotonic() + _PATIENCE
         while not cause.is_cause and time.monotonic() < deadline:
             time.sleep(_PAUSE)
-            cause = self._heard or self._cause_elsewhere() or own
+            cause = self._cause_elsewhere() or own
         return cause
 
     def leave(self) -> None:

@@ -1,0 +1,30 @@
+"""What the launchers of several nodes tell each other of an end, over their rendezvous store."""
+
+from __future__ import annotations
+
+import gc
+from datetime import timedelta
+
+from torch.distributed import TCPStore
+from torch.distributed.elastic.rendezvous import RendezvousInfo
+
+from hetero.launch.exits import ProcessExit
+from hetero.launch.node_failures import NodeFailures
+
+KILLED = ProcessExit(rank=0, host="a", code=-9)
+FOLLOWED = ProcessExit(rank=1, host="b", code=1, text="rank 0 has ended", consequence=True)
+
+
+def test_the_store_lasts_until_all_have_heard_though_the_rendezvous_that_made_it_is_gone() -> None:
+    hosting = TCPStore("localhost", 0, None, True, timedelta(seconds=30), wait_for_workers=False)
+    reaching = TCPStore("localhost", hosting.port, None, False, timedelta(seconds=30))
+    first, second = (
+        NodeFailures(RendezvousInfo(store, node, 2, bootstrap_store_info=None), grace=0)  # type: ignore[arg-type]
+        for node, store in enumerate((hosting, reaching))
+    )
+    del hosting, reaching
+    gc.collect()
+    assert first.exchange(KILLED) == KILLED
+    assert second.exchange(FOLLOWED) == KILLED
+    second.leave()
+    first.leave()
