@@ -95,14 +95,21 @@ def _update_seconds(times: _Times, sizes: _Sizes) -> float:
     return times["1"][2] / parameters
 
 
-def bandwidth_fit(folder: str | Path, accelerator: str, senders: int, *, zone: str) -> Wire:
-    """The wire between two nodes of a kind, as one of `senders` GPUs sees it that send at once."""
+def bandwidth_fit(
+    folder: str | Path, accelerator: str, senders: int, *, zone: str, to: str | None = None
+) -> Wire:
+    """The wire between two nodes, as one of `senders` GPUs sees it that send at once.
+
+    Of one kind, or with `to` from the one to the other.
+    """
     path = Path(folder) / "providers" / "multizone_bandwidths_het.json"
-    count = str(senders)
+    count, target = str(senders), to or accelerator
     try:
-        fit = read_json(path, zone)[accelerator][count][zone][accelerator][count][0]
+        fit = read_json(path, zone)[accelerator][count][zone][target][count][0]
     except KeyError as error:
-        raise ProfileError(f"{path} has no link of {count} GPUs of {accelerator}") from error
+        raise ProfileError(
+            f"{path} has no link of {count} GPUs from {accelerator} to {target}"
+        ) from error
     return fitted_wire(fit, senders=senders)
 
 

@@ -11,20 +11,27 @@ FORWARD, BACKWARD, UPDATE = 0.001, 0.002, 0.004
 _GIGABYTE_A_SECOND = [0.0, 0.0, 1.0]
 
 
-def write_checkout(folder: Path, *, kinds: tuple[str, ...] = ("A", "B")) -> Path:
-    """OPT-350M on kinds of GPU of one speed, 1 GB/s between nodes and inside of them."""
+def write_checkout(
+    folder: Path, *, kinds: tuple[str, ...] = ("A", "B"), across: float | None = None
+) -> Path:
+    """OPT-350M on kinds of GPU of one speed, 1 GB/s between nodes and inside of them.
+
+    `across` GB/s were measured from each kind to each other one; None where that was not.
+    """
     layers = {str(number): [FORWARD, BACKWARD, UPDATE] for number in range(26)}
     times = {"1": {"1": layers, "2": layers}}
     sizes = {str(number): {"params_floats": 1e6, "act_mem_floats": 1e6} for number in range(26)}
-    fit = {count: {ZONE: {}} for count in ("1", "2")}
+
+    def links(kind: str, count: str) -> dict[str, Any]:
+        to_others = {} if across is None else {name: [0.0, 0.0, across] for name in kinds}
+        fits = to_others | {kind: _GIGABYTE_A_SECOND}
+        return {ZONE: {other: {count: [fit, 1e9]} for other, fit in fits.items()}}
+
     files: dict[str, Any] = {
         "Planner/simulations/profiles_tmp.json": {"OPT-350": dict.fromkeys(kinds, times)},
         "Planner/llm_info.json": {"OPT-350": {"1": sizes, "2": sizes}},
         "providers/multizone_bandwidths_het.json": {
-            ZONE: {
-                kind: {count: {ZONE: {kind: {count: [_GIGABYTE_A_SECOND, 1e9]}}} for count in fit}
-                for kind in kinds
-            }
+            ZONE: {kind: {count: links(kind, count) for count in ("1", "2")} for kind in kinds}
         },
         "providers/intra_node_bandwidths.json": {
             kind: {"2": [_GIGABYTE_A_SECOND, 1e9]} for kind in kinds

@@ -75,6 +75,16 @@ def test_replicas_reduce_at_the_slowest_wire(checkout: Path) -> None:
     assert Replay(checkout).seconds(record) == pytest.approx(expected, rel=0.01)
 
 
+def test_what_was_measured_between_two_kinds_is_their_wire(tmp_path: Path) -> None:
+    steps = []
+    for across in (None, 0.5):
+        checkout = write_checkout(tmp_path / str(across), across=across)
+        write_run(checkout, "replicas", stages=[["A", "B"]], seconds=1.0)
+        steps.append(Replay(checkout).seconds(*find_records(checkout)))
+    # At half the speed the same bytes take as long again.
+    assert steps[1] - steps[0] == pytest.approx(2 * OPT.parameters * 4 / 2 / 1e9, rel=0.01)
+
+
 def test_records_that_contradict_themselves_are_left_out(checkout: Path) -> None:
     write_run(checkout, "sound", stages=[["A", "B"]], seconds=3.0, reduce=2.5)
     write_run(checkout, "copied", stages=[["A"]], seconds=1.0, reduce=2.5)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from functools import cache
+from itertools import combinations
 from pathlib import Path
 
 from hetero.planner.accelerators import Accelerator
 from hetero.planner.cluster_shape import Cluster, NodeKind, Wire
 from hetero.planner.import_sailor import bandwidth_fit, import_sailor, node_fit
-from hetero.planner.layer_profile import MeasuredProfile
+from hetero.planner.layer_profile import MeasuredProfile, ProfileError
 from hetero.planner.model_shape import ModelShape
 from hetero.planner.pipeline_events import run_chain
 from hetero.planner.stage_shape import StageShape
@@ -83,10 +85,7 @@ class Replay:
     def _cluster(self, record: Record) -> Cluster:
         """A node for each tensor-parallel group, each GPU with a wire of its own.
 
-        The wire is what was measured between two nodes of this kind while as many GPUs sent as a
-        group has. Between two kinds the slower of both holds: the repository's own entries for
-        pairs of kinds contradict each other (Titan RTX to RTX 2080 2.8 GB/s with 2 and 4 GPUs,
-        0.11 GB/s with 1 and 8).
+        The wire is what was measured between two such nodes while as many GPUs sent as a group has.
         """
         kinds = []
         for name in record.kinds:
@@ -97,7 +96,19 @@ class Replay:
             kinds.append(
                 NodeKind(name, accelerator, nodes, record.tensor, record.tensor, inside, rail)
             )
-        return Cluster(tuple(kinds), {})
+        between = {}
+        for pair in combinations(record.kinds, 2):
+            if ways := self._ways(pair, record.tensor):
+                between[frozenset(pair)] = min(ways, key=lambda wire: wire.bandwidth)
+        return Cluster(tuple(kinds), between)
+
+    def _ways(self, pair: tuple[str, str], senders: int) -> list[Wire]:
+        """There and back, as far as measured. A step uses both, so the slower one counts."""
+        found = []
+        for source, target in (pair, pair[::-1]):
+            with suppress(ProfileError):
+                found.append(bandwidth_fit(self._folder, source, senders, zone=ZONE, to=target))
+        return found
 
     def _reduce(
         self, cluster: Cluster, holders: tuple[StageShape, ...], model: ModelShape
