@@ -13,7 +13,7 @@ from hetero.planner.layer_profile import Point
 from tests.tools.sailor_checkout import BACKWARD, FORWARD, UPDATE, write_checkout, write_run
 from tools.planner_validation.recorded_runs import find_records
 from tools.planner_validation.replayed_run import MODELS, Replay
-from tools.planner_validation.scores import kendall_tau
+from tools.planner_validation.scores import kendall_tau, told_apart
 from tools.validate_planner import main
 
 LAYER = FORWARD + BACKWARD
@@ -117,3 +117,11 @@ def test_kendall_tau_counts_pairs_in_the_same_order() -> None:
     assert kendall_tau([(1, 1), (2, 2), (3, 3)]) == 1
     assert kendall_tau([(1, 3), (2, 2), (3, 1)]) == -1
     assert kendall_tau([(1, 1), (2, 3), (3, 2)]) == pytest.approx(1 / 3)
+
+
+def test_runs_whose_steps_overlap_have_no_order() -> None:
+    near = [([1.0, 1.2], 2.0), ([1.1, 1.3], 1.0)]
+    far = ([2.0, 2.1], 1.5)
+    assert told_apart(near) == (1.0, 0)
+    # It is longer than both, and predicted to be longer than one.
+    assert told_apart([*near, far]) == (0.0, 2)

@@ -70,9 +70,13 @@ class Measured:
     program had its core. Known of CPUs."""
 
     @property
+    def steady(self) -> list[float]:
+        """Iterations after the first half, which pays for caches and connections."""
+        return self.seconds[len(self.seconds) // 2 :]
+
+    @property
     def step(self) -> float:
-        """The median after the first half, which pays for caches and connections."""
-        return median(self.seconds[len(self.seconds) // 2 :])
+        return median(self.steady)
 
     @classmethod
     def of(cls, run: Finished, *, held_up: float = 0.0) -> Measured:

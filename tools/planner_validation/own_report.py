@@ -16,7 +16,7 @@ from megatron.training.progress_bar import progress_bar
 from megatron.training.quiet import quiet_core
 from tools.planner_validation.own_bench import Measured, OwnBench
 from tools.planner_validation.own_cases import EVEN, FACTORS, PLANNED, Case
-from tools.planner_validation.scores import score_of
+from tools.planner_validation.scores import score_of, told_apart
 from tools.reports.page import write_whole
 from tools.reports.text_table import aligned
 
@@ -129,9 +129,11 @@ def _verdicts(rows: Sequence[_Row]) -> list[str]:
     scored = score_of([(1 / row.measured.step, 1 / row.predicted.seconds) for row in rows])
     worst = max(rows, key=lambda row: abs(row.step_error))
     peak = max(rows, key=lambda row: abs(row.peak_error))
+    tau, pairs = told_apart([(row.measured.steady, row.predicted.seconds) for row in rows])
     lines = [
         f"steps: {scored}, of {worst.case.name!r} ({_met(scored.largest_error <= _STEP)}: "
         f"{_STEP:.0%}); tau {_met(scored.kendall_tau >= _TAU)}: {_TAU}",
+        f"of {counted(pairs, 'pair')} of plans whose steps do not overlap: tau {tau:.2f}",
         f"peak memory: largest error {100 * peak.peak_error:+.1f} %, of {peak.case.name!r} "
         f"({_met(abs(peak.peak_error) <= _PEAK)}: {_PEAK:.0%})",
     ]

@@ -43,7 +43,25 @@ def score_of(rates: Sequence[tuple[float, float]]) -> Score:
 
 def kendall_tau(pairs: Sequence[tuple[float, float]]) -> float:
     """Tau-a; a tie on either side counts for neither."""
-    agreed = [(one[0] - other[0]) * (one[1] - other[1]) for one, other in combinations(pairs, 2)]
+    return _agreement(list(combinations(pairs, 2)))
+
+
+def told_apart(runs: Sequence[tuple[Sequence[float], float]]) -> tuple[float, int]:
+    """Tau of steps as measured, several times each, and as predicted; and of how many pairs.
+
+    Of those pairs alone whose measurements do not overlap: which of two others is the shorter one
+    was not measured.
+    """
+    pairs = [
+        ((max(one), ours), (max(other), theirs))
+        for (one, ours), (other, theirs) in combinations(runs, 2)
+        if max(one) < min(other) or max(other) < min(one)
+    ]
+    return _agreement(pairs), len(pairs)
+
+
+def _agreement(pairs: Sequence[tuple[tuple[float, float], tuple[float, float]]]) -> float:
+    agreed = [(one[0] - other[0]) * (one[1] - other[1]) for one, other in pairs]
     if not agreed:
         return 1.0
     return sum((value > 0) - (value < 0) for value in agreed) / len(agreed)
