@@ -197,12 +197,12 @@ class TrainingOptimizer:
         spread over stages by more than float64's rounding.
         """
         total = torch.zeros((), dtype=torch.float64, device=self._device)
-        # A GPU adds in a tree. A CPU adds so many numbers to one that, in float32, a large norm
-        # would depend on how many ranks share the tensor.
-        dtype = torch.float64 if self._device.type == "cpu" else None
         for grads in self._counted_grads():
-            norms = torch.stack(torch._foreach_norm(grads, dtype=dtype)).double()
-            total += (norms * norms).sum()
+            if self._device.type == "cpu":
+                total += torch.stack([_square_on_cpu(grad) for grad in grads]).sum()
+            else:
+                norms = torch.stack(torch._foreach_norm(grads)).double()
+                total += (norms * norms).sum()
         return total
 
     def _zeros(self) -> torch.Tensor:
@@ -226,6 +226,21 @@ class TrainingOptimizer:
                 clip_grad_by_total_norm_fp32(
                     parameters, max_norm=self.config.clip_grad, total_norm=norm
                 )
+
+
+_CPU_PIECE = 2**18
+"""Elements of a gradient that are float64 at a time: copies of whole ones stay in the C library's
+heap, several times the largest."""
+
+
+def _square_on_cpu(grad: torch.Tensor) -> torch.Tensor:
+    """In float64 throughout.
+
+    A GPU adds in a tree. A CPU adds so many numbers to one that, in float32, a large norm would
+    depend on how many ranks share the tensor.
+    """
+    pieces = grad.view(-1).split(_CPU_PIECE)
+    return torch.stack([piece.double().square().sum() for piece in pieces]).sum()
 
 
 @dataclass(frozen=True)

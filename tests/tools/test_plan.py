@@ -82,10 +82,13 @@ def test_the_faster_vendor_takes_more_layers(answered: Path) -> None:
     assert layers["amd"] > layers["nvidia"] > 0
 
 
-def test_replicas_are_written_as_flags_that_training_understands(tmp_path: Path) -> None:
+@pytest.mark.parametrize("other", ["amd", "nvidia"])
+def test_replicas_are_written_as_flags_that_training_understands(
+    other: str, tmp_path: Path
+) -> None:
     replica = Mesh("nvidia", stages=2, data=2, share=3, micro_batch_size=2, recompute="full")
     plan = Plan(
-        meshes=(replica, replace(replica, vendor="amd", data=1, share=2)),
+        meshes=(replica, replace(replica, vendor=other, data=1, share=2)),
         layers=((3,), (1,)),
         whole_replicas=True,
     )
@@ -99,7 +102,7 @@ def test_replicas_are_written_as_flags_that_training_understands(tmp_path: Path)
     assert read.layers == plan.layers
     assert [(m.vendor, m.stages, m.tensor, m.data, m.share) for m in read.meshes] == [
         ("nvidia", 2, 1, 2, 3),
-        ("amd", 2, 1, 1, 2),
+        (other, 2, 1, 1, 2),
     ]
     assert (args.global_batch_size, args.micro_batch_size) == (16, 2)
     assert args.recompute_granularity == "full"
@@ -131,6 +134,18 @@ def test_a_model_that_fits_nowhere_is_one_sentence(
     assert "no plan of llama3-8b for a global batch of 64 fits" in told
     assert len(told.splitlines()) == 1
     assert not (tmp_path / "out").exists()
+
+
+def test_a_batch_that_cannot_be_interleaved_is_not_said_to_lack_memory(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    two = CLUSTER.replace("nodes: 1", "gpus_per_node: 1")
+    words = asked(tmp_path, "--interleave", "2", cluster=two)
+    words[words.index("64")] = "7"
+    assert main(words) == 2
+    told = capsys.readouterr().err.strip()
+    assert "it divides into no number of micro-batches that --interleave 2 can be" in told
+    assert "GiB" not in told
 
 
 @pytest.mark.parametrize(

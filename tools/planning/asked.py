@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from hetero.errors import Faults, Refusal, UserError
 from hetero.planner.analytic_profile import EFFICIENCY, analytic_profile, measured_efficiency
-from hetero.planner.cluster_shape import Cluster, load_cluster
+from hetero.planner.answer import plan_best
+from hetero.planner.cluster_shape import Cluster, NodeKind, load_cluster
 from hetero.planner.layer_profile import (
     AcceleratorProfile,
     MeasuredProfile,
@@ -233,16 +234,30 @@ def nowhere_sentence(asked: Asked) -> UserError:
             f"{what}: {counted(model.layers, 'layer')} cannot be {min(space.chunks)} chunks of "
             "each of two stages; allow --interleave 1"
         )
+    unlimited = tuple(map(_without_limit, kinds))
+    if 1 not in space.chunks and not plan_best(
+        replace(problem, cluster=replace(problem.cluster, kinds=unlimited))
+    ):
+        return UserError(
+            f"{what}: it divides into no number of micro-batches that --interleave "
+            f"{_listed(space.chunks)} can be played with on these nodes; allow --interleave 1"
+        )
     held = model.parameters * (
         options.parameter_bytes + options.gradient_bytes + options.state_bytes
     )
-    memory = sum(kind.gpus * kind.accelerator.memory_gib for kind in problem.cluster.kinds)
+    memory = sum(kind.gpus * kind.accelerator.memory_gib for kind in kinds)
     return UserError(
         f"{what} fits: "
         f"its {model.parameters / 1e9:.1f} billion parameters alone take {held / 2**30:.0f} GiB "
-        f"with their gradients and optimizer state, and all GPUs together have {memory:.0f} GiB; "
+        f"with their gradients and optimizer state, activations of {model.seq_length} tokens a "
+        f"sample come on top, and all GPUs together have {memory:.0f} GiB, of which "
+        f"{options.reserved_bytes / 2**30:g} GiB a GPU are reserved; "
         "add nodes, or allow larger --tensor sizes, a --micro-batch of 1 and --recompute full"
     )
+
+
+def _without_limit(kind: NodeKind) -> NodeKind:
+    return replace(kind, accelerator=replace(kind.accelerator, memory_gib=1e9))
 
 
 def _listed(sizes: Sequence[int]) -> str:

@@ -12,7 +12,6 @@ import yaml
 from hetero.planner.answer import Answer
 from hetero.planner.placement import Placement
 from hetero.planner.schedule_timeline import chrome_trace
-from hetero.words import counted
 from tools.planning.asked import Asked
 from tools.planning.plan_page import render_answer
 from tools.planning.what_if import Sweep
@@ -39,11 +38,14 @@ def write_answer(
         (folder / "plan.yaml").unlink(missing_ok=True)
     for name, text in contents.items():
         write_whole(folder / name, text)
-    ranks = placement.plan.world_size
+    ranks = ", ".join(
+        f"{mesh.world_size} on {kind}"
+        for mesh, kind in zip(placement.plan.meshes, placement.kinds, strict=True)
+    )
     return [
         f"wrote {', '.join(str(folder / name) for name in sorted(contents))}",
-        f"run it on {counted(ranks, 'rank')}: pretrain_gpt.py --yaml-cfg {folder / 'flags.yaml'} "
-        "with the model's own flags",
+        f"run it on these ranks in this order, {ranks}: pretrain_gpt.py --yaml-cfg "
+        f"{folder / 'flags.yaml'} with the model's own flags",
     ]
 
 

@@ -65,8 +65,6 @@ def _check_replicas(args: Namespace) -> Iterator[str]:
         del args.hetero_data_parallel
         return
     vendors = [vendor for vendor, _ in args.hetero_data_parallel]
-    for vendor in sorted({name for name in vendors if vendors.count(name) > 1}):
-        yield f"--hetero-data-parallel names {vendor} twice; give all its replicas in one number"
     if len(vendors) == 1:
         yield (
             f"--hetero-data-parallel names {vendors[0]} alone; name a second vendor, or remove the "
