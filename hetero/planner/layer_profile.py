@@ -212,6 +212,11 @@ def load_profile(path: str | Path) -> MeasuredProfile:
 
 def _accelerator_from_mapping(entry: Mapping[str, Any], where: str) -> AcceleratorProfile:
     faults = Faults()
+    lists = [entry.get("points"), entry.get("interpolate", [])] if isinstance(entry, dict) else []
+    if not lists or not all(isinstance(listed, list) for listed in lists):
+        raise ProfileError(
+            f"{where} is damaged: 'points' and 'interpolate' must be lists; measure it again"
+        )
     try:
         rest = {key: value for key, value in entry.items() if key != "points"}
         interpolate = tuple(rest.pop("interpolate", ()))
@@ -246,6 +251,13 @@ def _point_from_mapping(listed: Mapping[str, Any], where: str) -> tuple[Point, P
         measured = PartCosts(**costs)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ProfileError(f"{where} is damaged: {error!r}; measure it again") from error
+    faults = Faults()
+    for name in ("tensor", "micro_batch", "seq_length"):
+        if type(size := getattr(point, name)) is not int or size < 1:
+            faults.sentences.append(
+                f"{where}: {name} is {size!r}; it must be a whole number of at least 1"
+            )
+    faults.refuse(ProfileError)
     for cost in _numbers(costs.values()):
         _require_cost(cost, f"{where}, {point}")
     return point, measured

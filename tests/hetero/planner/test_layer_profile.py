@@ -67,6 +67,7 @@ def test_the_optimizer_takes_a_fixed_part_and_one_for_each_parameter() -> None:
         ("{}", "not a profile of format 1"),
         ('{"format": 1}', "is damaged: it lists no accelerators"),
         ('{"format": 1, "accelerators": {"X": {"points": []}}}', "X is damaged: TypeError"),
+        ('{"format": 1, "accelerators": {"X": []}}', "'points' and 'interpolate' must be lists"),
     ],
 )
 def test_a_damaged_file_is_refused(tmp_path: Path, text: str, said: str) -> None:
@@ -74,6 +75,18 @@ def test_a_damaged_file_is_refused(tmp_path: Path, text: str, said: str) -> None
     file.write_text(text)
     with pytest.raises(ProfileError, match=said):
         load_profile(file)
+
+
+def test_a_point_of_no_size_is_told(tmp_path: Path) -> None:
+    file = tmp_path / "profile.json"
+    points = {Point("two", 0, 128): costs(1.0)}  # type: ignore[arg-type]
+    MeasuredProfile({"H200": AcceleratorProfile(points, 1e-9)}).save(file)
+    with pytest.raises(ProfileError) as caught:
+        load_profile(file)
+    assert [said.partition("point 0: ")[2] for said in caught.value.sentences] == [
+        "tensor is 'two'; it must be a whole number of at least 1",
+        "micro_batch is 0; it must be a whole number of at least 1",
+    ]
 
 
 def test_every_damage_of_a_file_is_told_at_once(tmp_path: Path) -> None:
