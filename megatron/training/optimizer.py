@@ -239,7 +239,7 @@ def _square_on_cpu(grad: torch.Tensor) -> torch.Tensor:
     A GPU adds in a tree. A CPU adds so many numbers to one that, in float32, a large norm would
     depend on how many ranks share the tensor.
     """
-    pieces = grad.view(-1).split(_CPU_PIECE)
+    pieces = grad.reshape(-1).split(_CPU_PIECE)
     return torch.stack([piece.double().square().sum() for piece in pieces]).sum()
 
 
