@@ -35,7 +35,7 @@ DATA = (
 )
 DENSE = "dense"
 ACCEPTED = "accepted"
-# What a command can ask for that this program does not offer; classify.py has the same names.
+# What a command can ask for that this program does not offer, in the words of commands.json.
 LEFT_OUT = ("FP8 or FP4", "context parallelism", "FSDP")
 
 
