@@ -5,25 +5,14 @@ from pathlib import Path
 
 import numpy
 import pytest
-import torch
-from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
 from megatron.training.dataset_description import Description, TokenizerFacts
+from tests.tools.test_merge_datasets import build
 from tools.inspect_data import main
 
 HEADER = 34
 NULL = ["--tokenizer-type", "NullTokenizer", "--vocab-size", "100"]
 """Its end token is 100, so that it has 101 tokens."""
-
-
-def build(prefix: Path, documents: list[list[list[int]]], dtype: type = numpy.uint16) -> str:
-    builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=dtype)
-    for sequences in documents:
-        for tokens in sequences:
-            builder.add_item(torch.tensor(tokens, dtype=torch.int64))
-        builder.end_document()
-    builder.finalize(f"{prefix}.idx")
-    return str(prefix)
 
 
 @pytest.fixture

@@ -12,16 +12,7 @@ from megatron.training.cpu_shim import cpu_shim
 from megatron.training.layout import plan_from_args
 from megatron.training.model_size import model_shape
 from tests.training.arguments.conftest import command_line
-
-
-class _Alone:
-    """A process group of one rank, of which only this is asked."""
-
-    def size(self) -> int:
-        return 1
-
-    def rank(self) -> int:
-        return 0
+from tests.training.test_positions import Alone
 
 
 def _built(flags: str, monkeypatch: pytest.MonkeyPatch) -> tuple[int, int]:
@@ -32,7 +23,7 @@ def _built(flags: str, monkeypatch: pytest.MonkeyPatch) -> tuple[int, int]:
     plan = plan_from_args(args, vendor="cpu")
     from megatron.core.process_groups_config import ProcessGroupCollection
 
-    alone = _Alone()
+    alone = Alone()
     groups = ProcessGroupCollection(tp=alone, pp=alone, cp=alone, embd=alone)
     monkeypatch.setattr(parallel_state, "_TENSOR_MODEL_PARALLEL_GROUP", alone)
     monkeypatch.setattr(parallel_state, "_PIPELINE_MODEL_PARALLEL_GROUP", alone)

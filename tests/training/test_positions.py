@@ -74,15 +74,15 @@ def test_neighbours_can_be_rotated_in_place_of_halves() -> None:
         with cpu_shim():
             frequencies = embedding(5)
             settings = TransformerConfig(**config, rotary_interleaved=interleave)
-            return apply_rotary_pos_emb(value, frequencies, settings, cp_group=_Alone())
+            return apply_rotary_pos_emb(value, frequencies, settings, cp_group=Alone())
 
     halves = rotated(x, interleave=False)
     expected = torch.stack(halves.chunk(2, -1), -1).flatten(-2)
     assert torch.allclose(rotated(interleaved, interleave=True), expected, atol=1e-6)
 
 
-class _Alone:
-    """A context-parallel group of one."""
+class Alone:
+    """A process group of one rank, of which only this is asked."""
 
     def size(self) -> int:
         return 1

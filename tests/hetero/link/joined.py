@@ -2,40 +2,33 @@
 
 from __future__ import annotations
 
+import random
 import threading
 import time
-from collections.abc import Callable, Iterator
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from hetero.device.device import Device
+from hetero.device.host import HostDevice
 from hetero.errors import LinkError
-from hetero.link.base import LinkDescription
+from hetero.link.base import Work
 from hetero.link.handshake import Rendezvous
 from hetero.link.ring_link import RingLink
+from tests.hetero.link.test_handshake import rendezvous
 
 CPU = torch.device("cpu")
 MESSAGES = 40
 OpenEnd = Callable[[Rendezvous], RingLink]
 Both = tuple[RingLink, RingLink]
-
-
-def rendezvous_of(rank: int, store: dist.Store, *, timeout: float) -> Rendezvous:
-    description = LinkDescription(
-        rank=rank, peer=1 - rank, stage=rank, peer_stage=1 - rank, job="joined", timeout=timeout
-    )
-    return Rendezvous(
-        store=store,
-        description=description,
-        name="joined",
-        listens=rank == 0,
-        secret=b"joined",
-        timeout=20.0,
-    )
 
 
 @contextmanager
@@ -44,7 +37,8 @@ def joined(open_end: OpenEnd, *, timeout: float = 20.0) -> Iterator[Both]:
     store = dist.HashStore()
     with ThreadPoolExecutor(2) as pool:
         ends = pool.map(
-            lambda rank: open_end(rendezvous_of(rank, store, timeout=timeout)), range(2)
+            lambda rank: open_end(rendezvous(rank, store, link_timeout=timeout, timeout=20.0)),
+            range(2),
         )
         links = list(ends)
         try:
@@ -59,11 +53,32 @@ def attempted(open_end: OpenEnd) -> list[str]:
 
     def error_of(rank: int) -> str:
         with pytest.raises(LinkError) as failure:
-            open_end(rendezvous_of(rank, store, timeout=20.0))
+            open_end(rendezvous(rank, store, link_timeout=20.0, timeout=20.0))
         return str(failure.value)
 
     with ThreadPoolExecutor(2) as pool:
         return list(pool.map(error_of, range(2)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class JoinedEnds(ABC):
+    """How the two ends of a carried link are opened."""
+
+    timeout: float = 20.0
+    devices: tuple[Device, ...] = field(default_factory=lambda: (HostDevice(CPU), HostDevice(CPU)))
+
+    @abstractmethod
+    def open(self, rendezvous: Rendezvous) -> RingLink: ...
+
+    @contextmanager
+    def links(self) -> Iterator[Both]:
+        """Both links, which are closed at the end in whatever state they are."""
+        with joined(self.open, timeout=self.timeout) as links:
+            yield links
+
+    def errors(self) -> list[str]:
+        """The texts of both ends' errors; opening must fail at both."""
+        return attempted(self.open)
 
 
 def noise(nbytes: int, seed: int = 0) -> torch.Tensor:
@@ -104,6 +119,26 @@ def cross_both_ways(links: Both, *, messages: int, nbytes: int) -> bool:
     for work in works:
         work.wait()
     return all(torch.equal(torch.stack(mine), torch.stack(sent)) for mine in targets)
+
+
+def cross_and_compare(
+    links: Both, chance: random.Random, *, sizes: Sequence[int], before: Callable[[int], None]
+) -> None:
+    """Send messages of any of these sizes both ways at once, some at a time, and compare them."""
+    flights: deque[tuple[Work, Work, torch.Tensor, torch.Tensor]] = deque()
+    for number in range(MESSAGES):
+        before(number)
+        for one, other in (links, links[::-1]):
+            sent = noise(chance.choice(sizes), number)
+            target = torch.zeros_like(sent)
+            flights.append((one.send(sent), other.recv(target), sent, target))
+        while len(flights) > (6 if number < MESSAGES - 1 else 0):
+            sending, receiving, sent, target = flights.popleft()
+            receiving.wait()
+            sending.wait()
+            for link in links:
+                link.check()
+            assert torch.equal(sent, target)
 
 
 def arrives_although_closed(sender: RingLink, receiver: RingLink, *, nbytes: int) -> bool:

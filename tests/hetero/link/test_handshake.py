@@ -18,9 +18,12 @@ from hetero.link.handshake import Rendezvous, accept, compare, connect, look_up,
 SECRET = b"only this job knows"
 
 
-def rendezvous(rank: int, store: dist.Store, **changes: Any) -> Rendezvous:
+def rendezvous(
+    rank: int, store: dist.Store, *, link_timeout: float = 5.0, **changes: Any
+) -> Rendezvous:
+    """Of a link whose own timeout, beside that of meeting, is `link_timeout`."""
     description = LinkDescription(
-        rank=rank, peer=1 - rank, stage=rank, peer_stage=1 - rank, job="job", timeout=5.0
+        rank=rank, peer=1 - rank, stage=rank, peer_stage=1 - rank, job="job", timeout=link_timeout
     )
     one = Rendezvous(
         store=store,

@@ -6,7 +6,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,7 +13,6 @@ import torch.distributed as dist
 
 from hetero.device.device import Event
 from hetero.errors import LinkError
-from hetero.link.base import LinkDescription
 from hetero.link.ring import Direction
 from hetero.link.ring_link import RingLink
 from hetero.link.same_host import open_same_host
@@ -51,12 +49,8 @@ class Pair:
         self.devices = [device(), device()]
 
         def open_end(rank: int) -> RingLink:
-            ours = rendezvous(rank, store, timeout=20.0)
-            description = LinkDescription(
-                rank=rank, peer=1 - rank, stage=rank, peer_stage=1 - rank, job="j", timeout=timeout
-            )
             return open_same_host(
-                replace(ours, description=description),
+                rendezvous(rank, store, link_timeout=timeout, timeout=20.0),
                 transport=transport,
                 ring_bytes=64 << 10,
                 chunk_bytes=16 << 10,

@@ -5,13 +5,11 @@ from __future__ import annotations
 import socket
 import struct
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from ctypes import addressof, create_string_buffer
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import pytest
-import torch
 
 from hetero.device.device import Device
 from hetero.device.host import HostDevice
@@ -21,7 +19,7 @@ from hetero.link.handshake import Rendezvous
 from hetero.link.ring_link import RingLink
 from hetero.link.tcp import open_tcp
 from hetero.link.tcp_connections import TcpPaths
-from tests.hetero.link.joined import CPU, attempted, joined
+from tests.hetero.link.joined import CPU, JoinedEnds
 
 RING_BYTES = 256 << 10
 CHUNK_BYTES = 16 << 10
@@ -122,20 +120,12 @@ def _names(end: socket.socket) -> _Names:
     return end.getsockname(), end.getpeername()
 
 
-def _host_devices() -> tuple[Device, Device]:
-    return HostDevice(CPU), HostDevice(CPU)
-
-
 @dataclass(frozen=True)
-class Setup:
-    """How the two ends are opened."""
-
+class Setup(JoinedEnds):
     connections: int = 2
     addresses: tuple[str, ...] = ("127.0.0.1",)
-    timeout: float = 20.0
     ring_bytes: int = RING_BYTES
     chunk_bytes: tuple[int, int] = (CHUNK_BYTES, CHUNK_BYTES)
-    devices: tuple[Device, Device] = field(default_factory=_host_devices)
 
     def open(self, rendezvous: Rendezvous) -> RingLink:
         rank = rendezvous.description.rank
@@ -147,18 +137,7 @@ class Setup:
             paths=TcpPaths(addresses=self.addresses, connections=self.connections),
         )
 
-    @contextmanager
-    def links(self) -> Iterator[tuple[RingLink, RingLink]]:
-        """Both links, which are closed at the end in whatever state they are."""
-        with joined(self.open, timeout=self.timeout) as links:
-            yield links
-
-    def errors(self) -> list[str]:
-        """The texts of both ends' errors; opening must fail at both."""
-        return attempted(self.open)
-
 
 def checked() -> tuple[Device, Device]:
     """Devices that verify every byte."""
-    cpu = torch.device("cpu")
-    return HostDevice(cpu, checksum=True), HostDevice(cpu, checksum=True)
+    return HostDevice(CPU, checksum=True), HostDevice(CPU, checksum=True)

@@ -14,9 +14,8 @@ import torch
 from hetero.errors import LinkError
 from tests.hetero.link.joined import (
     MESSAGES,
-    arrives_although_closed,
     at,
-    cross_both_ways,
+    cross_and_compare,
     is_broken,
     noise,
     stream,
@@ -32,6 +31,7 @@ from tests.hetero.link.tcp.ends import (
 )
 
 NBYTES = 6 * CHUNK_BYTES + 1
+SIZES = (0, 1, 511, 5000, 2 * RING_BYTES)
 # A dead path is noticed after a quarter of it, or a little later.
 SHORT = 5.0
 FAULTS: dict[str, Callable[[Connection], None]] = {
@@ -42,14 +42,6 @@ FAULTS: dict[str, Callable[[Connection], None]] = {
 
 def lost_rails(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [line for line in caplog.messages if "is lost" in line]
-
-
-@pytest.mark.parametrize("nbytes", [0, 1, CHUNK_BYTES, RING_BYTES - 1, 5 * RING_BYTES + 3])
-@pytest.mark.parametrize("checks", [False, True], ids=["plain", "checksum"])
-def test_every_byte_arrives(network: Network, nbytes: int, checks: bool) -> None:
-    with (Setup(devices=checked()) if checks else Setup()).links() as (one, other):
-        assert stream(one, other, nbytes=nbytes) == MESSAGES
-        assert stream(other, one, nbytes=nbytes) == MESSAGES
 
 
 def test_rails_share_the_entries_by_their_speed(network: Network) -> None:
@@ -85,7 +77,6 @@ def test_a_fault_of_any_kind_at_any_time_costs_no_byte(network: Network, seed: i
     """Both ways at once, with many sizes, over four rails of which three are lost on the way."""
     chance = random.Random(seed)
     strikes = {chance.randrange(MESSAGES): index for index in chance.sample(range(4), 3)}
-    flights = []
     setup = Setup(
         connections=4,
         timeout=2 * SHORT,
@@ -94,20 +85,12 @@ def test_a_fault_of_any_kind_at_any_time_costs_no_byte(network: Network, seed: i
     )
     with setup.links() as links:
         rails = network.rails
-        for number in range(MESSAGES):
-            for one, other in (links, links[::-1]):
-                sent = noise(chance.choice([0, 1, 511, 5000, 2 * RING_BYTES]), number)
-                target = torch.zeros_like(sent)
-                flights.append((one.send(sent), other.recv(target), sent, target))
+
+        def strike(number: int) -> None:
             if number in strikes:
                 FAULTS[chance.choice(list(FAULTS))](rails[strikes[number]])
-            while len(flights) > (6 if number < MESSAGES - 1 else 0):
-                sending, receiving, sent, target = flights.pop(0)
-                receiving.wait()
-                sending.wait()
-                for link in links:
-                    link.check()
-                assert torch.equal(sent, target)
+
+        cross_and_compare(links, chance, sizes=SIZES, before=strike)
 
 
 def test_rails_that_all_fall_silent_are_not_lost_and_go_on_when_they_can(
@@ -147,37 +130,6 @@ def test_a_link_survives_the_loss_of_any_of_its_paths(
         assert stream(*reversed(links), nbytes=NBYTES) == MESSAGES
 
 
-def test_the_loss_of_the_last_rail_is_an_error_at_both_ends_that_names_it(
-    network: Network,
-) -> None:
-    with Setup(connections=1, timeout=2 * SHORT).links() as links:
-        stream(*links, nbytes=NBYTES)
-        network.rails[0].close()
-        target = torch.zeros(NBYTES, dtype=torch.uint8)
-        links[0].send(noise(NBYTES))
-        with pytest.raises(LinkError) as told:
-            links[1].recv(target).wait()
-        # A send is done when its bytes are in the ring; the next request hears of the loss.
-        wait_until(lambda: is_broken(links[0], noise(5)))
-        with pytest.raises(LinkError) as own:
-            links[0].check()
-    for rank, error in enumerate((own, told)):
-        assert f"link rank {rank} (stage {rank}) - rank {1 - rank}" in str(error.value)
-        assert "the last rail, 127.0.0.1 to 127.0.0.1, is lost" in str(error.value)
-
-
-def test_a_peer_that_closes_is_not_taken_for_lost_rails(
-    network: Network, caplog: pytest.LogCaptureFixture
-) -> None:
-    with caplog.at_level(logging.WARNING), Setup().links() as (one, other):
-        assert stream(one, other, nbytes=NBYTES) == MESSAGES
-        work = one.recv(torch.zeros(5))
-        other.close()
-        with pytest.raises(LinkError, match="rank 1 has ended or closed the link"):
-            work.wait()
-    assert caplog.messages == []
-
-
 def test_a_large_message_passes_the_senders_ring_by_until_the_peer_has_it(network: Network) -> None:
     sent, target = noise(NBYTES), torch.zeros(NBYTES, dtype=torch.uint8)
     with Setup().links() as (one, other):
@@ -201,19 +153,9 @@ def test_a_sender_whose_tensor_is_still_needed_hears_of_a_failure(network: Netwo
             work.wait()
 
 
-def test_the_last_message_before_a_close_arrives(network: Network) -> None:
-    with Setup().links() as links:
-        assert arrives_although_closed(*links, nbytes=3 * RING_BYTES)
-
-
 def test_a_sender_that_nobody_waits_for_is_told_that_nothing_moves(network: Network) -> None:
     with Setup(timeout=0.5).links() as (one, _):
         one.send(noise(2 * RING_BYTES))
         wait_until(lambda: is_broken(one, noise(1)))
         with pytest.raises(LinkError, match=r"rank 0 \(stage 0\)"):
             one.check()
-
-
-def test_more_messages_than_there_are_records_cross_both_ways_at_once(network: Network) -> None:
-    with Setup().links() as links:
-        assert cross_both_ways(links, messages=700, nbytes=100)

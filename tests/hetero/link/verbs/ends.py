@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
-from hetero.device.device import Device
-from hetero.device.host import HostDevice
 from hetero.link.handshake import Rendezvous
 from hetero.link.ring_link import RingLink
 from hetero.link.verbs import HOST, VerbsOptions, open_verbs
-from tests.hetero.link.joined import CPU, attempted, joined
+from tests.hetero.link.joined import CPU, JoinedEnds
 from tests.loopback_nic.library import LoopbackNics
 
 RING_BYTES = 64 << 10
@@ -21,23 +17,15 @@ CHUNK_BYTES = 16 << 10
 STALL = 0.5
 
 
-def _host_devices() -> tuple[Device, ...]:
-    return HostDevice(CPU), HostDevice(CPU)
-
-
 @dataclass(frozen=True)
-class Setup:
-    """How the two ends are opened."""
-
+class Setup(JoinedEnds):
     nics: LoopbackNics
     names: tuple[tuple[str, ...], ...] = (("a0", "a1"), ("b0", "b1"))
     """Each end's NICs."""
-    timeout: float = 20.0
     ring_bytes: tuple[int, int] = (RING_BYTES, RING_BYTES)
     chunk_bytes: int = CHUNK_BYTES
     read_back: bool = False
     memory: str = HOST
-    devices: tuple[Device, ...] = field(default_factory=_host_devices)
     tensors_on: tuple[torch.device, ...] = (CPU, CPU)
 
     def open(self, rendezvous: Rendezvous) -> RingLink:
@@ -57,13 +45,3 @@ class Setup:
                 sys_root=self.nics.sys_root,
             ),
         )
-
-    @contextmanager
-    def links(self) -> Iterator[tuple[RingLink, RingLink]]:
-        """Both links, which are closed at the end in whatever state they are."""
-        with joined(self.open, timeout=self.timeout) as links:
-            yield links
-
-    def errors(self) -> list[str]:
-        """The texts of both ends' errors; opening must fail at both."""
-        return attempted(self.open)

@@ -8,20 +8,13 @@ import random
 import re
 import signal
 import time
-from collections.abc import Callable
-from typing import Any
 
 import pytest
-import torch
 
-from hetero.errors import LinkError
 from tests.hetero.link.joined import (
     MESSAGES,
-    arrives_although_closed,
     at,
-    cross_both_ways,
-    is_broken,
-    noise,
+    cross_and_compare,
     stream,
     threads_named,
     wait_until,
@@ -30,19 +23,7 @@ from tests.hetero.link.verbs.ends import CHUNK_BYTES, RING_BYTES, Setup
 from tests.loopback_nic.library import Fault, LoopbackNics
 
 NBYTES = 3 * CHUNK_BYTES + 1
-
-
-@pytest.mark.parametrize("nbytes", [0, 1, CHUNK_BYTES, RING_BYTES - 1, 5 * RING_BYTES + 3])
-@pytest.mark.parametrize("read_back", [False, True], ids=["in-order", "read-back"])
-def test_every_byte_arrives(nics: LoopbackNics, nbytes: int, read_back: bool) -> None:
-    with Setup(nics, read_back=read_back).links() as (one, other):
-        assert stream(one, other, nbytes=nbytes) == MESSAGES
-        assert stream(other, one, nbytes=nbytes) == MESSAGES
-
-
-def test_more_messages_than_there_are_records_cross_both_ways_at_once(nics: LoopbackNics) -> None:
-    with Setup(nics).links() as links:
-        assert cross_both_ways(links, messages=700, nbytes=100)
+SIZES = (0, 1, 511, 5000, 2 * RING_BYTES)
 
 
 def test_two_rails_share_the_entries_of_a_message(nics: LoopbackNics) -> None:
@@ -98,31 +79,6 @@ def test_a_port_that_goes_down_is_a_lost_rail_at_once(
     assert any("(b0:1) is lost: its port has gone down" in line for line in caplog.messages)
 
 
-@pytest.mark.parametrize("fault", [Fault.CUT, Fault.SILENT], ids=str)
-def test_the_loss_of_the_last_rail_is_an_error_at_both_ends_that_names_it(
-    nics: LoopbackNics, fault: Fault
-) -> None:
-    errors: list[str] = []
-    with Setup(nics, names=(("a0",), ("b0",))).links() as links:
-
-        def expect(action: Callable[[], Any]) -> None:
-            with pytest.raises(LinkError) as failure:
-                action()
-            errors.append(str(failure.value))
-
-        stream(*links, nbytes=NBYTES)
-        nics.break_with("a0", fault)
-        sent, target = noise(5, 0), torch.zeros(5, dtype=torch.uint8)
-        links[0].send(sent)
-        expect(lambda: links[1].recv(target).wait())
-        # A send is done when its bytes are in the ring; the next request hears of the loss.
-        wait_until(lambda: is_broken(links[0], sent))
-        expect(links[0].check)
-    for rank, (error, rail) in enumerate(zip(reversed(errors), ("a0:1", "b0:1"), strict=True)):
-        assert f"link rank {rank} (stage {rank}) - rank {1 - rank}" in error
-        assert f"the last rail, {rail}, is lost" in error
-
-
 def test_writes_that_only_a_read_back_shows_are_waited_for(nics: LoopbackNics) -> None:
     for name in ("b0", "b1"):
         nics.hold_writes(name)
@@ -146,73 +102,20 @@ def test_a_fault_of_any_kind_at_any_time_costs_no_byte(nics: LoopbackNics, seed:
     chance = random.Random(seed)
     read_back = chance.random() < 0.5
     name = chance.choice("ab") + chance.choice("01")
-    strike, fault = chance.choice(
+    strike = chance.choice(
         [
-            (nics.break_with, Fault.CUT),
-            (nics.break_with, Fault.SILENT),
-            (nics.take_port_down, None),
-            (nics.break_reads, None),
+            lambda: nics.break_with(name, Fault.CUT),
+            lambda: nics.break_with(name, Fault.SILENT),
+            lambda: nics.take_port_down(name),
+            lambda: nics.break_reads(name),
         ]
     )
     when = chance.randrange(MESSAGES)
-    flights = []
     if read_back:
         nics.hold_writes(name)
     chunk_bytes = chance.choice([512, 4096, CHUNK_BYTES])
     with Setup(nics, read_back=read_back, chunk_bytes=chunk_bytes).links() as links:
-        for number in range(MESSAGES):
-            if number == when:
-                strike(*[argument for argument in (name, fault) if argument is not None])
-            for one, other in (links, links[::-1]):
-                sent = noise(chance.choice([0, 1, 511, 5000, 2 * RING_BYTES]), number)
-                target = torch.zeros_like(sent)
-                flights.append((one.send(sent), other.recv(target), sent, target))
-            while len(flights) > (6 if number < MESSAGES - 1 else 0):
-                sending, receiving, sent, target = flights.pop(0)
-                receiving.wait()
-                sending.wait()
-                for link in links:
-                    link.check()
-                assert torch.equal(sent, target)
-
-
-def test_a_peer_that_closes_is_an_error_at_whoever_waits_for_it(nics: LoopbackNics) -> None:
-    with Setup(nics).links() as (one, other):
-        assert stream(one, other, nbytes=NBYTES) == MESSAGES
-        work = one.recv(torch.zeros(5))
-        other.close()
-        with pytest.raises(LinkError, match="rank 1 has ended or closed the link"):
-            work.wait()
-
-
-def test_a_peer_that_sends_nothing_is_an_error_after_the_deadline(nics: LoopbackNics) -> None:
-    with (
-        Setup(nics, timeout=0.5).links() as (one, _),
-        pytest.raises(LinkError, match=r"nothing moved for 0\.5 s"),
-    ):
-        one.recv(torch.zeros(5)).wait()
-
-
-def test_a_receiver_that_refuses_a_message_tells_its_sender(nics: LoopbackNics) -> None:
-    with Setup(nics).links() as (one, other):
-        sent = torch.ones(4)
-        one.send(sent)
-        with pytest.raises(LinkError, match="shape"):
-            other.recv(torch.zeros(5)).wait()
-        wait_until(lambda: is_broken(one, sent))
-        with pytest.raises(LinkError, match="rank 1 refused a message"):
-            one.check()
-
-
-def test_the_last_message_before_a_close_arrives(nics: LoopbackNics) -> None:
-    with Setup(nics).links() as links:
-        assert arrives_although_closed(*links, nbytes=3 * RING_BYTES)
-
-
-def test_a_link_can_be_opened_again(nics: LoopbackNics) -> None:
-    for _ in range(3):
-        with Setup(nics).links() as links:
-            assert stream(*links, nbytes=NBYTES) == MESSAGES
+        cross_and_compare(links, chance, sizes=SIZES, before=at(when, strike))
 
 
 def test_an_idle_link_s_carriers_never_wake(nics: LoopbackNics) -> None:

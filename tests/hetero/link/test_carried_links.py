@@ -1,0 +1,128 @@
+"""What a link promises whatever carries its ring: TCP connections, or NICs that are copies."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from hetero.errors import LinkError
+from tests.hetero.link.joined import (
+    CPU,
+    MESSAGES,
+    arrives_although_closed,
+    cross_both_ways,
+    is_broken,
+    noise,
+    stream,
+    wait_until,
+)
+from tests.hetero.link.tcp import ends as tcp
+from tests.hetero.link.test_contract import soaked
+from tests.hetero.link.verbs import ends as verbs
+from tests.loopback_nic.library import Fault, LoopbackNics
+
+NBYTES = 6 * tcp.CHUNK_BYTES + 1
+Setup = tcp.Setup | verbs.Setup
+
+
+@pytest.fixture(params=["tcp", "verbs"])
+def setup(request: pytest.FixtureRequest) -> Setup:
+    """Two rails between two ends in this process."""
+    if request.param == "tcp":
+        request.getfixturevalue("network")
+        return tcp.Setup()
+    return verbs.Setup(request.getfixturevalue("nics"))
+
+
+@pytest.fixture(params=["tcp", "tcp-checksum", "verbs", "verbs-read-back"])
+def any_setup(request: pytest.FixtureRequest) -> Setup:
+    """The same, in each of the ways in which bytes arrive."""
+    kind, _, way = request.param.partition("-")
+    if kind == "tcp":
+        request.getfixturevalue("network")
+        return tcp.Setup(devices=tcp.checked()) if way else tcp.Setup()
+    return verbs.Setup(request.getfixturevalue("nics"), read_back=bool(way))
+
+
+@pytest.mark.parametrize(
+    "nbytes", [0, 1, tcp.CHUNK_BYTES, tcp.RING_BYTES - 1, 5 * tcp.RING_BYTES + 3]
+)
+def test_every_byte_arrives(any_setup: Setup, nbytes: int) -> None:
+    with any_setup.links() as (one, other):
+        assert stream(one, other, nbytes=nbytes) == MESSAGES
+        assert stream(other, one, nbytes=nbytes) == MESSAGES
+
+
+def test_more_messages_than_there_are_records_cross_both_ways_at_once(setup: Setup) -> None:
+    with setup.links() as links:
+        assert cross_both_ways(links, messages=700, nbytes=100)
+
+
+def test_the_last_message_before_a_close_arrives(setup: Setup) -> None:
+    with setup.links() as links:
+        assert arrives_although_closed(*links, nbytes=3 * tcp.RING_BYTES)
+
+
+def test_a_peer_that_closes_is_not_taken_for_lost_rails(
+    setup: Setup, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("WARNING"), setup.links() as (one, other):
+        assert stream(one, other, nbytes=NBYTES) == MESSAGES
+        work = one.recv(torch.zeros(5))
+        other.close()
+        with pytest.raises(LinkError, match="rank 1 has ended or closed the link"):
+            work.wait()
+    assert caplog.messages == []
+
+
+def _lose_the_last(setup: Setup, strike: Callable[[], None], names: tuple[str, str]) -> None:
+    with setup.links() as links:
+        stream(*links, nbytes=NBYTES)
+        strike()
+        links[0].send(noise(NBYTES))
+        with pytest.raises(LinkError) as told:
+            links[1].recv(torch.zeros(NBYTES, dtype=torch.uint8)).wait()
+        # A send is done when its bytes are in the ring; the next request hears of the loss.
+        wait_until(lambda: is_broken(links[0], noise(5)))
+        with pytest.raises(LinkError) as own:
+            links[0].check()
+    for rank, (error, rail) in enumerate(zip((own, told), names, strict=True)):
+        assert f"link rank {rank} (stage {rank}) - rank {1 - rank}" in str(error.value)
+        assert f"the last rail, {rail}, is lost" in str(error.value)
+
+
+def test_the_loss_of_the_last_connection_is_an_error_at_both_ends_that_names_it(
+    network: tcp.Network,
+) -> None:
+    names = ("127.0.0.1 to 127.0.0.1",) * 2
+    _lose_the_last(tcp.Setup(connections=1), lambda: network.rails[0].close(), names)
+
+
+@pytest.mark.parametrize("fault", [Fault.CUT, Fault.SILENT], ids=str)
+def test_the_loss_of_the_last_nic_is_an_error_at_both_ends_that_names_it(
+    nics: LoopbackNics, fault: Fault
+) -> None:
+    setup = verbs.Setup(nics, names=(("a0",), ("b0",)))
+    _lose_the_last(setup, lambda: nics.break_with("a0", fault), ("a0:1", "b0:1"))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_hundred_thousand_messages_cross_between_emulated_nics(nics: LoopbackNics) -> None:
+    """As the contract has them cross between two processes, over every other transport."""
+    setup = replace(verbs.Setup(nics), ring_bytes=(2 << 20, 2 << 20), chunk_bytes=64 << 10)
+    with setup.links() as links, ThreadPoolExecutor(2) as pool:
+        sides: list[Any] = [
+            SimpleNamespace(
+                link=link, rank=rank, peer=1 - rank, device=CPU, options={"count": 100_000}
+            )
+            for rank, link in enumerate(links)
+        ]
+        outcome = {"compared": 100_000, "received": 100_000}
+        assert list(pool.map(soaked, sides)) == [outcome] * 2
