@@ -13,7 +13,7 @@ from ctypes import CDLL, byref
 import torch
 
 from hetero.device.device import COMPLETED, CurrentStream, Device, DeviceStreams, Event, Word
-from hetero.device.driver import GpuDriver, driver_for
+from hetero.device.driver import driver_for
 from hetero.device.gpu import index_of, record_event
 from hetero.errors import LinkError
 from hetero.native.binding import native
@@ -95,9 +95,9 @@ class CallingThread(CurrentStream):
 class _Gpu:
     """The GPU whose tensors a device of the host serves."""
 
-    def __init__(self, device: torch.device, driver: GpuDriver | None) -> None:
+    def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.driver = driver or driver_for(device)
+        self.driver = driver_for(device)
         self.index = index_of(device)
 
 
@@ -109,15 +109,9 @@ class HostDevice(Device):
         checksum: put one behind each entry's bytes and verify it at the other end.
     """
 
-    def __init__(
-        self,
-        device: torch.device,
-        *,
-        checksum: bool = False,
-        driver: GpuDriver | None = None,
-    ) -> None:
+    def __init__(self, device: torch.device, *, checksum: bool = False) -> None:
         self._library = native()
-        self._gpu = None if device.type == "cpu" else _Gpu(device, driver)
+        self._gpu = None if device.type == "cpu" else _Gpu(device)
         self._caller = CallingThread(self._library, takes_work=self._gpu is None)
         self._streams: list[HostStreams] = []
         self._wrote: tuple[int, int] | None = None

@@ -95,13 +95,10 @@ def show_token(connection: socket.socket, rendezvous: Rendezvous) -> None:
         connection.sendall(_token(rendezvous, of_listener=True))
 
 
-def accept(
-    listener: socket.socket, rendezvous: Rendezvous, *, count: int = 1
-) -> list[socket.socket]:
-    """Accept `count` connections of peers of this link; turn all others away."""
+def accept(listener: socket.socket, rendezvous: Rendezvous) -> socket.socket:
+    """A connection of this link's peer; all others are turned away."""
     deadline = time.monotonic() + rendezvous.timeout
-    accepted: list[socket.socket] = []
-    while len(accepted) < count:
+    while True:
         remaining = deadline - time.monotonic()
         if remaining <= 0:
             raise rendezvous.failure(
@@ -117,11 +114,9 @@ def accept(
         connection.settimeout(min(10.0, remaining))
         try:
             show_token(connection, rendezvous)
+            return connection
         except (OSError, ValueError):
             connection.close()
-            continue
-        accepted.append(connection)
-    return accepted
 
 
 def listen_at(address: str) -> socket.socket:

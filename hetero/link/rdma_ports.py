@@ -56,12 +56,12 @@ class Port:
         return self.kind != INFINIBAND or self.network != other.network
 
 
-def why_no_rdma(*, sys_root: Path = SYS) -> str | None:
+def why_no_rdma() -> str | None:
     """Why this host cannot use RDMA; None if it has a device and the library to drive it.
 
     Whether a port is up and reaches the peer is seen only by opening a link.
     """
-    if not rdma_devices(sys_root=sys_root):
+    if not rdma_devices():
         return f"{socket.gethostname()} has no RDMA device"
     return libibverbs_missing()
 

@@ -48,7 +48,7 @@ def _listen(rendezvous: Rendezvous) -> socket.socket:
         listener.bind("\0" + name)
         listener.listen()
         publish(rendezvous, "shm address", {"name": name})
-        return accept(listener, rendezvous)[0]
+        return accept(listener, rendezvous)
 
 
 def _call(rendezvous: Rendezvous) -> socket.socket:

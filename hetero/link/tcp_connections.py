@@ -93,9 +93,9 @@ def _listen(rendezvous: Rendezvous, paths: TcpPaths, stack: ExitStack) -> Connec
         reached = look_up(rendezvous, "reached")["reached"]
         _tell_unreached(rendezvous, paths.addresses, reached)
         listeners = [listeners[index] for index in reached]
-        control = [stack.enter_context(accept(one, rendezvous)[0]) for one in listeners]
+        control = [stack.enter_context(accept(one, rendezvous)) for one in listeners]
         rails = [
-            stack.enter_context(accept(listeners[index % len(listeners)], rendezvous)[0])
+            stack.enter_context(accept(listeners[index % len(listeners)], rendezvous))
             for index in range(_rails(paths.connections, listeners))
         ]
     return Connections(control, rails)

@@ -68,7 +68,7 @@ def dial(server: socket.socket, store: dist.Store, **changes: Any) -> socket.soc
 def test_two_ends_of_one_job_meet(server: socket.socket) -> None:
     store = dist.HashStore()
     accepted, called = both(
-        lambda: accept(server, rendezvous(0, store))[0], lambda: dial(server, store)
+        lambda: accept(server, rendezvous(0, store)), lambda: dial(server, store)
     )
     called.sendall(b"hello")
     assert accepted.recv(5) == b"hello"
@@ -100,7 +100,7 @@ def test_the_listener_goes_on_after_a_stranger(server: socket.socket) -> None:
         return dial(server, store)
 
     accepted, called = both(
-        lambda: accept(server, rendezvous(0, store, timeout=10.0))[0], strangers_first
+        lambda: accept(server, rendezvous(0, store, timeout=10.0)), strangers_first
     )
     called.sendall(b"hello")
     assert accepted.recv(5) == b"hello"
