@@ -94,6 +94,8 @@ def main(
         return error.exit_code
     except KeyboardInterrupt:
         return _interrupted(signal.SIGINT)
+    except SignalException as stopped:  # a second one, after the end has been told
+        return 128 + stopped.sigval
 
 
 def _started_by_another() -> list[str]:
@@ -115,20 +117,28 @@ class _Launcher:
     def run(self, options: argparse.Namespace) -> int:
         rendezvous_handler_registry.register(BACKEND, self._rendezvous)
         try:
+            return self._run_agent(options)
+        except Exception as error:
+            if (number := _signal_behind(error)) is None:
+                raise
+            return self._stopped(number)
+        finally:
+            try:
+                if self._node_failures is not None:
+                    self._node_failures.leave()
+            finally:
+                _end_children()
+
+    def _run_agent(self, options: argparse.Namespace) -> int:
+        try:
             torchrun.run(options)
         except ChildFailedError as failed:
             return self._explain(failed)
-        except SignalException as stopped:
-            return self._stopped(signal.Signals(stopped.sigval))
         except (RendezvousError, DistError) as error:
             raise UserError(
                 f"the launchers lost their rendezvous at {self._settings.endpoint} "
                 f"({str(error).splitlines()[0]}); see what the launcher of node 0 says"
             ) from error
-        finally:
-            if self._node_failures is not None:
-                self._node_failures.leave()
-            _end_children()
         return 0
 
     def _rendezvous(self, parameters: RendezvousParameters) -> LauncherRendezvous:
@@ -155,6 +165,15 @@ class _Launcher:
             print_error(cause.sentence())
             return cause.exit_code
         return _interrupted(number)
+
+
+def _signal_behind(error: BaseException | None) -> signal.Signals | None:
+    """The signal that ended torchelastic, whatever its exception led to where it came."""
+    while error is not None:
+        if isinstance(error, SignalException):
+            return signal.Signals(error.sigval)
+        error = error.__context__
+    return None
 
 
 def _interrupted(number: signal.Signals) -> int:

@@ -173,7 +173,8 @@ def _stand_in(words: Sequence[str]) -> int:
         signal.signal(number, lambda received, _: os.kill(pid, received))
     code = _receive_number(connection)
     if code < 0:
-        signal.signal(-code, signal.SIG_DFL)
+        if -code != signal.SIGKILL:
+            signal.signal(-code, signal.SIG_DFL)
         os.kill(os.getpid(), -code)
     return code
 
@@ -272,13 +273,19 @@ class Server:
                     self._end_child_of(key.fileobj)
 
     def _answer(self, connection: socket.socket) -> None:
+        """Whoever asks may be killed before it has asked, or before it hears the answer."""
         request, files, *_ = socket.recv_fds(connection, LARGEST_REQUEST, MOST_FILES)
+        if not request:
+            connection.close()
+            return
         asked = json.loads(request)
         if not self._may_fork or _read_at_import(asked["environ"]) != self._own:
-            connection.sendall(b"0")
+            with contextlib.suppress(OSError):
+                connection.sendall(b"0")
             connection.close()
         elif pid := os.fork():
-            connection.sendall(str(pid).encode())
+            with contextlib.suppress(OSError):
+                connection.sendall(str(pid).encode())
             self._children[pid] = connection
             self._selector.register(connection, selectors.EVENT_READ)
         else:

@@ -9,7 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from torch.distributed.elastic.multiprocessing.api import SignalException
 
+from hetero import run
 from hetero.run import main
 from tests.distributed.harness import free_port
 
@@ -127,6 +129,25 @@ def test_a_signal_ends_everything_with_one_line(script: str, number: int, code: 
     returned, _, err = ended(process)
     assert returned == code
     assert err[-1].startswith("error: ")
+
+
+def test_a_signal_that_comes_where_torchelastic_makes_another_error_of_it_is_told_as_any(
+    script: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its timers read what they have not set yet, where the signal comes before they have."""
+
+    def timed(options: object) -> None:
+        try:
+            raise SignalException("got signal", sigval=signal.SIGTERM)
+        finally:
+            raise UnboundLocalError("start")
+
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setattr(run.torchrun, "run", timed)
+    monkeypatch.setattr(run.rendezvous_handler_registry, "register", lambda *_: None)
+    monkeypatch.setattr(run, "_end_children", lambda: None)
+    assert main([script]) == 143
+    assert capsys.readouterr().err.startswith("error: ended by SIGTERM; so are the processes of ")
 
 
 @pytest.mark.parametrize(
