@@ -90,6 +90,7 @@ class Mailbox:
         wanted = _Wanted(source, tag, as_bytes(tensor), work, done)
         sources = range(self._layout.size) if source is None else [source]
         with self._change:
+            self._forget_expired()
             for rank in sources:
                 for kept in self._kept.get(rank, []):
                     if kept.tag == tag:
@@ -187,6 +188,7 @@ class Mailbox:
         """Who asked for this message; None where only others of this rank are asked for."""
         with self._change:
             while not self._over.is_set():
+                self._forget_expired()
                 for wanted in self._wanted:
                     if wanted.source in (None, rank) and wanted.tag == tag:
                         self._wanted.remove(wanted)
@@ -195,6 +197,10 @@ class Mailbox:
                     return None
                 self._change.wait(1.0)
         raise LinkError(_CLOSED)
+
+    def _forget_expired(self) -> None:
+        """Whoever gave up a receive has its memory back, and may ask for the message again."""
+        self._wanted = [wanted for wanted in self._wanted if not wanted.work.has_expired]
 
     def _deliver(self, wanted: _Wanted, memory: torch.Tensor, rank: int) -> None:
         source = self._layout.members[rank]

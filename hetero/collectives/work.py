@@ -39,6 +39,8 @@ class CollectiveWork(dist.Work):
         self._grace = grace
         self._enqueued: torch.cuda.Event | None = None
         self._has_ended = False
+        self.has_expired = False
+        """Whether somebody waited for all of its time in vain."""
         self._awaited: threading.Event | None = None
         """Made by who has to wait: most calls have ended before anybody asks."""
         self._lock = threading.Lock()
@@ -86,6 +88,7 @@ class CollectiveWork(dist.Work):
         bounded = 0 < seconds < self._timeout
         if not self._awaited.wait(seconds if bounded else self._timeout + self._grace):
             limit = seconds if bounded else self._timeout
+            self.has_expired |= not bounded
             raise LinkError(
                 f"{self._what} in group {self._group} was not done within {limit:g} s; "
                 "see the other ranks' logs"

@@ -39,6 +39,8 @@ _TCP_CHUNK_BYTES = 1 << 20
 _PROBE_SECONDS = 20.0
 PROBE_SIZES = (1, (2 << 20) + 1, 6 << 20)
 """Bytes of the messages that a link exchanges in each direction before it is used."""
+_PERIOD = 65_521
+"""A prime, so that no two chunks of a message hold the same."""
 
 
 @dataclass(frozen=True)
@@ -234,8 +236,10 @@ def _probe(link: Link, device: torch.device) -> str | None:
 
 
 def _pattern(rank: int, nbytes: int) -> torch.Tensor:
+    """Random bytes, again and again: a tenth of a second for all that a rank probes, else."""
     generator = torch.Generator().manual_seed(rank + nbytes)
-    return torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=generator, device="cpu")
+    period = torch.randint(0, 256, (_PERIOD,), dtype=torch.uint8, generator=generator, device="cpu")
+    return period.repeat(-(-nbytes // _PERIOD))[:nbytes]
 
 
 def _exchange_verdict(rendezvous: Rendezvous, reason: str | None) -> str | None:

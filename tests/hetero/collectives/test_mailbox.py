@@ -1,0 +1,56 @@
+"""Messages between CPUs, matched by source and tag."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from hetero.collectives.mailbox import Mailbox
+from hetero.collectives.vendor_layout import Layout, Member
+from hetero.collectives.work import CollectiveWork
+from hetero.errors import LinkError
+from tests.hetero.collectives.test_messages import LateLinks
+from tests.hetero.link.ring.pair import opened
+
+MEMBERS = tuple(
+    Member(rank=rank, global_rank=rank, host="here", vendor=vendor)
+    for rank, vendor in enumerate(("nvidia", "amd"))
+)
+
+
+class End:
+    """One end's messages to the other."""
+
+    def __init__(self, rank: int, link: Any) -> None:
+        links: Any = LateLinks(link)
+        links.closed = threading.Event()
+        self._peer = 1 - rank
+        self._mailbox = Mailbox(layout=Layout(MEMBERS, rank), links=links, store=dist.HashStore())
+
+    def send(self, tensor: torch.Tensor) -> None:
+        self._mailbox.send(tensor, self._peer, 0, self._work(tensor, 20.0))
+
+    def recv(self, tensor: torch.Tensor, *, seconds: float) -> CollectiveWork:
+        work = self._work(tensor, seconds)
+        self._mailbox.recv(tensor, self._peer, 0, work, lambda: None)
+        return work
+
+    def _work(self, tensor: torch.Tensor, seconds: float) -> CollectiveWork:
+        return Mailbox.new_work("a message", [tensor], timeout=seconds, group="0")
+
+
+def test_a_receive_whose_time_is_over_takes_no_message_from_the_next() -> None:
+    with opened() as pair:
+        left, right = End(0, pair.sender), End(1, pair.receiver)
+        given_up, again = torch.zeros(3), torch.zeros(3)
+        with pytest.raises(LinkError, match=r"was not done within 0\.1 s"):
+            right.recv(given_up, seconds=0.1).wait()
+        work = right.recv(again, seconds=20.0)
+        left.send(torch.ones(3))
+        work.wait()
+        assert (given_up == 0).all()
+        assert (again == 1).all()
