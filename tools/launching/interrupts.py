@@ -20,31 +20,30 @@ def children_ignore_interrupts() -> Iterator[None]:
     # Blocked, and so inherited, rather than ignored: a process inherits no handler.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
-        with _answered_afterwards():
+        with answered_afterwards(signal.SIGINT):
             yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 @contextmanager
-def _answered_afterwards() -> Iterator[None]:
-    """The signal may reach another thread, which does not block it: Python then still interrupts.
+def answered_afterwards(*numbers: signal.Signals) -> Iterator[None]:
+    """Around the start of a process: signals that Python answers wait for the end of the block.
 
-    A process half started would be left to read from a pipe that nobody writes any more.
+    Else a process may be there that nobody knows of, or that reads from a pipe which nobody writes.
+    A signal that is blocked may reach another thread, and Python still answers in the main one.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    came = False
-
-    def note(*_: object) -> None:
-        nonlocal came
-        came = True
-
-    answer = signal.signal(signal.SIGINT, note)
+    came: list[int] = []
+    answers = {number: answer for number in numbers if callable(answer := signal.getsignal(number))}
+    for number in answers:
+        signal.signal(number, lambda received, _: came.append(received))
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, answer)
+        for number, answer in answers.items():
+            signal.signal(number, answer)
         if came:
-            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(came[0])

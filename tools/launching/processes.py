@@ -14,6 +14,7 @@ from pathlib import Path
 import psutil
 
 from hetero.errors import HeteroError
+from tools.launching.interrupts import answered_afterwards
 
 LOG_LINES = 15
 POLL_SECONDS = 0.1
@@ -64,22 +65,26 @@ def run_step(step: Step, watch: Callable[[], None] = lambda: None) -> None:
     step.log.parent.mkdir(parents=True, exist_ok=True)
     with contextlib.ExitStack() as files:
         log = files.enter_context(step.log.open("w"))
-        process = subprocess.Popen(
-            step.command,
-            cwd=step.directory,
-            env=dict(step.environment),
-            stdin=subprocess.DEVNULL,
-            stdout=log if step.output is None else files.enter_context(step.output.open("w")),
-            stderr=log,
-            # ctrl-C reaches the caller alone, which then ends the step in order.
-            start_new_session=True,
-        )
+        process = None
         try:
+            with answered_afterwards(signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+                process = subprocess.Popen(
+                    step.command,
+                    cwd=step.directory,
+                    env=dict(step.environment),
+                    stdin=subprocess.DEVNULL,
+                    stdout=log
+                    if step.output is None
+                    else files.enter_context(step.output.open("w")),
+                    stderr=log,
+                    # ctrl-C reaches the caller alone, which then ends the step in order.
+                    start_new_session=True,
+                )
             while process.poll() is None:
                 watch()
                 time.sleep(POLL_SECONDS)
         finally:
-            if process.poll() is None:
+            if process is not None and process.poll() is None:
                 end_family(process.pid)
                 process.wait()
     watch()

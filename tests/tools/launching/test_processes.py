@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import signal
 import sys
 from pathlib import Path
+from subprocess import Popen
+from typing import Any
 
 import psutil
 import pytest
 
+from tools.launching import processes
 from tools.launching.processes import Step, StepFailure, run_step
 
 
@@ -56,3 +60,23 @@ def test_an_interrupted_step_leaves_no_process(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         run_step(step, interrupt_once_started)
     assert not psutil.pid_exists(int(step.log.read_text()))
+
+
+def test_an_interrupt_while_a_step_is_started_leaves_no_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started = []
+
+    def interrupted(*words: Any, **how: Any) -> Any:
+        started.append(Popen(*words, **how))
+        signal.raise_signal(signal.SIGINT)
+        return started[-1]
+
+    monkeypatch.setattr(processes.subprocess, "Popen", interrupted)
+    answer = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            run_step(python_step(tmp_path, "import time; time.sleep(60)"))
+    finally:
+        signal.signal(signal.SIGINT, answer)
+    assert not psutil.pid_exists(started[0].pid)
