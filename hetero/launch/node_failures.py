@@ -16,10 +16,10 @@ from hetero.launch.exits import ProcessExit
 from hetero.store import BoundedStore
 
 _PAUSE = 0.2
-_PATIENCE = 15.0
-"""Seconds for the other nodes to notice what this one has."""
 GRACE = 15.0
 """Seconds for processes to end of themselves after those of another node."""
+_PATIENCE = GRACE + 5.0
+"""Seconds for the other nodes to notice what this one has, whose processes may go on so long."""
 
 
 class NodeFailures:
