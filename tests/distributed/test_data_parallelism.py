@@ -29,8 +29,8 @@ SHARDED = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gat
 ONE_AND_ONE = ["--hetero-data-parallel", "nvidia:1,amd:1"]
 TWO_AND_TWO = ["--hetero-data-parallel", "nvidia:2,amd:2"]
 THREE_TO_ONE = ["--hetero-data-shares", "3,1"]
-HALFWAY = 3
-"""Of the six iterations of each run."""
+HALFWAY = 2
+"""Of the four iterations of each run."""
 ROUNDING = 1e-5
 
 

@@ -21,8 +21,8 @@ def test_a_mixed_run_that_is_resumed_reads_what_a_homogeneous_run_reads(
     flags = [*TINY_LLAMA, *corpus.flags]
     fim = [*flags, *FIM]
     plain = train([*fim, "--pipeline-model-parallel-size", "2"], 2, tmp_path / "plain")
-    saved = ["--save", str(tmp_path / "saved"), "--save-interval", "3"]
-    begun = [*fim, *MIXED, *saved, "--exit-interval", "3"]
+    saved = ["--save", str(tmp_path / "saved"), "--save-interval", "2"]
+    begun = [*fim, *MIXED, *saved, "--exit-interval", "2"]
     first = train(begun, 2, tmp_path / "first", environ=SIMULATED)
     resumed = [*fim, *MIXED, "--load", str(tmp_path / "saved"), "--num-workers", "2"]
     second = train(resumed, 2, tmp_path / "second", environ=SIMULATED)

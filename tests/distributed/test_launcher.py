@@ -46,7 +46,7 @@ def test_it_trains_beside_another_megatron(corpus, tmp_path: Path) -> None:
     process = launched(flags, beside=checkout(tmp_path / "Megatron-LM"))
     out, err = process.communicate(timeout=120)
     assert process.returncode == 0, err
-    assert "iteration        6/" in out
+    assert "iteration        4/" in out
     assert "hetero.run" not in err
 
 

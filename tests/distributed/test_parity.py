@@ -198,7 +198,7 @@ def test_a_split_without_a_document_is_left_out(corpus, tmp_path: Path) -> None:
     flags = [*TINY_LLAMA, *corpus.flags, "--split", "9999,1,0", "--eval-iters", "2"]
     run = train([*flags, "--eval-interval", "3"], 1, tmp_path)
 
-    assert len(run.losses) == 6
+    assert len(run.losses) == 4
     assert "no evaluation" in run.stdout
 
 
@@ -210,7 +210,7 @@ def test_a_boundary_carries_every_activation_and_gradient_once(corpus, tmp_path:
         environ=SIMULATED,
     )
 
-    sequence, hidden, micro_batches, iterations = 32, 32, 8, 6
+    sequence, hidden, micro_batches, iterations = 32, 32, 8, 4
     one_way = sequence * hidden * 4 * micro_batches * iterations
     assert mixed.report["boundary_bytes"] == 2 * one_way
     assert {link["transport"] for link in mixed.report["links"]} == {"shm"}
