@@ -79,3 +79,13 @@ def test_a_wait_ends_with_what_is_seen_meanwhile_or_at_its_own_end():
         store.wait(["key"], timedelta(minutes=5))
     store.set("key", "value")
     store.wait(["key"], timedelta(seconds=1))
+
+
+def test_a_wait_that_ends_without_its_key_logs_nothing(capfd: pytest.CaptureFixture[str]):
+    """As torch's own does, twice for each second that a rank waits for another."""
+    hosted = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = WatchedStore(hosted, lambda: None)
+    capfd.readouterr()
+    with pytest.raises(dist.DistStoreError, match="key did not come within"):
+        store.wait(["key"], timedelta(milliseconds=50))
+    assert capfd.readouterr().err == ""

@@ -1,0 +1,41 @@
+"""Processes that are forks of the tests' server: whoever is killed takes nobody along."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests import preloaded
+
+pytestmark = pytest.mark.skipif(
+    preloaded.FORKS_ITSELF in os.environ, reason="the server would be a fork of the test session"
+)
+ENDS = ["-c", "raise SystemExit(3)"]
+
+
+def test_a_starter_that_is_killed_before_it_asks_or_hears_leaves_the_server_to_others() -> None:
+    asked = {"argv": ENDS, "environ": {**os.environ}, "cwd": os.getcwd(), "files": []}
+    for request in (None, json.dumps(asked).encode()):
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
+            connection.connect(f"\0{preloaded.address()}")
+            if request is not None:
+                connection.sendall(request)
+    process = preloaded.start(Path("-c"), ENDS[1:], environ=os.environ)
+    process.communicate(timeout=120)
+    assert process.returncode == 3
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_a_process_that_a_signal_ends_is_seen_to_end_by_it(
+    number: signal.Signals, tmp_path: Path
+) -> None:
+    started = preloaded.as_interpreter(tmp_path)
+    code = f"import os; os.kill(os.getpid(), {int(number)})"
+    ended = subprocess.run([started["PYTHON_EXEC"], "-c", code], env=os.environ | started)
+    assert ended.returncode == -number
