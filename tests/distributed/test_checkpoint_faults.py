@@ -101,15 +101,9 @@ def test_a_disk_that_is_full_during_a_save_loses_nothing(
     limited = tmp_path / "limited.py"
     limited.write_text(LIMITED.format(entry=str(ENTRY)))
     folder = tmp_path / "checkpoints"
-    flags = [
-        *TINY_LLAMA,
-        *corpus.flags,
-        "--pipeline-model-parallel-size",
-        "2",
-        "--train-iters",
-        "6",
-    ]
+    flags = [*TINY_LLAMA, *corpus.flags, "--pipeline-model-parallel-size", "2"]
     flags += ["--save", str(folder), "--save-interval", "2", *asynchronous.split()]
+    flags += ["--train-iters", "6"]
     flags += ["--exit-on-save-failure"] if ends else []
     outcomes = launch(flags, 2, scripts={1: limited})
 

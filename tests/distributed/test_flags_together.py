@@ -29,7 +29,7 @@ def _evaluations(text: str) -> list[str]:
 
 def test_a_script_with_three_flags_more_is_the_run_it_was(corpus, tmp_path: Path) -> None:
     """--eval-micro-batch-size, --step-batch-size-schedule, --main-grads-dtype and the rest."""
-    flags = [*TINY_LLAMA, *corpus.flags, *SCRIPT]
+    flags = [*TINY_LLAMA, *corpus.flags, "--train-iters", "6", *SCRIPT]
     flags[flags.index("--global-batch-size") + 1] = "8"
     mixed = train([*flags, *MIXED], 2, tmp_path / "mixed", environ=SIMULATED)
     # The same without what is said to do nothing, one stage after the other on one vendor.
