@@ -36,6 +36,10 @@ if __name__ == "__main__":
     # PyTorch reads it at its import, and would report the end of a store with its stack.
     _HUSHED = "TORCH_CPP_LOG_LEVEL" not in os.environ
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
+    # Its import takes seconds, after which there is still nothing to unwind.
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        said = b"error: interrupted; nothing was started\n"
+        signal.signal(signal.SIGINT, lambda *_: (os.write(2, said), os._exit(128 + signal.SIGINT)))
 
 from torch.distributed import DistError
 from torch.distributed import run as torchrun
@@ -297,4 +301,6 @@ def _end_children() -> None:
 if __name__ == "__main__":
     if _HUSHED:  # The processes it starts report as ever.
         del os.environ["TORCH_CPP_LOG_LEVEL"]
+    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     sys.exit(main())

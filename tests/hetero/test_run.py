@@ -38,6 +38,19 @@ if how == "wait" and rank == 0:
 time.sleep(120)
 """
 
+HOLDS = """
+import importlib.abc, sys, time
+
+class Hold(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name == "torch":
+            print("here", flush=True)
+            time.sleep(60)
+
+sys.meta_path.insert(0, Hold())
+"""
+"""Has the import of torch take a minute."""
+
 SOON = """
 import sys
 from hetero.run import main
@@ -129,6 +142,23 @@ def test_a_signal_ends_everything_with_one_line(script: str, number: int, code: 
     returned, _, err = ended(process)
     assert returned == code
     assert err[-1].startswith("error: ")
+
+
+def test_an_interrupt_while_pytorch_is_imported_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(HOLDS)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "hetero.run"],
+        env=environment() | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        # A shell that runs the tests in the background has them, and so this, ignore it.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "here\n"
+    process.send_signal(signal.SIGINT)
+    assert ended(process) == (130, [], ["error: interrupted; nothing was started"])
 
 
 def test_a_signal_that_comes_where_torchelastic_makes_another_error_of_it_is_told_as_any(
