@@ -7,9 +7,10 @@ Flags are Megatron-LM's; `--help` lists them.
 
 import sys
 
-from hetero.beside import leave_if_foreign
+from hetero.beside import leave_if_foreign, leave_unless_installed
 
 if __name__ == "__main__":
+    leave_unless_installed("torch")
     leave_if_foreign()
     from megatron.training.pretrain import pretrain
 

@@ -61,6 +61,17 @@ def require_supported_core() -> None:
         )
 
 
+def leave_unless_installed(*modules: str) -> None:
+    """For entry points, before they import any of these: end with a sentence and exit code 2."""
+    for module in modules:
+        if find_spec(module) is None:
+            print_error(
+                f"{module} is not installed for {sys.executable}; activate the environment that "
+                "has this project (after make setup: source .venv/bin/activate)"
+            )
+            sys.exit(UserError.exit_code)
+
+
 def leave_if_foreign(*, core: bool = True) -> None:
     """For entry points, before they import any `megatron`: end with the sentence and exit code 2.
 

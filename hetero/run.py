@@ -30,9 +30,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-import psutil
+from hetero.beside import leave_unless_installed
 
 if __name__ == "__main__":
+    leave_unless_installed("torch", "psutil")
     # PyTorch reads it at its import, and would report the end of a store with its stack.
     _HUSHED = "TORCH_CPP_LOG_LEVEL" not in os.environ
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
@@ -41,6 +42,7 @@ if __name__ == "__main__":
         said = b"error: interrupted; nothing was started\n"
         signal.signal(signal.SIGINT, lambda *_: (os.write(2, said), os._exit(128 + signal.SIGINT)))
 
+import psutil
 from torch.distributed import DistError
 from torch.distributed import run as torchrun
 from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -225,8 +227,10 @@ def _rendezvous_settings(options: argparse.Namespace, intervals: Intervals) -> R
         )
     if backend == "c10d" and ":" not in endpoint:
         endpoint += ":29400"  # as torchrun does
-    if not endpoint.rpartition(":")[2].isdecimal():
-        raise UserError(f"the rendezvous endpoint {endpoint!r} has no port; give HOST:PORT")
+    host, _, port = endpoint.rpartition(":")
+    if not host or not port.isdecimal():
+        lacks = "port" if host else "host"
+        raise UserError(f"the rendezvous endpoint {endpoint!r} has no {lacks}; give HOST:PORT")
     options.standalone, options.rdzv_backend, options.rdzv_endpoint = False, BACKEND, endpoint
     return RendezvousSettings(
         backend=backend,

@@ -60,17 +60,13 @@ class StoreSilent(DistNetworkError):
 
 
 class BoundedStore:
-    """A store of which no operation takes longer than the caller allows.
-
-    torch's own client waits for the answer of a host that has been stopped, or whose network has
-    gone, without end. Here each operation is a thread's, which is left behind with its wait.
-    """
+    """A store of which no operation takes longer than the caller allows."""
 
     def __init__(self, store: Any, *, seconds: float) -> None:
         """`store` is one of torch's."""
         self._store: RendezvousStore = store
         self._seconds = seconds
-        self._running: threading.Thread | None = None
+        self._within = BoundedCalls().within
 
     def set(self, key: str, value: str) -> None:
         self._within(self._seconds, lambda: self._store.set(key, value))
@@ -99,7 +95,18 @@ class BoundedStore:
     def multi_get(self, keys: list[str]) -> list[bytes]:
         return self._within(self._seconds, lambda: self._store.multi_get(keys))
 
-    def _within(self, seconds: float, operation: Callable[[], _Result]) -> _Result:
+
+class BoundedCalls:
+    """Calls of torch's client of a store, none of which takes longer than the caller allows.
+
+    It waits without end for the answer of a host that has been stopped, whose network has gone, or
+    where something else listens. Here each call is a thread's, which is left behind with its wait.
+    """
+
+    def __init__(self) -> None:
+        self._running: threading.Thread | None = None
+
+    def within(self, seconds: float, operation: Callable[[], _Result]) -> _Result:
         """Its result, or what it raises. StoreSilent where it, or the one before, does not end."""
         deadline = time.monotonic() + seconds
         if (before := self._running) is not None:

@@ -47,12 +47,12 @@ class ProcessExit:
         if self.text:
             return self.text if self.known_to_all else f"{who}: {self.text}"
         if self.code >= 0:
-            return f"{who} ended with exit code {self.code}; what it printed is above"
+            return f"{who} ended with exit code {self.code}; see what it printed"
         name = _signal_name(-self.code)
         if -self.code == signal.SIGKILL:
             memory = "the host ran out of memory" if out_of_memory else "did memory run out?"
             return f"{who} was killed by {name}; {memory}"
-        return f"{who} was ended by {name}; what it printed is above"
+        return f"{who} was ended by {name}; see what it printed"
 
 
 def exit_of(rank: int, host: str, failure: Any) -> ProcessExit:

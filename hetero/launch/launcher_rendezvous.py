@@ -26,11 +26,13 @@ from torch.distributed.elastic.rendezvous import (
 )
 
 from hetero.errors import UserError
-from hetero.store import BoundedStore, StoreSilent
+from hetero.store import BoundedCalls, BoundedStore, StoreSilent
 from hetero.waiting import Intervals, Waiting, spans
 
 BACKEND = "hetero"
 _PAUSE = 0.1
+_GRACE = 2.0
+"""Seconds for PyTorch to keep its own deadline, before a call that does not is left behind."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +88,8 @@ class LauncherRendezvous(RendezvousHandler):
             except StoreSilent as error:
                 raise UserError(f"{self._host_of_all()} was reached, and then: {error}") from error
         rendezvous = self._rendezvous()
-        with self._speaking():
+        settings = self._settings
+        with self._speaking(f"the other nodes ({settings.nodes} in all) at {settings.endpoint}"):
             try:
                 info = rendezvous.next_rendezvous()
             except RendezvousTimeoutError as error:
@@ -129,18 +132,25 @@ class LauncherRendezvous(RendezvousHandler):
         """The store of node 0, hosted by itself and shared with the rendezvous inside."""
         settings, hosts = self._settings, self._settings.node_rank == 0
         host, port = settings.address
-        if not hosts:
+        if hosts:
+            whom = f"node 0 at {self._own_endpoint()}"
+        else:
             self._await_listener()
+            whom = f"{self._host_of_all()}, where something else may listen"
         try:
-            return TCPStore(
-                host,
-                port,
-                None,
-                hosts,
-                timedelta(seconds=settings.timeout),
-                wait_for_workers=False,
-                multi_tenant=True,
-            )
+            with self._speaking(whom):
+                return BoundedCalls().within(
+                    settings.timeout + _GRACE,
+                    lambda: TCPStore(
+                        host,
+                        port,
+                        None,
+                        hosts,
+                        timedelta(seconds=settings.timeout),
+                        wait_for_workers=False,
+                        multi_tenant=True,
+                    ),
+                )
         except (DistError, ValueError, RuntimeError) as error:
             if hosts:
                 raise UserError(
@@ -193,13 +203,19 @@ class LauncherRendezvous(RendezvousHandler):
         waiting, deadline = Waiting(settings.intervals), time.monotonic() + settings.timeout
         while missing := [node for node in range(settings.nodes) if not store.check([str(node)])]:
             if settings.node_rank == 0:
-                waiting.tell(f"{self._named(store, missing)} at {settings.endpoint}")
+                waiting.tell(lambda: f"{self._named(store, missing)} at {self._own_endpoint()}")
             if time.monotonic() > deadline:
                 raise UserError(
-                    f"{self._named(store, missing)} did not come to {settings.endpoint} within "
+                    f"{self._named(store, missing)} did not come to {self._own_endpoint()} within "
                     f"{settings.timeout:g} s; see that every node was started and can reach it"
                 )
             time.sleep(_PAUSE)
+
+    def _own_endpoint(self) -> str:
+        """Where node 0 listens; and that nobody may find it there, if another host has the name."""
+        host, _ = self._settings.address
+        known = "" if self._hosts() else f" ({host} is no address of {socket.gethostname()})"
+        return f"{self._settings.endpoint}{known}"
 
     def _named(self, store: BoundedStore, missing: list[int]) -> str:
         """Nodes, with their first rank where all before have said how many they bring."""
@@ -207,16 +223,14 @@ class LauncherRendezvous(RendezvousHandler):
         return f"{spans(missing, 'node')} of {self._settings.nodes} (from rank {sum(before)} on)"
 
     @contextmanager
-    def _speaking(self) -> Iterator[None]:
-        """Say from a thread that a rendezvous inside goes on, which names nobody."""
+    def _speaking(self, whom: str) -> Iterator[None]:
+        """Say from a thread that a call of PyTorch's goes on, which names nobody."""
         settings, over = self._settings, threading.Event()
         waiting = Waiting(settings.intervals)
 
         def speak() -> None:
             while not over.wait(_PAUSE):
-                waiting.tell(
-                    lambda: f"the other nodes ({settings.nodes} in all) at {settings.endpoint}"
-                )
+                waiting.tell(whom)
 
         thread = threading.Thread(target=speak, name="waiting", daemon=True)
         if settings.nodes > 1:

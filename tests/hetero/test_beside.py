@@ -11,7 +11,12 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
-from hetero.beside import core_version, require_own_training, require_supported_core
+from hetero.beside import (
+    core_version,
+    leave_unless_installed,
+    require_own_training,
+    require_supported_core,
+)
 from hetero.version import MEGATRON_CORE
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -115,6 +120,15 @@ def test_another_training_is_named_where_ours_is_installed_behind_it(tmp_path: P
     )
     assert outcome.returncode == 2, outcome.stderr
     assert "megatron/training/__init__.py, and not this project's" in outcome.stderr
+
+
+def test_a_python_without_the_project_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    leave_unless_installed("sys")
+    with pytest.raises(SystemExit) as left:
+        leave_unless_installed("sys", "no_such_module_at_all")
+    assert left.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"error: no_such_module_at_all is not installed for {sys.executable}; ")
 
 
 def test_no_megatron_core_at_all_is_said(tmp_path: Path) -> None:

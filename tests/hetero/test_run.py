@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -109,8 +110,8 @@ def test_it_says_where_groups_of_a_script_would_not_cross_vendors(
 @pytest.mark.parametrize(
     ("how", "code", "last"),
     [
-        ("exit3", 3, "ended with exit code 3; what it printed is above"),
-        ("raise", 1, "ended with exit code 1; what it printed is above"),
+        ("exit3", 3, "ended with exit code 3; see what it printed"),
+        ("raise", 1, "ended with exit code 1; see what it printed"),
         ("kill", 137, "was killed by SIGKILL"),
     ],
 )
@@ -197,6 +198,10 @@ def test_a_signal_that_comes_where_torchelastic_makes_another_error_of_it_is_tol
             "--rdzv-backend c10d --rdzv-endpoint host: SCRIPT",
             "the rendezvous endpoint 'host:' has no",
         ),
+        (
+            "--nnodes 2 --master-addr= --master-port 1 SCRIPT",
+            "the rendezvous endpoint ':1' has no host",
+        ),
         ("--log-dir /proc/none SCRIPT", "[Errno 2] No such file or directory: '/proc/"),
     ],
 )
@@ -268,4 +273,30 @@ def test_a_node_that_cannot_reach_the_rendezvous_says_so_itself(
     assert err[0].startswith("waiting for ")
     assert host in err[0]
     assert " could not reach " in err[-1]
+    assert sum(line.startswith("error: ") for line in err) == 1
+
+
+def test_a_port_where_something_else_listens_is_waited_for_aloud_and_not_for_ever(
+    script: str, tmp_path: Path
+) -> None:
+    soon = tmp_path / "soon.py"
+    soon.write_text(SOON)
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        endpoint = f"127.0.0.1:{other.getsockname()[1]}"
+        words = ["--nnodes", "2", "--node-rank", "1", "--rdzv-endpoint", endpoint]
+        words += ["--rdzv-conf", "timeout=1", script, "well"]
+        code, _, err = ended(start(*words, launcher=(str(soon),)))
+    assert code == 2
+    assert err[0].startswith(f"waiting for node 0 at {endpoint}, where something else may listen")
+    assert f" could not reach node 0 at {endpoint} within 1 s" in err[-1]
+
+
+def test_node_0_says_that_its_address_is_not_its_own(script: str, tmp_path: Path) -> None:
+    soon = tmp_path / "soon.py"
+    soon.write_text(SOON)
+    words = ["--nnodes", "2", "--node-rank", "0", "--master-addr", "192.0.2.9"]
+    words += ["--master-port", str(free_port()), "--rdzv-conf", "timeout=1", script, "well"]
+    code, _, err = ended(start(*words, launcher=(str(soon),)))
+    assert code == 2
+    assert f"(192.0.2.9 is no address of {os.uname().nodename})" in err[0]
     assert sum(line.startswith("error: ") for line in err) == 1

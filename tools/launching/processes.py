@@ -47,7 +47,7 @@ class StepFailure(HeteroError):
         self.code = code
         said = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
         # A launcher's line that only points to what a process printed says less than that.
-        own = [line for line in said if not line.endswith("what it printed is above")]
+        own = [line for line in said if not line.endswith("see what it printed")]
         self.sentence = (own or said or [""])[-1]
         """What the step itself said was wrong, if it did."""
 

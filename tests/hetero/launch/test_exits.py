@@ -57,8 +57,8 @@ def test_who_is_killed_long_after_an_end_is_not_its_cause() -> None:
         (KILLED, "rank 1 on b was killed by SIGKILL; did memory run out?", 137),
         (OWN, "rank 2 on a: ValueError: x", 1),
         (SHARED, "bad", 2),
-        (SILENT, "rank 5 on a ended with exit code 3; what it printed is above", 3),
-        (TERMINATED, "rank 4 on a was ended by SIGTERM; what it printed is above", 143),
+        (SILENT, "rank 5 on a ended with exit code 3; see what it printed", 3),
+        (TERMINATED, "rank 4 on a was ended by SIGTERM; see what it printed", 143),
     ],
 )
 def test_the_sentence_names_rank_and_host(exited: ProcessExit, words: str, code: int) -> None:
