@@ -23,7 +23,7 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
     from tools.tool_command_line import begin_script
 
-    begin_script(core=False)
+    begin_script(core=False, needs="numpy")
 
 from megatron.training.progress_bar import progress_bar
 from tools.planner_validation.peer_comparison import compare, table

@@ -26,7 +26,7 @@ from megatron.training.dataset_description import SUFFIX, Description, read_desc
 from megatron.training.progress_bar import progress_bar
 from megatron.training.quiet import quiet_core
 from tools.preprocessing.index_file import HEADER, IndexContent, blocks_of_file, write_index
-from tools.text_input import temporary_name
+from tools.text_input import naming, temporary_name
 from tools.tool_command_line import Parser, run
 
 _COPY_BYTES = 1 << 24
@@ -204,11 +204,13 @@ def _join_data(path: str, parts: Sequence[Part]) -> None:
                     piece = source.read(min(_COPY_BYTES, left))
                     if not piece:
                         raise UserError(f"{part.prefix}.bin became shorter while it was read")
-                    target.write(piece)
+                    with naming(path):
+                        target.write(piece)
                     left -= len(piece)
                     bar.update(len(piece))
-        target.flush()
-        os.fsync(target.fileno())
+        with naming(path):
+            target.flush()
+            os.fsync(target.fileno())
 
 
 def _lengths(parts: Sequence[Part]) -> Iterator[numpy.ndarray]:

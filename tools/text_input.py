@@ -16,6 +16,7 @@ import os
 import shlex
 import zlib
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -313,6 +314,16 @@ def _matches(pattern: str) -> list[str]:
         matches = "matches no file" if glob.has_magic(pattern) else "does not exist"
         raise UserError(f"--input {pattern} {matches}; check the path")
     return paths
+
+
+@contextmanager
+def naming(path: str) -> Iterator[None]:
+    """Let an error name the file that is written: that of a full disk names none."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = error.filename or path
+        raise
 
 
 def temporary_name(path: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import select
 import signal
 import sys
 import threading
@@ -13,8 +14,8 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
-from hetero.beside import leave_if_foreign
-from hetero.errors import HeteroError, UserError, print_error
+from hetero.beside import leave_if_foreign, leave_unless_installed
+from hetero.errors import HeteroError, UserError, print_error, write_error_file
 from hetero.help_text import HelpFormatter
 
 INTERRUPTED = 128 + signal.SIGINT
@@ -95,8 +96,11 @@ def run(work: Callable[[], str], *, interrupted: str = "") -> int:
         with _signals_unwind():
             if text := work():
                 print(text)
+            print(end="", flush=True)
     except HeteroError as error:
-        return _fail(str(error), error.exit_code)
+        return _fail(str(error), error.exit_code, known_to_all=error.known_to_all)
+    except BrokenPipeError as error:
+        return _reader_left() or _fail(_about_file(error), UserError.exit_code)
     except OSError as error:
         return _fail(_about_file(error), UserError.exit_code)
     except KeyboardInterrupt:
@@ -104,13 +108,14 @@ def run(work: Callable[[], str], *, interrupted: str = "") -> int:
     return 0
 
 
-def begin_script(*, core: bool = True) -> None:
+def begin_script(*, core: bool = True, needs: str = "torch") -> None:
     """For a tool that is run as a script, before its longer imports.
 
     Ctrl-C ends it in a line, and another project's `megatron` in a sentence. `core=False` is for
-    what does without megatron-core.
+    what does without megatron-core, and `needs` the module without which it can do nothing.
     """
     leave_on_interrupt()
+    leave_unless_installed(needs)
     leave_if_foreign(core=core)
 
 
@@ -144,8 +149,20 @@ def _about_file(error: OSError) -> str:
     return f"{what}; check the path, its permissions and the free space"
 
 
-def _fail(sentence: str, code: int) -> int:
+def _reader_left() -> int:
+    """128 plus SIGPIPE where nobody reads stdout any more, as with `| head`; else 0."""
+    watch = select.poll()
+    watch.register(sys.stdout, 0)
+    if not any(event & select.POLLERR for _, event in watch.poll(0)):
+        return 0
+    # What is left in its buffer goes nowhere, and so does Python's complaint of that.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 128 + signal.SIGPIPE
+
+
+def _fail(sentence: str, code: int, *, known_to_all: bool = False) -> int:
     print_error(sentence)
+    write_error_file(sentence, printed=True, known_to_all=known_to_all)
     return code
 
 

@@ -25,7 +25,7 @@ import sentencepiece
 from hetero.errors import UserError
 from megatron.training.arguments.converters import integer, number
 from megatron.training.progress_bar import progress_bar
-from tools.text_input import FORMATS, Document, InputFile, open_inputs, temporary_name
+from tools.text_input import FORMATS, Document, InputFile, naming, open_inputs, temporary_name
 from tools.tool_command_line import Parser, interrupts_leave, run
 
 SENTENCE_BYTES = 4000
@@ -255,7 +255,8 @@ def _vocabulary(processor: sentencepiece.SentencePieceProcessor) -> bytes:
 def _write_together(contents: dict[str, bytes]) -> None:
     try:
         for path, content in contents.items():
-            Path(temporary_name(path)).write_bytes(content)
+            with naming(path):
+                Path(temporary_name(path)).write_bytes(content)
         for path in contents:
             os.replace(temporary_name(path), path)
     finally:

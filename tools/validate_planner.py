@@ -27,7 +27,7 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
     from tools.tool_command_line import begin_script
 
-    begin_script(core=False)
+    begin_script(core=False, needs="numpy")
 
 from tools.planner_validation.recorded_runs import Record, find_records
 from tools.planner_validation.replayed_run import Replay

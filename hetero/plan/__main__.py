@@ -9,6 +9,7 @@ Nothing here imports torch.
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -281,4 +282,5 @@ def _detail(plan: Plan, stage: int, run: _Run) -> str:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends it without a word
     sys.exit(main())

@@ -1,5 +1,6 @@
 """What `tools/text_input.py` promises: every document of a file once, packed or not."""
 
+import errno
 import gzip
 import io
 import subprocess
@@ -11,7 +12,7 @@ import pytest
 import zstandard
 
 from hetero.errors import UserError
-from tools.text_input import Place, iconv_hint, open_inputs
+from tools.text_input import Place, iconv_hint, naming, open_inputs
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -159,3 +160,8 @@ def test_the_command_that_a_refusal_names_makes_the_file_readable(tmp_path, name
 def test_a_packed_zstd_file_is_unpacked_on_the_way():
     command = iconv_hint("a b.txt.zst", b"").split("`")[1]
     assert command == "zstd -dc 'a b.txt.zst' | iconv -f WINDOWS-1252 -t UTF-8 > 'a b.utf8.txt'"
+
+
+def test_a_disk_that_is_full_is_named_by_the_file_that_was_written() -> None:
+    with pytest.raises(OSError, match=r"tok\.model"), naming("tok.model"):
+        raise OSError(errno.ENOSPC, "No space left on device")

@@ -1,13 +1,21 @@
-"""How a tool says that a file could not be read or written."""
+"""How a tool ends: which sentence, told to whom, and which exit code."""
 
 from __future__ import annotations
 
 import errno
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
+from hetero.errors import UserError
 from tools.tool_command_line import run
 
+ROOT = Path(__file__).resolve().parents[2]
 FULL = (errno.ENOSPC, "No space left on device")
 
 
@@ -25,3 +33,38 @@ def test_a_failed_write_names_every_file_that_it_is_about(error, named, capsys) 
 
     assert run(work) == 2
     assert capsys.readouterr().err.startswith(f"error: {named}")
+
+
+def test_its_sentence_reaches_the_launchers_of_other_nodes(tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+
+    def work() -> str:
+        raise UserError("there is no folder x")
+
+    assert run(work) == 2
+    message = json.loads((tmp_path / "error.json").read_text())["message"]
+    assert message["message"] == "there is no folder x"
+    assert message["extraInfo"]["printed"]
+
+
+@pytest.mark.parametrize("environ", [{}, {"PYTHONUNBUFFERED": "1"}], ids=["buffered", "unbuffered"])
+@pytest.mark.parametrize("command", ["a tool", "hetero.plan"])
+def test_a_reader_who_leaves_ends_it_without_a_word(tmp_path, command, environ) -> None:
+    plan = tmp_path / "plan.yaml"
+    plan.write_text("meshes: [{vendor: nvidia, layers: [2]}]")
+    tool = "import sys; from tools.tool_command_line import run; sys.exit(run(lambda: 'text'))"
+    words = ["-c", tool] if command == "a tool" else ["-m", command, str(plan)]
+    reader, writer = os.pipe()
+    os.close(reader)
+    ended = subprocess.run(
+        [sys.executable, *words],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT)} | environ,
+        stdout=writer,
+        stderr=subprocess.PIPE,
+        text=True,
+        check=False,
+    )
+    os.close(writer)
+    assert ended.stderr == ""
+    assert ended.returncode in (128 + signal.SIGPIPE, -signal.SIGPIPE)

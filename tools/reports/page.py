@@ -124,5 +124,7 @@ def write_whole(path: Path, content: str) -> None:
     try:
         temporary.write_text(content, encoding="utf-8")
         temporary.replace(path)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
     finally:
         temporary.unlink(missing_ok=True)

@@ -96,3 +96,8 @@ def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
     with pytest.raises(UnicodeEncodeError):
         write_whole(tmp_path / "report.html", "\ud800")
     assert [(p.name, p.read_text()) for p in tmp_path.iterdir()] == [("report.html", "new")]
+
+
+def test_a_file_that_cannot_be_written_is_named_and_not_its_temporary_one(tmp_path: Path) -> None:
+    with pytest.raises(IsADirectoryError, match=f": '{tmp_path}'$"):
+        write_whole(tmp_path, "new")
