@@ -143,8 +143,9 @@ def parse_options(argv: Sequence[str]) -> tuple[Options, str]:
 
 
 def _parts(text: str) -> tuple[int, ...]:
-    parts = tuple(whole_number(part) for part in text.split("+"))
-    if not sum(parts) >= 2 or len(parts) > len(VENDORS):
+    words = text.split("+")
+    parts = tuple(int(word) for word in words if word.isascii() and word.isdecimal())
+    if 0 in parts or len(parts) < len(words) or not sum(parts) >= 2 or len(parts) > len(VENDORS):
         raise argparse.ArgumentTypeError(
             f"{text!r} is not 2 ranks or more of at most {len(VENDORS)} vendors; write 4 or 2+2"
         )

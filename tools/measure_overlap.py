@@ -266,6 +266,11 @@ def parse_options(argv: Sequence[str] | None) -> tuple[Options, list[float]]:
         parsed_row(options, row)
     if torch.cuda.is_available() and torch.cuda.device_count() < options.nproc:
         raise UserError("two stages need two GPUs and there is one; hide it to measure on the CPU")
+    if setting.published and not options.extra and not torch.cuda.is_available():
+        raise UserError(
+            f"this machine has no GPU, and {setting.name} would fill its memory; give --model a "
+            "small preset, such as examples/presets/tiny.yaml"
+        )
     if os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
         raise UserError(
             "with CUDA_DEVICE_MAX_CONNECTIONS=1 a slow link would hold up what computes; unset it"

@@ -11,6 +11,7 @@ send each other is computed from the bandwidth between them. Takes minutes.
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, replace
@@ -23,6 +24,7 @@ if __name__ == "__main__":
     from tools.tool_command_line import begin_script
 
     begin_script()
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # PyTorch reads it at its import
 
 from hetero.errors import UserError
 from hetero.plan.mesh import RECOMPUTE

@@ -5,10 +5,10 @@
 #   node_task.sh VENDOR [more flags]
 set -euo pipefail
 
-case $1 in
+case ${1-} in
 nvidia) environment=${ENV_NVIDIA:-$ROOT/examples/slurm/env_nvidia.sh} ;;
 amd) environment=${ENV_AMD:-$ROOT/examples/slurm/env_amd.sh} ;;
-*) echo "error: VENDORS names '$1'; give nvidia and amd" >&2 && exit 2 ;;
+*) echo "error: VENDORS names '${1-}'; give nvidia and amd" >&2 && exit 2 ;;
 esac
 # What it sets reaches the run, with or without `export`. The scripts of conda and of modules read
 # variables that nobody has set.

@@ -207,10 +207,12 @@ def _kind_from_mapping(
     entry: object, known: Mapping[str, tuple[str, Accelerator | None]], where: str
 ) -> NodeKind | None:
     """None where its accelerator is described, and the description refused."""
-    if not isinstance(entry, Mapping) or "accelerator" not in entry:
-        raise ClusterError(f"{where}: expected at least an accelerator and a number of nodes")
     faults = Faults()
-    faults.sentences += unknown_keys(entry, _KIND_KEYS, where=where)
+    if isinstance(entry, Mapping):
+        faults.sentences += unknown_keys(entry, _KIND_KEYS, where=where)
+    if not isinstance(entry, Mapping) or "accelerator" not in entry:
+        faults.sentences.append(f"{where}: expected at least an accelerator")
+        raise ClusterError(*faults.sentences)
     if "name" in entry and (entry["name"] is None or not str(entry["name"]).strip()):
         faults.sentences.append(f"{where}: name is {entry['name']!r}; give it one, or leave it out")
     named = str(entry["accelerator"])

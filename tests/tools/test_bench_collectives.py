@@ -181,7 +181,7 @@ def test_wrong_results_and_calls_that_break_are_told_and_nothing_else_is_lost(tm
         ("--operations barrier", "invalid choice: 'barrier' (choose from"),
         ("--ranks 1", "'1' is not 2 ranks or more"),
         ("--ranks 1+1+1+1", "of at most 3 vendors"),
-        ("--ranks 2+x", "'x' is no whole number above 0"),
+        ("--ranks 2+x", "'2+x' is not 2 ranks or more"),
         ("--min-size 4X", "'4X' is no size"),
         ("--min-size 8K --max-size 4K", "--min-size 8192 is larger than --max-size 4096"),
         ("--factor 1", "--factor 1 leads to no other size"),

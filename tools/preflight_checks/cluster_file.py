@@ -16,7 +16,8 @@ _REMARK = """\
 # the accelerator's usual NIC.
 """
 _UNKNOWN = """\
-# Not built in: {names}. Give each its tflops, memory_bandwidth, link and nic (docs/planner.md).
+# Not built in: {names}. Give each what it lacks of memory, tflops, memory_bandwidth, link and nic
+# (docs/planner.md).
 """
 
 

@@ -148,3 +148,11 @@ def test_all_that_is_wrong_with_a_file_is_told_at_once_and_nothing_that_follows_
     with pytest.raises(ClusterError) as caught:
         cluster_from_mapping({"nodes": nodes}, source="it")
     assert any("kind 4 of nodes: expected at least" in said for said in caught.value.sentences)
+
+
+def test_a_mistyped_accelerator_is_called_unknown_and_missing() -> None:
+    with pytest.raises(ClusterError) as caught:
+        cluster_from_mapping({"nodes": [{"acclerator": "H200"}]}, source="it")
+    mistyped, missing = caught.value.sentences
+    assert "unknown key 'acclerator'" in mistyped
+    assert "expected at least an accelerator" in missing
