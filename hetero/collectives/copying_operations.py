@@ -20,11 +20,13 @@ from hetero.collectives.group_across_vendors import (
     options_of,
     require_product,
 )
+from hetero.collectives.not_compiled import not_compiled
 from hetero.words import counted
 
 Tensors = Sequence[torch.Tensor]
 
 
+@not_compiled
 class CopyingOperations(GroupAcrossVendors):
     """broadcast, all_gather, all_to_all, gather, scatter, and messages from rank to rank."""
 

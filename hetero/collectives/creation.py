@@ -28,6 +28,9 @@ def create_group(options: Any, backend_options: Any = None) -> dist.ProcessGroup
 
     `backend_options`: where there is a plan, the name of the vendor that it gives this rank.
     """
+    # PyTorch gives a group the name, and so the keys, of one that was destroyed before.
+    turn = options.store.add(f"turn of {options.group_rank}", 1)
+    options.store = dist.PrefixStore(f"turn {turn}", options.store)
     meeting = _Meeting(
         options.store,
         rank=options.group_rank,

@@ -18,6 +18,7 @@ from torch._C import _distributed_c10d as c10d
 
 from hetero.collectives.group_communicator import Algorithm, Communicator
 from hetero.collectives.group_links import Link
+from hetero.collectives.not_compiled import not_compiled
 from hetero.collectives.reductions import Reduction, reduction_for
 from hetero.collectives.vendor_layout import Layout
 from hetero.collectives.work import CollectiveWork, CombinedWork
@@ -34,6 +35,7 @@ class GroupOptions(c10d.Backend.Options):
         return GroupOptions(self.backend, self._timeout)
 
 
+@not_compiled
 class GroupAcrossVendors(dist.ProcessGroup):
     """A group whose ranks belong to several vendors. Derived classes have its operations."""
 

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from hetero.collectives.group_links import Link, Links, Transfer, as_bytes, clone
+from hetero.collectives.not_compiled import not_compiled
 from hetero.collectives.streams import CallStream
 from hetero.collectives.work import CollectiveWork, Worker
 
@@ -23,6 +24,7 @@ _IDLE_SECONDS = 3600.0
 _TAGS = 1 << 32
 
 
+@not_compiled
 class MessageWork(CollectiveWork):
     """One message under way. Whoever waits for it brings it on, in its own thread and stream."""
 

@@ -16,10 +16,12 @@ from hetero.collectives.copying_operations import CopyingOperations
 from hetero.collectives.exchange import Exchange, Steps
 from hetero.collectives.group_across_vendors import options_of
 from hetero.collectives.monitored import MonitoredBarrier
+from hetero.collectives.not_compiled import not_compiled
 from hetero.collectives.reducing_operations import ReducingOperations
 from hetero.collectives.reductions import reduction_for
 
 
+@not_compiled
 class HeteroProcessGroup(ReducingOperations, CopyingOperations):
     """A group whose ranks belong to several vendors."""
 

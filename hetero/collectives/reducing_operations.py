@@ -19,12 +19,14 @@ from hetero.collectives.group_across_vendors import (
     options_of,
     require_product,
 )
+from hetero.collectives.not_compiled import not_compiled
 from hetero.collectives.reductions import Reduction
 from hetero.words import counted
 
 Tensors = Sequence[torch.Tensor]
 
 
+@not_compiled
 class ReducingOperations(GroupAcrossVendors):
     """all_reduce, reduce and reduce_scatter."""
 

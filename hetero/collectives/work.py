@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from hetero.collectives.not_compiled import not_compiled
 from hetero.collectives.streams import current_stream
 from hetero.errors import LinkError
 
@@ -18,6 +19,7 @@ _GRACE_SECONDS = 10.0
 """What carries a call out meets its own deadline first, and says who is to blame."""
 
 
+@not_compiled
 class CollectiveWork(dist.Work):
     """One call under way. `finish` ends it, with what went wrong if anything did.
 
@@ -237,6 +239,7 @@ def flat_list(values: Any) -> list[torch.Tensor]:
     return [tensor for value in values for tensor in flat_list(value)]
 
 
+@not_compiled
 class CombinedWork(CollectiveWork):
     """Several calls as one."""
 
