@@ -253,7 +253,7 @@ class GroupAcrossVendors(dist.ProcessGroup):
     def set_timeout(self, timeout: timedelta) -> None:
         self._timeout = timeout
         for communicator in self._communicators:
-            communicator.timeout = timeout.total_seconds()
+            communicator.set_timeout(timeout)
 
     _set_default_timeout = set_timeout
 

@@ -134,6 +134,13 @@ class Communicator:
         # thread is in PyTorch's C++, as one is that looks into the store.
         weakref.finalize(self, self._worker.close, seconds=_CLOSE_SECONDS)
 
+    def set_timeout(self, timeout: timedelta) -> None:
+        """The deadline of calls from now on; messages of a link between GPUs keep the first."""
+        self.timeout = timeout.total_seconds()
+        self._links.set_timeout(self.timeout)
+        if self._library is not None:
+            self._library.timeout = timeout
+
     def _new_messages(self, store: dist.Store) -> Mailbox | DeviceMessages:
         store = dist.PrefixStore("mail/", store)
         on_cpu = self.device.type == "cpu"

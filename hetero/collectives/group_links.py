@@ -9,6 +9,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -66,6 +67,12 @@ class Links:
         if link is None:
             link = self._open[rank] = self._opened(rank, store or self._store)
         return link
+
+    def set_timeout(self, seconds: float) -> None:
+        """For links to come, and for what those that are open carry from now on."""
+        self._timeout = seconds
+        for link in list(self._open.values()):
+            link.description = replace(link.description, timeout=seconds)
 
     def is_open_to(self, rank: int) -> bool:
         return rank in self._open

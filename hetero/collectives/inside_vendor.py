@@ -62,7 +62,7 @@ class VendorLibrary:
         self, backend: Any, *, timeout: timedelta, look: Callable[[], None] | None
     ) -> None:
         self._backend = backend
-        self._timeout = timeout
+        self.timeout = timeout
         self._look = look
         """None on a GPU, whose library orders streams."""
 
@@ -70,7 +70,7 @@ class VendorLibrary:
         return Inside(work, self._look)
 
     def _options(self, options: Any, **values: Any) -> Any:
-        options.timeout = self._timeout
+        options.timeout = self.timeout
         for name, value in values.items():
             setattr(options, name, value)
         return options

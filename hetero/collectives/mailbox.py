@@ -29,6 +29,10 @@ _END_SECONDS = 2.0
 _CLOSED = "the group was closed while a message was under way"
 
 
+_Outgoing = tuple[torch.Tensor, CollectiveWork, int]
+"""A message, its work and its tag."""
+
+
 @dataclass(eq=False)
 class _Wanted:
     """A receive that was asked for."""
@@ -58,7 +62,7 @@ class Mailbox:
         self._change = threading.Condition()
         self._wanted: list[_Wanted] = []
         self._kept: dict[int, list[_Kept]] = {}
-        self._outgoing: dict[int, queue.SimpleQueue[tuple[torch.Tensor, CollectiveWork, int]]] = {}
+        self._outgoing: dict[int, queue.SimpleQueue[_Outgoing | None]] = {}
         self._readers: set[int] = set()
         self._opening = {rank: threading.Lock() for rank in range(layout.size)}
         self._broken: dict[int, BaseException] = {}
@@ -109,6 +113,8 @@ class Mailbox:
 
     def close(self) -> None:
         self._links.close()
+        for box in list(self._outgoing.values()):
+            box.put(None)
         with self._change:
             self._change.notify_all()
 
@@ -124,8 +130,8 @@ class Mailbox:
 
     def _send_to(self, rank: int) -> None:
         link = None
-        while not self._over.is_set():
-            tensor, work, tag = self._outgoing[rank].get()
+        while (message := self._outgoing[rank].get()) is not None:
+            tensor, work, tag = message
             with self._using_store() if link is None else nullcontext():
                 try:
                     if link is None:

@@ -1,11 +1,19 @@
-"""The end of a process that has groups."""
+"""The end of groups, and of a process that has some."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
+import threading
+from datetime import timedelta
 from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from tests.forked_ranks import values
+from tests.hetero.collectives.ranks import Side, run_ranks
 
 SCRIPT = """
 import sys
@@ -39,3 +47,35 @@ def test_a_script_may_end_without_destroying_its_groups(tmp_path: Path) -> None:
     ]
     ends = [(process.communicate(timeout=120)[1], process.returncode) for process in processes]
     assert [code for _, code in ends] == [0, 0], ends
+
+
+def make_the_default_group_twice(side: Side) -> tuple[list[float], list[float], list[str]]:
+    sums, deadlines = [], []
+    for _ in range(2):
+        dist.init_process_group("hetero", store=side.store, rank=side.rank, world_size=side.size)
+        whole, number = dist.group.WORLD, torch.ones(1)
+        assert whole is not None
+        dist.all_reduce(number)
+        if side.rank == 0:
+            dist.send(number, dst=2)
+        elif side.rank == 2:
+            dist.recv(number, src=0)
+        whole.set_timeout(timedelta(seconds=9))
+        deadlines += [link.description.timeout for link in whole.links()]
+        dist.barrier()
+        dist.destroy_process_group()
+        sums.append(number.item())
+    mail = [thread for thread in threading.enumerate() if thread.name.startswith("mail")]
+    for thread in mail:
+        thread.join(20)
+    return sums, deadlines, [thread.name for thread in mail if thread.is_alive()]
+
+
+def test_a_group_is_made_again_with_the_store_of_one_that_has_ended() -> None:
+    """A launcher's processes keep their store, where the keys of the first group still are."""
+    ranks = run_ranks(make_the_default_group_twice, ("amd", "amd", "nvidia"), backend=None)
+    for sums, deadlines, threads_left in values(ranks):
+        assert sums == [3.0, 3.0]
+        assert deadlines
+        assert set(deadlines) == {9.0}
+        assert threads_left == []

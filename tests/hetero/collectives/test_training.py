@@ -61,6 +61,28 @@ def test_losses_are_those_of_one_process_with_the_whole_batch(vendors):
     assert ranks[0]["hsdp"] == pytest.approx(expected[:1], rel=1e-5)
 
 
+def train_compiled(side: Side) -> list[float]:
+    """The second step calls the group from within compiled code: DDP makes its buckets anew."""
+    model = torch.nn.parallel.DistributedDataParallel(new_model(torch.device("cpu")))
+    compiled = torch.compile(model, backend="eager")
+    batch = torch.randn(BATCH, WIDTH, generator=torch.Generator().manual_seed(1))
+    mine = batch.chunk(side.size)[side.rank]
+    losses = []
+    for _ in range(2):
+        loss = torch.nn.functional.mse_loss(compiled(mine), mine)
+        loss.backward()
+        dist.all_reduce(loss := loss.detach(), op=dist.ReduceOp.AVG)
+        losses.append(loss.item())
+    return losses
+
+
+def test_a_compiled_model_trains_with_ddp():
+    import torch._dynamo  # once for all ranks, which are forked
+
+    for losses in values(run_ranks(train_compiled, ("amd", "nvidia"))):
+        assert losses == pytest.approx([losses_of_one_process()[0]] * 2, rel=1e-5)
+
+
 HETERO_RUN = ("hetero.run", "--standalone", "--nproc-per-node", "3")
 TORCHRUN = ("torch.distributed.run", *HETERO_RUN[1:], "-m", "hetero.run")
 
