@@ -77,7 +77,7 @@ def train_compiled(side: Side) -> list[float]:
 
 
 def test_a_compiled_model_trains_with_ddp():
-    import torch._dynamo  # once for all ranks, which are forked
+    import torch._dynamo  # noqa: F401  once for all ranks, which are forked
 
     for losses in values(run_ranks(train_compiled, ("amd", "nvidia"))):
         assert losses == pytest.approx([losses_of_one_process()[0]] * 2, rel=1e-5)
