@@ -132,7 +132,7 @@ class Communicator:
         self._worker = Worker(f"{name} calls", idle=self._look, seconds=LOOK_SECONDS)
         # A script need not destroy its groups, and Python ends a process abnormally of which a
         # thread is in PyTorch's C++, as one is that looks into the store.
-        weakref.finalize(self, self._worker.close, seconds=_CLOSE_SECONDS)
+        self._at_exit = weakref.finalize(self, self._worker.close, seconds=_CLOSE_SECONDS)
 
     def set_timeout(self, timeout: timedelta) -> None:
         """The deadline of calls from now on; messages of a link between GPUs keep the first."""
@@ -283,6 +283,7 @@ class Communicator:
     def shutdown(self) -> None:
         """Leave the group once the calls under way have ended."""
         self._worker.close(seconds=self.timeout)
+        self._at_exit.detach()  # it holds this object, and so its sockets, for good
         self._state(LEFT)
         self._messages.close()
         self._links.close()
