@@ -46,10 +46,10 @@ class RMSNorm(torch.nn.RMSNorm):
         self.zero_centered = config.layernorm_zero_centered_gamma
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if not self.zero_centered:
+        if _is_plain(self, x):
             return super().forward(x)
         normed = F.rms_norm(x, self.normalized_shape, None, self.eps)
-        return (normed * _gain(self.weight)).to(x.dtype)
+        return (normed * _gain(self)).to(self.weight.dtype)
 
 
 class LayerNorm(torch.nn.LayerNorm):
@@ -63,15 +63,20 @@ class LayerNorm(torch.nn.LayerNorm):
         self.zero_centered = config.layernorm_zero_centered_gamma
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if not self.zero_centered:
+        if _is_plain(self, x):
             return super().forward(x)
         normed = F.layer_norm(x, self.normalized_shape, None, None, self.eps)
-        return (normed * _gain(self.weight) + self.bias).to(x.dtype)
+        return (normed * _gain(self) + self.bias).to(self.weight.dtype)
 
 
-def _gain(weight: torch.Tensor) -> torch.Tensor:
-    """One more than `weight`, in float32: half precision has no number so close to one."""
-    return weight.float() + 1
+def _is_plain(norm: RMSNorm | LayerNorm, x: torch.Tensor) -> bool:
+    """Whether torch's own does it: not with --fp32-residual-connection before half precision."""
+    return not norm.zero_centered and x.dtype == norm.weight.dtype
+
+
+def _gain(norm: RMSNorm | LayerNorm) -> torch.Tensor:
+    """In float32: half precision has no number so close to one as a zero-centred weight asks."""
+    return norm.weight.float() + norm.zero_centered
 
 
 def _placement(config: TransformerConfig) -> dict[str, Any]:

@@ -78,6 +78,13 @@ def _check_file(args: argparse.Namespace, file: PlanFile) -> Iterator[str]:
                 f"--{name.replace('_', '-')} {given} contradicts the plan {args.hetero_plan}, "
                 f"which says {' '.join(map(str, values))}; leave the flag out"
             )
+    shared = [str(i) for i, mesh in enumerate(file.meshes) if mesh.distributed_optimizer]
+    if shared and args.optimizer != "adam":
+        yield (
+            f"the plan {args.hetero_plan}: distributed_optimizer shares out Adam's state alone, "
+            f"and --optimizer is {args.optimizer}; leave it out of mesh {', '.join(shared)}, or "
+            "use --optimizer adam"
+        )
     if file.layers:
         yield from layer_problems([sum(chunks) for chunks in file.layers], args.num_layers)
 

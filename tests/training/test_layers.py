@@ -97,6 +97,16 @@ def test_a_zero_centred_norm_stores_its_weight_minus_one(ours: Any, theirs: Any)
     assert torch.allclose(norm(x), reference(x), atol=1e-6)
 
 
+@pytest.mark.parametrize("ours", [RMSNorm, LayerNorm])
+def test_a_norm_of_half_precision_takes_a_residual_in_float32(ours: Any) -> None:
+    """--fp32-residual-connection"""
+    norm = ours(_config(params_dtype=torch.bfloat16), 32, eps=1e-3)
+    x = torch.randn(5, 2, 32, device=_device())
+    normed = norm(x)
+    assert normed.dtype == torch.bfloat16, "matrices are in half precision too"
+    assert torch.equal(normed, ours(_config(), 32, eps=1e-3)(x).bfloat16())
+
+
 def test_the_norm_is_chosen_by_the_configuration() -> None:
     assert norm_class(_config(normalization="RMSNorm")) is RMSNorm
     assert norm_class(_config(normalization="LayerNorm")) is LayerNorm

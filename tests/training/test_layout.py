@@ -203,7 +203,8 @@ def test_a_plan_file_for_another_model_is_refused(tmp_path: Path) -> None:
 
 def test_all_that_is_wrong_with_a_plan_file_is_said_at_once(tmp_path: Path) -> None:
     text = TWO.replace("tensor: 2, data: 2", "tensor: 3, data: 3, sequence_parallel: true, x: 1", 1)
-    flags = _file(tmp_path / "plan.yaml", text) + "--tensor-model-parallel-size 4 "
+    text = text.replace("data: 2", "data: 2, distributed_optimizer: true")
+    flags = _file(tmp_path / "plan.yaml", text) + "--tensor-model-parallel-size 4 --optimizer sgd "
     flags += "--recompute-granularity full --recompute-method uniform --recompute-num-layers 3"
     with pytest.raises(UserError) as error:
         adopt_plan_file(_args(flags, layers=9, ranks=8))
@@ -215,6 +216,7 @@ def test_all_that_is_wrong_with_a_plan_file_is_said_at_once(tmp_path: Path) -> N
         "mesh 1 (nvidia) has 2 data-parallel ranks and cannot take the 3 sequences",
         "mesh 0: unknown key 'x'",
         "with sequence parallelism, --seq-length",
+        "Adam's state alone, and --optimizer is sgd; leave it out of mesh 1, or",
         "which do not divide the 5 layers of pipeline stage 1",
     ):
         assert words in str(error.value)

@@ -192,6 +192,10 @@ def test_weight_gradients_are_delayed_across_vendors_alone(parse):
     alone = parse("--delay-wgrad-compute")
     assert not alone.delay_wgrad_compute
     assert "--delay-wgrad-compute: it needs --hetero-pipeline" in alone.ignored_flags
+    one_stage = "--hetero-pipeline --hetero-vendors amd --hetero-pipeline-sizes 1"
+    lost = parse(f"{one_stage} --delay-wgrad-compute", world_size=2)
+    assert not lost.delay_wgrad_compute, "nothing would compute what waits"
+    assert "--delay-wgrad-compute: it needs a second pipeline stage" in lost.ignored_flags
 
 
 def test_overlap_of_the_parameter_gather(parse):

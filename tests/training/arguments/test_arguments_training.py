@@ -102,6 +102,12 @@ def test_steps_of_a_growing_batch_are_those_of_megatron_core(parse, samples, ram
             "--recompute-activations means selective",
         ),
         ("--recompute-activations --recompute-modules xyz", "--recompute-modules cannot be 'xyz'"),
+        (
+            "--hetero-pipeline --hetero-vendors amd --hetero-pipeline-sizes 1"
+            " --hetero-recompute selective --recompute-modules xyz",
+            "--recompute-modules cannot be 'xyz'",
+        ),
+        ("--optimizer sgd --use-distributed-optimizer", "shares out Adam's state alone"),
         ("--main-grads-dtype bf16 --use-precision-aware-optimizer", "needs --bf16"),
         ("--bf16 --main-grads-dtype bf16", "needs --use-precision-aware-optimizer"),
         (

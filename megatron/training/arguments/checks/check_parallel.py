@@ -299,9 +299,11 @@ def _check_delay(args: Namespace) -> Iterator[str]:
     """Weight gradients can wait where a stage of 1F1B hands on the gradient of its input."""
     if not args.delay_wgrad_compute:
         return
-    if not args.hetero_pipeline:
-        # megatron-core's own pipeline has a place for it with mixtures of experts alone.
-        args.ignored_flags.append("--delay-wgrad-compute: it needs --hetero-pipeline")
+    if not args.hetero_pipeline or args.pipeline_model_parallel_size == 1:
+        # megatron-core's own pipeline has a place for it with mixtures of experts alone, and one
+        # stage hands on no gradient after which what waits would be computed.
+        needed = "a second pipeline stage" if args.hetero_pipeline else "--hetero-pipeline"
+        args.ignored_flags.append(f"--delay-wgrad-compute: it needs {needed}")
         args.delay_wgrad_compute = False
         return
     against = {

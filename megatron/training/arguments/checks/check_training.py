@@ -73,6 +73,11 @@ def _check_gradients(args: Namespace) -> Iterator[str]:
 
 
 def _check_optimizer_state(args: Namespace) -> Iterator[str]:
+    if args.use_distributed_optimizer and args.optimizer != "adam":
+        yield (
+            f"--use-distributed-optimizer shares out Adam's state alone, and --optimizer is "
+            f"{args.optimizer}; leave it out, or use --optimizer adam"
+        )
     for name in ("main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype"):
         kept = getattr(args, name)
         if kept == "fp32":
@@ -99,14 +104,15 @@ def _check_recompute(args: Namespace) -> Iterator[str]:
         yield from _check_full_recompute(args)
     elif args.recompute_granularity == "selective":
         yield from _check_selective_recompute(args)
-    else:
+    elif args.hetero_recompute is None and args.hetero_plan is None:
         _leave_out_recompute(args)
+    else:
+        # A mesh may ask for it by itself.
+        yield from _check_recompute_modules(args)
 
 
 def _leave_out_recompute(args: Namespace) -> None:
     """Without a granularity nothing is recomputed, whatever is said about how."""
-    if args.hetero_recompute is not None or args.hetero_plan is not None:
-        return
     for name in ("recompute_method", "recompute_num_layers", "recompute_modules"):
         if getattr(args, name) is not None:
             flag = f"--{name.replace('_', '-')}"
@@ -118,6 +124,12 @@ def _check_selective_recompute(args: Namespace) -> Iterator[str]:
     for name in ("recompute_method", "recompute_num_layers"):
         if getattr(args, name) is not None:
             yield f"--{name.replace('_', '-')} needs --recompute-granularity full"
+    yield from _check_recompute_modules(args)
+    if args.recompute_modules == []:
+        args.recompute_granularity = args.recompute_modules = None
+
+
+def _check_recompute_modules(args: Namespace) -> Iterator[str]:
     if args.recompute_modules is None:
         return
     modules = [name for name in args.recompute_modules if name not in RECOMPUTE_MODULES_ELSEWHERE]
@@ -140,8 +152,6 @@ def _check_selective_recompute(args: Namespace) -> Iterator[str]:
         )
         modules.remove("layernorm")
     args.recompute_modules = modules
-    if not modules:
-        args.recompute_granularity = args.recompute_modules = None
 
 
 def _check_full_recompute(args: Namespace) -> Iterator[str]:
