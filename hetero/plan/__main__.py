@@ -198,7 +198,7 @@ def _problems(file: PlanFile, run: _Run, options: argparse.Namespace) -> Iterato
         return
     if world_size is not None:
         yield from world_size_problems(meshes, world_size)
-    elif (ranks := sum(mesh.world_size for mesh in meshes)) > _MOST_RANKS:
+    if (ranks := sum(mesh.world_size for mesh in meshes)) > _MOST_RANKS:
         yield f"the plan has {counted(ranks, 'rank')}; at most {_MOST_RANKS} can be drawn"
     sizes: tuple[int, ...] = ()
     if run.micro_batch is not None:
@@ -219,7 +219,12 @@ def _problems(file: PlanFile, run: _Run, options: argparse.Namespace) -> Iterato
             f"a global batch of {run.global_batch} must be a multiple of the "
             f"{counted(step, 'sequence')} of a step of the pipeline; the nearest is {near}"
         )
-    elif run.model is not None and not file.problems:
+    # A stage with more layers than the model was mistyped: what it would hold says nothing.
+    elif (
+        run.model is not None
+        and not file.problems
+        and max(map(sum, file.layers)) <= run.model.layers
+    ):
         settled = _settled(file.plan(), run)
         memory = {vendor: gib * 2.0**30 for vendor, gib in options.gpu_memory}
         batches = run.micro_batches(settled)

@@ -68,7 +68,8 @@ def _layers_text(plan: Plan, stage: int) -> str:
     for chunk in range(plan.chunks):
         held = plan.layer_range(stage, chunk)
         if held:
-            parts.append(f"{held[0]}-{held[-1]}" if len(held) > 1 else f"{held[0]}")
+            last = held.stop - 1
+            parts.append(f"{held.start}-{last}" if last > held.start else f"{last}")
     text = f"{'layers' if sum(plan.layers[stage]) > 1 else 'layer'} {', '.join(parts)}"
     if stage == 0:
         text += ", embedding"

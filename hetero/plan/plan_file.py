@@ -19,6 +19,10 @@ _FIELDS = tuple(field.name for field in fields(Mesh) if field.name != "share")
 KEYS = ("vendor", "layers", *_FIELDS[1:])
 
 
+_MOST_CHUNKS = 1 << 10
+"""Of a stage. More are nobody's plan: a number was mistyped."""
+
+
 @dataclass(frozen=True)
 class PlanFile:
     """A plan file as far as it can be read, and all that is wrong with it."""
@@ -175,6 +179,11 @@ def load_yaml(path: str | Path) -> Any:
 
 def read_plan_file(path: str | Path, *, chunks: int = 1) -> PlanFile:
     """Read a plan file as far as it goes. Raises PlanError where it names no meshes at all."""
+    if chunks > _MOST_CHUNKS:
+        raise PlanError(
+            f"--num-virtual-stages-per-pipeline-rank {chunks} is more than any stage has layers; "
+            f"give at most {_MOST_CHUNKS}"
+        )
     try:
         data = load_yaml(path)
     except OSError as error:

@@ -59,6 +59,7 @@ def adopt_plan_file(args: argparse.Namespace) -> None:
         args.hetero_tensor_sizes = [mesh.tensor for mesh in file.meshes]
         args.hetero_data_sizes = [mesh.data for mesh in file.meshes]
         args.hetero_sequence_parallel = [mesh.sequence_parallel for mesh in file.meshes]
+        args.hetero_recompute = [mesh.recompute for mesh in file.meshes]
         problems.run(_adopt_micro_batches(args, file.meshes))
         check_sizes(args, args.world_size, problems)
         problems.run(_check_recompute_units(args, file.meshes, file.layers))
@@ -92,7 +93,9 @@ def _check_file(args: argparse.Namespace, file: PlanFile) -> Iterator[str]:
 def _adopt_micro_batches(args: argparse.Namespace, meshes: Sequence[Mesh]) -> Iterator[str]:
     """Unknowable where the meshes cannot share them, so that nothing is said of batches of them."""
     default = args.micro_batch_size
-    del args.micro_batch_size, args.hetero_micro_batch_sizes
+    del args.micro_batch_size
+    # Beside the file it may have been refused.
+    vars(args).pop("hetero_micro_batch_sizes", None)
     args.hetero_micro_batch_sizes = list(micro_batch_sizes(meshes, default))
     args.micro_batch_size = default
     yield from ()

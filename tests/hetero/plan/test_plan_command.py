@@ -170,8 +170,16 @@ def test_a_mistyped_size_is_refused_rather_than_drawn(
 ) -> None:
     path = tmp_path / "plan.yaml"
     path.write_text("meshes: [{vendor: amd, layers: [1], data: 1000000000000}]")
-    (line,) = refused(capsys, path)
-    assert line == "the plan has 1000000000000 ranks; at most 1048576 can be drawn"
+    for words in ((), ("--world-size", 10**12)):
+        (line,) = refused(capsys, path, *words)
+        assert line == "the plan has 1000000000000 ranks; at most 1048576 can be drawn"
+    (line,) = refused(capsys, path, "--num-virtual-stages-per-pipeline-rank", 10**12)
+    assert line.endswith("is more than any stage has layers; give at most 1024")
+    path.write_text(f"meshes: [{{vendor: amd, layers: [{10**30}]}}]")
+    memory = ("--model", "llama3.1-8b", "--gpu-memory", "amd=1")
+    (line,) = refused(capsys, path, *memory)
+    assert line.endswith("but --num-layers is 32; make them add up: the nearest that do are [32]")
+    assert f"layers 0-{10**30 - 1}, embedding, output" in drawn(capsys, path)
 
 
 def test_memory_that_cannot_fit_is_refused_with_what_would_make_it_fit(
