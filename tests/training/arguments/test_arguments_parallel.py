@@ -105,6 +105,11 @@ def test_model_chunks_on_a_rank(parse, flags, virtual):
             "--num-layers-per-virtual-pipeline-stage and --num-virtual-stages-per-pipeline-rank",
         ),
         (
+            f"{PP2} --num-virtual-stages-per-pipeline-rank {10**12}",
+            2,
+            "is more than there are layers",
+        ),
+        (
             f"{PP2} {VPP2} --pipeline-model-parallel-layout 'Ett|tt|tt|ttL'",
             2,
             "exclude each other; keep one of them",

@@ -128,6 +128,12 @@ def _check_chunks(args: Namespace) -> Iterator[str]:
         size = _virtual_size_of_layers(args)
     else:
         size = args.num_virtual_stages_per_pipeline_rank or 1
+    if size > counted_layers(args):
+        yield (
+            f"--num-virtual-stages-per-pipeline-rank {size} is more than there are layers; give a "
+            "smaller number"
+        )
+        size = 1
     args.virtual_pipeline_model_parallel_size = size if size > 1 else None
 
 
