@@ -33,7 +33,6 @@ from pathlib import Path
 from hetero.beside import leave_unless_installed
 
 if __name__ == "__main__":
-    leave_unless_installed("torch", "psutil")
     # PyTorch reads it at its import, and would report the end of a store with its stack.
     _HUSHED = "TORCH_CPP_LOG_LEVEL" not in os.environ
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
@@ -41,6 +40,7 @@ if __name__ == "__main__":
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         said = b"error: interrupted; nothing was started\n"
         signal.signal(signal.SIGINT, lambda *_: (os.write(2, said), os._exit(128 + signal.SIGINT)))
+    leave_unless_installed("torch", "psutil")
 
 import psutil
 from torch.distributed import DistError

@@ -52,6 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             report = _check(options, rank, world_size)
         except HeteroError as error:
             if rank > 0 and error.known_to_all:
+                write_error_file(str(error), printed=False, known_to_all=True)
                 sys.exit(error.exit_code)
             raise
         problems.append(report.has_problem)
