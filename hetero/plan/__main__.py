@@ -168,6 +168,7 @@ def _run_of(options: argparse.Namespace, faults: Faults) -> _Run:
         parameter_bytes=weight,
         gradient_bytes=gradient,
         state_bytes=12 if in_half else 8,
+        delay_weight_gradients=bool(flags.get("delay-wgrad-compute")),
     )
     micro, total = sizes.values()
     return _Run(flags, model, costs, micro_batch=micro, global_batch=total)

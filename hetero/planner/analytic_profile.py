@@ -139,6 +139,8 @@ class _Layer:
             embedding_activation_bytes=self._hidden_bytes,
             head_activation_bytes=self._logits * (_ELEMENT + 4) + 2 * self._hidden_bytes,
             layer_working_bytes=working,
+            layer_delayed_bytes=self._delayed,
+            head_delayed_bytes=(self._logits + self.tokens * self.model.hidden) * _ELEMENT,
         )
 
     def _seconds(self, flops: float) -> float:
@@ -167,6 +169,18 @@ class _Layer:
         computed = self._seconds(flops * self.point.seq_length / self.point.tensor)
         moved = self._logits * 4 * 4 / self.part.memory_bandwidth
         return PassTimes(computed + moved, 2 * computed + moved)
+
+    @property
+    def _delayed(self) -> float:
+        """Of the four matrices, the inputs and the gradients of the outputs.
+
+        With sequence parallelism, too, those that are of the whole hidden state are gathered.
+        """
+        model = self.model
+        inputs = model.attention_width + model.ffn
+        outputs = model.attention_width + 2 * model.key_value_width
+        outputs += (2 if model.gated else 1) * model.ffn
+        return self.tokens * (4 * model.hidden + (inputs + outputs) / self.point.tensor) * _ELEMENT
 
     def _activations(self) -> tuple[float, float]:
         """Bytes that a layer keeps, and those it takes for a while in its backward pass.

@@ -67,6 +67,12 @@ class PartCosts:
     """The same of an embedding with the layer behind it."""
     head_working_bytes: float = 0.0
     """The same of a head with the layer before it: mostly the logits and their gradient."""
+    layer_delayed_bytes: float = 0.0
+    """What delayed weight gradients are computed from: each matrix's input, its output's gradient.
+
+    Zero where it was not measured.
+    """
+    head_delayed_bytes: float = 0.0
 
     def working_bytes(self, *, embedding: bool, head: bool) -> float:
         """Of a stage that has these: its parts are computed one after the other."""

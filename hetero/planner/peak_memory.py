@@ -55,10 +55,12 @@ def rank_memory(
     shards = replicas if stage.distributed_optimizer else 1
     activations = passes * max(stage.layers) * costs.layer_activation_bytes
     activations += costs.working_bytes(embedding=stage.has_embedding, head=stage.has_head)
-    if stage.has_embedding:
-        activations += passes / len(stage.layers) * costs.embedding_activation_bytes
     if stage.has_head:
         activations += costs.head_activation_bytes
+    if options.delay_weight_gradients:
+        activations = max(activations, _with_delayed(stage, passes, costs))
+    if stage.has_embedding:
+        activations += passes / len(stage.layers) * costs.embedding_activation_bytes
     return RankMemory(
         weights=parameters * options.parameter_bytes,
         gradients=parameters * options.gradient_bytes,
@@ -66,3 +68,14 @@ def rank_memory(
         activations=activations,
         reserved=options.reserved_bytes,
     )
+
+
+def _with_delayed(stage: StageShape, passes: int, costs: PartCosts) -> float:
+    """Activations when the oldest micro-batch's backward pass has come to the stage's first layer.
+
+    Of the layers behind it there is what their weight gradients will be computed from.
+    """
+    layers = max(stage.layers)
+    held = ((passes - 1) * layers + 1) * costs.layer_activation_bytes + costs.layer_working_bytes
+    held += (layers - 1) * costs.layer_delayed_bytes
+    return held + (costs.head_delayed_bytes if stage.has_head else 0.0)

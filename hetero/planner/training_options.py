@@ -21,6 +21,8 @@ class TrainingOptions:
     """Whether a layer's gradients are reduced while backward goes on through the layers before."""
     overlap_param_gather: bool = False
     """Whether updated weights are gathered while the next forward pass goes on."""
+    delay_weight_gradients: bool = False
+    """Whether a stage computes them after it has sent the gradient of its input."""
     deepspeed_transfers: bool = False
     """Whether stages exchange as DeepSpeed's pipeline engine does, for comparing with runs of it:
     in parts that the receivers gather, in its order, and a sender of more than NCCL buffers waits.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hetero.plan import Mesh, Plan
-from hetero.planner.model_shape import load_model
+from hetero.planner.model_shape import ModelShape, load_model
 from hetero.planner.plan_memory import stage_memory
 from hetero.planner.training_options import TrainingOptions
 
@@ -34,3 +34,40 @@ def test_elements_of_four_bytes_take_twice_the_activations() -> None:
     )
     assert whole.held.activations == 2 * half.held.activations
     assert half.micro_batches == 2.5
+
+
+SMALL = ModelShape(
+    layers=8,
+    hidden=512,
+    ffn=1408,
+    heads=8,
+    query_groups=4,
+    head_size=64,
+    vocabulary=2048,
+    seq_length=512,
+    gated=True,
+    tied=False,
+)
+
+
+@pytest.mark.parametrize(
+    ("recompute", "stage", "measured"),
+    [("none", 0, 11), ("none", 1, 21), ("full", 0, 195), ("full", 1, 214)],
+)
+def test_delayed_weight_gradients_take_what_was_measured_but_for_a_layer_or_so(
+    recompute: str, stage: int, measured: float
+) -> None:
+    """MiB on a CPU, float32: docs/meshes.md."""
+    mesh = Mesh("amd", 2, micro_batch_size=4, recompute=recompute)
+    plan = Plan((mesh,), layers=((4,), (4,)))
+    at_once, delayed = (
+        stage_memory(
+            plan,
+            stage,
+            SMALL,
+            micro_batches=4,
+            options=TrainingOptions(activation_bytes=4, delay_weight_gradients=waits),
+        ).held.peak
+        for waits in (False, True)
+    )
+    assert (delayed - at_once) / 2**20 == pytest.approx(measured, abs=80)
