@@ -28,7 +28,6 @@ _LOOK_SECONDS = 0.05
 _END_SECONDS = 2.0
 _CLOSED = "the group was closed while a message was under way"
 
-
 _Outgoing = tuple[torch.Tensor, CollectiveWork, int]
 """A message, its work and its tag."""
 

@@ -17,8 +17,6 @@ from hetero.words import counted
 # A plan file says how meshes divide a pipeline, in which a mesh has no share of replicas.
 _FIELDS = tuple(field.name for field in fields(Mesh) if field.name != "share")
 KEYS = ("vendor", "layers", *_FIELDS[1:])
-
-
 _MOST_CHUNKS = 1 << 10
 """Of a stage. More are nobody's plan: a number was mistyped."""
 
