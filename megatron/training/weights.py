@@ -109,8 +109,7 @@ def initialize(
             values = how.draw(name, parameter, tp_rank=tp_rank, tp_size=tp_size)
             parameter.data.copy_(values)
 
-    # Drawing is serial inside a tensor and releases the GIL, so a few threads share the tensors.
-    with ThreadPoolExecutor(max_workers=max(1, torch.get_num_threads())) as pool:
+    with _threads() as pool:
         list(pool.map(fill, parameters))
 
 
@@ -118,13 +117,21 @@ def digest(
     parameters: Sequence[tuple[str, torch.nn.Parameter]], *, tp_rank: int, tp_size: int
 ) -> dict[str, str]:
     """sha256 of each local shard's bits, by global name (with the TP shard where there is one)."""
-    sums = {}
-    for name, parameter in parameters:
+
+    def entry(item: tuple[str, torch.nn.Parameter]) -> tuple[str, str]:
+        name, parameter = item
         split = getattr(parameter, "tensor_model_parallel", False) and tp_size > 1
         key = f"{name}[{tp_rank}/{tp_size}]" if split else name
         bits = parameter.detach().cpu().contiguous().view(-1).view(torch.uint8)
-        sums[key] = hashlib.sha256(bits.numpy().tobytes()).hexdigest()
-    return sums
+        return key, hashlib.sha256(bits.numpy()).hexdigest()
+
+    with _threads() as pool:
+        return dict(pool.map(entry, parameters))
+
+
+def _threads() -> ThreadPoolExecutor:
+    """Drawing and hashing are serial inside a tensor and release the GIL: threads share tensors."""
+    return ThreadPoolExecutor(max_workers=max(1, torch.get_num_threads()))
 
 
 def combine_digests(sums: dict[str, str]) -> str:
