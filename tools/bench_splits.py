@@ -119,6 +119,7 @@ def write_results(
     write_whole(options.out / "splits.json", json.dumps(record, indent=1) + "\n")
     write_whole(options.out / "splits.md", text)
     (options.out / "splits.png").write_bytes(split_sweep.draw(found, title=title))
+    split_sweep.require_slowed(options, attempts)
     return text
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from hetero.errors import HeteroError
 from tests.tools.made_measurements import MEASURED
 from tools import bench_splits
 from tools.bench_splits import parse_options
@@ -85,6 +86,14 @@ def test_it_is_told_where_a_split_is_slower_than_the_slower_vendor_alone() -> No
     assert split_sweep.draw([equal, slowed], title="a title").startswith(b"\x89PNG")
 
 
+def test_a_vendor_that_is_hardly_slowed_ends_the_sweep_before_its_splits() -> None:
+    options = parse_options("--factors 1 1.5 2 --out x".split())
+    attempts = [attempt("nvidia-alone", 38.1), attempt("amd-alone-x1.5", 30.0)]
+    split_sweep.require_slowed(options, attempts)
+    with pytest.raises(HeteroError, match=r"2 times slower .* was 1\.04 times .* larger --micro-b"):
+        split_sweep.require_slowed(options, [*attempts, attempt("amd-alone-x2", 36.7)])
+
+
 def test_curves_are_of_what_has_been_measured() -> None:
     options = parse_options("--first-layers 10 16 --factors 1 2 --out x".split())
     attempts = [attempt("10-22-amd-x1", 70), Attempt("16-16-amd-x1", 1, problem="no memory")]
@@ -97,7 +106,7 @@ def test_curves_are_of_what_has_been_measured() -> None:
 
 
 def test_a_sweep_of_a_tiny_model_on_this_machines_cpu(tmp_path: Path) -> None:
-    words = f"--model {TINY} --first-layers 1 --factors 3 --transport shm --iterations 2 --warmup 1"
+    words = f"--model {TINY} --first-layers 1 --factors 3 --transport shm --iterations 4 --warmup 1"
     assert bench_splits.main([*words.split(), "--out", str(tmp_path)]) == 0
     record = json.loads((tmp_path / "splits.json").read_text())
     assert record["is_complete"]

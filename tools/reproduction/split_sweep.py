@@ -11,6 +11,7 @@ from matplotlib.figure import Figure
 
 from hetero.cluster import VENDOR_VARIABLE
 from hetero.data.slowdown import SLOWDOWN_VARIABLE
+from hetero.errors import HeteroError
 from tools.reports.charts import LIGHT, as_png, style_axes
 from tools.reports.text_table import markdown
 from tools.reproduction.measurement import Attempt
@@ -126,6 +127,25 @@ def curves(options: SweepOptions, attempts: Sequence[Attempt]) -> list[Curve]:
 
 def _median(tokens: Mapping[str, Sequence[float]], row: str) -> float | None:
     return median(tokens[row]) if row in tokens else None
+
+
+def require_slowed(options: SweepOptions, attempts: Sequence[Attempt]) -> None:
+    """Refuse to go on where the slowed vendor alone is not slower: no split would show anything.
+
+    Half of what was asked for is enough, for the update and the loss are not slowed. Raises
+    HeteroError.
+    """
+    tokens = {one.row: median(one.measurement.tokens_per_s) for one in attempts if one.measurement}
+    fast = tokens.get(alone_name(1.0))
+    for factor in options.factors:
+        slow = tokens.get(alone_name(factor))
+        if fast and slow and fast / slow - 1 < (factor - 1) / 2:
+            raise HeteroError(
+                f"with each layer of {SLOWED} {factor:g} times slower a run of it alone was "
+                f"{fast / slow:.2f} times slower: these GPUs wait for their CPUs, and no split "
+                "would show more; give each step more work, with a larger --micro-batch-size or "
+                "--seq-length"
+            )
 
 
 def render(options: SweepOptions, found: Sequence[Curve]) -> str:
