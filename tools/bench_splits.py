@@ -25,6 +25,8 @@ if __name__ == "__main__":
 
     begin_script()
 
+import torch
+
 from hetero.errors import UserError
 from hetero.link.names import TRANSPORTS
 from tools import tool_command_line
@@ -33,6 +35,7 @@ from tools.reproduction import split_sweep
 from tools.reproduction.measurement import Attempt
 from tools.reproduction.run_options import (
     add_run_flags,
+    fastest_transport,
     parse_words,
     parsed,
     require_gpus,
@@ -67,7 +70,7 @@ def parse_options(argv: Sequence[str]) -> SweepOptions:
         help=f"how many times as long each layer of {VENDORS[1]} takes",
     )
     parser.add_argument(
-        "--transport", choices=TRANSPORTS, default="device-direct", help="between the stages"
+        "--transport", choices=TRANSPORTS, default=fastest_transport(), help="between the stages"
     )
     add_run_flags(parser, iterations=5, warmup=2)
     given, shared = parse_words(parser, argv)
@@ -119,7 +122,8 @@ def write_results(
     write_whole(options.out / "splits.json", json.dumps(record, indent=1) + "\n")
     write_whole(options.out / "splits.md", text)
     (options.out / "splits.png").write_bytes(split_sweep.draw(found, title=title))
-    split_sweep.require_slowed(options, attempts)
+    if torch.cuda.is_available():
+        split_sweep.require_slowed(options, attempts)
     return text
 
 

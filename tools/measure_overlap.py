@@ -40,7 +40,12 @@ from tools.overlap.predicted_steps import Passes, PredictedSteps, predict
 from tools.real_text.data_set import build_real_text
 from tools.reports.page import write_whole
 from tools.reports.text_table import markdown
-from tools.reproduction.run_options import whole_flags
+from tools.reproduction.run_options import (
+    fastest_transport,
+    require_gpus,
+    require_memory,
+    whole_flags,
+)
 from tools.reproduction.settings import HOMOGENEOUS, LLAMA3_8B, model_setting
 from tools.reproduction.table_rows import Options, parsed_row, planned_run
 from tools.runs import ROOT, SIMULATED, Finished, Launch, run_to_end
@@ -234,8 +239,7 @@ def parse_options(argv: Sequence[str] | None) -> tuple[Options, list[float]]:
     parser.add_argument("--layers", type=int, nargs=2, help="of each stage; left out: the model's")
     for flag in ("--seq-length", "--micro-batch-size", "--global-batch-size"):
         parser.add_argument(flag, type=tool_command_line.whole_number, help="left out: the model's")
-    fastest = "device-direct" if torch.cuda.is_available() else "shm"
-    parser.add_argument("--transport", default=fastest, help="as --hetero-transport")
+    parser.add_argument("--transport", default=fastest_transport(), help="as --hetero-transport")
     parser.add_argument(
         "--deadline",
         type=tool_command_line.positive,
@@ -264,13 +268,8 @@ def parse_options(argv: Sequence[str] | None) -> tuple[Options, list[float]]:
     )
     for row in (HOMOGENEOUS, given.transport):
         parsed_row(options, row)
-    if torch.cuda.is_available() and torch.cuda.device_count() < options.nproc:
-        raise UserError("two stages need two GPUs and there is one; hide it to measure on the CPU")
-    if setting.published and not options.extra and not torch.cuda.is_available():
-        raise UserError(
-            f"this machine has no GPU, and {setting.name} would fill its memory; give --model a "
-            "small preset, such as examples/presets/tiny.yaml"
-        )
+    require_gpus(options.nproc, flag="a pipeline of two stages")
+    require_memory(setting, options.extra)
     if os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
         raise UserError(
             "with CUDA_DEVICE_MAX_CONNECTIONS=1 a slow link would hold up what computes; unset it"

@@ -123,7 +123,7 @@ def digest(
         split = getattr(parameter, "tensor_model_parallel", False) and tp_size > 1
         key = f"{name}[{tp_rank}/{tp_size}]" if split else name
         bits = parameter.detach().cpu().contiguous().view(-1).view(torch.uint8)
-        return key, hashlib.sha256(bits.numpy()).hexdigest()
+        return key, hashlib.sha256(bits.numpy().data).hexdigest()
 
     with _threads() as pool:
         return dict(pool.map(entry, parameters))

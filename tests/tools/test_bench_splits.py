@@ -59,6 +59,15 @@ def test_what_no_run_could_do_is_refused_in_a_sentence(
     assert not (tmp_path / "out").exists()
 
 
+def test_a_published_model_is_refused_where_there_is_no_gpu(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert bench_splits.main(["--out", str(tmp_path / "out")]) == 2
+    assert "llama3_8b would fill its memory" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_it_is_told_where_a_split_is_slower_than_the_slower_vendor_alone() -> None:
     options = parse_options("--first-layers 10 16 22 --factors 1 2 --out x".split())
     attempts = [attempt("nvidia-alone", 100), attempt("amd-alone-x2", 50)]
@@ -106,7 +115,7 @@ def test_curves_are_of_what_has_been_measured() -> None:
 
 
 def test_a_sweep_of_a_tiny_model_on_this_machines_cpu(tmp_path: Path) -> None:
-    words = f"--model {TINY} --first-layers 1 --factors 3 --transport shm --iterations 4 --warmup 1"
+    words = f"--model {TINY} --first-layers 1 --factors 3 --iterations 4 --warmup 1"
     assert bench_splits.main([*words.split(), "--out", str(tmp_path)]) == 0
     record = json.loads((tmp_path / "splits.json").read_text())
     assert record["is_complete"]

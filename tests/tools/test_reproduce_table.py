@@ -215,7 +215,7 @@ def test_an_interrupt_leaves_what_was_measured_and_the_rest_can_be_made_later(
 
     monkeypatch.setattr(training_runs, "attempt", interrupted)
     (tmp_path / "tokens.idx").touch()
-    words = f"--data-path {tmp_path / 'tokens'} --out {tmp_path}"
+    words = f"--model {TINY} --data-path {tmp_path / 'tokens'} --out {tmp_path}"
     first = f"{words} --rows homogeneous device-direct"
     assert reproduce_table.main(first.split()) == 130
     assert f"interrupted after 1 of 2 runs; what those measured is in {tmp_path}" in (

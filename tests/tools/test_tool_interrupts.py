@@ -92,8 +92,9 @@ READING = {
 STARTING = {
     "bench_collectives": "--device cpu --backends hetero --out {folder}/out",
     "bench_link": "--cpu --transports shm --out {folder}/out",
-    "bench_meshes": "--meshes TP2xDP1/TP1xDP2 --out {folder}/out",
-    "bench_splits": "--out {folder}/out",
+    "bench_meshes": "--model examples/presets/tiny.yaml --meshes TP2xDP1/TP1xDP2 "
+    "--out {folder}/out",
+    "bench_splits": "--model examples/presets/tiny.yaml --out {folder}/out",
     "benchmark_parity": "--out {folder}/out",
     "count_start_up": "--counted 8 --timed 64 --out {folder}/out",
     "demo": "--out {folder}/out",
@@ -104,7 +105,7 @@ STARTING = {
     "--num-attention-heads 2 --seq-length 64 --max-position-embeddings 64 --micro-batch-size 1 "
     "--global-batch-size 1 --lr 1e-3 --train-iters 1 --mock-data --tokenizer-type NullTokenizer "
     "--vocab-size 100",
-    "reproduce_table": "--out {folder}/out",
+    "reproduce_table": "--model examples/presets/tiny.yaml --out {folder}/out",
     "train_public_commands": "--out {folder}/out",
 }
 """Tools that start processes."""

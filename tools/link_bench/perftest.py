@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import re
 import shutil
+import signal
 import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from hetero.device.topology import SYS
+from tools.launching.interrupts import answered_afterwards
 from tools.link_bench.bench_record import RDMA_WRITE, Point
 
 PROGRAM = "ib_write_bw"
@@ -39,17 +41,20 @@ class PerftestRun:
 
     def rate(self, nbytes: int, *, both: bool) -> float:
         """10^9 bytes a second on average; with `both`, of the two directions together."""
-        server = subprocess.Popen(
-            self._command(self.devices[0], nbytes, both),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
+        server = None
         try:
+            with answered_afterwards(signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+                server = subprocess.Popen(
+                    self._command(self.devices[0], nbytes, both),
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.STDOUT,
+                    text=True,
+                )
             return parse_rate(self._client(server, nbytes, both), nbytes)
         finally:
-            server.kill()
-            server.communicate()
+            if server is not None:
+                server.kill()
+                server.communicate()
 
     def _client(self, server: subprocess.Popen[str], nbytes: int, both: bool) -> str:
         command = [*self._command(self.devices[1], nbytes, both), "127.0.0.1"]

@@ -121,6 +121,20 @@ def require_gpus(nproc: int, *, flag: str) -> None:
         raise UserError(f"{flag} needs as many GPUs and there are {gpus}")
 
 
+def require_memory(setting: ModelSetting, extra: Sequence[str]) -> None:
+    """Refuse a published model as it is on a machine without a GPU. Raises UserError."""
+    if setting.published and not extra and not torch.cuda.is_available():
+        raise UserError(
+            f"this machine has no GPU, and {setting.name} would fill its memory; give --model a "
+            "small preset, such as examples/presets/tiny.yaml"
+        )
+
+
+def fastest_transport() -> str:
+    """The transport between two devices of this machine that a tool measures by default."""
+    return "device-direct" if torch.cuda.is_available() else "shm"
+
+
 def whole_flags(options: RunOptions, own: Sequence[str], *, data: Sequence[str]) -> list[str]:
     """All flags of a run: of the model, training, the data, its `own`, and the user's."""
     preset = expand_config_files(["--yaml-cfg", str(options.setting.preset)], build_parser())

@@ -21,7 +21,7 @@ from tools import tool_command_line
 from tools.real_text.data_set import NAME as TEXT_NAME
 from tools.real_text.data_set import build_real_text
 from tools.reproduction.measurement import Attempt, measure
-from tools.reproduction.run_options import RunOptions, whole_flags
+from tools.reproduction.run_options import RunOptions, require_memory, whole_flags
 from tools.runs import Launch, failure_text, run_to_end
 
 TUNING_VARIABLES = (
@@ -84,8 +84,9 @@ def make_all(
     """Make the runs, calling `write` after each. Returns the text that it returned last.
 
     With --resume those that `results` holds are not made again. Raises HeteroError where a run has
-    no result, and Interrupted.
+    no result, UserError where this machine cannot make them, and Interrupted.
     """
+    require_memory(options.setting, options.extra)
     attempts = kept_attempts(options, runs, results) if options.resume else []
     options.out.mkdir(parents=True, exist_ok=True)
     known = {(one.row, one.round) for one in attempts}

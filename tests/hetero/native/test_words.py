@@ -15,9 +15,8 @@ LIBRARY = native()
 
 def test_a_word_that_has_changed_is_not_waited_for() -> None:
     word = ctypes.c_uint32(1)
-    began = time.monotonic()
-    LIBRARY.host_sleep(ctypes.addressof(word), 0, 30_000)
-    assert time.monotonic() - began < 5
+    # Longer than a test may take.
+    LIBRARY.host_sleep(ctypes.addressof(word), 0, 310_000)
 
 
 def test_waiting_ends_after_the_time_given() -> None:
@@ -72,6 +71,4 @@ def test_spinning_ends_after_the_time_given() -> None:
     words = ctypes.c_uint32(0), ctypes.c_uint32(0)
     began = time.monotonic()
     LIBRARY.native_spin(*seen(words[0]), *seen(words[1]), 100_000)
-    elapsed = time.monotonic() - began
-    assert elapsed < 5
-    assert elapsed >= 0.09
+    assert time.monotonic() - began >= 0.09
