@@ -328,6 +328,17 @@ def test_how_to_recompute_means_nothing_where_nothing_like_it_is_recomputed(pars
     assert any(line.startswith(f"--{name.replace('_', '-')}: ") for line in args.ignored_flags)
 
 
+def test_beside_whole_layers_the_modules_are_those_of_a_mesh_that_recomputes_parts(parse):
+    args = parse(
+        "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1 "
+        "--recompute-modules core_attn --hetero-pipeline --hetero-vendors nvidia amd "
+        "--hetero-pipeline-sizes 1 1 --hetero-recompute selective full",
+        world_size=2,
+    )
+    assert args.recompute_modules == ["core_attn"]
+    assert args.ignored_flags == []
+
+
 def test_gradients_are_kept_in_bfloat16_where_the_optimizer_may(parse):
     flags = "--bf16 --use-precision-aware-optimizer"
     assert parse(flags).accumulate_allreduce_grads_in_fp32 is True

@@ -104,11 +104,15 @@ def _check_recompute(args: Namespace) -> Iterator[str]:
         yield from _check_full_recompute(args)
     elif args.recompute_granularity == "selective":
         yield from _check_selective_recompute(args)
-    elif args.hetero_recompute is None and args.hetero_plan is None:
-        _leave_out_recompute(args)
-    else:
-        # A mesh may ask for it by itself.
+    elif _meshes_differ(args):
         yield from _check_recompute_modules(args)
+    else:
+        _leave_out_recompute(args)
+
+
+def _meshes_differ(args: Namespace) -> bool:
+    """Whether a mesh may ask for recomputation of its own."""
+    return args.hetero_recompute is not None or args.hetero_plan is not None
 
 
 def _leave_out_recompute(args: Namespace) -> None:
@@ -162,9 +166,10 @@ def _check_full_recompute(args: Namespace) -> Iterator[str]:
     ]
     if needed:
         yield f"--recompute-granularity full needs {' and '.join(needed)}"
-    if args.recompute_modules is not None:
+    if not _meshes_differ(args) and args.recompute_modules is not None:
         args.ignored_flags.append("--recompute-modules: whole layers are recomputed")
         args.recompute_modules = None
+    yield from _check_recompute_modules(args)
     if args.distribute_saved_activations and args.sequence_parallel:
         yield (
             "--distribute-saved-activations and --sequence-parallel exclude each other; "
