@@ -215,8 +215,7 @@ static bool send_records(struct engine *engine, uint32_t limit)
         const char *record = (const char *)record_of(engine->out, number);
         uint64_t offset = (uint64_t)(record - (const char *)engine->control);
 
-        if (engine_took(engine, rail,
-                        rail->operations->post_record(rail, number, offset, engine_now())))
+        if (engine_took(engine, rail, rail->operations->post_record(rail, number, offset)))
             sequence_post(records, number, rail->index);
         moved = true;
     }
@@ -231,7 +230,7 @@ static bool send_one(struct engine *engine, uint32_t number)
 
     if (rail == NULL)
         return false;
-    if (engine_took(engine, rail, rail->operations->post_data(rail, number, slot, nbytes, now))) {
+    if (engine_took(engine, rail, rail->operations->post_data(rail, number, slot, nbytes))) {
         sequence_post(&engine->outgoing.data, number, rail->index);
         engine->posted_at[number % RING_ENTRIES] = now;
         rail->bytes_under_way += nbytes;
@@ -266,8 +265,7 @@ static bool send_credit(struct engine *engine)
     for (uint32_t number = incoming->credited; rail != NULL && number != consumed; number++)
         __atomic_store_n(place_of(engine, 1 - engine->options.side, number), RING_UNDECIDED,
                          __ATOMIC_RELEASE);
-    if (rail == NULL ||
-        !engine_took(engine, rail, rail->operations->post_credit(rail, consumed, engine_now())))
+    if (rail == NULL || !engine_took(engine, rail, rail->operations->post_credit(rail, consumed)))
         return false;
     incoming->credited = consumed;
     incoming->credit_lost = false;
@@ -280,7 +278,7 @@ static void read_back(struct engine *engine, struct rail *rail)
 
     if (rail->reads && !rail->is_reading &&
         incoming_claim(&engine->incoming, rail->index, &last_byte) &&
-        engine_took(engine, rail, rail->operations->post_read(rail, last_byte, engine_now())))
+        engine_took(engine, rail, rail->operations->post_read(rail, last_byte)))
         rail->is_reading = true;
 }
 
@@ -349,9 +347,12 @@ static bool is_reading(const struct engine *engine)
 
 bool engine_has_settled(struct engine *engine)
 {
-    for (int index = 0; index < engine->rail_count; index++)
-        if (!engine->rails[index]->operations->is_drained(engine->rails[index]))
+    for (int index = 0; index < engine->rail_count; index++) {
+        const struct rail *rail = engine->rails[index];
+
+        if (rail->operations->is_drained != NULL && !rail->operations->is_drained(rail))
             return false;
+    }
     return !engine_progress(engine) && !is_reading(engine);
 }
 

@@ -18,13 +18,12 @@ struct rail;
 struct rail_operations {
     /* Give a message on its way; 0 or an errno. The offset is that of a record in either end's control
      * segment, the place that of data in the sending ring and in the peer's receiving one. */
-    int (*post_record)(struct rail *rail, uint32_t number, uint64_t offset, double now);
-    int (*post_data)(struct rail *rail, uint32_t number, uint64_t slot, uint64_t nbytes,
-                     double now);
-    int (*post_credit)(struct rail *rail, uint32_t released, double now);
+    int (*post_record)(struct rail *rail, uint32_t number, uint64_t offset);
+    int (*post_data)(struct rail *rail, uint32_t number, uint64_t slot, uint64_t nbytes);
+    int (*post_credit)(struct rail *rail, uint32_t released);
     /* Read a byte of this end's receiving ring back, so that what came before it can be seen. NULL where
      * arriving makes it visible. */
-    int (*post_read)(struct rail *rail, uint64_t last_byte, double now);
+    int (*post_read)(struct rail *rail, uint64_t last_byte);
     bool (*has_room)(const struct rail *rail, enum message message);
     /* How many bytes have been posted and not confirmed; it notes its speed (speed_note) by itself then.
      * NULL where what completes has been confirmed, and speed.c keeps the account. */
@@ -37,7 +36,8 @@ struct rail_operations {
      * being late is proof enough of a loss. */
     double (*last_heard)(const struct rail *rail);
     double (*last_asked)(const struct rail *rail);
-    /* Whether nothing more can come in, the peer having ended. */
+    /* Whether nothing more can come in, the peer having ended. NULL where what was confirmed to the peer has
+     * arrived: nothing comes behind it. */
     bool (*is_drained)(const struct rail *rail);
     /* Tell the engine (engine_sent and so on) what has happened; whether anything has. */
     bool (*poll)(struct rail *rail, struct engine *engine);

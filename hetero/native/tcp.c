@@ -125,29 +125,25 @@ static int give(struct rail *base, struct frame frame, const void *bytes)
     return 0;
 }
 
-static int post_record(struct rail *base, uint32_t number, uint64_t offset, double now)
+static int post_record(struct rail *base, uint32_t number, uint64_t offset)
 {
     struct frame frame = {MESSAGE_RECORD, number, 0, sizeof(struct ring_record)};
 
-    (void)now;
     return give(base, frame, (const void *)(uintptr_t)(rail_of(base)->request.control + offset));
 }
 
-static int post_data(struct rail *base, uint32_t number, uint64_t slot, uint64_t nbytes,
-                     double now)
+static int post_data(struct rail *base, uint32_t number, uint64_t slot, uint64_t nbytes)
 {
     struct frame frame = {MESSAGE_DATA, number, slot, nbytes};
     uint64_t source = engine_source(rail_of(base)->owner.engine, number);
 
-    (void)now;
     if (source == 0)
         source = rail_of(base)->request.sending + slot;
     return give(base, frame, (const void *)(uintptr_t)source);
 }
 
-static int post_credit(struct rail *base, uint32_t released, double now)
+static int post_credit(struct rail *base, uint32_t released)
 {
-    (void)now;
     return give(base, (struct frame){MESSAGE_CREDIT, released, 0, 0}, NULL);
 }
 

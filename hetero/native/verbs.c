@@ -19,21 +19,21 @@ static bool explain(char *reason, const char *what)
     return true;
 }
 
-static void note_post(struct verbs_rail *rail, enum message kind, double now)
+static void note_post(struct verbs_rail *rail, enum message kind)
 {
-    rail->posted_at[(rail->oldest + rail->posted) % VERBS_SENDS] = now;
+    rail->posted_at[(rail->oldest + rail->posted) % VERBS_SENDS] = engine_now();
     rail->posted++;
     rail->under_way[kind]++;
 }
 
-static int post(struct verbs_rail *rail, struct ibv_send_wr *request, enum message kind, double now)
+static int post(struct verbs_rail *rail, struct ibv_send_wr *request, enum message kind)
 {
     struct ibv_send_wr *refused;
 
     request->send_flags |= IBV_SEND_SIGNALED;
     int code = rail->context->ops.post_send(rail->qp, request, &refused);
     if (code == 0)
-        note_post(rail, kind, now);
+        note_post(rail, kind);
     return code;
 }
 
@@ -42,7 +42,7 @@ static uint64_t name_request(enum message kind, uint32_t number)
     return (uint64_t)kind << 32 | number;
 }
 
-static int post_record(struct rail *base, uint32_t number, uint64_t offset, double now)
+static int post_record(struct rail *base, uint32_t number, uint64_t offset)
 {
     struct verbs_rail *rail = rail_of(base);
     struct ibv_sge element = {.addr = rail->request.control + offset,
@@ -58,11 +58,10 @@ static int post_record(struct rail *base, uint32_t number, uint64_t offset, doub
         .wr.rdma = {.remote_addr = rail->peer.control + offset, .rkey = rail->peer.control_key},
     };
 
-    return post(rail, &request, MESSAGE_RECORD, now);
+    return post(rail, &request, MESSAGE_RECORD);
 }
 
-static int post_data(struct rail *base, uint32_t number, uint64_t slot, uint64_t nbytes,
-                     double now)
+static int post_data(struct rail *base, uint32_t number, uint64_t slot, uint64_t nbytes)
 {
     struct verbs_rail *rail = rail_of(base);
     struct ibv_sge element = {
@@ -75,10 +74,10 @@ static int post_data(struct rail *base, uint32_t number, uint64_t slot, uint64_t
         .imm_data = htonl((number & BOOK_NUMBER_MASK) | ~BOOK_NUMBER_MASK),
         .wr.rdma = {.remote_addr = rail->peer.receiving + slot, .rkey = rail->peer.receiving_key},
     };
-    return post(rail, &request, MESSAGE_DATA, now);
+    return post(rail, &request, MESSAGE_DATA);
 }
 
-static int post_credit(struct rail *base, uint32_t released, double now)
+static int post_credit(struct rail *base, uint32_t released)
 {
     struct ibv_send_wr request = {
         .wr_id = name_request(MESSAGE_CREDIT, released),
@@ -87,10 +86,10 @@ static int post_credit(struct rail *base, uint32_t released, double now)
     };
 
     base->credits_under_way++;
-    return post(rail_of(base), &request, MESSAGE_CREDIT, now);
+    return post(rail_of(base), &request, MESSAGE_CREDIT);
 }
 
-static int post_read(struct rail *base, uint64_t last_byte, double now)
+static int post_read(struct rail *base, uint64_t last_byte)
 {
     struct verbs_rail *rail = rail_of(base);
     struct ibv_sge element = {.addr = (uintptr_t)&rail->landing,
@@ -108,7 +107,7 @@ static int post_read(struct rail *base, uint64_t last_byte, double now)
     int code = rail->context->ops.post_send(rail->loopback_qp, &request, &refused);
 
     if (code == 0)
-        rail->reading_since = now;
+        rail->reading_since = engine_now();
     return code;
 }
 
@@ -150,8 +149,6 @@ static void failed(struct verbs_rail *rail, struct engine *engine, const struct 
 static void arrived(struct verbs_rail *rail, struct engine *engine, const struct ibv_wc *done)
 {
     uint32_t travelled = ntohl(done->imm_data), number = travelled & BOOK_NUMBER_MASK;
-    char reason[RAIL_TEXT_BYTES];
-    int code;
 
     if (done->opcode == IBV_WC_RECV)
         engine_credit_arrived(engine, &rail->rail, travelled);
@@ -159,11 +156,8 @@ static void arrived(struct verbs_rail *rail, struct engine *engine, const struct
         engine_record_arrived(engine, number);
     else
         engine_data_arrived(engine, &rail->rail, number);
-    code = rail->rail.live ? verbs_post_receive(rail) : 0;
-    if (code != 0) {
-        snprintf(reason, sizeof reason, "it takes no receives (%s)", strerror(code));
-        engine_lose(engine, &rail->rail, reason);
-    }
+    if (rail->rail.live)
+        engine_took(engine, &rail->rail, verbs_post_receive(rail));
 }
 
 static bool poll_queue(struct rail *base, struct engine *engine)
@@ -214,13 +208,6 @@ static bool is_late(const struct rail *base, double before, char *reason)
     if (base->live && rail->posted > 0 && rail->posted_at[rail->oldest] < before)
         return explain(reason, "nothing completed in time");
     return false;
-}
-
-/* What an RDMA connection has confirmed to the peer has arrived: nothing comes behind it. */
-static bool is_drained(const struct rail *base)
-{
-    (void)base;
-    return true;
 }
 
 static int request_notification(struct rail *base)
@@ -296,7 +283,6 @@ const struct rail_operations verbs_operations = {
     .has_room = has_room,
     .is_busy = is_busy,
     .is_late = is_late,
-    .is_drained = is_drained,
     .poll = poll_queue,
     .request_notification = request_notification,
     .acknowledge = acknowledge,

@@ -26,8 +26,7 @@ static void ask_idle_rails(struct engine *engine)
         if (rail->live && rail->operations->last_heard != NULL &&
             rail->operations->bytes_under_way(rail) == 0)
             engine_took(engine, rail,
-                        rail->operations->post_credit(rail, engine->incoming.credited,
-                                                      engine_now()));
+                        rail->operations->post_credit(rail, engine->incoming.credited));
     }
 }
 
