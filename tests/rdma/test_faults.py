@@ -14,7 +14,7 @@ import torch
 from hetero.errors import LinkError
 from hetero.link.base import Work
 from tests.forked_ranks import values
-from tests.hetero.link.contract import Pair, Side, make, same_bits
+from tests.hetero.link.contract import Pair, Side, make, names_the_link, same_bits
 from tests.hetero.link.transports import SLOWNESS
 from tests.rdma.links import Heard, verbs_over
 from tests.rdma.rails import Rail
@@ -92,11 +92,6 @@ def streamed(side: Side) -> Streamed:
     return result
 
 
-def _names_the_link(text: str, *, rank: int) -> bool:
-    peer = 1 - rank
-    return f"rank {rank} (stage {4 + rank})" in text and f"rank {peer} (stage {4 + peer})" in text
-
-
 FAULTS = pytest.mark.parametrize(
     ("kind", "rank"), [("take_down", 0), ("take_down", 1), ("lose_packets", 0), ("lose_packets", 1)]
 )
@@ -141,7 +136,7 @@ def test_the_loss_of_the_last_rail_is_an_error_at_both_ends(
         pair.run(streamed, transport=verbs_over(rails, **RING), timeout=TIMEOUT, faults=faults)
     )
     for number, end in enumerate(ends):
-        assert _names_the_link(end.error, rank=number), end
+        assert names_the_link(end.error, rank=number), end
         assert end.seconds < TIMEOUT + GRACE
     assert MESSAGES // 3 <= ends[1].compared < MESSAGES
 
@@ -162,5 +157,5 @@ def test_a_peer_that_is_killed_is_an_error_at_the_sender(pair: Pair, rails: list
     )
     assert dead.exit_code == 7
     assert survivor.error is None
-    assert _names_the_link(survivor.value.error, rank=0), survivor
+    assert names_the_link(survivor.value.error, rank=0), survivor
     assert survivor.value.seconds < TIMEOUT + GRACE

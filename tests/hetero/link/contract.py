@@ -223,3 +223,9 @@ class Resources:
             files=len(list(Path("/proc/self/fd").iterdir())),
             shared_memory=sum("/dev/shm/" in line for line in open("/proc/self/maps")),
         )
+
+
+def names_the_link(text: str, *, rank: int) -> bool:
+    """Whether an error of one end names both."""
+    peer = 1 - rank
+    return f"rank {rank} (stage {4 + rank})" in text and f"rank {peer} (stage {4 + peer})" in text

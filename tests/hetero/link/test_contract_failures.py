@@ -16,7 +16,7 @@ import torch
 from hetero.errors import LinkError
 from hetero.link.base import Link
 from tests.forked_ranks import Outcome, values
-from tests.hetero.link.contract import JOB, Pair, Resources, Side, make
+from tests.hetero.link.contract import JOB, Pair, Resources, Side, make, names_the_link
 from tests.hetero.link.transports import SLOWNESS, Transport
 
 SHORT = max(1.0, 0.25 * SLOWNESS)
@@ -37,11 +37,6 @@ def _fails(action: Any) -> tuple[str, float]:
     except LinkError as error:
         return str(error), time.monotonic() - begin
     return "nothing was raised", time.monotonic() - begin
-
-
-def _names_the_link(text: str, *, rank: int) -> bool:
-    peer = 1 - rank
-    return f"rank {rank} (stage {4 + rank})" in text and f"rank {peer} (stage {4 + peer})" in text
 
 
 FLOATS = ((4, 3), torch.float32)
@@ -82,7 +77,7 @@ def test_a_receiver_that_expects_something_else_is_told_what_differed(
     _, told = values(header_pair.run(differing, timeout=AMPLE, opened=False))
     for what, (_, _, difference) in DIFFERENCES.items():
         text, seconds = told[what]
-        assert _names_the_link(text, rank=1), text
+        assert names_the_link(text, rank=1), text
         assert difference in text
         assert seconds < AMPLE
 
@@ -107,7 +102,7 @@ def refused(side: Side) -> tuple[str, float]:
 def test_the_sender_of_a_message_that_was_refused_is_told_too(header_pair: Pair) -> None:
     """At the latest by its next request: waiting for a sent GPU tensor only orders streams."""
     (text, seconds), _ = values(header_pair.run(refused, timeout=SHORT))
-    assert _names_the_link(text, rank=0), text
+    assert names_the_link(text, rank=0), text
     assert seconds < SHORT + GRACE
 
 
@@ -126,7 +121,7 @@ def of_two_jobs(side: Side) -> tuple[str, float]:
 
 def test_a_message_of_another_job_is_refused(header_pair: Pair) -> None:
     _, (text, _) = values(header_pair.run(of_two_jobs, timeout=AMPLE, opened=False))
-    assert _names_the_link(text, rank=1), text
+    assert names_the_link(text, rank=1), text
     assert "job" in text
 
 
@@ -150,7 +145,7 @@ def test_a_message_that_never_comes_is_an_error_in_time(transport: Transport, pa
     _needs_deadlines(transport)
     outcomes = pair.run(never_sent, timeout=SHORT)
     (text, seconds), (later, _) = values(outcomes)[1]
-    assert _names_the_link(text, rank=1), text
+    assert names_the_link(text, rank=1), text
     assert SHORT * 0.9 <= seconds < SHORT + GRACE
     assert "rank 1 (stage 5)" in later, "a link that failed once has to stay failed"
 
@@ -172,7 +167,7 @@ def test_a_message_that_is_never_taken_is_an_error_in_time(
     if transport.device == "cuda":
         pytest.skip("waiting for a sent GPU tensor orders streams; the CPU learns of it later")
     (text, seconds), _ = values(pair.run(never_taken, timeout=SHORT))
-    assert _names_the_link(text, rank=0), text
+    assert names_the_link(text, rank=0), text
     assert seconds < SHORT + GRACE
 
 
@@ -196,7 +191,7 @@ def test_a_peer_that_is_killed_is_an_error_within_seconds(transport: Transport, 
     dead, alive = pair.run(killed, timeout=timeout, leave=True)
     assert dead.exit_code == 7
     text, seconds = values([alive, Outcome(exit_code=0)])[0]
-    assert _names_the_link(text, rank=1), text
+    assert names_the_link(text, rank=1), text
     assert seconds < 10.0 * SLOWNESS
 
 
@@ -245,7 +240,7 @@ def closed(side: Side) -> list[str]:
 def test_a_closed_link_refuses_and_may_be_closed_again(pair: Pair) -> None:
     for rank, texts in enumerate(values(pair.run(closed))):
         for text in texts:
-            assert _names_the_link(text, rank=rank), text
+            assert names_the_link(text, rank=rank), text
             assert "closed" in text
 
 
@@ -291,4 +286,4 @@ def test_closing_ends_the_transfers_under_way(header_pair: Pair) -> None:
     _, found = values(header_pair.run(closed_under_way, timeout=5 * SLOWNESS))
     assert found["close"] < 2.0 * SLOWNESS
     assert found["wait"] < 2.0 * SLOWNESS
-    assert _names_the_link(found["text"], rank=1)
+    assert names_the_link(found["text"], rank=1)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from hetero.errors import LinkError
 from hetero.link.base import LinkDescription
-from hetero.link.handshake import Rendezvous, accept, compare, connect, look_up, publish
+from hetero.link.handshake import Rendezvous, accept, connect, look_up
 
 SECRET = b"only this job knows"
 
@@ -65,17 +65,6 @@ def dial(server: socket.socket, store: dist.Store, **changes: Any) -> socket.soc
     return connect(server.getsockname(), rendezvous(1, store, **changes), family=socket.AF_INET)
 
 
-def test_two_ends_of_one_job_meet(server: socket.socket) -> None:
-    store = dist.HashStore()
-    accepted, called = both(
-        lambda: accept(server, rendezvous(0, store)), lambda: dial(server, store)
-    )
-    called.sendall(b"hello")
-    assert accepted.recv(5) == b"hello"
-    accepted.close()
-    called.close()
-
-
 @pytest.mark.parametrize(
     "changes", [{"secret": b"another job"}, {"name": "edge 1/1-2"}], ids=["secret", "link"]
 )
@@ -108,25 +97,6 @@ def test_the_listener_goes_on_after_a_stranger(server: socket.socket) -> None:
     called.close()
 
 
-def test_a_difference_of_parameters_is_an_error_on_both_sides(server: socket.socket) -> None:
-    store = dist.HashStore()
-    ours, theirs = socket.socketpair()
-    results = both(
-        lambda: compare(ours, rendezvous(0, store), {"slots": 16, "protocol": 1}),
-        lambda: compare(theirs, rendezvous(1, store), {"slots": 8, "protocol": 1}),
-    )
-    ours.close()
-    theirs.close()
-    assert "slots is 16 here and 8 on rank 1" in str(results[0])
-    assert "slots is 8 here and 16 on rank 0" in str(results[1])
-
-
 def test_an_end_that_says_nothing_is_an_error_in_time() -> None:
     with pytest.raises(LinkError, match="rank 1 said nothing about its address within 2 s"):
         look_up(rendezvous(0, dist.HashStore()), "address")
-
-
-def test_what_is_published_is_found() -> None:
-    store = dist.HashStore()
-    publish(rendezvous(0, store), "address", {"port": 7})
-    assert look_up(rendezvous(1, store), "address") == {"port": 7}

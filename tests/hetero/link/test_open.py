@@ -66,17 +66,6 @@ def test_what_stands_in_the_way_is_said_alike_at_both_ends(
     ).unavailable_reason(path)
 
 
-def test_two_vendors_in_one_host_share_memory_and_order_their_streams() -> None:
-    capabilities = PeerCapabilities(NVIDIA, AMD)
-    assert capabilities.unavailable_reason("shm") is None
-    assert capabilities.unordered is None
-
-
-def test_streams_order_themselves_only_if_both_can() -> None:
-    assert PeerCapabilities(NVIDIA, replace(AMD, unordered="streams do not wait")).unordered
-    assert PeerCapabilities(NVIDIA, CPU).unordered
-
-
 @pytest.mark.parametrize("path", ["shm", "tcp"])
 @pytest.mark.parametrize(
     ("there", "kind", "detail"),
@@ -145,19 +134,6 @@ def test_a_path_that_cannot_be_is_refused_before_anything_is_opened() -> None:
             options=ChannelOptions(),
             device=torch.device("cpu"),
         )
-
-
-def test_two_processes_of_one_host_find_out_that_they_share_memory() -> None:
-    store = dist.HashStore()
-    pairs = both(
-        *[
-            lambda rank=rank: PeerCapabilities.of(
-                rendezvous(rank, store), device=torch.device("cpu"), options=ChannelOptions()
-            )
-            for rank in (0, 1)
-        ]
-    )
-    assert [capabilities.share_memory for capabilities in pairs] == [True, True]
 
 
 def test_an_address_that_no_other_host_can_call_is_refused_before_it_is_tried() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import random
 import re
@@ -31,20 +30,6 @@ def test_two_rails_share_the_entries_of_a_message(nics: LoopbackNics) -> None:
     with Setup(nics, chunk_bytes=4096).links() as (one, other):
         stream(one, other, nbytes=NBYTES)
     assert min(nics.writes("b0"), nics.writes("b1")) > 0
-
-
-@pytest.mark.parametrize("read_back", [False, True], ids=["in-order", "read-back"])
-def test_a_nic_copies_as_it_is_told(nics: LoopbackNics, read_back: bool) -> None:
-    copied = []
-
-    def copy(target: int, source: int, nbytes: int) -> None:
-        copied.append(nbytes)
-        ctypes.memmove(target, source, nbytes)
-
-    nics.copy_with(copy)
-    with Setup(nics, read_back=read_back).links() as links:
-        assert stream(*links, nbytes=CHUNK_BYTES) == MESSAGES
-    assert copied.count(CHUNK_BYTES) >= MESSAGES
 
 
 @pytest.mark.parametrize("name", ["a0", "b0"], ids=["at-the-sender", "at-the-receiver"])
