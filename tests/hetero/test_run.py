@@ -68,6 +68,14 @@ def script(tmp_path: Path) -> str:
     return str(path)
 
 
+@pytest.fixture
+def soon(tmp_path: Path) -> tuple[str]:
+    """The launcher, which says after a moment whom it waits for."""
+    path = tmp_path / "soon.py"
+    path.write_text(SOON)
+    return (str(path),)
+
+
 def environment() -> dict[str, str]:
     kept = {n: v for n, v in os.environ.items() if n not in ("OMP_NUM_THREADS", "LOGLEVEL")}
     return kept | {"PYTHONPATH": str(ROOT)}
@@ -222,16 +230,13 @@ def test_bad_flags_end_in_one_sentence(
 
 
 def test_a_cause_on_one_node_is_the_last_word_and_the_exit_code_on_all(
-    script: str, tmp_path: Path
+    script: str, soon: tuple[str]
 ) -> None:
     """The other node's processes know nothing of it, and would go on."""
-    soon = tmp_path / "soon.py"
-    soon.write_text(SOON)
     place = ["--nnodes", "2", "--nproc-per-node", "2"]
     place += ["--master-addr", "127.0.0.1", "--master-port", str(free_port())]
     nodes = [
-        start(*place, "--node-rank", str(node), script, "kill", launcher=(str(soon),))
-        for node in range(2)
+        start(*place, "--node-rank", str(node), script, "kill", launcher=soon) for node in range(2)
     ]
     for process in nodes:
         code, _, err = ended(process)
@@ -242,15 +247,13 @@ def test_a_cause_on_one_node_is_the_last_word_and_the_exit_code_on_all(
 
 
 def test_node_0_names_the_nodes_that_are_missing_until_its_deadline(
-    script: str, tmp_path: Path
+    script: str, soon: tuple[str]
 ) -> None:
-    soon = tmp_path / "soon.py"
-    soon.write_text(SOON)
     port = free_port()
     words = ["--nnodes", "3", "--node-rank", "0", "--nproc-per-node", "4"]
     words += ["--master-addr", "127.0.0.1", "--master-port", str(port)]
     words += ["--rdzv-conf", "timeout=1", script, "well"]
-    code, _, err = ended(start(*words, launcher=(str(soon),)))
+    code, _, err = ended(start(*words, launcher=soon))
     assert code == 2
     who = "nodes 1-2 of 3 (from rank 4 on)"
     assert err[0].startswith(f"waiting for {who} at 127.0.0.1:{port}, ")
@@ -261,14 +264,12 @@ def test_node_0_names_the_nodes_that_are_missing_until_its_deadline(
     ("backend", "host"), [("static", "no-such-host.invalid"), ("c10d", "127.0.0.1")]
 )
 def test_a_node_that_cannot_reach_the_rendezvous_says_so_itself(
-    script: str, tmp_path: Path, backend: str, host: str
+    script: str, soon: tuple[str], backend: str, host: str
 ) -> None:
-    soon = tmp_path / "soon.py"
-    soon.write_text(SOON)
     words = ["--nnodes", "2", "--node-rank", "1", "--rdzv-backend", backend]
     words += ["--rdzv-endpoint", f"{host}:{free_port()}"]
     words += ["--rdzv-conf", "timeout=1,is_host=0", script, "well"]
-    code, _, err = ended(start(*words, launcher=(str(soon),)))
+    code, _, err = ended(start(*words, launcher=soon))
     assert code == 2
     assert err[0].startswith("waiting for ")
     assert host in err[0]
@@ -277,26 +278,22 @@ def test_a_node_that_cannot_reach_the_rendezvous_says_so_itself(
 
 
 def test_a_port_where_something_else_listens_is_waited_for_aloud_and_not_for_ever(
-    script: str, tmp_path: Path
+    script: str, soon: tuple[str]
 ) -> None:
-    soon = tmp_path / "soon.py"
-    soon.write_text(SOON)
     with socket.create_server(("127.0.0.1", 0)) as other:
         endpoint = f"127.0.0.1:{other.getsockname()[1]}"
         words = ["--nnodes", "2", "--node-rank", "1", "--rdzv-endpoint", endpoint]
         words += ["--rdzv-conf", "timeout=1", script, "well"]
-        code, _, err = ended(start(*words, launcher=(str(soon),)))
+        code, _, err = ended(start(*words, launcher=soon))
     assert code == 2
     assert err[0].startswith(f"waiting for node 0 at {endpoint}, where something else may listen")
     assert f" could not reach node 0 at {endpoint} within 1 s" in err[-1]
 
 
-def test_node_0_says_that_its_address_is_not_its_own(script: str, tmp_path: Path) -> None:
-    soon = tmp_path / "soon.py"
-    soon.write_text(SOON)
+def test_node_0_says_that_its_address_is_not_its_own(script: str, soon: tuple[str]) -> None:
     words = ["--nnodes", "2", "--node-rank", "0", "--master-addr", "192.0.2.9"]
     words += ["--master-port", str(free_port()), "--rdzv-conf", "timeout=1", script, "well"]
-    code, _, err = ended(start(*words, launcher=(str(soon),)))
+    code, _, err = ended(start(*words, launcher=soon))
     assert code == 2
     assert f"(192.0.2.9 is no address of {os.uname().nodename})" in err[0]
     assert sum(line.startswith("error: ") for line in err) == 1

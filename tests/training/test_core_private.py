@@ -65,13 +65,6 @@ def test_clearing_leaves_megatron_core_as_it_was(groups: Groups) -> None:
     assert left == set()
 
 
-def test_groups_can_be_registered_again_after_clearing(groups: Groups) -> None:
-    register_groups(groups, ALONE, 0)
-    clear_groups()
-    register_groups(groups, ALONE, 0)
-    assert parallel_state.get_tensor_model_parallel_group() is groups.tensor
-
-
 def test_the_collection_names_every_group_by_megatron_cores_names(groups: Groups) -> None:
     collection = group_collection(groups)
     assert collection.tp is groups.tensor

@@ -309,11 +309,6 @@ def test_a_neighbour_that_the_plan_does_not_have_is_a_clear_error() -> None:
         Stage(first=True).p2p.send_forward_recv_forward(None, True, SHAPE)
 
 
-def test_receiving_from_a_neighbour_that_is_not_there_is_a_clear_error() -> None:
-    with pytest.raises(RuntimeError, match="neighbour that the plan does not have"):
-        Stage(first=True).p2p.recv_forward(SHAPE, False)
-
-
 # Receives that are posted before they are asked for.
 
 

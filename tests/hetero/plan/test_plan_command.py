@@ -215,18 +215,6 @@ def test_a_command_that_makes_no_sense_is_refused_in_one_sentence(
     assert says in line
 
 
-def test_a_model_whose_batch_is_no_number_is_refused(
-    capsys: pytest.CaptureFixture[str], plan_file: Path, tmp_path: Path
-) -> None:
-    model = tmp_path / "model.yaml"
-    model.write_text(
-        "{num-layers: 32, hidden-size: 64, num-attention-heads: 4, seq-length: 8, "
-        "padded-vocab-size: 128, micro-batch-size: two}"
-    )
-    (line,) = refused(capsys, plan_file, "--model", model)
-    assert line == "micro-batch-size is 'two'; it must be a whole number of at least 1"
-
-
 def test_it_waits_for_neither_torch_nor_numpy(plan_file: Path) -> None:
     code = (
         "import sys; from hetero.plan.__main__ import main; "

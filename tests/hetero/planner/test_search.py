@@ -27,6 +27,7 @@ from hetero.planner.model_shape import ModelShape
 from hetero.planner.replica_search import best_shares
 from hetero.planner.search import search
 from hetero.planner.training_options import TrainingOptions
+from tests.hetero.planner.test_layer_split import splits
 
 
 class DrawnProfile:
@@ -137,15 +138,6 @@ class EqualProfile:
 
     def optimizer_seconds(self, accelerator: str, parameters: float) -> float:
         return 1e-3
-
-
-def splits(layers: int, stages: int, least: int) -> Iterator[tuple[int, ...]]:
-    if stages == 1:
-        yield (layers,)
-        return
-    for first in range(least, layers - least * (stages - 1) + 1):
-        for rest in splits(layers - first, stages - 1, least):
-            yield (first, *rest)
 
 
 def every_pipeline(problem: Problem) -> Iterator[float]:

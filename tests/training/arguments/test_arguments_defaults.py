@@ -224,50 +224,25 @@ def test_default(parse, dest, default):
     assert isinstance(value, bool) == isinstance(default, bool)
 
 
-def test_what_is_given_is_what_is_stored(parse):
-    args = parse()
-    assert (args.num_layers, args.hidden_size, args.num_attention_heads) == (8, 64, 4)
-    assert (args.seq_length, args.micro_batch_size, args.train_iters) == (32, 2, 10)
-    assert (args.lr, args.vocab_size, args.mock_data) == (1e-3, 100, True)
-
-
 @pytest.mark.parametrize(
     ("flags", "dest", "value"),
     [
-        ("--norm-epsilon 1e-6", "layernorm_epsilon", 1e-6),
-        ("--disable-bias-linear", "add_bias_linear", False),
-        ("--no-rope-fusion", "apply_rope_fusion", False),
-        ("--no-masked-softmax-fusion", "masked_softmax_fusion", False),
-        ("--no-bias-gelu-fusion", "bias_gelu_fusion", False),
-        ("--no-bias-swiglu-fusion", "bias_swiglu_fusion", False),
-        ("--no-bias-dropout-fusion", "bias_dropout_fusion", False),
-        ("--no-persist-layer-norm", "no_persist_layer_norm", True),
-        ("--no-gradient-accumulation-fusion", "gradient_accumulation_fusion", False),
         (
             "--no-async-tensor-model-parallel-allreduce",
             "async_tensor_model_parallel_allreduce",
             False,
         ),
-        ("--no-check-for-nan-in-loss-and-grad", "check_for_nan_in_loss_and_grad", False),
-        ("--no-align-grad-reduce", "align_grad_reduce", False),
-        ("--no-mmap-bin-files", "mmap_bin_files", False),
         (
             "--no-create-attention-mask-in-dataloader",
             "create_attention_mask_in_dataloader",
             False,
         ),
         ("--no-barrier-with-level-1-timing", "barrier_with_L1_time", False),
-        ("--no-log-loss-scale-to-tensorboard", "log_loss_scale_to_tensorboard", False),
-        ("--override-opt_param-scheduler", "override_opt_param_scheduler", True),
         ("--override-opt-param-scheduler", "override_opt_param_scheduler", True),
-        ("--use-checkpoint-opt_param-scheduler", "use_checkpoint_opt_param_scheduler", True),
         ("--persistent-save-interval 5", "save_interval", 5),
         ("--lr=2e-3", "lr", 2e-3),
         ("--lr 1e-2 --lr 2e-3", "lr", 2e-3),
-        ("--metrics-file m.jsonl", "metrics_file", "m.jsonl"),
-        ("--hetero-report r.json", "hetero_report", "r.json"),
         ("--use-mcore-models", "deprecated_use_mcore_models", True),
-        ("--distributed-backend gloo", "distributed_backend", "gloo"),
     ],
 )
 def test_flag_has_the_destination_of_megatron(parse, flags, dest, value):

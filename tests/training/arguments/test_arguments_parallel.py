@@ -203,11 +203,6 @@ def test_weight_gradients_are_delayed_across_vendors_alone(parse):
     assert "--delay-wgrad-compute: it needs a second pipeline stage" in lost.ignored_flags
 
 
-def test_overlap_of_the_parameter_gather(parse):
-    args = parse("--overlap-param-gather --use-distributed-optimizer --overlap-grad-reduce")
-    assert args.overlap_param_gather is True
-
-
 def test_validation_without_a_pipeline_size_is_a_mistake_of_the_caller(parse):
     args = parse("--hetero-pipeline --hetero-plan plan.yaml")
     with pytest.raises(ValueError, match="pipeline_model_parallel_size"):

@@ -174,10 +174,6 @@ def test_what_follows_from_the_precision(parse, flags, dtype, fp32_gradients, na
     assert args.check_for_nan_in_loss_and_grad is nan_check
 
 
-def test_recompute_activations_is_short_for_selective(parse):
-    assert parse("--recompute-activations").recompute_granularity == "selective"
-
-
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
@@ -229,12 +225,6 @@ def test_schedule_that_does_not_fit_is_refused(refusal, flags, words):
 )
 def test_schedule_of_a_run_counted_in_samples_is_counted_in_samples(refusal, flags, words):
     assert words in refusal(f"--train-samples 100 {flags}", **SAMPLES)
-
-
-def test_weight_decay_that_grows(parse):
-    growing = "--weight-decay-incr-style linear --start-weight-decay 0.1 --end-weight-decay 0.2"
-    args = parse(growing)
-    assert (args.start_weight_decay, args.end_weight_decay) == (0.1, 0.2)
 
 
 @pytest.mark.parametrize(
