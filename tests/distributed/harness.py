@@ -36,6 +36,7 @@ TINY_LLAMA = (
     "--train-iters 4 --lr 3e-3 --min-lr 3e-4 --lr-decay-style cosine --lr-warmup-iters 1 "
     "--weight-decay 0.1 --clip-grad 1.0 --log-interval 1 --eval-iters 0 --num-workers 0"
 ).split()
+MIXED = "--hetero-pipeline --hetero-vendors amd nvidia --hetero-pipeline-sizes 1 1".split()
 
 
 @dataclass(frozen=True)
@@ -165,3 +166,12 @@ def wait_for(condition: Callable[[], bool], *, seconds: float, what: str) -> Non
     while not condition():
         assert time.monotonic() < deadline, f"{what} did not happen within {seconds} s"
         time.sleep(0.05)
+
+
+def wait_for_steps(metrics: Path, count: int) -> None:
+    """Wait until a run has written so many lines of metrics."""
+    wait_for(
+        lambda: metrics.exists() and metrics.read_text().count("\n") >= count,
+        seconds=120,
+        what="training",
+    )

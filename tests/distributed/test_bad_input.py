@@ -10,11 +10,9 @@ from pydoc_data.topics import topics
 
 import pytest
 
-from tests.distributed.harness import ENTRY, TINY_LLAMA, RankOutcome, launch
+from tests.distributed.harness import ENTRY, MIXED, TINY_LLAMA, RankOutcome, launch
 from tools import train_tokenizer
-
-HETERO = "--hetero-pipeline --hetero-vendors amd nvidia --hetero-pipeline-sizes 1 1".split()
-SIMULATED = {"HETERO_VENDOR": "plan"}
+from tools.runs import SIMULATED
 
 
 def assert_refused(outcomes: Sequence[RankOutcome], *words: str, code: int = 2) -> str:
@@ -40,11 +38,6 @@ def copy_of(corpus, folder: Path) -> Path:
     return folder / "data"
 
 
-def test_an_unknown_flag_names_the_nearest(corpus) -> None:
-    outcomes = refused([*corpus.flags, "--num-layer", "4"])
-    assert_refused(outcomes, "--num-layer", "--num-layers")
-
-
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_command_line_that_is_wrong_on_one_rank_alone_ends_all(corpus, rank: int) -> None:
     flags = [*TINY_LLAMA, *corpus.flags]
@@ -62,19 +55,12 @@ def test_every_node_hears_what_is_wrong(corpus) -> None:
         assert_refused([outcome], "--num-layer", "--num-layers")
 
 
-def test_a_missing_dataset(corpus, tmp_path: Path) -> None:
-    outcomes = refused(
-        [*corpus.flags, "--data-path", str(tmp_path / "nothing"), *HETERO], environ=SIMULATED
-    )
-    assert_refused(outcomes, "nothing.idx", "does not exist", "preprocess_data.py")
-
-
 @pytest.mark.parametrize("suffix", [".bin", ".idx"])
 def test_a_truncated_dataset(corpus, tmp_path: Path, suffix: str) -> None:
     prefix = copy_of(corpus, tmp_path)
     damaged = Path(str(prefix) + suffix)
     damaged.write_bytes(damaged.read_bytes()[:-9])
-    outcomes = refused([*corpus.flags, "--data-path", str(prefix), *HETERO], environ=SIMULATED)
+    outcomes = refused([*corpus.flags, "--data-path", str(prefix), *MIXED], environ=SIMULATED)
     assert_refused(outcomes, damaged.name, "cut short")
 
 
@@ -105,7 +91,7 @@ def test_data_of_another_tokenizer_of_the_same_size(corpus, tmp_path: Path) -> N
     assert train_tokenizer.main(words) == 0
     blend = [str(copy_of(corpus, tmp_path)), str(corpus.prefix)]
     shutil.copy(f"{corpus.prefix}.json", f"{blend[0]}.json")
-    flags = [*corpus.flags, "--tokenizer-model", str(tmp_path / "tok.model"), *HETERO]
+    flags = [*corpus.flags, "--tokenizer-model", str(tmp_path / "tok.model"), *MIXED]
     outcomes = refused([*flags, "--data-path", *blend], environ=SIMULATED)
     made = f"was made with SentencePieceTokenizer {corpus.tokenizer} of 500 tokens: other tokens"
     assert_refused(outcomes, *(f"{prefix} {made}" for prefix in blend), "preprocess the text")
@@ -120,7 +106,7 @@ def test_nodes_with_different_data_under_one_name(corpus, tmp_path: Path) -> Non
     data = prefix.with_suffix(".bin")
     tokens = data.read_bytes()
     data.write_bytes(tokens[4:6] + tokens[2:])
-    flags = [*TINY_LLAMA, *corpus.flags, *HETERO]
+    flags = [*TINY_LLAMA, *corpus.flags, *MIXED]
     other = {1: [*flags, "--data-path", str(prefix)]}
     for outcome in launch(flags, 2, environ=SIMULATED, by_rank=TWO_NODES, flags_by_rank=other):
         assert_refused([outcome], "rank 1 on its node reads other data than rank 0", "same files")
@@ -132,7 +118,7 @@ def test_nodes_with_different_tokenizers_of_one_size(corpus, tmp_path: Path) -> 
     words = ["--input", str(text), "--output-prefix", str(tmp_path / "tok"), "--vocab-size", "500"]
     assert train_tokenizer.main(words) == 0
     prefix = copy_of(corpus, tmp_path)  # without the description that names its tokenizer
-    flags = [*TINY_LLAMA, *corpus.flags, *HETERO, "--data-path", str(prefix)]
+    flags = [*TINY_LLAMA, *corpus.flags, *MIXED, "--data-path", str(prefix)]
     other = {1: [*flags, "--tokenizer-model", str(tmp_path / "tok.model")]}
     outcomes = launch(flags, 2, environ=SIMULATED, flags_by_rank=other)
     assert_refused(outcomes, "rank 1 reads another tokenizer", "give every node the same tokenizer")
@@ -153,47 +139,10 @@ def test_an_index_cache_that_cannot_be_written(corpus, tmp_path: Path) -> None:
 
 
 def test_data_that_only_one_rank_cannot_see(corpus, tmp_path: Path) -> None:
-    flags = [*TINY_LLAMA, *corpus.flags, *HETERO]
+    flags = [*TINY_LLAMA, *corpus.flags, *MIXED]
     elsewhere = [*flags, "--data-path", str(tmp_path / "gone")]
     outcomes = launch(flags, 2, seconds=120, environ=SIMULATED, flags_by_rank={1: elsewhere})
     assert_refused(outcomes, "rank 1", "gone.idx")
-
-
-def test_layers_that_do_not_add_up(corpus) -> None:
-    outcomes = refused(
-        [*corpus.flags, *HETERO, "--hetero-pipeline-layers", "3", "2"], environ=SIMULATED
-    )
-    assert_refused(outcomes, "5", "--num-layers", "4")
-
-
-def test_layers_of_a_plan_file_that_do_not_add_up(corpus, tmp_path: Path) -> None:
-    plan = tmp_path / "plan.yaml"
-    plan.write_text("meshes: [{vendor: amd, layers: [3]}, {vendor: nvidia, layers: [3]}]")
-    outcomes = refused(
-        [*corpus.flags, "--hetero-pipeline", "--hetero-plan", str(plan)], environ=SIMULATED
-    )
-    assert_refused(outcomes, "6", "--num-layers is 4")
-
-
-def test_a_world_size_that_the_plan_cannot_use(corpus) -> None:
-    outcomes = refused([*corpus.flags, *HETERO], nproc=3, environ=SIMULATED)
-    assert_refused(outcomes, "3")
-
-
-def test_a_rank_of_a_vendor_that_the_plan_does_not_expect(corpus) -> None:
-    outcomes = refused(
-        [*corpus.flags, *HETERO],
-        by_rank={0: {"HETERO_VENDOR": "amd"}, 1: {"HETERO_VENDOR": "amd"}},
-    )
-    assert_refused(outcomes, "rank 1", "amd", "nvidia")
-
-
-def test_two_vendors_in_a_homogeneous_run(corpus) -> None:
-    outcomes = refused(
-        [*corpus.flags, "--pipeline-model-parallel-size", "2"],
-        by_rank={0: {"HETERO_VENDOR": "amd"}, 1: {"HETERO_VENDOR": "nvidia"}},
-    )
-    assert_refused(outcomes, "--hetero-pipeline")
 
 
 @pytest.mark.parametrize(
@@ -214,26 +163,20 @@ def test_two_sides_with_different_versions(
     other_side.write_text(
         f"{line}\nimport runpy\nrunpy.run_path({str(ENTRY)!r}, run_name='__main__')"
     )
-    outcomes = refused([*corpus.flags, *HETERO], environ=SIMULATED, scripts={1: other_side})
+    outcomes = refused([*corpus.flags, *MIXED], environ=SIMULATED, scripts={1: other_side})
     assert_refused(outcomes, "rank 1", *words)
 
 
 def test_two_sides_with_different_flags(corpus) -> None:
-    flags = [*TINY_LLAMA, *corpus.flags, *HETERO]
+    flags = [*TINY_LLAMA, *corpus.flags, *MIXED]
     outcomes = launch(
         flags, 2, seconds=120, environ=SIMULATED, flags_by_rank={1: [*flags, "--seed", "7"]}
     )
     assert_refused(outcomes, "--seed", "1234", "7")
 
 
-def test_batched_p2p_between_two_interleaved_stages(corpus) -> None:
-    flags = "--num-virtual-stages-per-pipeline-rank 2 --no-overlap-p2p-communication".split()
-    outcomes = refused([*corpus.flags, "--pipeline-model-parallel-size", "2", *flags])
-    assert_refused(outcomes, "--no-overlap-p2p-communication")
-
-
 def test_the_vendor_library_across_a_boundary_without_gpus(corpus) -> None:
-    outcomes = refused([*corpus.flags, *HETERO, "--hetero-transport", "nccl"], environ=SIMULATED)
+    outcomes = refused([*corpus.flags, *MIXED, "--hetero-transport", "nccl"], environ=SIMULATED)
     assert_refused(outcomes, "nccl")
 
 
@@ -249,7 +192,7 @@ def test_a_rank_that_fails_before_training_ends_the_others(corpus, tmp_path: Pat
         "data_agreement.build_tokenizer = lambda args: 1 / 0\n"
         f"import runpy\nrunpy.run_path({str(ENTRY)!r}, run_name='__main__')"
     )
-    outcomes = refused([*corpus.flags, *HETERO], environ=SIMULATED, scripts={1: broken})
+    outcomes = refused([*corpus.flags, *MIXED], environ=SIMULATED, scripts={1: broken})
     assert [outcome.code for outcome in outcomes] == [1, 1]
     assert "rank 1 failed: division by zero" in outcomes[0].stderr
     assert "ZeroDivisionError" in outcomes[1].stderr
@@ -259,7 +202,7 @@ def test_a_rank_that_fails_before_training_ends_the_others(corpus, tmp_path: Pat
 def test_a_rank_that_never_comes_is_named(corpus) -> None:
     absent = ENTRY.parent / "tests" / "distributed" / "harness.py"  # starts, and ends at once
     outcomes = refused(
-        [*corpus.flags, *HETERO, "--distributed-timeout-minutes", "1"],
+        [*corpus.flags, *MIXED, "--distributed-timeout-minutes", "1"],
         environ=SIMULATED,
         scripts={1: absent},
         seconds=100,
@@ -282,13 +225,13 @@ def test_nothing_is_written_for_bad_input(corpus, tmp_path: Path) -> None:
     outcomes = refused(
         [
             *corpus.flags,
-            *HETERO,
+            *MIXED,
             *("--data-path", str(tmp_path / "nothing")),
             *("--metrics-file", str(metrics), "--hetero-report", str(report)),
         ],
         environ=SIMULATED,
     )
-    assert_refused(outcomes, "nothing.idx")
+    assert_refused(outcomes, "nothing.idx", "does not exist", "preprocess_data.py")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -297,7 +240,7 @@ def test_a_loss_that_is_not_a_number_ends_the_run_with_1(corpus, tmp_path: Path)
     outcomes = refused(
         [
             *corpus.flags,
-            *HETERO,
+            *MIXED,
             *("--lr", "1e30", "--min-lr", "1e29", "--lr-warmup-iters", "0", "--clip-grad", "0"),
             *("--metrics-file", str(metrics)),
         ],

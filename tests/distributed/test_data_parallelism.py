@@ -21,10 +21,10 @@ from tests.distributed.harness import (
     launch,
     start,
     train,
-    wait_for,
+    wait_for_steps,
 )
+from tools.runs import SIMULATED
 
-SIMULATED = {"HETERO_VENDOR": "plan"}
 SHARDED = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather".split()
 ONE_AND_ONE = ["--hetero-data-parallel", "nvidia:1,amd:1"]
 TWO_AND_TWO = ["--hetero-data-parallel", "nvidia:2,amd:2"]
@@ -203,11 +203,7 @@ def test_a_killed_replica_is_named_by_those_that_are_left(corpus, tmp_path: Path
     metrics = tmp_path / "metrics.jsonl"
     flags = [*TINY_LLAMA, *corpus.flags, *ONE_AND_ONE, "--train-iters", "100000"]
     processes = start([*flags, "--metrics-file", str(metrics)], 2, environ=SIMULATED)
-    wait_for(
-        lambda: metrics.exists() and metrics.read_text().count("\n") >= HALFWAY,
-        seconds=120,
-        what="training",
-    )
+    wait_for_steps(metrics, HALFWAY)
     processes[1].send_signal(signal.SIGKILL)
     outcomes = finish(processes, seconds=120)
 

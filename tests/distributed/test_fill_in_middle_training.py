@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.distributed.harness import TINY_LLAMA, launch, train
+from tests.distributed.harness import MIXED, TINY_LLAMA, launch, train
+from tools.runs import SIMULATED
 
-SIMULATED = {"HETERO_VENDOR": "plan"}
-MIXED = "--hetero-pipeline --hetero-vendors amd nvidia --hetero-pipeline-sizes 1 1".split()
 # Bytes that the text does not hold stand for tokens that the tokenizer was not given.
 FIM = (
     "--fim-data --fim-rate 0.8 --fim-prefix-token <0x01> --fim-middle-token <0x02> "

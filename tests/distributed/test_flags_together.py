@@ -8,10 +8,9 @@ from textwrap import dedent
 
 import pytest
 
-from tests.distributed.harness import ENTRY, TINY_LLAMA, launch, train
+from tests.distributed.harness import ENTRY, MIXED, TINY_LLAMA, launch, train
+from tools.runs import SIMULATED
 
-SIMULATED = {"HETERO_VENDOR": "plan"}
-MIXED = "--hetero-pipeline --hetero-vendors amd nvidia --hetero-pipeline-sizes 1 1".split()
 # What a script carries that was written for Megatron-LM and one vendor.
 SCRIPT = (
     "--num-layers 6 --pipeline-model-parallel-size 1 --transformer-impl transformer_engine "

@@ -13,16 +13,13 @@ import torch.nn.functional as F
 from megatron.training.arguments import parse_args
 from megatron.training.data import build_datasets
 from megatron.training.tokenizer.build import build_tokenizer
-from tests.distributed.harness import TINY_LLAMA, train
+from tests.distributed.harness import MIXED, TINY_LLAMA, train
 from tests.training.huggingface.tiny_huggingface import MODELS
 from tools.convert_checkpoint import main as convert
 from tools.generate_text import main as generate_text
+from tools.runs import SIMULATED
 
-PLAYED = {"HETERO_VENDOR": "plan"}
-HETERO = (
-    "--hetero-pipeline --hetero-vendors amd nvidia --hetero-pipeline-sizes 1 1 "
-    "--hetero-pipeline-layers 1 3 --hetero-transport cpu-forward"
-).split()
+HETERO = [*MIXED, *"--hetero-pipeline-layers 1 3 --hetero-transport cpu-forward".split()]
 STEPS, BATCH = 20, 4
 ROWS = 509
 """More than the tokenizer has tokens, and not what its size would be padded to."""
@@ -44,7 +41,7 @@ def test_losses_equal_those_of_transformers_on_the_same_tokens(
     assert convert(["hf-to-megatron", str(tmp_path / "theirs"), str(tmp_path / "ours")]) == 0
     flags = [*RECIPE, *corpus.flags, "--load", str(tmp_path / "ours")]
 
-    ours = train([*flags, *HETERO], 2, tmp_path / "run", environ=PLAYED)
+    ours = train([*flags, *HETERO], 2, tmp_path / "run", environ=SIMULATED)
     expected = _losses_of_transformers(theirs, _batches(flags))
 
     assert len(ours.losses) == STEPS
@@ -91,7 +88,7 @@ def test_text_comes_out_of_a_mixed_run_and_its_weights_go_to_hugging_face(
     transformers = pytest.importorskip("transformers")
     saved = str(tmp_path / "checkpoints")
     flags = [*TINY_LLAMA, *corpus.flags, *HETERO, "--use-distributed-optimizer", "--train-iters"]
-    train([*flags, "30", "--save", saved], 2, tmp_path / "run", environ=PLAYED)
+    train([*flags, "30", "--save", saved], 2, tmp_path / "run", environ=SIMULATED)
     capsys.readouterr()
 
     assert (

@@ -12,14 +12,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed.harness import TINY_LLAMA, launch
+from tests.distributed.harness import MIXED, TINY_LLAMA, launch
 from tools.compare_loss import main
+from tools.runs import SIMULATED
 
 pytestmark = pytest.mark.slow
 
 SCRIPT = Path(__file__).with_name("faulty_training.py")
 HOMOGENEOUS = ("--pipeline-model-parallel-size", "2")
-MIXED = "--hetero-pipeline --hetero-vendors amd nvidia --hetero-pipeline-sizes 1 1".split()
 
 FOUND_BY = {
     "learning rate 10 % too high": "first-steps",
@@ -80,7 +80,7 @@ def judged(trained: Trained, candidate: str, *flags: str) -> tuple[int, list[str
 
 
 def test_the_mixed_run_passes_and_is_identical(trained):
-    mixed = trained.train("mixed", MIXED, environ={"HETERO_VENDOR": "plan"})
+    mixed = trained.train("mixed", MIXED, environ=SIMULATED)
     assert judged(trained, mixed, "--same-seed") == (0, [])
     assert judged(trained, mixed, "--identical") == (0, [])
 

@@ -11,11 +11,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.distributed.harness import ENTRY, ROOT, TINY_LLAMA, start, wait_for
+from tests.distributed.harness import ENTRY, MIXED, ROOT, TINY_LLAMA, start, wait_for_steps
 from tests.hetero.test_beside import checkout
 from tests.preloaded import INTERPRETER
-
-HETERO = "--hetero-pipeline --hetero-vendors amd nvidia --hetero-pipeline-sizes 1 1".split()
+from tools.runs import SIMULATED
 
 IMPATIENT = """
 import functools, runpy, sys, time
@@ -34,7 +33,7 @@ def launched(flags: Sequence[str], *, beside: Path | None = None) -> subprocess.
     paths = os.pathsep.join([str(ROOT), *([str(beside)] if beside else [])])
     return subprocess.Popen(
         [INTERPRETER, "-m", "hetero.run", "--nproc-per-node", "2", str(ENTRY), *flags],
-        env={**os.environ, "HETERO_VENDOR": "plan", "PYTHONPATH": paths},
+        env={**os.environ, **SIMULATED, "PYTHONPATH": paths},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -42,7 +41,7 @@ def launched(flags: Sequence[str], *, beside: Path | None = None) -> subprocess.
 
 
 def test_it_trains_beside_another_megatron(corpus, tmp_path: Path) -> None:
-    flags = [*TINY_LLAMA, *corpus.flags, *HETERO]
+    flags = [*TINY_LLAMA, *corpus.flags, *MIXED]
     process = launched(flags, beside=checkout(tmp_path / "Megatron-LM"))
     out, err = process.communicate(timeout=120)
     assert process.returncode == 0, err
@@ -51,7 +50,7 @@ def test_it_trains_beside_another_megatron(corpus, tmp_path: Path) -> None:
 
 
 def test_bad_input_is_one_sentence_with_exit_code_2(corpus) -> None:
-    process = launched([*TINY_LLAMA, *corpus.flags, *HETERO, "--num-layer", "4"])
+    process = launched([*TINY_LLAMA, *corpus.flags, *MIXED, "--num-layer", "4"])
     _, err = process.communicate(timeout=120)
     assert process.returncode == 2
     (line,) = err.splitlines()
@@ -61,9 +60,9 @@ def test_bad_input_is_one_sentence_with_exit_code_2(corpus) -> None:
 def test_a_killed_rank_is_the_last_word(corpus, tmp_path: Path) -> None:
     """Whatever the others say of the connection that it closed."""
     metrics = tmp_path / "metrics.jsonl"
-    flags = [*TINY_LLAMA, *corpus.flags, *HETERO, "--train-iters", "100000"]
+    flags = [*TINY_LLAMA, *corpus.flags, *MIXED, "--train-iters", "100000"]
     process = launched([*flags, "--metrics-file", str(metrics)])
-    wait_for(lambda: metrics.exists() and bool(metrics.read_text()), seconds=120, what="training")
+    wait_for_steps(metrics, 1)
     ranks = {p.environ().get("RANK"): p for p in psutil.Process(process.pid).children()}
     ranks["1"].send_signal(signal.SIGKILL)
     _, err = process.communicate(timeout=120)
@@ -82,9 +81,9 @@ def test_a_rank_that_hangs_before_the_groups_is_named_while_the_others_wait(
         scripts[rank] = tmp_path / f"rank{rank}.py"
         scripts[rank].write_text(IMPATIENT.format(fault, str(ENTRY)))
     processes = start(
-        [*TINY_LLAMA, *corpus.flags, *HETERO],
+        [*TINY_LLAMA, *corpus.flags, *MIXED],
         2,
-        environ={"HETERO_VENDOR": "plan"},
+        environ=SIMULATED,
         scripts=scripts,
     )
     try:

@@ -18,18 +18,15 @@ from megatron.training.checkpoint.reader import CheckpointReader
 from megatron.training.data import build_datasets
 from megatron.training.megatron_lm.tensors import model_tensors
 from megatron.training.tokenizer.build import build_tokenizer
-from tests.distributed.harness import launch, train
+from tests.distributed.harness import MIXED, launch, train
 from tools.convert_checkpoint import main as convert
+from tools.runs import SIMULATED
 
 # megatron-core spawns processes to write a checkpoint.
 pytestmark = pytest.mark.usefixtures("preloaded_ranks")
 
 SCRIPT = Path(__file__).with_name("core_training.py")
-PLAYED = {"HETERO_VENDOR": "plan"}
-HETERO = (
-    "--hetero-pipeline --hetero-vendors amd nvidia --hetero-pipeline-sizes 1 1 "
-    "--hetero-pipeline-layers 1 3 --hetero-transport cpu-forward"
-).split()
+HETERO = [*MIXED, *"--hetero-pipeline-layers 1 3 --hetero-transport cpu-forward".split()]
 BATCH, SAVED, RESAVED, STEPS = 4, 3, 5, 7
 MODEL: Mapping[str, Any] = {
     "num_layers": 4,
@@ -181,7 +178,7 @@ def test_a_checkpoint_of_megatron_core_is_trained_mixed_and_goes_back(
         str(RESAVED),
         "--exit-on-missing-checkpoint",
     ]
-    ours = train([*flags, *HETERO, *resumed], 2, tmp_path / "run", environ=PLAYED)
+    ours = train([*flags, *HETERO, *resumed], 2, tmp_path / "run", environ=SIMULATED)
     assert len(ours.losses) == STEPS - SAVED
     assert ours.losses[: RESAVED - SAVED] == pytest.approx(first[SAVED:], rel=1e-6)
 

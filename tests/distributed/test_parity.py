@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.distributed.harness import TINY_LLAMA, Training, train
-
-SIMULATED = {"HETERO_VENDOR": "plan"}
+from tools.runs import SIMULATED
 
 
 @dataclass(frozen=True)
@@ -86,18 +85,25 @@ LAYOUTS = [
 ]
 
 
+PAIR, HOMOGENEOUS = LAYOUTS[1].hetero, LAYOUTS[1].homogeneous
+
+
+def _mixed(flags: list[str], folder: Path, layout: str = PAIR, nproc: int = 2) -> Training:
+    words = [*flags, "--hetero-pipeline", *layout.split()]
+    return train(words, nproc, folder / "mixed", environ=SIMULATED)
+
+
+def _homogeneous(
+    flags: list[str], folder: Path, layout: str = HOMOGENEOUS, nproc: int = 2
+) -> Training:
+    return train([*flags, *layout.split()], nproc, folder / "homogeneous")
+
+
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_mixed_equals_homogeneous(layout: Layout, corpus, tmp_path: Path) -> None:
     flags = [*TINY_LLAMA, *corpus.flags, *layout.shared.split()]
-    mixed = train(
-        [*flags, "--hetero-pipeline", *layout.hetero.split()],
-        layout.nproc,
-        tmp_path / "mixed",
-        environ=SIMULATED,
-    )
-    homogeneous = train(
-        [*flags, *layout.homogeneous.split()], layout.nproc, tmp_path / "homogeneous"
-    )
+    mixed = _mixed(flags, tmp_path, layout.hetero, layout.nproc)
+    homogeneous = _homogeneous(flags, tmp_path, layout.homogeneous, layout.nproc)
 
     assert mixed.losses == homogeneous.losses
     assert mixed.grad_norms == homogeneous.grad_norms
@@ -113,13 +119,8 @@ def test_overflow_on_one_vendor_skips_the_step_on_both(corpus, tmp_path: Path) -
     """fp16 with a loss scale far too large: found-inf crosses the boundary, and so does its end."""
     flags = [*TINY_LLAMA, *corpus.flags, "--fp16", "--initial-loss-scale", str(2.0**26)]
     flags += ["--hysteresis", "1"]
-    mixed = train(
-        [*flags, "--hetero-pipeline", *LAYOUTS[1].hetero.split()],
-        2,
-        tmp_path / "mixed",
-        environ=SIMULATED,
-    )
-    homogeneous = train([*flags, *LAYOUTS[1].homogeneous.split()], 2, tmp_path / "homogeneous")
+    mixed = _mixed(flags, tmp_path)
+    homogeneous = _homogeneous(flags, tmp_path)
 
     assert any(mixed.skipped)
     assert mixed.skipped == homogeneous.skipped
@@ -133,12 +134,7 @@ def test_two_stages_equal_one_over_many_iterations(corpus, tmp_path: Path) -> No
     flags = [*TINY_LLAMA, *corpus.flags, "--untie-embeddings-and-output-weights"]
     flags += "--clip-grad 0 --train-iters 30 --log-interval 15 --global-batch-size 4".split()
     one = train(flags, 1, tmp_path / "one")
-    two = train(
-        [*flags, "--hetero-pipeline", *LAYOUTS[1].hetero.split()],
-        2,
-        tmp_path / "two",
-        environ=SIMULATED,
-    )
+    two = _mixed(flags, tmp_path)
 
     assert len(one.losses) == 30
     assert one.losses == two.losses
@@ -163,7 +159,7 @@ def test_initial_weights_do_not_depend_on_the_layout(corpus, tmp_path: Path) -> 
 
 def test_every_transport_gives_the_same_bits(corpus, tmp_path: Path) -> None:
     flags = [*TINY_LLAMA, *corpus.flags, "--num-virtual-stages-per-pipeline-rank", "2"]
-    flags += ["--hetero-pipeline", *LAYOUTS[1].hetero.split(), "--hetero-transport"]
+    flags += ["--hetero-pipeline", *PAIR.split(), "--hetero-transport"]
 
     def over(transport: str, *more: str) -> Training:
         words = [*flags, transport, *more]
@@ -182,13 +178,8 @@ def test_blended_data_without_a_cache_and_with_one(corpus, tmp_path: Path) -> No
     prefix = str(corpus.prefix)
     flags = [*TINY_LLAMA, *corpus.flags, "--data-path", "0.3", prefix, "0.7", prefix]
     flags += ["--data-cache-path", str(tmp_path / "cache")]
-    mixed = train(
-        [*flags, "--hetero-pipeline", *LAYOUTS[1].hetero.split()],
-        2,
-        tmp_path / "mixed",
-        environ=SIMULATED,
-    )
-    homogeneous = train([*flags, *LAYOUTS[1].homogeneous.split()], 2, tmp_path / "homogeneous")
+    mixed = _mixed(flags, tmp_path)
+    homogeneous = _homogeneous(flags, tmp_path)
 
     assert mixed.losses == homogeneous.losses
 
@@ -203,12 +194,7 @@ def test_a_split_without_a_document_is_left_out(corpus, tmp_path: Path) -> None:
 
 
 def test_a_boundary_carries_every_activation_and_gradient_once(corpus, tmp_path: Path) -> None:
-    mixed = train(
-        [*TINY_LLAMA, *corpus.flags, "--hetero-pipeline", *LAYOUTS[1].hetero.split()],
-        2,
-        tmp_path,
-        environ=SIMULATED,
-    )
+    mixed = _mixed([*TINY_LLAMA, *corpus.flags], tmp_path)
 
     sequence, hidden, micro_batches, iterations = 32, 32, 8, 4
     one_way = sequence * hidden * 4 * micro_batches * iterations

@@ -7,10 +7,9 @@ from pathlib import Path
 
 from megatron.training.checkpoint.folder import TRACKER
 from megatron.training.checkpoint.lock import LOCK_FILE
-from tests.distributed.harness import ENTRY, TINY_LLAMA, finish, launch, start, wait_for
+from tests.distributed.harness import ENTRY, MIXED, TINY_LLAMA, finish, launch, start, wait_for
 from tools.runs import SIMULATED
 
-HETERO = "--hetero-pipeline --hetero-vendors amd nvidia --hetero-pipeline-sizes 1 1".split()
 IMPATIENT = """
 import runpy
 from megatron.training.checkpoint import lock
@@ -24,7 +23,7 @@ def test_a_second_run_is_refused_and_a_killed_one_is_followed_at_once(
     corpus, tmp_path: Path
 ) -> None:
     folder, metrics = tmp_path / "checkpoints", tmp_path / "metrics.jsonl"
-    flags = [*TINY_LLAMA, *corpus.flags, *HETERO, "--save", str(folder), "--load", str(folder)]
+    flags = [*TINY_LLAMA, *corpus.flags, *MIXED, "--save", str(folder), "--load", str(folder)]
     flags += ["--async-save", "--lr-decay-iters", "1000", "--train-iters", "100000"]
     first = start([*flags, "--save-interval", "2"], 2, environ=SIMULATED)
     try:
@@ -69,7 +68,7 @@ def test_a_run_whose_node_died_is_followed_once_it_has_been_still_for_a_while(
     folder.mkdir()
     owner = {"token": "t", "host": "gpu07", "pid": 1, "since": "yesterday", "job": "Slurm job 5"}
     (folder / LOCK_FILE).write_text(json.dumps({**owner, "kernel": "another", "started": "1"}))
-    flags = [*TINY_LLAMA, *corpus.flags, *HETERO, "--train-iters", "2", "--save", str(folder)]
+    flags = [*TINY_LLAMA, *corpus.flags, *MIXED, "--train-iters", "2", "--save", str(folder)]
     outcomes = launch(flags, 2, environ=SIMULATED, scripts={0: script})
     assert [outcome.code for outcome in outcomes] == [0, 0], outcomes[0].stderr
     log = outcomes[0].stdout

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from megatron.training.timing.timers import PARTS
-from tests.distributed.harness import TINY_LLAMA, launch
+from tests.distributed.harness import MIXED, TINY_LLAMA, launch
 
 FAULTY = Path(__file__).with_name("faulty_training.py")
 # Layouts of such a model compute the same bits.
@@ -19,7 +19,6 @@ FLAGS = [
     *"--untie-embeddings-and-output-weights --clip-grad 0 --train-iters 3".split(),
     *"--mock-data --tokenizer-type NullTokenizer --vocab-size 96".split(),
 ]
-MIXED = "--hetero-pipeline --hetero-vendors amd nvidia --hetero-pipeline-sizes 1 1".split()
 # megatron-core's own communicator, with receives that are posted early and waited for later.
 INTERLEAVED = (
     "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2"

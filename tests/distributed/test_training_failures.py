@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed.harness import ENTRY, TINY_LLAMA, finish, start, wait_for
+from tests.distributed.harness import ENTRY, MIXED, TINY_LLAMA, finish, start, wait_for_steps
+from tools.runs import SIMULATED
 
 FAULTY = """
 import os, signal, sys
@@ -19,8 +20,6 @@ import runpy
 runpy.run_path({!r}, run_name="__main__")
 """
 
-HETERO = "--hetero-pipeline --hetero-vendors amd nvidia --hetero-pipeline-sizes 1 1".split()
-
 
 @pytest.mark.parametrize(
     ("victim", "transport"), [(0, "gloo"), (1, "gloo"), (0, "shm"), (1, "tcp")]
@@ -29,16 +28,10 @@ def test_a_killed_rank_ends_the_others_within_seconds(
     corpus, tmp_path: Path, victim: int, transport: str
 ) -> None:
     metrics = tmp_path / "metrics.jsonl"
-    flags = [*TINY_LLAMA, *corpus.flags, *HETERO, "--train-iters", "100000"]
+    flags = [*TINY_LLAMA, *corpus.flags, *MIXED, "--train-iters", "100000"]
     flags += ["--hetero-transport", transport]
-    processes = start(
-        [*flags, "--metrics-file", str(metrics)], 2, environ={"HETERO_VENDOR": "plan"}
-    )
-    wait_for(
-        lambda: metrics.exists() and metrics.read_text().count("\n") >= 3,
-        seconds=120,
-        what="training",
-    )
+    processes = start([*flags, "--metrics-file", str(metrics)], 2, environ=SIMULATED)
+    wait_for_steps(metrics, 3)
     processes[victim].send_signal(signal.SIGKILL)
     outcomes = finish(processes, seconds=120)
 
@@ -56,7 +49,7 @@ def test_a_peer_that_stops_answering_is_an_error_after_the_timeout(
     corpus, tmp_path: Path, transport: str
 ) -> None:
     metrics = tmp_path / "metrics.jsonl"
-    flags = [*TINY_LLAMA, *corpus.flags, *HETERO, "--train-iters", "100000"]
+    flags = [*TINY_LLAMA, *corpus.flags, *MIXED, "--train-iters", "100000"]
     flags += [
         "--hetero-transport",
         transport,
@@ -65,12 +58,8 @@ def test_a_peer_that_stops_answering_is_an_error_after_the_timeout(
         "--metrics-file",
         str(metrics),
     ]
-    processes = start(flags, 2, environ={"HETERO_VENDOR": "plan"})
-    wait_for(
-        lambda: metrics.exists() and metrics.read_text().count("\n") >= 3,
-        seconds=60,
-        what="training",
-    )
+    processes = start(flags, 2, environ=SIMULATED)
+    wait_for_steps(metrics, 3)
     processes[0].send_signal(signal.SIGSTOP)
     try:
         code = processes[1].wait(timeout=120)
@@ -98,9 +87,9 @@ def test_a_rank_killed_while_they_agree_or_build_groups_is_named_by_the_others(
     kill = f"initialize.{step} = lambda *a, **k: os.kill(os.getpid(), signal.SIGKILL)"
     script.write_text(FAULTY.format(kill, str(ENTRY)))
     processes = start(
-        [*TINY_LLAMA, *corpus.flags, *HETERO],
+        [*TINY_LLAMA, *corpus.flags, *MIXED],
         2,
-        environ={"HETERO_VENDOR": "plan"},
+        environ=SIMULATED,
         scripts={victim: script},
     )
     outcomes = finish(processes, seconds=120)
