@@ -29,13 +29,12 @@ additions of chunks shortly before it; the CPU is to find in its cache what it a
 def all_reduce(exchange: Exchange, flat: torch.Tensor, reduction: Reduction) -> Steps:
     """Reduce flat memory in place."""
     if not flat.numel():
-        return
+        return iter(())
     # Where no vendor has a second rank there are no shards, and one chunk is nothing to overlap.
     alone = exchange.layout.grain == 1
     if flat.nbytes <= DIRECT_BYTES or (alone and flat.numel() <= chunk_length(exchange, flat)):
-        yield from _directly(exchange, flat, reduction)
-    else:
-        yield from _in_shards(exchange, flat, reduction)
+        return _directly(exchange, flat, reduction)
+    return _in_shards(exchange, flat, reduction)
 
 
 def combine_in_order(

@@ -6,34 +6,34 @@ import torch
 
 from hetero.collectives.all_reduce import DIRECT_BYTES
 from hetero.collectives.exchange import Exchange, Moves, Steps
+from hetero.collectives.group_links import as_bytes
 from hetero.collectives.vendor_layout import equal_parts, overlaps
 
 
-def broadcast(exchange: Exchange, flat: torch.Tensor, *, root: int) -> Steps:
-    """Bring the root's flat memory into every rank's."""
-    if not flat.numel():
-        return
-    if flat.nbytes <= DIRECT_BYTES:
-        yield from _whole(exchange, flat, root=root)
-    else:
-        yield from _in_shards(exchange, flat, root=root)
+def broadcast(exchange: Exchange, memory: torch.Tensor, *, root: int) -> Steps:
+    """Bring the root's contiguous memory into every rank's."""
+    if not memory.numel():
+        return iter(())
+    if memory.nbytes <= DIRECT_BYTES:
+        return _whole(exchange, memory, root=root)
+    return _in_shards(exchange, as_bytes(memory), root=root)
 
 
-def _whole(exchange: Exchange, flat: torch.Tensor, *, root: int) -> Steps:
+def _whole(exchange: Exchange, memory: torch.Tensor, *, root: int) -> Steps:
     layout, moves = exchange.layout, Moves(exchange)
     head = root
     if layout.vendor_of(root) != layout.vendor:
         head = layout.partner(root, layout.vendor)
         if layout.rank == head:
-            moves.recv(root, flat)
+            moves.recv(root, memory)
             yield moves
     elif layout.rank == root:
         for vendor in layout.others:
-            moves.send(layout.partner(root, vendor), flat)
+            moves.send(layout.partner(root, vendor), memory)
         if exchange.library is not None:
             moves.begin()
     if exchange.library is not None:
-        exchange.library.broadcast(flat, root=layout.mine.index(head)).wait()
+        exchange.library.broadcast(as_bytes(memory), root=layout.mine.index(head)).wait()
     yield moves
 
 

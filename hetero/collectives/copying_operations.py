@@ -13,13 +13,21 @@ from torch._C import _distributed_c10d as c10d
 
 from hetero.collectives import broadcast, rows
 from hetero.collectives.exchange import Exchange, Steps
-from hetero.collectives.flat_memory import Written, bytes_of, plain
+from hetero.collectives.flat_memory import (
+    bytes_of,
+    cut,
+    plain,
+    room_for,
+    whole,
+    write_back,
+)
 from hetero.collectives.group_across_vendors import (
     GroupAcrossVendors,
     listed,
     options_of,
     require_product,
 )
+from hetero.collectives.group_links import as_bytes
 from hetero.collectives.not_compiled import not_compiled
 from hetero.words import counted
 
@@ -36,8 +44,9 @@ class CopyingOperations(GroupAcrossVendors):
 
         def carry_out(exchange: Exchange) -> Steps:
             for tensor in tensors:
-                with Written([tensor], keeps=True) as (flat,):
-                    yield from broadcast.broadcast(exchange, flat, root=opts.rootRank)
+                memory = plain(tensor)
+                yield from broadcast.broadcast(exchange, memory, root=opts.rootRank)
+                write_back(memory, tensor)
 
         return self._run(
             carry_out, "broadcast", tensors, common=tensors, opts=opts, root=opts.rootRank
@@ -63,18 +72,23 @@ class CopyingOperations(GroupAcrossVendors):
         def carry_out(exchange: Exchange) -> Steps:
             for parts, source in zip(outputs, inputs, strict=True):
                 sizes = [part.nbytes for part in parts]
-                row = bytes_of(source)
-                with Written(parts) as flats:
-                    if min(sizes) == max(sizes):
-                        yield from rows.all_gather(exchange, flats, row)
-                        continue
-                    table = row.new_empty(self.size(), max(sizes))
+                rooms = [room_for(part) for part in parts]
+                if min(sizes) == max(sizes):
+                    pieces = [whole(room) for room in rooms]
+                    yield from rows.all_gather(exchange, pieces, plain(source))
+                else:
+                    row = bytes_of(source)
+                    table = row.new_empty(len(parts), max(sizes))
                     row = torch.nn.functional.pad(row, (0, max(sizes) - row.numel()))
-                    yield from rows.all_gather(exchange, table.unbind(), row, table=table)
-                    for rank, flat in enumerate(flats):
-                        flat.copy_(table[rank, : sizes[rank]])
+                    pieces = cut(table, [max(sizes)] * len(parts))
+                    yield from rows.all_gather(exchange, pieces, row, table=table)
+                    for rank, room in enumerate(rooms):
+                        as_bytes(room).copy_(table[rank, : sizes[rank]])
+                _write_back(rooms, parts)
 
-        if any(p[self.rank()].nbytes != s.nbytes for p, s in zip(outputs, inputs, strict=True)):
+        if any(
+            p[self._layout.rank].nbytes != s.nbytes for p, s in zip(outputs, inputs, strict=True)
+        ):
             raise ValueError(
                 "all_gather: this rank's output and its input differ in size; give both the same"
             )
@@ -96,16 +110,15 @@ class CopyingOperations(GroupAcrossVendors):
     ) -> dist.Work:
         opts = options_of(opts, c10d.AllgatherOptions)
         for output, source in zip(outputs, inputs, strict=True):
-            require_product("all_gather", small=source, large=output, size=self.size())
+            require_product("all_gather", small=source, large=output, size=self._layout.size)
         outputs, inputs = list(outputs), list(inputs)
 
         def carry_out(exchange: Exchange) -> Steps:
             for output, source in zip(outputs, inputs, strict=True):
-                with Written([output]) as (flat,):
-                    table = flat.view(self.size(), -1)
-                    yield from rows.all_gather(
-                        exchange, table.unbind(), bytes_of(source), table=table
-                    )
+                room = room_for(output)
+                pieces = cut(room, [source.nbytes] * self._layout.size)
+                yield from rows.all_gather(exchange, pieces, plain(source), table=room)
+                write_back(room, output)
 
         return self._run(carry_out, "all_gather", outputs, common=inputs, opts=opts)
 
@@ -119,8 +132,10 @@ class CopyingOperations(GroupAcrossVendors):
         self._require_one_each(inputs, "all_to_all")
 
         def carry_out(exchange: Exchange) -> Steps:
-            with Written(outputs) as flats:
-                yield from rows.all_to_all(exchange, flats, [bytes_of(tensor) for tensor in inputs])
+            rooms = [room_for(output) for output in outputs]
+            given = [whole(plain(tensor)) for tensor in inputs]
+            yield from rows.all_to_all(exchange, [whole(room) for room in rooms], given)
+            _write_back(rooms, outputs)
 
         return self._run(carry_out, "all_to_all", outputs, opts=opts)
 
@@ -137,9 +152,9 @@ class CopyingOperations(GroupAcrossVendors):
         given = self._splits(source, input_splits, "input")
 
         def carry_out(exchange: Exchange) -> Steps:
-            with Written([output]) as (flat,):
-                inputs = bytes_of(source).split(given)
-                yield from rows.all_to_all(exchange, flat.split(taken), inputs)
+            room = room_for(output)
+            yield from rows.all_to_all(exchange, cut(room, taken), cut(plain(source), given))
+            write_back(room, output)
 
         return self._run(carry_out, "all_to_all", [output], opts=opts)
 
@@ -148,17 +163,18 @@ class CopyingOperations(GroupAcrossVendors):
     def _splits(self, tensor: torch.Tensor, splits: Sequence[int], what: str) -> list[int]:
         """The bytes for each rank."""
         length = tensor.shape[0] if tensor.dim() else 1
+        size = self._layout.size
         if not splits:
-            if length % self.size():
+            if length % size:
                 raise ValueError(
                     f"all_to_all: the {what} has {counted(length, 'row')} for "
-                    f"{counted(self.size(), 'rank')}; give a multiple, or split sizes"
+                    f"{counted(size, 'rank')}; give a multiple, or split sizes"
                 )
-            splits = [length // self.size()] * self.size()
-        if len(splits) != self.size() or sum(splits) != length:
+            return [tensor.nbytes // size] * size
+        if len(splits) != size or sum(splits) != length:
             raise ValueError(
                 f"all_to_all: the {what} has {counted(length, 'row')} and the split sizes are "
-                f"{list(splits)}; give {self.size()} that add up to it"
+                f"{list(splits)}; give {size} that add up to it"
             )
         return [split * (tensor.nbytes // length if length else 0) for split in splits]
 
@@ -166,12 +182,13 @@ class CopyingOperations(GroupAcrossVendors):
         opts = options_of(opts, c10d.GatherOptions)
         (source,) = listed(inputs)
         parts = list(outputs[0]) if outputs else []
-        if self.rank() == opts.rootRank:
+        if self._layout.rank == opts.rootRank:
             self._require_one_each(parts, "gather")
 
         def carry_out(exchange: Exchange) -> Steps:
-            with Written(parts) as flats:
-                yield from rows.gather(exchange, flats, bytes_of(source), root=opts.rootRank)
+            rooms = [room_for(part) for part in parts]
+            yield from rows.gather(exchange, rooms, plain(source), root=opts.rootRank)
+            _write_back(rooms, parts)
 
         return self._run(carry_out, "gather", parts, common=[source], opts=opts, root=opts.rootRank)
 
@@ -179,13 +196,13 @@ class CopyingOperations(GroupAcrossVendors):
         opts = options_of(opts, c10d.ScatterOptions)
         (output,) = listed(outputs)
         parts = list(inputs[0]) if inputs else []
-        if self.rank() == opts.rootRank:
+        if self._layout.rank == opts.rootRank:
             self._require_one_each(parts, "scatter")
 
         def carry_out(exchange: Exchange) -> Steps:
-            with Written([output]) as (flat,):
-                given = [bytes_of(part) for part in parts]
-                yield from rows.scatter(exchange, flat, given, root=opts.rootRank)
+            room, given = room_for(output), [plain(part) for part in parts]
+            yield from rows.scatter(exchange, room, given, root=opts.rootRank)
+            write_back(room, output)
 
         return self._run(
             carry_out, "scatter", [output], common=[output], opts=opts, root=opts.rootRank
@@ -203,10 +220,15 @@ class CopyingOperations(GroupAcrossVendors):
 
     def _recv(self, tensors: Any, rank: int | None, tag: int) -> dist.Work:
         (tensor,) = listed(tensors)
-        written = Written([tensor])
-        (flat,) = written.flats
-        work = self._communicator_on(tensor.device).recv(flat, rank, tag, written.write_back)
+        room = room_for(tensor)
+        communicator = self._communicator_on(tensor.device)
+        work = communicator.recv(as_bytes(room), rank, tag, lambda: write_back(room, tensor))
         return self._coalesced(work)
+
+
+def _write_back(rooms: Tensors, tensors: Tensors) -> None:
+    for room, tensor in zip(rooms, tensors, strict=True):
+        write_back(room, tensor)
 
 
 def _alike(parts: Tensors) -> bool:

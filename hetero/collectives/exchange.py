@@ -10,8 +10,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from hetero.collectives.calls import Call
-from hetero.collectives.group_links import Links, Message, RingExchange, Transfer
+from hetero.collectives.group_links import Links, Message, RingExchange, Transfer, begin
 from hetero.collectives.inside_vendor import VendorLibrary
 from hetero.collectives.vendor_layout import Layout
 
@@ -35,14 +34,12 @@ class Exchange:
         self.library = library
         """None where this rank is its vendor's only one."""
         self.device = device
-        self.links, self.tag = links, 0
+        self.links = links
+        self.tag = 0
+        """Of the call under way."""
         self.may_block = True
         """Whether the calling thread may wait for a peer."""
         self.ring = RingExchange()
-
-    def begin(self, call: Call) -> None:
-        """The messages from here on are this call's."""
-        self.tag = call.tag
 
     def compare_inside(self) -> Moves:
         """Compare this call with those of the vendor's own ranks; gloo compares nothing.
@@ -51,7 +48,7 @@ class Exchange:
         """
         moves, nothing = Moves(self), torch.empty(0, dtype=torch.uint8, device=self.device)
         for is_receive in (False, True):
-            moves.wanted += [(rank, nothing, is_receive) for rank in self.layout.team]
+            moves.wanted += [(rank, nothing, 0, 0, is_receive) for rank in self.layout.team]
         return moves
 
 
@@ -62,38 +59,37 @@ class Moves:
 
     def __init__(self, exchange: Exchange) -> None:
         self._exchange = exchange
-        self.wanted: list[tuple[int, torch.Tensor, bool]] = []
+        self.wanted: list[tuple[int, torch.Tensor, int, int, bool]] = []
         self._under_way: Sequence[Transfer] | None = None
 
-    def send(self, rank: int, tensor: torch.Tensor) -> None:
-        """Send contiguous memory; nothing where there is none."""
-        if tensor.numel():
-            self.wanted.append((rank, tensor, False))
+    def send(self, rank: int, memory: torch.Tensor, first: int = 0, size: int = -1) -> None:
+        """Send contiguous memory, or so many of its bytes from one on; nothing where it is none."""
+        if size < 0:
+            size = memory.nbytes
+        if size:
+            self.wanted.append((rank, memory, first, size, False))
 
-    def recv(self, rank: int, tensor: torch.Tensor) -> None:
+    def recv(self, rank: int, memory: torch.Tensor, first: int = 0, size: int = -1) -> None:
         """Receive into contiguous memory."""
-        if tensor.numel():
-            self.wanted.append((rank, tensor, True))
+        if size < 0:
+            size = memory.nbytes
+        if size:
+            self.wanted.append((rank, memory, first, size, True))
 
     def begin(self) -> None:
         """Have them go on their way beside what comes before the wait."""
-        if not self._needs_peers():
-            tag = self._exchange.tag
-            self._under_way = [
-                link.recv(tensor, tag=tag) if is_receive else link.send(tensor, tag=tag)
-                for link, tensor, is_receive in self._messages()
-            ]
+        if (messages := self._messages()) is not None:
+            self._under_way = [begin(message, tag=self._exchange.tag) for message in messages]
 
-    def _needs_peers(self) -> bool:
-        """Whether a link has to be opened, for which the caller may not wait."""
-        exchange = self._exchange
-        if exchange.may_block:
-            return False
-        return not all(exchange.links.is_open_to(rank) for rank, _, _ in self.wanted)
-
-    def _messages(self) -> list[Message]:
-        link_to = self._exchange.links.to
-        return [Message(link_to(rank), tensor, way) for rank, tensor, way in self.wanted]
+    def _messages(self) -> list[Message] | None:
+        """None where a link has to be opened first, for which the caller may not wait."""
+        links = self._exchange.links
+        if not self._exchange.may_block and not all(links.is_open_to(to[0]) for to in self.wanted):
+            return None
+        return [
+            (links.to(rank), memory, first, size, is_receive)
+            for rank, memory, first, size, is_receive in self.wanted
+        ]
 
     def wait(self) -> None:
         """Order the current stream behind them; on a CPU, block until they are done."""
@@ -105,12 +101,12 @@ class Moves:
     def are_ordered(self, microseconds: int = _TRY_MICROSECONDS) -> bool:
         """Whether nothing is to be waited for any more, having looked for so long."""
         if self._under_way is None:
-            if self._needs_peers():
+            if (messages := self._messages()) is None:
                 return False
             self._under_way = ()
-            if self.wanted:
+            if messages:
                 self._under_way = self._exchange.ring.order(
-                    self._messages(), tag=self._exchange.tag, microseconds=microseconds
+                    messages, tag=self._exchange.tag, microseconds=microseconds
                 )
         return not self._under_way
 

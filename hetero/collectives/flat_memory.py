@@ -1,13 +1,19 @@
-"""Tensors as flat bytes, so that what only copies need know no dtype."""
+"""Tensors as contiguous memory, and pieces of it, so that what only copies need know no dtype."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from types import TracebackType
+from itertools import accumulate
 
 import torch
 
 from hetero.collectives.group_links import as_bytes
+
+Piece = tuple[torch.Tensor, int, int]
+"""Contiguous memory, the first of its bytes that is meant, and how many are.
+
+To make a tensor of just these bytes takes three operations of torch. Only a library needs it.
+"""
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
@@ -15,10 +21,23 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 
 
 def plain(tensor: torch.Tensor) -> torch.Tensor:
-    """The values in contiguous memory, nothing lazy about them."""
+    """The values in contiguous memory, nothing lazy about them: the tensor's own where it is so."""
     if _is_plain(tensor):
         return tensor.detach()
     return tensor.detach().resolve_conj().resolve_neg().contiguous()
+
+
+def room_for(tensor: torch.Tensor) -> torch.Tensor:
+    """Contiguous memory for what `write_back` brings into a tensor: its own, or other memory."""
+    if _is_plain(tensor):
+        return tensor.detach()
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+
+
+def write_back(memory: torch.Tensor, tensor: torch.Tensor) -> None:
+    """Bring into a tensor what `room_for` or `plain` gave for it, if that is other memory."""
+    if memory.data_ptr() != tensor.data_ptr():
+        tensor.detach().copy_(memory)
 
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -26,40 +45,35 @@ def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     return as_bytes(plain(tensor))
 
 
-class Written:
-    """Tensors as flat bytes to write: their own memory, or other memory copied back at the end.
+def whole(tensor: torch.Tensor) -> Piece:
+    return tensor, 0, tensor.nbytes
 
-    Args:
-        keeps: whether the bytes begin as what the tensors hold.
-    """
 
-    def __init__(self, tensors: Sequence[torch.Tensor], *, keeps: bool = False) -> None:
-        self._copied: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self.flats = [self._flat(tensor.detach(), keeps=keeps) for tensor in tensors]
+def cut(tensor: torch.Tensor, sizes: Sequence[int]) -> list[Piece]:
+    """Pieces of so many bytes, one behind another."""
+    return [(tensor, end - size, size) for size, end in zip(sizes, accumulate(sizes), strict=True)]
 
-    def _flat(self, tensor: torch.Tensor, *, keeps: bool) -> torch.Tensor:
-        if _is_plain(tensor):
-            return as_bytes(tensor)
-        other = (
-            plain(tensor)
-            if keeps
-            else torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
-        )
-        self._copied.append((tensor, other))
-        return as_bytes(other)
 
-    def write_back(self) -> None:
-        for tensor, other in self._copied:
-            tensor.copy_(other)
+def bytes_in(piece: Piece) -> torch.Tensor:
+    """A piece as flat bytes."""
+    tensor, first, size = piece
+    return as_bytes(tensor)[first : first + size]
 
-    def __enter__(self) -> list[torch.Tensor]:
-        return self.flats
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if kind is None:
-            self.write_back()
+def is_same(piece: Piece, other: Piece) -> bool:
+    """Whether both are the same memory."""
+    return piece[0].data_ptr() + piece[1] == other[0].data_ptr() + other[1]
+
+
+def copy(target: Piece, source: Piece) -> None:
+    """Copy a piece into another of its size."""
+    if target[0].dtype is source[0].dtype:
+        _elements_in(target).copy_(_elements_in(source))
+    else:
+        bytes_in(target).copy_(bytes_in(source))
+
+
+def _elements_in(piece: Piece) -> torch.Tensor:
+    tensor, first, size = piece
+    each = tensor.element_size()
+    return tensor.as_strided((size // each,), (1,), tensor.storage_offset() + first // each)

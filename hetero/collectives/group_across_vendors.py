@@ -103,7 +103,7 @@ class GroupAcrossVendors(dist.ProcessGroup):
                     f"{operation}: tensors on {here} and on {tensor.device}; "
                     "move them to one device"
                 )
-        if root is not None and not 0 <= root < self.size():
+        if root is not None and not 0 <= root < self._layout.size:
             raise ValueError(f"{operation}: root {root} is no rank of a group of {self.size()}")
         work = communicator.run(
             carry_out,
@@ -122,7 +122,7 @@ class GroupAcrossVendors(dist.ProcessGroup):
         )
 
     def _require_one_each(self, parts: Sequence[Any], operation: str) -> None:
-        if len(parts) != self.size():
+        if len(parts) != self._layout.size:
             raise ValueError(
                 f"{operation}: {counted(len(parts), 'tensor')} for "
                 f"{counted(self.size(), 'rank')}; give one for each"

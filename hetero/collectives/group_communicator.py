@@ -325,7 +325,7 @@ class Communicator:
             for rank in sorted({*self.layout.neighbours, *self.layout.team}):
                 self._links.to(rank)
             self._met = True
-        self._exchange.begin(call)
+        self._exchange.tag = call.tag
         # NCCL's kernels would wait for the CPU; there the deadline finds what differs.
         if self.device.type == "cpu" and self.layout.team:
             self._exchange.compare_inside().wait()

@@ -20,7 +20,7 @@ from hetero.link.base import Link, as_bytes
 from hetero.link.base import Work as Transfer
 from hetero.link.connect import connect
 from hetero.link.open import ChannelOptions
-from hetero.link.ring_exchange import Message, RingExchange
+from hetero.link.ring_exchange import Message, RingExchange, begin
 
 NICS_VARIABLE = "HETERO_NICS"
 """The rails of this rank, as --hetero-nics names them."""
@@ -30,7 +30,7 @@ _CLOSE_SECONDS = 2.0
 _GRACE_SECONDS = 2.0
 """More than the peer's own deadline, whose end says more."""
 
-__all__ = ["Link", "Links", "Message", "RingExchange", "Transfer", "as_bytes", "clone"]
+__all__ = ["Link", "Links", "Message", "RingExchange", "Transfer", "as_bytes", "begin", "clone"]
 
 
 class Links:

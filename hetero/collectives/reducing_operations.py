@@ -86,7 +86,7 @@ class ReducingOperations(GroupAcrossVendors):
         def carry_out(exchange: Exchange) -> Steps:
             flat = reduction.prepare(tensor, private=True)
             yield from all_reduce.reduce(exchange, flat, reduction, root=opts.rootRank)
-            if self.rank() == opts.rootRank:
+            if self._layout.rank == opts.rootRank:
                 reduction.finish(flat, tensor)
 
         return self._run(
@@ -108,19 +108,19 @@ class ReducingOperations(GroupAcrossVendors):
 
         def carry_out(exchange: Exchange) -> Steps:
             prepared = [reduction.prepare(part) for part in parts]
+            flat = torch.cat(prepared)
             if len(sizes) == 1:
-                yield from _reduce_scatter(exchange, output, torch.stack(prepared), reduction)
+                yield from _reduce_scatter(exchange, output, flat, reduction)
                 return
             # Parts of different sizes: everything is reduced, and each rank keeps its own.
-            flat = torch.cat(prepared)
             yield from all_reduce.all_reduce(exchange, flat, reduction)
-            mine = flat.split([part.numel() for part in prepared])[self.rank()]
+            mine = flat.split([part.numel() for part in prepared])[self._layout.rank]
             reduction.finish(mine.clone(), output)
 
-        if output.numel() != parts[self.rank()].numel():
+        if output.numel() != parts[self._layout.rank].numel():
             raise ValueError(
                 f"reduce_scatter: the output has {counted(output.numel(), 'element')} and "
-                f"this rank's input {parts[self.rank()].numel()}; give both the same"
+                f"this rank's input {parts[self._layout.rank].numel()}; give both the same"
             )
         return self._run(
             carry_out,
@@ -143,12 +143,12 @@ class ReducingOperations(GroupAcrossVendors):
         outputs, inputs = list(outputs), list(inputs)
         reduction = self._reduction(opts, outputs[0])
         for output, source in zip(outputs, inputs, strict=True):
-            require_product("reduce_scatter", small=output, large=source, size=self.size())
+            require_product("reduce_scatter", small=output, large=source, size=self._layout.size)
 
         def carry_out(exchange: Exchange) -> Steps:
             for output, source in zip(outputs, inputs, strict=True):
-                table = reduction.prepare(source).view(self.size(), -1)
-                yield from _reduce_scatter(exchange, output, table, reduction)
+                flat = reduction.prepare(source)
+                yield from _reduce_scatter(exchange, output, flat, reduction)
 
         return self._run(
             carry_out,
@@ -164,10 +164,10 @@ class ReducingOperations(GroupAcrossVendors):
 
 
 def _reduce_scatter(
-    exchange: Exchange, output: torch.Tensor, table: torch.Tensor, reduction: Reduction
+    exchange: Exchange, output: torch.Tensor, flat: torch.Tensor, reduction: Reduction
 ) -> Steps:
     result = reduction.room_in(output)
-    yield from rows.reduce_scatter(exchange, result, table, reduction)
+    yield from rows.reduce_scatter(exchange, result, flat, reduction)
     reduction.finish(result, output)
 
 

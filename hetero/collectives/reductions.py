@@ -94,7 +94,8 @@ class Reduction:
     def room_in(self, target: torch.Tensor) -> torch.Tensor:
         """Flat memory for a result that `finish` brings into `target`: its own, if it can be."""
         if target.is_contiguous() and not (target.is_complex() or target.dtype in _WIDENED):
-            return target.detach().view(-1)
+            flat = target.detach()
+            return flat if flat.dim() == 1 else flat.view(-1)
         return torch.empty_like(self.prepare(target, private=True))
 
     def finish(self, flat: torch.Tensor, target: torch.Tensor) -> None:

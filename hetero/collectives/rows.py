@@ -15,6 +15,8 @@ from hetero.collectives.all_reduce import (
     combine_in_order,
 )
 from hetero.collectives.exchange import Exchange, Moves, Steps
+from hetero.collectives.flat_memory import Piece, bytes_in, copy, is_same, whole
+from hetero.collectives.group_links import as_bytes
 from hetero.collectives.inside_vendor import Inside
 from hetero.collectives.reductions import Reduction
 from hetero.collectives.vendor_layout import Span, chunks, equal_parts, overlaps
@@ -41,50 +43,53 @@ def _block(table: torch.Tensor, ranks: Sequence[int]) -> torch.Tensor | None:
 
 def all_gather(
     exchange: Exchange,
-    rows: Sequence[torch.Tensor],
+    rows: Sequence[Piece],
     row: torch.Tensor,
     *,
     table: torch.Tensor | None = None,
 ) -> Steps:
-    """Bring every rank's row into every rank's rows, all flat and of one length.
+    """Bring every rank's row into every rank's rows, all of one size.
 
     A row crosses once, cut for the ranks of the other vendor, which then gather the pieces.
 
     Args:
-        table: contiguous memory [ranks, length] of which `rows` are the rows, where they are.
+        table: contiguous memory that `rows` make up in their order, where they do.
     """
     if not row.numel():
-        return
+        return iter(())
     if exchange.library is None:
-        yield from _all_gather_alone(exchange, rows, row)
-        return
+        return _all_gather_alone(exchange, rows, row)
+    row = as_bytes(row)
     if table is None:
-        table = row.new_empty(len(rows), row.numel())
-        yield from _all_gather_in_table(exchange, table, row)
-        for target, gathered in zip(rows, table, strict=True):
-            target.copy_(gathered)
-    else:
-        yield from _all_gather_in_table(exchange, table, row)
+        return _all_gather_in_rows(exchange, rows, row)
+    return _all_gather_in_table(exchange, as_bytes(table).view(len(rows), -1), row)
 
 
-def _all_gather_alone(exchange: Exchange, rows: Sequence[torch.Tensor], row: torch.Tensor) -> Steps:
+def _all_gather_alone(exchange: Exchange, rows: Sequence[Piece], row: torch.Tensor) -> Steps:
     """Where this rank is its vendor's only one, each other rank's row comes from that rank."""
     layout, moves = exchange.layout, Moves(exchange)
     for vendor in layout.others:
-        for rank, piece in _pieces(row, layout.vendors[vendor]):
-            moves.send(rank, piece)
-    for vendor in layout.others:
-        for rank in layout.vendors[vendor]:
-            moves.recv(rank, rows[rank])
-    yield from _beside_copy(moves, rows[layout.rank], row)
+        for rank, first, size in _pieces(row.nbytes, layout.vendors[vendor]):
+            moves.send(rank, row, first, size)
+    for rank in layout.foreign:
+        moves.recv(rank, *rows[rank])
+    _copy_beside(moves, rows[layout.rank], whole(row))
+    yield moves
 
 
-def _pieces(row: torch.Tensor, ranks: Sequence[int]) -> list[tuple[int, torch.Tensor]]:
-    """What of a row each of another vendor's ranks sees to."""
+def _pieces(size: int, ranks: Sequence[int], *, unit: int = 1) -> list[tuple[int, int, int]]:
+    """What of a row of so many bytes each of another vendor's ranks sees to: first byte, size."""
     if len(ranks) == 1:
-        return [(ranks[0], row)]
-    spans = equal_parts(row.numel(), len(ranks))
-    return [(rank, row[span.begin : span.end]) for rank, span in zip(ranks, spans, strict=True)]
+        return [(ranks[0], 0, size)]
+    spans = equal_parts(size // unit, len(ranks))
+    return [(rank, s.begin * unit, len(s) * unit) for rank, s in zip(ranks, spans, strict=True)]
+
+
+def _all_gather_in_rows(exchange: Exchange, rows: Sequence[Piece], row: torch.Tensor) -> Steps:
+    table = row.new_empty(len(rows), row.numel())
+    yield from _all_gather_in_table(exchange, table, row)
+    for target, gathered in zip(rows, table, strict=True):
+        bytes_in(target).copy_(gathered)
 
 
 def _all_gather_in_table(exchange: Exchange, table: torch.Tensor, row: torch.Tensor) -> Steps:
@@ -146,23 +151,27 @@ class _Block:
 
 
 def reduce_scatter(
-    exchange: Exchange, result: torch.Tensor, table: torch.Tensor, reduction: Reduction
+    exchange: Exchange, result: torch.Tensor, flat: torch.Tensor, reduction: Reduction
 ) -> Steps:
-    """Reduce every rank's table [ranks, length] and leave row r at rank r.
+    """Reduce every rank's flat memory of a row for each rank, and leave row r at rank r.
 
     What is for another vendor is reduced in pieces over all ranks of this one; each sends its own.
     """
-    layout, length, library = exchange.layout, result.numel(), exchange.library
+    length = result.numel()
     if not length:
-        return
+        return iter(())
     # Where this rank is its vendor's only one, its rows are its vendor's partial results.
-    if library is None and length <= chunk_length(exchange, result):
-        yield from _reduce_scatter_at_once(exchange, result, table, reduction)
-        return
+    if exchange.library is None and length <= chunk_length(exchange, result):
+        return _reduce_scatter_at_once(exchange, result, flat, reduction)
+    return _reduce_scatter_in_chunks(exchange, result, flat.view(-1, length), reduction)
+
+
+def _reduce_scatter_in_chunks(
+    exchange: Exchange, result: torch.Tensor, table: torch.Tensor, reduction: Reduction
+) -> Steps:
+    layout, length, library = exchange.layout, result.numel(), exchange.library
     if library is None:
-        whole = Span(0, length)
-        foreign = [rank for vendor in layout.others for rank in layout.vendors[vendor]]
-        pieces = [_Piece(rank, whole, table[rank]) for rank in foreign]
+        pieces = [_Piece(rank, Span(0, length), table[rank]) for rank in layout.foreign]
         yield from _exchange_pieces(exchange, result, table[layout.rank], pieces, reduction)
         return
     pieces, inside = [], []
@@ -186,18 +195,18 @@ def reduce_scatter(
 
 
 def _reduce_scatter_at_once(
-    exchange: Exchange, result: torch.Tensor, table: torch.Tensor, reduction: Reduction
+    exchange: Exchange, result: torch.Tensor, flat: torch.Tensor, reduction: Reduction
 ) -> Steps:
     """In one step, for whose few messages Python is asked once."""
     layout, moves = exchange.layout, Moves(exchange)
-    own = table[layout.rank]
-    partials = {layout.vendor: own}
+    length, size, unit = result.numel(), result.nbytes, result.element_size()
+    partials = {layout.vendor: flat[layout.rank * length : (layout.rank + 1) * length]}
+    for rank in layout.foreign:
+        moves.send(rank, flat, rank * size, size)
     for vendor in layout.others:
-        for rank in layout.vendors[vendor]:
-            moves.send(rank, table[rank])
-        partials[vendor] = torch.empty_like(own)
-        for rank, piece in _pieces(partials[vendor], layout.vendors[vendor]):
-            moves.recv(rank, piece)
+        partials[vendor] = partial = torch.empty_like(result)
+        for rank, first, part in _pieces(size, layout.vendors[vendor], unit=unit):
+            moves.recv(rank, partial, first, part)
     yield moves
     combine_in_order(reduction, partials, out=result)
 
@@ -267,32 +276,28 @@ def _exchange_pieces(
             combine_in_order(reduction, partials, out=result[span.begin : span.end])
 
 
-def all_to_all(
-    exchange: Exchange, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
-) -> Steps:
-    """Send inputs[r] to rank r and receive outputs[r] from it; flat, of any sizes."""
-    layout = exchange.layout
-    foreign = [rank for vendor in layout.others for rank in layout.vendors[vendor]]
-    moves = Moves(exchange)
-    for rank in sorted(foreign):
-        moves.send(rank, inputs[rank])
-    for rank in sorted(foreign):
-        moves.recv(rank, outputs[rank])
+def all_to_all(exchange: Exchange, outputs: Sequence[Piece], inputs: Sequence[Piece]) -> Steps:
+    """Send inputs[r] to rank r and receive outputs[r] from it; of any sizes."""
+    layout, moves = exchange.layout, Moves(exchange)
+    for rank in layout.foreign:
+        moves.send(rank, *inputs[rank])
+        moves.recv(rank, *outputs[rank])
     if exchange.library is None:
-        yield from _beside_copy(moves, outputs[layout.rank], inputs[layout.rank])
+        _copy_beside(moves, outputs[layout.rank], inputs[layout.rank])
+        yield moves
         return
     moves.begin()
-    arrived = torch.cat([outputs[rank] for rank in layout.mine])
-    leaving = torch.cat([inputs[rank] for rank in layout.mine])
-    output_splits = [outputs[rank].numel() for rank in layout.mine]
-    input_splits = [inputs[rank].numel() for rank in layout.mine]
+    arrived = torch.cat([bytes_in(outputs[rank]) for rank in layout.mine])
+    leaving = torch.cat([bytes_in(inputs[rank]) for rank in layout.mine])
+    output_splits = [outputs[rank][2] for rank in layout.mine]
+    input_splits = [inputs[rank][2] for rank in layout.mine]
     if arrived.device.type == "cpu":
         _require_same_sizes(exchange, taken=output_splits, given=input_splits)
     exchange.library.all_to_all(
         arrived, leaving, output_splits=output_splits, input_splits=input_splits
     ).wait()
     for rank, part in zip(layout.mine, arrived.split(output_splits), strict=True):
-        outputs[rank].copy_(part)
+        bytes_in(outputs[rank]).copy_(part)
     yield moves
 
 
@@ -314,53 +319,50 @@ def _require_same_sizes(exchange: Exchange, *, taken: list[int], given: list[int
             )
 
 
-def _beside_copy(moves: Moves, target: torch.Tensor, source: torch.Tensor) -> Steps:
-    """Messages, and what this rank has for itself: at once with large ones, before small ones."""
-    if target.data_ptr() != source.data_ptr():
-        if source.nbytes > _COPIED_FIRST[source.device.type]:
+def _copy_beside(moves: Moves, target: Piece, source: Piece) -> None:
+    """Copy what this rank has for itself: while large messages are on their way, before small."""
+    if not is_same(target, source):
+        if source[2] > _COPIED_FIRST[source[0].device.type]:
             moves.begin()
-        target.copy_(source)
-    yield moves
+        copy(target, source)
 
 
 def gather(
     exchange: Exchange, outputs: Sequence[torch.Tensor], source: torch.Tensor, *, root: int
 ) -> Steps:
-    """Bring every rank's flat memory, all of one size, to the root's outputs."""
+    """Bring every rank's memory, all of one size, to the root's outputs."""
     layout, moves = exchange.layout, Moves(exchange)
     if layout.vendor_of(root) != layout.vendor:
         moves.send(root, source)
         yield moves
         return
     if exchange.library is not None:
-        inside = [outputs[rank] for rank in layout.mine] if layout.rank == root else []
-        exchange.library.gather(inside, source, root=layout.mine.index(root)).wait()
+        inside = [as_bytes(outputs[rank]) for rank in layout.mine] if layout.rank == root else []
+        exchange.library.gather(inside, as_bytes(source), root=layout.mine.index(root)).wait()
     else:
-        outputs[root].copy_(source)
+        copy(whole(outputs[root]), whole(source))
     if layout.rank == root:
-        for vendor in layout.others:
-            for rank in layout.vendors[vendor]:
-                moves.recv(rank, outputs[rank])
+        for rank in layout.foreign:
+            moves.recv(rank, outputs[rank])
         yield moves
 
 
 def scatter(
     exchange: Exchange, target: torch.Tensor, inputs: Sequence[torch.Tensor], *, root: int
 ) -> Steps:
-    """Bring the root's inputs, all of one size, one to each rank's flat memory."""
+    """Bring the root's inputs, all of one size, one to each rank's memory."""
     layout, moves = exchange.layout, Moves(exchange)
     if layout.vendor_of(root) != layout.vendor:
         moves.recv(root, target)
         yield moves
         return
     if layout.rank == root:
-        for vendor in layout.others:
-            for rank in layout.vendors[vendor]:
-                moves.send(rank, inputs[rank])
+        for rank in layout.foreign:
+            moves.send(rank, inputs[rank])
     if exchange.library is not None:
         moves.begin()
-        inside = [inputs[rank] for rank in layout.mine] if layout.rank == root else []
-        exchange.library.scatter(target, inside, root=layout.mine.index(root)).wait()
+        inside = [as_bytes(inputs[rank]) for rank in layout.mine] if layout.rank == root else []
+        exchange.library.scatter(as_bytes(target), inside, root=layout.mine.index(root)).wait()
     else:
-        target.copy_(inputs[root])
+        copy(whole(target), whole(inputs[root]))
     yield moves

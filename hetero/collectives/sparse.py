@@ -8,7 +8,7 @@ import torch
 
 from hetero.collectives import rows
 from hetero.collectives.exchange import Exchange, Moves, Steps
-from hetero.collectives.flat_memory import bytes_of
+from hetero.collectives.flat_memory import cut, plain
 from hetero.collectives.reductions import Reduction, UnsupportedError
 
 
@@ -45,6 +45,6 @@ def _gathered(exchange: Exchange, tensor: torch.Tensor) -> Generator[Moves, None
     """Every rank's tensor, all of one shape, along a new first dimension."""
     size = exchange.layout.size
     table = tensor.new_empty((size, *tensor.shape))
-    flat = bytes_of(table).view(size, -1)
-    yield from rows.all_gather(exchange, flat.unbind(), bytes_of(tensor), table=flat)
+    pieces = cut(table, [tensor.nbytes] * size)
+    yield from rows.all_gather(exchange, pieces, plain(tensor), table=table)
     return table

@@ -86,6 +86,11 @@ class Layout:
         return tuple(v for v in range(len(self.vendors)) if v != self.vendor)
 
     @cached_property
+    def foreign(self) -> tuple[int, ...]:
+        """The ranks of those, ascending."""
+        return tuple(sorted(rank for vendor in self.others for rank in self.vendors[vendor]))
+
+    @cached_property
     def grain(self) -> int:
         """What a length must be a multiple of to fall into equal parts at every vendor."""
         return math.lcm(*(len(ranks) for ranks in self.vendors))
@@ -120,7 +125,7 @@ class Layout:
         others = (rank for vendor in self.others for rank in self.vendors[vendor])
         return tuple(rank for rank in others if self.partner(rank, self.vendor) == self.rank)
 
-    @property
+    @cached_property
     def size(self) -> int:
         return len(self.members)
 

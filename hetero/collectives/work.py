@@ -26,6 +26,18 @@ class CollectiveWork(dist.Work):
     On a GPU it has ended for the CPU when all of it has been enqueued.
     """
 
+    # What every call begins with is set once, in the class.
+    _enqueued: torch.cuda.Event | None = None
+    _has_ended = False
+    has_expired = False
+    """Whether somebody waited for all of its time in vain."""
+    _awaited: threading.Event | None = None
+    """Made by who has to wait: most calls have ended before anybody asks."""
+    _error: BaseException | None = None
+    _end: torch.futures.Future[list[torch.Tensor]] | None = None
+    _future: torch.futures.Future[list[torch.Tensor]] | None = None
+    _source = -1
+
     def __init__(
         self,
         what: object,
@@ -39,17 +51,7 @@ class CollectiveWork(dist.Work):
         super().__init__()
         self._what, self._tensors, self._timeout, self._group = what, tensors, timeout, group
         self._grace = grace
-        self._enqueued: torch.cuda.Event | None = None
-        self._has_ended = False
-        self.has_expired = False
-        """Whether somebody waited for all of its time in vain."""
-        self._awaited: threading.Event | None = None
-        """Made by who has to wait: most calls have ended before anybody asks."""
         self._lock = threading.Lock()
-        self._error: BaseException | None = None
-        self._end: torch.futures.Future[list[torch.Tensor]] | None = None
-        self._future: torch.futures.Future[list[torch.Tensor]] | None = None
-        self._source = -1
 
     def finish(
         self,
@@ -167,6 +169,7 @@ class Worker:
         self._count = threading.Lock()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
+        self._thread_id = self._thread.ident
 
     def submit(self, job: Job) -> None:
         """Have the thread carry it out after all that was given before."""
@@ -179,7 +182,7 @@ class Worker:
 
         A callback may wait for the next call, as that of DDP's PowerSGD does.
         """
-        if threading.current_thread() is not self._thread:
+        if threading.get_ident() != self._thread_id:
             return
         while not self._jobs.empty():
             job = self._jobs.get()

@@ -17,7 +17,7 @@ from hetero.device.device import CurrentStream, Device, Word
 from hetero.errors import LinkError
 from hetero.link.header import Header
 from hetero.link.ring import COUNTER_MASK, HALF_ROUND, Entry
-from hetero.link.ring_transfer import CompletionFlag, RingEnds, RingTransfer
+from hetero.link.ring_transfer import RingEnds, RingTransfer
 from hetero.native import structures
 from hetero.native.binding import native
 from hetero.native.structures import Progress
@@ -135,7 +135,7 @@ class Flow:
         while self.waiting:
             transfer = self.waiting[0]
             # What comes after the awaited one must not hold the caller's stream up.
-            if awaited is not None and awaited.completion is not None:
+            if awaited is not None and awaited.end is not None:
                 stream = None
             if not self._progress_transfer(transfer, stream):
                 break
@@ -147,9 +147,9 @@ class Flow:
         transfer = self.waiting.popleft()
         # The peer has to have what is sent out of a tensor: until then it may be sent again.
         in_place = self._takes_places and transfer.nbytes > self._small_bytes
-        caller = transfer.caller if by_caller and not in_place else None
-        consumed = transfer.is_receive or in_place
-        transfer.completion = CompletionFlag(self, count, consumed=consumed, caller=caller)
+        transfer.ends_at_receiver = transfer.is_receive or in_place
+        transfer.is_in_callers_stream = bool(by_caller) and not in_place
+        transfer.end = count
         self.under_way.append(transfer)
 
     def _progress_transfer(self, transfer: RingTransfer, stream: CurrentStream | None) -> bool:

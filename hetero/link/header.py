@@ -123,16 +123,19 @@ class HeaderWriter:
 
     def __init__(self, *, job: int) -> None:
         self._job = job
-        self._packed: dict[tuple[torch.dtype, torch.Size], bytearray] = {}
+        self._packed: dict[tuple[torch.dtype, tuple[int, ...]], bytearray] = {}
 
-    def pack(self, tensor: torch.Tensor, *, sequence: int, tag: int = 0) -> bytes:
+    def pack(
+        self, dtype: torch.dtype, shape: tuple[int, ...], *, sequence: int, tag: int = 0
+    ) -> bytes:
         """The same bytes as `Header.of(...).pack()`."""
-        kind = (tensor.dtype, tensor.shape)
+        kind = (dtype, shape)
         packed = self._packed.get(kind)
         if packed is None:
             if len(self._packed) >= _KINDS_KEPT:
                 self._packed.clear()
-            packed = bytearray(Header.of(tensor, job=self._job, sequence=0).pack())
+            like = torch.empty(shape, dtype=dtype, device="meta")
+            packed = bytearray(Header.of(like, job=self._job, sequence=0).pack())
             self._packed[kind] = packed
         _SEQUENCE.pack_into(packed, _SEQUENCE_OFFSET, sequence)
         _TAG.pack_into(packed, _TAG_OFFSET, tag)

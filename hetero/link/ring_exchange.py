@@ -9,12 +9,12 @@ from __future__ import annotations
 import ctypes
 import struct
 from collections.abc import Collection, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from hetero.device.device import CurrentStream
-from hetero.link.base import Link, Work
+from hetero.link.base import Link, Work, as_bytes
 from hetero.link.ring_link import RingLink
 from hetero.link.ring_transfer import RingTransfer
 from hetero.native.binding import native
@@ -28,12 +28,19 @@ _WHOLE = int(Progress.WHOLE)
 _NOTHING_YET = (0, 0, 0, 0)
 
 
-class Message(NamedTuple):
-    """A tensor in contiguous memory, to be sent or to be received into."""
+Message = tuple[Link, torch.Tensor, int, int, bool]
+"""Contiguous memory of which so many bytes from one on are sent, or received into, as bytes.
 
-    link: Link
-    tensor: torch.Tensor
-    is_receive: bool
+A tuple, and not a tensor of just these bytes, because either costs Python more than all else here.
+The tensor is its caller's alone: nobody gives it other memory meanwhile.
+"""
+
+
+def begin(message: Message, *, tag: int) -> Work:
+    """Give a message to its link by itself."""
+    link, tensor, first, nbytes, is_receive = message
+    piece = as_bytes(tensor)[first : first + nbytes]
+    return link.recv(piece, tag=tag) if is_receive else link.send(piece, tag=tag)
 
 
 class RingExchange:
@@ -57,7 +64,7 @@ class RingExchange:
         Unlike `send` and `recv` it holds the locks of all links while it looks, of which there is
         therefore an end. Two callers with links in common get them in the same order.
         """
-        links: Collection[Link] = dict.fromkeys([message.link for message in messages])
+        links: Collection[Link] = dict.fromkeys([message[0] for message in messages])
         if len(links) > 1:
             links = sorted(links, key=lambda link: link.description.peer)
         # Those of a ring, for which alone there is more than this.
@@ -76,10 +83,7 @@ class RingExchange:
         finally:
             for link in locked:
                 link.unlock()
-        return [
-            link.recv(tensor, tag=tag) if is_receive else link.send(tensor, tag=tag)
-            for link, tensor, is_receive in messages
-        ]
+        return [begin(message, tag=tag) for message in messages]
 
     def _exchange(
         self,
@@ -93,29 +97,33 @@ class RingExchange:
         if len(messages) > self._room:
             self._make_room(len(messages))
         parts, announced, place = self._parts, [], 0
-        for link, tensor, is_receive in messages:
-            transfer, flow = link.announce(tensor, stream, tag=tag, is_receive=is_receive)
+        for link, tensor, first, nbytes, is_receive in messages:
+            transfer = link.announce(
+                tensor, (first, nbytes), stream, tag=tag, is_receive=is_receive
+            )
             _PART.pack_into(
                 parts,
                 place,
-                flow.address,
+                transfer.flow.address,
                 transfer.address,
                 transfer.nbytes,
                 *_NOTHING_YET,
                 transfer.header,
             )
-            announced.append((transfer, flow))
+            announced.append(transfer)
             place += _SIZE
         progress = self._call(self._address, len(announced), stream.key, microseconds)
         place = _KEPT_OFFSET
         failed = []
-        for transfer, flow in announced:
+        for transfer in announced:
             offset, count, of_part, by_caller = _KEPT_BY_C.unpack_from(parts, place)
             place += _SIZE
             if of_part == _WHOLE:
-                flow.note_whole(count, by_caller=by_caller)
+                transfer.flow.note_whole(count, by_caller=by_caller)
                 continue
-            flow.note_part(transfer, offset, has_begun=offset > 0 or of_part == Progress.FAILED)
+            transfer.flow.note_part(
+                transfer, offset, has_begun=offset > 0 or of_part == Progress.FAILED
+            )
             if of_part == Progress.FAILED:
                 failed.append(transfer)
         for transfer in failed:
@@ -123,4 +131,4 @@ class RingExchange:
         is_over = progress == _WHOLE
         for link in links:
             is_over = link.end_exchange(is_watched=microseconds > 0) and is_over
-        return [] if is_over else [transfer for transfer, _ in announced]
+        return [] if is_over else announced

@@ -110,10 +110,10 @@ class RingLink(FailingLink):
             self._count_sent(source)
             self._out.waiting.append(transfer)
             self._enqueue(sender=stream)
-            if transfer.ready is None and transfer.completion is None:
+            if transfer.ready is None and transfer.end is None:
                 transfer.ready = self._device.record_event()
             self._release_completed()
-        if transfer.completion is None:
+        if transfer.end is None:
             self._wanted.set()
         return transfer
 
@@ -138,7 +138,7 @@ class RingLink(FailingLink):
             self._release_completed()
         # A caller that waits at once is faster than the thread, and the thread would be in its way.
         is_large = transfer.nbytes > self._ends.ring_bytes // 2
-        if self._resting or (is_large and transfer.completion is None):
+        if self._resting or (is_large and transfer.end is None):
             self._wanted.set()
         return transfer
 
@@ -152,45 +152,48 @@ class RingLink(FailingLink):
         if not stream.is_current_device():
             return None
         self._lock.acquire()
-        if not self._is_idle or self._broken is not None or self._closed:
+        if self._out.waiting or self._in.waiting or self._broken is not None or self._closed:
             self._lock.release()
             return None
         return stream
-
-    @property
-    def _is_idle(self) -> bool:
-        return not (self._out.waiting or self._in.waiting)
 
     def unlock(self) -> None:
         self._lock.release()
 
     def announce(
-        self, tensor: torch.Tensor, stream: CurrentStream, *, tag: int, is_receive: bool
-    ) -> tuple[RingTransfer, Flow]:
-        """The next message of a direction, of which C is told at once. Called with the lock."""
+        self,
+        tensor: torch.Tensor,
+        piece: tuple[int, int],
+        stream: CurrentStream,
+        *,
+        tag: int,
+        is_receive: bool,
+    ) -> RingTransfer:
+        """The next message of a direction, of which C is told at once. Called with the lock.
+
+        Args:
+            piece: the first of the tensor's bytes, and how many.
+        """
         self._require_here(tensor)
-        counters = self.counters
         transfer = self._transfer(
-            tensor.detach(), stream, ready=None, tag=tag, is_receive=is_receive
+            tensor, stream, ready=None, tag=tag, is_receive=is_receive, piece=piece
         )
+        counters = self.counters
         if is_receive:
-            flow = self._in
             counters.messages_received += 1
             counters.bytes_received += transfer.nbytes
         else:
-            flow = self._out
             counters.messages_sent += 1
             counters.bytes_sent += transfer.nbytes
         # Before the call, in case an exception of a signal's handler hides what it returns.
         transfer.begun = True
-        flow.waiting.append(transfer)
-        return transfer, flow
+        transfer.flow.waiting.append(transfer)
+        return transfer
 
     def note_driver_failure(self, transfer: RingTransfer) -> None:
         """After all announced messages have been noted. Called with the lock."""
-        flow = self._in if transfer.is_receive else self._out
         if self._broken is None:
-            what = str(flow.driver_failure(transfer))
+            what = str(transfer.flow.driver_failure(transfer))
             self._break(self._transfer_failure(what, remedy=_DRIVER_REMEDY))
 
     def end_exchange(self, *, is_watched: bool) -> bool:
@@ -200,10 +203,9 @@ class RingLink(FailingLink):
         """
         if not self.is_rung_by_c:
             self._ends.theirs.ring()
-        if self._resting or not (is_watched or self._is_idle):
+        if self._resting or (not is_watched and (self._out.waiting or self._in.waiting)):
             self._wanted.set()
-        self._out.release_completed()
-        self._in.release_completed()
+        self._release_completed()
         return not self._ends.theirs.has_failed
 
     def close(self) -> None:
@@ -270,7 +272,7 @@ class RingLink(FailingLink):
             bell, posted = self._ends.mine.doorbell, self._ends.incoming.posted
             with self._lock:
                 self._enqueue(receiver=receiver, awaited=transfer)
-            if transfer.completion is not None or transfer.error is not None:
+            if transfer.end is not None or transfer.error is not None:
                 return
             spin_seconds = spin_until - time.monotonic()
             if spin_seconds > 0:
@@ -291,22 +293,27 @@ class RingLink(FailingLink):
         ready: Event | None,
         tag: int,
         is_receive: bool,
+        piece: tuple[int, int] | None = None,
     ) -> RingTransfer:
+        """`piece`: what of the tensor goes as bytes, where it does not go as what it is."""
         flow = self._in if is_receive else self._out
         sequence = flow.sequence
-        flow.sequence += 1
+        flow.sequence = sequence + 1
+        begin, nbytes = piece or (0, tensor.nbytes)
+        dtype, shape = (torch.uint8, (nbytes,)) if piece else (tensor.dtype, tensor.shape)
         # By place, for names cost a microsecond.
         return RingTransfer(
             self,
+            flow,
             tensor,
             ready,
             stream.key,
             is_receive,
             time.monotonic() + self.description.timeout,
             sequence,
-            self._headers.pack(tensor, sequence=sequence, tag=tag),
-            tensor.nbytes,
-            tensor.data_ptr(),
+            self._headers.pack(dtype, shape, sequence=sequence, tag=tag),
+            nbytes,
+            tensor.data_ptr() + begin,
         )
 
     def _enqueue(

@@ -37,39 +37,13 @@ class RingEnds:
     close: Callable[[], None]
 
 
-class CompletionFlag:
-    """The point at which a device is done with so many entries of one direction.
-
-    Args:
-        consumed: whether it is the receiver's device that is meant, not the sender's.
-        caller: the caller's stream that the last of them went into; None for one of the link.
-    """
-
-    __slots__ = ("_caller", "_consumed", "_count", "_flow", "_is_completed")
-
-    def __init__(self, flow: Flow, count: int, *, consumed: bool, caller: int | None) -> None:
-        self._flow, self._count, self._caller = flow, count, caller
-        self._consumed = consumed
-        self._is_completed = False
-
-    def is_completed(self) -> bool:
-        """Never blocks. True for ever, also when the link and its counters are gone."""
-        if not self._is_completed:
-            self._is_completed = self._flow.has_completed(self._count, consumed=self._consumed)
-        return self._is_completed
-
-    def wait_on_current_stream(self) -> None:
-        """Let the caller's current stream go on only after it; the calling thread goes on now."""
-        current = self._flow.device.current_stream()
-        if current.key != self._caller and not self.is_completed():
-            current.wait_value(self._flow.completed_word(self._count, consumed=self._consumed))
-
-
 @dataclass(eq=False, slots=True)
 class RingTransfer(Work):
     """A tensor on its way through a stream of its link."""
 
     link: RingLink
+    flow: Flow
+    """The direction in which it goes."""
     tensor: torch.Tensor
     ready: Event | None
     """What the caller had enqueued before it; None while it may still go into the same stream."""
@@ -83,32 +57,43 @@ class RingTransfer(Work):
     address: int
     offset: int = 0
     begun: bool = False
-    completion: CompletionFlag | None = None
-    """Set once all of it has been enqueued."""
+    end: int | None = None
+    """How many entries of its direction there are up to its last; None until that is enqueued."""
+    ends_at_receiver: bool = False
+    """Whether the receiver's device has to be done with them, and not the sender's."""
+    is_in_callers_stream: bool = False
+    """Whether they are in no stream of the link."""
     error: LinkError | None = None
+    _has_ended: bool = False
 
     def is_completed(self) -> bool:
-        if self.error is not None:
+        """True for ever, also when the link and its counters are gone."""
+        if self._has_ended or self.error is not None:
             return True
-        if self.completion is None:
+        if self.end is None:
             self.link.request_progress()
             return False
-        return self.completion.is_completed()
+        self._has_ended = self.flow.has_completed(self.end, consumed=self.ends_at_receiver)
+        return self._has_ended
 
     def wait(self) -> None:
         """Order the current stream after the transfer.
 
         Blocks the calling thread only until the peer's side has been enqueued as well.
         """
-        if self.completion is None and self.error is None:
+        if self.end is None and self.error is None:
             self.link.progress_until_enqueued(self)
         if self.error is not None:
             raise self.error
-        assert self.completion is not None
-        self.completion.wait_on_current_stream()
+        assert self.end is not None
+        current = self.flow.device.current_stream()
+        is_in_order = self.is_in_callers_stream and current.key == self.caller
+        if not is_in_order and not self.is_completed():
+            word = self.flow.completed_word(self.end, consumed=self.ends_at_receiver)
+            current.wait_value(word)
         # A device that is the host has waited; it must not be given what a failure released, of
         # which this end may not have heard yet.
-        if not self.completion.is_completed():
+        if not self.is_completed():
             self.link.check()
         if self.error is not None:
             raise self.error

@@ -23,6 +23,7 @@ from tests.hetero.collectives.ranks import (
 )
 
 SHAPES = [
+    pytest.param(("nvidia", "amd"), id="1+1"),
     pytest.param(TWO_AND_TWO, id="2+2"),
     pytest.param(THREE_AND_ONE, id="3+1"),
     pytest.param(IN_TURN, id="2+3 in turn", marks=pytest.mark.slow),

@@ -151,6 +151,7 @@ class World:
         tensor = torch.zeros(nbytes, dtype=torch.uint8)
         made = RingTransfer(
             link=None,  # type: ignore[arg-type]
+            flow=flow,
             tensor=tensor,
             ready=ready,
             caller=caller,

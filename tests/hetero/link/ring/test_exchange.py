@@ -12,8 +12,8 @@ import torch
 
 from hetero.device.host import HostDevice
 from hetero.errors import LinkError
-from hetero.link.base import Link
-from hetero.link.ring_exchange import Message, RingExchange
+from hetero.link.base import Link, as_bytes
+from hetero.link.ring_exchange import Message, RingExchange, begin
 from hetero.native.structures import (
     Step,
 )
@@ -25,10 +25,14 @@ PATIENCE = 20_000_000
 """Microseconds; a peer comes long before."""
 
 
+def whole(link: Link, tensor: torch.Tensor, is_receive: bool) -> Message:
+    return link, tensor, 0, tensor.nbytes, is_receive
+
+
 def together(*messages: tuple[Link, torch.Tensor, bool], tag: int = 0, patience: int = 0) -> int:
     """Exchange messages and wait for what is left; how many that were."""
     exchange = RingExchange()
-    left = exchange.order([Message(*m) for m in messages], tag=tag, microseconds=patience)
+    left = exchange.order([whole(*m) for m in messages], tag=tag, microseconds=patience)
     for work in left:
         work.wait()
     return len(left)
@@ -83,27 +87,45 @@ def test_one_call_serves_several_links() -> None:
         for number in range(5):
             got = [torch.zeros(10), torch.zeros(10)]
             for pair in (one, other):
-                pair.sender.send(torch.full((10,), float(number)))
+                pair.sender.send(as_bytes(torch.full((10,), float(number))))
             messages = [
-                Message(pair.receiver, target, True)
+                whole(pair.receiver, target, True)
                 for pair, target in zip((one, other), got, strict=True)
             ]
-            messages += [Message(pair.receiver, torch.ones(3), False) for pair in (one, other)]
+            messages += [whole(pair.receiver, torch.ones(3), False) for pair in (one, other)]
             for work in exchange.order(messages, tag=0, microseconds=PATIENCE):
                 work.wait()
             assert all((target == number).all() for target in got)
             for pair in (one, other):
-                pair.sender.recv(torch.zeros(3)).wait()
+                pair.sender.recv(as_bytes(torch.zeros(3))).wait()
+
+
+@pytest.mark.parametrize("alone", [False, True], ids=["told to C together", "by itself"])
+def test_a_piece_of_a_tensor_arrives_in_a_piece_of_another(alone: bool) -> None:
+    with opened() as pair:
+        sent, got = torch.arange(10, dtype=torch.int32), torch.zeros(5, dtype=torch.int64)
+        messages = (pair.sender, sent, 4, 16, False), (pair.receiver, got, 8, 16, True)
+        if alone:
+            works = [begin(message, tag=3) for message in messages]
+        else:
+            works = [
+                work
+                for message in messages
+                for work in RingExchange().order([message], tag=3, microseconds=1000)
+            ]
+        for work in works:
+            work.wait()
+        assert got.view(torch.int32).tolist() == [0, 0, 1, 2, 3, 4, 0, 0, 0, 0]
 
 
 def test_it_does_not_overtake_what_waits() -> None:
     with opened() as pair:
         first, second = torch.zeros(10), torch.zeros(10)
-        receiving = pair.receiver.recv(first)
+        receiving = pair.receiver.recv(as_bytes(first))
         waiting = threading.Thread(target=together, args=((pair.receiver, second, True),))
         waiting.start()
         for value in (1.0, 2.0):
-            pair.sender.send(torch.full((10,), value))
+            pair.sender.send(as_bytes(torch.full((10,), value)))
         waiting.join(120)
         receiving.wait()
         assert (first == 1).all()
@@ -143,7 +165,7 @@ def test_an_exception_that_hides_what_c_did_does_not_lose_the_tensors() -> None:
 
         exchange._call = interrupted
         with pytest.raises(KeyboardInterrupt):
-            exchange.order([Message(pair.sender, torch.ones(9), False)], tag=0, microseconds=0)
+            exchange.order([whole(pair.sender, torch.ones(9), False)], tag=0, microseconds=0)
         with pair.sender._lock:
             pair.sender._out.abort()
         assert [transfer.sequence for transfer in pair.sender._out.aborted] == [0]
@@ -152,7 +174,7 @@ def test_an_exception_that_hides_what_c_did_does_not_lose_the_tensors() -> None:
 def test_a_peer_that_has_failed_meanwhile_is_not_believed() -> None:
     """It lets this end's streams go on, with what it never sent."""
     with opened() as pair:
-        pair.sender.send(torch.ones(10))
+        pair.sender.send(as_bytes(torch.ones(10)))
         pair.sender._ends.mine.fail("its device is lost")
         with pytest.raises(LinkError, match="its device is lost"):
             together((pair.receiver, torch.zeros(10), True), patience=1000)

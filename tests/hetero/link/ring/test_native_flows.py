@@ -75,7 +75,7 @@ def send(world: World, nbytes: int, callers: tuple[int, int | None], mark: str) 
     ready = _mark(world, 0, mark)
     transfer = world.transfer(nbytes, is_receive=False, caller=caller, ready=ready)
     world.enqueue(world.sender, _stream(world, 0, key))
-    if transfer.ready is None and transfer.completion is None:
+    if transfer.ready is None and transfer.end is None:
         transfer.ready = world.devices[0].record_event()
 
 
