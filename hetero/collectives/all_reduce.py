@@ -87,7 +87,7 @@ def _in_shards(exchange: Exchange, flat: torch.Tensor, reduction: Reduction) -> 
 
 def chunk_length(exchange: Exchange, flat: torch.Tensor) -> int:
     """How many elements cross at a time while others are added up: the same on every rank."""
-    if flat.device.type == "cpu":
+    if flat.is_cpu:
         nbytes = CHUNK_BYTES
     elif exchange.layout.grain == 1:
         nbytes = _GPU_CHUNK_BYTES_ALONE

@@ -117,9 +117,7 @@ class GroupAcrossVendors(dist.ProcessGroup):
         return self._coalesced(work)
 
     def _reduction(self, opts: Any, like: torch.Tensor) -> Reduction:
-        return reduction_for(
-            opts.reduceOp, like.dtype, size=self._layout.size, device_type=like.device.type
-        )
+        return reduction_for(opts.reduceOp, like.dtype, size=self._layout.size, on_cpu=like.is_cpu)
 
     def _require_one_each(self, parts: Sequence[Any], operation: str) -> None:
         if len(parts) != self._layout.size:

@@ -327,7 +327,7 @@ class Communicator:
             self._met = True
         self._exchange.tag = call.tag
         # NCCL's kernels would wait for the CPU; there the deadline finds what differs.
-        if self.device.type == "cpu" and self.layout.team:
+        if self.layout.team and self.device.type == "cpu":
             self._exchange.compare_inside().wait()
 
     def _fail(self, call: Call, error: Exception) -> CollectiveError:

@@ -20,7 +20,6 @@ from hetero.collectives.group_across_vendors import (
     require_product,
 )
 from hetero.collectives.not_compiled import not_compiled
-from hetero.collectives.reductions import Reduction
 from hetero.words import counted
 
 Tensors = Sequence[torch.Tensor]
@@ -110,7 +109,9 @@ class ReducingOperations(GroupAcrossVendors):
             prepared = [reduction.prepare(part) for part in parts]
             flat = torch.cat(prepared)
             if len(sizes) == 1:
-                yield from _reduce_scatter(exchange, output, flat, reduction)
+                result = reduction.room_in(output)
+                yield from rows.reduce_scatter(exchange, result, flat, reduction)
+                reduction.finish(result, output)
                 return
             # Parts of different sizes: everything is reduced, and each rank keeps its own.
             yield from all_reduce.all_reduce(exchange, flat, reduction)
@@ -147,8 +148,11 @@ class ReducingOperations(GroupAcrossVendors):
 
         def carry_out(exchange: Exchange) -> Steps:
             for output, source in zip(outputs, inputs, strict=True):
-                flat = reduction.prepare(source)
-                yield from _reduce_scatter(exchange, output, flat, reduction)
+                result = reduction.room_in(output)
+                yield from rows.reduce_scatter(
+                    exchange, result, reduction.prepare(source), reduction
+                )
+                reduction.finish(result, output)
 
         return self._run(
             carry_out,
@@ -161,14 +165,6 @@ class ReducingOperations(GroupAcrossVendors):
 
     _reduce_scatter_base = reduce_scatter_single
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
-
-
-def _reduce_scatter(
-    exchange: Exchange, output: torch.Tensor, flat: torch.Tensor, reduction: Reduction
-) -> Steps:
-    result = reduction.room_in(output)
-    yield from rows.reduce_scatter(exchange, result, flat, reduction)
-    reduction.finish(result, output)
 
 
 def _require_one_dtype(tensors: Tensors) -> None:

@@ -37,8 +37,10 @@ _PLAIN = frozenset({*_INTEGERS, *_FLOATS}.difference(_WIDENED))
 
 
 _KINDS: Mapping[str, Any] = dist.ReduceOp.RedOpType.__members__
-_NAMES = {int(kind): name for name, kind in _KINDS.items()}
-_PREMUL_SUM = int(_KINDS["PREMUL_SUM"])
+# By hash, which an operation and its kind have alike and no two kinds: to compare or to convert
+# torch's own types takes microseconds.
+_NAMES = {hash(kind): name for name, kind in _KINDS.items()}
+_PREMUL_SUM = hash(_KINDS["PREMUL_SUM"])
 
 
 class UnsupportedError(RuntimeError):
@@ -114,19 +116,18 @@ class Reduction:
         target.detach().copy_(flat.view(target.shape))
 
 
-def reduction_for(op: Any, dtype: torch.dtype, *, size: int, device_type: str = "cpu") -> Reduction:
+def reduction_for(op: Any, dtype: torch.dtype, *, size: int, on_cpu: bool = True) -> Reduction:
     """How `op` is done for tensors of `dtype`. Raises UnsupportedError where it means nothing."""
-    # A number, for torch's own type takes microseconds to be compared.
-    kind = int(getattr(op, "op", op))
+    kind = hash(op)
     if kind == _PREMUL_SUM and (dtype in _FLOATS or dtype in _COMPLEX):
         return Reduction("PREMUL_SUM", "SUM", size, factor=_factor(op))
-    return _reduction_for(kind, dtype, size, device_type)
+    return _reduction_for(kind, dtype, size, on_cpu)
 
 
 @cache
-def _reduction_for(kind: int, dtype: torch.dtype, size: int, device_type: str) -> Reduction:
+def _reduction_for(kind: int, dtype: torch.dtype, size: int, on_cpu: bool) -> Reduction:
     reduction = _of_name(_NAMES[kind], dtype, size)
-    if device_type != "cpu" and reduction.kernel in _BITWISE:
+    if not on_cpu and reduction.kernel in _BITWISE:
         raise UnsupportedError(
             f"there is no reduction {reduction.name} in NCCL and RCCL; move the tensor to the CPU"
         )

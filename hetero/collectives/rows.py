@@ -23,10 +23,11 @@ from hetero.collectives.vendor_layout import Span, chunks, equal_parts, overlaps
 from hetero.errors import LinkError
 from hetero.words import counted
 
-_COPIED_FIRST = {"cpu": DIRECT_BYTES, "cuda": 32 << 20}
+_COPIED_FIRST = {True: DIRECT_BYTES, False: 32 << 20}
 """Up to here a rank's own row is copied before messages are asked for, which then takes one call.
 
-A GPU copies this in 25 us, and to ask for messages beside it costs Python more.
+By whether it is on a CPU. A GPU copies this in 25 us, and to ask for messages beside it costs
+Python more.
 """
 
 
@@ -199,13 +200,17 @@ def _reduce_scatter_at_once(
 ) -> Steps:
     """In one step, for whose few messages Python is asked once."""
     layout, moves = exchange.layout, Moves(exchange)
-    length, size, unit = result.numel(), result.nbytes, result.element_size()
+    length, size = result.numel(), result.nbytes
     partials = {layout.vendor: flat[layout.rank * length : (layout.rank + 1) * length]}
     for rank in layout.foreign:
         moves.send(rank, flat, rank * size, size)
+    # What comes of the first vendor lies where the result will, unless rows are sent from there.
+    is_in_place = -size < result.data_ptr() - flat.data_ptr() < flat.nbytes
+    room = None if is_in_place else result
     for vendor in layout.others:
-        partials[vendor] = partial = torch.empty_like(result)
-        for rank, first, part in _pieces(size, layout.vendors[vendor], unit=unit):
+        partial, room = torch.empty_like(result) if room is None else room, None
+        partials[vendor] = partial
+        for rank, first, part in _pieces(size, layout.vendors[vendor], unit=size // length):
             moves.recv(rank, partial, first, part)
     yield moves
     combine_in_order(reduction, partials, out=result)
@@ -322,7 +327,7 @@ def _require_same_sizes(exchange: Exchange, *, taken: list[int], given: list[int
 def _copy_beside(moves: Moves, target: Piece, source: Piece) -> None:
     """Copy what this rank has for itself: while large messages are on their way, before small."""
     if not is_same(target, source):
-        if source[2] > _COPIED_FIRST[source[0].device.type]:
+        if source[2] > _COPIED_FIRST[source[0].is_cpu]:
             moves.begin()
         copy(target, source)
 

@@ -99,8 +99,12 @@ def check_reductions(
     dist.reduce_scatter(output, tables[side.rank], op=op)
     ref.assert_near(output, expected, f"reduce_scatter {what}")
     output = torch.empty(shape, dtype=dtype)
-    dist.reduce_scatter_tensor(output, torch.cat(tables[side.rank]), op=op)
+    whole = torch.cat(tables[side.rank])
+    dist.reduce_scatter_tensor(output, whole, op=op)
     ref.assert_near(output, expected, f"reduce_scatter_tensor {what}")
+    row = whole.chunk(side.size)[side.rank]
+    dist.reduce_scatter_tensor(row, whole, op=op)
+    ref.assert_near(row, expected, f"reduce_scatter_tensor {what} in place")
 
 
 def check_copies(side: Side, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
@@ -113,6 +117,10 @@ def check_copies(side: Side, dtype: torch.dtype, shape: tuple[int, ...]) -> None
     whole = torch.zeros((side.size * shape[0], *shape[1:]), dtype=dtype)
     dist.all_gather_into_tensor(whole, mine)
     _assert_same([whole], [torch.cat(inputs)], f"all_gather_into_tensor {what}")
+    whole.zero_()
+    row = whole.chunk(side.size)[side.rank].copy_(mine)
+    dist.all_gather_into_tensor(whole, row)
+    _assert_same([whole], [torch.cat(inputs)], f"all_gather_into_tensor {what} in place")
     for root in (0, side.size - 1):
         target = mine.clone()
         dist.broadcast(target, src=root)
