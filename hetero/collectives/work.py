@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import queue
 import threading
+import weakref
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import Reducer
 
 from hetero.collectives.not_compiled import not_compiled
 from hetero.collectives.streams import current_stream
@@ -268,3 +271,22 @@ class CombinedWork(CollectiveWork):
     def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
         futures = torch.futures.collect_all([work.get_future() for work in self._works])
         return futures.then(lambda _: self.result())
+
+
+def _keep_handles_of_joins() -> None:
+    """Have DDP's reducer keep all of the handle that `DDP.join` gives it.
+
+    C++ keeps what is C++ of it, and without the rest waits for ever, or says that it has no future.
+    """
+    original = Reducer._set_forward_pass_work_handle
+    handles: weakref.WeakKeyDictionary[Reducer, dist.Work] = weakref.WeakKeyDictionary()
+
+    @functools.wraps(original)
+    def keeping(reducer: Reducer, work: dist.Work, use_static_world_size: bool) -> None:
+        handles[reducer] = work
+        original(reducer, work, use_static_world_size)
+
+    Reducer._set_forward_pass_work_handle = keeping  # type: ignore[method-assign]
+
+
+_keep_handles_of_joins()

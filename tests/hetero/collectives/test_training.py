@@ -83,6 +83,24 @@ def test_a_compiled_model_trains_with_ddp():
         assert losses == pytest.approx([losses_of_one_process()[0]] * 2, rel=1e-5)
 
 
+def train_on_uneven_inputs(side: Side) -> list[float]:
+    """Each rank has a batch more than the one before it, and who has none left is left out."""
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(1, 1, bias=False))
+    torch.nn.init.zeros_(model.module.weight)
+    steps = []
+    with model.join(divide_by_initial_world_size=False):
+        for _ in range(1 + side.rank):
+            model.zero_grad()
+            (side.rank * model(torch.ones(1))).backward()
+            steps.append(model.module.weight.grad.item())
+    return steps
+
+
+def test_gradients_of_uneven_inputs_are_averaged_over_the_ranks_that_have_some_left():
+    by_rank = values(run_ranks(train_on_uneven_inputs, ("nvidia", "amd", "amd")))
+    assert by_rank == [[1.0], [1.0, 1.5], [1.0, 1.5, 2.0]]
+
+
 HETERO_RUN = ("hetero.run", "--standalone", "--nproc-per-node", "3")
 TORCHRUN = ("torch.distributed.run", *HETERO_RUN[1:], "-m", "hetero.run")
 
