@@ -85,10 +85,11 @@ def take_over() -> None:
 
 def instead_of(backend: Any) -> Any:
     """`hetero` for what asks for a backend that it takes the place of; all else as it is."""
-    taken = {name.strip() for name in os.environ.get(INSTEAD_OF_VARIABLE, "").split(",")}
-    asked = {part.rpartition(":")[2] for part in str(backend).lower().split(",")}
-    if not asked & taken:
-        return backend
-    from torch.distributed import Backend
+    from torch.distributed.distributed_c10d import Backend, BackendConfig
 
-    return Backend("hetero")
+    taken = {name.strip() for name in os.environ.get(INSTEAD_OF_VARIABLE, "").split(",")}
+    if backend == Backend.UNDEFINED:  # PyTorch goes by the device where a script names none
+        asked = set(map(str, BackendConfig(backend).get_device_backend_map().values()))
+    else:
+        asked = {part.rpartition(":")[2] for part in str(backend).lower().split(",")}
+    return Backend("hetero") if asked & taken else backend

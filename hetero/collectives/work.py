@@ -286,7 +286,7 @@ def _keep_handles_of_joins() -> None:
         handles[reducer] = work
         original(reducer, work, use_static_world_size)
 
-    Reducer._set_forward_pass_work_handle = keeping  # type: ignore[method-assign]
+    Reducer._set_forward_pass_work_handle = keeping  # type: ignore[assignment, method-assign]
 
 
 _keep_handles_of_joins()
