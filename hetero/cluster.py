@@ -12,6 +12,7 @@ from functools import cache
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from packaging.version import InvalidVersion, Version
 
 from hetero.beside import core_version
@@ -82,12 +83,21 @@ def _named_vendor(value: str, *, local_rank: int, planned: str) -> str:
 
 
 def own_vendor(
-    *, local_rank: int, planned: str = "cpu", environ: Mapping[str, str] = os.environ
+    *,
+    local_rank: int | None = None,
+    planned: str = "cpu",
+    environ: Mapping[str, str] = os.environ,
 ) -> str:
-    """The vendor of the calling rank, or the one that HETERO_VENDOR has it play."""
+    """The vendor of the calling rank, or the one that HETERO_VENDOR has it play.
+
+    Without a `local_rank`, and a launcher that says it, the ranks are taken for those of one host.
+    """
     override = environ.get(VENDOR_VARIABLE, "").strip().lower()
     if not override:
         return running_vendor()
+    if local_rank is None:
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        local_rank = int(environ.get("LOCAL_RANK", rank))
     return _named_vendor(override, local_rank=local_rank, planned=planned)
 
 

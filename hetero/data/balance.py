@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import statistics
 from functools import partial
 from typing import Any
@@ -188,6 +187,5 @@ class Balance:
 def vendor_of_each_rank(group: dist.ProcessGroup | None = None) -> list[str]:
     """The vendors of all ranks of a group, as HETERO_VENDOR has them. Collective over it."""
     told: list[Any] = [None] * dist.get_world_size(group)
-    mine = own_vendor(local_rank=int(os.environ.get("LOCAL_RANK", "0")), environ=os.environ)
-    dist.all_gather_object(told, mine, group=group)
+    dist.all_gather_object(told, own_vendor(), group=group)
     return told

@@ -40,7 +40,7 @@ def slow_down(
     factors = slowdown_factors(environ.get(SLOWDOWN_VARIABLE, ""))
     if not factors:
         return 1.0
-    vendor = own_vendor(local_rank=int(environ.get("LOCAL_RANK", "0")), environ=environ)
+    vendor = own_vendor(environ=environ)
     factor = factors.get(vendor, 1.0)
     if factor > 1:
         layers = layers_of(*models)

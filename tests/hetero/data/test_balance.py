@@ -183,6 +183,19 @@ def train_in_every_way(side: Side) -> dict[str, list]:
     } | {"vendors": vendor_of_each_rank()}
 
 
+def vendors_of_spawned_ranks(side: Side) -> tuple[list[str], float]:
+    """As `torch.multiprocessing.spawn` starts them: no launcher has said a LOCAL_RANK."""
+    os.environ.pop("LOCAL_RANK", None)
+    os.environ |= {"HETERO_VENDOR": "nvidia*2,amd", "HETERO_SLOWDOWN": "amd=1.5"}
+    return vendor_of_each_rank(), slow_down(torch.nn.Linear(1, 1))
+
+
+def test_ranks_that_no_launcher_numbered_play_the_vendors_of_a_list():
+    vendors = ["nvidia", "nvidia", "amd"]
+    ranks = values(run_ranks(vendors_of_spawned_ranks, vendors, backend="gloo"))
+    assert ranks == [(vendors, 1.0), (vendors, 1.0), (vendors, 1.5)]
+
+
 def test_shares_follow_what_was_measured_on_all_ranks_with_the_same_step():
     ranks = values(run_ranks(train_in_every_way, ("nvidia", "nvidia", "amd")))
     assert ranks[0] == ranks[1] == ranks[2]
