@@ -96,8 +96,14 @@ class ShareBatchSampler(Sampler[list[int]]):
 
     def set_epoch(self, epoch: int) -> None:
         """Take another order. The epoch that a state was loaded in goes on where it was."""
+        if epoch < self.epoch:
+            self._take_newest()
         if epoch != self.epoch:
             self.epoch, self._first, self._next = epoch, 0, 0
+
+    def _take_newest(self) -> None:
+        """Where batches come again: by position, ranks that drew further ahead would differ."""
+        self.shares, self._pending = self.newest_shares, {}
 
     def set_shares(self, shares: Shares, *, start: int) -> None:
         """Use other shares from batch number `start` on (see `position`), the same on every rank.
@@ -125,12 +131,8 @@ class ShareBatchSampler(Sampler[list[int]]):
     def __iter__(self) -> Iterator[list[int]]:
         order = self._order()
         batch = self.shares.batch
-        if self._first == 0 and self._next == len(self):
-            # The same epoch again: what was set for after its end begins now.
-            self._pending = {
-                start - self._next if start >= self.position else start: shares
-                for start, shares in self._pending.items()
-            }
+        if self._first < self._next:  # the same epoch again
+            self._take_newest()
         self._next, self._first = self._first, 0
         while self._next < len(self):
             indices = order[self._next * batch : (self._next + 1) * batch]

@@ -175,6 +175,25 @@ def test_shares_set_at_the_end_of_an_epoch_hold_when_it_is_passed_through_again(
         assert [[len(part) for part in sampler] for sampler in ranks] == [[8] * 3, [2] * 3]
 
 
+@pytest.mark.parametrize("epoch", [0, 1])
+def test_batches_that_come_again_have_the_same_shares_on_ranks_that_drew_differently_far(epoch):
+    ranks = samplers(60, Shares((5, 5)))
+    drawn = []
+    for sampler, ahead in zip(ranks, (4, 2), strict=True):
+        sampler.set_epoch(1)
+        drawn.append(iter(sampler))
+        for _ in range(ahead):
+            next(drawn[-1])
+    for sampler in ranks:
+        sampler.set_shares(Shares((2, 8)), start=ranks[0].position)
+    next(drawn[0])  # One rank has come to them when the epoch is left, and the other has not.
+    for sampler in ranks:
+        sampler.set_epoch(epoch)
+    reference = ShareBatchSampler(60, Shares((10,)), rank=0)
+    reference.set_epoch(epoch)
+    assert together(ranks) == list(reference)
+
+
 def test_shares_that_the_last_batch_cannot_have_are_refused_when_they_are_set():
     sampler = ShareBatchSampler(23, Shares((6, 4)), rank=0)
     with pytest.raises(UserError, match="the last batch has 3"):
