@@ -18,6 +18,7 @@ from torch._C._distributed_c10d import _DistributedBackendOptions
 
 from hetero.cluster import identify
 from hetero.collectives.vendor_layout import Layout, Member
+from hetero.collectives.work import keep_handles_of_joins
 from hetero.errors import LinkError, UserError
 from hetero.store import BoundedStore, StoreSilent
 from hetero.waiting import spans
@@ -47,6 +48,7 @@ def create_group(options: Any, backend_options: Any = None) -> dist.ProcessGroup
         if len(layout.vendors) == 1:
             group = _vendor_group(options, layout)
         else:
+            keep_handles_of_joins()
             group = _mixed_group(options, layout)
     except Exception as failure:
         error = failure

@@ -273,12 +273,14 @@ class CombinedWork(CollectiveWork):
         return futures.then(lambda _: self.result())
 
 
-def _keep_handles_of_joins() -> None:
-    """Have DDP's reducer keep all of the handle that `DDP.join` gives it.
+def keep_handles_of_joins() -> None:
+    """Have DDP's reducer keep all of the handle that `DDP.join` gives it. May be called again.
 
     C++ keeps what is C++ of it, and without the rest waits for ever, or says that it has no future.
     """
     original = Reducer._set_forward_pass_work_handle
+    if hasattr(original, "__wrapped__"):
+        return
     handles: weakref.WeakKeyDictionary[Reducer, dist.Work] = weakref.WeakKeyDictionary()
 
     @functools.wraps(original)
@@ -287,6 +289,3 @@ def _keep_handles_of_joins() -> None:
         original(reducer, work, use_static_world_size)
 
     Reducer._set_forward_pass_work_handle = keeping  # type: ignore[assignment, method-assign]
-
-
-_keep_handles_of_joins()
