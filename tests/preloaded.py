@@ -43,6 +43,7 @@ UNUSED = 1 << 9
 INTERPRETER = sys.executable
 IGNORED = ("-u", "-B")
 """Flags of the interpreter that are as good as given."""
+FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
 FORKS_ITSELF = "HETERO_TEST_FORKS_ITSELF"
 """Set where importing takes so long that processes are forks of the test session's own."""
 
@@ -169,8 +170,13 @@ def _stand_in(words: Sequence[str]) -> int:
     if asked is None:
         os.execv(sys.executable, [sys.executable, *words])
     connection, pid = asked
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP):
-        signal.signal(number, lambda received, _: os.kill(pid, received))
+
+    def pass_on(received: int, _: object) -> None:
+        with contextlib.suppress(ProcessLookupError):  # it has ended, and its code is on the way
+            os.kill(pid, received)
+
+    for number in FORWARDED:
+        signal.signal(number, pass_on)
     code = _receive_number(connection)
     if code < 0:
         if -code != signal.SIGKILL:

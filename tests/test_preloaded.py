@@ -39,3 +39,19 @@ def test_a_process_that_a_signal_ends_is_seen_to_end_by_it(
     code = f"import os; os.kill(os.getpid(), {int(number)})"
     ended = subprocess.run([started["PYTHON_EXEC"], "-c", code], env=os.environ | started)
     assert ended.returncode == -number
+
+
+def test_a_signal_that_comes_when_its_process_has_just_ended_is_let_go(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    before = {number: signal.getsignal(number) for number in preloaded.FORWARDED}
+    monkeypatch.setenv(preloaded.ADDRESS, "")
+    monkeypatch.setattr(preloaded, "_ask", lambda *_: (None, ended.pid))
+    monkeypatch.setattr(preloaded, "_receive_number", lambda _: signal.raise_signal(15) or 3)
+    try:
+        assert preloaded._stand_in(ENDS) == 3
+    finally:
+        for number, answer in before.items():
+            signal.signal(number, answer)

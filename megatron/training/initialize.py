@@ -360,7 +360,8 @@ class Starter:
         self._tell_others(str(error) or type(error).__name__)
 
     def _tell_others(self, reason: str) -> None:
-        if self.liveness is not None:
+        """Where another has ended before, all know of it; of one that hangs nobody else tells."""
+        if self.liveness is not None and self.liveness.ended is None:
             self.liveness.fail(reason)
 
     def report(self, error: HeteroError) -> None:
@@ -374,7 +375,7 @@ class Starter:
         consequence = isinstance(error, LinkError | StoreLost) and not error.known_to_all
         if consequence and (cause := self.cause_elsewhere()) is not None:
             error = LinkError(f"{error}; {cause}")
-        elif not error.known_to_all and not isinstance(error, RankLost | AgreedFailure):
+        if not error.known_to_all and not isinstance(error, RankLost | AgreedFailure):
             self._tell_others(str(error))
         is_logger = self.rank == 0 or self.local_rank == 0 or not error.known_to_all
         if is_logger:

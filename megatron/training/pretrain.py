@@ -101,7 +101,7 @@ def _explain(starter: Starter, error: Exception) -> None:
             "another rank has probably ended: its own message says why"
         )
         sentence = f"a collective failed ({_reason(text)}); {cause}"
-        starter.announce_failure(error)
+        starter.announce_failure(HeteroError(sentence))
         print_error(f"rank {rank}: {sentence}")
         write_error_file(sentence, printed=True, consequence=True)
         return
