@@ -1,7 +1,8 @@
 """Plans in which every kind of node trains whole replicas, each kind with its share of the batch.
 
 All replicas have the same stages, tensor size, micro-batch and layers; each kind as many of them as
-its GPUs make, and as many micro-batches a replica as make all end at about the same time.
+its GPUs make, or fewer where the batch divides better then, and as many micro-batches a replica as
+make all end at about the same time.
 """
 
 from __future__ import annotations
@@ -33,6 +34,8 @@ from hetero.planner.wire_costs import reduce_seconds
 
 _ENUMERATED = 500
 """Splits of layers up to which all are looked at."""
+_COUNTED = 1024
+"""GPUs of the kinds, multiplied, up to which a kind may have fewer replicas than its GPUs make."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +75,11 @@ def search_replicas(problem: Problem, *, below: float, most: int) -> Iterator[Re
             yield found
 
 
+def leaves_out(problem: Problem) -> bool:
+    """Whether the kinds have so many GPUs that no fewer replicas than they make are looked at."""
+    return math.prod(kind.gpus for kind in problem.cluster.kinds) > _COUNTED
+
+
 def _shapes(problem: Problem) -> Iterator[_Shape]:
     space, model = problem.space, problem.model
     sizes = [
@@ -94,10 +102,13 @@ def _shapes(problem: Problem) -> Iterator[_Shape]:
                 most = min(model.layers, *ranks)
                 times = [seconds[kind] for kind in kinds]
                 for stages in range(1, most + 1):
-                    data = tuple(count // stages for count in ranks)
-                    bound = _bound(problem, times, micro_batch, stages, data)
-                    if bound < math.inf:
-                        yield _Shape(kinds, tensor, micro_batch, stages, data, bound)
+                    made = [count // stages for count in ranks]
+                    least = made if leaves_out(problem) else [1] * len(made)
+                    ranges = (range(a, b + 1) for a, b in zip(least, made, strict=True))
+                    for data in itertools.product(*ranges):
+                        bound = _bound(problem, times, micro_batch, stages, data)
+                        if bound < math.inf:
+                            yield _Shape(kinds, tensor, micro_batch, stages, data, bound)
 
 
 def _fastest(problem: Problem, kind: NodeKind, tensor: int, micro_batch: int) -> float | None:
@@ -124,7 +135,7 @@ def _bound(
     One with n micro-batches takes, of the `seconds` of one, n - 1 parts in `stages` and a whole.
     """
     total = problem.space.global_batch // micro_batch
-    if sum(data) > total:
+    if sum(data) > total or total % math.gcd(*data):
         return math.inf
     rates = sum(count / one for count, one in zip(data, seconds, strict=True))
     return (total + sum(data) * (stages - 1)) / stages / rates

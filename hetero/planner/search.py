@@ -34,7 +34,7 @@ from hetero.planner.mesh_options import (
     placement_of,
 )
 from hetero.planner.placement import Placement
-from hetero.planner.replica_search import search_replicas
+from hetero.planner.replica_search import leaves_out, search_replicas
 
 _EXACT = 200_000
 """Combinations up to which all are bounded, and none left out."""
@@ -110,6 +110,7 @@ def search(
     if problem.space.replicas and 1 in problem.space.chunks:
         progress("replicas", 0.0)
         most = sys.maxsize if is_exact else _REPLICAS
+        is_exact = is_exact and not leaves_out(problem)
         for found in search_replicas(problem, below=best.limit, most=most):
             micro_batches = sum(found.shares)
             best.add(Candidate(found.meshes, found.split, micro_batches, 1, found.shares))

@@ -281,3 +281,18 @@ def test_whole_replicas_win_where_links_between_vendors_are_slow_and_layers_few(
     assert len(first.shares) == 2
     counts = [mesh.option.stage.data for mesh in first.meshes]
     assert sum(share * count for share, count in zip(first.shares, counts, strict=True)) == 24
+
+
+def test_a_kind_has_fewer_replicas_than_its_gpus_make_where_the_batch_divides_better() -> None:
+    """13 samples are no sum of sixes and eights: one GPU has to stand idle."""
+    problem = even_problem(memory=(400, 400), layers=1, batch=13)
+    kinds = tuple(
+        replace(kind, gpus_per_node=gpus)
+        for kind, gpus in zip(problem.cluster.kinds, (6, 8), strict=True)
+    )
+    space = replace(problem.space, replicas=True)
+    found = search(replace(problem, cluster=Cluster(kinds, {}), space=space))
+    first = found.candidates[0]
+    assert found.is_exact
+    assert first.shares == (1, 1)
+    assert sum(mesh.option.stage.data for mesh in first.meshes) == 13
