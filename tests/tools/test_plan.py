@@ -212,3 +212,18 @@ def test_a_misspelt_flag_of_the_model_is_not_left_at_its_default(
         "does not say num-attention",
     ):
         assert said in told
+
+
+def test_a_run_trains_on_the_sequences_and_in_the_precision_that_were_planned(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = asked(tmp_path, "--seq-length", "4096", "--recompute", "full", "--no-replicas")
+    assert main(words) == 0
+    flags = tmp_path / "out" / "flags.yaml"
+    ranks = load_plan(tmp_path / "out" / "plan.yaml").world_size
+    preset = str(model_file("llama3-8b"))
+    files = ["--yaml-cfg", preset, "--yaml-cfg", str(flags)]
+    read = parse_args([*files, *"--lr 1 --train-iters 1 --mock-data".split()], world_size=ranks)
+    assert (read.seq_length, read.bf16) == (4096, True)
+    assert main([*words, "--dtype", "fp32"]) == 2
+    assert "says bf16, and --dtype is fp32; give --dtype bf16" in capsys.readouterr().err

@@ -75,7 +75,7 @@ def asked_problem(options: argparse.Namespace) -> Asked:
     faults = Faults()
     changed = {} if options.seq_length is None else {"seq_length": options.seq_length}
     cluster = faults.read(lambda: load_cluster(options.cluster))
-    model = faults.read(lambda: _model(options.model, changed))
+    model = faults.read(lambda: _model(options.model, changed, dtype=options.dtype))
     profiles = {path: faults.read(partial(load_profile, path)) for path in options.profile}
     if options.out.exists() and not options.out.is_dir():
         faults.sentences.append(f"--out {options.out} is no folder; name another")
@@ -103,7 +103,7 @@ def asked_problem(options: argparse.Namespace) -> Asked:
     return Asked(problem, options.model, (*sources, *notes), options.dtype)
 
 
-def _model(name: str, changed: Mapping[str, Any]) -> ModelShape:
+def _model(name: str, changed: Mapping[str, Any], *, dtype: str) -> ModelShape:
     """Every key is known to pretrain_gpt.py: one that is misspelt would leave a default."""
     flags, _ = read_flags(name)  # of a file that cannot be read nothing else is told
     file, faults = model_file(name), Faults()
@@ -111,6 +111,11 @@ def _model(name: str, changed: Mapping[str, Any]) -> ModelShape:
         f"the model {file}: {flag} is {value}, whose costs are not known; leave it out"
         for flag, value in flags.items()
         if flag in _NOT_MODELLED and value not in (None, 0, 1)
+    ]
+    faults.sentences += [
+        f"the model {file} says {other}, and --dtype is {dtype}; give --dtype {other}"
+        for other in ("bf16", "fp16")
+        if flags.get(other) and other != dtype
     ]
     faults.read(lambda: expand_config_files([FLAG, str(file)], build_parser()))
     faults.sentences = [said.replace(f"{FLAG} ", "the model ", 1) for said in faults.sentences]
@@ -123,7 +128,9 @@ def _model(name: str, changed: Mapping[str, Any]) -> ModelShape:
 def _training(options: argparse.Namespace) -> TrainingOptions:
     reserved = options.reserved_gib * 2**30
     if options.dtype != "fp32":
-        return TrainingOptions(reserved_bytes=reserved)
+        # Gradients of bf16 are summed in fp32, those of fp16 as they are.
+        gradient = 4 if options.dtype == "bf16" else 2
+        return TrainingOptions(gradient_bytes=gradient, reserved_bytes=reserved)
     # The optimizer needs no copy of weights that are fp32 themselves.
     return TrainingOptions(
         activation_bytes=4, parameter_bytes=4, state_bytes=8, reserved_bytes=reserved

@@ -26,7 +26,10 @@ def write_answer(
     first = found.best.first
     placement = first.placement
     contents = {
-        "flags.yaml": _yaml(training_flags(placement, folder / "plan.yaml"), _remark(asked, found)),
+        "flags.yaml": _yaml(
+            training_flags(placement, folder / "plan.yaml") | _model_flags(asked),
+            _remark(asked, found),
+        ),
         "report.html": render_answer(asked, found, sweeps, command=command),
         "trace.json": json.dumps(chrome_trace(first.costs, first.prediction)) + "\n",
     }
@@ -75,6 +78,12 @@ def training_flags(placement: Placement, plan_file: Path) -> dict[str, Any]:
     if first.recompute == "full":
         flags |= {"recompute-method": "uniform", "recompute-num-layers": 1}
     return flags
+
+
+def _model_flags(asked: Asked) -> dict[str, Any]:
+    """What was asked for on the command line, and the model's own flags may say otherwise."""
+    precision = {} if asked.dtype == "fp32" else {asked.dtype: True}
+    return {"seq-length": asked.problem.model.seq_length, **precision}
 
 
 def _remark(asked: Asked, found: Answer) -> str:
