@@ -18,6 +18,10 @@ from hetero.words import counted
 
 _SIMULATED = 24
 """Of the plans with the best estimates, how many are simulated before one is chosen."""
+_AS_ESTIMATED = 1.01
+"""Times its estimate that the best may take before the search goes on, up to what it takes."""
+_MORE = 4
+"""Times as many plans are simulated then."""
 _PASSES = 100_000
 """Forward passes that are simulated for one answer; then the estimate has to do for the rest."""
 _RUNNERS_UP = 7
@@ -93,24 +97,34 @@ def plan_best(
 
     What cannot come among so many `runners_up` is not simulated.
     """
-    found = search(
-        problem,
-        wanted=_SIMULATED,
-        progress=lambda text, share: progress(f"{text} {share:.0%}"),
-    )
+
+    def report(text: str, share: float) -> None:
+        progress(f"{text} {share:.0%}")
+
+    found = search(problem, wanted=_SIMULATED, progress=report)
+    kept = _shortest(problem, found, 1 + runners_up)
+    if kept and kept[0].seconds > _AS_ESTIMATED * found.candidates[0].seconds:
+        wanted = _MORE * _SIMULATED
+        found = search(problem, wanted=wanted, until=kept[0].seconds, progress=report)
+        kept = _shortest(problem, found, 1 + runners_up)
+    return Best(tuple(kept), found) if kept else None
+
+
+def _shortest(problem: Problem, found: Found, count: int) -> list[Planned]:
+    """Of what was found, so many that are simulated to be shortest, and fit."""
     kept: list[Planned] = []
     passes = 0
     for candidate in found.candidates:
         if passes > _PASSES:
             break
         placement, costs = _charged(problem, candidate)
-        if len(kept) > runners_up and least_seconds(costs) >= kept[-1].seconds:
+        if len(kept) >= count and least_seconds(costs) >= kept[-1].seconds:
             continue
         planned = _simulated(problem, candidate, placement, costs)
         passes += placement.plan.stages * candidate.micro_batches * candidate.chunks
         if planned.prediction.fits:
-            kept = sorted([*kept, planned], key=lambda one: one.seconds)[: 1 + runners_up]
-    return Best(tuple(kept), found) if kept else None
+            kept = sorted([*kept, planned], key=lambda one: one.seconds)[:count]
+    return kept
 
 
 def simulated(problem: Problem, candidate: Candidate) -> Planned:

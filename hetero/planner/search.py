@@ -91,9 +91,13 @@ def search(
     *,
     wanted: int = 10,
     limit: int = _EXACT,
+    until: float = 0.0,
     progress: Progress = lambda _text, _share: None,
 ) -> Found:
-    """The `wanted` best pipelines. No candidates where none fits into memory."""
+    """The `wanted` best pipelines. No candidates where none fits into memory.
+
+    What could be below `until` seconds is looked at even where the best is shorter.
+    """
     steps = list(_steps(problem))
     combinations = sum(family.size for step in steps for family in step.families())
     is_exact = combinations <= limit
@@ -104,7 +108,9 @@ def search(
         steps = [step.shortlisted(width) for step in steps]
     families = [family for step in steps for family in step.families()]
     best = _Best(wanted)
-    solved = _solve_in_order(problem, families, best, is_exact=is_exact, progress=progress)
+    solved = _solve_in_order(
+        problem, families, best, is_exact=is_exact, until=until, progress=progress
+    )
     if not is_exact:
         solved += _improve(problem, best, every_step, progress)
     if problem.space.replicas and 1 in problem.space.chunks:
@@ -216,6 +222,7 @@ def _solve_in_order(
     best: _Best,
     *,
     is_exact: bool,
+    until: float,
     progress: Progress,
 ) -> int:
     """Split the layers of combination after combination; returns of how many."""
@@ -227,7 +234,7 @@ def _solve_in_order(
     start = np.cumsum([0, *(len(part) for part in bounds)])
     solved = 0
     for index in np.argsort(every, kind="stable"):
-        if every[index] >= best.shortest or (not is_exact and solved >= _SOLVED):
+        if every[index] >= max(best.shortest, until) or (not is_exact and solved >= _SOLVED):
             break
         family = families[owner[index]]
         meshes = family.combination(int(index - start[owner[index]]))
