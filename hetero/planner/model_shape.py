@@ -164,6 +164,16 @@ def model_from_flags(flags: Mapping[str, Any], *, source: str) -> ModelShape:
     if wrong:
         raise ModelError(*wrong)
     hidden, heads = numbers["hidden-size"], numbers["num-attention-heads"]
+    if "kv-channels" not in numbers and heads > 0 and hidden % heads:
+        wrong.append(
+            f"{source}: hidden-size {hidden} is no multiple of the {heads} attention heads; give "
+            "kv-channels, the width of one"
+        )
+    length = numbers["seq-length"]
+    if (most := numbers.get("max-position-embeddings", length)) < length:
+        wrong.append(f"{source}: max-position-embeddings {most} is below a seq-length of {length}")
+    if wrong:
+        raise ModelError(*wrong)
     gated = bool(given.get("swiglu")) or given.get("activation-func") == "swiglu"
     # As a run pads it, but for tensor-parallel sizes that do not divide the multiple.
     tokens = numbers.get("vocab-size", 0)

@@ -163,15 +163,18 @@ def test_choices_of_which_none_can_be_are_named(
     assert said in capsys.readouterr().err
 
 
-def test_a_model_with_costs_that_nobody_knows_is_refused(
+def test_a_model_that_cannot_be_trained_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = asked(tmp_path)
-    file = tmp_path / "experts.yaml"
-    file.write_text(model_file("llama3-8b").read_text() + "num-experts: 8\n")
+    file = tmp_path / "model.yaml"
+    others = "num-experts: 8\nmtp-num-layers: 1\ncontext-parallel-size: 2\n"
+    file.write_text(model_file("llama3-8b").read_text() + others)
     words[words.index("llama3-8b")] = str(file)
     assert main(words) == 2
-    assert "num-experts is 8, whose costs are not known" in capsys.readouterr().err
+    told = capsys.readouterr().err
+    for name in ("num-experts", "mtp-num-layers", "context-parallel-size"):
+        assert told.count(f"--{name} is a flag of ") == 1
 
 
 def test_a_profile_that_lacks_the_point_names_it(

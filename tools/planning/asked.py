@@ -33,13 +33,12 @@ from hetero.planner.model_shape import (
 from hetero.planner.training_options import TrainingOptions
 from hetero.words import counted
 from megatron.training.arguments.config_file import FLAG, expand_config_files
+from megatron.training.arguments.left_out import is_left_out, sort_out
 from megatron.training.arguments.parser import build_parser
+from megatron.training.arguments.segments import split_words
 
 _FREE = ("layers", "seq_length")
 """What a profile may differ in from the model that it serves."""
-
-
-_NOT_MODELLED = ("num-experts", "num-moe-experts", "context-parallel-size")
 
 
 @dataclass(frozen=True)
@@ -108,16 +107,13 @@ def _model(name: str, changed: Mapping[str, Any], *, dtype: str) -> ModelShape:
     flags, _ = read_flags(name)  # of a file that cannot be read nothing else is told
     file, faults = model_file(name), Faults()
     faults.sentences += [
-        f"the model {file}: {flag} is {value}, whose costs are not known; leave it out"
-        for flag, value in flags.items()
-        if flag in _NOT_MODELLED and value not in (None, 0, 1)
-    ]
-    faults.sentences += [
         f"the model {file} says {other}, and --dtype is {dtype}; give --dtype {other}"
         for other in ("bf16", "fp16")
         if flags.get(other) and other != dtype
     ]
-    faults.read(lambda: expand_config_files([FLAG, str(file)], build_parser()))
+    words = faults.read(lambda: expand_config_files([FLAG, str(file)], build_parser())) or []
+    left_out, _ = sort_out(one for one in split_words(words) if is_left_out(one.flag))
+    faults.sentences += [f"the model {file}: {said}" for said in left_out]
     faults.sentences = [said.replace(f"{FLAG} ", "the model ", 1) for said in faults.sentences]
     model = faults.read(lambda: load_model(name, **changed))
     faults.refuse(ModelError)

@@ -53,7 +53,7 @@ def test_errors_name_what_is_missing_or_wrong() -> None:
         model_from_flags({"num-layers": 2, "seq-length": 8}, source="it")
     flags = {
         "num-layers": 2,
-        "hidden-size": 64,
+        "hidden-size": 96,
         "num-attention-heads": 6,
         "group-query-attention": True,
         "num-query-groups": 4,
@@ -77,3 +77,21 @@ def test_all_that_is_wrong_with_the_flags_is_told_at_once() -> None:
         "it: hidden-size is True; it must be a whole number",
         "it: seq-length is 'long'; it must be a whole number",
     )
+
+
+def test_sizes_that_training_refuses_are_refused() -> None:
+    flags = {
+        "num-layers": 2,
+        "hidden-size": 65,
+        "num-attention-heads": 4,
+        "seq-length": 128,
+        "max-position-embeddings": 64,
+        "padded-vocab-size": 256,
+    }
+    with pytest.raises(ModelError) as refused:
+        model_from_flags(flags, source="it")
+    heads, length = refused.value.sentences
+    assert "hidden-size 65 is no multiple of the 4 attention heads; give kv-channels" in heads
+    assert "max-position-embeddings 64 is below a seq-length of 128" in length
+    fitting = flags | {"kv-channels": 16, "max-position-embeddings": 128}
+    assert model_from_flags(fitting, source="it").head_size == 16
