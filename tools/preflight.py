@@ -125,14 +125,18 @@ def _check(options: argparse.Namespace, rank: int, world_size: int) -> Report:
         report = Together(settings, rank=rank, store=store, agreement=agreement).check()
         if rank == 0:
             _tell(report, options)
-    except HeteroError:
+    except (KeyboardInterrupt, SystemExit):
+        # The others may be ended in the same moment, and would not leave.
+        liveness.fail("it was interrupted")
         raise
     except Exception as error:
-        agreement.announce_failure(error)
-        raise
-    finally:
+        if not isinstance(error, HeteroError):
+            agreement.announce_failure(error)
         agreement.leave()
         liveness.leave()
+        raise
+    agreement.leave()
+    liveness.leave()
     return report
 
 

@@ -6,12 +6,14 @@ import json
 import os
 import subprocess
 import sys
+from unittest.mock import Mock
 
 import pytest
 import yaml
 
 from tests import preloaded
 from tests.distributed.harness import ROOT, free_port
+from tools import preflight
 
 pytestmark = pytest.mark.usefixtures("preloaded_ranks")
 TOOL = ROOT / "tools" / "preflight.py"
@@ -133,3 +135,18 @@ def test_a_wrong_nic_on_all_nodes_is_said_once():
     done = together(2, "--no-bandwidth", "--hetero-nics", "nope0")
     assert done.returncode != 0
     assert done.stderr.count("--hetero-nics nope0 is no NIC") == 1
+
+
+@pytest.mark.parametrize("interrupt", [KeyboardInterrupt(), SystemExit(143)])
+def test_an_interrupted_check_tells_the_others_and_waits_for_none(
+    interrupt: BaseException, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rank = Mock()
+    rank.check.side_effect = interrupt
+    for name in ("open_store", "open_liveness", "Agreement", "Together"):
+        monkeypatch.setattr(preflight, name, Mock(return_value=rank))
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    with pytest.raises(type(interrupt)):
+        preflight._check(preflight._parse([]), rank=1, world_size=2)
+    rank.fail.assert_called_once_with("it was interrupted")
+    rank.leave.assert_not_called()
