@@ -36,6 +36,8 @@ _ENUMERATED = 500
 """Splits of layers up to which all are looked at."""
 _COUNTED = 1024
 """GPUs of the kinds, multiplied, up to which a kind may have fewer replicas than its GPUs make."""
+_PROMISING = 60
+"""Shapes that are looked at where not all can be."""
 
 
 @dataclass(frozen=True)
@@ -61,13 +63,15 @@ class _Shape:
     """Seconds that no step is shorter than."""
 
 
-def search_replicas(problem: Problem, *, below: float, most: int) -> Iterator[Replicas]:
+def search_replicas(problem: Problem, *, below: float, exact: bool) -> Iterator[Replicas]:
     """Ever better plans of whole replicas whose estimated step is shorter than `below` seconds.
 
-    After `most` shapes the search ends, however many are left.
+    Where the search need not be `exact`, it looks at the most promising shapes of as many replicas
+    as the GPUs make.
     """
-    shapes = sorted(_shapes(problem), key=lambda shape: shape.bound)
-    for shape in shapes[:most]:
+    fewer = exact and not leaves_out(problem)
+    shapes = sorted(_shapes(problem, fewer=fewer), key=lambda shape: shape.bound)
+    for shape in shapes if exact else shapes[:_PROMISING]:
         if shape.bound >= below:
             break
         for found in _of_shape(problem, shape, below):
@@ -80,7 +84,7 @@ def leaves_out(problem: Problem) -> bool:
     return math.prod(kind.gpus for kind in problem.cluster.kinds) > _COUNTED
 
 
-def _shapes(problem: Problem) -> Iterator[_Shape]:
+def _shapes(problem: Problem, *, fewer: bool) -> Iterator[_Shape]:
     space, model = problem.space, problem.model
     sizes = [
         size
@@ -103,7 +107,7 @@ def _shapes(problem: Problem) -> Iterator[_Shape]:
                 times = [seconds[kind] for kind in kinds]
                 for stages in range(1, most + 1):
                     made = [count // stages for count in ranks]
-                    least = made if leaves_out(problem) else [1] * len(made)
+                    least = [1] * len(made) if fewer else made
                     ranges = (range(a, b + 1) for a, b in zip(least, made, strict=True))
                     for data in itertools.product(*ranges):
                         bound = _bound(problem, times, micro_batch, stages, data)

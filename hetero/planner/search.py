@@ -16,7 +16,6 @@ import dataclasses
 import heapq
 import itertools
 import math
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -44,8 +43,6 @@ _IMPROVED = 4
 """Of those, how many are changed step by step."""
 _CHANGES = 1500
 """Changes whose layers are split, at most."""
-_REPLICAS = 60
-"""Shapes of whole replicas that are looked at, where not all can be."""
 _ALL_ORDERS = 2
 """Kinds up to which every order of theirs is tried at once, instead of by and by."""
 
@@ -115,11 +112,10 @@ def search(
         solved += _improve(problem, best, every_step, progress)
     if problem.space.replicas and 1 in problem.space.chunks:
         progress("replicas", 0.0)
-        most = sys.maxsize if is_exact else _REPLICAS
-        is_exact = is_exact and not leaves_out(problem)
-        for found in search_replicas(problem, below=best.limit, most=most):
+        for found in search_replicas(problem, below=best.limit, exact=is_exact):
             micro_batches = sum(found.shares)
             best.add(Candidate(found.meshes, found.split, micro_batches, 1, found.shares))
+        is_exact = is_exact and not leaves_out(problem)
     return Found(tuple(best.sorted()), combinations, solved, is_exact)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
 from collections.abc import Iterator
 from dataclasses import replace
@@ -24,7 +25,7 @@ from hetero.planner.mesh_options import (
     pipeline_of,
 )
 from hetero.planner.model_shape import ModelShape
-from hetero.planner.replica_search import best_shares
+from hetero.planner.replica_search import best_shares, search_replicas
 from hetero.planner.search import search
 from hetero.planner.training_options import TrainingOptions
 from tests.hetero.planner.test_layer_split import splits
@@ -285,14 +286,25 @@ def test_whole_replicas_win_where_links_between_vendors_are_slow_and_layers_few(
 
 def test_a_kind_has_fewer_replicas_than_its_gpus_make_where_the_batch_divides_better() -> None:
     """13 samples are no sum of sixes and eights: one GPU has to stand idle."""
-    problem = even_problem(memory=(400, 400), layers=1, batch=13)
+    found = search(six_and_eight_gpus(batch=13))
+    first = found.candidates[0]
+    assert found.is_exact
+    assert first.shares == (1, 1)
+    assert sum(mesh.option.stage.data for mesh in first.meshes) == 13
+
+
+def test_where_not_all_are_looked_at_fewer_replicas_do_not_crowd_out_what_the_gpus_make() -> None:
+    fourteen = list(search_replicas(six_and_eight_gpus(batch=14), below=math.inf, exact=False))
+    assert fourteen[-1].shares == (1, 1)
+    assert not list(search_replicas(six_and_eight_gpus(batch=13), below=math.inf, exact=False))
+
+
+def six_and_eight_gpus(*, batch: int) -> Problem:
+    """Each GPU holds a replica of its own."""
+    problem = even_problem(memory=(400, 400), layers=1, batch=batch)
     kinds = tuple(
         replace(kind, gpus_per_node=gpus)
         for kind, gpus in zip(problem.cluster.kinds, (6, 8), strict=True)
     )
     space = replace(problem.space, replicas=True)
-    found = search(replace(problem, cluster=Cluster(kinds, {}), space=space))
-    first = found.candidates[0]
-    assert found.is_exact
-    assert first.shares == (1, 1)
-    assert sum(mesh.option.stage.data for mesh in first.meshes) == 13
+    return replace(problem, cluster=Cluster(kinds, {}), space=space)
