@@ -60,6 +60,17 @@ def bytes_in(piece: Piece) -> torch.Tensor:
     return as_bytes(tensor)[first : first + size]
 
 
+def joined(pieces: Sequence[Piece]) -> torch.Tensor | None:
+    """Pieces that lie one behind another in the same memory, as flat bytes; None for others."""
+    tensor, first, _ = pieces[0]
+    ends = first
+    for other, begin, size in pieces:
+        if other is not tensor or begin != ends:
+            return None
+        ends += size
+    return as_bytes(tensor)[first:ends]
+
+
 def is_same(piece: Piece, other: Piece) -> bool:
     """Whether both are the same memory."""
     return piece[0].data_ptr() + piece[1] == other[0].data_ptr() + other[1]

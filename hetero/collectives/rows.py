@@ -15,7 +15,7 @@ from hetero.collectives.all_reduce import (
     combine_in_order,
 )
 from hetero.collectives.exchange import Exchange, Moves, Steps
-from hetero.collectives.flat_memory import Piece, bytes_in, copy, is_same, whole
+from hetero.collectives.flat_memory import Piece, bytes_in, copy, is_same, joined, whole
 from hetero.collectives.group_links import as_bytes
 from hetero.collectives.inside_vendor import Inside
 from hetero.collectives.reductions import Reduction
@@ -292,17 +292,20 @@ def all_to_all(exchange: Exchange, outputs: Sequence[Piece], inputs: Sequence[Pi
         yield moves
         return
     moves.begin()
-    arrived = torch.cat([bytes_in(outputs[rank]) for rank in layout.mine])
-    leaving = torch.cat([bytes_in(inputs[rank]) for rank in layout.mine])
-    output_splits = [outputs[rank][2] for rank in layout.mine]
-    input_splits = [inputs[rank][2] for rank in layout.mine]
-    if arrived.device.type == "cpu":
+    taken, given = ([pieces[rank] for rank in layout.mine] for pieces in (outputs, inputs))
+    output_splits, input_splits = ([size for _, _, size in pieces] for pieces in (taken, given))
+    leaving, room = joined(given), joined(taken)
+    if leaving is None:
+        leaving = torch.cat([bytes_in(piece) for piece in given])
+    arrived = leaving.new_empty(sum(output_splits)) if room is None else room
+    if arrived.is_cpu:
         _require_same_sizes(exchange, taken=output_splits, given=input_splits)
     exchange.library.all_to_all(
         arrived, leaving, output_splits=output_splits, input_splits=input_splits
     ).wait()
-    for rank, part in zip(layout.mine, arrived.split(output_splits), strict=True):
-        bytes_in(outputs[rank]).copy_(part)
+    if room is None:
+        for piece, part in zip(taken, arrived.split(output_splits), strict=True):
+            bytes_in(piece).copy_(part)
     yield moves
 
 
