@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hetero.planner.pipeline_program import (
     BACKWARD,
@@ -13,6 +13,9 @@ from hetero.planner.pipeline_program import (
     Transfer,
     program,
 )
+
+_PLAYED = 50_000
+"""Forward passes of a pipeline that are simulated, or of so many micro-batches as fill it twice."""
 
 
 @dataclass(frozen=True)
@@ -72,13 +75,16 @@ class Events:
     transfers: tuple[Span, ...]
     ends: tuple[float, ...]
     """When each stage was through with its last pass and transfer."""
+    repeats: float = 1.0
+    """Micro-batches of the step over those whose passes and transfers are here."""
 
     @property
     def seconds(self) -> float:
         return max(self.ends)
 
     def busy(self, stage: int) -> float:
-        return sum(span.end - span.start for span in self.passes if span.place == stage)
+        spans = (span.end - span.start for span in self.passes if span.place == stage)
+        return self.repeats * sum(spans)
 
 
 _Key = tuple[int, str, int, int]
@@ -177,5 +183,21 @@ class _Run:
 
 
 def run_chain(chain: Chain, *, starts: tuple[float, ...] = ()) -> Events:
-    """Simulate one step. `starts` says when each stage is free, all at 0 where it is left out."""
-    return _Run(chain, starts or (0.0,) * chain.stages).events()
+    """Simulate one step. `starts` says when each stage is free, all at 0 where it is left out.
+
+    Of very many micro-batches only the first are simulated: the others repeat what these do.
+    """
+    starts = starts or (0.0,) * chain.stages
+    # Interleaved, micro-batches take turns in groups of as many as there are stages.
+    half = max(2, _PLAYED // (2 * chain.stages**2 * chain.chunks)) * chain.stages
+    played = 2 * half
+    if chain.micro_batches <= played:
+        return _Run(chain, starts).events()
+    some = _Run(replace(chain, micro_batches=half), starts).events()
+    more = _Run(replace(chain, micro_batches=played), starts).events()
+    left_out = chain.micro_batches - played
+    ends = tuple(
+        late + (late - early) / (played - half) * left_out
+        for early, late in zip(some.ends, more.ends, strict=True)
+    )
+    return replace(more, ends=ends, repeats=chain.micro_batches / played)

@@ -10,14 +10,16 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import overload
 
 import numpy as np
 
 from hetero.planner.cluster_shape import NodeKind
 from hetero.planner.layer_profile import ProfileError
-from hetero.planner.layer_split import Counts, Numbers, Pipeline, Split, best_split, estimate
+from hetero.planner.layer_split import Counts, Pipeline, Split, best_split, estimate
 from hetero.planner.mesh_options import (
     MeshChoice,
     MeshOption,
@@ -250,8 +252,7 @@ def _shared(
     """Divide the step's micro-batches so that the last replica ends as soon as can be."""
     about = max(1, total // sum(shape.data))
     ends = [
-        split.seconds
-        + split.period * (np.arange(1, total // replicas + 1, dtype=np.float64) - about)
+        Ends(split.seconds - split.period * (about - 1), split.period, total // replicas)
         for split, replicas in zip(splits, shape.data, strict=True)
     ]
     shares = best_shares(ends, shape.data, total)
@@ -270,8 +271,29 @@ def _shared(
     yield Replicas(tuple(meshes), Split(layers, estimate_seconds(costs), period, update), shares)
 
 
+@dataclass(frozen=True)
+class Ends(Sequence[float]):
+    """When a replica with 1, 2 and more micro-batches ends: too many to write them all down."""
+
+    first: float
+    period: float
+    most: int
+
+    def __len__(self) -> int:
+        return self.most
+
+    @overload
+    def __getitem__(self, index: int) -> float: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[float]: ...
+    def __getitem__(self, index: int | slice) -> float | Sequence[float]:
+        if isinstance(index, slice):
+            return [self[one] for one in range(self.most)[index]]
+        return self.first + self.period * range(self.most)[index]
+
+
 def best_shares(
-    ends: Sequence[Numbers], replicas: Sequence[int], total: int
+    ends: Sequence[Sequence[float]], replicas: Sequence[int], total: int
 ) -> tuple[int, ...] | None:
     """Micro-batches of each kind's replicas, `total` of all together, so that the last ends first.
 
@@ -280,29 +302,31 @@ def best_shares(
     """
     if total % math.gcd(*replicas) or any(len(times) == 0 for times in ends):
         return None
-    every = np.sort(np.concatenate(ends))
+
+    def by(moment: float) -> list[int]:
+        return [bisect_right(times, moment) for times in ends]
+
     over = 0
     while True:
         # What each ends by the soonest moment at which all could have taken `over` more together.
-        at, most = len(every), [len(times) for times in ends]
-        low = 0
-        while low < at:
-            middle = (low + at) // 2
-            by_then = [int(np.searchsorted(times, every[middle], "right")) for times in ends]
-            enough = sum(map(int.__mul__, by_then, replicas)) >= total + over
-            at, low = (middle, low) if enough and all(by_then) else (at, middle + 1)
-            most = by_then if enough and all(by_then) else most
+        def enough(moment: float, more: int = over) -> bool:
+            most = by(moment)
+            return all(most) and sum(map(int.__mul__, most, replicas)) >= total + more
+
+        places = [bisect_left(times, True, key=enough) for times in ends]
+        soonest = [times[at] for times, at in zip(ends, places, strict=True) if at < len(times)]
+        most = by(min(soonest)) if soonest else [len(times) for times in ends]
         spare = sum(map(int.__mul__, most, replicas)) - total
         if spare < 0:
             return None
         found = _without(ends, replicas, most, spare)
-        if found is not None or at == len(every):
+        if found is not None or not soonest:
             return found
         over = max(2 * over, sum(replicas))
 
 
 def _without(
-    ends: Sequence[Numbers], replicas: Sequence[int], most: Sequence[int], spare: int
+    ends: Sequence[Sequence[float]], replicas: Sequence[int], most: Sequence[int], spare: int
 ) -> tuple[int, ...] | None:
     """At most so many each, and `spare` less of all together, so that the last ends first."""
     latest = np.full(spare + 1, np.inf)

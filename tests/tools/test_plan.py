@@ -153,6 +153,7 @@ def test_a_batch_that_cannot_be_interleaved_is_not_said_to_lack_memory(
     [
         (("--tensor", "3"), "no --tensor size of 3 both divides the model's 32 heads"),
         (("--micro-batch", "3"), "no --micro-batch of 3 divides it"),
+        (("--global-batch", str(10**18)), "give at most 1000000000"),
         (("--interleave", "17"), "32 layers cannot be 17 chunks of each of two stages"),
     ],
 )

@@ -39,6 +39,8 @@ from megatron.training.arguments.segments import split_words
 
 _FREE = ("layers", "seq_length")
 """What a profile may differ in from the model that it serves."""
+_LARGEST_BATCH = 1_000_000_000
+"""Samples of a step; their divisors are gone through."""
 
 
 @dataclass(frozen=True)
@@ -76,6 +78,11 @@ def asked_problem(options: argparse.Namespace) -> Asked:
     cluster = faults.read(lambda: load_cluster(options.cluster))
     model = faults.read(lambda: _model(options.model, changed, dtype=options.dtype))
     profiles = {path: faults.read(partial(load_profile, path)) for path in options.profile}
+    if options.global_batch > _LARGEST_BATCH:
+        faults.sentences.append(
+            f"--global-batch {options.global_batch} is more than is planned for; give at most "
+            f"{_LARGEST_BATCH}"
+        )
     if options.out.exists() and not options.out.is_dir():
         faults.sentences.append(f"--out {options.out} is no folder; name another")
     read_profiles = {path: profile for path, profile in profiles.items() if profile is not None}

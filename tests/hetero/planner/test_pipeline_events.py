@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hetero.planner import pipeline_events
 from hetero.planner.peak_memory import in_flight
 from hetero.planner.pipeline_events import Chain, EdgeSeconds, Events, run_chain
 from hetero.planner.pipeline_program import BACKWARD, FORWARD, compute_order
@@ -109,6 +110,21 @@ def test_a_stage_computes_as_long_as_its_passes_take(chain: Chain) -> None:
     for stage in range(chain.stages):
         work = sum(chain.forward[stage]) + sum(chain.backward[stage])
         assert events.busy(stage) == pytest.approx(work * chain.micro_batches)
+
+
+@pytest.mark.parametrize("chain", [even_chain(3, 602), even_chain(3, 602, is_blocking=True)])
+def test_of_very_many_micro_batches_the_first_are_simulated_and_the_others_repeat_them(
+    chain: Chain, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow = replace(chain, backward=((2.0,), (3.5,), (1.0,)))
+    whole = run_chain(slow)
+    monkeypatch.setattr(pipeline_events, "_PLAYED", 300)
+    some = run_chain(slow)
+    assert len(some.passes) <= 2 * 300
+    assert some.seconds == pytest.approx(whole.seconds)
+    assert [some.busy(n) for n in range(3)] == pytest.approx([whole.busy(n) for n in range(3)])
+    vast = run_chain(replace(slow, micro_batches=10**9))
+    assert vast.seconds == pytest.approx(4.5e9, rel=1e-6)
 
 
 @given(st.one_of(chains(), chains(chunks=2)), st.data())
