@@ -182,8 +182,8 @@ class Hub(Liveness):
         line.connection.close()
 
     def _tell_of(self, ended: Ended) -> None:
+        super()._tell_of(ended)
         if not self._over.is_set():
-            self._notice(ended)
             self._broadcast({"ended": asdict(ended)})
 
     def _broadcast(self, message: Mapping[str, Any]) -> None:

@@ -95,6 +95,20 @@ class Liveness(ABC):
 
         threading.Thread(target=wait, name="liveness end", daemon=True).start()
 
+    def take_silence_for_an_end(self, seconds: float) -> None:
+        """From now on: a rank that sends no heartbeat for so long (three at least) counts as ended.
+
+        Where only some wait for a rank that hangs, nothing else would tell the others.
+        """
+
+        def watch() -> None:
+            while not (self._noticed.wait(self._interval) or self._over.is_set()):
+                for rank, age in self.silent(seconds).items():
+                    reason = f"no heartbeat for {age:.0f} s; see whether it, or its host, hangs"
+                    self._tell_of(Ended(rank, self._hosts[rank], reason, clock(age), age))
+
+        threading.Thread(target=watch, name="liveness silence", daemon=True).start()
+
     @property
     def ended(self) -> Ended | None:
         """The rank that ended first, if one has."""
@@ -143,6 +157,10 @@ class Liveness(ABC):
     @abstractmethod
     def _ask_for_silent(self) -> dict[int, float]:
         """The ranks of which nothing has been heard for a while, and for how many seconds."""
+
+    def _tell_of(self, ended: Ended) -> None:
+        if not self._over.is_set():
+            self._notice(ended)
 
     def _notice(self, ended: Ended) -> None:
         if self._first is None:

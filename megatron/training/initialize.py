@@ -332,6 +332,9 @@ class Starter:
                         tensor_group=groups.tensor,
                     ),
                 )
+        if self.liveness is not None:
+            longest = args.hetero_timeout if _crosses_vendors(args) else timeout
+            self.liveness.take_silence_for_an_end(min(longest, timeout))
         return Job(
             args=args,
             plan=plan,

@@ -77,6 +77,28 @@ def test_a_peer_that_stops_answering_is_an_error_after_the_timeout(
     assert "Traceback" not in message
 
 
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_rank_that_is_stopped_in_a_save_is_named_after_the_timeout(
+    corpus, tmp_path: Path, victim: int
+) -> None:
+    script = tmp_path / "stopped.py"
+    stop = "import megatron.training.checkpoint.saver as saver\n"
+    stop += "saver.Saver._advance = lambda *a: os.kill(os.getpid(), signal.SIGSTOP)"
+    script.write_text(FAULTY.format(stop, str(ENTRY)))
+    flags = [*TINY_LLAMA, *corpus.flags, *MIXED, "--save", str(tmp_path / "saved")]
+    flags += ["--save-interval", "1", "--hetero-timeout", "3"]
+    processes = start(flags, 2, environ=SIMULATED, scripts={victim: script})
+    try:
+        code = processes[1 - victim].wait(timeout=120)
+        message = processes[1 - victim].stderr.read()  # type: ignore[union-attr]
+    finally:
+        processes[victim].send_signal(signal.SIGKILL)
+        finish(processes, seconds=60)
+    assert code == 1
+    assert f"rank {victim} on {socket.gethostname()} (stage {victim}) failed: no heart" in message
+    assert "Traceback" not in message
+
+
 @pytest.mark.parametrize(
     ("victim", "step"), [(0, "build_groups"), (1, "build_groups"), (0, "select"), (1, "select")]
 )

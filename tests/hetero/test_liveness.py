@@ -152,6 +152,25 @@ def test_a_process_that_goes_on_after_another_has_ended_is_ended(
     assert str(reasons[0]) == "rank 1 on host1 (stage 1) failed: out of memory"
 
 
+@pytest.mark.parametrize("seen_by", ["rank 0", "rank 1"])
+def test_a_rank_that_is_silent_for_longer_than_is_waited_counts_as_ended(
+    hub: Hub, seen_by: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = member(hub, 1)
+    side, silent = (hub, 1) if seen_by == "rank 0" else (other, 0)
+    for one in (hub, other):
+        monkeypatch.setattr(one, "_interval", 0.01)
+    monkeypatch.setattr(side, "_silence", 0.0)
+    monkeypatch.setattr(side, "seconds_since_heard", lambda: {silent: 40.0})
+    side.take_silence_for_an_end(50.0)
+    assert not side._noticed.wait(0.2)
+    side.take_silence_for_an_end(30.0)
+    said = f"{NAMES[silent]} failed: no heartbeat for 40 s; see whether it, or its host, hangs"
+    assert side.cause(120) == said
+    if side is hub:
+        assert other.cause(120) == said
+
+
 def test_a_stranger_is_turned_away_and_nobody_hears_of_it(hub: Hub) -> None:
     stranger = called(hub.port, 1, token="another's")
     with pytest.raises(UserError, match="something that is not this job's rank 0"):
