@@ -32,7 +32,7 @@ class ShareBatchSampler(Sampler[list[int]]):
         shuffle: bool = True,
         drop_last: bool = False,
     ) -> None:
-        self.length = dataset if isinstance(dataset, int) else len(dataset)
+        self.length = _length(dataset)
         self.shares = shares
         """Those of the next batch, unless others are set for it."""
         self.rank, self.seed, self.shuffle, self.drop_last = rank, seed, shuffle, drop_last
@@ -202,6 +202,19 @@ class ShareBatchSampler(Sampler[list[int]]):
         self.epoch, self._first = state["epoch"], state["batches"]
         self._next = self._first
         self._pending.clear()
+
+
+def _length(dataset: Sized | int) -> int:
+    if isinstance(dataset, int):
+        return dataset
+    try:
+        return len(dataset)
+    except TypeError as error:
+        raise UserError(
+            f"the batches cannot be shared out: {type(dataset).__name__} has no length, as an "
+            "IterableDataset has none; give a dataset with __len__ and __getitem__, or let each "
+            "rank's own stream yield its share"
+        ) from error
 
 
 class ShareSampler(Sampler[int]):

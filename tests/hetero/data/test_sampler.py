@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.utils.data import DataLoader, DistributedSampler
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from hetero.data import ShareBatchSampler, Shares, ShareSampler
 from hetero.errors import UserError
@@ -211,3 +211,12 @@ def test_more_shares_than_ranks_are_refused(monkeypatch):
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
     with pytest.raises(UserError, match="are for 3 ranks and there are 2"):
         ShareBatchSampler(30, Shares((2, 2, 1)), rank=0)
+
+
+def test_a_dataset_without_a_length_is_refused_in_a_sentence():
+    class Stream(IterableDataset):
+        def __iter__(self):
+            return iter(range(10))
+
+    with pytest.raises(UserError, match=r"Stream has no length.*give a dataset with __len__"):
+        ShareBatchSampler(Stream(), Shares((2, 2)), rank=0)
