@@ -14,6 +14,7 @@ import argparse
 import json
 import os
 import sys
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -26,8 +27,11 @@ if __name__ == "__main__":
     # The ranks wait for each other in slices; PyTorch would report the end of each as a timeout.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
+from torch.distributed import DistError
+
 from hetero.agreement import Agreement
-from hetero.errors import HeteroError, UserError, write_error_file
+from hetero.errors import HeteroError, UserError, print_error, write_error_file
+from hetero.liveness.liveness import RankLost
 from hetero.liveness.open_liveness import open_liveness
 from megatron.training.rendezvous import endpoint, environment_rank, open_store
 from tools import tool_command_line
@@ -113,6 +117,8 @@ def _check(options: argparse.Namespace, rank: int, world_size: int) -> Report:
     liveness = open_liveness(
         store, rank=rank, world_size=world_size, master=os.environ["MASTER_ADDR"]
     )
+    ending = threading.Event()
+    liveness.end_with_others(lambda error: None if ending.is_set() else _end(error))
     agreement = Agreement(
         store,
         rank=rank,
@@ -130,14 +136,25 @@ def _check(options: argparse.Namespace, rank: int, world_size: int) -> Report:
         liveness.fail("it was interrupted")
         raise
     except Exception as error:
+        ending.set()
+        if isinstance(error, DistError) and (cause := liveness.cause()) is not None:
+            raise RankLost(cause) from error
         if not isinstance(error, HeteroError):
             agreement.announce_failure(error)
         agreement.leave()
         liveness.leave()
         raise
+    ending.set()
     agreement.leave()
     liveness.leave()
     return report
+
+
+def _end(error: RankLost) -> None:
+    """Another rank has ended, and the main thread waits where nothing tells it, as in a link."""
+    print_error(str(error))
+    write_error_file(str(error), printed=True)
+    os._exit(error.exit_code)
 
 
 def _tell(report: Report, options: argparse.Namespace) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from unittest.mock import Mock
@@ -135,6 +136,39 @@ def test_a_wrong_nic_on_all_nodes_is_said_once():
     done = together(2, "--no-bandwidth", "--hetero-nics", "nope0")
     assert done.returncode != 0
     assert done.stderr.count("--hetero-nics nope0 is no NIC") == 1
+
+
+KILLED = """
+import os, signal, sys
+from tools import preflight
+from tools.preflight_checks import path_bandwidth, readiness
+path_bandwidth._TIMEOUT = 1000.0
+if os.environ["RANK"] == "{}":
+    readiness.measure_paths = lambda end: os.kill(os.getpid(), signal.SIGKILL)
+sys.exit(preflight.main(["--emulate-nodes", "--hetero-nics", "lo"]))
+"""
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_rank_killed_while_they_measure_is_named_by_all_that_wait(victim: int, tmp_path) -> None:
+    (tmp_path / "killed.py").write_text(KILLED.format(victim))
+    ranks = {"WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    started = [
+        preloaded.start(
+            tmp_path / "killed.py",
+            [],
+            environ=environment(
+                RANK=str(rank), LOCAL_RANK=str(rank), PYTHONPATH=str(ROOT), **ranks
+            ),
+        )
+        for rank in range(3)
+    ]
+    for rank, process in enumerate(started):
+        _, err = process.communicate(timeout=120)
+        if rank != victim:
+            assert process.returncode == 1
+            assert re.search(rf"^error: .*rank {victim} .*has ended", err, re.MULTILINE)
+            assert "Traceback" not in err
 
 
 @pytest.mark.parametrize("interrupt", [KeyboardInterrupt(), SystemExit(143)])
