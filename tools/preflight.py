@@ -30,7 +30,13 @@ if __name__ == "__main__":
 from torch.distributed import DistError
 
 from hetero.agreement import Agreement
-from hetero.errors import HeteroError, UserError, print_error, write_error_file
+from hetero.errors import (
+    AgreedFailure,
+    HeteroError,
+    UserError,
+    print_error,
+    write_error_file,
+)
 from hetero.liveness.liveness import RankLost
 from hetero.liveness.open_liveness import open_liveness
 from megatron.training.rendezvous import endpoint, environment_rank, open_store
@@ -141,7 +147,8 @@ def _check(options: argparse.Namespace, rank: int, world_size: int) -> Report:
             raise RankLost(cause) from error
         if not isinstance(error, HeteroError):
             agreement.announce_failure(error)
-        agreement.leave()
+        # Whoever has died will not leave; who waits in a link hears of that end within 5 s.
+        agreement.leave(seconds=6.0 if isinstance(error, AgreedFailure) else 10.0)
         liveness.leave()
         raise
     ending.set()
