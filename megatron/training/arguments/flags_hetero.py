@@ -104,7 +104,7 @@ def add_hetero_flags(parser: argparse.ArgumentParser) -> None:
         type=number(above=0),
         default=600.0,
         metavar="SECONDS",
-        help="seconds; a transfer blocked for longer is an error",
+        help="seconds; a transfer blocked for longer is an error, a silent rank has ended",
     )
     group.add_argument(
         "--hetero-report",
