@@ -135,13 +135,11 @@ def _numa_node(device: Path) -> int | None:
 
 
 def _interfaces_of(device: Path) -> tuple[str, ...]:
-    """The interfaces beside a NIC's RDMA device, or those that its GIDs name (software RDMA)."""
+    """The interfaces beside a NIC's RDMA device, or those of software RDMA's first GIDs.
+
+    The first is its own interface's; a table may have a thousand more, nearly all empty.
+    """
     if beside := entries(device / "device/net"):
         return tuple(beside)
-    named = {
-        name
-        for port in entries(device / "ports")
-        for index in entries(device / "ports" / port / "gid_attrs/ndevs")
-        if (name := read_text(device / "ports" / port / "gid_attrs/ndevs" / index))
-    }
-    return tuple(sorted(named))
+    ports = [device / "ports" / port for port in entries(device / "ports")]
+    return tuple(sorted({*filter(None, (read_text(p / "gid_attrs/ndevs/0") for p in ports))}))

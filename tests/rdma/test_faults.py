@@ -19,7 +19,7 @@ from tests.hetero.link.transports import SLOWNESS
 from tests.rdma.links import Heard, verbs_over
 from tests.rdma.rails import Rail
 
-TIMEOUT = 1.0 * SLOWNESS
+TIMEOUT = 0.6 * SLOWNESS
 GRACE = 2.0 * SLOWNESS
 MESSAGES = 24
 NBYTES = (1 << 20) + 3

@@ -93,10 +93,11 @@ def test_devices_are_listed_with_their_interfaces_in_the_order_of_their_numbers(
     assert rdma[4].pci == place(sysfs, "nic10")
 
 
-def test_software_rdma_takes_its_interface_from_its_gids(tmp_path):
+def test_software_rdma_takes_its_interface_from_its_first_gid(tmp_path):
     tree = FakeSysfs(tmp_path)
     gid = ("0000:0000:0000:0000:0000:ffff:0a00:0001", "RoCE v2", "veth0")
-    tree.add_rdma("rxe0", None, gids=(gid,))
+    on_a_vlan = ("0000:0000:0000:0000:0000:ffff:0a07:0001", "RoCE v2", "veth0.7")
+    tree.add_rdma("rxe0", None, gids=(gid, on_a_vlan))
     (device,) = topology.rdma_devices(sys_root=tmp_path)
     assert device == topology.RdmaDevice("rxe0", pci=None, interfaces=("veth0",))
 

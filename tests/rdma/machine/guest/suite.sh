@@ -4,7 +4,7 @@
 # tests move more than Soft-RoCE can in a few minutes.
 # Reading torch's libraries takes as long as running their start, and a second processor has nothing to do yet.
 cat "$("$PYTHON" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"/torch/lib/*.so > /dev/null &
-exec "$PYTHON" -m pytest -v --color=no --tb=short --durations=8 --timeout=240 -p no:cacheprovider -p no:xdist \
+exec "$PYTHON" -m pytest -v --color=no --tb=short --durations=8 --timeout=240 -p no:cacheprovider -p no:xdist -p no:anyio \
     -o console_output_style=classic -o junit_suite_name=rdma --junitxml="$HETERO_TEST_OUT/rdma.xml" \
     -m "not slow" -k "verbs or rdma" tests/rdma/test_smoke.py \
     tests/hetero/link/test_contract.py tests/hetero/link/test_contract_failures.py \
