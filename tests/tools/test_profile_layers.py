@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 
 from hetero.planner.layer_profile import MeasuredProfile, Point, load_profile
+from tools.layer_profile.swept_points import layers_of_deep_stages
+from tools.operators.layer_flags import model_arguments
 from tools.profile_layers import main
 
 LLAMA = (
@@ -31,6 +33,16 @@ def test_every_part_has_its_cost(measured: tuple[Path, MeasuredProfile]) -> None
     # Its time is a difference, which on so small a model is lost in that of the layer.
     assert costs.head_activation_bytes > 0
     assert measured[1].optimizer_seconds("one", 1e6) > 0
+
+
+@pytest.mark.parametrize(
+    ("layers", "width", "deep"), [(2, 256, 3), (6, 256, 6), (40, 256, 8), (40, 4096, 3)]
+)
+def test_stages_are_deep_where_layers_are_small(layers: int, width: int, deep: int) -> None:
+    """Else a cache would hold all of a stage's weights, and not those of a run's."""
+    sizes = f"--num-layers {layers} --hidden-size {width} --ffn-hidden-size {4 * width}"
+    args = model_arguments([*LLAMA[:-4], *sizes.split()])
+    assert layers_of_deep_stages(args) == deep
 
 
 def test_recomputing_keeps_a_layers_input_alone(measured: tuple[Path, MeasuredProfile]) -> None:

@@ -1,7 +1,11 @@
 """From stages measured alone to what a layer, the embedding and the head cost: a planner's profile.
 
 A stage costs a constant and so much a layer. Two middle stages of different depth give the layer;
-what a first and a last stage cost beyond their layer is the embedding's and the head's.
+what a first and a last stage cost beyond their layers is the embedding's and the head's.
+
+All but one stage are so deep that no cache holds their weights, or have all layers of the model.
+What is small stays in a cache from one pass to the next where little else is, and costs less there
+than it will.
 """
 
 from __future__ import annotations
@@ -16,12 +20,16 @@ import torch
 from hetero.planner.cluster_shape import Wire
 from hetero.planner.layer_profile import AcceleratorProfile, PartCosts, PassTimes, Point
 from megatron.training.model import torch_dtype
+from megatron.training.model_size import model_shape
 from tools.layer_profile.measured_stage import FIRST, LAST, MIDDLE, StageCost, measured_stage
 from tools.layer_profile.measured_update import measure_update
 from tools.layer_profile.profiled_device import ProfiledDevice
 
-_SHALLOW, _DEEP = 1, 3
-_STAGES = (MIDDLE, _SHALLOW), (MIDDLE, _DEEP), (FIRST, _SHALLOW), (LAST, _SHALLOW)
+_SHALLOW = 1
+_DEEP = range(3, 9)
+"""How many layers a deep stage may have."""
+_BEYOND_CACHES = 512 << 20
+"""Bytes of weights of which no cache keeps a good part."""
 _RECOMPUTE: Mapping[str, Mapping[str, object]] = {
     "none": {"recompute_granularity": None},
     "selective": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
@@ -48,7 +56,20 @@ class Sweep:
     def stages(self) -> int:
         """How many stages are timed at how many points, for a progress bar."""
         points = len(self.tensor) * len(self.micro_batch) * len(self.seq_length)
-        return points * len(self.recompute) * len(_STAGES)
+        return points * len(self.recompute) * len(_stages(_DEEP[0]))
+
+
+def _stages(deep: int) -> list[tuple[int, int]]:
+    """Which stages are timed, each with so many layers."""
+    return [(MIDDLE, _SHALLOW), (MIDDLE, deep), (FIRST, deep), (LAST, deep)]
+
+
+def layers_of_deep_stages(args: argparse.Namespace) -> int:
+    """Of a small model more, of a large one the fewest."""
+    element = torch.finfo(torch_dtype(args.params_dtype)).bits // 8
+    layer = element * model_shape(args).layer_parameters // args.tensor_model_parallel_size
+    wanted = min(-(-_BEYOND_CACHES // layer), args.num_layers)
+    return min(max(wanted, _DEEP[0]), _DEEP[-1])
 
 
 def measure(
@@ -64,12 +85,13 @@ def measure(
     for tensor, recompute in product(sweep.tensor, sweep.recompute):
         own = _flags(args, tensor=tensor, recompute=recompute)
         costs: dict[tuple[int, int], dict[Point, StageCost]] = {}
-        for stage, layers in _STAGES:
+        deep = layers_of_deep_stages(own)
+        for stage, layers in _stages(deep):
             costs[stage, layers] = dict(
                 _stage_costs(own, sweep, stage, layers, here, recompute, advance)
             )
         for point in costs[MIDDLE, _SHALLOW]:
-            parts = _parts({key: found[point] for key, found in costs.items()})
+            parts = _parts({key: found[point] for key, found in costs.items()}, deep=deep)
             if wire is not None and tensor > 1:
                 parts = _with_communication(parts, own, point, wire)
             points[point] = parts
@@ -82,7 +104,7 @@ def measure(
             device=here.device,
             seconds=sweep.seconds,
         )
-        for layers in (_SHALLOW, _DEEP)
+        for layers in (_SHALLOW, _DEEP[0])
     )
     each = (large.seconds - small.seconds) / (large.parameters - small.parameters)
     return AcceleratorProfile(
@@ -124,20 +146,20 @@ def _stage_costs(
             advance(str(point))
 
 
-def _parts(costs: Mapping[tuple[int, int], StageCost]) -> PartCosts:
-    shallow, deep = costs[MIDDLE, _SHALLOW], costs[MIDDLE, _DEEP]
-    between = _DEEP - _SHALLOW
+def _parts(costs: Mapping[tuple[int, int], StageCost], *, deep: int) -> PartCosts:
+    shallow, deeper = costs[MIDDLE, _SHALLOW], costs[MIDDLE, deep]
 
     def a_layer(name: str) -> float:
-        return max(getattr(deep, name) - getattr(shallow, name), 0) / between
+        return max(getattr(deeper, name) - getattr(shallow, name), 0) / (deep - _SHALLOW)
 
     layer = PassTimes(a_layer("forward"), a_layer("backward"))
     kept = a_layer("kept_bytes")
 
     def beyond(stage: int) -> PassTimes:
-        cost = costs[stage, _SHALLOW]
+        cost = costs[stage, deep]
         return PassTimes(
-            max(cost.forward - layer.forward, 0.0), max(cost.backward - layer.backward, 0.0)
+            max(cost.forward - deep * layer.forward, 0.0),
+            max(cost.backward - deep * layer.backward, 0.0),
         )
 
     return PartCosts(
@@ -145,11 +167,11 @@ def _parts(costs: Mapping[tuple[int, int], StageCost]) -> PartCosts:
         embedding=beyond(FIRST),
         head=beyond(LAST),
         layer_activation_bytes=kept,
-        embedding_activation_bytes=max(costs[FIRST, _SHALLOW].kept_bytes - kept, 0.0),
-        head_activation_bytes=max(costs[LAST, _SHALLOW].kept_bytes - kept, 0.0),
+        embedding_activation_bytes=max(costs[FIRST, deep].kept_bytes - deep * kept, 0.0),
+        head_activation_bytes=max(costs[LAST, deep].kept_bytes - deep * kept, 0.0),
         layer_working_bytes=float(shallow.working_bytes),
-        embedding_working_bytes=float(costs[FIRST, _SHALLOW].working_bytes),
-        head_working_bytes=float(costs[LAST, _SHALLOW].working_bytes),
+        embedding_working_bytes=float(costs[FIRST, deep].working_bytes),
+        head_working_bytes=float(costs[LAST, deep].working_bytes),
     )
 
 
