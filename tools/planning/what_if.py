@@ -59,14 +59,15 @@ def sweep(name: str, problem: Problem, found: Answer, *, progress: Progress) -> 
 
 
 def _nodes(problem: Problem, found: Answer, progress: Progress) -> list[Sweep]:
-    sweeps = []
+    sweeps, one_more = [], dict(found.one_more)
     for kind in problem.cluster.kinds:
         several = len(problem.cluster.kinds) > 1
         counts = sorted({round(share * kind.nodes) for share in _NODE_SHARES} | {kind.nodes + 1})
         tokens = []
         for count in counts if several else [count for count in counts if count]:
             progress(f"{count} nodes of {kind.name}")
-            tokens.append(tokens_per_second(with_nodes(problem, kind, count)))
+            known = {kind.nodes: found.tokens_per_second, kind.nodes + 1: one_more[kind.name]}
+            tokens.append(known.get(count) or tokens_per_second(with_nodes(problem, kind, count)))
         x = [float(count) for count in counts if several or count]
         sweeps.append(
             Sweep(
@@ -87,7 +88,8 @@ def _link(problem: Problem, found: Answer, progress: Progress) -> list[Sweep]:
     tokens = []
     for factor in _LINK_FACTORS:
         progress(f"links between kinds x {factor:g}")
-        tokens.append(tokens_per_second(with_boundary(problem, factor)))
+        changed = with_boundary(problem, factor)
+        tokens.append(found.tokens_per_second if factor == 1 else tokens_per_second(changed))
     return [
         Sweep(
             title="Slower and faster links between kinds of nodes",
@@ -108,7 +110,8 @@ def _slower(problem: Problem, found: Answer, progress: Progress) -> list[Sweep]:
         tokens = []
         for factor in _SLOWER_FACTORS:
             progress(f"{vendor} {factor:g} times slower")
-            tokens.append(tokens_per_second(with_slower(problem, vendor, factor)))
+            changed = with_slower(problem, vendor, factor)
+            tokens.append(found.tokens_per_second if factor == 1 else tokens_per_second(changed))
         sweeps.append(
             Sweep(
                 title=f"{vendor} slower than its profile",
