@@ -86,7 +86,7 @@ IGNORED: dict[str, Ignored] = {
         "rerun_mode",
         "disabled",
         True,
-        ("disabled", "validate_results", "report_determinism_stats"),
+        ("disabled", "validate_results", "report_stats", "report_determinism_stats"),
     ),
 }
 

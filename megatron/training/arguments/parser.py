@@ -23,8 +23,8 @@ from megatron.training.arguments.ignored import add_ignored_flags, describe_igno
 from megatron.training.arguments.installed_layers import fall_back
 from megatron.training.arguments.left_out import feature_of, is_left_out, sort_out
 from megatron.training.arguments.problems import Arguments, Problems
-from megatron.training.arguments.segments import Segment, split_words
-from megatron.training.arguments.unknown import explain_unknown, meant_by
+from megatron.training.arguments.segments import Segment, split_words, without_line_ends
+from megatron.training.arguments.unknown import explain_stray, explain_unknown, meant_by
 from megatron.training.arguments.validate import REQUIRED, check_flags, check_sizes
 from megatron.training.checkpoint.adoption import adopt_checkpoint_args
 
@@ -90,7 +90,7 @@ def collect_args(
     argv: Sequence[str] | None, problems: Problems, *, world_size: int | None = None
 ) -> Arguments:
     """The same, with what is wrong added to `problems`; what was refused cannot be read."""
-    words = list(sys.argv[1:] if argv is None else argv)
+    words = without_line_ends(sys.argv[1:] if argv is None else argv)
     parser = build_parser()
     expanded: list[str] = []
     told: list[str] = []
@@ -140,7 +140,8 @@ def _take_offered(
     for segment in segments:
         flag = segment.flag
         if flag in ("", "--"):
-            complaints += [_stray(word) for word in segment.words() if word not in ("-h",)]
+            words = [word for word in segment.words() if word != "-h"]
+            complaints += [explain_stray(word, segment, known) for word in words]
             offered += [segment] * ("-h" in segment.values)
         elif flag in known:
             offered.append(segment)
@@ -173,11 +174,13 @@ def _parse(
                 readable.append(segment)
             except argparse.ArgumentError as error:
                 refused.append(segment.flag)
-                problems.run([_sentence(error)])
+                problems.run([_spread(segment, parser) or _sentence(error)])
         args, left_over = parser.parse_known_args(_joined(readable), Arguments())
         for flag in refused:
             _forget(args, flag, parser)
-    problems.run(map(_stray, left_over))
+    for word in left_over:
+        after = next((one for one in readable if word in one.values), Segment(""))
+        problems.run([explain_stray(word, after, parser.flags)])
     return args, tuple(dict.fromkeys(segment.flag for segment in readable))
 
 
@@ -192,10 +195,15 @@ def _forget(args: Arguments, flag: str, parser: Parser) -> None:
             delattr(args, action.dest)
 
 
-def _stray(word: str) -> str:
-    return (
-        f"{word!r} belongs to no flag; put a flag before it, or quotes around a value with spaces"
-    )
+def _spread(segment: Segment, parser: Parser) -> str | None:
+    """What to say of a list that was typed as one word, if it is right once it is taken apart."""
+    apart = [part for value in segment.values for part in value.replace(",", " ").split()]
+    try:
+        _, left_over = parser.parse_known_args([segment.flag, *apart], Arguments())
+    except argparse.ArgumentError:
+        return None
+    takes = f"{segment.flag} takes words with spaces between"
+    return None if left_over or not apart else f"{takes}: {segment.flag} {' '.join(apart)}"
 
 
 def _read_environment(args: Arguments, world_size: int | None) -> Iterator[str]:

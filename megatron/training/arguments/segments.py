@@ -24,6 +24,11 @@ class Segment:
         return [f"{self.flag}={self.values[0]}", *self.values[1:]]
 
 
+def without_line_ends(words: Iterable[str]) -> list[str]:
+    """Words freed of the carriage returns that a script with Windows' line ends leaves behind."""
+    return [word.rstrip("\r") for word in words if word.rstrip("\r") or not word]
+
+
 def split_words(words: Iterable[str]) -> list[Segment]:
     """Words as segments, values without the quotes that a shell's array has left around them."""
     segments: list[Segment] = []

@@ -3,6 +3,7 @@
 from collections.abc import Collection
 
 from megatron.training.arguments.left_out import feature_of, left_out_flags, refuse
+from megatron.training.arguments.segments import Segment
 
 # Flags that older scripts carry, or Hugging Face's names, and the flag that stands for them.
 REPLACED = {
@@ -22,16 +23,24 @@ REPLACED = {
     "--rms-norm-eps": "--norm-epsilon",
 }
 
+# The first words of a flag that switches something off.
+OFF = ("no-", "disable-")
+DASHES = "-\u2010\u2011\u2012\u2013\u2014\u2212"
+ANSWERS = {"true": True, "yes": True, "on": True, "1": True}
+ANSWERS |= {"false": False, "no": False, "off": False, "0": False}
+
 
 def explain_unknown(flag: str, known: Collection[str]) -> str:
     """One sentence on why `flag` is refused and what to type instead, given the `known` flags."""
     if flag in REPLACED:
         return f"{flag} is not a flag of Megatron-LM today; use {REPLACED[flag]}"
     # The nearest name would be the opposite of what was meant.
-    if f"--no-{flag[2:]}" in known:
-        return f"{flag} is on unless --no-{flag[2:]} is given; remove it"
-    if flag.startswith("--no-") and f"--{flag[5:]}" in known:
-        return f"{flag} is not a flag of this program; leave --{flag[5:]} out instead"
+    if (
+        switch_off := _opposite(flag, known, typed=("", "enable-", "use-"), offered=OFF)
+    ) is not None:
+        return f"{flag} is on unless {switch_off} is given; remove it"
+    if (switch_on := _opposite(flag, known, typed=OFF, offered=("", "use-"))) is not None:
+        return f"{flag} is not a flag of this program; leave {switch_on} out instead"
     suggestion = nearest(flag, known)
     if suggestion is not None:
         return f"{flag} is not a flag of this program; did you mean {suggestion}?"
@@ -41,6 +50,30 @@ def explain_unknown(flag: str, known: Collection[str]) -> str:
     if suggestion is not None:
         return f"{flag} is not a flag of this program; Megatron-LM has {suggestion}; remove it"
     return f"{flag} is not a flag of this program; remove it, or see --help for those it has"
+
+
+def explain_stray(word: str, after: Segment, known: Collection[str]) -> str:
+    """One sentence on a word that no flag takes, which was typed among the values `after` one."""
+    # A word processor makes one long dash of two.
+    meant = f"--{word.lstrip(DASHES)}"
+    if word[:1] in DASHES and meant in known:
+        return f"{word!r} is not a flag of this program; did you mean {meant}?"
+    if after.values[:1] == (word,) and word.lower() in ANSWERS:
+        remedy = "remove the word" if ANSWERS[word.lower()] else "leave the flag out"
+        return f"{after.flag} takes no value, so not {word!r}; {remedy}"
+    return (
+        f"{word!r} belongs to no flag; put a flag before it, or quotes around a value with spaces"
+    )
+
+
+def _opposite(
+    flag: str, known: Collection[str], *, typed: tuple[str, ...], offered: tuple[str, ...]
+) -> str | None:
+    """The known flag of the same thing with one of the first words `offered`, not `typed`."""
+    words = flag[2:].replace("_", "-")
+    things = [words.removeprefix(first) for first in typed if words.startswith(first)]
+    names = (f"--{first}{thing}" for thing in things for first in offered)
+    return next((name for name in names if name in known), None)
 
 
 def meant_by(flag: str, known: Collection[str]) -> str | None:

@@ -70,9 +70,18 @@ def test_world_size_zero_is_refused(refusal):
         ("--encoder 1", "--encoder is not a flag"),
         ("--overlap-p2p-communication", "is on unless --no-overlap-p2p-communication is given"),
         ("--no-bf16", "leave --bf16 out"),
+        ("--overlap_p2p_communication", "is on unless --no-overlap-p2p-communication is given"),
+        ("--no_overlap_grad_reduce", "leave --overlap-grad-reduce out"),
+        ("--disable-bf16", "leave --bf16 out"),
+        ("--enable-gloo-process-groups", "is on unless --disable-gloo-process-groups is given"),
+        ("--use-masked-softmax-fusion", "is on unless --no-masked-softmax-fusion is given"),
         ("--num-l 3", "--num-l is not a flag"),  # no abbreviations
         ("stray", "'stray' belongs to no flag"),
         ("-x", "'-x' belongs to no flag"),
+        ("-lr 1", "'-lr' is not a flag of this program; did you mean --lr?"),
+        ("\u2013-bf16", "did you mean --bf16?"),
+        ("--bf16 True", "--bf16 takes no value, so not 'True'; remove the word"),
+        ("--bf16 false", "--bf16 takes no value, so not 'false'; leave the flag out"),
         ("--lr 1 2", "'2' belongs to no flag"),
         ("--", "'--' belongs to no flag"),
     ],
@@ -112,6 +121,9 @@ def test_what_is_no_flag_is_refused_with_what_was_meant(refusal, flags, words):
         ("--position-embedding-type mrope", "--position-embedding-type cannot be 'mrope'"),
         ("--hetero-transport roce", "--hetero-transport cannot be 'roce'"),
         ("--hetero-vendors intel", "--hetero-vendors cannot be 'intel'"),
+        ("--hetero-vendors amd,intel", "--hetero-vendors cannot be 'amd,intel'"),
+        ("--hetero-vendors nvidia,amd", "words with spaces between: --hetero-vendors nvidia amd"),
+        ("--profile-ranks '0 1'", "words with spaces between: --profile-ranks 0 1"),
     ],
 )
 def test_a_value_that_does_not_fit_is_refused_with_its_flag(refusal, flags, words):
@@ -343,6 +355,11 @@ def test_everything_wrong_is_told_at_once_and_nothing_that_follows_from_it(parse
 )
 def test_quotes_that_a_shells_array_leaves_are_no_part_of_a_value(parse, flags, name, value):
     assert getattr(parse(flags), name) == value
+
+
+def test_windows_line_ends_of_a_script_are_no_part_of_a_word(parse):
+    args = parse("'--bf16\r' --lr '1e-4\r' '\r' '--save=/a\r' --optimizer 'sgd\r'")
+    assert (args.bf16, args.lr, args.save, args.optimizer) == (True, 1e-4, "/a", "sgd")
 
 
 REFUSED = "--num-layer 3 --lr fast"
