@@ -16,6 +16,8 @@ RENAMED: Mapping[str, str] = {
     "virtual_pipeline_model_parallel_size": "num_virtual_stages_per_pipeline_rank",
     "fp8_param": "fp8_param_gather",
     "bias_activation_fusion": "bias_gelu_fusion",
+    "delay_grad_reduce": "align_grad_reduce",
+    "delay_param_gather": "align_param_gather",
 }
 
 # The flag for each activation that Megatron-LM's files can name.

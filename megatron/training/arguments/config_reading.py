@@ -31,17 +31,19 @@ Settings = dict[str, Any]
 
 
 class _UniqueKeys(yaml.SafeLoader):
-    """YAML as it should be: of a key written twice, plain YAML keeps the last in silence."""
+    """YAML as it should be: of a key with two values, plain YAML keeps the last in silence."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        mapping = super().construct_mapping(node, deep=deep)
-        if len(mapping) != len(node.value):
-            keys = [self.construct_object(key) for key, _ in node.value]
-            twice = next(key for key in keys if keys.count(key) > 1)
-            raise UserError(
-                f"line {node.start_mark.line + 1}: the key {twice!r} is given twice; keep one"
-            )
-        return mapping
+        # Before what `<<` merges in is put beside the mapping's own keys, which go before it.
+        values: dict[str, Any] = {}
+        for key, value in node.value:
+            if not isinstance(key, yaml.ScalarNode):
+                continue
+            own = self.construct_object(value, deep=True)
+            if values.setdefault(key.value, own) != own:
+                line = key.start_mark.line + 1
+                raise UserError(f"line {line}: the key {key.value!r} is given twice; keep one")
+        return super().construct_mapping(node, deep=deep)
 
 
 def read_settings(path: Path, above: tuple[Path, ...] = ()) -> Settings:

@@ -15,6 +15,7 @@ REPLACED = {
     "--activations-checkpoint-num-layers": "--recompute-num-layers",
     "--checkpoint-num-layers": "--recompute-num-layers",
     "--distribute-checkpointed-activations": "--distribute-saved-activations",
+    "--no-delay-grad-reduce": "--no-align-grad-reduce",
     "--layernorm-epsilon": "--norm-epsilon",
     "--num-key-value-heads": "--num-query-groups",
     "--num-kv-heads": "--num-query-groups",

@@ -63,6 +63,9 @@ def test_headings_group_keys_and_mean_nothing(parse, written):
         ),
         ("mock-data: false\ndata-path: [0.5, a, 0.5, b]", "data_path", ["0.5", "a", "0.5", "b"]),
         ("split: 98,1,1", "split", "98,1,1"),
+        ("delay_grad_reduce: false", "align_grad_reduce", False),
+        ("seed: 7\nseed: 7", "seed", 7),
+        ("a: &a\n  seed: 7\n  min-lr: 0\nb:\n  <<: *a\n  seed: 8", "seed", 8),
     ],
 )
 def test_a_value_is_what_the_flag_or_megatrons_name_for_it_would_take(
@@ -84,7 +87,8 @@ def test_flags_of_a_file_count_as_given(parse, written):
         ("- 3", "must hold `flag: value` lines"),
         ("", "must hold `flag: value` lines"),
         ("a: [", "is no YAML"),
-        ("seed: 1\nseed: 2", "the key 'seed' is given twice"),
+        ("? [a]\n: 1", "is no YAML"),
+        ("seed: 1\nseed: 2", "line 2: the key 'seed' is given twice"),
         ("swiglu: 2", "swiglu must be true or false, not 2"),
         ("seed: true", "seed takes a value, not true"),
         ("seed: [1, 2]", "seed takes one value, not a list"),
