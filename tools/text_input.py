@@ -35,6 +35,15 @@ _ZSTD_PIECE_BYTES = 1 << 11
 _ZSTD_LARGEST_WINDOW = 1 << 31
 """What `zstd --ultra --long=31` writes; the library's own limit refuses such a file."""
 _COMPRESSIONS = {".gz": "gzip", ".zst": "zstd", ".zstd": "zstd"}
+_PACKED = {
+    b"\x1f\x8b": "a gzip file; let its name end in .gz",
+    b"\x28\xb5\x2f\xfd": "a zstd file; let its name end in .zst",
+    b"BZh91AY&SY": "a bzip2 file; unpack it with bunzip2",
+    b"\xfd7zXZ": "an xz file; unpack it with unxz",
+    b"PK\x03\x04": "a zip file; unpack it with unzip",
+    b"PAR1\x15": "a Parquet file; convert it to JSON Lines",
+}
+"""What a file that is no text begins with, and what to do about it."""
 _FORMAT_OF_EXTENSION = {
     ".jsonl": "jsonl",
     ".ndjson": "jsonl",
@@ -139,6 +148,8 @@ class InputFile:
         self._compression = _COMPRESSIONS.get(extension.lower())
         if self._compression == "zstd":
             _require_zstandard(path)
+        if self._compression is None:
+            _refuse_packed(path)
         self._stem = path if self._compression is None else stem
         self.format = self._guess_format() if format == "auto" else format
 
@@ -221,6 +232,15 @@ class InputFile:
             return "jsonl" if isinstance(json.loads(first), dict) else "text"
         except ValueError:
             return "text"
+
+
+def _refuse_packed(path: str) -> None:
+    """Refuse a file that would else be taken for text in another encoding."""
+    with open(path, "rb") as file:
+        beginning = file.read(max(map(len, _PACKED)))
+    for magic, words in _PACKED.items():
+        if beginning.startswith(magic):
+            raise UserError(f"--input {path} is {words}")
 
 
 def _require_zstandard(path: str) -> None:

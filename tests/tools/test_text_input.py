@@ -1,8 +1,10 @@
 """What `tools/text_input.py` promises: every document of a file once, packed or not."""
 
+import bz2
 import errno
 import gzip
 import io
+import lzma
 import subprocess
 import sys
 from collections import deque
@@ -82,6 +84,23 @@ def test_a_packed_file_that_was_cut_short_is_never_taken_for_whole(tmp_path, suf
     path = tmp_path / f"text{suffix}"
     path.write_bytes(packed[: int(len(packed) * share)])
     with pytest.raises(UserError, match=r"is a damaged (gzip|zstd) file"):
+        texts(path)
+
+
+@pytest.mark.parametrize(
+    ("pack", "words"),
+    [
+        (gzip.compress, "is a gzip file; let its name end in .gz"),
+        (PACKERS[".txt.zst"], "is a zstd file; let its name end in .zst"),
+        (bz2.compress, "is a bzip2 file; unpack it"),
+        (lzma.compress, "is an xz file; unpack it"),
+        (lambda text: b"PAR1\x15" + text, "is a Parquet file; convert it"),
+    ],
+)
+def test_a_packed_file_of_another_name_is_not_taken_for_text(tmp_path, pack, words):
+    path = tmp_path / "text.jsonl"
+    path.write_bytes(pack(TEXT))
+    with pytest.raises(UserError, match=words):
         texts(path)
 
 
