@@ -22,7 +22,7 @@ REAL = {"without": "--mock-data"}
         ("--data-path 1 a b", "--data-path mixes weights and prefixes"),
         ("--data-path a 1", "--data-path mixes weights and prefixes"),
         ("--data-path 1 a b c", "--data-path mixes weights and prefixes"),
-        ("--data-path 0 a 0 b", "the weights of --data-path must be"),
+        ("--data-path 0 a 1 b", "the weights of --data-path must be numbers above 0"),
         ("--data-path nan a 1 b", "the weights of --data-path must be"),
         ("--data-path inf a 1 b", "the weights of --data-path must be"),
         ("--train-data-path 1 a 2", "--train-data-path mixes weights and prefixes"),

@@ -138,8 +138,8 @@ def check_blend(flag: str, words: list[str]) -> Iterator[str]:
         )
         return
     numbers = [weight for weight in weights if weight is not None]
-    if any(not math.isfinite(weight) or weight < 0 for weight in numbers) or not sum(numbers):
-        yield f"the weights of {flag} must be numbers of at least 0, not all of them 0"
+    if any(not math.isfinite(weight) or weight <= 0 for weight in numbers):
+        yield f"the weights of {flag} must be numbers above 0; leave out what is not to be read"
 
 
 def _weight(word: str) -> float | None:
