@@ -75,6 +75,7 @@ def dataset_config(args: argparse.Namespace, *, tokenizer: Any) -> GPTDatasetCon
         reset_position_ids=args.reset_position_ids,
         reset_attention_mask=args.reset_attention_mask,
         eod_mask_loss=args.eod_mask_loss,
+        allow_ambiguous_pad_tokens=args.allow_ambiguous_pad_tokens,
         # Without it attention is causal inside the kernel, and no mask is ever stored.
         create_attention_mask=args.reset_attention_mask,
         **blends(args),

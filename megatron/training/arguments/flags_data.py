@@ -83,6 +83,11 @@ def _add_sample_flags(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument("--eod-mask-loss", action="store_true", help="no loss on end of document")
     group.add_argument(
+        "--allow-ambiguous-pad-tokens",
+        action="store_true",
+        help="no loss on the padding token even where it is another special token too",
+    )
+    group.add_argument(
         "--no-create-attention-mask-in-dataloader",
         dest="create_attention_mask_in_dataloader",
         action="store_false",

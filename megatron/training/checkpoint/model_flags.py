@@ -158,7 +158,7 @@ MODEL_FLAGS: Mapping[str, ModelFlag] = {
         Kind.NONE,
         _SAMPLES,
         *("num_workers", "dataloader_type", "reset_position_ids", "reset_attention_mask"),
-        *("eod_mask_loss", "create_attention_mask_in_dataloader"),
+        *("eod_mask_loss", "allow_ambiguous_pad_tokens", "create_attention_mask_in_dataloader"),
     ),
 }
 

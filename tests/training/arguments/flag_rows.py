@@ -306,6 +306,7 @@ ROWS = [
     Row("--reset-attention-mask", see.datasets, True),
     Row("--reset-attention-mask", see.datasets, True, "create_attention_mask"),
     Row("--eod-mask-loss", see.datasets, True),
+    Row("--allow-ambiguous-pad-tokens", see.datasets, True),
     Row("--fim-data", see.reordering, True, "done", **FIM_TOKENS),
     Row("--fim-rate 0.3", see.reordering, 0.3, "rate", **FIM),
     Row("--fim-spm-rate 0", see.reordering, 0.0, "spm_rate", **FIM),

@@ -142,6 +142,7 @@ MEGATRON = {
     "reset_position_ids": False,
     "reset_attention_mask": False,
     "eod_mask_loss": False,
+    "allow_ambiguous_pad_tokens": False,
     "create_attention_mask_in_dataloader": True,
     "fim_data": False,
     "fim_rate": 0.5,
