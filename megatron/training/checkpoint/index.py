@@ -151,12 +151,22 @@ def read_index(folder: Path) -> Index:
 def _without_index(folder: Path) -> str:
     if not folder.is_dir():
         return "it does not exist"
-    if (folder / ".metadata").exists() or next(folder.glob("mp_rank_*"), None) is not None:
-        return (
-            "it was written by Megatron-LM; convert it with `python tools/convert_checkpoint.py "
-            f"import-megatron {folder.parent} NEW_FOLDER` and name the new folder with --load"
-        )
+    if is_megatron_lms(folder):
+        return f"it was {import_hint(folder.parent)}"
     return f"it has no {INDEX_FILE}"
+
+
+def is_megatron_lms(folder: Path) -> bool:
+    """Whether a checkpoint's own folder is one that Megatron-LM has written."""
+    return (folder / ".metadata").exists() or next(folder.glob("mp_rank_*"), None) is not None
+
+
+def import_hint(source: Path) -> str:
+    """What to do with checkpoints of Megatron-LM's."""
+    return (
+        "written by Megatron-LM; convert it with `python tools/convert_checkpoint.py "
+        f"import-megatron {source} NEW_FOLDER` and name the new folder instead"
+    )
 
 
 def _check_coverage(index: Index) -> None:

@@ -21,6 +21,8 @@ from megatron.training.checkpoint.index import (
     INDEX_FILE,
     DamagedCheckpoint,
     Index,
+    import_hint,
+    is_megatron_lms,
     read_index,
     require_whole_model,
 )
@@ -64,16 +66,17 @@ def select(
     """
     notes: tuple[str, ...] = ()
     if args.load is not None:
-        found = _in_folder(args, exchange, Path(args.load), rank=rank, world_size=world_size)
+        found = _in_folder("load", args, exchange, rank=rank, world_size=world_size)
         if isinstance(found, Selection):
             return found
         notes = found.notes
     if args.pretrained_checkpoint is not None:
         args.finetune = True
-        path = Path(args.pretrained_checkpoint)
-        found = _in_folder(args, exchange, path, rank=rank, world_size=world_size)
+        name = "pretrained_checkpoint"
+        found = _in_folder(name, args, exchange, rank=rank, world_size=world_size)
         if isinstance(found, Selection):
             return found
+        path = args.pretrained_checkpoint
         raise AgreedError(f"--pretrained-checkpoint {path} holds no checkpoint; name another")
     if args.load is not None and args.exit_on_missing_checkpoint:
         raise AgreedError(
@@ -83,8 +86,9 @@ def select(
 
 
 def _in_folder(
-    args: argparse.Namespace, exchange: Exchange, load: Path, *, rank: int, world_size: int
+    named_by: str, args: argparse.Namespace, exchange: Exchange, *, rank: int, world_size: int
 ) -> Selection | Nothing:
+    load = Path(vars(args)[named_by])
     names, notes = _candidates(args, exchange, load, rank)
     damaged: list[str] = []
     for name in names:
@@ -101,7 +105,7 @@ def _in_folder(
             )
     if damaged:
         raise AgreedError(
-            f"--load {load} holds no checkpoint that can be used: "
+            f"--{named_by.replace('_', '-')} {load} holds no checkpoint that can be used: "
             + "; ".join(note.removeprefix(f"checkpoint {load}/") for note in damaged[:3])
             + (f"; and {len(damaged) - 3} more" if len(damaged) > 3 else "")
         )
@@ -135,6 +139,8 @@ def _not_a_save_folder(load: Path) -> UserError | None:
         number = load.name.removeprefix("iter_")
         step = f" --ckpt-step {int(number)}" if number.isdecimal() else ""
         return UserError(f"{load} is one checkpoint; name the folder it is in: {load.parent}{step}")
+    if is_megatron_lms(load):
+        return UserError(f"{load} was {import_hint(load)}")
     if (load / "config.json").exists() and not folders.candidates(load):
         return UserError(
             f"{load} is a model of Hugging Face's format; convert it with "

@@ -103,7 +103,7 @@ class RestrictedLoader:
             except pickle.UnpicklingError as error:
                 self._stand_in(str(error), what)
             except _UNREADABLE as error:
-                reason = str(error).strip().split("\n")[0]
+                reason = str(error).strip().split("\n")[0] or type(error).__name__
                 raise DamagedCheckpoint(f"{what} is damaged ({reason})") from error
         raise DamagedCheckpoint(f"{what} names more than {_MOST_CLASSES} classes")
 

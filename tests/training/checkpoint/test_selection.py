@@ -136,6 +136,12 @@ def test_what_would_pass_for_an_empty_folder_is_refused_with_its_remedy(tmp_path
     (tmp_path / "llama").mkdir()
     (tmp_path / "llama" / "config.json").write_text("{}")
     assert "hf-to-megatron" in refusal(flags(tmp_path / "llama"))
+    theirs = tmp_path / "theirs" / "iter_0000010"
+    (theirs / "mp_rank_00").mkdir(parents=True)
+    assert f"import-megatron {theirs} NEW_FOLDER" in refusal(flags(theirs))
+    pretrained = flags(None, pretrained_checkpoint=str(theirs.parent))
+    said = f"--pretrained-checkpoint {theirs.parent} holds no checkpoint that can be used: "
+    assert refusal(pretrained).startswith(said)
 
 
 def test_one_that_was_asked_for_is_used_or_refused(tmp_path: Path) -> None:
