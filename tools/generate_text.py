@@ -82,9 +82,9 @@ def complete(args: argparse.Namespace) -> str:
 
     with CheckpointReader.open(args.load, iteration=args.ckpt_step) as reader:
         tokenizer = _tokenizer(args, reader)
+        prompt = _tokens(args.prompt, tokenizer)
         for line in (*reader.notes, f"checkpoint {reader.title}"):
             print(line, file=sys.stderr)
-        prompt = tokenizer.tokenize(args.prompt)
         dtype = getattr(torch, args.dtype) if args.dtype else None
         with whole_model(reader, dtype=dtype) as model:
             if len(prompt) > model.max_sequence_length:
@@ -107,6 +107,21 @@ def complete(args: argparse.Namespace) -> str:
                     break
                 found.append(token)
     return tokenizer.detokenize([*prompt, *found])
+
+
+def _tokens(text: str, tokenizer: Tokenizer) -> list[int]:
+    """The prompt's tokens; NullTokenizer takes any number for one, and no word."""
+    try:
+        tokens = tokenizer.tokenize(text)
+    except ValueError as error:
+        raise UserError(f"--prompt cannot be tokenized ({error}); check the text") from error
+    for token in tokens:
+        if not 0 <= token < tokenizer.vocab_size:
+            raise UserError(
+                f"--prompt holds token {token} and the tokenizer has {tokenizer.vocab_size}, from "
+                "0 on; name others"
+            )
+    return tokens
 
 
 def _shown(stream: Any, count: int) -> Any:

@@ -28,6 +28,7 @@ from tools.convert_checkpoint import main as convert
 
 PROMPT = "The quick brown fox"
 TOKENS = 257
+NUMBERS = ["--tokenizer-type", "NullTokenizer", "--vocab-size", "256"]
 
 
 @pytest.fixture(scope="module", params=sorted(MODELS))
@@ -190,6 +191,8 @@ def test_a_seed_gives_the_same_text_again_and_another_seed_another(
             ["--tokenizer-type", "NullTokenizer", "--vocab-size", "1000"],
             "name the same one with --tokenizer-type",
         ),
+        ([*NUMBERS, "--prompt", "fox"], "--prompt cannot be tokenized"),
+        ([*NUMBERS, "--prompt", "1 257"], "--prompt holds token 257"),
     ],
 )
 def test_bad_input_is_one_sentence(
