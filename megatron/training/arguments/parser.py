@@ -180,7 +180,8 @@ def _parse(
             _forget(args, flag, parser)
     for word in left_over:
         after = next((one for one in readable if word in one.values), Segment(""))
-        problems.run([explain_stray(word, after, parser.flags)])
+        in_a_list = _spread(after, parser) if after.joined else None
+        problems.run([in_a_list or explain_stray(word, after, parser.flags)])
     return args, tuple(dict.fromkeys(segment.flag for segment in readable))
 
 

@@ -35,6 +35,7 @@ def test_required_flag(refusal, flag):
         ("--swiglu --squared-relu", "exclude each other"),
         ("--hidden-size 16 --swiglu", "give --ffn-hidden-size"),
         ("--no-position-embedding", "--no-position-embedding is deprecated"),
+        ("--position-embedding-type rope --kv-channels 7", "the width of a head must be even"),
         ("--rotary-percent 1.5", "--rotary-percent must be at most 1"),
     ],
 )

@@ -123,6 +123,8 @@ def test_what_is_no_flag_is_refused_with_what_was_meant(refusal, flags, words):
         ("--hetero-vendors intel", "--hetero-vendors cannot be 'intel'"),
         ("--hetero-vendors amd,intel", "--hetero-vendors cannot be 'amd,intel'"),
         ("--hetero-vendors nvidia,amd", "words with spaces between: --hetero-vendors nvidia amd"),
+        ("--profile-ranks=0 1", "words with spaces between: --profile-ranks 0 1"),
+        ("--lr=1e-4 2", "'2' belongs to no flag"),
         ("--profile-ranks '0 1'", "words with spaces between: --profile-ranks 0 1"),
     ],
 )

@@ -12,6 +12,7 @@ def check_model(args: Namespace, given: Collection[str]) -> tuple[Iterator[str],
         _check_length(args),
         _check_positions(args),
         _check_heads(args, given),
+        _check_rotation(args),
         _check_mlp(args),
         _check_block(args),
     )
@@ -95,6 +96,16 @@ def _check_heads(args: Namespace, given: Collection[str]) -> Iterator[str]:
         args.ignored_flags.append("--num-query-groups: it needs --group-query-attention")
     if args.apply_query_key_layer_scaling:
         args.attention_softmax_in_fp32 = True
+
+
+def _check_rotation(args: Namespace) -> Iterator[str]:
+    """Channels are rotated in pairs; of an odd number megatron-core makes one pair more."""
+    rotated = int(args.kv_channels * args.rotary_percent)
+    if args.position_embedding_type == "rope" and rotated + rotated % 2 > args.kv_channels:
+        yield (
+            f"with --position-embedding-type rope the width of a head must be even, not "
+            f"{args.kv_channels}; give another --kv-channels or --num-attention-heads"
+        )
 
 
 def _check_mlp(args: Namespace) -> Iterator[str]:
