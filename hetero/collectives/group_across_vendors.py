@@ -8,6 +8,7 @@ names of some methods differ between releases; both are there.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -55,7 +56,7 @@ class GroupAcrossVendors(dist.ProcessGroup):
         self._on_cpu = new_communicator(torch.device("cpu"))
         self._on_gpu: Communicator | None = None
         self._coalescing: list[CollectiveWork] | None = None
-        self._split_count = 0
+        self._split_counts: Counter[str] = Counter()
         self._name = name
         self._description = ""
 
@@ -209,14 +210,17 @@ class GroupAcrossVendors(dist.ProcessGroup):
         """
         from hetero.collectives.creation import create_part
 
-        self._split_count += 1
+        _require_ranks(ranks, size=self.size())
         if self.rank() not in ranks:
             return None
         global_ranks = [dist.get_global_rank(self, rank) for rank in ranks]
         # PyTorch's name follows from how many groups a rank is in, and ranks may differ in that.
-        name = f"{spans(global_ranks)}, split {self._split_count} of {self._name}"
+        # They may in how often they have split this group too: PyTorch refuses a split to some.
+        names = spans(global_ranks)
+        self._split_counts[names] += 1
+        name = f"{names}, split {self._split_counts[names]} of {self._name}"
         part: Any = create_part(
-            dist.PrefixStore(f"split {self._split_count}/{spans(global_ranks)}/", self._store),
+            dist.PrefixStore(f"split {self._split_counts[names]}/{names}/", self._store),
             rank=list(ranks).index(self.rank()),
             global_ranks=global_ranks,
             name=name,
@@ -260,6 +264,15 @@ class GroupAcrossVendors(dist.ProcessGroup):
 
     def _get_sequence_number_for_group(self) -> int:
         return sum(communicator.sequence for communicator in self._communicators)
+
+
+def _require_ranks(ranks: Sequence[int], *, size: int) -> None:
+    """Refuse a part that its ranks would wait in vain to build."""
+    if not ranks or len(set(ranks)) < len(ranks) or not set(ranks) <= set(range(size)):
+        raise ValueError(
+            f"split_group: the ranks {list(ranks)} are no part of a group of "
+            f"{counted(size, 'rank')}; give some of 0 to {size - 1}, each once"
+        )
 
 
 def listed(tensors: Any) -> list[torch.Tensor]:
