@@ -25,6 +25,7 @@ from hetero.collectives.group_across_vendors import (
     GroupAcrossVendors,
     listed,
     options_of,
+    require_places,
     require_product,
 )
 from hetero.collectives.group_links import as_bytes
@@ -41,15 +42,23 @@ class CopyingOperations(GroupAcrossVendors):
     def broadcast(self, tensors: Any, opts: Any = None, *more: Any) -> dist.Work:
         opts = options_of(opts, c10d.BroadcastOptions)
         tensors = listed(tensors)
+        written = [] if self._layout.rank == opts.rootRank else tensors
 
         def carry_out(exchange: Exchange) -> Steps:
             for tensor in tensors:
                 memory = plain(tensor)
                 yield from broadcast.broadcast(exchange, memory, root=opts.rootRank)
-                write_back(memory, tensor)
+                if written:
+                    write_back(memory, tensor)
 
         return self._run(
-            carry_out, "broadcast", tensors, common=tensors, opts=opts, root=opts.rootRank
+            carry_out,
+            "broadcast",
+            tensors,
+            common=tensors,
+            written=written,
+            opts=opts,
+            root=opts.rootRank,
         )
 
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
@@ -220,6 +229,7 @@ class CopyingOperations(GroupAcrossVendors):
 
     def _recv(self, tensors: Any, rank: int | None, tag: int) -> dist.Work:
         (tensor,) = listed(tensors)
+        require_places("recv", [tensor])
         room = room_for(tensor)
         communicator = self._communicator_on(tensor.device)
         work = communicator.recv(as_bytes(room), rank, tag, lambda: write_back(room, tensor))

@@ -92,9 +92,11 @@ class GroupAcrossVendors(dist.ProcessGroup):
         *,
         opts: Any,
         common: Sequence[torch.Tensor] = (),
+        written: Sequence[torch.Tensor] | None = None,
         reduction: str = "",
         root: int | None = None,
     ) -> dist.Work:
+        """`written`: the tensors that this rank's result goes into; all, unless they are given."""
         given = tensors if common is tensors else [*common, *tensors]
         communicator = self._communicator_on(given[0].device)
         here = communicator.device
@@ -104,6 +106,7 @@ class GroupAcrossVendors(dist.ProcessGroup):
                     f"{operation}: tensors on {here} and on {tensor.device}; "
                     "move them to one device"
                 )
+        require_places(operation, tensors if written is None else written)
         if root is not None and not 0 <= root < self._layout.size:
             raise ValueError(f"{operation}: root {root} is no rank of a group of {self.size()}")
         work = communicator.run(
@@ -297,6 +300,18 @@ def options_of(given: Any, kind: Callable[[], Any]) -> Any:
         options.rootRank = given
         return options
     return given
+
+
+def require_places(operation: str, tensors: Sequence[torch.Tensor]) -> None:
+    """Refuse results for tensors whose elements share memory, before anything is sent."""
+    for tensor in tensors:
+        if tensor.is_sparse or tensor.is_contiguous():
+            continue
+        if any(n > 1 and not step for n, step in zip(tensor.shape, tensor.stride(), strict=True)):
+            raise ValueError(
+                f"{operation}: elements of a tensor {list(tensor.shape)} that takes the result lie "
+                "in one place, as expand() puts them; give it contiguous()"
+            )
 
 
 def require_product(operation: str, *, small: torch.Tensor, large: torch.Tensor, size: int) -> None:

@@ -41,6 +41,7 @@ from hetero.collectives.work import CollectiveWork, Worker
 from hetero.errors import LinkError
 
 _CLOSE_SECONDS = 5.0
+_NO_MODE = contextlib.nullcontext()
 _MAIL_SECONDS = 365 * 24 * 3600.0
 
 Algorithm = Callable[[Exchange], Steps]
@@ -228,10 +229,7 @@ class Communicator:
     ) -> None:
         """Carry a call out in the thread of calls, after what its caller had enqueued before."""
         self._stream.follow(moment)
-        # The caller's modes are not those of another thread.
-        inference = course.in_inference or _are_inference(work)
-        mode = torch.inference_mode() if inference else contextlib.nullcontext()
-        with self._stream.within(), mode:
+        with self._stream.within():
             self._carry_out(call, work, course, elsewhere=True)
 
     def links(self) -> list[Link]:
@@ -309,8 +307,11 @@ class Communicator:
         try:
             if not course.has_begun:
                 self._prepare(call)
-            if not course.go_on(blocks=blocks):
-                return False
+            # The caller's modes are not those of another thread, nor are they always the tensors'.
+            inference = course.in_inference or _are_inference(work)
+            with torch.inference_mode() if inference else _NO_MODE:
+                if not course.go_on(blocks=blocks):
+                    return False
         except Exception as error:
             work.finish(self._fail(call, error))
         else:

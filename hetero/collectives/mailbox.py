@@ -217,10 +217,14 @@ class Mailbox:
                 )
             )
             return
-        if memory is not wanted.memory:
-            wanted.memory.copy_(memory)
-        wanted.done()
-        wanted.work.finish(source=source.global_rank)
+        try:
+            if memory is not wanted.memory:
+                wanted.memory.copy_(memory)
+            wanted.done()
+        except Exception as error:
+            wanted.work.finish(error)
+        else:
+            wanted.work.finish(source=source.global_rank)
 
     @contextmanager
     def _using_store(self) -> Iterator[None]:

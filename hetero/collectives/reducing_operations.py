@@ -81,11 +81,12 @@ class ReducingOperations(GroupAcrossVendors):
         opts = options_of(opts, c10d.ReduceOptions)
         (tensor,) = listed(tensors)
         reduction = self._reduction(opts, tensor)
+        written = [tensor] if self._layout.rank == opts.rootRank else []
 
         def carry_out(exchange: Exchange) -> Steps:
             flat = reduction.prepare(tensor, private=True)
             yield from all_reduce.reduce(exchange, flat, reduction, root=opts.rootRank)
-            if self._layout.rank == opts.rootRank:
+            if written:
                 reduction.finish(flat, tensor)
 
         return self._run(
@@ -93,6 +94,7 @@ class ReducingOperations(GroupAcrossVendors):
             "reduce",
             [tensor],
             common=[tensor],
+            written=written,
             opts=opts,
             reduction=reduction.name,
             root=opts.rootRank,

@@ -59,6 +59,8 @@ def walk_all(side: Side) -> dict[str, str]:
         check_copies(side, dtype, LARGE)
     check_coalesced(side)
     check_strided(side)
+    _shared_places(side)
+    _inference_tensors(side)
     check_uneven(side)
     check_objects(side)
     _point_to_point(side)
@@ -188,6 +190,42 @@ def check_strided(side: Side) -> None:
         outputs = [view(torch.zeros(4, 6, dtype=torch.float64)) for _ in ranks]
         dist.all_gather(outputs, view(inputs[side.rank]))
         _assert_same(outputs, [view(t) for t in inputs], "strided all_gather")
+
+
+def _shared_places(side: Side) -> None:
+    """What expand() gives takes no result, and is sent like anything else."""
+    spread = torch.full((1,), float(side.rank)).expand(4)
+    results = [torch.zeros(1).expand(4) for _ in range(side.size)]
+    before = (side.rank - 1) % side.size
+    for call in (
+        lambda: dist.all_reduce(spread),
+        lambda: dist.all_gather(results, torch.zeros(4)),
+        lambda: dist.recv(spread, before),
+    ):
+        with pytest.raises(ValueError, match="lie in one place"):
+            call()
+    last = side.size - 1
+    given = spread if side.rank == last else torch.zeros(4)
+    dist.broadcast(given, src=last)
+    assert (given == last).all()
+    results = [torch.zeros(4) for _ in range(side.size)]
+    dist.all_gather(results, spread)
+    _assert_same(results, [torch.full((4,), float(r)) for r in range(side.size)], "of expand()")
+
+
+def _inference_tensors(side: Side) -> None:
+    """A script makes its tensors in inference mode, and leaves it before the call."""
+    with torch.inference_mode():
+        total, output = torch.ones(4), torch.zeros(side.size)
+    for _ in range(2):
+        dist.all_reduce(total)
+    assert (total == side.size**2).all()
+    for is_async in (False, True):
+        given = torch.full((side.size,), float(side.rank))
+        work = dist.all_to_all_single(output, given, async_op=is_async)
+        if work is not None:
+            work.wait()
+        _assert_same([output], [torch.arange(float(side.size))], "to an inference tensor")
 
 
 def check_uneven(side: Side) -> None:
