@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -29,7 +29,6 @@ if __name__ == "__main__":
 from hetero.errors import UserError
 from hetero.plan.mesh import RECOMPUTE
 from hetero.planner.layer_profile import (
-    AcceleratorProfile,
     MeasuredProfile,
     load_profile,
 )
@@ -43,8 +42,12 @@ from tools.tool_command_line import Parser, positive, run
 
 if TYPE_CHECKING:
     from tools.layer_profile.profiled_device import ProfiledDevice
-    from tools.layer_profile.swept_points import Sweep
+    from tools.layer_profile.swept_points import Sweep, Swept
     from tools.preflight_checks.path_bandwidth import PathResult
+
+
+_UNSTEADY = 0.2
+"""More than a virtual machine's speed drifts in a minute."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -115,11 +118,11 @@ def _measure(options: argparse.Namespace) -> str:
     if before is not None and _size_free(dict(before.model)) != _size_free(asdict(model)):
         raise UserError(f"--out {options.out} is the profile of another model; name another file")
     here = device_here(options.accelerator, threads=options.threads)
-    measured, links = _sweep(options, args, here)
+    swept, links = _sweep(options, args, here)
     accelerators = dict(before.accelerators) if before is not None else {}
-    accelerators[here.accelerator] = measured
+    accelerators[here.accelerator] = measured = swept.profile
     MeasuredProfile(accelerators=accelerators, model=asdict(model)).save(options.out)
-    lines = [*_table(measured), *_cluster_lines(links)]
+    lines = [*_table(swept), *_cluster_lines(links), *_unsteady(swept.spread.values())]
     return "\n".join(
         [*lines, f"{options.out}: {counted(len(measured.points), 'point')} of {here.accelerator}"]
     )
@@ -127,7 +130,7 @@ def _measure(options: argparse.Namespace) -> str:
 
 def _sweep(
     options: argparse.Namespace, args: argparse.Namespace, here: ProfiledDevice
-) -> tuple[AcceleratorProfile, list[PathResult]]:
+) -> tuple[Swept, list[PathResult]]:
     import torch
 
     from megatron.training.cpu_shim import cpu_shim
@@ -159,8 +162,9 @@ def _sweep(
             bar.set_description(text)
             bar.update(1)
 
-        measured = measure(args, sweep, here=here, wire=wire, advance=advance)
-    return replace(measured, source=_source(args, here, sweep)), links
+        swept = measure(args, sweep, here=here, wire=wire, advance=advance)
+    profile = replace(swept.profile, source=_source(args, here, sweep))
+    return replace(swept, profile=profile), links
 
 
 def _size_free(model: dict[str, object]) -> dict[str, object]:
@@ -178,9 +182,10 @@ def _source(args: argparse.Namespace, here: ProfiledDevice, sweep: Sweep) -> str
     return f"tools/profile_layers.py on {here.description}, {args.params_dtype}{shards}"
 
 
-def _table(measured: AcceleratorProfile) -> list[str]:
+def _table(swept: Swept) -> list[str]:
+    measured = swept.profile
     head = ["TP", "micro-batch", "tokens", "recompute", "layer fwd", "bwd", "embedding", "head"]
-    rows = [[*head, "kept a layer"]]
+    rows = [[*head, "kept a layer", "rounds differ"]]
     for point, costs in measured.points.items():
         parts = costs.embedding, costs.head
         times = [
@@ -193,6 +198,7 @@ def _table(measured: AcceleratorProfile) -> list[str]:
                 point.recompute,
                 *(f"{1e3 * seconds:.3f} ms" for seconds in times),
                 size_text(costs.layer_activation_bytes),
+                f"{swept.spread[point]:.0%}",
             ]
         )
     each = 1e9 * measured.optimizer_seconds_per_parameter
@@ -200,6 +206,15 @@ def _table(measured: AcceleratorProfile) -> list[str]:
     return [
         *aligned(rows, text={3}),
         f"update: {each:.3f} ms a million parameters and {fixed:.3f} ms",
+    ]
+
+
+def _unsteady(spreads: Iterable[float]) -> list[str]:
+    if max(spreads) <= _UNSTEADY:
+        return []
+    return [
+        f"rounds differ by up to {max(spreads):.0%}: the machine is not quiet, or its processor is "
+        "too slow for the GPU at small micro-batches; measure again before you plan with this"
     ]
 
 

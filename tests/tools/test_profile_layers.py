@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from hetero.planner.layer_profile import MeasuredProfile, Point, load_profile
+from hetero.planner.layer_profile import MeasuredProfile, PassTimes, Point, load_profile
+from tools.layer_profile.measured_stage import FIRST, LAST, MIDDLE, StageMemory
 from tools.layer_profile.swept_points import layers_of_deep_stages
 from tools.operators.layer_flags import model_arguments
 from tools.profile_layers import main
@@ -43,6 +46,43 @@ def test_stages_are_deep_where_layers_are_small(layers: int, width: int, deep: i
     sizes = f"--num-layers {layers} --hidden-size {width} --ffn-hidden-size {4 * width}"
     args = model_arguments([*LLAMA[:-4], *sizes.split()])
     assert layers_of_deep_stages(args) == deep
+
+
+class DriftingStage:
+    """A stage of a machine that gets slower all the time, and stumbles in one pass of many."""
+
+    passes = 0
+
+    def __init__(self, stage: int, layers: int) -> None:
+        self.seconds = 0.01 * layers + {FIRST: 0.001, MIDDLE: 0.0, LAST: 0.005}[stage]
+
+    def memory(self, **_: int) -> StageMemory:
+        return StageMemory(0, 0)
+
+    def times(self, **_: float) -> PassTimes:
+        DriftingStage.passes += 1
+        stumble = 3.0 if DriftingStage.passes == 6 else 1.0
+        seconds = self.seconds * stumble * 1.001**DriftingStage.passes
+        return PassTimes(seconds, 2 * seconds)
+
+
+def test_a_machine_whose_speed_drifts_is_told_and_hardly_seen(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    @contextmanager
+    def built(*_: object, stage: int, layers: int, **__: object) -> Iterator[DriftingStage]:
+        yield DriftingStage(stage, layers)
+
+    monkeypatch.setattr("tools.layer_profile.swept_points.measured_stage", built)
+    monkeypatch.setattr(DriftingStage, "passes", 0)
+    out = tmp_path / "here.json"
+    assert main(["--out", str(out), "--accelerator", "one", "--recompute", "none", *LLAMA]) == 0
+    costs = load_profile(out).costs("one", Point(1, 1, 32))
+    assert costs.layer.forward == pytest.approx(0.01, rel=0.03)
+    assert costs.layer.backward == pytest.approx(0.02, rel=0.03)
+    assert costs.head.forward == pytest.approx(0.005, rel=0.1)
+    assert costs.embedding.forward == pytest.approx(0.001, rel=0.2)
+    assert "the machine is not quiet" in capsys.readouterr().out
 
 
 def test_recomputing_keeps_a_layers_input_alone(measured: tuple[Path, MeasuredProfile]) -> None:

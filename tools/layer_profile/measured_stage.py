@@ -22,21 +22,18 @@ from megatron.core.utils import get_attr_wrapped_model
 from hetero.data.layer_times import GpuClock, HostClock
 from hetero.data.slowdown import slow_down
 from hetero.plan import Mesh, Plan
+from hetero.planner.layer_profile import PassTimes
 from megatron.training.lone_process import groups_without_peers
 from megatron.training.model import StageModel, build_model, torch_dtype
 
 FIRST, MIDDLE, LAST = 0, 1, 2
-_WARM_UP, _AT_LEAST, _AT_MOST = 3, 5, 200
+_WARM_UP, _AT_LEAST, _AT_MOST = 2, 3, 100
 
 
 @dataclass(frozen=True)
-class StageCost:
-    """What one micro-batch costs a stage. Medians."""
+class StageMemory:
+    """What one micro-batch takes of a stage's memory, beside weights and gradients."""
 
-    forward: float
-    """Seconds."""
-    backward: float
-    """Seconds, with what is computed again."""
     kept_bytes: int
     """Held from the forward pass to the backward pass."""
     working_bytes: int
@@ -58,14 +55,52 @@ class MeasuredStage:
     def parameters(self) -> int:
         return sum(parameter.numel() for parameter in self._chunk.parameters())
 
-    def cost(self, *, micro_batch: int, seq_length: int, seconds: float) -> StageCost:
-        """Time passes for about `seconds`, a few of them at the least."""
+    def times(self, *, micro_batch: int, seq_length: int, seconds: float) -> PassTimes:
+        """Medians of passes timed for about `seconds`, a few of them at the least."""
         inputs = self._inputs(micro_batch, seq_length)
         for _ in range(_WARM_UP):
             self._backward(self._forward(inputs))
-        kept, working = self._memory(inputs)
-        forward, backward = self._times(inputs, seconds)
-        return StageCost(forward, backward, kept, working)
+        clock = clock_of(self._device)
+        marks: list[tuple[Any, Any, Any]] = []
+        until = time.monotonic() + seconds
+        while len(marks) < _AT_LEAST or (time.monotonic() < until and len(marks) < _AT_MOST):
+            begin = clock.mark()
+            output = self._forward(inputs)
+            middle = clock.mark()
+            self._backward(output)
+            marks.append((begin, middle, clock.mark()))
+            if len(marks) % _AT_LEAST == 0:
+                synchronize(self._device)  # the host's watch would else run ahead of the GPU
+        return PassTimes(
+            statistics.median(clock.seconds(begin, middle) for begin, middle, _ in marks),
+            statistics.median(clock.seconds(middle, end) for _, middle, end in marks),
+        )
+
+    def memory(self, *, micro_batch: int, seq_length: int) -> StageMemory:
+        inputs = self._inputs(micro_batch, seq_length)
+        self._backward(self._forward(inputs))  # gradients are there from the first one on
+        if self._device.type != "cuda":
+            return self._memory_of_host(inputs)
+        torch.cuda.synchronize(self._device)
+        before = torch.cuda.memory_allocated(self._device)
+        torch.cuda.reset_peak_memory_stats(self._device)
+        output = self._forward(inputs)
+        kept = torch.cuda.memory_allocated(self._device) - before
+        self._backward(output)
+        del output
+        peak = torch.cuda.max_memory_allocated(self._device) - before
+        return StageMemory(kept, max(peak - kept, 0))
+
+    def _memory_of_host(self, inputs: dict[str, Any]) -> StageMemory:
+        own = {_storage(tensor)[0] for tensor in self._chunk.parameters()}
+        activities = [torch.profiler.ProfilerActivity.CPU]
+        watched = torch.profiler.profile(activities=activities, profile_memory=True)
+        with _saved_storages() as saved, watched as seen:
+            output = self._forward(inputs)
+            saved |= dict([_storage(output)])
+            kept = sum(size for place, size in saved.items() if place not in own)
+            self._backward(output)
+        return StageMemory(kept, max(_most_held(seen) - kept, 0))
 
     def _inputs(self, micro_batch: int, seq_length: int) -> dict[str, Any]:
         """What the schedule would hand over."""
@@ -92,43 +127,6 @@ class MeasuredStage:
 
     def _backward(self, output: torch.Tensor) -> None:
         output.backward(None if output.dim() == 0 else torch.ones_like(output))
-
-    def _times(self, inputs: dict[str, Any], seconds: float) -> tuple[float, float]:
-        clock = clock_of(self._device)
-        marks: list[tuple[Any, Any, Any]] = []
-        until = time.monotonic() + seconds
-        while len(marks) < _AT_LEAST or (time.monotonic() < until and len(marks) < _AT_MOST):
-            begin = clock.mark()
-            output = self._forward(inputs)
-            middle = clock.mark()
-            self._backward(output)
-            marks.append((begin, middle, clock.mark()))
-            if len(marks) % _AT_LEAST == 0:
-                synchronize(self._device)  # the host's watch would else run ahead of the GPU
-        forward = statistics.median(clock.seconds(begin, middle) for begin, middle, _ in marks)
-        backward = statistics.median(clock.seconds(middle, end) for _, middle, end in marks)
-        return forward, backward
-
-    def _memory(self, inputs: dict[str, Any]) -> tuple[int, int]:
-        if self._device.type != "cuda":
-            own = {_storage(tensor)[0] for tensor in self._chunk.parameters()}
-            activities = [torch.profiler.ProfilerActivity.CPU]
-            watched = torch.profiler.profile(activities=activities, profile_memory=True)
-            with _saved_storages() as saved, watched as seen:
-                output = self._forward(inputs)
-                saved |= dict([_storage(output)])
-                kept = sum(size for place, size in saved.items() if place not in own)
-                self._backward(output)
-            return kept, max(_most_held(seen) - kept, 0)
-        torch.cuda.synchronize(self._device)
-        before = torch.cuda.memory_allocated(self._device)
-        torch.cuda.reset_peak_memory_stats(self._device)
-        output = self._forward(inputs)
-        kept = torch.cuda.memory_allocated(self._device) - before
-        self._backward(output)
-        del output
-        peak = torch.cuda.max_memory_allocated(self._device) - before
-        return kept, max(peak - kept, 0)
 
 
 class _ThreadClock(HostClock):

@@ -3,6 +3,9 @@
 A stage costs a constant and so much a layer. Two middle stages of different depth give the layer;
 what a first and a last stage cost beyond their layers is the embedding's and the head's.
 
+All of them are timed in turn, again and again, because the speed of a machine drifts: a difference
+of times that are minutes apart says more of that than of a part. Times are medians over rounds.
+
 All but one stage are so deep that no cache holds their weights, or have all layers of the model.
 What is small stays in a cache from one pass to the next where little else is, and costs less there
 than it will.
@@ -14,6 +17,7 @@ import argparse
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
+from statistics import median
 
 import torch
 
@@ -21,13 +25,21 @@ from hetero.planner.cluster_shape import Wire
 from hetero.planner.layer_profile import AcceleratorProfile, PartCosts, PassTimes, Point
 from megatron.training.model import torch_dtype
 from megatron.training.model_size import model_shape
-from tools.layer_profile.measured_stage import FIRST, LAST, MIDDLE, StageCost, measured_stage
+from tools.layer_profile.measured_stage import (
+    FIRST,
+    LAST,
+    MIDDLE,
+    MeasuredStage,
+    StageMemory,
+    measured_stage,
+)
 from tools.layer_profile.measured_update import measure_update
 from tools.layer_profile.profiled_device import ProfiledDevice
 
 _SHALLOW = 1
 _DEEP = range(3, 9)
 """How many layers a deep stage may have."""
+_ROUNDS = 5
 _BEYOND_CACHES = 512 << 20
 """Bytes of weights of which no cache keeps a good part."""
 _RECOMPUTE: Mapping[str, Mapping[str, object]] = {
@@ -50,16 +62,31 @@ class Sweep:
     seq_length: Sequence[int]
     recompute: Sequence[str]
     seconds: float
-    """For one stage at one point."""
+    """For one stage at one point, in all rounds."""
 
     @property
     def stages(self) -> int:
-        """How many stages are timed at how many points, for a progress bar."""
+        """How many stages are timed at how many points how often, for a progress bar."""
         points = len(self.tensor) * len(self.micro_batch) * len(self.seq_length)
-        return points * len(self.recompute) * len(_stages(_DEEP[0]))
+        return _ROUNDS * points * len(self.recompute) * len(_stages(_DEEP[0]))
 
 
-def _stages(deep: int) -> list[tuple[int, int]]:
+@dataclass(frozen=True)
+class Swept:
+    """What was measured, and how well it repeats."""
+
+    profile: AcceleratorProfile
+    spread: Mapping[Point, float]
+    """How much longer a layer's passes took in the slowest round than in the fastest, as a part."""
+
+
+_Stage = tuple[int, int]
+"""Which, and its layers."""
+_Times = Mapping[tuple[_Stage, Point], PassTimes]
+_Memory = Mapping[tuple[_Stage, Point], StageMemory]
+
+
+def _stages(deep: int) -> list[_Stage]:
     """Which stages are timed, each with so many layers."""
     return [(MIDDLE, _SHALLOW), (MIDDLE, deep), (FIRST, deep), (LAST, deep)]
 
@@ -79,22 +106,23 @@ def measure(
     here: ProfiledDevice,
     wire: Wire | None,
     advance: Callable[[str], None],
-) -> AcceleratorProfile:
+) -> Swept:
     """Measure all points. `wire` would join tensor-parallel ranks, of which only one is there."""
     points: dict[Point, PartCosts] = {}
+    spread: dict[Point, float] = {}
     for tensor, recompute in product(sweep.tensor, sweep.recompute):
         own = _flags(args, tensor=tensor, recompute=recompute)
-        costs: dict[tuple[int, int], dict[Point, StageCost]] = {}
         deep = layers_of_deep_stages(own)
-        for stage, layers in _stages(deep):
-            costs[stage, layers] = dict(
-                _stage_costs(own, sweep, stage, layers, here, recompute, advance)
-            )
-        for point in costs[MIDDLE, _SHALLOW]:
-            parts = _parts({key: found[point] for key, found in costs.items()}, deep=deep)
+        timed = [
+            Point(tensor, micro_batch, length, recompute, own.sequence_parallel)
+            for micro_batch, length in product(sweep.micro_batch, sweep.seq_length)
+        ]
+        rounds, memory = _rounds(own, timed, deep, here, sweep.seconds / _ROUNDS, advance)
+        for point in timed:
+            parts = _parts(rounds, memory, point, deep=deep)
             if wire is not None and tensor > 1:
                 parts = _with_communication(parts, own, point, wire)
-            points[point] = parts
+            points[point], spread[point] = parts, _spread(rounds, point, deep)
     update = _flags(args, tensor=max(sweep.tensor), recompute="none")
     small, large = (
         measure_update(
@@ -107,12 +135,51 @@ def measure(
         for layers in (_SHALLOW, _DEEP[0])
     )
     each = (large.seconds - small.seconds) / (large.parameters - small.parameters)
-    return AcceleratorProfile(
+    profile = AcceleratorProfile(
         points=points,
         optimizer_seconds_per_parameter=max(each, 0.0),
         optimizer_seconds_fixed=max(small.seconds - each * small.parameters, 0.0),
         interpolate=("micro_batch", "seq_length"),
     )
+    return Swept(profile, spread)
+
+
+def _rounds(
+    args: argparse.Namespace,
+    points: Sequence[Point],
+    deep: int,
+    here: ProfiledDevice,
+    seconds: float,
+    advance: Callable[[str], None],
+) -> tuple[list[_Times], _Memory]:
+    """Build each stage in every round anew: together they may be more than the device holds."""
+    rounds: list[_Times] = []
+    memory: dict[tuple[_Stage, Point], StageMemory] = {}
+    for _ in range(_ROUNDS):
+        times: dict[tuple[_Stage, Point], PassTimes] = {}
+        for stage, point, measured in _built_in_turn(args, points, deep, here):
+            if not rounds:
+                memory[stage, point] = measured.memory(
+                    micro_batch=point.micro_batch, seq_length=point.seq_length
+                )
+            times[stage, point] = measured.times(
+                micro_batch=point.micro_batch, seq_length=point.seq_length, seconds=seconds
+            )
+            advance(str(point))
+        rounds.append(times)
+    return rounds, memory
+
+
+def _built_in_turn(
+    args: argparse.Namespace, points: Sequence[Point], deep: int, here: ProfiledDevice
+) -> Iterator[tuple[_Stage, Point, MeasuredStage]]:
+    for stage in _stages(deep):
+        which, layers = stage
+        with measured_stage(
+            args, stage=which, layers=layers, vendor=here.vendor, device=here.device
+        ) as measured:
+            for point in points:
+                yield stage, point, measured
 
 
 def _flags(args: argparse.Namespace, *, tensor: int, recompute: str) -> argparse.Namespace:
@@ -122,57 +189,54 @@ def _flags(args: argparse.Namespace, *, tensor: int, recompute: str) -> argparse
     return argparse.Namespace(**{**vars(args), **changed})
 
 
-def _stage_costs(
-    args: argparse.Namespace,
-    sweep: Sweep,
-    stage: int,
-    layers: int,
-    here: ProfiledDevice,
-    recompute: str,
-    advance: Callable[[str], None],
-) -> Iterator[tuple[Point, StageCost]]:
-    tensor = args.tensor_model_parallel_size
-    with measured_stage(
-        args, stage=stage, layers=layers, vendor=here.vendor, device=here.device
-    ) as measured:
-        for micro_batch, seq_length in product(sweep.micro_batch, sweep.seq_length):
-            point = Point(tensor, micro_batch, seq_length, recompute, args.sequence_parallel)
-            yield (
-                point,
-                measured.cost(
-                    micro_batch=micro_batch, seq_length=seq_length, seconds=sweep.seconds
-                ),
-            )
-            advance(str(point))
+def _parts(rounds: Sequence[_Times], memory: _Memory, point: Point, *, deep: int) -> PartCosts:
+    layers, embeddings, heads = zip(
+        *(_times_of_parts(times, point, deep) for times in rounds), strict=True
+    )
+    shallow, deeper, first, last = (memory[stage, point] for stage in _stages(deep))
+    kept = max(deeper.kept_bytes - shallow.kept_bytes, 0) / (deep - _SHALLOW)
+    return PartCosts(
+        layer=_median(layers),
+        embedding=_median(embeddings),
+        head=_median(heads),
+        layer_activation_bytes=kept,
+        embedding_activation_bytes=max(first.kept_bytes - deep * kept, 0.0),
+        head_activation_bytes=max(last.kept_bytes - deep * kept, 0.0),
+        layer_working_bytes=float(shallow.working_bytes),
+        embedding_working_bytes=float(first.working_bytes),
+        head_working_bytes=float(last.working_bytes),
+    )
 
 
-def _parts(costs: Mapping[tuple[int, int], StageCost], *, deep: int) -> PartCosts:
-    shallow, deeper = costs[MIDDLE, _SHALLOW], costs[MIDDLE, deep]
+def _times_of_parts(
+    times: _Times, point: Point, deep: int
+) -> tuple[PassTimes, PassTimes, PassTimes]:
+    """Of a layer, the embedding and the head, in one round: differences, which may be negative."""
+    shallow, deeper, first, last = (times[stage, point] for stage in _stages(deep))
+    layer = PassTimes(
+        (deeper.forward - shallow.forward) / (deep - _SHALLOW),
+        (deeper.backward - shallow.backward) / (deep - _SHALLOW),
+    )
 
-    def a_layer(name: str) -> float:
-        return max(getattr(deeper, name) - getattr(shallow, name), 0) / (deep - _SHALLOW)
-
-    layer = PassTimes(a_layer("forward"), a_layer("backward"))
-    kept = a_layer("kept_bytes")
-
-    def beyond(stage: int) -> PassTimes:
-        cost = costs[stage, deep]
+    def beyond(stage: PassTimes) -> PassTimes:
         return PassTimes(
-            max(cost.forward - deep * layer.forward, 0.0),
-            max(cost.backward - deep * layer.backward, 0.0),
+            stage.forward - deep * layer.forward, stage.backward - deep * layer.backward
         )
 
-    return PartCosts(
-        layer=layer,
-        embedding=beyond(FIRST),
-        head=beyond(LAST),
-        layer_activation_bytes=kept,
-        embedding_activation_bytes=max(costs[FIRST, deep].kept_bytes - deep * kept, 0.0),
-        head_activation_bytes=max(costs[LAST, deep].kept_bytes - deep * kept, 0.0),
-        layer_working_bytes=float(shallow.working_bytes),
-        embedding_working_bytes=float(costs[FIRST, deep].working_bytes),
-        head_working_bytes=float(costs[LAST, deep].working_bytes),
+    return layer, beyond(first), beyond(last)
+
+
+def _median(times: Sequence[PassTimes]) -> PassTimes:
+    return PassTimes(
+        max(median(one.forward for one in times), 0.0),
+        max(median(one.backward for one in times), 0.0),
     )
+
+
+def _spread(rounds: Sequence[_Times], point: Point, deep: int) -> float:
+    deepest = [times[(MIDDLE, deep), point] for times in rounds]
+    seconds = [one.forward + one.backward for one in deepest]
+    return max(seconds) / min(seconds) - 1
 
 
 def _with_communication(

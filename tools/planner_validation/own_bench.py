@@ -55,6 +55,8 @@ _BASE = Case(name="base", factor=1.0, layers=(2, 2))
 _BASE_RUN = 4, 4
 """Steps, and samples of a step, of the run that shows what the program itself takes."""
 _DEADLINE = 300.0
+_WHEN = "before", "after"
+"""Of a run on a CPU, its devices are profiled."""
 
 
 @dataclass(frozen=True)
@@ -135,14 +137,13 @@ class OwnBench:
             self._profile(missing, micro_batches=(1, 2), recompute=("none", "full"))
         return _merged(files.values())
 
-    def _profile_file(self, part: tuple[str, float], case: Case | None = None) -> Path:
-        of_case = f"{_slug(case)}_" if case else ""
-        return self.folder / f"profile_{of_case}{_accelerator(*part)}.json"
+    def _profile_file(self, part: tuple[str, float], of: str = "") -> Path:
+        return self.folder / f"profile_{of}{_accelerator(*part)}.json"
 
-    def _case_profiles(self, case: Case) -> dict[tuple[str, float], Path]:
+    def _case_profiles(self, case: Case, when: str) -> dict[tuple[str, float], Path]:
         """Of its two devices alone."""
         parts = (FAST, 1.0), (SLOW, case.factor)
-        return {part: self._profile_file(part, case) for part in parts}
+        return {part: self._profile_file(part, f"{_slug(case)}_{when}_") for part in parts}
 
     def _profile(
         self,
@@ -271,18 +272,25 @@ class OwnBench:
         name = f"{PLANNED} x{factor:g}"
         return Case(name=name, factor=factor, layers=(first, second), order=order)
 
-    def predict(self, case: Case) -> Prediction:
-        """From profiles alone: nothing of a run enters."""
+    def predict(self, case: Case) -> list[Prediction]:
+        """From profiles alone, of which a CPU has two for each plan: nothing of a run enters."""
         placement, cluster = case.placement(self.scale), self.clusters[case.factor]
         links = self._links_bytes(case, self.model, self.scale.iterations, self.scale.global_batch)
         links -= self._links_bytes(_BASE, _base_model(), *_BASE_RUN)
         options = replace(self.scale.options, reserved_bytes=self.base_bytes + links)
-        files = self._case_profiles(case).values()
-        profile = _merged(files) if all(file.exists() for file in files) else self.profile
-        costs = step_costs(
-            placement, model=self.model, cluster=cluster, profile=profile, options=options
-        )
-        return simulate(costs, placement, model=self.model, cluster=cluster)
+        files = [self._case_profiles(case, when).values() for when in _WHEN]
+        own = [_merged(pair) for pair in files if all(file.exists() for file in pair)]
+        return [
+            simulate(
+                step_costs(
+                    placement, model=self.model, cluster=cluster, profile=profile, options=options
+                ),
+                placement,
+                model=self.model,
+                cluster=cluster,
+            )
+            for profile in own or [self.profile]
+        ]
 
     def _links_bytes(self, case: Case, model: ModelShape, steps: int, batch: int) -> float:
         """Of the memory that a rank shares with its peer on a CPU, what it touches in a run.
@@ -320,14 +328,23 @@ class OwnBench:
         """Train a few steps by the public entry point.
 
         A shared processor's speed drifts by a tenth in minutes, so there the two devices are
-        profiled anew just before.
+        profiled anew just before and just after.
         """
+        before, after = _WHEN
+        self._profile_beside(case, before)
+        found = self._train(case)
+        self._profile_beside(case, after)
+        return found
+
+    def _profile_beside(self, case: Case, when: str) -> None:
         if not self.gpus:
             self._profile(
-                self._case_profiles(case),
+                self._case_profiles(case, when),
                 micro_batches=(case.micro_batch,),
                 recompute=tuple(dict.fromkeys(case.recompute)),
             )
+
+    def _train(self, case: Case) -> Measured:
         placement = case.placement(self.scale)
         slug = _slug(case)
         plan_file = self.folder / f"{slug}.plan.yaml"

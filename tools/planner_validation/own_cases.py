@@ -53,10 +53,10 @@ class Scale:
 
 ON_CPU = Scale(
     model={
-        "hidden-size": 256,
-        "ffn-hidden-size": 704,
-        "num-attention-heads": 4,
-        "num-query-groups": 2,
+        "hidden-size": 512,
+        "ffn-hidden-size": 1408,
+        "num-attention-heads": 8,
+        "num-query-groups": 4,
         "seq-length": 128,
         "max-position-embeddings": 128,
         "padded-vocab-size": 2048,

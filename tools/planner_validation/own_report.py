@@ -8,6 +8,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from hetero.planner.prediction import Prediction
@@ -28,17 +29,22 @@ _HELD_UP = 0.01
 @dataclass(frozen=True)
 class _Row:
     case: Case
-    predicted: Prediction
+    predictions: Sequence[Prediction]
     measured: Measured
 
     @property
+    def predicted(self) -> float:
+        """Seconds of a step."""
+        return fmean(prediction.seconds for prediction in self.predictions)
+
+    @property
     def step_error(self) -> float:
-        return self.predicted.seconds / self.measured.step - 1
+        return self.predicted / self.measured.step - 1
 
     @property
     def peaks(self) -> list[tuple[float, float]]:
         """Predicted and measured, by rank."""
-        predicted = [use.peak_bytes for use in self.predicted.uses]
+        predicted = [use.peak_bytes for use in self.predictions[0].uses]
         return list(zip(predicted, self.measured.peak_bytes, strict=True))
 
     @property
@@ -65,7 +71,7 @@ def own_runs(folder: Path, *, seconds: float, figures: Path | None) -> str:
                 continue
             row = _Row(case, bench.predict(case), found)
             rows.append(row)
-            steps = f"predicted {row.predicted.seconds:.3f} s, measured {found.step:.3f} s"
+            steps = f"predicted {row.predicted:.3f} s, measured {found.step:.3f} s"
             bar.write(f"{number + 1} of {len(cases)}, {case.name}: {steps}", file=sys.stderr)
     if figures and rows:
         write_whole(figures, _figures(bench, rows))
@@ -113,7 +119,7 @@ def _table(rows: Sequence[_Row]) -> list[str]:
                 ":".join(map(str, case.shares)) if case.layers is None else "",
                 str(case.micro_batch),
                 ", ".join(case.recompute),
-                f"{row.predicted.seconds:.3f}",
+                f"{row.predicted:.3f}",
                 f"{row.measured.step:.3f}",
                 f"{100 * row.step_error:+.1f} %",
                 f"{100 * row.measured.held_up:.1f} %",
@@ -126,10 +132,10 @@ def _table(rows: Sequence[_Row]) -> list[str]:
 
 
 def _verdicts(rows: Sequence[_Row]) -> list[str]:
-    scored = score_of([(1 / row.measured.step, 1 / row.predicted.seconds) for row in rows])
+    scored = score_of([(1 / row.measured.step, 1 / row.predicted) for row in rows])
     worst = max(rows, key=lambda row: abs(row.step_error))
     peak = max(rows, key=lambda row: abs(row.peak_error))
-    tau, pairs = told_apart([(row.measured.steady, row.predicted.seconds) for row in rows])
+    tau, pairs = told_apart([(row.measured.steady, row.predicted) for row in rows])
     lines = [
         f"steps: {scored}, of {worst.case.name!r} ({_met(scored.largest_error <= _STEP)}: "
         f"{_STEP:.0%}); tau {_met(scored.kendall_tau >= _TAU)}: {_TAU}",
@@ -142,7 +148,7 @@ def _verdicts(rows: Sequence[_Row]) -> list[str]:
         even, planned = (by_name.get(f"{word} x{factor:g}") for word in (EVEN, PLANNED))
         if even is None or planned is None:
             continue
-        ours = even.predicted.seconds / planned.predicted.seconds
+        ours = even.predicted / planned.predicted
         theirs = even.measured.step / planned.measured.step
         lines.append(
             f"one vendor {factor:g} times slower (simulated): the plan beats the even split "
@@ -160,7 +166,7 @@ def _figures(bench: OwnBench, rows: Sequence[_Row]) -> str:
     runs: list[Mapping[str, Any]] = [
         {
             **asdict(row.case),
-            "predicted_seconds": row.predicted.seconds,
+            "predicted_seconds": row.predicted,
             "measured_seconds": row.measured.step,
             "step_error": row.step_error,
             "iterations_seconds": row.measured.seconds,
