@@ -199,7 +199,8 @@ class TrainingOptimizer:
         total = torch.zeros((), dtype=torch.float64, device=self._device)
         for grads in self._counted_grads():
             if self._device.type == "cpu":
-                total += torch.stack([_square_on_cpu(grad) for grad in grads]).sum()
+                room = torch.empty(_CPU_PIECE, dtype=torch.float64)
+                total += torch.stack([_square_on_cpu(grad, room) for grad in grads]).sum()
             else:
                 norms = torch.stack(torch._foreach_norm(grads)).double()
                 total += (norms * norms).sum()
@@ -229,18 +230,20 @@ class TrainingOptimizer:
 
 
 _CPU_PIECE = 2**18
-"""Elements of a gradient that are float64 at a time: copies of whole ones stay in the C library's
-heap, several times the largest."""
+"""Elements of a gradient that are float64 at a time."""
 
 
-def _square_on_cpu(grad: torch.Tensor) -> torch.Tensor:
-    """In float64 throughout.
+def _square_on_cpu(grad: torch.Tensor, room: torch.Tensor) -> torch.Tensor:
+    """In float64 throughout, in `room`: what is allocated anew stays in the C library's heap.
 
     A GPU adds in a tree. A CPU adds so many numbers to one that, in float32, a large norm would
     depend on how many ranks share the tensor.
     """
-    pieces = grad.reshape(-1).split(_CPU_PIECE)
-    return torch.stack([piece.double().square().sum() for piece in pieces]).sum()
+    sums = []
+    for piece in grad.reshape(-1).split(_CPU_PIECE):
+        squares = room[: piece.numel()].copy_(piece).square_()
+        sums.append(squares.sum())
+    return torch.stack(sums).sum()
 
 
 @dataclass(frozen=True)
