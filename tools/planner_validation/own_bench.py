@@ -25,7 +25,7 @@ import torch
 import yaml
 
 from hetero.collectives.group_links import RING_BYTES
-from hetero.errors import HeteroError
+from hetero.errors import HeteroError, UserError
 from hetero.link.open import PROBE_SIZES, ChannelOptions
 from hetero.plan import load_plan
 from hetero.planner.cluster_shape import Cluster, load_cluster
@@ -114,6 +114,11 @@ class OwnBench:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if self.gpus == 1:
+            raise UserError(
+                "--own-runs needs two GPUs, and one is visible; make another visible, or set "
+                "CUDA_VISIBLE_DEVICES to nothing to run on the CPU"
+            )
         self.scale: Scale = ON_GPU if self.gpus else ON_CPU
         self.model_file = folder / "model.yaml"
         folder.mkdir(parents=True, exist_ok=True)

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from hetero.errors import UserError
 from hetero.planner.layer_profile import (
     AcceleratorProfile,
     MeasuredProfile,
@@ -116,6 +117,13 @@ def test_a_step_that_is_far_off_is_said(
     text = own_report.own_runs(tmp_path, seconds=60, figures=None)
     assert "largest 9.1 %" in text
     assert "(missed: 5%)" in text
+
+
+def test_one_gpu_is_too_few(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    with pytest.raises(UserError, match="needs two GPUs, and one is visible"):
+        own_report.own_runs(tmp_path, seconds=60, figures=None)
 
 
 def test_what_there_was_no_time_for_is_counted(played: type[Played], tmp_path: Path) -> None:
