@@ -61,11 +61,11 @@ class Links:
         """The link to a rank of the group. Both ends have to ask for it.
 
         Args:
-            store: this purpose's, over another connection.
+            store: this purpose's, to wait in over a connection of its own.
         """
         link = self._open.get(rank)
         if link is None:
-            link = self._open[rank] = self._opened(rank, store or self._store)
+            link = self._open[rank] = self._opened(rank, clone(store) if store else self._store)
         return link
 
     def set_timeout(self, seconds: float) -> None:

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -66,9 +66,9 @@ class Mailbox:
         self._opening = {rank: threading.Lock() for rank in range(layout.size)}
         self._broken: dict[int, BaseException] = {}
         self._over = links.closed
-        self._in_store: set[threading.Thread] = set()
-        """Threads that may be in the store, which ends a process that Python ends meanwhile."""
-        weakref.finalize(self, _end, self._over, self._in_store)
+        self._threads: list[threading.Thread] = []
+        # Python ends a process abnormally of which a thread is in PyTorch's C++ meanwhile.
+        weakref.finalize(self, _end, self._over, self._change, self._outgoing, self._threads)
 
     # Nothing else ends a message that does not come.
     new_work = partial(CollectiveWork, grace=0.0)
@@ -112,50 +112,43 @@ class Mailbox:
 
     def close(self) -> None:
         self._links.close()
-        for box in list(self._outgoing.values()):
-            box.put(None)
-        with self._change:
-            self._change.notify_all()
+        _end(self._over, self._change, self._outgoing, self._threads)
 
     def _start(self, target: Callable[..., None], rank: int, *more: object) -> None:
-        threading.Thread(
+        thread = threading.Thread(
             target=target, args=(rank, *more), name=f"mail {target.__name__} {rank}", daemon=True
-        ).start()
+        )
+        self._threads.append(thread)
+        thread.start()
 
     def _link_to(self, rank: int) -> Link:
         with self._opening[rank]:
             # Several threads wait in the store at once.
-            return self._links.to(rank, store=clone(self._store))
+            return self._links.to(rank, store=self._store)
 
     def _send_to(self, rank: int) -> None:
         link = None
         while (message := self._outgoing[rank].get()) is not None:
             tensor, work, tag = message
-            with self._using_store() if link is None else nullcontext():
-                try:
-                    if link is None:
-                        self._require_open()
-                        self._store.set(self._announcement(self._layout.rank, rank), "1")
-                        link = self._link_to(rank)
-                    link.send(torch.tensor([tag, tensor.nbytes], device="cpu")).wait()
-                    if tensor.numel():
-                        link.send(as_bytes(tensor)).wait()
-                except Exception as error:
-                    work.finish(error)
-                else:
-                    work.finish()
+            try:
+                if link is None:
+                    self._require_open()
+                    self._store.set(self._announcement(self._layout.rank, rank), "1")
+                    link = self._link_to(rank)
+                link.send(torch.tensor([tag, tensor.nbytes], device="cpu")).wait()
+                if tensor.numel():
+                    link.send(as_bytes(tensor)).wait()
+            except Exception as error:
+                work.finish(error)
+            else:
+                work.finish()
 
     def _read_from(self, rank: int, of_any: bool) -> None:
-        with self._using_store():
-            try:
-                self._require_open()
-                if of_any:
-                    self._await_announcement(rank)
-                link = self._link_to(rank)
-            except Exception as error:
-                self._fail(rank, error)
-                return
         try:
+            self._require_open()
+            if of_any:
+                self._await_announcement(rank)
+            link = self._link_to(rank)
             while not self._over.is_set():
                 if self._awaits(rank):
                     self._read_one(link, rank)
@@ -184,10 +177,12 @@ class Mailbox:
     def _awaits(self, rank: int) -> bool:
         """Wait until a message from this rank is asked for."""
         with self._change:
-            return self._change.wait_for(
+            self._change.wait_for(
                 lambda: self._over.is_set() or any(w.source in (None, rank) for w in self._wanted),
                 timeout=1.0,
             )
+            # At the end none comes any more, and a link that is read from does not close.
+            return not self._over.is_set() and any(w.source in (None, rank) for w in self._wanted)
 
     def _match(self, rank: int, tag: int) -> _Wanted | None:
         """Who asked for this message; None where only others of this rank are asked for."""
@@ -226,19 +221,6 @@ class Mailbox:
         else:
             wanted.work.finish(source=source.global_rank)
 
-    @contextmanager
-    def _using_store(self) -> Iterator[None]:
-        """The end of the process waits for this thread meanwhile.
-
-        Look for the end within: either it finds the thread, or the thread finds that it has begun.
-        """
-        here = threading.current_thread()
-        self._in_store.add(here)
-        try:
-            yield
-        finally:
-            self._in_store.discard(here)
-
     def _require_open(self) -> None:
         if self._over.is_set():
             raise LinkError(_CLOSED)
@@ -262,7 +244,19 @@ class Mailbox:
                 wanted.work.finish(error)
 
 
-def _end(over: threading.Event, in_store: set[threading.Thread]) -> None:
+def _end(
+    over: threading.Event,
+    change: threading.Condition,
+    outgoing: Mapping[int, queue.SimpleQueue[_Outgoing | None]],
+    threads: Sequence[threading.Thread],
+) -> None:
+    """Have all threads end, and wait for those that do not wait for another rank."""
     over.set()
-    for thread in list(in_store):
-        thread.join(_END_SECONDS)
+    for box in list(outgoing.values()):
+        box.put(None)
+    with change:
+        change.notify_all()
+    deadline = time.monotonic() + _END_SECONDS
+    for thread in list(threads):
+        if thread is not threading.current_thread():
+            thread.join(max(0.0, deadline - time.monotonic()))

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hetero.collectives.group_links import Link, Links, Transfer, as_bytes, clone
+from hetero.collectives.group_links import Link, Links, Transfer, as_bytes
 from hetero.collectives.not_compiled import not_compiled
 from hetero.collectives.streams import CallStream
 from hetero.collectives.work import CollectiveWork, Worker
@@ -130,10 +130,8 @@ class DeviceMessages:
 
     def _link_to(self, rank: int) -> Link:
         with self._opening[rank]:
-            if self._links.is_open_to(rank):
-                return self._links.to(rank)
             # Several threads wait in the store at once.
-            return self._links.to(rank, store=clone(self._store))
+            return self._links.to(rank, store=self._store)
 
 
 class _Lane:

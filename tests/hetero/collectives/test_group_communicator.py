@@ -65,10 +65,9 @@ def make_the_default_group_twice(side: Side) -> tuple[list[float], list[float], 
         dist.barrier()
         dist.destroy_process_group()
         sums.append(number.item())
-    mail = [thread for thread in threading.enumerate() if thread.name.startswith("mail")]
-    for thread in mail:
-        thread.join(20)
-    return sums, deadlines, [thread.name for thread in mail if thread.is_alive()]
+    # One that is left may be in PyTorch's C++ when the process ends, and abort it.
+    left = [thread.name for thread in threading.enumerate() if thread.name.startswith("mail")]
+    return sums, deadlines, left
 
 
 def test_a_group_is_made_again_with_the_store_of_one_that_has_ended() -> None:

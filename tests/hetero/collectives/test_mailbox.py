@@ -39,6 +39,12 @@ class End:
         self._mailbox.recv(tensor, self._peer, 0, work, lambda: None)
         return work
 
+    def close(self) -> list[threading.Thread]:
+        """End it as a group does; the threads that it has left."""
+        self._mailbox._over.set()
+        self._mailbox.close()
+        return [thread for thread in self._mailbox._threads if thread.is_alive()]
+
     def _work(self, tensor: torch.Tensor, seconds: float) -> CollectiveWork:
         return Mailbox.new_work("a message", [tensor], timeout=seconds, group="0")
 
@@ -54,3 +60,21 @@ def test_a_receive_whose_time_is_over_takes_no_message_from_the_next() -> None:
         work.wait()
         assert (given_up == 0).all()
         assert (again == 1).all()
+
+
+def test_the_end_leaves_no_thread_and_begins_no_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python aborts a process at whose end a thread is in PyTorch's C++."""
+    with opened() as pair:
+        left, right = End(0, pair.sender), End(1, pair.receiver)
+        reads: list[torch.Tensor] = []
+        read = pair.receiver.recv
+        monkeypatch.setattr(
+            pair.receiver, "recv", lambda tensor: (reads.append(tensor), read(tensor))[1]
+        )
+        message = torch.zeros(3)
+        work = right.recv(message, seconds=20.0)
+        left.send(torch.ones(3))
+        work.wait()
+        assert right.close() == []
+        assert left.close() == []
+        assert [tensor.numel() for tensor in reads] == [2, message.nbytes]
