@@ -6,21 +6,17 @@ pretrain_gpt.py, whose files stay in one folder. What is there already is not do
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import sys
 import threading
-import time
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from statistics import median
 from typing import Any
 
-import psutil
 import torch
 import yaml
 
@@ -34,6 +30,7 @@ from hetero.planner.model_shape import ModelShape, load_model
 from hetero.planner.prediction import Prediction, simulate
 from hetero.planner.step_costs import step_costs
 from tools.launching.processes import Step, run_step
+from tools.planner_validation.measured_run import HeldUp, Measured
 from tools.planner_validation.own_cases import (
     FACTORS,
     FAST,
@@ -47,7 +44,7 @@ from tools.planner_validation.own_cases import (
 )
 from tools.planning.plan_files import training_flags
 from tools.preflight_checks.path_bandwidth import measure_alone
-from tools.runs import ROOT, SIMULATED, Finished, Launch, run_to_end
+from tools.runs import ROOT, SIMULATED, Launch, run_to_end
 
 _ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 _TINY = ROOT / "examples" / "presets" / "tiny.yaml"
@@ -57,55 +54,6 @@ _BASE_RUN = 4, 4
 _DEADLINE = 300.0
 _WHEN = "before", "after"
 """Of a run on a CPU, its devices are profiled."""
-
-
-@dataclass(frozen=True)
-class Measured:
-    """What one run showed."""
-
-    seconds: list[float]
-    """Of each iteration, the first ones included."""
-    peak_bytes: list[float]
-    """Of each rank."""
-    held_up: float = 0.0
-    """Part of the time for which the rank that waited most could not compute, because another
-    program had its core. Known of CPUs."""
-
-    @property
-    def steady(self) -> list[float]:
-        """Iterations after the first half, which pays for caches and connections."""
-        return self.seconds[len(self.seconds) // 2 :]
-
-    @property
-    def step(self) -> float:
-        return median(self.steady)
-
-    @classmethod
-    def of(cls, run: Finished, *, held_up: float = 0.0) -> Measured:
-        seconds = [record["elapsed_ms"] / 1000 for record in run.iterations]
-        peaks = [rank["peak_memory_bytes"] for rank in run.report["ranks"]]
-        return cls(seconds, peaks, held_up)
-
-
-class _HeldUp:
-    """Looks, while a run trains, for how long its ranks stood in the queue of a core."""
-
-    def __init__(self, launch: Launch) -> None:
-        self._metrics = launch.metrics
-        self._seen: dict[int, list[tuple[float, float]]] = {}
-
-    def look(self) -> None:
-        if not self._metrics.exists() or not self._metrics.stat().st_size:
-            return  # it starts, which is not measured
-        with contextlib.suppress(psutil.Error, OSError, ValueError):
-            for process in psutil.Process().children(recursive=True):
-                _, queued, _ = Path(f"/proc/{process.pid}/schedstat").read_text().split()
-                self._seen.setdefault(process.pid, []).append((time.monotonic(), int(queued) / 1e9))
-
-    @property
-    def share(self) -> float:
-        spans = [(seen[0], seen[-1]) for seen in self._seen.values() if len(seen) > 1]
-        return max((b[1] - a[1]) / (b[0] - a[0]) for a, b in spans) if spans else 0.0
 
 
 class OwnBench:
@@ -358,7 +306,7 @@ class OwnBench:
         words = _words(training_flags(placement, plan_file))
         words += ["--train-iters", str(self.scale.iterations)]
         launch = self._launch(slug, [self.model_file], words, factor=case.factor)
-        queues = _HeldUp(launch)
+        queues = HeldUp(launch)
         run = run_to_end(launch, lambda: None if self.gpus else queues.look())
         return Measured.of(run, held_up=queues.share)
 

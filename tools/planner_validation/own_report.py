@@ -15,7 +15,8 @@ from hetero.planner.prediction import Prediction
 from hetero.words import counted
 from megatron.training.progress_bar import progress_bar
 from megatron.training.quiet import quiet_core
-from tools.planner_validation.own_bench import Measured, OwnBench
+from tools.planner_validation.measured_run import Measured
+from tools.planner_validation.own_bench import OwnBench
 from tools.planner_validation.own_cases import EVEN, FACTORS, PLANNED, Case
 from tools.planner_validation.scores import score_of, told_apart
 from tools.reports.page import write_whole

@@ -23,7 +23,8 @@ from hetero.planner.layer_profile import (
 from megatron.training.arguments import parse_args
 from tools.launching.processes import Step, StepFailure
 from tools.planner_validation import own_bench, own_report
-from tools.planner_validation.own_bench import Measured, OwnBench
+from tools.planner_validation.measured_run import Measured
+from tools.planner_validation.own_bench import OwnBench
 from tools.planner_validation.own_cases import FACTORS, ON_CPU, ON_GPU, Case, Scale, cases
 from tools.planning.plan_files import training_flags
 from tools.runs import Finished, Launch
