@@ -203,9 +203,11 @@ def _table(swept: Swept) -> list[str]:
         )
     each = 1e9 * measured.optimizer_seconds_per_parameter
     fixed = 1e3 * measured.optimizer_seconds_fixed
+    reduction = 1e9 * measured.reduction_seconds_per_parameter
     return [
         *aligned(rows, text={3}),
         f"update: {each:.3f} ms a million parameters and {fixed:.3f} ms",
+        f"gradients scaled and added up: {reduction:.3f} ms a million parameters",
     ]
 
 
@@ -223,8 +225,8 @@ def _cluster_lines(links: Sequence[PathResult]) -> list[str]:
     return [
         f"link {path.path}: {path.error}"
         if path.error
-        else f"link {path.path}: rail_gbits: {8 * min(path.there_gb_s, path.back_gb_s):.1f}, "
-        f"rail_latency_us: {path.latency_us:.1f}"
+        else f"link {path.path}: "
+        + ", ".join(f"{key}: {figure:.1f}" for key, figure in path.rail_figures().items())
         for path in links
     ]
 

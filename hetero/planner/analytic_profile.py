@@ -24,6 +24,8 @@ _ELEMENT = 2
 _UPDATE_BYTES = 42
 """Of a parameter, that an optimizer step reads and writes: gradient twice (its norm, its use) and
 zeroed, fp32 weight and two moments read and written, bf16 weight written."""
+_REDUCTION_BYTES = 20
+"""Of a parameter: its fp32 gradient scaled in place, then read with another's and written."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,9 @@ class AnalyticProfile:
 
     def optimizer_seconds(self, accelerator: str, parameters: float) -> float:
         return parameters * _UPDATE_BYTES / self._of(accelerator).memory_bandwidth
+
+    def reduction_seconds(self, accelerator: str, parameters: float) -> float:
+        return parameters * _REDUCTION_BYTES / self._of(accelerator).memory_bandwidth
 
     def _of(self, accelerator: str) -> Accelerator:
         try:

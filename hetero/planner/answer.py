@@ -197,10 +197,7 @@ def with_boundary(problem: Problem, factor: float) -> Problem:
     for index, one in enumerate(cluster.kinds):
         for other in cluster.kinds[index + 1 :]:
             wire = cluster.rail(one.name, other.name)
-            measured = tuple((size, seconds / factor) for size, seconds in wire.measured)
-            between[frozenset((one.name, other.name))] = replace(
-                wire, bandwidth=wire.bandwidth * factor, measured=measured
-            )
+            between[frozenset((one.name, other.name))] = wire.times_faster(factor)
     return replace(problem, cluster=replace(cluster, between=between))
 
 
@@ -238,6 +235,9 @@ class _Slowed:
 
     def optimizer_seconds(self, accelerator: str, parameters: float) -> float:
         return self.profile.optimizer_seconds(accelerator, parameters)
+
+    def reduction_seconds(self, accelerator: str, parameters: float) -> float:
+        return self.profile.reduction_seconds(accelerator, parameters)
 
 
 def what_bounds(problem: Problem, planned: Planned) -> list[str]:

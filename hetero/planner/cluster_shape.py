@@ -34,6 +34,8 @@ class Wire:
     measured: tuple[tuple[float, float], ...] = ()
     """Bytes and the seconds they took, by size. Beyond the last size its bandwidth holds; below the
     first, its seconds."""
+    both_ways: float | None = None
+    """Bytes a second, each direction, while both carry; None where that is no less."""
 
     def seconds(self, size: float) -> float:
         """Of one transfer of `size` bytes that shares the wire with none."""
@@ -50,6 +52,21 @@ class Wire:
                 return at_left + (at_right - at_left) * (size - left) / (right - left)
         largest, took = self.measured[-1]
         return took * size / largest
+
+    def exchange_seconds(self, size: float) -> float:
+        """Of `size` bytes each way at once."""
+        if size <= 0 or self.both_ways is None:
+            return self.seconds(size)
+        return self.latency + size / self.both_ways
+
+    def times_faster(self, factor: float) -> Wire:
+        """With so many times the bandwidth."""
+        return Wire(
+            bandwidth=self.bandwidth * factor,
+            latency=self.latency,
+            measured=tuple((size, seconds / factor) for size, seconds in self.measured),
+            both_ways=None if self.both_ways is None else self.both_ways * factor,
+        )
 
 
 @dataclass(frozen=True)
@@ -117,10 +134,9 @@ class Cluster:
         return sum(kind.gpus for kind in self.kinds)
 
 
-_KIND_KEYS = frozenset(
-    {"name", "accelerator", "nodes", "gpus_per_node", "rails", "rail_gbits", "rail_latency_us"}
-)
-_LINK_KEYS = frozenset({"between", "rail_gbits", "rail_latency_us"})
+_WIRE_KEYS = frozenset({"rail_gbits", "rail_both_ways_gbits", "rail_latency_us"})
+_KIND_KEYS = _WIRE_KEYS | {"name", "accelerator", "nodes", "gpus_per_node", "rails"}
+_LINK_KEYS = _WIRE_KEYS | {"between"}
 
 
 def load_cluster(path: str | Path) -> Cluster:
@@ -263,14 +279,17 @@ def _link_from_mapping(entry: object, where: str) -> tuple[frozenset[str], Wire]
 
 def _wire(entry: Mapping[Any, Any], *, default_gbits: float, where: str) -> Wire:
     faults = Faults()
-    gbits, latency = (
-        faults.read(partial(positive, entry.get(key, default), where=f"{where}: {key}"))
-        for key, default in (("rail_gbits", default_gbits), ("rail_latency_us", _NIC_LATENCY))
-    )
+
+    def figure(key: str, default: float) -> float:
+        given = entry.get(key, default)
+        return faults.read(partial(positive, given, where=f"{where}: {key}")) or default
+
+    gbits = figure("rail_gbits", default_gbits)
+    latency = figure("rail_latency_us", _NIC_LATENCY)
+    both_ways = figure("rail_both_ways_gbits", gbits) if "rail_both_ways_gbits" in entry else None
     faults.refuse(ClusterError)
-    assert gbits is not None
-    assert latency is not None
-    return Wire(gbits * 1e9 / 8, latency * 1e-6)
+    each_way = None if both_ways is None else both_ways * 1e9 / 8
+    return Wire(gbits * 1e9 / 8, latency * 1e-6, both_ways=each_way)
 
 
 def _count(value: object, where: str) -> int:

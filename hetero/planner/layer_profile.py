@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import KW_ONLY, asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -94,6 +94,13 @@ class Profile(Protocol):
         """The optimizer's step over a rank's parameters, gradient norm included."""
         ...
 
+    def reduction_seconds(self, accelerator: str, parameters: float) -> float:
+        """A rank's own arithmetic where gradients are reduced over meshes.
+
+        It scales its gradients, and adds those of another mesh.
+        """
+        ...
+
 
 @dataclass(frozen=True)
 class AcceleratorProfile:
@@ -102,6 +109,8 @@ class AcceleratorProfile:
     points: Mapping[Point, PartCosts]
     optimizer_seconds_per_parameter: float
     optimizer_seconds_fixed: float = 0.0
+    _: KW_ONLY
+    reduction_seconds_per_parameter: float = 0.0
     interpolate: tuple[str, ...] = ()
     """Along which of SCALES a cost may be taken between two measured points."""
     source: str = ""
@@ -134,6 +143,9 @@ class MeasuredProfile:
         measured = self._of(accelerator)
         each = measured.optimizer_seconds_per_parameter
         return measured.optimizer_seconds_fixed + each * parameters
+
+    def reduction_seconds(self, accelerator: str, parameters: float) -> float:
+        return self._of(accelerator).reduction_seconds_per_parameter * parameters
 
     def _of(self, accelerator: str) -> AcceleratorProfile:
         try:
@@ -232,7 +244,11 @@ def _accelerator_from_mapping(entry: Mapping[str, Any], where: str) -> Accelerat
         ]
         points = dict(filter(None, read))
         found = AcceleratorProfile(points=points, interpolate=interpolate, **rest)
-        for cost in (found.optimizer_seconds_per_parameter, found.optimizer_seconds_fixed):
+        for cost in (
+            found.optimizer_seconds_per_parameter,
+            found.optimizer_seconds_fixed,
+            found.reduction_seconds_per_parameter,
+        ):
             faults.read(partial(_require_cost, cost, f"{where}: its update"))
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ProfileError(f"{where} is damaged: {error!r}; measure it again") from error

@@ -234,7 +234,13 @@ def _reduction(problem: Problem, holders: Sequence[StageShape]) -> tuple[float, 
 
     def both(parameters: float) -> float:
         return sum(
-            reduce_seconds(problem.cluster, holders, parameters=parameters, options=problem.options)
+            reduce_seconds(
+                problem.cluster,
+                holders,
+                parameters=parameters,
+                profile=problem.profile,
+                options=problem.options,
+            )
         )
 
     one, many = both(count), both(2 * count)

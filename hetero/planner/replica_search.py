@@ -168,7 +168,15 @@ def _least_reduction(problem: Problem, shape: _Shape) -> float:
     options = problem.options
     if options.overlap_grad_reduce or options.overlap_param_gather:
         return 0.0
-    return sum(reduce_seconds(problem.cluster, holders, parameters=parameters, options=options))
+    return sum(
+        reduce_seconds(
+            problem.cluster,
+            holders,
+            parameters=parameters,
+            profile=problem.profile,
+            options=options,
+        )
+    )
 
 
 def _of_shape(problem: Problem, shape: _Shape, below: float) -> Iterator[Replicas]:

@@ -117,7 +117,11 @@ class StageWork:
         """Seconds of reducing and of gathering that are not hidden behind a pass."""
         parameters = max(stage.parameters(self.model) for stage in holders)
         reduce, gather = reduce_seconds(
-            self.cluster, holders, parameters=parameters, options=self.options
+            self.cluster,
+            holders,
+            parameters=parameters,
+            profile=self.profile,
+            options=self.options,
         )
         passes = [pass_seconds(stage, self.costs(stage)) for stage in holders]
         parts = sum(holders[0].layers)

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hetero.planner.cluster_shape import Cluster, NodeKind, Wire
+from hetero.planner.layer_profile import Profile
 from hetero.planner.model_shape import ModelShape
 from hetero.planner.stage_shape import StageShape
 from hetero.planner.training_options import TrainingOptions
@@ -140,12 +141,13 @@ def reduce_seconds(
     holders: Sequence[StageShape],
     *,
     parameters: float,
+    profile: Profile,
     options: TrainingOptions,
 ) -> tuple[float, float]:
     """Reducing a stage's gradients over all who hold it, and gathering its weights afterwards.
 
     `parameters` are one rank's. Without a distributed optimizer the gradients are gathered and the
-    weights are not.
+    weights are not. Inside a vendor the arithmetic hides behind the transfers.
     """
     gradients = parameters * options.gradient_bytes
     weights = parameters * options.parameter_bytes
@@ -155,10 +157,13 @@ def reduce_seconds(
         inside_mesh_seconds(cluster, stage, weights if first.distributed_optimizer else gradients)
         for stage in holders
     ]
-    across = _exchange_seconds(cluster, holders, gradients)
+    across, added = _exchange_seconds(cluster, holders, gradients), 0.0
+    if len(holders) > 1:
+        kinds = {cluster.kind(stage.kind).accelerator.name for stage in holders}
+        added = max(profile.reduction_seconds(kind, parameters) for kind in kinds)
     if first.distributed_optimizer:
-        return _overlapped([max(scatter), across]), max(gather)
-    return _overlapped([max(scatter), across, max(gather)]), 0.0
+        return _overlapped([max(scatter), across]) + added, max(gather)
+    return _overlapped([max(scatter), across, max(gather)]) + added, 0.0
 
 
 def _exchange_seconds(cluster: Cluster, holders: Sequence[StageShape], size: float) -> float:
@@ -172,7 +177,7 @@ def _exchange_seconds(cluster: Cluster, holders: Sequence[StageShape], size: flo
             for other in holders
             if other is not stage
         ]
-        seconds = max(seconds, sum(wire.seconds(shard) for wire in wires))
+        seconds = max(seconds, sum(wire.exchange_seconds(shard) for wire in wires))
     return seconds
 
 

@@ -110,7 +110,7 @@ def test_emulated_nodes_call_and_measure_each_other_and_say_that_they_are(tmp_pa
     assert measured == {(0, 1), (0, 2), (1, 2)}
     (kind,) = yaml.safe_load((tmp_path / "c").read_text())["nodes"]
     assert kind["nodes"] == 3
-    assert kind["rail_gbits"] > 0
+    assert kind["rail_gbits"] >= kind["rail_both_ways_gbits"] > 0
 
 
 def test_bad_input_is_one_sentence_and_exit_code_2(tmp_path):

@@ -28,6 +28,8 @@ from tools.layer_profile.measured_stage import (
 )
 
 _WARM_UP, _AT_LEAST, _AT_MOST = 2, 5, 50
+_PIECE = 8 << 20
+"""Elements of another mesh's gradients that are there at a time."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,8 @@ class UpdateCost:
     parameters: int
     seconds: float
     """Median of whole updates, clearing the gradients included."""
+    reduction_seconds: float
+    """Median of scaling all gradients and adding others to them."""
     state_bytes: int
     """Weights, gradients and the optimizer's state."""
 
@@ -61,22 +65,30 @@ def measure_update(
     own = argparse.Namespace(**{**vars(args), "lr": 1e-12, "min_lr": 0.0})
     with measured_stage(own, stage=MIDDLE, layers=layers, vendor=vendor, device=device) as stage:
         optimizer = _optimizer(stage, device)
-        took: list[float] = []
+        others = torch.zeros(_PIECE, device=device)
+        reductions: list[float] = []
+        updates: list[float] = []
         until = time.monotonic() + seconds
-        while len(took) < _WARM_UP + _AT_LEAST or (
-            time.monotonic() < until and len(took) < _AT_MOST
+        while len(updates) < _WARM_UP + _AT_LEAST or (
+            time.monotonic() < until and len(updates) < _AT_MOST
         ):
             _draw_gradients(stage)
-            synchronize(device)
-            clock = clock_of(device)
-            begin = clock.mark()
-            _update(stage, optimizer, device)
-            took.append(clock.seconds(begin, clock.mark()))
+            reductions.append(_seconds(lambda: _reduce(stage, others), device))
+            updates.append(_seconds(lambda: _update(stage, optimizer, device), device))
         return UpdateCost(
             parameters=stage.parameters,
-            seconds=statistics.median(took[_WARM_UP:]),
+            seconds=statistics.median(updates[_WARM_UP:]),
+            reduction_seconds=statistics.median(reductions[_WARM_UP:]),
             state_bytes=held_bytes(device) - before,
         )
+
+
+def _seconds(work: Callable[[], None], device: torch.device) -> float:
+    synchronize(device)
+    clock = clock_of(device)
+    begin = clock.mark()
+    work()
+    return clock.seconds(begin, clock.mark())
 
 
 def _optimizer(stage: MeasuredStage, device: torch.device) -> TrainingOptimizer:
@@ -95,6 +107,14 @@ def _draw_gradients(stage: MeasuredStage) -> None:
     for chunk in stage.model.chunks:
         for buffer in chunk.buffers:
             buffer.grad_data.normal_(std=1e-3)
+
+
+def _reduce(stage: MeasuredStage, others: torch.Tensor) -> None:
+    for chunk in stage.model.chunks:
+        for buffer in chunk.buffers:
+            buffer.grad_data.mul_(0.5)
+            for piece in buffer.grad_data.split(len(others)):
+                torch.add(piece, others[: len(piece)], out=piece)
 
 
 def _update(stage: MeasuredStage, optimizer: TrainingOptimizer, device: torch.device) -> None:

@@ -139,6 +139,7 @@ def measure(
         points=points,
         optimizer_seconds_per_parameter=max(each, 0.0),
         optimizer_seconds_fixed=max(small.seconds - each * small.parameters, 0.0),
+        reduction_seconds_per_parameter=large.reduction_seconds / large.parameters,
         interpolate=("micro_batch", "seq_length"),
     )
     return Swept(profile, spread)

@@ -59,6 +59,8 @@ class Rates:
     latency_us: float
     there_gb_s: float
     back_gb_s: float
+    both_gb_s: float
+    """Each way, while both carry."""
 
 
 class Meter:
@@ -120,11 +122,13 @@ class Meter:
             self._repeat(self._streamed(path, large, depth, sends=sends), budget=_QUEUED)
             for sends in (self._pair.leads, not self._pair.leads)
         )
+        both = self._repeat(lambda: self._exchange(path, large), budget=_BOTH)
         nbytes = depth * large.nbytes
         return Rates(
             latency_us=latency.median * 1e6,
             there_gb_s=Timing.of(there.rank0).gb_s(nbytes)[0],
             back_gb_s=Timing.of(back.rank0).gb_s(nbytes)[0],
+            both_gb_s=Timing.of(both.rank0).gb_s(large.nbytes)[0],
         )
 
     def _streamed(

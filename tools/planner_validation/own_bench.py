@@ -43,7 +43,7 @@ from tools.planner_validation.own_cases import (
     cases,
 )
 from tools.planning.plan_files import training_flags
-from tools.preflight_checks.path_bandwidth import measure_alone
+from tools.preflight_checks.path_bandwidth import PathResult, measure_alone
 from tools.runs import ROOT, SIMULATED, Launch, run_to_end
 
 _ONE_THREAD = {"OMP_NUM_THREADS": "1"}
@@ -158,18 +158,14 @@ class OwnBench:
 
     @cached_property
     def link(self) -> dict[str, float]:
-        """Bandwidth and latency of the path that `auto` takes, by the link benchmark."""
+        """Of the path that `auto` takes, by the link benchmark, as a cluster file says it."""
         file = self.folder / "link.json"
         if not file.exists():
             auto = measure_alone(only_chosen=True)[0]
             if auto.error:
                 raise HeteroError(f"the link benchmark measured nothing: {auto.error}")
             file.write_text(json.dumps(vars(auto)))
-        found = json.loads(file.read_text())
-        return {
-            "rail_gbits": 8 * min(found["there_gb_s"], found["back_gb_s"]),
-            "rail_latency_us": found["latency_us"],
-        }
+        return PathResult(**json.loads(file.read_text())).rail_figures()
 
     def cluster_file(self, factor: float) -> Path:
         """Two nodes of one device each, joined by what was measured here."""

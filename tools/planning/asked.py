@@ -67,6 +67,9 @@ class _Mixed:
     def optimizer_seconds(self, accelerator: str, parameters: float) -> float:
         return self._of(accelerator).optimizer_seconds(accelerator, parameters)
 
+    def reduction_seconds(self, accelerator: str, parameters: float) -> float:
+        return self._of(accelerator).reduction_seconds(accelerator, parameters)
+
     def _of(self, accelerator: str) -> Profile:
         return self.measured if accelerator in self.measured.accelerators else self.computed
 

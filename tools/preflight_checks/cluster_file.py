@@ -105,8 +105,5 @@ def _rail(
         return {}
     slowest = min(measured, key=lambda pair: min(pair.result.there_gb_s, pair.result.back_gb_s))
     rails = min(len(node.card.addresses) or 1 for node in (*ones, *others))
-    result = slowest.result
-    return {
-        "rail_gbits": round(8 * min(result.there_gb_s, result.back_gb_s) / rails, 3),
-        "rail_latency_us": round(result.latency_us, 1),
-    }
+    figures = slowest.result.rail_figures(rails=rails)
+    return {key: round(figure, 3) for key, figure in figures.items()}

@@ -263,7 +263,7 @@ def _rails(facts: NodeFacts) -> list[str]:
 
 
 def _paths(ways: Sequence[tuple[str, PathResult]]) -> list[str]:
-    rows = [("between", "path", "4 KiB us", "there GB/s", "back GB/s")]
+    rows = [("between", "path", "4 KiB us", "there GB/s", "back GB/s", "both at once")]
     notes: dict[str, list[str]] = {}
     for between, result in ways:
         if result.error:
@@ -276,6 +276,7 @@ def _paths(ways: Sequence[tuple[str, PathResult]]) -> list[str]:
                 f"{result.latency_us:.0f}",
                 f"{result.there_gb_s:.2f}",
                 f"{result.back_gb_s:.2f}",
+                f"{result.both_gb_s:.2f}",
             )
         )
         if result.remark:

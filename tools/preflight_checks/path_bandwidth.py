@@ -45,9 +45,20 @@ class PathResult:
     there_gb_s: float
     """From the first end to the second, messages of 16 MiB one after another."""
     back_gb_s: float
+    both_gb_s: float
+    """Each way, while both carry."""
     error: str = ""
     remark: str = ""
     """What `auto` said about the ways that it passed over."""
+
+    def rail_figures(self, *, rails: int = 1) -> dict[str, float]:
+        """What a cluster file says of a rail, where the path has so many."""
+        one_way = min(self.there_gb_s, self.back_gb_s)
+        return {
+            "rail_gbits": 8 * one_way / rails,
+            "rail_both_ways_gbits": 8 * min(self.both_gb_s, one_way) / rails,
+            "rail_latency_us": self.latency_us,
+        }
 
 
 @dataclass(frozen=True)
@@ -141,7 +152,7 @@ def _measure(end: End, way: _Way) -> tuple[PathResult, tuple[str, ...]]:
             return found, passed_over
     except Exception as error:  # whatever keeps a way from working is what is to be reported
         reason = (str(error) or type(error).__name__).splitlines()[0]
-        return PathResult(label, 0.0, 0.0, 0.0, error=reason), passed_over
+        return PathResult(label, 0.0, 0.0, 0.0, 0.0, error=reason), passed_over
 
 
 def _open(end: End, way: _Way) -> PipelineLinks:

@@ -29,8 +29,8 @@ MODEL = ModelShape(
 NOTHING = PassTimes(0.0, 0.0)
 
 
-def cluster(*, nodes: int = 2, gpus: int = 4, rail_gbits: float = 400) -> Cluster:
-    entry = {"nodes": nodes, "gpus_per_node": gpus, "rail_gbits": rail_gbits}
+def cluster(*, nodes: int = 2, gpus: int = 4, rail_gbits: float = 400, **keys: float) -> Cluster:
+    entry = {"nodes": nodes, "gpus_per_node": gpus, "rail_gbits": rail_gbits} | keys
     kinds = [{"accelerator": "H100-SXM"} | entry, {"accelerator": "MI300X"} | entry]
     return cluster_from_mapping({"nodes": kinds}, source="the test")
 
@@ -53,7 +53,11 @@ def profile(*, h100: float = 0.01, mi300x: float = 0.01) -> MeasuredProfile:
             for tensor in (1, 2, 4)
             for recompute in ("none", "full")
         }
-        return AcceleratorProfile(points, optimizer_seconds_per_parameter=1e-11)
+        return AcceleratorProfile(
+            points,
+            optimizer_seconds_per_parameter=1e-11,
+            reduction_seconds_per_parameter=2e-12,
+        )
 
     return MeasuredProfile({"H100-SXM": measured(h100), "MI300X": measured(mi300x)})
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import yaml
 
 from hetero.planner.accelerators import ClusterError, built_in
 from hetero.planner.cluster_shape import Wire, cluster_from_mapping, load_cluster
@@ -74,6 +76,15 @@ def test_a_measured_wire_is_read_between_its_sizes() -> None:
     assert wire.seconds(4e6) == pytest.approx(4e-3)
 
 
+def test_a_rail_that_is_slower_both_ways_at_once_exchanges_at_that_speed() -> None:
+    link = "{accelerator: H200, rail_gbits: 80, rail_both_ways_gbits: 48, rail_latency_us: 0.001}"
+    wire = cluster_from_mapping(yaml.safe_load(f"nodes: [{link}]"), source="it").kinds[0].rail
+    assert wire.seconds(1e9) == pytest.approx(0.1)
+    assert wire.exchange_seconds(1e9) == pytest.approx(1 / 6)
+    assert wire.times_faster(2).exchange_seconds(1e9) == pytest.approx(1 / 12)
+    assert replace(wire, both_ways=None).exchange_seconds(1e9) == wire.seconds(1e9)
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [
@@ -82,6 +93,10 @@ def test_a_measured_wire_is_read_between_its_sizes() -> None:
         ("nodes: [{accelerator: H1000}]", "no accelerator is called 'H1000'; known are V100"),
         ("nodes: [{accelerator: H200, nodes: 0}]", "nodes is 0; it must be a whole number"),
         ("nodes: [{accelerator: H200, rail_gbits: -1}]", "rail_gbits is -1; it must be a number"),
+        (
+            "nodes: [{accelerator: H200, rail_both_ways_gbits: none}]",
+            "rail_both_ways_gbits is 'none'; it must be a number",
+        ),
         ("nodes: [{accelerator: H200, gpus: 8}]", "unknown key 'gpus'"),
         ("nodes: [{accelerator: H200}, {accelerator: H200}]", "two kinds .* called H200"),
         (

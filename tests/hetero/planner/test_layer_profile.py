@@ -30,7 +30,14 @@ POINTS = {Point(1, 1, 128): costs(1.0), Point(1, 4, 128): costs(4.0)}
 
 
 def profile(*interpolate: str) -> MeasuredProfile:
-    measured = AcceleratorProfile(POINTS, 1e-9, 1e-3, interpolate, "a test")
+    measured = AcceleratorProfile(
+        POINTS,
+        1e-9,
+        1e-3,
+        reduction_seconds_per_parameter=1e-10,
+        interpolate=interpolate,
+        source="a test",
+    )
     return MeasuredProfile({"H200": measured}, {"layers": 2})
 
 
@@ -58,6 +65,7 @@ def test_a_point_between_two_is_taken_where_the_profile_says_so() -> None:
 
 def test_the_optimizer_takes_a_fixed_part_and_one_for_each_parameter() -> None:
     assert profile().optimizer_seconds("H200", 1e9) == pytest.approx(1.001)
+    assert profile().reduction_seconds("H200", 1e9) == pytest.approx(0.1)
 
 
 @pytest.mark.parametrize(

@@ -58,6 +58,9 @@ class DrawnProfile:
     def optimizer_seconds(self, accelerator: str, parameters: float) -> float:
         return 0.05 + parameters * 1e-5 * self._speed[accelerator]
 
+    def reduction_seconds(self, accelerator: str, parameters: float) -> float:
+        return parameters * 2e-6 * self._speed[accelerator]
+
 
 def small_part(name: str, vendor: str, *, mib: float) -> Accelerator:
     return Accelerator(
@@ -99,6 +102,8 @@ def random_problem(seed: int) -> Problem:
         accelerator = small_part(name, draw.choice(("nvidia", "amd")), mib=draw.uniform(1, 30))
         per_node = draw.choice((1, 2) if len(names) > 2 else (1, 2, 4))
         inside, rail = Wire(1e8, 1e-3), Wire(draw.choice((1e5, 1e6, 1e8)), 1e-2)
+        if seed % 2:
+            rail = replace(rail, both_ways=0.6 * rail.bandwidth)
         nodes = draw.randint(1, 2)
         kinds.append(NodeKind(name, accelerator, nodes, per_node, per_node, inside, rail))
     model = small_model(draw.randint(2, 4 if len(names) > 2 else 6), tied=draw.random() < 0.5)
@@ -139,6 +144,9 @@ class EqualProfile:
 
     def optimizer_seconds(self, accelerator: str, parameters: float) -> float:
         return 1e-3
+
+    def reduction_seconds(self, accelerator: str, parameters: float) -> float:
+        return 0.0
 
 
 def every_pipeline(problem: Problem) -> Iterator[float]:

@@ -146,8 +146,11 @@ def test_whole_replicas_take_shares_of_the_batch() -> None:
     assert [chain.micro_batches for chain in costs.chains] == [6, 2]
     prediction = simulate(costs, placement, model=MODEL, cluster=cluster())
     assert prediction.busy(["MI300X"]) == pytest.approx(prediction.busy(["H100-SXM"]))
-    # Both exchange all gradients, over one rail each.
-    assert costs.reduce[0] == pytest.approx(MODEL.parameters * 4 / 50e9, rel=0.01)
+    # Both exchange all gradients, over one rail each, and add them up.
+    assert costs.reduce[0] == pytest.approx(MODEL.parameters * (4 / 50e9 + 2e-12), rel=0.01)
+    slower = cluster(rail_both_ways_gbits=240)
+    both = step_costs(placement, model=MODEL, cluster=slower, profile=profile())
+    assert both.reduce[0] == pytest.approx(MODEL.parameters * (4 / 30e9 + 2e-12), rel=0.01)
 
 
 def test_the_estimate_and_the_simulation_of_a_placement_agree() -> None:

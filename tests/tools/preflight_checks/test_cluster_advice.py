@@ -38,7 +38,7 @@ def call(source: int, target: int, **changes: object) -> Call:
 
 
 def path(source: int, target: int, there: float, back: float, name: str = "tcp") -> PairResult:
-    return PairResult(source, target, PathResult(name, 50.0, there, back))
+    return PairResult(source, target, PathResult(name, 50.0, there, back, min(there, back)))
 
 
 def nvidia(number: int, **changes: object) -> NodeCard:
@@ -128,7 +128,7 @@ def test_a_path_that_is_uneven_is_named():
 
 def test_a_failed_path_is_a_warning_and_no_path_at_all_a_problem():
     failed = [
-        PairResult(0, 1, PathResult(name, 0, 0, 0, error="refused")) for name in ("tcp", "auto")
+        PairResult(0, 1, PathResult(name, 0, 0, 0, 0, error="refused")) for name in ("tcp", "auto")
     ]
     first, second = advise_cluster([card(0), card(1)], [], failed)
     assert (first.severity, second.severity) == (Severity.PROBLEM, Severity.WARNING)

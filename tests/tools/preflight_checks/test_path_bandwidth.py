@@ -10,6 +10,8 @@ import torch.distributed as dist
 
 from tools.preflight_checks.path_bandwidth import End, PathResult, measure_paths
 
+FIGURES = "latency_us", "there_gb_s", "back_gb_s", "both_gb_s"
+
 
 def ends(secrets: tuple[str, str] = ("s", "s")) -> list[list[PathResult]]:
     """Both ends in threads of this process."""
@@ -44,4 +46,7 @@ def test_auto_every_rail_and_all_rails_together_are_measured():
     assert labels[-3:] == ["tcp 1", "tcp 2", "tcp"]
     for result in first:
         assert result.error == ""
-        assert min(result.latency_us, result.there_gb_s, result.back_gb_s) > 0
+        assert min(vars(result)[figure] for figure in FIGURES) > 0
+        rail = result.rail_figures(rails=2)
+        one_way = 4 * min(result.there_gb_s, result.back_gb_s)
+        assert rail["rail_both_ways_gbits"] <= rail["rail_gbits"] == one_way
