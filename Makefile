@@ -58,7 +58,8 @@ test: lint
 test-all: lint
 	$(BIN)/python -m pytest $(SIDE_BY_SIDE)
 
-# On a machine with two GPUs of one vendor: the first thing to run on an AMD one.
+# On a machine with GPUs: the first thing to run on an AMD one. With one GPU both ends of a link share it, and what needs
+# two is skipped with a line.
 test-gpu: setup
 	$(BIN)/python -m pytest -m "gpu and not slow"
 

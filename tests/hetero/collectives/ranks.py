@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from tests.forked_ranks import Outcome, run_forked
+from tests.gpus import gpu_of
 
 TWO_AND_TWO = ("nvidia", "nvidia", "amd", "amd")
 THREE_AND_ONE = ("nvidia", "nvidia", "nvidia", "amd")
@@ -89,7 +90,7 @@ def _live(
     os.environ["MASTER_ADDR"] = "127.0.0.1"
     torch.set_num_threads(1)
     if options.get("on_gpus"):
-        torch.cuda.set_device(rank)
+        torch.cuda.set_device(gpu_of(rank))
     try:
         import hetero
 
@@ -104,7 +105,7 @@ def _live(
                 world_size=len(vendors),
                 timeout=timedelta(seconds=timeout),
                 # As scripts for GPUs do it: the default group is bound to the rank's own.
-                device_id=torch.device("cuda", rank) if options.get("on_gpus") else None,
+                device_id=gpu_of(rank) if options.get("on_gpus") else None,
             )
         result.send((scenario(side), None))
         _meet_at_the_end(side)

@@ -1,4 +1,4 @@
-"""Collectives of GPU tensors between simulated vendors, one rank a GPU."""
+"""Collectives of GPU tensors between simulated vendors; those of one vendor have a GPU each."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from tests.forked_ranks import values
+from tests.gpus import gpu_of, gpus_for
 from tests.hetero.collectives import references as ref
 from tests.hetero.collectives.ranks import TWO_AND_TWO, Side, run_ranks
 from tests.hetero.collectives.test_operations import (
@@ -29,7 +30,7 @@ SHAPES = [
         vendors,
         id=name,
         marks=pytest.mark.skipif(
-            torch.cuda.device_count() < len(vendors), reason=f"needs {len(vendors)} GPUs"
+            torch.cuda.device_count() < gpus_for(vendors), reason=f"needs {gpus_for(vendors)} GPUs"
         ),
     )
     for name, vendors in (
@@ -53,7 +54,7 @@ def test_every_operation_gives_what_one_process_would(vendors):
 
 def walk_all(side: Side) -> dict[str, str]:
     digests: dict[str, str] = {}
-    with torch.device("cuda", side.rank):
+    with gpu_of(side.rank):
         for dtype in ref.DTYPES:
             for name in ALL_REDUCTIONS:
                 if name.startswith("B") and not (dtype is torch.bool and name != "BXOR"):
@@ -94,7 +95,7 @@ def test_calls_are_ordered_with_the_streams_that_make_them(vendors):
 
 def use_streams(side: Side) -> None:
     """Each call begins after a slow kernel before it, and what waits for it sees its result."""
-    device, total = torch.device("cuda", side.rank), sum(range(side.size))
+    device, total = gpu_of(side.rank), sum(range(side.size))
     others = [torch.cuda.Stream(device) for _ in range(2)]
     tensors = [torch.empty(1 << 18, device=device) for _ in range(12)]
     for i, tensor in enumerate(tensors):
@@ -126,7 +127,7 @@ def test_what_is_dropped_without_a_wait_is_not_given_to_others_too_early(vendors
 
 
 def drop(side: Side) -> None:
-    device = torch.device("cuda", side.rank)
+    device = gpu_of(side.rank)
     kept = []
     for i in range(20):
         source = torch.full((1 << 20,), float(i), device=device)
@@ -155,7 +156,7 @@ def test_a_rank_that_does_not_come_is_named_within_the_timeout(vendors):
 
 
 def one_stays_away(side: Side) -> tuple[str, float] | None:
-    tensor = torch.ones(1000, device=torch.device("cuda", side.rank))
+    tensor = torch.ones(1000, device=gpu_of(side.rank))
     dist.all_reduce(tensor)
     torch.cuda.synchronize()
     if side.rank == side.size - 1:
@@ -184,7 +185,7 @@ def test_ranks_that_call_different_things_are_told(vendors):
 
 
 def call_differently(side: Side) -> str:
-    tensor = torch.ones(1000, device=torch.device("cuda", side.rank))
+    tensor = torch.ones(1000, device=gpu_of(side.rank))
     dist.all_reduce(tensor)
     try:
         for _ in range(100):

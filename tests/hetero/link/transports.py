@@ -183,8 +183,10 @@ TRANSPORTS = (
 
 def why_absent(transport: Transport) -> str | None:
     """Why this machine cannot run a transport."""
-    if transport.device == "cuda" and torch.cuda.device_count() < 2:
-        return f"{transport} needs two GPUs; this machine has {torch.cuda.device_count()}"
+    if transport.device == "cuda":
+        needed = 2 if transport.name == "nccl" else 1
+        if torch.cuda.device_count() < needed:
+            return f"{transport} needs {needed} GPUs; this machine has {torch.cuda.device_count()}"
     return None
 
 

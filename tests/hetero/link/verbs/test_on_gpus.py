@@ -17,13 +17,14 @@ from hetero.device.driver import driver_for
 from hetero.device.gpu import GpuDevice
 from hetero.link.ring_link import RingLink
 from hetero.link.verbs import DEVICE, HOST
+from tests.gpus import gpu_of
 from tests.hetero.device.copying import copy
 from tests.hetero.link.verbs.ends import Setup
 from tests.loopback_nic.library import Fault, LoopbackNics, lacking
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
     # One queue for all streams of a GPU would put the NIC's copies behind what waits for them.
     pytest.mark.skipif(
         os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1",
@@ -39,7 +40,7 @@ MESSAGES = 12
 
 @contextmanager
 def reaching_gpus(nics: LoopbackNics) -> Iterator[LoopbackNics]:
-    """NICs that reach the memory of both GPUs, by a stream that waits for nothing else."""
+    """NICs that reach the memory of all GPUs, by a stream that waits for nothing else."""
     device = torch.device("cuda", 0)
     driver, stream = driver_for(device), torch.cuda.Stream(device)
 
@@ -79,7 +80,7 @@ def gpu_nics(nics: LoopbackNics) -> Iterator[LoopbackNics]:
 
 
 def setup(nics: LoopbackNics, *, memory: str, read_back: bool) -> Setup:
-    gpus = (torch.device("cuda", 0), torch.device("cuda", 1))
+    gpus = gpu_of(0), gpu_of(1)
     return Setup(
         nics,
         memory=memory,
@@ -92,17 +93,18 @@ def setup(nics: LoopbackNics, *, memory: str, read_back: bool) -> Setup:
 
 
 def cross(sender: RingLink, receiver: RingLink, *, nbytes: int, source: int) -> bool:
-    """Send from one GPU what a kernel has just made; whether the other GPU has the same."""
-    values = torch.arange(nbytes, device=f"cuda:{source}")
-    with torch.cuda.device(source):
+    """Send from one end's GPU what a kernel has just made; whether the other's has the same."""
+    here, there = gpu_of(source), gpu_of(1 - source)
+    values = torch.arange(nbytes, device=here)
+    with torch.cuda.device(here):
         sending = sender.send((values * 7 % 251).to(torch.uint8))
-    with torch.cuda.device(1 - source):
-        target = torch.zeros(nbytes, dtype=torch.uint8, device=f"cuda:{1 - source}")
+    with torch.cuda.device(there):
+        target = torch.zeros(nbytes, dtype=torch.uint8, device=there)
         receiving = receiver.recv(target)
         receiving.wait()
         expected = (torch.arange(nbytes, device=target.device) * 7 % 251).to(torch.uint8)
         same = torch.equal(target, expected)
-    with torch.cuda.device(source):
+    with torch.cuda.device(here):
         sending.wait()
         torch.cuda.synchronize()
     sender.check()
