@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from hetero.words import counted
 from tests.forked_ranks import values
 from tests.gpus import gpu_of, gpus_for
 from tests.hetero.collectives import references as ref
@@ -30,7 +31,8 @@ SHAPES = [
         vendors,
         id=name,
         marks=pytest.mark.skipif(
-            torch.cuda.device_count() < gpus_for(vendors), reason=f"needs {gpus_for(vendors)} GPUs"
+            torch.cuda.device_count() < gpus_for(vendors),
+            reason=f"needs {counted(gpus_for(vendors), 'GPU')}",
         ),
     )
     for name, vendors in (

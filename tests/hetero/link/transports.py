@@ -24,6 +24,7 @@ from hetero.link.open import ChannelOptions, PeerCapabilities, open_path
 from hetero.link.same_host import open_same_host
 from hetero.link.torch_links import GlooLink, VendorLink
 from hetero.link.verbs import VerbsOptions, open_verbs
+from hetero.words import counted
 from tests.emulated_streams import EmulatedDevice
 from tests.hip_on_cuda.library import hip_on_cuda_library
 
@@ -186,7 +187,8 @@ def why_absent(transport: Transport) -> str | None:
     if transport.device == "cuda":
         needed = 2 if transport.name == "nccl" else 1
         if torch.cuda.device_count() < needed:
-            return f"{transport} needs {needed} GPUs; this machine has {torch.cuda.device_count()}"
+            here = torch.cuda.device_count()
+            return f"{transport} needs {counted(needed, 'GPU')}; this machine has {here}"
     return None
 
 
