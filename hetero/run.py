@@ -190,7 +190,7 @@ def _interrupted(number: signal.Signals) -> int:
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = torchrun.get_args_parser()
-    parser.prog, parser.description = "python -m hetero.run", (__doc__ or "").splitlines()[0]
+    parser.prog, parser.description = "python -m hetero.run", (__doc__ or "").partition("\n")[0]
     said = io.StringIO()
     try:
         with contextlib.redirect_stderr(said):

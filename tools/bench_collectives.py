@@ -53,7 +53,7 @@ from tools.tool_command_line import (
 
 def parse_options(argv: Sequence[str]) -> tuple[Options, str]:
     """The options and the folder for the results. Exits with 2 and a sentence on bad input."""
-    parser = Parser((__doc__ or "").splitlines()[0])
+    parser = Parser((__doc__ or "").partition("\n")[0])
     parser.add_argument(
         "--backends",
         nargs="+",

@@ -49,7 +49,7 @@ from tools.reproduction.training_runs import device_of, make_all, record_of
 
 def parse_options(argv: Sequence[str]) -> MeshOptions:
     """Read the command line. Raises UserError, or exits with 2 and one sentence."""
-    parser = tool_command_line.Parser((__doc__ or "").splitlines()[0])
+    parser = tool_command_line.Parser((__doc__ or "").partition("\n")[0])
     parser.add_argument(
         "--meshes",
         type=parse_pair,

@@ -51,7 +51,7 @@ SHARES = (10, 12, 14, 16, 18, 20, 22)
 
 def parse_options(argv: Sequence[str]) -> SweepOptions:
     """Read the command line. Raises UserError, or exits with 2 and one sentence."""
-    parser = tool_command_line.Parser((__doc__ or "").splitlines()[0])
+    parser = tool_command_line.Parser((__doc__ or "").partition("\n")[0])
     parser.add_argument("--nproc", type=int, default=2, help="GPUs (processes, on CPU): two stages")
     parser.add_argument(
         "--first-layers",

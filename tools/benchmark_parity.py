@@ -56,7 +56,7 @@ class Conclusion:
 
 def benchmark(argv: Sequence[str]) -> Conclusion:
     """Prepare the text, train, judge and write. Raises UserError before anything is written."""
-    options = parse_options(argv, description=(__doc__ or "").splitlines()[0])
+    options = parse_options(argv, description=(__doc__ or "").partition("\n")[0])
     finish_by = time.monotonic() + 60 * options.minutes
     options.out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="parity-") as folder:

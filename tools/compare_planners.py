@@ -31,7 +31,7 @@ from tools.tool_command_line import Parser, positive, run
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = Parser((__doc__ or "").splitlines()[0])
+    parser = Parser((__doc__ or "").partition("\n")[0])
     parser.add_argument(
         "--sailor", type=Path, required=True, metavar="FOLDER", help="a checkout of Sailor"
     )

@@ -37,7 +37,7 @@ from tools.tool_command_line import Parser, run
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = Parser((__doc__ or "").splitlines()[0])
+    parser = Parser((__doc__ or "").partition("\n")[0])
     for flag, sizes, what in (
         ("--counted", [64, 1024, 16384], "whose operations on the store are counted"),
         ("--timed", [8, 32, 64, 128], "that are started as light processes and timed"),

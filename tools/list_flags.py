@@ -200,7 +200,7 @@ def with_model_flags(text: str) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = Parser((__doc__ or "").splitlines()[0])
+    parser = Parser((__doc__ or "").partition("\n")[0])
     parser.add_argument("--check", action="store_true", help="only say whether they are up to date")
     args = parser.parse_args(argv)
     return run(_check if args.check else _write)

@@ -220,7 +220,7 @@ def as_table(record: dict[str, Any]) -> str:
 def parse_options(argv: Sequence[str] | None) -> tuple[Options, list[float]]:
     words = list(sys.argv[1:] if argv is None else argv)
     cut = words.index("--") if "--" in words else len(words)
-    parser = tool_command_line.Parser((__doc__ or "").splitlines()[0])
+    parser = tool_command_line.Parser((__doc__ or "").partition("\n")[0])
     parser.add_argument("--model", default=LLAMA3_8B.name, help="as of reproduce_table.py")
     parser.add_argument(
         "--gigabytes-per-s",

@@ -39,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = Parser((__doc__ or "").splitlines()[0])
+    parser = Parser((__doc__ or "").partition("\n")[0])
     parser.add_argument("--cluster", type=Path, required=True, metavar="FILE", help="the nodes")
     parser.add_argument(
         "--model",

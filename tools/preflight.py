@@ -75,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = tool_command_line.Parser((__doc__ or "").splitlines()[0])
+    parser = tool_command_line.Parser((__doc__ or "").partition("\n")[0])
     parser.add_argument(
         "--hetero-nics",
         nargs="+",

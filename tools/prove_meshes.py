@@ -129,7 +129,7 @@ def _write(found: Sequence[tuple[Case, Differences]], out: Path) -> None:
 
 
 def parse_options(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = tool_command_line.Parser((__doc__ or "").splitlines()[0])
+    parser = tool_command_line.Parser((__doc__ or "").partition("\n")[0])
     parser.add_argument("--only", help="cases whose name holds this; left out: all")
     parser.add_argument("--out", default="runs/meshes", help="folder for the results")
     return parser.parse_args(argv)

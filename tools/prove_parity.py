@@ -133,7 +133,7 @@ def _speed(run: Finished) -> str:
 
 
 def parse_options(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = tool_command_line.Parser((__doc__ or "").splitlines()[0])
+    parser = tool_command_line.Parser((__doc__ or "").partition("\n")[0])
     parser.add_argument("--nproc", type=int, default=2, help="processes on this machine")
     parser.add_argument(
         "--vendors", nargs="+", default=["amd", "nvidia"], help="of each mesh, in pipeline order"

@@ -153,7 +153,7 @@ def _lines(refusal: str) -> list[str]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = Parser((__doc__ or "").splitlines()[0])
+    parser = Parser((__doc__ or "").partition("\n")[0])
     parser.add_argument("--refused", action="store_true", help="name every refused command")
     args = parser.parse_args(argv)
     return run(lambda: "\n".join(report(with_refused=args.refused)))

@@ -78,7 +78,7 @@ def _summary(options: Options, attempts: Sequence[Attempt]) -> str:
 
 def reproduce(argv: Sequence[str]) -> str:
     """Run all rows. Returns the line for the end."""
-    options = parse_options(argv, description=(__doc__ or "").splitlines()[0])
+    options = parse_options(argv, description=(__doc__ or "").partition("\n")[0])
     command = ("tools/reproduce_table.py", *argv)
     make_all(
         options,

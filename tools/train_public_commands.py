@@ -38,7 +38,7 @@ from tools.real_text.text_sources import language_reference
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = tool_command_line.Parser((__doc__ or "").splitlines()[0])
+    parser = tool_command_line.Parser((__doc__ or "").partition("\n")[0])
     parser.add_argument("--out", required=True, metavar="FOLDER", help="where results go")
     names = [one.short for one in CHOSEN]
     parser.add_argument(

@@ -37,7 +37,7 @@ from tools.tool_command_line import Parser, positive, run
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = Parser((__doc__ or "").splitlines()[0])
+    parser = Parser((__doc__ or "").partition("\n")[0])
     of = parser.add_mutually_exclusive_group(required=True)
     of.add_argument("--sailor", type=Path, metavar="FOLDER", help="a checkout of Sailor")
     of.add_argument(

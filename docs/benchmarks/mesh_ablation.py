@@ -88,7 +88,7 @@ def _sent(hosts: list[Host]) -> int:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--iterations", type=int, default=12)
     parser.add_argument("--rows", type=int, nargs="+", default=range(len(ROWS)))

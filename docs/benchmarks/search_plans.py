@@ -262,7 +262,7 @@ def beside_sum(folder: Path) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     commands = parser.add_subparsers(dest="command", required=True)
     grows = commands.add_parser("growth")
     grows.add_argument("--out", type=Path, required=True, help="JSON; a PNG is put beside it")

@@ -35,7 +35,7 @@ def new_model(given: argparse.Namespace) -> LlamaForCausalLM:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--stage", type=int, choices=(1, 2, 3), default=2)
     parser.add_argument("--text", type=Path, default=Path(__file__))
     parser.add_argument("--layers", type=int, default=2)

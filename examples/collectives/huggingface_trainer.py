@@ -32,7 +32,7 @@ def new_model() -> LlamaForCausalLM:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--text", type=Path, default=Path(__file__))
     text = torch.frombuffer(bytearray(parser.parse_args().text.read_bytes()), dtype=torch.uint8)
     samples = [{"input_ids": w, "labels": w} for w in text.long().unfold(0, LENGTH, LENGTH)]

@@ -45,7 +45,7 @@ class NextByte(lightning.LightningModule):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--text", type=Path, default=Path(__file__))
     text = torch.frombuffer(bytearray(parser.parse_args().text.read_bytes()), dtype=torch.uint8)
     windows = text.long().unfold(0, CONTEXT + 1, 1)

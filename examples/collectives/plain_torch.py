@@ -99,7 +99,7 @@ def train(how: str, device: torch.device) -> list[float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--with", dest="how", choices=WRAPPERS, default="ddp")
     how = parser.parse_args().how
     device = torch.device("cpu")

@@ -289,7 +289,7 @@ def on_gpu(flags: argparse.Namespace) -> bool:
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     add = parser.add_argument
     add("--with", dest="how", choices=("ddp", "fsdp2"), default="ddp")
     add("--backend", default="hetero", help="hetero, gloo or nccl")

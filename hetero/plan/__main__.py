@@ -89,7 +89,7 @@ def _read(options: argparse.Namespace) -> tuple[Plan, _Run]:
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="python -m hetero.plan",
-        description=(__doc__ or "").splitlines()[0],
+        description=(__doc__ or "").partition("\n")[0],
         formatter_class=HelpFormatter,
         allow_abbrev=False,
     )

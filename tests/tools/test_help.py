@@ -96,6 +96,17 @@ def test_the_help_of_a_number_says_of_what(program) -> None:
     assert silent == []
 
 
+@pytest.mark.parametrize("name", MODULES)
+def test_a_tool_needs_no_docstring_of_its_own(name: str, monkeypatch, capsys) -> None:
+    """PYTHONOPTIMIZE=2 leaves all of them out."""
+    module = importlib.import_module(name)
+    monkeypatch.setattr(module, "__doc__", None)
+    with pytest.raises(SystemExit) as ended:
+        module.main(["--help"])
+    assert ended.value.code == 0
+    assert "usage:" in capsys.readouterr().out
+
+
 # Flags that messages name.
 
 FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]+")

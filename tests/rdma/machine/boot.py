@@ -110,7 +110,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parse_options(argv: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--out", default=str(ROOT / "runs" / "rdma"), help="what comes back")
     parser.add_argument("--minutes", type=float, default=10, help="the machine ends after these")
     parser.add_argument(

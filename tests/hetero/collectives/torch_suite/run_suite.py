@@ -23,7 +23,7 @@ from pathlib import Path
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("backend", choices=("gloo", "hetero"))
     parser.add_argument("--results", type=Path, required=True, help="a JSON file, added to")
     parser.add_argument("--ranks", type=int, default=4, help="8 for what needs that many")
