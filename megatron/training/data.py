@@ -229,8 +229,11 @@ class MicroBatches(Iterator[dict[str, torch.Tensor]]):
         *,
         device: torch.device,
         vocab_size: int,
+        deadline: float = 0.0,
     ) -> None:
+        """`deadline`: seconds after which the loader raises a RuntimeError; 0 where it has none."""
         self._loader, self._device, self._vocab_size = loader, device, vocab_size
+        self._deadline = deadline
         self._batches: Iterator[dict[str, torch.Tensor]] | None = None
         self._seconds = 0.0
 
@@ -241,6 +244,14 @@ class MicroBatches(Iterator[dict[str, torch.Tensor]]):
                 self._batches = iter(self._loader)  # Starts the loader's processes.
             batch = next(self._batches)
             _require_known_tokens(batch, self._vocab_size)
+        except RuntimeError as error:
+            if self._deadline and time.perf_counter() - began >= self._deadline:
+                raise DataError(
+                    f"no batch came from the loader's workers for {self._deadline:.0f} s; see "
+                    "whether the data's file system answers and what the workers said above, or "
+                    "try --num-workers 0"
+                ) from error
+            raise
         finally:
             self._seconds += time.perf_counter() - began
         return {name: tensor.to(self._device, non_blocking=True) for name, tensor in batch.items()}
@@ -271,16 +282,25 @@ def micro_batches(
         "shares": plan.shares(coordinate.stage),
     }
     sampler = CyclicSampler(seed=args.seed, **place) if cyclic else SequentialSampler(**place)
+    deadline = _loader_deadline(args) if args.num_workers else 0.0
     loader = torch.utils.data.DataLoader(
         dataset,
         batch_sampler=sampler,
         num_workers=args.num_workers,
         pin_memory=device.type == "cuda",
         persistent_workers=args.num_workers > 0,
+        timeout=deadline,
         # Its own generator: the loader would otherwise draw from the one that dropout uses.
         generator=torch.Generator(),
     )
-    return MicroBatches(loader, device=device, vocab_size=args.tokenizer_vocab_size)
+    return MicroBatches(
+        loader, device=device, vocab_size=args.tokenizer_vocab_size, deadline=deadline
+    )
+
+
+def _loader_deadline(args: argparse.Namespace) -> float:
+    """Seconds after which a rank says that no data comes, before who waits for it gives up."""
+    return 0.9 * min(args.hetero_timeout, 60.0 * args.distributed_timeout_minutes)
 
 
 def _require_known_tokens(batch: dict[str, torch.Tensor], vocab_size: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
 import os
 import re
 import sys
@@ -123,6 +124,9 @@ def _reason(text: str) -> str:
 
 
 def _leave(code: int) -> int:
+    # A loader's worker that waits for its files would stay behind: it looks for us between batches.
+    for worker in multiprocessing.active_children():
+        worker.kill()
     with contextlib.suppress(Exception):
         sys.stdout.flush()
         sys.stderr.flush()

@@ -78,6 +78,20 @@ def sample_order(choose: Callable[[int], int]) -> None:
     GPTDataset.__getitem__ = chosen
 
 
+def stalled_data(rank: int, number: int) -> None:
+    """The files of one rank do not answer any more from a sample on."""
+    if os.environ["RANK"] != str(rank):
+        return
+    get = GPTDataset.__getitem__
+
+    def stalled(self: GPTDataset, wanted: int | None) -> Any:
+        if wanted is not None and wanted >= number:
+            time.sleep(1e6)
+        return get(self, wanted)
+
+    GPTDataset.__getitem__ = stalled
+
+
 def slow_forward(rank: int, seconds: float) -> None:
     """Every forward pass of one rank's model chunks takes longer, and computes the same."""
     if os.environ["RANK"] != str(rank):
@@ -110,6 +124,7 @@ FAULTS: dict[str, Callable[[], None]] = {
     "gradients of one stage lost": lambda: after_building(last_stage_gradients(0.0)),
     "64 samples again and again": lambda: sample_order(lambda number: number % 64),
     "two samples of eight, four times": lambda: sample_order(lambda n: n - n % 8 + n % 2),
+    "data of rank 0 stalled": lambda: stalled_data(0, 64),
     "rank 0 slow": lambda: slow_forward(0, 0.05),
     "rank 1 slow": lambda: slow_forward(1, 0.05),
     "late update": lambda: late_update(0.5),

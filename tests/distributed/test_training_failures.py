@@ -12,6 +12,7 @@ import pytest
 from tests.distributed.harness import ENTRY, MIXED, TINY_LLAMA, finish, start, wait_for_steps
 from tools.runs import SIMULATED
 
+STALLED = Path(__file__).with_name("faulty_training.py")
 FAULTY = """
 import os, signal, sys
 import megatron.training.initialize as initialize
@@ -75,6 +76,20 @@ def test_a_peer_that_stops_answering_is_an_error_after_the_timeout(
     assert code == 1
     assert (on_the_link and "within 3 s" in message) or in_a_group or "it took too long" in message
     assert "Traceback" not in message
+
+
+def test_data_that_stall_are_told_of_before_the_others_give_up(corpus) -> None:
+    flags = [*TINY_LLAMA, *corpus.flags, *MIXED, "--train-iters", "100000"]
+    flags += ["--num-workers", "2", "--hetero-timeout", "10"]
+    environ = {**SIMULATED, "FAULT": "data of rank 0 stalled"}
+    # A worker left behind would hold the pipes, and the end of this.
+    outcomes = finish(start(flags, 2, scripts={0: STALLED}, environ=environ), seconds=120)
+
+    said = "rank 0: no batch came from the loader's workers for 9 s; see whether the data's file"
+    assert [outcome.code for outcome in outcomes] == [1, 1]
+    assert said in outcomes[0].stderr
+    assert "rank 0" in outcomes[1].stderr
+    assert "no batch came from the loader's workers" in outcomes[1].stderr
 
 
 @pytest.mark.parametrize("victim", [0, 1])

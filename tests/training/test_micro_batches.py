@@ -78,3 +78,23 @@ def test_a_token_beyond_the_vocabulary_is_refused() -> None:
     batches = MicroBatches([batch(1, 5)], device=CPU, vocab_size=5)
     with pytest.raises(DataError, match="the data holds token 5 but the tokenizer has 5"):
         next(batches)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "error", "said"),
+    [
+        (9.0, DataError, "no batch came from the loader's workers for 9 s; see whether the data's"),
+        (1.0, RuntimeError, "a worker was killed"),
+    ],
+)
+def test_workers_that_bring_nothing_are_told_of_at_the_deadline(
+    clock: list[float], seconds: float, error: type[Exception], said: str
+) -> None:
+    class Stuck:
+        def __iter__(self) -> Iterator[Batch]:
+            clock[0] += seconds
+            raise RuntimeError("a worker was killed")
+            yield
+
+    with pytest.raises(error, match=said):
+        next(MicroBatches(Stuck(), device=CPU, vocab_size=5, deadline=9.0))

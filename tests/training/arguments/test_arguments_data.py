@@ -1,6 +1,7 @@
 """Where tokens come from, and the tokenizer that made them."""
 
 import json
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -157,3 +158,13 @@ def test_flags_of_fill_in_the_middle_that_do_nothing_are_said_to(parse):
         without="--mock-data --tokenizer-type --vocab-size",
     )
     assert "--fim-fragment-rate: it needs --fim-split-sample" in alone.ignored_flags
+
+
+def test_workers_need_a_short_path_of_temporary_files(parse, refusal, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", "/scratch/" + 70 * "x")
+    assert "is too long for the sockets of --num-workers 2; set TMPDIR" in refusal(
+        "--num-workers 2"
+    )
+    assert parse("--num-workers 0").num_workers == 0
+    monkeypatch.setattr(tempfile, "tempdir", "/scratch/" + 66 * "x")
+    assert parse("--num-workers 2").num_workers == 2

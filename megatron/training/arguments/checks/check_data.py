@@ -2,7 +2,9 @@
 
 import json
 import math
+import os
 import re
+import tempfile
 from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +14,9 @@ from hetero.errors import UserError
 # What Megatron's pretrain_gpt.py falls back on.
 DEFAULT_TOKENIZER = "GPT2BPETokenizer"
 SPLITS = ("train", "valid", "test")
+# A socket's path has at most 107 bytes, of which Python's multiprocessing adds 32.
+_LONGEST_TEMPORARY_FOLDER = 75
+
 # What Megatron falls back on when --data-path comes without --split.
 DEFAULT_SPLIT = "969, 30, 1"
 
@@ -34,6 +39,7 @@ def check_data(args: Namespace) -> tuple[Iterator[str], ...]:
     return (
         _read_lists(args),
         _check_source(args),
+        _check_workers(args),
         _check_tokenizer(args),
         _check_fim_absence(args),
         _check_fim_text(args),
@@ -118,6 +124,16 @@ def _check_source(args: Namespace) -> Iterator[str]:
             yield (f"--split {args.split!r} leaves nothing to train on; raise its first share")
     if sources[0] in per_split and args.train_data_path is None and not args.skip_train:
         yield "nothing is named to train on; add --train-data-path or --skip-train"
+
+
+def _check_workers(args: Namespace) -> Iterator[str]:
+    folder = tempfile.gettempdir()
+    if args.num_workers and len(os.fsencode(folder)) > _LONGEST_TEMPORARY_FOLDER:
+        yield (
+            f"the path of temporary files, {folder}, is too long for the sockets of --num-workers "
+            f"{args.num_workers}; set TMPDIR to one of at most {_LONGEST_TEMPORARY_FOLDER} bytes, "
+            "or give --num-workers 0"
+        )
 
 
 def check_blend(flag: str, words: list[str]) -> Iterator[str]:
