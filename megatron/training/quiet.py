@@ -1,6 +1,7 @@
 """megatron-core without the remarks it makes at every start, and without what it never uses."""
 
 import logging
+import os
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -26,6 +27,8 @@ def _import_core() -> None:
 
     megatron-core marks them for torch's compiler as it is imported. Loading the compiler takes a
     fifth of a start, and compiling for a CPU needs a C++ compiler, for kernels meant for GPUs.
+    With another torch the few that a run compiles are compiled in this process: the compiler would
+    start a pool of others in each rank, one for a core, and wait for them in the end.
     """
     import torch
 
@@ -33,6 +36,7 @@ def _import_core() -> None:
         with mock.patch("torch.compile", _as_written):
             import megatron.core
     else:
+        os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
         import megatron.core  # noqa: F401
 
 
