@@ -115,7 +115,7 @@ class _Chunk:
     def reduce(self) -> None:
         if (library := self._exchange.library) is not None:
             self._shard = self._whole.new_empty(len(self._span))
-            self._inside = library.reduce_scatter(self._shard, self._whole, self._reduction.op)
+            self._inside = library.reduce_scatter(self._shard, self._whole, self._reduction)
 
     def cross(self) -> None:
         self._await_inside()

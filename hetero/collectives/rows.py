@@ -183,13 +183,13 @@ def _reduce_scatter_in_chunks(
         missing = len(spans[0]) * len(layout.mine) - block.numel()
         padded = torch.nn.functional.pad(block, (0, missing)) if missing else block
         reduced = block.new_empty(len(spans[0]))
-        inside.append(library.reduce_scatter(reduced, padded, reduction.op))
+        inside.append(library.reduce_scatter(reduced, padded, reduction))
         span = spans[layout.place]
         for place, common in overlaps(span, _rows_of(len(ranks), length)):
             row = common.moved(-place * length)
             pieces.append(_Piece(ranks[place], row, reduced[common.within(span)]))
     own = result.new_empty(length)
-    last = library.reduce_scatter(own, _rows(table, layout.mine), reduction.op)
+    last = library.reduce_scatter(own, _rows(table, layout.mine), reduction)
     for work in inside:
         work.wait()
     yield from _exchange_pieces(exchange, result, own, pieces, reduction, under_way=last)
