@@ -4,12 +4,25 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
+from torch.autograd import profiler
+
 _SPREAD = 2654435761
 """Odd, so that numbers of calls give different tags."""
+
+
+_NO_EVENT: AbstractContextManager[object] = nullcontext()
+
+
+def profiled(operation: str) -> AbstractContextManager[object]:
+    """An event of torch's profiler while that records, named as those of NCCL are."""
+    if profiler._is_profiler_enabled:
+        return profiler.record_function(f"hetero:{operation}")
+    return _NO_EVENT
 
 
 @cache

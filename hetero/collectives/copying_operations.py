@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
 from hetero.collectives import broadcast, rows
+from hetero.collectives.calls import profiled
 from hetero.collectives.exchange import Exchange, Steps
 from hetero.collectives.flat_memory import (
     bytes_of,
@@ -219,7 +220,9 @@ class CopyingOperations(GroupAcrossVendors):
 
     def send(self, tensors: Any, rank: int, tag: int = 0) -> dist.Work:
         (tensor,) = listed(tensors)
-        return self._coalesced(self._communicator_on(tensor.device).send(plain(tensor), rank, tag))
+        with profiled("send"):
+            work = self._communicator_on(tensor.device).send(plain(tensor), rank, tag)
+        return self._coalesced(work)
 
     def recv(self, tensors: Any, rank: int, tag: int = 0) -> dist.Work:
         return self._recv(tensors, rank, tag)
@@ -232,7 +235,8 @@ class CopyingOperations(GroupAcrossVendors):
         require_places("recv", [tensor])
         room = room_for(tensor)
         communicator = self._communicator_on(tensor.device)
-        work = communicator.recv(as_bytes(room), rank, tag, lambda: write_back(room, tensor))
+        with profiled("recv"):
+            work = communicator.recv(as_bytes(room), rank, tag, lambda: write_back(room, tensor))
         return self._coalesced(work)
 
 

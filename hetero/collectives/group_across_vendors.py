@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
+from hetero.collectives.calls import profiled
 from hetero.collectives.group_communicator import Algorithm, Communicator
 from hetero.collectives.group_links import Link
 from hetero.collectives.not_compiled import not_compiled
@@ -109,15 +110,16 @@ class GroupAcrossVendors(dist.ProcessGroup):
         require_places(operation, tensors if written is None else written)
         if root is not None and not 0 <= root < self._layout.size:
             raise ValueError(f"{operation}: root {root} is no rank of a group of {self.size()}")
-        work = communicator.run(
-            carry_out,
-            operation=operation,
-            tensors=tensors,
-            common=common,
-            reduction=reduction,
-            root=root,
-            blocking=not getattr(opts, "asyncOp", True),
-        )
+        with profiled(operation):
+            work = communicator.run(
+                carry_out,
+                operation=operation,
+                tensors=tensors,
+                common=common,
+                reduction=reduction,
+                root=root,
+                blocking=not getattr(opts, "asyncOp", True),
+            )
         return self._coalesced(work)
 
     def _reduction(self, opts: Any, like: torch.Tensor) -> Reduction:

@@ -179,6 +179,7 @@ class Communicator:
             root: in the group.
             blocking: whether the caller would wait at once.
         """
+        self._stream.require_no_capture()
         with self._order:
             self._sequence += 1
             call = Call(
@@ -267,6 +268,7 @@ class Communicator:
     def _mail_work(
         self, verb: str, rank: int | None, tag: int, tensor: torch.Tensor
     ) -> CollectiveWork:
+        self._stream.require_no_capture()
         whom = "any rank" if rank is None else str(self.layout.members[rank])
         what = f"{verb} {whom} with tag {tag}"
         return self._messages.new_work(what, [tensor], timeout=self.timeout, group=self.name)

@@ -13,6 +13,8 @@ from functools import cache
 
 import torch
 
+from hetero.device.gpu import require_no_capture
+
 
 @cache
 def _stream_of(handle: int, index: int) -> torch.cuda.Stream:
@@ -55,6 +57,11 @@ class CallStream:
     @property
     def exists(self) -> bool:
         return self._stream is not None
+
+    def require_no_capture(self) -> None:
+        """Refuse a call that a CUDA graph would replay, before anything of it has begun."""
+        if self._stream is not None:
+            require_no_capture()
 
     def now(self) -> torch.cuda.Event | None:
         """The end of what the current stream was given so far; None on a CPU."""

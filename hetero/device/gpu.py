@@ -32,6 +32,15 @@ def index_of(device: torch.device) -> int:
     return torch.cuda.current_device() if device.index is None else device.index
 
 
+def require_no_capture() -> None:
+    """Refuse what a CUDA graph would replay when it is over; the peer would not be there."""
+    if torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            "a CUDA graph cannot hold what goes to or comes from a rank of another vendor; "
+            "capture what comes before and after it, and leave it between the graphs"
+        )
+
+
 def record_event(stream: torch.cuda.Stream) -> Event:
     """The end of what a stream was given so far."""
     event = torch.cuda.Event()
@@ -129,6 +138,7 @@ class GpuDevice(Device, PeerMemory):
         return self._streams[-1]
 
     def current_stream(self) -> CurrentStream:
+        require_no_capture()
         here = self._here()
         if not hasattr(self._known, "has_context"):
             # PyTorch's own calls give a thread its context; it may not have made one yet.

@@ -14,7 +14,7 @@ import torch
 
 from hetero.device.device import COMPLETED, CurrentStream, Device, DeviceStreams, Event, Word
 from hetero.device.driver import driver_for
-from hetero.device.gpu import index_of, record_event
+from hetero.device.gpu import index_of, record_event, require_no_capture
 from hetero.errors import LinkError
 from hetero.native.binding import native
 from hetero.native.structures import CHECKSUM_BYTES, EntryPoints, HostFailure, Step, Streams, Vendor
@@ -136,6 +136,7 @@ class HostDevice(Device):
     def record_event(self) -> Event:
         if self._gpu is None:
             return COMPLETED
+        require_no_capture()
         return record_event(torch.cuda.current_stream(self._gpu.device))
 
     def synchronize(self, seconds: float) -> bool:

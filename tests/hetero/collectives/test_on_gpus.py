@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 
 import pytest
 import torch
@@ -121,6 +122,25 @@ def use_streams(side: Side) -> None:
     torch.cuda.synchronize()
     for i, tensor in enumerate(tensors):
         assert (tensor == 2 * (total + i * side.size)).all(), i
+
+
+@pytest.mark.parametrize("vendors", SHAPES[:2])
+def test_a_cuda_graph_holds_no_call_and_the_group_goes_on(vendors):
+    values(run_ranks(capture, vendors, on_gpus=True, patience=PATIENCE))
+
+
+def capture(side: Side) -> None:
+    tensor = torch.ones(1 << 16, device=gpu_of(side.rank))
+    peer = (side.rank + side.size // 2) % side.size
+    for call in (dist.all_reduce, partial(dist.isend, dst=peer), partial(dist.irecv, src=peer)):
+        for _ in range(2):
+            in_a_graph = torch.cuda.graph(torch.cuda.CUDAGraph())
+            with pytest.raises(RuntimeError, match="CUDA graph cannot hold"), in_a_graph:
+                call(tensor)
+            dist.all_reduce(tensor)
+            assert (tensor == side.size).all()
+            tensor.fill_(1.0)
+            torch.cuda.synchronize()
 
 
 @pytest.mark.parametrize("vendors", SHAPES[:2])

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -18,7 +20,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import post_localSGD_hook as lo
 from torch.distributed.algorithms.join import Join
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import PostLocalSGDOptimizer, ZeroRedundancyOptimizer
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
@@ -31,18 +33,29 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.nn.functional import cross_entropy, mse_loss
 from torch.nn.parallel import DistributedDataParallel
+from torch.profiler import ProfilerActivity, profile
 
 from tests.forked_ranks import values
+from tests.gpus import gpu_of
 from tests.hetero.collectives.ranks import THREE_AND_ONE, TWO_AND_TWO, Side, run_ranks
 
-WIDTH, STEPS = 8, 4
+WIDTH, WIDE, STEPS = 8, 512, 4
 
 Feature = Callable[[Side], Any]
 
 
-def new_model(seed: int = 0) -> nn.Sequential:
+def device_of(side: Side) -> torch.device:
+    return gpu_of(side.rank) if side.options.get("on_gpus") else torch.device("cpu")
+
+
+def all_ranks(side: Side) -> DeviceMesh:
+    return init_device_mesh(device_of(side).type, (side.size,))
+
+
+def new_model(side: Side, seed: int = 0) -> nn.Module:
     torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(WIDTH, 16), nn.ReLU(), nn.Linear(16, WIDTH))
+    model = nn.Sequential(nn.Linear(WIDTH, 16), nn.ReLU(), nn.Linear(16, WIDTH))
+    return model.to(device_of(side))
 
 
 def trained(
@@ -51,9 +64,8 @@ def trained(
     """The losses of this rank's samples, and the weights' sum at the end."""
     losses = []
     for step in range(steps):
-        samples = torch.randn(
-            6, WIDTH, generator=torch.Generator().manual_seed(100 * step + side.rank)
-        )
+        generator = torch.Generator().manual_seed(100 * step + side.rank)
+        samples = torch.randn(6, WIDTH, generator=generator).to(device_of(side))
         optimizer.zero_grad()
         loss = mse_loss(model(samples), samples)
         loss.backward()
@@ -68,7 +80,9 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
 
 def pipelines(side: Side) -> list[Any]:
     """One chunk or two a rank; losses on the last rank, gradients on all."""
-    samples, targets = torch.randn(2, 16, WIDTH, generator=torch.Generator().manual_seed(3))
+    device = device_of(side)
+    generator = torch.Generator().manual_seed(3)
+    samples, targets = torch.randn(2, 16, WIDTH, generator=generator).to(device)
     found: list[Any] = []
     for schedule, chunks in (
         (pp.ScheduleGPipe, 1),
@@ -77,11 +91,10 @@ def pipelines(side: Side) -> list[Any]:
         (pp.ScheduleInterleavedZeroBubble, 2),
     ):
         torch.manual_seed(0)
-        layers = [nn.Linear(WIDTH, WIDTH) for _ in range(chunks * side.size)]
+        layers = [nn.Linear(WIDTH, WIDTH).to(device) for _ in range(chunks * side.size)]
         places = range(side.rank, len(layers), side.size)
         stages: list[Any] = [
-            pp.PipelineStage(layers[place], place, len(layers), torch.device("cpu"))
-            for place in places
+            pp.PipelineStage(layers[place], place, len(layers), device) for place in places
         ]
         running = schedule(
             stages if chunks > 1 else stages[0], n_microbatches=2 * side.size, loss_fn=mse_loss
@@ -106,15 +119,18 @@ def communication_hooks(side: Side) -> list[Any]:
         (None, default_hooks.allreduce_hook),
         (state, powerSGD_hook.powerSGD_hook),
     ):
-        model = DistributedDataParallel(new_model())
+        model = DistributedDataParallel(new_model(side))
         model.register_comm_hook(own, hook)
-        found.append(trained(side, model, sgd(model)))
+        # PowerSGD's waits for a GPU where there is one, also on behalf of CPU tensors.
+        on_gpu = device_of(side).type == "cuda"
+        with mock.patch.object(torch.cuda, "is_available", return_value=on_gpu):
+            found.append(trained(side, model, sgd(model)))
     return found
 
 
 def averaging_now_and_then(side: Side) -> list[float]:
     pair = dist.new_subgroups(2)[0]
-    model = DistributedDataParallel(new_model())
+    model = DistributedDataParallel(new_model(side))
     own = local_sgd.PostLocalSGDState(process_group=None, subgroup=pair, start_localSGD_iter=2)
     model.register_comm_hook(own, local_sgd.post_localSGD_hook)
     averager = PeriodicModelAverager(period=2, warmup_steps=2)
@@ -122,13 +138,13 @@ def averaging_now_and_then(side: Side) -> list[float]:
 
 
 def ranks_with_fewer_batches(side: Side) -> list[float]:
-    model = DistributedDataParallel(new_model())
+    model = DistributedDataParallel(new_model(side))
     with Join([model]):
         return trained(side, model, sgd(model), steps=2 + side.rank)
 
 
 def a_sharded_optimizer(side: Side) -> list[float]:
-    model = DistributedDataParallel(new_model(), static_graph=True)
+    model = DistributedDataParallel(new_model(side), static_graph=True)
     optimizer = ZeroRedundancyOptimizer(
         model.parameters(), torch.optim.Adam, lr=0.01, parameters_as_bucket_view=True
     )
@@ -143,10 +159,10 @@ def tensor_parallel_with_its_loss(side: Side) -> list[float]:
         nn.Linear(16, 32),
         nn.Linear(32, 16),
         nn.Linear(16, 32),
-    )
+    ).to(device_of(side))
     parallelize_module(
         model,
-        init_device_mesh("cpu", (side.size,)),
+        all_ranks(side),
         {
             "0": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
             "1": SequenceParallel(),
@@ -160,7 +176,7 @@ def tensor_parallel_with_its_loss(side: Side) -> list[float]:
     optimizer, losses = sgd(model), []
     generator = torch.Generator().manual_seed(1)
     for _ in range(STEPS):
-        tokens, labels = torch.randint(0, 32, (2, 2, 8), generator=generator)
+        tokens, labels = torch.randint(0, 32, (2, 2, 8), generator=generator).to(device_of(side))
         with loss_parallel():
             loss: Any = cross_entropy(model(tokens).flatten(0, 1), labels.flatten())
             loss.backward()
@@ -171,8 +187,8 @@ def tensor_parallel_with_its_loss(side: Side) -> list[float]:
 
 
 def every_redistribution(side: Side) -> list[bool]:
-    mesh = init_device_mesh("cpu", (2, side.size // 2))
-    whole = torch.arange(5 * 7 * 3.0).reshape(5, 7, 3)
+    mesh = init_device_mesh(device_of(side).type, (2, side.size // 2))
+    whole = torch.arange(5 * 7 * 3.0, device=device_of(side)).reshape(5, 7, 3)
     layouts = [Replicate(), Shard(0), Shard(1), Shard(2)]
     return [
         torch.equal(
@@ -187,12 +203,39 @@ def every_redistribution(side: Side) -> list[bool]:
     ]
 
 
+def sharded_layers_gathered_ahead(side: Side) -> list[float]:
+    """Each layer's weights come while the one before computes; every second step adds gradients."""
+    torch.manual_seed(0)
+    layers = [nn.Linear(WIDE, WIDE) for _ in range(6)]
+    model = nn.Sequential(*layers).to(device_of(side))
+    for part in (*layers, model):
+        fully_shard(part, mesh=all_ranks(side))
+    whole: Any = model
+    for layer, following in pairwise(layers):
+        layer.set_modules_to_forward_prefetch([following])  # type: ignore[operator]
+    optimizer, found = torch.optim.AdamW(model.parameters(), lr=1e-3), []
+    for step in range(2 * STEPS):
+        is_last = step % 2 == 1
+        whole.set_requires_gradient_sync(is_last)
+        generator = torch.Generator().manual_seed(100 * step + side.rank)
+        samples = torch.randn(8, WIDE, generator=generator).to(device_of(side))
+        loss = mse_loss(model(samples), samples)
+        loss.backward()
+        found.append(loss.item())
+        if is_last:
+            norm: Any = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            found.append(norm.full_tensor().item())
+            optimizer.step()
+            optimizer.zero_grad()
+    return found
+
+
 def a_checkpoint_saved_beside_training(side: Side) -> list[float]:
     """By FSDP2's shards; loaded into another model's."""
     folder = Path(side.options["folder"])
-    models = [new_model(seed) for seed in (0, 5)]
+    models = [new_model(side, seed) for seed in (0, 5)]
     for model in models:
-        fully_shard(model)
+        fully_shard(model, mesh=all_ranks(side))
     losses = trained(side, models[0], torch.optim.AdamW(models[0].parameters()))[:STEPS]
     saved = {"model": get_model_state_dict(models[0])}
     checkpoint.async_save(saved, checkpoint_id=folder).result()
@@ -213,6 +256,7 @@ FEATURES: tuple[Feature, ...] = (
     a_sharded_optimizer,
     tensor_parallel_with_its_loss,
     every_redistribution,
+    sharded_layers_gathered_ahead,
     a_checkpoint_saved_beside_training,
 )
 
@@ -231,8 +275,27 @@ def flat(found: Any) -> Iterable[float]:
 
 @pytest.mark.parametrize("vendors", [TWO_AND_TWO, THREE_AND_ONE], ids=["2+2", "3+1"])
 def test_features_of_torch_give_what_they_give_over_gloo(vendors, tmp_path):
+    compare_features(vendors, tmp_path)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs 1 GPU")
+def test_the_same_between_gpus(tmp_path):
+    """Beside gloo's on CPUs. Of two vendors, for whose two ranks one GPU is enough."""
+    compare_features(("nvidia", "amd"), tmp_path, on_gpus=True)
+
+
+def compare_features(vendors: Sequence[str], folder: Path, *, on_gpus: bool = False) -> None:
     ours, gloos = (
-        values(run_ranks(all_features, vendors, backend=backend, folder=str(tmp_path / backend)))
+        values(
+            run_ranks(
+                all_features,
+                vendors,
+                backend=backend,
+                folder=str(folder / backend),
+                on_gpus=on_gpus and backend == "hetero",
+            )
+        )
         for backend in ("hetero", "gloo")
     )
     for rank, (found, expected) in enumerate(zip(ours, gloos, strict=True)):
@@ -243,3 +306,28 @@ def test_features_of_torch_give_what_they_give_over_gloo(vendors, tmp_path):
             assert all(map(math.isfinite, wanted)), name
             assert list(flat(found[name])) == pytest.approx(wanted, rel=2e-5), (rank, name)
     assert all(all(one["every_redistribution"]) for one in ours)
+
+
+def test_the_profiler_shows_each_call_in_the_thread_that_makes_it():
+    for names in values(run_ranks(call_while_profiled, ("nvidia", "amd"))):
+        assert names == [
+            "hetero:all_reduce",
+            "hetero:broadcast",
+            "hetero:recv",
+            "hetero:send",
+            "hetero:barrier",
+        ]
+
+
+def call_while_profiled(side: Side) -> list[str]:
+    tensor, peer = torch.ones(4), 1 - side.rank
+    dist.all_reduce(tensor)
+    with profile(activities=[ProfilerActivity.CPU]) as watched:
+        dist.all_reduce(tensor)
+        dist.broadcast(tensor, 0, async_op=True).wait()  # type: ignore[union-attr]
+        works = [dist.irecv(torch.empty(4), peer), dist.isend(tensor, peer)]
+        for work in works:
+            work.wait()  # type: ignore[union-attr]
+        dist.barrier()
+    dist.all_reduce(tensor)
+    return [event.name for event in watched.events() if event.name.startswith("hetero:")]

@@ -31,6 +31,7 @@ def stream(monkeypatch: pytest.MonkeyPatch) -> FakeStream:
     made = FakeStream()
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0, raising=False)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: made)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     return made
 
 
@@ -47,3 +48,13 @@ def test_a_thread_that_has_not_used_the_gpu_gets_a_context_before_the_driver_is_
     for _ in range(2):
         device.current_stream()
     assert stream.asked_by == [*threads, threading.current_thread()]
+
+
+def test_a_stream_that_a_cuda_graph_captures_is_refused(
+    stream: FakeStream, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = GpuDevice(torch.device("cuda:0"), MagicMock())
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(RuntimeError, match="CUDA graph cannot hold"):
+        device.current_stream()
+    assert stream.asked_by == []
