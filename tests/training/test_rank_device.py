@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from hetero.errors import UserError
+from megatron.training.overview import shared_gpus
 from megatron.training.rank_device import choose_device
 
 
@@ -49,3 +52,13 @@ def test_a_host_id_of_the_users_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NCCL_HOSTID", "mine")
     choose_device(3)
     assert os.environ["NCCL_HOSTID"] == "mine"
+
+
+@pytest.mark.parametrize(
+    ("hosts", "said"),
+    [("aa", ""), ("aaab", "3 ranks share 2 GPUs of a: read no speed off this run"), ("abb", "")],
+)
+def test_the_first_screen_says_that_ranks_share_gpus(hosts: str, said: str) -> None:
+    identities = [SimpleNamespace(host=host) for host in hosts]
+    job: Any = SimpleNamespace(device=torch.device("cuda", 0), identities=identities, rank=0)
+    assert shared_gpus(job) == said
