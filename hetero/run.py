@@ -54,7 +54,7 @@ from torch.distributed.elastic.rendezvous import (
     rendezvous_handler_registry,
 )
 
-from hetero.collectives.autoload import INSTEAD_OF_VARIABLE, why_not_called
+from hetero.collectives.autoload import INSTEAD_OF_VARIABLE, why_not_autoloaded
 from hetero.errors import UserError, print_error
 from hetero.launch.exits import exit_of, find_cause, is_printed, kills_for_memory
 from hetero.launch.launcher_rendezvous import BACKEND, LauncherRendezvous, RendezvousSettings
@@ -77,7 +77,7 @@ def main(
     may go on after one of another node has ended badly.
     """
     os.environ.setdefault(INSTEAD_OF_VARIABLE, "nccl")
-    if os.environ.get("LOCAL_RANK", "0") == "0" and (reason := why_not_called()):
+    if os.environ.get("LOCAL_RANK", "0") == "0" and (reason := why_not_autoloaded()):
         print(
             f"hetero.run: groups that a script makes will not cross vendors: {reason}",
             file=sys.stderr,

@@ -1,96 +1,101 @@
-"""Reductions over vendors whose result goes to every rank, or to one."""
+"""all_reduce and reduce across vendors."""
 
 from __future__ import annotations
 
 import torch
 
-from hetero.collectives.exchange import Exchange, Moves, Steps
-from hetero.collectives.inside_vendor import Inside
+from hetero.collectives.intra_vendor import LibraryWork
+from hetero.collectives.p2p_batch import CallContext, P2PBatch, Schedule
 from hetero.collectives.reductions import Reduction
+from hetero.collectives.segments import pad_to_multiple
 from hetero.collectives.vendor_layout import Span, chunks, equal_parts, overlaps
 
 DIRECT_BYTES = 64 << 10
-"""Up to here every rank takes the other vendors' whole partial result: fewest steps."""
+"""Up to this size every rank gets the other vendors' whole partial result: lowest latency."""
 CHUNK_BYTES = 4 << 20
-"""On a CPU, where a chunk that was just received is still in the cache when it is added up."""
+"""On a CPU: a chunk that was just received is still in the cache when it is reduced."""
 _GPU_CHUNK_BYTES, _GPU_CHUNKS = (32 << 20, 128 << 20), 4
-"""The least and the most on a GPU, while another chunk is reduced inside the vendor."""
-_GPU_CHUNK_BYTES_ALONE = 256 << 20
-"""Where no vendor has a second rank. Only the additions hide behind the other chunks' crossing, and
-for Python to ask for one more chunk takes as long as they do."""
+"""On a GPU: bounds of a chunk's size, and how many chunks overlap their steps."""
+_GPU_CHUNK_BYTES_ONE_PER_VENDOR = 256 << 20
+"""On a GPU, if no vendor has a second rank. Only the reduction kernels overlap with transfers then,
+and issuing one more chunk from Python takes as long as they do."""
 CHUNKS_AHEAD = {"cpu": 1, "cuda": 3}
-"""How many chunks are on their way to the peers when the next one is added up.
+"""How many further chunks are in flight while one is reduced.
 
-A transfer begins behind all that the caller's stream was given, so a GPU's may not come after the
-additions of chunks shortly before it; the CPU is to find in its cache what it adds.
+A GPU's transfer is ordered after all that the stream holds, so issue it several chunks ahead,
+before their reductions are enqueued. A CPU should still find in its cache what it reduces.
 """
 
 
-def all_reduce(exchange: Exchange, flat: torch.Tensor, reduction: Reduction) -> Steps:
+def all_reduce(context: CallContext, flat: torch.Tensor, reduction: Reduction) -> Schedule:
     """Reduce flat memory in place."""
     if not flat.numel():
         return iter(())
-    # Where no vendor has a second rank there are no shards, and one chunk is nothing to overlap.
-    alone = exchange.layout.grain == 1
-    if flat.nbytes <= DIRECT_BYTES or (alone and flat.numel() <= chunk_length(exchange, flat)):
-        return _directly(exchange, flat, reduction)
-    return _in_shards(exchange, flat, reduction)
+    # Without a second rank in any vendor there are no shards, and one chunk overlaps with nothing.
+    one_per_vendor = context.layout.alignment == 1
+    one_chunk = flat.numel() <= chunk_length(context, flat)
+    if flat.nbytes <= DIRECT_BYTES or (one_per_vendor and one_chunk):
+        return _all_reduce_direct(context, flat, reduction)
+    return _all_reduce_sharded(context, flat, reduction)
 
 
 def combine_in_order(
     reduction: Reduction, partials: dict[int, torch.Tensor], *, out: torch.Tensor
 ) -> None:
-    """Join partial results by vendor, in vendor order. `out` may be the memory of one of them."""
+    """Reduce the vendors' partial results in vendor order. `out` may alias one of them."""
     first, *others = [partials[vendor] for vendor in sorted(partials)]
     if len(others) == 1:
         reduction.combine(first, others[0], out=out)
         return
-    joined = torch.empty_like(first)
-    reduction.combine(first, others[0], out=joined)
+    total = torch.empty_like(first)
+    reduction.combine(first, others[0], out=total)
     for other in others[1:]:
-        reduction.combine(joined, other, out=joined)
-    out.copy_(joined)
+        reduction.combine(total, other, out=total)
+    out.copy_(total)
 
 
-def _directly(exchange: Exchange, flat: torch.Tensor, reduction: Reduction) -> Steps:
-    layout, moves = exchange.layout, Moves(exchange)
-    if exchange.library is not None:
-        exchange.library.all_reduce(flat, reduction.op).wait()
+def _all_reduce_direct(context: CallContext, flat: torch.Tensor, reduction: Reduction) -> Schedule:
+    layout, batch = context.layout, P2PBatch(context)
+    if context.library is not None:
+        context.library.all_reduce(flat, reduction.op).wait()
     partials = {layout.vendor: flat}
-    for rank in layout.takers:
-        moves.send(rank, flat)
-    for vendor, rank in layout.givers.items():
+    for rank in layout.direct_send_peers:
+        batch.send(rank, flat)
+    for vendor, rank in layout.direct_recv_peers.items():
         partials[vendor] = torch.empty_like(flat)
-        moves.recv(rank, partials[vendor])
-    yield moves
+        batch.recv(rank, partials[vendor])
+    yield batch
     combine_in_order(reduction, partials, out=flat)
 
 
-def _in_shards(exchange: Exchange, flat: torch.Tensor, reduction: Reduction) -> Steps:
-    """Chunk by chunk: reduce-scatter inside, exchange between, all-gather inside, overlapped."""
-    layout = exchange.layout
-    parts = [
-        _Chunk(exchange, flat[span.begin : span.end], reduction)
-        for span in chunks(flat.numel(), length=chunk_length(exchange, flat), grain=layout.grain)
+def _all_reduce_sharded(context: CallContext, flat: torch.Tensor, reduction: Reduction) -> Schedule:
+    """For each chunk: reduce-scatter within the vendor, exchange shards across, all-gather within.
+
+    The steps of successive chunks overlap.
+    """
+    length, alignment = chunk_length(context, flat), context.layout.alignment
+    pipeline = [
+        _Chunk(context, flat[span.begin : span.end], reduction)
+        for span in chunks(flat.numel(), length=length, alignment=alignment)
     ]
-    gathers = 1 + CHUNKS_AHEAD[flat.device.type]
-    for step in range(len(parts) + gathers + 1):
-        if step < len(parts):
-            parts[step].reduce()
-        if 0 <= step - 1 < len(parts):
-            parts[step - 1].cross()
-        if 0 <= step - gathers < len(parts):
-            yield from parts[step - gathers].gather()
-        if 0 <= step - gathers - 1 < len(parts):
-            parts[step - gathers - 1].finish()
+    gather_delay = 1 + CHUNKS_AHEAD[flat.device.type]
+    for step in range(len(pipeline) + gather_delay + 1):
+        if step < len(pipeline):
+            pipeline[step].reduce_scatter()
+        if 0 <= step - 1 < len(pipeline):
+            pipeline[step - 1].exchange()
+        if 0 <= step - gather_delay < len(pipeline):
+            yield from pipeline[step - gather_delay].all_gather()
+        if 0 <= step - gather_delay - 1 < len(pipeline):
+            pipeline[step - gather_delay - 1].finish()
 
 
-def chunk_length(exchange: Exchange, flat: torch.Tensor) -> int:
-    """How many elements cross at a time while others are added up: the same on every rank."""
+def chunk_length(context: CallContext, flat: torch.Tensor) -> int:
+    """The elements of a chunk; the same on every rank."""
     if flat.is_cpu:
         nbytes = CHUNK_BYTES
-    elif exchange.layout.grain == 1:
-        nbytes = _GPU_CHUNK_BYTES_ALONE
+    elif context.layout.alignment == 1:
+        nbytes = _GPU_CHUNK_BYTES_ONE_PER_VENDOR
     else:
         least, most = _GPU_CHUNK_BYTES
         nbytes = min(max(least, flat.nbytes // _GPU_CHUNKS), most)
@@ -98,81 +103,84 @@ def chunk_length(exchange: Exchange, flat: torch.Tensor) -> int:
 
 
 class _Chunk:
-    """One chunk on its way through the three steps; each begins its own and awaits the former."""
+    """One chunk of an all-reduce. Each step first waits for the one before."""
 
-    def __init__(self, exchange: Exchange, target: torch.Tensor, reduction: Reduction) -> None:
-        layout = exchange.layout
-        self._exchange, self._target, self._reduction = exchange, target, reduction
-        missing = -target.numel() % layout.grain
-        self._whole = torch.nn.functional.pad(target, (0, missing)) if missing else target
-        self._spans = [equal_parts(self._whole.numel(), len(ranks)) for ranks in layout.vendors]
-        self._span: Span = self._spans[layout.vendor][layout.place]
-        self._shard = self._whole
-        self._inside: Inside | None = None
-        self._moves = Moves(exchange)
+    def __init__(self, context: CallContext, target: torch.Tensor, reduction: Reduction) -> None:
+        layout = context.layout
+        self._context, self._target, self._reduction = context, target, reduction
+        self._padded = pad_to_multiple(target, layout.alignment)
+        self._spans = [equal_parts(self._padded.numel(), len(ranks)) for ranks in layout.vendors]
+        self._span: Span = self._spans[layout.vendor][layout.vendor_rank]
+        self._shard = self._padded
+        self._library_work: LibraryWork | None = None
+        self._batch = P2PBatch(context)
         self._partials: dict[int, torch.Tensor] = {}
 
-    def reduce(self) -> None:
-        if (library := self._exchange.library) is not None:
-            self._shard = self._whole.new_empty(len(self._span))
-            self._inside = library.reduce_scatter(self._shard, self._whole, self._reduction)
+    def reduce_scatter(self) -> None:
+        if (library := self._context.library) is not None:
+            self._shard = self._padded.new_empty(len(self._span))
+            self._library_work = library.reduce_scatter(self._shard, self._padded, self._reduction)
 
-    def cross(self) -> None:
-        self._await_inside()
-        layout = self._exchange.layout
+    def exchange(self) -> None:
+        self._wait_for_library()
+        layout = self._context.layout
         self._partials = {layout.vendor: self._shard}
-        meetings = [
-            (vendor, layout.vendors[vendor][place], common.within(self._span))
-            for vendor in layout.others
-            for place, common in overlaps(self._span, self._spans[vendor])
+        transfers = [
+            (vendor, layout.vendors[vendor][index], common.relative_to(self._span))
+            for vendor in layout.other_vendors
+            for index, common in overlaps(self._span, self._spans[vendor])
         ]
-        for vendor, rank, piece in meetings:
+        for vendor, rank, piece in transfers:
             partial = self._partials.setdefault(vendor, torch.empty_like(self._shard))
-            self._moves.recv(rank, partial[piece])
-        for _, rank, piece in meetings:
-            self._moves.send(rank, self._shard[piece])
-        self._moves.begin()
+            self._batch.recv(rank, partial[piece])
+        for _, rank, piece in transfers:
+            self._batch.send(rank, self._shard[piece])
+        self._batch.start()
 
-    def gather(self) -> Steps:
-        yield self._moves
+    def all_gather(self) -> Schedule:
+        yield self._batch
         combine_in_order(self._reduction, self._partials, out=self._shard)
-        if (library := self._exchange.library) is not None:
-            self._inside = library.all_gather(self._whole, self._shard)
+        if (library := self._context.library) is not None:
+            self._library_work = library.all_gather(self._padded, self._shard)
 
     def finish(self) -> None:
-        self._await_inside()
-        if self._whole is not self._target:
-            self._target.copy_(self._whole[: self._target.numel()])
-        # Other chunks are still on their way, and all of these together are as large as the tensor.
-        self._whole = self._shard = self._target
-        self._moves = Moves(self._exchange)
+        self._wait_for_library()
+        if self._padded is not self._target:
+            self._target.copy_(self._padded[: self._target.numel()])
+        # Free the memory now: that of all chunks together is as large as the tensor.
+        self._padded = self._shard = self._target
+        self._batch = P2PBatch(self._context)
         self._partials = {}
 
-    def _await_inside(self) -> None:
-        if self._inside is not None:
-            self._inside.wait()
-            self._inside = None
+    def _wait_for_library(self) -> None:
+        if self._library_work is not None:
+            self._library_work.wait()
+            self._library_work = None
 
 
-def reduce(exchange: Exchange, flat: torch.Tensor, reduction: Reduction, *, root: int) -> Steps:
+def reduce(
+    context: CallContext, flat: torch.Tensor, reduction: Reduction, *, root: int
+) -> Schedule:
     """Reduce flat memory in place; it holds the result at `root` and is scratch elsewhere.
 
     Each other vendor reduces to the root's partner, which sends to the root.
     """
-    layout, moves = exchange.layout, Moves(exchange)
-    here = layout.vendor_of(root)
-    head = root if here == layout.vendor else layout.partner(root, layout.vendor)
-    if exchange.library is not None:
-        exchange.library.reduce(flat, reduction.op, root=layout.mine.index(head)).wait()
-    if layout.rank != head:
+    layout, batch = context.layout, P2PBatch(context)
+    is_roots_vendor = layout.vendor_of(root) == layout.vendor
+    vendor_root = root if is_roots_vendor else layout.partner(root, layout.vendor)
+    if context.library is not None:
+        context.library.reduce(
+            flat, reduction.op, root=layout.vendor_ranks.index(vendor_root)
+        ).wait()
+    if layout.rank != vendor_root:
         return
     if layout.rank != root:
-        moves.send(root, flat)
-        yield moves
+        batch.send(root, flat)
+        yield batch
         return
     partials = {layout.vendor: flat}
-    for vendor in layout.others:
+    for vendor in layout.other_vendors:
         partials[vendor] = torch.empty_like(flat)
-        moves.recv(layout.partner(root, vendor), partials[vendor])
-    yield moves
+        batch.recv(layout.partner(root, vendor), partials[vendor])
+    yield batch
     combine_in_order(reduction, partials, out=flat)

@@ -1,8 +1,8 @@
-"""What PyTorch calls when it is imported, where this project is installed.
+"""Registers the backend `hetero` when PyTorch is imported.
 
-It finds this through the entry point `torch.backends` of the package, so that a script need not say
-that there is a backend `hetero`. With HETERO_INSTEAD_OF, which `hetero.run` sets, groups that a
-script makes with one of the backends named there are made with `hetero`.
+PyTorch finds `on_import_of_torch` by the package's entry point `torch.backends`. Groups that a
+script makes with a backend named in HETERO_INSTEAD_OF, which `hetero.run` sets, are then made with
+`hetero`.
 """
 
 from __future__ import annotations
@@ -14,24 +14,24 @@ from importlib.metadata import entry_points
 from typing import Any
 
 INSTEAD_OF_VARIABLE = "HETERO_INSTEAD_OF"
-"""Names of backends, with commas between."""
+"""A comma-separated list of backends that `hetero` replaces."""
 
 
 def on_import_of_torch() -> None:
-    """Make `hetero` known, and have it take the place of other backends if the launcher says so."""
+    """Register `hetero`, and have it replace other backends if HETERO_INSTEAD_OF names some."""
     import torch.distributed as dist
 
     if not dist.is_available():
         return
     register()
     if os.environ.get(INSTEAD_OF_VARIABLE):
-        take_over()
+        replace_backends()
 
 
-def why_not_called() -> str:
-    """Why PyTorch will not call the above in the processes that start from here; empty if it will.
+def why_not_autoloaded() -> str:
+    """Why PyTorch will not call `on_import_of_torch` in processes started from here; "" if it will.
 
-    A script that asks for NCCL then gets NCCL, whatever the launcher says.
+    A script that asks for NCCL then gets NCCL, whatever HETERO_INSTEAD_OF says.
     """
     if os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD", "1") == "0":
         return "TORCH_DEVICE_BACKEND_AUTOLOAD is 0; unset it"
@@ -41,7 +41,7 @@ def why_not_called() -> str:
 
 
 def register() -> None:
-    """Make `hetero` a backend of torch.distributed. May be called more than once."""
+    """Make `hetero` a backend of torch.distributed. Idempotent."""
     import torch.distributed as dist
 
     if "hetero" not in dist.Backend.backend_list:
@@ -51,16 +51,16 @@ def register() -> None:
 
 
 def _create_group(options: Any, backend_options: Any = None) -> Any:
-    # Imported with the first group, so that importing torch stays as fast as it is.
-    from hetero.collectives.creation import create_group
+    # Import it with the first group, to keep importing torch fast.
+    from hetero.collectives.create_process_group import create_group
 
     return create_group(options, backend_options)
 
 
-def take_over() -> None:
-    """Have each new group that asks for a backend named in HETERO_INSTEAD_OF get `hetero`.
+def replace_backends() -> None:
+    """Make each new group of a backend named in HETERO_INSTEAD_OF with `hetero`. Idempotent.
 
-    Every way to make a group goes through one function of torch, which is wrapped.
+    Wraps the one function of torch through which every group is made.
     """
     from torch.distributed import distributed_c10d as c10d
 
@@ -72,24 +72,24 @@ def take_over() -> None:
     @functools.wraps(original)
     def new_group(*args: Any, **kwargs: Any) -> Any:
         bound = signature.bind(*args, **kwargs)
-        asked = bound.arguments["backend"]
-        bound.arguments["backend"] = instead_of(asked)
+        requested = bound.arguments["backend"]
+        bound.arguments["backend"] = instead_of(requested)
         group, store = original(*bound.args, **bound.kwargs)
-        if bound.arguments["backend"] is not asked and group in c10d._world.pg_map:
-            # Scripts compare it with what they asked for.
-            c10d._world.pg_map[group] = (asked, store)
+        if bound.arguments["backend"] is not requested and group in c10d._world.pg_map:
+            # Report the requested backend: scripts compare get_backend() with it.
+            c10d._world.pg_map[group] = (requested, store)
         return group, store
 
     c10d._new_process_group_helper = new_group
 
 
 def instead_of(backend: Any) -> Any:
-    """`hetero` for what asks for a backend that it takes the place of; all else as it is."""
+    """`hetero` for a backend that HETERO_INSTEAD_OF names; any other as it is."""
     from torch.distributed.distributed_c10d import Backend, BackendConfig
 
-    taken = {name.strip() for name in os.environ.get(INSTEAD_OF_VARIABLE, "").split(",")}
-    if backend == Backend.UNDEFINED:  # PyTorch goes by the device where a script names none
-        asked = set(map(str, BackendConfig(backend).get_device_backend_map().values()))
+    replaced = {name.strip() for name in os.environ.get(INSTEAD_OF_VARIABLE, "").split(",")}
+    if backend == Backend.UNDEFINED:  # none was requested: PyTorch chooses by device
+        requested = set(map(str, BackendConfig(backend).get_device_backend_map().values()))
     else:
-        asked = {part.rpartition(":")[2] for part in str(backend).lower().split(",")}
-    return Backend("hetero") if asked & taken else backend
+        requested = {part.rpartition(":")[2] for part in str(backend).lower().split(",")}
+    return Backend("hetero") if requested & replaced else backend

@@ -1,4 +1,4 @@
-"""What a rank calls: one operation of a group, as it is compared with the others' and told."""
+"""One call of a group: how ranks compare theirs, and how errors and the profiler name it."""
 
 from __future__ import annotations
 
@@ -11,15 +11,13 @@ from typing import Any
 
 from torch.autograd import profiler
 
-_SPREAD = 2654435761
-"""Odd, so that numbers of calls give different tags."""
-
-
+_HASH_MULTIPLIER = 2654435761
+"""Knuth's; odd, so that different sequence numbers give different tags."""
 _NO_EVENT: AbstractContextManager[object] = nullcontext()
 
 
 def profiled(operation: str) -> AbstractContextManager[object]:
-    """An event of torch's profiler while that records, named as those of NCCL are."""
+    """A range in torch's profiler, while that records, named like NCCL's ("nccl:all_reduce")."""
     if profiler._is_profiler_enabled:
         return profiler.record_function(f"hetero:{operation}")
     return _NO_EVENT
@@ -32,13 +30,13 @@ def _digest(*values: object) -> int:
 
 @dataclass(slots=True)
 class Call:
-    """One operation. Ranks that call the same have equal calls, but for what is each one's own."""
+    """One operation; equal on all ranks that make the same call."""
 
     sequence: int
     operation: str
     dtype: str = ""
     shape: tuple[int, ...] = ()
-    """Of what every rank has alike; empty where the ranks' shapes may differ."""
+    """Numbers of elements that all ranks must have alike; empty if they may differ."""
     reduction: str = ""
     root: int | None = None
     """The global rank."""
@@ -56,9 +54,9 @@ class Call:
 
     @property
     def tag(self) -> int:
-        """What tells its messages from those of other calls."""
+        """Goes with each message of the call; a receiver rejects another call's."""
         kind = _digest(self.operation, self.dtype, self.shape, self.reduction, self.root)
-        return (kind + self.sequence * _SPREAD) % (1 << 32)
+        return (kind + self.sequence * _HASH_MULTIPLIER) % (1 << 32)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Call:

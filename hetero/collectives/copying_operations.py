@@ -1,6 +1,6 @@
 # The stubs of torch describe one release; this file serves several, whose names and forms differ.
 # mypy: disable-error-code="override,assignment,call-arg"
-"""The operations that copy, in every form in which PyTorch calls them."""
+"""Operations that copy without reducing, in every form in which PyTorch calls them."""
 
 from __future__ import annotations
 
@@ -11,90 +11,90 @@ import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
-from hetero.collectives import broadcast, rows
+from hetero.collectives import broadcast, row_collectives
 from hetero.collectives.calls import profiled
-from hetero.collectives.exchange import Exchange, Steps
-from hetero.collectives.flat_memory import (
-    bytes_of,
-    cut,
-    plain,
-    room_for,
-    whole,
+from hetero.collectives.group_links import as_bytes
+from hetero.collectives.p2p_batch import CallContext, Schedule
+from hetero.collectives.process_group_base import (
+    HeteroProcessGroupBase,
+    as_list,
+    as_options,
+    require_matching_numel,
+    require_no_internal_overlap,
+)
+from hetero.collectives.segments import (
+    full_segment,
+    materialize,
+    materialized_bytes,
+    output_buffer,
+    split_segments,
     write_back,
 )
-from hetero.collectives.group_across_vendors import (
-    GroupAcrossVendors,
-    listed,
-    options_of,
-    require_places,
-    require_product,
-)
-from hetero.collectives.group_links import as_bytes
-from hetero.collectives.not_compiled import not_compiled
+from hetero.collectives.skip_dynamo import skip_dynamo
 from hetero.words import counted
 
 Tensors = Sequence[torch.Tensor]
 
 
-@not_compiled
-class CopyingOperations(GroupAcrossVendors):
-    """broadcast, all_gather, all_to_all, gather, scatter, and messages from rank to rank."""
+@skip_dynamo
+class CopyingOperations(HeteroProcessGroupBase):
+    """broadcast, all_gather, all_to_all, gather, scatter, send and recv."""
 
     def broadcast(self, tensors: Any, opts: Any = None, *more: Any) -> dist.Work:
-        opts = options_of(opts, c10d.BroadcastOptions)
-        tensors = listed(tensors)
-        written = [] if self._layout.rank == opts.rootRank else tensors
+        opts = as_options(opts, c10d.BroadcastOptions)
+        tensors = as_list(tensors)
+        results = [] if self._layout.rank == opts.rootRank else tensors
 
-        def carry_out(exchange: Exchange) -> Steps:
+        def algorithm(context: CallContext) -> Schedule:
             for tensor in tensors:
-                memory = plain(tensor)
-                yield from broadcast.broadcast(exchange, memory, root=opts.rootRank)
-                if written:
+                memory = materialize(tensor)
+                yield from broadcast.broadcast(context, memory, root=opts.rootRank)
+                if results:
                     write_back(memory, tensor)
 
         return self._run(
-            carry_out,
+            algorithm,
             "broadcast",
             tensors,
             common=tensors,
-            written=written,
+            results=results,
             opts=opts,
             root=opts.rootRank,
         )
 
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
-        opts = options_of(opts, c10d.AllgatherOptions)
-        (parts,), (source,) = outputs, listed(inputs)
-        self._require_one_each(parts, "all_gather")
+        opts = as_options(opts, c10d.AllgatherOptions)
+        (parts,), (source,) = outputs, as_list(inputs)
+        self._require_one_per_rank(parts, "all_gather")
         return self._all_gather([list(parts)], [source], opts)
 
     def allgather_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
-        opts = options_of(opts, c10d.AllgatherOptions)
-        self._require_one_each(outputs, "all_gather")
+        opts = as_options(opts, c10d.AllgatherOptions)
+        self._require_one_per_rank(outputs, "all_gather")
         by_tensor = [list(parts) for parts in zip(*outputs, strict=True)]
         return self._all_gather(by_tensor, list(inputs), opts)
 
     def _all_gather(
         self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any
     ) -> dist.Work:
-        """outputs[i][r] takes inputs[i] of rank r. Ranks may give different sizes."""
+        """outputs[i][r] receives inputs[i] of rank r. The ranks' sizes may differ."""
 
-        def carry_out(exchange: Exchange) -> Steps:
+        def algorithm(context: CallContext) -> Schedule:
             for parts, source in zip(outputs, inputs, strict=True):
                 sizes = [part.nbytes for part in parts]
-                rooms = [room_for(part) for part in parts]
+                buffers = [output_buffer(part) for part in parts]
                 if min(sizes) == max(sizes):
-                    pieces = [whole(room) for room in rooms]
-                    yield from rows.all_gather(exchange, pieces, plain(source))
+                    pieces = [full_segment(buffer) for buffer in buffers]
+                    yield from row_collectives.all_gather(context, pieces, materialize(source))
                 else:
-                    row = bytes_of(source)
+                    row = materialized_bytes(source)
                     table = row.new_empty(len(parts), max(sizes))
                     row = torch.nn.functional.pad(row, (0, max(sizes) - row.numel()))
-                    pieces = cut(table, [max(sizes)] * len(parts))
-                    yield from rows.all_gather(exchange, pieces, row, table=table)
-                    for rank, room in enumerate(rooms):
-                        as_bytes(room).copy_(table[rank, : sizes[rank]])
-                _write_back(rooms, parts)
+                    pieces = split_segments(table, [max(sizes)] * len(parts))
+                    yield from row_collectives.all_gather(context, pieces, row, table=table)
+                    for rank, buffer in enumerate(buffers):
+                        as_bytes(buffer).copy_(table[rank, : sizes[rank]])
+                _write_back(buffers, parts)
 
         if any(
             p[self._layout.rank].nbytes != s.nbytes for p, s in zip(outputs, inputs, strict=True)
@@ -103,10 +103,14 @@ class CopyingOperations(GroupAcrossVendors):
                 "all_gather: this rank's output and its input differ in size; give both the same"
             )
         return self._run(
-            carry_out,
+            algorithm,
             "all_gather",
             [part for parts in outputs for part in parts],
-            common=[part for parts in outputs for part in (parts[:1] if _alike(parts) else parts)],
+            common=[
+                part
+                for parts in outputs
+                for part in (parts[:1] if _have_equal_sizes(parts) else parts)
+            ],
             opts=opts,
         )
 
@@ -118,36 +122,39 @@ class CopyingOperations(GroupAcrossVendors):
     def all_gather_single_coalesced(
         self, outputs: Tensors, inputs: Tensors, opts: Any = None
     ) -> dist.Work:
-        opts = options_of(opts, c10d.AllgatherOptions)
+        opts = as_options(opts, c10d.AllgatherOptions)
         for output, source in zip(outputs, inputs, strict=True):
-            require_product("all_gather", small=source, large=output, size=self._layout.size)
+            require_matching_numel("all_gather", small=source, large=output, size=self._layout.size)
         outputs, inputs = list(outputs), list(inputs)
 
-        def carry_out(exchange: Exchange) -> Steps:
+        def algorithm(context: CallContext) -> Schedule:
             for output, source in zip(outputs, inputs, strict=True):
-                room = room_for(output)
-                pieces = cut(room, [source.nbytes] * self._layout.size)
-                yield from rows.all_gather(exchange, pieces, plain(source), table=room)
-                write_back(room, output)
+                buffer = output_buffer(output)
+                pieces = split_segments(buffer, [source.nbytes] * self._layout.size)
+                yield from row_collectives.all_gather(
+                    context, pieces, materialize(source), table=buffer
+                )
+                write_back(buffer, output)
 
-        return self._run(carry_out, "all_gather", outputs, common=inputs, opts=opts)
+        return self._run(algorithm, "all_gather", outputs, common=inputs, opts=opts)
 
     _allgather_base = all_gather_single
     allgather_into_tensor_coalesced = all_gather_single_coalesced
 
     def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> dist.Work:
-        opts = options_of(opts, c10d.AllToAllOptions)
+        opts = as_options(opts, c10d.AllToAllOptions)
         outputs, inputs = list(outputs), list(inputs)
-        self._require_one_each(outputs, "all_to_all")
-        self._require_one_each(inputs, "all_to_all")
+        self._require_one_per_rank(outputs, "all_to_all")
+        self._require_one_per_rank(inputs, "all_to_all")
 
-        def carry_out(exchange: Exchange) -> Steps:
-            rooms = [room_for(output) for output in outputs]
-            given = [whole(plain(tensor)) for tensor in inputs]
-            yield from rows.all_to_all(exchange, [whole(room) for room in rooms], given)
-            _write_back(rooms, outputs)
+        def algorithm(context: CallContext) -> Schedule:
+            buffers = [output_buffer(output) for output in outputs]
+            targets = [full_segment(buffer) for buffer in buffers]
+            sources = [full_segment(materialize(tensor)) for tensor in inputs]
+            yield from row_collectives.all_to_all(context, targets, sources)
+            _write_back(buffers, outputs)
 
-        return self._run(carry_out, "all_to_all", outputs, opts=opts)
+        return self._run(algorithm, "all_to_all", outputs, opts=opts)
 
     def all_to_all_single(
         self,
@@ -157,21 +164,23 @@ class CopyingOperations(GroupAcrossVendors):
         input_splits: Sequence[int] = (),
         opts: Any = None,
     ) -> dist.Work:
-        opts = options_of(opts, c10d.AllToAllOptions)
-        taken = self._splits(output, output_splits, "output")
-        given = self._splits(source, input_splits, "input")
+        opts = as_options(opts, c10d.AllToAllOptions)
+        output_sizes = self._split_bytes(output, output_splits, "output")
+        input_sizes = self._split_bytes(source, input_splits, "input")
 
-        def carry_out(exchange: Exchange) -> Steps:
-            room = room_for(output)
-            yield from rows.all_to_all(exchange, cut(room, taken), cut(plain(source), given))
-            write_back(room, output)
+        def algorithm(context: CallContext) -> Schedule:
+            buffer = output_buffer(output)
+            targets = split_segments(buffer, output_sizes)
+            sources = split_segments(materialize(source), input_sizes)
+            yield from row_collectives.all_to_all(context, targets, sources)
+            write_back(buffer, output)
 
-        return self._run(carry_out, "all_to_all", [output], opts=opts)
+        return self._run(algorithm, "all_to_all", [output], opts=opts)
 
     alltoall_base = all_to_all_single
 
-    def _splits(self, tensor: torch.Tensor, splits: Sequence[int], what: str) -> list[int]:
-        """The bytes for each rank."""
+    def _split_bytes(self, tensor: torch.Tensor, splits: Sequence[int], what: str) -> list[int]:
+        """The bytes for each rank, in order."""
         length = tensor.shape[0] if tensor.dim() else 1
         size = self._layout.size
         if not splits:
@@ -189,39 +198,41 @@ class CopyingOperations(GroupAcrossVendors):
         return [split * (tensor.nbytes // length if length else 0) for split in splits]
 
     def gather(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
-        opts = options_of(opts, c10d.GatherOptions)
-        (source,) = listed(inputs)
+        opts = as_options(opts, c10d.GatherOptions)
+        (source,) = as_list(inputs)
         parts = list(outputs[0]) if outputs else []
         if self._layout.rank == opts.rootRank:
-            self._require_one_each(parts, "gather")
+            self._require_one_per_rank(parts, "gather")
 
-        def carry_out(exchange: Exchange) -> Steps:
-            rooms = [room_for(part) for part in parts]
-            yield from rows.gather(exchange, rooms, plain(source), root=opts.rootRank)
-            _write_back(rooms, parts)
+        def algorithm(context: CallContext) -> Schedule:
+            buffers = [output_buffer(part) for part in parts]
+            yield from row_collectives.gather(
+                context, buffers, materialize(source), root=opts.rootRank
+            )
+            _write_back(buffers, parts)
 
-        return self._run(carry_out, "gather", parts, common=[source], opts=opts, root=opts.rootRank)
+        return self._run(algorithm, "gather", parts, common=[source], opts=opts, root=opts.rootRank)
 
     def scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
-        opts = options_of(opts, c10d.ScatterOptions)
-        (output,) = listed(outputs)
+        opts = as_options(opts, c10d.ScatterOptions)
+        (output,) = as_list(outputs)
         parts = list(inputs[0]) if inputs else []
         if self._layout.rank == opts.rootRank:
-            self._require_one_each(parts, "scatter")
+            self._require_one_per_rank(parts, "scatter")
 
-        def carry_out(exchange: Exchange) -> Steps:
-            room, given = room_for(output), [plain(part) for part in parts]
-            yield from rows.scatter(exchange, room, given, root=opts.rootRank)
-            write_back(room, output)
+        def algorithm(context: CallContext) -> Schedule:
+            buffer, sources = output_buffer(output), [materialize(part) for part in parts]
+            yield from row_collectives.scatter(context, buffer, sources, root=opts.rootRank)
+            write_back(buffer, output)
 
         return self._run(
-            carry_out, "scatter", [output], common=[output], opts=opts, root=opts.rootRank
+            algorithm, "scatter", [output], common=[output], opts=opts, root=opts.rootRank
         )
 
     def send(self, tensors: Any, rank: int, tag: int = 0) -> dist.Work:
-        (tensor,) = listed(tensors)
+        (tensor,) = as_list(tensors)
         with profiled("send"):
-            work = self._communicator_on(tensor.device).send(plain(tensor), rank, tag)
+            work = self._communicator_for(tensor.device).send(materialize(tensor), rank, tag)
         return self._coalesced(work)
 
     def recv(self, tensors: Any, rank: int, tag: int = 0) -> dist.Work:
@@ -231,19 +242,21 @@ class CopyingOperations(GroupAcrossVendors):
         return self._recv(tensors, None, tag)
 
     def _recv(self, tensors: Any, rank: int | None, tag: int) -> dist.Work:
-        (tensor,) = listed(tensors)
-        require_places("recv", [tensor])
-        room = room_for(tensor)
-        communicator = self._communicator_on(tensor.device)
+        (tensor,) = as_list(tensors)
+        require_no_internal_overlap("recv", [tensor])
+        buffer = output_buffer(tensor)
+        communicator = self._communicator_for(tensor.device)
         with profiled("recv"):
-            work = communicator.recv(as_bytes(room), rank, tag, lambda: write_back(room, tensor))
+            work = communicator.recv(
+                as_bytes(buffer), rank, tag, lambda: write_back(buffer, tensor)
+            )
         return self._coalesced(work)
 
 
-def _write_back(rooms: Tensors, tensors: Tensors) -> None:
-    for room, tensor in zip(rooms, tensors, strict=True):
-        write_back(room, tensor)
+def _write_back(buffers: Tensors, tensors: Tensors) -> None:
+    for buffer, tensor in zip(buffers, tensors, strict=True):
+        write_back(buffer, tensor)
 
 
-def _alike(parts: Tensors) -> bool:
+def _have_equal_sizes(parts: Tensors) -> bool:
     return len({part.nbytes for part in parts}) == 1

@@ -1,7 +1,7 @@
-"""One rank's part in a group of several vendors: its calls in order, and how they end.
+"""One rank's part in a group of several vendors: runs its calls in order, and handles failures.
 
-Knows nothing of c10d's process groups. A call is carried out by `Exchange` and what the files of
-the algorithms do with it.
+Knows nothing of c10d's process groups. A call is an algorithm over a `CallContext`
+(all_reduce.py, broadcast.py, row_collectives.py, sparse.py).
 """
 
 from __future__ import annotations
@@ -17,60 +17,71 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hetero.collectives.blame import (
+from hetero.collectives.calls import Call
+from hetero.collectives.cpu_p2p import CpuP2P
+from hetero.collectives.failure_report import (
     ABORTED,
     IDLE,
     IN_A_CALL,
     LEFT,
-    LOOK_SECONDS,
-    Blackboard,
+    POLL_SECONDS,
     CollectiveError,
-    Heard,
-    Statement,
+    RankStatus,
+    StatusBoard,
     explain,
 )
-from hetero.collectives.calls import Call
-from hetero.collectives.exchange import Exchange, Moves, Steps
+from hetero.collectives.gpu_p2p import GpuP2P
 from hetero.collectives.group_links import Link, Links, clone
-from hetero.collectives.inside_vendor import VendorLibrary, new_library
-from hetero.collectives.mailbox import Mailbox
-from hetero.collectives.messages import DeviceMessages
-from hetero.collectives.streams import CallStream
+from hetero.collectives.intra_vendor import VendorLibrary, new_library
+from hetero.collectives.p2p_batch import CallContext, P2PBatch, Schedule
+from hetero.collectives.side_stream import SideStream
 from hetero.collectives.vendor_layout import Layout
 from hetero.collectives.work import CollectiveWork, Worker
 from hetero.errors import LinkError
 
 _CLOSE_SECONDS = 5.0
 _NO_MODE = contextlib.nullcontext()
-_MAIL_SECONDS = 365 * 24 * 3600.0
+_CPU_P2P_SECONDS = 365 * 24 * 3600.0
 
-Algorithm = Callable[[Exchange], Steps]
+Algorithm = Callable[[CallContext], Schedule]
 
 
-class _Course:
-    """A call on its way, which may be left off where it would have to wait."""
+class _RunningCall:
+    """A call and how far its schedule has come: one thread may start it and another finish it."""
 
-    __slots__ = ("_exchange", "_moves", "_steps", "algorithm", "has_begun", "in_inference")
+    __slots__ = (
+        "_context",
+        "_pending",
+        "_schedule",
+        "algorithm",
+        "call",
+        "in_inference_mode",
+        "is_started",
+        "work",
+    )
 
-    def __init__(self, algorithm: Algorithm, exchange: Exchange) -> None:
-        self.algorithm, self.has_begun = algorithm, False
-        self.in_inference = False
-        """Whether it has made tensors of its caller's inference mode."""
-        self._exchange, self._steps = exchange, algorithm(exchange)
-        self._moves: Moves | None = None
+    def __init__(
+        self, call: Call, work: CollectiveWork, algorithm: Algorithm, context: CallContext
+    ) -> None:
+        self.call, self.work, self.algorithm = call, work, algorithm
+        self.is_started = False
+        self.in_inference_mode = any(tensor.is_inference() for tensor in work.result())
+        """Whether its tensors are of inference mode, which is not that of another thread."""
+        self._context, self._schedule = context, algorithm(context)
+        self._pending: P2PBatch | None = None
 
-    def go_on(self, *, blocks: bool) -> bool:
-        """Whether it has come to its end."""
-        self._exchange.may_block = blocks
-        if not self.has_begun:
-            self.has_begun = True
-            self._moves = next(self._steps, None)
-        while self._moves is not None:
-            if blocks:
-                self._moves.wait()
-            elif not self._moves.are_ordered():
+    def progress(self, *, blocking: bool) -> bool:
+        """Run it until it is done, or without `blocking` until a peer must come; whether done."""
+        self._context.may_block = blocking
+        if not self.is_started:
+            self.is_started = True
+            self._pending = next(self._schedule, None)
+        while self._pending is not None:
+            if blocking:
+                self._pending.wait()
+            elif not self._pending.poll():
                 return False
-            self._moves = next(self._steps, None)
+            self._pending = next(self._schedule, None)
         return True
 
 
@@ -79,12 +90,8 @@ def _name_of(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _are_inference(work: CollectiveWork) -> bool:
-    return any(tensor.is_inference() for tensor in work.result())
-
-
 class Communicator:
-    """The calls of one group, for tensors of one kind of device.
+    """The calls of one group, for tensors of one device.
 
     Building it is collective. `store` is this group's own and is used by no other thread.
     """
@@ -100,61 +107,60 @@ class Communicator:
     ) -> None:
         self.layout, self.name, self.device = layout, name, device
         self.timeout = timeout.total_seconds()
-        self._store = store
-        self._blackboard = Blackboard(store, layout)
+        self._statuses = StatusBoard(store, layout)
         self._library: VendorLibrary | None = None
-        if len(layout.mine) > 1:
+        if len(layout.vendor_ranks) > 1:
             backend = new_library(
                 device.type,
                 dist.PrefixStore(f"vendor {layout.vendor}/", store),
-                rank=layout.place,
-                size=len(layout.mine),
+                rank=layout.vendor_rank,
+                size=len(layout.vendor_ranks),
                 timeout=timeout,
             )
-            look = self._look_in_a_call if device.type == "cpu" else None
-            self._library = VendorLibrary(backend, timeout=timeout, look=look)
+            check_abort = self._check_abort if device.type == "cpu" else None
+            self._library = VendorLibrary(backend, timeout=timeout, check_abort=check_abort)
         self._links = Links(
             layout=layout,
             store=dist.PrefixStore("links/", store),
             device=device,
             timeout=self.timeout,
-            look=self._look_in_a_call,
+            check_abort=self._check_abort,
         )
-        self._exchange = Exchange(
+        self._context = CallContext(
             layout=layout, library=self._library, links=self._links, device=device
         )
-        self._stream = CallStream(device)
-        self._messages = self._new_messages(clone(store))
+        self._stream = SideStream(device)
+        self._p2p = self._new_p2p(clone(store))
         self._sequence = 0
-        self._order = threading.Lock()
-        self._last: Call | None = None
+        self._submission = threading.Lock()
+        self._last_call: Call | None = None
         self._error: CollectiveError | None = None
-        self._met = False
-        self._worker = Worker(f"{name} calls", idle=self._look, seconds=LOOK_SECONDS)
-        # A script need not destroy its groups, and Python ends a process abnormally of which a
-        # thread is in PyTorch's C++, as one is that looks into the store.
+        self._is_connected = False
+        self._worker = Worker(f"{name} calls", poll=self._poll_failures, seconds=POLL_SECONDS)
+        # A script need not destroy its groups, and Python aborts a process at whose exit a thread
+        # is in PyTorch's C++, as the worker is while it polls the store.
         self._at_exit = weakref.finalize(self, self._worker.close, seconds=_CLOSE_SECONDS)
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """The deadline of calls from now on; messages of a link between GPUs keep the first."""
+        """The timeout of later calls; point-to-point messages of GPUs keep the first one."""
         self.timeout = timeout.total_seconds()
         self._links.set_timeout(self.timeout)
         if self._library is not None:
             self._library.timeout = timeout
 
-    def _new_messages(self, store: dist.Store) -> Mailbox | DeviceMessages:
-        store = dist.PrefixStore("mail/", store)
+    def _new_p2p(self, store: dist.Store) -> CpuP2P | GpuP2P:
+        store = dist.PrefixStore("p2p/", store)
         on_cpu = self.device.type == "cpu"
         links = Links(
             layout=self.layout,
             store=store,
             device=self.device,
-            timeout=_MAIL_SECONDS if on_cpu else self.timeout,
-            look=self._require_health,
+            timeout=_CPU_P2P_SECONDS if on_cpu else self.timeout,
+            check_abort=self._raise_if_failed,
         )
         if on_cpu:
-            return Mailbox(layout=self.layout, links=links, store=store)
-        return DeviceMessages(links=links, store=store, device=self.device)
+            return CpuP2P(layout=self.layout, links=links, store=store)
+        return GpuP2P(links=links, store=store, device=self.device)
 
     @property
     def sequence(self) -> int:
@@ -171,16 +177,16 @@ class Communicator:
         root: int | None = None,
         blocking: bool = False,
     ) -> CollectiveWork:
-        """Carry out one call of the group, after those before it.
+        """Run one call of the group, after those before it.
 
         Args:
             tensors: what the work's future holds.
-            common: tensors whose dtype and numbers of elements all ranks have alike.
+            common: tensors whose dtype and numbers of elements must be the same on all ranks.
             root: in the group.
             blocking: whether the caller would wait at once.
         """
         self._stream.require_no_capture()
-        with self._order:
+        with self._submission:
             self._sequence += 1
             call = Call(
                 self._sequence,
@@ -191,179 +197,165 @@ class Communicator:
                 None if root is None else self.layout.members[root].global_rank,
             )
             work = CollectiveWork(call, tensors, timeout=self.timeout, group=self.name)
-            course = _Course(algorithm, self._exchange)
-            if (blocking or (self._met and self._stream.exists)) and self._worker.begin_turn():
+            running = _RunningCall(call, work, algorithm, self._context)
+            may_start_here = blocking or (self._is_connected and self._stream.exists)
+            if may_start_here and self._worker.try_acquire():
                 try:
                     if blocking:
-                        self._carry_out(call, work, course)
+                        self._progress(running)
                     else:
-                        self._begin(call, work, course)
+                        self._start_in_callers_thread(running)
                 finally:
-                    self._worker.end_turn()
+                    self._worker.release()
             else:
-                moment = self._stream.now()
-                self._worker.submit(lambda: self._go_on(call, work, course, moment))
-        self._worker.catch_up()
+                event = self._stream.record_event()
+                self._worker.submit(lambda: self._run_on_side_stream(running, event))
+        self._worker.run_pending()
         return work
 
-    def _begin(self, call: Call, work: CollectiveWork, course: _Course) -> None:
-        """Carry a GPU's call out in the caller's thread as far as no peer has to come first.
+    def _start_in_callers_thread(self, running: _RunningCall) -> None:
+        """Progress a GPU's call as far as no peer has to come first; leave the rest to the worker.
 
-        The rest is left to the thread of calls, which waits. So a peer holds the caller up for no
-        longer than a look. This keeps the rule by which nothing deadlocks (docs/ring.md), which is
-        of the order in which work is enqueued and not of the thread: the links enqueue no wait
-        before what ends it, and calls do not overtake each other.
+        A peer thus delays the caller by one poll at most. This keeps the rule that prevents
+        deadlocks (docs/ring.md), which is about the order in which work is enqueued and not about
+        the thread: links enqueue no wait before the work that satisfies it, and calls stay in
+        order.
         """
-        course.in_inference = torch.is_inference_mode_enabled()
-        self._stream.follow(self._stream.now())
-        with self._stream.within():
-            is_over = self._carry_out(call, work, course, elsewhere=True, blocks=False)
-        if not is_over:
-            self._worker.submit(lambda: self._go_on(call, work, course, None))
+        running.in_inference_mode |= torch.is_inference_mode_enabled()
+        self._stream.wait_event(self._stream.record_event())
+        with self._stream.as_current():
+            is_done = self._progress(running, on_side_stream=True, blocking=False)
+        if not is_done:
+            self._worker.submit(lambda: self._run_on_side_stream(running, None))
 
-    def _go_on(
-        self,
-        call: Call,
-        work: CollectiveWork,
-        course: _Course,
-        moment: torch.cuda.Event | None,
-    ) -> None:
-        """Carry a call out in the thread of calls, after what its caller had enqueued before."""
-        self._stream.follow(moment)
-        with self._stream.within():
-            self._carry_out(call, work, course, elsewhere=True)
+    def _run_on_side_stream(self, running: _RunningCall, event: torch.cuda.Event | None) -> None:
+        """Run a call in the worker's thread, after the caller's `event`."""
+        self._stream.wait_event(event)
+        with self._stream.as_current():
+            self._progress(running, on_side_stream=True)
 
     def links(self) -> list[Link]:
-        """Those to ranks of other vendors that its collectives have opened so far."""
-        return self._links.across()
+        """The links to ranks of other vendors that its collectives have opened so far."""
+        return self._links.inter_vendor()
 
     def check(self) -> None:
-        """Raise what has broken the group or a link of it, if anything did. Between two calls."""
-        self._require_health()
+        """Raise the error of the group, or of a link, if one has failed. Call it between calls."""
+        self._raise_if_failed()
         self._links.check()
 
-    def _require_health(self) -> None:
+    def _raise_if_failed(self) -> None:
         if self._error is not None:
             raise self._error
 
     def drain(self) -> None:
-        """Block until all calls so far are enqueued, and a GPU has come to the end of them."""
-        done = CollectiveWork("the calls so far", [], timeout=self.timeout, group=self.name)
-        self._worker.submit(done.finish)
-        done.wait()
+        """Block until all calls so far are enqueued, and a GPU has done them."""
+        drained = CollectiveWork("the calls so far", [], timeout=self.timeout, group=self.name)
+        self._worker.submit(drained.finish)
+        drained.wait()
         self._stream.synchronize()
 
     def send(self, tensor: torch.Tensor, rank: int, tag: int) -> CollectiveWork:
-        work: Any = self._mail_work("send to", rank, tag, tensor)
-        self._messages.send(tensor, rank, tag, work)
+        work: Any = self._p2p_work("send to", rank, tag, tensor)
+        self._p2p.send(tensor, rank, tag, work)
         return work
 
     def recv(
-        self, tensor: torch.Tensor, rank: int | None, tag: int, done: Callable[[], None]
+        self, tensor: torch.Tensor, rank: int | None, tag: int, on_received: Callable[[], None]
     ) -> CollectiveWork:
-        work: Any = self._mail_work("receive from", rank, tag, tensor)
-        self._messages.recv(tensor, rank, tag, work, done)
+        work: Any = self._p2p_work("receive from", rank, tag, tensor)
+        self._p2p.recv(tensor, rank, tag, work, on_received)
         return work
 
-    def _mail_work(
+    def _p2p_work(
         self, verb: str, rank: int | None, tag: int, tensor: torch.Tensor
     ) -> CollectiveWork:
         self._stream.require_no_capture()
-        whom = "any rank" if rank is None else str(self.layout.members[rank])
-        what = f"{verb} {whom} with tag {tag}"
-        return self._messages.new_work(what, [tensor], timeout=self.timeout, group=self.name)
+        peer = "any rank" if rank is None else str(self.layout.members[rank])
+        what = f"{verb} {peer} with tag {tag}"
+        return self._p2p.new_work(what, [tensor], timeout=self.timeout, group=self.name)
 
     def abort(self) -> None:
-        """End every call under way with an error, here and, by that, at the other ranks."""
+        """End all calls in flight with an error, here and by that on the other ranks."""
         if self._error is None:
             self._error = CollectiveError(f"group {self.name} was aborted; make a new one")
-            self._state(ABORTED, alarm=True)
-        self._release()
+            self._publish_status(ABORTED, failed=True)
+        self._abort_transports()
 
     def shutdown(self) -> None:
-        """Leave the group once the calls under way have ended."""
+        """Leave the group once the calls in flight have ended."""
         self._worker.close(seconds=self.timeout)
-        self._at_exit.detach()  # it holds this object, and so its sockets, for good
-        self._state(LEFT)
-        self._messages.close()
+        self._at_exit.detach()  # it would keep this object, and so its sockets, until exit
+        self._publish_status(LEFT)
+        self._p2p.close()
         self._links.close()
         if self._library is not None:
             self._library.shutdown()
 
-    def _carry_out(
-        self,
-        call: Call,
-        work: CollectiveWork,
-        course: _Course,
-        *,
-        elsewhere: bool = False,
-        blocks: bool = True,
+    def _progress(
+        self, running: _RunningCall, *, on_side_stream: bool = False, blocking: bool = True
     ) -> bool:
-        """Whether the call has ended: else, without `blocks`, it goes on where it was left.
+        """Progress a call in the current stream; whether it has ended, which it has if `blocking`.
 
-        `elsewhere`: not in the caller's stream.
+        `on_side_stream`: the current stream is not the caller's.
         """
         if self._error is not None:
-            work.finish(self._error)
+            running.work.finish(self._error)
             return True
         try:
-            if not course.has_begun:
-                self._prepare(call)
-            # The caller's modes are not those of another thread, nor are they always the tensors'.
-            inference = course.in_inference or _are_inference(work)
-            with torch.inference_mode() if inference else _NO_MODE:
-                if not course.go_on(blocks=blocks):
+            if not running.is_started:
+                self._prepare(running.call)
+            with torch.inference_mode() if running.in_inference_mode else _NO_MODE:
+                if not running.progress(blocking=blocking):
                     return False
         except Exception as error:
-            work.finish(self._fail(call, error))
+            running.work.finish(self._fail(running.call, error))
         else:
-            self._last = call
-            work.finish(enqueued=self._stream.end_of(course.algorithm) if elsewhere else None)
+            self._last_call = running.call
+            running.work.finish(
+                end_event=self._stream.record_end(running.algorithm) if on_side_stream else None
+            )
         return True
 
     def _prepare(self, call: Call) -> None:
         self._links.check()
-        if not self._met:
-            # Ascending everywhere, so that no two wait for each other in a circle.
-            for rank in sorted({*self.layout.neighbours, *self.layout.team}):
+        if not self._is_connected:
+            # Connect in ascending order on every rank, so that no cycle of ranks can form.
+            for rank in sorted({*self.layout.inter_vendor_peers, *self.layout.intra_vendor_peers}):
                 self._links.to(rank)
-            self._met = True
-        self._exchange.tag = call.tag
-        # NCCL's kernels would wait for the CPU; there the deadline finds what differs.
-        if self.layout.team and self.device.type == "cpu":
-            self._exchange.compare_inside().wait()
+            self._is_connected = True
+        self._context.tag = call.tag
+        # Not on a GPU, where it would make the CPU wait; the timeout finds different calls there.
+        if self.layout.intra_vendor_peers and self.device.type == "cpu":
+            self._context.compare_tags_within_vendor()
 
     def _fail(self, call: Call, error: Exception) -> CollectiveError:
-        """Tell the others, hear them, and end the group."""
-        own = Statement(
-            rank=self.layout.rank,
-            state=IN_A_CALL,
-            call=call,
-            error=str(error),
-        )
-        own = self._blackboard.state(own, alarm=True)
-        self._release()
+        """Report this rank's error, collect those of the others, and end the group."""
+        own = RankStatus(rank=self.layout.rank, state=IN_A_CALL, call=call, error=str(error))
+        own = self._statuses.publish(own, failed=True)
+        self._abort_transports()
         if self._error is None:
-            text = self._explained(self._blackboard.collect(own), own)
-            self._error = CollectiveError(text)
+            self._error = self._explained(own)
             self._error.__cause__ = error
         return self._error
 
-    def _explained(self, heard: Heard, own: Statement) -> str:
-        return explain(self.name, self.layout, heard, own=own, timeout=self.timeout)
+    def _explained(self, own: RankStatus) -> CollectiveError:
+        report = self._statuses.collect(own)
+        return CollectiveError(
+            explain(self.name, self.layout, report, own=own, timeout=self.timeout)
+        )
 
-    def _release(self) -> None:
-        """Let go of what other ranks wait for, so that they fail too and say so."""
+    def _abort_transports(self) -> None:
+        """Fail what other ranks wait for, so that their calls fail too and they report it."""
         with contextlib.suppress(Exception):
             if self._library is not None:
                 self._library.abort()
         with contextlib.suppress(Exception):
             self._links.close()
         with contextlib.suppress(Exception):
-            self._messages.close()
+            self._p2p.close()
 
-    def _look(self) -> None:
-        """In no call: has another rank's call failed, or a link that a GPU still works with?"""
+    def _poll_failures(self) -> None:
+        """Between calls: fail the group if another rank's call, or a link in use by a GPU, has."""
         if self._error is not None:
             return
         problem = ""
@@ -371,18 +363,17 @@ class Communicator:
             self._links.check()
         except LinkError as error:
             problem = str(error)
-        if problem or self._blackboard.alarmed():
-            own = self._state(IDLE, alarm=bool(problem), error=problem)
-            heard = self._blackboard.collect(own)
-            self._error = CollectiveError(self._explained(heard, own))
-            self._release()
+        if problem or self._statuses.has_failure():
+            own = self._publish_status(IDLE, failed=bool(problem), error=problem)
+            self._error = self._explained(own)
+            self._abort_transports()
 
-    def _look_in_a_call(self) -> None:
-        """Give up a wait for this vendor's library once another rank's call has failed."""
-        self._require_health()
-        if self._blackboard.alarmed():
+    def _check_abort(self) -> None:
+        """During a call: raise once another rank's call has failed."""
+        self._raise_if_failed()
+        if self._statuses.has_failure():
             raise RuntimeError("another rank's call failed meanwhile")
 
-    def _state(self, state: str, *, alarm: bool = False, error: str = "") -> Statement:
-        own = Statement(rank=self.layout.rank, state=state, call=self._last, error=error)
-        return self._blackboard.state(own, alarm=alarm)
+    def _publish_status(self, state: str, *, failed: bool = False, error: str = "") -> RankStatus:
+        own = RankStatus(rank=self.layout.rank, state=state, call=self._last_call, error=error)
+        return self._statuses.publish(own, failed=failed)

@@ -1,6 +1,6 @@
-"""The links of one group, to ranks of any vendor, opened when a pair first needs one.
+"""The links of one group, to ranks of any vendor, each opened when a pair of ranks first needs it.
 
-The only file of this package that knows hetero.link.
+The only file of this package that imports hetero.link.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ from hetero.link.open import ChannelOptions
 from hetero.link.ring_exchange import Message, RingExchange, begin
 
 NICS_VARIABLE = "HETERO_NICS"
-"""The rails of this rank, as --hetero-nics names them."""
+"""The NICs that this rank's links use, in the format of --hetero-nics."""
 RING_BYTES = {"cpu": 16 << 20, "cuda": 64 << 20}
-"""Of a link, both directions."""
+"""Of one link, for both directions together, by type of device."""
 _CLOSE_SECONDS = 2.0
 _GRACE_SECONDS = 2.0
-"""More than the peer's own deadline, whose end says more."""
+"""Added to this rank's deadline, because the peer's own error says more."""
 
 __all__ = ["Link", "Links", "Message", "RingExchange", "Transfer", "as_bytes", "begin", "clone"]
 
 
 class Links:
-    """One rank's links of one purpose. `to` is for one thread at a time for each peer.
+    """One rank's links for collectives, or for point-to-point messages.
 
     Args:
-        store: this purpose's own: each pair meets in it.
-        timeout: seconds for a peer to come, and before a blocked transfer is an error.
-        look: called now and then while a peer is waited for; raises to give it up.
+        store: for these links alone: each pair connects through it.
+        timeout: seconds to wait for a peer, and until a blocked transfer is an error.
+        check_abort: called every second while a peer is waited for; raises to abort the wait.
     """
 
     def __init__(
@@ -49,77 +49,81 @@ class Links:
         store: dist.Store,
         device: torch.device,
         timeout: float,
-        look: Callable[[], None],
+        check_abort: Callable[[], None],
     ) -> None:
         self._layout, self._store = layout, store
-        self._device, self._timeout, self._look = device, timeout, look
-        self._open: dict[int, Link] = {}
+        self._device, self._timeout, self._check_abort = device, timeout, check_abort
+        self._links: dict[int, Link] = {}
         self.closed = threading.Event()
-        """Set at the end; a link that is being opened is then given up."""
+        """Set by `close`, which aborts the opening of a link."""
 
     def to(self, rank: int, *, store: dist.Store | None = None) -> Link:
-        """The link to a rank of the group. Both ends have to ask for it.
+        """The link to a rank of the group, opened if it is not; both ends have to call it.
+
+        Never call it for one peer from two threads at once.
 
         Args:
-            store: this purpose's, to wait in over a connection of its own.
+            store: cloned for the wait, so that several threads can wait for their peers.
         """
-        link = self._open.get(rank)
+        link = self._links.get(rank)
         if link is None:
-            link = self._open[rank] = self._opened(rank, clone(store) if store else self._store)
+            link = self._links[rank] = self._open(rank, clone(store) if store else self._store)
         return link
 
     def set_timeout(self, seconds: float) -> None:
-        """For links to come, and for what those that are open carry from now on."""
+        """For links opened later, and for later transfers of those that are open."""
         self._timeout = seconds
-        for link in list(self._open.values()):
+        for link in list(self._links.values()):
             link.description = replace(link.description, timeout=seconds)
 
     def is_open_to(self, rank: int) -> bool:
-        return rank in self._open
+        return rank in self._links
 
-    def _opened(self, rank: int, store: dist.Store) -> Link:
-        here, there = (self._layout.members[r].global_rank for r in (self._layout.rank, rank))
+    def _open(self, rank: int, store: dist.Store) -> Link:
+        own, peer = (self._layout.members[r].global_rank for r in (self._layout.rank, rank))
         deadline = time.monotonic() + self._timeout + _GRACE_SECONDS
 
-        def look() -> None:
-            self._look()
+        def check_abort() -> None:
+            self._check_abort()
             if self.closed.is_set():
                 raise RuntimeError("the links of this group are closed; make a new group")
             if time.monotonic() > deadline:
                 raise LinkError(
-                    f"link rank {here} - rank {there} could not be opened within "
-                    f"{self._timeout:g} s; see the log of rank {there}"
+                    f"link rank {own} - rank {peer} could not be opened within "
+                    f"{self._timeout:g} s; see the log of rank {peer}"
                 )
 
         if self.closed.is_set():
-            look()
+            check_abort()
         names = [name for name in os.environ.get(NICS_VARIABLE, "").split(",") if name]
         return connect(
             store,
-            rank=here,
-            peer=there,
+            rank=own,
+            peer=peer,
             device=self._device,
             timeout=self._timeout,
             nics=names,
             options=ChannelOptions(ring_bytes=RING_BYTES[self._device.type]),
-            look=look,
+            look=check_abort,
         )
 
-    def across(self) -> list[Link]:
-        """Those to ranks of other vendors that are open by now."""
-        here = self._layout.vendor
-        return [link for rank, link in self._open.items() if self._layout.vendor_of(rank) != here]
+    def inter_vendor(self) -> list[Link]:
+        """The open links to ranks of other vendors."""
+        own = self._layout.vendor
+        return [link for rank, link in self._links.items() if self._layout.vendor_of(rank) != own]
 
     def check(self) -> None:
-        """Raise what broke a link, if anything did: a GPU's transfers fail after their `wait()`."""
-        for link in self._open.values():
+        """Raise the error of a link that has failed: a GPU's transfers fail after `wait()`."""
+        for link in self._links.values():
             link.check()
 
     def close(self) -> None:
-        """Close every link, each in a thread: one whose peer does not listen waits for it."""
+        """Close all links in parallel: a link whose peer does not respond waits for it."""
         self.closed.set()
-        closing = [threading.Thread(target=link.close, daemon=True) for link in self._open.values()]
-        self._open.clear()
+        closing = [
+            threading.Thread(target=link.close, daemon=True) for link in self._links.values()
+        ]
+        self._links.clear()
         for thread in closing:
             thread.start()
         deadline = time.monotonic() + _CLOSE_SECONDS
@@ -128,5 +132,5 @@ class Links:
 
 
 def clone(store: dist.Store) -> dist.Store:
-    """The same store over a connection of its own: a wait in one holds up all its other users."""
+    """The same store over a new connection: a wait blocks all other users of its connection."""
     return store.clone()  # type: ignore[attr-defined]

@@ -11,52 +11,52 @@ import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
-from hetero.collectives import all_reduce, rows
-from hetero.collectives.exchange import Exchange, Steps
-from hetero.collectives.group_across_vendors import (
-    GroupAcrossVendors,
-    listed,
-    options_of,
-    require_product,
+from hetero.collectives import all_reduce, row_collectives
+from hetero.collectives.p2p_batch import CallContext, Schedule
+from hetero.collectives.process_group_base import (
+    HeteroProcessGroupBase,
+    as_list,
+    as_options,
+    require_matching_numel,
 )
-from hetero.collectives.not_compiled import not_compiled
+from hetero.collectives.skip_dynamo import skip_dynamo
 from hetero.words import counted
 
 Tensors = Sequence[torch.Tensor]
 
 
-@not_compiled
-class ReducingOperations(GroupAcrossVendors):
+@skip_dynamo
+class ReducingOperations(HeteroProcessGroupBase):
     """all_reduce, reduce and reduce_scatter."""
 
     def allreduce(self, tensors: Any, opts: Any = None) -> dist.Work:
-        return self._all_reduce("all_reduce", listed(tensors), opts)
+        return self._all_reduce("all_reduce", as_list(tensors), opts)
 
     def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> dist.Work:
-        return self._all_reduce("all_reduce (coalesced)", listed(tensors), opts)
+        return self._all_reduce("all_reduce (coalesced)", as_list(tensors), opts)
 
     def _all_reduce(self, operation: str, tensors: list[torch.Tensor], opts: Any) -> dist.Work:
-        opts = options_of(opts, c10d.AllreduceOptions)
+        opts = as_options(opts, c10d.AllreduceOptions)
         if tensors[0].is_sparse or any(tensor.is_sparse for tensor in tensors[1:]):
             return self._all_reduce_sparse(tensors, opts)
         reduction = self._reduction(opts, tensors[0])
         _require_one_dtype(tensors)
 
-        def carry_out(exchange: Exchange) -> Steps:
-            # One buffer for all, so that many small tensors cost as much as one.
+        def algorithm(context: CallContext) -> Schedule:
+            # Reduce all in one buffer, so that many small tensors cost as much as one.
             if len(tensors) == 1:
                 flat = reduction.prepare(tensors[0])
-                yield from all_reduce.all_reduce(exchange, flat, reduction)
+                yield from all_reduce.all_reduce(context, flat, reduction)
                 reduction.finish(flat, tensors[0])
                 return
             parts = [reduction.prepare(tensor) for tensor in tensors]
             flat = torch.cat(parts)
-            yield from all_reduce.all_reduce(exchange, flat, reduction)
+            yield from all_reduce.all_reduce(context, flat, reduction)
             for part, tensor in zip(flat.split([p.numel() for p in parts]), tensors, strict=True):
                 reduction.finish(part, tensor)
 
         return self._run(
-            carry_out, operation, tensors, common=tensors, opts=opts, reduction=reduction.name
+            algorithm, operation, tensors, common=tensors, opts=opts, reduction=reduction.name
         )
 
     def _all_reduce_sparse(self, tensors: list[torch.Tensor], opts: Any) -> dist.Work:
@@ -64,12 +64,12 @@ class ReducingOperations(GroupAcrossVendors):
 
         reduction = self._reduction(opts, tensors[0])
 
-        def carry_out(exchange: Exchange) -> Steps:
+        def algorithm(context: CallContext) -> Schedule:
             for tensor in tensors:
-                yield from all_reduce_sparse(exchange, tensor, reduction)
+                yield from all_reduce_sparse(context, tensor, reduction)
 
         return self._run(
-            carry_out,
+            algorithm,
             f"all_reduce (sparse in {counted(tensors[0].sparse_dim(), 'dimension')})",
             tensors,
             common=tensors,
@@ -78,47 +78,47 @@ class ReducingOperations(GroupAcrossVendors):
         )
 
     def reduce(self, tensors: Any, opts: Any = None) -> dist.Work:
-        opts = options_of(opts, c10d.ReduceOptions)
-        (tensor,) = listed(tensors)
+        opts = as_options(opts, c10d.ReduceOptions)
+        (tensor,) = as_list(tensors)
         reduction = self._reduction(opts, tensor)
-        written = [tensor] if self._layout.rank == opts.rootRank else []
+        results = [tensor] if self._layout.rank == opts.rootRank else []
 
-        def carry_out(exchange: Exchange) -> Steps:
+        def algorithm(context: CallContext) -> Schedule:
             flat = reduction.prepare(tensor, private=True)
-            yield from all_reduce.reduce(exchange, flat, reduction, root=opts.rootRank)
-            if written:
+            yield from all_reduce.reduce(context, flat, reduction, root=opts.rootRank)
+            if results:
                 reduction.finish(flat, tensor)
 
         return self._run(
-            carry_out,
+            algorithm,
             "reduce",
             [tensor],
             common=[tensor],
-            written=written,
+            results=results,
             opts=opts,
             reduction=reduction.name,
             root=opts.rootRank,
         )
 
     def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
-        opts = options_of(opts, c10d.ReduceScatterOptions)
-        (output,), (parts,) = listed(outputs), inputs
-        self._require_one_each(parts, "reduce_scatter")
+        opts = as_options(opts, c10d.ReduceScatterOptions)
+        (output,), (parts,) = as_list(outputs), inputs
+        self._require_one_per_rank(parts, "reduce_scatter")
         reduction = self._reduction(opts, output)
         sizes = {part.numel() for part in parts}
 
-        def carry_out(exchange: Exchange) -> Steps:
+        def algorithm(context: CallContext) -> Schedule:
             prepared = [reduction.prepare(part) for part in parts]
             flat = torch.cat(prepared)
             if len(sizes) == 1:
-                result = reduction.room_in(output)
-                yield from rows.reduce_scatter(exchange, result, flat, reduction)
+                result = reduction.output_buffer(output)
+                yield from row_collectives.reduce_scatter(context, result, flat, reduction)
                 reduction.finish(result, output)
                 return
-            # Parts of different sizes: everything is reduced, and each rank keeps its own.
-            yield from all_reduce.all_reduce(exchange, flat, reduction)
-            mine = flat.split([part.numel() for part in prepared])[self._layout.rank]
-            reduction.finish(mine.clone(), output)
+            # Parts of different sizes: all-reduce everything, and keep this rank's part.
+            yield from all_reduce.all_reduce(context, flat, reduction)
+            own = flat.split([part.numel() for part in prepared])[self._layout.rank]
+            reduction.finish(own.clone(), output)
 
         if output.numel() != parts[self._layout.rank].numel():
             raise ValueError(
@@ -126,7 +126,7 @@ class ReducingOperations(GroupAcrossVendors):
                 f"this rank's input {parts[self._layout.rank].numel()}; give both the same"
             )
         return self._run(
-            carry_out,
+            algorithm,
             "reduce_scatter",
             [output],
             common=[output] if len(sizes) == 1 else parts,
@@ -142,22 +142,24 @@ class ReducingOperations(GroupAcrossVendors):
     def reduce_scatter_single_coalesced(
         self, outputs: Tensors, inputs: Tensors, opts: Any = None
     ) -> dist.Work:
-        opts = options_of(opts, c10d.ReduceScatterOptions)
+        opts = as_options(opts, c10d.ReduceScatterOptions)
         outputs, inputs = list(outputs), list(inputs)
         reduction = self._reduction(opts, outputs[0])
         for output, source in zip(outputs, inputs, strict=True):
-            require_product("reduce_scatter", small=output, large=source, size=self._layout.size)
+            require_matching_numel(
+                "reduce_scatter", small=output, large=source, size=self._layout.size
+            )
 
-        def carry_out(exchange: Exchange) -> Steps:
+        def algorithm(context: CallContext) -> Schedule:
             for output, source in zip(outputs, inputs, strict=True):
-                result = reduction.room_in(output)
-                yield from rows.reduce_scatter(
-                    exchange, result, reduction.prepare(source), reduction
+                result = reduction.output_buffer(output)
+                yield from row_collectives.reduce_scatter(
+                    context, result, reduction.prepare(source), reduction
                 )
                 reduction.finish(result, output)
 
         return self._run(
-            carry_out,
+            algorithm,
             "reduce_scatter",
             list(outputs),
             common=outputs,

@@ -1,7 +1,7 @@
-"""Which reductions exist for which dtype, and how each is computed from sums the libraries know.
+"""Which reductions exist for which dtype, and how the vendors' libraries compute each.
 
-A vendor's library reduces inside the vendor, `combine` joins the vendors' partial results, always
-in vendor order, so that every rank holds the same bits.
+A vendor's library reduces within the vendor. `combine` then reduces the vendors' partial results,
+always in vendor order, so that every rank holds the same bits.
 """
 
 from __future__ import annotations
@@ -26,18 +26,25 @@ _COMBINE: dict[str, Combine] = {
     "BXOR": torch.bitwise_xor,
 }
 _BITWISE = ("BAND", "BOR", "BXOR")
-# Truth values lie in memory as bytes of 0 and 1.
-_OF_BOOL = {"SUM": "MAX", "BOR": "MAX", "MAX": "MAX", "PRODUCT": "MIN", "BAND": "MIN", "MIN": "MIN"}
+# A bool is stored as a byte of 0 or 1.
+_BOOL_KERNELS = {
+    "SUM": "MAX",
+    "BOR": "MAX",
+    "MAX": "MAX",
+    "PRODUCT": "MIN",
+    "BAND": "MIN",
+    "MIN": "MIN",
+}
 _WIDENED = (torch.bool, torch.int16)
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _COMPLEX = (torch.complex32, torch.complex64, torch.complex128)
 _PLAIN = frozenset({*_INTEGERS, *_FLOATS}.difference(_WIDENED))
-"""What the libraries know as it is."""
+"""The dtypes that the libraries reduce without conversion."""
 
 
 _KINDS: Mapping[str, Any] = dist.ReduceOp.RedOpType.__members__
-# By hash, which an operation and its kind have alike and no two kinds: to compare or to convert
+# By hash, which is equal for an op and its kind and distinct for kinds: comparing or converting
 # torch's own types takes microseconds.
 _NAMES = {hash(kind): name for name, kind in _KINDS.items()}
 _PREMUL_SUM = hash(_KINDS["PREMUL_SUM"])
@@ -52,14 +59,14 @@ class Reduction:
     """How tensors of one dtype are reduced over a group of a given size."""
 
     name: str
-    """What was asked for."""
+    """The reduction that the caller asked for."""
     kernel: str
     """What the libraries and `combine` compute: one of SUM, PRODUCT, MIN, MAX, BAND, BOR, BXOR."""
     size: int
     factor: float | torch.Tensor | None = None
-    """What each rank's values are multiplied by first."""
+    """Multiplies each rank's values before the reduction."""
     averages: bool = False
-    """Whether the sum is divided by the group's size at the end."""
+    """Whether the result is divided by the group's size."""
 
     @property
     def op(self) -> dist.ReduceOp:
@@ -69,9 +76,9 @@ class Reduction:
         _COMBINE[self.kernel](one, other, out=out)
 
     def prepare(self, tensor: torch.Tensor, *, private: bool = False) -> torch.Tensor:
-        """The values as flat memory to compute in: the tensor's own where that will do.
+        """The values as flat memory that can be reduced in place.
 
-        With `private` never the tensor's own.
+        It is the tensor's own memory if possible, but with `private` always a copy.
         """
         flat = tensor.detach()
         plain = flat.dtype in _PLAIN and flat.is_contiguous() and not flat.is_neg()
@@ -93,15 +100,15 @@ class Reduction:
             flat = flat.clone()
         return flat
 
-    def room_in(self, target: torch.Tensor) -> torch.Tensor:
-        """Flat memory for a result that `finish` brings into `target`: its own, if it can be."""
+    def output_buffer(self, target: torch.Tensor) -> torch.Tensor:
+        """Flat memory for a result that `finish` writes to `target`: its own memory if possible."""
         if target.is_contiguous() and not (target.is_complex() or target.dtype in _WIDENED):
             flat = target.detach()
             return flat if flat.dim() == 1 else flat.view(-1)
         return torch.empty_like(self.prepare(target, private=True))
 
     def finish(self, flat: torch.Tensor, target: torch.Tensor) -> None:
-        """Bring what was computed into the tensor that it is for."""
+        """Write a reduced result to its tensor."""
         if self.averages:
             if flat.is_floating_point():
                 flat.div_(self.size)
@@ -117,7 +124,7 @@ class Reduction:
 
 
 def reduction_for(op: Any, dtype: torch.dtype, *, size: int, on_cpu: bool = True) -> Reduction:
-    """How `op` is done for tensors of `dtype`. Raises UnsupportedError where it means nothing."""
+    """How to compute `op` for tensors of `dtype`. Raises UnsupportedError if it does not exist."""
     kind = hash(op)
     if kind == _PREMUL_SUM and (dtype in _FLOATS or dtype in _COMPLEX):
         return Reduction("PREMUL_SUM", "SUM", size, factor=_factor(op))
@@ -126,7 +133,7 @@ def reduction_for(op: Any, dtype: torch.dtype, *, size: int, on_cpu: bool = True
 
 @cache
 def _reduction_for(kind: int, dtype: torch.dtype, size: int, on_cpu: bool) -> Reduction:
-    reduction = _of_name(_NAMES[kind], dtype, size)
+    reduction = _reduction_named(_NAMES[kind], dtype, size)
     if not on_cpu and reduction.kernel in _BITWISE:
         raise UnsupportedError(
             f"there is no reduction {reduction.name} in NCCL and RCCL; move the tensor to the CPU"
@@ -134,14 +141,16 @@ def _reduction_for(kind: int, dtype: torch.dtype, size: int, on_cpu: bool) -> Re
     return reduction
 
 
-def _of_name(name: str, dtype: torch.dtype, size: int) -> Reduction:
+def _reduction_named(name: str, dtype: torch.dtype, size: int) -> Reduction:
     floating = dtype in _FLOATS or dtype in _COMPLEX
     if name == "AVG" and dtype in (torch.float16, torch.complex32):
-        # The sum of halves may be too large for one.
+        # Scale first: the sum may overflow half precision.
         return Reduction(name, "SUM", size, factor=1.0 / size)
     if name == "AVG" and (floating or dtype in _INTEGERS):
         return Reduction(name, "SUM", size, averages=True)
-    if dtype is torch.bool and (kernel := _OF_BOOL.get(name, "BXOR" if name == "BXOR" else "")):
+    if dtype is torch.bool and (
+        kernel := _BOOL_KERNELS.get(name, "BXOR" if name == "BXOR" else "")
+    ):
         return Reduction(name, kernel, size)
     if name in _COMBINE and (
         dtype in _INTEGERS
@@ -153,5 +162,5 @@ def _of_name(name: str, dtype: torch.dtype, size: int) -> Reduction:
 
 
 def _factor(op: Any) -> float | torch.Tensor:
-    # The only place where every release of torch shows it.
+    # Its pickled state is the only place where every release of torch exposes the factor.
     return op.__getstate__()[1]

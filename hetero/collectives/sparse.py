@@ -1,4 +1,4 @@
-"""All-reduce of sparse tensors: every rank's indices and values are gathered, then added up."""
+"""all_reduce of sparse tensors: all-gather indices and values, then add them locally."""
 
 from __future__ import annotations
 
@@ -6,26 +6,26 @@ from collections.abc import Generator
 
 import torch
 
-from hetero.collectives import rows
-from hetero.collectives.exchange import Exchange, Moves, Steps
-from hetero.collectives.flat_memory import cut, plain
+from hetero.collectives import row_collectives
+from hetero.collectives.p2p_batch import CallContext, P2PBatch, Schedule
 from hetero.collectives.reductions import Reduction, UnsupportedError
+from hetero.collectives.segments import materialize, split_segments
 
 
-def all_reduce_sparse(exchange: Exchange, tensor: torch.Tensor, reduction: Reduction) -> Steps:
-    """Reduce a sparse COO tensor in place. Only sums, whose order is that of the ranks."""
+def all_reduce_sparse(context: CallContext, tensor: torch.Tensor, reduction: Reduction) -> Schedule:
+    """Sum a sparse COO tensor over all ranks, in the order of ranks, in place."""
     if reduction.kernel != "SUM" or reduction.factor is not None:
         raise UnsupportedError(
             f"there is no reduction {reduction.name} of sparse tensors; take SUM"
         )
     own = tensor.coalesce()
     nnz = torch.tensor([own._nnz()], device=tensor.device)
-    counts = (yield from _gathered(exchange, nnz)).view(-1).tolist()
+    counts = (yield from _gathered(context, nnz)).view(-1).tolist()
     longest = max(counts)
     indices, values = own.indices(), own.values()
     missing = longest - own._nnz()
-    all_indices = yield from _gathered(exchange, _padded(indices.t().contiguous(), missing))
-    all_values = yield from _gathered(exchange, _padded(values, missing))
+    all_indices = yield from _gathered(context, _padded(indices.t().contiguous(), missing))
+    all_values = yield from _gathered(context, _padded(values, missing))
     total = None
     for rank, count in enumerate(counts):
         part = torch.sparse_coo_tensor(
@@ -41,10 +41,12 @@ def _padded(tensor: torch.Tensor, missing: int) -> torch.Tensor:
     return torch.cat([tensor, tensor.new_zeros(missing, *tensor.shape[1:])])
 
 
-def _gathered(exchange: Exchange, tensor: torch.Tensor) -> Generator[Moves, None, torch.Tensor]:
-    """Every rank's tensor, all of one shape, along a new first dimension."""
-    size = exchange.layout.size
+def _gathered(
+    context: CallContext, tensor: torch.Tensor
+) -> Generator[P2PBatch, None, torch.Tensor]:
+    """Every rank's tensor, all of one shape, stacked along a new first dimension."""
+    size = context.layout.size
     table = tensor.new_empty((size, *tensor.shape))
-    pieces = cut(table, [tensor.nbytes] * size)
-    yield from rows.all_gather(exchange, pieces, plain(tensor), table=table)
+    pieces = split_segments(table, [tensor.nbytes] * size)
+    yield from row_collectives.all_gather(context, pieces, materialize(tensor), table=table)
     return table

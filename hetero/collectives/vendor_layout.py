@@ -1,7 +1,7 @@
-"""Which ranks of a group belong to which vendor, and who exchanges which part with whom. Pure.
+"""Which ranks of a group belong to which vendor, and which peers exchange which shard. Pure.
 
-A group's vendors are ordered by their lowest rank, the ranks of a vendor by their number. Every
-rank comes to the same answers, so nothing of this is ever sent.
+Vendors are ordered by their lowest rank, the ranks of a vendor by their number. Every rank computes
+the same, so none of this is communicated.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ class Span:
     def __len__(self) -> int:
         return self.end - self.begin
 
-    def meet(self, other: Span) -> Span:
-        """What both have in common; empty where that is nothing."""
+    def intersect(self, other: Span) -> Span:
+        """The elements of both; an empty span if there are none."""
         begin = max(self.begin, other.begin)
         return Span(begin, max(begin, min(self.end, other.end)))
 
-    def moved(self, by: int) -> Span:
+    def shifted(self, by: int) -> Span:
         return Span(self.begin + by, self.end + by)
 
-    def within(self, outer: Span) -> slice:
-        """Where it lies in a piece of memory that holds `outer`."""
+    def relative_to(self, outer: Span) -> slice:
+        """The slice of memory holding `outer` that this span is."""
         return slice(self.begin - outer.begin, self.end - outer.begin)
 
 
@@ -68,62 +68,68 @@ class Layout:
 
     @cached_property
     def vendor(self) -> int:
-        """The place of this rank's vendor in `vendors`."""
+        """This rank's vendor, as an index into `vendors`."""
         return self.vendor_of(self.rank)
 
     @cached_property
-    def place(self) -> int:
-        """This rank's place among its vendor's."""
-        return self.mine.index(self.rank)
+    def vendor_rank(self) -> int:
+        """This rank's number within its vendor: its rank in the vendor's library."""
+        return self.vendor_ranks.index(self.rank)
 
     @cached_property
-    def mine(self) -> tuple[int, ...]:
+    def vendor_ranks(self) -> tuple[int, ...]:
+        """The group ranks of this rank's vendor."""
         return self.vendors[self.vendor]
 
     @cached_property
-    def others(self) -> tuple[int, ...]:
-        """The vendors that are not this rank's."""
+    def other_vendors(self) -> tuple[int, ...]:
+        """All vendors but this rank's, as indices into `vendors`."""
         return tuple(v for v in range(len(self.vendors)) if v != self.vendor)
 
     @cached_property
-    def foreign(self) -> tuple[int, ...]:
-        """The ranks of those, ascending."""
-        return tuple(sorted(rank for vendor in self.others for rank in self.vendors[vendor]))
+    def remote_ranks(self) -> tuple[int, ...]:
+        """The ranks of the other vendors, ascending."""
+        return tuple(sorted(rank for vendor in self.other_vendors for rank in self.vendors[vendor]))
 
     @cached_property
-    def grain(self) -> int:
-        """What a length must be a multiple of to fall into equal parts at every vendor."""
+    def alignment(self) -> int:
+        """A length that is a multiple of this splits into equal shards at every vendor.
+
+        It is 1 if no vendor has a second rank.
+        """
         return math.lcm(*(len(ranks) for ranks in self.vendors))
 
     @cached_property
-    def neighbours(self) -> tuple[int, ...]:
+    def inter_vendor_peers(self) -> tuple[int, ...]:
         """The ranks of other vendors with which this one exchanges shards, ascending."""
-        mine = equal_parts(self.grain, len(self.mine))[self.place]
-        met = [
-            self.vendors[vendor][place]
-            for vendor in self.others
-            for place, _ in overlaps(mine, equal_parts(self.grain, len(self.vendors[vendor])))
+        mine = equal_parts(self.alignment, len(self.vendor_ranks))[self.vendor_rank]
+        found = [
+            self.vendors[vendor][index]
+            for vendor in self.other_vendors
+            for index, _ in overlaps(mine, equal_parts(self.alignment, len(self.vendors[vendor])))
         ]
-        return tuple(sorted(met))
+        return tuple(sorted(found))
 
     @cached_property
-    def team(self) -> tuple[int, ...]:
-        """The ranks before and after this one in its vendor: what all of a vendor compare by."""
+    def intra_vendor_peers(self) -> tuple[int, ...]:
+        """The ranks before and after this one in its vendor.
+
+        If each rank compares with these, all ranks of the vendor have been compared.
+        """
         return (
-            self.mine[max(0, self.place - 1) : self.place]
-            + self.mine[self.place + 1 : self.place + 2]
+            self.vendor_ranks[max(0, self.vendor_rank - 1) : self.vendor_rank]
+            + self.vendor_ranks[self.vendor_rank + 1 : self.vendor_rank + 2]
         )
 
     @cached_property
-    def givers(self) -> dict[int, int]:
-        """By vendor that is not this rank's: the rank that brings it that vendor's whole."""
-        return {vendor: self.partner(self.rank, vendor) for vendor in self.others}
+    def direct_recv_peers(self) -> dict[int, int]:
+        """By other vendor: the rank that sends this one that vendor's whole partial result."""
+        return {vendor: self.partner(self.rank, vendor) for vendor in self.other_vendors}
 
     @cached_property
-    def takers(self) -> tuple[int, ...]:
-        """The ranks to which this one brings its vendor's whole."""
-        others = (rank for vendor in self.others for rank in self.vendors[vendor])
-        return tuple(rank for rank in others if self.partner(rank, self.vendor) == self.rank)
+    def direct_send_peers(self) -> tuple[int, ...]:
+        """The ranks to which this one sends its vendor's whole partial result."""
+        return tuple(r for r in self.remote_ranks if self.partner(r, self.vendor) == self.rank)
 
     @cached_property
     def size(self) -> int:
@@ -133,9 +139,9 @@ class Layout:
         return next(v for v, ranks in enumerate(self.vendors) if rank in ranks)
 
     def partner(self, rank: int, vendor: int) -> int:
-        """The rank of another vendor that brings that vendor's whole to `rank`.
+        """The rank of another vendor that sends `rank` that vendor's whole partial result.
 
-        Partners also exchange shards, so small tensors open no links of their own.
+        Partners also exchange shards, so small tensors need no further links.
         """
         ranks = self.vendors[self.vendor_of(rank)]
         theirs = self.vendors[vendor]
@@ -143,19 +149,19 @@ class Layout:
 
 
 def equal_parts(count: int, parts: int) -> list[Span]:
-    """Cut `count` elements into parts of one length, of which the last may come out short."""
+    """Split `count` elements into parts of one length, of which the last ones may be shorter."""
     length = -(-count // parts)
     cuts = [min(count, part * length) for part in range(parts + 1)]
     return [Span(begin, end) for begin, end in pairwise(cuts)]
 
 
 def overlaps(span: Span, parts: Sequence[Span]) -> list[tuple[int, Span]]:
-    """Which of `parts` have something of `span`, and what. In order, without empty ones."""
-    met = ((place, span.meet(part)) for place, part in enumerate(parts))
-    return [(place, common) for place, common in met if len(common)]
+    """The non-empty intersections of `span` with `parts`, each with the part's index, in order."""
+    found = ((index, span.intersect(part)) for index, part in enumerate(parts))
+    return [(index, common) for index, common in found if len(common)]
 
 
-def chunks(count: int, *, length: int, grain: int) -> list[Span]:
-    """Cut `count` elements into chunks of about `length`, all but the last multiples of `grain`."""
-    length = max(grain, length - length % grain)
+def chunks(count: int, *, length: int, alignment: int) -> list[Span]:
+    """Split `count` elements into chunks of about `length`; all but the last are aligned."""
+    length = max(alignment, length - length % alignment)
     return [Span(begin, min(count, begin + length)) for begin in range(0, count, length)]

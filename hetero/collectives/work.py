@@ -1,4 +1,4 @@
-"""Handles of calls under way, and the thread that carries a group's calls out in their order."""
+"""Work handles of a group's calls, and the worker thread that runs the calls in order."""
 
 from __future__ import annotations
 
@@ -14,30 +14,30 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Reducer
 
-from hetero.collectives.not_compiled import not_compiled
-from hetero.collectives.streams import current_stream
+from hetero.collectives.side_stream import current_stream
+from hetero.collectives.skip_dynamo import skip_dynamo
 from hetero.errors import LinkError
 
 _GRACE_SECONDS = 10.0
-"""What carries a call out meets its own deadline first, and says who is to blame."""
+"""A handle outlives its call's own timeout by this, because that one's error names the culprit."""
 
 
-@not_compiled
+@skip_dynamo
 class CollectiveWork(dist.Work):
-    """One call under way. `finish` ends it, with what went wrong if anything did.
+    """The handle of one call. Whoever runs the call ends it with `finish`.
 
-    On a GPU it has ended for the CPU when all of it has been enqueued.
+    On a GPU a call is finished, for the CPU, once all of it has been enqueued.
     """
 
-    # What every call begins with is set once, in the class.
-    _enqueued: torch.cuda.Event | None = None
-    _has_ended = False
-    has_expired = False
-    """Whether somebody waited for all of its time in vain."""
-    _awaited: threading.Event | None = None
-    """Made by who has to wait: most calls have ended before anybody asks."""
+    # Defaults are set in the class, because setting them for each call takes time.
+    _end_event: torch.cuda.Event | None = None
+    _is_finished = False
+    timed_out = False
+    """Whether a `wait()` has lasted for the whole timeout of the call in vain."""
+    _finished_event: threading.Event | None = None
+    """Created by the first that has to block: most calls are finished before anyone waits."""
     _error: BaseException | None = None
-    _end: torch.futures.Future[list[torch.Tensor]] | None = None
+    _finished_future: torch.futures.Future[list[torch.Tensor]] | None = None
     _future: torch.futures.Future[list[torch.Tensor]] | None = None
     _source = -1
 
@@ -50,7 +50,7 @@ class CollectiveWork(dist.Work):
         group: str,
         grace: float = _GRACE_SECONDS,
     ) -> None:
-        """`what` is written out in errors alone; `grace` is for who says more of a timeout."""
+        """`what` is formatted in errors only; `grace` is added to `timeout` in `wait()`."""
         super().__init__()
         self._what, self._tensors, self._timeout, self._group = what, tensors, timeout, group
         self._grace = grace
@@ -61,55 +61,55 @@ class CollectiveWork(dist.Work):
         error: BaseException | None = None,
         *,
         source: int = -1,
-        enqueued: torch.cuda.Event | None = None,
+        end_event: torch.cuda.Event | None = None,
     ) -> None:
-        """`enqueued`: the end of the call's work in a stream that is not the caller's."""
+        """`end_event` follows the call's work if that is not on the caller's stream."""
         with self._lock:
-            self._error, self._source, self._enqueued = error, source, enqueued
-            self._has_ended = True
-            end, awaited = self._end, self._awaited
-        if awaited is not None:
-            awaited.set()
-        if end is not None:
-            self._complete(end)
+            self._error, self._source, self._end_event = error, source, end_event
+            self._is_finished = True
+            future, event = self._finished_future, self._finished_event
+        if event is not None:
+            event.set()
+        if future is not None:
+            self._complete(future)
 
     def wait(self, timeout: timedelta = timedelta()) -> bool:
         """Block until the call is done; on a GPU, have the current stream wait for its work.
 
-        Raises what went wrong with it.
+        Raises the call's error.
         """
-        if not self._has_ended:
-            self._await_end(timeout.total_seconds())
+        if not self._is_finished:
+            self._await_finish(timeout.total_seconds())
         if self._error is not None:
             raise self._error
-        if self._enqueued is not None:
-            self._order_current_stream()
+        if self._end_event is not None:
+            self._wait_on_current_stream()
         return True
 
-    def _await_end(self, seconds: float) -> None:
+    def _await_finish(self, seconds: float) -> None:
         with self._lock:
-            if self._has_ended:
+            if self._is_finished:
                 return
-            if self._awaited is None:
-                self._awaited = threading.Event()
+            if self._finished_event is None:
+                self._finished_event = threading.Event()
         bounded = 0 < seconds < self._timeout
-        if not self._awaited.wait(seconds if bounded else self._timeout + self._grace):
+        if not self._finished_event.wait(seconds if bounded else self._timeout + self._grace):
             limit = seconds if bounded else self._timeout
-            self.has_expired |= not bounded
+            self.timed_out |= not bounded
             raise LinkError(
                 f"{self._what} in group {self._group} was not done within {limit:g} s; "
                 "see the other ranks' logs"
             )
 
-    def _order_current_stream(self) -> None:
-        if self._enqueued is not None:
-            self._enqueued.wait(current_stream(self._enqueued.device.index))
+    def _wait_on_current_stream(self) -> None:
+        if self._end_event is not None:
+            self._end_event.wait(current_stream(self._end_event.device.index))
 
     def synchronize(self) -> None:
         self.wait()
 
     def is_completed(self) -> bool:
-        return self._has_ended and (self._enqueued is None or self._enqueued.query())
+        return self._is_finished and (self._end_event is None or self._end_event.query())
 
     def is_success(self) -> bool:
         return self.is_completed() and self._error is None
@@ -121,121 +121,121 @@ class CollectiveWork(dist.Work):
         return self._tensors
 
     def source_rank(self) -> int:
-        """The rank a message came from, once it has."""
+        """The sender of a received message."""
         return self._source
 
     _source_rank = source_rank
 
     def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
-        """Holds the tensors when the call is done, or what went wrong with it.
+        """A future of the call's tensors, or of its error.
 
-        The error is one that a callback raised: `set_exception` stores it as a value, which C++,
-        and so DDP, would take for tensors.
+        The error is raised by a callback: `set_exception` would store it as a value, which C++, and
+        so DDP, would take for tensors.
         """
         with self._lock:
             if self._future is not None:
                 return self._future
             devices = {tensor.device for tensor in self._tensors if tensor.is_cuda}
-            self._end = torch.futures.Future(devices=list(devices))
-            self._future = self._end.then(self._value)
-            if self._has_ended:
-                self._complete(self._end)
+            self._finished_future = torch.futures.Future(devices=list(devices))
+            self._future = self._finished_future.then(self._result_or_raise)
+            if self._is_finished:
+                self._complete(self._finished_future)
             return self._future
 
-    def _complete(self, end: torch.futures.Future[list[torch.Tensor]]) -> None:
-        """Have the future follow the call's work: it records what the current stream has."""
+    def _complete(self, future: torch.futures.Future[list[torch.Tensor]]) -> None:
+        """A future records an event on the current stream, so that must wait for the call first."""
         if self._error is None:
-            self._order_current_stream()
-        end.set_result(self._tensors)
+            self._wait_on_current_stream()
+        future.set_result(self._tensors)
 
-    def _value(self, _: torch.futures.Future[list[torch.Tensor]]) -> list[torch.Tensor]:
+    def _result_or_raise(self, _: torch.futures.Future[list[torch.Tensor]]) -> list[torch.Tensor]:
         if self._error is not None:
             raise self._error
         return self._tensors
 
 
-Job = Callable[[], None]
+Task = Callable[[], None]
 
 
 class Worker:
-    """Carries calls out one after another, in a thread of its own or in the caller's.
+    """Runs tasks one after another, in a thread of its own or, with `try_acquire`, the caller's.
 
     Args:
-        idle: called in the thread now and then while there is nothing to do.
+        poll: called in the thread every `seconds` while there is nothing to do.
     """
 
-    def __init__(self, name: str, *, idle: Callable[[], None], seconds: float) -> None:
-        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
-        self._idle, self._seconds = idle, seconds
-        self._turn = threading.Lock()
+    def __init__(self, name: str, *, poll: Callable[[], None], seconds: float) -> None:
+        self._queue: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
+        self._poll, self._seconds = poll, seconds
+        self._running = threading.Lock()
         self._pending = 0
-        self._count = threading.Lock()
+        self._pending_lock = threading.Lock()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
         self._thread_id = self._thread.ident
 
-    def submit(self, job: Job) -> None:
-        """Have the thread carry it out after all that was given before."""
-        with self._count:
+    def submit(self, task: Task) -> None:
+        """Have the thread run it after all tasks submitted before."""
+        with self._pending_lock:
             self._pending += 1
-        self._jobs.put(job)
+        self._queue.put(task)
 
-    def catch_up(self) -> None:
-        """In the thread itself, which runs callbacks of calls: carry out what was given so far.
+    def run_pending(self) -> None:
+        """In the worker thread: run the tasks submitted so far. Elsewhere a no-op.
 
-        A callback may wait for the next call, as that of DDP's PowerSGD does.
+        The thread runs callbacks, and one may wait for the next call, as DDP's PowerSGD hook does.
         """
         if threading.get_ident() != self._thread_id:
             return
-        while not self._jobs.empty():
-            job = self._jobs.get()
-            if job is None:
-                self._jobs.put(None)
+        while not self._queue.empty():
+            task = self._queue.get()
+            if task is None:
+                self._queue.put(None)
                 return
-            self._carry_out(job)
+            self._execute(task)
 
-    def begin_turn(self) -> bool:
-        """Let the calling thread carry a call out itself, if nothing is before it; whether it may.
+    def try_acquire(self) -> bool:
+        """Let the calling thread run a task itself, if none is pending; whether it may.
 
-        What it cannot finish it gives to `submit` before `end_turn`: so that stays first in line.
+        Submit what is left of the task before `release`, so that it stays first in the queue.
         """
-        with self._count:
+        with self._pending_lock:
             if self._pending:
                 return False
-            self._turn.acquire()
+            self._running.acquire()
         return True
 
-    def end_turn(self) -> None:
-        self._turn.release()
+    def release(self) -> None:
+        self._running.release()
 
     def close(self, *, seconds: float) -> None:
-        self._jobs.put(None)
+        self._queue.put(None)
         self._thread.join(seconds)
 
     def _run(self) -> None:
         while True:
             try:
-                job = self._jobs.get(timeout=self._seconds)
+                task = self._queue.get(timeout=self._seconds)
             except queue.Empty:
-                self._look_around()
+                self._poll_if_idle()
                 continue
-            if job is None:
+            if task is None:
                 return
-            with self._turn:
-                self._carry_out(job)
+            with self._running:
+                self._execute(task)
 
-    def _carry_out(self, job: Job) -> None:
-        job()
-        with self._count:
+    def _execute(self, task: Task) -> None:
+        task()
+        with self._pending_lock:
             self._pending -= 1
 
-    def _look_around(self) -> None:
-        """Only where no call is being carried out by its caller."""
-        if self._turn.acquire(blocking=False):
+    def _poll_if_idle(self) -> None:
+        """Skip the poll while a caller runs a task itself."""
+        if self._running.acquire(blocking=False):
             try:
-                self._idle()
+                self._poll()
             finally:
-                self._turn.release()
+                self._running.release()
 
 
 def flat_list(values: Any) -> list[torch.Tensor]:
@@ -245,9 +245,9 @@ def flat_list(values: Any) -> list[torch.Tensor]:
     return [tensor for value in values for tensor in flat_list(value)]
 
 
-@not_compiled
-class CombinedWork(CollectiveWork):
-    """Several calls as one."""
+@skip_dynamo
+class CoalescedWork(CollectiveWork):
+    """Several calls as one handle."""
 
     def __init__(self, works: list[CollectiveWork]) -> None:
         tensors = flat_list([work.result() for work in works])
@@ -273,10 +273,11 @@ class CombinedWork(CollectiveWork):
         return futures.then(lambda _: self.result())
 
 
-def keep_handles_of_joins() -> None:
-    """Have DDP's reducer keep all of the handle that `DDP.join` gives it. May be called again.
+def keep_join_work_alive() -> None:
+    """Have DDP's reducer keep a reference to the handle that `DDP.join` gives it. Idempotent.
 
-    C++ keeps what is C++ of it, and without the rest waits for ever, or says that it has no future.
+    C++ keeps the C++ part only. Once the Python part is collected, the reducer waits for ever, or
+    reports a handle without a future.
     """
     original = Reducer._set_forward_pass_work_handle
     if hasattr(original, "__wrapped__"):

@@ -35,13 +35,13 @@ class Peer:
 def test_of_a_large_tensor_the_other_vendors_part_is_held_chunk_by_chunk() -> None:
     members = tuple(Member(r, r, "host", vendor) for r, vendor in enumerate(("nvidia", "amd")))
     peer, chunks = Peer(), 12
-    exchange: Any = SimpleNamespace(
+    context: Any = SimpleNamespace(
         layout=Layout(members, 0), library=None, links=peer, tag=0, may_block=True
     )
     flat = torch.ones(chunks * CHUNK_BYTES // 4)
     most = 0
-    steps = all_reduce(exchange, flat, reduction_for(dist.ReduceOp.SUM, flat.dtype, size=2))
-    for _ in steps:
+    schedule = all_reduce(context, flat, reduction_for(dist.ReduceOp.SUM, flat.dtype, size=2))
+    for _ in schedule:
         most = max(most, sum(storage() is not None for storage in peer.received))
     assert len(peer.received) == chunks
     assert most <= 4

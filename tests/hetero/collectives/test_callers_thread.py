@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hetero.collectives.streams import CallStream
+from hetero.collectives.side_stream import SideStream
 from tests.forked_ranks import values
 from tests.hetero.collectives.ranks import THREE_AND_ONE, Side, run_ranks
 
@@ -24,19 +24,19 @@ def test_they_stay_in_order_whoever_is_late(vendors: tuple[str, ...]) -> None:
 
 def as_on_a_gpu() -> list[bool]:
     """Have calls begun by their callers here too; what their first try has come to."""
-    CallStream.exists = property(lambda self: True)  # type: ignore[assignment,method-assign]
+    SideStream.exists = property(lambda self: True)  # type: ignore[assignment,method-assign]
     from hetero.collectives.group_communicator import Communicator
 
     tries: list[bool] = []
-    carry_out = Communicator._carry_out
+    progress = Communicator._progress
 
-    def watched(self, call, work, course, *, elsewhere=False, blocks=True):
-        is_over = carry_out(self, call, work, course, elsewhere=elsewhere, blocks=blocks)
-        if not blocks:
-            tries.append(is_over)
-        return is_over
+    def watched(self, running, *, on_side_stream=False, blocking=True):
+        is_done = progress(self, running, on_side_stream=on_side_stream, blocking=blocking)
+        if not blocking:
+            tries.append(is_done)
+        return is_done
 
-    Communicator._carry_out = watched  # type: ignore[method-assign]
+    Communicator._progress = watched  # type: ignore[method-assign]
     return tries
 
 

@@ -21,7 +21,7 @@ import torch, torch.distributed as dist
 import hetero
 from hetero.collectives import group_communicator
 
-group_communicator.LOOK_SECONDS = 0.0001
+group_communicator.POLL_SECONDS = 0.0001
 hetero.register()
 store = dist.FileStore(sys.argv[1], 2)
 dist.init_process_group("hetero", store=store, rank=int(sys.argv[2]), world_size=2)
@@ -66,7 +66,7 @@ def make_the_default_group_twice(side: Side) -> tuple[list[float], list[float], 
         dist.destroy_process_group()
         sums.append(number.item())
     # One that is left may be in PyTorch's C++ when the process ends, and abort it.
-    left = [thread.name for thread in threading.enumerate() if thread.name.startswith("mail")]
+    left = [thread.name for thread in threading.enumerate() if thread.name.startswith("p2p")]
     return sums, deadlines, left
 
 

@@ -47,12 +47,14 @@ def test_what_one_side_sends_is_what_the_other_expects(count, here, there):
 
 
 @given(st.integers(0, 10_000), st.integers(1, 300), st.integers(1, 12))
-def test_chunks_cover_everything_and_all_but_the_last_fall_into_equal_parts(count, length, grain):
-    spans = chunks(count, length=length, grain=grain)
+def test_chunks_cover_everything_and_all_but_the_last_fall_into_equal_parts(
+    count, length, alignment
+):
+    spans = chunks(count, length=length, alignment=alignment)
     assert sum(len(span) for span in spans) == count
     assert all(one.end == other.begin for one, other in pairwise(spans))
-    assert all(len(span) % grain == 0 for span in spans[:-1])
-    assert all(len(span) <= max(length, grain) for span in spans)
+    assert all(len(span) % alignment == 0 for span in spans[:-1])
+    assert all(len(span) <= max(length, alignment) for span in spans)
 
 
 @given(VENDORS)
@@ -65,30 +67,32 @@ def test_every_rank_sees_the_same_vendors_in_the_same_order(vendors):
 
 
 @given(VENDORS)
-def test_neighbours_know_each_other_and_partners_are_neighbours(vendors):
+def test_inter_vendor_peers_are_mutual_and_include_partners(vendors):
     every = layouts(vendors)
     for layout in every:
-        assert all(layout.rank in every[rank].neighbours for rank in layout.neighbours)
-        partners = {layout.partner(layout.rank, vendor) for vendor in layout.others}
-        assert partners <= set(layout.neighbours)
+        assert all(
+            layout.rank in every[rank].inter_vendor_peers for rank in layout.inter_vendor_peers
+        )
+        partners = {layout.partner(layout.rank, vendor) for vendor in layout.other_vendors}
+        assert partners <= set(layout.inter_vendor_peers)
 
 
 @given(VENDORS)
 def test_shards_are_balanced_and_every_rank_takes_part(vendors):
     for layout in layouts(vendors):
-        spans = equal_parts(12 * layout.grain, len(layout.mine))
+        spans = equal_parts(12 * layout.alignment, len(layout.vendor_ranks))
         assert len({len(span) for span in spans}) == 1
-        reached = {layout.vendor_of(rank) for rank in layout.neighbours}
-        assert reached == set(layout.others)
+        reached = {layout.vendor_of(rank) for rank in layout.inter_vendor_peers}
+        assert reached == set(layout.other_vendors)
 
 
 def test_three_ranks_face_one():
     first, *_, last = layouts(["nvidia", "nvidia", "nvidia", "amd"])
-    assert first.neighbours == (3,)
-    assert last.neighbours == (0, 1, 2)
+    assert first.inter_vendor_peers == (3,)
+    assert last.inter_vendor_peers == (0, 1, 2)
     assert [last.partner(3, 0), first.partner(0, 1)] == [0, 3]
 
 
 def test_a_span_is_placed_in_the_memory_of_another():
-    assert Span(3, 5).within(Span(2, 9)) == slice(1, 3)
-    assert len(Span(0, 4).meet(Span(6, 9))) == 0
+    assert Span(3, 5).relative_to(Span(2, 9)) == slice(1, 3)
+    assert len(Span(0, 4).intersect(Span(6, 9))) == 0

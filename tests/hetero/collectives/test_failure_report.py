@@ -1,12 +1,20 @@
-"""What is said of a failure, from whatever the ranks have said of themselves."""
+"""The error of a failed call, from whatever statuses the ranks have reported."""
 
 from dataclasses import replace
 
 import pytest
 import torch.distributed as dist
 
-from hetero.collectives.blame import IDLE, IN_A_CALL, LEFT, Blackboard, Heard, Statement, explain
 from hetero.collectives.calls import Call
+from hetero.collectives.failure_report import (
+    IDLE,
+    IN_A_CALL,
+    LEFT,
+    RankStatus,
+    StatusBoard,
+    StatusReport,
+    explain,
+)
 from hetero.collectives.vendor_layout import Layout, Member
 
 CALL = Call(7, "all_reduce", dtype="float32", shape=(4, 2), reduction="SUM")
@@ -20,16 +28,16 @@ LAYOUT = Layout(
 )
 
 
-def said(*statements: Statement) -> str:
-    return explain("dp", LAYOUT, Heard(statements), own=statements[0], timeout=30.0)
+def explained(*statuses: RankStatus) -> str:
+    return explain("dp", LAYOUT, StatusReport(statuses), own=statuses[0], timeout=30.0)
 
 
-def stating(rank: int, call: Call | None = CALL, state: str = IN_A_CALL, **more) -> Statement:
-    return Statement(rank=rank, state=state, call=call, **more)
+def status(rank: int, call: Call | None = CALL, state: str = IN_A_CALL, **more) -> RankStatus:
+    return RankStatus(rank=rank, state=state, call=call, **more)
 
 
 def test_a_rank_that_says_nothing_is_named_with_its_host():
-    text = said(stating(0), stating(1))
+    text = explained(status(0), status(1))
     assert "rank 6 on host2 said nothing" in text
     assert (
         "all_reduce (SUM, float32 [4, 2]) as number 7 of group dp, whose timeout is 30 s, failed"
@@ -38,7 +46,7 @@ def test_a_rank_that_says_nothing_is_named_with_its_host():
 
 
 def test_ranks_that_called_different_things_are_listed():
-    text = said(stating(0), stating(1), stating(2, OTHER))
+    text = explained(status(0), status(1), status(2, OTHER))
     assert "ranks 4-5 called all_reduce (SUM, float32 [4, 2]) as number 7" in text
     assert "rank 6 called broadcast (float32 [4, 2], root 0) as number 7" in text
 
@@ -48,29 +56,31 @@ def test_ranks_that_called_different_things_are_listed():
 )
 def test_a_rank_that_did_not_come_is_named_with_its_last_call(state, words):
     last = Call(6, "barrier")
-    assert f"rank 5 on host1 {words} barrier as number 6" in said(
-        stating(0), stating(1, last, state), stating(2)
+    assert f"rank 5 on host1 {words} barrier as number 6" in explained(
+        status(0), status(1, last, state), status(2)
     )
 
 
 def test_where_all_called_the_same_the_reason_itself_is_told():
-    text = said(stating(0, error="the wire is cut"), stating(1), stating(2))
+    text = explained(status(0, error="the wire is cut"), status(1), status(2))
     assert text.count("the wire is cut") == 1
 
 
-def test_statements_are_read_as_they_were_made():
-    board = Blackboard(dist.HashStore(), LAYOUT)
-    own, other = stating(0, error="so"), stating(2, None, IDLE)
-    board.state(other)
-    assert not board.alarmed()
-    board.state(own, alarm=True)
-    assert board.alarmed()
-    assert board.collect(own, seconds=0.2) == Heard([own, other])
+def test_statuses_are_read_as_they_were_published():
+    board = StatusBoard(dist.HashStore(), LAYOUT)
+    own, other = status(0, error="so"), status(2, None, IDLE)
+    board.publish(other)
+    assert not board.has_failure()
+    board.publish(own, failed=True)
+    assert board.has_failure()
+    assert board.collect(own, seconds=0.2) == StatusReport([own, other])
 
 
 def test_nobody_is_blamed_where_the_store_cannot_be_asked():
-    own = stating(0, error="the link to rank 5 timed out")
-    text = explain("dp", LAYOUT, Heard([own], "the store's host hangs"), own=own, timeout=30.0)
+    own = status(0, error="the link to rank 5 timed out")
+    text = explain(
+        "dp", LAYOUT, StatusReport([own], "the store's host hangs"), own=own, timeout=30.0
+    )
     assert text.endswith(
         "failed on rank 4 on host0: the store's host hangs (the link to rank 5 timed out)"
     )
@@ -86,15 +96,15 @@ def test_calls_that_differ_in_anything_have_other_tags():
 
 
 def test_of_several_errors_the_first_one_is_told():
-    text = said(
-        stating(0, error="another rank failed", order=2),
-        stating(1, error="the cause", order=1),
-        stating(2),
+    text = explained(
+        status(0, error="another rank failed", failure_order=2),
+        status(1, error="the cause", failure_order=1),
+        status(2),
     )
     assert "rank 5 on host1: the cause" in text
 
 
 def test_where_a_rank_has_ended_one_that_is_a_call_behind_is_not_to_blame():
-    text = said(stating(0), stating(1, replace(CALL, sequence=6)))
+    text = explained(status(0), status(1, replace(CALL, sequence=6)))
     assert "rank 6 on host2 said nothing" in text
     assert "different things" not in text

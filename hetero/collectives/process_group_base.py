@@ -1,9 +1,9 @@
 # The stubs of torch describe one release; this file serves several, whose names and forms differ.
 # mypy: disable-error-code="override,assignment,call-arg"
-"""What a group across vendors is to PyTorch, whatever is called: its devices, names, parts and end.
+"""What PyTorch asks of any process group: devices, names, timeouts, splitting, shutdown.
 
-It is a `ProcessGroup` and not a `Backend`, because PyTorch lets Python derive only the former. The
-names of some methods differ between releases; both are there.
+It is a `ProcessGroup` and not a `Backend`, because PyTorch lets Python derive only the former.
+Some methods have different names in different releases of PyTorch; both are here.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from torch._C import _distributed_c10d as c10d
 from hetero.collectives.calls import profiled
 from hetero.collectives.group_communicator import Algorithm, Communicator
 from hetero.collectives.group_links import Link
-from hetero.collectives.not_compiled import not_compiled
 from hetero.collectives.reductions import Reduction, reduction_for
+from hetero.collectives.skip_dynamo import skip_dynamo
 from hetero.collectives.vendor_layout import Layout
-from hetero.collectives.work import CollectiveWork, CombinedWork
+from hetero.collectives.work import CoalescedWork, CollectiveWork
 from hetero.waiting import spans
 from hetero.words import counted
 
@@ -31,15 +31,15 @@ BACKEND = "hetero"
 
 
 class GroupOptions(c10d.Backend.Options):
-    """Options that can be copied, as PyTorch does to split a group."""
+    """Options that can be deep-copied, which PyTorch does to split a group."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> GroupOptions:
         return GroupOptions(self.backend, self._timeout)
 
 
-@not_compiled
-class GroupAcrossVendors(dist.ProcessGroup):
-    """A group whose ranks belong to several vendors. Derived classes have its operations."""
+@skip_dynamo
+class HeteroProcessGroupBase(dist.ProcessGroup):
+    """A group whose ranks belong to several vendors. Derived classes add the operations."""
 
     def __init__(
         self,
@@ -50,12 +50,12 @@ class GroupAcrossVendors(dist.ProcessGroup):
         new_communicator: Callable[[torch.device], Communicator],
         timeout: timedelta,
     ) -> None:
-        """`new_communicator`: builds the group's for tensors of one device; collective."""
+        """`new_communicator` builds the group's communicator for a device; collective."""
         super().__init__(layout.rank, layout.size)
         self._layout, self._store = layout, store
         self._new_communicator, self._timeout = new_communicator, timeout
-        self._on_cpu = new_communicator(torch.device("cpu"))
-        self._on_gpu: Communicator | None = None
+        self._cpu_communicator = new_communicator(torch.device("cpu"))
+        self._gpu_communicator: Communicator | None = None
         self._coalescing: list[CollectiveWork] | None = None
         self._split_counts: Counter[str] = Counter()
         self._name = name
@@ -66,53 +66,57 @@ class GroupAcrossVendors(dist.ProcessGroup):
 
     @property
     def _communicators(self) -> list[Communicator]:
-        return [self._on_cpu] if self._on_gpu is None else [self._on_cpu, self._on_gpu]
+        return (
+            [self._cpu_communicator]
+            if self._gpu_communicator is None
+            else [self._cpu_communicator, self._gpu_communicator]
+        )
 
-    def _communicator_on(self, device: torch.device) -> Communicator:
-        """The one of a device. That of a GPU is built with the first call that needs it.
+    def _communicator_for(self, device: torch.device) -> Communicator:
+        """The communicator for a device. That for a GPU is built by the first call that needs it.
 
-        Only then is it known which GPU this rank uses, unless the group was bound to one.
+        Unless the group is bound to a device, only then is it known which GPU this rank uses.
         """
         if device.type == "cpu":
-            return self._on_cpu
-        if self._on_gpu is None and device.type == "cuda":
-            self._on_gpu = self._new_communicator(device)
-        if self._on_gpu is None or self._on_gpu.device != device:
-            here = "cpu" if self._on_gpu is None else self._on_gpu.device
+            return self._cpu_communicator
+        if self._gpu_communicator is None and device.type == "cuda":
+            self._gpu_communicator = self._new_communicator(device)
+        if self._gpu_communicator is None or self._gpu_communicator.device != device:
+            known = "cpu" if self._gpu_communicator is None else self._gpu_communicator.device
             raise RuntimeError(
-                f"this group across vendors carries tensors on {here} here and was given one on "
+                f"this group across vendors carries tensors on {known} here and was given one on "
                 f"{device}; move it, or make another group"
             )
-        return self._on_gpu
+        return self._gpu_communicator
 
     def _run(
         self,
-        carry_out: Algorithm,
+        algorithm: Algorithm,
         operation: str,
         tensors: list[torch.Tensor],
         *,
         opts: Any,
         common: Sequence[torch.Tensor] = (),
-        written: Sequence[torch.Tensor] | None = None,
+        results: Sequence[torch.Tensor] | None = None,
         reduction: str = "",
         root: int | None = None,
     ) -> dist.Work:
-        """`written`: the tensors that this rank's result goes into; all, unless they are given."""
-        given = tensors if common is tensors else [*common, *tensors]
-        communicator = self._communicator_on(given[0].device)
-        here = communicator.device
-        for tensor in given:
-            if tensor.device != here:
+        """`results`: those of `tensors` that the call writes on this rank; all if it is None."""
+        used = tensors if common is tensors else [*common, *tensors]
+        communicator = self._communicator_for(used[0].device)
+        device = communicator.device
+        for tensor in used:
+            if tensor.device != device:
                 raise RuntimeError(
-                    f"{operation}: tensors on {here} and on {tensor.device}; "
+                    f"{operation}: tensors on {device} and on {tensor.device}; "
                     "move them to one device"
                 )
-        require_places(operation, tensors if written is None else written)
+        require_no_internal_overlap(operation, tensors if results is None else results)
         if root is not None and not 0 <= root < self._layout.size:
             raise ValueError(f"{operation}: root {root} is no rank of a group of {self.size()}")
         with profiled(operation):
             work = communicator.run(
-                carry_out,
+                algorithm,
                 operation=operation,
                 tensors=tensors,
                 common=common,
@@ -125,7 +129,7 @@ class GroupAcrossVendors(dist.ProcessGroup):
     def _reduction(self, opts: Any, like: torch.Tensor) -> Reduction:
         return reduction_for(opts.reduceOp, like.dtype, size=self._layout.size, on_cpu=like.is_cpu)
 
-    def _require_one_each(self, parts: Sequence[Any], operation: str) -> None:
+    def _require_one_per_rank(self, parts: Sequence[Any], operation: str) -> None:
         if len(parts) != self._layout.size:
             raise ValueError(
                 f"{operation}: {counted(len(parts), 'tensor')} for "
@@ -142,17 +146,17 @@ class GroupAcrossVendors(dist.ProcessGroup):
 
     def _end_coalescing(self, device: torch.device | None = None) -> dist.Work:
         works, self._coalescing = self._coalescing or [], None
-        return CombinedWork(works)
+        return CoalescedWork(works)
 
     def links(self) -> list[Link]:
-        """Those to ranks of other vendors that its collectives have opened so far."""
+        """The links to ranks of other vendors that its collectives have opened so far."""
         return [link for communicator in self._communicators for link in communicator.links()]
 
     def check(self) -> None:
-        """Raise what has broken this group, if anything did.
+        """Raise the error of this group, if it has failed.
 
-        A GPU's call may fail after it has returned. Trust what it brought once the GPU is through
-        with it and this has raised nothing.
+        A GPU's call may fail after it has returned. Use its result only after synchronising with
+        the GPU and then calling this.
         """
         for communicator in self._communicators:
             communicator.check()
@@ -166,10 +170,10 @@ class GroupAcrossVendors(dist.ProcessGroup):
             communicator.shutdown()
 
     def getBackendName(self) -> str:
-        # Its own name always: at another backend's, C++ looks for that backend in the group.
+        # Never the replaced backend's name: C++ would look for that backend in the group.
         return BACKEND
 
-    # torch keeps these in the backends of a group, of which this one has none.
+    # PyTorch keeps these in a group's backends, of which this one has none.
 
     def setGroupName(self, name: str) -> None:
         self._name = name
@@ -190,7 +194,7 @@ class GroupAcrossVendors(dist.ProcessGroup):
     def _device_types(self) -> list[torch.device]:
         return [torch.device(kind) for kind in ("cpu", "cuda")[: 1 + torch.cuda.is_available()]]
 
-    def _get_backend(self, device: torch.device) -> GroupAcrossVendors:
+    def _get_backend(self, device: torch.device) -> HeteroProcessGroupBase:
         """A group across vendors is its own backend."""
         if device.type not in ("cpu", "cuda"):
             raise RuntimeError(f"a group across vendors carries no tensors on {device.type}")
@@ -209,37 +213,37 @@ class GroupAcrossVendors(dist.ProcessGroup):
         group_desc: str | None = None,
         device_types: Any = None,
     ) -> dist.ProcessGroup | None:
-        """A group of some ranks of this one; None where this rank is none of them.
+        """A group of some ranks of this one; None if this rank is not among them.
 
-        Every rank of this group calls it, each for the group that it will be in.
+        Every rank of this group calls it, each with the ranks of the group that it will be in.
         """
-        from hetero.collectives.creation import create_part
+        from hetero.collectives.create_process_group import create_subgroup
 
-        _require_ranks(ranks, size=self.size())
+        _require_subset(ranks, size=self.size())
         if self.rank() not in ranks:
             return None
         global_ranks = [dist.get_global_rank(self, rank) for rank in ranks]
-        # PyTorch's name follows from how many groups a rank is in, and ranks may differ in that.
-        # They may in how often they have split this group too: PyTorch refuses a split to some.
+        # Name it after its ranks. PyTorch's own name contains how many groups a rank is in, and
+        # ranks may differ in that, as in how often they have split this group.
         names = spans(global_ranks)
         self._split_counts[names] += 1
         name = f"{names}, split {self._split_counts[names]} of {self._name}"
-        part: Any = create_part(
+        subgroup: Any = create_subgroup(
             dist.PrefixStore(f"split {self._split_counts[names]}/{names}/", self._store),
             rank=list(ranks).index(self.rank()),
             global_ranks=global_ranks,
             name=name,
             timeout=timeout or self.options._timeout,
         )
-        part._set_group_name(group_name or name)
-        part._set_group_desc(group_desc or "")
-        return part
+        subgroup._set_group_name(group_name or name)
+        subgroup._set_group_desc(group_desc or "")
+        return subgroup
 
     def perform_nocolor_split(self, device: torch.device) -> None:
-        """What NCCL needs of ranks that will not be in a group; here nothing."""
+        """No-op. NCCL has ranks call it that will not be in a split."""
 
     def eager_connect_single_device(self, device: torch.device) -> None:
-        """What NCCL opens early for a group that is bound to a device; links open when needed."""
+        """No-op. NCCL connects early if a group is bound to a device; links open when needed."""
 
     @property
     def supports_coalescing(self) -> bool:
@@ -265,14 +269,14 @@ class GroupAcrossVendors(dist.ProcessGroup):
     _set_default_timeout = set_timeout
 
     def _set_sequence_number_for_group(self) -> None:
-        """Every group counts its calls from the beginning."""
+        """No-op: each communicator counts its calls from 0."""
 
     def _get_sequence_number_for_group(self) -> int:
         return sum(communicator.sequence for communicator in self._communicators)
 
 
-def _require_ranks(ranks: Sequence[int], *, size: int) -> None:
-    """Refuse a part that its ranks would wait in vain to build."""
+def _require_subset(ranks: Sequence[int], *, size: int) -> None:
+    """Refuse ranks that could never all join the subgroup."""
     if not ranks or len(set(ranks)) < len(ranks) or not set(ranks) <= set(range(size)):
         raise ValueError(
             f"split_group: the ranks {list(ranks)} are no part of a group of "
@@ -280,12 +284,12 @@ def _require_ranks(ranks: Sequence[int], *, size: int) -> None:
         )
 
 
-def listed(tensors: Any) -> list[torch.Tensor]:
+def as_list(tensors: Any) -> list[torch.Tensor]:
     return [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
 
 
-def options_of(given: Any, kind: Callable[[], Any]) -> Any:
-    """Options of an operation, for callers that give none, or only what is reduced or the root."""
+def as_options(given: Any, kind: Callable[[], Any]) -> Any:
+    """Options of an operation from what a caller passes: those, none, a reduce op, or a root."""
     if type(given) is kind:
         return given
     if given is None:
@@ -304,8 +308,8 @@ def options_of(given: Any, kind: Callable[[], Any]) -> Any:
     return given
 
 
-def require_places(operation: str, tensors: Sequence[torch.Tensor]) -> None:
-    """Refuse results for tensors whose elements share memory, before anything is sent."""
+def require_no_internal_overlap(operation: str, tensors: Sequence[torch.Tensor]) -> None:
+    """Refuse to write to tensors whose elements share memory, before anything is sent."""
     for tensor in tensors:
         if tensor.is_sparse or tensor.is_contiguous():
             continue
@@ -316,7 +320,9 @@ def require_places(operation: str, tensors: Sequence[torch.Tensor]) -> None:
             )
 
 
-def require_product(operation: str, *, small: torch.Tensor, large: torch.Tensor, size: int) -> None:
+def require_matching_numel(
+    operation: str, *, small: torch.Tensor, large: torch.Tensor, size: int
+) -> None:
     if small.numel() * size != large.numel() or small.dtype != large.dtype:
         raise ValueError(
             f"{operation}: {counted(large.numel(), 'element')} of {large.dtype} do not hold "

@@ -1,4 +1,4 @@
-"""The library inside one vendor: NCCL, which is RCCL on a ROCm build, or gloo on CPU."""
+"""Collectives within one vendor, by its own library: NCCL (RCCL on ROCm), or gloo on a CPU."""
 
 from __future__ import annotations
 
@@ -12,75 +12,75 @@ from torch._C import _distributed_c10d as c10d
 
 from hetero.collectives.reductions import Reduction
 
-_SLICE = timedelta(seconds=1)
+_POLL_INTERVAL = timedelta(seconds=1)
 _GRACE = timedelta(seconds=60)
 
 
 def new_library(
     device_type: str, store: dist.Store, *, rank: int, size: int, timeout: timedelta
 ) -> Any:
-    """The c10d backend of a group of one vendor. Collective between its ranks on CPU."""
+    """The c10d backend of a group of one vendor. On a CPU, collective over its ranks."""
     if device_type == "cpu":
         return c10d.ProcessGroupGloo(store, rank, size, timeout=timeout)
     options = dist.ProcessGroupNCCL.Options()
-    # The group's own deadline comes first and says who is to blame; the library's ends the process.
+    # Let the group's own deadline come first: its error names the culprit, NCCL's ends the process.
     options._timeout = timeout + _GRACE
     return dist.ProcessGroupNCCL(store, rank, size, options)
 
 
-class Inside:
-    """One operation under way in a vendor's library."""
+class LibraryWork:
+    """One operation in flight in a vendor's library.
+
+    Args:
+        check_abort: called every second of a wait; raises to abort it. None on a GPU.
+        on_done: what is left to do in the waiting thread.
+    """
 
     def __init__(
         self,
         works: Sequence[dist.Work],
-        look: Callable[[], None] | None,
-        then: Callable[[], None] | None = None,
+        check_abort: Callable[[], None] | None,
+        on_done: Callable[[], None] | None = None,
     ) -> None:
-        self._works, self._look, self._then = works, look, then
+        self._works, self._check_abort, self._on_done = works, check_abort, on_done
 
     def wait(self) -> None:
-        """Block until it is done; `look` is called now and then, and raises to give it up.
+        """On a CPU, block until it is done; on a GPU, have the current stream wait for it.
 
-        A library learns late, if at all, that a rank of another vendor has failed. Without `look`,
-        on a GPU, have the current stream wait for it. `then` is what the caller has to do itself.
+        gloo does not learn that a rank of another vendor has failed, hence `check_abort`.
         """
         for work in self._works:
             self._await(work)
-        if self._then is not None:
-            self._then()
+        if self._on_done is not None:
+            self._on_done()
 
     def _await(self, work: dist.Work) -> None:
-        if self._look is None:
+        if self._check_abort is None:
             work.wait()
             return
         while True:
             try:
-                work.wait(_SLICE)
+                work.wait(_POLL_INTERVAL)
                 return
             except RuntimeError as error:
-                # gloo's word for the end of this wait, which may be begun again.
+                # gloo's text for a wait that timed out, which may be repeated.
                 if "Operation timed out" not in str(error):
                     raise
-                self._look()
+                self._check_abort()
 
 
 class VendorLibrary:
-    """The operations that collectives across vendors are made of. Roots are places in the vendor.
-
-    Each returns what is under way in the library, whose `wait()` blocks.
-    """
+    """What the algorithms call of a vendor's library. A root is a rank within the vendor."""
 
     def __init__(
-        self, backend: Any, *, timeout: timedelta, look: Callable[[], None] | None
+        self, backend: Any, *, timeout: timedelta, check_abort: Callable[[], None] | None
     ) -> None:
         self._backend = backend
         self.timeout = timeout
-        self._look = look
-        """None on a GPU, whose library orders streams."""
+        self._check_abort = check_abort
 
-    def _begun(self, work: dist.Work) -> Inside:
-        return Inside([work], self._look)
+    def _started(self, work: dist.Work) -> LibraryWork:
+        return LibraryWork([work], self._check_abort)
 
     def _options(self, options: Any, **values: Any) -> Any:
         options.timeout = self.timeout
@@ -88,33 +88,30 @@ class VendorLibrary:
             setattr(options, name, value)
         return options
 
-    def all_reduce(self, tensor: torch.Tensor, op: Any) -> Inside:
+    def all_reduce(self, tensor: torch.Tensor, op: Any) -> LibraryWork:
         options = self._options(c10d.AllreduceOptions(), reduceOp=op)
-        return self._begun(self._backend.allreduce([tensor], options))
+        return self._started(self._backend.allreduce([tensor], options))
 
-    def reduce(self, tensor: torch.Tensor, op: Any, *, root: int) -> Inside:
+    def reduce(self, tensor: torch.Tensor, op: Any, *, root: int) -> LibraryWork:
         options = self._options(c10d.ReduceOptions(), reduceOp=op, rootRank=root)
-        return self._begun(self._backend.reduce([tensor], options))
+        return self._started(self._backend.reduce([tensor], options))
 
     def reduce_scatter(
         self, output: torch.Tensor, source: torch.Tensor, reduction: Reduction
-    ) -> Inside:
+    ) -> LibraryWork:
         """`source` holds one part of the size of `output` for each rank, in order."""
         if source.is_cpu:
             return self._reduce_scatter_on_cpu(output, source, reduction)
         options = self._options(c10d.ReduceScatterOptions(), reduceOp=reduction.op)
-        return self._begun(self._backend._reduce_scatter_base(output, source, options))
+        return self._started(self._backend._reduce_scatter_base(output, source, options))
 
     def _reduce_scatter_on_cpu(
         self, output: torch.Tensor, source: torch.Tensor, reduction: Reduction
-    ) -> Inside:
-        """gloo's takes three to ten times as long as it takes to exchange the parts and add them.
-
-        They are joined in the order of ranks.
-        """
+    ) -> LibraryWork:
+        """All-to-all, then add in the order of ranks: gloo's own takes 3 to 10 times as long."""
         parts = torch.empty_like(source)
 
-        def join() -> None:
+        def add() -> None:
             first, second, *others = parts.view(self._backend.size(), -1).unbind()
             reduction.combine(first, second, out=output)
             for other in others:
@@ -123,18 +120,18 @@ class VendorLibrary:
         work = self._backend.alltoall_base(
             parts, source, [], [], self._options(c10d.AllToAllOptions())
         )
-        return Inside([work], self._look, join)
+        return LibraryWork([work], self._check_abort, add)
 
-    def all_gather(self, output: torch.Tensor, source: torch.Tensor) -> Inside:
+    def all_gather(self, output: torch.Tensor, source: torch.Tensor) -> LibraryWork:
         """`output` takes one part of the size of `source` from each rank, in order."""
         if source.is_cpu:
             return self._all_gather_on_cpu(output, source)
-        return self._begun(
+        return self._started(
             self._backend._allgather_base(output, source, self._options(c10d.AllgatherOptions()))
         )
 
-    def _all_gather_on_cpu(self, output: torch.Tensor, source: torch.Tensor) -> Inside:
-        """gloo's takes up to twice as long as a broadcast from each rank, all at once."""
+    def _all_gather_on_cpu(self, output: torch.Tensor, source: torch.Tensor) -> LibraryWork:
+        """Concurrent broadcasts, one from each rank: gloo's own takes up to twice as long."""
         parts = output.view(self._backend.size(), -1).unbind()
         own = parts[self._backend.rank()]
         if own.data_ptr() != source.data_ptr():
@@ -143,23 +140,25 @@ class VendorLibrary:
         for root, part in enumerate(parts):
             options = self._options(c10d.BroadcastOptions(), rootRank=root)
             works.append(self._backend.broadcast([part], options))
-        return Inside(works, self._look)
+        return LibraryWork(works, self._check_abort)
 
-    def broadcast(self, tensor: torch.Tensor, *, root: int) -> Inside:
+    def broadcast(self, tensor: torch.Tensor, *, root: int) -> LibraryWork:
         options = self._options(c10d.BroadcastOptions(), rootRank=root)
-        return self._begun(self._backend.broadcast([tensor], options))
+        return self._started(self._backend.broadcast([tensor], options))
 
-    def gather(self, outputs: Sequence[torch.Tensor], source: torch.Tensor, *, root: int) -> Inside:
+    def gather(
+        self, outputs: Sequence[torch.Tensor], source: torch.Tensor, *, root: int
+    ) -> LibraryWork:
         options = self._options(c10d.GatherOptions(), rootRank=root)
-        return self._begun(
+        return self._started(
             self._backend.gather([list(outputs)] if outputs else [], [source], options)
         )
 
     def scatter(
         self, output: torch.Tensor, sources: Sequence[torch.Tensor], *, root: int
-    ) -> Inside:
+    ) -> LibraryWork:
         options = self._options(c10d.ScatterOptions(), rootRank=root)
-        return self._begun(
+        return self._started(
             self._backend.scatter([output], [list(sources)] if sources else [], options)
         )
 
@@ -170,9 +169,9 @@ class VendorLibrary:
         *,
         output_splits: list[int],
         input_splits: list[int],
-    ) -> Inside:
+    ) -> LibraryWork:
         options = self._options(c10d.AllToAllOptions())
-        return self._begun(
+        return self._started(
             self._backend.alltoall_base(output, source, output_splits, input_splits, options)
         )
 

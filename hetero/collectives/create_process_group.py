@@ -1,7 +1,7 @@
-"""Builds the groups of the backend `hetero`.
+"""Creates the process groups of the backend `hetero`.
 
-A group inside one vendor is the vendor's library itself: PyTorch's own process group over NCCL or
-gloo. Only a group that crosses vendors is ours.
+A group within one vendor is PyTorch's own, over NCCL or gloo. Only a group that crosses vendors is
+a `HeteroProcessGroup`.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from torch._C._distributed_c10d import _DistributedBackendOptions
 
 from hetero.cluster import identify
 from hetero.collectives.vendor_layout import Layout, Member
-from hetero.collectives.work import keep_handles_of_joins
+from hetero.collectives.work import keep_join_work_alive
 from hetero.errors import LinkError, UserError
 from hetero.store import BoundedStore, StoreSilent
 from hetero.waiting import spans
 
 
 def create_group(options: Any, backend_options: Any = None) -> dist.ProcessGroup:
-    """Build this rank's end of a group. Collective over its members, on all of them or on none.
+    """Create this rank's part of a group. Collective; succeeds on all of its members or on none.
 
-    `backend_options`: where there is a plan, the name of the vendor that it gives this rank.
+    `backend_options`: the vendor that the plan assigns to this rank, if there is a plan.
     """
-    # PyTorch gives a group the name, and so the keys, of one that was destroyed before.
-    turn = options.store.add(f"turn of {options.group_rank}", 1)
-    options.store = dist.PrefixStore(f"turn {turn}", options.store)
-    meeting = _Meeting(
+    # PyTorch may reuse the name, and with it the store's keys, of a destroyed group.
+    incarnation = options.store.add(f"incarnation/{options.group_rank}", 1)
+    options.store = dist.PrefixStore(f"incarnation {incarnation}", options.store)
+    rendezvous = _Rendezvous(
         options.store,
         rank=options.group_rank,
         size=options.group_size,
@@ -40,7 +40,7 @@ def create_group(options: Any, backend_options: Any = None) -> dist.ProcessGroup
         name=options.group_id,
         timeout=options.timeout,
     )
-    layout = meeting.identify(
+    layout = rendezvous.exchange_identities(
         planned_vendor=backend_options if isinstance(backend_options, str) else "cpu"
     )
     group, error = None, None
@@ -48,16 +48,16 @@ def create_group(options: Any, backend_options: Any = None) -> dist.ProcessGroup
         if len(layout.vendors) == 1:
             group = _vendor_group(options, layout)
         else:
-            keep_handles_of_joins()
+            keep_join_work_alive()
             group = _mixed_group(options, layout)
     except Exception as failure:
         error = failure
-    meeting.conclude(error)
+    rendezvous.confirm_created(error)
     assert group is not None
     return group
 
 
-def create_part(
+def create_subgroup(
     store: dist.Store,
     *,
     rank: int,
@@ -65,7 +65,7 @@ def create_part(
     name: str,
     timeout: timedelta,
 ) -> dist.ProcessGroup:
-    """A group that PyTorch has not asked the backend for, but a group that it splits."""
+    """A group for `split_group`, which PyTorch leaves to the group that is split."""
     options = _DistributedBackendOptions()
     options.store, options.timeout, options.group_id = store, timeout, name
     options.group_rank, options.group_size = rank, len(global_ranks)
@@ -74,15 +74,15 @@ def create_part(
 
 
 def _vendor_group(options: Any, layout: Layout) -> dist.ProcessGroup:
-    """PyTorch's own group over the vendor's library, and gloo for tensors on a CPU."""
-    from hetero.collectives.inside_vendor import new_library
+    """PyTorch's own group: the vendor's library for GPU tensors, gloo for CPU tensors."""
+    from hetero.collectives.intra_vendor import new_library
 
     group = dist.ProcessGroup(options.store, layout.rank, layout.size)
-    kinds = {"cpu": dist.ProcessGroup.BackendType.GLOO}
+    backends = {"cpu": dist.ProcessGroup.BackendType.GLOO}
     if torch.cuda.is_available():
-        kinds["cuda"] = dist.ProcessGroup.BackendType.NCCL
-    group._set_default_backend(list(kinds.values())[-1])
-    for device_type, kind in kinds.items():
+        backends["cuda"] = dist.ProcessGroup.BackendType.NCCL
+    group._set_default_backend(list(backends.values())[-1])
+    for device_type, kind in backends.items():
         library = new_library(
             device_type,
             dist.PrefixStore(f"{device_type}/", options.store),
@@ -106,7 +106,7 @@ def _mixed_group(options: Any, layout: Layout) -> dist.ProcessGroup:
         return Communicator(
             layout=layout,
             name=name,
-            # The caller's own is used by other threads, and a wait in it would hold them up.
+            # A connection of its own: other threads use the caller's, and a wait would block them.
             store=dist.PrefixStore(f"{device.type}/", clone(options.store)),
             device=device,
             timeout=options.timeout,
@@ -121,8 +121,8 @@ def _mixed_group(options: Any, layout: Layout) -> dist.ProcessGroup:
     )
 
 
-class _Meeting:
-    """How the members of a group find out who they are, and that all of them have built it."""
+class _Rendezvous:
+    """What the members of a group tell each other, through its store, while they create it."""
 
     def __init__(
         self,
@@ -138,9 +138,9 @@ class _Meeting:
         self._rank, self._size = rank, size
         self._global_ranks, self._name, self._timeout = global_ranks, name, timeout
 
-    def identify(self, *, planned_vendor: str) -> Layout:
-        """Who every member is. A member that cannot tell fails all."""
-        word: dict[str, Any] = {}
+    def exchange_identities(self, *, planned_vendor: str) -> Layout:
+        """The host and vendor of every member. If one cannot tell its own, all fail."""
+        own: dict[str, Any] = {}
         try:
             global_rank = self._global_ranks[self._rank]
             identity = identify(
@@ -149,44 +149,44 @@ class _Meeting:
                 planned_vendor=planned_vendor,
                 flags={},
             )
-            word |= {"host": identity.host, "vendor": identity.vendor}
+            own |= {"host": identity.host, "vendor": identity.vendor}
         except UserError as error:
-            word["error"] = str(error)
-        words = self._exchange("identity", word)
+            own["error"] = str(error)
         members = tuple(
             Member(
                 rank=rank,
                 global_rank=self._global_ranks[rank],
-                host=said["host"],
-                vendor=said["vendor"],
+                host=identity["host"],
+                vendor=identity["vendor"],
             )
-            for rank, said in enumerate(words)
+            for rank, identity in enumerate(self._exchange("identity", own))
         )
         return Layout(members, self._rank)
 
-    def conclude(self, error: Exception | None) -> None:
-        """Go on where every member has built its end; fail on all where one has not."""
-        word = {"error": str(error) or type(error).__name__} if error is not None else {}
+    def confirm_created(self, error: Exception | None) -> None:
+        """Return once every member has created its part; fail on all if one could not."""
+        own = {"error": str(error) or type(error).__name__} if error is not None else {}
         try:
-            self._exchange("built", word)
+            self._exchange("created", own)
         except LinkError as failure:
             raise failure from error
 
-    def _exchange(self, what: str, word: dict[str, Any]) -> list[dict[str, Any]]:
+    def _exchange(self, what: str, own: dict[str, Any]) -> list[dict[str, Any]]:
+        """Every member's payload; LinkError if one has an error or does not come."""
         try:
-            words = self._words(what, word)
+            payloads = self._all_gather(what, own)
         except StoreSilent as error:
             raise LinkError(f"group {self._name} could not be built: {error}") from error
-        if failed := {r: said["error"] for r, said in enumerate(words) if "error" in said}:
-            rank, reason = next(iter(failed.items()))
+        errors = {rank: p["error"] for rank, p in enumerate(payloads) if "error" in p}
+        if errors:
+            rank, reason = next(iter(errors.items()))
             raise LinkError(
                 f"group {self._name} could not be built: rank {self._global_ranks[rank]}: {reason}"
             )
-        return words
+        return payloads
 
-    def _words(self, what: str, word: dict[str, Any]) -> list[dict[str, Any]]:
-        """What every member says, once all have."""
-        self._store.set(f"{what}/{self._rank}", json.dumps(word))
+    def _all_gather(self, what: str, own: dict[str, Any]) -> list[dict[str, Any]]:
+        self._store.set(f"{what}/{self._rank}", json.dumps(own))
         keys = [f"{what}/{rank}" for rank in range(self._size)]
         try:
             self._store.wait(keys, self._timeout)

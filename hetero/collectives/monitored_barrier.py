@@ -1,4 +1,4 @@
-"""A barrier over the store alone, which tells who has not come, in the words that gloo uses."""
+"""`monitored_barrier` over the store alone: names the missing ranks, in gloo's words."""
 
 from __future__ import annotations
 
@@ -15,56 +15,56 @@ _PASSED, _FAILED = "passed", "failed"
 
 
 class MonitoredBarrier:
-    """The monitored barriers of one group, counted alike on all its ranks."""
+    """The monitored barriers of one group, numbered alike on all its ranks."""
 
     def __init__(self, store: dist.Store, *, rank: int, size: int) -> None:
         self._store, self._rank, self._size = store, rank, size
         self._count = 0
 
-    def pass_or_tell(self, timeout: timedelta, *, wait_all_ranks: bool = False) -> None:
-        """Rank 0 waits for every other; the others for what it says. RuntimeError names the absent.
+    def wait(self, timeout: timedelta, *, wait_all_ranks: bool = False) -> None:
+        """Rank 0 waits for all others, which wait for its verdict. RuntimeError names the missing.
 
         Args:
-            wait_all_ranks: name all that are absent, not the first alone.
+            wait_all_ranks: name all missing ranks, not only the first.
         """
         self._count += 1
         store = BoundedStore(self._store, seconds=timeout.total_seconds() + _GRACE_SECONDS)
         name = f"monitored barrier {self._count}"
         if self._rank:
-            self._answer(store, name, timeout)
+            self._report_to_rank_0(store, name, timeout)
             return
-        absent: list[int] = []
+        missing: list[int] = []
         deadline = time.monotonic() + timeout.total_seconds()
         for rank in range(1, self._size):
-            if not absent and time.monotonic() > deadline:
+            if not missing and time.monotonic() > deadline:
                 store.set(f"{name}/verdict", _FAILED)
                 raise RuntimeError(
                     f"Rank 0 timed out in monitoredBarrier after {timeout}; give it more time"
                 )
-            if not _comes(store, f"{name}/{rank}", deadline):
-                absent.append(rank)
+            if not _wait_for_key(store, f"{name}/{rank}", deadline):
+                missing.append(rank)
                 if not wait_all_ranks:
                     break
-        store.set(f"{name}/verdict", _FAILED if absent else _PASSED)
-        if absent:
+        store.set(f"{name}/verdict", _FAILED if missing else _PASSED)
+        if missing:
             noun = "Ranks" if wait_all_ranks else "Rank"
-            names = ", ".join(map(str, absent))
+            names = ", ".join(map(str, missing))
             raise RuntimeError(
                 f"{noun} {names} failed to pass monitoredBarrier in {timeout}; see the log there"
             )
 
-    def _answer(self, store: BoundedStore, name: str, timeout: timedelta) -> None:
-        store.set(f"{name}/{self._rank}", "here")
+    def _report_to_rank_0(self, store: BoundedStore, name: str, timeout: timedelta) -> None:
+        store.set(f"{name}/{self._rank}", "reached")
         deadline = time.monotonic() + timeout.total_seconds() + _GRACE_SECONDS
-        came = _comes(store, f"{name}/verdict", deadline)
-        if not came or store.get(f"{name}/verdict").decode() != _PASSED:
+        answered = _wait_for_key(store, f"{name}/verdict", deadline)
+        if not answered or store.get(f"{name}/verdict").decode() != _PASSED:
             raise RuntimeError(
                 f"Rank {self._rank} successfully reached monitoredBarrier, but received errors "
                 "while waiting for send/recv from rank 0; see what rank 0 says"
             )
 
 
-def _comes(store: BoundedStore, key: str, deadline: float) -> bool:
+def _wait_for_key(store: BoundedStore, key: str, deadline: float) -> bool:
     while not store.check([key]):
         if time.monotonic() > deadline:
             return False

@@ -9,11 +9,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hetero.collectives.mailbox import Mailbox
+from hetero.collectives.cpu_p2p import CpuP2P
 from hetero.collectives.vendor_layout import Layout, Member
 from hetero.collectives.work import CollectiveWork
 from hetero.errors import LinkError
-from tests.hetero.collectives.test_messages import LateLinks
+from tests.hetero.collectives.test_gpu_p2p import LateLinks
 from tests.hetero.link.ring.pair import opened
 
 MEMBERS = tuple(
@@ -29,24 +29,24 @@ class End:
         links: Any = LateLinks(link)
         links.closed = threading.Event()
         self._peer = 1 - rank
-        self._mailbox = Mailbox(layout=Layout(MEMBERS, rank), links=links, store=dist.HashStore())
+        self._p2p = CpuP2P(layout=Layout(MEMBERS, rank), links=links, store=dist.HashStore())
 
     def send(self, tensor: torch.Tensor) -> None:
-        self._mailbox.send(tensor, self._peer, 0, self._work(tensor, 20.0))
+        self._p2p.send(tensor, self._peer, 0, self._work(tensor, 20.0))
 
     def recv(self, tensor: torch.Tensor, *, seconds: float) -> CollectiveWork:
         work = self._work(tensor, seconds)
-        self._mailbox.recv(tensor, self._peer, 0, work, lambda: None)
+        self._p2p.recv(tensor, self._peer, 0, work, lambda: None)
         return work
 
     def close(self) -> list[threading.Thread]:
         """End it as a group does; the threads that it has left."""
-        self._mailbox._over.set()
-        self._mailbox.close()
-        return [thread for thread in self._mailbox._threads if thread.is_alive()]
+        self._p2p._closed.set()
+        self._p2p.close()
+        return [thread for thread in self._p2p._threads if thread.is_alive()]
 
     def _work(self, tensor: torch.Tensor, seconds: float) -> CollectiveWork:
-        return Mailbox.new_work("a message", [tensor], timeout=seconds, group="0")
+        return CpuP2P.new_work("a message", [tensor], timeout=seconds, group="0")
 
 
 def test_a_receive_whose_time_is_over_takes_no_message_from_the_next() -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hetero.collectives.messages import DeviceMessages, MessageWork
+from hetero.collectives.gpu_p2p import GpuP2P, P2PWork
 from hetero.errors import LinkError
 from hetero.link.base import Link, as_bytes
 from tests.hetero.link.ring.pair import LARGE, SHORT, Pair, opened, wait_for
@@ -40,19 +40,17 @@ class End:
     def __init__(self, link: Link, *, timeout: float = 20.0) -> None:
         self._timeout = timeout
         links: Any = LateLinks(link)
-        self.messages = DeviceMessages(
-            links=links, store=dist.HashStore(), device=torch.device("cpu")
-        )
+        self.p2p = GpuP2P(links=links, store=dist.HashStore(), device=torch.device("cpu"))
         self.finished = 0
 
-    def send(self, tensor: torch.Tensor, tag: int = 0) -> MessageWork:
-        work = MessageWork("send", [tensor], timeout=self._timeout, group="0")
-        self.messages.send(tensor, 1, tag, work)
+    def send(self, tensor: torch.Tensor, tag: int = 0) -> P2PWork:
+        work = P2PWork("send", [tensor], timeout=self._timeout, group="0")
+        self.p2p.send(tensor, 1, tag, work)
         return work
 
-    def recv(self, tensor: torch.Tensor, tag: int = 0) -> MessageWork:
-        work = MessageWork("receive", [tensor], timeout=self._timeout, group="0")
-        self.messages.recv(as_bytes(tensor), 1, tag, work, self._finish)
+    def recv(self, tensor: torch.Tensor, tag: int = 0) -> P2PWork:
+        work = P2PWork("receive", [tensor], timeout=self._timeout, group="0")
+        self.p2p.recv(as_bytes(tensor), 1, tag, work, self._finish)
         return work
 
     def _finish(self) -> None:
@@ -68,13 +66,13 @@ def ends(pair: Pair) -> tuple[End, End]:
         end.send(torch.ones(2))
     for work in received:
         work.wait()
-    lanes = [end.messages._lane(1, sends=True) for end in (left, right)]
-    assert wait_for(lambda: not any(lane.worker._pending for lane in lanes))
+    channels = [end.p2p._channel(1, is_send=True) for end in (left, right)]
+    assert wait_for(lambda: not any(channel.worker._pending for channel in channels))
     return left, right
 
 
 def close(*given: End) -> None:
-    both(*(end.messages.close for end in given))
+    both(*(end.p2p.close for end in given))
 
 
 @pytest.mark.parametrize("count", [5, LARGE, 20 * LARGE])

@@ -1,0 +1,270 @@
+"""send and recv of CPU tensors between any two ranks, matched by source and tag.
+
+A message is an envelope (tag, size) and the bytes. Each peer has a thread for sends and one for
+receives, started with the first of them, so that neither direction waits for the other.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.distributed as dist
+
+from hetero.collectives.group_links import Link, Links, as_bytes, clone
+from hetero.collectives.vendor_layout import Layout
+from hetero.collectives.work import CollectiveWork
+from hetero.errors import LinkError
+from hetero.words import counted
+
+_ENVELOPE_LENGTH = 2
+_POLL_SECONDS = 0.05
+_JOIN_SECONDS = 2.0
+_CLOSED = "the group was closed while a message was under way"
+
+_Send = tuple[torch.Tensor, CollectiveWork, int]
+"""A message, its work and its tag."""
+
+
+@dataclass(eq=False)
+class _PostedRecv:
+    """A receive that waits for its message."""
+
+    source: int | None
+    """None for any rank."""
+    tag: int
+    memory: torch.Tensor
+    """Bytes."""
+    work: CollectiveWork
+    on_received: Callable[[], None]
+
+    def accepts(self, source: int) -> bool:
+        return self.source in (None, source)
+
+
+@dataclass(frozen=True)
+class _UnexpectedMessage:
+    """A message that arrived before its receive was posted."""
+
+    tag: int
+    memory: torch.Tensor
+
+
+class CpuP2P:
+    """One rank's point-to-point messages within one group."""
+
+    def __init__(self, *, layout: Layout, links: Links, store: dist.Store) -> None:
+        self._layout, self._links, self._store = layout, links, store
+        self._changed = threading.Condition()
+        self._posted: list[_PostedRecv] = []
+        self._unexpected: dict[int, list[_UnexpectedMessage]] = {}
+        self._send_queues: dict[int, queue.SimpleQueue[_Send | None]] = {}
+        self._receiving_from: set[int] = set()
+        self._opening = {rank: threading.Lock() for rank in range(layout.size)}
+        self._errors: dict[int, BaseException] = {}
+        self._closed = links.closed
+        self._threads: list[threading.Thread] = []
+        # Python aborts a process at whose exit a thread is in PyTorch's C++.
+        weakref.finalize(self, _stop, self._closed, self._changed, self._send_queues, self._threads)
+
+    # No grace: no other timeout ends a receive whose message does not come.
+    new_work = partial(CollectiveWork, grace=0.0)
+
+    def send(self, tensor: torch.Tensor, rank: int, tag: int, work: CollectiveWork) -> None:
+        """Send contiguous memory; the work finishes when it may be overwritten."""
+        sends = self._send_queues.get(rank)
+        if sends is None:
+            sends = self._send_queues[rank] = queue.SimpleQueue()
+            self._start(self._send_loop, rank)
+        sends.put((tensor, work, tag))
+
+    def recv(
+        self,
+        tensor: torch.Tensor,
+        source: int | None,
+        tag: int,
+        work: CollectiveWork,
+        on_received: Callable[[], None],
+    ) -> None:
+        """Receive into contiguous memory; `on_received` is called before the work finishes."""
+        posted = _PostedRecv(source, tag, as_bytes(tensor), work, on_received)
+        sources = range(self._layout.size) if source is None else [source]
+        with self._changed:
+            self._drop_timed_out()
+            for rank in sources:
+                for message in self._unexpected.get(rank, []):
+                    if message.tag == tag:
+                        self._unexpected[rank].remove(message)
+                        self._deliver(posted, message.memory, rank)
+                        return
+                if source is not None and (error := self._errors.get(rank)) is not None:
+                    work.finish(error)
+                    return
+            self._posted.append(posted)
+            self._changed.notify_all()
+            starting = [
+                r for r in sources if r != self._layout.rank and r not in self._receiving_from
+            ]
+            self._receiving_from.update(starting)
+        for rank in starting:
+            self._start(self._recv_loop, rank, source is None)
+
+    def close(self) -> None:
+        self._links.close()
+        _stop(self._closed, self._changed, self._send_queues, self._threads)
+
+    def _start(self, target: Callable[..., None], rank: int, *more: object) -> None:
+        thread = threading.Thread(
+            target=target, args=(rank, *more), name=f"p2p {target.__name__} {rank}", daemon=True
+        )
+        self._threads.append(thread)
+        thread.start()
+
+    def _link_to(self, rank: int) -> Link:
+        with self._opening[rank]:
+            # Pass the store, to be cloned: several threads wait in it at once.
+            return self._links.to(rank, store=self._store)
+
+    def _send_loop(self, rank: int) -> None:
+        link = None
+        while (message := self._send_queues[rank].get()) is not None:
+            tensor, work, tag = message
+            try:
+                if link is None:
+                    self._require_open()
+                    self._store.set(self._sender_key(self._layout.rank, rank), "1")
+                    link = self._link_to(rank)
+                link.send(torch.tensor([tag, tensor.nbytes], device="cpu")).wait()
+                if tensor.numel():
+                    link.send(as_bytes(tensor)).wait()
+            except Exception as error:
+                work.finish(error)
+            else:
+                work.finish()
+
+    def _recv_loop(self, rank: int, from_any: bool) -> None:
+        try:
+            self._require_open()
+            if from_any:
+                self._await_first_send(rank)
+            link = self._link_to(rank)
+            while not self._closed.is_set():
+                if self._await_posted_recv(rank):
+                    self._recv_one(link, rank)
+        except Exception as error:
+            self._fail(rank, error)
+
+    def _recv_one(self, link: Link, rank: int) -> None:
+        envelope = torch.empty(_ENVELOPE_LENGTH, dtype=torch.int64, device="cpu")
+        link.recv(envelope).wait()
+        tag, nbytes = envelope.tolist()
+        posted = self._match(rank, tag)
+        fits = posted is not None and posted.memory.numel() == nbytes
+        memory = (
+            posted.memory
+            if posted and fits
+            else torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+        )
+        if nbytes:
+            link.recv(memory).wait()
+        if posted is not None:
+            self._deliver(posted, memory, rank)
+            return
+        with self._changed:
+            self._unexpected.setdefault(rank, []).append(_UnexpectedMessage(tag, memory))
+
+    def _await_posted_recv(self, rank: int) -> bool:
+        """Wait until a receive that accepts this source is posted; False once closed."""
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self._closed.is_set() or any(p.accepts(rank) for p in self._posted),
+                timeout=1.0,
+            )
+            # Do not read after close: no message comes, and a link that is read from cannot close.
+            return not self._closed.is_set() and any(p.accepts(rank) for p in self._posted)
+
+    def _match(self, rank: int, tag: int) -> _PostedRecv | None:
+        """The receive posted for this message; None if this source has receives of other tags only.
+
+        Without any receive for this source it waits: the next may be for this message.
+        """
+        with self._changed:
+            while not self._closed.is_set():
+                self._drop_timed_out()
+                for posted in self._posted:
+                    if posted.accepts(rank) and posted.tag == tag:
+                        self._posted.remove(posted)
+                        return posted
+                if any(posted.source == rank for posted in self._posted):
+                    return None
+                self._changed.wait(1.0)
+        raise LinkError(_CLOSED)
+
+    def _drop_timed_out(self) -> None:
+        """A receive that timed out has given up its memory, and may be posted again."""
+        self._posted = [posted for posted in self._posted if not posted.work.timed_out]
+
+    def _deliver(self, posted: _PostedRecv, memory: torch.Tensor, rank: int) -> None:
+        source = self._layout.members[rank]
+        if memory.numel() != posted.memory.numel():
+            posted.work.finish(
+                LinkError(
+                    f"{source} sent {counted(memory.numel(), 'byte')} with tag {posted.tag} where "
+                    f"{posted.memory.numel()} were to be received; make both the same"
+                )
+            )
+            return
+        try:
+            if memory is not posted.memory:
+                posted.memory.copy_(memory)
+            posted.on_received()
+        except Exception as error:
+            posted.work.finish(error)
+        else:
+            posted.work.finish(source=source.global_rank)
+
+    def _require_open(self) -> None:
+        if self._closed.is_set():
+            raise LinkError(_CLOSED)
+
+    def _await_first_send(self, rank: int) -> None:
+        """Wait until `rank` sends to this one at all: opening a link takes both ends."""
+        store = clone(self._store)
+        while not store.check([self._sender_key(rank, self._layout.rank)]):
+            self._closed.wait(_POLL_SECONDS)
+            self._require_open()
+
+    @staticmethod
+    def _sender_key(source: int, target: int) -> str:
+        return f"p2p/{source}-{target}"
+
+    def _fail(self, rank: int, error: BaseException) -> None:
+        with self._changed:
+            self._errors[rank] = error
+            for posted in [p for p in self._posted if p.source == rank]:
+                self._posted.remove(posted)
+                posted.work.finish(error)
+
+
+def _stop(
+    closed: threading.Event,
+    changed: threading.Condition,
+    send_queues: Mapping[int, queue.SimpleQueue[_Send | None]],
+    threads: Sequence[threading.Thread],
+) -> None:
+    """Stop all threads, and join those that do not wait for another rank."""
+    closed.set()
+    for sends in list(send_queues.values()):
+        sends.put(None)
+    with changed:
+        changed.notify_all()
+    deadline = time.monotonic() + _JOIN_SECONDS
+    for thread in list(threads):
+        if thread is not threading.current_thread():
+            thread.join(max(0.0, deadline - time.monotonic()))

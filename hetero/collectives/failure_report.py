@@ -1,0 +1,167 @@
+"""The error of a failed call: every rank reports its status, and `explain` names the culprit.
+
+A rank whose call fails writes its status to the group's store and sets a failure flag there. Ranks
+that are in no call poll the flag and then report their last call. A rank that reports nothing has
+ended.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch.distributed as dist
+
+from hetero.collectives.calls import Call
+from hetero.collectives.vendor_layout import Layout, Member
+from hetero.errors import LinkError
+from hetero.store import BoundedStore, StoreSilent
+from hetero.waiting import spans
+
+POLL_SECONDS = 2.0
+"""How often a rank that is in no call polls the failure flag."""
+_GRACE_SECONDS = 3 * POLL_SECONDS
+_FAILURE_FLAG = "failure"
+_PAUSE_SECONDS = 0.05
+
+IN_A_CALL, IDLE, LEFT, ABORTED = "in a call", "idle", "left", "aborted"
+
+
+class CollectiveError(LinkError, dist.DistBackendError):
+    """A call of a group failed; the text names the rank at fault, and what each rank called."""
+
+
+@dataclass(frozen=True)
+class RankStatus:
+    """What one rank reports when something has failed."""
+
+    rank: int
+    """In the group."""
+    state: str
+    """IN_A_CALL, IDLE, LEFT or ABORTED."""
+    call: Call | None
+    """The call that failed, or the last one that was made."""
+    error: str = ""
+    failure_order: int = 0
+    """Position among the ranks that set the failure flag: the first has the cause, later ones its
+    consequences."""
+
+    def encode(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def decode(cls, text: bytes | str) -> RankStatus:
+        values: dict[str, Any] = json.loads(text)
+        if values["call"] is not None:
+            values["call"] = Call.from_dict(values["call"])
+        return cls(**values)
+
+
+@dataclass(frozen=True)
+class StatusReport:
+    """The statuses that the ranks of a group have reported."""
+
+    statuses: Sequence[RankStatus]
+    store_error: str = ""
+    """Why no other rank's status could be read, if so."""
+
+
+class StatusBoard:
+    """The statuses of one group's ranks, in the group's store."""
+
+    def __init__(self, store: dist.Store, layout: Layout) -> None:
+        # A caller's next call waits for a poll to end.
+        self._store, self._layout = BoundedStore(store, seconds=POLL_SECONDS), layout
+
+    def publish(self, status: RankStatus, *, failed: bool = False) -> RankStatus:
+        """Write this rank's status, and with `failed` the flag. A store that is gone is ignored."""
+        with contextlib.suppress(RuntimeError):
+            if failed:
+                status = replace(status, failure_order=self._store.add(_FAILURE_FLAG, 1))
+            self._store.set(self._key(status.rank), status.encode())
+        return status
+
+    def has_failure(self) -> bool:
+        try:
+            return self._store.check([_FAILURE_FLAG])
+        except RuntimeError:
+            return False
+
+    def collect(self, own: RankStatus, *, seconds: float = _GRACE_SECONDS) -> StatusReport:
+        """This rank's status and those that the others report within `seconds`."""
+        found = {own.rank: own}
+        deadline = time.monotonic() + seconds
+        try:
+            while len(found) < self._layout.size and time.monotonic() < deadline:
+                for member in self._layout.members:
+                    if member.rank not in found and self._store.check([self._key(member.rank)]):
+                        text = self._store.get(self._key(member.rank))
+                        found[member.rank] = RankStatus.decode(text)
+                if len(found) < self._layout.size:
+                    time.sleep(_PAUSE_SECONDS)
+        except StoreSilent as error:
+            return StatusReport([own], str(error))
+        except RuntimeError:
+            pass  # The store's host has ended; report the statuses read before.
+        return StatusReport([found[rank] for rank in sorted(found)])
+
+    @staticmethod
+    def _key(rank: int) -> str:
+        return f"status/{rank}"
+
+
+def explain(
+    group: str, layout: Layout, report: StatusReport, *, own: RankStatus, timeout: float
+) -> str:
+    """One sentence on what happened. Pure."""
+    statuses = report.statuses
+    called = f"{own.call}" if own.call else "a call"
+    opening = (
+        f"{called} of group {group}, whose timeout is {timeout:g} s, failed on "
+        f"{layout.members[layout.rank]}"
+    )
+    missing = [m for m in layout.members if m.rank not in {s.rank for s in statuses}]
+    in_call = [s for s in statuses if s.state == IN_A_CALL and s.call is not None]
+    reasons = []
+    if report.store_error:
+        reasons.append(report.store_error)
+    elif missing:
+        reasons.append(f"{_names(missing)} said nothing: ended, or out of reach; see its log")
+    latest = max((s.call.sequence for s in in_call if s.call), default=0)
+    # If a rank has ended, another that is one call behind is a consequence.
+    compared = [s for s in in_call if not missing or (s.call and s.call.sequence == latest)]
+    if len(different := _ranks_by_call(layout, compared)) > 1:
+        reasons.append(
+            "the ranks called different things: "
+            + "; ".join(f"{names} called {call}" for call, names in different.items())
+            + "; make every rank call the same operations in the same order"
+        )
+    aborting = [layout.members[s.rank] for s in statuses if s.state == ABORTED]
+    if aborting:
+        reasons.append(f"{_names(aborting)} aborted the group")
+    for state, what in ((IDLE, "is in no call"), (LEFT, "has left the group")):
+        for status in statuses:
+            last = status.call.sequence if status.call else 0
+            if status.state == state and last < latest:
+                after = f" since {status.call}" if status.call else ""
+                reasons.append(f"{layout.members[status.rank]} {what}{after}")
+    if not reasons:
+        failed = sorted((s for s in statuses if s.error), key=lambda s: s.failure_order)
+        reasons += [f"{layout.members[s.rank]}: {s.error}" for s in failed[:1]]
+    own_error = f" ({own.error})" if own.error and own.error not in reasons[0] else ""
+    return f"{opening}: {'; '.join(reasons)}{own_error}"
+
+
+def _ranks_by_call(layout: Layout, statuses: Sequence[RankStatus]) -> Mapping[str, str]:
+    ranks: dict[str, list[int]] = {}
+    for status in statuses:
+        ranks.setdefault(str(status.call), []).append(layout.members[status.rank].global_rank)
+    return {call: spans(numbers) for call, numbers in ranks.items()}
+
+
+def _names(members: Sequence[Member]) -> str:
+    return ", ".join(map(str, members))
