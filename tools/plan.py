@@ -91,7 +91,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument(
         "--reserved-gib",
-        type=number(above=-1e-9),
+        type=number(minimum=0),
         default=1.5,
         help="memory of each GPU that no model holds",
     )

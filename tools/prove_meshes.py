@@ -1,12 +1,13 @@
 """Prove that meshes of different shapes compute what one process does, on the machine at hand.
 
 Runs pretrain_gpt.py over plans whose meshes have tensor- and data-parallel sizes of their own, in
-float32 on CPU, and compares losses, gradient norms, all gradients, and the bytes over boundaries:
+float32, and compares losses, gradient norms, all gradients, and the bytes over boundaries:
 
     python tools/prove_meshes.py --out runs/meshes
     python tools/prove_meshes.py --only "TP2 DP1 (2) / TP1 DP2 (2)"
+    python tools/prove_meshes.py --device cuda
 
-One machine plays all vendors: the result says `simulated`.
+One machine plays all vendors: the result says `simulated`. Ranks share GPUs where there are fewer.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ if __name__ == "__main__":
 
     begin_script()
 
+import torch
 import yaml
 
 from hetero.errors import UserError
@@ -38,14 +40,16 @@ from tools.reports.page import write_whole
 from tools.runs import SIMULATED, Finished, Launch, run_to_end
 
 FIRST_STEP = "iter_0000001"
-ON_CPU = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
+ENVIRONMENTS = {"cpu": {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}, "cuda": {}}
+"""Of runs on each device."""
 
 
 class Proof:
     """Runs cases in a folder, and the runs of one process that they are compared with."""
 
-    def __init__(self, data_flags: Sequence[str], folder: Path) -> None:
+    def __init__(self, data_flags: Sequence[str], folder: Path, *, device: str) -> None:
         self._data_flags, self._folder = tuple(data_flags), folder
+        self._environ = {**ENVIRONMENTS[device], "OMP_NUM_THREADS": "1"}
         self._references: dict[str, tuple[Finished, Path]] = {}
 
     def differences(self, case: Case) -> Differences:
@@ -85,21 +89,21 @@ class Proof:
             flags=words,
             nproc=ranks,
             folder=self._folder,
-            environ={**ON_CPU, "OMP_NUM_THREADS": "1"} | (SIMULATED if ranks > 1 else {}),
+            environ=self._environ | (SIMULATED if ranks > 1 else {}),
             deadline=600,
         )
         return run_to_end(launch), saves
 
 
-def prove(cases: Sequence[Case], out: Path) -> bool:
+def prove(cases: Sequence[Case], out: Path, *, device: str = "cpu") -> bool:
     """Run all, and write `meshes.json` and `meshes.md`; whether each computed the same."""
     found: list[tuple[Case, Differences]] = []
     with tempfile.TemporaryDirectory(prefix="meshes-") as folder:
-        proof = Proof(build_real_text(Path(folder)).flags, Path(folder))
+        proof = Proof(build_real_text(Path(folder)).flags, Path(folder), device=device)
         for case in cases:
             found.append((case, proof.differences(case)))
             print(_row(*found[-1]), flush=True)
-            _write(found, out)
+            _write(found, out, device=device)
     return all(differences.is_equal for _, differences in found)
 
 
@@ -113,14 +117,13 @@ def _row(case: Case, d: Differences) -> str:
     )
 
 
-def _write(found: Sequence[tuple[Case, Differences]], out: Path) -> None:
+def _write(found: Sequence[tuple[Case, Differences]], out: Path, *, device: str) -> None:
     records = [
         {"case": case.name, "plan": case.plan.to_mapping(), **differences.as_json()}
         for case, differences in found
     ]
-    write_whole(
-        out / "meshes.json", json.dumps({"simulated": True, "cases": records}, indent=1) + "\n"
-    )
+    result = {"simulated": True, "device": device, "cases": records}
+    write_whole(out / "meshes.json", json.dumps(result, indent=1) + "\n")
     head = [
         "| meshes (layers of each stage) | ranks | loss | norm | gradients | bytes | |",
         "|---|---|---|---|---|---|---|",
@@ -131,6 +134,9 @@ def _write(found: Sequence[tuple[Case, Differences]], out: Path) -> None:
 def parse_options(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = tool_command_line.Parser((__doc__ or "").partition("\n")[0])
     parser.add_argument("--only", help="cases whose name holds this; left out: all")
+    parser.add_argument(
+        "--device", choices=ENVIRONMENTS, default="cpu", help="cuda: GPUs of CUDA or ROCm (cpu)"
+    )
     parser.add_argument("--out", default="runs/meshes", help="folder for the results")
     return parser.parse_args(argv)
 
@@ -143,7 +149,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         cases = [case for case in all_cases() if (options.only or "") in case.name]
         if not cases:
             raise UserError(f"no case's name holds {options.only!r}; leave --only out to see all")
-        agreed.append(prove(cases, tool_command_line.make_results_folder(options.out)))
+        if options.device == "cuda" and not torch.cuda.is_available():
+            raise UserError("--device cuda needs a GPU and this machine shows none; leave it out")
+        out = tool_command_line.make_results_folder(options.out)
+        agreed.append(prove(cases, out, device=options.device))
         return f"written: meshes.json and meshes.md in {options.out}; vendors simulated"
 
     code = tool_command_line.run(work)

@@ -146,8 +146,9 @@ class ModelShape:
 
 def model_from_flags(flags: Mapping[str, Any], *, source: str) -> ModelShape:
     """The shape that Megatron's flags describe; `flags` without their leading dashes."""
+    dashed = {str(name).replace("_", "-"): value for name, value in flags.items()}
     given = {
-        str(name).replace("_", "-"): value for name, value in flags.items() if value is not None
+        _OTHER_NAMES.get(name, name): value for name, value in dashed.items() if value is not None
     }
     wrong: list[str] = []
     if missing := [name for name in _REQUIRED if name not in given]:
@@ -178,7 +179,8 @@ def model_from_flags(flags: Mapping[str, Any], *, source: str) -> ModelShape:
     # As a run pads it, but for tensor-parallel sizes that do not divide the multiple.
     tokens = numbers.get("vocab-size", 0)
     multiple = max(numbers.get("make-vocab-size-divisible-by", _VOCABULARY_MULTIPLE), 1)
-    learned = given.get("position-embedding-type", "learned_absolute") == "learned_absolute"
+    positions = "rope" if given.get("use-rotary-position-embeddings") else "learned_absolute"
+    learned = given.get("position-embedding-type", positions) == "learned_absolute"
     grouped = given.get("group-query-attention")
     try:
         return ModelShape(
@@ -188,7 +190,7 @@ def model_from_flags(flags: Mapping[str, Any], *, source: str) -> ModelShape:
                 "ffn-hidden-size", hidden * 4 * 2 // 3 // 64 * 64 if gated else hidden * 4
             ),
             heads=heads,
-            query_groups=numbers.get("num-query-groups", heads) if grouped else heads,
+            query_groups=numbers.get("num-query-groups", 1) if grouped else heads,
             head_size=numbers.get("kv-channels", hidden // max(heads, 1)),
             vocabulary=numbers.get("padded-vocab-size", -(-tokens // multiple) * multiple),
             seq_length=numbers["seq-length"],
@@ -211,6 +213,7 @@ def _whole(value: object) -> int:
     return int(value)
 
 
+_OTHER_NAMES = {"encoder-num-layers": "num-layers", "encoder-seq-length": "seq-length"}
 _VOCABULARY_MULTIPLE = 128
 """Megatron's default."""
 _REQUIRED = ("num-layers", "hidden-size", "num-attention-heads", "seq-length")

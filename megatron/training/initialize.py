@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import random
 import uuid
 from dataclasses import asdict
 from datetime import timedelta
@@ -12,10 +11,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy
 import torch
 import torch.distributed as dist
-from megatron.core import tensor_parallel
 
 from hetero.agreement import Agreement
 from hetero.cluster import RankIdentity, check_identities, identify, running_vendor
@@ -37,7 +34,7 @@ from hetero.liveness.liveness import Liveness, RankLost
 from hetero.liveness.open_liveness import open_liveness
 from hetero.new_group import open_world
 from hetero.pipeline.links import LinkOptions, open_links
-from hetero.plan import Coordinate, Plan
+from hetero.plan import Plan
 from megatron.training.arguments.installed_layers import ENGINE, engine_is_installed
 from megatron.training.checkpoint.folder import check_save_folder
 from megatron.training.checkpoint.lock import SaveLock
@@ -54,6 +51,7 @@ from megatron.training.data_agreement import agree_on_data
 from megatron.training.job import Job
 from megatron.training.layout import plan_from_args, use_mesh
 from megatron.training.optimizer import RankStatistics
+from megatron.training.rank_device import choose_device, seed_everything, set_determinism
 from megatron.training.recorder import check_outputs
 from megatron.training.rendezvous import (
     agree_on_addresses,
@@ -103,28 +101,8 @@ def plan_launch(args: argparse.Namespace, rank: int) -> Plan:
     return plan
 
 
-def _choose_device(local_rank: int) -> torch.device:
-    if not torch.cuda.is_available():
-        return torch.device("cpu")
-    count = torch.cuda.device_count()
-    if local_rank >= count:
-        raise UserError(
-            f"local rank {local_rank} has no GPU: this host has {count}; start one process per GPU"
-        )
-    device = torch.device("cuda", local_rank)
-    torch.cuda.set_device(device)
-    return device
-
-
 def _crosses_vendors(args: argparse.Namespace) -> bool:
     return bool(args.hetero_pipeline or args.hetero_data_parallel)
-
-
-def _set_determinism(args: argparse.Namespace) -> None:
-    if args.deterministic_mode:
-        # cuBLAS reads this when it is first used.
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.use_deterministic_algorithms(True)
 
 
 def _names(identities: list[RankIdentity], plan: Plan) -> dict[int, str]:
@@ -135,17 +113,6 @@ def _names(identities: list[RankIdentity], plan: Plan) -> dict[int, str]:
         replica = f", replica {place.data}" if plan.whole_replicas else ""
         names[who.rank] = f"rank {who.rank} on {who.host} (stage {place.stage}{replica})"
     return names
-
-
-def seed_everything(args: argparse.Namespace, coordinate: Coordinate) -> None:
-    """Megatron's seeds: each pipeline stage its own, tensor-parallel ranks apart for dropout."""
-    seed = args.seed + 100 * coordinate.stage
-    random.seed(seed)
-    numpy.random.seed(seed)
-    torch.manual_seed(seed)
-    tensor_parallel.model_parallel_cuda_manual_seed(
-        seed, tp_rank=coordinate.tensor, ep_rank=0, etp_rank=0
-    )
 
 
 class Starter:
@@ -217,7 +184,7 @@ class Starter:
         device = torch.device("cpu")
         if args is not None and plan is not None and problem is None:
             try:
-                device = _choose_device(self.local_rank)
+                device = choose_device(self.local_rank)
                 flags = {k: _plain(v) for k, v in vars(args).items() if k not in _LOCAL_FLAGS}
                 flags["plan"] = plan.to_mapping() if _crosses_vendors(args) else None
                 payload = asdict(
@@ -281,7 +248,7 @@ class Starter:
         store: dist.Store,
         timeout: float,
     ) -> Job:
-        _set_determinism(args)
+        set_determinism(args)
         vendor_backend, crossing_backend = group_backends(args, device)
         mixed = len(plan.meshes) > 1
         default = "gloo" if device.type == "cpu" else "cpu:gloo"

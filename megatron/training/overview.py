@@ -118,6 +118,8 @@ def print_overview(job: Job, rows: list[dict[str, Any]], console: Console) -> No
         console.line(
             "vendors are simulated (HETERO_VENDOR): every number of this run is a simulated one"
         )
+    if sharing := shared_gpus(job):
+        console.line(sharing)
     for taken in job.args.taken_flags:
         console.line(taken)
     without = [row for row in rows if row["transformer_impl"].endswith(FALLBACK)]
@@ -129,6 +131,18 @@ def print_overview(job: Job, rows: list[dict[str, Any]], console: Console) -> No
         )
     for ignored in job.args.ignored_flags:
         console.line(f"flag without effect here: {ignored}")
+
+
+def shared_gpus(job: Job) -> str:
+    """What to know of this rank's host where ranks share its GPUs; empty where none do."""
+    if job.device.type != "cuda":
+        return ""
+    host = job.identities[job.rank].host
+    ranks = sum(identity.host == host for identity in job.identities)
+    gpus = torch.cuda.device_count()
+    if ranks <= gpus:
+        return ""
+    return f"{ranks} ranks share {counted(gpus, 'GPU')} of {host}: read no speed off this run"
 
 
 def _sharing(job: Job) -> str:

@@ -75,7 +75,7 @@ def test_a_killed_rank_is_the_last_word(corpus, tmp_path: Path) -> None:
 def test_a_rank_that_hangs_before_the_groups_is_named_while_the_others_wait(
     corpus, tmp_path: Path
 ) -> None:
-    hangs = "initialize._set_determinism = lambda args: time.sleep(600)"
+    hangs = "initialize.set_determinism = lambda args: time.sleep(600)"
     scripts = {}
     for rank, fault in ((0, ""), (1, hangs)):
         scripts[rank] = tmp_path / f"rank{rank}.py"

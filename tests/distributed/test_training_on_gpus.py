@@ -1,4 +1,7 @@
-"""What CPU runs show of checkpoints, parity and data parallelism, once more on two GPUs."""
+"""What CPU runs show of checkpoints, parity, data parallelism and meshes, once more on GPUs.
+
+Ranks share GPUs where there are fewer.
+"""
 
 from __future__ import annotations
 
@@ -9,13 +12,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from hetero.cluster import running_vendor
 from tests.distributed.harness import ROOT, Training, train
+from tests.gpus import NEEDS_A_GPU
+from tools.mesh_matrix.cases import all_cases
+from tools.prove_meshes import prove
 from tools.runs import SIMULATED
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
-]
+pytestmark = [pytest.mark.gpu, NEEDS_A_GPU]
 
 ITERATIONS = 8
 HALF = ITERATIONS // 2
@@ -33,6 +37,9 @@ MIXED = (
     "--hetero-transport device-direct"
 ).split()
 HOMOGENEOUS = "--pipeline-model-parallel-size 2".split()
+SHAPES = ["TP2 DP1 (2) / TP1 DP2 (2)", "TP2 DP1 sp (1+1) / TP1 DP2 (1+1)"]
+ITSELF = {"HETERO_VENDOR": running_vendor()}
+"""Of a homogeneous run, so that its ranks may share GPUs too."""
 
 
 @pytest.mark.timeout(400)
@@ -45,7 +52,7 @@ def test_a_mixed_run_goes_on_homogeneous_with_the_same_bits_and_completes_a_prom
     flags = [*SMALL_LLAMA, *corpus.flags]
 
     straight = train([*flags, *MIXED, *saving], 2, tmp_path / "straight", environ=SIMULATED)
-    resumed = train([*flags, *HOMOGENEOUS, *loading], 2, tmp_path / "resumed")
+    resumed = train([*flags, *HOMOGENEOUS, *loading], 2, tmp_path / "resumed", environ=ITSELF)
 
     assert _devices(straight) == _devices(resumed) == {torch.cuda.get_device_name()}
     assert straight.report["transport"] == "ipc"
@@ -64,7 +71,7 @@ def test_a_replica_on_each_vendor_gives_the_bits_of_a_homogeneous_run(
     flags = [*SMALL_LLAMA, *corpus.flags, "--overlap-grad-reduce"]
     replicas = ["--hetero-data-parallel", "nvidia:1,amd:1"]
     mixed = train([*flags, *replicas], 2, tmp_path / "mixed", environ=SIMULATED)
-    homogeneous = train(flags, 2, tmp_path / "homogeneous")
+    homogeneous = train(flags, 2, tmp_path / "homogeneous", environ=ITSELF)
     unequal = [*flags, *replicas, "--hetero-data-shares", "3,1"]
     shared = train(unequal, 2, tmp_path / "unequal", environ=SIMULATED)
 
@@ -75,6 +82,14 @@ def test_a_replica_on_each_vendor_gives_the_bits_of_a_homogeneous_run(
     assert mixed.weights == homogeneous.weights
     # bf16, and other dropout: which micro-batch draws which numbers follows from the shares.
     assert shared.losses == pytest.approx(homogeneous.losses, rel=0.05)
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("name", SHAPES)
+def test_meshes_of_their_own_shapes_compute_what_one_process_does(name, tmp_path: Path) -> None:
+    cases = [case for case in all_cases() if case.name == name]
+    assert len(cases) == 1
+    assert prove(cases, tmp_path, device="cuda"), (tmp_path / "meshes.md").read_text()
 
 
 def _devices(run: Training) -> set[str]:

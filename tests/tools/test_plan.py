@@ -13,7 +13,7 @@ from hetero.plan import Mesh, Plan, load_plan
 from hetero.planner.model_shape import model_file
 from hetero.planner.placement import Placement
 from megatron.training.arguments import parse_args
-from megatron.training.layout import plan_from_args
+from megatron.training.layout import adopt_plan_file, plan_from_args
 from tests.distributed.harness import ROOT
 from tools.plan import main
 from tools.planning.plan_files import training_flags
@@ -231,3 +231,31 @@ def test_a_run_trains_on_the_sequences_and_in_the_precision_that_were_planned(
     assert (read.seq_length, read.bf16) == (4096, True)
     assert main([*words, "--dtype", "fp32"]) == 2
     assert "says bf16, and --dtype is fp32; give --dtype bf16" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("pipeline", [True, False], ids=["pipeline", "replicas"])
+def test_a_layout_in_the_model_s_own_file_gives_way_to_the_plan(
+    pipeline: bool, tmp_path: Path
+) -> None:
+    model = tmp_path / "model.yaml"
+    preset = model_file("llama3.2_1b").read_text()
+    model.write_text(
+        preset + "\nlayout: {tensor_model_parallel_size: 2, pipeline-model-parallel-size: 2,\n"
+        "  num-layers-per-virtual-pipeline-stage: 2, decoder-first-pipeline-num-layers: 9,\n"
+        "  recompute-granularity: full, recompute-method: block, recompute-num-layers: 1,\n"
+        "  use-distributed-optimizer: true, sequence-parallel: true}\n"
+    )
+    words = asked(tmp_path, "--recompute", "none", "--no-distributed-optimizer")
+    words[words.index("llama3-8b")] = str(model)
+    if pipeline:
+        words.append("--no-replicas")
+    assert main(words) == 0
+    folder = tmp_path / "out"
+    assert (folder / "plan.yaml").exists() == pipeline
+    files = ["--yaml-cfg", str(model), "--yaml-cfg", str(folder / "flags.yaml")]
+    more = "--lr 1 --train-iters 1 --mock-data".split()
+    args = parse_args([*files, *more], world_size=16)
+    if pipeline:
+        adopt_plan_file(args)
+    assert plan_from_args(args, vendor="nvidia").chunks == 1
+    assert (args.recompute_granularity, args.use_distributed_optimizer) == (None, False)

@@ -52,6 +52,8 @@ class Asked:
     sources: tuple[str, ...]
     """A line for each accelerator."""
     dtype: str
+    model_flags: frozenset[str] = frozenset()
+    """Those that the model's file gives, without dashes."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +81,8 @@ def asked_problem(options: argparse.Namespace) -> Asked:
     faults = Faults()
     changed = {} if options.seq_length is None else {"seq_length": options.seq_length}
     cluster = faults.read(lambda: load_cluster(options.cluster))
-    model = faults.read(lambda: _model(options.model, changed, dtype=options.dtype))
+    read = faults.read(lambda: _model(options.model, changed, dtype=options.dtype))
+    model, model_flags = read or (None, frozenset())
     profiles = {path: faults.read(partial(load_profile, path)) for path in options.profile}
     if options.global_batch > _LARGEST_BATCH:
         faults.sentences.append(
@@ -109,11 +112,16 @@ def asked_problem(options: argparse.Namespace) -> Asked:
     )
     problem = Problem(cluster, model, joined, space, _training(options))
     notes = _require_points(problem)
-    return Asked(problem, options.model, (*sources, *notes), options.dtype)
+    return Asked(problem, options.model, (*sources, *notes), options.dtype, model_flags)
 
 
-def _model(name: str, changed: Mapping[str, Any], *, dtype: str) -> ModelShape:
-    """Every key is known to pretrain_gpt.py: one that is misspelt would leave a default."""
+def _model(
+    name: str, changed: Mapping[str, Any], *, dtype: str
+) -> tuple[ModelShape, frozenset[str]]:
+    """The model, and the flags that its file gives, without dashes.
+
+    Every key is known to pretrain_gpt.py: one that is misspelt would leave a default.
+    """
     flags, _ = read_flags(name)  # of a file that cannot be read nothing else is told
     file, faults = model_file(name), Faults()
     faults.sentences += [
@@ -122,13 +130,14 @@ def _model(name: str, changed: Mapping[str, Any], *, dtype: str) -> ModelShape:
         if flags.get(other) and other != dtype
     ]
     words = faults.read(lambda: expand_config_files([FLAG, str(file)], build_parser())) or []
-    left_out, _ = sort_out(one for one in split_words(words) if is_left_out(one.flag))
+    given = split_words(words)
+    left_out, _ = sort_out(one for one in given if is_left_out(one.flag))
     faults.sentences += [f"the model {file}: {said}" for said in left_out]
     faults.sentences = [said.replace(f"{FLAG} ", "the model ", 1) for said in faults.sentences]
     model = faults.read(lambda: load_model(name, **changed))
     faults.refuse(ModelError)
     assert model is not None
-    return model
+    return model, frozenset(one.flag.removeprefix("--") for one in given)
 
 
 def _training(options: argparse.Namespace) -> TrainingOptions:

@@ -27,7 +27,9 @@ def write_answer(
     placement = first.placement
     contents = {
         "flags.yaml": _yaml(
-            training_flags(placement, folder / "plan.yaml") | _model_flags(asked),
+            _taken_back(asked)
+            | training_flags(placement, folder / "plan.yaml")
+            | _asked_flags(asked),
             _remark(asked, found),
         ),
         "report.html": render_answer(asked, found, sweeps, command=command),
@@ -80,7 +82,44 @@ def training_flags(placement: Placement, plan_file: Path) -> dict[str, Any]:
     return flags
 
 
-def _model_flags(asked: Asked) -> dict[str, Any]:
+_LAYOUT_FLAGS = (
+    "tensor-model-parallel-size",
+    "pipeline-model-parallel-size",
+    "sequence-parallel",
+    "use-distributed-optimizer",
+    "num-layers-per-virtual-pipeline-stage",
+    "num-virtual-stages-per-pipeline-rank",
+    "microbatch-group-size-per-virtual-pipeline-stage",
+    "decoder-first-pipeline-num-layers",
+    "decoder-last-pipeline-num-layers",
+    "pipeline-model-parallel-layout",
+    "account-for-embedding-in-pipeline-split",
+    "account-for-loss-in-pipeline-split",
+    "recompute-activations",
+    "recompute-granularity",
+    "recompute-method",
+    "recompute-num-layers",
+    "hetero-pipeline",
+    "hetero-plan",
+    "hetero-vendors",
+    "hetero-pipeline-sizes",
+    "hetero-pipeline-layers",
+    "hetero-tensor-sizes",
+    "hetero-data-sizes",
+    "hetero-micro-batch-sizes",
+    "hetero-recompute",
+    "hetero-data-parallel",
+    "hetero-data-shares",
+)
+"""What a plan decides."""
+
+
+def _taken_back(asked: Asked) -> dict[str, None]:
+    """The layout that the model's own file gives: it would contradict the plan, or change it."""
+    return dict.fromkeys(flag for flag in _LAYOUT_FLAGS if flag in asked.model_flags)
+
+
+def _asked_flags(asked: Asked) -> dict[str, Any]:
     """What was asked for on the command line, and the model's own flags may say otherwise."""
     precision = {} if asked.dtype == "fp32" else {asked.dtype: True}
     return {"seq-length": asked.problem.model.seq_length, **precision}

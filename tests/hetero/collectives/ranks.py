@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from tests.forked_ranks import Outcome, run_forked
-from tests.gpus import gpu_of
+from tests.gpus import gpu_of, take_gpu
 
 TWO_AND_TWO = ("nvidia", "nvidia", "amd", "amd")
 THREE_AND_ONE = ("nvidia", "nvidia", "nvidia", "amd")
@@ -90,7 +90,7 @@ def _live(
     os.environ["MASTER_ADDR"] = "127.0.0.1"
     torch.set_num_threads(1)
     if options.get("on_gpus"):
-        torch.cuda.set_device(gpu_of(rank))
+        take_gpu(rank, len(vendors))
     try:
         import hetero
 

@@ -36,7 +36,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
 
 from tests.forked_ranks import values
-from tests.gpus import gpu_of
+from tests.gpus import NEEDS_A_GPU, gpu_of
 from tests.hetero.collectives.ranks import THREE_AND_ONE, TWO_AND_TWO, Side, run_ranks
 
 WIDTH, WIDE, STEPS = 8, 512, 4
@@ -279,10 +279,11 @@ def test_features_of_torch_give_what_they_give_over_gloo(vendors, tmp_path):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs 1 GPU")
-def test_the_same_between_gpus(tmp_path):
-    """Beside gloo's on CPUs. Of two vendors, for whose two ranks one GPU is enough."""
-    compare_features(("nvidia", "amd"), tmp_path, on_gpus=True)
+@NEEDS_A_GPU
+@pytest.mark.parametrize("vendors", [("nvidia", "amd"), TWO_AND_TWO], ids=["1+1", "2+2"])
+def test_the_same_between_gpus(vendors, tmp_path):
+    """Beside gloo's on CPUs."""
+    compare_features(vendors, tmp_path, on_gpus=True)
 
 
 def compare_features(vendors: Sequence[str], folder: Path, *, on_gpus: bool = False) -> None:

@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from hetero.link.base import Link, LinkDescription
 from tests.forked_ranks import ForkedRanks, Outcome
-from tests.gpus import gpu_of
+from tests.gpus import gpu_of, take_gpu
 from tests.hetero.link.transports import PATIENCE, SLOWNESS, Transport
 
 JOB = "contract"
@@ -167,7 +167,7 @@ def _join(rank: int, on_gpu: bool, store_path: str) -> dist.Store:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     if on_gpu:
-        torch.cuda.set_device(gpu_of(rank))
+        take_gpu(rank, 2)
     store = dist.FileStore(store_path, 2)
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if on_gpu else "gloo",

@@ -39,6 +39,23 @@ def test_a_gated_mlp_is_narrower_unless_its_width_is_given() -> None:
     assert model_from_flags(flags | {"swiglu": True}, source="flags").ffn == 2688
 
 
+def test_a_flag_counts_by_its_other_name_and_with_the_default_that_training_has() -> None:
+    flags = {
+        "encoder-num-layers": 3,
+        "encoder_seq_length": 64,
+        "hidden-size": 64,
+        "num-attention-heads": 4,
+        "group-query-attention": True,
+        "max-position-embeddings": 64,
+        "padded-vocab-size": 256,
+    }
+    model = model_from_flags(flags, source="flags")
+    assert (model.layers, model.seq_length, model.query_groups) == (3, 64, 1)
+    assert model.learned_positions == 64
+    rotated = model_from_flags(flags | {"use-rotary-position-embeddings": True}, source="flags")
+    assert rotated.learned_positions == 0
+
+
 def test_operations_of_a_llama_are_six_a_parameter_and_token_beside_attention() -> None:
     model = load_model("llama3-8b")
     matrices = model.parameters - model.embedding_parameters
