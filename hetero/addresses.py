@@ -11,8 +11,8 @@ import psutil
 
 
 @dataclass(frozen=True)
-class Way:
-    """How a rank reached rank 0: its own address on the way, and rank 0's."""
+class Route:
+    """The two addresses of a rank's connection to rank 0."""
 
     own: str
     rank_0: str
@@ -26,46 +26,45 @@ def family_of(address: str) -> socket.AddressFamily:
     return socket.AF_INET6 if ":" in address else socket.AF_INET
 
 
-def own_address(ways: Sequence[Way | None], rank: int) -> str:
-    """The address by which the ranks of other hosts reach this one; a loopback one if all are here.
+def own_address(routes: Sequence[Route | None], rank: int) -> str:
+    """The address by which other hosts reach this rank; a loopback one if all ranks are here.
 
-    `ways` are all ranks', None for rank 0's own. Rank 0 cannot see its own address, which its host
-    may resolve to a loopback one, as Debian's do; those who have reached it from elsewhere know.
+    `routes` are by rank, None for rank 0 itself. Rank 0 cannot see its own address, because its
+    host may resolve to a loopback one, as Debian's do; ranks of other hosts know it.
     """
-    way = ways[rank]
-    if way is not None and not is_loopback(way.own):
-        return way.own
-    others = [way for way in ways if way is not None and not is_loopback(way.own)]
+    route = routes[rank]
+    if route is not None and not is_loopback(route.own):
+        return route.own
+    others = [route for route in routes if route is not None and not is_loopback(route.own)]
     for other in others:
         if interface_with(other.rank_0) is not None:
             return other.rank_0
-    # It is behind a translation of addresses: the one that leads to them will do.
+    # Rank 0 is behind NAT: take the address of the interface that leads to the others.
     for other in others:
         return address_towards(other.own)
-    return (
-        way.own if way is not None else next((w.rank_0 for w in ways if w is not None), "127.0.0.1")
-    )
+    if route is not None:
+        return route.own
+    return next((other.rank_0 for other in routes if other is not None), "127.0.0.1")
 
 
 def interface_with(address: str) -> str | None:
-    """The network interface that has an address; None where none has."""
+    """The network interface that has an address; None if there is none."""
     wanted = ipaddress.ip_address(address)
     for name, entries in psutil.net_if_addrs().items():
         for entry in entries:
             if entry.family not in (socket.AF_INET, socket.AF_INET6):
                 continue
             its = ipaddress.ip_address(entry.address.partition("%")[0])
-            # Any loopback address belongs to that interface, whether it is listed or not.
+            # Every loopback address belongs to the loopback interface, listed or not.
             if its == wanted or (its.is_loopback and wanted.is_loopback):
                 return name
     return None
 
 
 def interface_address(name: str, family: socket.AddressFamily | None = None) -> str | None:
-    """An address of an interface, of a family if one is given, else IPv4 before IPv6.
+    """An address of an interface, of `family` if given, else IPv4 before IPv6.
 
-    None where it has none or does not exist. Addresses that only mean something together with an
-    interface (fe80::) count as none.
+    None if it has none or does not exist. Link-local addresses (fe80::) do not count.
     """
     entries = psutil.net_if_addrs().get(name, [])
     for wanted in (family,) if family is not None else (socket.AF_INET, socket.AF_INET6):
@@ -76,7 +75,7 @@ def interface_address(name: str, family: socket.AddressFamily | None = None) -> 
 
 
 def address_leading_to(host: str) -> str | None:
-    """The same, where others can use it; None for a way that stays within this host, or none."""
+    """`address_towards`, but None if it is a loopback address or there is no route."""
     try:
         address = address_towards(host)
     except OSError:
@@ -85,7 +84,7 @@ def address_leading_to(host: str) -> str | None:
 
 
 def address_towards(host: str) -> str:
-    """The local address from which packets to a host leave. OSError where there is no way."""
+    """The local address from which packets to a host are sent. OSError if there is no route."""
     failure: OSError | None = None
     for family, kind, _, _, address in socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM):
         try:

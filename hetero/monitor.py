@@ -1,7 +1,7 @@
-"""What a rank sees of the others while it waits for them: who is missing, and who has died.
+"""What a rank knows of the others while it waits for them: which are missing, failed or hang.
 
-Who has died or hangs is known from the connections of hetero.liveness. Rank 0 has one to each rank
-and settles a phase for all of them; the others do that where it is rank 0 itself.
+Failures and hangs are known from the connections of hetero.liveness. Rank 0 has one to each rank
+and ends a phase for all of them; the others do so if it is rank 0 that failed.
 """
 
 from __future__ import annotations
@@ -14,17 +14,16 @@ from torch.distributed import DistError
 
 from hetero.errors import HeteroError
 from hetero.liveness.liveness import Liveness
-from hetero.phase import Phase, ended, raise_error
+from hetero.phase import Phase, failure, raise_failure
 from hetero.waiting import Intervals, Waiting, name_ranks
 
-TICK_SECONDS = 1.0
-"""Between two looks."""
-_SILENCE_SECONDS = 15.0
-"""A rank that is waited for and sends no heartbeat for so long hangs, or its host does."""
+POLL_SECONDS = 1.0
+_HEARTBEAT_TIMEOUT_SECONDS = 15.0
+"""After which a rank that is waited for, or its host, hangs."""
 _CONNECT_SECONDS = 60.0
-"""A rank that has opened the store has reached rank 0 by then, or says in the phase why not.
+"""After which a rank that has opened the store should have connected to rank 0.
 
-Only in the first two phases: by the end of the second, each has.
+One that could not says so by the end of the second phase, so it applies only until then.
 """
 
 
@@ -41,128 +40,133 @@ class Monitor:
         at: str,
         intervals: Intervals,
     ) -> None:
-        """`at` says where the ranks meet, as ` at host:port`, or nothing."""
+        """`at` is the address of the rendezvous, as ` at host:port`, or empty."""
         self.rank, self.world_size, self.timeout = rank, world_size, timeout
         self.at, self.intervals = at, intervals
         self._liveness = liveness
 
     @property
-    def tick(self) -> float:
-        """Seconds between two looks."""
-        return min(TICK_SECONDS, self.intervals.first)
+    def poll_seconds(self) -> float:
+        return min(POLL_SECONDS, self.intervals.first)
 
     def unreachable(self, phase: Phase) -> str | None:
-        """Why this rank cannot reach rank 0. Only before a later phase in which it says so."""
+        """In the first phase: why this rank cannot reach rank 0. In the second it reports it."""
         return None if self._liveness is None or phase.number > 1 else self._liveness.unreachable
 
-    def find_failure(self, phase: Phase, *, together: bool = False) -> dict[str, Any] | None:
-        """How the phase ends if a rank has died or hangs."""
+    def find_failure(self, phase: Phase, *, is_section: bool = False) -> dict[str, Any] | None:
+        """The outcome of the phase if a rank has failed or hangs.
+
+        `is_section`: the phase is what an `Agreement.section` is about.
+        """
         if self._liveness is None:
             return None
-        doing = f"while the ranks {'opened the' if together else 'compared their'} {phase.what}"
-        end = self._liveness.ended
-        if end is not None and (self.rank == 0 or end.rank == 0):
-            text = end.sentence(self._liveness.name([end.rank]), during=f" {doing}")
-            return ended(text, agreed=end.rank > 0, code=1)
-        if silent := self._silent(self._liveness, phase, together=together):
+        doing = f"while the ranks {'opened the' if is_section else 'compared their'} {phase.what}"
+        failed = self._liveness.failure
+        if failed is not None and (self.rank == 0 or failed.rank == 0):
+            text = failed.sentence(self._liveness.name([failed.rank]), during=f" {doing}")
+            return failure(text, agreed=failed.rank > 0, code=1)
+        if silent := self._silent(self._liveness, phase, is_section=is_section):
             who = self._liveness.name(silent)
             text = (
                 f"{who} hangs, or its host does, {doing}: nothing was heard of it for "
                 f"{min(silent.values()):.0f} s; see its log"
             )
-            return ended(text, agreed=0 not in silent, code=1)
+            return failure(text, agreed=0 not in silent, code=1)
         lost = self._liveness.never_connected(_CONNECT_SECONDS) if phase.number < 3 else set()
         if lost and (lost := lost & set(phase.absent())):
             text = (
                 f"{self._liveness.name(lost)} ended {doing}, or cannot reach rank 0, to which it "
                 "has not connected; see its log"
             )
-            return ended(text, agreed=True, code=1)
+            return failure(text, agreed=True, code=1)
         return None
 
-    def _silent(self, liveness: Liveness, phase: Phase, *, together: bool) -> dict[int, float]:
+    def _silent(self, liveness: Liveness, phase: Phase, *, is_section: bool) -> dict[int, float]:
         """The ranks that are waited for and send no heartbeat, and for how many seconds."""
-        silent = liveness.silent(_SILENCE_SECONDS)
+        silent = liveness.silent(_HEARTBEAT_TIMEOUT_SECONDS)
         if silent and self.rank == 0:
-            awaited = set(phase.busy() if together else phase.absent())
+            awaited = set(phase.unfinished() if is_section else phase.absent())
             return {rank: age for rank, age in silent.items() if rank in awaited}
         return silent
 
-    def whom(self, phase: Phase, *, together: bool = False) -> str | None:
-        """Whom the ranks wait for, if this rank is the one to say it.
+    def awaited(self, phase: Phase, *, is_section: bool = False) -> str | None:
+        """Which ranks are waited for, if this rank is the one to print it.
 
-        In what is opened `together` also those who have come and are still at it.
+        In a section also those that have arrived and not finished.
         """
-        if self.rank > 0 and phase.rank_0_came():
+        if self.rank > 0 and phase.rank_0_arrived():
             return None
         absent = phase.absent()
-        late = absent or (phase.busy() if together else [])
+        late = absent or (phase.unfinished() if is_section else [])
         if not late or self.rank != min(set(range(self.world_size)) - set(absent)):
             return None
-        if together:
+        if is_section:
             return self.late(phase, "to come to", "to finish", absent=absent)
         return f"{name_ranks(absent, self.world_size)}{self.at}"
 
-    def late(self, phase: Phase, coming: str, finishing: str, *, absent: list[int]) -> str:
-        """Who keeps what is opened together from its end, with either verb."""
-        who = name_ranks(absent or phase.busy(), self.world_size)
-        return f"{who} {coming if absent else finishing} the {phase.what}{self.at}"
+    def late(self, phase: Phase, arriving: str, finishing: str, *, absent: list[int]) -> str:
+        """The ranks that hold up a section, with the verb for absent or for unfinished ones."""
+        who = name_ranks(absent or phase.unfinished(), self.world_size)
+        return f"{who} {arriving if absent else finishing} the {phase.what}{self.at}"
 
 
 class MonitorThread:
-    """Looks, from a thread, at what becomes of the others while ranks do something together."""
+    """Monitors a section from a thread, while the main thread is inside it."""
 
     def __init__(
-        self, monitor: Monitor, phase: Phase, lost: Callable[[HeteroError], None] | None
+        self,
+        monitor: Monitor,
+        phase: Phase,
+        on_failure: Callable[[HeteroError], None] | None,
     ) -> None:
-        self._monitor, self._phase, self._lost = monitor, phase, lost
-        self._over, self._own = threading.Event(), threading.Lock()
-        self._main_is_inside = True
+        self._monitor, self._phase, self._on_failure = monitor, phase, on_failure
+        self._stopped, self._lock = threading.Event(), threading.Lock()
+        self._is_armed = True
         threading.Thread(target=self._run, name=phase.what, daemon=True).start()
 
-    def leave_the_end_to_others(self) -> None:
-        """The main thread hears the outcome by itself from now on."""
-        with self._own:
-            self._main_is_inside = False
+    def disarm(self) -> None:
+        """Never call `on_failure` from now on: the main thread reads the outcome itself."""
+        with self._lock:
+            self._is_armed = False
 
     def stop(self) -> None:
-        self.leave_the_end_to_others()
-        self._over.set()
+        self.disarm()
+        self._stopped.set()
 
     def _run(self) -> None:
         monitor, phase = self._monitor, self._phase
         waiting = Waiting(monitor.intervals)
         try:
-            while not self._over.wait(monitor.tick):
-                waiting.tell(lambda: monitor.whom(phase, together=True))
-                outcome = phase.settled()
-                if outcome is None and (end := self._end()) is not None:
-                    outcome = phase.settle(end)
+            while not self._stopped.wait(monitor.poll_seconds):
+                waiting.tell(lambda: monitor.awaited(phase, is_section=True))
+                outcome = phase.outcome()
+                if outcome is None and (failed := self._find_failure()) is not None:
+                    outcome = phase.decide(failed)
                 if outcome is not None:
-                    self._tell(outcome)
+                    self._notify(outcome)
                     return
-        except DistError:  # the store is gone; the main thread meets the same and reports it
+        except DistError:  # the store is gone, which the main thread notices and reports too
             return
 
-    def _end(self) -> dict[str, Any] | None:
-        """How the phase ends if a rank has died, or the time is over."""
+    def _find_failure(self) -> dict[str, Any] | None:
+        """The outcome of the section if a rank has failed, or at the timeout."""
         monitor, phase = self._monitor, self._phase
-        end = monitor.find_failure(phase, together=True)
-        if end is None and phase.seconds > monitor.timeout:
+        found = monitor.find_failure(phase, is_section=True)
+        if found is None and phase.seconds > monitor.timeout:
             absent = phase.absent()
             late = monitor.late(phase, "did not come to", "did not finish", absent=absent)
             text = f"{late} within {monitor.timeout:g} s; see its log, and whether it hangs"
-            end = ended(text, agreed=0 not in absent)
-        return end
+            found = failure(text, agreed=0 not in absent)
+        return found
 
-    def _tell(self, outcome: Mapping[str, Any]) -> None:
-        # The main thread has first word: if it fails by itself now, it finds the same outcome.
-        if self._over.wait(self._monitor.tick):
+    def _notify(self, outcome: Mapping[str, Any]) -> None:
+        # Give the main thread time to fail by itself, in which case it finds the same outcome.
+        if self._stopped.wait(self._monitor.poll_seconds):
             return
-        with self._own:
-            if not self._main_is_inside or self._lost is None:
+        with self._lock:
+            if not self._is_armed or self._on_failure is None:
                 return
             try:
-                raise_error(outcome, cause=None)
+                raise_failure(outcome, cause=None)
             except HeteroError as error:
-                self._lost(error)
+                self._on_failure(error)

@@ -1,4 +1,4 @@
-"""One phase of an agreement as it stands in the rendezvous store, and the outcome it comes to."""
+"""One phase of an agreement in the rendezvous store, and its outcome."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hetero.store import RendezvousStore
 
 
 class Phase:
-    """One phase on the store: its keys, and what each rank does with them."""
+    """The keys of one phase, and the operations of each rank on them."""
 
     def __init__(self, store: RendezvousStore, number: int, what: str, world_size: int) -> None:
         """`number` counts a job's phases, from 1."""
@@ -20,48 +20,51 @@ class Phase:
         self._store, self._world_size = store, world_size
         self._began = time.monotonic()
         base = f"hetero/phase {number}"
-        self._records, self._came, self._done = f"{base}/records", f"{base}/came", f"{base}/done"
-        self.count, self._rank_0 = f"{base}/count", f"{base}/rank 0"
-        self.all, self.outcome = f"{base}/all", f"{base}/outcome"
+        self._records_key = f"{base}/records"
+        self._arrived_key, self._rank_0_key = f"{base}/arrived", f"{base}/rank 0"
+        self._finished_key, self.count_key = f"{base}/finished", f"{base}/count"
+        self.all_key, self.outcome_key = f"{base}/all", f"{base}/outcome"
 
-    def come(self, rank: int) -> None:
-        self._store.append(self._came, f"{rank}\n")
+    def arrive(self, rank: int) -> None:
+        self._store.append(self._arrived_key, f"{rank}\n")
         if rank == 0:
-            self._store.set(self._rank_0, "1")
+            self._store.set(self._rank_0_key, "1")
 
-    def tell(self, record: Record) -> None:
-        self._store.append(self._records, record.line())
-        if self._counted():
-            self._store.set(self.all, "1")
+    def submit(self, record: Record) -> None:
+        """Append this rank's record. The last rank wakes rank 0, which waits for `all_key`."""
+        self._store.append(self._records_key, record.line())
+        if self._is_last():
+            self._store.set(self.all_key, "1")
 
     def finish(self, rank: int) -> None:
-        self._store.append(self._done, f"{rank}\n")
-        if self._counted():
-            self.settle({"columns": {}})
+        """End a phase without records. The last rank sets the outcome."""
+        self._store.append(self._finished_key, f"{rank}\n")
+        if self._is_last():
+            self.decide({"columns": {}})
 
-    def _counted(self) -> bool:
-        """Whether this was the last of all ranks."""
-        return self._store.add(self.count, 1) >= self._world_size
+    def _is_last(self) -> bool:
+        return self._store.add(self.count_key, 1) >= self._world_size
 
-    def settle(self, outcome: Mapping[str, Any]) -> dict[str, Any]:
-        """The phase's outcome: this one, unless another rank has been first."""
-        settled = unpack(self._store.compare_set(self.outcome, "", pack(outcome)))
+    def decide(self, outcome: Mapping[str, Any]) -> dict[str, Any]:
+        """Set the phase's outcome unless another rank has; return the one that is set."""
+        decided = unpack(self._store.compare_set(self.outcome_key, "", pack(outcome)))
         if "error" in outcome:  # Rank 0 may wait for the last rank.
-            self._store.set(self.all, "1")
-        return settled
+            self._store.set(self.all_key, "1")
+        return decided
 
-    def settled(self) -> dict[str, Any] | None:
-        return self.read_outcome() if self._store.check([self.outcome]) else None
+    def outcome(self) -> dict[str, Any] | None:
+        """The outcome, once it is decided."""
+        return self.read_outcome() if self._store.check([self.outcome_key]) else None
 
     def read_outcome(self) -> dict[str, Any]:
-        """Once it is there."""
-        return unpack(self._store.get(self.outcome))
+        """The outcome, which must be decided: one operation on the store less than `outcome`."""
+        return unpack(self._store.get(self.outcome_key))
 
     def records(self) -> list[Record]:
-        return read_lines(self._store.get(self._records))
+        return read_lines(self._store.get(self._records_key))
 
-    def rank_0_came(self) -> bool:
-        return self._store.check([self._rank_0])
+    def rank_0_arrived(self) -> bool:
+        return self._store.check([self._rank_0_key])
 
     @property
     def seconds(self) -> float:
@@ -69,25 +72,25 @@ class Phase:
         return time.monotonic() - self._began
 
     def absent(self) -> list[int]:
-        """The ranks that have not come. One operation."""
-        return sorted(set(range(self._world_size)) - self._roll(self._came))
+        """The ranks that have not arrived. One operation on the store."""
+        return sorted(set(range(self._world_size)) - self._ranks_in(self._arrived_key))
 
-    def busy(self) -> list[int]:
-        """The ranks that have not finished."""
-        done = self._roll(self._done) if self._store.check([self._done]) else set()
-        return sorted(set(range(self._world_size)) - done)
+    def unfinished(self) -> list[int]:
+        any_finished = self._store.check([self._finished_key])
+        finished = self._ranks_in(self._finished_key) if any_finished else set()
+        return sorted(set(range(self._world_size)) - finished)
 
-    def _roll(self, key: str) -> set[int]:
+    def _ranks_in(self, key: str) -> set[int]:
         return {int(line) for line in self._store.get(key).split()}
 
 
-def ended(text: str, *, agreed: bool, code: int = UserError.exit_code) -> dict[str, Any]:
-    """The outcome of a phase that ends the job. `agreed`: rank 0 is there to print it."""
+def failure(text: str, *, agreed: bool, code: int = UserError.exit_code) -> dict[str, Any]:
+    """The outcome of a phase that ends the job. `agreed`: rank 0 exists and will print it."""
     return {"error": text, "agreed": agreed, "code": code}
 
 
-def raise_error(outcome: Mapping[str, Any], *, cause: Exception | None) -> None:
-    """Raise what an outcome ends the job with, if it does. `cause` is this rank's own error."""
+def raise_failure(outcome: Mapping[str, Any], *, cause: Exception | None) -> None:
+    """Raise the error of an outcome that is a failure. `cause` is this rank's own error."""
     if "error" not in outcome:
         return
     text, agreed = outcome["error"], outcome["agreed"]
@@ -95,10 +98,10 @@ def raise_error(outcome: Mapping[str, Any], *, cause: Exception | None) -> None:
         raise AgreedFailure(text, known_to_all=agreed) from cause
     if agreed:
         raise AgreedError(text) from cause
-    own = sentence(cause) if isinstance(cause, UserError) else None
+    own = error_text(cause) if isinstance(cause, UserError) else None
     raise UserError(own or text) from cause
 
 
-def sentence(error: Exception | None) -> str | None:
-    """What an error says, if there is one."""
+def error_text(error: Exception | None) -> str | None:
+    """An error's message, or else its type; None without an error."""
     return None if error is None else str(error) or type(error).__name__

@@ -1,7 +1,7 @@
-"""What the ranks tell in one phase of their agreement, folded into one value that stays small.
+"""What the ranks submit in one phase of an agreement, and its compact encoding.
 
-Most of what thousands of ranks tell is the same: versions, flags, results of checks. Folded, each
-distinct value of a field stands once, beside the list of who told it.
+Most of what thousands of ranks submit is the same: versions, flags, results of checks. Folded, each
+distinct value of a field is stored once, with the ranks' indices into the distinct values.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Record:
-    """What one rank tells."""
+    """What one rank submits."""
 
     rank: int
     phase: str
     fields: dict[str, str]
-    """By name, each value as JSON: most are equal, and those are read once."""
+    """By name; values as JSON, so that equal ones are decoded once."""
     error: str | None
 
     @classmethod
@@ -36,35 +36,34 @@ class Record:
 
 
 def read_lines(data: bytes) -> list[Record]:
-    """The records of lines that were appended one after another, in the order of their ranks."""
+    """The records of appended lines, in the order of ranks."""
     return sorted((Record(*json.loads(line)) for line in data.splitlines()), key=lambda r: r.rank)
 
 
 def fold(records: Sequence[Record]) -> dict[str, Any]:
-    """The fields of all records: distinct values, and which of them each record has."""
+    """By field: the distinct values, and which of them each record has (None: all the first)."""
     names = dict.fromkeys(name for record in records for name in record.fields)
     return {name: _column([record.fields.get(name) for record in records]) for name in names}
 
 
 def _column(values: Sequence[str | None]) -> list[Any]:
-    numbers = {value: number for number, value in enumerate(dict.fromkeys(values))}
-    return [list(numbers), [numbers[value] for value in values] if len(numbers) > 1 else None]
+    index = {value: number for number, value in enumerate(dict.fromkeys(values))}
+    return [list(index), [index[value] for value in values] if len(index) > 1 else None]
 
 
 def unfold(columns: Mapping[str, Any], count: int) -> list[dict[str, Any]]:
-    """The payloads of `count` records. Equal values are one object: they are there to be read."""
+    """The payloads of `count` records. Never modify a value: equal ones are the same object."""
     payloads: list[dict[str, Any]] = [{} for _ in range(count)]
-    for name, (values, numbers) in columns.items():
-        read = [None if value is None else json.loads(value) for value in values]
-        told = [value is not None for value in values]
-        for payload, number in zip(payloads, numbers or [0] * count, strict=True):
-            if told[number]:
-                payload[name] = read[number]
+    for name, (values, indices) in columns.items():
+        decoded = [None if value is None else json.loads(value) for value in values]
+        for payload, index in zip(payloads, indices or [0] * count, strict=True):
+            if values[index] is not None:
+                payload[name] = decoded[index]
     return payloads
 
 
 def pack(value: Mapping[str, Any]) -> str:
-    """As text, which every store takes. One limits what is set, to 8 MiB, and not what grows."""
+    """Compressed, because TCPStore limits a value that is set to 8 MiB; as text for any store."""
     return base64.b64encode(zlib.compress(json.dumps(value).encode(), 1)).decode()
 
 

@@ -1,4 +1,4 @@
-"""The rendezvous store: what is used of torch's, a wait for one of its keys, and deadlines."""
+"""The rendezvous store: the interface that is used of torch's, with deadlines and aborts."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from typing import Any, Protocol, TypeVar
 from torch.distributed import DistNetworkError, DistStoreError
 
 _Result = TypeVar("_Result")
-_LOOK_SECONDS = 1.0
+_POLL_SECONDS = 1.0
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 0.001, 0.1
 
 
 class Store(Protocol):
-    """What links and checks use of torch.distributed.Store."""
+    """The methods of torch.distributed.Store that links and checks use."""
 
     def set(self, key: str, value: str) -> None: ...
     def get(self, key: str) -> bytes: ...
@@ -25,7 +25,7 @@ class Store(Protocol):
 
 
 class RendezvousStore(Store, Protocol):
-    """And what the agreement uses besides."""
+    """And those that the agreement uses."""
 
     def add(self, key: str, amount: int) -> int: ...
     def append(self, key: str, value: str) -> None: ...
@@ -34,11 +34,11 @@ class RendezvousStore(Store, Protocol):
 
 
 class StoreWait:
-    """A wait for a key, in a thread of its own, so that ctrl-C reaches the main thread."""
+    """A wait for a key in a thread of its own, so that Ctrl-C interrupts the main thread."""
 
     def __init__(self, store: Store, key: str, seconds: float) -> None:
         self._store, self._key, self._seconds = store, key, seconds
-        self.over = threading.Event()
+        self.done = threading.Event()
         self._failure: Exception | None = None
         threading.Thread(target=self._wait, name=f"wait for {key}", daemon=True).start()
 
@@ -47,124 +47,124 @@ class StoreWait:
             self._store.wait([self._key], timedelta(seconds=self._seconds))
         except Exception as failure:
             self._failure = failure
-        self.over.set()
+        self.done.set()
 
-    def require(self) -> None:
-        """Raise what the wait ended with, unless the key is there."""
+    def result(self) -> None:
+        """Raise the error that the wait ended with, if any. Call it once `done` is set."""
         if self._failure is not None:
             raise self._failure
 
 
-class StoreSilent(DistNetworkError):
-    """The process that hosts the store is there, and answers nothing."""
+class StoreUnresponsive(DistNetworkError):
+    """The process that hosts the store exists, but does not answer."""
 
 
 class BoundedStore:
-    """A store of which no operation takes longer than the caller allows."""
+    """A store whose operations have a deadline each. StoreUnresponsive where one does not end."""
 
     def __init__(self, store: Any, *, seconds: float) -> None:
         """`store` is one of torch's."""
         self._store: RendezvousStore = store
         self._seconds = seconds
-        self._within = BoundedCalls().within
+        self._call = BoundedCalls().call
 
     def set(self, key: str, value: str) -> None:
-        self._within(self._seconds, lambda: self._store.set(key, value))
+        self._call(self._seconds, lambda: self._store.set(key, value))
 
     def get(self, key: str) -> bytes:
-        return self._within(self._seconds, lambda: self._store.get(key))
+        return self._call(self._seconds, lambda: self._store.get(key))
 
     def check(self, keys: list[str]) -> bool:
-        return self._within(self._seconds, lambda: self._store.check(keys))
+        return self._call(self._seconds, lambda: self._store.check(keys))
 
     def wait(self, keys: list[str], timeout: timedelta) -> None:
         seconds = timeout.total_seconds() + self._seconds
-        self._within(seconds, lambda: self._store.wait(keys, timeout))
+        self._call(seconds, lambda: self._store.wait(keys, timeout))
 
     def add(self, key: str, amount: int) -> int:
-        return self._within(self._seconds, lambda: self._store.add(key, amount))
+        return self._call(self._seconds, lambda: self._store.add(key, amount))
 
     def append(self, key: str, value: str) -> None:
-        self._within(self._seconds, lambda: self._store.append(key, value))
+        self._call(self._seconds, lambda: self._store.append(key, value))
 
     def compare_set(self, key: str, expected_value: str, desired_value: str) -> bytes:
-        return self._within(
+        return self._call(
             self._seconds, lambda: self._store.compare_set(key, expected_value, desired_value)
         )
 
     def multi_get(self, keys: list[str]) -> list[bytes]:
-        return self._within(self._seconds, lambda: self._store.multi_get(keys))
+        return self._call(self._seconds, lambda: self._store.multi_get(keys))
 
 
 class BoundedCalls:
-    """Calls of torch's client of a store, none of which takes longer than the caller allows.
+    """Calls into torch's store client, each with a deadline.
 
-    It waits without end for the answer of a host that has been stopped, whose network has gone, or
-    where something else listens. Here each call is a thread's, which is left behind with its wait.
+    The client itself waits for ever if the host is stopped, its network is gone, or something else
+    listens there. So each call has a thread, which is abandoned at the deadline.
     """
 
     def __init__(self) -> None:
         self._running: threading.Thread | None = None
 
-    def within(self, seconds: float, operation: Callable[[], _Result]) -> _Result:
-        """Its result, or what it raises. StoreSilent where it, or the one before, does not end."""
+    def call(self, seconds: float, operation: Callable[[], _Result]) -> _Result:
+        """Its result or exception. StoreUnresponsive if it, or the call before, does not end."""
         deadline = time.monotonic() + seconds
-        if (before := self._running) is not None:
-            before.join(seconds)
-            if before.is_alive():
-                raise self._silent(seconds)
-        ended: list[tuple[_Result | None, Exception | None]] = []
+        if (previous := self._running) is not None:
+            previous.join(seconds)
+            if previous.is_alive():
+                raise self._unresponsive(seconds)
+        outcome: list[tuple[_Result | None, Exception | None]] = []
 
         def run() -> None:
             try:
-                ended.append((operation(), None))
+                outcome.append((operation(), None))
             except Exception as error:
-                ended.append((None, error))
+                outcome.append((None, error))
 
         thread = threading.Thread(target=run, name="store operation", daemon=True)
         thread.start()
         self._running = thread
         thread.join(max(0.0, deadline - time.monotonic()))
-        if not ended:
-            raise self._silent(seconds)
-        result, error = ended[0]
+        if not outcome:
+            raise self._unresponsive(seconds)
+        result, error = outcome[0]
         if error is not None:
             raise error
         return result  # type: ignore[return-value]
 
     @staticmethod
-    def _silent(seconds: float) -> StoreSilent:
-        return StoreSilent(
+    def _unresponsive(seconds: float) -> StoreUnresponsive:
+        return StoreUnresponsive(
             f"the process that hosts the store has not answered for {seconds:g} s; see whether "
             "rank 0, or the launcher that hosts the store, hangs, and whether its host is reached"
         )
 
 
-class GivenUp(Exception):
-    """A wait for a key was given up; the cause is what said so."""
+class WaitAborted(Exception):
+    """A wait for a key was aborted; the cause is the exception of `check_abort`."""
 
 
-class WatchedStore:
-    """A store whose waits are given up when `look`, which they call every second, raises."""
+class AbortableStore:
+    """A store whose waits call `check_abort` every second, and end when it raises."""
 
-    def __init__(self, store: Store, look: Callable[[], None]) -> None:
-        self._store, self._look = store, look
+    def __init__(self, store: Store, check_abort: Callable[[], None]) -> None:
+        self._store, self._check_abort = store, check_abort
         self.set, self.get, self.check = store.set, store.get, store.check
 
     def wait(self, keys: list[str], timeout: timedelta) -> None:
-        """Raises GivenUp with what `look` said."""
+        """Raises WaitAborted with the text of what `check_abort` raised."""
         began = time.monotonic()
-        deadline, next_look = began + timeout.total_seconds(), began + _LOOK_SECONDS
+        deadline, next_check = began + timeout.total_seconds(), began + _POLL_SECONDS
         pause = _SHORTEST_PAUSE
-        # Not the store's own wait, which logs two warnings whenever it ends without the key.
+        # Poll instead of the store's own wait, which logs two warnings whenever it times out.
         while not self._store.check(keys):
             now = time.monotonic()
-            if now >= min(deadline, next_look):
+            if now >= min(deadline, next_check):
                 try:
-                    self._look()
+                    self._check_abort()
                 except Exception as reason:
-                    raise GivenUp(str(reason)) from reason
-                next_look = now + _LOOK_SECONDS
+                    raise WaitAborted(str(reason)) from reason
+                next_check = now + _POLL_SECONDS
             if now >= deadline:
                 raise DistStoreError(f"{', '.join(keys)} did not come within {timeout}")
             time.sleep(pause)

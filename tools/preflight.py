@@ -124,7 +124,7 @@ def _check(options: argparse.Namespace, rank: int, world_size: int) -> Report:
         store, rank=rank, world_size=world_size, master=os.environ["MASTER_ADDR"]
     )
     ending = threading.Event()
-    liveness.end_with_others(lambda error: None if ending.is_set() else _end(error))
+    liveness.on_failure(lambda error: None if ending.is_set() else _end(error))
     agreement = Agreement(
         store,
         rank=rank,

@@ -20,7 +20,7 @@ from hetero.cluster import identify
 from hetero.collectives.vendor_layout import Layout, Member
 from hetero.collectives.work import keep_join_work_alive
 from hetero.errors import LinkError, UserError
-from hetero.store import BoundedStore, StoreSilent
+from hetero.store import BoundedStore, StoreUnresponsive
 from hetero.waiting import spans
 
 
@@ -175,7 +175,7 @@ class _Rendezvous:
         """Every member's payload; LinkError if one has an error or does not come."""
         try:
             payloads = self._all_gather(what, own)
-        except StoreSilent as error:
+        except StoreUnresponsive as error:
             raise LinkError(f"group {self._name} could not be built: {error}") from error
         errors = {rank: p["error"] for rank, p in enumerate(payloads) if "error" in p}
         if errors:

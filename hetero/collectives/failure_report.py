@@ -19,7 +19,7 @@ import torch.distributed as dist
 from hetero.collectives.calls import Call
 from hetero.collectives.vendor_layout import Layout, Member
 from hetero.errors import LinkError
-from hetero.store import BoundedStore, StoreSilent
+from hetero.store import BoundedStore, StoreUnresponsive
 from hetero.waiting import spans
 
 POLL_SECONDS = 2.0
@@ -103,7 +103,7 @@ class StatusBoard:
                         found[member.rank] = RankStatus.decode(text)
                 if len(found) < self._layout.size:
                     time.sleep(_PAUSE_SECONDS)
-        except StoreSilent as error:
+        except StoreUnresponsive as error:
             return StatusReport([own], str(error))
         except RuntimeError:
             pass  # The store's host has ended; report the statuses read before.

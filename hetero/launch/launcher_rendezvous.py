@@ -26,7 +26,7 @@ from torch.distributed.elastic.rendezvous import (
 )
 
 from hetero.errors import UserError
-from hetero.store import BoundedCalls, BoundedStore, StoreSilent
+from hetero.store import BoundedCalls, BoundedStore, StoreUnresponsive
 from hetero.waiting import Intervals, Waiting, spans
 
 BACKEND = "hetero"
@@ -85,7 +85,7 @@ class LauncherRendezvous(RendezvousHandler):
             nodes = PrefixStore("hetero/nodes", self._own)
             try:
                 self._gather(BoundedStore(nodes, seconds=self._settings.timeout))
-            except StoreSilent as error:
+            except StoreUnresponsive as error:
                 raise UserError(f"{self._host_of_all()} was reached, and then: {error}") from error
         rendezvous = self._rendezvous()
         settings = self._settings
@@ -139,7 +139,7 @@ class LauncherRendezvous(RendezvousHandler):
             whom = f"{self._host_of_all()}, where something else may listen"
         try:
             with self._speaking(whom):
-                return BoundedCalls().within(
+                return BoundedCalls().call(
                     settings.timeout + _GRACE,
                     lambda: TCPStore(
                         host,

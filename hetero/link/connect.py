@@ -20,7 +20,7 @@ from hetero.link.names import FAMILIES, PATHS
 from hetero.link.nics import find_nics
 from hetero.link.open import ChannelOptions, open_link
 from hetero.native.binding import native
-from hetero.store import BoundedStore, Store, StoreSilent, WatchedStore
+from hetero.store import AbortableStore, BoundedStore, Store, StoreUnresponsive
 
 _log = logging.getLogger(__name__)
 _PREFIX = "hetero/connect"
@@ -70,10 +70,10 @@ def connect(
     pair = f"{min(rank, peer)}-{max(rank, peer)}"
     try:
         number = BoundedStore(store, seconds=timeout).add(f"{_PREFIX}/{pair}/opened by {rank}", 1)
-    except StoreSilent as error:
+    except StoreUnresponsive as error:
         raise LinkError(f"link rank {rank} - rank {peer} could not be opened: {error}") from error
     name = f"{pair}/{number}"
-    watched: Store = store if look is None else WatchedStore(store, look)
+    watched: Store = store if look is None else AbortableStore(store, look)
     job, theirs = _meet(store, watched, f"{_PREFIX}/{name}", rank=rank, peer=peer, timeout=timeout)
     own = _own_address(store, theirs)
     found = find_nics(nics, own=own, family=family_of(own))
@@ -82,7 +82,7 @@ def connect(
     )
     prefixed = dist.PrefixStore(_PREFIX, store)
     rendezvous = Rendezvous(
-        store=prefixed if look is None else WatchedStore(prefixed, look),
+        store=prefixed if look is None else AbortableStore(prefixed, look),
         description=LinkDescription(rank=rank, peer=peer, job=job, timeout=timeout),
         name=name,
         listens=rank < peer,

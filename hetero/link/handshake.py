@@ -22,7 +22,7 @@ from typing import Any
 from hetero.addresses import family_of
 from hetero.errors import LinkError
 from hetero.link.base import LinkDescription
-from hetero.store import GivenUp, Store
+from hetero.store import Store, WaitAborted
 
 _TOKEN_BYTES = 32
 _LENGTH = struct.Struct("<I")
@@ -158,7 +158,7 @@ def look_up(rendezvous: Rendezvous, what: str) -> dict[str, Any]:
     key = rendezvous.key(what)
     try:
         rendezvous.store.wait([key], timedelta(seconds=rendezvous.timeout))
-    except GivenUp:
+    except WaitAborted:
         raise
     except Exception as error:
         raise rendezvous.failure(

@@ -1,1 +1,1 @@
-"""Which ranks of a run are there, from the opening of the rendezvous store to the end."""
+"""Which ranks of a run are alive, from the opening of the rendezvous store to the end."""

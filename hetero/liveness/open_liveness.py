@@ -1,4 +1,4 @@
-"""How ranks open the connections that show who of them is there, as soon as they share a store."""
+"""Opens a rank's liveness connection, as soon as the ranks share a store."""
 
 from __future__ import annotations
 
@@ -9,42 +9,43 @@ from dataclasses import asdict
 from datetime import timedelta
 
 from hetero.addresses import address_leading_to
-from hetero.liveness.hub import Hub
-from hetero.liveness.liveness import HubAddress, Liveness
-from hetero.liveness.member import Member
+from hetero.liveness.liveness import Liveness, ServerAddress
+from hetero.liveness.liveness_client import LivenessClient
+from hetero.liveness.liveness_server import LivenessServer
 from hetero.store import RendezvousStore, Store
 
-_KEY = "hetero/liveness"
-_PRESENT = "hetero/present"
-"""The ranks that have opened the store, each in a line with its host."""
-_FOR_EVER = timedelta(days=30)
-"""Whoever waits for rank 0 has a deadline: the agreement. This thread has none."""
+_ADDRESS_KEY = "hetero/liveness"
+_PRESENT_KEY = "hetero/present"
+"""The ranks that have opened the store: a line for each, with its host."""
+_NO_TIMEOUT = timedelta(days=30)
+"""The agreement has a timeout for rank 0; the client's thread needs none of its own."""
 
 
 def open_liveness(store: Store, *, rank: int, world_size: int, master: str) -> Liveness:
-    """Rank 0 listens and says where; the others wait for that, and call, in a thread.
+    """Rank 0 listens and publishes its address; the others wait for that, and connect, in a thread.
 
-    `master` is where the store was reached: rank 0 is there too, unless a rendezvous put it
-    elsewhere. Nobody waits here for rank 0, which may come much later.
+    `master` is the host by which the store was reached: rank 0's, unless a rendezvous put it
+    elsewhere. Returns at once, without waiting for rank 0, which may start much later.
     """
-    # A connection of its own: waits hold the other, and one will hold this.
+    # A connection of its own: waits block the caller's, and one will block this.
     own: RendezvousStore = store.clone()  # type: ignore[attr-defined]
-    own.append(_PRESENT, f"{rank} {socket.gethostname()}\n")
+    own.append(_PRESENT_KEY, f"{rank} {socket.gethostname()}\n")
 
     def present() -> dict[int, str]:
-        lines = own.get(_PRESENT).decode().splitlines()
+        lines = own.get(_PRESENT_KEY).decode().splitlines()
         return {int(rank): host for rank, host in (line.split(" ", 1) for line in lines)}
 
     if rank == 0:
         token = secrets.token_hex(16)
-        hub = Hub(world_size=world_size, token=token, present=present)
+        server = LivenessServer(world_size=world_size, token=token, present=present)
         host = address_leading_to(master) or ""
-        store.set(_KEY, json.dumps(asdict(HubAddress(host, hub.port, token))))
-        return hub
+        address = ServerAddress(host, server.port, token)
+        store.set(_ADDRESS_KEY, json.dumps(asdict(address)))
+        return server
 
-    def find_hub() -> HubAddress:
-        own.wait([_KEY], _FOR_EVER)
-        told = json.loads(own.get(_KEY))
-        return HubAddress(told["host"] or master, told["port"], told["token"])
+    def find_server() -> ServerAddress:
+        own.wait([_ADDRESS_KEY], _NO_TIMEOUT)
+        address = json.loads(own.get(_ADDRESS_KEY))
+        return ServerAddress(address["host"] or master, address["port"], address["token"])
 
-    return Member(find_hub, rank=rank, world_size=world_size)
+    return LivenessClient(find_server, rank=rank, world_size=world_size)

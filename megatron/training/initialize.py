@@ -150,7 +150,7 @@ class Starter:
                 world_size=self.world_size,
                 master=os.environ["MASTER_ADDR"],
             )
-            self.liveness.end_with_others(self._end_with_others)
+            self.liveness.on_failure(self._abort_after_failure)
         self.agreement = Agreement(
             store,
             rank=self.rank,
@@ -165,7 +165,7 @@ class Starter:
         if joins_meshes(plan):
             use_mesh(args, plan.meshes[plan.coordinate(self.rank).mesh])
         if self.liveness is not None:
-            self.liveness.name_ranks(_names(identities, plan))
+            self.liveness.set_names(_names(identities, plan))
             self._own_address = agree_on_addresses(self.agreement, self.liveness, rank=self.rank)
         self._claim_save_folder(args)
         datasets = agree_on_data(
@@ -209,8 +209,8 @@ class Starter:
             raise AgreedError(str(error)) from error
         return identities, device
 
-    def _end_with_others(self, error: HeteroError) -> None:
-        """Another rank has ended, and the main thread waits where nothing tells it."""
+    def _abort_after_failure(self, error: HeteroError) -> None:
+        """Called by a thread after another rank failed: the main thread may be blocked for ever."""
         if not self._is_ending:
             self.report(error)
             os._exit(error.exit_code)
@@ -258,7 +258,7 @@ class Starter:
         os.environ.pop(INSTEAD_OF_VARIABLE, None)
         if args.hetero_nics:
             os.environ[NICS_VARIABLE] = ",".join(args.hetero_nics)
-        with self._agreed().together("process groups", lost=self._end_with_others):
+        with self._agreed().section("process groups", on_failure=self._abort_after_failure):
             open_world(
                 default,
                 store=dist.PrefixStore("hetero/default", store),
@@ -283,7 +283,7 @@ class Starter:
         job_name = self._agreed().exchange("job", payload=name)[0]["name"]
         links = None
         if args.hetero_pipeline:
-            with self._agreed().together("links", lost=self._end_with_others):
+            with self._agreed().section("links", on_failure=self._abort_after_failure):
                 links = open_links(
                     plan,
                     self.rank,
@@ -301,7 +301,7 @@ class Starter:
                 )
         if self.liveness is not None:
             longest = args.hetero_timeout if _crosses_vendors(args) else timeout
-            self.liveness.take_silence_for_an_end(min(longest, timeout))
+            self.liveness.set_heartbeat_timeout(min(longest, timeout))
         return Job(
             args=args,
             plan=plan,
@@ -331,7 +331,7 @@ class Starter:
 
     def _tell_others(self, reason: str) -> None:
         """Where another has ended before, all know of it; of one that hangs nobody else tells."""
-        if self.liveness is not None and self.liveness.ended is None:
+        if self.liveness is not None and self.liveness.failure is None:
             self.liveness.fail(reason)
 
     def report(self, error: HeteroError) -> None:

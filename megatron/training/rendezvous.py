@@ -9,7 +9,7 @@ from dataclasses import asdict
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
-from hetero.addresses import Way, interface_with, own_address
+from hetero.addresses import Route, interface_with, own_address
 from hetero.errors import UserError
 from hetero.open_files import allow_open_files
 from hetero.waiting import Waiting
@@ -96,10 +96,10 @@ def agree_on_addresses(agreement: Agreement, liveness: Liveness, *, rank: int) -
         liveness.await_connection()
     except UserError as failure:
         error = failure
-    way = None if liveness.way is None else asdict(liveness.way)
-    said = agreement.exchange("ways to rank 0", payload={"way": way}, error=error)
-    ways = [None if payload["way"] is None else Way(**payload["way"]) for payload in said]
-    own = own_address(ways, rank)
+    route = None if liveness.route is None else asdict(liveness.route)
+    said = agreement.exchange("routes to rank 0", payload={"route": route}, error=error)
+    routes = [None if payload["route"] is None else Route(**payload["route"]) for payload in said]
+    own = own_address(routes, rank)
     interface = interface_with(own)
     if interface is not None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)

@@ -108,7 +108,7 @@ def test_an_error_is_told_even_when_another_rank_is_missing() -> None:
 def test_a_rank_in_error_does_not_wait_for_ranks_that_were_never_started(
     monkeypatch: pytest.MonkeyPatch, wrong: int
 ) -> None:
-    monkeypatch.setattr("hetero.agreement._PATIENCE_WITH_AN_ERROR", 0.2)
+    monkeypatch.setattr("hetero.agreement._TIMEOUT_WITH_AN_ERROR", 0.2)
     sides: list[Side | None] = [None, None, None]
     sides[wrong] = _refuses("no file a")
     began = time.monotonic()
@@ -181,7 +181,7 @@ def test_a_rank_ends_though_the_process_that_hosts_the_store_answers_no_more(
 ) -> None:
     monkeypatch.setattr("hetero.agreement._ANNOUNCE_SECONDS", 0.2)
     resumed = threading.Event()
-    monkeypatch.setattr(Phase, "settle", lambda *_: resumed.wait(120))
+    monkeypatch.setattr(Phase, "decide", lambda *_: resumed.wait(120))
     failing = Agreement(DictStore(), rank=1, world_size=2, timeout=30)
     telling = threading.Thread(target=failing.announce_failure, args=(ZeroDivisionError(),))
     telling.start()
@@ -234,11 +234,11 @@ def test_nothing_is_said_of_a_wait_that_is_short(capfd: pytest.CaptureFixture[st
 def test_who_never_comes_to_what_is_opened_together_is_named(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("hetero.agreement._PATIENCE_WITH_A_FAILURE", 0.3)
+    monkeypatch.setattr("hetero.agreement._CAUSE_SECONDS", 0.3)
     member = _member(DictStore(), 0, world_size=2)
     with (
         pytest.raises(UserError, match="rank 1 did not come to the process groups at host:29500"),
-        member.together("process groups"),
+        member.section("process groups"),
     ):
         _fail_later("timed out")
     assert "waiting for rank 1 to come to the process groups" in capfd.readouterr().err
@@ -249,7 +249,7 @@ def test_who_is_still_at_it_is_named_while_the_others_have_finished(
 ) -> None:
     def open_for(seconds: float) -> Side:
         def side(agreement: Agreement) -> None:
-            with agreement.together("links"):
+            with agreement.section("links"):
                 time.sleep(seconds)
 
         return side

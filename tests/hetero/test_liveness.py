@@ -1,4 +1,4 @@
-"""Who of the ranks is there: rank 0 hears of an end at once, and all others from it."""
+"""Liveness: rank 0 notices a failure at once, and tells all others."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ import pytest
 
 from hetero.errors import UserError
 from hetero.liveness import liveness
-from hetero.liveness.hub import Hub
-from hetero.liveness.liveness import HubAddress, RankLost
-from hetero.liveness.member import Member
+from hetero.liveness.liveness import RankLost, ServerAddress
+from hetero.liveness.liveness_client import LivenessClient
+from hetero.liveness.liveness_server import LivenessServer
 from hetero.liveness.open_liveness import open_liveness
 from tools.start_up.counting import DictStore
 
@@ -26,22 +26,22 @@ TOKEN = "a job's"
 
 
 @pytest.fixture
-def hub() -> Iterator[Hub]:
-    made = Hub(world_size=3, token=TOKEN)
-    made.name_ranks(NAMES)
+def server() -> Iterator[LivenessServer]:
+    made = LivenessServer(world_size=3, token=TOKEN)
+    made.set_names(NAMES)
     yield made
     made.leave()
 
 
-def called(port: int, rank: int, token: str = TOKEN) -> Member:
-    made = Member(lambda: HubAddress("127.0.0.1", port, token), rank=rank, world_size=3)
-    made.name_ranks(NAMES)
+def called(port: int, rank: int, token: str = TOKEN) -> LivenessClient:
+    made = LivenessClient(lambda: ServerAddress("127.0.0.1", port, token), rank=rank, world_size=3)
+    made.set_names(NAMES)
     return made
 
 
-def member(hub: Hub, rank: int) -> Member:
-    """One that has reached rank 0."""
-    made = called(hub.port, rank)
+def connected(server: LivenessServer, rank: int) -> LivenessClient:
+    """The client of a rank that is connected to rank 0."""
+    made = called(server.port, rank)
     made.await_connection()
     return made
 
@@ -52,36 +52,38 @@ def _join_and_wait(port: int, joined: multiprocessing.synchronize.Event) -> None
     threading.Event().wait()
 
 
-def test_a_killed_rank_is_named_to_all_with_its_host_and_when_it_was_last_heard(hub: Hub) -> None:
+def test_a_killed_rank_is_named_to_all_with_its_host_and_when_it_was_last_heard(
+    server: LivenessServer,
+) -> None:
     spawn = multiprocessing.get_context("spawn")
     joined = spawn.Event()
-    process = spawn.Process(target=_join_and_wait, args=(hub.port, joined))
+    process = spawn.Process(target=_join_and_wait, args=(server.port, joined))
     process.start()
-    other = member(hub, 1)
+    other = connected(server, 1)
     assert joined.wait(120)
     process.kill()
     process.join()
-    for side in (hub, other):
+    for side in (server, other):
         said = side.cause(10.0)
         assert said is not None
         assert said.startswith("rank 2 on host2 (stage 2) has ended without a word (last heard at ")
     other.leave()
 
 
-def test_a_rank_that_fails_is_quoted(hub: Hub) -> None:
-    one, other = member(hub, 1), member(hub, 2)
+def test_a_rank_that_fails_is_quoted(server: LivenessServer) -> None:
+    one, other = connected(server, 1), connected(server, 2)
     one.fail("out of memory")
     expected = "rank 1 on host1 (stage 1) failed: out of memory"
-    assert [side.cause(10.0) for side in (hub, other)] == [expected] * 2
+    assert [side.cause(10.0) for side in (server, other)] == [expected] * 2
     other.leave()
 
 
-def test_the_first_end_is_the_one_that_is_told(hub: Hub) -> None:
-    one, other = member(hub, 1), member(hub, 2)
+def test_the_first_failure_is_the_one_that_is_reported(server: LivenessServer) -> None:
+    one, other = connected(server, 1), connected(server, 2)
     one.fail("out of memory")
     assert other.cause(10.0) is not None
     other.fail("a collective failed")
-    assert hub.cause(10.0) == "rank 1 on host1 (stage 1) failed: out of memory"
+    assert server.cause(10.0) == "rank 1 on host1 (stage 1) failed: out of memory"
 
 
 def test_the_end_of_rank_0_is_noticed_by_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,38 +107,38 @@ def test_the_end_of_rank_0_is_noticed_by_the_others(monkeypatch: pytest.MonkeyPa
     assert said.startswith("rank 0 on host0 (stage 0) has ended without a word")
 
 
-def test_ranks_that_leave_at_the_end_are_not_spoken_of(hub: Hub) -> None:
-    one, other = member(hub, 1), member(hub, 2)
+def test_ranks_that_leave_at_the_end_have_not_failed(server: LivenessServer) -> None:
+    one, other = connected(server, 1), connected(server, 2)
     one.leave()
     other.leave()
     assert one._connection is not None
     one._connection.close()
-    assert hub.cause(0.3) is None
+    assert server.cause(0.3) is None
 
 
 def test_when_rank_0_leaves_nobody_takes_it_for_a_failure() -> None:
-    hub = Hub(world_size=2, token=TOKEN)
-    other = member(hub, 1)
-    hub.leave()
-    assert other._over.wait(120)
+    server = LivenessServer(world_size=2, token=TOKEN)
+    other = connected(server, 1)
+    server.leave()
+    assert other._closed.wait(120)
     assert other.cause(0.2) is None
 
 
-def test_a_rank_that_shows_no_life_is_named_when_it_is_asked_for(
-    hub: Hub, monkeypatch: pytest.MonkeyPatch
+def test_a_rank_without_a_heartbeat_is_named_when_the_cause_is_asked_for(
+    server: LivenessServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    one = member(hub, 1)
+    one = connected(server, 1)
     assert one.cause(0.0) is None
-    monkeypatch.setattr(hub, "_silence", -1.0)
-    for side in (hub, one):
+    monkeypatch.setattr(server, "_shortest_timeout", -1.0)
+    for side in (server, one):
         said = side.cause(0.0)
         assert said is not None
         assert said.startswith("rank 1 on host1 (stage 1) was last heard 0 s ago")
     one.leave()
 
 
-def test_a_process_that_goes_on_after_another_has_ended_is_ended(
-    hub: Hub, monkeypatch: pytest.MonkeyPatch
+def test_a_process_that_still_runs_after_anothers_failure_is_aborted(
+    server: LivenessServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(liveness, "_GRACE_SECONDS", 0.05)
     ended = threading.Event()
@@ -146,43 +148,45 @@ def test_a_process_that_goes_on_after_another_has_ended_is_ended(
         reasons.append(error)
         ended.set()
 
-    hub.end_with_others(end)
-    member(hub, 1).fail("out of memory")
+    server.on_failure(end)
+    connected(server, 1).fail("out of memory")
     assert ended.wait(120)
     assert str(reasons[0]) == "rank 1 on host1 (stage 1) failed: out of memory"
 
 
 @pytest.mark.parametrize("seen_by", ["rank 0", "rank 1"])
-def test_a_rank_that_is_silent_for_longer_than_is_waited_counts_as_ended(
-    hub: Hub, seen_by: str, monkeypatch: pytest.MonkeyPatch
+def test_a_rank_without_a_heartbeat_for_the_timeout_has_failed(
+    server: LivenessServer, seen_by: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    other = member(hub, 1)
-    side, silent = (hub, 1) if seen_by == "rank 0" else (other, 0)
-    for one in (hub, other):
+    other = connected(server, 1)
+    side, silent = (server, 1) if seen_by == "rank 0" else (other, 0)
+    for one in (server, other):
         monkeypatch.setattr(one, "_interval", 0.01)
-    monkeypatch.setattr(side, "_silence", 0.0)
-    monkeypatch.setattr(side, "seconds_since_heard", lambda: {silent: 40.0})
-    side.take_silence_for_an_end(50.0)
-    assert not side._noticed.wait(0.2)
-    side.take_silence_for_an_end(30.0)
+    monkeypatch.setattr(side, "_shortest_timeout", 0.0)
+    monkeypatch.setattr(side, "heartbeat_ages", lambda: {silent: 40.0})
+    side.set_heartbeat_timeout(50.0)
+    assert not side._failed.wait(0.2)
+    side.set_heartbeat_timeout(30.0)
     said = f"{NAMES[silent]} failed: no heartbeat for 40 s; see whether it, or its host, hangs"
     assert side.cause(120) == said
-    if side is hub:
+    if side is server:
         assert other.cause(120) == said
 
 
-def test_a_stranger_is_turned_away_and_nobody_hears_of_it(hub: Hub) -> None:
-    stranger = called(hub.port, 1, token="another's")
+def test_a_connection_without_the_token_is_refused_and_not_reported(
+    server: LivenessServer,
+) -> None:
+    stranger = called(server.port, 1, token="another's")
     with pytest.raises(UserError, match="something that is not this job's rank 0"):
         stranger.await_connection()
-    with socket.create_connection(("127.0.0.1", hub.port)) as scanner:
+    with socket.create_connection(("127.0.0.1", server.port)) as scanner:
         scanner.sendall(b"GET / HTTP/1.1\r\n\r\n")
         assert scanner.recv(100) == b""
-    assert hub.cause(0.2) is None
+    assert server.cause(0.2) is None
 
 
-def test_a_forked_worker_does_not_keep_its_parents_connection_open(hub: Hub) -> None:
-    side = member(hub, 1)
+def test_a_forked_worker_does_not_keep_its_parents_connection_open(server: LivenessServer) -> None:
+    side = connected(server, 1)
     assert side._connection is not None
     child = os.fork()
     if child == 0:
@@ -191,7 +195,7 @@ def test_a_forked_worker_does_not_keep_its_parents_connection_open(hub: Hub) -> 
     try:
         side._connection.shutdown(socket.SHUT_RDWR)
         side._connection.close()
-        assert hub.cause(10.0) is not None
+        assert server.cause(10.0) is not None
     finally:
         os.kill(child, 9)
         os.waitpid(child, 0)
@@ -202,37 +206,37 @@ def test_heartbeats_get_rarer_where_there_are_many_ranks() -> None:
     assert 16384 / liveness.heartbeat_interval(16384) <= 256
 
 
-# From the opening of the store on.
+# Before any process group exists.
 
 
-def test_who_comes_before_rank_0_reaches_it_when_it_has_come() -> None:
+def test_a_rank_that_starts_before_rank_0_connects_once_it_has_started() -> None:
     store = DictStore()
     early = open_liveness(store, rank=1, world_size=2, master="127.0.0.1")
-    assert early.seconds_since_heard() == {}
+    assert early.heartbeat_ages() == {}
     assert early.unreachable is None
-    hub = open_liveness(store, rank=0, world_size=2, master="127.0.0.1")
+    server = open_liveness(store, rank=0, world_size=2, master="127.0.0.1")
     early.await_connection()
-    assert early.way is not None
-    assert early.way.own == "127.0.0.1"
-    assert set(hub.seconds_since_heard()) == {1}
-    assert hub.name([1]) == f"rank 1 on {socket.gethostname()}"
-    hub.leave()
+    assert early.route is not None
+    assert early.route.own == "127.0.0.1"
+    assert set(server.heartbeat_ages()) == {1}
+    assert server.name([1]) == f"rank 1 on {socket.gethostname()}"
+    server.leave()
 
 
-def test_ranks_are_named_with_their_hosts_before_anything_else_is_known_of_them(hub: Hub) -> None:
-    hub.name_ranks({})
-    sides = [member(hub, 1), member(hub, 2)]
+def test_ranks_without_names_are_named_with_their_hosts(server: LivenessServer) -> None:
+    server.set_names({})
+    sides = [connected(server, 1), connected(server, 2)]
     host = socket.gethostname()
-    assert hub.name([2, 1]) == f"ranks 1-2 on {host}"
-    sides[0].name_ranks({})
+    assert server.name([2, 1]) == f"ranks 1-2 on {host}"
+    sides[0].set_names({})
     sides[1].fail("out of memory")
     assert sides[0].cause(10.0) == f"rank 2 on {host} failed: out of memory"
 
 
-def test_who_comes_after_an_end_is_told_of_it(hub: Hub) -> None:
-    member(hub, 1).fail("out of memory")
-    assert hub.cause(10.0) is not None
-    assert member(hub, 2).cause(10.0) == "rank 1 on host1 (stage 1) failed: out of memory"
+def test_a_rank_that_connects_after_a_failure_is_told_of_it(server: LivenessServer) -> None:
+    connected(server, 1).fail("out of memory")
+    assert server.cause(10.0) is not None
+    assert connected(server, 2).cause(10.0) == "rank 1 on host1 (stage 1) failed: out of memory"
 
 
 def test_a_rank_that_cannot_reach_rank_0_says_so_when_it_is_asked() -> None:
@@ -246,30 +250,32 @@ def test_a_rank_that_cannot_reach_rank_0_says_so_when_it_is_asked() -> None:
     side.leave()
 
 
-def test_a_rank_0_that_shows_no_life_is_named(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
-    side = member(hub, 1)
-    monkeypatch.setattr(side, "_silence", -1.0)
+def test_a_rank_0_without_a_heartbeat_is_named(
+    server: LivenessServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    side = connected(server, 1)
+    monkeypatch.setattr(side, "_shortest_timeout", -1.0)
     said = side.cause(0.0)
     assert said is not None
     assert said.startswith("rank 0 on host0 (stage 0) was last heard 0 s ago")
 
 
-def test_a_rank_0_that_was_held_up_takes_nobody_for_silent(
-    hub: Hub, monkeypatch: pytest.MonkeyPatch
+def test_a_pause_of_rank_0_is_not_silence_of_another_rank(
+    server: LivenessServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its own pause is no silence of the others, whose heartbeats wait to be read."""
+    """The others' heartbeats wait to be read meanwhile."""
     monkeypatch.setattr(liveness, "_HEARTBEAT_SECONDS", 0.05)
-    side = member(hub, 1)
-    go_on, hear = threading.Event(), hub._hear
+    side = connected(server, 1)
+    go_on, receive = threading.Event(), server._receive
 
-    def held_up(line: Any) -> None:
+    def held_up(client: Any) -> None:
         go_on.wait(120)
-        hear(line)
+        receive(client)
 
-    monkeypatch.setattr(hub, "_hear", held_up)
+    monkeypatch.setattr(server, "_receive", held_up)
     time.sleep(1.5)
-    assert hub.seconds_since_heard()[1] < 1.2
+    assert server.heartbeat_ages()[1] < 1.2
     go_on.set()
     time.sleep(0.2)
-    assert hub.seconds_since_heard()[1] < 1.2
+    assert server.heartbeat_ages()[1] < 1.2
     side.leave()

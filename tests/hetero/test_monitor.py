@@ -15,9 +15,9 @@ import pytest
 
 from hetero.agreement import Agreement
 from hetero.errors import AgreedFailure, HeteroError, LinkError, UserError
-from hetero.liveness.hub import Hub
 from hetero.liveness.liveness import Liveness
-from hetero.liveness.member import Member
+from hetero.liveness.liveness_client import LivenessClient
+from hetero.liveness.liveness_server import LivenessServer
 from hetero.liveness.open_liveness import open_liveness
 from hetero.phase import Phase
 from hetero.records import Record
@@ -44,25 +44,25 @@ def _of(rank: int, world_size: int) -> dict[str, Any]:
 
 def _die(liveness: Liveness) -> None:
     """What the kernel does when a process ends."""
-    liveness._over.set()
-    if isinstance(liveness, Hub):
-        for line in [*liveness._lines.values()]:
-            line.connection.shutdown(socket.SHUT_RDWR)
-    elif isinstance(liveness, Member) and liveness._connection is not None:
+    liveness._closed.set()
+    if isinstance(liveness, LivenessServer):
+        for client in [*liveness._clients.values()]:
+            client.connection.shutdown(socket.SHUT_RDWR)
+    elif isinstance(liveness, LivenessClient) and liveness._connection is not None:
         liveness._connection.shutdown(socket.SHUT_RDWR)
 
 
 def _hang(liveness: Liveness) -> None:
-    if isinstance(liveness, Hub):
-        liveness._obey = lambda *_: None  # type: ignore[method-assign]
+    if isinstance(liveness, LivenessServer):
+        liveness._handle = lambda *_: None  # type: ignore[method-assign]
     else:
         liveness._interval = 1000.0
 
 
 def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hetero.liveness.liveness._HEARTBEAT_SECONDS", 0.05)
-    monkeypatch.setattr("hetero.monitor.TICK_SECONDS", 0.05)
-    monkeypatch.setattr("hetero.monitor._SILENCE_SECONDS", 0.5)
+    monkeypatch.setattr("hetero.monitor.POLL_SECONDS", 0.05)
+    monkeypatch.setattr("hetero.monitor._HEARTBEAT_TIMEOUT_SECONDS", 0.5)
 
 
 @pytest.mark.parametrize("lost", [0, 1])
@@ -111,14 +111,14 @@ def test_a_rank_that_cannot_reach_rank_0_waits_for_others_errors_and_tells_them_
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     _impatient(monkeypatch)
-    monkeypatch.setattr("hetero.agreement._PATIENCE_WITH_AN_ERROR", 0.5)
+    monkeypatch.setattr("hetero.agreement._TIMEOUT_WITH_AN_ERROR", 0.5)
     store = DictStore()
     store.set("hetero/liveness", '{"host": "127.0.0.1", "port": 1, "token": ""}')
     live = open_liveness(store, rank=1, world_size=3, master="127.0.0.1")
     cut_off = Agreement(store, **_of(1, 3), liveness=live)
     other = Phase(store, 1, "flags", 3)
-    other.come(2)
-    other.tell(Record.of(2, "flags", None, "no file a"))
+    other.arrive(2)
+    other.submit(Record.of(2, "flags", None, "no file a"))
     with pytest.raises(UserError, match=r"cannot reach rank 0 at 127\.0\.0\.1, port 1") as raised:
         cut_off.exchange("flags")
     assert "rank 2: no file a; rank 1: " in str(raised.value)
@@ -133,8 +133,8 @@ def test_a_rank_that_came_and_died_before_it_could_connect_is_named(
     store = DictStore()
     store.append("hetero/present", "1 b\n")
     dead = Agreement(store, **_of(1, 2))
-    hub = open_liveness(store, rank=0, world_size=2, master="127.0.0.1")
-    first = Agreement(store, **_of(0, 2), liveness=hub)
+    server = open_liveness(store, rank=0, world_size=2, master="127.0.0.1")
+    first = Agreement(store, **_of(0, 2), liveness=server)
     with ThreadPoolExecutor() as pool:
         for side in (dead, first):
             pool.submit(side.exchange, "flags")
@@ -152,7 +152,7 @@ Does = Callable[[Liveness, threading.Event], Any]
 def _together(monkeypatch: pytest.MonkeyPatch, *does: Does) -> tuple[list[Any], list[HeteroError]]:
     """What each rank's side raised, and what was told to those who were held by a library."""
     _impatient(monkeypatch)
-    monkeypatch.setattr("hetero.agreement._PATIENCE_WITH_A_FAILURE", 1.0)
+    monkeypatch.setattr("hetero.agreement._CAUSE_SECONDS", 1.0)
     lost: list[HeteroError] = []
     told = threading.Event()
 
@@ -161,7 +161,7 @@ def _together(monkeypatch: pytest.MonkeyPatch, *does: Does) -> tuple[list[Any], 
         told.set()
 
     def side(agreement: Agreement, liveness: Liveness, what: Does) -> None:
-        with agreement.together("process groups", lost=tell):
+        with agreement.section("process groups", on_failure=tell):
             what(liveness, told)
 
     sides = _connected(len(does))

@@ -6,7 +6,7 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from hetero.store import BoundedStore, GivenUp, StoreSilent, WatchedStore
+from hetero.store import AbortableStore, BoundedStore, StoreUnresponsive, WaitAborted
 
 
 class StoppedStore:
@@ -41,9 +41,11 @@ def test_answers_and_errors_are_the_stores_own():
 def test_no_operation_waits_longer_than_allowed_for_a_host_that_is_stopped():
     stopped = StoppedStore()
     store = BoundedStore(stopped, seconds=0.05)
-    with pytest.raises(StoreSilent, match=r"has not answered for 0\.05 s; see whether rank 0"):
+    with pytest.raises(
+        StoreUnresponsive, match=r"has not answered for 0\.05 s; see whether rank 0"
+    ):
         store.check(["key"])
-    with pytest.raises(StoreSilent):  # Nor does the next, which the first is still before.
+    with pytest.raises(StoreUnresponsive):  # Nor does the next, which the first is still before.
         store.add("count", 1)
     stopped.goes_on.set()
     assert BoundedStore(stopped, seconds=30.0).add("count", 1) == 1
@@ -52,30 +54,30 @@ def test_no_operation_waits_longer_than_allowed_for_a_host_that_is_stopped():
 def test_a_host_that_goes_on_is_heard_again():
     stopped = StoppedStore()
     store = BoundedStore(stopped, seconds=0.05)
-    with pytest.raises(StoreSilent):
+    with pytest.raises(StoreUnresponsive):
         store.check(["key"])
     stopped.goes_on.set()
     for _ in range(600):
         try:
             assert not store.check(["key"])
             return
-        except StoreSilent:  # 0.05 s were too few on a busy machine.
+        except StoreUnresponsive:  # 0.05 s were too few on a busy machine.
             continue
     pytest.fail("it was never heard again")
 
 
-def test_a_wait_ends_with_what_is_seen_meanwhile_or_at_its_own_end():
-    looks: list[str] = []
+def test_a_wait_ends_when_it_is_aborted_or_times_out():
+    checks: list[str] = []
 
-    def look() -> None:
-        looks.append("look")
-        if len(looks) == 2:
+    def check_abort() -> None:
+        checks.append("check")
+        if len(checks) == 2:
             raise RuntimeError("rank 3 has ended")
 
-    store = WatchedStore(dist.HashStore(), look)
+    store = AbortableStore(dist.HashStore(), check_abort)
     with pytest.raises(dist.DistStoreError):
         store.wait(["key"], timedelta(milliseconds=10))
-    with pytest.raises(GivenUp, match="rank 3 has ended"):
+    with pytest.raises(WaitAborted, match="rank 3 has ended"):
         store.wait(["key"], timedelta(minutes=5))
     store.set("key", "value")
     store.wait(["key"], timedelta(seconds=1))
@@ -84,7 +86,7 @@ def test_a_wait_ends_with_what_is_seen_meanwhile_or_at_its_own_end():
 def test_a_wait_that_ends_without_its_key_logs_nothing(capfd: pytest.CaptureFixture[str]):
     """As torch's own does, twice for each second that a rank waits for another."""
     hosted = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    store = WatchedStore(hosted, lambda: None)
+    store = AbortableStore(hosted, lambda: None)
     capfd.readouterr()
     with pytest.raises(dist.DistStoreError, match="key did not come within"):
         store.wait(["key"], timedelta(milliseconds=50))

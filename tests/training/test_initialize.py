@@ -8,9 +8,9 @@ from collections.abc import Iterator
 import pytest
 
 from hetero.link.base import LinkError
-from hetero.liveness.hub import Hub
-from hetero.liveness.liveness import HubAddress
-from hetero.liveness.member import Member
+from hetero.liveness.liveness import ServerAddress
+from hetero.liveness.liveness_client import LivenessClient
+from hetero.liveness.liveness_server import LivenessServer
 from megatron.training.initialize import Starter
 from megatron.training.pretrain import _explain
 
@@ -18,41 +18,43 @@ HANGS = "rank 2 on c (stage 1) was last heard 10 s ago; see whether it, or its h
 
 
 @pytest.fixture
-def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[LivenessServer]:
     """Rank 0's side, where rank 2 hangs."""
-    made = Hub(world_size=3, token="a job's")
-    made.name_ranks({0: "rank 0 on a (stage 0)", 2: "rank 2 on c (stage 1)"})
-    monkeypatch.setattr(made, "_ask_for_silent", lambda: {2: 10.0})
+    made = LivenessServer(world_size=3, token="a job's")
+    made.set_names({0: "rank 0 on a (stage 0)", 2: "rank 2 on c (stage 1)"})
+    monkeypatch.setattr(made, "_query_silent", lambda: {2: 10.0})
     yield made
     made.leave()
 
 
 @pytest.fixture
-def other(hub: Hub) -> Iterator[Member]:
+def other(server: LivenessServer) -> Iterator[LivenessClient]:
     """A rank that waits for neither of them."""
-    made = Member(lambda: HubAddress("127.0.0.1", hub.port, "a job's"), rank=1, world_size=3)
-    made.name_ranks({0: "rank 0 on a (stage 0)"})
+    made = LivenessClient(
+        lambda: ServerAddress("127.0.0.1", server.port, "a job's"), rank=1, world_size=3
+    )
+    made.set_names({0: "rank 0 on a (stage 0)"})
     made.await_connection()
     yield made
     made.leave()
 
 
 @pytest.fixture
-def starter(hub: Hub) -> Starter:
+def starter(server: LivenessServer) -> Starter:
     made = Starter()
-    made.world_size, made.liveness = 3, hub
+    made.world_size, made.liveness = 3, server
     return made
 
 
 def test_who_gives_up_a_rank_that_hangs_tells_the_others_which_it_was(
-    starter: Starter, other: Member
+    starter: Starter, other: LivenessClient
 ) -> None:
     starter.report(LinkError("receiving failed"))
     assert other.cause(10.0) == f"rank 0 on a (stage 0) failed: receiving failed; {HANGS}"
 
 
 def test_a_collective_that_waited_for_a_rank_that_hangs_is_told_with_it(
-    starter: Starter, other: Member
+    starter: Starter, other: LivenessClient
 ) -> None:
     _explain(starter, RuntimeError("[gloo/transport/tcp.cc:1] Timed out waiting"))
     said = f"a collective failed (it took too long); {HANGS}"
@@ -60,10 +62,10 @@ def test_a_collective_that_waited_for_a_rank_that_hangs_is_told_with_it(
 
 
 def test_who_ends_because_another_has_ended_says_nothing_of_itself(
-    starter: Starter, hub: Hub, other: Member
+    starter: Starter, server: LivenessServer, other: LivenessClient
 ) -> None:
     other.fail("out of memory")
-    assert hub.cause(10.0) is not None
+    assert server.cause(10.0) is not None
     starter.report(LinkError("receiving failed"))
     starter.announce_failure(LinkError("receiving failed"))
     assert other.cause(10.0) == f"rank 1 on {socket.gethostname()} failed: out of memory"

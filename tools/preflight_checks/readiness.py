@@ -260,7 +260,7 @@ class Together:
         return nodes, [Call(**call) for payload in told for call in payload["calls"]]
 
     def _measure_within(self, place: Place, secret: str) -> list[PathResult]:
-        """The first two processes of a node measure the ways between them."""
+        """The first two processes of a node measure the routes between them."""
         if not self._settings.bandwidth or place.among > 1 or place.sizes[place.number] < 2:
             return []
         end = End(

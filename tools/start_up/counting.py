@@ -109,15 +109,15 @@ def count_phase(world_size: int, payload_of: Payloads) -> dict[str, Any]:
     store = DictStore()
     played = Phase(store, 1, "command lines", world_size)
     for rank in range(2, world_size - 1):
-        played.come(rank)
-        played.tell(Record.of(rank, played.what, payload_of(rank), None))
+        played.arrive(rank)
+        played.submit(Record.of(rank, played.what, payload_of(rank), None))
     counted = {rank: CountedStore(store) for rank in (1, 0, world_size - 1)}
     with ThreadPoolExecutor(len(counted)) as pool:
         ends: list[Future[None]] = []
         for number, (rank, own) in enumerate(counted.items(), start=world_size - 2):
             began = time.perf_counter()
             ends.append(pool.submit(_exchange, own, rank, world_size, payload_of))
-            while int(store.get(played.count) if store.check([played.count]) else 0) < number:
+            while _count(store, played.count_key) < number:
                 time.sleep(0.001)
         for end in ends:
             end.result(_PATIENCE)
@@ -126,9 +126,13 @@ def count_phase(world_size: int, payload_of: Payloads) -> dict[str, Any]:
         "rank 0": dict(counted[0].operations),
         "another": dict(counted[1].operations),
         "the last": dict(counted[world_size - 1].operations),
-        "bytes of the outcome": len(store.get(played.outcome)),
+        "bytes of the outcome": len(store.get(played.outcome_key)),
         "seconds until known": round(seconds, 3),
     }
+
+
+def _count(store: DictStore, key: str) -> int:
+    return int(store.get(key)) if store.check([key]) else 0
 
 
 def _exchange(store: CountedStore, rank: int, world_size: int, payload_of: Payloads) -> None:

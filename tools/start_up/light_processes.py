@@ -130,7 +130,7 @@ def _live(rank: int, plan: Plan, payload: Mapping[str, Any], port: int, told: An
         agreement.exchange(f"phase {number}", payload=payload)
     agreed = time.perf_counter()
     counted = CountedTorchStore(dist.PrefixStore("groups", store))
-    with agreement.together("process groups"):
+    with agreement.section("process groups"):
         open_world("gloo", store=counted, rank=rank, world_size=plan.world_size, timeout=_TIMEOUT)
         build_groups(plan, rank, vendor_backend="gloo", timeout=_TIMEOUT)
     built = time.perf_counter()
