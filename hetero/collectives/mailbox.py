@@ -219,7 +219,7 @@ class Mailbox:
         except Exception as error:
             wanted.work.finish(error)
         else:
-            wanted.work.finish(source=source.global_rank)
+            wanted.work.finish(source=rank)
 
     def _require_open(self) -> None:
         if self._over.is_set():

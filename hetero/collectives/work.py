@@ -121,7 +121,7 @@ class CollectiveWork(dist.Work):
         return self._tensors
 
     def source_rank(self) -> int:
-        """The rank a message came from, once it has."""
+        """The rank of the group that a message came from, once it has."""
         return self._source
 
     _source_rank = source_rank
