@@ -111,7 +111,7 @@ class _DriverForC:
         self._callbacks = {step: _FUNCTIONS[step](self._called(step)) for step in _FUNCTIONS}
 
     def entry_points(self) -> EntryPoints:
-        return EntryPoints.of(self._callbacks, vendor=Vendor.CUDA, end_of_counter=ANY_VALUE)
+        return EntryPoints.of(self._callbacks, vendor=Vendor.CUDA, counter_limit=ANY_VALUE)
 
     def know_queue(self, work: _Queue) -> int:
         return self._handle(self._queues, work)
@@ -155,8 +155,8 @@ class _StreamsForC(DeviceStreams):
             copies=copies,
             waits=waits,
             writes=writes,
-            join=driver.know_event(threading.Event()).handle,
-            callers_wait=True,
+            join_event=driver.know_event(threading.Event()).handle,
+            caller_can_wait=True,
         )
 
     def failure(self, failed: int, purpose: str) -> LinkError:

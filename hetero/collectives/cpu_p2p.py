@@ -227,7 +227,7 @@ class CpuP2P:
         except Exception as error:
             posted.work.finish(error)
         else:
-            posted.work.finish(source=source.global_rank)
+            posted.work.finish(source=rank)
 
     def _require_open(self) -> None:
         if self._closed.is_set():

@@ -121,7 +121,7 @@ class CollectiveWork(dist.Work):
         return self._tensors
 
     def source_rank(self) -> int:
-        """The sender of a received message."""
+        """The group rank that sent a received message."""
         return self._source
 
     _source_rank = source_rank

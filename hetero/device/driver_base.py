@@ -59,7 +59,7 @@ class GpuDriver(ABC):
     """
 
     vendor: ClassVar[str]
-    end_of_counter: ClassVar[int] = 2**32
+    counter_limit: ClassVar[int] = 2**32
     """The first value that streams cannot be made to wait for; past all 32 bits they may wrap."""
     host_words_documented: ClassVar[bool]
     """Whether the vendor documents that a stream may wait on registered host memory."""
@@ -91,14 +91,12 @@ class GpuDriver(ABC):
         functions = {
             step: self._functions[self.calls[step.name.lower()]] for step in EntryPoints.STEPS
         }
-        return EntryPoints.of(
-            functions, vendor=self._vendor_in_c, end_of_counter=self.end_of_counter
-        )
+        return EntryPoints.of(functions, vendor=self._vendor_in_c, counter_limit=self.counter_limit)
 
     def step_failure(self, failed: int, purpose: str) -> LinkError:
         """What a `failure` of native.h says."""
         step, code = Step(failed >> 32), failed & 0xFFFFFFFF
-        if step is Step.PAST_COUNTER:
+        if step is Step.COUNTER_LIMIT:
             return LinkError(
                 f"a counter of chunks has come to {code}, which {self._vendor_in_c.name} cannot "
                 "wait for; close the link and open it again"

@@ -73,8 +73,8 @@ class StreamsOfGpu(DeviceStreams):
             copies=copies.cuda_stream,
             waits=waits.cuda_stream,
             writes=writes.cuda_stream,
-            join=self._joint.cuda_event,
-            callers_wait=True,
+            join_event=self._joint.cuda_event,
+            caller_can_wait=True,
         )
 
     def is_idle(self) -> bool:

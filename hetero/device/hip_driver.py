@@ -73,7 +73,7 @@ class HipDriver(GpuDriver):
 
     vendor: ClassVar[str] = "amd"
     # HIP compares without wrapping: past the wrap it would let a stream go too early.
-    end_of_counter: ClassVar[int] = 3 * 2**30
+    counter_limit: ClassVar[int] = 3 * 2**30
     host_words_documented: ClassVar[bool] = False
     calls: ClassVar[Mapping[str, str]] = calls_of(SYMBOLS)
     _vendor_in_c = Vendor.HIP

@@ -20,8 +20,8 @@ from hetero.native.binding import native
 from hetero.native.structures import CHECKSUM_BYTES, EntryPoints, HostFailure, Step, Streams, Vendor
 
 _CALLER, _ELSEWHERE = 1, 0
-"""HOST_CALLER of host.h, and what is no stream of ours."""
-_END_OF_COUNTER = 2**32
+"""HOST_CALLING_THREAD of host.h, and what is no stream of ours."""
+_COUNTER_LIMIT = 2**32
 _SLICE_MILLISECONDS = 100
 
 
@@ -52,7 +52,7 @@ class HostStreams(DeviceStreams):
             Step.WAIT_EVENT: library.host_wait_event,
         }
         self.streams = Streams(
-            driver=EntryPoints.of(functions, vendor=Vendor.CUDA, end_of_counter=_END_OF_COUNTER),
+            driver=EntryPoints.of(functions, vendor=Vendor.CUDA, counter_limit=_COUNTER_LIMIT),
             copies=self._handle,
             waits=self._handle,
             writes=self._handle,

@@ -69,7 +69,7 @@ def make_ends(
         outgoing_ring=memory.rings_on_device,
         incoming_ring=memory.rings_on_device + memory.ring_bytes,
         ring_bytes=memory.ring_bytes,
-        in_place=memory.in_place,
+        zero_copy=memory.zero_copy,
         peer_has_gone=watch.peer_has_gone,
         close=stack.pop_all().close,
     )

@@ -42,7 +42,7 @@ class CarriedMemory:
     """Of each ring."""
     checksum_bytes: int
     """What follows an entry's bytes in the ring."""
-    in_place: bool = False
+    zero_copy: bool = False
     """Whether the carrier reaches the callers' tensors, past the rings."""
     reads_back: bool = False
     """Whether a NIC has to read its writes back before they count as arrived."""
@@ -96,7 +96,7 @@ class Carrier:
         assert function is not None
         assert self._handle is not None
         if device.notify(function, self._handle):
-            self._library.carrier_words_notify(self._handle)
+            self._library.carrier_set_device_notifies(self._handle)
 
     def add_verbs_rail(self, port: Port) -> tuple[ConnectionInfo, str]:
         """Open a port; what the peer must know of it, and how it knows the rings' memory.
@@ -210,11 +210,11 @@ class Carrier:
 
     def settle(self, seconds: float) -> bool:
         """Take in what has arrived by now; False if that was not possible in time."""
-        return bool(self._library.carrier_settle(self._handle, seconds))
+        return bool(self._library.carrier_drain(self._handle, seconds))
 
     def settle_credits(self, seconds: float) -> bool:
         """See that the peer hears what was consumed; False if that was not possible in time."""
-        return bool(self._library.carrier_settle_credits(self._handle, seconds))
+        return bool(self._library.carrier_flush_credits(self._handle, seconds))
 
     def close(self) -> None:
         """End the thread and close the rails. Nobody may be in another method by now."""

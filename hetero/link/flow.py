@@ -47,7 +47,7 @@ class Flow:
     ) -> None:
         """Parts have `chunk_bytes` at most, messages for the caller's stream `small_bytes`."""
         self.waiting: deque[RingTransfer] = deque()
-        self.under_way: deque[RingTransfer] = deque()
+        self.in_flight: deque[RingTransfer] = deque()
         self.aborted: list[RingTransfer] = []
         """Of a link that has failed: streams may still copy to and from their tensors."""
         self.sequence = 0
@@ -66,11 +66,11 @@ class Flow:
             chunk_bytes=chunk_bytes,
             small_bytes=small_bytes,
             checksum_bytes=device.checksum_bytes,
-            places=direction.places_address if ends.in_place else 0,
+            user_buffers=direction.user_buffers_address if ends.zero_copy else 0,
             doorbell=ends.theirs.doorbell_address(),
             is_outgoing=is_outgoing,
         )
-        self._takes_places = self._state.places != 0
+        self._does_zero_copy = self._state.user_buffers != 0
         self._reference = byref(self._state)
         self.address = addressof(self._state)
         """Where C has it."""
@@ -107,17 +107,17 @@ class Flow:
         return (completed - count) & COUNTER_MASK < HALF_ROUND and not self._peer.has_failed
 
     def transfers(self) -> list[RingTransfer]:
-        return [*self.under_way, *self.waiting]
+        return [*self.in_flight, *self.waiting]
 
     def release_completed(self) -> None:
         """Let go of the tensors of transfers that have ended."""
-        while self.under_way and self.under_way[0].is_completed():
-            self.under_way.popleft()
+        while self.in_flight and self.in_flight[0].is_completed():
+            self.in_flight.popleft()
 
     def abort(self) -> None:
-        self.aborted += self.under_way
+        self.aborted += self.in_flight
         self.aborted += (transfer for transfer in self.waiting if transfer.begun)
-        self.under_way.clear()
+        self.in_flight.clear()
         self.waiting.clear()
 
     def is_small(self, nbytes: int) -> bool:
@@ -139,31 +139,31 @@ class Flow:
                 stream = None
             if not self._progress_transfer(transfer, stream):
                 break
-            self.note_whole(state.count, by_caller=state.by_caller)
+            self.note_enqueued(state.count, on_caller_stream=state.on_caller_stream)
         return not self.rings_peer and self.count != before
 
-    def note_whole(self, count: int, *, by_caller: bool) -> None:
+    def note_enqueued(self, count: int, *, on_caller_stream: bool) -> None:
         """All of what waits first has been enqueued, as entries up to this one."""
         transfer = self.waiting.popleft()
         # The peer has to have what is sent out of a tensor: until then it may be sent again.
-        in_place = self._takes_places and transfer.nbytes > self._small_bytes
-        transfer.ends_at_receiver = transfer.is_receive or in_place
-        transfer.is_in_callers_stream = bool(by_caller) and not in_place
+        zero_copy = self._does_zero_copy and transfer.nbytes > self._small_bytes
+        transfer.ends_at_receiver = transfer.is_receive or zero_copy
+        transfer.is_in_callers_stream = bool(on_caller_stream) and not zero_copy
         transfer.end = count
-        self.under_way.append(transfer)
+        self.in_flight.append(transfer)
 
     def _progress_transfer(self, transfer: RingTransfer, stream: CurrentStream | None) -> bool:
         """Put into streams what can be of one message; whether that is all of it."""
-        is_callers_turn = (
+        may_use_caller_stream = (
             stream is not None and stream.key == transfer.caller and stream.is_current_device()
         )
         # Before the call, in case an exception of a signal's handler hides what it returns.
         transfer.begun = True
-        progress = self._give(transfer, is_callers_turn=is_callers_turn)
+        progress = self._give(transfer, may_use_caller_stream=may_use_caller_stream)
         if progress == Progress.NEEDS_EVENT:
             transfer.ready = self.device.record_event()
-            progress = self._give(transfer, is_callers_turn=False)
-        if progress == Progress.WHOLE:
+            progress = self._give(transfer, may_use_caller_stream=False)
+        if progress == Progress.ENQUEUED:
             return True
         transfer.offset = self._state.offset
         transfer.begun = transfer.offset > 0 or progress == Progress.FAILED
@@ -173,7 +173,7 @@ class Flow:
             raise EntryRefused(refusal(self._direction.entry(self.count), transfer))
         return False
 
-    def note_part(self, transfer: RingTransfer, offset: int, *, has_begun: bool) -> None:
+    def note_partial(self, transfer: RingTransfer, offset: int, *, has_begun: bool) -> None:
         """Of a message that its caller was sending or receiving, only so much has been enqueued."""
         transfer.offset, transfer.begun = offset, has_begun
         transfer.ready = self.device.record_event()
@@ -182,7 +182,7 @@ class Flow:
         """What the driver refused last."""
         return self._streams.failure(self._state.failed, f"carry message {transfer.sequence}")
 
-    def _give(self, transfer: RingTransfer, *, is_callers_turn: bool) -> int:
+    def _give(self, transfer: RingTransfer, *, may_use_caller_stream: bool) -> int:
         ready = transfer.ready
         progress: int = self._call(
             self._reference,
@@ -193,7 +193,7 @@ class Flow:
             0 if ready is None else ready.handle,
             ready is not None,
             transfer.caller,
-            is_callers_turn,
+            may_use_caller_stream,
         )
         return progress
 

@@ -24,7 +24,7 @@ COUNTER_MASK = 0xFFFFFFFF
 """Counters are words of 32 bits: they count round."""
 HALF_ROUND = 0x80000000
 """One that is so far ahead of another, or further, is behind it."""
-_PLACES_BYTES = RingControl.places.size // 2
+_USER_BUFFERS_BYTES = RingControl.user_buffers.size // 2
 CONTROL_BYTES = -(-sizeof(RingControl) // PAGE) * PAGE
 
 
@@ -57,7 +57,8 @@ class Direction:
         self.produced_word = device_base + offset + RingDirection.produced.offset
         self.consumed_word = device_base + offset + RingDirection.consumed.offset
         self.posted_address = self.address + RingDirection.posted.offset
-        self.places_address = control.address + RingControl.places.offset + number * _PLACES_BYTES
+        buffers = RingControl.user_buffers.offset + number * _USER_BUFFERS_BYTES
+        self.user_buffers_address = control.address + buffers
         self._words, self._bytes = control.words, control.bytes
         self._records = offset + RingDirection.records.offset
         self._produced = (offset + RingDirection.produced.offset) // 4
@@ -121,12 +122,12 @@ class EndState:
 
     def ring(self) -> None:
         """Wake this end."""
-        self._library.host_ring(self._address + RingEnd.doorbell.offset)
+        self._library.host_ring_doorbell(self._address + RingEnd.doorbell.offset)
 
-    def sleep(self, while_it_is: int, seconds: float) -> None:
+    def sleep(self, expected: int, seconds: float) -> None:
         """Sleep until this end's doorbell rings, without the GIL."""
         doorbell = self._address + RingEnd.doorbell.offset
-        self._library.host_sleep(doorbell, while_it_is, int(seconds * 1000))
+        self._library.host_wait_doorbell(doorbell, expected, int(seconds * 1000))
 
     @property
     def is_closed(self) -> bool:

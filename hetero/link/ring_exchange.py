@@ -24,7 +24,7 @@ _PART = struct.Struct(f"<5QII{ExchangePart.header.size}s")
 _KEPT_BY_C = struct.Struct("<QQII")
 _SIZE = ctypes.sizeof(ExchangePart)
 _KEPT_OFFSET = ExchangePart.offset.offset
-_WHOLE = int(Progress.WHOLE)
+_ENQUEUED = int(Progress.ENQUEUED)
 _NOTHING_YET = (0, 0, 0, 0)
 
 
@@ -116,19 +116,19 @@ class RingExchange:
         place = _KEPT_OFFSET
         failed = []
         for transfer in announced:
-            offset, count, of_part, by_caller = _KEPT_BY_C.unpack_from(parts, place)
+            offset, count, of_part, on_caller_stream = _KEPT_BY_C.unpack_from(parts, place)
             place += _SIZE
-            if of_part == _WHOLE:
-                transfer.flow.note_whole(count, by_caller=by_caller)
+            if of_part == _ENQUEUED:
+                transfer.flow.note_enqueued(count, on_caller_stream=on_caller_stream)
                 continue
-            transfer.flow.note_part(
+            transfer.flow.note_partial(
                 transfer, offset, has_begun=offset > 0 or of_part == Progress.FAILED
             )
             if of_part == Progress.FAILED:
                 failed.append(transfer)
         for transfer in failed:
             transfer.link.note_driver_failure(transfer)
-        is_over = progress == _WHOLE
+        is_over = progress == _ENQUEUED
         for link in links:
             is_over = link.end_exchange(is_watched=microseconds > 0) and is_over
         return [] if is_over else announced

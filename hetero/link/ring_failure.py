@@ -49,8 +49,8 @@ class FailingLink(Link):
     def _check_progress(self) -> None:
         """Break the link if a transfer is overdue or the peer has ended. Called with the lock."""
         self._release_completed()
-        under_way = [*self._out.transfers(), *self._in.transfers()]
-        if self._broken is not None or not under_way:
+        in_flight = [*self._out.transfers(), *self._in.transfers()]
+        if self._broken is not None or not in_flight:
             return
         peer = self.description.peer
         broken = self._in.broken() or self._out.broken()
@@ -58,7 +58,7 @@ class FailingLink(Link):
             self._handle_fault()
         elif broken is not None:
             self._break(self._transfer_failure(broken, remedy=f"see the log of rank {peer}"))
-        elif any(time.monotonic() > t.deadline and not t.is_completed() for t in under_way):
+        elif any(time.monotonic() > t.deadline and not t.is_completed() for t in in_flight):
             timeout = self.description.timeout
             self._break(
                 self._transfer_failure(
@@ -85,8 +85,8 @@ class FailingLink(Link):
         # What the peer did before it ended counts: look once more.
         self._enqueue()
         outgoing, incoming = self._ends.outgoing, self._ends.incoming
-        stuck_out = ahead(self._out.awaited, outgoing.consumed) > 0 and bool(self._out.under_way)
-        stuck_in = ahead(self._in.awaited, incoming.produced) > 0 and bool(self._in.under_way)
+        stuck_out = ahead(self._out.awaited, outgoing.consumed) > 0 and bool(self._out.in_flight)
+        stuck_in = ahead(self._in.awaited, incoming.produced) > 0 and bool(self._in.in_flight)
         return bool(self._out.waiting or self._in.waiting or stuck_out or stuck_in)
 
     def _refused(self, transfer: RingTransfer, difference: str) -> LinkError:

@@ -352,8 +352,8 @@ class RingLink(FailingLink):
                 self._enqueue()
                 self._check_progress()
                 waiting = bool(self._out.waiting or self._in.waiting)
-                under_way = bool(self._out.under_way or self._in.under_way)
-            if waiting or under_way:
+                in_flight = bool(self._out.in_flight or self._in.in_flight)
+            if waiting or in_flight:
                 last_busy = time.monotonic()
             if waiting and not self._callers:
                 self._ends.mine.sleep(bell, WATCH_SECONDS)

@@ -31,7 +31,7 @@ class RingEnds:
     """Addresses of the data, as this end's device knows them."""
     ring_bytes: int
     """Of one direction."""
-    in_place: bool
+    zero_copy: bool
     """Whether larger messages go out of the callers' tensors and into them, past the rings."""
     peer_has_gone: Callable[[], bool]
     close: Callable[[], None]

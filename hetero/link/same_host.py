@@ -60,7 +60,7 @@ def open_same_host(
             outgoing_ring=outgoing_ring,
             incoming_ring=incoming_ring,
             ring_bytes=ring_bytes,
-            in_place=False,
+            zero_copy=False,
             peer_has_gone=partial(has_gone, control),
             close=held.pop_all().close,
         )

@@ -86,5 +86,5 @@ def _make_memory(ring_bytes: int, device: Device, stack: ExitStack) -> CarriedMe
         rings_on_device,
         ring_bytes=ring_bytes,
         checksum_bytes=device.checksum_bytes,
-        in_place=device.has_host_tensors and not device.checksum_bytes,
+        zero_copy=device.has_host_tensors and not device.checksum_bytes,
     )

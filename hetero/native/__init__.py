@@ -1,1 +1,1 @@
-"""What Python does too slowly, in C, which every install builds."""
+"""The links' data path in C, built by every install."""

@@ -1,4 +1,4 @@
-"""The library in C as Python has it: how it is found, and its functions."""
+"""Loads the C library and declares its functions for ctypes."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ FUNCTIONS: dict[str, tuple[object, list[object]]] = {
     ),
     "carrier_add_tcp": (c_bool, [_HANDLE, POINTER(TcpRequest), _TEXT]),
     "carrier_start": (c_bool, [_HANDLE, _TEXT]),
-    "carrier_words_notify": (None, [_HANDLE]),
+    "carrier_set_device_notifies": (None, [_HANDLE]),
     "carrier_progress": (None, [_HANDLE]),
     "carrier_loss_fd": (c_int, [_HANDLE]),
     "carrier_async_fd": (c_int, [_HANDLE, c_int]),
@@ -60,8 +60,8 @@ FUNCTIONS: dict[str, tuple[object, list[object]]] = {
     "carrier_next_loss": (c_int, [_HANDLE, _TEXT]),
     "carrier_stop_rail": (None, [_HANDLE, c_int]),
     "carrier_retransmit": (c_int, [_HANDLE, c_int]),
-    "carrier_settle": (c_bool, [_HANDLE, c_double]),
-    "carrier_settle_credits": (c_bool, [_HANDLE, c_double]),
+    "carrier_drain": (c_bool, [_HANDLE, c_double]),
+    "carrier_flush_credits": (c_bool, [_HANDLE, c_double]),
     "carrier_free": (None, [_HANDLE]),
     "host_stream_create": (c_void_p, [POINTER(HostGpu)]),
     "host_stream_failure": (c_uint32, [c_void_p]),
@@ -71,8 +71,8 @@ FUNCTIONS: dict[str, tuple[object, list[object]]] = {
     "host_wait_word": (c_bool, [c_void_p, c_uint32, c_uint32]),
     "host_read_word": (c_uint32, [c_void_p]),
     "host_write_word": (None, [c_void_p, c_uint32]),
-    "host_ring": (None, [c_void_p]),
-    "host_sleep": (None, [c_void_p, c_uint32, c_uint32]),
+    "host_ring_doorbell": (None, [c_void_p]),
+    "host_wait_doorbell": (None, [c_void_p, c_uint32, c_uint32]),
     "native_wait_value": (c_uint64, [POINTER(EntryPoints), c_uint64, c_uint64, c_uint32]),
     "native_write_value": (c_uint64, [POINTER(EntryPoints), c_uint64, c_uint64, c_uint32]),
     "native_spin": (None, [c_void_p, c_uint32, c_void_p, c_uint32, c_uint32]),
@@ -82,14 +82,14 @@ FUNCTIONS: dict[str, tuple[object, list[object]]] = {
     ),
     "native_exchange": (c_uint32, [c_void_p, c_uint32, c_uint64, c_uint32]),
 }
-"""Of each function the type of the result, and those of the arguments."""
+"""Each function's result type and argument types."""
 
 
 @cache
 def native(path: Path | None = None) -> ctypes.CDLL:
-    """The library, with the types of its functions. Its calls release the GIL.
+    """The library, with typed functions. Calls release the GIL.
 
-    Raises LinkError, with the remedy, where it is not built or cannot be used. `path` is for tests.
+    Raises LinkError, with the remedy, if it is not built or cannot be loaded. `path` is for tests.
     """
     path = path or next(
         filter(Path.exists, (FOLDER / f"_native{s}" for s in EXTENSION_SUFFIXES)), None
@@ -112,10 +112,10 @@ def native(path: Path | None = None) -> ctypes.CDLL:
 
 
 def sources_version() -> int | None:
-    """The version of a library built from the sources that lie here; None where none do.
+    """The version that a library built from the sources here would have; None without sources.
 
-    An editable install leaves them beside a library that may be older. Python would then read its
-    structures wrongly, and a link hang.
+    In an editable install the library beside them may be older. Python would then read its
+    structures wrongly, and a link would hang.
     """
     content = b"".join(path.read_bytes() for path in sorted(FOLDER.glob("*.[ch]")))
     return zlib.crc32(content) if content else None

@@ -1,6 +1,6 @@
 #include "carrier.h"
 
-#include "watch.h"
+#include "watchdog.h"
 
 #include <errno.h>
 #include <poll.h>
@@ -16,21 +16,23 @@
 #include <time.h>
 #include <unistd.h>
 
-/* While something is under way the thread spins for a while, then sleeps shortly, then longer. */
-#define SPIN_SECONDS 100e-6
-#define BRISK_SECONDS 0.1
-#define BRISK_NANOSECONDS 20000
-#define SLOW_NANOSECONDS 200000
-#define WAITING_NANOSECONDS 200000
-#define LOOKING_MILLISECONDS 250
+/* While it has to poll, the thread yields at first, then sleeps briefly between polls, then longer. */
+#define YIELD_SECONDS 100e-6
+#define SHORT_SLEEP_SECONDS 0.1
+#define SHORT_SLEEP_NANOSECONDS 20000
+#define LONG_SLEEP_NANOSECONDS 200000
+/* Between two polls of wait_until. */
+#define POLL_NANOSECONDS 200000
+/* Between two checks for overdue acknowledgements. */
+#define ACK_POLL_MILLISECONDS 250
 
 struct carrier {
     struct engine engine;
-    int bell;
+    int wake_fd;
     bool is_running;
-    atomic_bool looks; /* now and then, for rails that do not answer */
+    atomic_bool polls_for_acks; /* wake up every ACK_POLL_MILLISECONDS */
     atomic_bool stopping;
-    atomic_int callers; /* who wait for the lock, which the thread would else take again at once */
+    atomic_int lock_waiters; /* the thread lets them go first: it would win the lock back every time */
     pthread_mutex_t lock;
     pthread_t thread;
 };
@@ -44,9 +46,9 @@ static void sleep_for(long nanoseconds)
 
 static void lock(struct carrier *carrier)
 {
-    atomic_fetch_add(&carrier->callers, 1);
+    atomic_fetch_add(&carrier->lock_waiters, 1);
     pthread_mutex_lock(&carrier->lock);
-    atomic_fetch_sub(&carrier->callers, 1);
+    atomic_fetch_sub(&carrier->lock_waiters, 1);
 }
 
 static void unlock(struct carrier *carrier)
@@ -54,82 +56,85 @@ static void unlock(struct carrier *carrier)
     pthread_mutex_unlock(&carrier->lock);
 }
 
-/* Sleeping. */
+/* The thread. */
 
-/* Sleep until the bell rings or a rail has an event, or it is time to see whether a rail is late. */
-static void rest(struct carrier *carrier)
+/* Sleep until wake_fd is written, a rail has an event, or acknowledgements have to be checked. */
+static void sleep_until_event(struct carrier *carrier)
 {
     struct engine *engine = &carrier->engine;
-    struct pollfd watched[1 + ENGINE_RAILS] = {{.fd = carrier->bell, .events = POLLIN}};
-    eventfd_t rings;
+    struct pollfd polled[1 + ENGINE_RAILS] = {{.fd = carrier->wake_fd, .events = POLLIN}};
+    eventfd_t value;
+    int timeout = carrier->polls_for_acks ? ACK_POLL_MILLISECONDS : -1;
     int count;
 
     for (int index = 0; index < engine->rail_count; index++)
-        watched[1 + index] =
+        polled[1 + index] =
             (struct pollfd){.fd = engine->rails[index]->event_fd, .events = POLLIN};
-    count = poll(watched, 1 + (nfds_t)engine->rail_count, carrier->looks ? LOOKING_MILLISECONDS : -1);
+    count = poll(polled, 1 + (nfds_t)engine->rail_count, timeout);
     if (count == 0) {
         lock(carrier);
-        carrier->looks = watch_awaits_answer(engine);
+        carrier->polls_for_acks = watchdog_awaits_ack(engine);
         unlock(carrier);
     }
     if (count <= 0)
         return;
-    if (watched[0].revents & POLLIN)
-        eventfd_read(carrier->bell, &rings);
+    if (polled[0].revents & POLLIN)
+        eventfd_read(carrier->wake_fd, &value);
     for (int index = 0; index < engine->rail_count; index++)
-        if (watched[1 + index].revents & POLLIN)
+        if (polled[1 + index].revents & POLLIN)
             engine->rails[index]->operations->acknowledge(engine->rails[index]);
 }
 
-static void breathe(double idle_seconds)
+static void back_off(double idle_seconds)
 {
-    if (idle_seconds < SPIN_SECONDS)
+    if (idle_seconds < YIELD_SECONDS)
         sched_yield();
+    else if (idle_seconds < SHORT_SLEEP_SECONDS)
+        sleep_for(SHORT_SLEEP_NANOSECONDS);
     else
-        sleep_for(idle_seconds < BRISK_SECONDS ? BRISK_NANOSECONDS : SLOW_NANOSECONDS);
+        sleep_for(LONG_SLEEP_NANOSECONDS);
 }
 
 static void *run(void *argument)
 {
     struct carrier *carrier = argument;
     double last_moved = engine_now();
-    bool asked = false;
+    bool is_armed = false;
 
     prctl(PR_SET_NAME, "hetero-carrier");
-    /* The kernel would else stretch a sleep of 20 us by 50. */
+    /* The default timer slack adds 50 us to a sleep of 20. */
     prctl(PR_SET_TIMERSLACK, 1000);
     while (!atomic_load(&carrier->stopping)) {
         bool moved, busy;
         double time;
 
-        while (atomic_load(&carrier->callers) > 0)
+        while (atomic_load(&carrier->lock_waiters) > 0)
             sched_yield();
         pthread_mutex_lock(&carrier->lock);
         moved = engine_progress(&carrier->engine);
         time = engine_now();
-        busy = engine_is_under_way(&carrier->engine);
-        if (!moved && !busy && !asked)
+        busy = engine_needs_polling(&carrier->engine);
+        if (!moved && !busy && !is_armed)
             engine_request_notifications(&carrier->engine);
         pthread_mutex_unlock(&carrier->lock);
         if (moved) {
             last_moved = time;
-            asked = false;
+            is_armed = false;
         } else if (busy) {
-            breathe(time - last_moved);
-        } else if (!asked) {
-            /* What came before the notice was asked for gives none: look once more. */
-            asked = true;
+            back_off(time - last_moved);
+        } else if (!is_armed) {
+            /* An event before the notifications were requested raises none: poll once more. */
+            is_armed = true;
         } else {
-            rest(carrier);
-            asked = false;
+            sleep_until_event(carrier);
+            is_armed = false;
             last_moved = engine_now();
         }
     }
     return NULL;
 }
 
-/* What Python asks. */
+/* Calls from Python. */
 
 static bool fail(char *error, const char *what, int code)
 {
@@ -145,11 +150,11 @@ struct carrier *carrier_new(const struct engine_options *options, char *error)
         fail(error, "a link's carrier cannot be made", ENOMEM);
         return NULL;
     }
-    engine_begin(&carrier->engine, options);
+    engine_init(&carrier->engine, options);
     pthread_mutex_init(&carrier->lock, NULL);
-    carrier->bell = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
+    carrier->wake_fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
     carrier->engine.loss_fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
-    if (carrier->bell < 0 || carrier->engine.loss_fd < 0) {
+    if (carrier->wake_fd < 0 || carrier->engine.loss_fd < 0) {
         fail(error, "a link's carrier cannot be made", errno);
         carrier_free(carrier);
         return NULL;
@@ -157,10 +162,10 @@ struct carrier *carrier_new(const struct engine_options *options, char *error)
     return carrier;
 }
 
-static bool add(struct carrier *carrier, struct rail *rail)
+static bool add_rail(struct carrier *carrier, struct rail *rail)
 {
     rail->index = (uint8_t)carrier->engine.rail_count;
-    carrier->engine.losses[rail->index].is_told = true;
+    carrier->engine.losses[rail->index].is_reported = true;
     carrier->engine.rails[carrier->engine.rail_count++] = rail;
     return true;
 }
@@ -181,7 +186,7 @@ bool carrier_add_verbs(struct carrier *carrier, const struct verbs_request *requ
     if (rail == NULL)
         return fail(error, "a rail cannot be made", ENOMEM);
     if (verbs_open(rail, request, info, error))
-        return add(carrier, &rail->rail);
+        return add_rail(carrier, &rail->rail);
     verbs_close(&rail->rail);
     return false;
 }
@@ -192,20 +197,21 @@ bool carrier_connect_verbs(struct carrier *carrier, int index, const struct verb
     return verbs_connect((struct verbs_rail *)carrier->engine.rails[index], peer, own, error);
 }
 
-static void awaits_answer(struct carrier *carrier)
+static void expect_acks(struct carrier *carrier)
 {
-    if (!atomic_exchange(&carrier->looks, true))
-        eventfd_write(carrier->bell, 1);
+    if (!atomic_exchange(&carrier->polls_for_acks, true))
+        eventfd_write(carrier->wake_fd, 1);
 }
 
 bool carrier_add_tcp(struct carrier *carrier, const struct tcp_request *request, char *error)
 {
-    struct tcp_owner owner = {&carrier->engine, &carrier->lock, carrier_progress, awaits_answer, carrier};
+    struct tcp_owner owner = {&carrier->engine, &carrier->lock, carrier_progress, expect_acks,
+                              carrier};
     int code = E2BIG;
     struct rail *rail = is_full(carrier) ? NULL : tcp_open(request, &owner, &code);
 
     if (rail != NULL)
-        return add(carrier, rail);
+        return add_rail(carrier, rail);
     close(request->fd);
     return fail(error, "a rail cannot be made", code);
 }
@@ -215,7 +221,7 @@ bool carrier_start(struct carrier *carrier, char *error)
     sigset_t all, before;
     int code;
 
-    /* A signal that these threads took would not interrupt what Python's main thread waits in. */
+    /* Block signals in these threads: one delivered here would not interrupt Python's main thread. */
     sigfillset(&all);
     pthread_sigmask(SIG_SETMASK, &all, &before);
     code = engine_start_rails(&carrier->engine);
@@ -226,21 +232,21 @@ bool carrier_start(struct carrier *carrier, char *error)
     return code == 0 || fail(error, "a link's thread cannot be started", code);
 }
 
-void carrier_words_notify(struct carrier *carrier)
+void carrier_set_device_notifies(struct carrier *carrier)
 {
-    carrier->engine.words_notify = true;
+    carrier->engine.device_notifies = true;
 }
 
 void carrier_progress(struct carrier *carrier)
 {
-    bool is_under_way;
+    bool needs_polling;
 
     lock(carrier);
     engine_progress(&carrier->engine);
-    is_under_way = engine_is_under_way(&carrier->engine);
+    needs_polling = engine_needs_polling(&carrier->engine);
     unlock(carrier);
-    if (is_under_way)
-        eventfd_write(carrier->bell, 1);
+    if (needs_polling)
+        eventfd_write(carrier->wake_fd, 1);
 }
 
 int carrier_loss_fd(const struct carrier *carrier)
@@ -263,15 +269,15 @@ bool carrier_handle_async_event(struct carrier *carrier, int index, char *reason
 int carrier_next_loss(struct carrier *carrier, char *reason)
 {
     struct engine *engine = &carrier->engine;
-    eventfd_t rings;
+    eventfd_t value;
     int found = -1;
 
     lock(carrier);
-    eventfd_read(engine->loss_fd, &rings);
+    eventfd_read(engine->loss_fd, &value);
     for (int index = 0; index < engine->rail_count && found < 0; index++)
-        if (!engine->rails[index]->live && !engine->losses[index].is_told) {
+        if (!engine->rails[index]->live && !engine->losses[index].is_reported) {
             memcpy(reason, engine->losses[index].reason, RAIL_TEXT_BYTES);
-            engine->losses[index].is_told = true;
+            engine->losses[index].is_reported = true;
             found = index;
         }
     unlock(carrier);
@@ -283,13 +289,13 @@ void carrier_stop_rail(struct carrier *carrier, int index)
     struct rail *rail = carrier->engine.rails[index];
 
     lock(carrier);
-    engine_lose(&carrier->engine, rail, "");
-    carrier->engine.losses[index].is_told = true;
+    engine_lose_rail(&carrier->engine, rail, "");
+    carrier->engine.losses[index].is_reported = true;
     unlock(carrier);
     rail->operations->join(rail);
-    /* What was coming in while it was stopped. */
+    /* Discard what was being received while it was stopped. */
     lock(carrier);
-    incoming_forget(&carrier->engine.incoming, rail->index);
+    incoming_discard(&carrier->engine.incoming, rail->index);
     unlock(carrier);
 }
 
@@ -301,46 +307,47 @@ int carrier_retransmit(struct carrier *carrier, int index)
 
     lock(carrier);
     rail->operations->poll(rail, engine);
-    count = outgoing_retransmit(&engine->outgoing, rail->index, !rail->confirms,
-                                !rail->confirms || rail->peer_reads_back);
+    count = outgoing_retransmit(&engine->outgoing, rail->index, !rail->confirms_delivery,
+                                !rail->confirms_delivery || rail->peer_reads_back);
     engine->incoming.credit_lost = true;
     unlock(carrier);
     carrier_progress(carrier);
     return count;
 }
 
-static bool has_credited(struct engine *engine)
+static bool has_flushed_credits(struct engine *engine)
 {
     engine_progress(engine);
-    return engine_has_credited(engine);
+    return engine_has_sent_credits(engine);
 }
 
-static bool wait_until(struct carrier *carrier, bool (*is_so)(struct engine *),
+/* Poll a condition under the lock, for so many seconds at most; whether it was met. */
+static bool wait_until(struct carrier *carrier, bool (*condition)(struct engine *),
                        double seconds)
 {
     double deadline = engine_now() + seconds;
 
     for (;;) {
         lock(carrier);
-        bool is_reached = is_so(&carrier->engine);
+        bool is_met = condition(&carrier->engine);
         unlock(carrier);
-        if (is_reached || engine_now() > deadline)
-            return is_reached;
-        sleep_for(WAITING_NANOSECONDS);
+        if (is_met || engine_now() > deadline)
+            return is_met;
+        sleep_for(POLL_NANOSECONDS);
     }
 }
 
-bool carrier_settle(struct carrier *carrier, double seconds)
+bool carrier_drain(struct carrier *carrier, double seconds)
 {
-    return wait_until(carrier, engine_has_settled, seconds);
+    return wait_until(carrier, engine_is_drained, seconds);
 }
 
-bool carrier_settle_credits(struct carrier *carrier, double seconds)
+bool carrier_flush_credits(struct carrier *carrier, double seconds)
 {
-    return wait_until(carrier, has_credited, seconds);
+    return wait_until(carrier, has_flushed_credits, seconds);
 }
 
-/* Before any is freed: their threads look at all of them. */
+/* Stop all rails before freeing any: their threads use all of them. */
 static void stop_rails(struct carrier *carrier)
 {
     struct engine *engine = &carrier->engine;
@@ -360,14 +367,14 @@ void carrier_free(struct carrier *carrier)
 {
     atomic_store(&carrier->stopping, true);
     if (carrier->is_running) {
-        eventfd_write(carrier->bell, 1);
+        eventfd_write(carrier->wake_fd, 1);
         pthread_join(carrier->thread, NULL);
     }
     stop_rails(carrier);
     for (int index = 0; index < carrier->engine.rail_count; index++)
         carrier->engine.rails[index]->operations->close(carrier->engine.rails[index]);
-    if (carrier->bell >= 0)
-        close(carrier->bell);
+    if (carrier->wake_fd >= 0)
+        close(carrier->wake_fd);
     if (carrier->engine.loss_fd >= 0)
         close(carrier->engine.loss_fd);
     pthread_mutex_destroy(&carrier->lock);

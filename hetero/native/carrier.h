@@ -1,7 +1,7 @@
-/* The thread that carries a link's entries over its rails, and what Python asks of it.
+/* The thread that sends a link's entries over its rails and receives the peer's.
  *
- * Python opens the rails, starts the thread, and sees to what is slow: rails that are lost and a peer
- * that ends. Every call but carrier_free may be made beside the thread; none holds the GIL. */
+ * Python opens the rails, starts the thread, and handles the rare events: a rail that is lost, a peer that
+ * ends. Any thread may make any call but carrier_free at any time; none holds the GIL. */
 #ifndef HETERO_CARRIER_H
 #define HETERO_CARRIER_H
 
@@ -16,31 +16,31 @@ bool carrier_add_verbs(struct carrier *carrier, const struct verbs_request *requ
                        struct verbs_connection_info *info, char *error);
 bool carrier_connect_verbs(struct carrier *carrier, int index, const struct verbs_peer *peer,
                            const struct verbs_route *own, char *error);
-/* Takes over the descriptor, also if it fails. */
+/* Owns the descriptor from here on, also on failure. */
 bool carrier_add_tcp(struct carrier *carrier, const struct tcp_request *request, char *error);
 bool carrier_start(struct carrier *carrier, char *error);
 
-/* Say that the carrier is called (carrier_progress) after each word that this end's device writes. */
-void carrier_words_notify(struct carrier *carrier);
-/* Have the entries that have been posted go on their way, and look after those that the devices are to
- * write to. */
+/* Declare that carrier_progress is called after each word that this end's device writes, so that the
+ * thread need not poll for them. */
+void carrier_set_device_notifies(struct carrier *carrier);
+/* Make progress in the calling thread; wake the carrier's if something is left to poll for. */
 void carrier_progress(struct carrier *carrier);
-/* Readable (eventfd) when a rail has been lost. */
+/* eventfd, readable when a rail has been lost. */
 int carrier_loss_fd(const struct carrier *carrier);
-/* Readable when a rail's device has an event; -1 where it has none. */
+/* Readable when a rail's device has an asynchronous event; -1 where it has none. */
 int carrier_async_fd(const struct carrier *carrier, int index);
 bool carrier_handle_async_event(struct carrier *carrier, int index, char *reason);
 
-/* The next rail that has been lost, with the reason; -1 when there is none. */
+/* The next lost rail that was not reported yet, with the reason; -1 if there is none. */
 int carrier_next_loss(struct carrier *carrier, char *reason);
-/* Stop a rail, whoever found it lost, and wait until nothing comes in over it. */
+/* Stop a rail and wait until nothing arrives over it any more. */
 void carrier_stop_rail(struct carrier *carrier, int index);
-/* Both ends have stopped the rail: have its unfinished entries go over the others. */
+/* Retransmit a rail's unfinished entries over the others. Only after both ends have stopped it. */
 int carrier_retransmit(struct carrier *carrier, int index);
-/* Take in what has arrived by now, for so many seconds at most; false if some may be missing. */
-bool carrier_settle(struct carrier *carrier, double seconds);
-/* See that the peer hears what was consumed, for so many seconds at most. */
-bool carrier_settle_credits(struct carrier *carrier, double seconds);
+/* Handle everything that has arrived, for so many seconds at most; false if some may be missing. */
+bool carrier_drain(struct carrier *carrier, double seconds);
+/* Wait until the peer has all credits, for so many seconds at most. */
+bool carrier_flush_credits(struct carrier *carrier, double seconds);
 /* End the thread and close the rails. */
 void carrier_free(struct carrier *carrier);
 

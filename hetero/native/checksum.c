@@ -5,7 +5,7 @@
 
 #define POLYNOMIAL 0x82F63B78u /* reflected */
 
-/* What each byte of a word of eight does to the remainder, by its place. */
+/* Slicing-by-8: the remainder of each value of a byte, by its position in an 8-byte word. */
 static uint32_t tables[8][256];
 static pthread_once_t once = PTHREAD_ONCE_INIT;
 
@@ -18,11 +18,11 @@ static void make_tables(void)
             remainder = remainder >> 1 ^ (remainder & 1 ? POLYNOMIAL : 0);
         tables[0][byte] = remainder;
     }
-    for (int place = 1; place < 8; place++)
+    for (int position = 1; position < 8; position++)
         for (int byte = 0; byte < 256; byte++) {
-            uint32_t before = tables[place - 1][byte];
+            uint32_t before = tables[position - 1][byte];
 
-            tables[place][byte] = before >> 8 ^ tables[0][before & 0xFF];
+            tables[position][byte] = before >> 8 ^ tables[0][before & 0xFF];
         }
 }
 
@@ -31,8 +31,8 @@ static uint32_t step(uint32_t remainder, uint64_t word)
     uint32_t result = 0;
 
     word ^= remainder;
-    for (int place = 0; place < 8; place++)
-        result ^= tables[7 - place][word >> 8 * place & 0xFF];
+    for (int position = 0; position < 8; position++)
+        result ^= tables[7 - position][word >> 8 * position & 0xFF];
     return result;
 }
 

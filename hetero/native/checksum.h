@@ -6,7 +6,7 @@
 #include <stdint.h>
 
 uint32_t checksum(const void *bytes, size_t nbytes);
-/* The same without the CPU's own instruction. */
+/* The same without the CPU's CRC instruction. */
 uint32_t checksum_portable(const void *bytes, size_t nbytes);
 
 #endif

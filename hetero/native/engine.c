@@ -2,7 +2,7 @@
 
 #include "native.h"
 #include "speed.h"
-#include "watch.h"
+#include "watchdog.h"
 
 #include <inttypes.h>
 #include <stdio.h>
@@ -21,12 +21,13 @@ static uint32_t load(const struct ring_word *word)
     return __atomic_load_n(&word->value, __ATOMIC_ACQUIRE);
 }
 
-/* Never back: a link that has failed moves words ahead itself, to release its streams. */
+/* Advance a counter, never move it back: a link that has failed advances words itself, to unblock its
+ * streams. */
 static bool advance(struct ring_word *word, uint32_t count)
 {
     uint32_t current = load(word);
 
-    while (book_ahead(count, current) > 0)
+    while (counter_ahead(count, current) > 0)
         if (__atomic_compare_exchange_n(&word->value, &current, count, false, __ATOMIC_SEQ_CST,
                                         __ATOMIC_SEQ_CST)) {
             host_wake_word(&word->value);
@@ -35,7 +36,7 @@ static bool advance(struct ring_word *word, uint32_t count)
     return false;
 }
 
-void engine_begin(struct engine *engine, const struct engine_options *options)
+void engine_init(struct engine *engine, const struct engine_options *options)
 {
     uint32_t sent, received;
 
@@ -46,9 +47,9 @@ void engine_begin(struct engine *engine, const struct engine_options *options)
     sent = load(&engine->out->posted);
     received = load(&engine->in->posted);
 
-    engine->outgoing.records.next = engine->outgoing.records.done = sent;
-    engine->outgoing.data.next = engine->outgoing.data.done = sent;
-    engine->outgoing.records.most = engine->outgoing.data.most = sent;
+    engine->outgoing.records.next = engine->outgoing.records.completed = sent;
+    engine->outgoing.data.next = engine->outgoing.data.completed = sent;
+    engine->outgoing.records.posted_end = engine->outgoing.data.posted_end = sent;
     engine->outgoing.released = engine->outgoing.freed = sent;
     engine->incoming.posted = engine->incoming.produced = engine->incoming.credited = received;
 }
@@ -58,9 +59,9 @@ static struct ring_record *record_of(struct ring_direction *direction, uint32_t 
     return &direction->records[number % RING_ENTRIES];
 }
 
-/* How many of an entry's bytes lie where in the ring. A record that makes no sense names none: the
- * receiving CPU, which verifies it, finds the difference. */
-static uint64_t span(struct engine *engine, struct ring_direction *direction, uint32_t number,
+/* An entry's bytes in the ring, checksum included, and their slot. 0 for a record that is out of
+ * bounds: the receiving CPU verifies records and reports it. */
+static uint64_t entry_span(struct engine *engine, struct ring_direction *direction, uint32_t number,
                      uint64_t *slot)
 {
     const struct ring_record *record = record_of(direction, number);
@@ -84,7 +85,7 @@ int engine_start_rails(struct engine *engine)
     return code;
 }
 
-void engine_lose(struct engine *engine, struct rail *rail, const char *reason)
+void engine_lose_rail(struct engine *engine, struct rail *rail, const char *reason)
 {
     struct loss *loss = &engine->losses[rail->index];
 
@@ -92,27 +93,28 @@ void engine_lose(struct engine *engine, struct rail *rail, const char *reason)
         return;
     rail->live = false;
     rail->operations->stop(rail);
-    rail->reads = rail->is_reading = false;
-    incoming_forget(&engine->incoming, rail->index);
-    loss->is_told = false;
+    rail->can_read_back = rail->is_reading_back = false;
+    incoming_discard(&engine->incoming, rail->index);
+    loss->is_reported = false;
     snprintf(loss->reason, sizeof loss->reason, "%s", reason);
     eventfd_write(engine->loss_fd, 1);
 }
 
-bool engine_took(struct engine *engine, struct rail *rail, int code)
+bool engine_check_post(struct engine *engine, struct rail *rail, int code)
 {
     char reason[RAIL_TEXT_BYTES];
 
     if (code == 0)
         return true;
     snprintf(reason, sizeof reason, "it takes no requests (%s)", strerror(code));
-    engine_lose(engine, rail, reason);
+    engine_lose_rail(engine, rail, reason);
     return false;
 }
 
-/* What rails tell. */
+/* Events of rails. */
 
-void engine_sent(struct engine *engine, struct rail *rail, enum message message, uint32_t number)
+void engine_send_completed(struct engine *engine, struct rail *rail, enum message message,
+                           uint32_t number)
 {
     uint64_t slot, nbytes;
 
@@ -120,23 +122,23 @@ void engine_sent(struct engine *engine, struct rail *rail, enum message message,
         sequence_complete(&engine->outgoing.records, number, rail->index);
     if (message != MESSAGE_DATA)
         return;
-    nbytes = span(engine, engine->out, number, &slot);
+    nbytes = entry_span(engine, engine->out, number, &slot);
     speed_completed(rail, nbytes, engine->posted_at[number % RING_ENTRIES], engine_now());
     sequence_complete(&engine->outgoing.data, number, rail->index);
 }
 
 void engine_record_arrived(struct engine *engine, uint32_t number)
 {
-    uint64_t slot, nbytes = span(engine, engine->in, number, &slot);
+    uint64_t slot, nbytes = entry_span(engine, engine->in, number, &slot);
 
-    incoming_record(&engine->incoming, number, nbytes == 0 ? BOOK_NO_BYTE : slot + nbytes - 1);
+    incoming_record(&engine->incoming, number, nbytes == 0 ? NO_LAST_BYTE : slot + nbytes - 1);
 }
 
 void engine_data_arrived(struct engine *engine, struct rail *rail, uint32_t number)
 {
-    /* Without its read-back a rail brings nothing that counts: the peer sends it again. */
-    if (rail->reads == rail->reads_back)
-        incoming_data(&engine->incoming, number, rail->index, rail->reads);
+    /* A rail that has lost its read-back cannot make data visible: the peer retransmits them. */
+    if (rail->can_read_back == rail->reads_back)
+        incoming_data(&engine->incoming, number, rail->index, rail->can_read_back);
 }
 
 void engine_credit_arrived(struct engine *engine, struct rail *rail, uint32_t released)
@@ -146,15 +148,15 @@ void engine_credit_arrived(struct engine *engine, struct rail *rail, uint32_t re
     if (outgoing_credit(&engine->outgoing, released))
         return;
     snprintf(reason, sizeof reason, "it was credited with %" PRIu32 " entries and had sent %" PRIu32,
-             released, engine->outgoing.data.most);
-    engine_lose(engine, rail, reason);
+             released, engine->outgoing.data.posted_end);
+    engine_lose_rail(engine, rail, reason);
 }
 
-void engine_read_back(struct engine *engine, struct rail *rail)
+void engine_read_back_completed(struct engine *engine, struct rail *rail)
 {
-    rail->is_reading = false;
-    if (rail->reads)
-        incoming_seen(&engine->incoming, rail->index);
+    rail->is_reading_back = false;
+    if (rail->can_read_back)
+        incoming_read_back_completed(&engine->incoming, rail->index);
 }
 
 void *engine_expect_record(struct engine *engine, uint32_t number)
@@ -169,36 +171,37 @@ bool engine_expect_data(struct engine *engine, struct rail *rail, uint32_t numbe
     return rail->live && incoming_expect_data(&engine->incoming, number, rail->index);
 }
 
-/* Where the bytes of what one side sends lie at this end. */
-static uint64_t *place_of(const struct engine *engine, uint64_t side, uint32_t number)
+/* Where this end has the bytes of an entry that `side` sends. */
+static uint64_t *user_buffer_of(const struct engine *engine, uint64_t side, uint32_t number)
 {
-    return &engine->control->places[side][number % RING_ENTRIES];
+    return &engine->control->user_buffers[side][number % RING_ENTRIES];
 }
 
-static uint64_t in_tensor(uint64_t place)
+static uint64_t user_address(uint64_t buffer)
 {
-    return place == RING_UNDECIDED || place == RING_SLOT ? 0 : place;
+    return buffer == RING_UNDECIDED || buffer == RING_SLOT ? 0 : buffer;
 }
 
 uint64_t engine_source(const struct engine *engine, uint32_t number)
 {
-    return in_tensor(*place_of(engine, engine->options.side, number));
+    return user_address(*user_buffer_of(engine, engine->options.side, number));
 }
 
 bool engine_target(struct engine *engine, uint32_t number, uint64_t nbytes, uint64_t *target)
 {
-    uint64_t place = RING_UNDECIDED;
+    uint64_t *user_buffer = user_buffer_of(engine, 1 - engine->options.side, number);
+    uint64_t buffer = RING_UNDECIDED;
 
-    /* Decided for good, also where another rail brings it again. */
-    __atomic_compare_exchange_n(place_of(engine, 1 - engine->options.side, number), &place, RING_SLOT,
-                                false, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE);
-    *target = in_tensor(place);
+    /* The first to decide, rail or receiving CPU, decides for good: also for a retransmission. */
+    __atomic_compare_exchange_n(user_buffer, &buffer, RING_SLOT, false, __ATOMIC_ACQ_REL,
+                                __ATOMIC_ACQUIRE);
+    *target = user_address(buffer);
     return *target == 0 || record_of(engine->in, number)->nbytes == nbytes;
 }
 
 /* Moving entries. */
 
-static struct rail *choose(struct engine *engine, enum message message, uint64_t nbytes)
+static struct rail *choose_rail(struct engine *engine, enum message message, uint64_t nbytes)
 {
     return speed_choose(engine->rails, engine->rail_count, message, nbytes);
 }
@@ -210,41 +213,42 @@ static bool send_records(struct engine *engine, uint32_t limit)
     uint32_t number;
     bool moved = false;
 
-    while (sequence_waiting(records, limit, &number) &&
-           (rail = choose(engine, MESSAGE_RECORD, sizeof(struct ring_record))) != NULL) {
+    while (sequence_next_unsent(records, limit, &number) &&
+           (rail = choose_rail(engine, MESSAGE_RECORD, sizeof(struct ring_record))) != NULL) {
         const char *record = (const char *)record_of(engine->out, number);
         uint64_t offset = (uint64_t)(record - (const char *)engine->control);
 
-        if (engine_took(engine, rail, rail->operations->post_record(rail, number, offset)))
+        if (engine_check_post(engine, rail, rail->operations->post_record(rail, number, offset)))
             sequence_post(records, number, rail->index);
         moved = true;
     }
     return moved;
 }
 
-static bool send_one(struct engine *engine, uint32_t number)
+static bool send_entry_data(struct engine *engine, uint32_t number)
 {
-    uint64_t slot, nbytes = span(engine, engine->out, number, &slot);
-    struct rail *rail = choose(engine, MESSAGE_DATA, nbytes);
+    uint64_t slot, nbytes = entry_span(engine, engine->out, number, &slot);
+    struct rail *rail = choose_rail(engine, MESSAGE_DATA, nbytes);
     double now = engine_now();
 
     if (rail == NULL)
         return false;
-    if (engine_took(engine, rail, rail->operations->post_data(rail, number, slot, nbytes))) {
+    if (engine_check_post(engine, rail, rail->operations->post_data(rail, number, slot, nbytes))) {
         sequence_post(&engine->outgoing.data, number, rail->index);
         engine->posted_at[number % RING_ENTRIES] = now;
-        rail->bytes_under_way += nbytes;
+        rail->bytes_in_flight += nbytes;
     }
     return true;
 }
 
-/* Data follow their record: it has been posted when they are. */
+/* Post data only after their record. */
 static bool send_data(struct engine *engine, uint32_t limit)
 {
     uint32_t number;
     bool moved = false;
 
-    while (sequence_waiting(&engine->outgoing.data, limit, &number) && send_one(engine, number))
+    while (sequence_next_unsent(&engine->outgoing.data, limit, &number) &&
+           send_entry_data(engine, number))
         moved = true;
     return moved;
 }
@@ -255,17 +259,18 @@ static bool send_credit(struct engine *engine)
     uint32_t consumed = load(&engine->in->consumed);
     struct rail *rail;
 
-    /* A link that has failed moves the word ahead of what has arrived. */
-    if (book_ahead(consumed, incoming->produced) > 0)
+    /* A link that has failed advances the word beyond what has arrived. */
+    if (counter_ahead(consumed, incoming->produced) > 0)
         consumed = incoming->produced;
     if (consumed == incoming->credited && !incoming->credit_lost)
         return false;
-    rail = choose(engine, MESSAGE_CREDIT, 0);
-    /* Before the sender hears that it may use their records again. */
+    rail = choose_rail(engine, MESSAGE_CREDIT, 0);
+    /* Reset before the credit lets the sender reuse these numbers. */
     for (uint32_t number = incoming->credited; rail != NULL && number != consumed; number++)
-        __atomic_store_n(place_of(engine, 1 - engine->options.side, number), RING_UNDECIDED,
+        __atomic_store_n(user_buffer_of(engine, 1 - engine->options.side, number), RING_UNDECIDED,
                          __ATOMIC_RELEASE);
-    if (rail == NULL || !engine_took(engine, rail, rail->operations->post_credit(rail, consumed)))
+    if (rail == NULL ||
+        !engine_check_post(engine, rail, rail->operations->post_credit(rail, consumed)))
         return false;
     incoming->credited = consumed;
     incoming->credit_lost = false;
@@ -276,14 +281,14 @@ static void read_back(struct engine *engine, struct rail *rail)
 {
     uint64_t last_byte;
 
-    if (rail->reads && !rail->is_reading &&
-        incoming_claim(&engine->incoming, rail->index, &last_byte) &&
-        engine_took(engine, rail, rail->operations->post_read(rail, last_byte)))
-        rail->is_reading = true;
+    if (rail->can_read_back && !rail->is_reading_back &&
+        incoming_claim_read_back(&engine->incoming, rail->index, &last_byte) &&
+        engine_check_post(engine, rail, rail->operations->post_read(rail, last_byte)))
+        rail->is_reading_back = true;
 }
 
-/* The words that this side's streams and CPU wait for. The device's come first: a CPU that is woken
- * finds them. */
+/* Advance the words that this end's streams and CPU wait for. Advance the device's first, so that a CPU
+ * woken by `posted` or `retired` finds them set. */
 static bool publish(struct engine *engine)
 {
     uint32_t freed = outgoing_free(&engine->outgoing);
@@ -293,7 +298,7 @@ static bool publish(struct engine *engine)
     concerns_cpu |= advance(&engine->out->consumed, freed);
     concerns_cpu |= advance(&engine->out->retired, freed);
     if (concerns_cpu)
-        host_ring(&engine->control->ends[engine->options.side].doorbell.value);
+        host_ring_doorbell(&engine->control->ends[engine->options.side].doorbell.value);
     return moved || concerns_cpu;
 }
 
@@ -302,7 +307,7 @@ bool engine_progress(struct engine *engine)
     uint32_t posted, produced;
     bool moved = false;
 
-    watch_rails(engine);
+    watchdog_check_rails(engine);
     for (int index = 0; index < engine->rail_count; index++) {
         struct rail *rail = engine->rails[index];
 
@@ -313,14 +318,14 @@ bool engine_progress(struct engine *engine)
     posted = load(&engine->out->posted);
     produced = load(&engine->out->produced);
     moved |= send_records(engine, posted);
-    /* A record that waits for room keeps its data, and those behind it, waiting too. */
-    if (book_ahead(produced, engine->outgoing.records.next) > 0)
+    /* Hold data back behind the first record that has no room. */
+    if (counter_ahead(produced, engine->outgoing.records.next) > 0)
         produced = engine->outgoing.records.next;
     moved |= send_data(engine, produced);
     return moved | send_credit(engine);
 }
 
-bool engine_is_under_way(struct engine *engine)
+bool engine_needs_polling(struct engine *engine)
 {
     bool has_rail = false;
 
@@ -331,21 +336,21 @@ bool engine_is_under_way(struct engine *engine)
             return true;
         has_rail |= rail->live;
     }
-    if (!has_rail || engine->words_notify)
+    if (!has_rail || engine->device_notifies)
         return false;
     return load(&engine->out->posted) != load(&engine->out->produced) ||
            load(&engine->in->retired) != load(&engine->in->consumed);
 }
 
-static bool is_reading(const struct engine *engine)
+static bool awaits_read_back(const struct engine *engine)
 {
     for (int index = 0; index < engine->rail_count; index++)
-        if (incoming_reads(&engine->incoming, (uint8_t)index))
+        if (incoming_awaits_read_back(&engine->incoming, (uint8_t)index))
             return true;
     return false;
 }
 
-bool engine_has_settled(struct engine *engine)
+bool engine_is_drained(struct engine *engine)
 {
     for (int index = 0; index < engine->rail_count; index++) {
         const struct rail *rail = engine->rails[index];
@@ -353,10 +358,10 @@ bool engine_has_settled(struct engine *engine)
         if (rail->operations->is_drained != NULL && !rail->operations->is_drained(rail))
             return false;
     }
-    return !engine_progress(engine) && !is_reading(engine);
+    return !engine_progress(engine) && !awaits_read_back(engine);
 }
 
-bool engine_has_credited(struct engine *engine)
+bool engine_has_sent_credits(struct engine *engine)
 {
     uint32_t consumed = load(&engine->in->consumed);
     bool has_rail = false;
@@ -364,12 +369,12 @@ bool engine_has_credited(struct engine *engine)
     for (int index = 0; index < engine->rail_count; index++) {
         struct rail *rail = engine->rails[index];
 
-        if (rail->live && rail->credits_under_way > 0)
+        if (rail->live && rail->credits_in_flight > 0)
             return false;
         has_rail |= rail->live;
     }
     return !has_rail || (!engine->incoming.credit_lost &&
-                         book_ahead(consumed, engine->incoming.credited) <= 0);
+                         counter_ahead(consumed, engine->incoming.credited) <= 0);
 }
 
 void engine_request_notifications(struct engine *engine)
@@ -378,6 +383,6 @@ void engine_request_notifications(struct engine *engine)
         struct rail *rail = engine->rails[index];
 
         if (rail->live && rail->event_fd >= 0)
-            engine_took(engine, rail, rail->operations->request_notification(rail));
+            engine_check_post(engine, rail, rail->operations->request_notification(rail));
     }
 }

@@ -1,11 +1,11 @@
-/* What moves a link's entries: the two rings' words on one side, the rails on the other.
+/* Moves a link's entries between the words of the rings and the rails.
  *
- * Everything is called with the lock of the carrier that owns the engine, and nothing waits. */
+ * Call everything with the lock of the carrier that owns the engine; nothing blocks. */
 #ifndef HETERO_ENGINE_H
 #define HETERO_ENGINE_H
 
-#include "book.h"
 #include "rail.h"
+#include "window.h"
 
 #define ENGINE_RAILS 32
 
@@ -19,7 +19,7 @@ struct engine_options {
 };
 
 struct loss {
-    bool is_told;
+    bool is_reported;
     char reason[RAIL_TEXT_BYTES];
 };
 
@@ -32,46 +32,47 @@ struct engine {
     struct rail *rails[ENGINE_RAILS];
     struct loss losses[ENGINE_RAILS];
     int rail_count;
-    bool words_notify; /* whether the carrier is called after a device has written a word */
-    double last_watched;
-    double posted_at[RING_ENTRIES]; /* when the data of an outgoing entry were */
-    int loss_fd; /* eventfd, written to when a rail is lost */
+    bool device_notifies;           /* carrier_progress is called after each word a device writes */
+    double last_checked;            /* by the watchdog */
+    double posted_at[RING_ENTRIES]; /* an outgoing entry's data */
+    int loss_fd;                    /* eventfd, readable when a rail is lost */
 };
 
 double engine_now(void);
-/* Number entries from where the words stand, which are alike for each direction. */
-void engine_begin(struct engine *engine, const struct engine_options *options);
-/* See to all that has happened and to what is late, and post what can be posted by then; whether
- * anything moved. */
+/* Start numbering entries at the counters' present values, which are equal within a direction. */
+void engine_init(struct engine *engine, const struct engine_options *options);
+/* Handle completions, arrivals and late rails, then post what can be posted; whether anything moved. */
 bool engine_progress(struct engine *engine);
-/* Whether something may happen that wakes nobody: a device's write of a word, or a deadline. */
-bool engine_is_under_way(struct engine *engine);
-/* Whether all that has come before the peer's end has been taken in. */
-bool engine_has_settled(struct engine *engine);
-/* Whether the peer has all credits, or there is no rail left to bring them. */
-bool engine_has_credited(struct engine *engine);
-/* Called without the lock; 0 or an errno. */
+/* Whether to poll: a device may write a word, or a deadline pass, and nothing would wake the carrier. */
+bool engine_needs_polling(struct engine *engine);
+/* Whether everything that arrived before the peer ended has been handled. */
+bool engine_is_drained(struct engine *engine);
+/* Whether the peer has all credits, or there is no rail left to send them over. */
+bool engine_has_sent_credits(struct engine *engine);
+/* 0 or an errno. Without the lock. */
 int engine_start_rails(struct engine *engine);
-void engine_lose(struct engine *engine, struct rail *rail, const char *reason);
-/* Whether the rail took a message, which an errno or 0 says; it is lost if it did not. */
-bool engine_took(struct engine *engine, struct rail *rail, int code);
-/* Have every rail give notice of its next event. */
+void engine_lose_rail(struct engine *engine, struct rail *rail, const char *reason);
+/* Check what a post returned, 0 or an errno: on failure lose the rail and return false. */
+bool engine_check_post(struct engine *engine, struct rail *rail, int code);
+/* Request a notification of the next event from every rail. */
 void engine_request_notifications(struct engine *engine);
 
-/* What a rail has to tell in its `poll`. A number may have lost its upper bit on the way. */
-void engine_sent(struct engine *engine, struct rail *rail, enum message message, uint32_t number);
+/* What a rail reports. A number that was received may lack its top bit. */
+void engine_send_completed(struct engine *engine, struct rail *rail, enum message message,
+                           uint32_t number);
 void engine_record_arrived(struct engine *engine, uint32_t number);
 void engine_data_arrived(struct engine *engine, struct rail *rail, uint32_t number);
 void engine_credit_arrived(struct engine *engine, struct rail *rail, uint32_t released);
-void engine_read_back(struct engine *engine, struct rail *rail);
-/* Where the record of an entry lies in this end's incoming ones; NULL if it is here already. */
+void engine_read_back_completed(struct engine *engine, struct rail *rail);
+/* Where to receive an entry's record; NULL if it is here already. */
 void *engine_expect_record(struct engine *engine, uint32_t number);
-/* Whether an entry's data may be written to their place: they are not here, nor on their way over
- * another rail. They count as this rail's then. */
+/* Claim an entry's data for this rail before receiving them; false if they are here already, or another
+ * rail is receiving them. */
 bool engine_expect_data(struct engine *engine, struct rail *rail, uint32_t number);
-/* Of an entry to be sent, or whose data are expected: the address of its bytes in a caller's tensor; 0
- * where they lie in the ring at their slot. False where so many bytes are not what was announced. */
+/* Address of an outgoing entry's bytes in the caller's tensor (zero-copy); 0 if they are in its slot. */
 uint64_t engine_source(const struct engine *engine, uint32_t number);
+/* The same of an incoming entry that this rail has claimed; false if its record announced other than
+ * `nbytes`. */
 bool engine_target(struct engine *engine, uint32_t number, uint64_t nbytes, uint64_t *target);
 
 #endif

@@ -5,7 +5,7 @@
 
 #define STUCK UINT32_MAX
 
-/* Where a message may go, and what of it is left. */
+/* A message, how much of it has been enqueued, and what its first entry has to follow. */
 struct message {
     const uint8_t *header;
     uint64_t address;
@@ -13,22 +13,22 @@ struct message {
     uint64_t offset;
     uint64_t event;
     bool has_event;
-    bool follows_caller; /* instead of an event: what the caller's stream was given so far */
-    uint64_t caller;
-    bool is_callers_turn;
+    bool after_caller_stream; /* instead of an event: what caller_stream was given so far */
+    uint64_t caller_stream;
+    bool may_use_caller_stream;
 };
 
-static uint32_t load(const struct ring_word *word)
+static uint32_t load_counter(const struct ring_word *word)
 {
     return __atomic_load_n(&word->value, __ATOMIC_ACQUIRE);
 }
 
-static void store(struct ring_word *word, uint64_t value)
+static void store_counter(struct ring_word *word, uint64_t value)
 {
     __atomic_store_n(&word->value, (uint32_t)value, __ATOMIC_RELEASE);
 }
 
-/* Whether a counter that wraps has come to a value. */
+/* Whether a counter, which wraps, has come to a value. */
 static bool reached(uint32_t counter, uint64_t value)
 {
     return (int32_t)(counter - (uint32_t)value) >= 0;
@@ -44,23 +44,24 @@ static struct ring_record *record_of(const struct flow *flow, uint64_t number)
     return &direction_of(flow)->records[number % RING_ENTRIES];
 }
 
-static uint64_t *place_of(const struct flow *flow, uint64_t number)
+static uint64_t *user_buffer_of(const struct flow *flow, uint64_t number)
 {
-    return (uint64_t *)(uintptr_t)flow->places + number % RING_ENTRIES;
+    return (uint64_t *)(uintptr_t)flow->user_buffers + number % RING_ENTRIES;
 }
 
-static bool is_in_place(const struct flow *flow, const struct message *message)
+static bool is_zero_copy(const struct flow *flow, uint64_t nbytes)
 {
-    return flow->places != 0 && message->nbytes > flow->small_bytes;
+    return flow->user_buffers != 0 && nbytes > flow->small_bytes;
 }
 
-/* Whether the carrier puts an entry's bytes into the tensor: it has not begun to put them into the ring. */
-static bool claim(const struct flow *flow, const struct message *message, uint64_t number)
+/* Have the carrier receive an entry into the tensor, unless it has begun to receive it into the ring. */
+static bool claim_for_zero_copy(const struct flow *flow, const struct message *message,
+                                uint64_t number)
 {
     uint64_t undecided = RING_UNDECIDED;
 
-    return is_in_place(flow, message) &&
-           __atomic_compare_exchange_n(place_of(flow, number), &undecided,
+    return is_zero_copy(flow, message->nbytes) &&
+           __atomic_compare_exchange_n(user_buffer_of(flow, number), &undecided,
                                        message->address + message->offset, false,
                                        __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE);
 }
@@ -70,51 +71,48 @@ static bool is_last(const struct message *message)
     return message->offset == message->nbytes;
 }
 
-static uint32_t fail(struct flow *flow, failure failed)
+/* Whether a message may go to its caller's stream as a whole, without overtaking earlier entries.
+ * `is_idle`: the device has completed all of them. */
+static bool can_use_caller_stream(const struct flow *flow, const struct message *message,
+                                  bool is_idle)
 {
-    flow->failed = failed;
-    return FAILED;
+    bool is_small = message->nbytes <= flow->small_bytes ||
+                    (flow->is_outgoing && is_zero_copy(flow, message->nbytes));
+
+    return message->may_use_caller_stream && is_small &&
+           (is_idle ||
+            (flow->on_caller_stream && flow->caller_stream == message->caller_stream));
 }
 
-/* Whether a whole message may go into its caller's stream, behind the entries before it. */
-static bool fits_caller(const struct flow *flow, const struct message *message, bool settled)
+static failure enqueue_on_caller_stream(struct flow *flow, const struct message *message,
+                                        const struct copy_step *step)
 {
-    bool is_little = message->nbytes <= flow->small_bytes ||
-                     (flow->is_outgoing && is_in_place(flow, message));
+    struct streams callers = {.driver = flow->streams.driver, .copies = message->caller_stream};
 
-    return message->is_callers_turn && is_little &&
-           ((flow->by_caller && flow->caller == message->caller) || settled);
+    flow->caller_stream = message->caller_stream;
+    flow->on_caller_stream = true;
+    return streams_enqueue(&callers, step, false);
 }
 
-static failure move_with_caller(struct flow *flow, const struct message *message,
-                                const struct move *move)
+/* Wait for an earlier entry on a caller's stream, and for what the caller enqueued before the message. */
+static failure enqueue_on_link_streams(struct flow *flow, const struct message *message,
+                                       const struct copy_step *step, bool is_idle)
 {
-    struct streams callers = {.driver = flow->streams.driver, .copies = message->caller};
-
-    flow->caller = message->caller;
-    flow->by_caller = true;
-    return streams_move(&callers, move, false);
-}
-
-/* Through the link's streams: behind what a caller's was given, and what the caller had enqueued. */
-static failure move_on_side_streams(struct flow *flow, const struct message *message, const struct move *move,
-                          bool settled)
-{
-    bool is_part = move->nbytes < message->nbytes;
+    bool is_part = step->nbytes < message->nbytes;
     failure failed = 0;
 
-    if (flow->by_caller && !settled)
-        failed = native_wait_value(&flow->streams.driver, flow->streams.copies, move->then.address,
-                                   move->then.value - 1);
-    flow->by_caller = false;
-    if (!failed && message->offset == 0 && message->follows_caller)
-        failed = streams_join(&flow->streams, message->caller, flow->streams.copies);
+    if (flow->on_caller_stream && !is_idle)
+        failed = native_wait_value(&flow->streams.driver, flow->streams.copies, step->write.address,
+                                   step->write.value - 1);
+    flow->on_caller_stream = false;
+    if (!failed && message->offset == 0 && message->after_caller_stream)
+        failed = streams_wait_stream(&flow->streams, flow->streams.copies, message->caller_stream);
     else if (!failed && message->offset == 0 && message->event)
         failed = streams_wait_event(&flow->streams, flow->streams.copies, message->event);
-    return failed ? failed : streams_move(&flow->streams, move, is_part || !settled);
+    return failed ? failed : streams_enqueue(&flow->streams, step, is_part || !is_idle);
 }
 
-/* Where the next chunk may lie; false while the peer has to retire one first. */
+/* Find the next chunk's slot; false until the peer has retired an entry that is in the way. */
 static bool find_slot(struct flow *flow, uint64_t nbytes, uint64_t *begin, uint64_t *end)
 {
     uint64_t size = flow->ring_bytes;
@@ -127,11 +125,11 @@ static bool find_slot(struct flow *flow, uint64_t nbytes, uint64_t *begin, uint6
     *end = *begin + length;
     while (*end - flow->tail > size || flow->in_flight >= RING_ENTRIES) {
         if (flow->in_flight == 0) {
-            /* Only the gap at the end of the ring is in the way. */
+            /* Only the unused gap at the end of the ring is in the way. */
             flow->tail = *begin;
             continue;
         }
-        if (!reached(load(&direction_of(flow)->retired), flow->freed + 1))
+        if (!reached(load_counter(&direction_of(flow)->retired), flow->freed + 1))
             return false;
         flow->tail = flow->ends[flow->oldest % RING_ENTRIES];
         flow->oldest++;
@@ -156,53 +154,53 @@ static void post(struct flow *flow, const struct message *message, uint64_t nbyt
     record->offset = message->offset;
     record->nbytes = nbytes;
     record->slot = slot;
-    store(&direction_of(flow)->posted, flow->count);
+    store_counter(&direction_of(flow)->posted, flow->count);
 }
 
-static uint32_t put_chunk(struct flow *flow, struct message *message)
+static uint32_t send_chunk(struct flow *flow, struct message *message)
 {
     uint64_t left = message->nbytes - message->offset;
     uint64_t nbytes = left < flow->chunk_bytes ? left : flow->chunk_bytes;
     const struct ring_direction *direction = direction_of(flow);
-    bool settled = reached(load(&direction->produced), flow->count);
+    bool is_idle = reached(load_counter(&direction->produced), flow->count);
     uint64_t begin, end;
-    bool must_wait, by_caller, in_place;
+    bool must_wait, on_caller_stream, zero_copy;
     uint64_t awaited;
-    failure failed;
 
     if (!find_slot(flow, nbytes, &begin, &end))
         return WAITING;
-    must_wait = !reached(load(&direction->consumed), flow->freed);
-    /* A caller's stream, which trains, is not held up until the peer has made room. */
-    by_caller = !must_wait && fits_caller(flow, message, settled);
-    if (!by_caller && !message->has_event)
+    must_wait = !reached(load_counter(&direction->consumed), flow->freed);
+    /* Never make a caller's stream, which has compute to do, wait until the peer has made room. */
+    on_caller_stream = !must_wait && can_use_caller_stream(flow, message, is_idle);
+    if (!on_caller_stream && !message->has_event)
         return NEEDS_EVENT;
     take_slot(flow, end);
-    in_place = is_in_place(flow, message);
-    if (flow->places)
-        *place_of(flow, flow->count) = in_place ? message->address + message->offset : RING_SLOT;
+    zero_copy = is_zero_copy(flow, message->nbytes);
+    if (flow->user_buffers)
+        *user_buffer_of(flow, flow->count) =
+            zero_copy ? message->address + message->offset : RING_SLOT;
     flow->count++;
-    /* What is sent out of a tensor is done when the peer has it, for until then it may be sent again. */
-    awaited = in_place ? flow->count : flow->freed;
+    /* Zero-copy: until the peer has consumed the entry it may be retransmitted from the tensor. */
+    awaited = zero_copy ? flow->count : flow->freed;
     if (awaited > flow->awaited)
         flow->awaited = awaited;
 
     uint64_t slot = begin % flow->ring_bytes;
-    struct move move = {
+    struct copy_step step = {
         .checksum = flow->checksum_bytes ? APPEND_BEHIND_TARGET : NO_CHECKSUM,
-        .after = {must_wait ? flow->consumed_word : 0, (uint32_t)flow->freed},
+        .wait = {must_wait ? flow->consumed_word : 0, (uint32_t)flow->freed},
         .target = flow->ring + slot,
         .source = message->address + message->offset,
-        .nbytes = in_place ? 0 : nbytes,
-        .then = {flow->produced_word, (uint32_t)flow->count},
+        .nbytes = zero_copy ? 0 : nbytes,
+        .write = {flow->produced_word, (uint32_t)flow->count},
     };
-    failed = by_caller ? move_with_caller(flow, message, &move)
-                       : move_on_side_streams(flow, message, &move, settled);
-    if (failed)
-        return fail(flow, failed);
+    flow->failed = on_caller_stream ? enqueue_on_caller_stream(flow, message, &step)
+                                    : enqueue_on_link_streams(flow, message, &step, is_idle);
+    if (flow->failed)
+        return FAILED;
     post(flow, message, nbytes, slot);
     message->offset += nbytes;
-    return is_last(message) ? WHOLE : WAITING;
+    return is_last(message) ? ENQUEUED : WAITING;
 }
 
 /* Whether an entry is the next chunk of this message. */
@@ -216,64 +214,64 @@ static bool is_expected(const struct flow *flow, const struct message *message,
            record->nbytes + flow->checksum_bytes <= flow->ring_bytes - record->slot;
 }
 
-static uint32_t take_chunk(struct flow *flow, struct message *message)
+static uint32_t recv_chunk(struct flow *flow, struct message *message)
 {
     struct ring_direction *direction = direction_of(flow);
-    bool settled = reached(load(&direction->consumed), flow->count);
+    bool is_idle = reached(load_counter(&direction->consumed), flow->count);
     struct ring_record record;
-    bool has_come, by_caller, in_place;
-    failure failed;
+    bool is_produced, on_caller_stream, zero_copy;
 
-    if (!reached(load(&direction->posted), flow->count + 1))
+    if (!reached(load_counter(&direction->posted), flow->count + 1))
         return WAITING;
-    /* A copy: the memory is the peer's too. */
+    /* Verify a copy: the peer can write to the original. */
     record = *record_of(flow, flow->count);
     if (!is_expected(flow, message, &record))
         return REFUSED;
-    has_come = reached(load(&direction->produced), flow->count + 1);
-    by_caller = record.nbytes == message->nbytes && (has_come || flow->streams.callers_wait) &&
-                fits_caller(flow, message, settled);
-    if (!by_caller && !message->has_event)
+    is_produced = reached(load_counter(&direction->produced), flow->count + 1);
+    on_caller_stream = record.nbytes == message->nbytes &&
+                       (is_produced || flow->streams.caller_can_wait) &&
+                       can_use_caller_stream(flow, message, is_idle);
+    if (!on_caller_stream && !message->has_event)
         return NEEDS_EVENT;
-    in_place = claim(flow, message, flow->count);
+    zero_copy = claim_for_zero_copy(flow, message, flow->count);
     flow->count++;
     flow->awaited = flow->count;
 
-    struct move move = {
+    struct copy_step step = {
         .checksum = flow->checksum_bytes ? VERIFY_SOURCE : NO_CHECKSUM,
-        .after = {has_come ? 0 : flow->produced_word, (uint32_t)flow->count},
+        .wait = {is_produced ? 0 : flow->produced_word, (uint32_t)flow->count},
         .target = message->address + message->offset,
         .source = flow->ring + record.slot,
-        .nbytes = in_place ? 0 : record.nbytes,
-        .then = {flow->consumed_word, (uint32_t)flow->count},
+        .nbytes = zero_copy ? 0 : record.nbytes,
+        .write = {flow->consumed_word, (uint32_t)flow->count},
     };
-    failed = by_caller ? move_with_caller(flow, message, &move)
-                       : move_on_side_streams(flow, message, &move, settled);
-    if (failed)
-        return fail(flow, failed);
-    store(&direction->retired, flow->count);
+    flow->failed = on_caller_stream ? enqueue_on_caller_stream(flow, message, &step)
+                                    : enqueue_on_link_streams(flow, message, &step, is_idle);
+    if (flow->failed)
+        return FAILED;
+    store_counter(&direction->retired, flow->count);
     message->offset += record.nbytes;
-    return is_last(message) ? WHOLE : WAITING;
+    return is_last(message) ? ENQUEUED : WAITING;
 }
 
-/* Bring a message on as far as it goes without the peer. */
-static uint32_t bring_on(struct flow *flow, struct message *message)
+/* Enqueue as many chunks as possible without the peer. */
+static uint32_t progress_message(struct flow *flow, struct message *message)
 {
     uint64_t first = flow->count, before;
     uint32_t progress;
 
     do {
         before = flow->count;
-        progress = flow->is_outgoing ? put_chunk(flow, message) : take_chunk(flow, message);
+        progress = flow->is_outgoing ? send_chunk(flow, message) : recv_chunk(flow, message);
     } while (progress == WAITING && flow->count != before);
     if (flow->doorbell && flow->count != first)
-        host_ring((uint32_t *)(uintptr_t)flow->doorbell);
+        host_ring_doorbell((uint32_t *)(uintptr_t)flow->doorbell);
     return progress;
 }
 
 uint32_t native_progress(struct flow *flow, const uint8_t *header, uint64_t address,
                          uint64_t nbytes, uint64_t offset, uint64_t event, bool has_event,
-                         uint64_t caller, bool is_callers_turn)
+                         uint64_t caller_stream, bool may_use_caller_stream)
 {
     struct message message = {.header = header,
                               .address = address,
@@ -281,9 +279,9 @@ uint32_t native_progress(struct flow *flow, const uint8_t *header, uint64_t addr
                               .offset = offset,
                               .event = event,
                               .has_event = has_event,
-                              .caller = caller,
-                              .is_callers_turn = is_callers_turn};
-    uint32_t progress = bring_on(flow, &message);
+                              .caller_stream = caller_stream,
+                              .may_use_caller_stream = may_use_caller_stream};
+    uint32_t progress = progress_message(flow, &message);
 
     flow->offset = message.offset;
     return progress;
@@ -294,7 +292,7 @@ static struct flow *flow_of(const struct exchange_part *part)
     return (struct flow *)(uintptr_t)part->flow;
 }
 
-static void bring_on_part(struct exchange_part *part, uint64_t caller)
+static void progress_part(struct exchange_part *part, uint64_t caller_stream)
 {
     struct flow *flow = flow_of(part);
     struct message message = {.header = part->header,
@@ -302,83 +300,74 @@ static void bring_on_part(struct exchange_part *part, uint64_t caller)
                               .nbytes = part->nbytes,
                               .offset = part->offset,
                               .has_event = true,
-                              /* What a calling thread was given has been done. */
-                              .follows_caller = flow->streams.callers_wait,
-                              .caller = caller,
-                              .is_callers_turn = true};
+                              /* A calling thread's work is complete; only a stream's is not. */
+                              .after_caller_stream = flow->streams.caller_can_wait,
+                              .caller_stream = caller_stream,
+                              .may_use_caller_stream = true};
 
-    part->progress = bring_on(flow, &message);
+    part->progress = progress_message(flow, &message);
     part->offset = message.offset;
     part->count = flow->count;
-    part->by_caller = flow->by_caller;
+    part->on_caller_stream = flow->on_caller_stream;
 }
 
-/* Whether a part of the same flow is before it. */
-static bool has_to_follow(const struct exchange_part *parts, uint32_t place)
+/* Whether a part of the same flow has to be enqueued first. */
+static bool is_blocked(const struct exchange_part *parts, uint32_t index)
 {
-    for (uint32_t before = 0; before < place; before++)
-        if (parts[before].flow == parts[place].flow && parts[before].progress != WHOLE)
+    for (uint32_t before = 0; before < index; before++)
+        if (parts[before].flow == parts[index].flow && parts[before].progress != ENQUEUED)
             return true;
     return false;
 }
 
-/* How many are left; STUCK once one cannot go on. */
-static uint32_t bring_on_parts(struct exchange_part *parts, uint32_t count, uint64_t caller)
+/* How many parts are left; STUCK once one has failed or was refused. */
+static uint32_t progress_parts(struct exchange_part *parts, uint32_t count, uint64_t caller_stream)
 {
     uint32_t left = 0;
 
-    for (uint32_t place = 0; place < count; place++) {
-        if (parts[place].progress == WHOLE)
+    for (uint32_t index = 0; index < count; index++) {
+        if (parts[index].progress == ENQUEUED)
             continue;
-        if (!has_to_follow(parts, place))
-            bring_on_part(&parts[place], caller);
-        if (parts[place].progress == FAILED || parts[place].progress == REFUSED)
+        if (!is_blocked(parts, index))
+            progress_part(&parts[index], caller_stream);
+        if (parts[index].progress == FAILED || parts[index].progress == REFUSED)
             return STUCK;
-        left += parts[place].progress != WHOLE;
+        left += parts[index].progress != ENQUEUED;
     }
     return left;
 }
 
-static bool goes_past_ring(const struct exchange_part *part)
+/* Make the caller's stream wait for what went through the link's streams. */
+static uint32_t make_caller_wait(struct exchange_part *parts, uint32_t count, uint64_t caller_stream)
 {
-    const struct flow *flow = flow_of(part);
-
-    return flow->is_outgoing && flow->places != 0 && part->nbytes > flow->small_bytes;
-}
-
-/* Have the caller's stream go on behind what went through the link's. */
-static uint32_t order_caller(struct exchange_part *parts, uint32_t count, uint64_t caller)
-{
-    for (uint32_t place = 0; place < count; place++) {
-        struct exchange_part *part = &parts[place];
+    for (uint32_t index = 0; index < count; index++) {
+        struct exchange_part *part = &parts[index];
         struct flow *flow = flow_of(part);
-        failure failed;
+        uint64_t word = flow->is_outgoing ? flow->produced_word : flow->consumed_word;
 
-        if (part->by_caller && !goes_past_ring(part))
+        if (part->on_caller_stream && !(flow->is_outgoing && is_zero_copy(flow, part->nbytes)))
             continue;
-        if (!flow->streams.callers_wait)
+        if (!flow->streams.caller_can_wait)
             return WAITING;
-        failed = native_wait_value(&flow->streams.driver, caller,
-                                   flow->is_outgoing ? flow->produced_word : flow->consumed_word,
-                                   (uint32_t)part->count);
-        if (failed) {
-            part->progress = fail(flow, failed);
-            return FAILED;
-        }
+        flow->failed = native_wait_value(&flow->streams.driver, caller_stream, word,
+                                         (uint32_t)part->count);
+        if (flow->failed)
+            return part->progress = FAILED;
     }
-    return WHOLE;
+    return ENQUEUED;
 }
 
-uint32_t native_exchange(struct exchange_part *parts, uint32_t count, uint64_t caller, uint32_t microseconds)
+uint32_t native_exchange(struct exchange_part *parts, uint32_t count, uint64_t caller_stream,
+                         uint32_t microseconds)
 {
     int64_t end = spin_clock() + (int64_t)microseconds * 1000;
     uint32_t left;
 
     do {
-        for (int look = 0; look < SPIN_LOOKS; look++) {
-            left = bring_on_parts(parts, count, caller);
+        for (int poll = 0; poll < SPIN_POLLS; poll++) {
+            left = progress_parts(parts, count, caller_stream);
             if (left == 0)
-                return order_caller(parts, count, caller);
+                return make_caller_wait(parts, count, caller_stream);
             if (left == STUCK)
                 return WAITING;
             spin_pause();

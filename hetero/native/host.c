@@ -15,15 +15,15 @@
 #include <time.h>
 #include <unistd.h>
 
-#define FIRST_ROOM 64
+#define INITIAL_CAPACITY 64
 #define SLICE_MILLISECONDS 100
-/* Looks at a word before a thread sleeps on it, and between two of its calls of the system. */
-#define LOOKS 1024
-#define LOOKS_A_YIELD 64
+/* Polls of a word before a thread sleeps on it, and between two yields of its core. */
+#define POLLS_BEFORE_SLEEP 1024
+#define POLLS_PER_YIELD 64
 
 enum kind { COPY, APPEND_CHECKSUM, VERIFY_CHECKSUM, WAIT_EVENT, WAIT_VALUE, WRITE_VALUE };
 
-struct work {
+struct request {
     enum kind kind;
     uint64_t target;
     uint64_t source;
@@ -31,37 +31,38 @@ struct work {
     uint32_t value;
 };
 
-/* A queue of work and the thread that does it. What is not atomic, or set before work is given, is guarded by the lock. */
+/* A queue of requests and the thread that executes them. The lock guards all that is neither atomic nor
+ * set before the first request. */
 struct host_stream {
     pthread_t thread;
     pthread_mutex_t lock;
-    pthread_cond_t given;
-    pthread_cond_t idle;
+    pthread_cond_t has_work;
+    pthread_cond_t became_idle;
     atomic_bool stopping;
     struct host_gpu gpu;
     bool has_gpu;
     _Atomic uint32_t failure;
     bool is_working;
-    void (*wrote)(void *);
+    void (*on_write)(void *);
     void *argument;
-    struct work *work; /* a ring of `room` places */
-    size_t room, first, count;
+    struct request *requests; /* a ring of `capacity` */
+    size_t capacity, first, count;
 };
 
-static bool has_come(const uint32_t *word, uint32_t value, uint32_t *seen)
+static bool has_reached(const uint32_t *word, uint32_t value, uint32_t *seen)
 {
     *seen = host_read_word(word);
     return (int32_t)(*seen - value) >= 0;
 }
 
-static bool look_for(const uint32_t *word, uint32_t value)
+static bool spin_on_word(const uint32_t *word, uint32_t value)
 {
     uint32_t seen;
 
-    for (int look = 1; look <= LOOKS; look++) {
-        if (has_come(word, value, &seen))
+    for (int poll = 1; poll <= POLLS_BEFORE_SLEEP; poll++) {
+        if (has_reached(word, value, &seen))
             return true;
-        if (look % LOOKS_A_YIELD == 0)
+        if (poll % POLLS_PER_YIELD == 0)
             sched_yield();
         else
             spin_pause();
@@ -69,11 +70,11 @@ static bool look_for(const uint32_t *word, uint32_t value)
     return false;
 }
 
-void host_sleep(uint32_t *word, uint32_t while_it_is, uint32_t milliseconds)
+void host_wait_doorbell(uint32_t *word, uint32_t expected, uint32_t milliseconds)
 {
     struct timespec time = {milliseconds / 1000, milliseconds % 1000 * 1000000L};
 
-    syscall(SYS_futex, word, FUTEX_WAIT, while_it_is, &time, NULL, 0);
+    syscall(SYS_futex, word, FUTEX_WAIT, expected, &time, NULL, 0);
 }
 
 bool host_wait_word(uint32_t *word, uint32_t value, uint32_t milliseconds)
@@ -81,16 +82,16 @@ bool host_wait_word(uint32_t *word, uint32_t value, uint32_t milliseconds)
     uint32_t *sleepers = word + 1, seen;
     int64_t left, end = spin_clock() / 1000000 + milliseconds;
 
-    if (look_for(word, value))
+    if (spin_on_word(word, value))
         return true;
-    while (!has_come(word, value, &seen)) {
+    while (!has_reached(word, value, &seen)) {
         left = end - spin_clock() / 1000000;
         if (left <= 0)
             return false;
-        /* Counted before the last look: a writer whose word that look misses sees the count. */
+        /* Count before the last poll: a writer whose value that poll misses then sees the count. */
         __atomic_fetch_add(sleepers, 1, __ATOMIC_SEQ_CST);
-        if (!has_come(word, value, &seen))
-            host_sleep(word, seen, (uint32_t)left);
+        if (!has_reached(word, value, &seen))
+            host_wait_doorbell(word, seen, (uint32_t)left);
         __atomic_fetch_sub(sleepers, 1, __ATOMIC_SEQ_CST);
     }
     return true;
@@ -113,7 +114,7 @@ void host_wake_word(uint32_t *word)
         syscall(SYS_futex, word, FUTEX_WAKE, INT_MAX, NULL, NULL, 0);
 }
 
-void host_ring(uint32_t *doorbell)
+void host_ring_doorbell(uint32_t *doorbell)
 {
     __atomic_fetch_add(doorbell, 1, __ATOMIC_SEQ_CST);
     syscall(SYS_futex, doorbell, FUTEX_WAKE, INT_MAX, NULL, NULL, 0);
@@ -122,17 +123,17 @@ void host_ring(uint32_t *doorbell)
 static void write_word(struct host_stream *stream, uint32_t *word, uint32_t value)
 {
     host_write_word(word, value);
-    if (stream != NULL && stream->wrote != NULL)
-        stream->wrote(stream->argument);
+    if (stream != NULL && stream->on_write != NULL)
+        stream->on_write(stream->argument);
 }
 
-/* A driver's copy, and the wait for its end; whether both went well. */
-static bool copy_by_gpu(const struct host_gpu *gpu, const struct work *work)
+/* Have the GPU's driver copy, and wait until it has; false if either failed. */
+static bool copy_by_gpu(const struct host_gpu *gpu, const struct request *request)
 {
     int (*synchronize)(void *) = (int (*)(void *))(uintptr_t)gpu->synchronize_stream;
     void *stream = (void *)(uintptr_t)gpu->stream;
 
-    return driver_copy(gpu->vendor, gpu->copy, work->target, work->source, work->nbytes,
+    return driver_copy(gpu->vendor, gpu->copy, request->target, request->source, request->nbytes,
                        stream) == 0 &&
            synchronize(stream) == 0;
 }
@@ -144,63 +145,64 @@ static bool wait_for_event(const struct host_gpu *gpu, uint64_t event)
     return synchronize((void *)(uintptr_t)event) == 0;
 }
 
-static bool verify(const struct work *work)
+static bool verify(const struct request *request)
 {
     uint32_t expected;
 
-    memcpy(&expected, (const uint8_t *)(uintptr_t)work->target + work->nbytes, sizeof expected);
-    return checksum((const void *)(uintptr_t)work->target, work->nbytes) == expected;
+    memcpy(&expected, (const uint8_t *)(uintptr_t)request->target + request->nbytes,
+           sizeof expected);
+    return checksum((const void *)(uintptr_t)request->target, request->nbytes) == expected;
 }
 
-static void append(const struct work *work)
+static void append(const struct request *request)
 {
-    uint32_t found = checksum((const void *)(uintptr_t)work->target, work->nbytes);
+    uint32_t found = checksum((const void *)(uintptr_t)request->target, request->nbytes);
 
-    memcpy((uint8_t *)(uintptr_t)work->target + work->nbytes, &found, sizeof found);
+    memcpy((uint8_t *)(uintptr_t)request->target + request->nbytes, &found, sizeof found);
 }
 
-/* `stream` is NULL for the calling thread's. */
-static enum host_failure carry_out(struct host_stream *stream, const struct work *work)
+/* `stream` is NULL for HOST_CALLING_THREAD. */
+static enum host_failure execute(struct host_stream *stream, const struct request *request)
 {
-    void *target = (void *)(uintptr_t)work->target;
+    void *target = (void *)(uintptr_t)request->target;
 
-    switch (work->kind) {
+    switch (request->kind) {
     case COPY:
         if (stream != NULL && stream->has_gpu)
-            return copy_by_gpu(&stream->gpu, work) ? HOST_FINE : HOST_GPU_FAILED;
-        memcpy(target, (const void *)(uintptr_t)work->source, work->nbytes);
+            return copy_by_gpu(&stream->gpu, request) ? HOST_OK : HOST_GPU_FAILED;
+        memcpy(target, (const void *)(uintptr_t)request->source, request->nbytes);
         break;
     case APPEND_CHECKSUM:
-        append(work);
+        append(request);
         break;
     case VERIFY_CHECKSUM:
-        return verify(work) ? HOST_FINE : HOST_WRONG_CHECKSUM;
+        return verify(request) ? HOST_OK : HOST_WRONG_CHECKSUM;
     case WAIT_EVENT:
-        return wait_for_event(&stream->gpu, work->target) ? HOST_FINE : HOST_GPU_FAILED;
+        return wait_for_event(&stream->gpu, request->target) ? HOST_OK : HOST_GPU_FAILED;
     case WAIT_VALUE:
-        while (!host_wait_word(target, work->value, SLICE_MILLISECONDS))
+        while (!host_wait_word(target, request->value, SLICE_MILLISECONDS))
             if (stream != NULL && atomic_load(&stream->stopping))
                 break;
         break;
     case WRITE_VALUE:
-        write_word(stream, target, work->value);
+        write_word(stream, target, request->value);
         break;
     }
-    return HOST_FINE;
+    return HOST_OK;
 }
 
-/* The next work, once there is some; false when the stream is to end. Called with the lock. */
-static bool take(struct host_stream *stream, struct work *work)
+/* Wait for the next request; false when the stream has to end. Call with the lock. */
+static bool dequeue(struct host_stream *stream, struct request *request)
 {
     stream->is_working = false;
     if (stream->count == 0)
-        pthread_cond_broadcast(&stream->idle);
+        pthread_cond_broadcast(&stream->became_idle);
     while (stream->count == 0 && !atomic_load(&stream->stopping))
-        pthread_cond_wait(&stream->given, &stream->lock);
+        pthread_cond_wait(&stream->has_work, &stream->lock);
     if (atomic_load(&stream->stopping))
         return false;
-    *work = stream->work[stream->first];
-    stream->first = (stream->first + 1) % stream->room;
+    *request = stream->requests[stream->first];
+    stream->first = (stream->first + 1) % stream->capacity;
     stream->count--;
     stream->is_working = true;
     return true;
@@ -216,87 +218,87 @@ static bool make_current(const struct host_gpu *gpu)
 static void *run(void *argument)
 {
     struct host_stream *stream = argument;
-    struct work work;
+    struct request request;
 
     if (stream->has_gpu && !make_current(&stream->gpu))
         atomic_store(&stream->failure, HOST_GPU_FAILED);
     pthread_mutex_lock(&stream->lock);
-    while (take(stream, &work)) {
+    while (dequeue(stream, &request)) {
         pthread_mutex_unlock(&stream->lock);
-        if (atomic_load(&stream->failure) == HOST_FINE)
-            atomic_store(&stream->failure, carry_out(stream, &work));
+        if (atomic_load(&stream->failure) == HOST_OK)
+            atomic_store(&stream->failure, execute(stream, &request));
         pthread_mutex_lock(&stream->lock);
     }
     pthread_mutex_unlock(&stream->lock);
     return NULL;
 }
 
-/* Twice the places, the oldest work in the first. Called with the lock. */
+/* Double the capacity. Call with the lock. */
 static bool grow(struct host_stream *stream)
 {
-    size_t room = stream->room ? 2 * stream->room : FIRST_ROOM;
-    struct work *work = malloc(room * sizeof *work);
+    size_t capacity = stream->capacity ? 2 * stream->capacity : INITIAL_CAPACITY;
+    struct request *requests = malloc(capacity * sizeof *requests);
 
-    if (work == NULL)
+    if (requests == NULL)
         return false;
     for (size_t index = 0; index < stream->count; index++)
-        work[index] = stream->work[(stream->first + index) % stream->room];
-    free(stream->work);
-    stream->work = work;
-    stream->room = room;
+        requests[index] = stream->requests[(stream->first + index) % stream->capacity];
+    free(stream->requests);
+    stream->requests = requests;
+    stream->capacity = capacity;
     stream->first = 0;
     return true;
 }
 
-static int give(void *handle, struct work work)
+static int enqueue(void *handle, struct request request)
 {
     struct host_stream *stream = handle;
 
-    if (handle == HOST_CALLER)
-        return (int)carry_out(NULL, &work);
+    if (handle == HOST_CALLING_THREAD)
+        return (int)execute(NULL, &request);
     pthread_mutex_lock(&stream->lock);
-    if (stream->count == stream->room && !grow(stream)) {
+    if (stream->count == stream->capacity && !grow(stream)) {
         pthread_mutex_unlock(&stream->lock);
         return ENOMEM;
     }
-    stream->work[(stream->first + stream->count) % stream->room] = work;
+    stream->requests[(stream->first + stream->count) % stream->capacity] = request;
     if (stream->count++ == 0)
-        pthread_cond_signal(&stream->given);
+        pthread_cond_signal(&stream->has_work);
     pthread_mutex_unlock(&stream->lock);
     return 0;
 }
 
 int host_copy(uint64_t target, uint64_t source, size_t nbytes, void *stream)
 {
-    return give(stream, (struct work){COPY, target, source, nbytes, 0});
+    return enqueue(stream, (struct request){COPY, target, source, nbytes, 0});
 }
 
 int host_append_checksum(uint64_t bytes, size_t nbytes, void *stream)
 {
-    return give(stream, (struct work){APPEND_CHECKSUM, bytes, 0, nbytes, 0});
+    return enqueue(stream, (struct request){APPEND_CHECKSUM, bytes, 0, nbytes, 0});
 }
 
 int host_verify_checksum(uint64_t bytes, size_t nbytes, void *stream)
 {
-    return give(stream, (struct work){VERIFY_CHECKSUM, bytes, 0, nbytes, 0});
+    return enqueue(stream, (struct request){VERIFY_CHECKSUM, bytes, 0, nbytes, 0});
 }
 
 int host_wait_event(void *stream, void *event, unsigned flags)
 {
     (void)flags;
-    return give(stream, (struct work){WAIT_EVENT, (uint64_t)(uintptr_t)event, 0, 0, 0});
+    return enqueue(stream, (struct request){WAIT_EVENT, (uint64_t)(uintptr_t)event, 0, 0, 0});
 }
 
 int host_wait_value(void *stream, uint64_t word, uint32_t value, unsigned flags)
 {
     (void)flags;
-    return give(stream, (struct work){WAIT_VALUE, word, 0, 0, value});
+    return enqueue(stream, (struct request){WAIT_VALUE, word, 0, 0, value});
 }
 
 int host_write_value(void *stream, uint64_t word, uint32_t value, unsigned flags)
 {
     (void)flags;
-    return give(stream, (struct work){WRITE_VALUE, word, 0, 0, value});
+    return enqueue(stream, (struct request){WRITE_VALUE, word, 0, 0, value});
 }
 
 static void initialize(struct host_stream *stream)
@@ -306,17 +308,17 @@ static void initialize(struct host_stream *stream)
     pthread_condattr_init(&monotonic);
     pthread_condattr_setclock(&monotonic, CLOCK_MONOTONIC);
     pthread_mutex_init(&stream->lock, NULL);
-    pthread_cond_init(&stream->given, NULL);
-    pthread_cond_init(&stream->idle, &monotonic);
+    pthread_cond_init(&stream->has_work, NULL);
+    pthread_cond_init(&stream->became_idle, &monotonic);
     pthread_condattr_destroy(&monotonic);
 }
 
 static void deinitialize(struct host_stream *stream)
 {
-    pthread_cond_destroy(&stream->idle);
-    pthread_cond_destroy(&stream->given);
+    pthread_cond_destroy(&stream->became_idle);
+    pthread_cond_destroy(&stream->has_work);
     pthread_mutex_destroy(&stream->lock);
-    free(stream->work);
+    free(stream->requests);
     free(stream);
 }
 
@@ -342,17 +344,17 @@ struct host_stream *host_stream_create(const struct host_gpu *gpu)
     return NULL;
 }
 
-void host_stream_notify(struct host_stream *stream, void (*wrote)(void *), void *argument)
+void host_stream_notify(struct host_stream *stream, void (*on_write)(void *), void *argument)
 {
     stream->argument = argument;
-    stream->wrote = wrote;
+    stream->on_write = on_write;
 }
 
 void host_stream_destroy(struct host_stream *stream)
 {
     pthread_mutex_lock(&stream->lock);
     atomic_store(&stream->stopping, true);
-    pthread_cond_signal(&stream->given);
+    pthread_cond_signal(&stream->has_work);
     pthread_mutex_unlock(&stream->lock);
     pthread_join(stream->thread, NULL);
     deinitialize(stream);
@@ -373,7 +375,7 @@ bool host_stream_synchronize(struct host_stream *stream, uint32_t milliseconds)
     }
     pthread_mutex_lock(&stream->lock);
     while ((stream->count > 0 || stream->is_working) && code == 0)
-        code = pthread_cond_timedwait(&stream->idle, &stream->lock, &end);
+        code = pthread_cond_timedwait(&stream->became_idle, &stream->lock, &end);
     is_idle = stream->count == 0 && !stream->is_working;
     pthread_mutex_unlock(&stream->lock);
     return is_idle;

@@ -4,7 +4,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 
-/* Names another library in its place; for tests. */
+/* Environment variable that names another library; for tests. */
 #define VARIABLE "HETERO_IBVERBS_LIBRARY"
 #define LIBRARY "libibverbs.so.1"
 #define ERROR_BYTES 200
@@ -14,7 +14,7 @@ struct ibverbs ibv;
 static pthread_once_t once = PTHREAD_ONCE_INIT;
 static char failure[ERROR_BYTES];
 
-static void *find(void *library, const char *name)
+static void *load_symbol(void *library, const char *name)
 {
     void *found = dlsym(library, name);
 
@@ -23,7 +23,7 @@ static void *find(void *library, const char *name)
     return found;
 }
 
-#define FIND(name) *(void **)&ibv.name = find(library, "ibv_" #name)
+#define FIND(name) *(void **)&ibv.name = load_symbol(library, "ibv_" #name)
 
 static void open_library(void)
 {

@@ -1,6 +1,6 @@
-/* What is used of libibverbs: its binary interface of version 1.1, which rdma-core has kept since, in
- * declarations of our own. So it is neither needed to build this project nor linked with it: it is opened
- * when a link first asks for RDMA. A test compares every size, offset and value with rdma-core's headers. */
+/* The part of libibverbs that is used, declared here: its ABI of version 1.1, which rdma-core has kept.
+ * The build needs neither its headers nor the library, which is loaded when a link first uses RDMA.
+ * A test compares every size, offset and value with rdma-core's headers. */
 #ifndef HETERO_IBVERBS_H
 #define HETERO_IBVERBS_H
 
@@ -61,7 +61,7 @@ struct ibv_send_wr;
 struct ibv_recv_wr;
 struct ibv_wc;
 
-/* The calls that go straight to a device's driver, at their places among those that do not. */
+/* The calls that go straight to a device's driver, at their offsets in the table. */
 struct ibv_context_ops {
     void *others_before[11];
     int (*poll_cq)(struct ibv_cq *cq, int entries, struct ibv_wc *found);
@@ -88,7 +88,7 @@ struct ibv_comp_channel {
     int refcnt;
 };
 
-/* Of the following four what comes behind is libibverbs' own. */
+/* These four are prefixes: libibverbs has private fields after them. */
 struct ibv_cq {
     struct ibv_context *context;
     struct ibv_comp_channel *channel;
@@ -129,7 +129,7 @@ struct ibv_device_attr {
     uint8_t others[116];
 };
 
-/* As far as the library writes it for callers of version 1.1. */
+/* The fields that the library writes for callers of version 1.1. */
 struct ibv_port_attr {
     int state;
     int max_mtu;
@@ -298,15 +298,14 @@ struct ibverbs {
     int (*modify_qp)(struct ibv_qp *qp, struct ibv_qp_attr *wanted, int mask);
     int (*destroy_qp)(struct ibv_qp *qp);
     const char *(*wc_status_str)(int status);
-    /* NULL where the release is older than 34, which knows no dma-bufs. */
+    /* NULL in releases before 34, which have no dma-buf support. */
     struct ibv_mr *(*reg_dmabuf_mr)(struct ibv_pd *domain, uint64_t offset, size_t nbytes,
                                     uint64_t address, int fd, int access);
 };
 
-/* The library of this process, opened with the first call; false with the reason in `error`, of
- * `nbytes`. Any thread may ask. */
+/* Load the library at the first call; false with the reason in `error`, of `nbytes`. From any thread. */
 bool ibverbs_load(char *error, size_t nbytes);
-/* Once it has been opened. */
+/* Valid once ibverbs_load has returned true. */
 extern struct ibverbs ibv;
 
 #endif

@@ -1,7 +1,7 @@
-/* One way of a link to its peer, whatever it is made of: a NIC's port with RDMA (verbs.h) or a TCP
+/* One path of a link to its peer, behind one interface: a NIC's port with RDMA (verbs.h) or a TCP
  * connection (tcp.h).
  *
- * All operations are called with the lock of the carrier, and none waits, but for those that say so. */
+ * Unless an operation says otherwise, call it with the carrier's lock; it does not block. */
 #ifndef HETERO_RAIL_H
 #define HETERO_RAIL_H
 
@@ -16,45 +16,44 @@ struct engine;
 struct rail;
 
 struct rail_operations {
-    /* Give a message on its way; 0 or an errno. The offset is that of a record in either end's control
-     * segment, the place that of data in the sending ring and in the peer's receiving one. */
+    /* Post a message; 0 or an errno. `offset` is the record's in the control segment of either end,
+     * `slot` the data's offset in the sending ring and in the peer's receiving one. */
     int (*post_record)(struct rail *rail, uint32_t number, uint64_t offset);
     int (*post_data)(struct rail *rail, uint32_t number, uint64_t slot, uint64_t nbytes);
     int (*post_credit)(struct rail *rail, uint32_t released);
-    /* Read a byte of this end's receiving ring back, so that what came before it can be seen. NULL where
-     * arriving makes it visible. */
+    /* Read a byte of this end's receiving ring back, which makes the writes before it visible to the
+     * device. NULL where arrived data are visible. */
     int (*post_read)(struct rail *rail, uint64_t last_byte);
     bool (*has_room)(const struct rail *rail, enum message message);
-    /* How many bytes have been posted and not confirmed; it notes its speed (speed_note) by itself then.
-     * NULL where what completes has been confirmed, and speed.c keeps the account. */
-    uint64_t (*bytes_under_way)(const struct rail *rail);
-    /* Whether something is under way whose end wakes nobody. NULL where nothing ever is. */
+    /* Bytes posted and not acknowledged; the rail then measures its bandwidth itself
+     * (speed_add_sample). NULL where a completion is an acknowledgement, and speed.c counts. */
+    uint64_t (*bytes_in_flight)(const struct rail *rail);
+    /* Whether the carrier has to poll for a completion. NULL where an event always wakes it. */
     bool (*is_busy)(const struct rail *rail);
-    /* Whether something has been under way since before this time; the reason is then in `reason`. */
+    /* Whether something posted before this time is unacknowledged; why, in `reason`. */
     bool (*is_late)(const struct rail *rail, double before, char *reason);
-    /* When the peer's end last answered, and when it was last sent something, also again. NULL where
-     * being late is proof enough of a loss. */
-    double (*last_heard)(const struct rail *rail);
-    double (*last_asked)(const struct rail *rail);
-    /* Whether nothing more can come in, the peer having ended. NULL where what was confirmed to the peer has
-     * arrived: nothing comes behind it. */
+    /* When the peer's host last acknowledged something; when something was last sent to it,
+     * retransmissions included. NULL where `is_late` alone means that the rail is lost. */
+    double (*last_ack)(const struct rail *rail);
+    double (*last_send)(const struct rail *rail);
+    /* Whether nothing more can arrive after the peer has ended. NULL where what was acknowledged has
+     * arrived, so nothing can. */
     bool (*is_drained)(const struct rail *rail);
-    /* Tell the engine (engine_sent and so on) what has happened; whether anything has. */
+    /* Report what has happened to the engine (engine_send_completed and so on); whether anything did. */
     bool (*poll)(struct rail *rail, struct engine *engine);
-    /* Have event_fd become readable with the next event, 0 or an errno; and take it. NULL where there is
-     * no descriptor. */
+    /* Make event_fd readable at the next event, 0 or an errno; clear it. NULL without event_fd. */
     int (*request_notification)(struct rail *rail);
     void (*acknowledge)(struct rail *rail);
-    /* Let it go both ways; 0 or an errno. Called without the lock. NULL where it does already. */
+    /* Start sending and receiving; 0 or an errno. Without the lock. NULL where it has started. */
     int (*start)(struct rail *rail);
-    /* Nothing goes out from here on. */
+    /* Send nothing more, and have what is in flight fail. */
     void (*stop)(struct rail *rail);
-    /* Wait until nothing comes in any more either. Called without the lock, after `stop`. */
+    /* Wait until nothing arrives any more. Without the lock, after `stop`. */
     void (*join)(struct rail *rail);
     /* Take one event of the rail's device, which must be there; true, with the reason, if the rail is
-     * lost. May be called beside all others. NULL where there is no device. */
+     * lost. From any thread, with or without the lock. NULL without async_fd. */
     bool (*handle_async_event)(struct rail *rail, char *reason);
-    /* Give back all it has. Called without the lock, once all rails are stopped and joined. */
+    /* Free everything. Without the lock, once all rails are stopped and joined. */
     void (*close)(struct rail *rail);
 };
 
@@ -62,19 +61,19 @@ struct rail {
     const struct rail_operations *operations;
     uint8_t index;
     bool live;
-    bool reads;      /* whether data have to be read back, and can still be */
-    bool is_reading;
-    bool confirms;   /* whether what is sent has arrived, or at least can be proved to by a read-back */
-    bool reads_back; /* whether this end has to */
+    bool can_read_back; /* whether data need a read-back, and it still works */
+    bool is_reading_back;
+    bool confirms_delivery; /* a completion means that the bytes are in the peer's memory */
+    bool reads_back;        /* whether this end needs read-backs */
     bool peer_reads_back;
-    int event_fd; /* -1 where nobody has to wait for it */
-    int async_fd; /* likewise, of its device */
-    int credits_under_way; /* kept by the rail */
-    /* Kept by speed.c. */
-    uint64_t bytes_under_way;
-    double bytes_per_second; /* 0 until it is known */
+    int event_fd;          /* -1 where nobody waits for it */
+    int async_fd;          /* of its device; -1 likewise */
+    int credits_in_flight; /* the rail counts them */
+    /* Maintained by speed.c. */
+    uint64_t bytes_in_flight;
+    double bytes_per_second; /* 0 while unknown */
     double last_completion;
-    double answered_elsewhere; /* kept by engine.c: since when others are answered and it is late; or 0 */
+    double suspected_since; /* kept by watchdog.c: late while another rail is acknowledged; else 0 */
 };
 
 #endif

@@ -1,32 +1,32 @@
-/* The control segment of a link: for each end a doorbell and how it ended, for each direction the four
- * counters and the record of every entry. docs/ring.md explains them. Two ends on one host map the same
- * segment; with a carrier each end has its own, and docs/wire.md says where in it the peer writes. Mirrored in
- * structures.py. */
+/* Layout of a link's control segment: a doorbell and an error flag for each end, four counters and the
+ * entries' records for each direction. docs/ring.md explains them. Two ends on one host map the same
+ * segment; with a carrier each end has its own, and docs/wire.md says where in it the peer writes.
+ * Mirrored in structures.py. */
 #ifndef HETERO_RING_H
 #define HETERO_RING_H
 
 #include <stdint.h>
 
 #define RING_ENTRIES 256
-/* Of a message's header (header.py). */
+/* A message's header (header.py). */
 #define RING_HEADER_BYTES 104
 #define RING_FAULT_BYTES 1024
-/* Every chunk begins at a multiple of it. */
+/* Every slot begins at a multiple of it. */
 #define RING_ALIGNMENT 512
 
 /* One cache line. */
 struct ring_word {
     uint32_t value;
-    uint32_t sleepers; /* of the host: how many threads sleep until it changes (host.h) */
+    uint32_t sleepers; /* host threads that sleep until it changes (host.h) */
     uint8_t unused[56];
 };
 
-/* An entry: which of a message's bytes lie where in the ring. */
+/* The descriptor of an entry: which bytes of which message are in which slot. */
 struct ring_record {
     uint8_t header[RING_HEADER_BYTES];
-    uint64_t offset;
+    uint64_t offset; /* in the message */
     uint64_t nbytes;
-    uint64_t slot;
+    uint64_t slot; /* offset in the ring */
 };
 
 struct ring_direction {
@@ -35,21 +35,22 @@ struct ring_direction {
     struct ring_record records[RING_ENTRIES];
 };
 
-/* Where an entry's bytes lie at one end, or are to lie: one of these, or an address in a caller's tensor. */
+/* Where one end has an entry's bytes: undecided, in its slot, or else at this address in a caller's
+ * tensor (zero-copy). */
 enum { RING_UNDECIDED, RING_SLOT };
 
 struct ring_end {
     struct ring_word doorbell;
     struct ring_word closed;
-    uint32_t fault_bytes; /* 0 while it has not failed; stored after the text */
+    uint32_t fault_bytes; /* the error flag: 0 while it has not failed; stored after the text */
     char fault[RING_FAULT_BYTES];
     uint8_t unused[60];
 };
 
 struct ring_control {
-    struct ring_end ends[2]; /* the listener's, the caller's */
-    struct ring_direction directions[2]; /* what the listener sends, what the caller sends */
-    uint64_t places[2][RING_ENTRIES];    /* of their entries, where a carrier passes the rings by */
+    struct ring_end ends[2];               /* the listener's, the caller's */
+    struct ring_direction directions[2];   /* what the listener sends, what the caller sends */
+    uint64_t user_buffers[2][RING_ENTRIES]; /* of each entry, for a carrier that does zero-copy */
 };
 
 #endif

@@ -1,18 +1,18 @@
-/* Which rail a message goes over: the one that would bring it first. So a slow rail carries less, and
- * nothing that another would have brought before it. Called with the lock of the carrier. */
+/* Chooses the rail for each message: the one expected to complete it first, by its bandwidth and its
+ * bytes in flight. A slow rail so gets less, and delays no other. Call with the carrier's lock. */
 #ifndef HETERO_SPEED_H
 #define HETERO_SPEED_H
 
 #include "rail.h"
 
-/* NULL while there is no room for the message on the rail that would bring it first. */
+/* NULL while the chosen rail has no room: do not fall back to a slower one. */
 struct rail *speed_choose(struct rail *const *rails, int count, enum message message,
                           uint64_t nbytes);
-/* So many bytes took so many seconds. */
-void speed_note(struct rail *rail, uint64_t nbytes, double seconds);
-/* A message has completed, for a rail that does not itself know what it has under way. */
+/* Add a bandwidth sample to the rail's moving average. */
+void speed_add_sample(struct rail *rail, uint64_t nbytes, double seconds);
+/* Account for a completed message, on a rail without `bytes_in_flight` of its own. */
 void speed_completed(struct rail *rail, uint64_t nbytes, double posted, double now);
-/* Called now and then: one that was slow, and so was given nothing, may be fast again. */
-void speed_trust_again(struct rail *const *rails, int count);
+/* Call at intervals: raises the bandwidth assumed of idle rails, so that a slow one is tried again. */
+void speed_raise_idle(struct rail *const *rails, int count);
 
 #endif

@@ -29,15 +29,15 @@ void spin_pause(void)
 #endif
 }
 
-void native_spin(const uint32_t *word, uint32_t while_it_is, const uint32_t *other,
-                 uint32_t while_other_is, uint32_t microseconds)
+void native_spin(const uint32_t *word, uint32_t expected, const uint32_t *other,
+                 uint32_t other_expected, uint32_t microseconds)
 {
     int64_t end = spin_clock() + (int64_t)microseconds * 1000;
 
     do {
-        for (int look = 0; look < SPIN_LOOKS; look++) {
-            if (__atomic_load_n(word, __ATOMIC_ACQUIRE) != while_it_is ||
-                __atomic_load_n(other, __ATOMIC_ACQUIRE) != while_other_is)
+        for (int poll = 0; poll < SPIN_POLLS; poll++) {
+            if (__atomic_load_n(word, __ATOMIC_ACQUIRE) != expected ||
+                __atomic_load_n(other, __ATOMIC_ACQUIRE) != other_expected)
                 return;
             spin_pause();
         }

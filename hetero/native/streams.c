@@ -29,8 +29,8 @@ failure native_wait_value(const struct entry_points *driver, uint64_t stream, ui
 {
     int code;
 
-    if (value >= driver->end_of_counter)
-        return outcome(STEP_PAST_COUNTER, (int)value);
+    if (value >= driver->counter_limit)
+        return outcome(STEP_COUNTER_LIMIT, (int)value);
     if (driver->vendor == HIP)
         code = FUNCTION(hip_wait, driver->wait_value)(POINTER(stream), POINTER(address), value,
                                                       AT_LEAST, HIP_ALL_BITS);
@@ -60,10 +60,11 @@ int driver_copy(uint64_t vendor, uint64_t function, uint64_t target, uint64_t so
     return FUNCTION(cuda_copy, function)(target, source, nbytes, stream);
 }
 
-static failure copy(const struct entry_points *driver, uint64_t stream, const struct move *move)
+static failure copy(const struct entry_points *driver, uint64_t stream,
+                    const struct copy_step *step)
 {
-    return outcome(STEP_COPY, driver_copy(driver->vendor, driver->copy, move->target, move->source,
-                                          move->nbytes, POINTER(stream)));
+    return outcome(STEP_COPY, driver_copy(driver->vendor, driver->copy, step->target, step->source,
+                                          step->nbytes, POINTER(stream)));
 }
 
 failure streams_wait_event(const struct streams *streams, uint64_t stream, uint64_t event)
@@ -73,55 +74,55 @@ failure streams_wait_event(const struct streams *streams, uint64_t stream, uint6
     return outcome(STEP_WAIT_EVENT, wait(POINTER(stream), POINTER(event), 0));
 }
 
-failure streams_join(const struct streams *streams, uint64_t first, uint64_t then)
+failure streams_wait_stream(const struct streams *streams, uint64_t stream, uint64_t other)
 {
     event_record record = FUNCTION(event_record, streams->driver.record_event);
     failure failed;
 
-    if (first == then)
+    if (stream == other)
         return 0;
-    failed = outcome(STEP_RECORD_EVENT, record(POINTER(streams->join), POINTER(first)));
-    return failed ? failed : streams_wait_event(streams, then, streams->join);
+    failed = outcome(STEP_RECORD_EVENT, record(POINTER(streams->join_event), POINTER(other)));
+    return failed ? failed : streams_wait_event(streams, stream, streams->join_event);
 }
 
-/* Have the copies wait for a word. */
-static failure hold(const struct streams *streams, struct word word, bool on_side_stream)
+/* Make the copies wait for a word. */
+static failure enqueue_wait(const struct streams *streams, struct word word, bool on_side_stream)
 {
     uint64_t stream = on_side_stream ? streams->waits : streams->copies;
     failure failed = native_wait_value(&streams->driver, stream, word.address, word.value);
 
-    return failed ? failed : streams_join(streams, stream, streams->copies);
+    return failed ? failed : streams_wait_stream(streams, streams->copies, stream);
 }
 
-/* Have a word written behind the copies so far, and behind the words written before. */
-static failure write_behind(struct streams *streams, struct word word, bool on_side_stream)
+/* Write a word after all copies and writes enqueued so far. */
+static failure enqueue_write(struct streams *streams, struct word word, bool on_side_stream)
 {
     uint64_t stream = on_side_stream ? streams->writes : streams->copies;
     failure failed = 0;
 
     if (stream != streams->copies)
-        failed = streams_join(streams, streams->copies, stream);
-    else if (streams->writes_lag)
-        failed = streams_join(streams, streams->writes, stream);
+        failed = streams_wait_stream(streams, stream, streams->copies);
+    else if (streams->last_write_on_side)
+        failed = streams_wait_stream(streams, stream, streams->writes);
     if (failed)
         return failed;
-    streams->writes_lag = stream != streams->copies;
+    streams->last_write_on_side = stream != streams->copies;
     return native_write_value(&streams->driver, stream, word.address, word.value);
 }
 
-failure streams_move(struct streams *streams, const struct move *move, bool on_side_stream)
+failure streams_enqueue(struct streams *streams, const struct copy_step *step, bool on_side_stream)
 {
     failure failed = 0;
 
-    if (move->after.address)
-        failed = hold(streams, move->after, on_side_stream);
-    if (!failed && move->checksum == VERIFY_SOURCE)
-        failed = outcome(STEP_CHECKSUM, host_verify_checksum(move->source, move->nbytes,
+    if (step->wait.address)
+        failed = enqueue_wait(streams, step->wait, on_side_stream);
+    if (!failed && step->checksum == VERIFY_SOURCE)
+        failed = outcome(STEP_CHECKSUM, host_verify_checksum(step->source, step->nbytes,
                                                              POINTER(streams->copies)));
-    if (!failed && move->nbytes)
-        failed = copy(&streams->driver, streams->copies, move);
-    if (!failed && move->checksum == APPEND_BEHIND_TARGET)
-        failed = outcome(STEP_CHECKSUM, host_append_checksum(move->target, move->nbytes,
+    if (!failed && step->nbytes)
+        failed = copy(&streams->driver, streams->copies, step);
+    if (!failed && step->checksum == APPEND_BEHIND_TARGET)
+        failed = outcome(STEP_CHECKSUM, host_append_checksum(step->target, step->nbytes,
                                                              POINTER(streams->copies)));
-    return failed ? failed : write_behind(streams, move->then, on_side_stream);
+    return failed ? failed : enqueue_write(streams, step->write, on_side_stream);
 }

@@ -1,7 +1,4 @@
-"""The structures and numbers of the library in C, field by field.
-
-Each is a twin of one in a header; a test compares them.
-"""
+"""Mirrors the structures and constants of the C headers for ctypes; a test compares them."""
 
 from __future__ import annotations
 
@@ -80,7 +77,7 @@ class RingControl(Structure):
     _fields_ = (
         ("ends", RingEnd * 2),
         ("directions", RingDirection * 2),
-        ("places", c_uint64 * RING_ENTRIES * 2),
+        ("user_buffers", c_uint64 * RING_ENTRIES * 2),
     )
 
 
@@ -99,7 +96,7 @@ class Step(IntEnum):
     WRITE_VALUE = 3
     RECORD_EVENT = 4
     WAIT_EVENT = 5
-    PAST_COUNTER = 6
+    COUNTER_LIMIT = 6
     CHECKSUM = 7
 
 
@@ -116,7 +113,7 @@ class EntryPoints(Structure):
 
     _fields_ = (
         ("vendor", c_uint64),
-        ("end_of_counter", c_uint64),
+        ("counter_limit", c_uint64),
         ("copy", c_uint64),
         ("wait_value", c_uint64),
         ("write_value", c_uint64),
@@ -126,14 +123,14 @@ class EntryPoints(Structure):
 
     @classmethod
     def of(
-        cls, functions: Mapping[Step, Any], *, vendor: Vendor, end_of_counter: int
+        cls, functions: Mapping[Step, Any], *, vendor: Vendor, counter_limit: int
     ) -> EntryPoints:
-        """Where functions lie that ctypes has found or made; whoever calls keeps them."""
+        """The addresses of ctypes functions, which the caller has to keep alive."""
         addresses = {
             step.name.lower(): ctypes.cast(function, c_void_p).value
             for step, function in functions.items()
         }
-        return cls(vendor=vendor, end_of_counter=end_of_counter, **addresses)
+        return cls(vendor=vendor, counter_limit=counter_limit, **addresses)
 
 
 class Streams(Structure):
@@ -144,9 +141,9 @@ class Streams(Structure):
         ("copies", c_uint64),
         ("waits", c_uint64),
         ("writes", c_uint64),
-        ("join", c_uint64),
-        ("callers_wait", c_bool),
-        ("writes_lag", c_bool),
+        ("join_event", c_uint64),
+        ("caller_can_wait", c_bool),
+        ("last_write_on_side", c_bool),
     )
 
 
@@ -167,7 +164,7 @@ class HostGpu(Structure):
 class HostFailure(IntEnum):
     """`enum host_failure`."""
 
-    FINE = 0
+    OK = 0
     GPU_FAILED = 1
     WRONG_CHECKSUM = 2
 
@@ -185,7 +182,7 @@ class Flow(Structure):
         ("chunk_bytes", c_uint64),
         ("small_bytes", c_uint64),
         ("checksum_bytes", c_uint64),
-        ("places", c_uint64),
+        ("user_buffers", c_uint64),
         ("doorbell", c_uint64),
         ("is_outgoing", c_bool),
         ("count", c_uint64),
@@ -198,8 +195,8 @@ class Flow(Structure):
         ("in_flight", c_uint64),
         ("oldest", c_uint64),
         ("ends", c_uint64 * RING_ENTRIES),
-        ("caller", c_uint64),
-        ("by_caller", c_bool),
+        ("caller_stream", c_uint64),
+        ("on_caller_stream", c_bool),
     )
 
 
@@ -207,7 +204,7 @@ class Progress(IntEnum):
     """`enum progress`."""
 
     WAITING = 0
-    WHOLE = 1
+    ENQUEUED = 1
     NEEDS_EVENT = 2
     REFUSED = 3
     FAILED = 4
@@ -223,7 +220,7 @@ class ExchangePart(Structure):
         ("offset", c_uint64),
         ("count", c_uint64),
         ("progress", c_uint32),
-        ("by_caller", c_uint32),
+        ("on_caller_stream", c_uint32),
         ("header", c_uint8 * RING_HEADER_BYTES),
     )
 

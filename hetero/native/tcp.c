@@ -16,13 +16,14 @@
 #include <sys/uio.h>
 #include <unistd.h>
 
-/* Over which a speed is taken, at least: the kernel counts in its ticks how long it was busy. */
-#define LEAST_SECONDS 10e-3
-#define LEAST_BYTES (64 << 10)
-/* What is faster is bound by the CPUs at its ends, which rails share: told apart, one would take all. */
-#define MOST_BYTES_PER_SECOND 1e9
-/* How often in a row the kernel has to have sent something again, before a rail counts as late. */
-#define LEAST_REPEATED 2
+/* The least that a bandwidth sample covers: the kernel counts its busy time in ticks. */
+#define MIN_SAMPLE_SECONDS 10e-3
+#define MIN_SAMPLE_BYTES (64 << 10)
+/* A rail above this is bound by the CPUs at its ends, which rails share: treat all such rails as equal, or
+ * one would get everything. */
+#define MAX_BYTES_PER_SECOND 1e9
+/* Consecutive retransmissions by the kernel before a rail counts as late. */
+#define MIN_RETRANSMITS 2
 
 static struct tcp_rail *rail_of(struct rail *rail)
 {
@@ -39,25 +40,25 @@ void tcp_unlock(struct tcp_rail *rail)
     pthread_mutex_unlock(rail->owner.lock);
 }
 
-/* How fast it is. */
+/* Bandwidth. */
 
-/* Bytes that the kernel has taken and the peer's has not confirmed. */
-static uint64_t unconfirmed(const struct tcp_rail *rail)
+/* Bytes in the kernel's send queue that the peer's kernel has not acknowledged. */
+static uint64_t unacked_bytes(const struct tcp_rail *rail)
 {
     int nbytes = 0;
 
     return ioctl(rail->request.fd, SIOCOUTQ, &nbytes) == 0 ? (uint64_t)nbytes : 0;
 }
 
-/* While a call is under way, what of it the kernel has taken counts twice. */
-static uint64_t bytes_under_way(const struct rail *base)
+/* During a call of sendmsg the bytes that the kernel has taken count twice. */
+static uint64_t bytes_in_flight(const struct rail *base)
 {
     const struct tcp_rail *rail = (const struct tcp_rail *)base;
 
-    return rail->queued + unconfirmed(rail);
+    return rail->queued_bytes + unacked_bytes(rail);
 }
 
-static bool ask_kernel(const struct tcp_rail *rail, struct tcp_info *info)
+static bool get_tcp_info(const struct tcp_rail *rail, struct tcp_info *info)
 {
     socklen_t nbytes = sizeof *info;
 
@@ -65,71 +66,71 @@ static bool ask_kernel(const struct tcp_rail *rail, struct tcp_info *info)
     return getsockopt(rail->request.fd, IPPROTO_TCP, TCP_INFO, info, &nbytes) == 0;
 }
 
-static double last_heard(const struct rail *base)
+static double last_ack(const struct rail *base)
 {
     struct tcp_info info;
 
-    return ask_kernel((const struct tcp_rail *)base, &info)
+    return get_tcp_info((const struct tcp_rail *)base, &info)
                ? engine_now() - 1e-3 * info.tcpi_last_ack_recv
                : 0;
 }
 
-/* After a rest, or with what is too small to tell a rail's speed from how far the peer is. */
-static void measure_from_here(struct tcp_rail *rail, const struct tcp_info *info)
+static void start_measurement(struct tcp_rail *rail, const struct tcp_info *info)
 {
-    rail->busy_by_then = info->tcpi_busy_time - info->tcpi_rwnd_limited;
-    rail->confirmed_by_then = info->tcpi_bytes_acked;
+    rail->busy_at_start = info->tcpi_busy_time - info->tcpi_rwnd_limited;
+    rail->acked_at_start = info->tcpi_bytes_acked;
 }
 
-/* What the kernel takes at once may take long to arrive: only what was confirmed says how fast a rail
- * is, over the time in which something was on its way and the peer had room for it. */
-static void measure(struct tcp_rail *rail)
+/* Sample the bandwidth: acknowledged bytes, over the time in which something was in flight and the peer's
+ * window was open. What the kernel has accepted says nothing about it. */
+static void measure_bandwidth(struct tcp_rail *rail)
 {
     struct tcp_info info;
     double now = engine_now(), seconds;
 
-    if (now - rail->measured_at < LEAST_SECONDS || !ask_kernel(rail, &info))
+    if (now - rail->measured_at < MIN_SAMPLE_SECONDS || !get_tcp_info(rail, &info))
         return;
     rail->measured_at = now;
-    uint64_t busy = info.tcpi_busy_time - info.tcpi_rwnd_limited - rail->busy_by_then;
-    uint64_t confirmed = info.tcpi_bytes_acked - rail->confirmed_by_then;
-    if (1e-6 * (double)busy < LEAST_SECONDS || confirmed < LEAST_BYTES)
+    uint64_t busy = info.tcpi_busy_time - info.tcpi_rwnd_limited - rail->busy_at_start;
+    uint64_t acked = info.tcpi_bytes_acked - rail->acked_at_start;
+    if (1e-6 * (double)busy < MIN_SAMPLE_SECONDS || acked < MIN_SAMPLE_BYTES)
         return;
     seconds = 1e-6 * (double)busy;
-    if (seconds < (double)confirmed / MOST_BYTES_PER_SECOND)
-        seconds = (double)confirmed / MOST_BYTES_PER_SECOND;
-    speed_note(&rail->rail, confirmed, seconds);
-    measure_from_here(rail, &info);
+    if (seconds < (double)acked / MAX_BYTES_PER_SECOND)
+        seconds = (double)acked / MAX_BYTES_PER_SECOND;
+    speed_add_sample(&rail->rail, acked, seconds);
+    start_measurement(rail, &info);
 }
 
 /* Sending. */
 
-static int give(struct rail *base, struct frame frame, const void *bytes)
+static int queue_message(struct rail *base, struct frame frame, const void *bytes)
 {
     struct tcp_rail *rail = rail_of(base);
 
-    if (rail->count == 0 && unconfirmed(rail) == 0) {
+    if (rail->count == 0 && unacked_bytes(rail) == 0) {
         struct tcp_info info;
 
-        rail->waiting_since = engine_now();
-        if (ask_kernel(rail, &info))
-            measure_from_here(rail, &info);
-        rail->owner.awaits_answer(rail->owner.carrier);
+        rail->busy_since = engine_now();
+        if (get_tcp_info(rail, &info))
+            start_measurement(rail, &info);
+        rail->owner.expect_acks(rail->owner.carrier);
     }
-    rail->queued += sizeof frame + frame.nbytes;
-    rail->items[(rail->first + rail->count) % TCP_ROOM] = (struct item){frame, bytes};
-    rail->waiting[frame.message]++;
-    base->credits_under_way += frame.message == MESSAGE_CREDIT;
+    rail->queued_bytes += sizeof frame + frame.nbytes;
+    rail->queue[(rail->first + rail->count) % TCP_ROOM] = (struct queued_message){frame, bytes};
+    rail->queued[frame.message]++;
+    base->credits_in_flight += frame.message == MESSAGE_CREDIT;
     if (rail->count++ == 0)
-        pthread_cond_signal(&rail->has_items);
+        pthread_cond_signal(&rail->has_messages);
     return 0;
 }
 
 static int post_record(struct rail *base, uint32_t number, uint64_t offset)
 {
     struct frame frame = {MESSAGE_RECORD, number, 0, sizeof(struct ring_record)};
+    uint64_t source = rail_of(base)->request.control + offset;
 
-    return give(base, frame, (const void *)(uintptr_t)(rail_of(base)->request.control + offset));
+    return queue_message(base, frame, (const void *)(uintptr_t)source);
 }
 
 static int post_data(struct rail *base, uint32_t number, uint64_t slot, uint64_t nbytes)
@@ -139,19 +140,19 @@ static int post_data(struct rail *base, uint32_t number, uint64_t slot, uint64_t
 
     if (source == 0)
         source = rail_of(base)->request.sending + slot;
-    return give(base, frame, (const void *)(uintptr_t)source);
+    return queue_message(base, frame, (const void *)(uintptr_t)source);
 }
 
 static int post_credit(struct rail *base, uint32_t released)
 {
-    return give(base, (struct frame){MESSAGE_CREDIT, released, 0, 0}, NULL);
+    return queue_message(base, (struct frame){MESSAGE_CREDIT, released, 0, 0}, NULL);
 }
 
 static bool has_room(const struct rail *base, enum message message)
 {
     static const int limits[] = {TCP_RECORDS, TCP_DATA, TCP_CREDITS, 0};
 
-    return ((const struct tcp_rail *)base)->waiting[message] < limits[message];
+    return ((const struct tcp_rail *)base)->queued[message] < limits[message];
 }
 
 static bool send_all(int fd, struct iovec *parts, int count)
@@ -183,36 +184,35 @@ void tcp_lose(struct tcp_rail *rail, const char *what, int code)
     char reason[RAIL_TEXT_BYTES];
 
     snprintf(reason, sizeof reason, code == 0 ? "%s" : "%s (%s)", what, strerror(code));
-    engine_lose(rail->owner.engine, &rail->rail, reason);
+    engine_lose_rail(rail->owner.engine, &rail->rail, reason);
 }
 
-/* As many of the first messages as go out in one call: all up to, and with, the first data. Called with
- * the lock. */
-static int collect(const struct tcp_rail *rail, struct iovec *parts, int *count)
+/* Gather queued messages for one sendmsg: all up to and including the first data. Call with the lock. */
+static int gather_messages(const struct tcp_rail *rail, struct iovec *parts, int *count)
 {
-    int items = 0;
+    int messages = 0;
 
-    for (*count = 0; items < rail->count; ) {
-        const struct item *item = &rail->items[(rail->first + items++) % TCP_ROOM];
+    for (*count = 0; messages < rail->count; ) {
+        const struct queued_message *queued = &rail->queue[(rail->first + messages++) % TCP_ROOM];
 
-        parts[(*count)++] = (struct iovec){(void *)&item->frame, sizeof item->frame};
-        if (item->frame.nbytes > 0)
-            parts[(*count)++] = (struct iovec){(void *)item->bytes, item->frame.nbytes};
-        if (item->frame.message == MESSAGE_DATA)
+        parts[(*count)++] = (struct iovec){(void *)&queued->frame, sizeof queued->frame};
+        if (queued->frame.nbytes > 0)
+            parts[(*count)++] = (struct iovec){(void *)queued->bytes, queued->frame.nbytes};
+        if (queued->frame.message == MESSAGE_DATA)
             break;
     }
-    return items;
+    return messages;
 }
 
-static void sent(struct tcp_rail *rail, int items)
+static void complete_sends(struct tcp_rail *rail, int messages)
 {
-    for (; items > 0; items--) {
-        const struct frame *frame = &rail->items[rail->first].frame;
+    for (; messages > 0; messages--) {
+        const struct frame *frame = &rail->queue[rail->first].frame;
 
-        rail->waiting[frame->message]--;
-        rail->queued -= sizeof *frame + frame->nbytes;
-        rail->rail.credits_under_way -= frame->message == MESSAGE_CREDIT;
-        engine_sent(rail->owner.engine, &rail->rail, frame->message, frame->number);
+        rail->queued[frame->message]--;
+        rail->queued_bytes -= sizeof *frame + frame->nbytes;
+        rail->rail.credits_in_flight -= frame->message == MESSAGE_CREDIT;
+        engine_send_completed(rail->owner.engine, &rail->rail, frame->message, frame->number);
         rail->first = (rail->first + 1) % TCP_ROOM;
         rail->count--;
     }
@@ -222,17 +222,17 @@ static void *send_loop(void *argument)
 {
     struct tcp_rail *rail = argument;
     struct iovec parts[2 * TCP_ROOM];
-    int items, count;
+    int messages, count;
     bool is_sent;
 
     prctl(PR_SET_NAME, "tcp-send");
     tcp_lock(rail);
     for (;;) {
         while (rail->rail.live && rail->count == 0)
-            pthread_cond_wait(&rail->has_items, rail->owner.lock);
+            pthread_cond_wait(&rail->has_messages, rail->owner.lock);
         if (!rail->rail.live)
             break;
-        items = collect(rail, parts, &count);
+        messages = gather_messages(rail, parts, &count);
         tcp_unlock(rail);
         is_sent = send_all(rail->request.fd, parts, count);
         int code = errno;
@@ -241,32 +241,32 @@ static void *send_loop(void *argument)
             tcp_lose(rail, "its connection broke while sending", code);
         if (!rail->rail.live)
             break;
-        sent(rail, items);
-        measure(rail);
+        complete_sends(rail, messages);
+        measure_bandwidth(rail);
         engine_progress(rail->owner.engine);
     }
     tcp_unlock(rail);
     return NULL;
 }
 
-static double last_asked(const struct rail *base)
+static double last_send(const struct rail *base)
 {
     struct tcp_info info;
 
-    return ask_kernel((const struct tcp_rail *)base, &info)
+    return get_tcp_info((const struct tcp_rail *)base, &info)
                ? engine_now() - 1e-3 * info.tcpi_last_data_sent
                : 0;
 }
 
-/* What was sent is sent again, and not answered. A peer that only rests closes its window, and its
- * kernel goes on answering: nothing is sent again then. */
+/* Whether the kernel retransmits without an answer. A paused peer does not count: its window closes, and
+ * its kernel goes on acknowledging. */
 static bool is_late(const struct rail *base, double before, char *reason)
 {
     const struct tcp_rail *rail = (const struct tcp_rail *)base;
     struct tcp_info info;
 
-    if (unconfirmed(rail) == 0 || rail->waiting_since > before || last_heard(base) > before ||
-        !ask_kernel(rail, &info) || info.tcpi_retransmits + info.tcpi_probes < LEAST_REPEATED)
+    if (unacked_bytes(rail) == 0 || rail->busy_since > before || last_ack(base) > before ||
+        !get_tcp_info(rail, &info) || info.tcpi_retransmits + info.tcpi_probes < MIN_RETRANSMITS)
         return false;
     snprintf(reason, RAIL_TEXT_BYTES, "nothing was answered for %.1f s, while other rails were",
              engine_now() - before);
@@ -275,10 +275,10 @@ static bool is_late(const struct rail *base, double before, char *reason)
 
 static bool is_drained(const struct rail *base)
 {
-    return ((const struct tcp_rail *)base)->is_ended || !base->live;
+    return ((const struct tcp_rail *)base)->peer_has_ended || !base->live;
 }
 
-/* Its threads tell the engine by themselves what has happened. */
+/* Its threads report to the engine themselves. */
 static bool poll_nothing(struct rail *base, struct engine *engine)
 {
     (void)base;
@@ -289,7 +289,7 @@ static bool poll_nothing(struct rail *base, struct engine *engine)
 static void stop(struct rail *base)
 {
     shutdown(rail_of(base)->request.fd, SHUT_RDWR);
-    pthread_cond_broadcast(&rail_of(base)->has_items);
+    pthread_cond_broadcast(&rail_of(base)->has_messages);
 }
 
 static void join(struct rail *base)
@@ -308,7 +308,7 @@ static void close_rail(struct rail *base)
     struct tcp_rail *rail = rail_of(base);
 
     close(rail->request.fd);
-    pthread_cond_destroy(&rail->has_items);
+    pthread_cond_destroy(&rail->has_messages);
     free(rail->scratch);
     free(rail);
 }
@@ -318,7 +318,7 @@ static int start(struct rail *base)
     struct tcp_rail *rail = rail_of(base);
     int code;
 
-    /* The threads of rails that were started before this look at it. */
+    /* Lock: the threads of rails started earlier already read `live`. */
     tcp_lock(rail);
     base->live = true;
     tcp_unlock(rail);
@@ -343,10 +343,10 @@ static const struct rail_operations operations = {
     .post_data = post_data,
     .post_credit = post_credit,
     .has_room = has_room,
-    .bytes_under_way = bytes_under_way,
+    .bytes_in_flight = bytes_in_flight,
     .is_late = is_late,
-    .last_heard = last_heard,
-    .last_asked = last_asked,
+    .last_ack = last_ack,
+    .last_send = last_send,
     .is_drained = is_drained,
     .poll = poll_nothing,
     .start = start,
@@ -371,6 +371,6 @@ struct rail *tcp_open(const struct tcp_request *request, const struct tcp_owner 
         free(rail);
         return NULL;
     }
-    pthread_cond_init(&rail->has_items, NULL);
+    pthread_cond_init(&rail->has_messages, NULL);
     return &rail->rail;
 }

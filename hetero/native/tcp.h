@@ -1,6 +1,6 @@
 /* A rail over TCP: one connection, with a thread that sends and one that receives.
  *
- * What the kernel has taken may never arrive, so nothing that this rail has sent counts as confirmed. */
+ * A completion means that the kernel has taken the bytes, never that the peer has them. */
 #ifndef HETERO_TCP_H
 #define HETERO_TCP_H
 
@@ -19,18 +19,18 @@ struct tcp_request {
     uint64_t control; /* address of the control segment */
 };
 
-/* What the threads of a rail ask of the carrier, with its lock. */
+/* What a rail's threads use of its carrier. */
 struct tcp_owner {
     struct engine *engine;
     pthread_mutex_t *lock;
-    /* Called without the lock. */
+    /* Call without the lock. */
     void (*progress)(struct carrier *carrier);
-    /* Called with it, when something is on its way after a rest. */
-    void (*awaits_answer)(struct carrier *carrier);
+    /* Call with the lock when an idle rail begins to send. */
+    void (*expect_acks)(struct carrier *carrier);
     struct carrier *carrier;
 };
 
-/* NULL, with an errno in `code`, where it cannot be made. */
+/* NULL, with an errno in `code`, on failure. */
 struct rail *tcp_open(const struct tcp_request *request, const struct tcp_owner *owner, int *code);
 
 #endif

@@ -6,7 +6,7 @@
 #include <sys/prctl.h>
 #include <sys/socket.h>
 
-/* 1, 0 at the end of the connection, -1 with errno. */
+/* Like every receive_* here: 1, 0 at the end of the connection, or -1 with errno. */
 static int receive_all(int fd, void *bytes, size_t nbytes)
 {
     size_t done = 0;
@@ -23,7 +23,7 @@ static int receive_all(int fd, void *bytes, size_t nbytes)
     return 1;
 }
 
-/* What has come already over another rail. */
+/* Receive and drop what another rail has delivered. */
 static int discard(struct tcp_rail *rail, uint64_t nbytes)
 {
     int code = 1;
@@ -59,14 +59,14 @@ static int receive_data(struct tcp_rail *rail, const struct frame *frame)
 {
     struct engine *engine = rail->owner.engine;
     uint64_t target = 0;
-    bool is_expected, is_sane;
+    bool is_expected, is_valid_size;
     int code;
 
     tcp_lock(rail);
     is_expected = engine_expect_data(engine, &rail->rail, frame->number);
-    is_sane = !is_expected || engine_target(engine, frame->number, frame->nbytes, &target);
+    is_valid_size = !is_expected || engine_target(engine, frame->number, frame->nbytes, &target);
     tcp_unlock(rail);
-    if (!is_sane) {
+    if (!is_valid_size) {
         errno = EPROTO;
         return -1;
     }
@@ -83,7 +83,7 @@ static int receive_data(struct tcp_rail *rail, const struct frame *frame)
     return 1;
 }
 
-static bool makes_sense(const struct tcp_rail *rail, const struct frame *frame)
+static bool is_valid(const struct tcp_rail *rail, const struct frame *frame)
 {
     const struct tcp_request *request = &rail->request;
 
@@ -102,7 +102,7 @@ static int receive_one(struct tcp_rail *rail)
 
     if (code <= 0)
         return code;
-    if (!makes_sense(rail, &frame)) {
+    if (!is_valid(rail, &frame)) {
         errno = EPROTO;
         return -1;
     }
@@ -129,9 +129,9 @@ void *tcp_receive_loop(void *argument)
     }
     int reason = errno;
     tcp_lock(rail);
-    rail->is_ended = true;
-    /* What the peer had given to a connection that has ended under it may be lost, and nothing would
-     * say so: it ends with the rail. */
+    rail->peer_has_ended = true;
+    /* Lose the rail even if the peer closed it in order: bytes that the peer's kernel had accepted may be
+     * lost without any error. */
     tcp_lose(rail, code < 0 ? "its connection broke while receiving" : "its connection was closed",
              code < 0 ? reason : 0);
     tcp_unlock(rail);

@@ -6,14 +6,14 @@
 #include <stdio.h>
 #include <string.h>
 
-#define POLLED_AT_ONCE 32
+#define POLL_BATCH 32
 
 static struct verbs_rail *rail_of(struct rail *rail)
 {
     return (struct verbs_rail *)rail;
 }
 
-static bool explain(char *reason, const char *what)
+static bool set_reason(char *reason, const char *what)
 {
     snprintf(reason, RAIL_TEXT_BYTES, "%s", what);
     return true;
@@ -23,7 +23,7 @@ static void note_post(struct verbs_rail *rail, enum message kind)
 {
     rail->posted_at[(rail->oldest + rail->posted) % VERBS_SENDS] = engine_now();
     rail->posted++;
-    rail->under_way[kind]++;
+    rail->in_flight[kind]++;
 }
 
 static int post(struct verbs_rail *rail, struct ibv_send_wr *request, enum message kind)
@@ -37,7 +37,7 @@ static int post(struct verbs_rail *rail, struct ibv_send_wr *request, enum messa
     return code;
 }
 
-static uint64_t name_request(enum message kind, uint32_t number)
+static uint64_t make_wr_id(enum message kind, uint32_t number)
 {
     return (uint64_t)kind << 32 | number;
 }
@@ -49,12 +49,12 @@ static int post_record(struct rail *base, uint32_t number, uint64_t offset)
                               .length = sizeof(struct ring_record),
                               .lkey = rail->control->lkey};
     struct ibv_send_wr request = {
-        .wr_id = name_request(MESSAGE_RECORD, number),
+        .wr_id = make_wr_id(MESSAGE_RECORD, number),
         .sg_list = &element,
         .num_sge = 1,
         .opcode = IBV_WR_RDMA_WRITE_WITH_IMM,
-        .send_flags = rail->inlines ? IBV_SEND_INLINE : 0,
-        .imm_data = htonl(number & BOOK_NUMBER_MASK),
+        .send_flags = rail->can_inline ? IBV_SEND_INLINE : 0,
+        .imm_data = htonl(number & ENTRY_NUMBER_MASK),
         .wr.rdma = {.remote_addr = rail->peer.control + offset, .rkey = rail->peer.control_key},
     };
 
@@ -67,11 +67,11 @@ static int post_data(struct rail *base, uint32_t number, uint64_t slot, uint64_t
     struct ibv_sge element = {
         .addr = rail->rings_base + slot, .length = (uint32_t)nbytes, .lkey = rail->rings->lkey};
     struct ibv_send_wr request = {
-        .wr_id = name_request(MESSAGE_DATA, number),
+        .wr_id = make_wr_id(MESSAGE_DATA, number),
         .sg_list = &element,
         .num_sge = nbytes == 0 ? 0 : 1,
         .opcode = IBV_WR_RDMA_WRITE_WITH_IMM,
-        .imm_data = htonl((number & BOOK_NUMBER_MASK) | ~BOOK_NUMBER_MASK),
+        .imm_data = htonl((number & ENTRY_NUMBER_MASK) | ~ENTRY_NUMBER_MASK),
         .wr.rdma = {.remote_addr = rail->peer.receiving + slot, .rkey = rail->peer.receiving_key},
     };
     return post(rail, &request, MESSAGE_DATA);
@@ -80,23 +80,23 @@ static int post_data(struct rail *base, uint32_t number, uint64_t slot, uint64_t
 static int post_credit(struct rail *base, uint32_t released)
 {
     struct ibv_send_wr request = {
-        .wr_id = name_request(MESSAGE_CREDIT, released),
+        .wr_id = make_wr_id(MESSAGE_CREDIT, released),
         .opcode = IBV_WR_SEND_WITH_IMM,
         .imm_data = htonl(released),
     };
 
-    base->credits_under_way++;
+    base->credits_in_flight++;
     return post(rail_of(base), &request, MESSAGE_CREDIT);
 }
 
 static int post_read(struct rail *base, uint64_t last_byte)
 {
     struct verbs_rail *rail = rail_of(base);
-    struct ibv_sge element = {.addr = (uintptr_t)&rail->landing,
-                              .length = sizeof rail->landing,
-                              .lkey = rail->landing_region->lkey};
+    struct ibv_sge element = {.addr = (uintptr_t)&rail->read_back_byte,
+                              .length = sizeof rail->read_back_byte,
+                              .lkey = rail->read_back_mr->lkey};
     struct ibv_send_wr *refused, request = {
-        .wr_id = name_request(MESSAGE_READ, 0),
+        .wr_id = make_wr_id(MESSAGE_READ, 0),
         .sg_list = &element,
         .num_sge = 1,
         .opcode = IBV_WR_RDMA_READ,
@@ -118,69 +118,71 @@ int verbs_post_receive(struct verbs_rail *rail)
     return rail->context->ops.post_recv(rail->qp, &request, &refused);
 }
 
-/* What has happened. */
+/* Completions. */
 
-static void completed(struct verbs_rail *rail, struct engine *engine, uint64_t request)
+static void handle_send_completion(struct verbs_rail *rail, struct engine *engine, uint64_t wr_id)
 {
-    enum message kind = (enum message)(request >> 32);
+    enum message kind = (enum message)(wr_id >> 32);
 
     if (kind == MESSAGE_READ) {
-        engine_read_back(engine, &rail->rail);
+        engine_read_back_completed(engine, &rail->rail);
         return;
     }
-    rail->under_way[kind]--;
-    rail->rail.credits_under_way -= kind == MESSAGE_CREDIT;
+    rail->in_flight[kind]--;
+    rail->rail.credits_in_flight -= kind == MESSAGE_CREDIT;
     rail->posted--;
     rail->oldest = (rail->oldest + 1) % VERBS_SENDS;
-    engine_sent(engine, &rail->rail, kind, (uint32_t)request);
+    engine_send_completed(engine, &rail->rail, kind, (uint32_t)wr_id);
 }
 
-static void failed(struct verbs_rail *rail, struct engine *engine, const struct ibv_wc *done)
+static void handle_error_completion(struct verbs_rail *rail, struct engine *engine,
+                                    const struct ibv_wc *wc)
 {
-    bool is_read = done->wr_id >> 32 == MESSAGE_READ;
+    bool is_read = wc->wr_id >> 32 == MESSAGE_READ;
     char reason[RAIL_TEXT_BYTES];
 
     snprintf(reason, sizeof reason, "%s: %s (completion status %d)",
              is_read ? "it cannot read its own ring back" : "a request failed",
-             ibv.wc_status_str(done->status), done->status);
-    engine_lose(engine, &rail->rail, reason);
+             ibv.wc_status_str(wc->status), wc->status);
+    engine_lose_rail(engine, &rail->rail, reason);
 }
 
-static void arrived(struct verbs_rail *rail, struct engine *engine, const struct ibv_wc *done)
+static void handle_recv_completion(struct verbs_rail *rail, struct engine *engine,
+                                   const struct ibv_wc *wc)
 {
-    uint32_t travelled = ntohl(done->imm_data), number = travelled & BOOK_NUMBER_MASK;
+    uint32_t immediate = ntohl(wc->imm_data), number = immediate & ENTRY_NUMBER_MASK;
 
-    if (done->opcode == IBV_WC_RECV)
-        engine_credit_arrived(engine, &rail->rail, travelled);
-    else if (travelled == number)
+    if (wc->opcode == IBV_WC_RECV)
+        engine_credit_arrived(engine, &rail->rail, immediate);
+    else if (immediate == number)
         engine_record_arrived(engine, number);
     else
         engine_data_arrived(engine, &rail->rail, number);
     if (rail->rail.live)
-        engine_took(engine, &rail->rail, verbs_post_receive(rail));
+        engine_check_post(engine, &rail->rail, verbs_post_receive(rail));
 }
 
-static bool poll_queue(struct rail *base, struct engine *engine)
+static bool poll_cq(struct rail *base, struct engine *engine)
 {
     struct verbs_rail *rail = rail_of(base);
-    struct ibv_wc found[POLLED_AT_ONCE];
+    struct ibv_wc found[POLL_BATCH];
     int count, total = 0;
 
-    while ((count = rail->context->ops.poll_cq(rail->queue, POLLED_AT_ONCE, found)) > 0) {
+    while ((count = rail->context->ops.poll_cq(rail->cq, POLL_BATCH, found)) > 0) {
         for (int index = 0; index < count; index++) {
-            const struct ibv_wc *done = &found[index];
+            const struct ibv_wc *wc = &found[index];
 
-            if (done->status != IBV_WC_SUCCESS)
-                failed(rail, engine, done);
-            else if (done->opcode == IBV_WC_RECV_RDMA_WITH_IMM || done->opcode == IBV_WC_RECV)
-                arrived(rail, engine, done);
+            if (wc->status != IBV_WC_SUCCESS)
+                handle_error_completion(rail, engine, wc);
+            else if (wc->opcode == IBV_WC_RECV_RDMA_WITH_IMM || wc->opcode == IBV_WC_RECV)
+                handle_recv_completion(rail, engine, wc);
             else
-                completed(rail, engine, done->wr_id);
+                handle_send_completion(rail, engine, wc->wr_id);
         }
         total += count;
     }
     if (count < 0)
-        engine_lose(engine, base, "its completion queue cannot be polled");
+        engine_lose_rail(engine, base, "its completion queue cannot be polled");
     return total > 0;
 }
 
@@ -189,51 +191,51 @@ static bool has_room(const struct rail *base, enum message kind)
     static const int limits[] = {VERBS_RECORDS, VERBS_DATA, VERBS_CREDITS, 1};
     const struct verbs_rail *rail = (const struct verbs_rail *)base;
 
-    return rail->under_way[kind] < limits[kind];
+    return rail->in_flight[kind] < limits[kind];
 }
 
 static bool is_busy(const struct rail *base)
 {
     const struct verbs_rail *rail = (const struct verbs_rail *)base;
 
-    return (base->live && rail->posted > 0) || (base->reads && base->is_reading);
+    return (base->live && rail->posted > 0) || (base->can_read_back && base->is_reading_back);
 }
 
 static bool is_late(const struct rail *base, double before, char *reason)
 {
     const struct verbs_rail *rail = (const struct verbs_rail *)base;
 
-    if (base->reads && base->is_reading && rail->reading_since < before)
-        return explain(reason, "it has not read its own ring back in time");
+    if (base->can_read_back && base->is_reading_back && rail->reading_since < before)
+        return set_reason(reason, "it has not read its own ring back in time");
     if (base->live && rail->posted > 0 && rail->posted_at[rail->oldest] < before)
-        return explain(reason, "nothing completed in time");
+        return set_reason(reason, "nothing completed in time");
     return false;
 }
 
 static int request_notification(struct rail *base)
 {
-    return rail_of(base)->context->ops.req_notify_cq(rail_of(base)->queue, 0);
+    return rail_of(base)->context->ops.req_notify_cq(rail_of(base)->cq, 0);
 }
 
 static void acknowledge(struct rail *base)
 {
-    struct ibv_cq *queue;
+    struct ibv_cq *cq;
     void *context;
 
-    if (ibv.get_cq_event(rail_of(base)->channel, &queue, &context) == 0)
-        ibv.ack_cq_events(queue, 1);
+    if (ibv.get_cq_event(rail_of(base)->channel, &cq, &context) == 0)
+        ibv.ack_cq_events(cq, 1);
 }
 
 static void stop_qp(struct ibv_qp *qp)
 {
     struct ibv_qp_attr wanted = {.qp_state = IBV_QPS_ERR};
 
-    /* A NIC that has been taken away refuses, and then carries nothing more either. */
+    /* A NIC that was removed refuses; nothing goes over it any more either. */
     if (qp != NULL)
         (void)ibv.modify_qp(qp, &wanted, IBV_QP_STATE);
 }
 
-/* What is under way is flushed, and what comes in from here on refused. */
+/* Flush what is in flight, and refuse what arrives from here on. */
 static void stop(struct rail *base)
 {
     stop_qp(rail_of(base)->qp);
@@ -259,17 +261,17 @@ static bool handle_async_event(struct rail *base, char *reason)
         if (ibv.query_port(rail->context, rail->request.port, &port) == 0 &&
             port.state == IBV_PORT_ACTIVE)
             return false;
-        return explain(reason, "its port has gone down");
+        return set_reason(reason, "its port has gone down");
     case IBV_EVENT_DEVICE_FATAL:
-        return explain(reason, "its device has failed");
+        return set_reason(reason, "its device has failed");
     case IBV_EVENT_CQ_ERR:
-        return explain(reason, "its completion queue has failed");
+        return set_reason(reason, "its completion queue has failed");
     case IBV_EVENT_QP_FATAL:
-        return explain(reason, "its queue pair has failed");
+        return set_reason(reason, "its queue pair has failed");
     case IBV_EVENT_QP_REQ_ERR:
-        return explain(reason, "the peer's requests make no sense to it");
+        return set_reason(reason, "the peer's requests make no sense to it");
     case IBV_EVENT_QP_ACCESS_ERR:
-        return explain(reason, "the peer may not write where it tries to");
+        return set_reason(reason, "the peer may not write where it tries to");
     default:
         return false;
     }
@@ -283,7 +285,7 @@ const struct rail_operations verbs_operations = {
     .has_room = has_room,
     .is_busy = is_busy,
     .is_late = is_late,
-    .poll = poll_queue,
+    .poll = poll_cq,
     .request_notification = request_notification,
     .acknowledge = acknowledge,
     .stop = stop,

@@ -1,5 +1,4 @@
-/* A rail over RDMA: a NIC's port at this end, its registrations, and a reliable connection to the
- * peer's. */
+/* A rail over RDMA: a NIC's port, its memory registrations, and a reliable connection to the peer's. */
 #ifndef HETERO_VERBS_H
 #define HETERO_VERBS_H
 
@@ -16,12 +15,12 @@
 #define VERBS_CREDITS 2
 #define VERBS_SENDS (VERBS_RECORDS + VERBS_DATA + VERBS_CREDITS)
 
-/* What Python has found out about this end. Mirrored in structures.py, as are those below. */
+/* This end, as Python describes it. Mirrored in structures.py, as are the structures below. */
 struct verbs_request {
     const char *device;
     uint8_t port;
-    bool reads_back;     /* whether this end reads its ring back before data count as arrived */
-    int32_t dmabuf;      /* descriptor of the rings' memory; -1 where it has none */
+    bool reads_back; /* whether arrived data are visible only after a read-back */
+    int32_t dmabuf;  /* descriptor of the rings' memory; -1 where it has none */
     uint64_t dmabuf_offset;
     uint64_t rings;      /* address of the sending ring, which the receiving one follows */
     uint64_t ring_bytes; /* of each */
@@ -29,17 +28,17 @@ struct verbs_request {
     uint32_t psn;
 };
 
-/* What the peer has to know of this end. */
+/* What the peer needs to write to this end. */
 struct verbs_connection_info {
     uint32_t qp;
-    uint64_t receiving; /* the receiving ring, in the NIC's terms */
+    uint64_t receiving; /* the receiving ring, by the NIC's address */
     uint32_t receiving_key;
     uint64_t control;
     uint32_t control_key;
     bool by_dmabuf;
 };
 
-/* How one queue pair finds another. */
+/* How one queue pair reaches another. */
 struct verbs_route {
     uint32_t qp;
     uint32_t psn;
@@ -60,32 +59,32 @@ struct verbs_peer {
 };
 
 struct verbs_rail {
-    struct rail rail; /* the first, so that either is the other */
-    bool inlines;
+    struct rail rail; /* first, so that a pointer to either is a pointer to both */
+    bool can_inline;
     struct verbs_request request;
     struct verbs_peer peer;
     struct ibv_context *context;
-    struct ibv_pd *domain;
+    struct ibv_pd *pd;
     struct ibv_mr *rings;
     struct ibv_mr *control;
-    struct ibv_mr *landing_region;
+    struct ibv_mr *read_back_mr;
     struct ibv_comp_channel *channel;
-    struct ibv_cq *queue;
+    struct ibv_cq *cq;
     struct ibv_qp *qp;
-    struct ibv_qp *loopback_qp; /* joined with itself for read-backs; NULL where there are none */
-    uint64_t rings_base; /* the sending ring in the NIC's terms */
-    uint8_t landing;     /* where a read-back puts its byte, which nobody looks at */
-    int under_way[4];    /* requests, by what they carry */
+    struct ibv_qp *loopback_qp; /* connected to itself, for read-backs; NULL where none are needed */
+    uint64_t rings_base;    /* the sending ring, by the NIC's address */
+    uint8_t read_back_byte; /* target of a read-back; its value does not matter */
+    int in_flight[4];       /* requests, by enum message */
     double reading_since;
     double posted_at[VERBS_SENDS]; /* a ring: requests complete in order */
     int oldest;
     int posted;
 };
 
-/* What a port says of itself, beside its addresses, which sysfs has. */
+/* A port's attributes. Its addresses are in sysfs. */
 struct verbs_port {
     int32_t state;
-    int32_t mtu; /* the number of its largest packet; a larger number is a larger packet */
+    int32_t mtu; /* enum ibv_mtu: a larger number is a larger packet */
     uint32_t max_message;
     uint16_t lid;
     bool is_ethernet;
@@ -98,7 +97,7 @@ extern const struct rail_operations verbs_operations;
 /* Each returns false with the reason in `error`, of RAIL_TEXT_BYTES. */
 bool verbs_open(struct verbs_rail *rail, const struct verbs_request *request,
                 struct verbs_connection_info *info, char *error);
-/* `own` is the way to this end's port; its queue pair and packet number are found here. */
+/* `own` is the route to this end's port; its queue pair and packet number are filled in here. */
 bool verbs_connect(struct verbs_rail *rail, const struct verbs_peer *peer,
                    const struct verbs_route *own, char *error);
 int verbs_post_receive(struct verbs_rail *rail);

@@ -1,6 +1,6 @@
 #include "verbs.h"
 
-#include "book.h"
+#include "window.h"
 
 #include <arpa/inet.h>
 #include <errno.h>
@@ -9,14 +9,14 @@
 #include <stdlib.h>
 #include <string.h>
 
-/* Of every entry a record and its data, a credit for each, and both again that another rail had. */
-#define RECEIVES (5 * RING_ENTRIES + VERBS_CREDITS)
-/* 4.096 us * 2**14 before a packet is sent again; 7 tries would mean for ever. */
+/* A record, data and a credit for each entry, and a retransmission of record and data. */
+#define RECV_DEPTH (5 * RING_ENTRIES + VERBS_CREDITS)
+/* 4.096 us * 2**14 before a packet is retransmitted. An RNR retry count of 7 would mean for ever. */
 #define ACK_TIMEOUT 14
-#define TRIES 6
-#define NOT_READY_TIMER 12
-#define NOT_READY_TRIES 6
-#define HOPS 64
+#define RETRY_COUNT 6
+#define MIN_RNR_TIMER 12
+#define RNR_RETRY_COUNT 6
+#define HOP_LIMIT 64
 
 static bool fail(char *error, const char *format, ...) __attribute__((format(printf, 2, 3)));
 
@@ -70,8 +70,8 @@ bool verbs_query_port(const char *device, uint8_t number, struct verbs_port *fou
     return true;
 }
 
-/* Without IBV_ACCESS_RELAXED_ORDERING: a read-back shows only what is strictly ordered. */
-static int access_to_rings(const struct verbs_rail *rail)
+/* Never IBV_ACCESS_RELAXED_ORDERING: a read-back flushes only writes that are strictly ordered. */
+static int ring_access_flags(const struct verbs_rail *rail)
 {
     int access = IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE;
 
@@ -82,18 +82,18 @@ static bool register_rings(struct verbs_rail *rail, char *error)
 {
     const struct verbs_request *request = &rail->request;
     size_t nbytes = 2 * request->ring_bytes;
-    int access = access_to_rings(rail), as_dmabuf = 0;
+    int access = ring_access_flags(rail), as_dmabuf = 0;
 
     if (request->dmabuf >= 0 && ibv.reg_dmabuf_mr != NULL) {
-        /* The NIC's addresses count from the beginning of the dma-buf. */
+        /* Registered by dma-buf, the memory's addresses are offsets in the dma-buf. */
         rail->rings_base = request->dmabuf_offset;
-        rail->rings = ibv.reg_dmabuf_mr(rail->domain, request->dmabuf_offset, nbytes,
+        rail->rings = ibv.reg_dmabuf_mr(rail->pd, request->dmabuf_offset, nbytes,
                                         request->dmabuf_offset, request->dmabuf, access);
         as_dmabuf = errno;
     }
     if (rail->rings == NULL) {
         rail->rings_base = request->rings;
-        rail->rings = ibv.reg_mr(rail->domain, (void *)(uintptr_t)request->rings, nbytes, access);
+        rail->rings = ibv.reg_mr(rail->pd, (void *)(uintptr_t)request->rings, nbytes, access);
     }
     if (rail->rings == NULL && request->dmabuf >= 0)
         return fail(error, "it refused to register %zu bytes (as a dma-buf: %s; by address: %s)",
@@ -106,11 +106,11 @@ static bool register_rings(struct verbs_rail *rail, char *error)
 
 static bool register_control(struct verbs_rail *rail, char *error)
 {
-    rail->control = ibv.reg_mr(rail->domain, (void *)(uintptr_t)rail->request.control,
+    rail->control = ibv.reg_mr(rail->pd, (void *)(uintptr_t)rail->request.control,
                                sizeof(struct ring_control),
                                IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE);
-    rail->landing_region = ibv.reg_mr(rail->domain, &rail->landing, 1, IBV_ACCESS_LOCAL_WRITE);
-    if (rail->control == NULL || rail->landing_region == NULL)
+    rail->read_back_mr = ibv.reg_mr(rail->pd, &rail->read_back_byte, 1, IBV_ACCESS_LOCAL_WRITE);
+    if (rail->control == NULL || rail->read_back_mr == NULL)
         return fail(error, "it refused to register the control segment (%s)", strerror(errno));
     return true;
 }
@@ -119,8 +119,8 @@ static struct ibv_qp *make_qp(struct verbs_rail *rail, uint32_t sends, uint32_t 
                               uint32_t inline_bytes)
 {
     struct ibv_qp_init_attr wanted = {
-        .send_cq = rail->queue,
-        .recv_cq = rail->queue,
+        .send_cq = rail->cq,
+        .recv_cq = rail->cq,
         .qp_type = IBV_QPT_RC,
         .cap = {.max_send_wr = sends,
                 .max_recv_wr = receives,
@@ -129,7 +129,7 @@ static struct ibv_qp *make_qp(struct verbs_rail *rail, uint32_t sends, uint32_t 
                 .max_inline_data = inline_bytes},
     };
 
-    return ibv.create_qp(rail->domain, &wanted);
+    return ibv.create_qp(rail->pd, &wanted);
 }
 
 static bool make_queues(struct verbs_rail *rail, char *error)
@@ -139,20 +139,20 @@ static bool make_queues(struct verbs_rail *rail, char *error)
 
     if (code != 0)
         return fail(error, "the device cannot be asked for its limits (%s)", strerror(code));
-    if (limits.max_qp_wr < RECEIVES)
+    if (limits.max_qp_wr < RECV_DEPTH)
         return fail(error, "it takes %d requests at once and %d are needed, so name others with "
-                    "--hetero-nics", limits.max_qp_wr, RECEIVES);
+                    "--hetero-nics", limits.max_qp_wr, RECV_DEPTH);
     rail->channel = ibv.create_comp_channel(rail->context);
     if (rail->channel == NULL)
         return fail(error, "it makes no completion channel (%s)", strerror(errno));
-    rail->queue = ibv.create_cq(rail->context, VERBS_SENDS + RECEIVES + 1, NULL, rail->channel, 0);
-    if (rail->queue == NULL)
+    rail->cq = ibv.create_cq(rail->context, VERBS_SENDS + RECV_DEPTH + 1, NULL, rail->channel, 0);
+    if (rail->cq == NULL)
         return fail(error, "it makes no completion queue (%s)", strerror(errno));
-    rail->qp = make_qp(rail, VERBS_SENDS, RECEIVES, sizeof(struct ring_record));
-    rail->inlines = rail->qp != NULL;
+    rail->qp = make_qp(rail, VERBS_SENDS, RECV_DEPTH, sizeof(struct ring_record));
+    rail->can_inline = rail->qp != NULL;
     if (rail->qp == NULL)
-        rail->qp = make_qp(rail, VERBS_SENDS, RECEIVES, 0);
-    /* The loop receives nothing, but some NICs make no queue pair without room for one receive. */
+        rail->qp = make_qp(rail, VERBS_SENDS, RECV_DEPTH, 0);
+    /* The loopback receives nothing, but some NICs make no queue pair without room for one receive. */
     if (rail->qp != NULL && rail->request.reads_back)
         rail->loopback_qp = make_qp(rail, 1, 1, 0);
     if (rail->qp == NULL || (rail->request.reads_back && rail->loopback_qp == NULL))
@@ -164,15 +164,15 @@ bool verbs_open(struct verbs_rail *rail, const struct verbs_request *request,
                 struct verbs_connection_info *info, char *error)
 {
     rail->rail.operations = &verbs_operations;
-    rail->rail.confirms = true;
+    rail->rail.confirms_delivery = true;
     rail->rail.reads_back = request->reads_back;
     rail->rail.event_fd = rail->rail.async_fd = -1;
     rail->request = *request;
     rail->context = open_device(request->device, error);
     if (rail->context == NULL)
         return false;
-    rail->domain = ibv.alloc_pd(rail->context);
-    if (rail->domain == NULL)
+    rail->pd = ibv.alloc_pd(rail->context);
+    if (rail->pd == NULL)
         return fail(error, "it gives no protection domain (%s)", strerror(errno));
     if (!register_rings(rail, error) || !register_control(rail, error) || !make_queues(rail, error))
         return false;
@@ -189,7 +189,7 @@ bool verbs_open(struct verbs_rail *rail, const struct verbs_request *request,
     return true;
 }
 
-static int to_init(struct ibv_qp *qp, uint8_t port, unsigned int access)
+static int modify_to_init(struct ibv_qp *qp, uint8_t port, unsigned int access)
 {
     struct ibv_qp_attr wanted = {
         .qp_state = IBV_QPS_INIT, .port_num = port, .qp_access_flags = access};
@@ -198,7 +198,7 @@ static int to_init(struct ibv_qp *qp, uint8_t port, unsigned int access)
                          IBV_QP_STATE | IBV_QP_PKEY_INDEX | IBV_QP_PORT | IBV_QP_ACCESS_FLAGS);
 }
 
-static int to_ready(struct ibv_qp *qp, uint8_t port, const struct verbs_route *route,
+static int modify_to_rts(struct ibv_qp *qp, uint8_t port, const struct verbs_route *route,
                     uint32_t psn)
 {
     struct ibv_qp_attr wanted = {
@@ -207,12 +207,12 @@ static int to_ready(struct ibv_qp *qp, uint8_t port, const struct verbs_route *r
         .dest_qp_num = route->qp,
         .rq_psn = route->psn,
         .max_dest_rd_atomic = 1,
-        .min_rnr_timer = NOT_READY_TIMER,
+        .min_rnr_timer = MIN_RNR_TIMER,
         .ah_attr = {.dlid = route->lid, .port_num = port, .is_global = route->is_global},
     };
     if (route->is_global) {
         wanted.ah_attr.grh.sgid_index = route->gid_index;
-        wanted.ah_attr.grh.hop_limit = HOPS;
+        wanted.ah_attr.grh.hop_limit = HOP_LIMIT;
         memcpy(&wanted.ah_attr.grh.dgid, route->gid, sizeof route->gid);
     }
     int code = ibv.modify_qp(qp, &wanted,
@@ -224,8 +224,8 @@ static int to_ready(struct ibv_qp *qp, uint8_t port, const struct verbs_route *r
     wanted = (struct ibv_qp_attr){.qp_state = IBV_QPS_RTS,
                                   .sq_psn = psn,
                                   .timeout = ACK_TIMEOUT,
-                                  .retry_cnt = TRIES,
-                                  .rnr_retry = NOT_READY_TRIES,
+                                  .retry_cnt = RETRY_COUNT,
+                                  .rnr_retry = RNR_RETRY_COUNT,
                                   .max_rd_atomic = 1};
     return ibv.modify_qp(qp, &wanted,
                          IBV_QP_STATE | IBV_QP_SQ_PSN | IBV_QP_TIMEOUT | IBV_QP_RETRY_CNT |
@@ -237,31 +237,31 @@ bool verbs_connect(struct verbs_rail *rail, const struct verbs_peer *peer,
 {
     uint8_t port = rail->request.port;
     uint32_t psn = rail->request.psn;
-    int code = to_init(rail->qp, port, IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE);
+    int code = modify_to_init(rail->qp, port, IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE);
 
     rail->peer = *peer;
-    for (int count = 0; code == 0 && count < RECEIVES; count++)
+    for (int count = 0; code == 0 && count < RECV_DEPTH; count++)
         code = verbs_post_receive(rail);
     if (code == 0)
-        code = to_ready(rail->qp, port, &peer->route, psn);
+        code = modify_to_rts(rail->qp, port, &peer->route, psn);
     if (code == 0 && rail->loopback_qp != NULL)
-        code = to_init(rail->loopback_qp, port, IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_READ);
+        code = modify_to_init(rail->loopback_qp, port, IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_READ);
     if (code == 0 && rail->loopback_qp != NULL) {
         struct verbs_route loopback = *own;
 
         loopback.qp = rail->loopback_qp->qp_num;
         loopback.psn = psn;
-        code = to_ready(rail->loopback_qp, port, &loopback, psn);
+        code = modify_to_rts(rail->loopback_qp, port, &loopback, psn);
     }
     if (code != 0)
         return fail(error, "its queue pair cannot be connected (%s)", strerror(code));
     rail->rail.live = true;
-    rail->rail.reads = rail->loopback_qp != NULL;
+    rail->rail.can_read_back = rail->loopback_qp != NULL;
     rail->rail.peer_reads_back = peer->reads_back;
     return true;
 }
 
-/* A NIC that has been taken away refuses, and has nothing left to give back. */
+/* Ignore errors: a NIC that was removed refuses, and has nothing left to free. */
 void verbs_close(struct rail *base)
 {
     struct verbs_rail *rail = (struct verbs_rail *)base;
@@ -270,18 +270,18 @@ void verbs_close(struct rail *base)
         (void)ibv.destroy_qp(rail->loopback_qp);
     if (rail->qp != NULL)
         (void)ibv.destroy_qp(rail->qp);
-    if (rail->queue != NULL)
-        (void)ibv.destroy_cq(rail->queue);
+    if (rail->cq != NULL)
+        (void)ibv.destroy_cq(rail->cq);
     if (rail->channel != NULL)
         (void)ibv.destroy_comp_channel(rail->channel);
-    if (rail->landing_region != NULL)
-        (void)ibv.dereg_mr(rail->landing_region);
+    if (rail->read_back_mr != NULL)
+        (void)ibv.dereg_mr(rail->read_back_mr);
     if (rail->control != NULL)
         (void)ibv.dereg_mr(rail->control);
     if (rail->rings != NULL)
         (void)ibv.dereg_mr(rail->rings);
-    if (rail->domain != NULL)
-        (void)ibv.dealloc_pd(rail->domain);
+    if (rail->pd != NULL)
+        (void)ibv.dealloc_pd(rail->pd);
     if (rail->context != NULL)
         (void)ibv.close_device(rail->context);
     free(rail);

@@ -64,6 +64,7 @@ def walk_all(side: Side) -> dict[str, str]:
     check_uneven(side)
     check_objects(side)
     _point_to_point(side)
+    _from_any_rank_of_a_part(side)
     _handles(side)
     check_empty(side)
     return digests
@@ -292,6 +293,18 @@ def _point_to_point(side: Side) -> None:
         sources.append(dist.recv(number))
         assert number.item() == sources[-1]
     assert sorted(sources) == list(range(1, side.size))
+
+
+def _from_any_rank_of_a_part(side: Side) -> None:
+    """The sender is named by its rank in the whole, whatever it is in the part."""
+    first, last = (side.size - 1) // 2, side.size - 1
+    part = dist.new_group([first, last])
+    number = torch.full((1,), float(side.rank))
+    if side.rank == last:
+        dist.send(number, first, group=part)
+    elif side.rank == first:
+        assert dist.recv(number, group=part) == last
+        assert number.item() == last
 
 
 def _handles(side: Side) -> None:

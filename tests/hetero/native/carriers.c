@@ -81,7 +81,7 @@ static uint8_t byte_of_entry(int direction, uint32_t number, uint32_t index)
 }
 
 /* Whether an end would have an entry go out of, or into, memory of its own: each decides alone. */
-static bool is_in_place(int side, uint32_t number)
+static bool is_zero_copy(int side, uint32_t number)
 {
     return !is_verbs && check_bytes == 0 && (number + (uint32_t)side) % 3 > 0;
 }
@@ -103,11 +103,11 @@ static bool await(struct ring_word *awaited, uint32_t value)
 static void fill(struct end *end, const struct ring_record *record, uint64_t bytes, uint32_t number)
 {
     struct ring_direction *out = &end->control->directions[end->side];
-    bool in_place = is_in_place(end->side, number);
+    bool zero_copy = is_zero_copy(end->side, number);
     uint64_t slot = address(end->rings) + record->slot;
 
-    end->control->places[end->side][(FIRST + number) % RING_ENTRIES] = in_place ? bytes : RING_SLOT;
-    if (!in_place)
+    end->control->user_buffers[end->side][(FIRST + number) % RING_ENTRIES] = zero_copy ? bytes : RING_SLOT;
+    if (!zero_copy)
         host_copy(slot, bytes, record->nbytes, end->filling);
     if (check_bytes)
         host_append_checksum(slot, record->nbytes, end->filling);
@@ -162,15 +162,15 @@ static void empty(struct end *end, const struct ring_record *record, uint64_t ta
 {
     struct ring_direction *in = &end->control->directions[1 - end->side];
     uint64_t slot = address(end->rings) + RING_BYTES + record->slot, undecided = RING_UNDECIDED;
-    uint64_t *place = &end->control->places[1 - end->side][(FIRST + number) % RING_ENTRIES];
-    bool in_place = is_in_place(end->side, number) &&
-                    __atomic_compare_exchange_n(place, &undecided, target, false, __ATOMIC_ACQ_REL,
+    uint64_t *user_buffer = &end->control->user_buffers[1 - end->side][(FIRST + number) % RING_ENTRIES];
+    bool zero_copy = is_zero_copy(end->side, number) &&
+                    __atomic_compare_exchange_n(user_buffer, &undecided, target, false, __ATOMIC_ACQ_REL,
                                                 __ATOMIC_ACQUIRE);
 
     host_wait_value(end->emptying, address(&in->produced), FIRST + number + 1, 0);
     if (check_bytes)
         host_verify_checksum(slot, record->nbytes, end->emptying);
-    if (!in_place)
+    if (!zero_copy)
         host_copy(target, slot, record->nbytes, end->emptying);
     host_write_value(end->emptying, address(&in->consumed), FIRST + number + 1, 0);
 }
@@ -291,7 +291,7 @@ static void open_end(struct end *end)
     };
     end->carrier = carrier_new(&options, error);
     REQUIRE(end->carrier != NULL);
-    carrier_words_notify(end->carrier);
+    carrier_set_device_notifies(end->carrier);
     for (int rail = 0; rail < rails; rail++)
         (is_verbs ? add_verbs : add_tcp)(end, rail);
     end->filling = host_stream_create(NULL);
@@ -312,11 +312,11 @@ static void start_end(struct end *end)
 static void close_end(struct end *end)
 {
     if (!IS_ABANDONED) {
-        REQUIRE(carrier_settle_credits(end->carrier, 5.0));
+        REQUIRE(carrier_flush_credits(end->carrier, 5.0));
         REQUIRE(host_stream_synchronize(end->filling, PATIENCE_MS));
         REQUIRE(host_stream_synchronize(end->emptying, PATIENCE_MS));
     }
-    REQUIRE(host_stream_failure(end->emptying) == HOST_FINE);
+    REQUIRE(host_stream_failure(end->emptying) == HOST_OK);
     host_stream_destroy(end->filling);
     host_stream_destroy(end->emptying);
     carrier_free(end->carrier);

@@ -38,7 +38,7 @@ class Operations(Structure):
         *((name, c_void_p) for name in ("post_record", "post_data", "post_credit", "post_read")),
         ("has_room", Room),
         # Where there is none, the rail's own account counts.
-        ("bytes_under_way", c_void_p),
+        ("bytes_in_flight", c_void_p),
         *((f"other {index}", c_void_p) for index in range(16)),
     )
 
@@ -46,13 +46,13 @@ class Operations(Structure):
 Rail._fields_ = (
     ("operations", POINTER(Operations)),
     ("index", c_uint8),
-    *((name, c_bool) for name in ("live", "reads", "is_reading", "confirms", "reads_back")),
+    *((name, c_bool) for name in ("live", "can_read", "is_reading", "confirms", "reads_back")),
     ("peer_reads_back", c_bool),
-    *((name, c_int) for name in ("event_fd", "async_fd", "credits_under_way")),
-    ("under_way", c_uint64),
+    *((name, c_int) for name in ("event_fd", "async_fd", "credits_in_flight")),
+    ("bytes_in_flight", c_uint64),
     ("speed", c_double),
     ("last_completion", c_double),
-    ("answered_elsewhere", c_double),
+    ("suspected_since", c_double),
 )
 
 
@@ -64,7 +64,7 @@ class Rails:
         self._room = Room(lambda rail, message: True)
         self._operations = Operations(has_room=self._room)
         self.all = [
-            Rail(ctypes.pointer(self._operations), n, live=True, under_way=load, speed=speed)
+            Rail(ctypes.pointer(self._operations), n, live=True, bytes_in_flight=load, speed=speed)
             for n, (load, speed) in enumerate(rails)
         ]
         self._table = (POINTER(Rail) * len(rails))(*map(ctypes.pointer, self.all))
@@ -93,7 +93,7 @@ def test_a_slow_rail_carries_what_it_would_bring_first() -> None:
 def test_neither_a_lost_rail_nor_one_in_doubt_is_chosen() -> None:
     rails = Rails((0, FAST), (0, FAST), (9 * CHUNK, FAST))
     rails.all[0].live = False
-    rails.all[1].answered_elsewhere = 1.0
+    rails.all[1].suspected_since = 1.0
     assert rails.choose() == 2
     rails.all[2].live = False
     assert rails.choose() is None

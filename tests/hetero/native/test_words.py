@@ -16,13 +16,13 @@ LIBRARY = native()
 def test_a_word_that_has_changed_is_not_waited_for() -> None:
     word = ctypes.c_uint32(1)
     # Longer than a test may take.
-    LIBRARY.host_sleep(ctypes.addressof(word), 0, 310_000)
+    LIBRARY.host_wait_doorbell(ctypes.addressof(word), 0, 310_000)
 
 
 def test_waiting_ends_after_the_time_given() -> None:
     word = ctypes.c_uint32(0)
     began = time.monotonic()
-    LIBRARY.host_sleep(ctypes.addressof(word), 0, 200)
+    LIBRARY.host_wait_doorbell(ctypes.addressof(word), 0, 200)
     assert time.monotonic() - began >= 0.15
 
 
@@ -32,7 +32,7 @@ def test_a_sleeper_is_woken_and_others_run_meanwhile() -> None:
 
     def sleep() -> None:
         while word.value == 0:
-            LIBRARY.host_sleep(ctypes.addressof(word), 0, 30_000)
+            LIBRARY.host_wait_doorbell(ctypes.addressof(word), 0, 30_000)
         woken.set()
 
     thread = threading.Thread(target=sleep, daemon=True)
@@ -40,7 +40,7 @@ def test_a_sleeper_is_woken_and_others_run_meanwhile() -> None:
     # This thread goes on while the other sleeps: the wait does not hold the GIL.
     time.sleep(0.1)
     assert not woken.is_set()
-    LIBRARY.host_ring(ctypes.addressof(word))
+    LIBRARY.host_ring_doorbell(ctypes.addressof(word))
     assert word.value == 1
     assert woken.wait(120)
 

@@ -76,8 +76,8 @@ class _Streams(StreamsOfGpu):
             copies=copies,
             waits=waits,
             writes=writes,
-            join=JOIN,
-            callers_wait=True,
+            join_event=JOIN,
+            caller_can_wait=True,
         )
 
 
@@ -138,7 +138,7 @@ class World:
             outgoing_ring=OUTGOING_RING,
             incoming_ring=INCOMING_RING,
             ring_bytes=ring_bytes,
-            in_place=False,
+            zero_copy=False,
             peer_has_gone=lambda: False,
             close=self.control.close,
         )
@@ -192,10 +192,10 @@ class World:
             announced.append((part, made, flow))
         answer: int = native().native_exchange(parts, len(parts), caller, 0)
         for part, made, flow in announced:
-            if part.progress == Progress.WHOLE:
-                flow.note_whole(part.count, by_caller=part.by_caller)
+            if part.progress == Progress.ENQUEUED:
+                flow.note_enqueued(part.count, on_caller_stream=part.on_caller_stream)
             else:
-                flow.note_part(made, part.offset, has_begun=part.offset > 0)
+                flow.note_partial(made, part.offset, has_begun=part.offset > 0)
         return answer
 
     def rung(self) -> list[bool]:

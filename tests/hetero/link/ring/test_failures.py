@@ -163,12 +163,12 @@ def test_a_link_closed_while_another_thread_waits_ends_the_wait_with_its_error(
 
         asleep = threading.Event()
 
-        def wake_late(while_it_is: int, seconds: float) -> None:
+        def wake_late(expected: int, seconds: float) -> None:
             if threading.current_thread() is waiting:
                 asleep.set()
                 time.sleep(0.5)
             else:
-                real(while_it_is, seconds)
+                real(expected, seconds)
 
         monkeypatch.setattr(pair.receiver._ends.mine, "sleep", wake_late)
 

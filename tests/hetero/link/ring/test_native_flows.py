@@ -284,7 +284,7 @@ def test_a_small_message_goes_through_its_callers_streams() -> None:
 
 def test_what_a_caller_sends_and_receives_together_goes_through_its_stream_if_it_is_small() -> None:
     world = World(CudaDriver)
-    assert world.exchange([(100, False), (100, True)], caller=KEYS[0]) == Progress.WHOLE
+    assert world.exchange([(100, False), (100, True)], caller=KEYS[0]) == Progress.ENQUEUED
     produced, consumed = world.direction.produced_word, world.direction.consumed_word
     assert world.recorders[0].calls == [
         ("cuMemcpyAsync", OUTGOING_RING, 0x7_0000_0000, 100, KEYS[0]),
@@ -299,7 +299,7 @@ def test_what_a_caller_sends_and_receives_together_goes_through_its_stream_if_it
 
 def test_what_is_large_follows_its_callers_stream_which_goes_on_behind_all_of_it() -> None:
     world = World(CudaDriver, ring_bytes=16 << 10, chunk_bytes=4 << 10)
-    assert world.exchange([(6 << 10, False), (6 << 10, True)], caller=KEYS[0]) == Progress.WHOLE
+    assert world.exchange([(6 << 10, False), (6 << 10, True)], caller=KEYS[0]) == Progress.ENQUEUED
     copies, _, writes = THREE
     produced, consumed = world.direction.produced_word, world.direction.consumed_word
     sent, received = (recorder.calls for recorder in world.recorders)

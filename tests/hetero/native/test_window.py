@@ -16,16 +16,16 @@ ALMOST_ROUND = 2**32 - 3
 NO_BYTE = 2**64 - 1
 
 
-class Part(Structure):
+class SendStatus(Structure):
     _fields_ = (("state", c_uint8), ("rail", c_uint8))
 
 
 class Sequence(Structure):
     _fields_ = (
         ("next", c_uint32),
-        ("done", c_uint32),
-        ("most", c_uint32),
-        ("parts", Part * ENTRIES),
+        ("completed", c_uint32),
+        ("posted_end", c_uint32),
+        ("status", SendStatus * ENTRIES),
     )
 
 
@@ -38,7 +38,7 @@ class Outgoing(Structure):
     )
 
 
-class CompletionFlag(Structure):
+class RecvStatus(Structure):
     _fields_ = (
         ("state", c_uint8),
         ("rail", c_uint8),
@@ -53,7 +53,7 @@ class Incoming(Structure):
         ("produced", c_uint32),
         ("credited", c_uint32),
         ("credit_lost", c_bool),
-        ("arrivals", CompletionFlag * ENTRIES),
+        ("status", RecvStatus * ENTRIES),
     )
 
 
@@ -64,13 +64,13 @@ class Sender:
         self._library = library
         self.state = Outgoing()
         for sequence in (self.state.records, self.state.data):
-            sequence.next = sequence.done = sequence.most = first
+            sequence.next = sequence.completed = sequence.posted_end = first
         self.state.released = self.state.freed = first
 
     def waiting(self, what: str, limit: int) -> int | None:
         number = c_uint32()
         sequence = getattr(self.state, what)
-        found = self._library.sequence_waiting(
+        found = self._library.sequence_next_unsent(
             byref(sequence), c_uint32(limit & 0xFFFFFFFF), byref(number)
         )
         return number.value if found else None
@@ -82,7 +82,7 @@ class Sender:
         self._library.sequence_complete(byref(getattr(self.state, what)), c_uint32(number), rail)
 
     def carry(self, number: int, rail: int) -> None:
-        """Post and complete both parts of an entry."""
+        """Post and complete record and data of an entry."""
         for what in ("records", "data"):
             self.post(what, number & 0xFFFFFFFF, rail)
             self.complete(what, number & 0xFFFFFFFF, rail)
@@ -122,26 +122,26 @@ class Receiver:
 
     def claim(self, rail: int) -> int | None:
         last_byte = c_uint64()
-        found = self._library.incoming_claim(byref(self.state), rail, byref(last_byte))
+        found = self._library.incoming_claim_read_back(byref(self.state), rail, byref(last_byte))
         return last_byte.value if found else None
 
     def seen(self, rail: int) -> None:
-        self._library.incoming_seen(byref(self.state), rail)
+        self._library.incoming_read_back_completed(byref(self.state), rail)
 
     def forget(self, rail: int) -> None:
-        self._library.incoming_forget(byref(self.state), rail)
+        self._library.incoming_discard(byref(self.state), rail)
 
 
 @pytest.fixture
 def library() -> ctypes.CDLL:
     chosen = native()
-    chosen.sequence_waiting.restype = c_bool
-    chosen.sequence_waiting.argtypes = [POINTER(Sequence), c_uint32, POINTER(c_uint32)]
+    chosen.sequence_next_unsent.restype = c_bool
+    chosen.sequence_next_unsent.argtypes = [POINTER(Sequence), c_uint32, POINTER(c_uint32)]
     chosen.outgoing_credit.restype = c_bool
     chosen.outgoing_free.restype = c_uint32
     chosen.outgoing_retransmit.restype = c_int
     chosen.incoming_expect_data.restype = c_bool
-    chosen.incoming_claim.restype = c_bool
+    chosen.incoming_claim_read_back.restype = c_bool
     return chosen
 
 
