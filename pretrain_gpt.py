@@ -7,11 +7,11 @@ Flags are Megatron-LM's; `--help` lists them.
 
 import sys
 
-from hetero.beside import leave_if_foreign, leave_unless_installed
+from hetero.megatron_imports import exit_if_other_megatron, exit_unless_installed
 
 if __name__ == "__main__":
-    leave_unless_installed("torch")
-    leave_if_foreign()
+    exit_unless_installed("torch")
+    exit_if_other_megatron()
     from megatron.training.pretrain import pretrain
 
     sys.exit(pretrain())

@@ -20,12 +20,13 @@ from typing import Any
 from torch.distributed import DistNetworkError
 
 from hetero.errors import AgreedError, HeteroError, StoreLost, UserError
+from hetero.formatting import name_ranks
 from hetero.liveness.liveness import Liveness
 from hetero.monitor import Monitor, MonitorThread
 from hetero.phase import Phase, error_text, failure, raise_failure
 from hetero.records import Record, errors_by_text, fold, unfold
 from hetero.store import BoundedStore, Store, StoreUnresponsive, StoreWait
-from hetero.waiting import Intervals, Waiting, name_ranks
+from hetero.wait_reporter import WaitIntervals, WaitReporter
 
 _TIMEOUT_WITH_AN_ERROR = 30.0
 """How long a rank that has an error, and so must end, waits for the others before it reports it."""
@@ -50,7 +51,7 @@ class Agreement:
         timeout: float,
         liveness: Liveness | None = None,
         endpoint: str = "",
-        intervals: Intervals | None = None,
+        intervals: WaitIntervals | None = None,
     ) -> None:
         """`endpoint` is the address of the rendezvous; `intervals` those of "waiting for" lines.
 
@@ -72,7 +73,7 @@ class Agreement:
             world_size=world_size,
             timeout=timeout,
             at=self._at,
-            intervals=intervals or Intervals(),
+            intervals=intervals or WaitIntervals(),
         )
 
     def exchange(
@@ -227,11 +228,11 @@ class Agreement:
         deadline = time.monotonic() + timeout
         key = phase.all_key if self._rank == 0 else phase.outcome_key
         store_wait = StoreWait(self._wait_store, key, timeout + 60.0)
-        waiting = Waiting(self._monitor.intervals)
+        waiting = WaitReporter(self._monitor.intervals)
         poll_seconds = self._monitor.poll_seconds
         has_grace = False
         while not store_wait.done.wait(max(0.0, min(poll_seconds, deadline - time.monotonic()))):
-            waiting.tell(lambda: self._monitor.awaited(phase))
+            waiting.report(lambda: self._monitor.awaited(phase))
             if found := self._monitor.find_failure(phase):
                 return phase.decide(found)
             if error is None and (reason := self._monitor.unreachable(phase)):

@@ -15,12 +15,11 @@ import torch
 import torch.distributed as dist
 from packaging.version import InvalidVersion, Version
 
-from hetero.beside import core_version
 from hetero.errors import UserError
+from hetero.formatting import counted, spans
+from hetero.megatron_imports import core_version
 from hetero.plan import VENDORS, Plan
 from hetero.version import __version__
-from hetero.waiting import spans
-from hetero.words import counted
 
 VENDOR_VARIABLE = "HETERO_VENDOR"
 _COUNT = re.compile(r"[1-9][0-9]{0,4}")

@@ -13,9 +13,10 @@ from typing import Any
 from torch.distributed import DistError
 
 from hetero.errors import HeteroError
+from hetero.formatting import name_ranks
 from hetero.liveness.liveness import Liveness
 from hetero.phase import Phase, failure, raise_failure
-from hetero.waiting import Intervals, Waiting, name_ranks
+from hetero.wait_reporter import WaitIntervals, WaitReporter
 
 POLL_SECONDS = 1.0
 _HEARTBEAT_TIMEOUT_SECONDS = 15.0
@@ -38,7 +39,7 @@ class Monitor:
         world_size: int,
         timeout: float,
         at: str,
-        intervals: Intervals,
+        intervals: WaitIntervals,
     ) -> None:
         """`at` is the address of the rendezvous, as ` at host:port`, or empty."""
         self.rank, self.world_size, self.timeout = rank, world_size, timeout
@@ -135,10 +136,10 @@ class MonitorThread:
 
     def _run(self) -> None:
         monitor, phase = self._monitor, self._phase
-        waiting = Waiting(monitor.intervals)
+        waiting = WaitReporter(monitor.intervals)
         try:
             while not self._stopped.wait(monitor.poll_seconds):
-                waiting.tell(lambda: monitor.awaited(phase, is_section=True))
+                waiting.report(lambda: monitor.awaited(phase, is_section=True))
                 outcome = phase.outcome()
                 if outcome is None and (failed := self._find_failure()) is not None:
                     outcome = phase.decide(failed)

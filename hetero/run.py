@@ -30,7 +30,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from hetero.beside import leave_unless_installed
+from hetero.megatron_imports import exit_unless_installed
 
 if __name__ == "__main__":
     # PyTorch reads it at its import, and would report the end of a store with its stack.
@@ -40,7 +40,7 @@ if __name__ == "__main__":
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         said = b"error: interrupted; nothing was started\n"
         signal.signal(signal.SIGINT, lambda *_: (os.write(2, said), os._exit(128 + signal.SIGINT)))
-    leave_unless_installed("torch", "psutil")
+    exit_unless_installed("torch", "psutil")
 
 import psutil
 from torch.distributed import DistError
@@ -60,7 +60,7 @@ from hetero.launch.exits import exit_of, find_cause, is_printed, kills_for_memor
 from hetero.launch.launcher_rendezvous import BACKEND, LauncherRendezvous, RendezvousSettings
 from hetero.launch.node_failures import GRACE, NodeFailures
 from hetero.open_files import allow_open_files
-from hetero.waiting import Intervals
+from hetero.wait_reporter import WaitIntervals
 
 _PATIENCE = 600.0
 
@@ -68,7 +68,7 @@ _PATIENCE = 600.0
 def main(
     argv: Sequence[str] | None = None,
     *,
-    intervals: Intervals | None = None,
+    intervals: WaitIntervals | None = None,
     grace: float = GRACE,
 ) -> int:
     """Run the launcher; return its exit code. Once in a process, as torchelastic's registry is.
@@ -89,7 +89,7 @@ def main(
         options = _parse(argv)
         allow_open_files()
         with _quiet_torch(), _own_log_folder(options):
-            settings = _rendezvous_settings(options, intervals or Intervals())
+            settings = _rendezvous_settings(options, intervals or WaitIntervals())
             _check_program(options)
             _share_cores(settings.processes)
             with _as_bad_input():
@@ -202,7 +202,9 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         raise UserError(f"{reason}; --help lists the flags, which are torchrun's") from None
 
 
-def _rendezvous_settings(options: argparse.Namespace, intervals: Intervals) -> RendezvousSettings:
+def _rendezvous_settings(
+    options: argparse.Namespace, intervals: WaitIntervals
+) -> RendezvousSettings:
     """Where the nodes meet; makes torchelastic take this project's rendezvous for it."""
     with _as_bad_input(f"--nnodes {options.nnodes}: "):
         _, nodes = torchrun.parse_min_max_nnodes(options.nnodes)

@@ -28,7 +28,7 @@ if __name__ == "__main__":
 
     begin_script()
 
-from hetero.words import counted
+from hetero.formatting import counted
 from tools import tool_command_line
 from tools.parity_benchmark.judgement import Judgement, judge
 from tools.parity_benchmark.parity_options import Options, parse_options

@@ -26,7 +26,7 @@ if __name__ == "__main__":
     begin_script()
 
 from hetero.errors import UserError
-from hetero.words import counted
+from hetero.formatting import counted
 from megatron.training.arguments.converters import integer
 from megatron.training.quiet import quiet_core
 from tools.tool_command_line import Parser, run

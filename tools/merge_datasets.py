@@ -21,7 +21,7 @@ if __name__ == "__main__":
 import numpy
 
 from hetero.errors import UserError
-from hetero.words import counted
+from hetero.formatting import counted
 from megatron.training.dataset_description import SUFFIX, Description, read_description
 from megatron.training.progress_bar import progress_bar
 from megatron.training.quiet import quiet_core

@@ -18,7 +18,7 @@ if __name__ == "__main__":
     begin_script()
 
 from hetero.errors import UserError
-from hetero.words import counted
+from hetero.formatting import counted
 from megatron.training.arguments.converters import integer, number
 from megatron.training.arguments.flags_data import add_tokenizer_flags
 from tools.preprocessing.batches import cut_batches

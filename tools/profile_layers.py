@@ -27,12 +27,12 @@ if __name__ == "__main__":
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # PyTorch reads it at its import
 
 from hetero.errors import UserError
+from hetero.formatting import counted, size_text
 from hetero.plan.mesh import RECOMPUTE
 from hetero.planner.layer_profile import (
     MeasuredProfile,
     load_profile,
 )
-from hetero.words import counted, size_text
 from megatron.training.arguments.converters import integer
 from megatron.training.model_size import model_shape
 from megatron.training.progress_bar import progress_bar

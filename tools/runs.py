@@ -13,7 +13,7 @@ from statistics import median
 from typing import Any
 
 from hetero.errors import HeteroError
-from hetero.words import counted
+from hetero.formatting import counted
 from tools.launching.processes import Step, StepFailure, log_lines, run_step
 from tools.run_comparison.curves import Curve, curve_of
 

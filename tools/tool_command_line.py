@@ -14,9 +14,9 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
-from hetero.beside import leave_if_foreign, leave_unless_installed
 from hetero.errors import HeteroError, UserError, print_error, write_error_file
 from hetero.help_text import HelpFormatter
+from hetero.megatron_imports import exit_if_other_megatron, exit_unless_installed
 
 INTERRUPTED = 128 + signal.SIGINT
 
@@ -115,8 +115,8 @@ def begin_script(*, core: bool = True, needs: str = "torch") -> None:
     what does without megatron-core, and `needs` the module without which it can do nothing.
     """
     leave_on_interrupt()
-    leave_unless_installed(needs)
-    leave_if_foreign(core=core)
+    exit_unless_installed(needs)
+    exit_if_other_megatron(core=core)
 
 
 def leave_on_interrupt() -> None:

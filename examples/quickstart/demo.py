@@ -30,7 +30,7 @@ from examples.quickstart import outcome, steps
 from examples.quickstart.outcome import Outcome
 from examples.quickstart.source_text import SourceText, builtin_text, read_text
 from hetero.errors import UserError
-from hetero.words import counted
+from hetero.formatting import counted
 from megatron.training.progress_bar import progress_bar
 from tools.launching.processes import run_step
 from tools.reports.page import write_whole

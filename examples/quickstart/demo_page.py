@@ -6,7 +6,7 @@ import shlex
 from typing import Any
 
 from examples.quickstart.outcome import TITLE, Outcome, Trained, versions
-from hetero.words import size_text
+from hetero.formatting import size_text
 from tools.reports.page import (
     Bar,
     Bars,

@@ -16,7 +16,7 @@ from typing import Any
 from examples.quickstart import steps
 from examples.quickstart.source_text import SourceText
 from hetero.errors import HeteroError
-from hetero.words import counted, size_text
+from hetero.formatting import counted, size_text
 from tools.run_comparison.alignment import align
 from tools.run_comparison.criteria import parse_criterion
 from tools.run_comparison.likeness import Likeness, liken

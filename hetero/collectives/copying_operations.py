@@ -31,7 +31,7 @@ from hetero.collectives.segments import (
     write_back,
 )
 from hetero.collectives.skip_dynamo import skip_dynamo
-from hetero.words import counted
+from hetero.formatting import counted
 
 Tensors = Sequence[torch.Tensor]
 

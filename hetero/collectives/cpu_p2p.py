@@ -21,7 +21,7 @@ from hetero.collectives.group_links import Link, Links, as_bytes, clone
 from hetero.collectives.vendor_layout import Layout
 from hetero.collectives.work import CollectiveWork
 from hetero.errors import LinkError
-from hetero.words import counted
+from hetero.formatting import counted
 
 _ENVELOPE_LENGTH = 2
 _POLL_SECONDS = 0.05

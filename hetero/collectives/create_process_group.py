@@ -20,8 +20,8 @@ from hetero.cluster import identify
 from hetero.collectives.vendor_layout import Layout, Member
 from hetero.collectives.work import keep_join_work_alive
 from hetero.errors import LinkError, UserError
+from hetero.formatting import spans
 from hetero.store import BoundedStore, StoreUnresponsive
-from hetero.waiting import spans
 
 
 def create_group(options: Any, backend_options: Any = None) -> dist.ProcessGroup:

@@ -24,8 +24,7 @@ from hetero.collectives.reductions import Reduction, reduction_for
 from hetero.collectives.skip_dynamo import skip_dynamo
 from hetero.collectives.vendor_layout import Layout
 from hetero.collectives.work import CoalescedWork, CollectiveWork
-from hetero.waiting import spans
-from hetero.words import counted
+from hetero.formatting import counted, spans
 
 BACKEND = "hetero"
 

@@ -20,7 +20,7 @@ from hetero.collectives.process_group_base import (
     require_matching_numel,
 )
 from hetero.collectives.skip_dynamo import skip_dynamo
-from hetero.words import counted
+from hetero.formatting import counted
 
 Tensors = Sequence[torch.Tensor]
 

@@ -32,7 +32,7 @@ from hetero.collectives.segments import (
 )
 from hetero.collectives.vendor_layout import Span, chunks, equal_parts, overlaps
 from hetero.errors import LinkError
-from hetero.words import counted
+from hetero.formatting import counted
 
 _COPY_FIRST_BYTES = {"cpu": DIRECT_BYTES, "cuda": 32 << 20}
 """Up to this size a rank's own row is copied before the batch is issued, which then takes one call

@@ -22,7 +22,7 @@ from hetero.data.layer_times import (
 from hetero.data.sampler import ShareBatchSampler
 from hetero.data.shares import Shares, balanced
 from hetero.errors import UserError
-from hetero.words import counted
+from hetero.formatting import counted
 
 _MOST_AT_ONCE = 3
 """Measurements one after another."""

@@ -11,7 +11,7 @@ from torch.utils.data import Sampler
 
 from hetero.data.shares import Shares
 from hetero.errors import UserError
-from hetero.words import counted
+from hetero.formatting import counted
 
 
 class ShareBatchSampler(Sampler[list[int]]):

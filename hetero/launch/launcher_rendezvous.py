@@ -26,8 +26,9 @@ from torch.distributed.elastic.rendezvous import (
 )
 
 from hetero.errors import UserError
+from hetero.formatting import spans
 from hetero.store import BoundedCalls, BoundedStore, StoreUnresponsive
-from hetero.waiting import Intervals, Waiting, spans
+from hetero.wait_reporter import WaitIntervals, WaitReporter
 
 BACKEND = "hetero"
 _PAUSE = 0.1
@@ -46,7 +47,7 @@ class RendezvousSettings:
     node_rank: int
     processes: int
     """Of this node."""
-    intervals: Intervals
+    intervals: WaitIntervals
     timeout: float
 
     @property
@@ -161,7 +162,7 @@ class LauncherRendezvous(RendezvousHandler):
 
     def _await_listener(self) -> None:
         waiting, deadline = (
-            Waiting(self._settings.intervals),
+            WaitReporter(self._settings.intervals),
             time.monotonic() + self._settings.timeout,
         )
         reason = ""
@@ -171,7 +172,7 @@ class LauncherRendezvous(RendezvousHandler):
                     return
             except OSError as error:
                 reason = error.strerror or str(error)
-            waiting.tell(f"{self._host_of_all()} ({reason})")
+            waiting.report(f"{self._host_of_all()} ({reason})")
             if time.monotonic() > deadline:
                 raise self._unreachable(reason)
             time.sleep(_PAUSE)
@@ -200,10 +201,10 @@ class LauncherRendezvous(RendezvousHandler):
         settings = self._settings
         mine = {"host": socket.gethostname(), "processes": settings.processes}
         store.set(str(settings.node_rank), json.dumps(mine))
-        waiting, deadline = Waiting(settings.intervals), time.monotonic() + settings.timeout
+        waiting, deadline = WaitReporter(settings.intervals), time.monotonic() + settings.timeout
         while missing := [node for node in range(settings.nodes) if not store.check([str(node)])]:
             if settings.node_rank == 0:
-                waiting.tell(lambda: f"{self._named(store, missing)} at {self._own_endpoint()}")
+                waiting.report(lambda: f"{self._named(store, missing)} at {self._own_endpoint()}")
             if time.monotonic() > deadline:
                 raise UserError(
                     f"{self._named(store, missing)} did not come to {self._own_endpoint()} within "
@@ -226,11 +227,11 @@ class LauncherRendezvous(RendezvousHandler):
     def _speaking(self, whom: str) -> Iterator[None]:
         """Say from a thread that a call of PyTorch's goes on, which names nobody."""
         settings, over = self._settings, threading.Event()
-        waiting = Waiting(settings.intervals)
+        waiting = WaitReporter(settings.intervals)
 
         def speak() -> None:
             while not over.wait(_PAUSE):
-                waiting.tell(whom)
+                waiting.report(whom)
 
         thread = threading.Thread(target=speak, name="waiting", daemon=True)
         if settings.nodes > 1:

@@ -20,7 +20,7 @@ from typing import Any
 
 from hetero.addresses import Route
 from hetero.errors import HeteroError
-from hetero.waiting import spans
+from hetero.formatting import spans
 
 HEARTBEAT = b"\n"
 _HEARTBEAT_SECONDS = 2.0

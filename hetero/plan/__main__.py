@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from hetero.errors import Faults, Refusal, UserError, print_error
+from hetero.formatting import counted, size_text
 from hetero.help_text import HelpFormatter
 from hetero.plan.limits import (
     layer_problems,
@@ -34,7 +35,6 @@ from hetero.planner.memory_limits import memory_problems
 from hetero.planner.model_shape import ModelShape, model_from_flags, read_flags
 from hetero.planner.plan_memory import stage_memory
 from hetero.planner.training_options import TrainingOptions
-from hetero.words import counted, size_text
 
 _ANY_NUMBER = 1 << 30
 """Micro-batches where no global batch is given: the pipeline is as full as it gets."""

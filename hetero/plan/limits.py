@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 
+from hetero.formatting import counted
 from hetero.plan.mesh import Mesh, PlanError
-from hetero.words import counted
 
 
 def mesh_names(meshes: Sequence[Mesh]) -> tuple[str, ...]:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 
+from hetero.formatting import counted, size_text
 from hetero.pipeline.reshard import Slab, layout_of, slabs
 from hetero.plan.mesh import Mesh
 from hetero.plan.nodes import Node
 from hetero.plan.plan import Plan
-from hetero.words import counted, size_text
 
 # Replicas of a stage that are drawn; where there are more, those between the ends are one line.
 _DRAWN = 8

@@ -15,9 +15,9 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
+from hetero.formatting import counted
 from hetero.plan.limits import layer_problems, micro_batch_sizes, world_size_problems
 from hetero.plan.mesh import OPTIONS, Mesh, PlanError
-from hetero.words import counted
 
 AT_LEAST_ONE = "a stage needs at least one layer and no chunk can have fewer than none"
 

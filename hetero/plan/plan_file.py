@@ -10,9 +10,9 @@ from typing import Any, TextIO
 
 import yaml
 
+from hetero.formatting import counted
 from hetero.plan.mesh import VENDORS, Mesh, PlanError
 from hetero.plan.plan import AT_LEAST_ONE, Plan, split_over_chunks
-from hetero.words import counted
 
 # A plan file says how meshes divide a pipeline, in which a mesh has no share of replicas.
 _FIELDS = tuple(field.name for field in fields(Mesh) if field.name != "share")

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from hetero.formatting import counted
 from hetero.planner.cluster_shape import Cluster, NodeKind
 from hetero.planner.layer_profile import PartCosts, PassTimes, Point, Profile
 from hetero.planner.mesh_options import Problem, pipeline_of
@@ -14,7 +15,6 @@ from hetero.planner.placement import Placement
 from hetero.planner.prediction import Prediction, least_seconds, simulate
 from hetero.planner.search import Candidate, Found, search
 from hetero.planner.step_costs import StepCosts, step_costs
-from hetero.words import counted
 
 _SIMULATED = 24
 """Of the plans with the best estimates, how many are simulated before one is chosen."""

@@ -19,8 +19,8 @@ from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegat
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
 
 from hetero.errors import DataError, UserError
+from hetero.formatting import counted
 from hetero.plan import Coordinate, Plan
-from hetero.words import counted
 from megatron.training.arguments.batch_sizes import samples_after
 from megatron.training.core_private import RewritingConfig, RewritingDataset, lone_rank
 from megatron.training.dataset_checks import SPLITS, blends

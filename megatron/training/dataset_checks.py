@@ -22,7 +22,7 @@ from megatron.core.datasets.blended_megatron_dataset_config import (
 from megatron.core.datasets.utils import get_blend_from_list
 
 from hetero.errors import AgreedError, UserError
-from hetero.words import counted
+from hetero.formatting import counted
 from megatron.training.dataset_description import TokenizerFacts, contradiction
 
 SPLITS = ("train", "valid", "test")

@@ -6,10 +6,10 @@ import argparse
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
 
+from hetero.formatting import counted
 from hetero.plan import Mesh, Plan, PlanError, load_plan, split_over_chunks
 from hetero.plan.limits import layer_problems, micro_batch_sizes
 from hetero.plan.plan_file import PlanFile, read_plan_file
-from hetero.words import counted
 from megatron.training.arguments.checks.check_parallel import counted_layers, described_meshes
 from megatron.training.arguments.installed_layers import fall_back
 from megatron.training.arguments.problems import Problems

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from hetero.formatting import counted, size_text
 from hetero.plan import Edge
-from hetero.words import counted, size_text
 from megatron.training import weights
 from megatron.training.console import Console, format_table
 from megatron.training.job import Job
@@ -142,7 +142,7 @@ def shared_gpus(job: Job) -> str:
     gpus = torch.cuda.device_count()
     if ranks <= gpus:
         return ""
-    return f"{ranks} ranks share {counted(gpus, 'GPU')} of {host}: read no speed off this run"
+    return f"{counted(ranks, 'rank')} share {counted(gpus, 'GPU')} of {host}: read no speed off this run"
 
 
 def _sharing(job: Job) -> str:

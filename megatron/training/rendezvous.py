@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from hetero.addresses import Route, interface_with, own_address
 from hetero.errors import UserError
 from hetero.open_files import allow_open_files
-from hetero.waiting import Waiting
+from hetero.wait_reporter import WaitReporter
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -108,7 +108,7 @@ def agree_on_addresses(agreement: Agreement, liveness: Liveness, *, rank: int) -
 
 def _await_listener(host: str, port: int, rank: int, timeout: float) -> None:
     """Wait until somebody listens there. The store's own client would fill the log meanwhile."""
-    deadline, waiting, reason = time.monotonic() + timeout, Waiting(), ""
+    deadline, waiting, reason = time.monotonic() + timeout, WaitReporter(), ""
     # One rank of a node speaks for those that share its way to the others.
     is_logger = os.environ.get("LOCAL_RANK", "0") == "0"
     while True:
@@ -124,5 +124,5 @@ def _await_listener(host: str, port: int, rank: int, timeout: float) -> None:
                     "was started and that this address can be reached from here"
                 ) from error
         if is_logger:
-            waiting.tell(f"rank 0 at {host}:{port} ({reason}; this is rank {rank})")
+            waiting.report(f"rank 0 at {host}:{port} ({reason}; this is rank {rank})")
         time.sleep(0.2)

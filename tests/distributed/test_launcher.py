@@ -10,16 +10,16 @@ from pathlib import Path
 
 import psutil
 import pytest
+from tests.hetero.test_beside import checkout
 
 from tests.distributed.harness import ENTRY, MIXED, ROOT, TINY_LLAMA, start, wait_for_steps
-from tests.hetero.test_beside import checkout
 from tests.preloaded import INTERPRETER
 from tools.runs import SIMULATED
 
 IMPATIENT = """
 import functools, runpy, sys, time
 import hetero.agreement as agreement
-agreement.Intervals = functools.partial(agreement.Intervals, first=0.2, again=0.2)
+agreement.WaitIntervals = functools.partial(agreement.WaitIntervals, first=0.2, again=0.2)
 import megatron.training.initialize as initialize
 {}
 runpy.run_path({!r}, run_name="__main__")

@@ -11,7 +11,7 @@ import pytest
 from hetero.agreement import Agreement
 from hetero.errors import AgreedError, AgreedFailure, UserError
 from hetero.phase import Phase
-from hetero.waiting import Intervals
+from hetero.wait_reporter import WaitIntervals
 from tools.start_up.counting import DictStore, count_phase
 
 Side = Callable[[Agreement], Any]
@@ -192,7 +192,7 @@ def test_a_rank_ends_though_the_process_that_hosts_the_store_answers_no_more(
 
 # What is said meanwhile.
 
-OFTEN = Intervals(first=0.05, again=0.05)
+OFTEN = WaitIntervals(first=0.05, again=0.05)
 
 
 def _member(store: DictStore, rank: int, *, world_size: int = 4, timeout: float = 0.4) -> Agreement:

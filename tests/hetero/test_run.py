@@ -55,9 +55,9 @@ sys.meta_path.insert(0, Hold())
 SOON = """
 import sys
 from hetero.run import main
-from hetero.waiting import Intervals
+from hetero.wait_reporter import WaitIntervals
 if __name__ == "__main__":
-    sys.exit(main(intervals=Intervals(first=0.2, again=0.2), grace=0.5))
+    sys.exit(main(intervals=WaitIntervals(first=0.2, again=0.2), grace=0.5))
 """
 
 

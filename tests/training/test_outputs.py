@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from hetero.errors import UserError
-from hetero.words import size_text
+from hetero.formatting import size_text
 from megatron.training.arguments import build_parser
 from megatron.training.console import Console, format_table
 from megatron.training.metrics import IterationRecord

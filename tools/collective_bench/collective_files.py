@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from hetero.words import counted
+from hetero.formatting import counted
 from tools.collective_bench.collective_record import Point, Record
 from tools.link_bench.bench_table import number, short_size
 from tools.reports.page import write_whole

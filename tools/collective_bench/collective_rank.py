@@ -17,7 +17,7 @@ import torch.distributed as dist
 import hetero
 from hetero.cluster import VENDOR_VARIABLE, identify
 from hetero.collectives.autoload import INSTEAD_OF_VARIABLE
-from hetero.words import size_text
+from hetero.formatting import size_text
 from tools.collective_bench.all_ranks import AllRanks
 from tools.collective_bench.boundary_links import BoundaryLinks
 from tools.collective_bench.collective_files import write_results

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from hetero.cluster import VENDOR_VARIABLE, running_vendor
+from hetero.formatting import counted
 from hetero.version import __version__
-from hetero.words import counted
 
 _DRIVER_FILES = {
     "nvidia": Path("/proc/driver/nvidia/version"),

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from hetero.beside import leave_if_foreign
+from hetero.megatron_imports import exit_if_other_megatron
 from tools.overlap.phases import MEASURED, Phase, from_variable, phase_of
 
 
@@ -45,7 +45,7 @@ def slow_links(phases: Sequence[Phase]) -> list[Any]:
 
 
 def main() -> None:
-    leave_if_foreign()
+    exit_if_other_megatron()
     wires = slow_links(from_variable())
     from megatron.training.pretrain import pretrain
 

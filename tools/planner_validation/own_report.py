@@ -11,8 +11,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from hetero.formatting import counted
 from hetero.planner.prediction import Prediction
-from hetero.words import counted
 from megatron.training.progress_bar import progress_bar
 from megatron.training.quiet import quiet_core
 from tools.planner_validation.measured_run import Measured

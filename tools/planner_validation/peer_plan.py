@@ -10,12 +10,12 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from hetero.formatting import counted
 from hetero.planner.cluster_shape import Cluster
 from hetero.planner.mesh_options import Problem
 from hetero.planner.prediction import play
 from hetero.planner.stage_shape import StageShape
 from hetero.planner.step_costs import StageWork, StepCosts
-from hetero.words import counted
 
 
 @dataclass(frozen=True)

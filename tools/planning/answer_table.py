@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from hetero.formatting import counted
 from hetero.planner.answer import Answer, Planned, what_bounds
-from hetero.words import counted
 from tools.planning.asked import Asked
 from tools.reports.text_table import aligned
 

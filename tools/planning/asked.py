@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from hetero.errors import Faults, Refusal, UserError
+from hetero.formatting import counted
 from hetero.planner.analytic_profile import EFFICIENCY, analytic_profile, measured_efficiency
 from hetero.planner.answer import plan_best
 from hetero.planner.cluster_shape import Cluster, NodeKind, load_cluster
@@ -31,7 +32,6 @@ from hetero.planner.model_shape import (
     read_flags,
 )
 from hetero.planner.training_options import TrainingOptions
-from hetero.words import counted
 from megatron.training.arguments.config_file import FLAG, expand_config_files
 from megatron.training.arguments.left_out import is_left_out, sort_out
 from megatron.training.arguments.parser import build_parser

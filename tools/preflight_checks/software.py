@@ -10,9 +10,9 @@ from pathlib import Path
 import torch
 from packaging.requirements import InvalidRequirement, Requirement
 
-from hetero.beside import core_version, require_supported_core
 from hetero.cluster import release_of
 from hetero.errors import UserError
+from hetero.megatron_imports import core_version, require_supported_core
 from hetero.version import __version__
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
 
-from hetero.words import counted
+from hetero.formatting import counted
 from megatron.training.progress_bar import progress_bar
 from tools.preprocessing.batches import Batch
 

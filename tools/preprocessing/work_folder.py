@@ -25,7 +25,7 @@ from typing import IO, Any
 import numpy
 
 from hetero.errors import UserError
-from hetero.words import counted
+from hetero.formatting import counted
 from megatron.training.dataset_description import SUFFIX, Description, TokenizerFacts
 from megatron.training.quiet import quiet_core
 from tools.preprocessing.batches import Frontier

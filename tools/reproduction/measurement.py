@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hetero.errors import HeteroError
-from hetero.words import counted
+from hetero.formatting import counted
 from tools.reproduction.settings import HOMOGENEOUS, ModelSetting, Published, published_of
 from tools.run_comparison.curves import Curve, curve_of
 from tools.runs import Finished

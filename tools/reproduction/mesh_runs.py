@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
 
-from hetero.words import size_text
+from hetero.formatting import size_text
 from tools.reports.text_table import markdown
 from tools.reproduction.measurement import Attempt, Measurement
 from tools.reproduction.run_options import RunOptions, parsed

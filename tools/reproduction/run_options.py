@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 
 from hetero.errors import UserError
-from hetero.words import counted
+from hetero.formatting import counted
 from megatron.training.arguments import build_parser, parse_args
 from megatron.training.arguments.config_file import expand_config_files
 from tools import tool_command_line

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import combinations
 
-from hetero.words import size_text
+from hetero.formatting import size_text
 from tools.reports.text_table import markdown
 from tools.reproduction.measurement import Attempt, RowResult, Spread
 from tools.reproduction.settings import SOURCE, SOURCE_SETTING

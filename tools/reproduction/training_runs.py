@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from hetero.errors import HeteroError, UserError
-from hetero.words import counted
+from hetero.formatting import counted
 from tools import tool_command_line
 from tools.real_text.data_set import NAME as TEXT_NAME
 from tools.real_text.data_set import build_real_text

@@ -9,7 +9,7 @@ from functools import reduce
 import numpy as np
 
 from hetero.errors import UserError
-from hetero.words import counted
+from hetero.formatting import counted
 from tools.run_comparison.curves import Curve, Floats, span
 from tools.run_comparison.likeness import liken, relative_difference
 

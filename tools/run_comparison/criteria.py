@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from hetero.errors import UserError
-from hetero.words import counted
+from hetero.formatting import counted
 from tools.run_comparison.alignment import SCHEDULE_TOLERANCE, schedule_difference
 from tools.run_comparison.curves import Curve, Floats
 from tools.run_comparison.envelope import FEWEST_SEEDS, Envelope

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from hetero.errors import UserError
-from hetero.words import counted
+from hetero.formatting import counted
 from tools.run_comparison.alignment import Aligned
 from tools.run_comparison.criteria import (
     DEFAULT_CRITERIA,

@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from hetero.words import counted
+from hetero.formatting import counted
 from tools.reports.charts import LIGHT, PAGE, Theme, as_svg, style_axes
 from tools.run_comparison.curves import Curve, Floats, Integers
 from tools.run_comparison.likeness import relative_difference

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hetero.words import counted
+from hetero.formatting import counted
 from tools.run_comparison.criteria import Finding
 from tools.run_comparison.loss_comparison import Comparison
 

@@ -15,7 +15,7 @@ import psutil
 import torch
 
 from hetero.errors import HeteroError
-from hetero.words import size_text
+from hetero.formatting import size_text
 from megatron.training.checkpoint.device_copies import DeviceCopies
 
 PART_BYTES = 64 << 20

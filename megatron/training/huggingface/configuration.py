@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hetero.errors import UserError
-from hetero.words import counted
+from hetero.formatting import counted
 from megatron.training.arguments.parser import build_parser
 from megatron.training.checkpoint.model_flags import completed, spellings
 

@@ -12,6 +12,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hetero.formatting import counted
 from hetero.plan import (
     VENDORS,
     Mesh,
@@ -27,7 +28,6 @@ from hetero.plan.limits import (
     world_size_problems,
 )
 from hetero.plan.mesh import ATTENTION_BACKENDS, RECOMPUTE
-from hetero.words import counted
 
 sizes = st.integers(1, 3)
 choices = {"recompute": RECOMPUTE, "attention_backend": ATTENTION_BACKENDS}

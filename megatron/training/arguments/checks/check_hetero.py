@@ -3,7 +3,7 @@
 from argparse import Namespace
 from collections.abc import Collection, Iterator
 
-from hetero.words import counted
+from hetero.formatting import counted
 from megatron.training.arguments.flags_hetero import (
     ALLOWED_WITH_DATA_PARALLEL,
     ALLOWED_WITHOUT_PIPELINE,

@@ -3,7 +3,7 @@
 from argparse import Namespace
 from collections.abc import Iterator
 
-from hetero.words import counted
+from hetero.formatting import counted
 from megatron.training.arguments.batch_sizes import batch_sizes, steps_of
 from megatron.training.arguments.checks.check_parallel import tensor_sizes
 

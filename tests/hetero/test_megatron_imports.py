@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
-from hetero.beside import (
+from hetero.megatron_imports import (
     core_version,
-    leave_unless_installed,
+    exit_unless_installed,
     require_own_training,
     require_supported_core,
 )
@@ -21,7 +21,10 @@ from hetero.version import MEGATRON_CORE
 
 ROOT = Path(__file__).resolve().parents[2]
 INSPECT = ROOT / "tools" / "inspect_data.py"
-GUARD = "import sys; {}; import hetero.beside; hetero.beside.leave_if_foreign()"
+GUARD = (
+    "import sys; {}; from hetero.megatron_imports import exit_if_other_megatron; "
+    "exit_if_other_megatron()"
+)
 
 
 def checkout(folder: Path, *, core: str | None = None, one_package: bool = False) -> Path:
@@ -123,9 +126,9 @@ def test_another_training_is_named_where_ours_is_installed_behind_it(tmp_path: P
 
 
 def test_a_python_without_the_project_is_named(capsys: pytest.CaptureFixture[str]) -> None:
-    leave_unless_installed("sys")
+    exit_unless_installed("sys")
     with pytest.raises(SystemExit) as left:
-        leave_unless_installed("sys", "no_such_module_at_all")
+        exit_unless_installed("sys", "no_such_module_at_all")
     assert left.value.code == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"error: no_such_module_at_all is not installed for {sys.executable}; ")

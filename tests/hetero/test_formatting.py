@@ -1,4 +1,4 @@
-"""Numbers and their nouns agree, everywhere in messages."""
+"""Numbers and their nouns agree in all messages; ranks are listed compactly, with their nodes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hetero.words import counted
+from hetero.formatting import counted, name_ranks, spans
 
 ROOT = Path(__file__).resolve().parents[2]
 NOUNS = "ranks|meshes|connections|documents|datasets|operators|cores|pipeline stages|workers"
@@ -42,3 +42,30 @@ def test_no_message_writes_a_plural_after_a_number_that_may_be_one() -> None:
         if UNCOUNTED.search(line) and not any(words in line for words in NEVER_ONE)
     ]
     assert found == []
+
+
+@pytest.mark.parametrize(
+    ("numbers", "text"),
+    [([3], "rank 3"), ([0, 1, 2, 3, 8], "ranks 0-3, 8"), ([9, 1], "ranks 1, 9")],
+)
+def test_numbers_are_written_compactly(numbers: list[int], text: str) -> None:
+    assert spans(numbers) == text
+
+
+@pytest.mark.parametrize(
+    ("ranks", "local", "nodes", "text"),
+    [
+        (range(8, 16), "8", "2", "ranks 8-15 (node 1 of 2)"),
+        (range(8, 32), "8", "4", "ranks 8-31 (nodes 1-3 of 4)"),
+        ([1], "1", "2", "rank 1 (node 1 of 2)"),
+        ([1], "2", "1", "rank 1"),
+        ([2], "2", "2", "rank 2"),  # three ranks on two nodes: whose it is cannot be told
+        ([1], "", "", "rank 1"),
+    ],
+)
+def test_ranks_are_named_with_their_nodes_where_that_is_known(
+    ranks: list[int], local: str, nodes: str, text: str
+) -> None:
+    environ = {"LOCAL_WORLD_SIZE": local, "GROUP_WORLD_SIZE": nodes}
+    world = {("8", "2"): 16, ("8", "4"): 32, ("2", "2"): 3}.get((local, nodes), 2)
+    assert name_ranks(ranks, world, environ) == text
