@@ -22,7 +22,7 @@ if __name__ == "__main__":
     begin_script(core=False, needs="numpy")
 
 from hetero.plan.mesh import RECOMPUTE
-from hetero.planner.answer import answer
+from hetero.planner.solution import solve
 from megatron.training.arguments.converters import integer, number
 from megatron.training.progress_bar import progress_bar
 from tools.planning.answer_table import answer_text
@@ -112,7 +112,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
 def _plan(options: argparse.Namespace, argv: Sequence[str]) -> str:
     asked: Asked = asked_problem(options)
     with progress_bar(total=0, leave=False, bar_format="{desc} [{elapsed}]") as bar:
-        found = answer(asked.problem, progress=bar.set_description)
+        found = solve(asked.problem, progress=bar.set_description)
         if found is None:
             raise nowhere_sentence(asked)
         sweeps = []

@@ -282,8 +282,8 @@ def _detail(plan: Plan, stage: int, run: _Run) -> str:
     batches = "micro-batch" if found.micro_batches == 1 else "micro-batches"
     return (
         f"a rank: {found.parameters / 1e9:.3f}e9 parameters, estimated "
-        f"{size_text(found.held.peak)}: states {size_text(found.states)}, activations "
-        f"{size_text(found.held.activations)} ({found.micro_batches:.3g} {batches} in flight)"
+        f"{size_text(found.memory.peak)}: states {size_text(found.states)}, activations "
+        f"{size_text(found.memory.activations)} ({found.micro_batches:.3g} {batches} in flight)"
     )
 
 

@@ -11,7 +11,6 @@ from typing import Any
 
 from hetero.errors import Faults, Refusal, UserError
 from hetero.planner.analytic_profile import EFFICIENCY, analytic_profile, measured_efficiency
-from hetero.planner.answer import plan_best
 from hetero.planner.cluster_shape import Cluster, NodeKind, load_cluster
 from hetero.planner.layer_profile import (
     AcceleratorProfile,
@@ -22,7 +21,6 @@ from hetero.planner.layer_profile import (
     ProfileError,
     load_profile,
 )
-from hetero.planner.mesh_options import Problem, SearchSpace
 from hetero.planner.model_shape import (
     ModelError,
     ModelShape,
@@ -30,6 +28,8 @@ from hetero.planner.model_shape import (
     model_file,
     read_flags,
 )
+from hetero.planner.search_space import Problem, SearchSpace
+from hetero.planner.solution import find_best_plans
 from hetero.planner.training_options import TrainingOptions
 from hetero.words import counted
 from megatron.training.arguments.config_file import FLAG, expand_config_files
@@ -248,7 +248,7 @@ def nowhere_sentence(asked: Asked) -> UserError:
             "each of two stages; allow --interleave 1"
         )
     unlimited = tuple(map(_without_limit, kinds))
-    if 1 not in space.chunks and not plan_best(
+    if 1 not in space.chunks and not find_best_plans(
         replace(problem, cluster=replace(problem.cluster, kinds=unlimited))
     ):
         return UserError(

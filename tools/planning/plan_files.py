@@ -9,9 +9,9 @@ from typing import Any
 
 import yaml
 
-from hetero.planner.answer import Answer
 from hetero.planner.placement import Placement
 from hetero.planner.schedule_timeline import chrome_trace
+from hetero.planner.solution import Solution
 from tools.planning.asked import Asked
 from tools.planning.plan_page import render_answer
 from tools.planning.what_if import Sweep
@@ -20,7 +20,7 @@ from tools.tool_command_line import make_results_folder
 
 
 def write_answer(
-    folder: Path, asked: Asked, found: Answer, sweeps: Sequence[Sweep], *, command: Sequence[str]
+    folder: Path, asked: Asked, found: Solution, sweeps: Sequence[Sweep], *, command: Sequence[str]
 ) -> list[str]:
     """Write all, and say what was written and how it is run."""
     first = found.best.first
@@ -86,7 +86,7 @@ def _model_flags(asked: Asked) -> dict[str, Any]:
     return {"seq-length": asked.problem.model.seq_length, **precision}
 
 
-def _remark(asked: Asked, found: Answer) -> str:
+def _remark(asked: Asked, found: Solution) -> str:
     first = found.best.first.prediction
     return (
         f"# By tools/plan.py for {asked.model_name}, global batch "

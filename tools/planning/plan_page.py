@@ -5,8 +5,8 @@ from __future__ import annotations
 import shlex
 from collections.abc import Sequence
 
-from hetero.planner.answer import Answer, Planned, what_bounds
 from hetero.planner.schedule_picture import draw_schedule
+from hetero.planner.solution import SimulatedPlan, Solution, explain_bottleneck
 from tools.planning.answer_table import (
     MESH_HEAD,
     PLAN_HEAD,
@@ -26,7 +26,7 @@ _DRAWN = 3
 
 
 def render_answer(
-    asked: Asked, found: Answer, sweeps: Sequence[Sweep], *, command: Sequence[str]
+    asked: Asked, found: Solution, sweeps: Sequence[Sweep], *, command: Sequence[str]
 ) -> str:
     first = found.best.first
     return render(
@@ -36,12 +36,12 @@ def render_answer(
             notes=["Everything here is predicted; nothing has been run."],
             parts=[
                 Table(MESH_HEAD, mesh_rows(first), numbers=frozenset({1, 3, 4, 5, 7})),
-                *(Text("paragraph", line) for line in what_bounds(asked.problem, first)),
+                *(Text("paragraph", line) for line in explain_bottleneck(asked.problem, first)),
                 Text("heading", "Together and alone"),
                 *(Text("paragraph", line) for line in comparison_lines(found)),
                 Text("heading", "The next best plans"),
                 Table(PLAN_HEAD, plan_rows(found), numbers=frozenset({1, 2, 3})),
-                *_pictures(found.best.planned[:_DRAWN]),
+                *_pictures(found.best.plans[:_DRAWN]),
                 *(part for sweep in sweeps for part in _plot(sweep)),
                 Text("heading", "Where the numbers come from"),
                 Named("facts", [tuple(line.split(": ", 1)) for line in asked.sources]),  # type: ignore[misc]
@@ -52,13 +52,15 @@ def render_answer(
     )
 
 
-def _pictures(planned: Sequence[Planned]) -> list[Part]:
+def _pictures(planned: Sequence[SimulatedPlan]) -> list[Part]:
     parts: list[Part] = [Text("heading", "One step, drawn")]
     for one in planned:
         parts.append(Text("subheading", one_line(one)))
         parts.append(Figure(draw_schedule(one.costs, one.prediction)))
         kinds = dict.fromkeys(one.placement.kinds)
-        busy = ", ".join(f"{kind} computes {one.prediction.busy([kind]):.0%}" for kind in kinds)
+        busy = ", ".join(
+            f"{kind} computes {one.prediction.utilization([kind]):.0%}" for kind in kinds
+        )
         parts.append(Text("caption", f"Of {one.seconds:.3f} s, {busy}; the rest is bubble."))
     return parts
 
