@@ -39,7 +39,7 @@ from hetero.planner.search_space import (
     pipeline_model,
 )
 from hetero.planner.solution import find_best_plans
-from tools.planning.answer_table import one_line
+from tools.planning.solution_table import one_line
 
 KINDS = ("H100-SXM", "MI300X", "A100-SXM4-80GB", "MI250X", "A100-SXM4-40GB", "MI210")
 _NOWHERE = 1e6

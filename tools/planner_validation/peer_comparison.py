@@ -17,7 +17,7 @@ from tools.planner_validation.metis_planner import metis_profiles, run_metis
 from tools.planner_validation.peer_plan import PeerPlan, PeerStage, Replica, seconds_of
 from tools.planner_validation.peer_problems import PROBLEMS, PeerProblem, asked
 from tools.planner_validation.sailor_planner import run_sailor
-from tools.planning.answer_table import one_line
+from tools.planning.solution_table import one_line
 from tools.reports.text_table import aligned
 
 

@@ -1,4 +1,4 @@
-"""What the answer would be in another cluster, or with another split of the layers."""
+"""Sensitivity analysis: best plans on other clusters, and other splits of the layers."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ Progress = Callable[[str], None]
 
 
 @dataclass(frozen=True)
-class Line:
-    """A level to compare with, drawn across the plot."""
+class ReferenceLine:
+    """A horizontal line to compare with."""
 
     name: str
     value: float
@@ -38,7 +38,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Sweep:
-    """One question: a figure over what is changed."""
+    """One plot: a figure over the parameter that is varied."""
 
     title: str
     caption: str
@@ -47,7 +47,7 @@ class Sweep:
     x: tuple[float, ...]
     y: tuple[float, ...]
     """0 where nothing fits."""
-    levels: tuple[Line, ...] = ()
+    levels: tuple[ReferenceLine, ...] = ()
     log_x: bool = False
     not_fitting: tuple[float, ...] = ()
     """Those of `x` that are computed although they do not fit into memory."""
@@ -55,7 +55,7 @@ class Sweep:
 
 def sweep(name: str, problem: Problem, found: Solution, *, progress: Progress) -> list[Sweep]:
     """The plots of one of SWEEPS; none where the question has no meaning for this cluster."""
-    return list(_QUESTIONS[name](problem, found, progress))
+    return list(_SWEEP_FUNCTIONS[name](problem, found, progress))
 
 
 def _nodes(problem: Problem, found: Solution, progress: Progress) -> list[Sweep]:
@@ -98,7 +98,7 @@ def _link(problem: Problem, found: Solution, progress: Progress) -> list[Sweep]:
             y_label="tokens/s",
             x=_LINK_FACTORS,
             y=tuple(tokens),
-            levels=_alone(found),
+            levels=_throughput_alone(found),
             log_x=True,
         )
     ]
@@ -120,15 +120,17 @@ def _slower(problem: Problem, found: Solution, progress: Progress) -> list[Sweep
                 y_label="tokens/s",
                 x=_SLOWER_FACTORS,
                 y=tuple(tokens),
-                levels=tuple(line for line in _alone(found) if not line.name.startswith(vendor)),
+                levels=tuple(
+                    line for line in _throughput_alone(found) if not line.name.startswith(vendor)
+                ),
             )
         )
     return sweeps
 
 
-def _alone(found: Solution) -> tuple[Line, ...]:
+def _throughput_alone(found: Solution) -> tuple[ReferenceLine, ...]:
     return tuple(
-        Line(f"{one.vendor} alone", one.tokens_per_second)
+        ReferenceLine(f"{one.vendor} alone", one.tokens_per_second)
         for one in found.vendor_baselines
         if one.tokens_per_second
     )
@@ -151,7 +153,7 @@ def _split(problem: Problem, found: Solution, progress: Progress) -> list[Sweep]
     rest = sum(other.stages for other in candidate.meshes[1:])
     counts = range(mesh.stages * candidate.chunks, layers - rest * candidate.chunks + 1)
     progress("other splits of the layers")
-    steps = [_with_layers(problem, candidate, count) for count in counts]
+    steps = [_simulate_split(problem, candidate, count) for count in counts]
     name, vendor = mesh.shape.kind.name, mesh.shape.kind.vendor
     slowest = _slowest_alone(problem, found)
     worse = [
@@ -185,8 +187,8 @@ def _split(problem: Problem, found: Solution, progress: Progress) -> list[Sweep]
     ]
 
 
-def _with_layers(problem: Problem, candidate: Candidate, first: int) -> SimulatedPlan:
-    """The candidate with so many layers on its first mesh, memory left aside."""
+def _simulate_split(problem: Problem, candidate: Candidate, first: int) -> SimulatedPlan:
+    """Simulate the candidate with `first` layers on its first mesh, ignoring memory limits."""
     pipeline = pipeline_model(
         problem,
         candidate.meshes,
@@ -196,8 +198,10 @@ def _with_layers(problem: Problem, candidate: Candidate, first: int) -> Simulate
     count = candidate.meshes[0].stages
     seconds, extra = pipeline.layer_seconds, pipeline.extra_seconds
     layers = [
-        *_shared(first, seconds[:count], extra[:count], candidate.chunks),
-        *_shared(problem.model.layers - first, seconds[count:], extra[count:], candidate.chunks),
+        *_balanced_layers(first, seconds[:count], extra[:count], candidate.chunks),
+        *_balanced_layers(
+            problem.model.layers - first, seconds[count:], extra[count:], candidate.chunks
+        ),
     ]
     split = estimate(pipeline, np.array(layers))
     return simulate_candidate(
@@ -206,8 +210,8 @@ def _with_layers(problem: Problem, candidate: Candidate, first: int) -> Simulate
     )
 
 
-def _shared(layers: int, seconds: FloatArray, extra: FloatArray, least: int) -> list[int]:
-    """Layer after layer to the stage that it makes last least."""
+def _balanced_layers(layers: int, seconds: FloatArray, extra: FloatArray, least: int) -> list[int]:
+    """Greedy: each layer to the stage that then takes the least time."""
     counts = [least] * len(seconds)
     for _ in range(layers - least * len(counts)):
         ends = [(n + 1) * s + e for n, s, e in zip(counts, seconds, extra, strict=True)]
@@ -215,16 +219,16 @@ def _shared(layers: int, seconds: FloatArray, extra: FloatArray, least: int) -> 
     return counts
 
 
-def _seconds_alone(problem: Problem, found: Solution) -> tuple[Line, ...]:
+def _seconds_alone(problem: Problem, found: Solution) -> tuple[ReferenceLine, ...]:
     tokens = problem.space.global_batch * problem.model.seq_length
     return tuple(
-        Line(f"{one.vendor} alone", tokens / one.tokens_per_second)
+        ReferenceLine(f"{one.vendor} alone", tokens / one.tokens_per_second)
         for one in found.vendor_baselines
         if one.tokens_per_second
     )
 
 
-def _slowest_alone(problem: Problem, found: Solution) -> Line | None:
+def _slowest_alone(problem: Problem, found: Solution) -> ReferenceLine | None:
     return max(_seconds_alone(problem, found), key=lambda line: line.value, default=None)
 
 
@@ -240,4 +244,4 @@ def _ranges(counts: Sequence[int]) -> str:
     return " and ".join(texts)
 
 
-_QUESTIONS = {"nodes": _nodes, "link": _link, "slower": _slower, "split": _split}
+_SWEEP_FUNCTIONS = {"nodes": _nodes, "link": _link, "slower": _slower, "split": _split}

@@ -1,42 +1,42 @@
-"""The answer as text for a terminal, and its rows for the page."""
+"""A Solution as text for the terminal, and as table rows for the page."""
 
 from __future__ import annotations
 
 from hetero.planner.solution import SimulatedPlan, Solution, explain_bottleneck
 from hetero.words import counted
-from tools.planning.asked import Asked
+from tools.planning.planning_request import PlanningRequest
 from tools.reports.text_table import aligned
 
 MESH_HEAD = ("nodes", "stages", "layers", "TP", "DP", "micro-batch", "recompute", "share")
 PLAN_HEAD = ("plan", "step", "tokens/s", "")
 
 
-def answer_text(asked: Asked, found: Solution) -> str:
+def solution_text(request: PlanningRequest, found: Solution) -> str:
     first = found.best.first
     rows = [list(MESH_HEAD), *mesh_rows(first)]
     runners = [list(PLAN_HEAD), *plan_rows(found)]
     return "\n".join(
         [
-            headline(asked, found),
+            headline(request, found),
             "",
             *aligned(rows, text={0, 2, 6}),
             "",
-            *explain_bottleneck(asked.problem, first),
+            *explain_bottleneck(request.problem, first),
             "",
             *comparison_lines(found),
             "",
             *aligned(runners, text={0}),
             "",
-            *(f"costs of {line}" for line in asked.sources),
-            searched(found),
+            *(f"costs of {line}" for line in request.sources),
+            search_sentence(found),
         ]
     )
 
 
-def headline(asked: Asked, found: Solution) -> str:
+def headline(request: PlanningRequest, found: Solution) -> str:
     first = found.best.first.prediction
     tokens = f"{first.tokens_per_second:,.0f} tokens/s"
-    return f"{asked.model_name}: {first.seconds:.3f} s a step, {tokens} (predicted)"
+    return f"{request.model_name}: {first.seconds:.3f} s a step, {tokens} (predicted)"
 
 
 def mesh_rows(planned: SimulatedPlan) -> list[list[str]]:
@@ -50,7 +50,7 @@ def mesh_rows(planned: SimulatedPlan) -> list[list[str]]:
             [
                 kind,
                 str(mesh.stages),
-                runs(counts),
+                run_lengths(counts),
                 str(mesh.tensor),
                 str(mesh.data),
                 str(mesh.micro_batch_size),
@@ -61,7 +61,7 @@ def mesh_rows(planned: SimulatedPlan) -> list[list[str]]:
     return rows
 
 
-def runs(counts: list[int]) -> str:
+def run_lengths(counts: list[int]) -> str:
     """`4 x 12, 11`: equal neighbours together."""
     parts: list[tuple[int, int]] = []
     for count in counts:
@@ -115,7 +115,7 @@ def comparison_lines(found: Solution) -> list[str]:
     return lines
 
 
-def searched(found: Solution) -> str:
+def search_sentence(found: Solution) -> str:
     count = found.best.search_result.combinations
     proof = (
         "none is estimated shorter"
