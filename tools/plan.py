@@ -22,12 +22,12 @@ if __name__ == "__main__":
     begin_script(core=False, needs="numpy")
 
 from hetero.plan.mesh import RECOMPUTE
-from hetero.planner.answer import answer
+from hetero.planner.solution import solve
 from megatron.training.arguments.converters import integer, number
 from megatron.training.progress_bar import progress_bar
-from tools.planning.answer_table import answer_text
-from tools.planning.asked import Asked, asked_problem, nowhere_sentence
-from tools.planning.plan_files import write_answer
+from tools.planning.plan_files import write_solution
+from tools.planning.planning_request import PlanningRequest, infeasible_error, read_request
+from tools.planning.solution_table import solution_text
 from tools.planning.what_if import SWEEPS, sweep
 from tools.tool_command_line import Parser, run
 
@@ -110,18 +110,18 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def _plan(options: argparse.Namespace, argv: Sequence[str]) -> str:
-    asked: Asked = asked_problem(options)
+    request: PlanningRequest = read_request(options)
     with progress_bar(total=0, leave=False, bar_format="{desc} [{elapsed}]") as bar:
-        found = answer(asked.problem, progress=bar.set_description)
+        found = solve(request.problem, progress=bar.set_description)
         if found is None:
-            raise nowhere_sentence(asked)
+            raise infeasible_error(request)
         sweeps = []
         for name in dict.fromkeys(options.what_if):
-            sweeps += sweep(name, asked.problem, found, progress=bar.set_description)
-    written = write_answer(
-        options.out, asked, found, sweeps, command=["python", "tools/plan.py", *argv]
+            sweeps += sweep(name, request.problem, found, progress=bar.set_description)
+    written = write_solution(
+        options.out, request, found, sweeps, command=["python", "tools/plan.py", *argv]
     )
-    return "\n".join([answer_text(asked, found), "", *written])
+    return "\n".join([solution_text(request, found), "", *written])
 
 
 if __name__ == "__main__":

@@ -26,20 +26,20 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from hetero.planner.analytic_profile import analytic_profile
-from hetero.planner.answer import plan_best
 from hetero.planner.cluster_shape import Cluster, cluster_from_mapping, load_cluster
 from hetero.planner.layer_split import estimate
-from hetero.planner.mesh_options import (
-    MeshChoice,
-    Problem,
-    SearchSpace,
-    mesh_choices,
-    mesh_options,
-    pipeline_of,
-)
 from hetero.planner.model_shape import ModelShape, load_model
 from hetero.planner.search import search
-from tools.planning.answer_table import one_line
+from hetero.planner.search_space import (
+    MeshCandidate,
+    Problem,
+    SearchSpace,
+    mesh_candidates,
+    mesh_shapes,
+    pipeline_model,
+)
+from hetero.planner.solution import find_best_plans
+from tools.planning.solution_table import one_line
 
 KINDS = ("H100-SXM", "MI300X", "A100-SXM4-80GB", "MI250X", "A100-SXM4-40GB", "MI210")
 _NOWHERE = 1e6
@@ -141,7 +141,7 @@ class General:
         self.asked, self.calls = asked, 0
         batch = asked.space.global_batch
         self.steps = [step for step in range(1, batch + 1) if batch % step == 0]
-        self.choices: dict[int, list[list[list[MeshChoice]]]] = {}
+        self.choices: dict[int, list[list[list[MeshCandidate]]]] = {}
 
     @property
     def dimensions(self) -> int:
@@ -153,7 +153,7 @@ class General:
         step = self.steps[min(int(x[0] * len(self.steps)), len(self.steps) - 1)]
         if step not in self.choices:
             self.choices[step] = [
-                [mesh_choices(asked, option, 1) for option in mesh_options(asked, kind, step)]
+                [mesh_candidates(asked, option, 1) for option in mesh_shapes(asked, kind, step)]
                 for kind in asked.cluster.kinds
             ]
         meshes, weights = [], []
@@ -165,12 +165,12 @@ class General:
             if place < len(options) and options[place]:
                 choices = options[place]
                 meshes.append(choices[min(int(stages * len(choices)), len(choices) - 1)])
-                weights += [weight + 1e-3] * meshes[-1].count
+                weights += [weight + 1e-3] * meshes[-1].stages
         if not meshes or len(weights) > asked.model.layers:
             return _NOWHERE
         layers = self._rounded(np.array(weights))
-        pipeline = pipeline_of(asked, meshes, micro_batches=asked.space.global_batch // step)
-        over = int(np.maximum(layers - pipeline.most_layers, 0).sum())
+        pipeline = pipeline_model(asked, meshes, micro_batches=asked.space.global_batch // step)
+        over = int(np.maximum(layers - pipeline.max_layers, 0).sum())
         return _NOWHERE / 10 * over if over else estimate(pipeline, layers).seconds
 
     def _rounded(self, weights: np.ndarray) -> np.ndarray:
@@ -227,7 +227,7 @@ def beside_sum(folder: Path) -> list[dict[str, Any]]:
 
     def best(nodes: Cluster, batch: int) -> dict[str, Any]:
         space = SearchSpace(global_batch=batch, sequence_parallel=True)
-        found = plan_best(Problem(nodes, shape, analytic_profile(shape, nodes), space))
+        found = find_best_plans(Problem(nodes, shape, analytic_profile(shape, nodes), space))
         if found is None:
             return {"tokens_per_second": 0.0, "plan": "fits not"}
         tokens = found.first.prediction.tokens_per_second

@@ -1,9 +1,9 @@
-"""Check a plan before any job starts, and print where each of its ranks stands.
+"""Check a plan before any job starts, and print the placement of its ranks.
 
     python -m hetero.plan plan.yaml --world-size 16 --model llama3.1-8b --gpu-memory nvidia=80
 
-What is wrong is told all at once, each with the nearest that would work; the exit code is then 2.
-Nothing here imports torch.
+Reports every problem at once, each with the nearest valid value; the exit code is then 2. Does not
+import torch.
 """
 
 from __future__ import annotations
@@ -36,25 +36,29 @@ from hetero.planner.model_shape import ModelShape, model_from_flags, read_flags
 from hetero.planner.plan_memory import stage_memory
 from hetero.planner.training_options import TrainingOptions
 
-_ANY_NUMBER = 1 << 30
-"""Micro-batches where no global batch is given: the pipeline is as full as it gets."""
-_MOST_RANKS = 1 << 20
-"""More are nobody's plan: a number was mistyped."""
+_UNLIMITED = 1 << 30
+"""Micro-batches where no global batch is given: enough to fill any pipeline."""
+_MAX_RANKS = 1 << 20
+"""More are taken for a mistyped number."""
 
 
 @dataclass(frozen=True)
-class _Run:
-    """What is known beside the plan: the model and how it is trained."""
+class _TrainingRun:
+    """The model and its training options, as far as they are given."""
 
     flags: Mapping[str, Any]
     model: ModelShape | None
     options: TrainingOptions
     micro_batch: int | None
-    """None where it was refused."""
+    """None where it is invalid."""
     global_batch: int | None
 
     def micro_batches(self, plan: Plan) -> int:
-        return _ANY_NUMBER if self.global_batch is None else self.global_batch // _step(plan)
+        return (
+            _UNLIMITED
+            if self.global_batch is None
+            else self.global_batch // _sequences_per_step(plan)
+        )
 
 
 class _Parser(argparse.ArgumentParser):
@@ -66,19 +70,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         options = _parser().parse_args(argv)
         plan, run = _read(options)
-        print("\n".join(_drawing(_settled(plan, run), run, options)))
+        print("\n".join(_report(_resolved(plan, run), run, options)))
     except UserError as error:
         print_error(str(error))
         return error.exit_code
     return 0
 
 
-def _read(options: argparse.Namespace) -> tuple[Plan, _Run]:
-    """The plan and the model. Raises a Refusal with all that is wrong with either, or with both."""
+def _read(options: argparse.Namespace) -> tuple[Plan, _TrainingRun]:
+    """The plan and the training run. Raises a Refusal with every problem of both."""
     faults = Faults()
     chunks = options.num_virtual_stages_per_pipeline_rank
     file = faults.read(lambda: read_plan_file(options.plan, chunks=chunks))
-    run = _run_of(options, faults)
+    run = _read_run(options, faults)
     if file is not None:
         faults.sentences += _problems(file, run, options)
     faults.refuse(Refusal)
@@ -94,11 +98,11 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     parser.add_argument("plan", type=Path, metavar="FILE", help="the plan's YAML file")
-    parser.add_argument("--world-size", type=_whole, help="ranks that will be started")
+    parser.add_argument("--world-size", type=_positive_integer, help="ranks that will be started")
     parser.add_argument(
         "--gpus-per-node",
         nargs="+",
-        type=_of_vendor,
+        type=_vendor_value,
         default=[],
         metavar="VENDOR=N",
         help="GPUs of a node, such as nvidia=8 amd=4; left out: 8",
@@ -106,7 +110,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--gpu-memory",
         nargs="+",
-        type=_of_vendor,
+        type=_vendor_value,
         default=[],
         metavar="VENDOR=GIB",
         help="memory of a GPU, such as nvidia=80 amd=192; refuses a plan that would not fit",
@@ -117,33 +121,33 @@ def _parser() -> argparse.ArgumentParser:
         help="YAML file of the run's flags, or the name of one in examples/presets",
     )
     for name in ("micro-batch-size", "global-batch-size"):
-        parser.add_argument(f"--{name}", type=_whole, help="as of pretrain_gpt.py")
+        parser.add_argument(f"--{name}", type=_positive_integer, help="as of pretrain_gpt.py")
     parser.add_argument(
         "--num-virtual-stages-per-pipeline-rank",
-        type=_whole,
+        type=_positive_integer,
         default=1,
         help="as of pretrain_gpt.py",
     )
     return parser
 
 
-def _whole(text: str) -> int:
+def _positive_integer(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, not {text!r}")
     return int(text)
 
 
-def _of_vendor(text: str) -> tuple[str, int]:
+def _vendor_value(text: str) -> tuple[str, int]:
     vendor, _, number = text.partition("=")
     if vendor not in VENDORS:
         raise argparse.ArgumentTypeError(
             f"must be VENDOR=N, with one of {', '.join(VENDORS)}, not {text!r}"
         )
-    return vendor, _whole(number)
+    return vendor, _positive_integer(number)
 
 
-def _run_of(options: argparse.Namespace, faults: Faults) -> _Run:
-    """What can be known of it; what is wrong with it goes to `faults`."""
+def _read_run(options: argparse.Namespace, faults: Faults) -> _TrainingRun:
+    """Read what is valid; add what is not to `faults`."""
     flags: dict[str, Any] = {}
     model = None
     if options.model is not None:
@@ -171,13 +175,13 @@ def _run_of(options: argparse.Namespace, faults: Faults) -> _Run:
         delay_weight_gradients=bool(flags.get("delay-wgrad-compute")),
     )
     micro, total = sizes.values()
-    return _Run(flags, model, costs, micro_batch=micro, global_batch=total)
+    return _TrainingRun(flags, model, costs, micro_batch=micro, global_batch=total)
 
 
-def _settled(plan: Plan, run: _Run) -> Plan:
+def _resolved(plan: Plan, run: _TrainingRun) -> Plan:
     flags = run.flags
     recompute = "selective" if flags.get("recompute-activations") else "none"
-    return plan.settled(
+    return plan.resolved(
         micro_batch_size=run.micro_batch or 1,
         sequence_parallel=bool(flags.get("sequence-parallel")),
         recompute=flags.get("recompute-granularity", recompute),
@@ -186,21 +190,21 @@ def _settled(plan: Plan, run: _Run) -> Plan:
     )
 
 
-def _step(plan: Plan) -> int:
-    """Sequences of a step of the pipeline, of a settled plan."""
+def _sequences_per_step(plan: Plan) -> int:
+    """Sequences that a resolved plan's pipeline takes at once (micro-batch size x DP size)."""
     return (plan.meshes[0].micro_batch_size or 1) * plan.meshes[0].data
 
 
-def _problems(file: PlanFile, run: _Run, options: argparse.Namespace) -> Iterator[str]:
-    """All that is wrong with the file, and with what it asks of the run, as far as it is known."""
+def _problems(file: PlanFile, run: _TrainingRun, options: argparse.Namespace) -> Iterator[str]:
+    """Every problem of the file, and of the plan with this model and world size."""
     yield from file.problems
     meshes, world_size = file.meshes, options.world_size
     if not meshes:
         return
     if world_size is not None:
         yield from world_size_problems(meshes, world_size)
-    if (ranks := sum(mesh.world_size for mesh in meshes)) > _MOST_RANKS:
-        yield f"the plan has {counted(ranks, 'rank')}; at most {_MOST_RANKS} can be drawn"
+    if (ranks := sum(mesh.world_size for mesh in meshes)) > _MAX_RANKS:
+        yield f"the plan has {counted(ranks, 'rank')}; at most {_MAX_RANKS} can be drawn"
     sizes: tuple[int, ...] = ()
     if run.micro_batch is not None:
         try:
@@ -210,7 +214,7 @@ def _problems(file: PlanFile, run: _Run, options: argparse.Namespace) -> Iterato
     if run.model is not None:
         if file.layers:
             yield from layer_problems([sum(chunks) for chunks in file.layers], run.model.layers)
-        yield from _split_problems(meshes, run, run.model)
+        yield from _tensor_problems(meshes, run, run.model)
     if not sizes:
         return
     step = sizes[0] * meshes[0].data
@@ -220,21 +224,21 @@ def _problems(file: PlanFile, run: _Run, options: argparse.Namespace) -> Iterato
             f"a global batch of {run.global_batch} must be a multiple of the "
             f"{counted(step, 'sequence')} of a step of the pipeline; the nearest is {near}"
         )
-    # A stage with more layers than the model was mistyped: what it would hold says nothing.
+    # With more layers on a stage than in the model, an estimate would be meaningless.
     elif (
         run.model is not None
         and not file.problems
         and max(map(sum, file.layers)) <= run.model.layers
     ):
-        settled = _settled(file.plan(), run)
+        resolved = _resolved(file.plan(), run)
         memory = {vendor: gib * 2.0**30 for vendor, gib in options.gpu_memory}
-        batches = run.micro_batches(settled)
+        batches = run.micro_batches(resolved)
         yield from memory_problems(
-            settled, run.model, memory, micro_batches=batches, options=run.options
+            resolved, run.model, memory, micro_batches=batches, options=run.options
         )
 
 
-def _split_problems(meshes: Sequence[Mesh], run: _Run, model: ModelShape) -> Iterator[str]:
+def _tensor_problems(meshes: Sequence[Mesh], run: _TrainingRun, model: ModelShape) -> Iterator[str]:
     for name, mesh in zip(mesh_names(meshes), meshes, strict=True):
         counts = {
             "--num-attention-heads": model.heads,
@@ -247,9 +251,9 @@ def _split_problems(meshes: Sequence[Mesh], run: _Run, model: ModelShape) -> Ite
         yield from tensor_problems(counts, mesh.tensor, name=f"the tensor-parallel size of {name},")
 
 
-def _drawing(plan: Plan, run: _Run, options: argparse.Namespace) -> Iterator[str]:
+def _report(plan: Plan, run: _TrainingRun, options: argparse.Namespace) -> Iterator[str]:
     nodes = nodes_of(plan, dict.fromkeys(VENDORS, 8) | dict(options.gpus_per_node))
-    step = _step(plan)
+    step = _sequences_per_step(plan)
     head = (
         f"{options.plan}: {counted(plan.num_layers, 'layer')} in {counted(plan.stages, 'stage')} "
         f"on {counted(plan.world_size, 'rank')} of {counted(len(nodes), 'node')}; "
@@ -261,7 +265,7 @@ def _drawing(plan: Plan, run: _Run, options: argparse.Namespace) -> Iterator[str
     yield from draw_meshes(plan)
     yield ""
     for stage in range(plan.stages):
-        yield from draw_stage(plan, stage, nodes, _detail(plan, stage, run))
+        yield from draw_stage(plan, stage, nodes, _memory_text(plan, stage, run))
         if stage < plan.stages - 1:
             model = run.model
             sequence = None if model is None else model.seq_length
@@ -272,7 +276,7 @@ def _drawing(plan: Plan, run: _Run, options: argparse.Namespace) -> Iterator[str
         yield from (f"note: {note}" for note in found)
 
 
-def _detail(plan: Plan, stage: int, run: _Run) -> str:
+def _memory_text(plan: Plan, stage: int, run: _TrainingRun) -> str:
     """Parameters and estimated memory of each rank of a stage."""
     if run.model is None:
         return ""
@@ -282,8 +286,8 @@ def _detail(plan: Plan, stage: int, run: _Run) -> str:
     batches = "micro-batch" if found.micro_batches == 1 else "micro-batches"
     return (
         f"a rank: {found.parameters / 1e9:.3f}e9 parameters, estimated "
-        f"{size_text(found.held.peak)}: states {size_text(found.states)}, activations "
-        f"{size_text(found.held.activations)} ({found.micro_batches:.3g} {batches} in flight)"
+        f"{size_text(found.memory.peak)}: states {size_text(found.states)}, activations "
+        f"{size_text(found.memory.activations)} ({found.micro_batches:.3g} {batches} in flight)"
     )
 
 

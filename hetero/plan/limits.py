@@ -1,4 +1,4 @@
-"""What a plan's sizes ask of a model and of each other, and the nearest sizes that would do."""
+"""Constraints between the sizes of a plan and a model; errors name the nearest valid sizes."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from hetero.plan.mesh import Mesh, PlanError
 
 
 def mesh_names(meshes: Sequence[Mesh]) -> tuple[str, ...]:
-    """What errors call them."""
+    """The names of meshes in errors."""
     return tuple(f"mesh {i} ({mesh.vendor})" for i, mesh in enumerate(meshes))
 
 
 def micro_batch_sizes(meshes: Sequence[Mesh], default: int) -> tuple[int, ...]:
-    """The micro-batch size of each mesh, by which all take the same sequences in a step.
+    """The micro-batch size of each mesh, such that size x DP size is the same on all meshes.
 
-    Those that no mesh names follow: from the others', or from `default`, which is that of the mesh
-    with the most replicas. Raises PlanError where there is no such size.
+    Sizes that are None are derived from those given, else from `default`, the size on the mesh with
+    the most replicas. Raises PlanError where no size is possible.
     """
     data = [mesh.data for mesh in meshes]
     known = [mesh.micro_batch_size * mesh.data for mesh in meshes if mesh.micro_batch_size]
@@ -48,7 +48,7 @@ def world_size_problems(meshes: Sequence[Mesh], world_size: int) -> Iterator[str
         f"{m.vendor} {counted(m.stages, 'stage')} x TP {m.tensor} x CP {m.context} x DP {m.data}"
         for m in meshes
     )
-    # In the same proportion where that is few enough, else equal.
+    # Scale the data-parallel sizes proportionally, or make them equal where those are too many.
     common = math.gcd(*(mesh.data for mesh in meshes))
     data = [mesh.data // common for mesh in meshes]
     if needed // common > world_size:
@@ -72,7 +72,7 @@ def layer_problems(layers: Sequence[int], num_layers: int) -> Iterator[str]:
         return
     remedy = f"at most {num_layers} stages can hold {counted(num_layers, 'layer')}"
     if num_layers >= len(layers):
-        # As near to the same proportions as whole layers come, with one at least on every stage.
+        # Largest-remainder rounding of the same proportions, at least one layer per stage.
         near = [max(1, count * num_layers // held) for count in layers]
         while (rest := num_layers - sum(near)) != 0:
             step = 1 if rest > 0 else -1
@@ -91,7 +91,7 @@ def layer_problems(layers: Sequence[int], num_layers: int) -> Iterator[str]:
 def tensor_problems(counts: Mapping[str, int], tensor: int, *, name: str) -> Iterator[str]:
     """A sentence for each count of the model that a tensor-parallel size does not divide.
 
-    `counts` are by the flags that give them, `name` is how the size is spoken of.
+    `counts` is keyed by the flag that sets each; `name` is what errors call the size.
     """
     common = math.gcd(*counts.values())
     works = [size for size in range(1, common + 1) if common % size == 0]

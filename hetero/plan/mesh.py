@@ -1,4 +1,4 @@
-"""One mesh of a plan: its ranks' shape, and how its vendor computes."""
+"""One mesh of a plan: vendor, parallel sizes and training options."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ _CHOICES: Mapping[str, tuple[str, ...]] = {
     "transformer_impl": TRANSFORMER_IMPLS,
 }
 OPTIONS = ("micro_batch_size", *_SWITCHES, *_CHOICES)
-"""Fields of a mesh that are None where the run's global flag decides."""
+"""Fields of a mesh that default to the run's global flags."""
 
 
 class PlanError(Refusal):
-    """The plan does not add up. Each sentence says which number, and what would."""
+    """An invalid plan. Each sentence names a value and what would be valid."""
 
 
 @dataclass(frozen=True)
 class Mesh:
-    """Consecutive ranks on one vendor: pipeline stages that are all of one parallel shape.
+    """Consecutive ranks of one vendor: pipeline stages with the same parallel sizes.
 
-    Fields that are None are decided by the run's global flags.
+    Fields that are None default to the run's global flags, see `Plan.resolved`.
     """
 
     vendor: str
@@ -40,14 +40,14 @@ class Mesh:
     data: int = 1
     context: int = 1
     share: int = 1
-    """Micro-batches that each of its replicas takes of a row of them, see `Plan.row`."""
+    """Micro-batches that each of its replicas takes of a row, see `Plan.row`."""
     micro_batch_size: int | None = None
-    """Sequences of one forward pass on one data-parallel rank. Times `data` it is the same on all
-    meshes of a pipeline: the sequences of one of its steps."""
+    """Sequences of one forward pass on one data-parallel rank. Times `data` it must be the same on
+    all meshes of a pipeline."""
     sequence_parallel: bool | None = None
-    """Whether tensor-parallel ranks each hold a part of the sequence between their layers."""
+    """Whether tensor-parallel ranks shard the sequence between layers."""
     recompute: str | None = None
-    """What backward computes again: "none", "selective" parts of a layer, or "full" layers."""
+    """What the backward pass recomputes: nothing, "selective" parts of a layer, "full" layers."""
     distributed_optimizer: bool | None = None
     attention_backend: str | None = None
     transformer_impl: str | None = None

@@ -1,4 +1,4 @@
-"""On which node each rank of a plan stands: nodes of one vendor each, filled in rank order."""
+"""Assignment of a plan's ranks to nodes: one vendor per node, filled in rank order."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ class Node:
     vendor: str
     ranks: range
     gpus: int
-    """How many it has; its ranks may be fewer."""
+    """GPUs of the node, of which not all need be used."""
 
 
 def nodes_of(plan: Plan, gpus_per_node: Mapping[str, int]) -> list[Node]:
-    """The nodes, in the order of their ranks. A node is left where it is full or its vendor ends.
+    """The nodes in rank order. A new node starts where one is full or the vendor changes.
 
-    Two meshes of one vendor, one behind the other, may share a node.
+    Consecutive meshes of one vendor may share a node.
     """
     found: list[Node] = []
     rank = 0

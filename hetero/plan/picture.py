@@ -1,4 +1,4 @@
-"""A plan as a picture in text: the ranks of each stage, by node and parallel coordinates."""
+"""A plan drawn as text: the ranks of each stage, by node and parallel coordinates."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from hetero.plan.mesh import Mesh
 from hetero.plan.nodes import Node
 from hetero.plan.plan import Plan
 
-# Replicas of a stage that are drawn; where there are more, those between the ends are one line.
-_DRAWN = 8
+# With more replicas than this, those in the middle are abbreviated.
+_MAX_DRAWN_REPLICAS = 8
 
 
 def draw_meshes(plan: Plan) -> Iterator[str]:
@@ -43,7 +43,7 @@ def _options(mesh: Mesh) -> Iterator[str]:
 
 
 def draw_stage(plan: Plan, stage: int, nodes: Sequence[Node], detail: str = "") -> Iterator[str]:
-    """The ranks of a stage: data-parallel places downwards, tensor-parallel ones to the right."""
+    """The ranks of a stage as a table: a row per data-parallel rank, a column per TP rank."""
     block = plan.blocks_of_stage(stage)[0]
     mesh = plan.meshes[block.mesh]
     yield f"stage {stage}  {mesh.vendor}  {_layers_text(plan, stage)}"
@@ -54,13 +54,13 @@ def draw_stage(plan: Plan, stage: int, nodes: Sequence[Node], detail: str = "") 
     label = len(f"DP {mesh.data - 1}")
     yield f"    {' ' * label}  {columns}"
     for replica in range(mesh.data):
-        if mesh.data > _DRAWN and 2 < replica < mesh.data - 1:
+        if mesh.data > _MAX_DRAWN_REPLICAS and 2 < replica < mesh.data - 1:
             if replica == 3:
                 yield f"    {'...'.ljust(label)}"
             continue
         ranks = block.ranks[replica * mesh.tensor : (replica + 1) * mesh.tensor]
         cells = "  ".join(str(rank).rjust(width) for rank in ranks)
-        yield f"    {f'DP {replica}'.ljust(label)}  {cells}   {_place(ranks, nodes)}"
+        yield f"    {f'DP {replica}'.ljust(label)}  {cells}   {_nodes_text(ranks, nodes)}"
 
 
 def _layers_text(plan: Plan, stage: int) -> str:
@@ -76,8 +76,8 @@ def _layers_text(plan: Plan, stage: int) -> str:
     return text + (", output" if stage == plan.stages - 1 else "")
 
 
-def _held_by(ranks: range, nodes: Sequence[Node]) -> range:
-    """The nodes that these ranks stand on, by number."""
+def _nodes_of_ranks(ranks: range, nodes: Sequence[Node]) -> range:
+    """The indices of the nodes of these ranks."""
     first, last = (
         bisect_right(nodes, rank, key=lambda node: node.ranks.start) - 1
         for rank in (ranks[0], ranks[-1])
@@ -85,36 +85,37 @@ def _held_by(ranks: range, nodes: Sequence[Node]) -> range:
     return range(first, last + 1)
 
 
-def _place(ranks: range, nodes: Sequence[Node]) -> str:
-    held = _held_by(ranks, nodes)
+def _nodes_text(ranks: range, nodes: Sequence[Node]) -> str:
+    held = _nodes_of_ranks(ranks, nodes)
     return f"node {held[0]}" if len(held) == 1 else f"nodes {held[0]}-{held[-1]}"
 
 
 def draw_edge(
     plan: Plan, stage: int, *, sequence: int | None = None, bytes_of_row: int = 0
 ) -> Iterator[str]:
-    """How the activations go on from a stage. A row is one position of one sequence."""
+    """The edge from a stage to the next; `bytes_of_row` is the hidden state of one token."""
     source, target = layout_of(plan, stage), layout_of(plan, stage + 1)
     yield "    |"
     if plan.blocks_of_stage(stage)[0].mesh != plan.blocks_of_stage(stage + 1)[0].mesh:
-        said = "boundary"
+        label = "boundary"
         if sequence is not None:
-            found = slabs(source, target, sequence=sequence)
-            size = size_text(sum(slab.elements for slab in found) * bytes_of_row)
+            crossing = slabs(source, target, sequence=sequence)
+            size = size_text(sum(slab.elements for slab in crossing) * bytes_of_row)
             gathers = ", then gathered" if target.gathers else ""
-            said += f": {size} a step in {counted(len(found), 'slab')}, {_flow(found)}{gathers}"
-        yield f"    |  {said}"
+            count = counted(len(crossing), "slab")
+            label += f": {size} a step in {count}, {_ranks_text(crossing)}{gathers}"
+        yield f"    |  {label}"
     yield "    v"
 
 
-def _flow(found: Sequence[Slab]) -> str:
-    senders = len({slab.source for slab in found})
-    receivers = len({slab.target for slab in found})
+def _ranks_text(crossing: Sequence[Slab]) -> str:
+    senders = len({slab.source for slab in crossing})
+    receivers = len({slab.target for slab in crossing})
     return f"from {counted(senders, 'rank')} to {receivers}"
 
 
 def notes(plan: Plan, nodes: Sequence[Node]) -> Iterator[str]:
-    """What is allowed and rarely meant: tensor parallelism over nodes, nodes in part."""
+    """Warnings: tensor parallelism across nodes, nodes that are partly used."""
     for index, mesh in enumerate(plan.meshes):
         groups = [
             range(first, first + mesh.tensor)
@@ -122,13 +123,13 @@ def notes(plan: Plan, nodes: Sequence[Node]) -> Iterator[str]:
             if block.mesh == index
             for first in block.ranks[:: mesh.tensor]
         ]
-        split = [ranks for ranks in groups if len(_held_by(ranks, nodes)) > 1]
+        split = [ranks for ranks in groups if len(_nodes_of_ranks(ranks, nodes)) > 1]
         if split:
             yield (
                 f"mesh {index} ({mesh.vendor}): {len(split)} of its "
                 f"{counted(len(groups), 'tensor-parallel group')} lie on more than one node, the "
-                f"first on {_place(split[0], nodes)}; tensor parallelism wants the fast connection "
-                "inside a node"
+                f"first on {_nodes_text(split[0], nodes)}; tensor parallelism wants the fast "
+                "connection inside a node"
             )
     for index, node in enumerate(nodes):
         if len(node.ranks) < node.gpus:

@@ -1,10 +1,8 @@
-"""The plan as an object: the meshes of a run, where each rank stands and which layers it holds.
+"""The plan: the meshes of a run, the coordinates of each rank and the layers it holds.
 
-Ranks of a mesh are laid out as Megatron lays them out: tensor parallel fastest, then context, then
-data, and the pipeline stage slowest. A mesh is always a run of consecutive ranks, which is what
-lets one launcher per vendor own one mesh. Meshes divide the pipeline, each with the stages after
-those of the mesh before, or the replicas, each with the whole pipeline for replicas of its own.
-Meshes that divide the pipeline may differ in all their sizes.
+Ranks of a mesh are consecutive and ordered as in Megatron: tensor parallel fastest, then context,
+then data, the pipeline stage slowest. Meshes either hold consecutive parts of one pipeline, with
+parallel sizes of their own, or (`whole_replicas`) each hold whole replicas of it.
 """
 
 from __future__ import annotations
@@ -24,7 +22,7 @@ AT_LEAST_ONE = "a stage needs at least one layer and no chunk can have fewer tha
 
 @dataclass(frozen=True)
 class Coordinate:
-    """Where one rank stands in the plan."""
+    """The parallel coordinates of a rank."""
 
     rank: int
     mesh: int
@@ -36,13 +34,13 @@ class Coordinate:
 
 @dataclass(frozen=True)
 class Block:
-    """The ranks of one mesh that hold one stage. They are consecutive."""
+    """The consecutive ranks of one mesh that hold one stage."""
 
     mesh: int
     stage: int
     ranks: range
     replicas: range
-    """Which of the stage's data-parallel replicas these are."""
+    """The indices of these ranks among the stage's data-parallel replicas."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +64,7 @@ class Plan:
     meshes: tuple[Mesh, ...]
     layers: tuple[tuple[int, ...], ...]
     whole_replicas: bool = False
-    """Whether every mesh holds the whole pipeline, for replicas of its own."""
+    """Whether every mesh holds whole replicas of the pipeline."""
 
     def __post_init__(self) -> None:
         if problems := list(self._problems()):
@@ -97,11 +95,11 @@ class Plan:
             if any(count < 0 for count in chunks) or (chunks and sum(chunks) < 1):
                 yield f"stage {stage} has layers {list(chunks)}; {AT_LEAST_ONE}"
 
-    def settled(self, *, micro_batch_size: int, sequence_parallel: bool, **flags: Any) -> Plan:
-        """The plan with the global flags where meshes name nothing; `flags` are among `OPTIONS`.
+    def resolved(self, *, micro_batch_size: int, sequence_parallel: bool, **flags: Any) -> Plan:
+        """The plan with None replaced by the run's global flags; `flags` are among `OPTIONS`.
 
-        Micro-batch sizes follow from each other, see `limits.micro_batch_sizes`, and one
-        tensor-parallel rank has no sequence to share. Raises PlanError.
+        Derives micro-batch sizes (`limits.micro_batch_sizes`) and turns sequence parallelism off
+        where the tensor-parallel size is 1. Raises PlanError.
         """
         sizes: tuple[int, ...] = (micro_batch_size,) * len(self.meshes)
         if not self.whole_replicas:
@@ -167,7 +165,7 @@ class Plan:
         return tuple(map(tuple, found))
 
     def blocks_of_stage(self, stage: int) -> tuple[Block, ...]:
-        """Those that hold a stage: one, or of whole replicas one a mesh."""
+        """The blocks that hold a stage: one, or one per mesh of whole replicas."""
         if stage >= self.stages:
             raise IndexError(f"the plan has {counted(self.stages, 'stage')}")
         return self._by_stage[stage]
@@ -195,13 +193,13 @@ class Plan:
         raise IndexError(f"stage {stage} has no replica {data}")
 
     def shares(self, stage: int) -> tuple[int, ...]:
-        """Micro-batches that each of a stage's data-parallel replicas takes of a row."""
+        """For each data-parallel replica of a stage, its micro-batches of a row."""
         return tuple(
             self.meshes[block.mesh].share for block in self._by_stage[stage] for _ in block.replicas
         )
 
     def row(self, stage: int) -> int:
-        """Micro-batches of a row, which all replicas together take before any takes of the next."""
+        """Micro-batches of a row: one round of the weighted distribution over all replicas."""
         return sum(self.shares(stage))
 
     def vendor_of_rank(self, rank: int) -> str:
@@ -217,7 +215,7 @@ class Plan:
                 index=source,
                 source=source,
                 target=target,
-                # Whole replicas have their meshes' stages in common.
+                # With whole replicas, every stage starts with a block of the same mesh.
                 is_boundary=self._by_stage[source][0].mesh != self._by_stage[target][0].mesh,
             )
 
@@ -231,7 +229,7 @@ class Plan:
         return range(first, first + self.layers[stage][chunk])
 
     def to_mapping(self) -> dict[str, Any]:
-        """The plan as the YAML file would write it, and the shares of whole replicas."""
+        """The plan as in its YAML file, plus the shares of whole replicas."""
         meshes = []
         stage = 0
         for mesh in self.meshes:

@@ -14,21 +14,21 @@ from hetero.formatting import counted
 from hetero.plan.mesh import VENDORS, Mesh, PlanError
 from hetero.plan.plan import AT_LEAST_ONE, Plan, split_over_chunks
 
-# A plan file says how meshes divide a pipeline, in which a mesh has no share of replicas.
+# Plan files describe pipelines; shares are for whole replicas.
 _FIELDS = tuple(field.name for field in fields(Mesh) if field.name != "share")
 KEYS = ("vendor", "layers", *_FIELDS[1:])
-_MOST_CHUNKS = 1 << 10
-"""Of a stage. More are nobody's plan: a number was mistyped."""
+_MAX_CHUNKS = 1 << 10
+"""Per stage. More are taken for a mistyped number."""
 
 
 @dataclass(frozen=True)
 class PlanFile:
-    """A plan file as far as it can be read, and all that is wrong with it."""
+    """The readable part of a plan file, and every problem found in it."""
 
     meshes: tuple[Mesh, ...]
-    """Empty where the ranks of one of them are not known."""
+    """Empty where one of them is invalid."""
     layers: tuple[tuple[int, ...], ...]
-    """Of every stage, as of a Plan; empty where those of one are not known."""
+    """As `Plan.layers`; empty where those of a stage are invalid."""
     problems: tuple[str, ...]
 
     def plan(self) -> Plan:
@@ -48,7 +48,7 @@ class _Entry:
 
 
 def plan_from_mapping(data: object, *, source: str, chunks: int = 1) -> Plan:
-    """Read a plan out of parsed YAML. `source` names it in errors."""
+    """Build a Plan from parsed YAML. `source` names the file in errors."""
     return _read_mapping(data, source=source, chunks=chunks).plan()
 
 
@@ -90,7 +90,7 @@ def _read_entry(entry: object, *, chunks: int) -> _Entry:
     stages = len(listed) if isinstance(listed, list) and listed else None
     known = {key: value for key, value in entry.items() if key in _FIELDS}
     try:
-        # In the place of what is missing stands something that nothing is said of.
+        # Substitute valid values for missing keys, which are reported already.
         mesh = Mesh(**{"vendor": VENDORS[0], "stages": stages or 1} | known)
     except PlanError as error:
         found.problems += error.sentences
@@ -134,11 +134,11 @@ def _chunks_from_entry(item: object, *, chunks: int) -> tuple[int, ...]:
 
 
 class _StrictLoader(yaml.SafeLoader):
-    """Safe YAML in which a key may stand once: the last of two would win in silence."""
+    """Safe YAML that records duplicate keys; SafeLoader would silently keep the last one."""
 
     def __init__(self, stream: TextIO) -> None:
         super().__init__(stream)
-        self.twice: list[str] = []
+        self.duplicates: list[str] = []
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: list[object] = []
@@ -146,13 +146,13 @@ class _StrictLoader(yaml.SafeLoader):
             key = self.construct_object(key_node, deep=True)
             if key in seen:
                 line = key_node.start_mark.line + 1
-                self.twice.append(f"the key {key!r} stands twice, again in line {line}")
+                self.duplicates.append(f"the key {key!r} stands twice, again in line {line}")
             seen.append(key)
         return super().construct_mapping(node, deep)
 
 
 def load_yaml(path: str | Path) -> Any:
-    """What a file of YAML holds.
+    """The content of a YAML file.
 
     Raises OSError where it cannot be read, and ValueError, in a few words, where it is not UTF-8
     text or not YAML.
@@ -170,17 +170,17 @@ def load_yaml(path: str | Path) -> Any:
         # What a number or a date of YAML cannot be is a ValueError of Python's.
         except (yaml.YAMLError, ValueError, RecursionError) as error:
             raise ValueError(" ".join(str(error).split())) from error
-    if loader.twice:
-        raise ValueError("; ".join(loader.twice))
+    if loader.duplicates:
+        raise ValueError("; ".join(loader.duplicates))
     return data
 
 
 def read_plan_file(path: str | Path, *, chunks: int = 1) -> PlanFile:
-    """Read a plan file as far as it goes. Raises PlanError where it names no meshes at all."""
-    if chunks > _MOST_CHUNKS:
+    """Read what is valid of a plan file. Raises PlanError where it has no list of meshes."""
+    if chunks > _MAX_CHUNKS:
         raise PlanError(
             f"--num-virtual-stages-per-pipeline-rank {chunks} is more than any stage has layers; "
-            f"give at most {_MOST_CHUNKS}"
+            f"give at most {_MAX_CHUNKS}"
         )
     try:
         data = load_yaml(path)
@@ -192,5 +192,5 @@ def read_plan_file(path: str | Path, *, chunks: int = 1) -> PlanFile:
 
 
 def load_plan(path: str | Path, *, chunks: int = 1) -> Plan:
-    """Read a plan file. Raises PlanError with all that is wrong with it."""
+    """Read a plan file. Raises PlanError with every problem found."""
     return read_plan_file(path, chunks=chunks).plan()

@@ -1,4 +1,4 @@
-"""Accelerators by name: those of accelerators.yaml, and those that a cluster file describes."""
+"""Accelerator specifications: those built in (accelerators.yaml) and those of a cluster file."""
 
 from __future__ import annotations
 
@@ -15,32 +15,32 @@ import yaml
 from hetero.errors import Faults, Refusal
 from hetero.plan import VENDORS
 
-_LATENCY = 10.0
-"""Microseconds until a transfer inside a node has begun, the library's launch included."""
+_LINK_LATENCY_US = 10.0
+"""Start-up latency of a transfer inside a node, the library's kernel launch included."""
 
 
 class ClusterError(Refusal):
-    """The cluster makes no sense. Each sentence says what is wrong with which kind of node."""
+    """An invalid cluster description. Each sentence names one mistake and the kind of node."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Accelerator:
-    """One GPU (of the MI250X one of its two dies). Bandwidths are bytes a second, one direction."""
+    """The specification of one GPU (for MI250X: of one die). Bandwidths: bytes/s, one direction."""
 
     name: str
     vendor: str
     memory_gib: float
     flops: float
-    """Dense bf16 operations a second, at peak."""
+    """Peak dense bf16 FLOP/s."""
     memory_bandwidth: float
     link_bandwidth: float
-    """To the other GPUs of its node, all links together."""
+    """To the other GPUs of the node, summed over all links."""
     link_latency: float
-    """Seconds until a transfer inside the node has begun."""
+    """Start-up latency of a transfer inside the node, in seconds."""
     nic_bandwidth: float
-    """Its part of the node's NICs."""
+    """One GPU's share of the node's NICs."""
     source: str
-    """Where operations, memory and its bandwidth stand."""
+    """Reference for flops, memory and memory bandwidth."""
     link_source: str
     nic_source: str
 
@@ -51,23 +51,23 @@ _KEYS = frozenset({"vendor", "link_latency_us", *_NUMBERS, *_SOURCES})
 
 
 def accelerator_from_mapping(name: str, data: object, *, where: str) -> Accelerator:
-    """Read one entry of the form that accelerators.yaml has. `where` names the file in errors."""
+    """Parse one entry in the format of accelerators.yaml. `where` names the file in errors."""
     if not isinstance(data, Mapping):
         raise ClusterError(f"{where}: {name} must say {', '.join(('vendor', *_NUMBERS))}")
-    called = f"{where}: the accelerator {name}"
+    label = f"{where}: the accelerator {name}"
     faults = Faults()
-    faults.sentences += unknown_keys(data, _KEYS, where=called)
+    faults.sentences += unknown_keys(data, _KEYS, where=label)
     if missing := [key for key in ("vendor", *_NUMBERS) if key not in data]:
-        faults.sentences.append(f"{called} lacks {', '.join(missing)}")
+        faults.sentences.append(f"{label} lacks {', '.join(missing)}")
     if data.get("vendor", VENDORS[0]) not in VENDORS:
         faults.sentences.append(
-            f"{called} names the vendor {data['vendor']!r}; the vendors are {', '.join(VENDORS)}"
+            f"{label} names the vendor {data['vendor']!r}; the vendors are {', '.join(VENDORS)}"
         )
-    given = {"link_latency_us": _LATENCY, **data}
+    figures = {"link_latency_us": _LINK_LATENCY_US, **data}
     numbers = {
-        key: faults.read(partial(positive, given[key], where=f"{called}: {key}")) or 0.0
+        key: faults.read(partial(positive, figures[key], where=f"{label}: {key}")) or 0.0
         for key in (*_NUMBERS, "link_latency_us")
-        if key in given
+        if key in figures
     }
     faults.refuse(ClusterError)
     return Accelerator(
@@ -90,7 +90,7 @@ def positive(value: Any, *, where: str) -> float:
 
 
 def unknown_keys(entry: Mapping[Any, Any], keys: Set[str], *, where: str) -> list[str]:
-    """A sentence for each."""
+    """One error sentence for each key of `entry` that is not in `keys`."""
     return [
         f"{where}: unknown key {key!r}; the keys are {', '.join(sorted(keys))}"
         for key in sorted(set(map(str, entry)) - keys)
@@ -98,8 +98,8 @@ def unknown_keys(entry: Mapping[Any, Any], keys: Set[str], *, where: str) -> lis
 
 
 @cache
-def built_in() -> Mapping[str, Accelerator]:
-    """The accelerators that are known by name."""
+def built_in_accelerators() -> Mapping[str, Accelerator]:
+    """All accelerators of accelerators.yaml, by name."""
     file = Path(__file__).with_name("accelerators.yaml")
     entries = yaml.safe_load(file.read_text("utf-8"))
     return MappingProxyType(
@@ -110,10 +110,14 @@ def built_in() -> Mapping[str, Accelerator]:
     )
 
 
-def built_in_named(driver: str) -> str | None:
-    """The built-in accelerator that a driver means: the longest name in what it says."""
+def match_driver_name(driver: str) -> str | None:
+    """The built-in accelerator whose name is the longest contained in the driver's device name."""
 
-    def plain(text: str) -> str:
+    def normalized(text: str) -> str:
         return "".join(letter for letter in text.lower() if letter.isalnum())
 
-    return max((name for name in built_in() if plain(name) in plain(driver)), key=len, default=None)
+    return max(
+        (name for name in built_in_accelerators() if normalized(name) in normalized(driver)),
+        key=len,
+        default=None,
+    )

@@ -1,8 +1,8 @@
-"""A profile of hardware that nobody has measured yet, from what its vendor publishes.
+"""An analytic profile of hardware that has not been measured, from its published specification.
 
-Matrices and attention take their operations at a part of the accelerator's peak; the rest of a
-layer takes the bytes it moves at the memory's bandwidth; tensor-parallel ranks exchange over the
-node's links. The part of the peak comes from one part that was measured.
+A roofline model: matrix multiplications and attention run at a fixed fraction of peak FLOP/s, the
+rest of a layer at the memory bandwidth, and tensor-parallel all-reduces over the node's links. The
+fraction is calibrated on one measured accelerator.
 """
 
 from __future__ import annotations
@@ -11,41 +11,51 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from hetero.planner.accelerators import Accelerator
-from hetero.planner.cluster_shape import Cluster, Wire
+from hetero.planner.cluster_shape import Cluster, LinkModel
+from hetero.planner.communication_costs import ring_seconds
 from hetero.planner.layer_profile import MeasuredProfile, PartCosts, PassTimes, Point, ProfileError
 from hetero.planner.model_shape import ModelShape
-from hetero.planner.wire_costs import ring_seconds
 
 EFFICIENCY = 0.63
-"""Of the peak, for matrices and attention: what makes LLaMA-8B take the 571.6 TFLOP/s measured on
-H200 (docs/benchmarks/published_table.md)."""
-_ELEMENT = 2
-"""Bytes of a bf16 element."""
-_UPDATE_BYTES = 42
-"""Of a parameter, that an optimizer step reads and writes: gradient twice (its norm, its use) and
-zeroed, fp32 weight and two moments read and written, bf16 weight written."""
-_REDUCTION_BYTES = 20
-"""Of a parameter: its fp32 gradient scaled in place, then read with another's and written."""
+"""Fraction of peak FLOP/s of matrix multiplications and attention. Calibrated so that LLaMA-8B
+reaches the 571.6 TFLOP/s measured on H200 (docs/benchmarks/published_table.md)."""
+_ELEMENT_BYTES = 2
+"""bf16."""
+_UPDATE_BYTES_PER_PARAMETER = 42
+"""Memory traffic of an optimizer step: the gradient read twice (norm, update) and zeroed, the fp32
+weight and two moments read and written, the bf16 weight written."""
+_REDUCTION_BYTES_PER_PARAMETER = 20
+"""Memory traffic of scaling an fp32 gradient in place and adding another one to it."""
 
 
 @dataclass(frozen=True)
 class AnalyticProfile:
-    """A `Profile` computed from published figures, for any point."""
+    """A `Profile` computed from published specifications, for any point."""
 
     model: ModelShape
     accelerators: Mapping[str, Accelerator]
     efficiency: float = EFFICIENCY
 
     def costs(self, accelerator: str, point: Point) -> PartCosts:
-        return _Layer(self.model, self._of(accelerator), point, self.efficiency).costs()
+        return _PointModel(
+            self.model, self._accelerator(accelerator), point, self.efficiency
+        ).costs()
 
     def optimizer_seconds(self, accelerator: str, parameters: float) -> float:
-        return parameters * _UPDATE_BYTES / self._of(accelerator).memory_bandwidth
+        return (
+            parameters
+            * _UPDATE_BYTES_PER_PARAMETER
+            / self._accelerator(accelerator).memory_bandwidth
+        )
 
     def reduction_seconds(self, accelerator: str, parameters: float) -> float:
-        return parameters * _REDUCTION_BYTES / self._of(accelerator).memory_bandwidth
+        return (
+            parameters
+            * _REDUCTION_BYTES_PER_PARAMETER
+            / self._accelerator(accelerator).memory_bandwidth
+        )
 
-    def _of(self, accelerator: str) -> Accelerator:
+    def _accelerator(self, accelerator: str) -> Accelerator:
         try:
             return self.accelerators[accelerator]
         except KeyError:
@@ -57,43 +67,43 @@ class AnalyticProfile:
 def analytic_profile(
     model: ModelShape, cluster: Cluster, *, efficiency: float = EFFICIENCY
 ) -> AnalyticProfile:
-    """For every accelerator of a cluster."""
-    parts = {kind.accelerator.name: kind.accelerator for kind in cluster.kinds}
-    return AnalyticProfile(model, parts, efficiency)
+    """The profile of all accelerators of a cluster."""
+    accelerators = {kind.accelerator.name: kind.accelerator for kind in cluster.kinds}
+    return AnalyticProfile(model, accelerators, efficiency)
 
 
 def measured_efficiency(
     measured: MeasuredProfile, accelerator: Accelerator, model: ModelShape
 ) -> float:
-    """The part of its peak that a measured accelerator reached, over all points of its profile."""
-    known = measured.accelerators.get(accelerator.name)
-    if known is None:
+    """The fraction of its peak FLOP/s that an accelerator reached, over all measured points."""
+    profile = measured.accelerators.get(accelerator.name)
+    if profile is None:
         raise ProfileError(
             f"the profile to calibrate with has no {accelerator.name}; it has "
             f"{', '.join(measured.accelerators)}"
         )
-    computing = at_peak = 0.0
-    for point, costs in known.points.items():
-        layer = _Layer(model, accelerator, point, 1.0)
-        rest = layer.moving * 3 + layer.exchanging * 2
+    measured_seconds = peak_seconds = 0.0
+    for point, costs in profile.points.items():
+        layer = _PointModel(model, accelerator, point, 1.0)
+        other_seconds = layer.memory_bound_seconds * 3 + layer.all_reduce_seconds * 2
         if point.recompute == "full":
-            rest += layer.moving + layer.exchanging
-        computing += max(costs.layer.forward + costs.layer.backward - rest, 0.0)
-        at_peak += layer.computing * (4 if point.recompute == "full" else 3)
-    if not computing > at_peak:
+            other_seconds += layer.memory_bound_seconds + layer.all_reduce_seconds
+        measured_seconds += max(costs.layer.forward + costs.layer.backward - other_seconds, 0.0)
+        peak_seconds += layer.matmul_seconds * (4 if point.recompute == "full" else 3)
+    if not measured_seconds > peak_seconds:
         raise ProfileError(
             f"the profile of {accelerator.name} is faster than its peak allows; it was measured "
             "with another model, or the peak is not right"
         )
-    return at_peak / computing
+    return peak_seconds / measured_seconds
 
 
 @dataclass(frozen=True)
-class _Layer:
-    """One point on one accelerator. Times are of a forward pass."""
+class _PointModel:
+    """The costs of one profile point on one accelerator. Properties are times of a forward pass."""
 
     model: ModelShape
-    part: Accelerator
+    accelerator: Accelerator
     point: Point
     efficiency: float
 
@@ -107,49 +117,49 @@ class _Layer:
         return self.point.micro_batch * per_sample / self.point.tensor
 
     @property
-    def computing(self) -> float:
+    def matmul_seconds(self) -> float:
         matrices = 2.0 * self.tokens * self.model.layer_matrix_parameters / self.point.tensor
         return self._seconds(matrices + self._attention_flops)
 
     @property
-    def moving(self) -> float:
-        """Norms, residuals and the activation function, each reading and writing what it is on."""
+    def memory_bound_seconds(self) -> float:
+        """Norms, residuals, rotary embedding and activation function: bytes read and written."""
         model, tensor = self.model, self.point.tensor
-        whole = 10 * model.hidden / (tensor if self.point.sequence_parallel else 1)
+        unsharded = 10 * model.hidden / (tensor if self.point.sequence_parallel else 1)
         mlp = (3 if model.gated else 2) * model.ffn
         rotary = 2 * (model.attention_width + model.key_value_width)
-        moved = self.tokens * (whole + (mlp + rotary) / tensor) * _ELEMENT
-        return moved / self.part.memory_bandwidth
+        moved_bytes = self.tokens * (unsharded + (mlp + rotary) / tensor) * _ELEMENT_BYTES
+        return moved_bytes / self.accelerator.memory_bandwidth
 
     @property
-    def exchanging(self) -> float:
-        """Two all-reduces of the hidden state, or with sequence parallelism their two halves."""
-        wire = Wire(self.part.link_bandwidth, self.part.link_latency)
-        size = self.tokens * self.model.hidden * _ELEMENT
-        return 4 * ring_seconds(wire, ranks=self.point.tensor, size=size)
+    def all_reduce_seconds(self) -> float:
+        """Two all-reduces of the hidden state, each a reduce-scatter and an all-gather."""
+        link = LinkModel(self.accelerator.link_bandwidth, self.accelerator.link_latency)
+        size = self.tokens * self.model.hidden * _ELEMENT_BYTES
+        return 4 * ring_seconds(link, ranks=self.point.tensor, size=size)
 
     def costs(self) -> PartCosts:
-        forward = self.computing + self.moving + self.exchanging
-        backward = 2 * (self.computing + self.moving) + self.exchanging
+        forward = self.matmul_seconds + self.memory_bound_seconds + self.all_reduce_seconds
+        backward = 2 * (self.matmul_seconds + self.memory_bound_seconds) + self.all_reduce_seconds
         if self.point.recompute == "full":
             backward += forward
         elif self.point.recompute == "selective":
             backward += self._seconds(self._attention_flops)
-        kept, working = self._activations()
+        activation_bytes, working_bytes = self._activations()
         return PartCosts(
             layer=PassTimes(forward, backward),
             embedding=self._embedding(),
             head=self._head(),
-            layer_activation_bytes=kept,
+            layer_activation_bytes=activation_bytes,
             embedding_activation_bytes=self._hidden_bytes,
-            head_activation_bytes=self._logits * (_ELEMENT + 4) + 2 * self._hidden_bytes,
-            layer_working_bytes=working,
-            layer_delayed_bytes=self._delayed,
-            head_delayed_bytes=(self._logits + self.tokens * self.model.hidden) * _ELEMENT,
+            head_activation_bytes=self._logits * (_ELEMENT_BYTES + 4) + 2 * self._hidden_bytes,
+            layer_working_bytes=working_bytes,
+            layer_delayed_bytes=self._delayed_bytes,
+            head_delayed_bytes=(self._logits + self.tokens * self.model.hidden) * _ELEMENT_BYTES,
         )
 
     def _seconds(self, flops: float) -> float:
-        return flops / (self.part.flops * self.efficiency)
+        return flops / (self.accelerator.flops * self.efficiency)
 
     @property
     def _logits(self) -> float:
@@ -157,49 +167,54 @@ class _Layer:
 
     @property
     def _hidden_bytes(self) -> float:
-        """Of one hidden state, as one rank holds it."""
-        shared = self.point.tensor if self.point.sequence_parallel else 1
-        return self.tokens * self.model.hidden * _ELEMENT / shared
+        """One rank's part of a hidden state."""
+        shards = self.point.tensor if self.point.sequence_parallel else 1
+        return self.tokens * self.model.hidden * _ELEMENT_BYTES / shards
 
     def _embedding(self) -> PassTimes:
-        moved = 2 * self.tokens * self.model.hidden * _ELEMENT / self.part.memory_bandwidth
-        wire = Wire(self.part.link_bandwidth, self.part.link_latency)
-        size = self.tokens * self.model.hidden * _ELEMENT
-        exchanged = 2 * ring_seconds(wire, ranks=self.point.tensor, size=size)
-        return PassTimes(moved + exchanged, 2 * moved)
+        size = self.tokens * self.model.hidden * _ELEMENT_BYTES
+        lookup = 2 * size / self.accelerator.memory_bandwidth
+        link = LinkModel(self.accelerator.link_bandwidth, self.accelerator.link_latency)
+        all_reduce = 2 * ring_seconds(link, ranks=self.point.tensor, size=size)
+        return PassTimes(lookup + all_reduce, 2 * lookup)
 
     def _head(self) -> PassTimes:
-        """The output layer, and a loss that reads and writes the logits in fp32 twice a pass."""
+        """The output layer and the loss, which reads and writes the fp32 logits twice a pass."""
         flops = self.point.micro_batch * self.model.head_flops / self.model.seq_length
-        computed = self._seconds(flops * self.point.seq_length / self.point.tensor)
-        moved = self._logits * 4 * 4 / self.part.memory_bandwidth
-        return PassTimes(computed + moved, 2 * computed + moved)
+        matmul = self._seconds(flops * self.point.seq_length / self.point.tensor)
+        loss = self._logits * 4 * 4 / self.accelerator.memory_bandwidth
+        return PassTimes(matmul + loss, 2 * matmul + loss)
 
     @property
-    def _delayed(self) -> float:
-        """Of the four matrices, the inputs and the gradients of the outputs.
+    def _delayed_bytes(self) -> float:
+        """What delayed weight gradients keep: inputs and output gradients of the four matrices.
 
-        With sequence parallelism, too, those that are of the whole hidden state are gathered.
+        Those of hidden size are counted whole: with sequence parallelism they are gathered.
         """
         model = self.model
         inputs = model.attention_width + model.ffn
         outputs = model.attention_width + 2 * model.key_value_width
         outputs += (2 if model.gated else 1) * model.ffn
-        return self.tokens * (4 * model.hidden + (inputs + outputs) / self.point.tensor) * _ELEMENT
+        return (
+            self.tokens
+            * (4 * model.hidden + (inputs + outputs) / self.point.tensor)
+            * _ELEMENT_BYTES
+        )
 
     def _activations(self) -> tuple[float, float]:
-        """Bytes that a layer keeps, and those it takes for a while in its backward pass.
+        """Bytes that a layer keeps for its backward pass, and that pass's temporary bytes.
 
-        Section 4 of arXiv 2205.05198 without dropout, for fused attention (which keeps no scores,
-        so that recomputing it selectively saves nothing), any width of keys and a gated MLP.
+        Korthikanti et al. (arXiv 2205.05198), section 4, without dropout, extended to grouped
+        queries and gated MLPs. Attention is fused: it keeps no scores, so selective recomputation
+        saves nothing.
         """
         model, tensor = self.model, self.point.tensor
         attention = 2 * model.attention_width + 2 * model.key_value_width
         mlp = (3 if model.gated else 2) * model.ffn
-        inner = self.tokens * (attention + mlp) / tensor * _ELEMENT
+        sharded = self.tokens * (attention + mlp) / tensor * _ELEMENT_BYTES
         statistics = self.tokens * model.heads / tensor * 4
-        whole = 4 * self._hidden_bytes + inner + statistics
-        gradients = self.tokens * mlp / tensor * _ELEMENT
+        kept = 4 * self._hidden_bytes + sharded + statistics
+        gradients = self.tokens * mlp / tensor * _ELEMENT_BYTES
         if self.point.recompute == "full":
-            return self._hidden_bytes, whole + gradients
-        return whole, gradients
+            return self._hidden_bytes, kept + gradients
+        return kept, gradients

@@ -1,4 +1,4 @@
-"""What there is to train on: kinds of nodes, how many of each, and the links between them."""
+"""The hardware to plan for: kinds of nodes, how many of each, and the links between them."""
 
 from __future__ import annotations
 
@@ -14,31 +14,32 @@ from hetero.planner.accelerators import (
     Accelerator,
     ClusterError,
     accelerator_from_mapping,
-    built_in,
+    built_in_accelerators,
     positive,
     unknown_keys,
 )
 
-_NIC_LATENCY = 15.0
-"""Microseconds that a transfer between two nodes takes at least, where the file does not say it."""
+_RAIL_LATENCY_US = 15.0
+"""Latency of a transfer between two nodes where the cluster file gives none."""
 
 
 @dataclass(frozen=True)
-class Wire:
-    """What a transfer takes: from bandwidth and latency, or between measured sizes."""
+class LinkModel:
+    """The time of a transfer: latency plus size over bandwidth, or interpolated measurements."""
 
     bandwidth: float
-    """Bytes a second, one direction, of a single transfer."""
+    """Bytes/s of a single transfer in one direction."""
     latency: float
     """Seconds."""
     measured: tuple[tuple[float, float], ...] = ()
-    """Bytes and the seconds they took, by size. Beyond the last size its bandwidth holds; below the
-    first, its seconds."""
-    both_ways: float | None = None
-    """Bytes a second, each direction, while both carry; None where that is no less."""
+    """(bytes, seconds) by ascending size, used instead of bandwidth and latency where not empty.
+    Interpolated linearly; above the largest size its bandwidth holds, below the smallest its
+    time."""
+    duplex_bandwidth: float | None = None
+    """Bytes/s of each direction while both are used; None where that equals `bandwidth`."""
 
     def seconds(self, size: float) -> float:
-        """Of one transfer of `size` bytes that shares the wire with none."""
+        """The time of an uncontended transfer of `size` bytes."""
         if size <= 0:
             return 0.0
         if not self.measured:
@@ -50,46 +51,48 @@ class Wire:
         ):
             if size <= right:
                 return at_left + (at_right - at_left) * (size - left) / (right - left)
-        largest, took = self.measured[-1]
-        return took * size / largest
+        largest, largest_seconds = self.measured[-1]
+        return largest_seconds * size / largest
 
     def exchange_seconds(self, size: float) -> float:
-        """Of `size` bytes each way at once."""
-        if size <= 0 or self.both_ways is None:
+        """The time of sending and receiving `size` bytes each at once."""
+        if size <= 0 or self.duplex_bandwidth is None:
             return self.seconds(size)
-        return self.latency + size / self.both_ways
+        return self.latency + size / self.duplex_bandwidth
 
-    def times_faster(self, factor: float) -> Wire:
-        """With so many times the bandwidth."""
-        return Wire(
+    def scaled(self, factor: float) -> LinkModel:
+        """The same link with `factor` times the bandwidth."""
+        return LinkModel(
             bandwidth=self.bandwidth * factor,
             latency=self.latency,
             measured=tuple((size, seconds / factor) for size, seconds in self.measured),
-            both_ways=None if self.both_ways is None else self.both_ways * factor,
+            duplex_bandwidth=None
+            if self.duplex_bandwidth is None
+            else self.duplex_bandwidth * factor,
         )
 
 
 @dataclass(frozen=True)
 class NodeKind:
-    """Equal nodes of one accelerator."""
+    """A group of identical nodes with one type of accelerator."""
 
     name: str
     accelerator: Accelerator
     nodes: int
     gpus_per_node: int
     rails: int
-    """NICs of a node. A GPU uses the nearest; where they are fewer than GPUs, some share one."""
-    inside: Wire
-    """Between two GPUs of a node."""
-    rail: Wire
-    """Between two nodes of this kind, over one NIC."""
+    """NICs of a node. A GPU uses the nearest one; with fewer NICs than GPUs, neighbours share."""
+    intra_node: LinkModel
+    """The link between two GPUs of a node."""
+    rail: LinkModel
+    """The link between two nodes of this kind over one NIC."""
 
     @property
     def gpus(self) -> int:
         return self.nodes * self.gpus_per_node
 
-    def gpus_in_groups(self, size: int) -> int:
-        """GPUs on which groups of so many stand one behind the other, none over two nodes."""
+    def usable_gpus(self, size: int) -> int:
+        """GPUs that consecutive groups of `size` can use with no group on two nodes."""
         return self.gpus if self.gpus_per_node % size == 0 else self.gpus_per_node
 
     @property
@@ -99,14 +102,14 @@ class NodeKind:
 
 @dataclass(frozen=True)
 class Cluster:
-    """Kinds of nodes by name, and what joins them."""
+    """The kinds of nodes of a cluster and the links between them."""
 
     kinds: tuple[NodeKind, ...]
-    between: Mapping[frozenset[str], Wire]
-    """The wire of one rail from one kind to another, where it is not the slower of their rails."""
+    inter_kind_links: Mapping[frozenset[str], LinkModel]
+    """One rail between two kinds, where that is not the slower of their own rails."""
 
     def __post_init__(self) -> None:
-        if wrong := _wrong_names([kind.name for kind in self.kinds], self.between):
+        if wrong := _name_problems([kind.name for kind in self.kinds], self.inter_kind_links):
             raise ClusterError(*wrong)
 
     @cached_property
@@ -121,26 +124,26 @@ class Cluster:
                 f"the cluster has no nodes called {name}; it has {', '.join(self._by_name)}"
             ) from None
 
-    def rail(self, one: str, other: str) -> Wire:
-        """One rail from a node of one kind to another node, of the same kind or another."""
+    def rail(self, one: str, other: str) -> LinkModel:
+        """The link of one rail between two nodes, of the same kind or of two."""
         first, second = self.kind(one), self.kind(other)
         if one == other:
             return first.rail
-        given = self.between.get(frozenset((one, other)))
-        return given or min(first.rail, second.rail, key=lambda wire: wire.bandwidth)
+        given = self.inter_kind_links.get(frozenset((one, other)))
+        return given or min(first.rail, second.rail, key=lambda link: link.bandwidth)
 
     @property
     def gpus(self) -> int:
         return sum(kind.gpus for kind in self.kinds)
 
 
-_WIRE_KEYS = frozenset({"rail_gbits", "rail_both_ways_gbits", "rail_latency_us"})
-_KIND_KEYS = _WIRE_KEYS | {"name", "accelerator", "nodes", "gpus_per_node", "rails"}
-_LINK_KEYS = _WIRE_KEYS | {"between"}
+_RAIL_KEYS = frozenset({"rail_gbits", "rail_both_ways_gbits", "rail_latency_us"})
+_KIND_KEYS = _RAIL_KEYS | {"name", "accelerator", "nodes", "gpus_per_node", "rails"}
+_LINK_KEYS = _RAIL_KEYS | {"between"}
 
 
 def load_cluster(path: str | Path) -> Cluster:
-    """Read a cluster file. Raises ClusterError with all that is wrong with it."""
+    """Read a cluster file. Raises ClusterError with every problem found."""
     try:
         data = load_yaml(path)
     except OSError as error:
@@ -151,12 +154,12 @@ def load_cluster(path: str | Path) -> Cluster:
 
 
 def cluster_from_mapping(data: object, *, source: str) -> Cluster:
-    """Read a cluster out of parsed YAML. `source` names it in errors."""
+    """Build a Cluster from parsed YAML. `source` names the file in errors."""
     if not isinstance(data, Mapping) or not _is_list(data.get("nodes")):
         raise ClusterError(f"{source}: expected a list named 'nodes', a kind of node each")
     faults = Faults()
     faults.sentences += unknown_keys(data, {"nodes", "links", "accelerators"}, where=source)
-    known = _accelerators(data.get("accelerators") or {}, faults, source=source)
+    known = _known_accelerators(data.get("accelerators") or {}, faults, source=source)
     kinds = [
         faults.read(partial(_kind_from_mapping, entry, known, f"{source}: kind {index} of nodes"))
         for index, entry in enumerate(data["nodes"])
@@ -171,41 +174,44 @@ def cluster_from_mapping(data: object, *, source: str) -> Cluster:
         faults.read(partial(_link_from_mapping, entry, f"{source}: link {index}"))
         for index, entry in enumerate(links)
     ]
-    between = dict(filter(None, read))
-    if len(between) < len(list(filter(None, read))):
+    inter_kind_links = dict(filter(None, read))
+    if len(inter_kind_links) < len(list(filter(None, read))):
         faults.sentences.append(f"{source}: two links join the same kinds of nodes; keep one")
-    # Names are compared as far as they are known, whatever else is wrong with the nodes.
+    # Check names even where a node has other problems, so that all are reported at once.
     names = [_name(entry, known) for entry in data["nodes"]]
     if all(names):
-        faults.sentences += [f"{source}: {wrong}" for wrong in _wrong_names(names, between)]
+        faults.sentences += [
+            f"{source}: {wrong}" for wrong in _name_problems(names, inter_kind_links)
+        ]
     faults.refuse(ClusterError)
-    return Cluster(kinds=tuple(filter(None, kinds)), between=between)
+    return Cluster(kinds=tuple(filter(None, kinds)), inter_kind_links=inter_kind_links)
 
 
-def _accelerators(
-    own: object, faults: Faults, *, source: str
+def _known_accelerators(
+    described: object, faults: Faults, *, source: str
 ) -> dict[str, tuple[str, Accelerator | None]]:
-    """By lower-case name: the name, and what is known of it; None where that is refused."""
-    known = {name.lower(): (name, part) for name, part in built_in().items()}
-    described: dict[str, tuple[str, Accelerator | None]] = dict(known)
-    if not isinstance(own, Mapping):
+    """By lower-case name: the name and its Accelerator, None where its description is invalid."""
+    known: dict[str, tuple[str, Accelerator | None]] = {
+        name.lower(): (name, accelerator) for name, accelerator in built_in_accelerators().items()
+    }
+    if not isinstance(described, Mapping):
         faults.sentences.append(f"{source}: 'accelerators' must give each a name and its figures")
-        own = {}
-    for name, entry in own.items():
+        described = {}
+    for name, entry in described.items():
         read = faults.read(partial(accelerator_from_mapping, str(name), entry, where=source))
-        described[str(name).lower()] = str(name), read
-    return described
+        known[str(name).lower()] = str(name), read
+    return known
 
 
 def _name(entry: object, known: Mapping[str, tuple[str, Accelerator | None]]) -> str:
-    """What a kind of node is called; empty where it does not say so."""
+    """The name of a kind of node; empty where the entry has none."""
     if not isinstance(entry, Mapping):
         return ""
     accelerator = str(entry.get("accelerator", ""))
     return str(entry.get("name", known.get(accelerator.lower(), (accelerator, None))[0]))
 
 
-def _wrong_names(names: Sequence[str], pairs: Iterable[frozenset[str]]) -> list[str]:
+def _name_problems(names: Sequence[str], pairs: Iterable[frozenset[str]]) -> list[str]:
     if not names:
         return ["the cluster has no nodes; list at least one kind"]
     wrong = [
@@ -222,7 +228,7 @@ def _wrong_names(names: Sequence[str], pairs: Iterable[frozenset[str]]) -> list[
 def _kind_from_mapping(
     entry: object, known: Mapping[str, tuple[str, Accelerator | None]], where: str
 ) -> NodeKind | None:
-    """None where its accelerator is described, and the description refused."""
+    """None where the entry is valid but its accelerator's own description is not."""
     faults = Faults()
     if isinstance(entry, Mapping):
         faults.sentences += unknown_keys(entry, _KIND_KEYS, where=where)
@@ -246,7 +252,7 @@ def _kind_from_mapping(
     nodes, gpus = count("nodes", 1), count("gpus_per_node", 8)
     rails = count("rails", gpus)
     nic = accelerator.nic_bandwidth if accelerator is not None else 1.0
-    rail = faults.read(lambda: _wire(entry, default_gbits=nic * gpus * 8e-9 / rails, where=where))
+    rail = faults.read(lambda: _link(entry, default_gbits=nic * gpus * 8e-9 / rails, where=where))
     faults.refuse(ClusterError)
     if accelerator is None or rail is None:
         return None
@@ -256,12 +262,12 @@ def _kind_from_mapping(
         nodes=nodes,
         gpus_per_node=gpus,
         rails=rails,
-        inside=Wire(accelerator.link_bandwidth, accelerator.link_latency),
+        intra_node=LinkModel(accelerator.link_bandwidth, accelerator.link_latency),
         rail=rail,
     )
 
 
-def _link_from_mapping(entry: object, where: str) -> tuple[frozenset[str], Wire]:
+def _link_from_mapping(entry: object, where: str) -> tuple[frozenset[str], LinkModel]:
     if not isinstance(entry, Mapping) or not _is_list(entry.get("between")):
         raise ClusterError(f"{where}: expected between: [one, other] and rail_gbits")
     faults = Faults()
@@ -271,25 +277,26 @@ def _link_from_mapping(entry: object, where: str) -> tuple[frozenset[str], Wire]
         faults.sentences.append(f"{where}: between: {ends} must name two kinds of nodes")
     if "rail_gbits" not in entry:
         faults.sentences.append(f"{where}, between {' and '.join(ends)}, lacks rail_gbits")
-    wire = faults.read(lambda: _wire(entry, default_gbits=1, where=where))
+    link = faults.read(lambda: _link(entry, default_gbits=1, where=where))
     faults.refuse(ClusterError)
-    assert wire is not None
-    return frozenset(ends), wire
+    assert link is not None
+    return frozenset(ends), link
 
 
-def _wire(entry: Mapping[Any, Any], *, default_gbits: float, where: str) -> Wire:
+def _link(entry: Mapping[Any, Any], *, default_gbits: float, where: str) -> LinkModel:
     faults = Faults()
 
-    def figure(key: str, default: float) -> float:
+    def positive_or_default(key: str, default: float) -> float:
         given = entry.get(key, default)
         return faults.read(partial(positive, given, where=f"{where}: {key}")) or default
 
-    gbits = figure("rail_gbits", default_gbits)
-    latency = figure("rail_latency_us", _NIC_LATENCY)
-    both_ways = figure("rail_both_ways_gbits", gbits) if "rail_both_ways_gbits" in entry else None
+    gbits = positive_or_default("rail_gbits", default_gbits)
+    latency = positive_or_default("rail_latency_us", _RAIL_LATENCY_US)
+    duplex_bandwidth = None
+    if "rail_both_ways_gbits" in entry:
+        duplex_bandwidth = positive_or_default("rail_both_ways_gbits", gbits) * 1e9 / 8
     faults.refuse(ClusterError)
-    each_way = None if both_ways is None else both_ways * 1e9 / 8
-    return Wire(gbits * 1e9 / 8, latency * 1e-6, both_ways=each_way)
+    return LinkModel(gbits * 1e9 / 8, latency * 1e-6, duplex_bandwidth=duplex_bandwidth)
 
 
 def _count(value: object, where: str) -> int:

@@ -1,4 +1,4 @@
-"""Combinations of shapes, one of each kind that takes part, and lower bounds of their steps."""
+"""Combinations of mesh candidates, one of each kind that takes part, and their lower bounds."""
 
 from __future__ import annotations
 
@@ -7,88 +7,80 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
-from hetero.planner.mesh_options import MeshChoice, Problem
+from hetero.planner.layer_split import FloatArray
+from hetero.planner.search_space import MeshCandidate, Problem
 
 
 @dataclass(frozen=True)
-class Variants:
-    """Shapes of one kind with their numbers of stages, and what bounds need to know of each."""
+class KindCandidates:
+    """The mesh candidates of one kind, and the columns of numbers that bounds need."""
 
-    meshes: tuple[MeshChoice, ...]
-    counts: NDArray[np.float64]
-    seconds: NDArray[np.float64]
-    """Of a layer."""
-    most: NDArray[np.float64]
-    """Layers that fit at best."""
-    inner: NDArray[np.float64]
-    """Of the transfers between its own stages, both directions."""
+    meshes: tuple[MeshCandidate, ...]
+    stages: FloatArray
+    layer_seconds: FloatArray
+    max_layers: FloatArray
+    transfer_seconds: FloatArray
 
     @classmethod
-    def of(cls, meshes: Sequence[MeshChoice]) -> Variants:
+    def of(cls, meshes: Sequence[MeshCandidate]) -> KindCandidates:
         return cls(
             meshes=tuple(meshes),
-            counts=np.array([float(mesh.count) for mesh in meshes]),
-            seconds=np.array([mesh.option.layer_seconds for mesh in meshes]),
-            most=np.array([mesh.most for mesh in meshes]),
-            inner=np.array([mesh.inner for mesh in meshes]),
+            stages=np.array([float(mesh.stages) for mesh in meshes]),
+            layer_seconds=np.array([mesh.shape.layer_seconds for mesh in meshes]),
+            max_layers=np.array([mesh.max_layers for mesh in meshes]),
+            transfer_seconds=np.array([mesh.transfer_seconds for mesh in meshes]),
         )
 
 
 @dataclass(frozen=True)
-class Family:
-    """All combinations of some kinds for one number of sequences at once."""
+class Combinations:
+    """The Cartesian product of some kinds' candidates that take equally many sequences at once."""
 
-    variants: tuple[Variants, ...]
+    kinds: tuple[KindCandidates, ...]
     micro_batches: int
     chunks: int
 
     @property
     def size(self) -> int:
-        return math.prod(len(variants.meshes) for variants in self.variants)
+        return math.prod(len(kind.meshes) for kind in self.kinds)
 
-    def combination(self, index: int) -> tuple[MeshChoice, ...]:
-        shape = tuple(len(variants.meshes) for variants in self.variants)
-        places = np.unravel_index(index, shape)
+    def combination(self, index: int) -> tuple[MeshCandidate, ...]:
+        """The combination at a flat (row-major) index."""
+        indices = np.unravel_index(index, tuple(len(kind.meshes) for kind in self.kinds))
         return tuple(
-            variants.meshes[int(place)]
-            for variants, place in zip(self.variants, places, strict=True)
+            kind.meshes[int(position)] for kind, position in zip(self.kinds, indices, strict=True)
         )
 
 
-def lower_bounds(family: Family, problem: Problem) -> NDArray[np.float64]:
-    """A lower bound of each combination's step, flat; infinite where its layers do not fit.
+def lower_bounds(combinations: Combinations, problem: Problem) -> FloatArray:
+    """A lower bound of each combination's step, by flat index; infinite where layers do not fit.
 
-    Layers may be divided here, and each kind takes as many as fit into the period: the shortest
-    step is that of the fastest kinds alone, filled up, for one number of kinds or another.
+    The relaxation: fractional layers, any order of the meshes, no embedding, head or update. Its
+    optimum fills the fastest kinds up to the period, for one number of kinds or another.
     """
-    layers = problem.model.layers
-    size = len(family.variants)
+    layers, chunks = problem.model.layers, combinations.chunks
+    axes = len(combinations.kinds)
 
-    def spread(name: str) -> NDArray[np.float64]:
-        axes = (
-            getattr(variants, name).reshape([-1 if axis == other else 1 for other in range(size)])
-            for axis, variants in enumerate(family.variants)
+    def grid(column: str) -> FloatArray:
+        """One row per kind, one column per combination."""
+        values = (
+            getattr(kind, column).reshape([-1 if axis == other else 1 for other in range(axes)])
+            for axis, kind in enumerate(combinations.kinds)
         )
-        return np.stack([part.ravel() for part in np.broadcast_arrays(*axes)])
+        return np.stack([value.ravel() for value in np.broadcast_arrays(*values)])
 
-    seconds, counts, most = spread("seconds"), spread("counts"), spread("most")
-    order = np.argsort(seconds, axis=0)
-    counts_by_speed = np.take_along_axis(counts, order, axis=0)
-    seconds_by_speed = np.take_along_axis(seconds, order, axis=0)
-    rates = np.cumsum(counts_by_speed / seconds_by_speed, axis=0)
-    stages = np.cumsum(counts_by_speed, axis=0)
+    layer_seconds, stages, max_layers = grid("layer_seconds"), grid("stages"), grid("max_layers")
+    by_speed = np.argsort(layer_seconds, axis=0)
+    stages_by_speed = np.take_along_axis(stages, by_speed, axis=0)
+    rates = np.cumsum(stages_by_speed / np.take_along_axis(layer_seconds, by_speed, axis=0), axis=0)
     periods = layers / rates
-    running = (family.micro_batches - 1 / family.chunks) * periods
-    bound = (running + periods * stages / family.chunks).min(axis=0)
-    bound += spread("inner").sum(axis=0)
-    too_few = most.sum(axis=0) < layers
-    too_many = counts.sum(axis=0) * family.chunks > layers
-    bound[too_few | too_many] = np.inf
-    if family.chunks > 1:
-        # Megatron gives chunks their turns in groups of as many micro-batches as there are stages.
-        bound[family.micro_batches % counts.sum(axis=0) != 0] = np.inf
-        bound[counts.sum(axis=0) == 1] = np.inf
-    found: NDArray[np.float64] = bound
-    return found
+    steady = (combinations.micro_batches - 1 / chunks) * periods
+    bound: FloatArray = (steady + periods * np.cumsum(stages_by_speed, axis=0) / chunks).min(axis=0)
+    bound += grid("transfer_seconds").sum(axis=0)
+    all_stages = stages.sum(axis=0)
+    bound[(max_layers.sum(axis=0) < layers) | (all_stages * chunks > layers)] = np.inf
+    if chunks > 1:
+        # Megatron's interleaved schedule needs a multiple of the stages, and two of them at least.
+        bound[(combinations.micro_batches % all_stages != 0) | (all_stages == 1)] = np.inf
+    return bound

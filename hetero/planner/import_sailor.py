@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hetero.planner.cluster_shape import Wire
+from hetero.planner.cluster_shape import LinkModel
 from hetero.planner.layer_profile import (
     AcceleratorProfile,
     MeasuredProfile,
@@ -95,9 +95,9 @@ def _update_seconds(times: _Times, sizes: _Sizes) -> float:
     return times["1"][2] / parameters
 
 
-def bandwidth_fit(
+def inter_node_link(
     folder: str | Path, accelerator: str, senders: int, *, zone: str, to: str | None = None
-) -> Wire:
+) -> LinkModel:
     """The wire between two nodes, as one of `senders` GPUs sees it that send at once.
 
     Of one kind, or with `to` from the one to the other.
@@ -110,20 +110,20 @@ def bandwidth_fit(
         raise ProfileError(
             f"{path} has no link of {count} GPUs from {accelerator} to {target}"
         ) from error
-    return fitted_wire(fit, senders=senders)
+    return link_from_fit(fit, senders=senders)
 
 
-def node_fit(folder: str | Path, accelerator: str, gpus: int) -> Wire:
+def intra_node_link(folder: str | Path, accelerator: str, gpus: int) -> LinkModel:
     """The wire between two GPUs of a node, as a ring of `gpus` of them sees it."""
     path = Path(folder) / "providers" / "intra_node_bandwidths.json"
     try:
         fit = read_json(path, accelerator)[str(gpus)][0]
     except KeyError as error:
         raise ProfileError(f"{path} has no {gpus} GPUs of {accelerator}") from error
-    return fitted_wire(fit, senders=gpus // 2)
+    return link_from_fit(fit, senders=gpus // 2)
 
 
-def fitted_wire(fit: Sequence[float], *, senders: int) -> Wire:
+def link_from_fit(fit: Sequence[float], *, senders: int) -> LinkModel:
     """From GB/s of all senders together, a polynomial of the logarithm of a message's MB."""
     points = []
     for size in _MEASURED_SIZES:
@@ -132,7 +132,7 @@ def fitted_wire(fit: Sequence[float], *, senders: int) -> Wire:
         if speed > 0:
             points.append((size, size * senders / speed))
     bandwidth = max(size / seconds for size, seconds in points)
-    return Wire(bandwidth, 0.0, tuple(points))
+    return LinkModel(bandwidth, 0.0, tuple(points))
 
 
 def read_json(path: Path, key: str) -> Any:

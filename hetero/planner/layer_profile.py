@@ -1,4 +1,4 @@
-"""What each accelerator takes for the parts of a model: measured points, and where they lie."""
+"""Measured costs of a model's layers, embedding and output layer on each accelerator."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from hetero.errors import Faults, Refusal
 
 FORMAT = 1
 
-SCALES = ("micro_batch", "seq_length", "tensor")
-"""What a profile may allow to be interpolated between two measured points."""
+INTERPOLATION_AXES = ("micro_batch", "seq_length", "tensor")
+"""Coordinates of a point along which a profile may allow linear interpolation."""
 
 
 class ProfileError(Refusal):
-    """A profile that cannot be read, or lacks a point. The text names it."""
+    """A profile is unreadable or lacks a point; the text names the file or the point."""
 
 
 @dataclass(frozen=True)
 class Point:
-    """Under what a part was measured, or is to be known."""
+    """A configuration in which costs are measured or asked for."""
 
     tensor: int
     micro_batch: int
@@ -42,40 +42,37 @@ class Point:
 
 @dataclass(frozen=True)
 class PassTimes:
-    """Seconds of one micro-batch, tensor-parallel communication included."""
+    """Seconds of one micro-batch, including tensor-parallel communication."""
 
     forward: float
     backward: float
-    """Recomputation included."""
+    """Includes recomputation."""
 
 
 @dataclass(frozen=True)
 class PartCosts:
-    """One rank's costs of each part for one micro-batch."""
+    """Costs of one rank and one micro-batch: a layer, the embedding and the head."""
 
     layer: PassTimes
     embedding: PassTimes
     head: PassTimes
     """The final norm, the output layer and the loss."""
     layer_activation_bytes: float
-    """What a layer keeps from its forward pass until its backward pass."""
+    """Activations that a layer keeps from its forward to its backward pass."""
     embedding_activation_bytes: float = 0.0
     head_activation_bytes: float = 0.0
     layer_working_bytes: float = 0.0
-    """What a layer's own passes take on top for a while, once however many are in flight."""
+    """Temporary memory during a layer's pass; counted once, whatever number is in flight."""
     embedding_working_bytes: float = 0.0
-    """The same of an embedding with the layer behind it."""
+    """The same for the embedding and the first layer."""
     head_working_bytes: float = 0.0
-    """The same of a head with the layer before it: mostly the logits and their gradient."""
+    """The same for the head and the last layer: mainly the logits and their gradient."""
     layer_delayed_bytes: float = 0.0
-    """What delayed weight gradients are computed from: each matrix's input, its output's gradient.
-
-    Zero where it was not measured.
-    """
+    """Inputs and output gradients that a delayed weight gradient needs; 0 where not measured."""
     head_delayed_bytes: float = 0.0
 
     def working_bytes(self, *, embedding: bool, head: bool) -> float:
-        """Of a stage that has these: its parts are computed one after the other."""
+        """Temporary memory of a stage: the largest of its parts, which are computed in turn."""
         return max(
             self.layer_working_bytes,
             self.embedding_working_bytes if embedding else 0.0,
@@ -84,27 +81,24 @@ class PartCosts:
 
 
 class Profile(Protocol):
-    """What the cost model asks. Names of accelerators are those of the cluster's."""
+    """The interface of the cost model. Accelerators are named as in the cluster."""
 
     def costs(self, accelerator: str, point: Point) -> PartCosts:
-        """Raises ProfileError, in one sentence, where the point is neither there nor between."""
+        """Raises ProfileError where the point is neither known nor can be interpolated."""
         ...
 
     def optimizer_seconds(self, accelerator: str, parameters: float) -> float:
-        """The optimizer's step over a rank's parameters, gradient norm included."""
+        """Duration of the optimizer step over a rank's parameters, including the gradient norm."""
         ...
 
     def reduction_seconds(self, accelerator: str, parameters: float) -> float:
-        """A rank's own arithmetic where gradients are reduced over meshes.
-
-        It scales its gradients, and adds those of another mesh.
-        """
+        """Arithmetic of a reduction across meshes: scale the gradients, add another mesh's."""
         ...
 
 
 @dataclass(frozen=True)
 class AcceleratorProfile:
-    """What was measured on one accelerator."""
+    """The measurements of one accelerator."""
 
     points: Mapping[Point, PartCosts]
     optimizer_seconds_per_parameter: float
@@ -112,27 +106,27 @@ class AcceleratorProfile:
     _: KW_ONLY
     reduction_seconds_per_parameter: float = 0.0
     interpolate: tuple[str, ...] = ()
-    """Along which of SCALES a cost may be taken between two measured points."""
+    """Axes (of INTERPOLATION_AXES) along which costs may be interpolated."""
     source: str = ""
 
 
 @dataclass(frozen=True)
 class MeasuredProfile:
-    """A `Profile` of measured points, as its JSON file holds it."""
+    """A `Profile` of measured points; its JSON file holds the same."""
 
     accelerators: Mapping[str, AcceleratorProfile]
     model: Mapping[str, Any] = field(default_factory=dict)
-    """The shape that was measured, for whoever compares; empty where a foreign format is silent."""
+    """Fields of the measured ModelShape, to compare with; empty for imported profiles."""
 
     def costs(self, accelerator: str, point: Point) -> PartCosts:
-        measured = self._of(accelerator)
+        measured = self._accelerator(accelerator)
         found = measured.points.get(point)
         if found is not None:
             return found
-        for scale in measured.interpolate:
-            between = _between(measured.points, point, scale)
-            if between is not None:
-                return between
+        for axis in measured.interpolate:
+            interpolated = _interpolated(measured.points, point, axis)
+            if interpolated is not None:
+                return interpolated
         allowed = ", ".join(measured.interpolate) or "nothing"
         raise ProfileError(
             f"the profile of {accelerator} lacks {point} (it lets {allowed} be interpolated); "
@@ -140,14 +134,14 @@ class MeasuredProfile:
         )
 
     def optimizer_seconds(self, accelerator: str, parameters: float) -> float:
-        measured = self._of(accelerator)
+        measured = self._accelerator(accelerator)
         each = measured.optimizer_seconds_per_parameter
         return measured.optimizer_seconds_fixed + each * parameters
 
     def reduction_seconds(self, accelerator: str, parameters: float) -> float:
-        return self._of(accelerator).reduction_seconds_per_parameter * parameters
+        return self._accelerator(accelerator).reduction_seconds_per_parameter * parameters
 
-    def _of(self, accelerator: str) -> AcceleratorProfile:
+    def _accelerator(self, accelerator: str) -> AcceleratorProfile:
         try:
             return self.accelerators[accelerator]
         except KeyError:
@@ -170,40 +164,43 @@ class MeasuredProfile:
         return {"format": FORMAT, "model": dict(self.model), "accelerators": accelerators}
 
 
-def _between(points: Mapping[Point, PartCosts], wanted: Point, scale: str) -> PartCosts | None:
-    """Costs between the two nearest points that differ from the wanted one in `scale` alone."""
-    target = getattr(wanted, scale)
-    line = {
-        getattr(point, scale): costs
+def _interpolated(points: Mapping[Point, PartCosts], wanted: Point, axis: str) -> PartCosts | None:
+    """Interpolate linearly between the nearest points that differ from `wanted` in `axis` alone.
+
+    None where there is none on either side: costs are never extrapolated.
+    """
+    target = getattr(wanted, axis)
+    costs_at = {
+        getattr(point, axis): costs
         for point, costs in points.items()
-        if replace(point, **{scale: target}) == wanted
+        if replace(point, **{axis: target}) == wanted
     }
-    below = max((at for at in line if at < target), default=None)
-    above = min((at for at in line if at > target), default=None)
+    below = max((at for at in costs_at if at < target), default=None)
+    above = min((at for at in costs_at if at > target), default=None)
     if below is None or above is None:
         return None
-    part = (target - below) / (above - below)
-    return _mixed(line[below], line[above], part)
+    fraction = (target - below) / (above - below)
+    return _lerp(costs_at[below], costs_at[above], fraction)
 
 
-def _mixed(left: PartCosts, right: PartCosts, part: float) -> PartCosts:
-    def mix(one: float, other: float) -> float:
-        return one + (other - one) * part
+def _lerp(left: PartCosts, right: PartCosts, fraction: float) -> PartCosts:
+    def lerp(one: float, other: float) -> float:
+        return one + (other - one) * fraction
 
     values: dict[str, Any] = {}
     for name, one in vars(left).items():
         other = getattr(right, name)
         if isinstance(one, PassTimes):
             values[name] = PassTimes(
-                mix(one.forward, other.forward), mix(one.backward, other.backward)
+                lerp(one.forward, other.forward), lerp(one.backward, other.backward)
             )
         else:
-            values[name] = mix(one, other)
+            values[name] = lerp(one, other)
     return PartCosts(**values)
 
 
 def load_profile(path: str | Path) -> MeasuredProfile:
-    """Read a profile file. Raises ProfileError with all that is wrong with it."""
+    """Read a profile file. Raises ProfileError with every problem found."""
     where = f"the profile {path}"
     try:
         data = json.loads(Path(path).read_text("utf-8"))
@@ -253,9 +250,9 @@ def _accelerator_from_mapping(entry: Mapping[str, Any], where: str) -> Accelerat
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ProfileError(f"{where} is damaged: {error!r}; measure it again") from error
     faults.sentences += [
-        f"{where} interpolates {scale!r}; what can be is {', '.join(SCALES)}"
-        for scale in interpolate
-        if scale not in SCALES
+        f"{where} interpolates {axis!r}; what can be is {', '.join(INTERPOLATION_AXES)}"
+        for axis in interpolate
+        if axis not in INTERPOLATION_AXES
     ]
     if not read:
         faults.sentences.append(f"{where} has no point; measure at least one")
@@ -280,7 +277,7 @@ def _point_from_mapping(listed: Mapping[str, Any], where: str) -> tuple[Point, P
                 f"{where}: {name} is {size!r}; it must be a whole number of at least 1"
             )
     faults.refuse(ProfileError)
-    for cost in _numbers(costs.values()):
+    for cost in _seconds_and_bytes(costs.values()):
         _require_cost(cost, f"{where}, {point}")
     return point, measured
 
@@ -290,6 +287,6 @@ def _require_cost(cost: Any, where: str) -> None:
         raise ProfileError(f"{where}: {cost!r} is no cost; a cost is at least 0")
 
 
-def _numbers(costs: Iterable[Any]) -> Iterable[float]:
+def _seconds_and_bytes(costs: Iterable[Any]) -> Iterable[float]:
     for cost in costs:
         yield from (cost.forward, cost.backward) if isinstance(cost, PassTimes) else (cost,)

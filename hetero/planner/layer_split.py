@@ -1,13 +1,11 @@
-"""How many layers each stage of a pipeline takes, so that a step is shortest. Exact, pure numbers.
+"""The optimal number of layers of each pipeline stage, exact for a closed-form cost model.
 
-The time of a step is estimated in closed form, as the search compares thousands of pipelines:
+    period = max over stages of: passes of one micro-batch; link occupancy; time of a round trip to
+             the last stage and back / micro-batches that 1F1B keeps in flight on the stage
+    step   = micro-batches x period + (sum of all stages' passes - period) / chunks
+             + sum of all transfers + max over stages of the update
 
-    period = the longest of: a stage's passes of one micro-batch, a transfer, and a round trip from
-             a stage to the last and back over the micro-batches that 1F1B keeps in flight there
-    step   = micro-batches x period + (all stages' passes - period) / chunks + all transfers
-             + the longest update
-
-`simulate` knows better what overlaps; it judges the plans that this finds best.
+The model is evaluated for thousands of pipelines; `simulate` re-evaluates the best ones.
 """
 
 from __future__ import annotations
@@ -18,30 +16,33 @@ from functools import cache
 import numpy as np
 from numpy.typing import NDArray
 
-Numbers = NDArray[np.float64]
-Counts = NDArray[np.int64]
+FloatArray = NDArray[np.float64]
+IntArray = NDArray[np.int64]
 
 _STRICTLY_LESS = 1 - 1e-9
 
 
 @dataclass(frozen=True)
-class Pipeline:
-    """Stages whose layers are to be chosen. Seconds are those of one micro-batch, both passes."""
+class PipelineModel:
+    """Costs of a pipeline's stages as linear functions of their layers. Arrays: one value a stage.
 
-    layer_seconds: Numbers
-    """Of one layer on each stage."""
-    extra_seconds: Numbers
-    """The embedding's on the first stage and the head's on the last."""
-    most_layers: Counts
-    """What a stage's memory holds."""
-    edge_seconds: Numbers
-    """From each stage to the next, in one direction, until it has arrived; the last one is 0."""
-    wire_seconds: Numbers
-    """How long that keeps the wire."""
-    update_seconds: Numbers
-    """The gradients' reduction and the update, of a layer."""
-    update_extra: Numbers
-    """The same of the embedding and the head."""
+    Compute times are those of forward and backward pass of one micro-batch, in seconds.
+    """
+
+    layer_seconds: FloatArray
+    """Of one layer."""
+    extra_seconds: FloatArray
+    """Besides layers: embedding, head, all-gathers between meshes."""
+    max_layers: IntArray
+    """Layers that fit into memory."""
+    transfer_seconds: FloatArray
+    """One transfer to the next stage, in one direction; 0 for the last stage."""
+    link_seconds: FloatArray
+    """How long such a transfer occupies the link."""
+    update_seconds: FloatArray
+    """Gradient reduction and optimizer update of one layer."""
+    extra_update_seconds: FloatArray
+    """The same besides layers."""
     micro_batches: int
     chunks: int = 1
 
@@ -52,196 +53,203 @@ class Pipeline:
 
 @dataclass(frozen=True)
 class Split:
-    """Layers of each stage, and what a step comes to."""
+    """The layers of each stage, and the step's estimated seconds."""
 
     layers: tuple[int, ...]
     seconds: float
     period: float
-    """Seconds from one micro-batch to the next, once the pipeline is full."""
-    update: float
+    """Time between two micro-batches in the steady state."""
+    update_seconds: float
 
     @property
-    def running(self) -> float:
-        """Without the update."""
-        return self.seconds - self.update
+    def pipeline_seconds(self) -> float:
+        """The step without the update."""
+        return self.seconds - self.update_seconds
 
 
-def estimate(pipeline: Pipeline, layers: Counts) -> Split:
-    """What a step takes with these layers."""
+def estimate(pipeline: PipelineModel, layers: IntArray) -> Split:
+    """Evaluate the cost model for a given split."""
     times = pipeline.layer_seconds * layers + pipeline.extra_seconds
-    period = float(max(times.max(), _wires(pipeline), (_loops(pipeline, times)).max()))
-    update = float((pipeline.update_seconds * layers + pipeline.update_extra).max())
-    transfers = 2 * float(pipeline.edge_seconds.sum())
-    running = pipeline.micro_batches * period
-    filling = max(float(times.sum()) - period, 0.0) / pipeline.chunks + transfers
-    seconds = running + filling + update
-    return Split(tuple(int(count) for count in layers), seconds, period, update)
+    period = float(
+        max(times.max(), _link_period(pipeline), (_round_trip_periods(pipeline, times)).max())
+    )
+    update_seconds = float((pipeline.update_seconds * layers + pipeline.extra_update_seconds).max())
+    transfers = 2 * float(pipeline.transfer_seconds.sum())
+    steady = pipeline.micro_batches * period
+    fill_and_drain = max(float(times.sum()) - period, 0.0) / pipeline.chunks + transfers
+    seconds = steady + fill_and_drain + update_seconds
+    return Split(tuple(int(count) for count in layers), seconds, period, update_seconds)
 
 
-def best_split(pipeline: Pipeline, layers: int, *, below: float = np.inf) -> Split | None:
-    """The split of `layers` with the shortest estimated step.
+def best_split(pipeline: PipelineModel, layers: int, *, cutoff: float = np.inf) -> Split | None:
+    """The split of `layers` with the shortest step.
 
-    None where memory holds none, or where no step is shorter than `below` seconds.
+    None where no split fits into memory or none is shorter than `cutoff` seconds.
+
+    Minimizes the step without the update, then tightens a bound on the update until no split is
+    left that could be shorter.
     """
     best: Split | None = None
-    most = _within_update(pipeline, np.inf)
-    while int(most.sum()) >= layers and int(most.min()) >= pipeline.chunks:
-        found = _best_running(pipeline, layers, most, below)
-        if found is None or (best is not None and found.running >= best.seconds):
+    max_layers = _max_layers_within_update(pipeline, np.inf)
+    while int(max_layers.sum()) >= layers and int(max_layers.min()) >= pipeline.chunks:
+        found = _best_without_update(pipeline, layers, max_layers, cutoff)
+        if found is None or (best is not None and found.pipeline_seconds >= best.seconds):
             break
-        best = found if best is None else min(best, found, key=_seconds)
-        # Whatever has a longer update than this one runs at least as long, too.
-        most = _within_update(pipeline, found.update * _STRICTLY_LESS)
-    return best if best is not None and best.seconds < below else None
+        best = found if best is None else min(best, found, key=_step_seconds)
+        # Splits with a longer update are dominated: they are no shorter without it either.
+        max_layers = _max_layers_within_update(pipeline, found.update_seconds * _STRICTLY_LESS)
+    return best if best is not None and best.seconds < cutoff else None
 
 
-def _seconds(split: Split) -> float:
+def _step_seconds(split: Split) -> float:
     return split.seconds
 
 
-def _wires(pipeline: Pipeline) -> float:
-    return pipeline.chunks * float(pipeline.wire_seconds.max())
+def _link_period(pipeline: PipelineModel) -> float:
+    return pipeline.chunks * float(pipeline.link_seconds.max())
 
 
-def _loops(pipeline: Pipeline, times: Numbers) -> Numbers:
-    """From each stage to the last and back, over the micro-batches in flight there."""
+def _round_trip_periods(pipeline: PipelineModel, times: FloatArray) -> FloatArray:
+    """The lower bound of the period by each stage's round trip; 0 where all are in flight."""
     stages = pipeline.stages
     if pipeline.chunks > 1:
         return np.zeros(1)
     in_flight = np.arange(stages, 0, -1)
-    behind = np.cumsum((times + 2 * pipeline.edge_seconds)[::-1])[::-1]
-    return np.where(in_flight < pipeline.micro_batches, behind / in_flight, 0.0)
+    round_trip = np.cumsum((times + 2 * pipeline.transfer_seconds)[::-1])[::-1]
+    return np.where(in_flight < pipeline.micro_batches, round_trip / in_flight, 0.0)
 
 
-def _within_update(pipeline: Pipeline, update: float) -> Counts:
-    """The most layers of each stage with which neither its memory nor its update is too long."""
-    if update == np.inf:
-        return pipeline.most_layers
+def _max_layers_within_update(pipeline: PipelineModel, update_seconds: float) -> IntArray:
+    """The most layers of each stage that fit into memory and update in time."""
+    if update_seconds == np.inf:
+        return pipeline.max_layers
     with np.errstate(divide="ignore", invalid="ignore"):
-        allowed = np.floor((update - pipeline.update_extra) / pipeline.update_seconds)
+        allowed = np.floor(
+            (update_seconds - pipeline.extra_update_seconds) / pipeline.update_seconds
+        )
     allowed = np.where(
         pipeline.update_seconds > 0,
         allowed,
-        np.where(pipeline.update_extra <= update, pipeline.most_layers, -1),
+        np.where(pipeline.extra_update_seconds <= update_seconds, pipeline.max_layers, -1),
     )
-    return np.minimum(pipeline.most_layers, np.maximum(allowed, -1)).astype(np.int64)
+    return np.minimum(pipeline.max_layers, np.maximum(allowed, -1)).astype(np.int64)
 
 
-def _best_running(pipeline: Pipeline, layers: int, most: Counts, below: float) -> Split | None:
-    """The split that runs shortest, its update not counted, with at most so many layers a stage.
+def _best_without_update(
+    pipeline: PipelineModel, layers: int, max_layers: IntArray, cutoff: float
+) -> Split | None:
+    """The split with the shortest step without its update; None where none is below `cutoff`.
 
-    None also where all run for `below` seconds or longer.
-
-    A shorter period asks for a longer sum of all stages. So after halving an interval to find about
-    the shortest period, all periods that could still be best are gone through downwards.
+    A shorter period requires a longer sum of all stages (a Pareto front). Bisection finds a split
+    with nearly the shortest period; then every Pareto-optimal period that could still be better is
+    enumerated downwards from the longest.
     """
-    loosest = _shortest_sum(pipeline, layers, most, np.inf)
-    if loosest is None:
+    unconstrained = _min_total_seconds(pipeline, layers, max_layers, np.inf)
+    if unconstrained is None:
         return None
-    best = estimate(pipeline, loosest)
-    sum_of_all = float((pipeline.layer_seconds * loosest + pipeline.extra_seconds).sum())
-    rest = sum_of_all / pipeline.chunks + 2 * float(pipeline.edge_seconds.sum())
-    divisor = pipeline.micro_batches - 1 / pipeline.chunks
-    # Layers divided at will over all stages would take this long.
-    free = 1 / pipeline.layer_seconds
-    impossible = float((layers + (pipeline.extra_seconds * free).sum()) / free.sum())
-    impossible *= 1 - 1e-9
+    best = estimate(pipeline, unconstrained)
+    total_seconds = float((pipeline.layer_seconds * unconstrained + pipeline.extra_seconds).sum())
+    fixed_seconds = total_seconds / pipeline.chunks + 2 * float(pipeline.transfer_seconds.sum())
+    periods = pipeline.micro_batches - 1 / pipeline.chunks
+    # The relaxation with fractional layers and no memory limit.
+    rates = 1 / pipeline.layer_seconds
+    lower_bound = float((layers + (pipeline.extra_seconds * rates).sum()) / rates.sum())
+    lower_bound *= 1 - 1e-9
     period = best.period
-    while period - impossible > 1e-4 * period:
-        if divisor * impossible + rest >= below:
+    while period - lower_bound > 1e-4 * period:
+        if periods * lower_bound + fixed_seconds >= cutoff:
             return None
-        middle = (impossible + period) / 2
-        found = _shortest_sum(pipeline, layers, most, middle)
+        middle = (lower_bound + period) / 2
+        found = _min_total_seconds(pipeline, layers, max_layers, middle)
         if found is None:
-            impossible = middle
+            lower_bound = middle
             continue
         candidate = estimate(pipeline, found)
         period = min(middle, candidate.period)
-        best = min(best, candidate, key=_running)
-    # No split with a longer period than this runs shorter than the best.
-    limit = (best.running - rest) / divisor if divisor > 0 else np.inf
-    while limit > impossible:
-        found = _shortest_sum(pipeline, layers, most, limit)
+        best = min(best, candidate, key=_pipeline_seconds)
+    # A split with a longer period than this cannot be better.
+    max_period = (best.pipeline_seconds - fixed_seconds) / periods if periods > 0 else np.inf
+    while max_period > lower_bound:
+        found = _min_total_seconds(pipeline, layers, max_layers, max_period)
         if found is None:
             break
         candidate = estimate(pipeline, found)
-        best = min(best, candidate, key=_running)
-        limit = min(limit, candidate.period) * _STRICTLY_LESS
+        best = min(best, candidate, key=_pipeline_seconds)
+        max_period = min(max_period, candidate.period) * _STRICTLY_LESS
     return best
 
 
-def _running(split: Split) -> float:
-    return split.running
+def _pipeline_seconds(split: Split) -> float:
+    return split.pipeline_seconds
 
 
-def _shortest_sum(pipeline: Pipeline, layers: int, most: Counts, period: float) -> Counts | None:
-    """Layers with the shortest sum of all stages' times in which nothing is above `period`."""
-    if _wires(pipeline) > period:
+def _min_total_seconds(
+    pipeline: PipelineModel, layers: int, max_layers: IntArray, period: float
+) -> IntArray | None:
+    """The split with the shortest sum of stage times whose period is at most `period`."""
+    if _link_period(pipeline) > period:
         return None
     if period < np.inf:
-        free = np.floor((period - pipeline.extra_seconds) / pipeline.layer_seconds + 1e-9)
-        most = np.minimum(most, np.maximum(free, -1)).astype(np.int64)
-    least = pipeline.chunks
-    spare = layers - least * pipeline.stages
-    if spare < 0 or int(most.min()) < least or int(most.sum()) < layers:
+        within_period = np.floor((period - pipeline.extra_seconds) / pipeline.layer_seconds + 1e-9)
+        max_layers = np.minimum(max_layers, np.maximum(within_period, -1)).astype(np.int64)
+    min_layers = pipeline.chunks
+    unassigned = layers - min_layers * pipeline.stages
+    if unassigned < 0 or int(max_layers.min()) < min_layers or int(max_layers.sum()) < layers:
         return None
-    counts = np.full(pipeline.stages, least, dtype=np.int64)
-    # Of equally fast stages the earlier: fewer round trips pass through them.
+    counts = np.full(pipeline.stages, min_layers, dtype=np.int64)
+    # Greedy: fill the fastest stages, the earlier of equals, which fewer round trips include.
     for stage in np.argsort(pipeline.layer_seconds, kind="stable"):
-        taken = min(spare, int(most[stage]) - least)
-        counts[stage] += taken
-        spare -= taken
-        if spare == 0:
+        added = min(unassigned, int(max_layers[stage]) - min_layers)
+        counts[stage] += added
+        unassigned -= added
+        if unassigned == 0:
             break
     times = pipeline.layer_seconds * counts + pipeline.extra_seconds
-    if bool((_loops(pipeline, times) <= period * (1 + 1e-12)).all()):
+    if bool((_round_trip_periods(pipeline, times) <= period * (1 + 1e-12)).all()):
         return counts
-    return _shortest_sum_by_stage(pipeline, layers, most, period)
+    return _min_total_seconds_by_dp(pipeline, layers, max_layers, period)
 
 
-def _shortest_sum_by_stage(
-    pipeline: Pipeline, layers: int, most: Counts, period: float
-) -> Counts | None:
-    """The same where round trips count, from the last stage to the first.
+def _min_total_seconds_by_dp(
+    pipeline: PipelineModel, layers: int, max_layers: IntArray, period: float
+) -> IntArray | None:
+    """The same where round trips are binding: dynamic programming from the last stage to the first.
 
-    Of all ways to put so many layers on the stages from one to the last, the shortest sum is best
-    for whatever stands before, and for the round trips alike.
+    State: the layers on the stages from the current one to the last. A shorter sum is better both
+    for the stages before and for their round trips.
     """
     stages = pipeline.stages
-    # Of each number of layers; the last stands for less than none.
-    sums = np.full(layers + 2, np.inf)
-    sums[0] = 0.0
-    left_behind = _left_behind(layers)
-    taken = np.zeros((stages, layers + 1), dtype=np.int64)
-    behind = 0.0
+    # By number of layers; the last entry stands for a negative number.
+    min_totals = np.full(layers + 2, np.inf)
+    min_totals[0] = 0.0
+    remaining_layers = _remaining_layers(layers)
+    choices = np.zeros((stages, layers + 1), dtype=np.int64)
+    transfers = 0.0
     for stage in range(stages - 1, -1, -1):
-        counts = np.arange(pipeline.chunks, min(int(most[stage]), layers) + 1)
-        own = counts * pipeline.layer_seconds[stage] + pipeline.extra_seconds[stage]
-        longer = sums[left_behind[:, counts]] + own
-        best = longer.argmin(axis=1)
-        found = longer.min(axis=1)
-        taken[stage] = counts[best]
-        behind += 2 * float(pipeline.edge_seconds[stage])
+        counts = np.arange(pipeline.chunks, min(int(max_layers[stage]), layers) + 1)
+        stage_seconds = counts * pipeline.layer_seconds[stage] + pipeline.extra_seconds[stage]
+        totals = min_totals[remaining_layers[:, counts]] + stage_seconds
+        best = totals.argmin(axis=1)
+        found = totals.min(axis=1)
+        choices[stage] = counts[best]
+        transfers += 2 * float(pipeline.transfer_seconds[stage])
         in_flight = stages - stage
         if in_flight < pipeline.micro_batches:
-            found[found + behind > period * in_flight * (1 + 1e-12)] = np.inf
-        sums[:-1] = found
-    if not np.isfinite(sums[layers]):
+            found[found + transfers > period * in_flight * (1 + 1e-12)] = np.inf
+        min_totals[:-1] = found
+    if not np.isfinite(min_totals[layers]):
         return None
     split = np.zeros(stages, dtype=np.int64)
-    left = layers
+    remaining = layers
     for stage in range(stages):
-        split[stage] = taken[stage, left]
-        left -= int(split[stage])
+        split[stage] = choices[stage, remaining]
+        remaining -= int(split[stage])
     return split
 
 
 @cache
-def _left_behind(layers: int) -> Counts:
-    """Of each number of layers, a row, what is left behind each number that a stage takes of them.
-
-    `layers` + 1 where it takes more than there are.
-    """
+def _remaining_layers(layers: int) -> IntArray:
+    """`table[total, taken]` = total - taken, or `layers` + 1 where that is negative."""
     totals = np.arange(layers + 1)
-    left = totals[:, None] - totals
-    return np.where(left < 0, layers + 1, left)
+    remaining = totals[:, None] - totals
+    return np.where(remaining < 0, layers + 1, remaining)

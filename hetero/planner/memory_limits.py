@@ -1,4 +1,4 @@
-"""Whether a plan's stages fit into their GPUs, and what would make those fit that do not."""
+"""Whether a plan fits into memory, and the cheapest change that would make it fit."""
 
 from __future__ import annotations
 
@@ -22,61 +22,62 @@ def memory_problems(
     micro_batches: int,
     options: TrainingOptions,
 ) -> Iterator[str]:
-    """A sentence for each mesh with stages whose estimate is above its vendor's bytes of a GPU.
+    """An error sentence for each mesh with a stage that exceeds its vendor's bytes per GPU.
 
-    The plan's options are settled. Vendors that `memory` does not name are not looked at.
+    `plan` must be resolved (`Plan.resolved`). Vendors missing in `memory` are not checked.
     """
 
-    def needs(changed: Plan, stages: Sequence[int]) -> list[float]:
+    def peaks(changed: Plan, stages: Sequence[int]) -> list[float]:
         return [
             stage_memory(
                 changed, stage, model, micro_batches=micro_batches, options=options
-            ).held.peak
+            ).memory.peak
             for stage in stages
         ]
 
     for index, mesh in enumerate(plan.meshes):
-        limit = memory.get(mesh.vendor, math.inf)
+        capacity = memory.get(mesh.vendor, math.inf)
         stages = [block.stage for block in plan.blocks if block.mesh == index]
-        stages = [s for s, held in zip(stages, needs(plan, stages), strict=True) if held > limit]
+        stages = [s for s, peak in zip(stages, peaks(plan, stages), strict=True) if peak > capacity]
         if not stages:
             continue
-        for words, changed in _smaller(plan, index, stages):
-            needed = needs(changed, stages)
-            if max(needed) <= limit:
-                remedy = f"with {words} it is {_sizes(needed)}"
+        for change, changed in _smaller_plans(plan, index, stages):
+            needed = peaks(changed, stages)
+            if max(needed) <= capacity:
+                remedy = f"with {change} it is {_sizes_text(needed)}"
                 break
         else:
             remedy = "give the mesh smaller micro-batches or more tensor-parallel ranks"
+        needed_text = _sizes_text(peaks(plan, stages))
         yield (
-            f"mesh {index} ({mesh.vendor}) needs an estimated {_sizes(needs(plan, stages))} a rank "
-            f"on stage {', '.join(map(str, stages))} and a GPU has {size_text(limit)}; {remedy}"
+            f"mesh {index} ({mesh.vendor}) needs an estimated {needed_text} a rank on stage "
+            f"{', '.join(map(str, stages))} and a GPU has {size_text(capacity)}; {remedy}"
         )
 
 
-def _sizes(found: Sequence[float]) -> str:
-    return ", ".join(map(size_text, found))
+def _sizes_text(sizes: Sequence[float]) -> str:
+    return ", ".join(map(size_text, sizes))
 
 
-def _smaller(plan: Plan, index: int, stages: Sequence[int]) -> Iterator[tuple[str, Plan]]:
-    """Plans that hold less on these stages of a mesh: other options first, then fewer layers."""
-    others, least, words = plan.meshes[:index], plan.meshes[index], ""
-    for words, least in _changes(plan.meshes[index]):
-        yield words, replace(plan, meshes=(*others, least, *plan.meshes[index + 1 :]))
-    smallest = replace(plan, meshes=(*others, least, *plan.meshes[index + 1 :]))
+def _smaller_plans(plan: Plan, index: int, stages: Sequence[int]) -> Iterator[tuple[str, Plan]]:
+    """Plans that need less memory on these stages: first with other options, then fewer layers."""
+    others, smallest_mesh, change = plan.meshes[:index], plan.meshes[index], ""
+    for change, smallest_mesh in _memory_savings(plan.meshes[index]):
+        yield change, replace(plan, meshes=(*others, smallest_mesh, *plan.meshes[index + 1 :]))
+    smallest = replace(plan, meshes=(*others, smallest_mesh, *plan.meshes[index + 1 :]))
     for count in range(max(sum(plan.layers[stage]) for stage in stages) - 1, 0, -1):
         layers = [list(chunks) for chunks in plan.layers]
         for stage in stages:
             layers[stage] = list(split_over_chunks(min(count, sum(layers[stage])), plan.chunks))
         fewer = f"at most {counted(count, 'layer')} on a stage"
         yield (
-            ", ".join(filter(None, (words, fewer))),
+            ", ".join(filter(None, (change, fewer))),
             replace(smallest, layers=tuple(map(tuple, layers))),
         )
 
 
-def _changes(mesh: Mesh) -> Iterator[tuple[str, Mesh]]:
-    """What would save memory without another rank, the cheapest first, then all of it together."""
+def _memory_savings(mesh: Mesh) -> Iterator[tuple[str, Mesh]]:
+    """Options that save memory without more ranks, cheapest first, then all combined."""
     saving: dict[str, Any] = {}
     if mesh.tensor > 1 and not mesh.sequence_parallel:
         saving["sequence_parallel"] = True
@@ -85,10 +86,10 @@ def _changes(mesh: Mesh) -> Iterator[tuple[str, Mesh]]:
     if mesh.recompute != "full":
         saving["recompute"] = "full"
     for name, value in saving.items():
-        yield _words({name: value}), replace(mesh, **{name: value})
+        yield _options_text({name: value}), replace(mesh, **{name: value})
     if len(saving) > 1:
-        yield _words(saving), replace(mesh, **saving)
+        yield _options_text(saving), replace(mesh, **saving)
 
 
-def _words(saving: Mapping[str, Any]) -> str:
+def _options_text(saving: Mapping[str, Any]) -> str:
     return ", ".join(f"{name}: {str(value).lower()}" for name, value in saving.items())

@@ -1,4 +1,4 @@
-"""The shape of a GPT model, as far as costs depend on it: parameters and operations."""
+"""The shape of a GPT model: parameter counts, FLOPs, activation sizes."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ from typing import Any
 from hetero.errors import Refusal
 from hetero.plan.plan_file import load_yaml
 
-FLAG_FILES = Path(__file__).resolve().parents[2] / "examples" / "presets"
-"""Where a model's name is looked for: Megatron's flags of well-known models."""
-
+PRESETS = Path(__file__).resolve().parents[2] / "examples" / "presets"
+"""Flag files of well-known models, found by name."""
 
 _SIZES = (
     "layers",
@@ -27,7 +26,7 @@ _SIZES = (
 
 
 class ModelError(Refusal):
-    """The model makes no sense. Each sentence says which number, and what would."""
+    """An invalid model description. Each sentence names a number and what would be valid."""
 
 
 @dataclass(frozen=True)
@@ -45,37 +44,39 @@ class ModelShape:
     seq_length: int
     """Tokens of a sample."""
     gated: bool
-    """Whether the MLP multiplies with a gate (SwiGLU), which is a third matrix."""
+    """Whether the MLP has a gate (SwiGLU): a third matrix."""
     tied: bool
-    """Whether the output layer's weight is the embedding's."""
+    """Whether the output layer shares the embedding's weight."""
     linear_bias: bool = False
     qkv_bias: bool = False
     qk_norm: bool = False
-    """Whether queries and keys are normed, each head with the same weights."""
+    """Whether queries and keys are normalized, with one weight for all heads."""
     norm_weights: int = 1
-    """Vectors that a norm learns: 1 of RMSNorm, 2 of LayerNorm."""
+    """Learned vectors per norm: 1 for RMSNorm, 2 for LayerNorm."""
     learned_positions: int = 0
-    """Positions that have a learned embedding."""
+    """Rows of the learned position embedding; 0 without one."""
 
     def __post_init__(self) -> None:
         sizes = {name: getattr(self, name) for name in _SIZES}
-        wrong = [f"{name} is {size}; give at least 1" for name, size in sizes.items() if size < 1]
+        problems = [
+            f"{name} is {size}; give at least 1" for name, size in sizes.items() if size < 1
+        ]
         if self.query_groups > 0 and self.heads % self.query_groups:
-            wrong.append(
+            problems.append(
                 f"{self.heads} attention heads do not divide into {self.query_groups} query groups"
             )
-        if wrong:
-            raise ModelError(*wrong)
+        if problems:
+            raise ModelError(*problems)
 
     def divides(self, tensor: int, *, sequence_parallel: bool) -> bool:
-        """Whether so many tensor-parallel ranks have equal parts of it."""
+        """Whether the model can be split evenly over `tensor` tensor-parallel ranks."""
         parts = [self.heads, self.query_groups, self.ffn, self.vocabulary]
         parts += [self.seq_length] if sequence_parallel else []
         return not any(part % tensor for part in parts)
 
     @property
     def attention_width(self) -> int:
-        """Width of the queries, and of what attention gives."""
+        """Width of the queries and of the attention output."""
         return self.heads * self.head_size
 
     @property
@@ -89,7 +90,7 @@ class ModelShape:
 
     @property
     def layer_matrix_parameters(self) -> int:
-        """Parameters of a layer that a token is multiplied with."""
+        """Parameters of a layer's weight matrices."""
         attention = self.hidden * (2 * self.attention_width + 2 * self.key_value_width)
         return attention + self.mlp_matrices * self.hidden * self.ffn
 
@@ -109,74 +110,78 @@ class ModelShape:
 
     @property
     def head_parameters(self) -> int:
-        """Of the final norm and the output layer, the last stage's copy of a tied one included."""
+        """Parameters of final norm and output layer, with the last stage's copy of a tied one."""
         return (self.vocabulary + self.norm_weights) * self.hidden
 
     @property
     def parameters(self) -> int:
-        """Of the whole model; a tied output layer counts once."""
+        """Parameters of the model; a tied output layer counts once."""
         tied = self.vocabulary * self.hidden if self.tied else 0
         layers = self.layers * self.layer_parameters
         return self.embedding_parameters + layers + self.head_parameters - tied
 
     @property
     def attention_flops(self) -> float:
-        """Operations of one sample's forward attention, causal, in one layer, without matrices."""
+        """Forward FLOPs of one sample's causal attention in one layer, without the projections."""
         return 2.0 * self.seq_length**2 * self.attention_width
 
     @property
     def layer_flops(self) -> float:
-        """Operations of one sample in one layer, forward; backward takes twice as many."""
+        """Forward FLOPs of one sample in one layer; backward takes twice as many."""
         return 2.0 * self.seq_length * self.layer_matrix_parameters + self.attention_flops
 
     @property
     def head_flops(self) -> float:
-        """Operations of one sample's forward pass through the output layer."""
+        """Forward FLOPs of one sample in the output layer."""
         return 2.0 * self.seq_length * self.vocabulary * self.hidden
 
     @property
     def flops(self) -> float:
-        """Operations that training on one sample takes, recomputation not counted."""
+        """Training FLOPs of one sample, without recomputation."""
         return 3.0 * (self.layers * self.layer_flops + self.head_flops)
 
     def boundary_bytes(self, micro_batch: int, element_bytes: int = 2) -> int:
-        """What one stage hands to the next for a micro-batch, over all tensor-parallel ranks."""
+        """Size of the hidden state between two stages for one micro-batch, not sharded."""
         return micro_batch * self.seq_length * self.hidden * element_bytes
 
 
 def model_from_flags(flags: Mapping[str, Any], *, source: str) -> ModelShape:
-    """The shape that Megatron's flags describe; `flags` without their leading dashes."""
+    """The shape that Megatron's flags describe. Names in `flags` have no leading dashes."""
     dashed = {str(name).replace("_", "-"): value for name, value in flags.items()}
     given = {
         _OTHER_NAMES.get(name, name): value for name, value in dashed.items() if value is not None
     }
-    wrong: list[str] = []
+    problems: list[str] = []
     if missing := [name for name in _REQUIRED if name not in given]:
-        wrong.append(f"{source} does not say {', '.join(missing)}, without which it has no size")
+        problems.append(f"{source} does not say {', '.join(missing)}, without which it has no size")
     if not {"padded-vocab-size", "vocab-size"} & set(given):
-        wrong.append(f"{source} does not say padded-vocab-size, the rows of the embedding; add it")
+        problems.append(
+            f"{source} does not say padded-vocab-size, the rows of the embedding; add it"
+        )
     numbers: dict[str, int] = {}
-    for name in (*_REQUIRED, *_NUMBERS):
+    for name in (*_REQUIRED, *_OPTIONAL):
         if name in given:
             try:
-                numbers[name] = _whole(given[name])
+                numbers[name] = _integer(given[name])
             except ValueError:
-                wrong.append(f"{source}: {name} is {given[name]!r}; it must be a whole number")
-    if wrong:
-        raise ModelError(*wrong)
+                problems.append(f"{source}: {name} is {given[name]!r}; it must be a whole number")
+    if problems:
+        raise ModelError(*problems)
     hidden, heads = numbers["hidden-size"], numbers["num-attention-heads"]
     if "kv-channels" not in numbers and heads > 0 and hidden % heads:
-        wrong.append(
+        problems.append(
             f"{source}: hidden-size {hidden} is no multiple of the {heads} attention heads; give "
             "kv-channels, the width of one"
         )
     length = numbers["seq-length"]
-    if (most := numbers.get("max-position-embeddings", length)) < length:
-        wrong.append(f"{source}: max-position-embeddings {most} is below a seq-length of {length}")
-    if wrong:
-        raise ModelError(*wrong)
+    if (max_positions := numbers.get("max-position-embeddings", length)) < length:
+        problems.append(
+            f"{source}: max-position-embeddings {max_positions} is below a seq-length of {length}"
+        )
+    if problems:
+        raise ModelError(*problems)
     gated = bool(given.get("swiglu")) or given.get("activation-func") == "swiglu"
-    # As a run pads it, but for tensor-parallel sizes that do not divide the multiple.
+    # Padded as in a run whose tensor-parallel size divides the multiple.
     tokens = numbers.get("vocab-size", 0)
     multiple = max(numbers.get("make-vocab-size-divisible-by", _VOCABULARY_MULTIPLE), 1)
     positions = "rope" if given.get("use-rotary-position-embeddings") else "learned_absolute"
@@ -206,8 +211,8 @@ def model_from_flags(flags: Mapping[str, Any], *, source: str) -> ModelShape:
         raise ModelError(*(f"{source}: {sentence}" for sentence in error.sentences)) from error
 
 
-def _whole(value: object) -> int:
-    """Raises ValueError for what is none."""
+def _integer(value: object) -> int:
+    """An integer or its text as an int. Raises ValueError for anything else."""
     if isinstance(value, bool) or not isinstance(value, int | str):
         raise ValueError(value)
     return int(value)
@@ -217,7 +222,7 @@ _OTHER_NAMES = {"encoder-num-layers": "num-layers", "encoder-seq-length": "seq-l
 _VOCABULARY_MULTIPLE = 128
 """Megatron's default."""
 _REQUIRED = ("num-layers", "hidden-size", "num-attention-heads", "seq-length")
-_NUMBERS = (
+_OPTIONAL = (
     "ffn-hidden-size",
     "num-query-groups",
     "kv-channels",
@@ -231,8 +236,8 @@ _NUMBERS = (
 def load_model(name: str, **overrides: Any) -> ModelShape:
     """Read a YAML file of Megatron's flags, or one of `examples/presets` by its name.
 
-    A name is understood however it is spelt (`llama3.1-8b`), without its minor version too
-    (`llama3-8b`). `overrides` are flags that win over the file's (`seq_length=4096`).
+    Names are matched without punctuation (`llama3.1-8b`) and with or without the minor version
+    (`llama3-8b`). `overrides` take precedence over the file's flags (`seq_length=4096`).
     """
     flags, source = read_flags(name)
     flags |= {key.replace("_", "-"): value for key, value in overrides.items()}
@@ -246,7 +251,7 @@ def model_file(name: str) -> Path:
 
 
 def read_flags(name: str) -> tuple[dict[str, Any], str]:
-    """The flags that such a file holds, without leading dashes, and what errors call the file."""
+    """The flags of a model file without leading dashes, and the file's name for errors."""
     path = model_file(name)
     try:
         data = load_yaml(path)
@@ -263,10 +268,10 @@ def read_flags(name: str) -> tuple[dict[str, Any], str]:
 
 
 def _named_file(name: str) -> Path:
-    files = sorted(FLAG_FILES.glob("*.yaml"))
+    files = sorted(PRESETS.glob("*.yaml"))
     for file in files:
         family, _, size = file.stem.partition("_")
-        if _spelling(name) in (_spelling(file.stem), _spelling(family.split(".")[0] + size)):
+        if _normalized(name) in (_normalized(file.stem), _normalized(family.split(".")[0] + size)):
             return file
     known = ", ".join(file.stem for file in files)
     raise ModelError(
@@ -274,5 +279,5 @@ def _named_file(name: str) -> Path:
     )
 
 
-def _spelling(name: str) -> str:
+def _normalized(name: str) -> str:
     return "".join(letter for letter in name.lower() if letter.isalnum())

@@ -1,8 +1,7 @@
-"""Memory of one rank at its peak: what it trains, and the activations it has in flight.
+"""Peak memory of a rank: weights, gradients, optimizer state, activations in flight.
 
-After Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models"
-(arXiv 2205.05198), sections 4 and 5: under 1F1B the first stage holds the activations of as many
-micro-batches as there are stages, the last of one.
+Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models" (arXiv
+2205.05198), sections 4 and 5: under 1F1B, stage s of p holds activations of p - s micro-batches.
 """
 
 from __future__ import annotations
@@ -11,13 +10,14 @@ from dataclasses import dataclass
 
 from hetero.planner.layer_profile import PartCosts
 from hetero.planner.model_shape import ModelShape
+from hetero.planner.pipeline_schedule import warm_up_passes
 from hetero.planner.stage_shape import StageShape
 from hetero.planner.training_options import TrainingOptions
 
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Bytes of one rank of a stage at their most."""
+    """Peak bytes of one rank of a stage."""
 
     weights: float
     gradients: float
@@ -31,11 +31,9 @@ class RankMemory:
 
 
 def in_flight(stage: int, *, stages: int, micro_batches: int, chunks: int = 1) -> int:
-    """Most passes through a chunk whose activations a stage holds at once."""
-    ahead = stages - stage - 1
-    if chunks > 1:
-        ahead = 2 * ahead + (chunks - 1) * stages
-    return min(ahead + 1, micro_batches * chunks)
+    """Peak number of passes (each through one chunk) whose activations a stage holds."""
+    warm_up = warm_up_passes(stage, stages=stages, chunks=chunks)
+    return min(warm_up + 1, micro_batches * chunks)
 
 
 def rank_memory(
@@ -47,9 +45,9 @@ def rank_memory(
     options: TrainingOptions,
     replicas: int,
 ) -> RankMemory:
-    """Of one of a stage's ranks, with the activations of `passes` passes in flight.
+    """Peak memory of a rank with the activations of `passes` forward passes in flight.
 
-    `replicas` hold the stage, and share the optimizer's state where it is distributed.
+    A distributed optimizer shards its state over `replicas` data-parallel ranks.
     """
     parameters = stage.parameters(model)
     shards = replicas if stage.distributed_optimizer else 1
@@ -58,7 +56,7 @@ def rank_memory(
     if stage.has_head:
         activations += costs.head_activation_bytes
     if options.delay_weight_gradients:
-        activations = max(activations, _with_delayed(stage, passes, costs))
+        activations = max(activations, _delayed_activation_bytes(stage, passes, costs))
     if stage.has_embedding:
         activations += passes / len(stage.layers) * costs.embedding_activation_bytes
     return RankMemory(
@@ -70,12 +68,12 @@ def rank_memory(
     )
 
 
-def _with_delayed(stage: StageShape, passes: int, costs: PartCosts) -> float:
-    """Activations when the oldest micro-batch's backward pass has come to the stage's first layer.
+def _delayed_activation_bytes(stage: StageShape, passes: int, costs: PartCosts) -> float:
+    """Activations with delayed weight gradients, when a backward pass is at its last layer.
 
-    Of the layers behind it there is what their weight gradients will be computed from.
+    The layers behind it keep what their weight gradients are computed from.
     """
     layers = max(stage.layers)
-    held = ((passes - 1) * layers + 1) * costs.layer_activation_bytes + costs.layer_working_bytes
-    held += (layers - 1) * costs.layer_delayed_bytes
-    return held + (costs.head_delayed_bytes if stage.has_head else 0.0)
+    kept = ((passes - 1) * layers + 1) * costs.layer_activation_bytes + costs.layer_working_bytes
+    kept += (layers - 1) * costs.layer_delayed_bytes
+    return kept + (costs.head_delayed_bytes if stage.has_head else 0.0)

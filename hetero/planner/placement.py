@@ -1,4 +1,4 @@
-"""A plan on a cluster: what costs are computed for, what search compares and tools write."""
+"""A plan placed on a cluster: the input of the cost model and the output of the search."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from hetero.planner.model_shape import ModelShape
 
 @dataclass(frozen=True)
 class Placement:
-    """Which kind of node each mesh of a plan stands on, and the batch it trains with."""
+    """A plan, the kind of node of each of its meshes, and the global batch."""
 
     plan: Plan
     kinds: tuple[str, ...]
-    """A name of `Cluster.kinds` for each mesh. Two meshes may share a kind and divide its nodes."""
+    """For each mesh a name of `Cluster.kinds`. Meshes may share a kind and divide its nodes."""
     global_batch: int
-    """Samples of a step, over all replicas."""
+    """Samples per training step, over all replicas."""
 
     def require_fit(self, cluster: Cluster, model: ModelShape) -> None:
-        """Raise PlanError where the plan is not of this cluster and model."""
+        """Raise PlanError where the plan does not match the cluster or the model."""
         if len(self.kinds) != len(self.plan.meshes):
             raise PlanError(
                 f"the plan has {counted(len(self.plan.meshes), 'mesh', 'meshes')} and kinds of "

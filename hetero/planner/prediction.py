@@ -1,4 +1,8 @@
-"""From costs to what a user asks: seconds of a step, tokens a second, bubble, memory."""
+"""Predictions of a training step from its costs: duration, throughput, utilization, memory.
+
+The step is simulated (`simulate`), estimated in closed form (`estimate_seconds`) or bounded from
+below (`lower_bound_seconds`).
+"""
 
 from __future__ import annotations
 
@@ -7,21 +11,21 @@ from dataclasses import dataclass
 
 from hetero.planner.cluster_shape import Cluster
 from hetero.planner.model_shape import ModelShape
-from hetero.planner.pipeline_events import Chain, Events, run_chain
+from hetero.planner.pipeline_simulator import PipelineTimes, Timeline, simulate_pipeline
 from hetero.planner.placement import Placement
 from hetero.planner.step_costs import StepCosts
 
 
 @dataclass(frozen=True)
-class StageUse:
-    """How one stage of one pipeline spends a step."""
+class StageUtilization:
+    """Compute utilization and peak memory of one stage of one pipeline."""
 
     pipeline: int
     stage: int
     kind: str
     ranks: int
-    busy: float
-    """Part of the step in which it computes; the rest is bubble, waiting, reducing and updating."""
+    compute_fraction: float
+    """Fraction of the step spent computing; the rest is bubble, communication and update."""
     peak_bytes: float
     limit_bytes: float
 
@@ -32,147 +36,157 @@ class StageUse:
 
 @dataclass(frozen=True)
 class Prediction:
-    """One step of a placement, simulated."""
+    """The simulated training step of a placement."""
 
     seconds: float
     tokens_per_second: float
-    events: tuple[Events, ...]
-    """Of each pipeline that differs, counted from when the weights of the step before were due."""
-    uses: tuple[StageUse, ...]
+    timelines: tuple[Timeline, ...]
+    """For each distinct pipeline; time 0 is the end of the previous step."""
+    stages: tuple[StageUtilization, ...]
 
     @property
     def fits(self) -> bool:
-        return all(use.fits for use in self.uses)
+        return all(use.fits for use in self.stages)
 
-    def busy(self, kinds: Sequence[str]) -> float:
-        """Part of the step in which the GPUs of these kinds compute, on average."""
-        uses = [use for use in self.uses if use.kind in kinds]
-        return sum(use.busy * use.ranks for use in uses) / sum(use.ranks for use in uses)
+    def utilization(self, kinds: Sequence[str]) -> float:
+        """Fraction of the step in which the GPUs of these kinds compute, on average."""
+        stages = [use for use in self.stages if use.kind in kinds]
+        return sum(use.compute_fraction * use.ranks for use in stages) / sum(
+            use.ranks for use in stages
+        )
 
 
-def play(costs: StepCosts) -> tuple[tuple[Events, ...], float]:
-    """The events of each pipeline that differs, and the seconds of a step."""
-    events = tuple(
-        run_chain(chain, starts=update)
-        for chain, update in zip(costs.chains, costs.update, strict=True)
+def simulate_pipelines(costs: StepCosts) -> tuple[tuple[Timeline, ...], float]:
+    """The timeline of each distinct pipeline, and the duration of the step in seconds."""
+    timelines = tuple(
+        simulate_pipeline(pipeline, start_times=update)
+        for pipeline, update in zip(costs.pipelines, costs.update, strict=True)
     )
-    return events, _norm_at([played.ends for played in events], costs.reduce)
+    return timelines, _step_seconds([timeline.finish_times for timeline in timelines], costs.reduce)
 
 
 def simulate(
     costs: StepCosts, placement: Placement, *, model: ModelShape, cluster: Cluster
 ) -> Prediction:
-    """Play one of many equal steps.
+    """Simulate one of many equal steps.
 
-    A step lasts from one gradient norm, which all ranks wait for, to the next: the optimizer's
-    step, the passes, and the reduction of each stage after the last of its replicas.
+    A step lasts from one gradient norm, which synchronizes all ranks, to the next: optimizer
+    update, passes, and the gradient reduction of each stage after its last replica has finished.
     """
-    events, seconds = play(costs)
-    uses = [
-        StageUse(
+    timelines, seconds = simulate_pipelines(costs)
+    utilizations = [
+        StageUtilization(
             pipeline=index,
             stage=number,
             kind=stage.kind,
             ranks=stage.ranks,
-            busy=played.busy(number) / seconds,
+            compute_fraction=timeline.busy_seconds(number) / seconds,
             peak_bytes=memory.peak,
             limit_bytes=cluster.kind(stage.kind).accelerator.memory_gib * 2**30,
         )
-        for index, (stages, played, memories) in enumerate(
-            zip(costs.stages, events, costs.memory, strict=True)
+        for index, (stages, timeline, memories) in enumerate(
+            zip(costs.stages, timelines, costs.memory, strict=True)
         )
         for number, (stage, memory) in enumerate(zip(stages, memories, strict=True))
     ]
     tokens = placement.global_batch * model.seq_length
-    return Prediction(seconds, tokens / seconds, events, tuple(uses))
+    return Prediction(seconds, tokens / seconds, timelines, tuple(utilizations))
 
 
 def estimate_seconds(costs: StepCosts) -> float:
-    """The same step without playing it: quick enough for a search, within a few per cent."""
-    ends = []
-    for chain, update in zip(costs.chains, costs.update, strict=True):
-        seconds = estimate_chain(chain) + max(update)
-        ends.append([seconds] * chain.stages)
-    return _norm_at(ends, costs.reduce)
+    """The duration of the step in closed form: fast enough for a search, within a few per cent."""
+    finish_times = []
+    for pipeline, update in zip(costs.pipelines, costs.update, strict=True):
+        seconds = estimate_pipeline(pipeline) + max(update)
+        finish_times.append([seconds] * pipeline.stages)
+    return _step_seconds(finish_times, costs.reduce)
 
 
-def least_seconds(costs: StepCosts) -> float:
-    """What no step of these costs is shorter than: quicker than to play it, and nearly as long."""
+def lower_bound_seconds(costs: StepCosts) -> float:
+    """A tight lower bound of the simulated step, cheaper than simulating."""
     return max(
-        least_of_chain(chain) + min(update) + costs.reduce[0]
-        for chain, update in zip(costs.chains, costs.update, strict=True)
+        pipeline_lower_bound(pipeline) + min(update) + costs.reduce[0]
+        for pipeline, update in zip(costs.pipelines, costs.update, strict=True)
     )
 
 
-def _norm_at(ends: Sequence[Sequence[float]], reduce: Sequence[float]) -> float:
-    """When all stages are reduced: each begins when the last pipeline is through with it."""
+def _step_seconds(finish_times: Sequence[Sequence[float]], reduce: Sequence[float]) -> float:
+    """When the last stage is reduced; a reduction starts when all pipelines finished the stage."""
     return max(
         max(stage_ends) + seconds
-        for stage_ends, seconds in zip(zip(*ends, strict=True), reduce, strict=True)
+        for stage_ends, seconds in zip(zip(*finish_times, strict=True), reduce, strict=True)
     )
 
 
-def estimate_chain(chain: Chain) -> float:
-    """The longest of what must happen one after the other, over all stages."""
-    if chain.chunks > 1:
-        return _estimate_interleaved(chain)
-    return _longest(chain, lambda room: (chain.micro_batches - 1) / room)
+def estimate_pipeline(pipeline: PipelineTimes) -> float:
+    """Seconds of one pipeline's passes and transfers, as the longest chain of dependencies."""
+    if pipeline.chunks > 1:
+        return _estimate_interleaved(pipeline)
+    return _critical_path(pipeline, lambda in_flight: (pipeline.micro_batches - 1) / in_flight)
 
 
-def least_of_chain(chain: Chain) -> float:
-    """What no schedule of the chain is shorter than."""
-    if chain.chunks > 1 or chain.is_blocking:
+def pipeline_lower_bound(pipeline: PipelineTimes) -> float:
+    """A lower bound of one pipeline's simulated seconds."""
+    if pipeline.chunks > 1 or pipeline.is_blocking:
         return max(
-            chain.micro_batches * (sum(ahead) + sum(back))
-            for ahead, back in zip(chain.forward, chain.backward, strict=True)
+            pipeline.micro_batches * (sum(forward) + sum(backward))
+            for forward, backward in zip(pipeline.forward, pipeline.backward, strict=True)
         )
-    return _longest(chain, lambda room: (chain.micro_batches - 1) // room)
+    return _critical_path(pipeline, lambda in_flight: (pipeline.micro_batches - 1) // in_flight)
 
 
-def _longest(chain: Chain, turns_after_first: Callable[[int], float]) -> float:
-    """Over all stages, what is before and after its own work, and that or its round trips.
+def _critical_path(
+    pipeline: PipelineTimes, round_trips_after_first: Callable[[int], float]
+) -> float:
+    """The critical path: fill, a stage's own work or its round trips, drain; the longest stage's.
 
-    `turns_after_first` says how many of these follow each other where so many micro-batches may be
-    in flight.
+    A round trip takes a micro-batch from a stage to the last one and back.
+    `round_trips_after_first` gives how many follow the first, for the most micro-batches in flight.
     """
-    forward = [seconds for (seconds,) in chain.forward]
-    backward = [seconds for (seconds,) in chain.backward]
-    hops = [edge.wire + edge.latency for edge in chain.edges]
-    longest = 0.0
-    before = 0.0
-    after = sum(forward) + sum(backward) + 2 * sum(hops)
-    for stage, (ahead, back) in enumerate(zip(forward, backward, strict=True)):
-        turn = after
-        after -= ahead + back
-        room = chain.stages - stage
-        own = chain.micro_batches * (ahead + back) + _gaps(chain, room - 1, ahead, back, after)
-        turns = 1 + (turns_after_first(room) if chain.micro_batches > room else 0)
-        longest = max(longest, before + own, before + turns * turn)
+    passes = [
+        (forward, backward)
+        for (forward,), (backward,) in zip(pipeline.forward, pipeline.backward, strict=True)
+    ]
+    hops = [edge.occupancy + edge.latency for edge in pipeline.edges]
+    longest = upstream = 0.0
+    downstream = sum(forward + backward for forward, backward in passes) + 2 * sum(hops)
+    for stage, (forward, backward) in enumerate(passes):
+        round_trip = downstream
+        downstream -= forward + backward
+        max_in_flight = pipeline.stages - stage
+        computing = pipeline.micro_batches * (forward + backward)
+        bubble = _bubble(pipeline, max_in_flight - 1, forward, backward, downstream)
+        round_trips = 1.0
+        if pipeline.micro_batches > max_in_flight:
+            round_trips += round_trips_after_first(max_in_flight)
+        longest = max(longest, upstream + computing + bubble, upstream + round_trips * round_trip)
         if stage < len(hops):
-            before += ahead + back + 2 * hops[stage]
-            after -= 2 * hops[stage]
-    return max([longest, *(chain.micro_batches * edge.wire for edge in chain.edges)])
+            upstream += forward + backward + 2 * hops[stage]
+            downstream -= 2 * hops[stage]
+    return max([longest, *(pipeline.micro_batches * edge.occupancy for edge in pipeline.edges)])
 
 
-def _gaps(chain: Chain, warm_up: int, forward: float, backward: float, beyond: float) -> float:
-    """Where a stage waits for a micro-batch to go to the end and back, `beyond` seconds.
+def _bubble(
+    pipeline: PipelineTimes, warm_up: int, forward: float, backward: float, downstream: float
+) -> float:
+    """Idle time of a stage while micro-batches pass through the `downstream` stages and back.
 
-    Before its first backward it has the forward passes of the warm-up to do meanwhile, after its
-    last forward as many backward ones. Without a steady state between them there is one such gap.
+    Before its first backward pass only the warm-up's forward passes fill that time, after its last
+    forward pass as many backward passes. Without a steady state in between there is one such gap.
     """
-    passes = min(warm_up, chain.micro_batches - 1)
-    first = max(0.0, beyond - passes * forward)
-    last = max(0.0, beyond - passes * backward)
-    return first + last if chain.micro_batches - 1 > warm_up else max(first, last)
+    passes = min(warm_up, pipeline.micro_batches - 1)
+    first = max(0.0, downstream - passes * forward)
+    last = max(0.0, downstream - passes * backward)
+    return first + last if pipeline.micro_batches - 1 > warm_up else max(first, last)
 
 
-def _estimate_interleaved(chain: Chain) -> float:
-    """A chunk's fill and drain, and the slowest stage's work or the slowest wire's between them."""
+def _estimate_interleaved(pipeline: PipelineTimes) -> float:
+    """Fill and drain of one chunk, plus the work of the slowest stage or link."""
     passes = [
         sum(forward) + sum(backward)
-        for forward, backward in zip(chain.forward, chain.backward, strict=True)
+        for forward, backward in zip(pipeline.forward, pipeline.backward, strict=True)
     ]
-    period = max(*passes, chain.chunks * max(edge.wire for edge in chain.edges))
-    hops = sum(edge.wire + edge.latency for edge in chain.edges[:-1])
-    fill = (sum(passes) - max(passes)) / chain.chunks + 2 * hops
-    return fill + chain.micro_batches * period
+    period = max(*passes, pipeline.chunks * max(edge.occupancy for edge in pipeline.edges))
+    hops = sum(edge.occupancy + edge.latency for edge in pipeline.edges[:-1])
+    fill = (sum(passes) - max(passes)) / pipeline.chunks + 2 * hops
+    return fill + pipeline.micro_batches * period

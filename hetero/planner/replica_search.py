@@ -1,8 +1,8 @@
-"""Plans in which every kind of node trains whole replicas, each kind with its share of the batch.
+"""Search for plans of data parallelism across kinds of nodes: whole replicas on each kind.
 
-All replicas have the same stages, tensor size, micro-batch and layers; each kind as many of them as
-its GPUs make, or fewer where the batch divides better then, and as many micro-batches a replica as
-make all end at about the same time.
+All replicas have the same stages, tensor size, micro-batch size and layers. A kind has as many
+replicas as its GPUs allow, or fewer where the batch then divides better; micro-batches are divided
+so that the makespan of all replicas is shortest.
 """
 
 from __future__ import annotations
@@ -18,75 +18,77 @@ from typing import overload
 import numpy as np
 
 from hetero.planner.cluster_shape import NodeKind
+from hetero.planner.communication_costs import reduce_and_gather_seconds
 from hetero.planner.layer_profile import ProfileError
-from hetero.planner.layer_split import Counts, Pipeline, Split, best_split, estimate
-from hetero.planner.mesh_options import (
-    MeshChoice,
-    MeshOption,
+from hetero.planner.layer_split import IntArray, PipelineModel, Split, best_split, estimate
+from hetero.planner.prediction import estimate_seconds
+from hetero.planner.search_space import (
+    MeshCandidate,
+    MeshShape,
     Problem,
-    mesh_choices,
-    mesh_option,
-    pipeline_of,
-    placement_of,
+    build_placement,
+    mesh_candidates,
+    mesh_shape,
+    pipeline_model,
     stage_shape,
 )
-from hetero.planner.prediction import estimate_seconds
 from hetero.planner.step_costs import step_costs
-from hetero.planner.wire_costs import reduce_seconds
 
-_ENUMERATED = 500
-"""Splits of layers up to which all are looked at."""
-_COUNTED = 1024
-"""GPUs of the kinds, multiplied, up to which a kind may have fewer replicas than its GPUs make."""
-_PROMISING = 60
-"""Shapes that are looked at where not all can be."""
+_MAX_ENUMERATED_SPLITS = 500
+"""Splits of layers up to which all are evaluated."""
+_MAX_GPU_PRODUCT = 1024
+"""Product of the kinds' GPUs up to which fewer replicas than possible are searched, too."""
+_MAX_SHAPES = 60
+"""Shapes evaluated by a heuristic search."""
 
 
 @dataclass(frozen=True)
-class Replicas:
-    """Whole replicas on several kinds."""
+class ReplicaPlan:
+    """A plan of whole replicas with its estimated step."""
 
-    meshes: tuple[MeshChoice, ...]
+    meshes: tuple[MeshCandidate, ...]
     split: Split
     shares: tuple[int, ...]
     """Micro-batches of each replica of each mesh."""
 
 
 @dataclass(frozen=True)
-class _Shape:
-    """What all replicas have in common, and how many each kind has."""
+class _ReplicaShape:
+    """The parallel sizes of all replicas, and the number of replicas of each kind."""
 
     kinds: tuple[NodeKind, ...]
     tensor: int
     micro_batch: int
     stages: int
     data: tuple[int, ...]
-    bound: float
-    """Seconds that no step is shorter than."""
+    lower_bound: float
+    """Seconds of the passes."""
 
 
-def search_replicas(problem: Problem, *, below: float, exact: bool) -> Iterator[Replicas]:
-    """Ever better plans of whole replicas whose estimated step is shorter than `below` seconds.
+def search_replicas(problem: Problem, *, cutoff: float, is_exact: bool) -> Iterator[ReplicaPlan]:
+    """Plans of whole replicas, each better than the last, the first below `cutoff` seconds.
 
-    Where the search need not be `exact`, it looks at the most promising shapes of as many replicas
-    as the GPUs make.
+    A heuristic search evaluates the shapes with the least lower bounds, with as many replicas as
+    the GPUs allow.
     """
-    fewer = exact and not leaves_out(problem)
-    shapes = sorted(_shapes(problem, fewer=fewer), key=lambda shape: shape.bound)
-    for shape in shapes if exact else shapes[:_PROMISING]:
-        if shape.bound >= below:
+    allow_fewer = is_exact and not is_truncated(problem)
+    shapes = sorted(
+        _replica_shapes(problem, allow_fewer=allow_fewer), key=lambda shape: shape.lower_bound
+    )
+    for shape in shapes if is_exact else shapes[:_MAX_SHAPES]:
+        if shape.lower_bound >= cutoff:
             break
-        for found in _of_shape(problem, shape, below):
-            below = found.split.seconds
+        for found in _search_shape(problem, shape, cutoff):
+            cutoff = found.split.seconds
             yield found
 
 
-def leaves_out(problem: Problem) -> bool:
-    """Whether the kinds have so many GPUs that no fewer replicas than they make are looked at."""
-    return math.prod(kind.gpus for kind in problem.cluster.kinds) > _COUNTED
+def is_truncated(problem: Problem) -> bool:
+    """Whether there are so many GPUs that fewer replicas than possible are not searched."""
+    return math.prod(kind.gpus for kind in problem.cluster.kinds) > _MAX_GPU_PRODUCT
 
 
-def _shapes(problem: Problem, *, fewer: bool) -> Iterator[_Shape]:
+def _replica_shapes(problem: Problem, *, allow_fewer: bool) -> Iterator[_ReplicaShape]:
     space, model = problem.space, problem.model
     sizes = [
         size
@@ -99,26 +101,27 @@ def _shapes(problem: Problem, *, fewer: bool) -> Iterator[_Shape]:
         seconds = {
             kind: found
             for kind in problem.cluster.kinds
-            if kind.gpus_in_groups(tensor) >= tensor
-            and (found := _fastest(problem, kind, tensor, micro_batch)) is not None
+            if kind.usable_gpus(tensor) >= tensor
+            and (found := _fastest_micro_batch(problem, kind, tensor, micro_batch)) is not None
         }
         for count in range(2, len(seconds) + 1):
             for kinds in itertools.combinations(seconds, count):
-                ranks = [kind.gpus_in_groups(tensor) // tensor for kind in kinds]
-                most = min(model.layers, *ranks)
+                ranks = [kind.usable_gpus(tensor) // tensor for kind in kinds]
                 times = [seconds[kind] for kind in kinds]
-                for stages in range(1, most + 1):
-                    made = [count // stages for count in ranks]
-                    least = [1] * len(made) if fewer else made
-                    ranges = (range(a, b + 1) for a, b in zip(least, made, strict=True))
+                for stages in range(1, min(model.layers, *ranks) + 1):
+                    max_data = [count // stages for count in ranks]
+                    min_data = [1] * len(max_data) if allow_fewer else max_data
+                    ranges = (range(a, b + 1) for a, b in zip(min_data, max_data, strict=True))
                     for data in itertools.product(*ranges):
-                        bound = _bound(problem, times, micro_batch, stages, data)
+                        bound = _lower_bound(problem, times, micro_batch, stages, data)
                         if bound < math.inf:
-                            yield _Shape(kinds, tensor, micro_batch, stages, data, bound)
+                            yield _ReplicaShape(kinds, tensor, micro_batch, stages, data, bound)
 
 
-def _fastest(problem: Problem, kind: NodeKind, tensor: int, micro_batch: int) -> float | None:
-    """Seconds of a micro-batch through the whole model."""
+def _fastest_micro_batch(
+    problem: Problem, kind: NodeKind, tensor: int, micro_batch: int
+) -> float | None:
+    """Seconds of one micro-batch through the whole model, with the fastest recomputation."""
     seconds = []
     for recompute in problem.space.recompute:
         stage = stage_shape(
@@ -133,12 +136,13 @@ def _fastest(problem: Problem, kind: NodeKind, tensor: int, micro_batch: int) ->
     return min(seconds, default=None)
 
 
-def _bound(
+def _lower_bound(
     problem: Problem, seconds: Sequence[float], micro_batch: int, stages: int, data: Sequence[int]
 ) -> float:
-    """All replicas end at once, and their layers are divided at will.
+    """A lower bound of the passes: fractional layers, all replicas finish at once.
 
-    One with n micro-batches takes, of the `seconds` of one, n - 1 parts in `stages` and a whole.
+    A replica takes (n - 1) / stages + 1 times the `seconds` of one micro-batch for n of them.
+    Infinite where the batch cannot be divided.
     """
     total = problem.space.global_batch // micro_batch
     if sum(data) > total or total % math.gcd(*data):
@@ -147,14 +151,14 @@ def _bound(
     return (total + sum(data) * (stages - 1)) / stages / rates
 
 
-def _least_reduction(problem: Problem, shape: _Shape) -> float:
-    """Seconds of reducing what the first stage holds at least."""
+def _reduction_lower_bound(problem: Problem, shape: _ReplicaShape) -> float:
+    """A lower bound of the gradient reduction: of the first stage, with one layer."""
     model = problem.model
     parameters = float(model.embedding_parameters + model.layer_parameters)
     if shape.stages == 1:
         parameters = model.parameters
     parameters /= shape.tensor
-    holders = [
+    dp_group = [
         stage_shape(
             problem.space,
             kind,
@@ -169,9 +173,9 @@ def _least_reduction(problem: Problem, shape: _Shape) -> float:
     if options.overlap_grad_reduce or options.overlap_param_gather:
         return 0.0
     return sum(
-        reduce_seconds(
+        reduce_and_gather_seconds(
             problem.cluster,
-            holders,
+            dp_group,
             parameters=parameters,
             profile=problem.profile,
             options=options,
@@ -179,55 +183,57 @@ def _least_reduction(problem: Problem, shape: _Shape) -> float:
     )
 
 
-def _of_shape(problem: Problem, shape: _Shape, below: float) -> Iterator[Replicas]:
-    """Ever better ones, of each recomputation and each split of the layers worth a look."""
-    reduction = _least_reduction(problem, shape)
-    if shape.bound + reduction >= below:
+def _search_shape(problem: Problem, shape: _ReplicaShape, cutoff: float) -> Iterator[ReplicaPlan]:
+    """Plans of a shape, each better than the last: every recomputation and candidate split."""
+    reduction = _reduction_lower_bound(problem, shape)
+    if shape.lower_bound + reduction >= cutoff:
         return
     total = problem.space.global_batch // shape.micro_batch
-    about = max(1, total // sum(shape.data))
+    mean_micro_batches = max(1, total // sum(shape.data))
     for recompute in problem.space.recompute:
         meshes = [
-            choice
+            mesh
             for kind, data in zip(shape.kinds, shape.data, strict=True)
-            if (option := _option(problem, shape, kind, data, recompute)) is not None
-            for choice in mesh_choices(problem, option, 1, micro_batches=about)
-            if choice.count == shape.stages and choice.most >= problem.model.layers
+            if (candidate := _mesh_shape(problem, shape, kind, data, recompute)) is not None
+            for mesh in mesh_candidates(problem, candidate, 1, micro_batches=mean_micro_batches)
+            if mesh.stages == shape.stages and mesh.max_layers >= problem.model.layers
         ]
         if len(meshes) < len(shape.kinds):
             continue
-        alone = [pipeline_of(problem, [mesh], micro_batches=about) for mesh in meshes]
-        for layers in _splits(problem.model.layers, shape.stages, alone):
-            if not all(bool((layers <= pipeline.most_layers).all()) for pipeline in alone):
+        pipelines = [
+            pipeline_model(problem, [mesh], micro_batches=mean_micro_batches) for mesh in meshes
+        ]
+        for layers in _candidate_splits(problem.model.layers, shape.stages, pipelines):
+            if not all(bool((layers <= pipeline.max_layers).all()) for pipeline in pipelines):
                 continue
-            if _least_running(alone, layers, shape.data, total) + reduction >= below:
+            if _passes_lower_bound(pipelines, layers, shape.data, total) + reduction >= cutoff:
                 continue
-            splits = [estimate(pipeline, layers) for pipeline in alone]
-            for found in _shared(problem, shape, meshes, splits, total):
-                if found.split.seconds < below:
-                    below = found.split.seconds
-                    yield found
+            splits = [estimate(pipeline, layers) for pipeline in pipelines]
+            found = _with_best_shares(problem, shape, meshes, splits, total)
+            if found is not None and found.split.seconds < cutoff:
+                cutoff = found.split.seconds
+                yield found
 
 
-def _least_running(
-    alone: Sequence[Pipeline], layers: Counts, data: Sequence[int], total: int
+def _passes_lower_bound(
+    pipelines: Sequence[PipelineModel], layers: IntArray, data: Sequence[int], total: int
 ) -> float:
-    """Seconds that no division of the micro-batches is below: all end at once.
+    """A lower bound of the passes over all divisions of the micro-batches: all finish at once.
 
-    A replica with n of them has n on its slowest stage, after the first came to it.
+    A replica's n micro-batches pass its slowest stage one by one, after the stages before it.
     """
-    rates = waited = 0.0
-    for pipeline, replicas in zip(alone, data, strict=True):
+    rates = fill = 0.0
+    for pipeline, replicas in zip(pipelines, data, strict=True):
         times = pipeline.layer_seconds * layers + pipeline.extra_seconds
         slowest = int(times.argmax())
         rates += replicas / times[slowest]
-        waited += replicas * times[:slowest].sum() / times[slowest]
-    return float((total + waited) / rates)
+        fill += replicas * times[:slowest].sum() / times[slowest]
+    return float((total + fill) / rates)
 
 
-def _option(
-    problem: Problem, shape: _Shape, kind: NodeKind, data: int, recompute: str
-) -> MeshOption | None:
+def _mesh_shape(
+    problem: Problem, shape: _ReplicaShape, kind: NodeKind, data: int, recompute: str
+) -> MeshShape | None:
     stage = stage_shape(
         problem.space,
         kind,
@@ -236,59 +242,66 @@ def _option(
         micro_batch=shape.micro_batch,
         recompute=recompute,
     )
-    return mesh_option(problem, kind, stage, replicas=sum(shape.data))
+    return mesh_shape(problem, kind, stage, replicas=sum(shape.data))
 
 
-def _splits(layers: int, stages: int, alone: Sequence[Pipeline]) -> Iterator[Counts]:
-    """Every split where they are few, else the best for each kind."""
-    if math.comb(layers - 1, stages - 1) <= _ENUMERATED:
+def _candidate_splits(
+    layers: int, stages: int, pipelines: Sequence[PipelineModel]
+) -> Iterator[IntArray]:
+    """Every split where there are few, else the best one for each kind."""
+    if math.comb(layers - 1, stages - 1) <= _MAX_ENUMERATED_SPLITS:
         for ends in itertools.combinations(range(1, layers), stages - 1):
             yield np.diff([0, *ends, layers])
         return
-    found = {split.layers for one in alone if (split := best_split(one, layers)) is not None}
+    found = {split.layers for one in pipelines if (split := best_split(one, layers)) is not None}
     for counts in sorted(found):
         yield np.array(counts)
 
 
-def _shared(
+def _with_best_shares(
     problem: Problem,
-    shape: _Shape,
-    meshes: Sequence[MeshChoice],
+    shape: _ReplicaShape,
+    meshes: Sequence[MeshCandidate],
     splits: Sequence[Split],
     total: int,
-) -> Iterator[Replicas]:
-    """Divide the step's micro-batches so that the last replica ends as soon as can be."""
-    about = max(1, total // sum(shape.data))
-    ends = [
-        Ends(split.seconds - split.period * (about - 1), split.period, total // replicas)
+) -> ReplicaPlan | None:
+    """The plan with the shortest makespan; None where `total` micro-batches cannot be divided."""
+    mean_micro_batches = max(1, total // sum(shape.data))
+    completion = [
+        CompletionTimes(
+            first=split.seconds - split.period * (mean_micro_batches - 1),
+            period=split.period,
+            max_micro_batches=total // replicas,
+        )
         for split, replicas in zip(splits, shape.data, strict=True)
     ]
-    shares = best_shares(ends, shape.data, total)
+    shares = best_shares(completion, shape.data, total)
     if shares is None:
-        return
+        return None
     layers = splits[0].layers
     costs = step_costs(
-        placement_of(problem, meshes, layers, shares=shares),
+        build_placement(problem, meshes, layers, shares=shares),
         model=problem.model,
         cluster=problem.cluster,
         profile=problem.profile,
         options=problem.options,
     )
     period = max(split.period for split in splits)
-    update = max(split.update for split in splits)
-    yield Replicas(tuple(meshes), Split(layers, estimate_seconds(costs), period, update), shares)
+    update = max(split.update_seconds for split in splits)
+    split = Split(layers, estimate_seconds(costs), period, update)
+    return ReplicaPlan(tuple(meshes), split, shares)
 
 
 @dataclass(frozen=True)
-class Ends(Sequence[float]):
-    """When a replica with 1, 2 and more micro-batches ends: too many to write them all down."""
+class CompletionTimes(Sequence[float]):
+    """A virtual list: element n - 1 is when a replica with n micro-batches finishes."""
 
     first: float
     period: float
-    most: int
+    max_micro_batches: int
 
     def __len__(self) -> int:
-        return self.most
+        return self.max_micro_batches
 
     @overload
     def __getitem__(self, index: int) -> float: ...
@@ -296,68 +309,81 @@ class Ends(Sequence[float]):
     def __getitem__(self, index: slice) -> Sequence[float]: ...
     def __getitem__(self, index: int | slice) -> float | Sequence[float]:
         if isinstance(index, slice):
-            return [self[one] for one in range(self.most)[index]]
-        return self.first + self.period * range(self.most)[index]
+            return [self[one] for one in range(self.max_micro_batches)[index]]
+        return self.first + self.period * range(self.max_micro_batches)[index]
 
 
 def best_shares(
-    ends: Sequence[Sequence[float]], replicas: Sequence[int], total: int
+    completion: Sequence[Sequence[float]], replicas: Sequence[int], total: int
 ) -> tuple[int, ...] | None:
-    """Micro-batches of each kind's replicas, `total` of all together, so that the last ends first.
+    """Micro-batches of each kind's replicas, `total` over all, with the shortest makespan.
 
-    `ends[kind][n - 1]` is when a replica with n of them ends, which is later for more. None where
-    no division adds up.
+    `completion[kind][n - 1]` is when a replica with n micro-batches finishes, ascending in n. None
+    where no division adds up.
+
+    Finds the earliest deadline by which `total` can be finished by binary search, then removes the
+    surplus. Where no removal adds up to it, the search is repeated with a larger surplus.
     """
-    if total % math.gcd(*replicas) or any(len(times) == 0 for times in ends):
+    if total % math.gcd(*replicas) or any(len(times) == 0 for times in completion):
         return None
 
-    def by(moment: float) -> list[int]:
-        return [bisect_right(times, moment) for times in ends]
+    def most_within(deadline: float) -> list[int]:
+        return [bisect_right(times, deadline) for times in completion]
 
-    over = 0
+    extra = 0
     while True:
-        # What each ends by the soonest moment at which all could have taken `over` more together.
-        def enough(moment: float, more: int = over) -> bool:
-            most = by(moment)
-            return all(most) and sum(map(int.__mul__, most, replicas)) >= total + more
 
-        places = [bisect_left(times, True, key=enough) for times in ends]
-        soonest = [times[at] for times, at in zip(ends, places, strict=True) if at < len(times)]
-        most = by(min(soonest)) if soonest else [len(times) for times in ends]
-        spare = sum(map(int.__mul__, most, replicas)) - total
-        if spare < 0:
+        def is_enough(deadline: float, extra: int = extra) -> bool:
+            most = most_within(deadline)
+            return all(most) and sum(map(int.__mul__, most, replicas)) >= total + extra
+
+        indices = [bisect_left(times, True, key=is_enough) for times in completion]
+        deadlines = [
+            times[index]
+            for times, index in zip(completion, indices, strict=True)
+            if index < len(times)
+        ]
+        most = most_within(min(deadlines)) if deadlines else [len(times) for times in completion]
+        surplus = sum(map(int.__mul__, most, replicas)) - total
+        if surplus < 0:
             return None
-        found = _without(ends, replicas, most, spare)
-        if found is not None or not soonest:
+        found = _remove_surplus(completion, replicas, most, surplus)
+        if found is not None or not deadlines:
             return found
-        over = max(2 * over, sum(replicas))
+        extra = max(2 * extra, sum(replicas))
 
 
-def _without(
-    ends: Sequence[Sequence[float]], replicas: Sequence[int], most: Sequence[int], spare: int
+def _remove_surplus(
+    completion: Sequence[Sequence[float]],
+    replicas: Sequence[int],
+    most: Sequence[int],
+    surplus: int,
 ) -> tuple[int, ...] | None:
-    """At most so many each, and `spare` less of all together, so that the last ends first."""
-    latest = np.full(spare + 1, np.inf)
-    latest[0] = -np.inf
-    taken = []
-    for times, count, bound in zip(ends, replicas, most, strict=True):
-        after = np.full(spare + 1, np.inf)
-        chosen = np.zeros(spare + 1, dtype=np.int64)
-        for left in range(min(bound - 1, spare // count) + 1):
-            together = left * count
-            candidate = np.maximum(latest[: spare + 1 - together], times[bound - left - 1])
-            better = candidate < after[together:]
-            after[together:][better] = candidate[better]
-            chosen[together:][better] = left
-        taken.append(chosen)
-        latest = after
-    if not np.isfinite(latest[spare]):
+    """The division with the shortest makespan that takes `surplus` micro-batches off `most`.
+
+    Dynamic programming over kinds; state: the micro-batches removed so far.
+    """
+    makespan = np.full(surplus + 1, np.inf)
+    makespan[0] = -np.inf
+    removed_by_kind = []
+    for times, count, limit in zip(completion, replicas, most, strict=True):
+        extended = np.full(surplus + 1, np.inf)
+        removed = np.zeros(surplus + 1, dtype=np.int64)
+        for each in range(min(limit - 1, surplus // count) + 1):
+            total = each * count
+            candidate = np.maximum(makespan[: surplus + 1 - total], times[limit - each - 1])
+            better = candidate < extended[total:]
+            extended[total:][better] = candidate[better]
+            removed[total:][better] = each
+        removed_by_kind.append(removed)
+        makespan = extended
+    if not np.isfinite(makespan[surplus]):
         return None
     shares = []
-    for chosen, count, bound in zip(
-        reversed(taken), reversed(replicas), reversed(most), strict=True
+    for removed, count, limit in zip(
+        reversed(removed_by_kind), reversed(replicas), reversed(most), strict=True
     ):
-        left = int(chosen[spare])
-        shares.append(bound - left)
-        spare -= left * count
+        each = int(removed[surplus])
+        shares.append(limit - each)
+        surplus -= each * count
     return tuple(reversed(shares))

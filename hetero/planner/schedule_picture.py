@@ -1,4 +1,4 @@
-"""A simulated step drawn as SVG: a line for each stage, a colour for each kind of node."""
+"""A simulated step as an SVG Gantt chart: a row per stage, a colour per kind of node."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from hetero.planner.step_costs import StepCosts
 _WIDTH, _LEFT, _ROW, _GAP, _TOP = 1200, 190, 22, 6, 26
 _COLOURS = ("#4c78a8", "#e4572e", "#2a9d8f", "#b279a2", "#8d6e63", "#d4a017")
 _OVERHEAD = {UPDATE: "#9aa0a6", REDUCE: "#5f6368"}
-_READABLE = 14
-"""Pixels that a pass needs to bear its micro-batch's number."""
+_MIN_LABEL_WIDTH = 14
+"""Minimum width in pixels of a pass that is labelled with its micro-batch."""
 
 
 def draw_schedule(costs: StepCosts, prediction: Prediction) -> str:
-    """An SVG element. Forward passes are light and backward ones full, both of the kind's colour.
+    """The chart as an SVG element; forward passes are lighter than backward passes.
 
-    Links are not drawn: the trace has them.
+    Links are left to the trace.
     """
     lines = [row for row in rows(costs, prediction) if row.kind]
     kinds = list(dict.fromkeys(row.kind for row in lines))
@@ -64,14 +64,14 @@ def _boxes(row: Row, top: int, scale: float, colour: str) -> Iterator[str]:
         if width <= 0:
             continue
         opacity = "0.45" if what == "forward" else "0.95"
-        # Chunks of an interleaved stage are stepped, so that they can be told apart.
+        # Offset the chunks of an interleaved stage to distinguish them.
         lift = min(chunk, 3) * 4
         yield (
             f'<rect x="{left:.2f}" y="{top + lift}" width="{width:.2f}" height="{_ROW - lift}" '
             f'{_fill(_OVERHEAD.get(what, colour), opacity)} stroke="currentColor" '
             'stroke-width="0.3"/>'
         )
-        if width >= _READABLE and what not in _OVERHEAD:
+        if width >= _MIN_LABEL_WIDTH and what not in _OVERHEAD:
             yield (
                 f'<text x="{left + width / 2:.2f}" y="{top + 15}" font-size="9" '
                 f'text-anchor="middle">{micro_batch}</text>'

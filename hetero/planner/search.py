@@ -1,13 +1,13 @@
 """Search for the plan with the shortest step on a cluster of several kinds of nodes.
 
-Pipelines: the sequences that a step takes at once (`step`) are gone through, and for each the kinds
-that take part, their shapes and their numbers of stages: a combination. A lower bound of each tells
-in which order to look: the exact split of layers is computed for combination after combination, in
-every order of the kinds, until no bound is below the best. So the result is exact. Where there are
-too many combinations, each kind is shortlisted first, only the most promising are looked at, and
-the best of them are improved by small changes; `Found.is_exact` says which it was.
+Best-first branch and bound over pipelines. For every number of sequences that a mesh can process at
+once, a combination is a choice of kinds, with a mesh shape and a number of stages for each.
+Combinations are visited by ascending lower bound and solved exactly (the optimal split of layers in
+every order of the meshes) until no bound is below the incumbent, which is then optimal.
 
-Whole replicas on each kind are looked at beside (`replica_search.py`).
+Where there are too many combinations the search is a heuristic: a shortlist for each kind, a limit
+on how many combinations are solved, and local search from the best ones. `SearchResult.is_exact`
+says which it was. Plans with whole replicas on each kind are searched too (`replica_search.py`).
 """
 
 from __future__ import annotations
@@ -22,134 +22,131 @@ from typing import TypeAlias
 
 import numpy as np
 
-from hetero.planner.combinations import Family, Variants, lower_bounds
+from hetero.planner.combinations import Combinations, KindCandidates, lower_bounds
 from hetero.planner.layer_split import Split, best_split
-from hetero.planner.mesh_options import (
-    MeshChoice,
-    Problem,
-    mesh_choices,
-    mesh_options,
-    pipeline_of,
-    placement_of,
-)
 from hetero.planner.placement import Placement
-from hetero.planner.replica_search import leaves_out, search_replicas
+from hetero.planner.replica_search import is_truncated, search_replicas
+from hetero.planner.search_space import (
+    MeshCandidate,
+    Problem,
+    build_placement,
+    mesh_candidates,
+    mesh_shapes,
+    pipeline_model,
+)
 
-_EXACT = 200_000
-"""Combinations up to which all are bounded, and none left out."""
-_SOLVED = 300
-"""Combinations whose layers are split where not all can be."""
-_IMPROVED = 4
-"""Of those, how many are changed step by step."""
-_CHANGES = 1500
-"""Changes whose layers are split, at most."""
-_ALL_ORDERS = 2
-"""Kinds up to which every order of theirs is tried at once, instead of by and by."""
+_EXACT_LIMIT = 200_000
+"""Combinations up to which the search is exact."""
+_MAX_SPLITS = 300
+"""Combinations solved by a heuristic search."""
+_LOCAL_SEARCHES = 4
+"""Candidates that local search starts from."""
+_MAX_MOVES = 1500
+"""Neighbours solved by all local searches together."""
+_MAX_PERMUTED = 2
+"""Meshes up to which a heuristic search tries every order; local search swaps the others."""
 
 Progress = Callable[[str, float], None]
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A plan that was found, and what it is estimated to take."""
+    """A plan with its estimated step."""
 
-    meshes: tuple[MeshChoice, ...]
+    meshes: tuple[MeshCandidate, ...]
     split: Split
     micro_batches: int
     chunks: int
     shares: tuple[int, ...] = ()
-    """Micro-batches of each replica of each mesh, where meshes are whole replicas."""
+    """Micro-batches of each replica of each mesh; empty where the meshes form one pipeline."""
 
     @property
     def seconds(self) -> float:
         return self.split.seconds
 
     def placement(self, problem: Problem) -> Placement:
-        return placement_of(
+        return build_placement(
             problem, self.meshes, self.split.layers, chunks=self.chunks, shares=self.shares
         )
 
 
 @dataclass(frozen=True)
-class Found:
-    """The best plans, the shortest first."""
+class SearchResult:
+    """The best candidates, the shortest step first."""
 
     candidates: tuple[Candidate, ...]
     combinations: int
-    """How many there are."""
-    split: int
-    """Of how many the layers were split."""
+    """Size of the search space."""
     is_exact: bool
-    """Whether nothing that was left out could be shorter than the first."""
+    """Whether the first is optimal by the estimate."""
 
 
 def search(
     problem: Problem,
     *,
-    wanted: int = 10,
-    limit: int = _EXACT,
-    until: float = 0.0,
+    num_candidates: int = 10,
+    exact_limit: int = _EXACT_LIMIT,
+    explore_below: float = 0.0,
     progress: Progress = lambda _text, _share: None,
-) -> Found:
-    """The `wanted` best pipelines. No candidates where none fits into memory.
+) -> SearchResult:
+    """The best plans; no candidates where nothing fits into memory.
 
-    What could be below `until` seconds is looked at even where the best is shorter.
+    Combinations whose bound is below `explore_below` seconds are solved even where the incumbent is
+    shorter. `exact_limit` is the largest number of combinations that is searched exactly.
     """
-    steps = list(_steps(problem))
-    combinations = sum(family.size for step in steps for family in step.families())
-    is_exact = combinations <= limit
-    every_step = steps
+    pools = list(_pools(problem))
+    combinations = sum(product.size for pool in pools for product in pool.combinations())
+    is_exact = combinations <= exact_limit
+    visited_pools = pools
     if not is_exact:
         kinds = len(problem.cluster.kinds)
-        width = max(2, int((limit / len(steps)) ** (1 / kinds)) - 1)
-        steps = [step.shortlisted(width) for step in steps]
-    families = [family for step in steps for family in step.families()]
-    best = _Best(wanted)
-    solved = _solve_in_order(
-        problem, families, best, is_exact=is_exact, until=until, progress=progress
+        size = max(2, int((exact_limit / len(pools)) ** (1 / kinds)) - 1)
+        visited_pools = [pool.shortlisted(size) for pool in pools]
+    products = [product for pool in visited_pools for product in pool.combinations()]
+    best = _BestCandidates(num_candidates)
+    _best_first_search(
+        problem, products, best, is_exact=is_exact, explore_below=explore_below, progress=progress
     )
     if not is_exact:
-        solved += _improve(problem, best, every_step, progress)
+        _local_search(problem, best, pools, progress)
     if problem.space.replicas and 1 in problem.space.chunks:
         progress("replicas", 0.0)
-        for found in search_replicas(problem, below=best.limit, exact=is_exact):
+        for found in search_replicas(problem, cutoff=best.cutoff, is_exact=is_exact):
             micro_batches = sum(found.shares)
             best.add(Candidate(found.meshes, found.split, micro_batches, 1, found.shares))
-        is_exact = is_exact and not leaves_out(problem)
-    return Found(tuple(best.sorted()), combinations, solved, is_exact)
+        is_exact = is_exact and not is_truncated(problem)
+    return SearchResult(tuple(best.sorted()), combinations, is_exact)
 
 
-class _Best:
-    """The best candidates so far, one of each set of meshes."""
+class _BestCandidates:
+    """The best candidates so far, at most one for each set of meshes."""
 
-    def __init__(self, wanted: int) -> None:
-        self._wanted = wanted
-        self._found: dict[frozenset[MeshChoice], Candidate] = {}
+    def __init__(self, num_candidates: int) -> None:
+        self._num_candidates = num_candidates
+        self._by_meshes: dict[frozenset[MeshCandidate], Candidate] = {}
 
-    def add(self, candidate: Candidate) -> bool:
-        """Whether it is better than what was known of the same meshes."""
+    def add(self, candidate: Candidate) -> None:
         key = frozenset(candidate.meshes)
-        known = self._found.get(key)
-        if known is not None and known.seconds <= candidate.seconds:
-            return False
-        self._found[key] = candidate
-        if len(self._found) > 4 * self._wanted:
-            kept = heapq.nsmallest(self._wanted, self._found.values(), key=_seconds)
-            self._found = {frozenset(one.meshes): one for one in kept}
-        return True
+        incumbent = self._by_meshes.get(key)
+        if incumbent is not None and incumbent.seconds <= candidate.seconds:
+            return
+        self._by_meshes[key] = candidate
+        if len(self._by_meshes) > 4 * self._num_candidates:
+            kept = heapq.nsmallest(self._num_candidates, self._by_meshes.values(), key=_seconds)
+            self._by_meshes = {frozenset(one.meshes): one for one in kept}
 
     def sorted(self) -> list[Candidate]:
-        return heapq.nsmallest(self._wanted, self._found.values(), key=_seconds)
+        return heapq.nsmallest(self._num_candidates, self._by_meshes.values(), key=_seconds)
 
     @property
     def shortest(self) -> float:
-        return min((one.seconds for one in self._found.values()), default=math.inf)
+        return min((one.seconds for one in self._by_meshes.values()), default=math.inf)
 
     @property
-    def limit(self) -> float:
-        """Seconds from which on a candidate is not wanted."""
+    def cutoff(self) -> float:
+        """Candidates that take this many seconds or more are not among the best."""
         found = self.sorted()
-        return found[-1].seconds if len(found) == self._wanted else math.inf
+        return found[-1].seconds if len(found) == self._num_candidates else math.inf
 
 
 def _seconds(candidate: Candidate) -> float:
@@ -157,54 +154,52 @@ def _seconds(candidate: Candidate) -> float:
 
 
 @dataclass(frozen=True)
-class _Step:
-    """All shapes that take so many sequences at once, by kind."""
+class _Pool:
+    """The mesh candidates of each kind that process equally many sequences at once."""
 
-    sequences: int
     micro_batches: int
     chunks: int
-    kinds: tuple[tuple[MeshChoice, ...], ...]
+    kinds: tuple[tuple[MeshCandidate, ...], ...]
 
-    def families(self) -> Iterator[Family]:
-        variants = [Variants.of(kind) for kind in self.kinds if kind]
-        for size in range(1, len(variants) + 1):
-            for chosen in itertools.combinations(variants, size):
-                yield Family(chosen, self.micro_batches, self.chunks)
+    def combinations(self) -> Iterator[Combinations]:
+        kinds = [KindCandidates.of(kind) for kind in self.kinds if kind]
+        for size in range(1, len(kinds) + 1):
+            for chosen in itertools.combinations(kinds, size):
+                yield Combinations(chosen, self.micro_batches, self.chunks)
 
-    def of_kind(self, name: str) -> tuple[MeshChoice, ...]:
-        return next(kind for kind in self.kinds if kind and kind[0].option.kind.name == name)
+    def of_kind(self, name: str) -> tuple[MeshCandidate, ...]:
+        return next(kind for kind in self.kinds if kind and kind[0].shape.kind.name == name)
 
-    def shortlisted(self, width: int) -> _Step:
-        """Of each kind the `width` shapes that promise most, unlike each other."""
-        short = tuple(self._promising(kind, width) for kind in self.kinds)
+    def shortlisted(self, size: int) -> _Pool:
+        """Of each kind the `size` fastest candidates, balanced over recomputation and depth."""
+        short = tuple(self._shortlist(kind, size) for kind in self.kinds)
         return dataclasses.replace(self, kinds=short)
 
-    def _promising(self, kind: tuple[MeshChoice, ...], width: int) -> tuple[MeshChoice, ...]:
-        def alone(mesh: MeshChoice) -> float:
-            seconds = mesh.option.layer_seconds
-            return (self.micro_batches - 1) * seconds / mesh.count + seconds / self.chunks
+    def _shortlist(self, kind: tuple[MeshCandidate, ...], size: int) -> tuple[MeshCandidate, ...]:
+        def homogeneous_seconds(mesh: MeshCandidate) -> float:
+            seconds = mesh.shape.layer_seconds
+            return (self.micro_batches - 1) * seconds / mesh.stages + seconds / self.chunks
 
-        groups: dict[tuple[str, int], list[MeshChoice]] = {}
-        for mesh in sorted(kind, key=alone):
-            groups.setdefault((mesh.option.stage.recompute, mesh.count.bit_length()), []).append(
-                mesh
-            )
-        turns = itertools.zip_longest(*groups.values())
-        in_turn = (mesh for turn in turns for mesh in turn if mesh is not None)
-        return tuple(itertools.islice(in_turn, width))
+        groups: dict[tuple[str, int], list[MeshCandidate]] = {}
+        for mesh in sorted(kind, key=homogeneous_seconds):
+            group = mesh.shape.stage.recompute, mesh.stages.bit_length()
+            groups.setdefault(group, []).append(mesh)
+        rounds = itertools.zip_longest(*groups.values())
+        round_robin = (mesh for one in rounds for mesh in one if mesh is not None)
+        return tuple(itertools.islice(round_robin, size))
 
 
-def _steps(problem: Problem) -> Iterator[_Step]:
+def _pools(problem: Problem) -> Iterator[_Pool]:
     space, cluster = problem.space, problem.cluster
     for sequences in _divisors(space.global_batch):
-        shapes = [list(mesh_options(problem, kind, sequences)) for kind in cluster.kinds]
+        shapes = [list(mesh_shapes(problem, kind, sequences)) for kind in cluster.kinds]
         for chunks in space.chunks:
             kinds = tuple(
-                tuple(mesh for one in options for mesh in mesh_choices(problem, one, chunks))
-                for options in shapes
+                tuple(mesh for shape in kind for mesh in mesh_candidates(problem, shape, chunks))
+                for kind in shapes
             )
             if any(kinds):
-                yield _Step(sequences, space.global_batch // sequences, chunks, kinds)
+                yield _Pool(space.global_batch // sequences, chunks, kinds)
 
 
 def _divisors(number: int) -> list[int]:
@@ -212,78 +207,82 @@ def _divisors(number: int) -> list[int]:
     return sorted({*small, *(number // value for value in small)})
 
 
-def _solve_in_order(
+def _best_first_search(
     problem: Problem,
-    families: Sequence[Family],
-    best: _Best,
+    products: Sequence[Combinations],
+    best: _BestCandidates,
     *,
     is_exact: bool,
-    until: float,
+    explore_below: float,
     progress: Progress,
-) -> int:
-    """Split the layers of combination after combination; returns of how many."""
-    bounds = [lower_bounds(family, problem) for family in families]
+) -> None:
+    """Solve combinations by ascending lower bound until none can be better than the incumbent."""
+    bounds = [lower_bounds(product, problem) for product in products]
     if not bounds:
-        return 0
-    every = np.concatenate(bounds)
-    owner = np.repeat(np.arange(len(families)), [len(part) for part in bounds])
-    start = np.cumsum([0, *(len(part) for part in bounds)])
-    solved = 0
-    for index in np.argsort(every, kind="stable"):
-        if every[index] >= max(best.shortest, until) or (not is_exact and solved >= _SOLVED):
+        return
+    all_bounds = np.concatenate(bounds)
+    product_of = np.repeat(np.arange(len(products)), [len(part) for part in bounds])
+    offsets = np.cumsum([0, *(len(part) for part in bounds)])
+    for solved, index in enumerate(np.argsort(all_bounds, kind="stable"), start=1):
+        if all_bounds[index] >= max(best.shortest, explore_below):
             break
-        family = families[owner[index]]
-        meshes = family.combination(int(index - start[owner[index]]))
-        for order in _orders(meshes, is_exact=is_exact):
-            candidate = _candidate(problem, order, family, best.limit)
+        if not is_exact and solved > _MAX_SPLITS:
+            break
+        product = products[product_of[index]]
+        meshes = product.combination(int(index - offsets[product_of[index]]))
+        for order in _stage_orders(meshes, is_exact=is_exact):
+            candidate = _solve(problem, order, product, best.cutoff)
             if candidate is not None:
                 best.add(candidate)
-        solved += 1
         if solved % 20 == 0:
-            progress("layers", min(solved / _SOLVED, 1.0))
-    return solved
+            progress("layers", min(solved / _MAX_SPLITS, 1.0))
 
 
-def _orders(meshes: tuple[MeshChoice, ...], *, is_exact: bool) -> Iterator[tuple[MeshChoice, ...]]:
-    """Every order; of many meshes, where not all can be looked at, those by memory in flight."""
-    if is_exact or len(meshes) <= _ALL_ORDERS:
+def _stage_orders(
+    meshes: tuple[MeshCandidate, ...], *, is_exact: bool
+) -> Iterator[tuple[MeshCandidate, ...]]:
+    """Every order of the meshes; in a heuristic search of many, those by memory."""
+    if is_exact or len(meshes) <= _MAX_PERMUTED:
         yield from itertools.permutations(meshes)
         return
 
-    def holds(mesh: MeshChoice) -> float:
-        return mesh.option.room_bytes / max(mesh.option.costs.layer_activation_bytes, 1.0)
+    def micro_batches_held(mesh: MeshCandidate) -> float:
+        return mesh.shape.usable_bytes / max(mesh.shape.costs.layer_activation_bytes, 1.0)
 
-    by_memory = tuple(sorted(meshes, key=holds, reverse=True))
+    by_memory = tuple(sorted(meshes, key=micro_batches_held, reverse=True))
     yield by_memory
     yield by_memory[::-1]
 
 
-def _candidate(
-    problem: Problem, meshes: tuple[MeshChoice, ...], step: _Step | Family, below: float
+def _solve(
+    problem: Problem, meshes: tuple[MeshCandidate, ...], pool: _Pool | Combinations, cutoff: float
 ) -> Candidate | None:
-    pipeline = pipeline_of(problem, meshes, micro_batches=step.micro_batches, chunks=step.chunks)
-    split = best_split(pipeline, problem.model.layers, below=below)
-    return None if split is None else Candidate(meshes, split, step.micro_batches, step.chunks)
+    """The optimal split of layers over meshes in this order; None where none is below `cutoff`."""
+    pipeline = pipeline_model(problem, meshes, micro_batches=pool.micro_batches, chunks=pool.chunks)
+    split = best_split(pipeline, problem.model.layers, cutoff=cutoff)
+    return None if split is None else Candidate(meshes, split, pool.micro_batches, pool.chunks)
 
 
-def _improve(problem: Problem, best: _Best, steps: Sequence[_Step], progress: Progress) -> int:
-    """Change the best candidates by one mesh, or the order, as long as that shortens a step."""
+def _local_search(
+    problem: Problem, best: _BestCandidates, pools: Sequence[_Pool], progress: Progress
+) -> None:
+    """Hill climbing from the best candidates: replace, add, drop or swap meshes."""
     solved = 0
-    by_step = {(step.micro_batches, step.chunks): step for step in steps}
-    for start in best.sorted()[:_IMPROVED]:
-        current, tried = start, {start.meshes}
-        while solved < _CHANGES:
-            changed = sorted(
-                (bound, number, change)
-                for number, change in enumerate(_changes(current, by_step))
-                if (bound := _bound(problem, change)) < current.seconds
+    by_key = {(pool.micro_batches, pool.chunks): pool for pool in pools}
+    for initial in best.sorted()[:_LOCAL_SEARCHES]:
+        current, visited = initial, {initial.meshes}
+        while solved < _MAX_MOVES:
+            moves = sorted(
+                (bound, tie_break, move)
+                for tie_break, move in enumerate(_moves(current, by_key))
+                if (bound := _lower_bound(problem, move)) < current.seconds
             )
-            for _, _, (meshes, step) in changed:
-                if meshes in tried or solved >= _CHANGES:
+            for _, _, (meshes, pool) in moves:
+                if meshes in visited or solved >= _MAX_MOVES:
                     continue
-                tried.add(meshes)
+                visited.add(meshes)
                 solved += 1
-                candidate = _candidate(problem, meshes, step, best.limit)
+                candidate = _solve(problem, meshes, pool, best.cutoff)
                 if candidate is None:
                     continue
                 best.add(candidate)
@@ -292,37 +291,37 @@ def _improve(problem: Problem, best: _Best, steps: Sequence[_Step], progress: Pr
                     break
             else:
                 break
-            progress("changes", solved / _CHANGES)
-    return solved
+            progress("changes", solved / _MAX_MOVES)
 
 
-_Change: TypeAlias = tuple[tuple[MeshChoice, ...], _Step]
+_Move: TypeAlias = tuple[tuple[MeshCandidate, ...], _Pool]
 
 
-def _changes(current: Candidate, by_step: Mapping[tuple[int, int], _Step]) -> Iterator[_Change]:
-    step = by_step[current.micro_batches, current.chunks]
+def _moves(current: Candidate, by_key: Mapping[tuple[int, int], _Pool]) -> Iterator[_Move]:
+    """The neighbourhood of a candidate."""
+    pool = by_key[current.micro_batches, current.chunks]
     meshes = current.meshes
     for one, other in itertools.combinations(range(len(meshes)), 2):
         swapped = list(meshes)
         swapped[one], swapped[other] = swapped[other], swapped[one]
-        yield tuple(swapped), step
+        yield tuple(swapped), pool
     for index, mesh in enumerate(meshes):
         before, after = meshes[:index], meshes[index + 1 :]
         if before or after:
-            yield (*before, *after), step
-        for variant in step.of_kind(mesh.option.kind.name):
-            near = abs(variant.count - mesh.count) <= 2
-            if near or variant.count in (mesh.count // 2, 2 * mesh.count):
-                yield (*before, variant, *after), step
-    used = {mesh.option.kind.name for mesh in meshes}
-    for kind in step.kinds:
-        if kind and kind[0].option.kind.name not in used:
-            for variant in kind:
-                for place in range(len(meshes) + 1):
-                    yield (*meshes[:place], variant, *meshes[place:]), step
+            yield (*before, *after), pool
+        for candidate in pool.of_kind(mesh.shape.kind.name):
+            near = abs(candidate.stages - mesh.stages) <= 2
+            if near or candidate.stages in (mesh.stages // 2, 2 * mesh.stages):
+                yield (*before, candidate, *after), pool
+    used = {mesh.shape.kind.name for mesh in meshes}
+    for kind in pool.kinds:
+        if kind and kind[0].shape.kind.name not in used:
+            for candidate in kind:
+                for position in range(len(meshes) + 1):
+                    yield (*meshes[:position], candidate, *meshes[position:]), pool
 
 
-def _bound(problem: Problem, change: _Change) -> float:
-    meshes, step = change
-    variants = tuple(Variants.of([mesh]) for mesh in meshes)
-    return float(lower_bounds(Family(variants, step.micro_batches, step.chunks), problem)[0])
+def _lower_bound(problem: Problem, move: _Move) -> float:
+    meshes, pool = move
+    kinds = tuple(KindCandidates.of([mesh]) for mesh in meshes)
+    return float(lower_bounds(Combinations(kinds, pool.micro_batches, pool.chunks), problem)[0])

@@ -1,4 +1,4 @@
-"""One pipeline stage as costs see it: its ranks, what they hold and how they compute."""
+"""A pipeline stage as the cost model sees it: its ranks, layers and parallel sizes."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ from hetero.planner.placement import Placement
 
 @dataclass(frozen=True, kw_only=True)
 class StageShape:
-    """The ranks of one mesh that hold one stage."""
+    """One pipeline stage on one mesh."""
 
     kind: str
-    """The kind of node that they stand on, and from which of its GPUs on."""
+    """The kind of node that its ranks are on."""
     first_gpu: int = 0
+    """The first of its GPUs, numbered over all nodes of the kind."""
     layers: tuple[int, ...]
-    """Decoder layers of each of its model chunks."""
+    """Decoder layers of each model chunk."""
     has_embedding: bool
     has_head: bool
     tensor: int = 1
@@ -31,10 +32,7 @@ class StageShape:
 
     @classmethod
     def of(cls, plan: Plan, mesh: Mesh, stage: int, *, kind: str, first_gpu: int = 0) -> StageShape:
-        """A stage of a plan, as one of its meshes holds it.
-
-        What the mesh leaves to the run's global flags has Megatron's defaults here.
-        """
+        """A stage of `plan` on `mesh`. Options that are None there get Megatron's defaults."""
         return cls(
             kind=kind,
             first_gpu=first_gpu,
@@ -63,7 +61,7 @@ class StageShape:
         )
 
     def parameters(self, model: ModelShape) -> float:
-        """Of one rank. A stage with embedding and tied output layer holds their weight once."""
+        """Parameters of one rank. A tied embedding on a single stage counts once."""
         count = sum(self.layers) * model.layer_parameters
         if self.has_embedding:
             count += model.embedding_parameters
@@ -74,23 +72,25 @@ class StageShape:
         return count / self.tensor
 
 
-def pipelines(placement: Placement, cluster: Cluster) -> list[list[StageShape]]:
-    """The stages of each pipeline that differs: one, or of whole replicas one for each mesh."""
+def pipeline_stages(placement: Placement, cluster: Cluster) -> list[list[StageShape]]:
+    """The stages of each distinct pipeline: one, or one for each mesh of whole replicas."""
     plan = placement.plan
-    taken: dict[str, int] = dict.fromkeys(placement.kinds, 0)
+    gpus_used: dict[str, int] = dict.fromkeys(placement.kinds, 0)
     stages: list[list[StageShape]] = [[]]
     for index, (kind, mesh) in enumerate(zip(placement.kinds, plan.meshes, strict=True)):
-        _require_covered(mesh, cluster.kind(kind), taken[kind])
+        _require_supported(mesh, cluster.kind(kind), gpus_used[kind])
         if plan.whole_replicas and index:
             stages.append([])
         for _ in range(mesh.stages):
             stage = len(stages[-1])
-            stages[-1].append(StageShape.of(plan, mesh, stage, kind=kind, first_gpu=taken[kind]))
-            taken[kind] += mesh.ranks_per_stage
+            stages[-1].append(
+                StageShape.of(plan, mesh, stage, kind=kind, first_gpu=gpus_used[kind])
+            )
+            gpus_used[kind] += mesh.ranks_per_stage
     return stages
 
 
-def _require_covered(mesh: Mesh, kind: NodeKind, first_gpu: int) -> None:
+def _require_supported(mesh: Mesh, kind: NodeKind, first_gpu: int) -> None:
     if mesh.context > 1:
         raise PlanError("costs are not known of plans with context parallelism; use context 1")
     size = kind.gpus_per_node
@@ -99,7 +99,7 @@ def _require_covered(mesh: Mesh, kind: NodeKind, first_gpu: int) -> None:
             f"tensor size {mesh.tensor} is more than the {size} GPUs of a node; costs are not "
             "known of tensor parallelism across nodes"
         )
-    # Groups stand one behind the other from the mesh's first GPU on.
+    # Tensor-parallel groups are consecutive from the mesh's first GPU on.
     fills_nodes = size % mesh.tensor == 0 and first_gpu % mesh.tensor == 0
     last = first_gpu % size + mesh.world_size
     if mesh.tensor > 1 and not fills_nodes and last > size:
@@ -109,21 +109,21 @@ def _require_covered(mesh: Mesh, kind: NodeKind, first_gpu: int) -> None:
         )
 
 
-def micro_batches(placement: Placement) -> list[int]:
-    """How many each pipeline of `pipelines` takes in a step."""
+def micro_batch_counts(placement: Placement) -> list[int]:
+    """Micro-batches per training step of each pipeline of `pipeline_stages`."""
     plan = placement.plan
     first = plan.meshes[0]
-    per_row = plan.row(0) if plan.whole_replicas else first.data
-    samples = per_row * (first.micro_batch_size or 1)
-    rows, rest = divmod(placement.global_batch, samples)
-    if rest or not rows:
+    micro_batches_per_round = plan.row(0) if plan.whole_replicas else first.data
+    samples = micro_batches_per_round * (first.micro_batch_size or 1)
+    rounds, rest = divmod(placement.global_batch, samples)
+    if rest or not rounds:
         raise PlanError(
             f"the global batch {placement.global_batch} does not divide into steps of {samples} "
             "samples, which all replicas take together"
         )
-    if plan.chunks > 1 and rows % plan.stages:
+    if plan.chunks > 1 and rounds % plan.stages:
         raise PlanError(
-            f"{rows} micro-batches do not divide by {plan.stages} stages, as an interleaved "
+            f"{rounds} micro-batches do not divide by {plan.stages} stages, as an interleaved "
             "schedule needs it"
         )
-    return [rows * mesh.share for mesh in plan.meshes] if plan.whole_replicas else [rows]
+    return [rounds * mesh.share for mesh in plan.meshes] if plan.whole_replicas else [rounds]

@@ -1,4 +1,4 @@
-"""A placement's costs, stage by stage: what the simulator plays and the quick estimate adds up."""
+"""The cost model: durations and memory of every stage of a placement."""
 
 from __future__ import annotations
 
@@ -6,32 +6,32 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hetero.planner.cluster_shape import Cluster
+from hetero.planner.communication_costs import (
+    edge_costs,
+    on_same_node,
+    reduce_and_gather_seconds,
+    stage_rails,
+    tied_embedding_seconds,
+)
 from hetero.planner.layer_profile import PartCosts, Profile
 from hetero.planner.model_shape import ModelShape
 from hetero.planner.peak_memory import RankMemory, in_flight, rank_memory
-from hetero.planner.pipeline_events import Chain, EdgeSeconds
+from hetero.planner.pipeline_simulator import EdgeTimes, PipelineTimes
 from hetero.planner.placement import Placement
-from hetero.planner.stage_shape import StageShape, micro_batches, pipelines
+from hetero.planner.stage_shape import StageShape, micro_batch_counts, pipeline_stages
 from hetero.planner.training_options import TrainingOptions
-from hetero.planner.wire_costs import (
-    edge_costs,
-    rails_of,
-    reduce_seconds,
-    shares_node,
-    tied_seconds,
-)
 
 
 @dataclass(frozen=True)
 class StepCosts:
-    """Of one training step. Outer tuples are pipelines that differ, inner ones their stages."""
+    """Costs of one training step. Nested tuples: a distinct pipeline, a stage."""
 
     stages: tuple[tuple[StageShape, ...], ...]
-    chains: tuple[Chain, ...]
+    pipelines: tuple[PipelineTimes, ...]
     reduce: tuple[float, ...]
-    """Seconds until a stage's gradients are reduced, after the last of its replicas is through."""
+    """Seconds of reducing each stage's gradients, after the last of its replicas has finished."""
     update: tuple[tuple[float, ...], ...]
-    """Seconds of the optimizer's step and of gathering the weights, before the next forward."""
+    """Seconds of optimizer step and weight all-gather, before the next forward pass."""
     memory: tuple[tuple[RankMemory, ...], ...]
 
 
@@ -43,69 +43,86 @@ def step_costs(
     profile: Profile,
     options: TrainingOptions | None = None,
 ) -> StepCosts:
-    """Raises PlanError where the plan cannot be, ProfileError where the profile lacks a point."""
-    options = options or TrainingOptions()
+    """The costs of a placement.
+
+    Raises PlanError for an invalid plan, ProfileError where the profile lacks a point.
+    """
     placement.require_fit(cluster, model)
-    work = StageWork(model, cluster, profile, options)
-    stages = tuple(map(tuple, pipelines(placement, cluster)))
-    counts = micro_batches(placement)
-    all_holders = list(zip(*stages, strict=True))
-    replicas = [sum(stage.data for stage in holders) for holders in all_holders]
-    reduced = [work.reduction(holders) for holders in all_holders]
-    return StepCosts(
-        stages=stages,
-        chains=tuple(
-            work.chain(pipeline, count) for pipeline, count in zip(stages, counts, strict=True)
-        ),
-        reduce=work.with_tied([reduce for reduce, _ in reduced], stages),
-        update=tuple(
-            tuple(
-                work.update(stage, sharing) + gather
-                for stage, sharing, (_, gather) in zip(pipeline, replicas, reduced, strict=True)
-            )
-            for pipeline in stages
-        ),
-        memory=tuple(
-            work.memory(pipeline, count, replicas)
-            for pipeline, count in zip(stages, counts, strict=True)
-        ),
-    )
+    cost_model = CostModel(model, cluster, profile, options or TrainingOptions())
+    stages = tuple(map(tuple, pipeline_stages(placement, cluster)))
+    dp_groups = list(zip(*stages, strict=True))
+    return cost_model.step_costs(stages, micro_batch_counts(placement), dp_groups)
 
 
 @dataclass(frozen=True)
-class StageWork:
-    """Costs of stages and of pipelines made of them, however a plan or a record puts them there."""
+class CostModel:
+    """Costs of stages and of the pipelines they form, whether or not a Plan can express them."""
 
     model: ModelShape
     cluster: Cluster
     profile: Profile
     options: TrainingOptions
 
+    def step_costs(
+        self,
+        pipelines: Sequence[Sequence[StageShape]],
+        micro_batches: Sequence[int],
+        dp_groups: Sequence[Sequence[StageShape]],
+    ) -> StepCosts:
+        """The costs of distinct pipelines with so many micro-batches each.
+
+        `dp_groups` has, for each stage, the meshes whose data-parallel ranks reduce together.
+        """
+        replicas = [sum(stage.data for stage in dp_group) for dp_group in dp_groups]
+        reductions = [self.gradient_reduction(dp_group) for dp_group in dp_groups]
+        return StepCosts(
+            stages=tuple(map(tuple, pipelines)),
+            pipelines=tuple(
+                self.pipeline_times(stages, count)
+                for stages, count in zip(pipelines, micro_batches, strict=True)
+            ),
+            reduce=self._with_tied_embedding([reduce for reduce, _ in reductions], pipelines),
+            update=tuple(
+                tuple(
+                    self.update(stage, shards) + gather
+                    for stage, shards, (_, gather) in zip(stages, replicas, reductions, strict=True)
+                )
+                for stages in pipelines
+            ),
+            memory=tuple(
+                self._memory(stages, count, replicas)
+                for stages, count in zip(pipelines, micro_batches, strict=True)
+            ),
+        )
+
     def costs(self, stage: StageShape) -> PartCosts:
         accelerator = self.cluster.kind(stage.kind).accelerator.name
         return self.profile.costs(accelerator, stage.point(self.model))
 
-    def chain(self, stages: Sequence[StageShape], count: int) -> Chain:
-        """One pipeline, each pass with what gathering a tensor that came in parts adds to it."""
+    def pipeline_times(self, stages: Sequence[StageShape], count: int) -> PipelineTimes:
+        """Durations of one pipeline with `count` micro-batches.
+
+        A pass includes the all-gather of the sharded tensor that it receives.
+        """
         forward, backward = [], []
         for stage in stages:
-            ahead, back = pass_seconds(stage, self.costs(stage))
-            forward.append(ahead)
-            backward.append(back)
+            forward_seconds, backward_seconds = pass_seconds(stage, self.costs(stage))
+            forward.append(forward_seconds)
+            backward.append(backward_seconds)
         edges = []
-        rails = _rail_numbers(self.cluster, stages)
+        rails = _rail_groups(self.cluster, stages)
         last = len(stages) - (1 if len(stages[0].layers) == 1 else 0)
         for index in range(last if len(stages) > 1 else 0):
-            after = (index + 1) % len(stages)
-            source, target = stages[index], stages[after]
+            following = (index + 1) % len(stages)
+            source, target = stages[index], stages[following]
             edge = edge_costs(self.cluster, source, target, model=self.model, options=self.options)
-            forward[after] = [seconds + edge.gather_after for seconds in forward[after]]
+            forward[following] = [seconds + edge.gather_after for seconds in forward[following]]
             backward[index] = [seconds + edge.gather_before for seconds in backward[index]]
-            ends = (rails[index], rails[after])
-            if shares_node(self.cluster, source, target):
+            ends = (rails[index], rails[following])
+            if on_same_node(self.cluster, source, target):
                 ends = (-1, -1)
-            edges.append(EdgeSeconds(edge.wire, edge.latency, *ends, edge.is_buffered))
-        return Chain(
+            edges.append(EdgeTimes(edge.occupancy, edge.latency, *ends, edge.is_buffered))
+        return PipelineTimes(
             tuple(map(tuple, forward)),
             tuple(map(tuple, backward)),
             tuple(edges),
@@ -113,44 +130,46 @@ class StageWork:
             self.options.deepspeed_transfers,
         )
 
-    def reduction(self, holders: Sequence[StageShape]) -> tuple[float, float]:
-        """Seconds of reducing and of gathering that are not hidden behind a pass."""
-        parameters = max(stage.parameters(self.model) for stage in holders)
-        reduce, gather = reduce_seconds(
+    def gradient_reduction(self, dp_group: Sequence[StageShape]) -> tuple[float, float]:
+        """Exposed seconds of gradient reduction and of the weight all-gather."""
+        parameters = max(stage.parameters(self.model) for stage in dp_group)
+        reduce, gather = reduce_and_gather_seconds(
             self.cluster,
-            holders,
+            dp_group,
             parameters=parameters,
             profile=self.profile,
             options=self.options,
         )
-        passes = [pass_seconds(stage, self.costs(stage)) for stage in holders]
-        parts = sum(holders[0].layers)
+        passes = [pass_seconds(stage, self.costs(stage)) for stage in dp_group]
+        layers = sum(dp_group[0].layers)
         if self.options.overlap_grad_reduce:
-            reduce = _exposed(reduce, min(sum(backward) for _, backward in passes), parts)
+            reduce = _exposed_seconds(reduce, min(sum(backward) for _, backward in passes), layers)
         if self.options.overlap_param_gather:
-            gather = _exposed(gather, min(sum(forward) for forward, _ in passes), parts)
+            gather = _exposed_seconds(gather, min(sum(forward) for forward, _ in passes), layers)
         return reduce, gather
 
-    def with_tied(
+    def _with_tied_embedding(
         self, reduce: list[float], stages: Sequence[Sequence[StageShape]]
     ) -> tuple[float, ...]:
         if self.model.tied and len(reduce) > 1:
             first, last = stages[0][0], stages[0][-1]
-            both = tied_seconds(self.cluster, first, last, model=self.model, options=self.options)
-            reduce[0] += both
-            reduce[-1] += both
+            seconds = tied_embedding_seconds(
+                self.cluster, first, last, model=self.model, options=self.options
+            )
+            reduce[0] += seconds
+            reduce[-1] += seconds
         return tuple(reduce)
 
     def update(self, stage: StageShape, replicas: int) -> float:
-        """The optimizer's step over what one rank owns of the parameters."""
+        """Seconds of the optimizer step over one rank's parameters."""
         shards = replicas if stage.distributed_optimizer else 1
         accelerator = self.cluster.kind(stage.kind).accelerator.name
         return self.profile.optimizer_seconds(accelerator, stage.parameters(self.model) / shards)
 
-    def memory(
+    def _memory(
         self, stages: Sequence[StageShape], count: int, replicas: Sequence[int]
     ) -> tuple[RankMemory, ...]:
-        """`replicas` says of each stage how many hold it and share the optimizer's state."""
+        """Peak memory of each stage; `replicas` data-parallel ranks shard its optimizer state."""
         return tuple(
             rank_memory(
                 stage,
@@ -167,7 +186,7 @@ class StageWork:
 
 
 def pass_seconds(stage: StageShape, costs: PartCosts) -> tuple[list[float], list[float]]:
-    """Forward and backward of one micro-batch, of each of a stage's chunks."""
+    """Forward and backward seconds of one micro-batch for each chunk of a stage."""
     forward = [layers * costs.layer.forward for layers in stage.layers]
     backward = [layers * costs.layer.backward for layers in stage.layers]
     if stage.has_embedding:
@@ -179,19 +198,19 @@ def pass_seconds(stage: StageShape, costs: PartCosts) -> tuple[list[float], list
     return forward, backward
 
 
-def _exposed(seconds: float, beside: float, parts: int) -> float:
-    """What is left of `seconds` that go on beside a pass: at least the last layer's part."""
-    return max(seconds - beside * (parts - 1) / parts, seconds / parts)
+def _exposed_seconds(seconds: float, overlapped: float, layers: int) -> float:
+    """The part of a communication not hidden behind a pass: at least one layer's."""
+    return max(seconds - overlapped * (layers - 1) / layers, seconds / layers)
 
 
-def _rail_numbers(cluster: Cluster, stages: Sequence[StageShape]) -> list[int]:
-    """One number for stages that share NICs."""
-    numbers: list[int] = []
+def _rail_groups(cluster: Cluster, stages: Sequence[StageShape]) -> list[int]:
+    """A group number for each stage; stages that share a NIC have the same."""
+    groups: list[int] = []
     for index, stage in enumerate(stages):
-        own, number = rails_of(cluster, stage), index
-        for earlier, other in zip(numbers, stages, strict=False):
-            rails = rails_of(cluster, other)
+        own, group = stage_rails(cluster, stage), index
+        for earlier, other in zip(groups, stages, strict=False):
+            rails = stage_rails(cluster, other)
             if other.kind == stage.kind and rails.start < own.stop and own.start < rails.stop:
-                number = earlier
-        numbers.append(number)
-    return numbers
+                group = earlier
+        groups.append(group)
+    return groups

@@ -1,4 +1,4 @@
-"""What costs depend on beside plan, cluster and model: bytes of a parameter, and what overlaps."""
+"""Training options that costs depend on: bytes per parameter, overlap of communication."""
 
 from __future__ import annotations
 
@@ -7,25 +7,24 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingOptions:
-    """How a run trains. The defaults are bf16 mixed precision with Adam, as Megatron does it."""
+    """How a run trains. Defaults: Megatron's bf16 mixed precision with Adam."""
 
     activation_bytes: int = 2
-    """Of an element that stages exchange."""
+    """Bytes per element of what stages exchange."""
     parameter_bytes: int = 2
-    """Of a weight that the forward pass reads."""
+    """Bytes per weight in the forward pass."""
     gradient_bytes: int = 4
-    """Of an element of the gradient buffer, which is what data-parallel ranks reduce."""
+    """Bytes per element of the gradient buffer, which data-parallel ranks reduce."""
     state_bytes: int = 12
-    """Of a parameter's optimizer state: an fp32 copy and two moments."""
+    """Bytes of optimizer state per parameter: an fp32 copy and two moments."""
     overlap_grad_reduce: bool = False
-    """Whether a layer's gradients are reduced while backward goes on through the layers before."""
+    """Whether gradient reduction overlaps the backward pass of earlier layers."""
     overlap_param_gather: bool = False
-    """Whether updated weights are gathered while the next forward pass goes on."""
+    """Whether the all-gather of updated weights overlaps the next forward pass."""
     delay_weight_gradients: bool = False
-    """Whether a stage computes them after it has sent the gradient of its input."""
+    """Whether a stage computes them after sending the gradient of its input."""
     deepspeed_transfers: bool = False
-    """Whether stages exchange as DeepSpeed's pipeline engine does, for comparing with runs of it:
-    in parts that the receivers gather, in its order, and a sender of more than NCCL buffers waits.
-    """
+    """Whether stages communicate as in DeepSpeed's pipeline engine, to compare with runs of it:
+    sharded activations that receivers all-gather, and blocking sends of what NCCL cannot buffer."""
     reserved_bytes: float = 1.5 * 2**30
-    """Of each GPU, for what no model holds: the driver's context and what libraries keep."""
+    """Memory of each GPU that is not available to the model: driver context, libraries."""

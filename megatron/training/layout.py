@@ -34,7 +34,7 @@ def plan_from_args(args: argparse.Namespace, *, vendor: str) -> Plan:
         )
     plan.require_world_size(args.world_size)
     plan.require_layers(args.num_layers)
-    plan = plan.settled(
+    plan = plan.resolved(
         micro_batch_size=args.micro_batch_size, sequence_parallel=bool(args.sequence_parallel)
     )
     for problem in _check_recompute_units(args, plan.meshes, plan.layers):

@@ -25,7 +25,7 @@ nodes:
 """
 
 
-def asked(folder: Path, *flags: str, cluster: str = CLUSTER) -> list[str]:
+def request(folder: Path, *flags: str, cluster: str = CLUSTER) -> list[str]:
     file = folder / "cluster.yaml"
     file.write_text(cluster)
     return [
@@ -38,7 +38,7 @@ def asked(folder: Path, *flags: str, cluster: str = CLUSTER) -> list[str]:
 def answered(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("plan")
     questions = ("split", "link", "nodes", "slower")
-    assert main(asked(folder, "--no-replicas", "--what-if", *questions)) == 0
+    assert main(request(folder, "--no-replicas", "--what-if", *questions)) == 0
     return folder / "out"
 
 
@@ -113,7 +113,7 @@ def test_all_that_is_wrong_is_told_at_once(
 ) -> None:
     damaged = tmp_path / "profile.json"
     damaged.write_text(json.dumps({"format": 99}))
-    words = asked(
+    words = request(
         tmp_path, "--profile", str(damaged), cluster="nodes: [{accelerator: H1000, nodes: 1}]\n"
     )
     words[words.index("llama3-8b")] = "llama9-8b"
@@ -129,7 +129,7 @@ def test_a_model_that_fits_nowhere_is_one_sentence(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     small = "nodes: [{accelerator: V100-SXM2-16GB, nodes: 1, gpus_per_node: 1}]\n"
-    assert main(asked(tmp_path, cluster=small)) == 2
+    assert main(request(tmp_path, cluster=small)) == 2
     told = capsys.readouterr().err.strip()
     assert "no plan of llama3-8b for a global batch of 64 fits" in told
     assert len(told.splitlines()) == 1
@@ -140,7 +140,7 @@ def test_a_batch_that_cannot_be_interleaved_is_not_said_to_lack_memory(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     two = CLUSTER.replace("nodes: 1", "gpus_per_node: 1")
-    words = asked(tmp_path, "--interleave", "2", cluster=two)
+    words = request(tmp_path, "--interleave", "2", cluster=two)
     words[words.index("64")] = "7"
     assert main(words) == 2
     told = capsys.readouterr().err.strip()
@@ -160,14 +160,14 @@ def test_a_batch_that_cannot_be_interleaved_is_not_said_to_lack_memory(
 def test_choices_of_which_none_can_be_are_named(
     words: tuple[str, ...], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(asked(tmp_path, *words)) == 2
+    assert main(request(tmp_path, *words)) == 2
     assert said in capsys.readouterr().err
 
 
 def test_a_model_that_cannot_be_trained_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = asked(tmp_path)
+    words = request(tmp_path)
     file = tmp_path / "model.yaml"
     others = "num-experts: 8\nmtp-num-layers: 1\ncontext-parallel-size: 2\n"
     file.write_text(model_file("llama3-8b").read_text() + others)
@@ -191,13 +191,13 @@ def test_a_profile_that_lacks_the_point_names_it(
     }
     file = tmp_path / "profile.json"
     file.write_text(json.dumps({"format": 1, "accelerators": {"H100-SXM": measured}}))
-    assert main(asked(tmp_path, "--profile", str(file))) == 2
+    assert main(request(tmp_path, "--profile", str(file))) == 2
     told = capsys.readouterr().err
     assert "the profile of H100-SXM lacks tensor size 1" in told
     assert "of all that may be chosen it has none" in told
     assert told.count("tensor size 2") == 2  # with and without recomputation
     flags = "--tensor", "2", "8", "--recompute", "none"
-    assert main(asked(tmp_path, "--profile", str(file), *flags)) == 0
+    assert main(request(tmp_path, "--profile", str(file), *flags)) == 0
     note = "H100-SXM, not measured: 1 point that the search did without: tensor size 2,"
     assert note in capsys.readouterr().out
 
@@ -207,7 +207,7 @@ def test_a_misspelt_flag_of_the_model_is_not_left_at_its_default(
 ) -> None:
     model = tmp_path / "model.yaml"
     model.write_text("num-layers: 2\nhidden-size: x\nswiglo: true\nadd-bias-liner: false\n")
-    assert main([*asked(tmp_path), "--model", str(model)]) == 2
+    assert main([*request(tmp_path), "--model", str(model)]) == 2
     told = capsys.readouterr().err
     for said in (
         "--swiglo",
@@ -221,7 +221,7 @@ def test_a_misspelt_flag_of_the_model_is_not_left_at_its_default(
 def test_a_run_trains_on_the_sequences_and_in_the_precision_that_were_planned(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = asked(tmp_path, "--seq-length", "4096", "--recompute", "full", "--no-replicas")
+    words = request(tmp_path, "--seq-length", "4096", "--recompute", "full", "--no-replicas")
     assert main(words) == 0
     flags = tmp_path / "out" / "flags.yaml"
     ranks = load_plan(tmp_path / "out" / "plan.yaml").world_size
@@ -245,7 +245,7 @@ def test_a_layout_in_the_model_s_own_file_gives_way_to_the_plan(
         "  recompute-granularity: full, recompute-method: block, recompute-num-layers: 1,\n"
         "  use-distributed-optimizer: true, sequence-parallel: true}\n"
     )
-    words = asked(tmp_path, "--recompute", "none", "--no-distributed-optimizer")
+    words = request(tmp_path, "--recompute", "none", "--no-distributed-optimizer")
     words[words.index("llama3-8b")] = str(model)
     if pipeline:
         words.append("--no-replicas")

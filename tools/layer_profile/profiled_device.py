@@ -11,8 +11,8 @@ import torch
 from hetero.cluster import own_vendor
 from hetero.data.slowdown import SLOWDOWN_VARIABLE, slowdown_factors
 from hetero.errors import UserError
-from hetero.planner.accelerators import built_in, built_in_named
-from hetero.planner.cluster_shape import Wire
+from hetero.planner.accelerators import built_in_accelerators, match_driver_name
+from hetero.planner.cluster_shape import LinkModel
 from tools.preflight_checks.path_bandwidth import PathResult
 
 
@@ -50,7 +50,7 @@ def device_here(name: str | None, *, threads: int | None) -> ProfiledDevice:
 
 
 def _built_in_name(driver: str) -> str:
-    if (name := built_in_named(driver)) is None:
+    if (name := match_driver_name(driver)) is None:
         raise UserError(
             f"no built-in accelerator is what the driver calls {driver!r}; name it with "
             "--accelerator, as the cluster file does"
@@ -58,14 +58,14 @@ def _built_in_name(driver: str) -> str:
     return name
 
 
-def wire_inside(accelerator: str, paths: Sequence[PathResult]) -> Wire | None:
+def wire_inside(accelerator: str, paths: Sequence[PathResult]) -> LinkModel | None:
     """Between two GPUs of a node: as measured, or as its vendor says; None if nobody knows."""
     if paths and not paths[0].error:
         return measured_wire(paths[0])
-    known = built_in().get(accelerator)
-    return None if known is None else Wire(known.link_bandwidth, known.link_latency)
+    known = built_in_accelerators().get(accelerator)
+    return None if known is None else LinkModel(known.link_bandwidth, known.link_latency)
 
 
-def measured_wire(path: PathResult) -> Wire:
+def measured_wire(path: PathResult) -> LinkModel:
     slower = min(path.there_gb_s, path.back_gb_s)
-    return Wire(bandwidth=slower * 1e9, latency=path.latency_us * 1e-6)
+    return LinkModel(bandwidth=slower * 1e9, latency=path.latency_us * 1e-6)

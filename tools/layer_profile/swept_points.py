@@ -21,7 +21,7 @@ from statistics import median
 
 import torch
 
-from hetero.planner.cluster_shape import Wire
+from hetero.planner.cluster_shape import LinkModel
 from hetero.planner.layer_profile import AcceleratorProfile, PartCosts, PassTimes, Point
 from megatron.training.model import torch_dtype
 from megatron.training.model_size import model_shape
@@ -104,7 +104,7 @@ def measure(
     sweep: Sweep,
     *,
     here: ProfiledDevice,
-    wire: Wire | None,
+    wire: LinkModel | None,
     advance: Callable[[str], None],
 ) -> Swept:
     """Measure all points. `wire` would join tensor-parallel ranks, of which only one is there."""
@@ -241,7 +241,7 @@ def _spread(rounds: Sequence[_Times], point: Point, deep: int) -> float:
 
 
 def _with_communication(
-    parts: PartCosts, args: argparse.Namespace, point: Point, wire: Wire
+    parts: PartCosts, args: argparse.Namespace, point: Point, wire: LinkModel
 ) -> PartCosts:
     """Add what tensor-parallel ranks send each other, computed as no other rank was there.
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hetero.planner.pipeline_events import Chain, EdgeSeconds, run_chain
+from hetero.planner.pipeline_simulator import EdgeTimes, PipelineTimes, simulate_pipeline
 
 
 @dataclass(frozen=True)
@@ -57,12 +57,12 @@ def predict(passes: Passes, *, crossing: float) -> PredictedSteps:
 
 def _play(passes: Passes, crossing: float, *, is_blocking: bool) -> float:
     # Rails of their own numbers: a tensor waits for the one before, in each direction by itself.
-    wire = EdgeSeconds(wire=crossing, latency=0.0, sender_rails=0, receiver_rails=1)
-    chain = Chain(
+    occupancy = EdgeTimes(occupancy=crossing, latency=0.0, sender_rails=0, receiver_rails=1)
+    chain = PipelineTimes(
         forward=tuple((seconds,) for seconds in passes.forward),
         backward=tuple((seconds,) for seconds in passes.backward),
-        edges=(wire,),
+        edges=(occupancy,),
         micro_batches=passes.micro_batches,
         is_blocking=is_blocking,
     )
-    return run_chain(chain).seconds
+    return simulate_pipeline(chain).seconds

@@ -59,7 +59,7 @@ def run_metis(
         f"n{number}": {
             "instance_type": name,
             "inter_bandwidth": cluster.kind(name).rail.bandwidth / 2**20,
-            "intra_bandwidth": cluster.kind(name).inside.bandwidth / 2**20,
+            "intra_bandwidth": cluster.kind(name).intra_node.bandwidth / 2**20,
             "memory": cluster.kind(name).accelerator.memory_gib,
         }
         for number, name in enumerate(names)

@@ -45,7 +45,7 @@ class _Row:
     @property
     def peaks(self) -> list[tuple[float, float]]:
         """Predicted and measured, by rank."""
-        predicted = [use.peak_bytes for use in self.predictions[0].uses]
+        predicted = [use.peak_bytes for use in self.predictions[0].stages]
         return list(zip(predicted, self.measured.peak_bytes, strict=True))
 
     @property

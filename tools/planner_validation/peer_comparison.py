@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from hetero.errors import Refusal
-from hetero.planner.answer import plan_best
-from hetero.planner.mesh_options import Problem
+from hetero.planner.search_space import Problem
+from hetero.planner.solution import find_best_plans
 from tools.planner_validation.metis_planner import metis_profiles, run_metis
 from tools.planner_validation.peer_plan import PeerPlan, PeerStage, Replica, seconds_of
 from tools.planner_validation.peer_problems import PROBLEMS, PeerProblem, asked
 from tools.planner_validation.sailor_planner import run_sailor
-from tools.planning.answer_table import one_line
+from tools.planning.solution_table import one_line
 from tools.reports.text_table import aligned
 
 
@@ -90,7 +90,7 @@ def compare(
                 profiles = metis_profiles(problem, metis=metis, sailor=sailor, folder=folder)
             begin, core = time.monotonic(), time.process_time()
             ours = asked(problem, sailor=sailor, profiles=profiles)
-            best = plan_best(ours)
+            best = find_best_plans(ours)
             took = time.monotonic() - begin, time.process_time() - core
             if metis is not None and profiles is not None:
                 theirs = _of_metis(ours, problem, metis, profiles, folder, deadline)

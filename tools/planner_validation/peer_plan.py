@@ -12,10 +12,10 @@ from dataclasses import dataclass, replace
 
 from hetero.formatting import counted
 from hetero.planner.cluster_shape import Cluster
-from hetero.planner.mesh_options import Problem
-from hetero.planner.prediction import play
+from hetero.planner.prediction import simulate_pipelines
+from hetero.planner.search_space import Problem
 from hetero.planner.stage_shape import StageShape
-from hetero.planner.step_costs import StageWork, StepCosts
+from hetero.planner.step_costs import CostModel
 
 
 @dataclass(frozen=True)
@@ -80,32 +80,18 @@ def seconds_of(plan: PeerPlan, problem: Problem) -> tuple[float, bool]:
 
     Where the batch does not divide, the step lasts as long as the replicas that take one more.
     """
-    work = StageWork(problem.model, problem.cluster, problem.profile, problem.options)
-    stages = _placed(plan, problem.cluster)
+    pipelines = _placed(plan, problem.cluster)
     first = plan.stages[0]
     count = math.ceil(problem.space.global_batch / (first.micro_batch * len(first.replicas)))
-    holders = [_merged(held) for held in zip(*stages, strict=True)]
-    replicas = [sum(stage.data for stage in held) for held in holders]
-    reduced = [work.reduction(held) for held in holders]
-    costs = StepCosts(
-        stages=stages,
-        chains=tuple(work.chain(pipeline, count) for pipeline in stages),
-        reduce=work.with_tied([reduce for reduce, _ in reduced], stages),
-        update=tuple(
-            tuple(
-                work.update(stage, sharing) + gather
-                for stage, sharing, (_, gather) in zip(pipeline, replicas, reduced, strict=True)
-            )
-            for pipeline in stages
-        ),
-        memory=tuple(work.memory(pipeline, count, replicas) for pipeline in stages),
-    )
+    dp_groups = [_merged(stages) for stages in zip(*pipelines, strict=True)]
+    cost_model = CostModel(problem.model, problem.cluster, problem.profile, problem.options)
+    costs = cost_model.step_costs(pipelines, [count] * len(pipelines), dp_groups)
     fits = all(
         memory.peak <= problem.cluster.kind(stage.kind).accelerator.memory_gib * 2**30
-        for pipeline, memories in zip(stages, costs.memory, strict=True)
+        for pipeline, memories in zip(pipelines, costs.memory, strict=True)
         for stage, memory in zip(pipeline, memories, strict=True)
     )
-    return play(costs)[1], fits
+    return simulate_pipelines(costs)[1], fits
 
 
 def _placed(plan: PeerPlan, cluster: Cluster) -> tuple[tuple[StageShape, ...], ...]:

@@ -6,13 +6,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from hetero.planner.accelerators import Accelerator, built_in
-from hetero.planner.cluster_shape import Cluster, NodeKind, Wire
+from hetero.planner.accelerators import Accelerator, built_in_accelerators
+from hetero.planner.cluster_shape import Cluster, LinkModel, NodeKind
 from hetero.planner.import_metis import import_metis
-from hetero.planner.import_sailor import bandwidth_fit, import_sailor, node_fit
+from hetero.planner.import_sailor import import_sailor, inter_node_link, intra_node_link
 from hetero.planner.layer_profile import MeasuredProfile
-from hetero.planner.mesh_options import Problem, SearchSpace
 from hetero.planner.model_shape import ModelShape
+from hetero.planner.search_space import Problem, SearchSpace
 from hetero.planner.training_options import TrainingOptions
 from tools.planner_validation.replayed_run import MODELS, ZONE, accelerator_of
 
@@ -124,15 +124,17 @@ def cluster_of(problem: PeerProblem, sailor: Path) -> Cluster:
     return Cluster(tuple(kinds), {})
 
 
-def _parts(problem: PeerProblem, name: str, sailor: Path) -> tuple[Wire, Wire, Accelerator]:
+def _parts(
+    problem: PeerProblem, name: str, sailor: Path
+) -> tuple[LinkModel, LinkModel, Accelerator]:
     if problem.model == "GPT-1.5B":
-        part = built_in()["A100-SXM4-80GB"]
-        inside = Wire(part.link_bandwidth, part.link_latency)
-        rail = Wire(part.nic_bandwidth, 15e-6)
+        part = built_in_accelerators()["A100-SXM4-80GB"]
+        inside = LinkModel(part.link_bandwidth, part.link_latency)
+        rail = LinkModel(part.nic_bandwidth, 15e-6)
     else:
         folder, known = sailor / "sailor", sailor_name(name)
-        inside = node_fit(folder, known, problem.gpus_per_node)
-        rail = bandwidth_fit(folder, known, problem.gpus_per_node, zone=ZONE)
+        inside = intra_node_link(folder, known, problem.gpus_per_node)
+        rail = inter_node_link(folder, known, problem.gpus_per_node, zone=ZONE)
     return inside, rail, accelerator_of(name, rail, memory_gib=_MEMORY_GIB[name])
 
 

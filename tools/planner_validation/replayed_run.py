@@ -8,15 +8,15 @@ from itertools import combinations
 from pathlib import Path
 
 from hetero.planner.accelerators import Accelerator
-from hetero.planner.cluster_shape import Cluster, NodeKind, Wire
-from hetero.planner.import_sailor import bandwidth_fit, import_sailor, node_fit
+from hetero.planner.cluster_shape import Cluster, LinkModel, NodeKind
+from hetero.planner.communication_costs import ring_seconds, tied_embedding_seconds
+from hetero.planner.import_sailor import import_sailor, inter_node_link, intra_node_link
 from hetero.planner.layer_profile import MeasuredProfile, ProfileError
 from hetero.planner.model_shape import ModelShape
-from hetero.planner.pipeline_events import run_chain
+from hetero.planner.pipeline_simulator import simulate_pipeline
 from hetero.planner.stage_shape import StageShape
-from hetero.planner.step_costs import StageWork
+from hetero.planner.step_costs import CostModel
 from hetero.planner.training_options import TrainingOptions
-from hetero.planner.wire_costs import ring_seconds, tied_seconds
 from tools.planner_validation.recorded_runs import Record
 
 ZONE = "us-central1-a"
@@ -70,16 +70,21 @@ class Replay:
         """
         cluster = self._cluster(record)
         model, profile = MODELS[record.model], self._profile(record.model)
-        work = StageWork(model, cluster, profile, _OPTIONS)
+        cost_model = CostModel(model, cluster, profile, _OPTIONS)
         pipelines = [_stages(record, replica) for replica in range(record.data)]
         passes = max(
-            run_chain(work.chain(stages, record.micro_batches)).seconds for stages in pipelines
+            simulate_pipeline(cost_model.pipeline_times(stages, record.micro_batches)).seconds
+            for stages in pipelines
         )
-        reduce = [self._reduce(cluster, holders, model) for holders in zip(*pipelines, strict=True)]
+        reduce = [
+            self._reduce(cluster, dp_group, model) for dp_group in zip(*pipelines, strict=True)
+        ]
         if model.tied and len(pipelines[0]) > 1:
             first, last = pipelines[0][0], pipelines[0][-1]
-            passes += tied_seconds(cluster, first, last, model=model, options=_OPTIONS)
-        updates = [work.update(stage, record.data) for stages in pipelines for stage in stages]
+            passes += tied_embedding_seconds(cluster, first, last, model=model, options=_OPTIONS)
+        updates = [
+            cost_model.update(stage, record.data) for stages in pipelines for stage in stages
+        ]
         return passes + max(reduce) + max(updates)
 
     def _cluster(self, record: Record) -> Cluster:
@@ -89,8 +94,10 @@ class Replay:
         """
         kinds = []
         for name in record.kinds:
-            rail = bandwidth_fit(self._folder, name, record.tensor, zone=ZONE)
-            inside = node_fit(self._folder, name, record.tensor) if record.tensor > 1 else rail
+            rail = inter_node_link(self._folder, name, record.tensor, zone=ZONE)
+            inside = (
+                intra_node_link(self._folder, name, record.tensor) if record.tensor > 1 else rail
+            )
             accelerator = accelerator_of(name, rail)
             nodes = record.data * len(record.stages)
             kinds.append(
@@ -102,22 +109,22 @@ class Replay:
                 between[frozenset(pair)] = min(ways, key=lambda wire: wire.bandwidth)
         return Cluster(tuple(kinds), between)
 
-    def _ways(self, pair: tuple[str, str], senders: int) -> list[Wire]:
+    def _ways(self, pair: tuple[str, str], senders: int) -> list[LinkModel]:
         """There and back, as far as measured. A step uses both, so the slower one counts."""
         found = []
         for source, target in (pair, pair[::-1]):
             with suppress(ProfileError):
-                found.append(bandwidth_fit(self._folder, source, senders, zone=ZONE, to=target))
+                found.append(inter_node_link(self._folder, source, senders, zone=ZONE, to=target))
         return found
 
     def _reduce(
-        self, cluster: Cluster, holders: tuple[StageShape, ...], model: ModelShape
+        self, cluster: Cluster, dp_group: tuple[StageShape, ...], model: ModelShape
     ) -> float:
-        size = holders[0].parameters(model) * _OPTIONS.gradient_bytes
-        names = [stage.kind for stage in holders]
+        size = dp_group[0].parameters(model) * _OPTIONS.gradient_bytes
+        names = [stage.kind for stage in dp_group]
         wires = [cluster.rail(one, other) for one in names for other in names]
         slowest = max(wires, key=lambda wire: wire.seconds(size))
-        return 2 * ring_seconds(slowest, ranks=len(holders), size=size)
+        return 2 * ring_seconds(slowest, ranks=len(dp_group), size=size)
 
 
 def _stages(record: Record, replica: int) -> list[StageShape]:
@@ -140,7 +147,7 @@ def _stages(record: Record, replica: int) -> list[StageShape]:
     return stages
 
 
-def accelerator_of(name: str, rail: Wire, *, memory_gib: float = 1.0) -> Accelerator:
+def accelerator_of(name: str, rail: LinkModel, *, memory_gib: float = 1.0) -> Accelerator:
     """A name for the profile; memory and peak have no part in a step's time."""
     return Accelerator(
         name=name,

@@ -1,4 +1,4 @@
-"""Writes the answer: plan.yaml and flags.yaml for pretrain_gpt.py, report.html and trace.json."""
+"""Writes a Solution: plan.yaml and flags.yaml for pretrain_gpt.py, report.html and trace.json."""
 
 from __future__ import annotations
 
@@ -9,34 +9,39 @@ from typing import Any
 
 import yaml
 
-from hetero.planner.answer import Answer
 from hetero.planner.placement import Placement
 from hetero.planner.schedule_timeline import chrome_trace
-from tools.planning.asked import Asked
-from tools.planning.plan_page import render_answer
+from hetero.planner.solution import Solution
+from tools.planning.plan_page import render_solution
+from tools.planning.planning_request import PlanningRequest
 from tools.planning.what_if import Sweep
 from tools.reports.page import write_whole
 from tools.tool_command_line import make_results_folder
 
 
-def write_answer(
-    folder: Path, asked: Asked, found: Answer, sweeps: Sequence[Sweep], *, command: Sequence[str]
+def write_solution(
+    folder: Path,
+    request: PlanningRequest,
+    found: Solution,
+    sweeps: Sequence[Sweep],
+    *,
+    command: Sequence[str],
 ) -> list[str]:
-    """Write all, and say what was written and how it is run."""
+    """Write all files. Returns lines that say what was written and how to run it."""
     first = found.best.first
     placement = first.placement
     contents = {
         "flags.yaml": _yaml(
-            _taken_back(asked)
+            _taken_back(request)
             | training_flags(placement, folder / "plan.yaml")
-            | _asked_flags(asked),
-            _remark(asked, found),
+            | _model_flags(request),
+            _comment(request, found),
         ),
-        "report.html": render_answer(asked, found, sweeps, command=command),
+        "report.html": render_solution(request, found, sweeps, command=command),
         "trace.json": json.dumps(chrome_trace(first.costs, first.prediction)) + "\n",
     }
     if not placement.plan.whole_replicas:
-        contents["plan.yaml"] = _yaml(placement.plan.to_mapping(), _remark(asked, found))
+        contents["plan.yaml"] = _yaml(placement.plan.to_mapping(), _comment(request, found))
     make_results_folder(str(folder))
     if placement.plan.whole_replicas:
         # One of an earlier answer would be taken for this one's.
@@ -114,27 +119,27 @@ _LAYOUT_FLAGS = (
 """What a plan decides."""
 
 
-def _taken_back(asked: Asked) -> dict[str, None]:
+def _taken_back(request: PlanningRequest) -> dict[str, None]:
     """The layout that the model's own file gives: it would contradict the plan, or change it."""
-    return dict.fromkeys(flag for flag in _LAYOUT_FLAGS if flag in asked.model_flags)
+    return dict.fromkeys(flag for flag in _LAYOUT_FLAGS if flag in request.model_flags)
 
 
-def _asked_flags(asked: Asked) -> dict[str, Any]:
+def _model_flags(request: PlanningRequest) -> dict[str, Any]:
     """What was asked for on the command line, and the model's own flags may say otherwise."""
-    precision = {} if asked.dtype == "fp32" else {asked.dtype: True}
-    return {"seq-length": asked.problem.model.seq_length, **precision}
+    precision = {} if request.dtype == "fp32" else {request.dtype: True}
+    return {"seq-length": request.problem.model.seq_length, **precision}
 
 
-def _remark(asked: Asked, found: Answer) -> str:
+def _comment(request: PlanningRequest, found: Solution) -> str:
     first = found.best.first.prediction
     return (
-        f"# By tools/plan.py for {asked.model_name}, global batch "
-        f"{asked.problem.space.global_batch}: predicted {first.seconds:.3f} s a step, "
+        f"# By tools/plan.py for {request.model_name}, global batch "
+        f"{request.problem.space.global_batch}: predicted {first.seconds:.3f} s a step, "
         f"{first.tokens_per_second:,.0f} tokens/s\n"
     )
 
 
-def _yaml(data: dict[str, Any], remark: str) -> str:
+def _yaml(data: dict[str, Any], comment: str) -> str:
     # Lists of numbers on one line, everything else on lines of its own.
     flow = None if "meshes" in data else False
-    return remark + yaml.safe_dump(data, sort_keys=False, default_flow_style=flow, width=100)
+    return comment + yaml.safe_dump(data, sort_keys=False, default_flow_style=flow, width=100)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import shlex
 from collections.abc import Sequence
 
-from hetero.planner.answer import Answer, Planned, what_bounds
 from hetero.planner.schedule_picture import draw_schedule
-from tools.planning.answer_table import (
+from hetero.planner.solution import SimulatedPlan, Solution, explain_bottleneck
+from tools.planning.planning_request import PlanningRequest
+from tools.planning.solution_table import (
     MESH_HEAD,
     PLAN_HEAD,
     comparison_lines,
@@ -15,9 +16,8 @@ from tools.planning.answer_table import (
     mesh_rows,
     one_line,
     plan_rows,
-    searched,
+    search_sentence,
 )
-from tools.planning.asked import Asked
 from tools.planning.what_if import Sweep
 from tools.reports.page import Figure, Named, Page, Part, Table, Text, render
 
@@ -25,40 +25,42 @@ _DRAWN = 3
 """How many plans are drawn."""
 
 
-def render_answer(
-    asked: Asked, found: Answer, sweeps: Sequence[Sweep], *, command: Sequence[str]
+def render_solution(
+    request: PlanningRequest, found: Solution, sweeps: Sequence[Sweep], *, command: Sequence[str]
 ) -> str:
     first = found.best.first
     return render(
         Page(
-            title=f"A plan for {asked.model_name}",
-            lead=headline(asked, found),
+            title=f"A plan for {request.model_name}",
+            lead=headline(request, found),
             notes=["Everything here is predicted; nothing has been run."],
             parts=[
                 Table(MESH_HEAD, mesh_rows(first), numbers=frozenset({1, 3, 4, 5, 7})),
-                *(Text("paragraph", line) for line in what_bounds(asked.problem, first)),
+                *(Text("paragraph", line) for line in explain_bottleneck(request.problem, first)),
                 Text("heading", "Together and alone"),
                 *(Text("paragraph", line) for line in comparison_lines(found)),
                 Text("heading", "The next best plans"),
                 Table(PLAN_HEAD, plan_rows(found), numbers=frozenset({1, 2, 3})),
-                *_pictures(found.best.planned[:_DRAWN]),
+                *_pictures(found.best.plans[:_DRAWN]),
                 *(part for sweep in sweeps for part in _plot(sweep)),
                 Text("heading", "Where the numbers come from"),
-                Named("facts", [tuple(line.split(": ", 1)) for line in asked.sources]),  # type: ignore[misc]
-                Text("paragraph", searched(found)),
+                Named("facts", [tuple(line.split(": ", 1)) for line in request.sources]),  # type: ignore[misc]
+                Text("paragraph", search_sentence(found)),
                 Text("code", shlex.join(command)),
             ],
         )
     )
 
 
-def _pictures(planned: Sequence[Planned]) -> list[Part]:
+def _pictures(planned: Sequence[SimulatedPlan]) -> list[Part]:
     parts: list[Part] = [Text("heading", "One step, drawn")]
     for one in planned:
         parts.append(Text("subheading", one_line(one)))
         parts.append(Figure(draw_schedule(one.costs, one.prediction)))
         kinds = dict.fromkeys(one.placement.kinds)
-        busy = ", ".join(f"{kind} computes {one.prediction.busy([kind]):.0%}" for kind in kinds)
+        busy = ", ".join(
+            f"{kind} computes {one.prediction.utilization([kind]):.0%}" for kind in kinds
+        )
         parts.append(Text("caption", f"Of {one.seconds:.3f} s, {busy}; the rest is bubble."))
     return parts
 
@@ -84,10 +86,10 @@ def draw_sweep(sweep: Sweep) -> str:
     axes.plot(
         [x for x, _ in points], [y for _, y in points], color="#b3402a", marker="o", markersize=4
     )
-    hollow = [(x, y) for x, y in points if x in sweep.not_fitting]
+    not_fitting = [(x, y) for x, y in points if x in sweep.not_fitting]
     axes.plot(
-        [x for x, _ in hollow],
-        [y for _, y in hollow],
+        [x for x, _ in not_fitting],
+        [y for _, y in not_fitting],
         linestyle="none",
         marker="o",
         markersize=4,

@@ -1,4 +1,4 @@
-"""What the answer would be in another cluster, or with another split of the layers."""
+"""Sensitivity analysis: best plans on other clusters, and other splits of the layers."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hetero.planner.answer import (
-    Answer,
-    Planned,
-    simulated,
-    tokens_per_second,
-    with_boundary,
-    with_nodes,
-    with_slower,
-)
-from hetero.planner.layer_split import Numbers, estimate
-from hetero.planner.mesh_options import Problem, pipeline_of
+from hetero.planner.layer_split import FloatArray, estimate
 from hetero.planner.search import Candidate
+from hetero.planner.search_space import Problem, pipeline_model
+from hetero.planner.solution import (
+    SimulatedPlan,
+    Solution,
+    best_throughput,
+    simulate_candidate,
+    with_nodes,
+    with_scaled_links,
+    with_slowdown,
+)
 
 SWEEPS = ("nodes", "link", "slower", "split")
 _LINK_FACTORS = (1 / 16, 1 / 8, 1 / 4, 1 / 2, 1.0, 2.0, 4.0)
@@ -29,8 +29,8 @@ Progress = Callable[[str], None]
 
 
 @dataclass(frozen=True)
-class Line:
-    """A level to compare with, drawn across the plot."""
+class ReferenceLine:
+    """A horizontal line to compare with."""
 
     name: str
     value: float
@@ -38,7 +38,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Sweep:
-    """One question: a figure over what is changed."""
+    """One plot: a figure over the parameter that is varied."""
 
     title: str
     caption: str
@@ -47,27 +47,27 @@ class Sweep:
     x: tuple[float, ...]
     y: tuple[float, ...]
     """0 where nothing fits."""
-    levels: tuple[Line, ...] = ()
+    levels: tuple[ReferenceLine, ...] = ()
     log_x: bool = False
     not_fitting: tuple[float, ...] = ()
     """Those of `x` that are computed although they do not fit into memory."""
 
 
-def sweep(name: str, problem: Problem, found: Answer, *, progress: Progress) -> list[Sweep]:
+def sweep(name: str, problem: Problem, found: Solution, *, progress: Progress) -> list[Sweep]:
     """The plots of one of SWEEPS; none where the question has no meaning for this cluster."""
-    return list(_QUESTIONS[name](problem, found, progress))
+    return list(_SWEEP_FUNCTIONS[name](problem, found, progress))
 
 
-def _nodes(problem: Problem, found: Answer, progress: Progress) -> list[Sweep]:
-    sweeps, one_more = [], dict(found.one_more)
+def _nodes(problem: Problem, found: Solution, progress: Progress) -> list[Sweep]:
+    sweeps, one_more_node = [], dict(found.one_more_node)
     for kind in problem.cluster.kinds:
         several = len(problem.cluster.kinds) > 1
         counts = sorted({round(share * kind.nodes) for share in _NODE_SHARES} | {kind.nodes + 1})
         tokens = []
         for count in counts if several else [count for count in counts if count]:
             progress(f"{count} nodes of {kind.name}")
-            known = {kind.nodes: found.tokens_per_second, kind.nodes + 1: one_more[kind.name]}
-            tokens.append(known.get(count) or tokens_per_second(with_nodes(problem, kind, count)))
+            known = {kind.nodes: found.tokens_per_second, kind.nodes + 1: one_more_node[kind.name]}
+            tokens.append(known.get(count) or best_throughput(with_nodes(problem, kind, count)))
         x = [float(count) for count in counts if several or count]
         sweeps.append(
             Sweep(
@@ -82,14 +82,14 @@ def _nodes(problem: Problem, found: Answer, progress: Progress) -> list[Sweep]:
     return sweeps
 
 
-def _link(problem: Problem, found: Answer, progress: Progress) -> list[Sweep]:
+def _link(problem: Problem, found: Solution, progress: Progress) -> list[Sweep]:
     if len(problem.cluster.kinds) < 2:
         return []
     tokens = []
     for factor in _LINK_FACTORS:
         progress(f"links between kinds x {factor:g}")
-        changed = with_boundary(problem, factor)
-        tokens.append(found.tokens_per_second if factor == 1 else tokens_per_second(changed))
+        changed = with_scaled_links(problem, factor)
+        tokens.append(found.tokens_per_second if factor == 1 else best_throughput(changed))
     return [
         Sweep(
             title="Slower and faster links between kinds of nodes",
@@ -98,20 +98,20 @@ def _link(problem: Problem, found: Answer, progress: Progress) -> list[Sweep]:
             y_label="tokens/s",
             x=_LINK_FACTORS,
             y=tuple(tokens),
-            levels=_alone(found),
+            levels=_throughput_alone(found),
             log_x=True,
         )
     ]
 
 
-def _slower(problem: Problem, found: Answer, progress: Progress) -> list[Sweep]:
+def _slower(problem: Problem, found: Solution, progress: Progress) -> list[Sweep]:
     sweeps = []
     for vendor in dict.fromkeys(kind.vendor for kind in problem.cluster.kinds):
         tokens = []
         for factor in _SLOWER_FACTORS:
             progress(f"{vendor} {factor:g} times slower")
-            changed = with_slower(problem, vendor, factor)
-            tokens.append(found.tokens_per_second if factor == 1 else tokens_per_second(changed))
+            changed = with_slowdown(problem, vendor, factor)
+            tokens.append(found.tokens_per_second if factor == 1 else best_throughput(changed))
         sweeps.append(
             Sweep(
                 title=f"{vendor} slower than its profile",
@@ -120,26 +120,28 @@ def _slower(problem: Problem, found: Answer, progress: Progress) -> list[Sweep]:
                 y_label="tokens/s",
                 x=_SLOWER_FACTORS,
                 y=tuple(tokens),
-                levels=tuple(line for line in _alone(found) if not line.name.startswith(vendor)),
+                levels=tuple(
+                    line for line in _throughput_alone(found) if not line.name.startswith(vendor)
+                ),
             )
         )
     return sweeps
 
 
-def _alone(found: Answer) -> tuple[Line, ...]:
+def _throughput_alone(found: Solution) -> tuple[ReferenceLine, ...]:
     return tuple(
-        Line(f"{one.vendor} alone", one.tokens_per_second)
-        for one in found.alone
+        ReferenceLine(f"{one.vendor} alone", one.tokens_per_second)
+        for one in found.vendor_baselines
         if one.tokens_per_second
     )
 
 
-def _split(problem: Problem, found: Answer, progress: Progress) -> list[Sweep]:
+def _split(problem: Problem, found: Solution, progress: Progress) -> list[Sweep]:
     """Step time over the layers that the first mesh takes, everything else as in the best plan."""
     planned = next(
         (
             one
-            for one in found.best.planned
+            for one in found.best.plans
             if len(one.candidate.meshes) > 1 and not one.candidate.shares
         ),
         None,
@@ -148,11 +150,11 @@ def _split(problem: Problem, found: Answer, progress: Progress) -> list[Sweep]:
         return []
     candidate, layers = planned.candidate, problem.model.layers
     mesh = candidate.meshes[0]
-    rest = sum(other.count for other in candidate.meshes[1:])
-    counts = range(mesh.count * candidate.chunks, layers - rest * candidate.chunks + 1)
+    rest = sum(other.stages for other in candidate.meshes[1:])
+    counts = range(mesh.stages * candidate.chunks, layers - rest * candidate.chunks + 1)
     progress("other splits of the layers")
-    steps = [_with_layers(problem, candidate, count) for count in counts]
-    name, vendor = mesh.option.kind.name, mesh.option.kind.vendor
+    steps = [_simulate_split(problem, candidate, count) for count in counts]
+    name, vendor = mesh.shape.kind.name, mesh.shape.kind.vendor
     slowest = _slowest_alone(problem, found)
     worse = [
         count
@@ -185,29 +187,31 @@ def _split(problem: Problem, found: Answer, progress: Progress) -> list[Sweep]:
     ]
 
 
-def _with_layers(problem: Problem, candidate: Candidate, first: int) -> Planned:
-    """The candidate with so many layers on its first mesh, memory left aside."""
-    pipeline = pipeline_of(
+def _simulate_split(problem: Problem, candidate: Candidate, first: int) -> SimulatedPlan:
+    """Simulate the candidate with `first` layers on its first mesh, ignoring memory limits."""
+    pipeline = pipeline_model(
         problem,
         candidate.meshes,
         micro_batches=candidate.micro_batches,
         chunks=candidate.chunks,
     )
-    count = candidate.meshes[0].count
+    count = candidate.meshes[0].stages
     seconds, extra = pipeline.layer_seconds, pipeline.extra_seconds
     layers = [
-        *_shared(first, seconds[:count], extra[:count], candidate.chunks),
-        *_shared(problem.model.layers - first, seconds[count:], extra[count:], candidate.chunks),
+        *_balanced_layers(first, seconds[:count], extra[:count], candidate.chunks),
+        *_balanced_layers(
+            problem.model.layers - first, seconds[count:], extra[count:], candidate.chunks
+        ),
     ]
     split = estimate(pipeline, np.array(layers))
-    return simulated(
+    return simulate_candidate(
         problem,
         Candidate(candidate.meshes, split, candidate.micro_batches, candidate.chunks),
     )
 
 
-def _shared(layers: int, seconds: Numbers, extra: Numbers, least: int) -> list[int]:
-    """Layer after layer to the stage that it makes last least."""
+def _balanced_layers(layers: int, seconds: FloatArray, extra: FloatArray, least: int) -> list[int]:
+    """Greedy: each layer to the stage that then takes the least time."""
     counts = [least] * len(seconds)
     for _ in range(layers - least * len(counts)):
         ends = [(n + 1) * s + e for n, s, e in zip(counts, seconds, extra, strict=True)]
@@ -215,16 +219,16 @@ def _shared(layers: int, seconds: Numbers, extra: Numbers, least: int) -> list[i
     return counts
 
 
-def _seconds_alone(problem: Problem, found: Answer) -> tuple[Line, ...]:
+def _seconds_alone(problem: Problem, found: Solution) -> tuple[ReferenceLine, ...]:
     tokens = problem.space.global_batch * problem.model.seq_length
     return tuple(
-        Line(f"{one.vendor} alone", tokens / one.tokens_per_second)
-        for one in found.alone
+        ReferenceLine(f"{one.vendor} alone", tokens / one.tokens_per_second)
+        for one in found.vendor_baselines
         if one.tokens_per_second
     )
 
 
-def _slowest_alone(problem: Problem, found: Answer) -> Line | None:
+def _slowest_alone(problem: Problem, found: Solution) -> ReferenceLine | None:
     return max(_seconds_alone(problem, found), key=lambda line: line.value, default=None)
 
 
@@ -240,4 +244,4 @@ def _ranges(counts: Sequence[int]) -> str:
     return " and ".join(texts)
 
 
-_QUESTIONS = {"nodes": _nodes, "link": _link, "slower": _slower, "split": _split}
+_SWEEP_FUNCTIONS = {"nodes": _nodes, "link": _link, "slower": _slower, "split": _split}

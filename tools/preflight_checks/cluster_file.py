@@ -7,7 +7,7 @@ from typing import Any
 
 import yaml
 
-from hetero.planner.accelerators import built_in_named
+from hetero.planner.accelerators import match_driver_name
 from tools.preflight_checks.cluster_advice import PairResult
 from tools.preflight_checks.readiness import NodeReport, Report
 
@@ -28,7 +28,7 @@ def cluster_text(report: Report) -> str:
         kinds.setdefault(_kind(node), []).append(node)
     unknown: dict[str, dict[str, Any]] = {}
     for nodes in kinds.values():
-        if built_in_named(_device(nodes[0])) is None:
+        if match_driver_name(_device(nodes[0])) is None:
             unknown[_accelerator(nodes[0])] = _described(nodes[0])
     data: dict[str, Any] = {"accelerators": unknown} if unknown else {}
     data["nodes"] = [_entry(name, nodes, report.paths) for name, nodes in kinds.items()]
@@ -54,7 +54,7 @@ def _device(node: NodeReport) -> str:
 
 
 def _accelerator(node: NodeReport) -> str:
-    return built_in_named(_device(node)) or _device(node)
+    return match_driver_name(_device(node)) or _device(node)
 
 
 def _kind(node: NodeReport) -> str:

@@ -282,14 +282,14 @@ def test_layers_that_do_not_fit_the_stages_are_refused(layers: Any, names: str) 
 
 
 def test_meshes_take_the_same_sequences_in_a_step_and_the_nearest_sizes_that_do_are_named() -> None:
-    def settled(*sizes: tuple[int | None, int], default: int = 1) -> list[int | None]:
+    def resolved(*sizes: tuple[int | None, int], default: int = 1) -> list[int | None]:
         meshes = (Mesh("amd", 1, data=data, micro_batch_size=size) for size, data in sizes)
         plan = Plan(meshes=tuple(meshes), layers=((1,),) * len(sizes))
-        found = plan.settled(micro_batch_size=default, sequence_parallel=False)
+        found = plan.resolved(micro_batch_size=default, sequence_parallel=False)
         return [mesh.micro_batch_size for mesh in found.meshes]
 
-    assert settled((3, 2), (2, 3), (None, 1)) == [3, 2, 6]
-    assert settled((None, 2), (None, 4), default=3) == [6, 3]
+    assert resolved((3, 2), (2, 3), (None, 1)) == [3, 2, 6]
+    assert resolved((None, 2), (None, 4), default=3) == [6, 3]
     for sizes, words in (
         (((2, 2), (2, 3)), "mesh 1 (amd) has 3 data-parallel ranks of micro-batch size 2"),
         (((2, 2), (2, 3)), "nearest that all can take is 6, with micro-batch sizes 3 2"),
@@ -298,15 +298,15 @@ def test_meshes_take_the_same_sequences_in_a_step_and_the_nearest_sizes_that_do_
         (((None, 2), (None, 3)), "mesh 0 (amd) has 2 data-parallel ranks and cannot take the 3"),
     ):
         with pytest.raises(PlanError) as error:
-            settled(*sizes)
+            resolved(*sizes)
         assert words in _refusal(error)
 
 
 def test_what_no_mesh_names_is_the_global_flags() -> None:
     wide = Mesh("amd", 1, tensor=2, recompute="full")
     plan = Plan((wide, Mesh("nvidia", 1)), layers=((1,), (1,)))
-    settled = plan.settled(micro_batch_size=3, sequence_parallel=True, recompute="selective")
-    assert settled.meshes == (
+    resolved = plan.resolved(micro_batch_size=3, sequence_parallel=True, recompute="selective")
+    assert resolved.meshes == (
         replace(wide, micro_batch_size=3, sequence_parallel=True),
         Mesh("nvidia", 1, micro_batch_size=3, sequence_parallel=False, recompute="selective"),
     )

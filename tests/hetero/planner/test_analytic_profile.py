@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hetero.plan import Mesh, Plan
-from hetero.planner.accelerators import built_in
+from hetero.planner.accelerators import built_in_accelerators
 from hetero.planner.analytic_profile import AnalyticProfile, analytic_profile, measured_efficiency
 from hetero.planner.cluster_shape import cluster_from_mapping
 from hetero.planner.layer_profile import AcceleratorProfile, MeasuredProfile, Point, ProfileError
@@ -52,17 +52,19 @@ def test_tensor_parallelism_divides_work_and_adds_communication() -> None:
 
 def test_the_efficiency_of_a_measured_part_is_found_again() -> None:
     points = [Point(1, 1, 4096), Point(2, 2, 4096), Point(1, 1, 4096, "full")]
-    slow = AnalyticProfile(MODEL, dict(built_in()), efficiency=0.42)
+    slow = AnalyticProfile(MODEL, dict(built_in_accelerators()), efficiency=0.42)
     costs = {point: slow.costs("H200", point) for point in points}
     measured = MeasuredProfile({"H200": AcceleratorProfile(costs, 1e-11)})
-    assert measured_efficiency(measured, built_in()["H200"], MODEL) == pytest.approx(0.42)
+    assert measured_efficiency(measured, built_in_accelerators()["H200"], MODEL) == pytest.approx(
+        0.42
+    )
     with pytest.raises(ProfileError, match="has no MI300X"):
-        measured_efficiency(measured, built_in()["MI300X"], MODEL)
+        measured_efficiency(measured, built_in_accelerators()["MI300X"], MODEL)
 
 
 def test_a_part_faster_than_its_peak_is_refused() -> None:
-    fast = AnalyticProfile(MODEL, dict(built_in()), efficiency=1.5)
+    fast = AnalyticProfile(MODEL, dict(built_in_accelerators()), efficiency=1.5)
     costs = {Point(1, 1, 4096): fast.costs("H200", Point(1, 1, 4096))}
     measured = MeasuredProfile({"H200": AcceleratorProfile(costs, 1e-11)})
     with pytest.raises(ProfileError, match="faster than its peak allows"):
-        measured_efficiency(measured, built_in()["H200"], MODEL)
+        measured_efficiency(measured, built_in_accelerators()["H200"], MODEL)

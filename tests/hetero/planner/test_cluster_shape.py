@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from hetero.planner.accelerators import ClusterError, built_in
-from hetero.planner.cluster_shape import Wire, cluster_from_mapping, load_cluster
+from hetero.planner.accelerators import ClusterError, built_in_accelerators
+from hetero.planner.cluster_shape import LinkModel, cluster_from_mapping, load_cluster
 
 TWO_KINDS = """
 nodes:
@@ -42,16 +42,16 @@ def test_without_a_link_of_its_own_a_pair_has_the_slower_of_both_rails() -> None
 
 
 def test_every_built_in_accelerator_says_where_its_figures_stand() -> None:
-    assert len(built_in()) >= 14
-    assert {part.vendor for part in built_in().values()} == {"nvidia", "amd"}
-    for part in built_in().values():
+    assert len(built_in_accelerators()) >= 14
+    assert {part.vendor for part in built_in_accelerators().values()} == {"nvidia", "amd"}
+    for part in built_in_accelerators().values():
         assert all((part.source, part.link_source, part.nic_source)), part.name
         assert "accelerators.yaml" not in part.source + part.link_source + part.nic_source
 
 
 def test_operations_and_bandwidths_are_what_their_sources_multiply_out_to() -> None:
     checked = 0
-    for part in built_in().values():
+    for part in built_in_accelerators().values():
         for pattern, figure, unit in (
             (r"([\d,]+) \w+ \w+ x (\d+) operations x ([\d.]+) GHz", part.flops, 1e9),
             (r"([\d,]+) bit x ([\d.]+) Gb/s", part.memory_bandwidth, 1e9 / 8),
@@ -69,7 +69,7 @@ def test_operations_and_bandwidths_are_what_their_sources_multiply_out_to() -> N
 
 
 def test_a_measured_wire_is_read_between_its_sizes() -> None:
-    wire = Wire(1e9, 1e-6, measured=((1e3, 1e-5), (1e6, 1e-3)))
+    wire = LinkModel(1e9, 1e-6, measured=((1e3, 1e-5), (1e6, 1e-3)))
     assert wire.seconds(0) == 0
     assert wire.seconds(10) == 1e-5
     assert wire.seconds(500_500) == pytest.approx(0.000505)
@@ -81,8 +81,8 @@ def test_a_rail_that_is_slower_both_ways_at_once_exchanges_at_that_speed() -> No
     wire = cluster_from_mapping(yaml.safe_load(f"nodes: [{link}]"), source="it").kinds[0].rail
     assert wire.seconds(1e9) == pytest.approx(0.1)
     assert wire.exchange_seconds(1e9) == pytest.approx(1 / 6)
-    assert wire.times_faster(2).exchange_seconds(1e9) == pytest.approx(1 / 12)
-    assert replace(wire, both_ways=None).exchange_seconds(1e9) == wire.seconds(1e9)
+    assert wire.scaled(2).exchange_seconds(1e9) == pytest.approx(1 / 12)
+    assert replace(wire, duplex_bandwidth=None).exchange_seconds(1e9) == wire.seconds(1e9)
 
 
 @pytest.mark.parametrize(

@@ -8,10 +8,10 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from hetero.planner.layer_split import Pipeline, best_split, estimate
+from hetero.planner.layer_split import PipelineModel, best_split, estimate
 
 
-def random_pipeline(draw: random.Random) -> tuple[Pipeline, int]:
+def random_pipeline(draw: random.Random) -> tuple[PipelineModel, int]:
     """A few stages in runs of equal ones, as meshes are, and a number of layers."""
     stages, chunks = draw.randint(1, 4), draw.choice((1, 1, 2))
     layers = draw.randint(stages * chunks, 10)
@@ -22,14 +22,14 @@ def random_pipeline(draw: random.Random) -> tuple[Pipeline, int]:
     extra[-1] += draw.uniform(0, 2)
     edges = np.array([draw.choice((0.0, 0.05, 0.6)) for _ in range(stages)])
     edges[-1] = 0
-    return Pipeline(
+    return PipelineModel(
         layer_seconds=np.array([speeds[kind] for kind in kinds]),
         extra_seconds=extra,
-        most_layers=np.array([draw.randint(chunks, 12) for _ in range(stages)]),
-        edge_seconds=edges,
-        wire_seconds=edges * draw.random(),
+        max_layers=np.array([draw.randint(chunks, 12) for _ in range(stages)]),
+        transfer_seconds=edges,
+        link_seconds=edges * draw.random(),
         update_seconds=np.array([draw.choice((0.0, 1.0)) * updates[kind] for kind in kinds]),
-        update_extra=np.array([draw.uniform(0, 3) for _ in range(stages)]),
+        extra_update_seconds=np.array([draw.uniform(0, 3) for _ in range(stages)]),
         micro_batches=draw.randint(1, 9),
         chunks=chunks,
     ), layers
@@ -50,7 +50,7 @@ def test_no_other_split_is_shorter(seed: int) -> None:
     every = [
         estimate(pipeline, np.array(counts)).seconds
         for counts in splits(layers, pipeline.stages, pipeline.chunks)
-        if all(np.array(counts) <= pipeline.most_layers)
+        if all(np.array(counts) <= pipeline.max_layers)
     ]
     found = best_split(pipeline, layers)
     if not every:

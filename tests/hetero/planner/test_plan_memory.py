@@ -21,8 +21,8 @@ def test_the_estimate_is_within_four_percent_of_what_was_measured(
     mesh = Mesh("nvidia", 2, data=data, micro_batch_size=2, distributed_optimizer=True)
     plan = Plan((mesh,), layers=((17,), (15,)))
     options = TrainingOptions(reserved_bytes=0)
-    held = stage_memory(plan, stage, model, micro_batches=64 // data, options=options).held
-    assert held.peak / 2**30 == pytest.approx(measured, rel=0.04)
+    memory = stage_memory(plan, stage, model, micro_batches=64 // data, options=options).memory
+    assert memory.peak / 2**30 == pytest.approx(measured, rel=0.04)
 
 
 def test_elements_of_four_bytes_take_twice_the_activations() -> None:
@@ -32,7 +32,7 @@ def test_elements_of_four_bytes_take_twice_the_activations() -> None:
         stage_memory(plan, 0, model, micro_batches=8, options=TrainingOptions(activation_bytes=n))
         for n in (2, 4)
     )
-    assert whole.held.activations == 2 * half.held.activations
+    assert whole.memory.activations == 2 * half.memory.activations
     assert half.micro_batches == 2.5
 
 
@@ -67,7 +67,7 @@ def test_delayed_weight_gradients_take_what_was_measured_but_for_a_layer_or_so(
             SMALL,
             micro_batches=4,
             options=TrainingOptions(activation_bytes=4, delay_weight_gradients=waits),
-        ).held.peak
+        ).memory.peak
         for waits in (False, True)
     )
     assert (delayed - at_once) / 2**20 == pytest.approx(measured, abs=80)

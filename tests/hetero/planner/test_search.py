@@ -12,21 +12,21 @@ import numpy as np
 import pytest
 
 from hetero.planner.accelerators import Accelerator
-from hetero.planner.answer import simulated
-from hetero.planner.cluster_shape import Cluster, NodeKind, Wire
+from hetero.planner.cluster_shape import Cluster, LinkModel, NodeKind
 from hetero.planner.layer_profile import PartCosts, PassTimes, Point, ProfileError
 from hetero.planner.layer_split import estimate
-from hetero.planner.mesh_options import (
-    MeshChoice,
+from hetero.planner.model_shape import ModelShape
+from hetero.planner.replica_search import CompletionTimes, best_shares, search_replicas
+from hetero.planner.search import search
+from hetero.planner.search_space import (
+    MeshCandidate,
     Problem,
     SearchSpace,
-    mesh_choices,
-    mesh_options,
-    pipeline_of,
+    mesh_candidates,
+    mesh_shapes,
+    pipeline_model,
 )
-from hetero.planner.model_shape import ModelShape
-from hetero.planner.replica_search import Ends, best_shares, search_replicas
-from hetero.planner.search import search
+from hetero.planner.solution import simulate_candidate
 from hetero.planner.training_options import TrainingOptions
 from tests.hetero.planner.test_layer_split import splits
 
@@ -101,9 +101,9 @@ def random_problem(seed: int) -> Problem:
     for name in names:
         accelerator = small_part(name, draw.choice(("nvidia", "amd")), mib=draw.uniform(1, 30))
         per_node = draw.choice((1, 2) if len(names) > 2 else (1, 2, 4))
-        inside, rail = Wire(1e8, 1e-3), Wire(draw.choice((1e5, 1e6, 1e8)), 1e-2)
+        inside, rail = LinkModel(1e8, 1e-3), LinkModel(draw.choice((1e5, 1e6, 1e8)), 1e-2)
         if seed % 2:
-            rail = replace(rail, both_ways=0.6 * rail.bandwidth)
+            rail = replace(rail, duplex_bandwidth=0.6 * rail.bandwidth)
         nodes = draw.randint(1, 2)
         kinds.append(NodeKind(name, accelerator, nodes, per_node, per_node, inside, rail))
     model = small_model(draw.randint(2, 4 if len(names) > 2 else 6), tied=draw.random() < 0.5)
@@ -124,7 +124,9 @@ def even_problem(*, memory: tuple[int, int], layers: int, batch: int) -> Problem
     kinds = []
     for name, vendor, size in zip(("one", "two"), ("nvidia", "amd"), memory, strict=True):
         accelerator = small_part(name, vendor, mib=size)
-        kinds.append(NodeKind(name, accelerator, 1, 1, 1, Wire(1e9, 1e-5), Wire(1e9, 1e-5)))
+        kinds.append(
+            NodeKind(name, accelerator, 1, 1, 1, LinkModel(1e9, 1e-5), LinkModel(1e9, 1e-5))
+        )
     model = small_model(layers, tied=False)
     space = SearchSpace(global_batch=batch, tensor=(1,), micro_batch=(1,), replicas=False)
     profile = EqualProfile()
@@ -154,28 +156,28 @@ def every_pipeline(problem: Problem) -> Iterator[float]:
     batch, layers = problem.space.global_batch, problem.model.layers
     for step in (step for step in range(1, batch + 1) if batch % step == 0):
         for chunks in problem.space.chunks:
-            choices: dict[str, list[MeshChoice]] = {
+            choices: dict[str, list[MeshCandidate]] = {
                 kind.name: [
                     choice
-                    for option in mesh_options(problem, kind, step)
-                    for choice in mesh_choices(problem, option, chunks)
+                    for option in mesh_shapes(problem, kind, step)
+                    for choice in mesh_candidates(problem, option, chunks)
                 ]
                 for kind in problem.cluster.kinds
             }
             for count in range(1, len(choices) + 1):
                 for order in itertools.permutations(choices, count):
                     for meshes in itertools.product(*(choices[name] for name in order)):
-                        stages = sum(mesh.count for mesh in meshes)
+                        stages = sum(mesh.stages for mesh in meshes)
                         if stages * chunks > layers:
                             continue
                         if chunks > 1 and (batch // step % stages or stages == 1):
                             continue
-                        pipeline = pipeline_of(
+                        pipeline = pipeline_model(
                             problem, meshes, micro_batches=batch // step, chunks=chunks
                         )
                         for split in splits(layers, stages, chunks):
                             counts = np.array(split)
-                            if all(counts <= pipeline.most_layers):
+                            if all(counts <= pipeline.max_layers):
                                 yield estimate(pipeline, counts).seconds
 
 
@@ -210,7 +212,7 @@ def test_groups_that_would_lie_over_two_nodes_are_not_proposed() -> None:
     found = search(problem).candidates
     assert found
     for candidate in found:
-        assert simulated(problem, candidate).placement.plan.world_size <= 4
+        assert simulate_candidate(problem, candidate).placement.plan.world_size <= 4
 
 
 def test_only_interleaved_pipelines_are_no_whole_replicas() -> None:
@@ -224,7 +226,7 @@ def test_only_interleaved_pipelines_are_no_whole_replicas() -> None:
 def test_a_plan_costs_what_the_planner_says_of_it_and_fits(seed: int) -> None:
     problem = random_problem(seed)
     for candidate in search(problem).candidates:
-        played = simulated(problem, candidate).prediction
+        played = simulate_candidate(problem, candidate).prediction
         assert played.fits
         # With few micro-batches 1F1B waits less than the search's estimate allows for.
         assert candidate.seconds == pytest.approx(played.seconds, rel=0.25)
@@ -234,7 +236,7 @@ def test_a_plan_costs_what_the_planner_says_of_it_and_fits(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(0, 220, 6))
 def test_leaving_combinations_out_costs_little(seed: int) -> None:
     problem = random_problem(seed)
-    exact, pruned = search(problem), search(problem, limit=10)
+    exact, pruned = search(problem), search(problem, exact_limit=10)
     if exact.candidates:
         shortest = exact.candidates[0].seconds
         assert pruned.candidates[0].seconds == pytest.approx(shortest, rel=0.01)
@@ -244,7 +246,7 @@ def test_the_vendor_with_more_memory_holds_what_is_in_flight() -> None:
     """The same speed, half the memory: 1F1B keeps most activations on the first stages."""
     problem = even_problem(memory=(40, 20), layers=8, batch=8)
     first = search(problem).candidates[0]
-    assert [mesh.option.kind.name for mesh in first.meshes] == ["one", "two"]
+    assert [mesh.shape.kind.name for mesh in first.meshes] == ["one", "two"]
 
 
 @pytest.mark.parametrize("total", [7, 12, 30])
@@ -271,7 +273,7 @@ def test_shares_end_together_as_soon_as_can_be(total: int) -> None:
 
 
 def test_however_many_micro_batches_are_shared_at_once() -> None:
-    ends = [Ends(period, period, 10**12) for period in (1.0, 3.0)]
+    ends = [CompletionTimes(period, period, 10**12) for period in (1.0, 3.0)]
     shares = best_shares(ends, [8, 6], 10**12)
     assert shares is not None
     assert 8 * shares[0] + 6 * shares[1] == 10**12
@@ -280,15 +282,15 @@ def test_however_many_micro_batches_are_shared_at_once() -> None:
 
 def test_whole_replicas_win_where_links_between_vendors_are_slow_and_layers_few() -> None:
     problem = even_problem(memory=(400, 400), layers=3, batch=24)
-    slow = {frozenset(("one", "two")): Wire(1e6, 0.5)}
+    slow = {frozenset(("one", "two")): LinkModel(1e6, 0.5)}
     problem = replace(
         problem,
-        cluster=replace(problem.cluster, between=slow),
+        cluster=replace(problem.cluster, inter_kind_links=slow),
         space=replace(problem.space, replicas=True),
     )
     first = search(problem).candidates[0]
     assert len(first.shares) == 2
-    counts = [mesh.option.stage.data for mesh in first.meshes]
+    counts = [mesh.shape.stage.data for mesh in first.meshes]
     assert sum(share * count for share, count in zip(first.shares, counts, strict=True)) == 24
 
 
@@ -298,13 +300,13 @@ def test_a_kind_has_fewer_replicas_than_its_gpus_make_where_the_batch_divides_be
     first = found.candidates[0]
     assert found.is_exact
     assert first.shares == (1, 1)
-    assert sum(mesh.option.stage.data for mesh in first.meshes) == 13
+    assert sum(mesh.shape.stage.data for mesh in first.meshes) == 13
 
 
 def test_where_not_all_are_looked_at_fewer_replicas_do_not_crowd_out_what_the_gpus_make() -> None:
-    fourteen = list(search_replicas(six_and_eight_gpus(batch=14), below=math.inf, exact=False))
+    fourteen = list(search_replicas(six_and_eight_gpus(batch=14), cutoff=math.inf, is_exact=False))
     assert fourteen[-1].shares == (1, 1)
-    assert not list(search_replicas(six_and_eight_gpus(batch=13), below=math.inf, exact=False))
+    assert not list(search_replicas(six_and_eight_gpus(batch=13), cutoff=math.inf, is_exact=False))
 
 
 def six_and_eight_gpus(*, batch: int) -> Problem:

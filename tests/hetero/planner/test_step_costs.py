@@ -36,12 +36,12 @@ def test_one_stage_is_the_sum_of_its_parts() -> None:
     update = MODEL.parameters * 1e-11
     assert prediction.seconds == pytest.approx(passes + update)
     assert prediction.tokens_per_second == pytest.approx(8 * 2048 / prediction.seconds)
-    assert prediction.busy(["H100-SXM"]) == pytest.approx(passes / prediction.seconds)
+    assert prediction.utilization(["H100-SXM"]) == pytest.approx(passes / prediction.seconds)
 
 
 def test_replicas_divide_the_batch_and_reduce_their_gradients() -> None:
     costs = priced(alone(data=4, batch=8))
-    assert costs.chains[0].micro_batches == 2
+    assert costs.pipelines[0].micro_batches == 2
     # Four GPUs of a node: a ring moves 3/4 of the gradients twice over NVLink.
     size = MODEL.parameters * 4
     steps = 2 * 3 * (size / 4 / 450e9 + 10e-6)
@@ -52,15 +52,15 @@ def test_replicas_divide_the_batch_and_reduce_their_gradients() -> None:
 def test_a_boundary_carries_each_element_once_and_gathers_behind_it() -> None:
     plain, split = priced(mixed()), priced(mixed(tensor=(4, 4)))
     size = MODEL.boundary_bytes(1)
-    assert plain.chains[0].edges[0].wire == pytest.approx(size / 50e9)
-    assert split.chains[0].edges[0].wire == pytest.approx(size / 4 / 50e9)
+    assert plain.pipelines[0].edges[0].occupancy == pytest.approx(size / 50e9)
+    assert split.pipelines[0].edges[0].occupancy == pytest.approx(size / 4 / 50e9)
     gathered = 3 * (size / 4 / 450e9 + 10e-6)
-    assert split.chains[0].forward[1][0] == pytest.approx(4 * 0.01 + gathered)
+    assert split.pipelines[0].forward[1][0] == pytest.approx(4 * 0.01 + gathered)
 
 
 def test_stages_of_one_node_exchange_over_its_links() -> None:
-    edge = priced(alone(2)).chains[0].edges[0]
-    assert edge.wire == pytest.approx(MODEL.boundary_bytes(1) / 450e9)
+    edge = priced(alone(2)).pipelines[0].edges[0]
+    assert edge.occupancy == pytest.approx(MODEL.boundary_bytes(1) / 450e9)
     assert edge.sender_rails == edge.receiver_rails == -1
 
 
@@ -68,7 +68,7 @@ def test_gpus_that_share_a_rail_share_its_bandwidth() -> None:
     few_rails = replace(cluster().kinds[1], rails=1)
     shared = replace(cluster(), kinds=(cluster().kinds[0], few_rails))
     costs = step_costs(mixed(tensor=(4, 4)), model=MODEL, cluster=shared, profile=profile())
-    assert costs.chains[0].edges[0].wire == pytest.approx(MODEL.boundary_bytes(1) / 50e9)
+    assert costs.pipelines[0].edges[0].occupancy == pytest.approx(MODEL.boundary_bytes(1) / 50e9)
 
 
 def test_overlapping_hides_reduction_behind_backward_but_for_its_last_part() -> None:
@@ -143,9 +143,9 @@ def test_whole_replicas_take_shares_of_the_batch() -> None:
     costs = step_costs(
         placement, model=MODEL, cluster=cluster(), profile=profile(mi300x=0.01, h100=0.03)
     )
-    assert [chain.micro_batches for chain in costs.chains] == [6, 2]
+    assert [chain.micro_batches for chain in costs.pipelines] == [6, 2]
     prediction = simulate(costs, placement, model=MODEL, cluster=cluster())
-    assert prediction.busy(["MI300X"]) == pytest.approx(prediction.busy(["H100-SXM"]))
+    assert prediction.utilization(["MI300X"]) == pytest.approx(prediction.utilization(["H100-SXM"]))
     # Both exchange all gradients, over one rail each, and add them up.
     assert costs.reduce[0] == pytest.approx(MODEL.parameters * (4 / 50e9 + 2e-12), rel=0.01)
     slower = cluster(rail_both_ways_gbits=240)
@@ -156,14 +156,14 @@ def test_whole_replicas_take_shares_of_the_batch() -> None:
 def test_the_estimate_and_the_simulation_of_a_placement_agree() -> None:
     for placement in (alone(), alone(4, batch=16), mixed(1, 1), mixed(2, 2, batch=16)):
         costs = priced(placement)
-        simulated = simulate(costs, placement, model=MODEL, cluster=cluster()).seconds
-        assert estimate_seconds(costs) == pytest.approx(simulated, rel=0.02)
+        simulate_candidate = simulate(costs, placement, model=MODEL, cluster=cluster()).seconds
+        assert estimate_seconds(costs) == pytest.approx(simulate_candidate, rel=0.02)
 
 
 def test_what_a_gpu_cannot_hold_does_not_fit() -> None:
     fitting = played(alone())
     assert fitting.fits
-    (use,) = fitting.uses
+    (use,) = fitting.stages
     assert not replace(use, peak_bytes=81 * 2**30).fits
 
 

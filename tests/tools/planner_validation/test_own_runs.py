@@ -69,7 +69,7 @@ class Played(OwnBench):
         Played.runs += 1
         (predicted,) = self.predict(case)
         seconds = predicted.seconds * self.slower
-        return Measured([9.0, 9.0, seconds, seconds], [use.peak_bytes for use in predicted.uses])
+        return Measured([9.0, 9.0, seconds, seconds], [use.peak_bytes for use in predicted.stages])
 
 
 @pytest.fixture

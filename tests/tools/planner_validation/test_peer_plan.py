@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from hetero.plan import Mesh, Plan
-from hetero.planner.mesh_options import Problem, SearchSpace
 from hetero.planner.placement import Placement
 from hetero.planner.prediction import simulate
+from hetero.planner.search_space import Problem, SearchSpace
 from hetero.planner.step_costs import step_costs
 from tests.hetero.planner.placements import MODEL, cluster, profile
 from tools.planner_validation.peer_plan import PeerPlan, PeerStage, Replica, seconds_of

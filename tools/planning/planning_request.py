@@ -1,4 +1,4 @@
-"""From the command line and its files to the problem to be solved, or to all that is wrong."""
+"""Reads the command line and its files into a planning problem, or reports every error."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from typing import Any
 from hetero.errors import Faults, Refusal, UserError
 from hetero.formatting import counted
 from hetero.planner.analytic_profile import EFFICIENCY, analytic_profile, measured_efficiency
-from hetero.planner.answer import plan_best
 from hetero.planner.cluster_shape import Cluster, NodeKind, load_cluster
 from hetero.planner.layer_profile import (
     AcceleratorProfile,
@@ -23,7 +22,6 @@ from hetero.planner.layer_profile import (
     ProfileError,
     load_profile,
 )
-from hetero.planner.mesh_options import Problem, SearchSpace
 from hetero.planner.model_shape import (
     ModelError,
     ModelShape,
@@ -31,21 +29,23 @@ from hetero.planner.model_shape import (
     model_file,
     read_flags,
 )
+from hetero.planner.search_space import Problem, SearchSpace
+from hetero.planner.solution import find_best_plans
 from hetero.planner.training_options import TrainingOptions
 from megatron.training.arguments.config_file import FLAG, expand_config_files
 from megatron.training.arguments.left_out import is_left_out, sort_out
 from megatron.training.arguments.parser import build_parser
 from megatron.training.arguments.segments import split_words
 
-_FREE = ("layers", "seq_length")
-"""What a profile may differ in from the model that it serves."""
-_LARGEST_BATCH = 1_000_000_000
-"""Samples of a step; their divisors are gone through."""
+_MAY_DIFFER = ("layers", "seq_length")
+"""Fields in which a profile's model may differ from the planned one."""
+_MAX_GLOBAL_BATCH = 1_000_000_000
+"""The search enumerates its divisors."""
 
 
 @dataclass(frozen=True)
-class Asked:
-    """What is to be planned, and where its numbers come from."""
+class PlanningRequest:
+    """The problem to solve, and the sources of its costs."""
 
     problem: Problem
     model_name: str
@@ -57,8 +57,8 @@ class Asked:
 
 
 @dataclass(frozen=True)
-class _Mixed:
-    """Measured accelerators as measured, others as computed."""
+class _CombinedProfile:
+    """Measured costs where there are any for an accelerator, else analytic ones."""
 
     measured: MeasuredProfile
     computed: Profile
@@ -76,29 +76,29 @@ class _Mixed:
         return self.measured if accelerator in self.measured.accelerators else self.computed
 
 
-def asked_problem(options: argparse.Namespace) -> Asked:
-    """Raises UserError with all that is wrong."""
+def read_request(options: argparse.Namespace) -> PlanningRequest:
+    """The request of a command line. Raises UserError with every problem found."""
     faults = Faults()
     changed = {} if options.seq_length is None else {"seq_length": options.seq_length}
     cluster = faults.read(lambda: load_cluster(options.cluster))
     read = faults.read(lambda: _model(options.model, changed, dtype=options.dtype))
     model, model_flags = read or (None, frozenset())
     profiles = {path: faults.read(partial(load_profile, path)) for path in options.profile}
-    if options.global_batch > _LARGEST_BATCH:
+    if options.global_batch > _MAX_GLOBAL_BATCH:
         faults.sentences.append(
             f"--global-batch {options.global_batch} is more than is planned for; give at most "
-            f"{_LARGEST_BATCH}"
+            f"{_MAX_GLOBAL_BATCH}"
         )
     if options.out.exists() and not options.out.is_dir():
         faults.sentences.append(f"--out {options.out} is no folder; name another")
     read_profiles = {path: profile for path, profile in profiles.items() if profile is not None}
     if model is not None:
         for path, profile in read_profiles.items():
-            faults.sentences += _other_model(path, profile, model)
+            faults.sentences += _model_mismatches(path, profile, model)
     faults.refuse(Refusal)
     assert cluster is not None
     assert model is not None
-    measured = _joined(list(read_profiles.values()))
+    measured = _merged_profile(list(read_profiles.values()))
     joined, sources = _profile(cluster, model, measured)
     space = SearchSpace(
         global_batch=options.global_batch,
@@ -112,7 +112,7 @@ def asked_problem(options: argparse.Namespace) -> Asked:
     )
     problem = Problem(cluster, model, joined, space, _training(options))
     notes = _require_points(problem)
-    return Asked(problem, options.model, (*sources, *notes), options.dtype, model_flags)
+    return PlanningRequest(problem, options.model, (*sources, *notes), options.dtype, model_flags)
 
 
 def _model(
@@ -152,18 +152,18 @@ def _training(options: argparse.Namespace) -> TrainingOptions:
     )
 
 
-def _other_model(path: Path, profile: MeasuredProfile, model: ModelShape) -> list[str]:
+def _model_mismatches(path: Path, profile: MeasuredProfile, model: ModelShape) -> list[str]:
     differing = [
         f"{name} {value} where the model has {getattr(model, name)}"
         for name, value in profile.model.items()
-        if name not in _FREE and value != getattr(model, name, value)
+        if name not in _MAY_DIFFER and value != getattr(model, name, value)
     ]
     if not differing:
         return []
     return [f"the profile {path} is of another model: {', '.join(differing)}; measure this one"]
 
 
-def _joined(profiles: Sequence[MeasuredProfile]) -> MeasuredProfile:
+def _merged_profile(profiles: Sequence[MeasuredProfile]) -> MeasuredProfile:
     accelerators: dict[str, AcceleratorProfile] = {}
     for profile in profiles:
         accelerators |= profile.accelerators
@@ -185,7 +185,9 @@ def _profile(
         else f"{name}: computed from published figures and {calibrated} ({efficiency:.0%} of peak)"
         for name in parts
     ]
-    return _Mixed(measured, analytic_profile(model, cluster, efficiency=efficiency)), sources
+    return _CombinedProfile(
+        measured, analytic_profile(model, cluster, efficiency=efficiency)
+    ), sources
 
 
 def _require_points(problem: Problem) -> list[str]:
@@ -202,7 +204,7 @@ def _require_points(problem: Problem) -> list[str]:
     ]
     notes, faults = [], Faults()
     for name in dict.fromkeys(kind.accelerator.name for kind in problem.cluster.kinds):
-        lacking = [point for point in points if not _is_known(problem.profile, name, point)]
+        lacking = [point for point in points if not _has_point(problem.profile, name, point)]
         if len(lacking) == len(points):
             faults.read(partial(problem.profile.costs, name, points[0]))
         if not lacking:
@@ -219,7 +221,7 @@ def _require_points(problem: Problem) -> list[str]:
     return notes
 
 
-def _is_known(profile: Profile, accelerator: str, point: Point) -> bool:
+def _has_point(profile: Profile, accelerator: str, point: Point) -> bool:
     try:
         profile.costs(accelerator, point)
     except ProfileError:
@@ -227,11 +229,11 @@ def _is_known(profile: Profile, accelerator: str, point: Point) -> bool:
     return True
 
 
-def nowhere_sentence(asked: Asked) -> UserError:
-    """What to say of a model that no plan fits into memory."""
-    problem = asked.problem
+def infeasible_error(request: PlanningRequest) -> UserError:
+    """The error for a problem without a feasible plan: the likely reason and a remedy."""
+    problem = request.problem
     model, options, space = problem.model, problem.options, problem.space
-    what = f"no plan of {asked.model_name} for a global batch of {space.global_batch}"
+    what = f"no plan of {request.model_name} for a global batch of {space.global_batch}"
     kinds = problem.cluster.kinds
     parallel = space.sequence_parallel
     if not any(
@@ -256,8 +258,8 @@ def nowhere_sentence(asked: Asked) -> UserError:
             f"{what}: {counted(model.layers, 'layer')} cannot be {min(space.chunks)} chunks of "
             "each of two stages; allow --interleave 1"
         )
-    unlimited = tuple(map(_without_limit, kinds))
-    if 1 not in space.chunks and not plan_best(
+    unlimited = tuple(map(_with_unlimited_memory, kinds))
+    if 1 not in space.chunks and not find_best_plans(
         replace(problem, cluster=replace(problem.cluster, kinds=unlimited))
     ):
         return UserError(
@@ -278,7 +280,7 @@ def nowhere_sentence(asked: Asked) -> UserError:
     )
 
 
-def _without_limit(kind: NodeKind) -> NodeKind:
+def _with_unlimited_memory(kind: NodeKind) -> NodeKind:
     return replace(kind, accelerator=replace(kind.accelerator, memory_gib=1e9))
 
 

@@ -1,45 +1,45 @@
-"""The answer as text for a terminal, and its rows for the page."""
+"""A Solution as text for the terminal, and as table rows for the page."""
 
 from __future__ import annotations
 
 from hetero.formatting import counted
-from hetero.planner.answer import Answer, Planned, what_bounds
-from tools.planning.asked import Asked
+from hetero.planner.solution import SimulatedPlan, Solution, explain_bottleneck
+from tools.planning.planning_request import PlanningRequest
 from tools.reports.text_table import aligned
 
 MESH_HEAD = ("nodes", "stages", "layers", "TP", "DP", "micro-batch", "recompute", "share")
 PLAN_HEAD = ("plan", "step", "tokens/s", "")
 
 
-def answer_text(asked: Asked, found: Answer) -> str:
+def solution_text(request: PlanningRequest, found: Solution) -> str:
     first = found.best.first
     rows = [list(MESH_HEAD), *mesh_rows(first)]
     runners = [list(PLAN_HEAD), *plan_rows(found)]
     return "\n".join(
         [
-            headline(asked, found),
+            headline(request, found),
             "",
             *aligned(rows, text={0, 2, 6}),
             "",
-            *what_bounds(asked.problem, first),
+            *explain_bottleneck(request.problem, first),
             "",
             *comparison_lines(found),
             "",
             *aligned(runners, text={0}),
             "",
-            *(f"costs of {line}" for line in asked.sources),
-            searched(found),
+            *(f"costs of {line}" for line in request.sources),
+            search_sentence(found),
         ]
     )
 
 
-def headline(asked: Asked, found: Answer) -> str:
+def headline(request: PlanningRequest, found: Solution) -> str:
     first = found.best.first.prediction
     tokens = f"{first.tokens_per_second:,.0f} tokens/s"
-    return f"{asked.model_name}: {first.seconds:.3f} s a step, {tokens} (predicted)"
+    return f"{request.model_name}: {first.seconds:.3f} s a step, {tokens} (predicted)"
 
 
-def mesh_rows(planned: Planned) -> list[list[str]]:
+def mesh_rows(planned: SimulatedPlan) -> list[list[str]]:
     plan = planned.placement.plan
     rows, stage = [], 0
     for kind, mesh in zip(planned.placement.kinds, plan.meshes, strict=True):
@@ -50,7 +50,7 @@ def mesh_rows(planned: Planned) -> list[list[str]]:
             [
                 kind,
                 str(mesh.stages),
-                runs(counts),
+                run_lengths(counts),
                 str(mesh.tensor),
                 str(mesh.data),
                 str(mesh.micro_batch_size),
@@ -61,7 +61,7 @@ def mesh_rows(planned: Planned) -> list[list[str]]:
     return rows
 
 
-def runs(counts: list[int]) -> str:
+def run_lengths(counts: list[int]) -> str:
     """`4 x 12, 11`: equal neighbours together."""
     parts: list[tuple[int, int]] = []
     for count in counts:
@@ -72,7 +72,7 @@ def runs(counts: list[int]) -> str:
     return ", ".join(f"{times} x {count}" if times > 1 else str(count) for times, count in parts)
 
 
-def one_line(planned: Planned) -> str:
+def one_line(planned: SimulatedPlan) -> str:
     plan = planned.placement.plan
     across = " | ".join(
         f"{kind} {mesh.stages} x TP {mesh.tensor} x DP {mesh.data}"
@@ -85,7 +85,7 @@ def one_line(planned: Planned) -> str:
     return ("replicas: " if plan.whole_replicas else "") + across + chunks
 
 
-def plan_rows(found: Answer) -> list[list[str]]:
+def plan_rows(found: Solution) -> list[list[str]]:
     best = found.best.first.seconds
     return [
         [
@@ -94,26 +94,32 @@ def plan_rows(found: Answer) -> list[list[str]]:
             f"{planned.prediction.tokens_per_second:,.0f}",
             f"{planned.seconds / best - 1:+.1%}" if planned is not found.best.first else "",
         ]
-        for planned in found.best.planned
+        for planned in found.best.plans
     ]
 
 
-def comparison_lines(found: Answer) -> list[str]:
+def comparison_lines(found: Solution) -> list[str]:
     lines = []
-    for alone in found.alone:
+    for alone in found.vendor_baselines:
         reached = f"{alone.tokens_per_second:,.0f} tokens/s"
         lines.append(f"{alone.vendor} alone: {reached if alone.tokens_per_second else 'fits not'}")
-    if found.over_best_alone:
-        lines.append(f"Together: {found.over_best_alone:.2f} times the best vendor alone.")
-    if found.over_sum:
-        lines.append(f"Together: {found.over_sum:.1%} of the sum of all vendors alone.")
-    for name, tokens in found.one_more:
+    if found.speedup_over_best_vendor:
+        lines.append(f"Together: {found.speedup_over_best_vendor:.2f} times the best vendor alone.")
+    if found.fraction_of_vendor_sum:
+        lines.append(
+            f"Together: {found.fraction_of_vendor_sum:.1%} of the sum of all vendors alone."
+        )
+    for name, tokens in found.one_more_node:
         gain = tokens / found.tokens_per_second - 1
         lines.append(f"Another node of {name}: {gain:+.1%} tokens/s.")
     return lines
 
 
-def searched(found: Answer) -> str:
-    count = found.best.found.combinations
-    proof = "none is estimated shorter" if found.best.found.is_exact else "the most promising seen"
+def search_sentence(found: Solution) -> str:
+    count = found.best.search_result.combinations
+    proof = (
+        "none is estimated shorter"
+        if found.best.search_result.is_exact
+        else "the most promising seen"
+    )
     return f"{counted(count, 'combination')} of meshes; {proof}"

@@ -1,0 +1,215 @@
+"""Times of communication: transfers between stages, gradient reduction between replicas.
+
+A transfer between nodes uses all NICs at once; GPUs that share a NIC share its bandwidth. That is
+the only contention modelled here: contention between transfers is left to the simulator.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from hetero.planner.cluster_shape import Cluster, LinkModel, NodeKind
+from hetero.planner.layer_profile import Profile
+from hetero.planner.model_shape import ModelShape
+from hetero.planner.stage_shape import StageShape
+from hetero.planner.training_options import TrainingOptions
+
+NCCL_BUFFER_BYTES = 4 * 2**20
+"""NCCL's default buffer between two GPUs (NCCL_BUFFSIZE)."""
+_PIPELINE_CHUNKS = 4
+"""Chunks in which a reduction across vendors pipelines its intra- and inter-vendor steps."""
+
+
+@dataclass(frozen=True)
+class EdgeCosts:
+    """Seconds of transferring one micro-batch's activation, or its gradient, between two stages."""
+
+    occupancy: float
+    """How long the transfer occupies the link."""
+    latency: float
+    """How much later it arrives."""
+    gather_after: float
+    """All-gather of a sharded activation on the later stage."""
+    gather_before: float
+    """All-gather of a sharded gradient on the earlier stage."""
+    is_buffered: bool
+    """Whether the message fits NCCL's buffer, so that the sender does not wait for the receiver."""
+
+
+def edge_costs(
+    cluster: Cluster,
+    source: StageShape,
+    target: StageShape,
+    *,
+    model: ModelShape,
+    options: TrainingOptions,
+) -> EdgeCosts:
+    """Costs of an edge of the pipeline.
+
+    Inside a mesh each rank sends what it holds; between meshes each element is sent once.
+    """
+    size = model.boundary_bytes(source.micro_batch, options.activation_bytes)
+    other = model.boundary_bytes(target.micro_batch, options.activation_bytes)
+    is_boundary = (source.kind, source.tensor, source.data) != (
+        target.kind,
+        target.tensor,
+        target.data,
+    )
+    is_gathered = is_boundary or options.deepspeed_transfers
+    is_sharded = is_gathered or source.sequence_parallel
+    sent = size / source.tensor if is_sharded else size
+    received = other / target.tensor if is_sharded else size
+    gather_after = gather_before = 0.0
+    if is_gathered:
+        gather_after = _all_gather_seconds(cluster.kind(target.kind), target, other)
+        gather_before = _all_gather_seconds(cluster.kind(source.kind), source, size)
+    if on_same_node(cluster, source, target):
+        link = cluster.kind(source.kind).intra_node
+        seconds = max(link.seconds(sent), link.seconds(received))
+    else:
+        link = cluster.rail(source.kind, target.kind)
+        seconds = max(
+            link.seconds(sent * ranks_per_rail(cluster.kind(source.kind), source.ranks)),
+            link.seconds(received * ranks_per_rail(cluster.kind(target.kind), target.ranks)),
+        )
+    latency = 0.0 if link.measured else link.latency
+    is_buffered = max(sent, received) <= NCCL_BUFFER_BYTES
+    return EdgeCosts(seconds - latency, latency, gather_after, gather_before, is_buffered)
+
+
+def on_same_node(cluster: Cluster, one: StageShape, other: StageShape) -> bool:
+    """Whether all ranks of two stages are on one node."""
+    if one.kind != other.kind:
+        return False
+    size = cluster.kind(one.kind).gpus_per_node
+    gpus = [
+        gpu
+        for stage in (one, other)
+        for gpu in (stage.first_gpu, stage.first_gpu + stage.ranks - 1)
+    ]
+    return len({gpu // size for gpu in gpus}) == 1
+
+
+def ranks_per_rail(kind: NodeKind, ranks: int) -> int:
+    """How many of `ranks` consecutive GPUs share the busiest NIC of a node."""
+    return min(ranks, math.ceil(kind.gpus_per_node / kind.rails))
+
+
+def stage_rails(cluster: Cluster, stage: StageShape) -> range:
+    """The NICs that a stage uses, numbered over all nodes of its kind."""
+    kind = cluster.kind(stage.kind)
+
+    def rail(gpu: int) -> int:
+        node, local_rank = divmod(gpu, kind.gpus_per_node)
+        return node * kind.rails + local_rank * kind.rails // kind.gpus_per_node
+
+    return range(rail(stage.first_gpu), rail(stage.first_gpu + stage.ranks - 1) + 1)
+
+
+def _all_gather_seconds(kind: NodeKind, stage: StageShape, size: float) -> float:
+    if stage.tensor == 1 or stage.sequence_parallel:
+        return 0.0
+    return ring_seconds(kind.intra_node, ranks=stage.tensor, size=size)
+
+
+def ring_seconds(link: LinkModel, *, ranks: int, size: float) -> float:
+    """A ring reduce-scatter or all-gather of `size` bytes."""
+    if ranks < 2:
+        return 0.0
+    return (ranks - 1) * link.seconds(size / ranks)
+
+
+def intra_mesh_seconds(cluster: Cluster, stage: StageShape, size: float) -> float:
+    """A reduce-scatter or all-gather of `size` bytes a rank over a stage's data-parallel ranks.
+
+    All tensor-parallel ranks run theirs at once and share their node's NICs. Between nodes, latency
+    is that of a tree.
+    """
+    kind, replicas = cluster.kind(stage.kind), stage.data
+    if replicas < 2:
+        return 0.0
+    replicas_per_node = max(1, min(replicas, kind.gpus_per_node // stage.tensor))
+    nodes = math.ceil(replicas / replicas_per_node)
+    if nodes == 1:
+        return ring_seconds(kind.intra_node, ranks=replicas, size=size)
+    ranks_per_nic = stage.tensor / kind.rails
+    moved_bytes = (replicas - 1) / replicas * size
+    slowest = max(
+        moved_bytes / kind.intra_node.bandwidth, kind.rail.seconds(moved_bytes * ranks_per_nic)
+    )
+    return (
+        slowest
+        + kind.rail.latency * math.log2(nodes)
+        + kind.intra_node.latency * (replicas_per_node - 1)
+    )
+
+
+def reduce_and_gather_seconds(
+    cluster: Cluster,
+    dp_group: Sequence[StageShape],
+    *,
+    parameters: float,
+    profile: Profile,
+    options: TrainingOptions,
+) -> tuple[float, float]:
+    """Seconds of reducing a stage's gradients, and of all-gathering its updated weights.
+
+    `dp_group` is the stage as each mesh that holds it sees it; `parameters` are those of one rank.
+    Without a distributed optimizer the gradients are all-gathered instead of the weights, as part
+    of the reduction. Inside a vendor the arithmetic is hidden behind the transfers.
+    """
+    gradients = parameters * options.gradient_bytes
+    weights = parameters * options.parameter_bytes
+    first = dp_group[0]
+    scatter = [intra_mesh_seconds(cluster, stage, gradients) for stage in dp_group]
+    gather = [
+        intra_mesh_seconds(cluster, stage, weights if first.distributed_optimizer else gradients)
+        for stage in dp_group
+    ]
+    cross_mesh, arithmetic = _cross_mesh_seconds(cluster, dp_group, gradients), 0.0
+    if len(dp_group) > 1:
+        kinds = {cluster.kind(stage.kind).accelerator.name for stage in dp_group}
+        arithmetic = max(profile.reduction_seconds(kind, parameters) for kind in kinds)
+    if first.distributed_optimizer:
+        return _pipelined_seconds([max(scatter), cross_mesh]) + arithmetic, max(gather)
+    return _pipelined_seconds([max(scatter), cross_mesh, max(gather)]) + arithmetic, 0.0
+
+
+def _cross_mesh_seconds(cluster: Cluster, dp_group: Sequence[StageShape], size: float) -> float:
+    """Each rank exchanges its gradient shard with every other mesh, using all NICs."""
+    seconds = 0.0
+    for stage in dp_group:
+        kind = cluster.kind(stage.kind)
+        shard = size / stage.data * ranks_per_rail(kind, stage.ranks)
+        links = [
+            kind.rail if stage.kind == other.kind else cluster.rail(stage.kind, other.kind)
+            for other in dp_group
+            if other is not stage
+        ]
+        seconds = max(seconds, sum(link.exchange_seconds(shard) for link in links))
+    return seconds
+
+
+def _pipelined_seconds(steps: Sequence[float]) -> float:
+    """Steps that follow each other chunk by chunk: the longest, and one chunk of all others."""
+    longest = max(steps)
+    return longest + (sum(steps) - longest) / _PIPELINE_CHUNKS
+
+
+def tied_embedding_seconds(
+    cluster: Cluster,
+    first: StageShape,
+    last: StageShape,
+    *,
+    model: ModelShape,
+    options: TrainingOptions,
+) -> float:
+    """Summing the gradients of a tied embedding, which the first and last stage both hold."""
+    link = cluster.rail(first.kind, last.kind)
+    sizes = []
+    for stage in (first, last):
+        size = model.vocabulary * model.hidden * options.gradient_bytes / stage.tensor
+        sizes.append(size * ranks_per_rail(cluster.kind(stage.kind), stage.ranks))
+    return link.seconds(max(sizes))

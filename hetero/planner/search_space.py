@@ -1,0 +1,378 @@
+"""The search space: what a mesh on one kind of node can be, and its cost coefficients.
+
+Coefficients are the costs of `step_costs` as linear functions of a stage's layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from hetero.plan import Mesh, Plan, split_over_chunks
+from hetero.planner.cluster_shape import Cluster, NodeKind
+from hetero.planner.communication_costs import (
+    edge_costs,
+    reduce_and_gather_seconds,
+    tied_embedding_seconds,
+)
+from hetero.planner.layer_profile import PartCosts, Profile, ProfileError
+from hetero.planner.layer_split import FloatArray, IntArray, PipelineModel
+from hetero.planner.model_shape import ModelShape
+from hetero.planner.peak_memory import in_flight
+from hetero.planner.placement import Placement
+from hetero.planner.stage_shape import StageShape
+from hetero.planner.training_options import TrainingOptions
+
+
+@dataclass(frozen=True, kw_only=True)
+class SearchSpace:
+    """The values that the search may choose."""
+
+    global_batch: int
+    """Samples per training step."""
+    tensor: tuple[int, ...] = (1, 2, 4, 8)
+    micro_batch: tuple[int, ...] = (1, 2, 4, 8)
+    recompute: tuple[str, ...] = ("none", "full")
+    chunks: tuple[int, ...] = (1,)
+    """Model chunks per stage; more than one: interleaved 1F1B."""
+    replicas: bool = True
+    """Whether plans with whole replicas on each kind are searched, too."""
+    distributed_optimizer: bool = True
+    sequence_parallel: bool = False
+    """Whether tensor-parallel ranks shard the sequence between layers."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """The input of the planner."""
+
+    cluster: Cluster
+    model: ModelShape
+    profile: Profile
+    space: SearchSpace
+    options: TrainingOptions = field(default_factory=TrainingOptions)
+
+
+@dataclass(frozen=True, eq=False)
+class MeshShape:
+    """Parallel sizes of a mesh on one kind, for any number of stages. Costs are those of a rank."""
+
+    kind: NodeKind
+    stage: StageShape
+    """One of its stages, without layers."""
+    costs: PartCosts
+    layer_seconds: float
+    """Forward and backward pass of one micro-batch."""
+    state_bytes: float
+    """Weight, gradient and optimizer state per parameter."""
+    usable_bytes: float
+    """Memory available to the model."""
+    update_seconds_per_parameter: float
+    """Gradient reduction and optimizer update."""
+    update_seconds_fixed: float
+    intra_node_hop: tuple[float, float]
+    """Seconds to the mesh's next stage on the same node: (transfer, link occupancy)."""
+    inter_node_hop: tuple[float, float]
+    """The same to the next stage on another node."""
+
+    @property
+    def max_stages(self) -> int:
+        return self.kind.usable_gpus(self.stage.tensor) // self.stage.ranks
+
+    def hops(self, stages: int) -> FloatArray:
+        """Transfer and link occupancy (two rows) from each of `stages` stages to the next."""
+        size, ranks = self.kind.gpus_per_node, self.stage.ranks
+        first = np.arange(stages - 1) * ranks
+        is_same_node = first // size == (first + 2 * ranks - 1) // size
+        intra, inter = np.array(self.intra_node_hop), np.array(self.inter_node_hop)
+        return np.where(is_same_node, intra[:, None], inter[:, None])
+
+    def max_layers(
+        self, model: ModelShape, in_flight: IntArray, *, chunks: int, first: bool, last: bool
+    ) -> IntArray:
+        """The most layers of each stage that fit into memory; below 1 where none does.
+
+        `in_flight` are the passes in flight on each stage; `first` and `last` say whether the mesh
+        has the pipeline's first and last stage.
+        """
+        costs = self.costs
+        available = np.full(len(in_flight), self.usable_bytes - costs.layer_working_bytes)
+        end = len(available) - 1
+        for stage in {0, end}:
+            available[stage] = self.usable_bytes - costs.working_bytes(
+                embedding=first and stage == 0, head=last and stage == end
+            )
+        micro_batches = in_flight / chunks
+        embedding, head = embedding_and_head_parameters(
+            model, self.stage.tensor, single_stage=first and last and len(available) == 1
+        )
+        if first:
+            available[0] -= embedding * self.state_bytes
+            available[0] -= micro_batches[0] * costs.embedding_activation_bytes
+        if last:
+            available[-1] -= head * self.state_bytes + costs.head_activation_bytes
+        # Chunks of a stage may differ by a layer: assume that the largest is in flight.
+        available -= (chunks - 1) * micro_batches * costs.layer_activation_bytes
+        states = model.layer_parameters / self.stage.tensor * self.state_bytes
+        bytes_per_layer = states + micro_batches * costs.layer_activation_bytes
+        return np.floor(np.maximum(available, -1.0) / bytes_per_layer).astype(np.int64)
+
+
+@dataclass(frozen=True, eq=False)
+class MeshCandidate:
+    """A mesh shape with a number of stages: what the search combines."""
+
+    shape: MeshShape
+    stages: int
+    max_layers: float
+    """An upper bound: layers that fit at the end of the pipeline and without embedding and head."""
+    transfer_seconds: float
+    """All transfers between its stages, in both directions."""
+
+
+def mesh_candidates(
+    problem: Problem, shape: MeshShape, chunks: int, *, micro_batches: int = 0
+) -> list[MeshCandidate]:
+    """A shape with every number of stages that its GPUs and the model's layers allow.
+
+    `micro_batches` per step; left out: those of a pipeline that processes the whole batch.
+    """
+    sequences = shape.stage.data * shape.stage.micro_batch
+    micro_batches = micro_batches or max(1, problem.space.global_batch // sequences)
+    max_stages = min(shape.max_stages, problem.model.layers // chunks)
+    if max_stages < 1:
+        return []
+    # Stages are counted from the end of the pipeline, where the fewest passes are in flight.
+    in_flights = np.minimum(np.arange(1, max_stages + 1), micro_batches)
+    in_flights = in_flights if chunks == 1 else np.full(max_stages, chunks)
+    fitting = shape.max_layers(problem.model, in_flights, chunks=chunks, first=False, last=False)
+    max_layers = np.cumsum(np.maximum(fitting, 0))
+    transfers = np.cumsum([0.0, *shape.hops(max_stages)[0]])
+    return [
+        MeshCandidate(shape, stages, float(layers), 2 * float(seconds))
+        for stages, layers, seconds in zip(
+            range(1, max_stages + 1), max_layers, transfers, strict=True
+        )
+        if layers >= stages * chunks
+    ]
+
+
+def embedding_and_head_parameters(
+    model: ModelShape, tensor: int, *, single_stage: bool
+) -> tuple[float, float]:
+    """A rank's parameters of (embedding, head); on a single stage a tied weight counts once."""
+    head = model.head_parameters
+    if single_stage and model.tied:
+        head -= model.vocabulary * model.hidden
+    return model.embedding_parameters / tensor, head / tensor
+
+
+def mesh_shapes(problem: Problem, kind: NodeKind, sequences: int) -> Iterator[MeshShape]:
+    """All shapes of a kind that process `sequences` sequences at once (DP size x micro-batch).
+
+    Points that the profile lacks are skipped.
+    """
+    space, model = problem.space, problem.model
+    for tensor in space.tensor:
+        if not model.divides(tensor, sequence_parallel=space.sequence_parallel):
+            continue
+        for micro_batch in space.micro_batch:
+            data, rest = divmod(sequences, micro_batch)
+            if rest or not data or tensor * data > kind.usable_gpus(tensor):
+                continue
+            for recompute in space.recompute:
+                stage = stage_shape(
+                    space,
+                    kind,
+                    tensor=tensor,
+                    data=data,
+                    micro_batch=micro_batch,
+                    recompute=recompute,
+                )
+                if (shape := mesh_shape(problem, kind, stage)) is not None:
+                    yield shape
+
+
+def stage_shape(
+    space: SearchSpace,
+    kind: NodeKind,
+    *,
+    tensor: int,
+    data: int,
+    micro_batch: int,
+    recompute: str,
+) -> StageShape:
+    """A stage without layers, from the searched values and the fixed ones of the space."""
+    return StageShape(
+        kind=kind.name,
+        layers=(),
+        has_embedding=False,
+        has_head=False,
+        tensor=tensor,
+        data=data,
+        micro_batch=micro_batch,
+        recompute=recompute,
+        sequence_parallel=space.sequence_parallel and tensor > 1,
+        distributed_optimizer=space.distributed_optimizer,
+    )
+
+
+def mesh_shape(
+    problem: Problem, kind: NodeKind, stage: StageShape, *, replicas: int = 0
+) -> MeshShape | None:
+    """A shape with its coefficients; None where the profile lacks its point.
+
+    A distributed optimizer is sharded over `replicas`, or over the mesh's own where left out.
+    """
+    model, options, profile = problem.model, problem.options, problem.profile
+    try:
+        costs = profile.costs(kind.accelerator.name, stage.point(model))
+    except ProfileError:
+        return None
+    shards = (replicas or stage.data) if stage.distributed_optimizer else 1
+    fixed = profile.optimizer_seconds(kind.accelerator.name, 0.0)
+    slope = (profile.optimizer_seconds(kind.accelerator.name, 1e9) - fixed) / 1e9 / shards
+    reduction_fixed, reduction_slope = _reduction_costs(problem, stage)
+    return MeshShape(
+        kind=kind,
+        stage=stage,
+        costs=costs,
+        layer_seconds=costs.layer.forward + costs.layer.backward,
+        state_bytes=options.parameter_bytes + options.gradient_bytes + options.state_bytes / shards,
+        usable_bytes=kind.accelerator.memory_gib * 2**30 - options.reserved_bytes,
+        update_seconds_per_parameter=slope + reduction_slope,
+        update_seconds_fixed=fixed + reduction_fixed,
+        intra_node_hop=_hop(problem, stage, same_node=True),
+        inter_node_hop=_hop(problem, stage, same_node=False),
+    )
+
+
+def _reduction_costs(problem: Problem, stage: StageShape) -> tuple[float, float]:
+    """Seconds of reducing and gathering as a linear function: fixed, per parameter of a rank."""
+
+    def seconds(parameters: float) -> float:
+        return sum(
+            reduce_and_gather_seconds(
+                problem.cluster,
+                [stage],
+                parameters=parameters,
+                profile=problem.profile,
+                options=problem.options,
+            )
+        )
+
+    layer = problem.model.layer_parameters / stage.tensor
+    one, two = seconds(layer), seconds(2 * layer)
+    return max(2 * one - two, 0.0), (two - one) / layer
+
+
+def _hop(problem: Problem, stage: StageShape, *, same_node: bool) -> tuple[float, float]:
+    """Seconds to an equal stage on the same node or another one: transfer, link occupancy."""
+    gpus = problem.cluster.kind(stage.kind).gpus_per_node
+    fits_node = same_node and 2 * stage.ranks <= gpus
+    target = replace(stage, first_gpu=stage.ranks if fits_node else gpus * 2**20)
+    edge = edge_costs(problem.cluster, stage, target, model=problem.model, options=problem.options)
+    return edge.occupancy + edge.latency, edge.occupancy
+
+
+def pipeline_model(
+    problem: Problem, meshes: Sequence[MeshCandidate], *, micro_batches: int, chunks: int = 1
+) -> PipelineModel:
+    """The cost model of consecutive meshes, for `best_split`."""
+    model = problem.model
+    stages = sum(mesh.stages for mesh in meshes)
+    in_flights = np.array(
+        [
+            in_flight(stage, stages=stages, micro_batches=micro_batches, chunks=chunks)
+            for stage in range(stages)
+        ]
+    )
+    layer, extra, transfer, link, update, extra_update = np.zeros((6, stages))
+    max_layers = np.zeros(stages, dtype=np.int64)
+    start = 0
+    for index, mesh in enumerate(meshes):
+        shape, end = mesh.shape, start + mesh.stages
+        own = slice(start, end)
+        layer[own] = shape.layer_seconds
+        parameters = model.layer_parameters / shape.stage.tensor
+        update[own] = parameters * shape.update_seconds_per_parameter
+        extra_update[own] = shape.update_seconds_fixed
+        max_layers[own] = shape.max_layers(
+            model,
+            in_flights[own],
+            chunks=chunks,
+            first=index == 0,
+            last=index == len(meshes) - 1,
+        )
+        transfer[start : end - 1], link[start : end - 1] = shape.hops(mesh.stages)
+        if end < stages:
+            boundary = edge_costs(
+                problem.cluster,
+                shape.stage,
+                meshes[index + 1].shape.stage,
+                model=model,
+                options=problem.options,
+            )
+            transfer[end - 1] = boundary.occupancy + boundary.latency
+            link[end - 1] = boundary.occupancy
+            extra[end] += boundary.gather_after * chunks
+            extra[end - 1] += boundary.gather_before * chunks
+        start = end
+    first, last = meshes[0].shape, meshes[-1].shape
+    single = stages == 1
+    embedding, _ = embedding_and_head_parameters(model, first.stage.tensor, single_stage=single)
+    _, head = embedding_and_head_parameters(model, last.stage.tensor, single_stage=single)
+    extra[0] += first.costs.embedding.forward + first.costs.embedding.backward
+    extra[-1] += last.costs.head.forward + last.costs.head.backward
+    extra_update[0] += embedding * first.update_seconds_per_parameter
+    extra_update[-1] += head * last.update_seconds_per_parameter
+    if model.tied and stages > 1:
+        tied = tied_embedding_seconds(
+            problem.cluster, first.stage, last.stage, model=model, options=problem.options
+        )
+        extra_update[0] += tied
+        extra_update[-1] += tied
+    return PipelineModel(
+        layer_seconds=layer,
+        extra_seconds=extra,
+        max_layers=max_layers,
+        transfer_seconds=transfer,
+        link_seconds=link,
+        update_seconds=update,
+        extra_update_seconds=extra_update,
+        micro_batches=micro_batches,
+        chunks=chunks,
+    )
+
+
+def build_placement(
+    problem: Problem,
+    meshes: Sequence[MeshCandidate],
+    layers: Sequence[int],
+    *,
+    chunks: int = 1,
+    shares: Sequence[int] = (),
+) -> Placement:
+    """The placement of meshes with these layers a stage; with `shares`, of whole replicas."""
+    plan = Plan(
+        meshes=tuple(
+            Mesh(
+                vendor=mesh.shape.kind.vendor,
+                stages=mesh.stages,
+                tensor=mesh.shape.stage.tensor,
+                data=mesh.shape.stage.data,
+                share=shares[index] if shares else 1,
+                micro_batch_size=mesh.shape.stage.micro_batch,
+                recompute=mesh.shape.stage.recompute,
+                distributed_optimizer=mesh.shape.stage.distributed_optimizer,
+                sequence_parallel=mesh.shape.stage.sequence_parallel,
+            )
+            for index, mesh in enumerate(meshes)
+        ),
+        layers=tuple(split_over_chunks(stages, chunks) for stages in layers),
+        whole_replicas=bool(shares),
+    )
+    kinds = tuple(mesh.shape.kind.name for mesh in meshes)
+    return Placement(plan, kinds, problem.space.global_batch)

@@ -1,0 +1,311 @@
+"""The planner's top level: search, simulate the best candidates, compare with other clusters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from hetero.formatting import counted
+from hetero.planner.cluster_shape import Cluster, NodeKind
+from hetero.planner.layer_profile import PartCosts, PassTimes, Point, Profile
+from hetero.planner.placement import Placement
+from hetero.planner.prediction import Prediction, lower_bound_seconds, simulate
+from hetero.planner.search import Candidate, SearchResult, search
+from hetero.planner.search_space import Problem, pipeline_model
+from hetero.planner.step_costs import StepCosts, step_costs
+
+_SIMULATED_CANDIDATES = 24
+"""Candidates that are simulated to choose the best."""
+_MAX_OVER_ESTIMATE = 1.01
+"""Simulated over estimated time of the best plan, above which the search is repeated, wider."""
+_WIDENING = 4
+"""Factor by which a wider search simulates more candidates."""
+_MAX_PASSES = 100_000
+"""Simulated forward passes after which the remaining candidates are dropped."""
+_RUNNERS_UP = 7
+"""Plans of a Solution besides the best."""
+
+Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class SimulatedPlan:
+    """A candidate with its placement, costs and simulated step."""
+
+    candidate: Candidate
+    placement: Placement
+    costs: StepCosts
+    prediction: Prediction
+
+    @property
+    def seconds(self) -> float:
+        return self.prediction.seconds
+
+
+@dataclass(frozen=True)
+class RankedPlans:
+    """The best plans of a problem, for different sets of meshes."""
+
+    plans: tuple[SimulatedPlan, ...]
+    """Ascending by simulated seconds."""
+    search_result: SearchResult
+
+    @property
+    def first(self) -> SimulatedPlan:
+        return self.plans[0]
+
+
+@dataclass(frozen=True)
+class VendorBaseline:
+    """The throughput of one vendor's nodes alone."""
+
+    vendor: str
+    tokens_per_second: float
+    """0 where the model does not fit."""
+
+
+@dataclass(frozen=True)
+class Solution:
+    """The best plans of a problem, and the throughput of related problems to compare with."""
+
+    best: RankedPlans
+    vendor_baselines: tuple[VendorBaseline, ...]
+    one_more_node: tuple[tuple[str, float], ...]
+    """(kind, tokens/s) with one node more of that kind."""
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.best.first.prediction.tokens_per_second
+
+    @property
+    def speedup_over_best_vendor(self) -> float:
+        """Throughput relative to the best vendor alone; 0 where the model fits on none alone."""
+        most = max((one.tokens_per_second for one in self.vendor_baselines), default=0.0)
+        return self.tokens_per_second / most if most else 0.0
+
+    @property
+    def fraction_of_vendor_sum(self) -> float:
+        """Throughput relative to the sum of all vendors alone; 0 where it does not fit on one."""
+        each = [one.tokens_per_second for one in self.vendor_baselines]
+        return self.tokens_per_second / sum(each) if each and all(each) else 0.0
+
+
+def find_best_plans(
+    problem: Problem, *, runners_up: int = 0, progress: Progress = lambda _: None
+) -> RankedPlans | None:
+    """Search and simulate; None where no plan fits into memory.
+
+    Candidates that cannot be among the best and its `runners_up` are not simulated.
+    """
+
+    def report(text: str, fraction: float) -> None:
+        progress(f"{text} {fraction:.0%}")
+
+    search_result = search(problem, num_candidates=_SIMULATED_CANDIDATES, progress=report)
+    best = _simulate_best(problem, search_result, 1 + runners_up)
+    if best and best[0].seconds > _MAX_OVER_ESTIMATE * search_result.candidates[0].seconds:
+        search_result = search(
+            problem,
+            num_candidates=_WIDENING * _SIMULATED_CANDIDATES,
+            explore_below=best[0].seconds,
+            progress=report,
+        )
+        best = _simulate_best(problem, search_result, 1 + runners_up)
+    return RankedPlans(tuple(best), search_result) if best else None
+
+
+def _simulate_best(
+    problem: Problem, search_result: SearchResult, count: int
+) -> list[SimulatedPlan]:
+    """The `count` shortest candidates by simulation that fit into memory."""
+    best: list[SimulatedPlan] = []
+    passes = 0
+    for candidate in search_result.candidates:
+        if passes > _MAX_PASSES:
+            break
+        placement, costs = _placement_and_costs(problem, candidate)
+        if len(best) >= count and lower_bound_seconds(costs) >= best[-1].seconds:
+            continue
+        plan = _simulate(problem, candidate, placement, costs)
+        passes += placement.plan.stages * candidate.micro_batches * candidate.chunks
+        if plan.prediction.fits:
+            best = sorted([*best, plan], key=lambda one: one.seconds)[:count]
+    return best
+
+
+def simulate_candidate(problem: Problem, candidate: Candidate) -> SimulatedPlan:
+    return _simulate(problem, candidate, *_placement_and_costs(problem, candidate))
+
+
+def _simulate(
+    problem: Problem, candidate: Candidate, placement: Placement, costs: StepCosts
+) -> SimulatedPlan:
+    prediction = simulate(costs, placement, model=problem.model, cluster=problem.cluster)
+    return SimulatedPlan(candidate, placement, costs, prediction)
+
+
+def _placement_and_costs(problem: Problem, candidate: Candidate) -> tuple[Placement, StepCosts]:
+    placement = candidate.placement(problem)
+    costs = step_costs(
+        placement,
+        model=problem.model,
+        cluster=problem.cluster,
+        profile=problem.profile,
+        options=problem.options,
+    )
+    return placement, costs
+
+
+def solve(problem: Problem, *, progress: Progress = lambda _: None) -> Solution | None:
+    """Find the best plans, and those of each vendor alone and of one node more of each kind.
+
+    None where no plan fits into memory.
+    """
+    progress("searching")
+    best = find_best_plans(problem, runners_up=_RUNNERS_UP, progress=progress)
+    if best is None:
+        return None
+    vendor_baselines = []
+    vendors = dict.fromkeys(kind.vendor for kind in problem.cluster.kinds)
+    for vendor in vendors if len(vendors) > 1 else ():
+        progress(f"{vendor} alone")
+        throughput = best_throughput(restricted_to_vendor(problem, vendor))
+        vendor_baselines.append(VendorBaseline(vendor, throughput))
+    one_more_node = []
+    for kind in problem.cluster.kinds:
+        progress(f"another node of {kind.name}")
+        throughput = best_throughput(with_nodes(problem, kind, kind.nodes + 1))
+        one_more_node.append((kind.name, throughput))
+    return Solution(best, tuple(vendor_baselines), tuple(one_more_node))
+
+
+def best_throughput(problem: Problem) -> float:
+    """Tokens/s of the best plan; 0 where no plan fits into memory."""
+    best = find_best_plans(problem)
+    return 0.0 if best is None else best.first.prediction.tokens_per_second
+
+
+def restricted_to_vendor(problem: Problem, vendor: str) -> Problem:
+    """The problem on one vendor's nodes."""
+    kinds = [kind for kind in problem.cluster.kinds if kind.vendor == vendor]
+    return _with_kinds(problem, kinds)
+
+
+def with_nodes(problem: Problem, changed: NodeKind, nodes: int) -> Problem:
+    """The problem with another number of nodes of a kind; 0 removes the kind."""
+    kinds = [
+        replace(kind, nodes=nodes) if kind is changed else kind
+        for kind in problem.cluster.kinds
+        if nodes or kind is not changed
+    ]
+    return _with_kinds(problem, kinds)
+
+
+def with_scaled_links(problem: Problem, factor: float) -> Problem:
+    """The problem with `factor` times the bandwidth between kinds of nodes."""
+    cluster = problem.cluster
+    inter_kind_links = {}
+    for index, one in enumerate(cluster.kinds):
+        for other in cluster.kinds[index + 1 :]:
+            link = cluster.rail(one.name, other.name)
+            inter_kind_links[frozenset((one.name, other.name))] = link.scaled(factor)
+    return replace(problem, cluster=replace(cluster, inter_kind_links=inter_kind_links))
+
+
+def with_slowdown(problem: Problem, vendor: str, factor: float) -> Problem:
+    """The problem with a vendor whose passes take `factor` times as long."""
+    names = {kind.accelerator.name for kind in problem.cluster.kinds if kind.vendor == vendor}
+    return replace(problem, profile=_SlowedProfile(problem.profile, frozenset(names), factor))
+
+
+def _with_kinds(problem: Problem, kinds: Sequence[NodeKind]) -> Problem:
+    names = {kind.name for kind in kinds}
+    links = {pair: link for pair, link in problem.cluster.inter_kind_links.items() if pair <= names}
+    return replace(problem, cluster=Cluster(tuple(kinds), links))
+
+
+@dataclass(frozen=True)
+class _SlowedProfile:
+    profile: Profile
+    names: frozenset[str]
+    factor: float
+
+    def costs(self, accelerator: str, point: Point) -> PartCosts:
+        costs = self.profile.costs(accelerator, point)
+        if accelerator not in self.names:
+            return costs
+        return replace(
+            costs,
+            layer=self._scaled(costs.layer),
+            embedding=self._scaled(costs.embedding),
+            head=self._scaled(costs.head),
+        )
+
+    def _scaled(self, times: PassTimes) -> PassTimes:
+        return PassTimes(times.forward * self.factor, times.backward * self.factor)
+
+    def optimizer_seconds(self, accelerator: str, parameters: float) -> float:
+        return self.profile.optimizer_seconds(accelerator, parameters)
+
+    def reduction_seconds(self, accelerator: str, parameters: float) -> float:
+        return self.profile.reduction_seconds(accelerator, parameters)
+
+
+def explain_bottleneck(problem: Problem, plan: SimulatedPlan) -> list[str]:
+    """Sentences for users: the bottleneck of a step, its phases, memory, idle GPUs."""
+    candidate = plan.candidate
+    split, placement = candidate.split, plan.placement
+    lines = []
+    if not candidate.shares:
+        lines.append(_bottleneck_sentence(problem, candidate))
+        steady = candidate.micro_batches * split.period
+        fill_and_drain = split.seconds - split.update_seconds - steady
+        lines.append(
+            f"Of the estimated step, {steady / split.seconds:.0%} is "
+            f"{counted(candidate.micro_batches, 'micro-batch', 'micro-batches')} one after "
+            f"another, {fill_and_drain / split.seconds:.0%} filling and emptying the pipeline, "
+            f"{split.update_seconds / split.seconds:.0%} reducing gradients and updating."
+        )
+    fullest = max(plan.prediction.stages, key=lambda stage: stage.peak_bytes / stage.limit_bytes)
+    lines.append(
+        f"Memory is fullest on stage {fullest.stage} ({fullest.kind}): "
+        f"{fullest.peak_bytes / 2**30:.1f} of {fullest.limit_bytes / 2**30:.1f} GiB."
+    )
+    used: dict[str, int] = {}
+    for name, mesh in zip(placement.kinds, placement.plan.meshes, strict=True):
+        used[name] = used.get(name, 0) + mesh.world_size
+    for kind in problem.cluster.kinds:
+        if (idle := kind.gpus - used.get(kind.name, 0)) > 0:
+            lines.append(f"{idle} of {kind.gpus} GPUs of {kind.name} are not used.")
+    return lines
+
+
+def _bottleneck_sentence(problem: Problem, candidate: Candidate) -> str:
+    pipeline = pipeline_model(
+        problem,
+        candidate.meshes,
+        micro_batches=candidate.micro_batches,
+        chunks=candidate.chunks,
+    )
+    times = pipeline.layer_seconds * np.array(candidate.split.layers) + pipeline.extra_seconds
+    period = candidate.split.period
+    slowest = int(times.argmax())
+    names = [mesh.shape.kind.name for mesh in candidate.meshes for _ in range(mesh.stages)]
+    if times[slowest] >= period * (1 - 1e-6):
+        return (
+            f"Stage {slowest} ({names[slowest]}) bounds it: it computes for all of the "
+            f"{period:.3g} s from one micro-batch to the next."
+        )
+    link = int(pipeline.link_seconds.argmax())
+    if candidate.chunks * pipeline.link_seconds[link] >= period * (1 - 1e-6):
+        return (
+            f"The link from stage {link} to {link + 1} ({names[link]} to {names[link + 1]}) bounds "
+            f"it: each micro-batch takes it {period:.3g} s, and no stage computes for longer than "
+            f"{times[slowest]:.3g} s."
+        )
+    return (
+        f"Transfers bound it: a stage computes for at most {times[slowest]:.3g} s, but the "
+        f"micro-batches that may be in flight come back only every {period:.3g} s."
+    )
