@@ -22,6 +22,7 @@ from megatron.training.checkpoint.costs import SaveCosts
 from megatron.training.checkpoint.save_progress import Progress
 from megatron.training.checkpoint.signals import StopSignal
 from megatron.training.console import Console
+from megatron.training.core_private import gather_parameters
 from megatron.training.data import MicroBatches
 from megatron.training.job import Job
 from megatron.training.metrics import (
@@ -308,6 +309,7 @@ class Trainer:
         """L2 norm of all weights, with --log-params-norm. Collective."""
         if not self.args.log_params_norm:
             return None
+        gather_parameters(self.model.chunks)
         square = torch.zeros(1, dtype=torch.float64, device=self.job.device)
         coordinate = self.job.coordinate
         for name, parameter in self.model.named_parameters():

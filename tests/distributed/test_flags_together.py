@@ -20,6 +20,7 @@ SCRIPT = (
     "--use-precision-aware-optimizer --main-grads-dtype bf16 --use-persistent-ckpt-worker "
     "--dist-ckpt-optim-fully-reshardable --moe-grouped-gemm --tp-comm-overlap"
 ).split()
+OVERLAPPED = ["--overlap-grad-reduce", "--overlap-param-gather"]
 
 
 def _evaluations(text: str) -> list[str]:
@@ -47,6 +48,19 @@ def test_a_script_with_three_flags_more_is_the_run_it_was(corpus, tmp_path: Path
     assert "it is not installed for pipeline stage 0 (amd), 1 (nvidia)" in mixed.stdout
     for flag in ("--moe-grouped-gemm", "--tp-comm-overlap", "--use-persistent-ckpt-worker"):
         assert f"flag without effect here: {flag}: " in mixed.stdout
+
+
+def test_the_weights_norm_is_of_updated_weights_where_gathering_them_waits(
+    corpus, tmp_path: Path
+) -> None:
+    """--log-params-norm with --overlap-param-gather."""
+    flags = [*TINY_LLAMA, *corpus.flags, "--use-distributed-optimizer", "--log-params-norm"]
+    norms = []
+    for name, overlap in (("at-once", []), ("later", OVERLAPPED)):
+        train([*flags, *overlap], 2, tmp_path / name)
+        rows = map(json.loads, (tmp_path / name / "metrics.jsonl").open())
+        norms.append([row["params_norm"] for row in rows])
+    assert norms[0] == norms[1]
 
 
 @pytest.mark.parametrize("optimizer", ["", "--use-distributed-optimizer"])
