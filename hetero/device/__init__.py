@@ -1,1 +1,1 @@
-"""One small runtime per kind of device, and what PyTorch does not offer of a GPU's driver."""
+"""Devices whose streams wait on memory, and the driver calls that PyTorch does not expose."""

@@ -1,7 +1,7 @@
-"""Device work in order, with waits on words of memory that another process's device writes.
+"""Interface of devices whose streams can wait on words of memory that another device writes.
 
-This is what lets two GPUs hand a tensor over without a CPU thread between them: one device writes a
-word when a copy has ended, the other's stream waits for the word before it copies on.
+So two GPUs exchange a tensor without a CPU thread in between: one stream writes a word after its
+copy, the other waits for the word before its own.
 """
 
 from __future__ import annotations
@@ -15,73 +15,73 @@ from hetero.native.structures import Streams
 
 
 class Word(NamedTuple):
-    """A 32-bit word of registered host memory, and a value that it comes to."""
+    """A 32-bit word of registered host memory, and the value to wait for."""
 
     address: int
-    """As the device knows it."""
+    """The device's address of it."""
     value: int
 
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """A point in a device's work. Kept until it has been waited for."""
+    """A point in a stream's work. Keep it until it has been waited for."""
 
     handle: int
-    """As the driver knows it; 0 where there is nothing to wait for."""
+    """The driver's handle; 0 for an event that has completed."""
     owner: Any = None
-    """PyTorch's event of this handle."""
+    """PyTorch's event, which owns the handle."""
 
 
 COMPLETED = Event(0)
 
 
 class CurrentStream(ABC):
-    """The stream in which a thread enqueues its own work. Nothing here blocks the thread."""
+    """The stream on which a thread enqueues its own work."""
 
     key: int
-    """Tells it from the device's other streams."""
+    """The driver's handle, unique on the device."""
 
     def is_current_device(self) -> bool:
-        """Whether the driver takes `key` for this stream in the calling thread, as it is now."""
+        """Whether `key` denotes this stream in the calling thread at present."""
         return True
 
     @abstractmethod
     def wait_value(self, word: Word) -> None:
-        """Go on when the word is the value or, counting round, later."""
+        """Make the stream wait until the word has come to the value or, wrapping, past it."""
 
 
 class DeviceStreams(Protocol):
-    """A queue of device work of our own, for C."""
+    """Streams of the link, for C."""
 
     streams: Streams
 
     def failure(self, failed: int, purpose: str) -> LinkError:
-        """What a `failure` of native.h says."""
+        """The error for a `failure` of native.h."""
 
     def broken(self) -> str | None:
-        """Why these streams have stopped by themselves; None while they have not."""
+        """Why these streams have failed; None while they have not."""
 
 
 class Device(ABC):
-    """What a link needs of a device whose streams can wait on words."""
+    """A device whose streams can wait on words."""
 
     checksum_bytes: int = 0
-    """What its streams put behind each entry's bytes."""
+    """Behind each entry in the ring."""
     has_host_tensors: bool = False
-    """Whether any CPU thread can read and write its tensors where they are."""
+    """Whether CPU threads can access its tensors, for zero-copy."""
 
     @abstractmethod
     def use(self) -> None:
-        """Make the device the calling thread's; each thread calls it once."""
+        """Make the device the calling thread's current one; call it once in each thread."""
 
     @abstractmethod
     def new_streams(self) -> DeviceStreams:
-        """A new queue of work."""
+        """Make streams for one direction of a link."""
 
     def notify(self, function: int, argument: int) -> bool:
-        """Have a function in C called after each word that streams made from now on write.
+        """Call a C function after each word that streams made from now on write.
 
-        False where the device cannot; then somebody has to look at the words.
+        False if the device cannot; then the words have to be polled.
         """
         return False
 
@@ -91,13 +91,13 @@ class Device(ABC):
 
     @abstractmethod
     def record_event(self) -> Event:
-        """The end of what the caller has enqueued on its current stream so far."""
+        """Record an event on the caller's current stream."""
 
     @abstractmethod
     def synchronize(self, seconds: float) -> bool:
-        """Wait until all work has ended in the streams given out, callers' own among them.
+        """Wait for all work on the link's and the callers' streams.
 
-        False if it has not by then: what it uses must not be given back.
+        False after so many seconds: then never free the memory that the work uses.
         """
 
     @abstractmethod
@@ -106,19 +106,19 @@ class Device(ABC):
 
     @abstractmethod
     def unregister(self, address: int) -> None:
-        """Undo `register`. No work that uses the memory may be under way."""
+        """Undo `register`. No work that uses the memory may be in flight."""
 
 
 class PeerMemory(ABC):
-    """What a link within one GPU vendor needs beside: memory that another process opens."""
+    """Device memory that another process can open (IPC)."""
 
     @abstractmethod
     def allocate(self, nbytes: int) -> tuple[int, bytes]:
-        """Device memory, and the handle by which another process on this host can open it."""
+        """Allocate device memory; returns its address and IPC handle."""
 
     @abstractmethod
     def free(self, address: int) -> None:
-        """Give back what `allocate` gave."""
+        """Free memory of `allocate`."""
 
     @abstractmethod
     def open(self, handle: bytes) -> int:

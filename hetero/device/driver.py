@@ -1,4 +1,4 @@
-"""The driver of a device's vendor."""
+"""Selects the driver of a device's vendor."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ HIP_LIBRARY_VARIABLE = "HETERO_HIP_LIBRARY"
 def driver_for(device: torch.device) -> GpuDriver:
     """The driver of a GPU, by the running PyTorch build; one for the whole process.
 
-    HETERO_HIP_LIBRARY names another HIP runtime library to load. On a build without HIP it has the
-    HIP driver used all the same, over a library that plays HIP: AMD is then *simulated*.
+    HETERO_HIP_LIBRARY names another HIP runtime library to load. Set on a build without HIP, it
+    selects the HIP driver over a library that emulates HIP: AMD is then *simulated*.
 
     Raises LinkError when the vendor's library cannot be used.
     """

@@ -1,7 +1,7 @@
-"""What we need of a GPU vendor's driver that PyTorch does not offer.
+"""The calls of a GPU vendor's driver that PyTorch does not expose.
 
-Addresses, streams and devices are ints: an address as `Tensor.data_ptr()` gives it, a stream as
-`torch.cuda.Stream.cuda_stream`, a device by its index in this process.
+Addresses, streams and devices are ints: `Tensor.data_ptr()`, `torch.cuda.Stream.cuda_stream`, and a
+device's index in this process.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from hetero.native.structures import EntryPoints, HostGpu, Step, Vendor
 
 IPC_HANDLE_BYTES = 64
 ALLOCATION_BYTES = 2 * 2**20
-"""Plain allocations are whole multiples of this, so that no two share a page of the GPU."""
+"""Allocations are multiples of this, so that no two share a page of the GPU."""
 
 INVALID_CONTEXT = 201
 LAZY_PEER_ACCESS = 0x1
-"""The flag with which a handle is opened. These numbers are the same in CUDA and in HIP."""
+"""The flag for opening an IPC handle. These numbers are the same in CUDA and HIP."""
 HOST_REGISTER_FLAGS = 0x1 | 0x2
 """Portable and mapped."""
 
@@ -38,7 +38,7 @@ IPC_REMEDY = (
 
 
 class IpcHandle(ctypes.Structure):
-    """CUipcMemHandle and hipIpcMemHandle_t, which are passed by value."""
+    """CUipcMemHandle and hipIpcMemHandle_t; passed by value."""
 
     _fields_ = (("data", c_char * IPC_HANDLE_BYTES),)
 
@@ -50,7 +50,7 @@ class Uuid(ctypes.Structure):
 
 
 class GpuDriver(ABC):
-    """A vendor's driver behind one interface.
+    """The common interface of the vendors' drivers.
 
     Streams, allocations and handles belong to the calling thread's current device. A thread that
     has not set one (`torch.cuda.set_device` does) calls `use_device` once before anything else.
@@ -60,11 +60,11 @@ class GpuDriver(ABC):
 
     vendor: ClassVar[str]
     counter_limit: ClassVar[int] = 2**32
-    """The first value that streams cannot be made to wait for; past all 32 bits they may wrap."""
+    """The first value that streams cannot wait for; 2**32 where counters may wrap."""
     host_words_documented: ClassVar[bool]
     """Whether the vendor documents that a stream may wait on registered host memory."""
     calls: ClassVar[Mapping[str, str]]
-    """The library's functions that both vendors have, with arguments alike, by our name of each."""
+    """Our alias -> the library's name, for functions with the same arguments at both vendors."""
     _vendor_in_c: ClassVar[Vendor]
 
     def __init__(self, functions: dict[str, Function]) -> None:
@@ -77,7 +77,7 @@ class GpuDriver(ABC):
 
     @contextmanager
     def on_device(self, device: int) -> Iterator[None]:
-        """Make a device current within a block of code, and the former one after it."""
+        """Make a device current within a block."""
         before = self._current()
         self.use_device(device)
         try:
@@ -87,14 +87,14 @@ class GpuDriver(ABC):
 
     @cached_property
     def entry_points(self) -> EntryPoints:
-        """Where the functions lie that streams are given work with."""
+        """Addresses of the functions that enqueue work, for C."""
         functions = {
             step: self._functions[self.calls[step.name.lower()]] for step in EntryPoints.STEPS
         }
         return EntryPoints.of(functions, vendor=self._vendor_in_c, counter_limit=self.counter_limit)
 
     def step_failure(self, failed: int, purpose: str) -> LinkError:
-        """What a `failure` of native.h says."""
+        """The error for a `failure` of native.h."""
         step, code = Step(failed >> 32), failed & 0xFFFFFFFF
         if step is Step.COUNTER_LIMIT:
             return LinkError(
@@ -105,17 +105,17 @@ class GpuDriver(ABC):
         return self._failure(call, ctypes.c_int32(code).value, purpose)
 
     def host_gpu(self, device: int, stream: int) -> HostGpu:
-        """What a stream of the host needs to copy to and from a device, on a stream of its own."""
+        """For a stream of the host that copies to and from a device, on a stream of the device."""
         names = ("copy", "synchronize_stream", "synchronize_event", "set_current")
         pointers: list[Any] = [self._functions[self.calls[name]] for name in names]
         addresses = [ctypes.cast(pointer, ctypes.c_void_p).value for pointer in pointers]
         return HostGpu(self._vendor_in_c, *addresses, self._context(device), stream)
 
     def stream_wait_value(self, stream: int, address: int, value: int) -> None:
-        """Hold a stream until the 32-bit word at `address` is at least `value`.
+        """Make a stream wait until the 32-bit word at `address` is at least `value`.
 
         `address` is a `device_address` of registered host memory. A counter may wrap around on
-        CUDA, which takes the word as reached when (int32)(word - value) >= 0. AMD compares
+        CUDA, which compares (int32)(word - value) >= 0. AMD compares
         without wrapping, so there a value of 3 * 2**30 or more is refused.
         """
         failed = native().native_wait_value(byref(self.entry_points), stream, address, value)
@@ -139,7 +139,7 @@ class GpuDriver(ABC):
         self._call("unregister_host", address, purpose=f"unpin host memory at {address:#x}")
 
     def device_address(self, host_address: int) -> int:
-        """The address by which the current device knows a word of registered host memory."""
+        """The current device's address of registered host memory."""
         address = c_uint64()
         purpose = f"find host memory at {host_address:#x} from the GPU"
         remedy = "register the memory first"
@@ -159,11 +159,11 @@ class GpuDriver(ABC):
         return address.value
 
     def free(self, address: int) -> None:
-        """Give back what `allocate` gave. May wait for the device's work to end."""
+        """Free memory of `allocate`. May wait for the device's work to end."""
         self._call("free", address, purpose=f"free GPU memory at {address:#x}")
 
     def ipc_handle(self, address: int) -> bytes:
-        """A handle by which another process opens what `allocate` gave."""
+        """The IPC handle of memory of `allocate`."""
         handle = IpcHandle()
         self._call("ipc_handle", handle, address, purpose=f"share GPU memory at {address:#x}")
         return bytes(handle)
@@ -185,14 +185,14 @@ class GpuDriver(ABC):
         self._call("close_ipc", address, purpose=f"close shared GPU memory at {address:#x}")
 
     def pci_bus_id(self, device: int) -> str:
-        """Where a device sits on its host, such as `0000:5d:00.0`; equal for all processes."""
+        """A device's PCI address, such as `0000:5d:00.0`; equal in all processes."""
         text = ctypes.create_string_buffer(32)
         purpose = f"ask where GPU {device} sits"
         self._call("pci_bus_id", text, len(text), self._handle(device), purpose=purpose)
         return text.value.decode().lower()
 
     def uuid(self, device: int) -> str:
-        """32 hexadecimal digits that tell this device, or this part of one, from all others."""
+        """32 hexadecimal digits that identify this device, or this partition of one."""
         identity = Uuid()
         purpose = f"ask for the identity of GPU {device}"
         self._call("uuid", identity, self._handle(device), purpose=purpose)
@@ -204,17 +204,17 @@ class GpuDriver(ABC):
 
     @abstractmethod
     def export_dmabuf(self, address: int, nbytes: int) -> tuple[int, int]:
-        """A dma-buf of device memory: a file descriptor, for the caller to close, and an offset.
+        """A dma-buf of device memory: a file descriptor, which the caller closes, and an offset.
 
-        `address` lies `offset` bytes after the beginning of the buffer.
+        `address` is at `offset` in the buffer.
         """
 
     @abstractmethod
     def remote_writes_need_flush(self, device: int) -> bool:
-        """Whether a NIC's completed writes to the device may yet be invisible to its work.
+        """Whether a NIC's completed writes may not be visible to the device yet.
 
-        Where they may, the NIC reads back: a read follows the writes before it on the bus, and so
-        ends after they have completion.
+        If so, the NIC has to read back: on the bus a read does not pass earlier writes, so once it
+        has completed they are visible.
         """
 
     @abstractmethod
@@ -222,7 +222,7 @@ class GpuDriver(ABC):
         """Whether the device has `stream_wait_value` and `stream_write_value` at all."""
 
     def can_wait_on_stream(self, device: int) -> bool:
-        """Whether `stream_wait_value` may be relied on.
+        """Whether `stream_wait_value` works.
 
         True where the vendor documents it for registered host memory, or where
         `probe_stream_values` (hetero.device.probe) has passed in this process.
@@ -237,26 +237,26 @@ class GpuDriver(ABC):
 
     @abstractmethod
     def _current(self) -> int:
-        """What `_restore` takes."""
+        """The current context, for `_restore`."""
 
     @abstractmethod
     def _restore(self, current: int) -> None:
-        """Make current again what was."""
+        """Make a context current."""
 
     @abstractmethod
     def _context(self, device: int) -> int:
-        """What the library's call takes that makes a device current."""
+        """A device's context, for `_restore`: in HIP the device's number."""
 
     @abstractmethod
     def _texts(self, code: int) -> tuple[str, str]:
-        """The library's own name and words for an error; empty where it has none."""
+        """The library's name and description of an error; empty if it has none."""
 
     def _handle(self, device: int) -> int:
-        """The device as the library's calls take it."""
+        """The library's handle of a device."""
         return device
 
     def _call(self, name: str, *arguments: object, purpose: str, remedy: str = "") -> None:
-        """Call a function by our name of it or, if it has none, by the library's."""
+        """Call a function by its alias or, if it has none, by the library's name."""
         call = self.calls.get(name, name)
         code = self._functions[call](*arguments)
         if code:

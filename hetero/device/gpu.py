@@ -1,4 +1,4 @@
-"""A GPU whose streams wait on words and write them, through PyTorch and the GPU's driver."""
+"""A GPU as a device whose streams wait on words, through PyTorch and the GPU's driver."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ _POLL_SECONDS = 200e-6
 
 
 def index_of(device: torch.device) -> int:
-    """The number of a GPU."""
+    """A GPU's index; the current one's if it has none."""
     return torch.cuda.current_device() if device.index is None else device.index
 
 
 def require_no_capture() -> None:
-    """Refuse what a CUDA graph would replay when it is over; the peer would not be there."""
+    """Refuse stream capture: a CUDA graph would replay the transfer without the peer."""
     if torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
             "a CUDA graph cannot hold what goes to or comes from a rank of another vendor; "
@@ -42,30 +42,29 @@ def require_no_capture() -> None:
 
 
 def record_event(stream: torch.cuda.Stream) -> Event:
-    """The end of what a stream was given so far."""
+    """Record an event on a stream."""
     event = torch.cuda.Event()
     event.record(stream)
     return Event(event.cuda_event, event)
 
 
-class StreamsOfGpu(DeviceStreams):
-    """Up to three streams of the GPU as one queue of work, and an event that joins them.
+class GpuStreams(DeviceStreams):
+    """Up to three streams that act as one, and an event that joins them.
 
-    A copy engine that has to stop between two copies, for a word to be waited for or written, loses
-    about 6 us each time (two H200s). So waits and writes of many-part messages have two streams
-    beside that of the copies. Where all streams share one hardware queue that would only hold them
-    up, so there one stream does it all.
+    A copy engine that waits for a word, or writes one, between two copies loses about 6 us each
+    time (two H200s). So the waits and writes of messages of several chunks go to side streams. If
+    all streams share one hardware queue that only adds delay, so one stream does it all.
     """
 
     def __init__(self, device: torch.device, driver: GpuDriver) -> None:
-        # Priority gives it a hardware queue apart from the compute streams' where there is one.
+        # A priority gives it a hardware queue apart from the compute streams', if there is one.
         copies = torch.cuda.Stream(device, priority=-1)
         shares_queue = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1"
         waits = copies if shares_queue else torch.cuda.Stream(device, priority=-1)
         writes = copies if shares_queue else torch.cuda.Stream(device, priority=-1)
-        # Recorded and waited for at once, so one is enough. Recording makes it.
-        self._joint = torch.cuda.Event()
-        self._joint.record(copies)
+        # One is enough: it is waited for right after each recording. The first creates the handle.
+        self._join_event = torch.cuda.Event()
+        self._join_event.record(copies)
         self._driver = driver
         self._streams = (waits, copies, writes)
         self.streams = Streams(
@@ -73,7 +72,7 @@ class StreamsOfGpu(DeviceStreams):
             copies=copies.cuda_stream,
             waits=waits.cuda_stream,
             writes=writes.cuda_stream,
-            join_event=self._joint.cuda_event,
+            join_event=self._join_event.cuda_event,
             caller_can_wait=True,
         )
 
@@ -103,7 +102,7 @@ class GpuCurrentStream(CurrentStream):
         return bool(torch._C._cuda_getDevice() == self._index)
 
     def wait_value(self, word: Word) -> None:
-        # The driver takes a device's default stream for that of whichever is current.
+        # The handle of a default stream denotes that of the current device.
         with _NOTHING if self.is_current_device() else self._driver.on_device(self._index):
             self._driver.stream_wait_value(self.key, word.address, word.value)
 
@@ -115,40 +114,40 @@ class GpuDevice(Device, PeerMemory):
         self._device = device
         self._driver = driver or driver_for(device)
         self.index = index_of(device)
-        self._streams: list[StreamsOfGpu] = []
+        self._streams: list[GpuStreams] = []
         self._current: dict[int, GpuCurrentStream] = {}
-        self._known = threading.local()
-        """Of each thread: whether it has a context, without which the driver refuses its calls."""
+        self._thread_state = threading.local()
+        """Whether the thread has a context, without which the driver refuses calls."""
 
-    def why_unordered(self) -> str | None:
-        """Why this device's streams cannot wait on words of host memory; tried if in doubt."""
+    def stream_wait_missing(self) -> str | None:
+        """Why its streams cannot wait on words of host memory, by a probe if in doubt."""
         if self._driver.can_wait_on_stream(self.index):
             return None
         return probe_stream_values(self._driver, self.index)
 
     def identity(self) -> dict[str, str]:
-        """What two ends compare to see whether they can open each other's memory."""
+        """Two ends compare these to decide whether they can open each other's memory."""
         return {"vendor": self._driver.vendor, "uuid": self._driver.uuid(self.index)}
 
     def use(self) -> None:
         torch.cuda.set_device(self._device)
 
     def new_streams(self) -> DeviceStreams:
-        self._streams.append(StreamsOfGpu(self._device, self._driver))
+        self._streams.append(GpuStreams(self._device, self._driver))
         return self._streams[-1]
 
     def current_stream(self) -> CurrentStream:
         require_no_capture()
-        here = self._here()
-        if not hasattr(self._known, "has_context"):
-            # PyTorch's own calls give a thread its context; it may not have made one yet.
+        here = self._find_current()
+        if not hasattr(self._thread_state, "has_context"):
+            # A call of PyTorch gives the thread its context.
             here.is_idle()
-            self._known.has_context = True
+            self._thread_state.has_context = True
         return here
 
     def record_event(self) -> Event:
-        stream = self._here().stream
-        # Nothing to wait for, and an event costs its microseconds on both sides.
+        stream = self._find_current().stream
+        # An idle stream needs no event, which costs microseconds to record and to wait for.
         return COMPLETED if stream.query() else record_event(stream)
 
     def synchronize(self, seconds: float) -> bool:
@@ -161,12 +160,12 @@ class GpuDevice(Device, PeerMemory):
                     return False
                 time.sleep(_POLL_SECONDS)
         except RuntimeError:
-            # After an error of the GPU nothing runs on it.
+            # After an error nothing runs on the GPU.
             return True
         return True
 
-    def _here(self) -> GpuCurrentStream:
-        # Five microseconds less than torch.cuda.current_stream, which makes an object each time.
+    def _find_current(self) -> GpuCurrentStream:
+        # Cached: torch.cuda.current_stream makes a new object each time and costs 5 us more.
         handle: int = torch._C._cuda_getCurrentRawStream(self.index)
         found = self._current.get(handle)
         if found is None:

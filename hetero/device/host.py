@@ -1,7 +1,7 @@
-"""The host as a device: streams that threads in C play (hetero/native/host.c).
+"""The host as a device, whose streams are threads in C (hetero/native/host.c).
 
-It serves tensors in the host's memory, tensors of a GPU whose streams cannot wait on memory, and
-every link whose bytes are to be verified, since only a CPU computes the checksums.
+For tensors in host memory, for tensors of a GPU whose streams cannot wait on memory, and for every
+link with checksums, which only a CPU computes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from hetero.native.binding import native
 from hetero.native.structures import CHECKSUM_BYTES, EntryPoints, HostFailure, Step, Streams, Vendor
 
 _CALLER, _ELSEWHERE = 1, 0
-"""HOST_CALLING_THREAD of host.h, and what is no stream of ours."""
+"""HOST_CALLING_THREAD of host.h, and a stream that C cannot use."""
 _COUNTER_LIMIT = 2**32
 _SLICE_MILLISECONDS = 100
 
@@ -29,11 +29,11 @@ class HostStreams(DeviceStreams):
     """One stream, whose thread ends with this object."""
 
     def __init__(
-        self, library: CDLL, *, gpu: _Gpu | None = None, wrote: tuple[int, int] | None = None
+        self, library: CDLL, *, gpu: _Gpu | None = None, on_write: tuple[int, int] | None = None
     ) -> None:
-        """`wrote` is a function in C, and its argument, to call after each word written."""
+        """`on_write` is a function in C, and its argument, to call after each word written."""
         self._library = library
-        # Of torch, so that its memory is not given back while a copy runs.
+        # A stream of torch, which keeps memory that it uses from being reused during a copy.
         self._stream = None if gpu is None else torch.cuda.Stream(gpu.device, priority=-1)
         request = None
         if gpu is not None and self._stream is not None:
@@ -41,9 +41,9 @@ class HostStreams(DeviceStreams):
         self._handle = library.host_stream_create(request)
         if not self._handle:
             raise LinkError("no thread could be started for a link; raise the limit (ulimit -u)")
-        if wrote is not None:
-            library.host_stream_notify(self._handle, *wrote)
-        # Not at the interpreter's exit: what works for a link then goes with the process.
+        if on_write is not None:
+            library.host_stream_notify(self._handle, *on_write)
+        # Not at the interpreter's exit: links still in use end with the process.
         weakref.finalize(self, library.host_stream_destroy, self._handle).atexit = False
         functions = {
             Step.COPY: library.host_copy,
@@ -76,24 +76,24 @@ class HostStreams(DeviceStreams):
 
 
 class CallingThread(CurrentStream):
-    """The thread that calls, which is its own stream: what is given to it is done at once."""
+    """The calling thread as a stream: its work is complete when the call returns."""
 
-    def __init__(self, library: CDLL, *, takes_work: bool) -> None:
-        self.key = _CALLER if takes_work else _ELSEWHERE
-        self._takes_work = takes_work
+    def __init__(self, library: CDLL, *, accepts_work: bool) -> None:
+        self.key = _CALLER if accepts_work else _ELSEWHERE
+        self._accepts_work = accepts_work
         self._library = library
 
     def is_current_device(self) -> bool:
-        return self._takes_work
+        return self._accepts_work
 
     def wait_value(self, word: Word) -> None:
-        # In slices, between which a signal is handled. A link that fails moves the word.
+        # In slices, so that signals are handled in between. A link that fails unblocks the word.
         while not self._library.host_wait_word(word.address, word.value, _SLICE_MILLISECONDS):
             pass
 
 
 class _Gpu:
-    """The GPU whose tensors a device of the host serves."""
+    """The GPU whose tensors a host device copies."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -102,24 +102,24 @@ class _Gpu:
 
 
 class HostDevice(Device):
-    """The host, for links of a device's tensors.
+    """The host as the device of a link.
 
     Args:
-        device: where the tensors are, the host itself or a GPU.
-        checksum: put one behind each entry's bytes and verify it at the other end.
+        device: where the tensors are: the CPU or a GPU.
+        checksum: append one to each entry and verify it at the other end.
     """
 
     def __init__(self, device: torch.device, *, checksum: bool = False) -> None:
         self._library = native()
         self._gpu = None if device.type == "cpu" else _Gpu(device)
-        self._caller = CallingThread(self._library, takes_work=self._gpu is None)
+        self._caller = CallingThread(self._library, accepts_work=self._gpu is None)
         self._streams: list[HostStreams] = []
-        self._wrote: tuple[int, int] | None = None
+        self._on_write: tuple[int, int] | None = None
         self.checksum_bytes = CHECKSUM_BYTES if checksum else 0
         self.has_host_tensors = self._gpu is None
 
     def notify(self, function: int, argument: int) -> bool:
-        self._wrote = function, argument
+        self._on_write = function, argument
         return True
 
     def use(self) -> None:
@@ -127,7 +127,7 @@ class HostDevice(Device):
             torch.cuda.set_device(self._gpu.device)
 
     def new_streams(self) -> DeviceStreams:
-        self._streams.append(HostStreams(self._library, gpu=self._gpu, wrote=self._wrote))
+        self._streams.append(HostStreams(self._library, gpu=self._gpu, on_write=self._on_write))
         return self._streams[-1]
 
     def current_stream(self) -> CurrentStream:

@@ -1,4 +1,4 @@
-"""Whether a GPU's streams can be held and released through host memory, by trying it."""
+"""Probes whether a GPU's streams can wait on words of host memory."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hetero.device.driver_base import GpuDriver
 from hetero.errors import LinkError
 
 _WORD = 4
-_GATE, _BEHIND = 0, 1
+_GATE, _AFTER = 0, 1
 _PATTERN = 0x5EED
 _OPEN = 2
 _PAUSE_SECONDS = 0.005
@@ -22,11 +22,11 @@ _PAUSE_SECONDS = 0.005
 def probe_stream_values(driver: GpuDriver, device: int, *, seconds: float = 5.0) -> str | None:
     """Try `stream_wait_value` on registered host memory; None if it works, else why it does not.
 
-    It works when the stream waits until the host has written the word, and then goes on. Other
-    streams may stand still meanwhile, as they do where they share a hardware queue: what a stream
-    waits for has always been enqueued before. A device that passes is trusted by
-    `driver.can_wait_on_stream` from then on. Takes milliseconds, or up to twice `seconds` when it
-    fails; memory that a stuck stream may still touch is then never given back.
+    It works if the stream waits until the host has written the word, and then goes on. Other
+    streams may be blocked meanwhile where they share a hardware queue: links never enqueue a wait
+    before the work that satisfies it. From then on `driver.can_wait_on_stream` is true for the
+    device. Takes milliseconds, or up to twice `seconds` if it fails; memory that a stuck stream may
+    still access is then never freed.
     """
     try:
         with driver.on_device(device):
@@ -47,7 +47,7 @@ class _Probe:
         self._memory = mmap.mmap(-1, mmap.PAGESIZE)
         self._words = (ctypes.c_uint32 * (mmap.PAGESIZE // _WORD)).from_buffer(self._memory)
         self._host = ctypes.addressof(self._words)
-        self._held = torch.cuda.Stream(device)
+        self._stream = torch.cuda.Stream(device)
         torch.cuda.synchronize(device)
 
     def run(self) -> str | None:
@@ -56,31 +56,31 @@ class _Probe:
             reason = self._try()
         finally:
             self._words[_GATE] = _OPEN
-            ended = self._until(lambda: bool(self._held.query()))
+            ended = self._until(lambda: bool(self._stream.query()))
             if ended:
                 self._driver.unregister_host(self._host)
             else:
-                # The GPU may yet read the word and write behind it: this page must stay.
+                # The GPU may still access this page: never free it.
                 ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._words))
         return reason if reason or ended else "the stream did not go on when the word was written"
 
     def _try(self) -> str | None:
         words, driver = self._words, self._driver
         address = driver.device_address(self._host)
-        stream = self._held.cuda_stream
+        stream = self._stream.cuda_stream
         driver.stream_wait_value(stream, address + _GATE * _WORD, _OPEN)
-        driver.stream_write_value(stream, address + _BEHIND * _WORD, _PATTERN)
+        driver.stream_write_value(stream, address + _AFTER * _WORD, _PATTERN)
         words[_GATE] = _OPEN - 1
         time.sleep(_PAUSE_SECONDS)
-        if words[_BEHIND] != 0 or self._held.query():
+        if words[_AFTER] != 0 or self._stream.query():
             return "the stream went on before the word was written"
         words[_GATE] = _OPEN
-        if not self._until(lambda: bool(words[_BEHIND] == _PATTERN)):
+        if not self._until(lambda: bool(words[_AFTER] == _PATTERN)):
             return "the stream did not go on when the word was written"
         return None
 
     def _until(self, condition: Callable[[], bool]) -> bool:
-        """Poll a condition that only the GPU makes true, until the time allowed is over."""
+        """Poll a condition until it is true, or time is up."""
         deadline = time.monotonic() + self._seconds
         while not condition():
             if time.monotonic() > deadline:

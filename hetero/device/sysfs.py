@@ -1,4 +1,4 @@
-"""Reading the small files of /sys and /proc, where anything may be absent or refuse to be read."""
+"""Reads small files of /sys and /proc, any of which may be missing or unreadable."""
 
 from __future__ import annotations
 

@@ -1,9 +1,8 @@
-"""Where devices sit on a host's PCIe tree, and how far apart. Read from sysfs only.
+"""The host's PCIe tree, from sysfs: where devices are, and how far apart.
 
-A device's path is its line of ancestors: the root complex, the root port, the ports of the
-switches, the device. Two devices below one switch exchange data without passing the CPU; two that
-share only the root complex pass it; two that share neither cross between the root complexes of one
-socket, or between sockets.
+A device's path is the root complex, the root port, the ports of switches, and the device. Traffic
+between two devices below one switch does not pass the CPU; with only the root complex in common it
+does; with neither it crosses between root complexes or sockets.
 """
 
 from __future__ import annotations
@@ -62,7 +61,7 @@ def pci_device(address: str, *, sys_root: Path = SYS) -> PciDevice | None:
 
 
 def parent_on_pci(entry: Path) -> PciDevice | None:
-    """The PCIe device of a class entry; for a virtio device it is the one that carries it."""
+    """The PCIe device of a class entry; for a virtio device its parent."""
     return _pci_device_at(entry / "device")
 
 
@@ -76,7 +75,7 @@ def rdma_devices(*, sys_root: Path = SYS) -> list[RdmaDevice]:
 
 
 def distance(one: PciDevice | None, other: PciDevice | None) -> Distance:
-    """How far apart two devices are; UNKNOWN where either is not on the tree."""
+    """How far apart two devices are; UNKNOWN if either is not on the tree."""
     if one is None or other is None:
         return Distance.UNKNOWN
     shared = _shared_length(one, other)
@@ -92,7 +91,7 @@ def distance(one: PciDevice | None, other: PciDevice | None) -> Distance:
 
 
 def ports_between(one: PciDevice, other: PciDevice) -> tuple[str, ...]:
-    """The bridges that traffic between two devices passes, below what they share."""
+    """The bridges that traffic between two devices passes, below their common ancestor."""
     shared = _shared_length(one, other)
     return one.path[shared:-1] + other.path[shared:-1]
 
@@ -105,7 +104,7 @@ def closeness(one: PciDevice | None, other: PciDevice | None) -> tuple[int, int]
 
 
 def _shared_length(one: PciDevice, other: PciDevice) -> int:
-    """Of two paths, how many ancestors are the same."""
+    """The number of common ancestors."""
     shared = 0
     for ours, theirs in zip(one.path, other.path, strict=False):
         if ours != theirs:
@@ -121,7 +120,7 @@ def _pci_device_at(link: Path) -> PciDevice | None:
     roots = [index for index, part in enumerate(parts) if _ROOT_COMPLEX.fullmatch(part)]
     if not roots:
         return None
-    # Below the last root complex: a volume management device has one of its own inside another's.
+    # Use the last root complex: a volume management device has one inside another's.
     path = (parts[roots[-1]], *(p for p in parts[roots[-1] :] if _ADDRESS.fullmatch(p)))
     if len(path) < 2:
         return None
@@ -135,10 +134,7 @@ def _numa_node(device: Path) -> int | None:
 
 
 def _interfaces_of(device: Path) -> tuple[str, ...]:
-    """The interfaces beside a NIC's RDMA device, or those of software RDMA's first GIDs.
-
-    The first is its own interface's; a table may have a thousand more, nearly all empty.
-    """
+    """A NIC's network interfaces; for software RDMA those of each port's first GID."""
     if beside := entries(device / "device/net"):
         return tuple(beside)
     ports = [device / "ports" / port for port in entries(device / "ports")]

@@ -1,4 +1,4 @@
-"""Loading a vendor's C library with ctypes: every function declared once, with its types."""
+"""Loads a vendor's C library with ctypes and declares its functions."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ class Symbol:
 
     name: str
     arguments: tuple[Any, ...]
-    ours: str = ""
-    """Our name of it, where both vendors have one with arguments alike."""
+    alias: str = ""
+    """Its name in `GpuDriver`, if both vendors have it with the same arguments."""
     result: Any = ctypes.c_int
     optional: bool = False
     """Whether the oldest supported version of the library lacks it."""
 
 
 def calls_of(symbols: Iterable[Symbol]) -> dict[str, str]:
-    """The library's functions by our name of each."""
-    return {symbol.ours: symbol.name for symbol in symbols if symbol.ours}
+    """The library's names by alias."""
+    return {symbol.alias: symbol.name for symbol in symbols if symbol.alias}
 
 
 def load(names: Iterable[str], *, remedy: str) -> ctypes.CDLL:
@@ -35,8 +35,8 @@ def load(names: Iterable[str], *, remedy: str) -> ctypes.CDLL:
     reasons = []
     for name in names:
         try:
-            # CDLL gives up the GIL during a call. That costs little, and a driver call may block:
-            # a full queue, for one, empties only once another Python thread has moved.
+            # CDLL releases the GIL during a call, as it must: a driver call may block, for example
+            # on a full queue that drains only once another Python thread has made progress.
             return ctypes.CDLL(name)
         except OSError as error:
             reasons.append(f"{name}: {error}")
@@ -63,7 +63,7 @@ def bind(library: ctypes.CDLL, symbols: Sequence[Symbol], *, remedy: str) -> dic
 
 
 def loaded_path(prefix: str) -> str | None:
-    """The file of a library that this process has loaded already, by the start of its name."""
+    """The path of a library that this process has loaded, by the beginning of its name."""
     with open("/proc/self/maps") as maps:
         for line in maps:
             path = line.rstrip("\n").partition("/")[2]

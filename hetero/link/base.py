@@ -1,8 +1,8 @@
 """The interface that every transport implements, and what they share.
 
-A link joins one rank to one peer and carries tensors both ways. The two directions are independent
-and each is ordered, whole and exactly-once. `send` and `recv` return at once with a handle; nothing
-here ever blocks without a deadline.
+A link connects two ranks and carries tensors both ways. The directions are independent; each
+delivers every message once and in order. `send` and `recv` return a handle at once. Nothing blocks
+without a deadline.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from hetero.errors import LinkError
 
 @dataclass(frozen=True)
 class LinkDescription:
-    """What a link is called in logs and errors, and the limits it works under."""
+    """A link's name in logs and errors, and its timeout."""
 
     rank: int
     peer: int
@@ -31,7 +31,7 @@ class LinkDescription:
     """Seconds before a blocked transfer is an error."""
     stage: int | None = None
     peer_stage: int | None = None
-    """Of a pipeline; None where there is none."""
+    """Pipeline stages; None without a pipeline."""
 
     def __str__(self) -> str:
         ends = ((self.rank, self.stage), (self.peer, self.peer_stage))
@@ -44,25 +44,25 @@ class LinkDescription:
 
 @dataclass
 class LinkCounters:
-    """What has gone over a link since it was opened. Bytes are tensor bytes, without headers."""
+    """Traffic of a link since it was opened. Bytes are tensor bytes, without headers."""
 
     messages_sent: int = 0
     bytes_sent: int = 0
     messages_received: int = 0
     bytes_received: int = 0
     wait_seconds: float = 0.0
-    """Time the calling thread spent blocked in `wait()` on received messages."""
+    """Time that calling threads were blocked in `wait()`."""
 
 
 class Work(ABC):
-    """One transfer under way."""
+    """One transfer in flight."""
 
     @abstractmethod
     def wait(self) -> None:
-        """Order the current stream after the transfer; on CPU tensors, block until it is done.
+        """Make the current stream wait for the transfer; for CPU tensors, block until it has ended.
 
-        After it, a received tensor may be read and a sent one may be overwritten. Raises LinkError
-        when the transfer failed or missed its deadline.
+        A received tensor may be read after this and a sent one overwritten. Raises LinkError if the
+        transfer failed or missed its deadline.
         """
 
     @abstractmethod
@@ -74,15 +74,15 @@ class Link(ABC):
     """One rank's end of a connection to one peer."""
 
     transport: str
-    """The name under which `--hetero-transport` knows it."""
+    """Its name for `--hetero-transport`."""
     detail: str = ""
-    """How it works on this machine, where that is not the same on all; for the log."""
+    """For the log: what of it depends on the machine."""
     device: torch.device | None = None
-    """Where its tensors are; None for anywhere."""
-    is_rung_by_c = False
-    """Whether the peer hears of what C has enqueued before C returns."""
+    """Where its tensors are; None for any."""
+    c_rings_doorbell = False
+    """Whether C rings the peer's doorbell when it has enqueued something."""
     receives_ahead: bool = True
-    """Whether a receive that is posted long before its tensor comes costs nothing meanwhile."""
+    """Whether a receive may be posted long before its tensor arrives, at no cost meanwhile."""
 
     def __init__(self, description: LinkDescription) -> None:
         self.description = description
@@ -92,9 +92,9 @@ class Link(ABC):
 
     @abstractmethod
     def send(self, tensor: torch.Tensor, *, tag: int = 0) -> Work:
-        """Send a tensor of any shape, dtype and strides. Its memory must not change until done.
+        """Send a tensor of any shape, dtype and strides. Do not change its memory before `wait()`.
 
-        The receiver has to name the same `tag`, a number of 32 bits, or both ends fail.
+        The receiver must pass the same `tag`, a number of 32 bits, or both ends fail.
         """
 
     @abstractmethod
@@ -103,10 +103,13 @@ class Link(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Release every thread, buffer and connection. Idempotent; transfers under way fail."""
+        """Release every thread, buffer and connection. Idempotent. Transfers in flight fail."""
 
     def lock_for_exchange(self) -> CurrentStream | None:
-        """Have messages go together with those of other links (ring_exchange.py), if they may."""
+        """Lock the link for messages of several links at once (ring_exchange.py).
+
+        Returns the caller's stream; None, without the lock, if the link cannot take part.
+        """
         return None
 
     def __enter__(self) -> Self:
@@ -116,16 +119,16 @@ class Link(ABC):
         self.close()
 
     def check(self) -> None:
-        """Raise what broke the link, if anything did.
+        """Raise the error that broke the link, if any.
 
-        Called after waiting for the device and before using what came over the link for good: a
-        transport that only orders streams may learn of a failure after `wait()` has returned.
+        Call it after synchronizing the device and before keeping what was received: where `wait()`
+        only orders streams, a failure may come after it has returned.
         """
         if self._broken is not None:
             raise self._broken
 
     def failure(self, what: str, *, expected: str, remedy: str) -> LinkError:
-        """An error in the form that all transports share."""
+        """An error in the format of all transports."""
         return LinkError(
             f"{self.description} over {self.transport}: {what}; expected {expected}; {remedy}"
         )
@@ -137,7 +140,7 @@ class Link(ABC):
             raise self.failure("the link is closed", expected="an open link", remedy="reopen it")
 
     def _require_here(self, tensor: torch.Tensor) -> None:
-        """Refuse a tensor of another device, before a driver is given its address."""
+        """Refuse a tensor of another device before a driver gets its address."""
         device = self.device
         if device is not None and tensor.device != device:
             raise ValueError(
@@ -155,7 +158,7 @@ class Link(ABC):
 
     @contextmanager
     def timed_wait(self) -> Iterator[None]:
-        """Count the time of the body as time spent waiting for the peer."""
+        """Count the time of the body as wait time."""
         begin = time.perf_counter()
         try:
             yield
@@ -173,7 +176,7 @@ def require_contiguous(tensor: torch.Tensor) -> None:
 
 def sendable(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor's values in plain contiguous memory: no strides, no lazy conjugate or negation."""
-    # Another tensor of the same memory, which so outlives what the caller does to its own.
+    # A new tensor keeps the memory alive, whatever the caller does to its own.
     plain = tensor.detach()
     if plain.is_contiguous() and not plain.is_conj() and not plain.is_neg():
         return plain
@@ -181,6 +184,6 @@ def sendable(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The memory of a contiguous tensor as bytes, so that no library need know its dtype."""
-    # A dimension of one element may have any stride, so the flat view is made by hand.
+    """The memory of a contiguous tensor as bytes, for libraries that do not support its dtype."""
+    # Not view(-1): a dimension of one element may have any stride.
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)

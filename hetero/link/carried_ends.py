@@ -1,4 +1,4 @@
-"""The ends of a link whose ring a carrier brings to the peer: memory, words, and closing them."""
+"""The two ends of a link whose rings are connected by carriers: memory, words and closing."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 
 from hetero.device.device import Device
-from hetero.link.carrier import CarriedMemory, Carrier
+from hetero.link.carrier import Carrier, RingMemory
 from hetero.link.control import Control
-from hetero.link.failover import Watch
+from hetero.link.failover import RailMonitor
 from hetero.link.handshake import Rendezvous
 from hetero.link.ring import Direction, EndState
 from hetero.link.ring_transfer import RingEnds
@@ -24,7 +24,7 @@ def side_of(rendezvous: Rendezvous) -> int:
 
 
 def host_memory(nbytes: int, device: Device, stack: ExitStack) -> tuple[SharedMemory, int]:
-    """Pinned host memory and the device's address of it, given back when the stack unwinds."""
+    """Pinned host memory and the device's address of it, freed when the stack unwinds."""
     descriptor = make_memory(nbytes)
     try:
         memory = SharedMemory(descriptor, nbytes)
@@ -38,7 +38,7 @@ def host_memory(nbytes: int, device: Device, stack: ExitStack) -> tuple[SharedMe
 
 def make_ends(
     rendezvous: Rendezvous,
-    memory: CarriedMemory,
+    memory: RingMemory,
     carrier: Carrier,
     control: Control,
     *,
@@ -46,10 +46,10 @@ def make_ends(
     rails: Sequence[str],
     stack: ExitStack,
 ) -> RingEnds:
-    """The ends of the link, which take over all that is on the stack. The carrier has started."""
+    """The ends of a link, which own what is on the stack from here on. Start the carrier first."""
     side, description = side_of(rendezvous), rendezvous.description
     remote = RemoteEnd(memory.control, 1 - side, carrier.progress)
-    watch = Watch(
+    monitor = RailMonitor(
         carrier,
         control,
         rails=rails,
@@ -58,31 +58,33 @@ def make_ends(
         name=f"{transport} {description.rank}-{description.peer}",
         peer=description.peer,
     )
-    stack.callback(watch.close)
-    local = LocalEnd(memory.control, side, watch.send_fault)
-    stack.callback(_settle, carrier, watch, local, remote)
+    stack.callback(monitor.close)
+    local = LocalEnd(memory.control, side, monitor.send_fault)
+    stack.callback(_flush_credits, carrier, monitor, local, remote)
     return RingEnds(
         outgoing=Direction(memory.control, side, memory.control_on_device),
         incoming=Direction(memory.control, 1 - side, memory.control_on_device),
-        mine=local,
-        theirs=remote,
+        local=local,
+        peer=remote,
         outgoing_ring=memory.rings_on_device,
         incoming_ring=memory.rings_on_device + memory.ring_bytes,
         ring_bytes=memory.ring_bytes,
         zero_copy=memory.zero_copy,
-        peer_has_gone=watch.peer_has_gone,
+        peer_has_ended=monitor.peer_has_ended,
         close=stack.pop_all().close,
     )
 
 
-def _settle(carrier: Carrier, watch: Watch, local: EndState, remote: EndState) -> None:
-    """The peer must hear what was consumed here before this end is gone."""
-    if not (local.has_failed or remote.has_failed) and not watch.peer_has_gone():
-        carrier.settle_credits(_CREDIT_SECONDS)
+def _flush_credits(
+    carrier: Carrier, monitor: RailMonitor, local: EndState, remote: EndState
+) -> None:
+    """Send the last credits before this end closes: the peer's sends wait for them."""
+    if not (local.has_failed or remote.has_failed or monitor.peer_has_ended()):
+        carrier.flush_credits(_CREDIT_SECONDS)
 
 
 class LocalEnd(EndState):
-    """This end: the peer hears of its fault over the connection beside the rails."""
+    """This end, whose error flag is also sent over the control connections."""
 
     def __init__(self, control: SharedMemory, side: int, send_fault: Callable[[str], None]) -> None:
         super().__init__(control, side)
@@ -94,7 +96,7 @@ class LocalEnd(EndState):
 
 
 class RemoteEnd(EndState):
-    """The peer, of which this end sees what it is told: it hears of entries by the carrier."""
+    """This end's copy of the peer's state. Its doorbell is the carrier, which sends the entries."""
 
     def __init__(self, control: SharedMemory, side: int, progress: Callable[[], None]) -> None:
         super().__init__(control, side)

@@ -1,4 +1,4 @@
-"""A link's carrier as Python uses it: the thread in C, its words and its rails."""
+"""The carrier of a link: the thread in C that connects its rings to the peer's over rails."""
 
 from __future__ import annotations
 
@@ -30,31 +30,30 @@ _MAX_PSN = 1 << 24
 
 
 @dataclass(frozen=True)
-class CarriedMemory:
-    """One end's memory, as its own code, its device and its carrier reach it."""
+class RingMemory:
+    """One end's memory, by the addresses of the CPU, the device and the carrier."""
 
     control: SharedMemory
     control_on_device: int
     rings: int
-    """Address of the sending ring, which the receiving one follows, for the carrier."""
+    """The carrier's address of the sending ring, which the receiving one follows."""
     rings_on_device: int
     ring_bytes: int
     """Of each ring."""
     checksum_bytes: int
-    """What follows an entry's bytes in the ring."""
+    """Behind each entry in the ring."""
     zero_copy: bool = False
-    """Whether the carrier reaches the callers' tensors, past the rings."""
+    """Whether larger messages skip the rings: the carrier can access the callers' tensors."""
     reads_back: bool = False
-    """Whether a NIC has to read its writes back before they count as arrived."""
-    of_gpu: bool = False
-    """Whether the rings are a GPU's memory."""
+    """Whether a NIC's writes are visible to the device only after a read-back."""
+    is_gpu_memory: bool = False
     dmabuf: tuple[int, int] | None = None
     """Descriptor and offset of the rings' dma-buf."""
 
 
 @dataclass(frozen=True)
 class ConnectionInfo:
-    """What the peer has to know of this end of a rail to connect it and to write over it."""
+    """What the peer needs to connect to this end of a rail and to write over it (docs/wire.md)."""
 
     port: dict[str, Any]
     psn: int
@@ -67,9 +66,9 @@ class ConnectionInfo:
 
 
 class Carrier:
-    """A link's thread in C. Every method may be called from any thread until `close`."""
+    """Any thread may call any method until `close`."""
 
-    def __init__(self, memory: CarriedMemory, *, side: int, stall_seconds: float) -> None:
+    def __init__(self, memory: RingMemory, *, side: int, stall_seconds: float) -> None:
         """`side` is 0 for the listener. Raises LinkError when the system refuses what it needs."""
         self._library = native()
         self._memory = memory
@@ -86,11 +85,11 @@ class Carrier:
         if self._handle is None:
             raise LinkError(_text(error))
 
-    def follow(self, device: Device) -> None:
-        """Have the device call the carrier after each word that it writes, if it can.
+    def connect_device(self, device: Device) -> None:
+        """Have the device notify the carrier of each word that it writes, if it can.
 
-        Where it cannot, the thread looks at the words while something is under way. Called before
-        the first rail is added, and before streams of the device are made.
+        If not, the thread polls the words. Call it before adding rails, and before the device
+        makes streams.
         """
         function = ctypes.cast(self._library.carrier_progress, ctypes.c_void_p).value
         assert function is not None
@@ -99,9 +98,9 @@ class Carrier:
             self._library.carrier_set_device_notifies(self._handle)
 
     def add_verbs_rail(self, port: Port) -> tuple[ConnectionInfo, str]:
-        """Open a port; what the peer must know of it, and how it knows the rings' memory.
+        """Open a port; returns its connection info and how its NIC addresses the rings.
 
-        Raises LinkError with what the port refused.
+        Raises LinkError with what failed.
         """
         memory = self._memory
         psn = secrets.randbelow(_MAX_PSN)
@@ -121,7 +120,7 @@ class Carrier:
         if not self._library.carrier_add_verbs(self._handle, byref(request), byref(made), error):
             raise LinkError(
                 f"{port} cannot be used for RDMA: {_text(error)}; see its state with `rdma link`, "
-                f"and {_registration_remedy(of_gpu=memory.of_gpu)}"
+                f"and {_registration_remedy(is_gpu_memory=memory.is_gpu_memory)}"
             )
         self._ports.append(port)
         info = ConnectionInfo(
@@ -137,10 +136,10 @@ class Carrier:
         return info, "dma-buf" if made.by_dmabuf else "address"
 
     def connect_verbs_rail(self, index: int, peer: ConnectionInfo) -> None:
-        """Let a rail go both ways. Receives are posted when this returns. Raises LinkError."""
+        """Connect a rail and post its receives. Raises LinkError."""
         here, there = self._ports[index], Port(**peer.port)
         own = _route(here, here)
-        told = VerbsPeer(
+        remote = VerbsPeer(
             route=_route(here, there, qp=peer.qp, psn=peer.psn),
             receiving=peer.receiving,
             receiving_key=peer.receiving_key,
@@ -150,12 +149,12 @@ class Carrier:
         )
         error = create_string_buffer(TEXT_BYTES)
         if not self._library.carrier_connect_verbs(
-            self._handle, index, byref(told), byref(own), error
+            self._handle, index, byref(remote), byref(own), error
         ):
             raise LinkError(f"{here} cannot be connected with {there} of the peer ({_text(error)})")
 
     def add_tcp_rail(self, connection: socket.socket) -> None:
-        """Take a connection over. Raises LinkError when there can be no rail."""
+        """Make a rail of a connection, and take ownership of it. Raises LinkError."""
         memory = self._memory
         request = TcpRequest(
             fd=connection.detach(),
@@ -169,13 +168,13 @@ class Carrier:
             raise LinkError(_text(error))
 
     def start(self) -> None:
-        """Begin to carry. Raises LinkError when there can be no thread."""
+        """Start the thread. Raises LinkError."""
         error = create_string_buffer(TEXT_BYTES)
         if not self._library.carrier_start(self._handle, error):
             raise LinkError(_text(error))
 
     def progress(self) -> None:
-        """Have what has been posted go on its way. Nothing once it is closed."""
+        """Send what has been posted. Does nothing once closed."""
         if self._handle is not None:
             self._library.carrier_progress(self._handle)
 
@@ -189,43 +188,42 @@ class Carrier:
         return int(self._library.carrier_async_fd(self._handle, index))
 
     def next_loss(self) -> tuple[int, str] | None:
-        """The next rail that the thread has lost, and why."""
+        """The next lost rail that was not reported yet, and why."""
         reason = create_string_buffer(TEXT_BYTES)
         index = int(self._library.carrier_next_loss(self._handle, reason))
         return None if index < 0 else (index, _text(reason))
 
     def handle_async_event(self, index: int) -> str | None:
-        """Take one event of a device, which must be there; why the rail is lost if it is."""
+        """Handle a pending event of a rail's device; why the rail is lost, if it is."""
         reason = create_string_buffer(TEXT_BYTES)
         is_lost = self._library.carrier_handle_async_event(self._handle, index, reason)
         return _text(reason) if is_lost else None
 
     def stop_rail(self, index: int) -> None:
-        """Stop a rail: nothing goes out or comes in over it from here on."""
+        """Stop a rail: nothing is sent or received over it any more."""
         self._library.carrier_stop_rail(self._handle, index)
 
     def retransmit(self, index: int) -> int:
-        """Have the unfinished entries of a rail, which both ends have stopped, go over others."""
+        """Retransmit a rail's unfinished entries over others, after both ends have stopped it."""
         return int(self._library.carrier_retransmit(self._handle, index))
 
-    def settle(self, seconds: float) -> bool:
-        """Take in what has arrived by now; False if that was not possible in time."""
+    def drain(self, seconds: float) -> bool:
+        """Handle everything that has arrived; False if that took too long."""
         return bool(self._library.carrier_drain(self._handle, seconds))
 
-    def settle_credits(self, seconds: float) -> bool:
-        """See that the peer hears what was consumed; False if that was not possible in time."""
+    def flush_credits(self, seconds: float) -> bool:
+        """Wait until the peer has all credits; False if that took too long."""
         return bool(self._library.carrier_flush_credits(self._handle, seconds))
 
     def close(self) -> None:
-        """End the thread and close the rails. Nobody may be in another method by now."""
+        """End the thread and close the rails. No other method may be running."""
         if self._handle is not None:
             handle, self._handle = self._handle, None
             self._library.carrier_free(handle)
 
 
-def _registration_remedy(*, of_gpu: bool) -> str:
-    """What to do where a NIC refuses to register host memory or that of a GPU."""
-    if not of_gpu:
+def _registration_remedy(*, is_gpu_memory: bool) -> str:
+    if not is_gpu_memory:
         return "raise the locked-memory limit (ulimit -l) or make the ring smaller"
     return (
         "RDMA to a GPU needs dma-buf (Linux 5.12, the GPU vendor's open kernel driver and a "

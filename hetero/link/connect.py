@@ -1,4 +1,4 @@
-"""The public entry: a link between two ranks of any program, from a store that both know."""
+"""The public API: opens a link between two ranks of any program that share a store."""
 
 from __future__ import annotations
 
@@ -38,32 +38,32 @@ def connect(
     options: ChannelOptions | None = None,
     look: Callable[[], None] | None = None,
 ) -> Link:
-    """Open a link to another rank. Both call it, at about the same time; it blocks until both have.
+    """Open a link to another rank. Both ranks call it; it blocks until both have.
 
-    Two ranks may open several links: the first call of the one belongs to the first of the other.
-    Use the link in a `with` block, or close it.
+    Two ranks may open several links: their calls are matched in order. Use the link in a `with`
+    block, or close it.
 
     Args:
-        store: any store of torch.distributed that both ranks reach.
-        rank: this rank's number, and `peer` the other's: any two that differ.
+        store: any store of torch.distributed that both ranks can reach.
+        rank: this rank's number, and `peer` the other's: any two different numbers.
         device: where the tensors are; the current GPU if there is one, else the CPU.
         transport: `auto` for the fastest path that works; a family (`device-direct`,
             `cpu-forward`); or one path: `ipc`, `shm`, `verbs`, `verbs-host`, `tcp`.
-        timeout: seconds for the other rank to come, and before a blocked transfer is an error.
+        timeout: seconds to wait for the other rank, and before a blocked transfer is an error.
         nics: this rank's network interfaces or RDMA devices; without names, the interface that
             leads to the store's host.
-        options: sizes and checks of the link, the same at both ends; addresses are found.
-        look: called every second of a wait for the other rank; raises to give it up.
+        options: sizes and checks, the same at both ends. Addresses in it are ignored.
+        look: called every second while waiting for the other rank; may raise to abort.
 
     Raises:
-        ValueError: an argument makes no sense; all that is wrong is said at once.
-        LinkError: there is no link; says what was expected and what to do.
+        ValueError: invalid arguments, all in one message.
+        LinkError: the link cannot be opened; says what was expected and the remedy.
 
-    The logger `hetero.link.connect` says at INFO which path was taken and why no faster one was.
+    The logger `hetero.link.connect` reports at INFO the path taken and why no faster one was.
     """
-    _require_sense(rank=rank, peer=peer, transport=transport, timeout=timeout)
+    _validate(rank=rank, peer=peer, transport=transport, timeout=timeout)
     here = _device(device)
-    # What is wrong here is said before anyone is waited for.
+    # Fail on what is wrong on this rank before waiting for the other.
     native()
     if nics:
         find_nics(nics, own="")
@@ -74,7 +74,9 @@ def connect(
         raise LinkError(f"link rank {rank} - rank {peer} could not be opened: {error}") from error
     name = f"{pair}/{number}"
     watched: Store = store if look is None else AbortableStore(store, look)
-    job, theirs = _meet(store, watched, f"{_PREFIX}/{name}", rank=rank, peer=peer, timeout=timeout)
+    job, theirs = _exchange_addresses(
+        store, watched, f"{_PREFIX}/{name}", rank=rank, peer=peer, timeout=timeout
+    )
     own = _own_address(store, theirs)
     found = find_nics(nics, own=own, family=family_of(own))
     options = replace(
@@ -95,7 +97,7 @@ def connect(
     return choice.link
 
 
-def _require_sense(*, rank: int, peer: int, transport: str, timeout: float) -> None:
+def _validate(*, rank: int, peer: int, transport: str, timeout: float) -> None:
     problems = []
     if rank == peer:
         problems.append(f"rank {rank} cannot have a link to itself")
@@ -108,7 +110,7 @@ def _require_sense(*, rank: int, peer: int, transport: str, timeout: float) -> N
 
 
 def _device(device: torch.device | str | None) -> torch.device:
-    """The device with its number."""
+    """The device with its index."""
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     found = torch.device(device)
@@ -120,7 +122,7 @@ def _device(device: torch.device | str | None) -> torch.device:
 
 
 def _host_of(store: dist.Store) -> str:
-    """Where the store is, which every rank reaches; MASTER_ADDR for one that is on no host."""
+    """The store's host, which every rank reaches; MASTER_ADDR for a store without one."""
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
     if isinstance(store, dist.TCPStore):
@@ -129,21 +131,20 @@ def _host_of(store: dist.Store) -> str:
 
 
 def _own_address(store: dist.Store, theirs: str) -> str:
-    """The address by which the peer reaches this rank, given the peer's way to the store's host.
+    """The address by which the peer reaches this rank; `theirs` is the peer's towards the store.
 
-    The store's own host may resolve its name to a loopback address, as Debian's do.
+    On the store's own host its name may resolve to a loopback address, as on Debian.
     """
     own = address_towards(_host_of(store))
     return address_towards(theirs) if is_loopback(own) and not is_loopback(theirs) else own
 
 
-def _meet(
+def _exchange_addresses(
     store: dist.Store, watched: Store, prefix: str, *, rank: int, peer: int, timeout: float
 ) -> tuple[str, str]:
-    """Wait for the peer; a name that nobody else knows, and where the peer comes from.
+    """Wait for the peer; returns the secret that authenticates both ends, and the peer's address.
 
-    By the name the ends prove themselves to each other. The address is the one from which the peer
-    reaches the store's host.
+    The address is the one from which the peer reaches the store's host.
     """
     job, theirs = f"{prefix}/job", f"{prefix}/address of {peer}"
     if rank < peer:

@@ -1,6 +1,6 @@
-"""The connections beside a link's rails: what the ends must tell each other when rails fail.
+"""Control connections: messages between the ends of a link that must survive the loss of a rail.
 
-Over them the ends have proved themselves. Their end is the peer's end.
+The ends have authenticated each other over them. When all are closed, the peer has ended.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from hetero.link.handshake import send_json
 
 _LENGTH = struct.Struct("<I")
 _SEND_SECONDS = 5.0
-# A host that goes away without a word is noticed after about half a minute.
+# A host that disappears is noticed after about half a minute.
 _KEEPALIVE = (
     (socket.TCP_KEEPIDLE, 10),
     (socket.TCP_KEEPINTVL, 5),
@@ -25,35 +25,34 @@ _KEEPALIVE = (
 
 
 class Control:
-    """Whole messages to and from the peer, over one connection or several.
+    """JSON messages to and from the peer, over one connection for each network path.
 
-    Each message goes over every connection that is left, and counts once. So the ends can still
-    tell each other of a rail that is lost when the connection on the same path is lost with it.
-    The peer has ended when it says so, or when no connection is left. Reading never waits for the
-    rest of a message.
+    Each message is sent over every connection that is left, and duplicates are dropped, so it
+    arrives even if a path is lost. The peer has ended when it says so, or when no connection is
+    left. Reading never blocks.
     """
 
-    def __init__(self, *connections: socket.socket, lost_after: float | None = None) -> None:
-        """`lost_after` is how many seconds a connection may confirm nothing, if not for long."""
+    def __init__(self, *connections: socket.socket, ack_timeout: float | None = None) -> None:
+        """`ack_timeout`: seconds without a TCP acknowledgement that end a connection."""
         self._connections = list(connections)
         self._unread = {connection: bytearray() for connection in connections}
         self._sent = 0
-        self._heard = 0
+        self._last_received = 0
         for connection in connections:
             connection.settimeout(_SEND_SECONDS)
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             for option, value in _KEEPALIVE:
                 connection.setsockopt(socket.IPPROTO_TCP, option, value)
-            if lost_after is not None:
+            if ack_timeout is not None:
                 connection.setsockopt(
-                    socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(lost_after * 1000)
+                    socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(ack_timeout * 1000)
                 )
 
     def filenos(self) -> list[int]:
         return [connection.fileno() for connection in self._connections]
 
     def send(self, message: Mapping[str, Any]) -> None:
-        """Raises OSError when the peer is gone or takes nothing."""
+        """Raises OSError when no connection accepts it."""
         self._sent += 1
         sent = False
         for connection in list(self._connections):
@@ -61,44 +60,44 @@ class Control:
                 send_json(connection, {"number": self._sent, **message})
                 sent = True
             except OSError:
-                # Part of it may have gone, so nothing can follow. `receive` leaves it out.
+                # It may be cut short, so send nothing after it. `receive` drops the connection.
                 with suppress(OSError):
                     connection.shutdown(socket.SHUT_RDWR)
         if not sent:
             raise ConnectionError("no path to the peer is left")
 
     def receive(self, descriptor: int) -> list[dict[str, Any]]:
-        """What is new of the messages that have come whole over one connection.
+        """The new messages that are complete on one connection.
 
-        Raises ConnectionError where the peer has ended. A connection that has is left out from then
-        on, and is closed only with the others.
+        Drops a connection that has ended, which is closed only with the others. Raises
+        ConnectionError if the peer has.
         """
         connection = next(c for c in self._connections if c.fileno() == descriptor)
         try:
-            part = connection.recv(1 << 16, socket.MSG_DONTWAIT)
+            data = connection.recv(1 << 16, socket.MSG_DONTWAIT)
         except BlockingIOError:
             return []
         except OSError:
-            part = b""
-        if not part:
+            data = b""
+        if not data:
             self._connections.remove(connection)
             if not self._connections:
                 raise ConnectionError("the peer has ended, or no path to it is left")
             return []
-        messages = [m for m in self._whole(connection, part) if self._is_new(m)]
+        messages = [m for m in self._complete(connection, data) if self._is_new(m)]
         if any("closed" in message for message in messages):
             raise ConnectionError("the peer has closed the link")
         return messages
 
     def _is_new(self, message: dict[str, Any]) -> bool:
-        if message["number"] <= self._heard:
+        if message["number"] <= self._last_received:
             return False
-        self._heard = message["number"]
+        self._last_received = message["number"]
         return True
 
-    def _whole(self, connection: socket.socket, part: bytes) -> list[dict[str, Any]]:
+    def _complete(self, connection: socket.socket, data: bytes) -> list[dict[str, Any]]:
         unread = self._unread[connection]
-        unread += part
+        unread += data
         messages = []
         while len(unread) >= _LENGTH.size:
             (length,) = _LENGTH.unpack_from(unread)

@@ -1,11 +1,10 @@
-"""One direction of one end of a link: what is to be enqueued, and what is on its way.
+"""One direction of one end of a link: the transfers to be enqueued, and those in flight.
 
-One call of C (hetero/native/flow.c) puts all of a message into streams that can be put there:
-Python spends more on an entry than a GPU's driver and, for a few MiB, than the GPU itself.
+One call into C (hetero/native/flow.c) enqueues as many entries of a message as possible: Python
+spends more on an entry than a GPU's driver and, for a few MiB, than the GPU itself.
 
-Large messages go through streams of the link, so that the caller's own work goes on beside them. A
-small one goes into the caller's stream where the order allows it: for a few bytes the events that
-join two streams cost more than the copy.
+Large messages go to streams of the link, beside the caller's own work. A small one goes to the
+caller's stream if order allows: for a few bytes, joining two streams costs more than the copy.
 """
 
 from __future__ import annotations
@@ -16,25 +15,24 @@ from ctypes import addressof, byref
 from hetero.device.device import CurrentStream, Device, Word
 from hetero.errors import LinkError
 from hetero.link.header import Header
-from hetero.link.ring import COUNTER_MASK, HALF_ROUND, Entry
+from hetero.link.ring import COUNTER_MASK, HALF_RANGE, Entry
 from hetero.link.ring_transfer import RingEnds, RingTransfer
 from hetero.native import structures
 from hetero.native.binding import native
 from hetero.native.structures import Progress
 
 SMALL_BYTES = 256 << 10
-"""Up to this a message may go through the caller's stream: through pinned host memory it holds that
-up for 5 us."""
+"""The largest message for the caller's stream: through pinned host memory it takes 5 us there."""
 SMALL_BYTES_OF_DEVICE = 1 << 20
 """The same where the data lie in device memory: 4 us from one H200 to another."""
 
 
-class EntryRefused(Exception):
-    """The peer has sent something else than what is to be received; says what differs."""
+class UnexpectedEntry(Exception):
+    """The peer has sent another message than the one to be received; says what differs."""
 
 
 class Flow:
-    """One direction of one end. Called with the link's lock."""
+    """One direction of one end. Call it with the link's lock."""
 
     def __init__(
         self,
@@ -45,16 +43,16 @@ class Flow:
         small_bytes: int,
         is_outgoing: bool,
     ) -> None:
-        """Parts have `chunk_bytes` at most, messages for the caller's stream `small_bytes`."""
+        """`small_bytes`: the largest message that may go to the caller's stream."""
         self.waiting: deque[RingTransfer] = deque()
         self.in_flight: deque[RingTransfer] = deque()
         self.aborted: list[RingTransfer] = []
-        """Of a link that has failed: streams may still copy to and from their tensors."""
+        """Kept after a failure: streams may still copy from and to their tensors."""
         self.sequence = 0
         self.device = device
         self._small_bytes = small_bytes
         self._direction = direction = ends.outgoing if is_outgoing else ends.incoming
-        self._peer = ends.theirs
+        self._peer = ends.peer
         self._streams = device.new_streams()
         self._state = structures.Flow(
             streams=self._streams.streams,
@@ -67,15 +65,14 @@ class Flow:
             small_bytes=small_bytes,
             checksum_bytes=device.checksum_bytes,
             user_buffers=direction.user_buffers_address if ends.zero_copy else 0,
-            doorbell=ends.theirs.doorbell_address(),
+            doorbell=ends.peer.doorbell_address(),
             is_outgoing=is_outgoing,
         )
         self._does_zero_copy = self._state.user_buffers != 0
         self._reference = byref(self._state)
         self.address = addressof(self._state)
-        """Where C has it."""
-        self.rings_peer = self._state.doorbell != 0
-        """Whether C does, when it has enqueued something."""
+        """Address of the state, for `native_exchange`."""
+        self.c_rings_doorbell = self._state.doorbell != 0
         self._call = native().native_progress
 
     @property
@@ -85,104 +82,106 @@ class Flow:
 
     @property
     def awaited(self) -> int:
-        """The last counter value of the peer's that an entry needs."""
+        """The highest value of the peer's counter that an entry depends on."""
         return int(self._state.awaited)
 
     def broken(self) -> str | None:
-        """Why the streams have stopped by themselves; None while they have not."""
+        """Why the streams have failed; None while they have not."""
         return self._streams.broken()
 
     def completed_word(self, count: int, *, consumed: bool) -> Word:
-        """What the receiver's device, or the sender's, writes when done with so many entries."""
+        """The word that the receiver's, or the sender's, device writes after so many entries."""
         direction = self._direction
         address = direction.consumed_word if consumed else direction.produced_word
         return Word(address, count & COUNTER_MASK)
 
     def has_completed(self, count: int, *, consumed: bool) -> bool:
-        """Whether the receiver's device, or the sender's, is done with so many entries.
+        """Whether the receiver's, or the sender's, device has completed so many entries.
 
-        A peer that gives up says so and then writes the counter too, to release its own device.
+        Ignore the counter once the peer has failed: it then writes it to unblock its own device.
         """
         completed = self._direction.consumed if consumed else self._direction.produced
-        return (completed - count) & COUNTER_MASK < HALF_ROUND and not self._peer.has_failed
+        return (completed - count) & COUNTER_MASK < HALF_RANGE and not self._peer.has_failed
 
     def transfers(self) -> list[RingTransfer]:
         return [*self.in_flight, *self.waiting]
 
     def release_completed(self) -> None:
-        """Let go of the tensors of transfers that have ended."""
+        """Release the tensors of completed transfers."""
         while self.in_flight and self.in_flight[0].is_completed():
             self.in_flight.popleft()
 
     def abort(self) -> None:
         self.aborted += self.in_flight
-        self.aborted += (transfer for transfer in self.waiting if transfer.begun)
+        self.aborted += (transfer for transfer in self.waiting if transfer.has_begun)
         self.in_flight.clear()
         self.waiting.clear()
 
     def is_small(self, nbytes: int) -> bool:
-        """Whether a message is one for the caller's stream."""
+        """Whether a message may go to the caller's stream."""
         return nbytes <= self._small_bytes
 
     def enqueue(
         self, stream: CurrentStream | None = None, *, awaited: RingTransfer | None = None
     ) -> bool:
-        """Put into streams all that can be; whether the peer is to be rung for it.
+        """Enqueue as much as possible; returns whether to ring the peer's doorbell.
 
-        `stream` is the caller's, in its call of `send` or of `awaited.wait`. Raises EntryRefused.
+        `stream` is the caller's, during `send` or `awaited.wait`. Raises UnexpectedEntry.
         """
         before, state = self.count, self._state
         while self.waiting:
             transfer = self.waiting[0]
-            # What comes after the awaited one must not hold the caller's stream up.
-            if awaited is not None and awaited.end is not None:
+            # Never let a message after the awaited one block the caller's stream.
+            if awaited is not None and awaited.end_count is not None:
                 stream = None
             if not self._progress_transfer(transfer, stream):
                 break
             self.note_enqueued(state.count, on_caller_stream=state.on_caller_stream)
-        return not self.rings_peer and self.count != before
+        return not self.c_rings_doorbell and self.count != before
 
     def note_enqueued(self, count: int, *, on_caller_stream: bool) -> None:
-        """All of what waits first has been enqueued, as entries up to this one."""
+        """The first waiting transfer has been enqueued; its last entry is number `count`."""
         transfer = self.waiting.popleft()
-        # The peer has to have what is sent out of a tensor: until then it may be sent again.
+        # Zero-copy: until the peer has consumed it, it may be retransmitted from the tensor.
         zero_copy = self._does_zero_copy and transfer.nbytes > self._small_bytes
-        transfer.ends_at_receiver = transfer.is_receive or zero_copy
-        transfer.is_in_callers_stream = bool(on_caller_stream) and not zero_copy
-        transfer.end = count
+        transfer.completes_at_receiver = transfer.is_receive or zero_copy
+        transfer.is_on_caller_stream = bool(on_caller_stream) and not zero_copy
+        transfer.end_count = count
         self.in_flight.append(transfer)
 
     def _progress_transfer(self, transfer: RingTransfer, stream: CurrentStream | None) -> bool:
-        """Put into streams what can be of one message; whether that is all of it."""
+        """Enqueue as much of one message as possible; whether that is all of it."""
         may_use_caller_stream = (
-            stream is not None and stream.key == transfer.caller and stream.is_current_device()
+            stream is not None
+            and stream.key == transfer.caller_stream
+            and stream.is_current_device()
         )
-        # Before the call, in case an exception of a signal's handler hides what it returns.
-        transfer.begun = True
-        progress = self._give(transfer, may_use_caller_stream=may_use_caller_stream)
+        # Set it before the call: a signal handler may raise before the result is stored.
+        transfer.has_begun = True
+        progress = self._call_progress(transfer, may_use_caller_stream=may_use_caller_stream)
         if progress == Progress.NEEDS_EVENT:
             transfer.ready = self.device.record_event()
-            progress = self._give(transfer, may_use_caller_stream=False)
+            progress = self._call_progress(transfer, may_use_caller_stream=False)
         if progress == Progress.ENQUEUED:
             return True
         transfer.offset = self._state.offset
-        transfer.begun = transfer.offset > 0 or progress == Progress.FAILED
+        transfer.has_begun = transfer.offset > 0 or progress == Progress.FAILED
         if progress == Progress.FAILED:
-            raise self.driver_failure(transfer)
+            raise self.driver_error(transfer)
         if progress == Progress.REFUSED:
-            raise EntryRefused(refusal(self._direction.entry(self.count), transfer))
+            raise UnexpectedEntry(describe_mismatch(self._direction.entry(self.count), transfer))
         return False
 
     def note_partial(self, transfer: RingTransfer, offset: int, *, has_begun: bool) -> None:
-        """Of a message that its caller was sending or receiving, only so much has been enqueued."""
-        transfer.offset, transfer.begun = offset, has_begun
+        """An exchange has enqueued only part of a transfer, which goes on without the caller."""
+        transfer.offset, transfer.has_begun = offset, has_begun
         transfer.ready = self.device.record_event()
 
-    def driver_failure(self, transfer: RingTransfer) -> LinkError:
-        """What the driver refused last."""
+    def driver_error(self, transfer: RingTransfer) -> LinkError:
+        """The driver's last failure."""
         return self._streams.failure(self._state.failed, f"carry message {transfer.sequence}")
 
-    def _give(self, transfer: RingTransfer, *, may_use_caller_stream: bool) -> int:
+    def _call_progress(self, transfer: RingTransfer, *, may_use_caller_stream: bool) -> int:
         ready = transfer.ready
         progress: int = self._call(
             self._reference,
@@ -192,14 +191,14 @@ class Flow:
             transfer.offset,
             0 if ready is None else ready.handle,
             ready is not None,
-            transfer.caller,
+            transfer.caller_stream,
             may_use_caller_stream,
         )
         return progress
 
 
-def refusal(entry: Entry, transfer: RingTransfer) -> str:
-    """What of an entry is not as the transfer expects it."""
+def describe_mismatch(entry: Entry, transfer: RingTransfer) -> str:
+    """How an entry differs from the one that the transfer expects next."""
     try:
         difference = Header.unpack(entry.header).difference(Header.unpack(transfer.header))
     except ValueError as error:

@@ -1,10 +1,9 @@
-"""How two ends of a link meet: one listens, the other connects, and each shows the job's token.
+"""Rendezvous of two ends of a link: one listens, the other connects, and both authenticate.
 
-The address goes through the job's rendezvous store, and so does the token: whoever may read the
-store may join the job. The token keeps out everyone else, be it another job that was given the same
-port or a program that tries all ports. A stranger is turned away and the listener goes on
-listening. Afterwards the two compare their parameters: a difference is an error on both sides.
-docs/wire.md has what the two exchange, for programs that are not ours.
+The listener's address and the secret behind the tokens are in the job's store: whoever can read it
+may join. The tokens keep out everyone else, such as another job that was given the same port, or a
+port scanner: the listener closes such connections and goes on listening. Then the ends compare
+their parameters; a difference is an error at both. docs/wire.md specifies the protocol.
 """
 
 from __future__ import annotations
@@ -31,16 +30,16 @@ _MAX_JSON_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """Where and how the two ends of one link meet."""
+    """What one end of a link needs to find and authenticate the other."""
 
     store: Store
     description: LinkDescription
     name: str
-    """The same on both sides and different for every link of the job."""
+    """The same at both ends; unique in the job."""
     listens: bool
     secret: bytes
     timeout: float = 120.0
-    """Seconds for the two to meet; one may start much later than the other."""
+    """Seconds to wait for the other end."""
 
     def key(self, what: str) -> str:
         return f"hetero/link/{self.name}/{what}"
@@ -71,32 +70,32 @@ def receive_json(connection: socket.socket) -> dict[str, Any]:
     return dict(json.loads(receive_exactly(connection, length)))
 
 
-class StrangerError(ConnectionError):
-    """What answered is no end of this link."""
+class AuthenticationError(ConnectionError):
+    """The other side is not an end of this link."""
 
 
 def _token(rendezvous: Rendezvous, *, of_listener: bool) -> bytes:
-    """What an end of this link shows: the job's secret, for this link and this end alone."""
+    """An HMAC of the link's name and the end's role, keyed with the job's secret."""
     role = b"listener" if of_listener else b"caller"
     return hmac.digest(rendezvous.secret, role + rendezvous.name.encode(), "sha256")
 
 
-def show_token(connection: socket.socket, rendezvous: Rendezvous) -> None:
-    """Show ours and compare theirs; raises StrangerError where it is another.
+def exchange_tokens(connection: socket.socket, rendezvous: Rendezvous) -> None:
+    """Authenticate both ends. Raises AuthenticationError if the other side's token is wrong.
 
-    The caller shows its own first, so that a listener tells strangers nothing.
+    The caller sends its token first, so that a listener reveals none to strangers.
     """
     if not rendezvous.listens:
         connection.sendall(_token(rendezvous, of_listener=False))
     theirs = receive_exactly(connection, _TOKEN_BYTES)
     if not hmac.compare_digest(theirs, _token(rendezvous, of_listener=not rendezvous.listens)):
-        raise StrangerError("the other side does not belong to this job")
+        raise AuthenticationError("the other side does not belong to this job")
     if rendezvous.listens:
         connection.sendall(_token(rendezvous, of_listener=True))
 
 
 def accept(listener: socket.socket, rendezvous: Rendezvous) -> socket.socket:
-    """A connection of this link's peer; all others are turned away."""
+    """Accept a connection of this link's peer; close all others."""
     deadline = time.monotonic() + rendezvous.timeout
     while True:
         remaining = deadline - time.monotonic()
@@ -113,21 +112,21 @@ def accept(listener: socket.socket, rendezvous: Rendezvous) -> socket.socket:
             continue
         connection.settimeout(min(10.0, remaining))
         try:
-            show_token(connection, rendezvous)
+            exchange_tokens(connection, rendezvous)
             return connection
         except (OSError, ValueError):
             connection.close()
 
 
 def listen_at(address: str) -> socket.socket:
-    """Listen at a local address, at a port of the kernel's choice."""
+    """Listen at a local address, on a free port."""
     return socket.create_server((address, 0), family=family_of(address), backlog=64)
 
 
 def connect(
     address: Any, rendezvous: Rendezvous, *, family: int, source: tuple[str, int] | None = None
 ) -> socket.socket:
-    """Connect to the listener and show our token, trying again until the deadline."""
+    """Connect to the listener and authenticate, retrying until the deadline."""
     deadline = time.monotonic() + rendezvous.timeout
     while True:
         connection = socket.socket(family, socket.SOCK_STREAM)
@@ -136,11 +135,11 @@ def connect(
                 connection.bind(source)
             connection.settimeout(max(0.1, min(10.0, deadline - time.monotonic())))
             connection.connect(address)
-            show_token(connection, rendezvous)
+            exchange_tokens(connection, rendezvous)
             return connection
         except OSError as error:
             connection.close()
-            if time.monotonic() > deadline or isinstance(error, StrangerError):
+            if time.monotonic() > deadline or isinstance(error, AuthenticationError):
                 raise rendezvous.failure(
                     f"rank {rendezvous.description.peer} at {address} could not be reached "
                     f"({error})",
@@ -154,7 +153,7 @@ def publish(rendezvous: Rendezvous, what: str, value: Mapping[str, Any]) -> None
 
 
 def look_up(rendezvous: Rendezvous, what: str) -> dict[str, Any]:
-    """Wait for what the other side publishes."""
+    """Wait for a value that the other side publishes."""
     key = rendezvous.key(what)
     try:
         rendezvous.store.wait([key], timedelta(seconds=rendezvous.timeout))
@@ -170,14 +169,14 @@ def look_up(rendezvous: Rendezvous, what: str) -> dict[str, Any]:
 
 
 def exchange(rendezvous: Rendezvous, what: str, mine: Mapping[str, Any]) -> dict[str, Any]:
-    """Tell the other side, and hear the same of it."""
+    """Publish a value and return the other side's."""
     ours, theirs = ("listener", "caller") if rendezvous.listens else ("caller", "listener")
     publish(rendezvous, f"{what} of the {ours}", mine)
     return look_up(rendezvous, f"{what} of the {theirs}")
 
 
 def compare(connection: socket.socket, rendezvous: Rendezvous, mine: Mapping[str, Any]) -> None:
-    """Both sides must open the link with the same parameters."""
+    """Raise LinkError, at both ends, unless they have the same parameters."""
     send_json(connection, mine)
     theirs = receive_json(connection)
     for name in sorted(mine.keys() | theirs.keys()):

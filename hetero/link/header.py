@@ -1,4 +1,4 @@
-"""The header in front of every message, so that a mismatch is an error and never wrong bytes."""
+"""The header of every message, which turns a mismatch into an error instead of wrong data."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _SEQUENCE = struct.Struct("<Q")
 _SEQUENCE_OFFSET = struct.calcsize("<4sHHQ")
 _TAG = struct.Struct("<I")
 _TAG_OFFSET = HEADER_BYTES - _TAG.size
-_KINDS_KEPT = 64
+_MAX_CACHED = 64
 
 # The numbers are part of the protocol: append, never reorder.
 _DTYPES = (
@@ -41,7 +41,7 @@ _CODES = {dtype: code for code, dtype in enumerate(_DTYPES)}
 
 
 def job_token(job: str) -> int:
-    """Eight bytes that tell this job's messages from any other's."""
+    """Eight bytes that identify this job's messages."""
     return int.from_bytes(hashlib.sha256(job.encode()).digest()[:8], "little")
 
 
@@ -89,7 +89,7 @@ class Header:
 
     @classmethod
     def unpack(cls, data: bytes) -> Header:
-        """Raises ValueError for bytes that are no header of this protocol."""
+        """Raises ValueError for bytes that are not a header of this protocol."""
         if len(data) != HEADER_BYTES:
             raise ValueError("the header is cut short or too long")
         magic, version, code, job, sequence, nbytes, dims, _, *shape, tag = _FORMAT.unpack(data)
@@ -110,7 +110,7 @@ class Header:
         )
 
     def difference(self, other: Header) -> str | None:
-        """What differs from the header that was expected, in words; None when nothing does."""
+        """Describe the first difference from the expected header; None if there is none."""
         for name in ("job", "sequence", "tag", "dtype", "shape", "nbytes"):
             got, expected = getattr(self, name), getattr(other, name)
             if got != expected:
@@ -119,7 +119,7 @@ class Header:
 
 
 class HeaderWriter:
-    """Packs headers of messages whose dtype and shape repeat, as a pipeline's do."""
+    """Packs headers, cached by dtype and shape: a pipeline's messages repeat them."""
 
     def __init__(self, *, job: int) -> None:
         self._job = job
@@ -132,7 +132,7 @@ class HeaderWriter:
         kind = (dtype, shape)
         packed = self._packed.get(kind)
         if packed is None:
-            if len(self._packed) >= _KINDS_KEPT:
+            if len(self._packed) >= _MAX_CACHED:
                 self._packed.clear()
             like = torch.empty(shape, dtype=dtype, device="meta")
             packed = bytearray(Header.of(like, job=self._job, sequence=0).pack())

@@ -15,7 +15,7 @@ _KINDS = {None: "IP", socket.AF_INET: "IPv4", socket.AF_INET6: "IPv6"}
 
 @dataclass(frozen=True)
 class Nics:
-    """The rails of one process: addresses for TCP, devices for RDMA."""
+    """The NICs that one process uses: addresses for TCP, devices for RDMA."""
 
     addresses: tuple[str, ...]
     """At least one."""
@@ -30,11 +30,10 @@ def find_nics(
     family: socket.AddressFamily | None = None,
     sys_root: Path = SYS,
 ) -> Nics:
-    """The NICs of these names; without names, the one with `own`, by which others reach this rank.
+    """The NICs of these names; without names, the one with this rank's own address.
 
-    An interface brings the RDMA devices on it, an RDMA device the interfaces under it. Of each the
-    address of the job's `family` counts, or any while that is not known. Raises ValueError, in one
-    sentence, for a name that is neither.
+    An interface includes its RDMA devices, an RDMA device its interfaces. Each contributes its
+    address of the given family, or any if None. Raises ValueError for a name that is neither.
     """
     if not names:
         return Nics(addresses=(own,), rdma=())
@@ -57,7 +56,7 @@ def find_nics(
             )
         addresses.append(address)
         rdma += [device.name for device in devices.values() if name in device.interfaces]
-    # InfiniBand devices need no address of their own, but the ends have to meet somewhere.
+    # InfiniBand devices need no IP address, but the control connection does.
     return Nics(
         addresses=tuple(dict.fromkeys(addresses)) or (own,),
         rdma=tuple(dict.fromkeys(rdma)),

@@ -1,8 +1,8 @@
-"""The one ladder of choices: which transports two ends can use, and how the link is opened.
+"""Transport selection: which paths two ends can use, and opening a link over one.
 
-The two ends try the paths of a family in one order, fastest first. A path is taken when both have
-opened it, sent each other a few messages that span chunks, and found every byte as it should be.
-Otherwise both leave it, knowing why, and try the next.
+Both ends try the paths of a family in the same order, fastest first. A path is chosen when both
+have opened it and verified a few messages of several chunks. Otherwise both record why not, and try
+the next.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from hetero.errors import LinkError
 from hetero.link.base import Link, LinkCounters
 from hetero.link.handshake import Rendezvous, exchange
 from hetero.link.names import FAMILIES
-from hetero.link.rdma_ports import why_no_rdma
+from hetero.link.rdma_ports import rdma_missing
 from hetero.link.same_host import open_same_host
 from hetero.link.shared_memory import host_identity
 from hetero.link.tcp import open_tcp
@@ -32,25 +32,25 @@ from hetero.native.binding import native
 _log = logging.getLogger(__name__)
 _ON_CPU = "the tensors are on a CPU"
 _CHECKSUM = "--hetero-checksum needs the CPU to see every byte"
-# Handing a chunk over costs some microseconds: less than a copy by the host, not than a device's.
+# Handing a chunk over costs microseconds: little beside a copy by the host, much beside a device's.
 _HOST_CHUNK_BYTES = 4 << 20
 _CARRIED_CHUNK_BYTES = 2 << 20
 _TCP_CHUNK_BYTES = 1 << 20
 _PROBE_SECONDS = 20.0
 PROBE_SIZES = (1, (2 << 20) + 1, 6 << 20)
-"""Bytes of the messages that a link exchanges in each direction before it is used."""
+"""Bytes of the messages that probe a path in each direction."""
 _PERIOD = 65_521
-"""A prime, so that no two chunks of a message hold the same."""
+"""A prime, so that no two chunks of a message are equal."""
 
 
 @dataclass(frozen=True)
 class ChannelOptions:
-    """What a user may set of a link; the same on both sides but for the addresses and devices."""
+    """A user's settings for a link: the same at both ends, except addresses and devices."""
 
     ring_bytes: int = 64 << 20
-    """Memory of one link, both directions together. The ring is its only buffer."""
+    """Memory of one link, for both directions. The rings are its only buffers."""
     chunk_bytes: int | None = None
-    """The largest part of a message that moves at once; None for what suits the path."""
+    """The largest chunk; None for the path's default."""
     checksum: bool = False
     connections: int = 4
     """TCP connections of a link."""
@@ -62,32 +62,32 @@ class ChannelOptions:
 
 @dataclass(frozen=True)
 class Capabilities:
-    """What one end knows of itself that decides which paths may be tried."""
+    """What decides which paths one end can use."""
 
     host: dict[str, str]
     gpu: dict[str, str] | None
     """Vendor and identity of its GPU; None for CPU tensors."""
-    unordered: str | None
-    """Why its GPU's streams cannot wait on words of memory, or may not; None if they can."""
+    stream_wait_missing: str | None
+    """Why its GPU's streams cannot, or must not, wait on words of memory; None if they can."""
     rdma_missing: str | None
     """Why it cannot use RDMA; None if it can."""
     addresses: tuple[str, ...] = ()
-    """By which other hosts can reach it."""
+    """For connections of other hosts."""
 
     @classmethod
     def here(cls, *, device: torch.device, options: ChannelOptions) -> Capabilities:
-        native()  # where it cannot be used no path can: that is one error, not one of each path
+        native()  # without it no path works: raise one error, not one for each path
         host, addresses = host_identity(), options.addresses
         if device.type == "cpu":
-            return cls(host, None, _ON_CPU, why_no_rdma(), addresses)
+            return cls(host, None, _ON_CPU, rdma_missing(), addresses)
         gpu = GpuDevice(device)
-        unordered = _CHECKSUM if options.checksum else gpu.why_unordered()
-        return cls(host, gpu.identity(), unordered, why_no_rdma(), addresses)
+        stream_wait_missing = _CHECKSUM if options.checksum else gpu.stream_wait_missing()
+        return cls(host, gpu.identity(), stream_wait_missing, rdma_missing(), addresses)
 
 
 @dataclass(frozen=True)
 class PeerCapabilities:
-    """What both ends know of themselves. Each end comes to the same answers."""
+    """The capabilities of both ends. Both compute the same results from them."""
 
     here: Capabilities
     there: Capabilities
@@ -96,7 +96,7 @@ class PeerCapabilities:
     def of(
         cls, rendezvous: Rendezvous, *, device: torch.device, options: ChannelOptions
     ) -> PeerCapabilities:
-        """Tell the other end what this one can do, and hear the same. Collective."""
+        """Exchange capabilities. Collective between the two ends."""
         here = Capabilities.here(device=device, options=options)
         return cls(here, Capabilities(**exchange(rendezvous, "situation", asdict(here))))
 
@@ -105,12 +105,12 @@ class PeerCapabilities:
         return self.here.host == self.there.host
 
     @property
-    def unordered(self) -> str | None:
-        """Why the two GPUs cannot wait on memory: a word that one writes wakes no thread."""
-        return self.here.unordered or self.there.unordered
+    def stream_wait_missing(self) -> str | None:
+        """Why the GPUs cannot wait on memory: needed of both, for a GPU's write wakes no thread."""
+        return self.here.stream_wait_missing or self.there.stream_wait_missing
 
     def _unreachable(self) -> str | None:
-        """Why other hosts cannot reach an end's addresses; None where they can, or need not."""
+        """Why the ends cannot reach each other's addresses; None if they can."""
         if self.here.host["network"] == self.there.host["network"]:
             return None
         for address in (*self.here.addresses, *self.there.addresses):
@@ -122,7 +122,7 @@ class PeerCapabilities:
         return None
 
     def unavailable_reason(self, path: str) -> str | None:
-        """Why a path need not even be tried."""
+        """Why a path cannot work; None if it is worth trying."""
         here, there = self.here, self.there
         if path not in ("ipc", "shm") and (unreachable := self._unreachable()):
             return unreachable
@@ -136,13 +136,13 @@ class PeerCapabilities:
             if here.gpu["vendor"] != there.gpu["vendor"]:
                 return "the two GPUs are of different vendors"
         if path == "ipc" or (path == "verbs" and here.gpu and there.gpu):
-            return self.unordered
+            return self.stream_wait_missing
         return None
 
 
 @dataclass(frozen=True)
 class Choice:
-    """The link that was taken, and what was said about the faster ones."""
+    """The link that was opened, and why the faster paths were rejected."""
 
     link: Link
     rejected: tuple[str, ...]
@@ -170,8 +170,8 @@ def open_link(
 ) -> Choice:
     """Open a link over a path, or over the first path of a family that works.
 
-    Collective between the two ends. Where there is none it raises LinkError on both, but the family
-    `auto` takes `last_resort`, if it is given one.
+    Collective between the two ends. Raises LinkError at both if none works; the family `auto` then
+    uses `last_resort`, if there is one.
     """
     capabilities = PeerCapabilities.of(rendezvous, device=device, options=options)
     if transport not in FAMILIES:
@@ -200,7 +200,7 @@ def _attempt(
     options: ChannelOptions,
     device: torch.device,
 ) -> tuple[Link | None, str | None]:
-    """A link over one path that both ends have opened and probed; else why there is none."""
+    """Open and probe one path at both ends; returns the link, or why there is none."""
     if (reason := capabilities.unavailable_reason(path)) is not None:
         return None, reason
     attempt = replace(rendezvous, name=f"{rendezvous.name}/{path}", timeout=_PROBE_SECONDS)
@@ -208,7 +208,7 @@ def _attempt(
     try:
         link = open_path(path, attempt, capabilities=capabilities, options=options, device=device)
         reason = _probe(link, device)
-    except Exception as error:  # whatever keeps a path from working keeps it from being chosen
+    except Exception as error:  # any error rejects the path
         reason = str(error) or type(error).__name__
     theirs = _exchange_verdict(attempt, reason)
     if reason is None and theirs is None:
@@ -230,21 +230,21 @@ def _probe(link: Link, device: torch.device) -> str | None:
         link.check()
         if not arrived:
             return f"{nbytes} bytes arrived changed"
-    # What the probe moved is not the run's.
+    # Do not count the probe's messages.
     link.counters = LinkCounters()
     return None
 
 
 def _pattern(rank: int, nbytes: int) -> torch.Tensor:
-    """Random bytes, again and again: a tenth of a second for all that a rank probes, else."""
+    """Random bytes, repeated: generating all of them would take a tenth of a second."""
     generator = torch.Generator().manual_seed(rank + nbytes)
     period = torch.randint(0, 256, (_PERIOD,), dtype=torch.uint8, generator=generator, device="cpu")
     return period.repeat(-(-nbytes // _PERIOD))[:nbytes]
 
 
 def _exchange_verdict(rendezvous: Rendezvous, reason: str | None) -> str | None:
-    """Tell the other end this one's reason against the path; return the other's."""
-    # The other end may still be waiting for what this one never sent.
+    """Exchange the reasons against a path; returns the other end's."""
+    # The other end may first have to time out, waiting for a message of this one.
     patient = replace(rendezvous, timeout=3 * _PROBE_SECONDS + rendezvous.description.timeout)
     verdict = exchange(patient, "verdict", {"reason": reason})["reason"]
     return None if verdict is None else str(verdict)
@@ -270,8 +270,8 @@ def open_path(
         raise rendezvous.failure(
             f"{path} ended while it was being opened ({error})", f"see the log of rank {peer}"
         ) from error
-    if capabilities.unordered is not None and device.type != "cpu":
-        why = f"copied by CPU threads ({capabilities.unordered})"
+    if capabilities.stream_wait_missing is not None and device.type != "cpu":
+        why = f"copied by CPU threads ({capabilities.stream_wait_missing})"
         link.detail = "; ".join(filter(None, (link.detail, why)))
     link.device = device if device.type == "cpu" else torch.device("cuda", index_of(device))
     if link.detail:
@@ -287,9 +287,9 @@ def _open(
     options: ChannelOptions,
     device: torch.device,
 ) -> Link:
-    ordered: Device = (
+    link_device: Device = (
         GpuDevice(device)
-        if capabilities.unordered is None
+        if capabilities.stream_wait_missing is None
         else HostDevice(device, checksum=options.checksum)
     )
     ring_bytes = options.ring_bytes // 2
@@ -300,14 +300,14 @@ def _open(
             transport=path,
             ring_bytes=ring_bytes,
             chunk_bytes=options.chunk_bytes or chunk_bytes,
-            device=ordered,
+            device=link_device,
         )
     if path == "tcp":
         return open_tcp(
             rendezvous,
             ring_bytes=ring_bytes,
             chunk_bytes=options.chunk_bytes or _TCP_CHUNK_BYTES,
-            device=ordered,
+            device=link_device,
             paths=TcpPaths(addresses=options.addresses, connections=options.connections),
         )
     return open_verbs(
@@ -315,7 +315,7 @@ def _open(
         transport=path,
         ring_bytes=ring_bytes,
         chunk_bytes=options.chunk_bytes or _CARRIED_CHUNK_BYTES,
-        ordered=ordered,
+        link_device=link_device,
         device=device,
         options=VerbsOptions(
             memory=DEVICE if path == "verbs" and device.type != "cpu" else HOST,

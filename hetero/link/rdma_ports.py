@@ -1,8 +1,4 @@
-"""Which ports of which NICs carry a link, and what has to be known of each.
-
-Nothing about a port is assumed: its state, its address, its largest packet and its largest message
-are asked of the device.
-"""
+"""Selects the NICs' ports of a link, and queries each port's attributes from its device."""
 
 from __future__ import annotations
 
@@ -32,34 +28,34 @@ _SUBNET_PREFIX = len("fe80:0000:0000:0000")
 
 @dataclass(frozen=True)
 class Port:
-    """One active port of an RDMA device, as its peer has to know it."""
+    """One active port of an RDMA device; both ends exchange theirs."""
 
     device: str
     number: int
     kind: str
-    """INFINIBAND or ROCE: the two cannot talk to each other."""
+    """INFINIBAND or ROCE, which cannot be mixed on a rail."""
     gid: str
     """In eight groups."""
     gid_index: int
     lid: int
     mtu: int
-    """The verbs number of its largest packet; a larger number is a larger packet."""
+    """An enum ibv_mtu: a larger number is a larger packet."""
     max_message: int
     network: str
-    """What it reaches without a router: an IP network or a subnet prefix; empty if unknown."""
+    """Its IP network or InfiniBand subnet prefix; empty if unknown."""
 
     def __str__(self) -> str:
         return f"{self.device}:{self.number}"
 
     def needs_route_to(self, other: Port) -> bool:
-        """Whether packets to it carry a global route; within one InfiniBand subnet they do not."""
+        """Whether packets need a global route header: not within one InfiniBand subnet."""
         return self.kind != INFINIBAND or self.network != other.network
 
 
-def why_no_rdma() -> str | None:
-    """Why this host cannot use RDMA; None if it has a device and the library to drive it.
+def rdma_missing() -> str | None:
+    """Why this host cannot use RDMA; None if it has a device and libibverbs.
 
-    Whether a port is up and reaches the peer is seen only by opening a link.
+    Only opening a link shows whether a port is up and reaches the peer.
     """
     if not rdma_devices():
         return f"{socket.gethostname()} has no RDMA device"
@@ -81,10 +77,7 @@ def libibverbs_missing() -> str | None:
 def choose_devices(
     gpu: PciDevice | None, named: Sequence[str] = (), *, sys_root: Path = SYS
 ) -> tuple[str, ...]:
-    """The devices named, or else those nearest to the GPU: all that are equally near.
-
-    Without a GPU every device is equally near.
-    """
+    """The named devices, or all those nearest to the GPU; without a GPU all devices."""
     if named:
         return tuple(named)
     devices = rdma_devices(sys_root=sys_root)
@@ -97,7 +90,7 @@ def choose_devices(
 def find_ports(devices: Sequence[str], *, sys_root: Path = SYS) -> list[Port]:
     """All usable ports of the devices; `name:2` stands for port 2 alone.
 
-    Raises LinkError when there is none, with what is wrong with each that was looked at.
+    Raises LinkError if there is none, with the reason for each port.
     """
     if not devices:
         raise LinkError("this host has no RDMA device; load the NIC's driver (see `rdma link`)")
@@ -120,7 +113,7 @@ def find_ports(devices: Sequence[str], *, sys_root: Path = SYS) -> list[Port]:
 
 
 def _describe(folder: Path, device: str, number: int) -> Port:
-    """A port. Raises LinkError with why it cannot be used, without its name."""
+    """Query a port. Raises LinkError with why it is unusable, without the port's name."""
     port, error = VerbsPort(), create_string_buffer(TEXT_BYTES)
     if not native().verbs_query_port(device.encode(), number, byref(port), error):
         raise LinkError(error.value.decode(errors="replace"))
@@ -154,10 +147,10 @@ class Gid:
 
 
 def read_gids(port: Path) -> Iterator[Gid]:
-    """The addresses of a port by their numbers, given its folder in sysfs.
+    """The GIDs of a port, in order, given its folder in sysfs.
 
-    A table has empty places, nearly all of a thousand with some drivers, and is read for every
-    link: so each is looked at with as little as possible, and only when it is asked for.
+    With some drivers a table has a thousand entries, nearly all empty, and it is read for every
+    link: so read it lazily, with few system calls.
     """
     try:
         table = os.open(port / "gids", os.O_RDONLY)
@@ -184,11 +177,10 @@ def _read_at(folder: int, name: str) -> bytes:
 
 
 def choose_gid(gids: Iterable[Gid], *, on_ethernet: bool) -> Gid | None:
-    """The address to use among a port's: of the right kind and, on Ethernet, IPv4 before IPv6.
+    """The GID to use: of the right kind and, on Ethernet, IPv4 before IPv6.
 
-    A table holds the same address several times, by version of RoCE. The first that fits is taken,
-    and no further one read. Link-local addresses of Ethernet are left out: they say nothing about
-    which ports reach each other.
+    Takes the first that fits, and reads no further. Never a link-local address on Ethernet: it does
+    not show which ports reach each other.
     """
     other = None
     for gid in gids:
@@ -202,10 +194,10 @@ def choose_gid(gids: Iterable[Gid], *, on_ethernet: bool) -> Gid | None:
 
 
 def pair_ports(ours: Sequence[Port], theirs: Sequence[Port]) -> list[tuple[int, int]]:
-    """Which port of one end is joined with which of the other, as indices; one rail a pair.
+    """Match ports of both ends to rails, as pairs of indices.
 
-    Ports in one network go together. Where no two share a network, the fabric is taken to be
-    routed, and ports of one kind go together in their order.
+    Match ports of the same network. If no two share one, assume a routed fabric and match ports of
+    the same kind, in order.
     """
     for fits in (
         lambda a, b: a.kind == b.kind and a.network == b.network != "",
@@ -224,7 +216,7 @@ def pair_ports(ours: Sequence[Port], theirs: Sequence[Port]) -> list[tuple[int, 
 
 
 def _ip_network(gid: ipaddress.IPv6Address) -> str:
-    """The IP network of a RoCE address on this host; empty where its interface is not known."""
+    """The IP network of a RoCE address on this host; empty if no interface has it."""
     mapped = gid.ipv4_mapped
     for addresses in psutil.net_if_addrs().values():
         for entry in addresses:

@@ -1,7 +1,6 @@
-"""The ring's control segment as Python sees it. `hetero/native/ring.h` says what lies where.
+"""The ring's control segment in Python (layout: `hetero/native/ring.h`, meaning: `docs/ring.md`).
 
-`docs/ring.md` explains the four counters and the rule that keeps two devices from waiting for each
-other for ever. Whatever the other end sees is written by C, in order with what was written before.
+Write words that the other end reads only through C, which orders them after earlier writes.
 """
 
 from __future__ import annotations
@@ -21,20 +20,20 @@ from hetero.native.structures import (
 
 ENTRIES = RingDirection.records.size // sizeof(RingRecord)
 COUNTER_MASK = 0xFFFFFFFF
-"""Counters are words of 32 bits: they count round."""
-HALF_ROUND = 0x80000000
-"""One that is so far ahead of another, or further, is behind it."""
+"""Counters have 32 bits and wrap."""
+HALF_RANGE = 0x80000000
+"""A counter this far ahead of another, or further, is behind it."""
 _USER_BUFFERS_BYTES = RingControl.user_buffers.size // 2
 CONTROL_BYTES = -(-sizeof(RingControl) // PAGE) * PAGE
 
 
 def ahead(newer: int, older: int) -> int:
     """How far one wrapping 32-bit counter is ahead of another; negative when it is behind."""
-    return ((newer - older + HALF_ROUND) & COUNTER_MASK) - HALF_ROUND
+    return ((newer - older + HALF_RANGE) & COUNTER_MASK) - HALF_RANGE
 
 
 class Entry(NamedTuple):
-    """One record: a message's header, and which of its bytes lie where in the ring."""
+    """The descriptor of an entry: a message's header, and which of its bytes are in which slot."""
 
     header: bytes
     offset: int
@@ -43,7 +42,7 @@ class Entry(NamedTuple):
 
 
 class Direction:
-    """One direction's counters and records, as both ends see them.
+    """One direction's counters and records.
 
     Args:
         control: the control segment.
@@ -87,12 +86,12 @@ class Direction:
         record = RingRecord.from_buffer_copy(self._bytes, begin)
         return Entry(bytes(record.header), record.offset, record.nbytes, record.slot)
 
-    def release_receiver(self, value: int) -> None:
-        """Let a stream that waits for `produced` go on. Only for a link that has failed."""
+    def unblock_receiver(self, value: int) -> None:
+        """Unblock a stream that waits for `produced`, after setting the error flag."""
         self._write(RingDirection.produced.offset, value)
 
-    def release_sender(self, value: int) -> None:
-        """Let a stream that waits for `consumed` go on. Only for a link that has failed."""
+    def unblock_sender(self, value: int) -> None:
+        """Unblock a stream that waits for `consumed`, after setting the error flag."""
         self._write(RingDirection.consumed.offset, value)
 
     def _write(self, word: int, value: int) -> None:
@@ -100,7 +99,7 @@ class Direction:
 
 
 class EndState:
-    """One end's doorbell, and its word on how it ended."""
+    """One end's doorbell, and its closed and error flags."""
 
     def __init__(self, control: SharedMemory, side: int) -> None:
         offset = RingControl.ends.offset + side * sizeof(RingEnd)
@@ -117,7 +116,7 @@ class EndState:
         return self._words[self._doorbell]
 
     def doorbell_address(self) -> int:
-        """Where this process has the doorbell; 0 if it wakes nobody to write there."""
+        """The doorbell's address in this process, for C to ring; 0 if only `ring` works."""
         return self._address + RingEnd.doorbell.offset
 
     def ring(self) -> None:
@@ -142,13 +141,13 @@ class EndState:
 
     @property
     def fault(self) -> str | None:
-        """Why this end takes part no more; None while it does."""
+        """The error that this end has failed with; None while it has not."""
         length = self._library.host_read_word(self._address + RingEnd.fault_bytes.offset)
         text = bytes(self._bytes[self._fault : self._fault + length])
         return text.decode(errors="replace") if length else None
 
     def fail(self, reason: str) -> None:
-        """Take part no more, for a reason that the peer is told. Called before it is let go on."""
+        """Set the error flag, which the peer sees. Do so before unblocking any stream."""
         data = reason.encode()[:RING_FAULT_BYTES]
         self._bytes[self._fault : self._fault + len(data)] = data
         self._library.host_write_word(self._address + RingEnd.fault_bytes.offset, len(data))

@@ -1,7 +1,6 @@
-"""Messages of several links that go together: one call of C enqueues them all.
+"""Sends and receives over several links in one call into C, as a collective does.
 
-Between two GPUs a small message takes less time than Python does to ask for it, so whoever sends
-and receives several at once, as a collective does, asks once.
+Between two GPUs a small message takes less time than Python needs to enqueue it.
 """
 
 from __future__ import annotations
@@ -21,53 +20,51 @@ from hetero.native.binding import native
 from hetero.native.structures import ExchangePart, Progress
 
 _PART = struct.Struct(f"<5QII{ExchangePart.header.size}s")
-_KEPT_BY_C = struct.Struct("<QQII")
+_PROGRESS = struct.Struct("<QQII")
 _SIZE = ctypes.sizeof(ExchangePart)
-_KEPT_OFFSET = ExchangePart.offset.offset
+_PROGRESS_OFFSET = ExchangePart.offset.offset
 _ENQUEUED = int(Progress.ENQUEUED)
-_NOTHING_YET = (0, 0, 0, 0)
+_PROGRESS_AT_FIRST = (0, 0, 0, 0)
 
 
 Message = tuple[Link, torch.Tensor, int, int, bool]
-"""Contiguous memory of which so many bytes from one on are sent, or received into, as bytes.
+"""A link, a contiguous tensor, an offset and a size in bytes, and whether to receive.
 
-A tuple, and not a tensor of just these bytes, because either costs Python more than all else here.
-The tensor is its caller's alone: nobody gives it other memory meanwhile.
+A plain tuple, because a dataclass, or a view of these bytes, costs more than all the rest here. The
+tensor must keep its memory meanwhile.
 """
 
 
 def begin(message: Message, *, tag: int) -> Work:
-    """Give a message to its link by itself."""
+    """Send or receive one message by itself."""
     link, tensor, first, nbytes, is_receive = message
     piece = as_bytes(tensor)[first : first + nbytes]
     return link.recv(piece, tag=tag) if is_receive else link.send(piece, tag=tag)
 
 
 class RingExchange:
-    """Enqueues messages for one thread at a time; keeps the memory in which C is told of them."""
+    """Enqueues messages for one thread at a time; keeps the array of parts for C."""
 
     def __init__(self) -> None:
         self._call = native().native_exchange
-        self._make_room(2)
+        self._reserve(2)
 
-    def _make_room(self, count: int) -> None:
-        self._room = count
+    def _reserve(self, count: int) -> None:
+        self._capacity = count
         self._parts = ctypes.create_string_buffer(count * _SIZE)
         self._address = ctypes.addressof(self._parts)
 
     def order(self, messages: Sequence[Message], *, tag: int, microseconds: int) -> Sequence[Work]:
-        """Have the caller's stream go on behind the messages, once all can be enqueued.
+        """Enqueue the messages and make the caller's stream wait for them.
 
-        Looks for so long whether the peers have come. Returns what is to be waited for if they have
-        not: all of it; else nothing.
-
-        Unlike `send` and `recv` it holds the locks of all links while it looks, of which there is
-        therefore an end. Two callers with links in common get them in the same order.
+        Polls the peers for `microseconds`. Returns nothing if all could be enqueued, else a Work
+        for each message. It holds the locks of all links meanwhile, so keep it short, and takes
+        them in the order of the peers, so that two callers cannot deadlock.
         """
         links: Collection[Link] = dict.fromkeys([message[0] for message in messages])
         if len(links) > 1:
             links = sorted(links, key=lambda link: link.description.peer)
-        # Those of a ring, for which alone there is more than this.
+        # Ring links alone implement the rest of this protocol.
         locked: list[Any] = []
         try:
             for link in links:
@@ -75,7 +72,7 @@ class RingExchange:
                 if stream is None:
                     break
                 locked.append(link)
-                if not link.is_rung_by_c:
+                if not link.c_rings_doorbell:
                     microseconds = 0
             else:
                 assert stream is not None
@@ -94,11 +91,11 @@ class RingExchange:
         microseconds: int,
     ) -> list[RingTransfer]:
         """With the locks."""
-        if len(messages) > self._room:
-            self._make_room(len(messages))
-        parts, announced, place = self._parts, [], 0
+        if len(messages) > self._capacity:
+            self._reserve(len(messages))
+        parts, transfers, place = self._parts, [], 0
         for link, tensor, first, nbytes, is_receive in messages:
-            transfer = link.announce(
+            transfer = link.prepare_transfer(
                 tensor, (first, nbytes), stream, tag=tag, is_receive=is_receive
             )
             _PART.pack_into(
@@ -107,16 +104,16 @@ class RingExchange:
                 transfer.flow.address,
                 transfer.address,
                 transfer.nbytes,
-                *_NOTHING_YET,
+                *_PROGRESS_AT_FIRST,
                 transfer.header,
             )
-            announced.append(transfer)
+            transfers.append(transfer)
             place += _SIZE
-        progress = self._call(self._address, len(announced), stream.key, microseconds)
-        place = _KEPT_OFFSET
+        progress = self._call(self._address, len(transfers), stream.key, microseconds)
+        place = _PROGRESS_OFFSET
         failed = []
-        for transfer in announced:
-            offset, count, of_part, on_caller_stream = _KEPT_BY_C.unpack_from(parts, place)
+        for transfer in transfers:
+            offset, count, of_part, on_caller_stream = _PROGRESS.unpack_from(parts, place)
             place += _SIZE
             if of_part == _ENQUEUED:
                 transfer.flow.note_enqueued(count, on_caller_stream=on_caller_stream)
@@ -127,8 +124,8 @@ class RingExchange:
             if of_part == Progress.FAILED:
                 failed.append(transfer)
         for transfer in failed:
-            transfer.link.note_driver_failure(transfer)
+            transfer.link.handle_driver_failure(transfer)
         is_over = progress == _ENQUEUED
         for link in links:
-            is_over = link.end_exchange(is_watched=microseconds > 0) and is_over
-        return [] if is_over else announced
+            is_over = link.end_exchange(caller_waits=microseconds > 0) and is_over
+        return [] if is_over else transfers

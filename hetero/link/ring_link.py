@@ -1,9 +1,8 @@
-"""A link between two devices of one host whose streams order themselves (see ring.py).
+"""A link over a ring that two devices fill and empty (docs/ring.md).
 
-`send` and `recv` put copies into a stream of the link and return. What cannot be enqueued yet (the
-ring is full, or the peer has not sent) is enqueued by whoever comes first: the next call, a
-`wait()`, or the link's thread, which also watches deadlines and the peer, and sleeps while nothing
-is under way. What happens when an end fails is in failing.py.
+`send` and `recv` enqueue copies on streams and return. What cannot be enqueued yet (the ring is
+full, or the peer has not sent) is enqueued by the next call, by `wait()`, or by the link's thread,
+which also checks deadlines and the peer, and sleeps while the link is idle.
 """
 
 from __future__ import annotations
@@ -20,19 +19,19 @@ import torch
 from hetero.device.device import CurrentStream, Device, Event
 from hetero.errors import LinkError
 from hetero.link.base import LinkDescription, Work, require_contiguous, sendable
-from hetero.link.flow import SMALL_BYTES, EntryRefused, Flow
+from hetero.link.flow import SMALL_BYTES, Flow, UnexpectedEntry
 from hetero.link.handshake import Rendezvous, compare
 from hetero.link.header import PROTOCOL_VERSION, HeaderWriter, job_token
 from hetero.link.ring import COUNTER_MASK, ahead
-from hetero.link.ring_failure import WATCH_SECONDS, FailingLink
+from hetero.link.ring_failure import WATCH_SECONDS, RingLinkBase
 from hetero.link.ring_transfer import RingEnds, RingTransfer
 from hetero.native.binding import native
 
 _IDLE_SECONDS = 1.0
 _JOIN_SECONDS = 5.0
-_REST_SECONDS = 10.0
+_SYNCHRONIZE_SECONDS = 10.0
 _SPIN_SECONDS = 500e-6
-_GRACE_SECONDS = 200e-6
+_HEAD_START_SECONDS = 200e-6
 _DRIVER_REMEDY = "see the log of the GPU driver"
 
 _log = logging.getLogger(__name__)
@@ -47,7 +46,7 @@ def agree(
     chunk_bytes: int,
     device: Device,
 ) -> None:
-    """Both ends must open the link with the same protocol and the same ring. Raises LinkError."""
+    """Raise LinkError, at both ends, unless they have the same protocol and ring parameters."""
     agreed = {
         "protocol": PROTOCOL_VERSION,
         "transport": transport,
@@ -58,8 +57,8 @@ def agree(
     compare(connection, rendezvous, agreed)
 
 
-class RingLink(FailingLink):
-    """A link over a ring that two devices fill and empty by themselves."""
+class RingLink(RingLinkBase):
+    """A link over a ring; no thread is between the two devices."""
 
     def __init__(
         self,
@@ -77,19 +76,19 @@ class RingLink(FailingLink):
         outgoing, incoming = flow(is_outgoing=True), flow(is_outgoing=False)
         super().__init__(description, ends=ends, outgoing=outgoing, incoming=incoming)
         self.transport = transport
-        self.is_rung_by_c = outgoing.rings_peer
+        self.c_rings_doorbell = outgoing.c_rings_doorbell
         self._device = device
         self._headers = HeaderWriter(job=job_token(description.job))
-        self._doorbell_address = ends.mine.doorbell_address()
+        self._doorbell_address = ends.local.doorbell_address()
         self._spin = native().native_spin
-        self._wanted = threading.Event()
-        """Set when the link's thread should look: something waits that nobody else may bring on."""
-        self._resting = False
-        """Whether the link's thread sleeps until it is wanted."""
-        self._callers = 0
-        """Callers in `wait()`, who make progress themselves."""
+        self._progress_requested = threading.Event()
+        """Wakes the link's thread: something waits, and maybe no caller will make progress."""
+        self._is_asleep = False
+        """Whether the link's thread sleeps until progress is requested."""
+        self._waiters = 0
+        """Callers in `wait()`, which make progress themselves."""
         self._thread = threading.Thread(
-            target=self._watch,
+            target=self._run,
             name=f"{transport} {description.rank}-{description.peer} watch",
             daemon=True,
         )
@@ -100,9 +99,9 @@ class RingLink(FailingLink):
         self._require_here(tensor)
         source = sendable(tensor)
         stream = self._device.current_stream()
-        if self._resting:
-            self._wanted.set()
-        # Not with the lock: it may take long, on a stream that is full and waits for the peer.
+        if self._is_asleep:
+            self._progress_requested.set()
+        # Without the lock: it may block on a stream that is full and waits for the peer.
         ready = None if self._out.is_small(source.nbytes) else self._device.record_event()
         with self._lock:
             self._require_open()
@@ -110,11 +109,11 @@ class RingLink(FailingLink):
             self._count_sent(source)
             self._out.waiting.append(transfer)
             self._enqueue(sender=stream)
-            if transfer.ready is None and transfer.end is None:
+            if transfer.ready is None and transfer.end_count is None:
                 transfer.ready = self._device.record_event()
             self._release_completed()
-        if transfer.end is None:
-            self._wanted.set()
+        if transfer.end_count is None:
+            self._progress_requested.set()
         return transfer
 
     def recv(self, tensor: torch.Tensor, *, tag: int = 0) -> Work:
@@ -129,25 +128,20 @@ class RingLink(FailingLink):
             )
             self._count_received(tensor)
             if self._in.is_small(transfer.nbytes):
-                # Left to the caller's `wait`, which may put it into the caller's stream.
+                # Leave it to the caller's `wait`, which may enqueue it on the caller's stream.
                 self._enqueue()
                 self._in.waiting.append(transfer)
             else:
                 self._in.waiting.append(transfer)
                 self._enqueue()
             self._release_completed()
-        # A caller that waits at once is faster than the thread, and the thread would be in its way.
+        # For a small message leave the thread asleep: a caller that waits at once is faster.
         is_large = transfer.nbytes > self._ends.ring_bytes // 2
-        if self._resting or (is_large and transfer.end is None):
-            self._wanted.set()
+        if self._is_asleep or (is_large and transfer.end_count is None):
+            self._progress_requested.set()
         return transfer
 
     def lock_for_exchange(self) -> CurrentStream | None:
-        """Take the lock for `announce`, and say what the caller's stream is.
-
-        None, without the lock, where messages have to queue up behind others, or cannot go into the
-        caller's stream.
-        """
         stream = self._device.current_stream()
         if not stream.is_current_device():
             return None
@@ -160,7 +154,7 @@ class RingLink(FailingLink):
     def unlock(self) -> None:
         self._lock.release()
 
-    def announce(
+    def prepare_transfer(
         self,
         tensor: torch.Tensor,
         piece: tuple[int, int],
@@ -169,10 +163,10 @@ class RingLink(FailingLink):
         tag: int,
         is_receive: bool,
     ) -> RingTransfer:
-        """The next message of a direction, of which C is told at once. Called with the lock.
+        """Register a direction's next transfer, for C to enqueue. Call with the lock.
 
         Args:
-            piece: the first of the tensor's bytes, and how many.
+            piece: offset and size, in bytes, of the part of the tensor.
         """
         self._require_here(tensor)
         transfer = self._transfer(
@@ -185,33 +179,33 @@ class RingLink(FailingLink):
         else:
             counters.messages_sent += 1
             counters.bytes_sent += transfer.nbytes
-        # Before the call, in case an exception of a signal's handler hides what it returns.
-        transfer.begun = True
+        # Set it before the call: a signal handler may raise before the result is stored.
+        transfer.has_begun = True
         transfer.flow.waiting.append(transfer)
         return transfer
 
-    def note_driver_failure(self, transfer: RingTransfer) -> None:
-        """After all announced messages have been noted. Called with the lock."""
+    def handle_driver_failure(self, transfer: RingTransfer) -> None:
+        """Break the link. Call with the lock, after updating all transfers of the exchange."""
         if self._broken is None:
-            what = str(transfer.flow.driver_failure(transfer))
-            self._break(self._transfer_failure(what, remedy=_DRIVER_REMEDY))
+            what = str(transfer.flow.driver_error(transfer))
+            self._break(self._transfer_error(what, remedy=_DRIVER_REMEDY))
 
-    def end_exchange(self, *, is_watched: bool) -> bool:
-        """Ring for what was enqueued, once all is noted. Called with the lock.
+    def end_exchange(self, *, caller_waits: bool) -> bool:
+        """Ring the peer's doorbell after an exchange. Call with the lock.
 
-        `is_watched` is whether the caller goes on waiting. Returns whether the peer has not failed.
+        `caller_waits`: the caller will wait, and make progress. Returns whether the peer is alive.
         """
-        if not self.is_rung_by_c:
-            self._ends.theirs.ring()
-        if self._resting or (not is_watched and (self._out.waiting or self._in.waiting)):
-            self._wanted.set()
+        if not self.c_rings_doorbell:
+            self._ends.peer.ring()
+        if self._is_asleep or (not caller_waits and (self._out.waiting or self._in.waiting)):
+            self._progress_requested.set()
         self._release_completed()
-        return not self._ends.theirs.has_failed
+        return not self._ends.peer.has_failed
 
     def close(self) -> None:
         if self._closed:
             return
-        self._finish_sends()
+        self._drain_sends()
         self._closed = True
         with self._lock:
             error = self._broken or self.failure(
@@ -219,18 +213,18 @@ class RingLink(FailingLink):
                 expected="every transfer waited for",
                 remedy="close it later",
             )
-            self._end_transfers(error)
-        self._ends.mine.close()
-        self._ends.theirs.ring()
-        self._wanted.set()
+            self._abort_transfers(error)
+        self._ends.local.close()
+        self._ends.peer.ring()
+        self._progress_requested.set()
         self._thread.join(_JOIN_SECONDS)
-        if self._callers_have_left() and self._device.synchronize(_REST_SECONDS):
-            # A carrier may copy to and from their tensors until then.
+        if self._wait_for_waiters() and self._device.synchronize(_SYNCHRONIZE_SECONDS):
+            # Until then a carrier may access their tensors.
             self._ends.close()
             self._out.aborted.clear()
             self._in.aborted.clear()
         else:
-            # Kept for ever, so that nothing unmaps what a device may still use.
+            # Never unmap what a device may still use.
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(self))
             _log.warning(
                 "%s over %s: work of the device or a wait that uses the link's memory has not "
@@ -239,49 +233,49 @@ class RingLink(FailingLink):
                 self.transport,
             )
 
-    def _callers_have_left(self) -> bool:
-        """Whether no other thread is in `wait()`, which looks at words of the memory, in time."""
+    def _wait_for_waiters(self) -> bool:
+        """Wait until no thread is in `wait()`, which reads the memory; False if one stays."""
         deadline = time.monotonic() + _JOIN_SECONDS
-        while self._callers and time.monotonic() < deadline:
+        while self._waiters and time.monotonic() < deadline:
             time.sleep(_SPIN_SECONDS)
-        return not self._callers
+        return not self._waiters
 
     def request_progress(self) -> None:
-        """Have the link's thread bring on what is asked after but not waited for."""
-        if not self._wanted.is_set():
-            self._wanted.set()
+        """Have the link's thread make progress on a transfer that is polled, not waited for."""
+        if not self._progress_requested.is_set():
+            self._progress_requested.set()
 
     def progress_until_enqueued(self, transfer: RingTransfer) -> None:
-        """Enqueue what can be until all of the transfer is, or it has failed."""
-        # Asked for by each thread before it calls the driver.
+        """Make progress until all of a transfer is enqueued, or it has failed."""
+        # It also gives the calling thread a context, before the driver is called.
         stream = self._device.current_stream()
         with self._lock:
-            self._callers += 1
+            self._waiters += 1
         try:
             with self.timed_wait():
                 self._progress(transfer, receiver=stream if transfer.is_receive else None)
         finally:
             with self._lock:
-                self._callers -= 1
+                self._waiters -= 1
                 if self._out.waiting or self._in.waiting:
-                    self._wanted.set()
+                    self._progress_requested.set()
 
     def _progress(self, transfer: RingTransfer, *, receiver: CurrentStream | None) -> None:
         spin_until = time.monotonic() + _SPIN_SECONDS
         while True:
-            bell, posted = self._ends.mine.doorbell, self._ends.incoming.posted
+            bell, posted = self._ends.local.doorbell, self._ends.incoming.posted
             with self._lock:
                 self._enqueue(receiver=receiver, awaited=transfer)
-            if transfer.end is not None or transfer.error is not None:
+            if transfer.end_count is not None or transfer.error is not None:
                 return
             spin_seconds = spin_until - time.monotonic()
             if spin_seconds > 0:
-                # A sleep here would cost a wake-up. An entry is posted before the doorbell rings.
+                # Spin first: a wake-up costs more. An entry is posted before the doorbell rings.
                 posted_at = self._ends.incoming.posted_address
                 microseconds = int(spin_seconds * 1e6)
                 self._spin(self._doorbell_address, bell, posted_at, posted, microseconds)
                 continue
-            self._ends.mine.sleep(bell, WATCH_SECONDS)
+            self._ends.local.sleep(bell, WATCH_SECONDS)
             with self._lock:
                 self._check_progress()
 
@@ -295,13 +289,13 @@ class RingLink(FailingLink):
         is_receive: bool,
         piece: tuple[int, int] | None = None,
     ) -> RingTransfer:
-        """`piece`: what of the tensor goes as bytes, where it does not go as what it is."""
+        """`piece`: offset and size of the bytes to transfer; None for the tensor as it is."""
         flow = self._in if is_receive else self._out
         sequence = flow.sequence
         flow.sequence = sequence + 1
         begin, nbytes = piece or (0, tensor.nbytes)
         dtype, shape = (torch.uint8, (nbytes,)) if piece else (tensor.dtype, tensor.shape)
-        # By place, for names cost a microsecond.
+        # Positional: keywords cost a microsecond.
         return RingTransfer(
             self,
             flow,
@@ -323,69 +317,69 @@ class RingLink(FailingLink):
         receiver: CurrentStream | None = None,
         awaited: RingTransfer | None = None,
     ) -> None:
-        """Put into the streams all that can be put there. Called with the lock.
+        """Enqueue as much as possible. Call with the lock.
 
-        `sender` and `receiver` are the stream of a caller that is sending, or waits for `awaited`.
+        `sender`, `receiver`: the stream of a caller in `send`, or in `awaited.wait`.
         """
         if self._broken is not None:
-            self._end_transfers(self._broken)
+            self._abort_transfers(self._broken)
             return
         try:
             sent = self._out.enqueue(sender)
             moved = self._in.enqueue(receiver, awaited=awaited) or sent
-        except EntryRefused as refusal:
+        except UnexpectedEntry as refusal:
             self._break(self._refused(self._in.waiting[0], str(refusal)))
             return
         except (LinkError, RuntimeError) as error:
-            self._break(self._transfer_failure(str(error), remedy=_DRIVER_REMEDY))
+            self._break(self._transfer_error(str(error), remedy=_DRIVER_REMEDY))
             return
         if moved:
-            self._ends.theirs.ring()
+            self._ends.peer.ring()
 
-    def _watch(self) -> None:
-        """The link's thread: progress that no caller makes, deadlines, and the peer's end."""
+    def _run(self) -> None:
+        """The link's thread: makes progress if no caller does, checks deadlines and the peer."""
         self._device.use()
         last_busy = time.monotonic()
         while not self._closed:
-            bell = self._ends.mine.doorbell
-            with self._lock_or_release():
+            bell = self._ends.local.doorbell
+            with self._lock_or_unblock():
                 self._enqueue()
                 self._check_progress()
                 waiting = bool(self._out.waiting or self._in.waiting)
                 in_flight = bool(self._out.in_flight or self._in.in_flight)
             if waiting or in_flight:
                 last_busy = time.monotonic()
-            if waiting and not self._callers:
-                self._ends.mine.sleep(bell, WATCH_SECONDS)
+            if waiting and not self._waiters:
+                self._ends.local.sleep(bell, WATCH_SECONDS)
             elif waiting or time.monotonic() - last_busy < _IDLE_SECONDS:
-                if self._wanted.wait(WATCH_SECONDS):
-                    self._wanted.clear()
-                    # Whoever asked most often waits itself, at once, and is faster.
-                    time.sleep(_GRACE_SECONDS)
+                if self._progress_requested.wait(WATCH_SECONDS):
+                    self._progress_requested.clear()
+                    # Give a caller that waits immediately a head start over this thread.
+                    time.sleep(_HEAD_START_SECONDS)
             else:
-                self._rest()
+                self._sleep_until_requested()
                 last_busy = time.monotonic()
 
-    def _rest(self) -> None:
-        """Sleep until there is something to watch."""
-        self._resting = True
-        with self._lock_or_release():
+    def _sleep_until_requested(self) -> None:
+        """Sleep until progress is requested."""
+        self._is_asleep = True
+        with self._lock_or_unblock():
             idle = not (self._out.transfers() or self._in.transfers())
         if idle and not self._closed:
-            self._wanted.wait()
-        self._resting = False
-        self._wanted.clear()
+            self._progress_requested.wait()
+        self._is_asleep = False
+        self._progress_requested.clear()
 
-    def _finish_sends(self) -> None:
-        """Wait until the peer has taken what was sent, while it lives and the deadline allows."""
+    def _drain_sends(self) -> None:
+        """Wait until the peer has consumed what was sent, or has ended, up to the timeout."""
         deadline = time.monotonic() + self.description.timeout
         while self._broken is None and time.monotonic() < deadline:
-            bell = self._ends.mine.doorbell
+            bell = self._ends.local.doorbell
             with self._lock:
                 self._enqueue()
             taken = ahead(self._ends.outgoing.consumed, self._out.count & COUNTER_MASK) >= 0
-            if (taken and not self._out.waiting) or self._ends.theirs.is_closed:
+            if (taken and not self._out.waiting) or self._ends.peer.is_closed:
                 return
-            if self._ends.peer_has_gone() or self._ends.theirs.has_failed:
+            if self._ends.peer_has_ended() or self._ends.peer.has_failed:
                 return
-            self._ends.mine.sleep(bell, 0.002)
+            self._ends.local.sleep(bell, 0.002)

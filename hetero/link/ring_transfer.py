@@ -1,4 +1,4 @@
-"""What a link over a ring keeps of its ends and of the transfers under way."""
+"""The shared state of a ring link's two ends, and one transfer."""
 
 from __future__ import annotations
 
@@ -20,35 +20,34 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RingEnds:
-    """What both ends of a stream-ordered link have mapped, and how to let go of it."""
+    """The memory that both ends of a ring link have mapped, and its cleanup."""
 
     outgoing: Direction
     incoming: Direction
-    mine: EndState
-    theirs: EndState
+    local: EndState
+    peer: EndState
     outgoing_ring: int
     incoming_ring: int
-    """Addresses of the data, as this end's device knows them."""
+    """Addresses for this end's device."""
     ring_bytes: int
     """Of one direction."""
     zero_copy: bool
-    """Whether larger messages go out of the callers' tensors and into them, past the rings."""
-    peer_has_gone: Callable[[], bool]
+    """Whether larger messages skip the rings."""
+    peer_has_ended: Callable[[], bool]
     close: Callable[[], None]
 
 
 @dataclass(eq=False, slots=True)
 class RingTransfer(Work):
-    """A tensor on its way through a stream of its link."""
+    """A transfer of one tensor over a ring link."""
 
     link: RingLink
     flow: Flow
-    """The direction in which it goes."""
+    """Its direction."""
     tensor: torch.Tensor
     ready: Event | None
-    """What the caller had enqueued before it; None while it may still go into the same stream."""
-    caller: int
-    """The caller's stream."""
+    """The end of the caller's earlier work; None while it may go to the same stream."""
+    caller_stream: int
     is_receive: bool
     deadline: float
     sequence: int
@@ -56,43 +55,44 @@ class RingTransfer(Work):
     nbytes: int
     address: int
     offset: int = 0
-    begun: bool = False
-    end: int | None = None
-    """How many entries of its direction there are up to its last; None until that is enqueued."""
-    ends_at_receiver: bool = False
-    """Whether the receiver's device has to be done with them, and not the sender's."""
-    is_in_callers_stream: bool = False
-    """Whether they are in no stream of the link."""
+    has_begun: bool = False
+    end_count: int | None = None
+    """Its direction's entry count after its last entry; None until that is enqueued."""
+    completes_at_receiver: bool = False
+    """Whether it is complete when the receiver's device has consumed it, not the sender's."""
+    is_on_caller_stream: bool = False
+    """Whether all of it went to the caller's stream."""
     error: LinkError | None = None
-    _has_ended: bool = False
+    _is_completed: bool = False
 
     def is_completed(self) -> bool:
-        """True for ever, also when the link and its counters are gone."""
-        if self._has_ended or self.error is not None:
+        """Stays true, also after the link is closed."""
+        if self._is_completed or self.error is not None:
             return True
-        if self.end is None:
+        if self.end_count is None:
             self.link.request_progress()
             return False
-        self._has_ended = self.flow.has_completed(self.end, consumed=self.ends_at_receiver)
-        return self._has_ended
+        self._is_completed = self.flow.has_completed(
+            self.end_count, consumed=self.completes_at_receiver
+        )
+        return self._is_completed
 
     def wait(self) -> None:
-        """Order the current stream after the transfer.
+        """Make the current stream wait for the transfer.
 
-        Blocks the calling thread only until the peer's side has been enqueued as well.
+        Blocks the calling thread only until the peer has enqueued its side.
         """
-        if self.end is None and self.error is None:
+        if self.end_count is None and self.error is None:
             self.link.progress_until_enqueued(self)
         if self.error is not None:
             raise self.error
-        assert self.end is not None
+        assert self.end_count is not None
         current = self.flow.device.current_stream()
-        is_in_order = self.is_in_callers_stream and current.key == self.caller
+        is_in_order = self.is_on_caller_stream and current.key == self.caller_stream
         if not is_in_order and not self.is_completed():
-            word = self.flow.completed_word(self.end, consumed=self.ends_at_receiver)
+            word = self.flow.completed_word(self.end_count, consumed=self.completes_at_receiver)
             current.wait_value(word)
-        # A device that is the host has waited; it must not be given what a failure released, of
-        # which this end may not have heard yet.
+        # On a host device the thread has waited: check that no failure has unblocked it.
         if not self.is_completed():
             self.link.check()
         if self.error is not None:

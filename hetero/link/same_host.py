@@ -1,4 +1,4 @@
-"""Opens a link between two devices of one host whose streams order themselves."""
+"""Opens a link between two devices of one host (`shm`, `ipc`)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hetero.link.flow import SMALL_BYTES, SMALL_BYTES_OF_DEVICE
 from hetero.link.handshake import Rendezvous, receive_exactly, receive_json, send_json
 from hetero.link.ring import CONTROL_BYTES, Direction, EndState
 from hetero.link.ring_link import RingEnds, RingLink, agree
-from hetero.link.shared_memory import SharedMemory, has_gone, join, share_memory
+from hetero.link.shared_memory import SharedMemory, connect_on_host, has_ended, share_memory
 
 
 def open_same_host(
@@ -26,13 +26,13 @@ def open_same_host(
     """Open one link. Collective between the two ends, which must run on one host.
 
     Args:
-        transport: `shm`, where the data lie in host memory that both devices have pinned between
-            the two, or `ipc`: in device memory of the sender that the receiver's device reads.
+        transport: `shm`, with the rings in host memory that both devices have pinned, or `ipc`,
+            with each in the sender's device memory, which the receiver's device reads.
         ring_bytes: of one direction.
-        chunk_bytes: the largest part of a message that is handed over at once.
+        chunk_bytes: the largest chunk of a message.
     """
-    with ExitStack() as held:
-        control = held.enter_context(join(rendezvous))
+    with ExitStack() as stack:
+        control = stack.enter_context(connect_on_host(rendezvous))
         agree(
             control,
             rendezvous,
@@ -43,26 +43,26 @@ def open_same_host(
         )
         sizes = (CONTROL_BYTES, ring_bytes, ring_bytes) if transport == "shm" else (CONTROL_BYTES,)
         segments = share_memory(control, rendezvous, sizes=sizes)
-        addresses = [_map(held, device, segment) for segment in segments]
+        addresses = [_map(stack, device, segment) for segment in segments]
         number = 0 if rendezvous.listens else 1
         if transport == "shm":
             outgoing_ring, incoming_ring = addresses[1 + number], addresses[2 - number]
         else:
-            outgoing_ring, incoming_ring = _share_device_memory(held, control, device, ring_bytes)
-        # Neither goes on before both have mapped everything.
+            outgoing_ring, incoming_ring = _share_device_memory(stack, control, device, ring_bytes)
+        # Barrier: both ends have mapped everything.
         control.sendall(b"k")
         receive_exactly(control, 1)
         ends = RingEnds(
             outgoing=Direction(segments[0], number, addresses[0]),
             incoming=Direction(segments[0], 1 - number, addresses[0]),
-            mine=EndState(segments[0], number),
-            theirs=EndState(segments[0], 1 - number),
+            local=EndState(segments[0], number),
+            peer=EndState(segments[0], 1 - number),
             outgoing_ring=outgoing_ring,
             incoming_ring=incoming_ring,
             ring_bytes=ring_bytes,
             zero_copy=False,
-            peer_has_gone=partial(has_gone, control),
-            close=held.pop_all().close,
+            peer_has_ended=partial(has_ended, control),
+            close=stack.pop_all().close,
         )
     return RingLink(
         rendezvous.description,
@@ -74,22 +74,22 @@ def open_same_host(
     )
 
 
-def _map(held: ExitStack, device: Device, segment: SharedMemory) -> int:
-    held.callback(segment.close)
+def _map(stack: ExitStack, device: Device, segment: SharedMemory) -> int:
+    stack.callback(segment.close)
     address = device.register(segment.address, segment.nbytes)
-    held.callback(device.unregister, segment.address)
+    stack.callback(device.unregister, segment.address)
     return address
 
 
 def _share_device_memory(
-    held: ExitStack, control: socket.socket, device: Device, nbytes: int
+    stack: ExitStack, control: socket.socket, device: Device, nbytes: int
 ) -> tuple[int, int]:
-    """This end's ring, which it fills, and the peer's, opened here."""
+    """This end's ring, allocated here, and the peer's, opened by its IPC handle."""
     if not isinstance(device, PeerMemory):
         raise LinkError("`ipc` is for GPUs whose streams wait on memory")
     mine, handle = device.allocate(nbytes)
-    held.callback(device.free, mine)
+    stack.callback(device.free, mine)
     send_json(control, {"handle": handle.hex()})
     theirs = device.open(bytes.fromhex(receive_json(control)["handle"]))
-    held.callback(device.close, theirs)
+    stack.callback(device.close, theirs)
     return mine, theirs

@@ -1,7 +1,7 @@
-"""Two ends on one host: whether they are, the socket that joins them, and memory without a name.
+"""Shared memory and a control socket between two ends on one host.
 
-The memory is a memfd handed over a Unix socket, and so is gone with the last process that holds it,
-however that process ends. The socket stays open: its end is how a peer's death is noticed.
+The memory is a memfd passed over a Unix socket, so it is freed with the last process that maps it,
+however that process ends. The socket stays open: it closes when the peer dies.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ PAGE = 4096
 
 
 def host_identity() -> dict[str, str]:
-    """What is equal on two ends that a Unix socket and shared memory can join."""
+    """Equal at two ends that can share memory and a Unix socket."""
     return {"boot": _boot_id(), "network": _network_namespace()}
 
 
@@ -35,9 +35,9 @@ def _network_namespace() -> str:
     return os.readlink("/proc/self/ns/net")
 
 
-def join(rendezvous: Rendezvous) -> socket.socket:
-    """A Unix socket between the two ends, each of which has proven itself to the other."""
-    control = _listen(rendezvous) if rendezvous.listens else _call(rendezvous)
+def connect_on_host(rendezvous: Rendezvous) -> socket.socket:
+    """A Unix socket between the two ends, authenticated both ways."""
+    control = _listen(rendezvous) if rendezvous.listens else _connect(rendezvous)
     control.settimeout(rendezvous.timeout)
     return control
 
@@ -51,7 +51,7 @@ def _listen(rendezvous: Rendezvous) -> socket.socket:
         return accept(listener, rendezvous)
 
 
-def _call(rendezvous: Rendezvous) -> socket.socket:
+def _connect(rendezvous: Rendezvous) -> socket.socket:
     name = look_up(rendezvous, "shm address")["name"]
     return connect("\0" + name, rendezvous, family=socket.AF_UNIX)
 
@@ -59,7 +59,7 @@ def _call(rendezvous: Rendezvous) -> socket.socket:
 def share_memory(
     control: socket.socket, rendezvous: Rendezvous, *, sizes: tuple[int, ...]
 ) -> list[SharedMemory]:
-    """Memory that both ends map, in the same order. The listener makes it and hands it over."""
+    """Segments that both ends map, in the same order. The listener creates and passes them."""
     if rendezvous.listens:
         descriptors = [make_memory(nbytes) for nbytes in sizes]
         socket.send_fds(control, [b"r"], descriptors)
@@ -80,14 +80,14 @@ def share_memory(
 
 
 def make_memory(nbytes: int) -> int:
-    """The descriptor of memory without a name."""
+    """The descriptor of anonymous shared memory."""
     descriptor = os.memfd_create("hetero-ring", os.MFD_CLOEXEC)
     os.ftruncate(descriptor, nbytes)
     return descriptor
 
 
 class SharedMemory:
-    """One mapping, as bytes, as 32-bit words and as a tensor. `close` ends all of them."""
+    """One mapping, as bytes, 32-bit words and a tensor; `close` invalidates all of them."""
 
     def __init__(self, descriptor: int, nbytes: int) -> None:
         self._map = mmap.mmap(descriptor, nbytes)
@@ -105,12 +105,12 @@ class SharedMemory:
         del self.tensor
         self.words.release()
         self.bytes.release()
-        # torch may hold the mapping a moment longer; it goes with its last reference.
+        # torch may hold the mapping a moment longer; it is unmapped with the last reference.
         with suppress(BufferError):
             self._map.close()
 
 
-def has_gone(control: socket.socket) -> bool:
+def has_ended(control: socket.socket) -> bool:
     """Whether the process at the other end of the socket has closed it or died."""
     poller = select.poll()
     poller.register(control, select.POLLIN | select.POLLHUP)

@@ -1,4 +1,4 @@
-"""Opening a link over TCP: the ends meet on each other's addresses; carriers join their rings."""
+"""Opens a link over TCP: connections between the ends' addresses, whose rings carriers connect."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ from contextlib import ExitStack
 
 from hetero.device.device import Device
 from hetero.link.carried_ends import host_memory, make_ends, side_of
-from hetero.link.carrier import CarriedMemory, Carrier
+from hetero.link.carrier import Carrier, RingMemory
 from hetero.link.control import Control
 from hetero.link.handshake import Rendezvous
 from hetero.link.ring import CONTROL_BYTES
 from hetero.link.ring_link import RingLink, agree
-from hetero.link.tcp_connections import TcpPaths, name_of, open_connections, tune
+from hetero.link.tcp_connections import TcpPaths, open_connections, rail_name, tune
 
-_LONGEST_STALL = 5.0
-"""Seconds without an answer after which a rail is given up while another is answered: the kernel
-has sent what is missing about five times by then."""
-_LONGEST_SILENCE = 30.0
-"""Seconds without any answer after which a connection ends, whatever others do: longer than a
-switch takes to restart, or a debugger to look, and shorter than to wait for a host that is dead."""
+_MAX_STALL_SECONDS = 5.0
+"""Seconds without an acknowledgement after which a rail is lost while another is acknowledged. The
+kernel has retransmitted about five times by then."""
+_MAX_ACK_SECONDS = 30.0
+"""Seconds without an acknowledgement that end a connection, whatever other rails do. Longer than a
+switch takes to restart; shorter than one waits for a dead host."""
 
 
 def open_tcp(
@@ -29,12 +29,12 @@ def open_tcp(
     device: Device,
     paths: TcpPaths,
 ) -> RingLink:
-    """Open one link. Collective between the two ends, which agree on all but their addresses.
+    """Open one link. Collective between the two ends; only their addresses may differ.
 
     Args:
         ring_bytes: of one direction.
-        chunk_bytes: the largest part of a message that is handed over at once.
-        paths: this side's addresses. The listener says how many connections there are.
+        chunk_bytes: the largest chunk of a message.
+        paths: this end's addresses; of the listener's also the number of connections counts.
     """
     with ExitStack() as stack:
         connections = open_connections(rendezvous, paths, stack)
@@ -48,21 +48,21 @@ def open_tcp(
             device=device,
         )
         memory = _make_memory(ring_bytes, device, stack)
-        stall_seconds = min(rendezvous.description.timeout / 4, _LONGEST_STALL)
-        silence = min(rendezvous.description.timeout, _LONGEST_SILENCE)
+        stall_seconds = min(rendezvous.description.timeout / 4, _MAX_STALL_SECONDS)
+        silence = min(rendezvous.description.timeout, _MAX_ACK_SECONDS)
         carrier = Carrier(memory, side=side_of(rendezvous), stall_seconds=stall_seconds)
         stack.callback(carrier.close)
-        carrier.follow(device)
-        names = [name_of(connection) for connection in connections.rails]
+        carrier.connect_device(device)
+        names = [rail_name(connection) for connection in connections.rails]
         for connection in connections.rails:
-            tune(connection, lost_after=silence)
+            tune(connection, ack_timeout=silence)
             carrier.add_tcp_rail(connection)
         carrier.start()
         ends = make_ends(
             rendezvous,
             memory,
             carrier,
-            Control(*connections.control, lost_after=silence),
+            Control(*connections.control, ack_timeout=silence),
             transport="tcp",
             rails=names,
             stack=stack,
@@ -76,10 +76,10 @@ def open_tcp(
     )
 
 
-def _make_memory(ring_bytes: int, device: Device, stack: ExitStack) -> CarriedMemory:
+def _make_memory(ring_bytes: int, device: Device, stack: ExitStack) -> RingMemory:
     control, control_on_device = host_memory(CONTROL_BYTES, device, stack)
     rings, rings_on_device = host_memory(2 * ring_bytes, device, stack)
-    return CarriedMemory(
+    return RingMemory(
         control,
         control_on_device,
         rings.address,

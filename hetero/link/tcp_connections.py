@@ -1,4 +1,4 @@
-"""The addresses that a TCP link uses, and what is asked of the kernel for its connections."""
+"""Opens a link's TCP connections between the ends' addresses, and sets their socket options."""
 
 from __future__ import annotations
 
@@ -14,13 +14,12 @@ from dataclasses import dataclass
 from hetero.addresses import family_of, interface_with
 from hetero.link.handshake import Rendezvous, accept, connect, listen_at, look_up, publish
 
-# Within a host there is no delay to fill with data, and what is sent is best received while it is
-# still in a core's cache.
+# Within a host there is no latency to hide, and data are best received while still in the cache.
 _BUFFER_WITHIN_HOST = 256 << 10
 _TCP_NOTSENT_LOWAT = 25
 _UNSENT_BYTES = 128 << 10
-_LATER_SECONDS = 2.5
-"""What a rail is given to answer once another has: the kernel has asked again by then."""
+_SLOWER_SECONDS = 2.5
+"""Wait for further addresses once one has answered: time to retransmit a lost SYN."""
 
 _log = logging.getLogger(__name__)
 
@@ -31,47 +30,46 @@ class TcpPaths:
 
     addresses: tuple[str, ...]
     connections: int = 4
-    """0 for none but those that the ends talk over."""
+    """0 for control connections only."""
 
     def address_of(self, index: int) -> str:
         return self.addresses[index % len(self.addresses)]
 
 
 def _size_buffers(connection: socket.socket) -> None:
-    """Small buffers within a host; between hosts the kernel's own, which grow with the delay."""
+    """Small buffers within a host; between hosts the kernel's autotuning."""
     if interface_with(connection.getpeername()[0]) is not None:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER_WITHIN_HOST)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _BUFFER_WITHIN_HOST)
 
 
-def name_of(connection: socket.socket) -> str:
+def rail_name(connection: socket.socket) -> str:
     """A connection in logs: the address at each of its ends."""
     return f"{connection.getsockname()[0]} to {connection.getpeername()[0]}"
 
 
-def tune(connection: socket.socket, *, lost_after: float) -> None:
-    """Send at once, keep little unsent in the kernel, and give up where nothing is confirmed."""
+def tune(connection: socket.socket, *, ack_timeout: float) -> None:
+    """No Nagle delay, little unsent data in the kernel, and a timeout for acknowledgements."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.IPPROTO_TCP, _TCP_NOTSENT_LOWAT, _UNSENT_BYTES)
     connection.setsockopt(
-        socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, max(1, int(lost_after * 1000))
+        socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, max(1, int(ack_timeout * 1000))
     )
     _size_buffers(connection)
 
 
 @dataclass(frozen=True)
 class Connections:
-    """One for each address beside the rails: what the ends tell each other survives any of them."""
+    """A control connection for each address, so that losing one leaves another, and the rails."""
 
     control: list[socket.socket]
     rails: list[socket.socket]
 
 
 def open_connections(rendezvous: Rendezvous, paths: TcpPaths, stack: ExitStack) -> Connections:
-    """Connect the two ends, each of which has proved itself to the other."""
-    opened = (
-        _listen(rendezvous, paths, stack) if rendezvous.listens else _call(rendezvous, paths, stack)
-    )
+    """Connect the two ends, authenticated both ways."""
+    open_end = _listen if rendezvous.listens else _connect
+    opened = open_end(rendezvous, paths, stack)
     for connection in opened.control:
         connection.settimeout(rendezvous.timeout)
     for connection in opened.rails:
@@ -91,27 +89,27 @@ def _listen(rendezvous: Rendezvous, paths: TcpPaths, stack: ExitStack) -> Connec
             },
         )
         reached = look_up(rendezvous, "reached")["reached"]
-        _tell_unreached(rendezvous, paths.addresses, reached)
+        _warn_unreachable(rendezvous, paths.addresses, reached)
         listeners = [listeners[index] for index in reached]
         control = [stack.enter_context(accept(one, rendezvous)) for one in listeners]
         rails = [
             stack.enter_context(accept(listeners[index % len(listeners)], rendezvous))
-            for index in range(_rails(paths.connections, listeners))
+            for index in range(_rail_count(paths.connections, listeners))
         ]
     return Connections(control, rails)
 
 
-def _call(rendezvous: Rendezvous, paths: TcpPaths, stack: ExitStack) -> Connections:
-    told = look_up(rendezvous, "addresses")
-    addresses = [(str(host), int(port)) for host, port in told["addresses"]]
-    # Where none answers, all are tried until the deadline, and the error says what is wrong.
-    reached = _answering(addresses, paths, rendezvous.timeout) or list(range(len(addresses)))
+def _connect(rendezvous: Rendezvous, paths: TcpPaths, stack: ExitStack) -> Connections:
+    remote = look_up(rendezvous, "addresses")
+    addresses = [(str(host), int(port)) for host, port in remote["addresses"]]
+    # If none answers, try all until the deadline, for an error that says what is wrong.
+    reached = _reachable(addresses, paths, rendezvous.timeout) or list(range(len(addresses)))
     publish(rendezvous, "reached", {"reached": reached})
-    _tell_unreached(rendezvous, [host for host, _ in addresses], reached)
+    _warn_unreachable(rendezvous, [host for host, _ in addresses], reached)
 
-    def call(number: int) -> socket.socket:
+    def open_one(number: int) -> socket.socket:
         index = reached[number % len(reached)]
-        # Rails may share an address; each of this side's is used in its turn all the same.
+        # Rails may share a remote address; still use each local address in turn.
         source = paths.address_of(index + number // len(reached) * len(addresses))
         return stack.enter_context(
             connect(
@@ -122,16 +120,16 @@ def _call(rendezvous: Rendezvous, paths: TcpPaths, stack: ExitStack) -> Connecti
             )
         )
 
-    control = [call(number) for number in range(len(reached))]
-    rails = [call(number) for number in range(_rails(int(told["connections"]), reached))]
+    control = [open_one(number) for number in range(len(reached))]
+    rails = [open_one(number) for number in range(_rail_count(int(remote["connections"]), reached))]
     return Connections(control, rails)
 
 
-def _answering(addresses: Sequence[tuple[str, int]], paths: TcpPaths, timeout: float) -> list[int]:
-    """Which addresses take a connection from the local address that goes with them.
+def _reachable(addresses: Sequence[tuple[str, int]], paths: TcpPaths, timeout: float) -> list[int]:
+    """The indices of the addresses that accept a connection from their local counterpart.
 
-    A rail that has been lost takes none, and the link is to go on over the others. The connections
-    are closed again: what they would be for has not been proved yet.
+    An address that is down is left out, and the link uses the others. The test connections are
+    closed again; the real ones are authenticated.
     """
     answering: list[int] = []
     with selectors.DefaultSelector() as selector, ExitStack() as opened:
@@ -151,11 +149,11 @@ def _answering(addresses: Sequence[tuple[str, int]], paths: TcpPaths, timeout: f
                 refused = key.fileobj.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)  # type: ignore[union-attr]
                 if not refused:
                     answering.append(key.data)
-                    deadline = min(deadline, time.monotonic() + _LATER_SECONDS)
+                    deadline = min(deadline, time.monotonic() + _SLOWER_SECONDS)
     return sorted(answering)
 
 
-def _tell_unreached(
+def _warn_unreachable(
     rendezvous: Rendezvous, addresses: Sequence[str], reached: Sequence[int]
 ) -> None:
     unreached = [address for index, address in enumerate(addresses) if index not in reached]
@@ -169,6 +167,6 @@ def _tell_unreached(
         )
 
 
-def _rails(connections: int, addresses: Sequence[object]) -> int:
-    """How many rails there are: each address has one at least, where there are any."""
+def _rail_count(connections: int, addresses: Sequence[object]) -> int:
+    """The number of rails: if there are any, at least one for each address."""
     return max(connections, len(addresses)) if connections else 0

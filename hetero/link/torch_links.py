@@ -1,13 +1,12 @@
 """Links over torch.distributed: the baselines `gloo` and `nccl` (NCCL, or RCCL on a ROCm build).
 
-`gloo` moves every byte through host memory and gloo's TCP. One thread a direction moves the
-messages, so the training thread never waits for the wire unless it asks for a tensor that has not
-come. GPU tensors are staged through pinned host memory on a side stream.
+`gloo` moves every byte through host memory and gloo's TCP. Each direction has a thread, so that
+the caller waits only for a tensor that has not arrived. GPU tensors are staged through pinned host
+memory on a side stream.
 
-`nccl` is the vendor library's own p2p. It serves stages of one vendor, and is the baseline on one
-machine whose vendors are simulated. The library matches transfers by order alone, so a link uses
-one communicator for each direction and nothing else runs on them. Messages carry no header and so
-no tag: reading one would make the host wait for the GPU, and both ends are the same program.
+`nccl` is the vendor library's own p2p, for stages of one vendor and as a baseline. The library
+matches transfers by order alone, so each direction of a link has a communicator of its own.
+Messages carry no header and so no tag: reading one would make the host wait for the GPU.
 """
 
 from __future__ import annotations
@@ -28,13 +27,13 @@ from hetero.link.base import Link, LinkDescription, Work, as_bytes, require_cont
 from hetero.link.header import HEADER_BYTES, Header, job_token
 
 _JOIN_SECONDS = 1.0
-# The thread meets the link's own deadline first and says what was wrong.
+# The thread reaches the link's own deadline first, and has the better error.
 _GRACE_SECONDS = 3.0
 
 
 @dataclass(eq=False)
 class _Transfer(Work):
-    """A tensor on its way through a thread, which sets `error`, if there is one, and `ended`."""
+    """A transfer of one tensor by a thread, which sets `ended` and, on failure, `error`."""
 
     link: Link
     tensor: torch.Tensor
@@ -62,8 +61,8 @@ class _Transfer(Work):
         timeout = self.link.description.timeout
         if not self.ended.is_set():
             with self.link.timed_wait():
-                came = self.ended.wait(timeout + _GRACE_SECONDS)
-            if not came:
+                has_ended = self.ended.wait(timeout + _GRACE_SECONDS)
+            if not has_ended:
                 raise self.link.failure(
                     f"nothing moved for {timeout:g} s",
                     expected=f"a tensor of shape {tuple(self.tensor.shape)}",
@@ -80,7 +79,7 @@ class _Transfer(Work):
 
 
 class GlooLink(Link):
-    """A link over the default group's gloo backend, told apart from others by its tags."""
+    """A link over the default group's gloo backend, with tags of its own."""
 
     transport = "gloo"
 
@@ -136,8 +135,8 @@ class GlooLink(Link):
         self._closed = True
         self._outgoing.put(None)
         self._incoming.put(None)
-        # gloo cannot be called back from a transfer, so a thread that waits for one stays, asleep,
-        # until the link's deadline. Whoever waits for the transfer is told at once.
+        # gloo cannot cancel a transfer, so a thread that waits for one stays until the link's
+        # deadline. Fail the transfer now, for those who wait for it.
         error = self.failure(
             "the link was closed", expected="its peer's message", remedy="reopen it"
         )

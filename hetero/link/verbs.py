@@ -1,4 +1,4 @@
-"""Opening a link over RDMA: the two ends agree on their rails, and carriers join their rings."""
+"""Opens a link over RDMA: the two ends agree on rails, and carriers connect their rings."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from hetero.device.gpu import index_of
 from hetero.device.topology import SYS, pci_device
 from hetero.errors import LinkError
 from hetero.link.carried_ends import host_memory, make_ends, side_of
-from hetero.link.carrier import CarriedMemory, Carrier, ConnectionInfo
+from hetero.link.carrier import Carrier, ConnectionInfo, RingMemory
 from hetero.link.control import Control
 from hetero.link.handshake import Rendezvous, receive_json, send_json
 from hetero.link.rdma_ports import Port, choose_devices, find_ports, pair_ports
@@ -30,14 +30,14 @@ from hetero.link.tcp_connections import TcpPaths, open_connections
 
 T = TypeVar("T")
 DEVICE, HOST = "device", "host"
-_LONGEST_STALL = 20.0
+_MAX_STALL_SECONDS = 20.0
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class VerbsOptions:
-    """What one side may choose for itself."""
+    """Options of one end, independent of the other's."""
 
     memory: str = HOST
     """Where this side's rings are: DEVICE, which the NIC then reads and writes, or HOST."""
@@ -46,24 +46,24 @@ class VerbsOptions:
     address: str = "127.0.0.1"
     """This side's address for the connection beside the rails."""
     stall_seconds: float | None = None
-    """How long a request may take before its rail is given up; else half the link's timeout."""
+    """How long a request may take before its rail is lost; else half the link's timeout."""
     read_back: bool = False
-    """Read a NIC's writes back over it even where the memory or its driver needs no such thing."""
+    """Force read-backs where the memory does not need them."""
     sys_root: Path = SYS
     """Where the kernel describes this side's devices."""
 
 
-class Together:
-    """Steps that both ends take at once: an error of either is an error of both."""
+class JointSteps:
+    """Steps that both ends run together: an error at one is an error at both."""
 
     def __init__(self, connection: socket.socket, rendezvous: Rendezvous) -> None:
         self._connection = connection
         self._rendezvous = rendezvous
 
-    def take(
-        self, step: Callable[[], T], tell: Callable[[T], Mapping[str, Any]]
+    def run(
+        self, step: Callable[[], T], describe: Callable[[T], Mapping[str, Any]]
     ) -> tuple[T, dict[str, Any]]:
-        """Take this side's part of a step; what came of it, and what the other side tells."""
+        """Run this end's part of a step; returns its result and the other end's description."""
         peer = self._rendezvous.description.peer
         try:
             mine = step()
@@ -71,7 +71,7 @@ class Together:
             reason = str(error) or type(error).__name__
             send_json(self._connection, {"error": reason})
             raise self._rendezvous.failure(reason, f"rank {peer} has been told") from error
-        send_json(self._connection, tell(mine))
+        send_json(self._connection, describe(mine))
         try:
             theirs = receive_json(self._connection)
         except OSError as error:
@@ -83,13 +83,13 @@ class Together:
 
 @dataclass(frozen=True)
 class _Prepared:
-    """What one end has made before it knows of the other's."""
+    """What one end has set up before connecting."""
 
-    memory: CarriedMemory
+    memory: RingMemory
     carrier: Carrier
     connections: list[ConnectionInfo]
     registered: list[str]
-    """How the NIC of each port knows the rings' memory."""
+    """How each port's NIC addresses the rings' memory."""
 
 
 def open_verbs(
@@ -98,17 +98,17 @@ def open_verbs(
     transport: str,
     ring_bytes: int,
     chunk_bytes: int,
-    ordered: Device,
+    link_device: Device,
     device: torch.device,
     options: VerbsOptions,
 ) -> RingLink:
-    """Open one link. Collective between the two ends; either may have its own options.
+    """Open one link. Collective between the two ends, each with its own options.
 
-    Raises LinkError, on both sides, with the first reason that either side met.
+    Raises LinkError at both ends, with the first error of either.
 
     Args:
         ring_bytes: of one direction.
-        chunk_bytes: the largest part of a message that is handed over at once.
+        chunk_bytes: the largest chunk of a message.
     """
     with ExitStack() as stack:
         paths = TcpPaths(addresses=(options.address,), connections=0)
@@ -119,32 +119,32 @@ def open_verbs(
             transport=transport,
             ring_bytes=ring_bytes,
             chunk_bytes=chunk_bytes,
-            device=ordered,
+            device=link_device,
         )
-        together = Together(connection, rendezvous)
-        ports = _agree_on_ports(together, rendezvous, options, device)
+        steps = JointSteps(connection, rendezvous)
+        ports = _agree_on_ports(steps, rendezvous, options, device)
 
         def prepare() -> _Prepared:
-            _require_room(ports, min(chunk_bytes, ring_bytes // 2))
-            memory = _make_memory(ring_bytes, ordered, device, options, stack)
+            _require_chunk_fits(ports, min(chunk_bytes, ring_bytes // 2))
+            memory = _make_memory(ring_bytes, link_device, device, options, stack)
             carrier = Carrier(
                 memory,
                 side=side_of(rendezvous),
                 stall_seconds=options.stall_seconds
-                or min(rendezvous.description.timeout / 2, _LONGEST_STALL),
+                or min(rendezvous.description.timeout / 2, _MAX_STALL_SECONDS),
             )
             stack.callback(carrier.close)
-            carrier.follow(ordered)
+            carrier.connect_device(link_device)
             rails = [carrier.add_verbs_rail(port) for port in ports]
             return _Prepared(
                 memory, carrier, [info for info, _ in rails], [how for _, how in rails]
             )
 
-        prepared, told = together.take(
+        prepared, remote = steps.run(
             prepare, lambda made: {"connections": [asdict(info) for info in made.connections]}
         )
-        theirs = [ConnectionInfo(**info) for info in told["connections"]]
-        together.take(lambda: _connect(prepared.carrier, theirs), lambda _: {"connected": True})
+        theirs = [ConnectionInfo(**info) for info in remote["connections"]]
+        steps.run(lambda: _connect(prepared.carrier, theirs), lambda _: {"connected": True})
         ends = make_ends(
             rendezvous,
             prepared.memory,
@@ -158,7 +158,7 @@ def open_verbs(
         rendezvous.description,
         transport=transport,
         ends=ends,
-        device=ordered,
+        device=link_device,
         chunk_bytes=chunk_bytes,
     )
     visibility = _visibility(prepared.memory, options)
@@ -171,17 +171,17 @@ def open_verbs(
 
 
 def _agree_on_ports(
-    together: Together,
+    steps: JointSteps,
     rendezvous: Rendezvous,
     options: VerbsOptions,
     device: torch.device,
 ) -> list[Port]:
-    """This side's port of every rail, in one order on both sides."""
-    ours, told = together.take(
+    """This end's port of each rail, in the same order at both ends."""
+    ours, remote = steps.run(
         lambda: _usable_ports(options, device),
         lambda found: {"ports": [asdict(port) for port in found]},
     )
-    theirs = [Port(**port) for port in told["ports"]]
+    theirs = [Port(**port) for port in remote["ports"]]
     if rendezvous.listens:
         chosen = [ours[mine] for mine, _ in pair_ports(ours, theirs)]
     else:
@@ -196,7 +196,7 @@ def _agree_on_ports(
 
 
 def _usable_ports(options: VerbsOptions, device: torch.device) -> list[Port]:
-    """This side's ports that can be used. Only now, so that the peer hears why not."""
+    """This end's usable ports. Call it in a joint step, so that the peer gets its error."""
     gpu = None
     if device.type == "cuda" and not options.nics:
         gpu = pci_device(driver_for(device).pci_bus_id(index_of(device)))
@@ -204,8 +204,8 @@ def _usable_ports(options: VerbsOptions, device: torch.device) -> list[Port]:
     return find_ports(devices, sys_root=options.sys_root)
 
 
-def _require_room(ports: Sequence[Port], nbytes: int) -> None:
-    """Raises LinkError where a port carries no chunk of so many bytes."""
+def _require_chunk_fits(ports: Sequence[Port], nbytes: int) -> None:
+    """Raises LinkError if a port's largest message is smaller than a chunk."""
     for port in ports:
         if nbytes > port.max_message:
             raise LinkError(
@@ -214,8 +214,8 @@ def _require_room(ports: Sequence[Port], nbytes: int) -> None:
             )
 
 
-def _visibility(memory: CarriedMemory, options: VerbsOptions) -> str:
-    """What makes a NIC's writes visible at this side, in words."""
+def _visibility(memory: RingMemory, options: VerbsOptions) -> str:
+    """What makes a NIC's writes visible at this end, for the log."""
     if memory.reads_back:
         return "a read-back over the NIC"
     return "host memory" if options.memory == HOST else "the GPU itself"
@@ -224,34 +224,34 @@ def _visibility(memory: CarriedMemory, options: VerbsOptions) -> str:
 def _connect(carrier: Carrier, connections: list[ConnectionInfo]) -> None:
     for index, connection in enumerate(connections):
         carrier.connect_verbs_rail(index, connection)
-    # Receives are posted; the thread has nothing to send before the link is there.
+    # After posting receives: the peer may send from here on.
     carrier.start()
 
 
 def _make_memory(
     ring_bytes: int,
-    ordered: Device,
+    link_device: Device,
     device: torch.device,
     options: VerbsOptions,
     stack: ExitStack,
-) -> CarriedMemory:
-    control, control_on_device = host_memory(CONTROL_BYTES, ordered, stack)
+) -> RingMemory:
+    control, control_on_device = host_memory(CONTROL_BYTES, link_device, stack)
     make = partial(
-        CarriedMemory,
+        RingMemory,
         control,
         control_on_device,
         ring_bytes=ring_bytes,
-        checksum_bytes=ordered.checksum_bytes,
+        checksum_bytes=link_device.checksum_bytes,
     )
     if options.memory == HOST:
-        rings, on_device = host_memory(2 * ring_bytes, ordered, stack)
+        rings, on_device = host_memory(2 * ring_bytes, link_device, stack)
         return make(rings.address, on_device, reads_back=options.read_back)
     driver = driver_for(device)
     index = index_of(device)
-    if not isinstance(ordered, PeerMemory):
+    if not isinstance(link_device, PeerMemory):
         raise LinkError("rings in device memory are for GPUs whose streams wait on memory")
-    address, _ = ordered.allocate(2 * ring_bytes)
-    stack.callback(ordered.free, address)
+    address, _ = link_device.allocate(2 * ring_bytes)
+    stack.callback(link_device.free, address)
     dmabuf = _export(driver, index, address, 2 * ring_bytes)
     if dmabuf is not None:
         stack.callback(os.close, dmabuf[0])
@@ -259,13 +259,13 @@ def _make_memory(
         address,
         address,
         reads_back=options.read_back or driver.remote_writes_need_flush(index),
-        of_gpu=True,
+        is_gpu_memory=True,
         dmabuf=dmabuf,
     )
 
 
 def _export(driver: GpuDriver, device: int, address: int, nbytes: int) -> tuple[int, int] | None:
-    """A dma-buf and the offset in it; None where there is only the address to register by."""
+    """A dma-buf and the offset in it; None if the memory can only be registered by address."""
     if not driver.can_export_dmabuf(device):
         return None
     try:

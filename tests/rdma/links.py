@@ -53,7 +53,7 @@ def _open(
         transport="verbs",
         ring_bytes=ring_bytes,
         chunk_bytes=chunk_bytes,
-        ordered=HostDevice(device),
+        link_device=HostDevice(device),
         device=device,
         options=VerbsOptions(nics=nics[description.rank], read_back=read_back),
     )

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from hetero.link.names import PATHS
 from hetero.link.open import ChannelOptions
-from hetero.link.rdma_ports import why_no_rdma
+from hetero.link.rdma_ports import rdma_missing
 from hetero.pipeline.links import LinkOptions, PipelineLinks
 from tools.launching.interrupts import children_ignore_interrupts
 from tools.link_bench.bare_limits import BareCopy, rate
@@ -122,7 +122,7 @@ def measure_paths(end: End, *, only_chosen: bool = False) -> list[PathResult]:
 
 def _either_lacks_rdma(end: End) -> bool:
     """`auto` says nothing of paths that are slower than the one it took."""
-    end.store.set(f"lacks rdma {end.number}", json.dumps(why_no_rdma() is not None))
+    end.store.set(f"lacks rdma {end.number}", json.dumps(rdma_missing() is not None))
     keys = [f"lacks rdma {number}" for number in (0, 1)]
     end.store.wait(keys, timedelta(seconds=_TIMEOUT))
     return any(json.loads(end.store.get(key)) for key in keys)

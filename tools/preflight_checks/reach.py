@@ -19,7 +19,7 @@ from types import TracebackType
 from hetero.addresses import family_of
 from hetero.errors import HeteroError, UserError
 from hetero.link.base import LinkDescription
-from hetero.link.handshake import Rendezvous, connect, listen_at, receive_exactly, show_token
+from hetero.link.handshake import Rendezvous, connect, exchange_tokens, listen_at, receive_exactly
 from hetero.store import Store
 
 _TIME = struct.Struct("<d")
@@ -107,7 +107,7 @@ class Doorbell:
     def _answer(self, connection: socket.socket) -> None:
         with connection, contextlib.suppress(OSError):
             connection.settimeout(_CALL_SECONDS)
-            show_token(connection, self._rendezvous)
+            exchange_tokens(connection, self._rendezvous)
             while connection.recv(1):
                 connection.sendall(_TIME.pack(time.time()))
 

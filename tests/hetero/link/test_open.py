@@ -28,10 +28,14 @@ from tests.hetero.link.test_handshake import both, rendezvous
 
 HOST = {"boot": "a", "network": "n"}
 NVIDIA = Capabilities(
-    HOST, gpu={"vendor": "nvidia", "uuid": "1"}, unordered=None, rdma_missing=None
+    HOST, gpu={"vendor": "nvidia", "uuid": "1"}, stream_wait_missing=None, rdma_missing=None
 )
-AMD = Capabilities(HOST, gpu={"vendor": "amd", "uuid": "2"}, unordered=None, rdma_missing=None)
-CPU = Capabilities(HOST, gpu=None, unordered="it is a CPU", rdma_missing="it has no RDMA device")
+AMD = Capabilities(
+    HOST, gpu={"vendor": "amd", "uuid": "2"}, stream_wait_missing=None, rdma_missing=None
+)
+CPU = Capabilities(
+    HOST, gpu=None, stream_wait_missing="it is a CPU", rdma_missing="it has no RDMA device"
+)
 
 
 def elsewhere(situation: Capabilities) -> Capabilities:
@@ -54,7 +58,12 @@ def test_two_gpus_of_one_kind_in_one_host_may_use_every_path() -> None:
         (NVIDIA, CPU, "ipc", "on a CPU"),
         (NVIDIA, CPU, "verbs", "no RDMA device"),
         (CPU, NVIDIA, "verbs-host", "no RDMA device"),
-        (NVIDIA, replace(NVIDIA, unordered="streams do not wait"), "ipc", "streams do not wait"),
+        (
+            NVIDIA,
+            replace(NVIDIA, stream_wait_missing="streams do not wait"),
+            "ipc",
+            "streams do not wait",
+        ),
     ],
 )
 def test_what_stands_in_the_way_is_said_alike_at_both_ends(
@@ -71,7 +80,7 @@ def test_what_stands_in_the_way_is_said_alike_at_both_ends(
     ("there", "kind", "detail"),
     [
         (AMD, "ordered", ""),
-        (replace(AMD, unordered="streams do not wait"), "host", "streams do not wait"),
+        (replace(AMD, stream_wait_missing="streams do not wait"), "host", "streams do not wait"),
     ],
 )
 def test_a_gpu_whose_streams_cannot_wait_is_served_by_the_hosts_and_the_link_says_why(

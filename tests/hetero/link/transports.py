@@ -125,7 +125,7 @@ def open_rdma(
         transport="verbs",
         ring_bytes=1 << 20,
         chunk_bytes=64 << 10,
-        ordered=HostDevice(device),
+        link_device=HostDevice(device),
         device=device,
         options=VerbsOptions(nics=tuple(rails.split(",")), read_back=read_back),
     )

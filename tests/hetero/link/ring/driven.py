@@ -12,7 +12,7 @@ from hetero.device import cuda_driver, hip_driver
 from hetero.device.cuda_driver import CudaDriver
 from hetero.device.device import COMPLETED, CurrentStream, DeviceStreams, Event
 from hetero.device.driver_base import GpuDriver
-from hetero.device.gpu import GpuCurrentStream, StreamsOfGpu
+from hetero.device.gpu import GpuCurrentStream, GpuStreams
 from hetero.device.hip_driver import HipDriver
 from hetero.link.flow import Flow
 from hetero.link.header import Header
@@ -67,7 +67,7 @@ class _Stream:
         self.cuda_stream = handle
 
 
-class _Streams(StreamsOfGpu):
+class _Streams(GpuStreams):
     def __init__(self, recorder: Recorder, handles: tuple[int, int, int]) -> None:
         self._driver = recorder.driver
         copies, waits, writes = handles
@@ -133,13 +133,13 @@ class World:
         return RingEnds(
             outgoing=Direction(self.control, number, CONTROL),
             incoming=Direction(self.control, 1 - number, CONTROL),
-            mine=EndState(self.control, number),
-            theirs=EndState(self.control, 1 - number),
+            local=EndState(self.control, number),
+            peer=EndState(self.control, 1 - number),
             outgoing_ring=OUTGOING_RING,
             incoming_ring=INCOMING_RING,
             ring_bytes=ring_bytes,
             zero_copy=False,
-            peer_has_gone=lambda: False,
+            peer_has_ended=lambda: False,
             close=self.control.close,
         )
 
@@ -154,7 +154,7 @@ class World:
             flow=flow,
             tensor=tensor,
             ready=ready,
-            caller=caller,
+            caller_stream=caller,
             is_receive=is_receive,
             deadline=0.0,
             sequence=flow.sequence,
@@ -210,5 +210,5 @@ class World:
         direction = self.direction
         limit = direction.posted if word == "produced" else direction.retired
         now = min(getattr(direction, word) + by, limit)
-        release = direction.release_receiver if word == "produced" else direction.release_sender
+        release = direction.unblock_receiver if word == "produced" else direction.unblock_sender
         release(now)

@@ -116,8 +116,8 @@ def count_from(count: int, *, flows: Sequence[Any], directions: Sequence[Directi
     for direction in directions:
         for index in (direction._posted, direction._retired):
             direction._words[index] = count
-        direction.release_receiver(count)
-        direction.release_sender(count)
+        direction.unblock_receiver(count)
+        direction.unblock_sender(count)
 
 
 def pretend_to_await(flow: Any, value: int) -> None:

@@ -175,6 +175,6 @@ def test_a_peer_that_has_failed_meanwhile_is_not_believed() -> None:
     """It lets this end's streams go on, with what it never sent."""
     with opened() as pair:
         pair.sender.send(as_bytes(torch.ones(10)))
-        pair.sender._ends.mine.fail("its device is lost")
+        pair.sender._ends.local.fail("its device is lost")
         with pytest.raises(LinkError, match="its device is lost"):
             together((pair.receiver, torch.zeros(10), True), patience=1000)

@@ -58,13 +58,13 @@ def test_the_failure_is_known_before_the_stream_goes_on(monkeypatch: pytest.Monk
         pair.devices[0].held = True
         pair.sender.send(torch.ones(LARGE))
         known: list[bool] = []
-        release = pair.receiver._release_streams
+        release = pair.receiver._unblock_streams
 
         def watched() -> None:
             known.append(is_broken(pair.receiver))
             release()
 
-        monkeypatch.setattr(pair.receiver, "_release_streams", watched)
+        monkeypatch.setattr(pair.receiver, "_unblock_streams", watched)
         work = pair.receiver.recv(torch.zeros(LARGE))
         pair.receiver.progress_until_enqueued(work)  # type: ignore[arg-type]
         assert wait_for(lambda: bool(known))
@@ -159,7 +159,7 @@ def test_a_link_closed_while_another_thread_waits_ends_the_wait_with_its_error(
     with opened() as pair:
         work = pair.receiver.recv(torch.zeros(10))
         errors: list[BaseException] = []
-        real = pair.receiver._ends.mine.sleep
+        real = pair.receiver._ends.local.sleep
 
         asleep = threading.Event()
 
@@ -170,7 +170,7 @@ def test_a_link_closed_while_another_thread_waits_ends_the_wait_with_its_error(
             else:
                 real(expected, seconds)
 
-        monkeypatch.setattr(pair.receiver._ends.mine, "sleep", wake_late)
+        monkeypatch.setattr(pair.receiver._ends.local, "sleep", wake_late)
 
         def wait() -> None:
             try:
@@ -269,7 +269,7 @@ def test_an_interrupted_wait_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
             patched.setattr(pair.receiver, "_enqueue", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 receiving.wait()
-        assert pair.receiver._callers == 0
+        assert pair.receiver._waiters == 0
         pair.sender.send(torch.ones(10))
         receiving.wait()
 
@@ -314,7 +314,7 @@ def test_what_others_left_under_way_is_brought_on_when_a_wait_ends(
         receiving = pair.sender.recv(torch.zeros(10))
         waiting = threading.Thread(target=receiving.wait)
         waiting.start()
-        assert wait_for(lambda: pair.sender._callers == 1)
+        assert wait_for(lambda: pair.sender._waiters == 1)
         time.sleep(0.1)
         pair.receiver.send(torch.ones(10))
         waiting.join(120)

@@ -15,7 +15,7 @@ from hetero.device.device import COMPLETED, CurrentStream
 from hetero.device.driver_base import GpuDriver
 from hetero.device.hip_driver import HipDriver
 from hetero.errors import LinkError
-from hetero.link.flow import EntryRefused
+from hetero.link.flow import UnexpectedEntry
 from hetero.link.header import Header
 from hetero.link.ring import COUNTER_MASK, ENTRIES, Entry, ahead
 from hetero.native.structures import (
@@ -75,7 +75,7 @@ def send(world: World, nbytes: int, callers: tuple[int, int | None], mark: str) 
     ready = _mark(world, 0, mark)
     transfer = world.transfer(nbytes, is_receive=False, caller=caller, ready=ready)
     world.enqueue(world.sender, _stream(world, 0, key))
-    if transfer.ready is None and transfer.end is None:
+    if transfer.ready is None and transfer.end_count is None:
         transfer.ready = world.devices[0].record_event()
 
 
@@ -230,7 +230,7 @@ def test_a_record_that_was_overwritten_is_refused(field: str) -> None:
     send(world, 100, (KEYS[0], None), "idle")
     within = 40 if field == "header" else getattr(RingRecord, field).offset + 3
     world.control.bytes[world.direction._records + within] = 0x7F
-    with pytest.raises(EntryRefused):
+    with pytest.raises(UnexpectedEntry):
         receive(world, 100, (KEYS[1], None), "idle")
     assert world.receiver.count == 0
     assert world.recorders[1].calls == []
@@ -318,7 +318,7 @@ def test_a_callers_stream_waits_for_nothing_while_a_peer_has_not_come() -> None:
     world = World(CudaDriver)
     assert world.exchange([(100, True)], caller=KEYS[0]) == Progress.WAITING
     assert world.recorders[1].calls == []
-    assert [transfer.begun for transfer in world.receiver.waiting] == [False]
+    assert [transfer.has_begun for transfer in world.receiver.waiting] == [False]
 
 
 def test_a_message_waits_for_the_one_before_it_in_the_same_direction() -> None:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from hetero.errors import LinkError
 from hetero.link import ring_link
 from hetero.link.handshake import Rendezvous
-from hetero.link.tcp_connections import TcpPaths, _answering, open_connections, tune
+from hetero.link.tcp_connections import TcpPaths, _reachable, open_connections, tune
 from tests.hetero.link.tcp.ends import CHUNK_BYTES, Setup
 from tests.hetero.link.test_handshake import both, rendezvous
 
@@ -92,7 +92,7 @@ def test_buffers_are_small_within_a_host_and_the_kernels_own_between_hosts(
         socket.create_server(("127.0.0.1", 0)) as listener,
         socket.create_connection(listener.getsockname()) as connection,
     ):
-        tune(connection, lost_after=3.0)
+        tune(connection, ack_timeout=3.0)
         size = connection.getsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF)
         patience = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT)
     # The kernel doubles what it is asked for, to have room for its own needs.
@@ -107,5 +107,5 @@ def test_an_address_that_does_not_answer_is_left_out() -> None:
         silent.bind(("127.0.0.1", 0))
         addresses = [one.getsockname() for one in (answering[0], silent, answering[1])]
         paths = TcpPaths(("127.0.0.1",))
-        assert _answering(addresses, paths, timeout=5.0) == [0, 2]
-        assert _answering([silent.getsockname()], paths, timeout=5.0) == []
+        assert _reachable(addresses, paths, timeout=5.0) == [0, 2]
+        assert _reachable([silent.getsockname()], paths, timeout=5.0) == []

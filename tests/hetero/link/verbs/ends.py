@@ -35,7 +35,7 @@ class Setup(JoinedEnds):
             transport="verbs",
             ring_bytes=self.ring_bytes[rank],
             chunk_bytes=self.chunk_bytes,
-            ordered=self.devices[rank],
+            link_device=self.devices[rank],
             device=self.tensors_on[rank],
             options=VerbsOptions(
                 memory=self.memory,
