@@ -167,7 +167,10 @@ class _Launcher:
         return cause.exit_code
 
     def _stopped(self, number: signal.Signals) -> int:
-        if self._node_failures is not None and (cause := self._node_failures.ended_for) is not None:
+        if (
+            self._node_failures is not None
+            and (cause := self._node_failures.remote_cause) is not None
+        ):
             print_error(cause.sentence())
             return cause.exit_code
         return _interrupted(number)

@@ -142,7 +142,8 @@ def shared_gpus(job: Job) -> str:
     gpus = torch.cuda.device_count()
     if ranks <= gpus:
         return ""
-    return f"{counted(ranks, 'rank')} share {counted(gpus, 'GPU')} of {host}: read no speed off this run"
+    who = f"{counted(ranks, 'rank')} share {counted(gpus, 'GPU')}"
+    return f"{who} of {host}: read no speed off this run"
 
 
 def _sharing(job: Job) -> str:
