@@ -22,7 +22,7 @@ def register() -> None:
 
 
 def __getattr__(name: str) -> Any:
-    """What needs torch is imported when it is first asked for: command lines are checked before."""
+    """Import what needs torch lazily: command lines are checked before torch is imported."""
     if name == "connect":
         from hetero.link.connect import connect
 

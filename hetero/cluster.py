@@ -1,4 +1,4 @@
-"""Who takes part in a run: the vendor, the host and the versions of each rank, and their checks."""
+"""The identity of each rank (vendor, host, versions), and whether ranks can train together."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class RankIdentity:
     host: str
     vendor: str
     actual_vendor: str
-    """What the hardware and the PyTorch build are, whatever HETERO_VENDOR says."""
+    """By hardware and PyTorch build, regardless of HETERO_VENDOR."""
     device: str
     project_version: str
     torch_version: str
@@ -43,7 +43,7 @@ class RankIdentity:
 
     @property
     def simulated(self) -> bool:
-        """Whether this rank plays a vendor that it is not."""
+        """Whether HETERO_VENDOR has this rank simulate another vendor."""
         return self.vendor != self.actual_vendor
 
 
@@ -55,10 +55,10 @@ def running_vendor() -> str:
 
 
 def _named_vendor(value: str, *, local_rank: int, planned: str) -> str:
-    """The vendor that HETERO_VENDOR gives this rank.
+    """The vendor that HETERO_VENDOR assigns to this rank.
 
-    One name is for every rank of this launcher; a comma-separated list is by local rank, with
-    `name*count` for a run of equal ones; `plan` takes the part that the plan has for the rank.
+    A single name applies to every rank of this launcher. A comma-separated list is by local rank,
+    with `name*count` for repeated names. `plan` takes the vendor that the plan has for the rank.
     """
     if value == "plan":
         return planned
@@ -87,9 +87,9 @@ def own_vendor(
     planned: str = "cpu",
     environ: Mapping[str, str] = os.environ,
 ) -> str:
-    """The vendor of the calling rank, or the one that HETERO_VENDOR has it play.
+    """The vendor of the calling rank, or the one that HETERO_VENDOR has it simulate.
 
-    Without a `local_rank`, and a launcher that says it, the ranks are taken for those of one host.
+    Without `local_rank` and LOCAL_RANK, the global rank is taken for the local one.
     """
     override = environ.get(VENDOR_VARIABLE, "").strip().lower()
     if not override:
@@ -108,7 +108,7 @@ def identify(
     flags: Mapping[str, Any],
     environ: Mapping[str, str] = os.environ,
 ) -> RankIdentity:
-    """Describe the calling rank. `planned_vendor` only matters to HETERO_VENDOR=plan."""
+    """Describe the calling rank. `planned_vendor` is for HETERO_VENDOR=plan."""
     actual = running_vendor()
     vendor = own_vendor(local_rank=local_rank, planned=planned_vendor, environ=environ)
     device = platform.machine() + " CPU"
@@ -130,10 +130,10 @@ def identify(
 
 @cache
 def release_of(version: str) -> str:
-    """The release in a version of PyTorch: 2.11.0 of 2.11.0a0+git1a2b.nv25.8 and 2.11.0+rocm7."""
+    """The release of a PyTorch version: 2.11.0 for 2.11.0a0+git1a2b.nv25.8 and 2.11.0+rocm7."""
     try:
         return Version(version).base_version
-    except InvalidVersion:  # a build of someone's own
+    except InvalidVersion:  # a custom build
         return version.partition("+")[0]
 
 
@@ -152,11 +152,10 @@ def check_identities(
     *,
     boundary_transport: str | None,
 ) -> None:
-    """Refuse a run whose ranks cannot work together or are not what the plan says.
+    """Refuse a run whose ranks cannot train together or differ from the plan. Raises UserError.
 
-    `boundary_transport` is what crosses from mesh to mesh, None in a homogeneous run. Of PyTorch
-    the releases are compared: what follows them (`a0+gitabc.nv25.8`, `+rocm7.1`) differs between
-    vendors by nature.
+    `boundary_transport` is that of links between meshes, None in a homogeneous run. Only releases
+    of PyTorch are compared: suffixes (`a0+gitabc.nv25.8`, `+rocm7.1`) always differ by vendor.
     """
     _require_equal(
         identities, [i.project_version for i in identities], what="versions of this project"

@@ -16,7 +16,7 @@ class HeteroError(Exception):
 
     exit_code = 1
     known_to_all = False
-    """Whether every rank raised it together, so that one rank of each node may speak for all."""
+    """Whether every rank raised it, so that one rank of each node prints it for all."""
 
 
 class UserError(HeteroError):
@@ -26,7 +26,7 @@ class UserError(HeteroError):
 
 
 class Refusal(UserError):
-    """Bad input that several sentences are needed for."""
+    """Bad input with several mistakes, each a sentence."""
 
     def __init__(self, *sentences: str) -> None:
         self.sentences = sentences
@@ -37,13 +37,13 @@ class Refusal(UserError):
 
 
 class Faults:
-    """All that is wrong with an input, gathered while the rest of it is read."""
+    """Collects all that is wrong with an input, so that one error reports everything."""
 
     def __init__(self) -> None:
         self.sentences: list[str] = []
 
     def read(self, load: Callable[[], T]) -> T | None:
-        """What `load` gives; None where it refuses, whose sentences are kept."""
+        """The result of `load`; None if it raises UserError, whose sentences are collected."""
         try:
             return load()
         except UserError as error:
@@ -52,7 +52,7 @@ class Faults:
             return None
 
     def refuse(self, refusal: type[Refusal]) -> None:
-        """Raise it with all sentences, if there are any."""
+        """Raise `refusal` with all collected sentences, if any."""
         if self.sentences:
             raise refusal(*self.sentences)
 
@@ -64,9 +64,9 @@ class AgreedError(UserError):
 
 
 class AgreedFailure(HeteroError):
-    """What ended the job on its way: a rank that died, or failed in what all did together.
+    """A failure after the start: a rank that ended, or failed in an Agreement's section.
 
-    Known to all, unless it is rank 0 that ended.
+    Known to all ranks, unless rank 0 itself ended.
     """
 
     def __init__(self, text: str, *, known_to_all: bool) -> None:
@@ -75,15 +75,15 @@ class AgreedFailure(HeteroError):
 
 
 class StoreLost(AgreedFailure):
-    """The rendezvous store answers no more, which each rank notices by itself."""
+    """The rendezvous store is gone, which each rank notices by itself."""
 
 
 class LinkError(HeteroError):
-    """A link between two ranks failed: a dead peer, a deadline missed, a message that differs."""
+    """A link between two ranks failed: dead peer, timeout, or an unexpected message."""
 
 
 class DataError(HeteroError):
-    """Data that turns out to be wrong while it is read; known to the rank that read it."""
+    """Data that turns out to be wrong while it is read; known to that rank only."""
 
 
 class OutputError(HeteroError):
@@ -111,11 +111,10 @@ def print_error(text: str) -> None:
 def write_error_file(
     text: str, *, printed: bool, known_to_all: bool = False, consequence: bool = False
 ) -> None:
-    """Tell the launcher why this process ends, in the error file that it named.
+    """Tell the launcher why this process ends, in torchelastic's error file.
 
-    The format is torchelastic's. What it has no place for is for `hetero.run`: whether this process
-    has `printed` the text, whether all ranks know it, and whether it is but the `consequence` of
-    another's end.
+    Fields of our own are for `hetero.run`: whether this process has `printed` the text, whether all
+    ranks know it, and whether it is only a `consequence` of another process's failure.
     """
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not file:
@@ -124,5 +123,5 @@ def write_error_file(
     ours = {"printed": printed, "known_to_all": known_to_all, "consequence": consequence}
     try:
         Path(file).write_text(json.dumps({"message": {"message": text, "extraInfo": extra | ours}}))
-    except OSError:  # the text stands on stderr too
+    except OSError:  # the text is on stderr too
         return

@@ -4,9 +4,9 @@ A group whose ranks lie in one mesh uses the vendor's own library (NCCL, which i
 build, or gloo on CPU). A group that crosses a boundary never does. It is `hetero` where gradients
 and weights go through it, and gloo where a few numbers do.
 
-A rank works out the groups it is in and creates those, with their other members. Every rank does so
-in the order of the kinds below, and two ranks of one group have it under the same kind: so nobody
-waits for somebody who waits for him.
+A rank computes which groups it is in and creates only those, together with their other members.
+Always create them in the order of the kinds below: all ranks of a group have it under the same
+kind, so no cycle of ranks can wait for itself.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ CONTROL_BACKEND = "gloo"
 _CARRIES_THE_MODEL = frozenset({"data", "data_context", "embedding"})
 """Kinds whose groups reduce or gather gradients and weights, on the model's device."""
 
-_RUNS_OVER: dict[str, frozenset[str]] = {
+_VARYING_COORDINATES: dict[str, frozenset[str]] = {
     "single": frozenset(),
     "tensor": frozenset({"tensor"}),
     "context": frozenset({"context"}),
@@ -40,15 +40,15 @@ _RUNS_OVER: dict[str, frozenset[str]] = {
     "model": frozenset({"stage", "tensor"}),
     "world": frozenset({"stage", "tensor", "data", "context"}),
 }
-"""The coordinates in which the ranks of a group differ; in the others they are alike."""
+"""The coordinates in which the ranks of a group differ; the others are equal."""
 
 
 @dataclass(frozen=True)
 class StageOrder:
-    """Where a rank stands in a pipeline of several meshes: what schedules ask of a pipeline group.
+    """Stands in for the pipeline group where the pipeline spans several meshes.
 
-    A group would have one rank of each stage, and stages may have different numbers of ranks.
-    Nothing is sent through it: what goes from stage to stage goes over links.
+    A real group would have one rank of each stage, but stages may have different numbers of ranks.
+    Schedules only ask it for rank and size; the stages communicate over links.
     """
 
     stage: int
@@ -63,7 +63,7 @@ class StageOrder:
 
 @dataclass(frozen=True)
 class Groups:
-    """The groups of one rank. Sizes of one are real groups too: megatron-core asks their size."""
+    """The groups of one rank, also those of size 1, whose size megatron-core asks for."""
 
     single: dist.ProcessGroup
     tensor: dist.ProcessGroup
@@ -84,7 +84,7 @@ class Groups:
         return group.links() if isinstance(group, HeteroProcessGroup) else []
 
     def check(self) -> None:
-        """Raise what has broken a group across vendors, once a GPU is through with their calls."""
+        """Raise the error of a failed group across vendors. Call it after synchronising the GPU."""
         for group in (self.data_context, self.embedding):
             if isinstance(group, HeteroProcessGroup):
                 group.check()
@@ -92,50 +92,50 @@ class Groups:
 
 @dataclass(frozen=True)
 class GroupPlan:
-    """One group that a rank creates: of which ranks, over which library."""
+    """One group that a rank creates: its ranks and backend."""
 
     name: str
-    """The same on all of its members, and of no other group of theirs."""
+    """The same on all of its members, and unique among their groups."""
     ranks: tuple[int, ...]
     backend: str
     crosses: bool
 
 
 def members(plan: Plan, rank: int, kind: str) -> tuple[int, ...]:
-    """The ranks of this rank's group of a kind, in rising order; none where it is in no such group.
+    """The ranks of this rank's group of a kind, ascending; empty if it is in no such group.
 
-    The cost grows with the size of the group, and not with that of the job.
+    Takes time proportional to the size of the group, not of the job.
     """
     if kind == "embedding":
         return _embedding_members(plan, rank)
     if kind == "position_embedding":
         return (rank,) if plan.coordinate(rank).stage == 0 else ()
     if joins_meshes(plan):
-        # Shards of stages of different shapes have no counterparts.
+        # Stages of different shapes have no corresponding ranks.
         if kind == "pipeline":
             return ()
         if kind == "model":
             kind = "world"
-    return _alike(plan, rank, differ=_RUNS_OVER[kind])
+    return _ranks_along(plan, rank, differ=_VARYING_COORDINATES[kind])
 
 
 def joins_meshes(plan: Plan) -> bool:
-    """Whether the pipeline goes through several meshes, each of which has a shape of its own."""
+    """Whether the pipeline spans several meshes, each with a shape of its own."""
     return len(plan.meshes) > 1 and not plan.whole_replicas
 
 
 def _embedding_members(plan: Plan, rank: int) -> tuple[int, ...]:
-    """The ranks of a tied embedding and its copy: those of one part, where both have the same."""
+    """The ranks that hold a tied embedding or its copy; of one shard if both are sharded alike."""
     if joins_meshes(plan):
         last = plan.blocks_of_stage(plan.stages - 1)[0].ranks
         ends = (*plan.blocks_of_stage(0)[0].ranks, *last)
     else:
-        line = _alike(plan, rank, differ=_RUNS_OVER["pipeline"])
+        line = _ranks_along(plan, rank, differ=_VARYING_COORDINATES["pipeline"])
         ends = (line[0], line[-1]) if len(line) > 1 else line
     return ends if rank in ends else ()
 
 
-def _alike(plan: Plan, rank: int, *, differ: frozenset[str]) -> tuple[int, ...]:
+def _ranks_along(plan: Plan, rank: int, *, differ: frozenset[str]) -> tuple[int, ...]:
     here = plan.coordinate(rank)
 
     def along(name: str, size: int) -> Sequence[int]:
@@ -161,10 +161,10 @@ def _alike(plan: Plan, rank: int, *, differ: frozenset[str]) -> tuple[int, ...]:
 def planned_groups(
     plan: Plan, rank: int, *, vendor_backend: str, crossing_backend: str = CROSSING_BACKEND
 ) -> dict[str, GroupPlan | None]:
-    """The groups of a rank by kind, in the order in which it creates them.
+    """The groups of a rank by kind, in the order in which to create them.
 
-    Kinds whose group has the same ranks and backend share one: their entries are equal. None: the
-    rank is in no group of this kind.
+    Kinds with the same ranks and backend share a group: their entries are equal. None means that
+    the rank is in no group of this kind.
     """
     known: dict[tuple[tuple[int, ...], str], GroupPlan] = {}
     planned: dict[str, GroupPlan | None] = {}
@@ -174,7 +174,7 @@ def planned_groups(
             planned[kind] = None
             continue
         ends = {plan.coordinate(end).mesh for end in (ranks[0], ranks[-1])}
-        crosses = len(ends) > 1  # Meshes are runs of ranks, and `ranks` are in rising order.
+        crosses = len(ends) > 1  # Ranks of a mesh are consecutive, and `ranks` are ascending.
         backend = vendor_backend
         if crosses:
             backend = crossing_backend if kind in _CARRIES_THE_MODEL else CONTROL_BACKEND

@@ -1,4 +1,4 @@
-"""How --help shows a flag's default: only where that tells a reader something."""
+"""A help formatter that shows defaults only where they tell something."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import argparse
 class HelpFormatter(argparse.HelpFormatter):
     """Adds `(default: 64)` to the help of a flag that has such a value.
 
-    Nothing is added for a flag that is off, or has no value, until it is given: a switch, None, an
-    empty list. Where leaving such a flag out means something, its own help says what.
+    Nothing is added for a switch, or a default of None or an empty list. If leaving out such a flag
+    means something, its own help says so.
     """
 
     def _get_help_string(self, action: argparse.Action) -> str | None:

@@ -1,10 +1,9 @@
-"""One process group at a time, created by its members alone: what of PyTorch that takes.
+"""Creates a process group by its members alone, under a name that the caller gives.
 
-`torch.distributed.new_group(use_local_synchronization=True)` is PyTorch's way to leave out who is
-no member. It names a group after its ranks and after how many groups the process has. Members of
-one group are members of different numbers of others (a first stage has groups that a middle stage
-has not), so their names would differ, and each would wait for the others for ever. Here the caller
-gives the name, which is why a private function of PyTorch stands in this file, and only here.
+PyTorch's `new_group(use_local_synchronization=True)` names a group after its ranks and the number
+of groups that the process has. Members of one group may be in different numbers of others (a first
+stage has groups that a middle stage lacks). Their names would differ, and each would wait for the
+others for ever. Hence the private function of PyTorch in this file, and only here.
 """
 
 from __future__ import annotations
@@ -25,12 +24,12 @@ def open_world(
 ) -> None:
     """Open the default group. Every rank calls it.
 
-    gloo would connect every rank of every group with every other: N sockets a rank, and N times N
-    times N numbers read from the store. Told to be lazy, it connects those who talk to each other.
+    Makes gloo connect lazily, only ranks that communicate. Otherwise it connects all pairs of each
+    group: N sockets a rank, and N^3 values read from the store.
     """
     os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
-    _greet_neighbours(dist.group.WORLD, list(range(world_size)), rank)
+    _connect_ring_neighbors(dist.group.WORLD, list(range(world_size)), rank)
 
 
 def create_group(
@@ -41,12 +40,11 @@ def create_group(
     timeout: timedelta,
     vendor: str | None = None,
 ) -> dist.ProcessGroup:
-    """Create a group of these ranks, in rising order. Its members call it, and nobody else.
+    """Create a group of these ranks, ascending. Only its members call it, and all of them.
 
-    `name` is the same on all members, and of no other set of ranks. Whoever is in
-    several groups creates them in the order that the others do, or members wait for each other for
-    ever. A group of one communicates with nobody, and has a store of its own. `vendor` is the part
-    that this rank has in a group of the backend `hetero`.
+    Never use a `name` for two sets of ranks. Create several groups in the same order on all ranks,
+    or members wait for each other for ever. A group of one rank has a store of its own. `vendor` is
+    this rank's, for a group of the backend `hetero`.
     """
     if backend == "hetero":
         register()
@@ -54,7 +52,7 @@ def create_group(
     store = c10d._get_default_store() if len(ranks) > 1 else dist.HashStore()
     unique = f"hetero {name}"
     while unique in c10d._world.pg_names.values():
-        unique += "'"  # As often as every other member has created it.
+        unique += "'"  # All members have created it equally often.
     group, _ = c10d._new_process_group_helper(
         len(ranks),
         ranks.index(rank),
@@ -68,18 +66,20 @@ def create_group(
     )
     c10d._world.pg_group_ranks[group] = {rank: number for number, rank in enumerate(ranks)}
     if backend == "gloo":
-        _greet_neighbours(group, ranks, rank)
+        _connect_ring_neighbors(group, ranks, rank)
     elif backend == "hetero":
-        # Opens the links, for the same reason.
+        # Open its links now, for the same reason.
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         dist.all_reduce(torch.zeros(1, device=device), group=group)
     return group
 
 
-def _greet_neighbours(group: dist.ProcessGroup | None, ranks: Sequence[int], rank: int) -> None:
-    """Connect with both neighbours in gloo's ring now, where a failure still names who is missing.
+def _connect_ring_neighbors(
+    group: dist.ProcessGroup | None, ranks: Sequence[int], rank: int
+) -> None:
+    """Connect to both neighbors of gloo's ring, while a failure still names missing ranks.
 
-    Otherwise the first collective would, in the midst of training.
+    Otherwise the first collective would connect, during training.
     """
     if len(ranks) == 1:
         return

@@ -1,4 +1,4 @@
-"""How many files and connections this process may have open at once."""
+"""The limit of open files and connections of a process."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import resource
 
 
 def allow_open_files() -> None:
-    """Raise the soft limit to the hard one, also for the processes that are started from here.
+    """Raise the soft limit to the hard one, for this process and its children.
 
-    Whoever hosts the rendezvous store holds two or three connections of every rank; the soft limit
+    The host of the rendezvous store has two or three connections to every rank, and the soft limit
     of many systems is 1,024.
     """
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

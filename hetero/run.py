@@ -2,12 +2,12 @@
 
     python -m hetero.run --nproc-per-node 8 pretrain_gpt.py --num-layers 32 ...
 
-Unlike torchrun it says whom it waits for, ends with one sentence that names the cause with its rank
-and host, and returns that rank's exit code: 2 for bad input, 1 for a failure, 128 plus the signal's
-number where one ended it, so 130 after Ctrl-C.
+Unlike torchrun it prints which nodes it waits for, ends with one sentence that names the cause with
+its rank and host, and returns that rank's exit code: 2 for bad input, 1 for a failure, 128 plus the
+number of a signal, so 130 after Ctrl-C.
 
 A script that makes groups with backend="nccl" gets groups that also cross vendors. Another launcher
-gives it the same by starting this module in place of the script:
+does the same if it starts this module in place of the script:
 
     torchrun --nproc-per-node 8 -m hetero.run train.py ...
 """
@@ -33,13 +33,13 @@ from pathlib import Path
 from hetero.megatron_imports import exit_unless_installed
 
 if __name__ == "__main__":
-    # PyTorch reads it at its import, and would report the end of a store with its stack.
-    _HUSHED = "TORCH_CPP_LOG_LEVEL" not in os.environ
+    # PyTorch reads it when imported. Otherwise it logs a stack trace when a store's host ends.
+    _QUIETED_CPP_LOG = "TORCH_CPP_LOG_LEVEL" not in os.environ
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
-    # Its import takes seconds, after which there is still nothing to unwind.
+    # Importing torch takes seconds. Until then Ctrl-C has nothing to clean up.
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        said = b"error: interrupted; nothing was started\n"
-        signal.signal(signal.SIGINT, lambda *_: (os.write(2, said), os._exit(128 + signal.SIGINT)))
+        text = b"error: interrupted; nothing was started\n"
+        signal.signal(signal.SIGINT, lambda *_: (os.write(2, text), os._exit(128 + signal.SIGINT)))
     exit_unless_installed("torch", "psutil")
 
 import psutil
@@ -62,7 +62,7 @@ from hetero.launch.node_failures import GRACE, NodeFailures
 from hetero.open_files import allow_open_files
 from hetero.wait_reporter import WaitIntervals
 
-_PATIENCE = 600.0
+_RENDEZVOUS_SECONDS = 600.0
 
 
 def main(
@@ -71,10 +71,10 @@ def main(
     intervals: WaitIntervals | None = None,
     grace: float = GRACE,
 ) -> int:
-    """Run the launcher; return its exit code. Once in a process, as torchelastic's registry is.
+    """Run the launcher; return its exit code. Once per process: torchelastic's registry is global.
 
-    `intervals` are those between a wait's lines; `grace` is how many seconds this node's processes
-    may go on after one of another node has ended badly.
+    `intervals` are those of "waiting for" lines; `grace` is how many seconds this node's processes
+    may still run after one of another node has failed.
     """
     os.environ.setdefault(INSTEAD_OF_VARIABLE, "nccl")
     if os.environ.get("LOCAL_RANK", "0") == "0" and (reason := why_not_autoloaded()):
@@ -100,19 +100,19 @@ def main(
         return error.exit_code
     except KeyboardInterrupt:
         return _interrupted(signal.SIGINT)
-    except SignalException as stopped:  # a second one, after the end has been told
+    except SignalException as stopped:  # a second one, after the first has been handled
         return 128 + stopped.sigval
 
 
 def _started_by_another() -> list[str]:
-    """The script and its arguments, where another launcher has started this module as a rank."""
+    """The script and its arguments, if another launcher has started this module as a rank."""
     words = sys.argv[1:]
     is_rank = "TORCHELASTIC_RUN_ID" in os.environ and "RANK" in os.environ
     return words if is_rank and words and not words[0].startswith("-") else []
 
 
 class _Launcher:
-    """One run of torchelastic's agent, and what is said of it."""
+    """One run of torchelastic's agent, and the line that explains its end."""
 
     def __init__(self, settings: RendezvousSettings, grace: float) -> None:
         self._settings = settings
@@ -148,9 +148,9 @@ class _Launcher:
         return 0
 
     def _rendezvous(self, parameters: RendezvousParameters) -> LauncherRendezvous:
-        return LauncherRendezvous(self._settings, parameters, self._joined)
+        return LauncherRendezvous(self._settings, parameters, self._on_joined)
 
-    def _joined(self, info: RendezvousInfo) -> None:
+    def _on_joined(self, info: RendezvousInfo) -> None:
         if info.world_size > 1 and self._node_failures is None:
             self._node_failures = NodeFailures(info, grace=self._grace)
             self._node_failures.watch(lambda: os.kill(os.getpid(), signal.SIGTERM))
@@ -167,14 +167,17 @@ class _Launcher:
         return cause.exit_code
 
     def _stopped(self, number: signal.Signals) -> int:
-        if self._node_failures is not None and (cause := self._node_failures.ended_for) is not None:
+        if (
+            self._node_failures is not None
+            and (cause := self._node_failures.remote_cause) is not None
+        ):
             print_error(cause.sentence())
             return cause.exit_code
         return _interrupted(number)
 
 
 def _signal_behind(error: BaseException | None) -> signal.Signals | None:
-    """The signal that ended torchelastic, whatever its exception led to where it came."""
+    """The signal that ended torchelastic, also if its SignalException caused another exception."""
     while error is not None:
         if isinstance(error, SignalException):
             return signal.Signals(error.sigval)
@@ -205,7 +208,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 def _rendezvous_settings(
     options: argparse.Namespace, intervals: WaitIntervals
 ) -> RendezvousSettings:
-    """Where the nodes meet; makes torchelastic take this project's rendezvous for it."""
+    """The rendezvous of the command line; replaces it by `LauncherRendezvous` in `options`."""
     with _as_bad_input(f"--nnodes {options.nnodes}: "):
         _, nodes = torchrun.parse_min_max_nnodes(options.nnodes)
     with _as_bad_input(f"--nproc-per-node {options.nproc_per_node}: "):
@@ -213,7 +216,7 @@ def _rendezvous_settings(
     with _as_bad_input(f"--rdzv-conf {options.rdzv_conf}: "):
         pairs = [part.partition("=") for part in options.rdzv_conf.split(",")]
         configured = {key.strip(): value for key, _, value in pairs}
-        own = configured.get("timeout") or _PATIENCE
+        own = configured.get("timeout") or _RENDEZVOUS_SECONDS
         timeout = float(configured.get("join_timeout") or own)
     if processes < 1:
         raise UserError(f"--nproc-per-node is {processes}; give 1 or more")
@@ -246,14 +249,14 @@ def _rendezvous_settings(
 
 
 def _share_cores(processes: int) -> None:
-    """Give each process its share of the cores; torchrun gives it one, and says so at length."""
+    """Set OMP_NUM_THREADS to each process's share of the cores; torchrun sets 1 with a warning."""
     if processes > 1:
         share = len(os.sched_getaffinity(0)) // processes
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, share)))
 
 
 def _check_program(options: argparse.Namespace) -> None:
-    """Refuse what would fail on every rank, each with a traceback."""
+    """Refuse a program that cannot start, which would fail on every rank with a traceback."""
     program = options.training_script
     if options.no_python and options.module:
         raise UserError("--no-python and --module exclude each other; give one of them")
@@ -278,7 +281,7 @@ def _as_bad_input(flag: str = "") -> Iterator[None]:
 
 @contextmanager
 def _quiet_torch() -> Iterator[None]:
-    """Leave out what torchelastic logs of every failure, unless the user has set a level."""
+    """Silence torchelastic's log of every failure, unless the user has set LOGLEVEL."""
     if "LOGLEVEL" not in os.environ:
         for name in logging.root.manager.loggerDict:
             if name.startswith(("torch.distributed.elastic", "torch.distributed.run")):
@@ -288,7 +291,7 @@ def _quiet_torch() -> Iterator[None]:
 
 @contextmanager
 def _own_log_folder(options: argparse.Namespace) -> Iterator[None]:
-    """Where the ranks' error files go; torchrun would leave a folder behind for each run."""
+    """A temporary folder for error files; torchrun would leave one behind for each run."""
     if options.log_dir is not None:
         yield
         return
@@ -298,14 +301,14 @@ def _own_log_folder(options: argparse.Namespace) -> Iterator[None]:
 
 
 def _end_children() -> None:
-    """End what is left of this node's processes, as after a second Ctrl-C."""
+    """Kill the remaining processes of this node, as after a second Ctrl-C."""
     for child in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess):
             child.kill()
 
 
 if __name__ == "__main__":
-    if _HUSHED:  # The processes it starts report as ever.
+    if _QUIETED_CPP_LOG:  # Child processes log as usual.
         del os.environ["TORCH_CPP_LOG_LEVEL"]
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -1,4 +1,4 @@
-"""Shares that follow the measured speed of the ranks."""
+"""Sets a sampler's shares by the measured speed of the ranks."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ from hetero.data.shares import Shares, balanced
 from hetero.errors import UserError
 from hetero.formatting import counted
 
-_MOST_AT_ONCE = 3
-"""Measurements one after another."""
+_MAX_CONSECUTIVE = 3
+"""Measurements in a row, each after a change of the shares."""
 
 
 class Balance:
-    """Measures what a sample costs each rank, and gives the sampler the shares that follow.
+    """Measures each rank's seconds per sample, and sets the sampler's shares accordingly.
 
-    Timed are the forward and backward passes of the layers of `models` (the model as it is called,
-    and a loss that is a module), without what they wait for. After `warm_up` steps, `steps` steps
+    Times the forward and backward passes of the layers of `models` (the model as it is called, and
+    a loss that is a module), without communication. After `warm_up` steps, `steps` steps
     are measured; all ranks then tell each other their medians, compute the same shares, and change
     to them with the same batch where that shortens a step by at least `tolerance`.
 
@@ -77,8 +77,8 @@ class Balance:
         self._sampler, self._group = sampler, group
         self._every, self._tolerance = every, tolerance
         self._warm_up, self._steps = warm_up, steps
-        self._settling = _MOST_AT_ONCE
-        """How many measurements may follow each other yet."""
+        self._settling = _MAX_CONSECUTIVE
+        """Measurements left in this row."""
         self._clock = clock or clock_of(layers)
         self._until = warm_up + steps
         """Steps until the next measurement ends."""
@@ -86,13 +86,13 @@ class Balance:
         self._spans: list[tuple[Any, Any]] = []
         self._measured: list[tuple[int, list[tuple[Any, Any]]]] = []
         self.seconds_per_sample: tuple[float, ...] = ()
-        """What the last measurement gave, by rank."""
+        """The result of the last measurement, by rank."""
         self._handles = [
             handle for number, layer in enumerate(layers) for handle in self._watch(number, layer)
         ]
 
     def step(self, samples: int) -> Shares | None:
-        """End a step in which this rank has computed `samples`. The new shares where they change.
+        """End a step in which this rank has computed `samples`; return the shares if they change.
 
         Every rank calls it after every backward pass, or after the last of several micro-batches.
         """
@@ -110,7 +110,7 @@ class Balance:
         if changed is not None and self._settling > 0:
             self._until = self._warm_up + self._steps
         elif self._every is not None:
-            self._until, self._settling = self._every, _MOST_AT_ONCE
+            self._until, self._settling = self._every, _MAX_CONSECUTIVE
         else:
             for handle in self._handles:
                 handle.remove()
@@ -119,7 +119,7 @@ class Balance:
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing is measured any more."""
+        """Whether all measurements are done."""
         return not self._handles
 
     @property
@@ -133,33 +133,33 @@ class Balance:
             if samples > 0
         ]
         self._measured = []
-        told: list[Any] = [None] * dist.get_world_size(self._group)
-        mine = (statistics.median(costs) if costs else 0.0, self._sampler.position)
-        dist.all_gather_object(told, mine, group=self._group)
-        if silent := [rank for rank, (cost, _) in enumerate(told) if not cost > 0]:
+        measured: list[Any] = [None] * dist.get_world_size(self._group)
+        own = (statistics.median(costs) if costs else 0.0, self._sampler.position)
+        dist.all_gather_object(measured, own, group=self._group)
+        if silent := [rank for rank, (cost, _) in enumerate(measured) if not cost > 0]:
             raise UserError(
                 f"nothing was measured on ranks {silent}: none of the layers was called, or no "
                 "samples were; pass the model that is called, and step() what it has computed"
             )
-        self.seconds_per_sample = tuple(cost for cost, _ in told)
+        self.seconds_per_sample = tuple(cost for cost, _ in measured)
         shares = self._sampler.newest_shares
         better = balanced(shares, self.seconds_per_sample, tolerance=self._tolerance)
         if better == shares:
             return None
         # A rank's loader may have drawn further ahead than another's.
-        self._sampler.set_shares(better, start=max(position for _, position in told))
+        self._sampler.set_shares(better, start=max(position for _, position in measured))
         return better
 
     def _watch(self, number: int, layer: nn.Module) -> list[Any]:
-        """Hooks inside those of FSDP2, in either direction, whichever were registered first."""
+        """Hooks that run inside FSDP2's in both directions, whichever were registered first."""
         forward, backward = (number, "forward"), (number, "backward")
         start, end = partial(self._start, backward), partial(self._end, backward)
 
         def before(_: nn.Module, args: Any, kwargs: Any) -> Any:
             if not self._is_measuring or not torch.is_grad_enabled():
-                return None  # an evaluation between two steps is none of them
+                return None  # never measure an evaluation between steps
             marked = mark_inputs((args, kwargs), end)
-            # What checkpointing computes again is part of the backward pass.
+            # Recomputation by activation checkpointing is part of the backward pass.
             if not in_backward():
                 self._start(forward)
             return marked
@@ -186,6 +186,6 @@ class Balance:
 
 def vendor_of_each_rank(group: dist.ProcessGroup | None = None) -> list[str]:
     """The vendors of all ranks of a group, as HETERO_VENDOR has them. Collective over it."""
-    told: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(told, own_vendor(), group=group)
-    return told
+    vendors: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(vendors, own_vendor(), group=group)
+    return vendors

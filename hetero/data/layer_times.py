@@ -1,6 +1,6 @@
-"""Where the layers of a model are, and when their computing begins and ends in either direction.
+"""Finds a model's layers, and the points where their forward and backward passes start and end.
 
-Both leave out what a layer waits for: FSDP2 gathers its parameters before, and reduces its
+Those exclude a layer's communication: FSDP2 gathers its parameters before, and reduces its
 gradients after.
 """
 
@@ -16,10 +16,10 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 
 def layers_of(*models: nn.Module) -> list[nn.Module]:
-    """The parts of models that hold all parameters: blocks, embeddings, an output layer.
+    """The modules that together hold all parameters: blocks, embeddings, an output layer.
 
-    Lists and sequences of modules are taken apart, and so is what has a list somewhere inside. A
-    model that has no parts (a loss, a linear layer) is a layer itself.
+    Descends into Sequential, and into any module that contains a ModuleList. A model without
+    children (a loss, a linear layer) is a layer itself.
     """
     found: list[nn.Module] = []
     for model in models:
@@ -29,10 +29,10 @@ def layers_of(*models: nn.Module) -> list[nn.Module]:
 
 
 def _parts(module: nn.Module) -> Iterable[nn.Module]:
-    taken_apart = isinstance(module, nn.Sequential) or any(
+    is_container = isinstance(module, nn.Sequential) or any(
         isinstance(inner, nn.ModuleList) for inner in module.modules()
     )
-    if taken_apart:
+    if is_container:
         for child in module.children():
             yield from _parts(child)
     elif next(module.parameters(), None) is not None:
@@ -61,15 +61,15 @@ def mark_outputs(
 ) -> None:
     """Have `start` called before the backward pass of a layer.
 
-    It comes after all hooks of the outputs themselves, where FSDP2 waits for parameters. Where no
-    argument has a gradient, as token numbers have not, `end` is called with the parameters'.
+    It is called after all hooks of the outputs, in which FSDP2 waits for parameters. If no argument
+    requires a gradient, such as token ids, `end` is called once the parameters have theirs.
     """
     for node in {leaf.grad_fn for leaf in tree_flatten(outputs)[0] if _has_gradient(leaf)}:
         if node is not None:
             node.register_prehook(lambda _: start())
     if any(map(_has_gradient, tree_flatten(arguments)[0])) or in_backward():
         return
-    # Those of now: FSDP2 puts whole parameters in the place of its shards for the time of a pass.
+    # Look them up on every pass: FSDP2 replaces its shards by unsharded parameters during it.
     parameters = [p for p in layer.parameters() if p.requires_grad]
     if parameters and torch.is_grad_enabled():
 
@@ -81,12 +81,12 @@ def mark_outputs(
 
 
 def in_backward() -> bool:
-    """Whether a backward pass runs, in which checkpointing computes layers again."""
+    """Whether a backward pass is running, in which activation checkpointing recomputes layers."""
     return torch._C._current_graph_task_id() != -1
 
 
 class HostClock:
-    """The time of the CPU."""
+    """Times on the CPU."""
 
     def mark(self) -> Any:
         return time.perf_counter()
@@ -95,16 +95,16 @@ class HostClock:
         return end - start
 
     def burn(self, seconds: float) -> None:
-        """Keep a core busy, and Python free for other threads as a layer's own operators do."""
+        """Keep a core busy without holding the GIL, as a layer's own operators do."""
         until = time.perf_counter() + seconds
         with torch.no_grad():
-            some = torch.ones(64, 64)
+            matrix = torch.ones(64, 64)
             while time.perf_counter() < until:
-                torch.mm(some, some)
+                torch.mm(matrix, matrix)
 
 
 class GpuClock(HostClock):
-    """The time of a GPU's current stream."""
+    """Times on a GPU's current stream."""
 
     def mark(self) -> Any:
         event = torch.cuda.Event(enable_timing=True)

@@ -34,11 +34,11 @@ class ShareBatchSampler(Sampler[list[int]]):
     ) -> None:
         self.length = _length(dataset)
         self.shares = shares
-        """Those of the next batch, unless others are set for it."""
+        """The shares of the next batch, unless `set_shares` has set others for it."""
         self.rank, self.seed, self.shuffle, self.drop_last = rank, seed, shuffle, drop_last
         self.epoch = 0
-        self._next = 0  # the batch of the epoch that is drawn next
-        self._first = 0  # where the next pass begins
+        self._next = 0  # the epoch's next batch
+        self._first = 0  # where the next __iter__ starts
         self._pending: dict[int, Shares] = {}
         self._check()
 
@@ -60,7 +60,7 @@ class ShareBatchSampler(Sampler[list[int]]):
             raise UserError(f"the batches cannot be shared out: {'; '.join(wrong)}")
 
     def _wrong_with(self, shares: Shares) -> list[str]:
-        """Why not every batch of an epoch, the last included, can be shared out like this."""
+        """Why some batch of an epoch, such as the last one, cannot be split into these shares."""
         if 0 in shares.counts:
             return [
                 f"shares {[*shares]} leave a rank without samples, and all ranks have to take "
@@ -77,32 +77,35 @@ class ShareBatchSampler(Sampler[list[int]]):
         return []
 
     def __len__(self) -> int:
-        """Global batches of a whole epoch."""
+        """The number of global batches in an epoch."""
         whole, tail = divmod(self.length, self.shares.batch)
         return whole + (1 if tail and not self.drop_last else 0)
 
     @property
     def position(self) -> int:
-        """The number, over all epochs, of the batch that is drawn next.
+        """The number, over all epochs, of the next batch.
 
-        A DataLoader with workers draws ahead of what is trained.
+        A DataLoader with workers draws batches ahead of training.
         """
         return self.epoch * len(self) + self._next
 
     @property
     def newest_shares(self) -> Shares:
-        """Those set last, the same on every rank however far each has drawn ahead."""
+        """The shares set last: the same on every rank, however far each has drawn ahead."""
         return self._pending[max(self._pending)] if self._pending else self.shares
 
     def set_epoch(self, epoch: int) -> None:
-        """Take another order. The epoch that a state was loaded in goes on where it was."""
+        """Set the epoch, as in DistributedSampler. That of a loaded state resumes where it was."""
         if epoch < self.epoch:
             self._take_newest()
         if epoch != self.epoch:
             self.epoch, self._first, self._next = epoch, 0, 0
 
     def _take_newest(self) -> None:
-        """Where batches come again: by position, ranks that drew further ahead would differ."""
+        """Apply the newest shares at once when batches are repeated.
+
+        By position, ranks that have drawn further ahead would differ.
+        """
         self.shares, self._pending = self.newest_shares, {}
 
     def set_shares(self, shares: Shares, *, start: int) -> None:
@@ -131,7 +134,7 @@ class ShareBatchSampler(Sampler[list[int]]):
     def __iter__(self) -> Iterator[list[int]]:
         order = self._order()
         batch = self.shares.batch
-        if self._first < self._next:  # the same epoch again
+        if self._first < self._next:  # the same epoch is repeated
             self._take_newest()
         self._next, self._first = self._first, 0
         while self._next < len(self):
@@ -145,15 +148,15 @@ class ShareBatchSampler(Sampler[list[int]]):
     def _order(self) -> list[int]:
         if not self.shuffle:
             return list(range(self.length))
-        # As torch's DistributedSampler draws it.
+        # The same permutation as torch's DistributedSampler.
         generator = torch.Generator().manual_seed(self.seed + self.epoch)
         return torch.randperm(self.length, generator=generator).tolist()
 
     def state_dict(self, *, trained: int | None = None) -> dict[str, Any]:
-        """Where training is: the same on every rank, for any number of ranks.
+        """The state of training: the same on every rank, and independent of the number of ranks.
 
-        `trained` is how many batches of this epoch are behind it. Without it, all that were drawn
-        count, which is only right for a DataLoader without workers.
+        `trained` is how many batches of this epoch have been trained. Without it, all drawn batches
+        count, which is only correct for a DataLoader without workers.
         """
         return {
             "epoch": self.epoch,
@@ -172,9 +175,9 @@ class ShareBatchSampler(Sampler[list[int]]):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from there. The shares are taken over where the number of ranks is the same.
+        """Resume from a state. Its shares are used if the number of ranks is the same.
 
-        Raises UserError with all in which the state differs from this sampler.
+        Raises UserError with every difference between the state and this sampler.
         """
         missing = {"epoch", "batches", "shares", *self._fixed()} - state.keys()
         if missing:
@@ -220,7 +223,7 @@ def _length(dataset: Sized | int) -> int:
 class ShareSampler(Sampler[int]):
     """For DataLoader(sampler=..., batch_size=shares.counts[rank]): the indices one by one.
 
-    Only for shares that stay as they are, since DataLoader's batch_size does.
+    Only for constant shares, since DataLoader's batch_size is constant.
     """
 
     def __init__(self, batches: ShareBatchSampler) -> None:
@@ -234,7 +237,7 @@ class ShareSampler(Sampler[int]):
             yield from batch
 
     def __len__(self) -> int:
-        """Samples of this rank in a whole epoch."""
+        """This rank's samples in an epoch."""
         shares, rank = self._batches.shares, self._batches.rank
         whole, tail = divmod(self._batches.length, shares.batch)
         last = shares.of(tail).counts[rank] if tail and not self._batches.drop_last else 0

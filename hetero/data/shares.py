@@ -96,12 +96,12 @@ class Shares:
         """These proportions for another batch, such as the last one of an epoch."""
         if batch == self.batch:
             return self
-        # A rank without samples stays as good as without.
+        # A rank with no samples needs a speed above 0.
         speeds = [max(float(count), 1e-9) for count in self.counts]
         return self.split(batch, speeds, granule=self.granule, least=self.least)
 
     def bounds(self, rank: int) -> slice:
-        """Where a rank's samples lie in the global batch."""
+        """The slice of the global batch that a rank takes."""
         ends = [0, *accumulate(self.counts)]
         return slice(ends[rank], ends[rank + 1])
 
@@ -110,18 +110,18 @@ class Shares:
 
 
 def _largest_remainder(units: int, speeds: Sequence[Fraction], least: int) -> list[int]:
-    """Whole units by rank, `least` for each at least. Exact, so that all hosts agree."""
-    held: set[int] = set()
+    """Whole units by rank, at least `least` each. Exact arithmetic, so that all hosts agree."""
+    at_least: set[int] = set()
     while True:
-        # Who would get less than `least` gets just that; the others share what is left.
-        free = [rank for rank in range(len(speeds)) if rank not in held]
-        left = units - least * len(held)
+        # Ranks that would get less than `least` get `least`; the others share the rest.
+        free = [rank for rank in range(len(speeds)) if rank not in at_least]
+        left = units - least * len(at_least)
         total = sum((speeds[rank] for rank in free), Fraction(0))
         quotas = {rank: left * speeds[rank] / total for rank in free}
         short = {rank for rank, quota in quotas.items() if quota < least}
         if not short:
             break
-        held |= short
+        at_least |= short
     counts = [math.floor(quotas[rank]) if rank in quotas else least for rank in range(len(speeds))]
     by_remainder = sorted(free, key=lambda rank: (counts[rank] - quotas[rank], rank))
     for rank in by_remainder[: units - sum(counts)]:
@@ -130,9 +130,9 @@ def _largest_remainder(units: int, speeds: Sequence[Fraction], least: int) -> li
 
 
 def speeds_of_ranks(by_vendor: Mapping[str, float], vendors: Sequence[str]) -> tuple[float, ...]:
-    """The speed of each rank, where the speed of one rank of each vendor is known.
+    """The speed of each rank from the speed of one rank of each vendor.
 
-    `vendors` names each rank's. Raises UserError with every vendor that has no speed.
+    `vendors` is by rank. Raises UserError with every vendor that has no speed.
     """
     if missing := sorted(set(vendors) - by_vendor.keys()):
         raise UserError(
@@ -143,10 +143,10 @@ def speeds_of_ranks(by_vendor: Mapping[str, float], vendors: Sequence[str]) -> t
 
 
 def balanced(shares: Shares, seconds: Sequence[float], *, tolerance: float) -> Shares:
-    """Shares for what one sample was measured to cost each rank, in seconds.
+    """Better shares by each rank's measured seconds per sample, or else the same `shares`.
 
-    A step lasts as long as its slowest rank. Shares that would shorten it by less than `tolerance`
-    (0.01 is 1 %) are not taken, so that noise does not make them go back and forth.
+    A step takes as long as its slowest rank. Keep the shares unless that gets shorter by more than
+    `tolerance` (0.01 is 1 %), so that noise does not make them oscillate.
     """
     better = shares.resplit([1 / cost for cost in seconds])
     if _step(better, seconds) > (1 - tolerance) * _step(shares, seconds):

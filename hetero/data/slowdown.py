@@ -1,4 +1,4 @@
-"""A vendor made slower by a known factor, to *simulate* two of different speed."""
+"""Slows a vendor down by a known factor, to *simulate* vendors of different speed."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ from hetero.errors import UserError
 from hetero.plan import VENDORS
 
 SLOWDOWN_VARIABLE = "HETERO_SLOWDOWN"
-"""`amd=1.5`, or several with commas between: how many times as long each layer takes."""
+"""`amd=1.5`, or a comma-separated list: the factor by which each layer takes longer."""
 
 
 def slow_down(
     *models: nn.Module, environ: Mapping[str, str] = os.environ, clock: HostClock | None = None
 ) -> float:
-    """Have each layer take as many times as long as HETERO_SLOWDOWN says for this rank's vendor.
+    """Slow each layer down by HETERO_SLOWDOWN's factor for this rank's vendor.
 
-    Call it once, with the model and any other module that computes. After each layer, in either
-    direction, a CPU computes in vain and a GPU's stream spins (a Triton kernel) for the layer's own
-    time times the factor less one. Returns the factor, 1.0 where there is none. Raises UserError.
+    Call it once, with the model and any other module that computes. After each layer's forward and
+    backward pass, a CPU burns cycles, or a GPU's stream spins (a Triton kernel), for factor - 1
+    times what the layer took. Returns the factor, 1.0 if there is none. Raises UserError.
     """
     factors = slowdown_factors(environ.get(SLOWDOWN_VARIABLE, ""))
     if not factors:
@@ -91,10 +91,10 @@ class _HostBrake:
 
 
 class _GpuBrake:
-    """The device reads its own clock, so that nothing waits for the host."""
+    """The kernels read the device's clock, so that neither CPU nor GPU waits for the other."""
 
     def __init__(self, factor: float) -> None:
-        # Triton is there with PyTorch for CUDA and ROCm, not with that for CPUs.
+        # Import it here: PyTorch's CPU build has no Triton.
         from hetero.data import spin_kernel
 
         self._kernels = spin_kernel
@@ -113,19 +113,19 @@ def _brake(factor: float, clock: HostClock) -> _HostBrake | _GpuBrake:
 
 
 def _slow(layer: nn.Module, brakes: list[Any]) -> None:
-    """Wrap the layer's own forward: hooks, FSDP2's and those of measurements, stay outside."""
+    """Wrap the layer's own forward, inside all hooks: FSDP2's and those of measurements."""
     forward, backward = brakes
-    plain = layer.forward
+    original = layer.forward
 
-    @functools.wraps(plain)
+    @functools.wraps(original)
     def slowed(*args: Any, **kwargs: Any) -> Any:
         args, kwargs = mark_inputs((args, kwargs), backward.end)
-        # What checkpointing computes again is part of the backward pass.
-        again = in_backward()
-        if not again:
+        # Recomputation by activation checkpointing is part of the backward pass.
+        is_recompute = in_backward()
+        if not is_recompute:
             forward.start()
-        outputs = plain(*args, **kwargs)
-        if not again:
+        outputs = original(*args, **kwargs)
+        if not is_recompute:
             forward.end()
         mark_outputs(layer, (args, kwargs), outputs, start=backward.start, end=backward.end)
         return outputs

@@ -1,4 +1,4 @@
-"""Kernels that hold a GPU's stream for a multiple of the time since a stamp."""
+"""Triton kernels that occupy a GPU's stream for a multiple of the time since a stamp."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a rank's loss is multiplied by, so that the mean over ranks is the mean over the batch."""
+"""The factor for a rank's loss that makes the mean over ranks the mean over the batch."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ import torch.distributed as dist
 def loss_weight(
     count: int | torch.Tensor, *, group: dist.ProcessGroup | None = None
 ) -> torch.Tensor:
-    """Ranks, divided by what counts in the loss on all ranks together: a scalar in float64.
+    """The number of ranks divided by the sum of `count` over them: a scalar in float64.
 
-    `count` is what counts in the loss on this rank in this step, over all its micro-batches: its
+    `count` is how many terms this rank's loss has in this step, over all its micro-batches: its
     samples, or its tokens with a label. A tensor on the device that `group` communicates on avoids
     a copy. Multiply each **sum** of losses by the weight (a mean over n by n times the weight). DDP
-    and FSDP2 average gradients over ranks, and so the result is the gradient of the mean over the
+    and FSDP2 average gradients over ranks, so the result is the gradient of the mean over the
     global batch. The average of the weighted losses over ranks is the loss of the global batch.
 
-    Collective over `group`. Call it before the forward pass, where ranks wait for none. Where
-    nothing counts anywhere the loss and the gradients are zero.
+    Collective over `group`. Call it before the forward pass, so that it waits for no computation.
+    If every count is 0, the loss and the gradients are zero.
     """
     if not isinstance(count, torch.Tensor):
         count = torch.tensor(count, device=_device_of(group))
@@ -28,7 +28,7 @@ def loss_weight(
 
 
 def _device_of(group: dist.ProcessGroup | None) -> torch.device:
-    """Where a group takes tensors, the host's memory first."""
+    """A device whose tensors a group takes, preferably the CPU."""
     whole = group or dist.group.WORLD
     assert whole is not None
     kinds = {device.type for device in whole._device_types}

@@ -1,1 +1,1 @@
-"""Behind `python -m hetero.run`: how nodes meet, and what is said when a process ends."""
+"""Parts of the launcher `python -m hetero.run`: rendezvous, exit codes, failures of nodes."""

@@ -1,4 +1,4 @@
-"""Which of the processes that ended badly is the cause of it, and the sentence that says so."""
+"""Which of several failed processes is the cause, and the sentence that says so."""
 
 from __future__ import annotations
 
@@ -8,11 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-_ORDERED_SECONDS = 2
-"""Ends within so long of the first may have been noticed in any order."""
-_FROM_OUTSIDE = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT})
+_SIMULTANEOUS_SECONDS = 2
+"""Failures within so long of the first may have been noticed in any order."""
+_TERMINATION_SIGNALS = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT})
 _COUNTERS = (Path("/proc/vmstat"), Path("/sys/fs/cgroup/memory.events"))
-_ALONE = frozenset({signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE})
+_FATAL_SIGNALS = frozenset(
+    {signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE}
+)
 
 
 @dataclass(frozen=True)
@@ -26,23 +28,23 @@ class ProcessExit:
     time: int = 0
     """Seconds since the epoch."""
     text: str = ""
-    """Why, in its own words, where it left them in its error file."""
+    """Its own error, if it wrote one to its error file."""
     printed: bool = False
     known_to_all: bool = False
     consequence: bool = False
 
     @property
     def is_cause(self) -> bool:
-        """Whether it ended of itself, as far as can be seen from here."""
-        return not self.consequence and -self.code not in _FROM_OUTSIDE
+        """Whether it failed by itself, as far as this launcher can tell."""
+        return not self.consequence and -self.code not in _TERMINATION_SIGNALS
 
     @property
     def exit_code(self) -> int:
-        """What a launcher returns that ends because of it, as shells do for signals."""
+        """The launcher's exit code if this is the cause: 128 plus the number of a signal."""
         return self.code if self.code >= 0 else 128 - self.code
 
     def sentence(self, *, out_of_memory: bool = False) -> str:
-        """What a person has to know who sees nothing else."""
+        """What happened, for a user who sees nothing else."""
         who = f"rank {self.rank} on {self.host}"
         if self.text:
             return self.text if self.known_to_all else f"{who}: {self.text}"
@@ -56,7 +58,7 @@ class ProcessExit:
 
 
 def exit_of(rank: int, host: str, failure: Any) -> ProcessExit:
-    """From a ProcessFailure of torchelastic's, with or without an error file."""
+    """From torchelastic's ProcessFailure, with or without an error file."""
     message = failure.message if Path(failure.error_file).is_file() else ""
     extra: Mapping[str, Any] = {}
     if isinstance(message, Mapping):
@@ -74,15 +76,15 @@ def exit_of(rank: int, host: str, failure: Any) -> ProcessExit:
 
 
 def find_cause(exits: Iterable[ProcessExit]) -> ProcessExit:
-    """The end that the others follow from. There must be one at least."""
+    """The failure that caused the others. `exits` must not be empty."""
     exits = list(exits)
     first = min(process.time for process in exits)
-    early = [process for process in exits if process.time <= first + _ORDERED_SECONDS]
-    return min(early, key=lambda process: (_rank_as_cause(process), process.time, process.rank))
+    early = [process for process in exits if process.time <= first + _SIMULTANEOUS_SECONDS]
+    return min(early, key=lambda process: (_priority(process), process.time, process.rank))
 
 
-def _rank_as_cause(process: ProcessExit) -> int:
-    if -process.code in _ALONE:
+def _priority(process: ProcessExit) -> int:
+    if -process.code in _FATAL_SIGNALS:
         return 0
     if not process.is_cause:
         return 3
@@ -90,13 +92,10 @@ def _rank_as_cause(process: ProcessExit) -> int:
 
 
 def is_printed(cause: ProcessExit, exits: Sequence[ProcessExit]) -> bool:
-    """Whether the last thing on this node's screen is already what the cause says.
-
-    So it is if one of its processes has printed it, and none anything else at its end.
-    """
+    """Whether this node's processes have printed the cause's error and no other one."""
     printed = {process.text for process in exits if process.printed}
-    accounted = all(process.text or -process.code in _FROM_OUTSIDE for process in exits)
-    return accounted and printed == {cause.text}
+    explained = all(process.text or -process.code in _TERMINATION_SIGNALS for process in exits)
+    return explained and printed == {cause.text}
 
 
 def _signal_name(number: int) -> str:
@@ -107,9 +106,9 @@ def _signal_name(number: int) -> str:
 
 
 def kills_for_memory(counters: tuple[Path, ...] = _COUNTERS) -> int:
-    """How often the kernel has ended processes of this host, or container, for want of memory.
+    """How many processes of this host, or container, the kernel's OOM killer has killed.
 
-    Only a rise from one call to a later one says anything.
+    Only the difference between two calls means something.
     """
     count = 0
     for file in counters:

@@ -1,7 +1,8 @@
-"""Where the launchers of a job's nodes meet: torchelastic's rendezvous, and who is missing there.
+"""The rendezvous of a job's launchers: torchelastic's own, with reports of missing nodes.
 
-`LauncherRendezvous` stands around the rendezvous that the user asked for, registered with
-torchelastic under a name of its own. It says whom it waits for, and ends with a sentence.
+`LauncherRendezvous` wraps the rendezvous that the user asked for, and is registered with
+torchelastic under a name of its own. It prints which nodes it waits for, and fails with one
+sentence.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from hetero.wait_reporter import WaitIntervals, WaitReporter
 BACKEND = "hetero"
 _PAUSE = 0.1
 _GRACE = 2.0
-"""Seconds for PyTorch to keep its own deadline, before a call that does not is left behind."""
+"""Seconds added to PyTorch's own deadline, after which its call is abandoned."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ class RendezvousSettings:
     """The rendezvous that the command line describes."""
 
     backend: str
-    """torchelastic's name of the rendezvous: static, c10d, ..."""
+    """torchelastic's name of the wrapped rendezvous: static, c10d, ..."""
     endpoint: str
     nodes: int
     node_rank: int
@@ -57,13 +58,13 @@ class RendezvousSettings:
 
 
 class LauncherRendezvous(RendezvousHandler):
-    """The rendezvous of one launcher."""
+    """One launcher's side of the rendezvous."""
 
     def __init__(
         self,
         settings: RendezvousSettings,
         parameters: RendezvousParameters,
-        joined: Callable[[RendezvousInfo], None],
+        on_joined: Callable[[RendezvousInfo], None],
     ) -> None:
         self._settings = settings
         self._parameters = RendezvousParameters(
@@ -76,21 +77,25 @@ class LauncherRendezvous(RendezvousHandler):
             **parameters.config,
             **({"rank": settings.node_rank} if settings.backend == "static" else {}),
         )
-        self._inner: RendezvousHandler | None = None
-        self._own: TCPStore | None = None
-        self._joined = joined
+        self._handler: RendezvousHandler | None = None
+        self._node_store: TCPStore | None = None
+        self._on_joined = on_joined
 
     def next_rendezvous(self) -> RendezvousInfo:
-        if self._settings.backend == "static" and self._settings.nodes > 1 and self._own is None:
-            self._own = self._reach()
-            nodes = PrefixStore("hetero/nodes", self._own)
+        if (
+            self._settings.backend == "static"
+            and self._settings.nodes > 1
+            and self._node_store is None
+        ):
+            self._node_store = self._open_node_store()
+            nodes = PrefixStore("hetero/nodes", self._node_store)
             try:
-                self._gather(BoundedStore(nodes, seconds=self._settings.timeout))
+                self._await_all_nodes(BoundedStore(nodes, seconds=self._settings.timeout))
             except StoreUnresponsive as error:
-                raise UserError(f"{self._host_of_all()} was reached, and then: {error}") from error
-        rendezvous = self._rendezvous()
+                raise UserError(f"{self._store_host()} was reached, and then: {error}") from error
+        rendezvous = self._wrapped()
         settings = self._settings
-        with self._speaking(f"the other nodes ({settings.nodes} in all) at {settings.endpoint}"):
+        with self._reporting(f"the other nodes ({settings.nodes} in all) at {settings.endpoint}"):
             try:
                 info = rendezvous.next_rendezvous()
             except RendezvousTimeoutError as error:
@@ -99,26 +104,26 @@ class LauncherRendezvous(RendezvousHandler):
                     f"{self._settings.endpoint} in time; see that each was started, and can "
                     "reach it"
                 ) from error
-        self._joined(info)
+        self._on_joined(info)
         return info
 
-    def _rendezvous(self) -> RendezvousHandler:
-        """The handler inside, made when it is first needed: c10d's connects at once."""
-        if self._inner is None:
-            if self._settings.backend == "c10d" and not self._hosts():
+    def _wrapped(self) -> RendezvousHandler:
+        """The wrapped handler, created on first use: creating c10d's connects."""
+        if self._handler is None:
+            if self._settings.backend == "c10d" and not self._is_host():
                 self._await_listener()
             try:
-                self._inner = rendezvous_handler_registry.create_handler(self._parameters)
+                self._handler = rendezvous_handler_registry.create_handler(self._parameters)
             except RendezvousConnectionError as error:
                 raise self._unreachable("it does not answer") from error
             except ValueError as error:
                 raise UserError(f"--rdzv-backend {self._settings.backend}: {error}") from error
-        return self._inner
+        return self._handler
 
-    def _hosts(self) -> bool:
-        """Whether c10d's rendezvous is on this host, where one may listen at its address."""
-        if (told := self._parameters.get_as_bool("is_host")) is not None:
-            return told
+    def _is_host(self) -> bool:
+        """Whether this host hosts c10d's rendezvous: whether it can listen at its address."""
+        if (is_host := self._parameters.get_as_bool("is_host")) is not None:
+            return is_host
         if self._parameters.get("store_type", "tcp") != "tcp":
             return True
         host, _ = self._settings.address
@@ -129,31 +134,31 @@ class LauncherRendezvous(RendezvousHandler):
                     return True
         return False
 
-    def _reach(self) -> TCPStore:
-        """The store of node 0, hosted by itself and shared with the rendezvous inside."""
-        settings, hosts = self._settings, self._settings.node_rank == 0
+    def _open_node_store(self) -> TCPStore:
+        """The store that node 0 hosts, shared with the wrapped rendezvous."""
+        settings, is_host = self._settings, self._settings.node_rank == 0
         host, port = settings.address
-        if hosts:
+        if is_host:
             whom = f"node 0 at {self._own_endpoint()}"
         else:
             self._await_listener()
-            whom = f"{self._host_of_all()}, where something else may listen"
+            whom = f"{self._store_host()}, where something else may listen"
         try:
-            with self._speaking(whom):
+            with self._reporting(whom):
                 return BoundedCalls().call(
                     settings.timeout + _GRACE,
                     lambda: TCPStore(
                         host,
                         port,
                         None,
-                        hosts,
+                        is_host,
                         timedelta(seconds=settings.timeout),
                         wait_for_workers=False,
                         multi_tenant=True,
                     ),
                 )
         except (DistError, ValueError, RuntimeError) as error:
-            if hosts:
+            if is_host:
                 raise UserError(
                     f"node 0 cannot listen at {settings.endpoint}; choose another --master-port, "
                     "and see that --master-addr is an address of this host"
@@ -172,7 +177,7 @@ class LauncherRendezvous(RendezvousHandler):
                     return
             except OSError as error:
                 reason = error.strerror or str(error)
-            waiting.report(f"{self._host_of_all()} ({reason})")
+            waiting.report(f"{self._store_host()} ({reason})")
             if time.monotonic() > deadline:
                 raise self._unreachable(reason)
             time.sleep(_PAUSE)
@@ -183,12 +188,12 @@ class LauncherRendezvous(RendezvousHandler):
             "--master-addr and --master-port" if settings.backend == "static" else "--rdzv-endpoint"
         )
         return UserError(
-            f"{socket.gethostname()} could not reach {self._host_of_all()} within "
+            f"{socket.gethostname()} could not reach {self._store_host()} within "
             f"{settings.timeout:g} s ({reason}); see that it was started, and that {flags} lead "
             "to it"
         )
 
-    def _host_of_all(self) -> str:
+    def _store_host(self) -> str:
         who = (
             "node 0"
             if self._settings.backend == "static"
@@ -196,8 +201,8 @@ class LauncherRendezvous(RendezvousHandler):
         )
         return f"{who} at {self._settings.endpoint}"
 
-    def _gather(self, store: BoundedStore) -> None:
-        """Wait for every node; node 0 says which are missing."""
+    def _await_all_nodes(self, store: BoundedStore) -> None:
+        """Wait for every node; node 0 prints which are missing."""
         settings = self._settings
         mine = {"host": socket.gethostname(), "processes": settings.processes}
         store.set(str(settings.node_rank), json.dumps(mine))
@@ -213,55 +218,55 @@ class LauncherRendezvous(RendezvousHandler):
             time.sleep(_PAUSE)
 
     def _own_endpoint(self) -> str:
-        """Where node 0 listens; and that nobody may find it there, if another host has the name."""
+        """Where node 0 listens, with a warning if the address is not one of this host."""
         host, _ = self._settings.address
-        known = "" if self._hosts() else f" ({host} is no address of {socket.gethostname()})"
+        known = "" if self._is_host() else f" ({host} is no address of {socket.gethostname()})"
         return f"{self._settings.endpoint}{known}"
 
     def _named(self, store: BoundedStore, missing: list[int]) -> str:
-        """Nodes, with their first rank where all before have said how many they bring."""
+        """Missing nodes with their first rank, which the nodes before have told."""
         before = [json.loads(store.get(str(node)))["processes"] for node in range(min(missing))]
         return f"{spans(missing, 'node')} of {self._settings.nodes} (from rank {sum(before)} on)"
 
     @contextmanager
-    def _speaking(self, whom: str) -> Iterator[None]:
-        """Say from a thread that a call of PyTorch's goes on, which names nobody."""
-        settings, over = self._settings, threading.Event()
+    def _reporting(self, whom: str) -> Iterator[None]:
+        """Print from a thread what a blocking call of PyTorch waits for, which prints nothing."""
+        settings, done = self._settings, threading.Event()
         waiting = WaitReporter(settings.intervals)
 
-        def speak() -> None:
-            while not over.wait(_PAUSE):
+        def report() -> None:
+            while not done.wait(_PAUSE):
                 waiting.report(whom)
 
-        thread = threading.Thread(target=speak, name="waiting", daemon=True)
+        thread = threading.Thread(target=report, name="waiting", daemon=True)
         if settings.nodes > 1:
             thread.start()
         try:
             yield
         finally:
-            over.set()
+            done.set()
 
-    # What torchelastic asks of every rendezvous.
+    # The rest of torchelastic's RendezvousHandler.
 
     def get_backend(self) -> str:
         return BACKEND
 
     @property
     def use_agent_store(self) -> bool:
-        return self._rendezvous().use_agent_store
+        return self._wrapped().use_agent_store
 
     def is_closed(self) -> bool:
-        return self._inner is not None and self._inner.is_closed()
+        return self._handler is not None and self._handler.is_closed()
 
     def set_closed(self) -> None:
-        if self._inner is not None:
-            self._inner.set_closed()
+        if self._handler is not None:
+            self._handler.set_closed()
 
     def num_nodes_waiting(self) -> int:
-        return self._inner.num_nodes_waiting() if self._inner is not None else 0
+        return self._handler.num_nodes_waiting() if self._handler is not None else 0
 
     def get_run_id(self) -> str:
         return self._parameters.run_id
 
     def shutdown(self) -> bool:
-        return self._inner.shutdown() if self._inner is not None else True
+        return self._handler.shutdown() if self._handler is not None else True

@@ -1,4 +1,4 @@
-"""Why a node's processes ended, told to the launchers of the other nodes."""
+"""Exchanges between the launchers of a job's nodes why a node's processes failed."""
 
 from __future__ import annotations
 
@@ -17,65 +17,67 @@ from hetero.store import BoundedStore
 
 _PAUSE = 0.2
 GRACE = 15.0
-"""Seconds for processes to end of themselves after those of another node."""
-_PATIENCE = GRACE + 5.0
-"""Seconds for the other nodes to notice what this one has, whose processes may go on so long."""
+"""Seconds for this node's processes to end by themselves after those of another node failed."""
+_TIMEOUT = GRACE + 5.0
+"""Seconds for the launchers of the other nodes to notice a failure, after their own grace."""
 
 
 class NodeFailures:
     """One launcher's side, over the store of its rendezvous.
 
-    Everything here is an extra for a person who reads: whatever fails, fails silently.
+    It only makes the last line more helpful, so its own errors are ignored.
     """
 
     def __init__(self, info: RendezvousInfo, *, grace: float) -> None:
-        # On node 0 it hosts the others' store, until nobody holds it.
+        # Keep a reference: on node 0 this object hosts the store of all nodes.
         self._hosting = info.store
-        # A connection of its own: torchelastic may wait for minutes on the other.
+        # A connection of its own: torchelastic may block the other for minutes.
         store = PrefixStore("hetero/node failures", info.store).clone()  # type: ignore[attr-defined]
-        self._store = BoundedStore(store, seconds=_PATIENCE)
+        self._store = BoundedStore(store, seconds=_TIMEOUT)
         self._node, self._nodes = info.rank, info.world_size
         self._grace = grace
-        self._over = threading.Event()
-        self.ended_for: ProcessExit | None = None
-        """The other node's process for whose end this node's were ended."""
+        self._stopped = threading.Event()
+        self.remote_cause: ProcessExit | None = None
+        """The other node's failed process because of which this node's were terminated."""
 
-    def watch(self, end: Callable[[], None]) -> None:
-        """Call `end` if a process of another node is the cause of an end, and ours go on."""
-        threading.Thread(target=self._watch, args=(end,), name="node failures", daemon=True).start()
+    def watch(self, terminate: Callable[[], None]) -> None:
+        """Call `terminate` if another node's process failed and this node's still run later."""
+        threading.Thread(
+            target=self._watch, args=(terminate,), name="node failures", daemon=True
+        ).start()
 
-    def _watch(self, end: Callable[[], None]) -> None:
-        while not self._over.wait(_PAUSE):
-            cause = self._cause_elsewhere()
+    def _watch(self, terminate: Callable[[], None]) -> None:
+        while not self._stopped.wait(_PAUSE):
+            cause = self._cause_on_another_node()
             if cause is not None:
-                if not self._over.wait(self._grace):
-                    self.ended_for = cause
-                    end()
+                if not self._stopped.wait(self._grace):
+                    self.remote_cause = cause
+                    terminate()
                 return
 
     def exchange(self, own: ProcessExit) -> ProcessExit:
-        """Tell the others; return the cause, which may lie with them."""
-        self._over.set()
+        """Report this node's failure to the others; return the cause, which may be theirs."""
+        self._stopped.set()
         with suppress(Exception):
             self._store.set(f"exit/{self._node}", json.dumps(asdict(own)))
-        cause, deadline = own, time.monotonic() + _PATIENCE
+        cause, deadline = own, time.monotonic() + _TIMEOUT
         while not cause.is_cause and time.monotonic() < deadline:
             time.sleep(_PAUSE)
-            cause = self._cause_elsewhere() or own
+            cause = self._cause_on_another_node() or own
         return cause
 
     def leave(self) -> None:
-        """Node 0's launcher hosts the store: it stays until the others have read, for a while."""
-        self._over.set()
+        """On node 0, which hosts the store: wait until the others have left, for a while."""
+        self._stopped.set()
         with suppress(Exception):
             self._store.set(f"left/{self._node}", "1")
             others = [f"left/{node}" for node in range(self._nodes) if node != self._node]
-            deadline = time.monotonic() + _PATIENCE
+            deadline = time.monotonic() + _TIMEOUT
             while self._node == 0 and others and time.monotonic() < deadline:
                 others = [key for key in others if not self._store.check([key])]
                 time.sleep(_PAUSE if others else 0)
 
-    def _cause_elsewhere(self) -> ProcessExit | None:
+    def _cause_on_another_node(self) -> ProcessExit | None:
         with suppress(Exception):
             for node in range(self._nodes):
                 key = f"exit/{node}"

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import psutil
 import pytest
-from tests.hetero.test_beside import checkout
 
 from tests.distributed.harness import ENTRY, MIXED, ROOT, TINY_LLAMA, start, wait_for_steps
+from tests.hetero.test_megatron_imports import checkout
 from tests.preloaded import INTERPRETER
 from tools.runs import SIMULATED
 
