@@ -33,9 +33,9 @@ from hetero.planner.model_shape import (
 from hetero.planner.training_options import TrainingOptions
 from hetero.words import counted
 from megatron.training.arguments.config_file import FLAG, expand_config_files
-from megatron.training.arguments.left_out import is_left_out, sort_out
 from megatron.training.arguments.parser import build_parser
 from megatron.training.arguments.segments import split_words
+from megatron.training.arguments.unsupported_flags import check_unsupported, is_unsupported
 
 _FREE = ("layers", "seq_length")
 """What a profile may differ in from the model that it serves."""
@@ -122,7 +122,7 @@ def _model(name: str, changed: Mapping[str, Any], *, dtype: str) -> ModelShape:
         if flags.get(other) and other != dtype
     ]
     words = faults.read(lambda: expand_config_files([FLAG, str(file)], build_parser())) or []
-    left_out, _ = sort_out(one for one in split_words(words) if is_left_out(one.flag))
+    left_out, _ = check_unsupported(one for one in split_words(words) if is_unsupported(one.flag))
     faults.sentences += [f"the model {file}: {said}" for said in left_out]
     faults.sentences = [said.replace(f"{FLAG} ", "the model ", 1) for said in faults.sentences]
     model = faults.read(lambda: load_model(name, **changed))

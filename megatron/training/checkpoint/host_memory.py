@@ -16,7 +16,7 @@ import torch
 
 from hetero.errors import HeteroError
 from hetero.words import size_text
-from megatron.training.checkpoint.device_copies import DeviceCopies
+from megatron.training.checkpoint.device_to_host import DeviceToHostCopier
 
 PART_BYTES = 64 << 20
 STALL_SECONDS = 60.0
@@ -35,7 +35,7 @@ class HostMemory:
     Forked processes do not get it: a fork would copy every page that is pinned.
     """
 
-    def __init__(self, size: int, copies: DeviceCopies) -> None:
+    def __init__(self, size: int, copies: DeviceToHostCopier) -> None:
         self.size = max(1, -(-size // mmap.PAGESIZE)) * mmap.PAGESIZE
         self._copies = copies
         self._bytes = torch.empty(0, dtype=torch.uint8)
