@@ -201,7 +201,7 @@ class Trainer:
             micro_batch_size=micro_batch_size,
         )
         # The GPU is busy with this iteration, so the host has time for the previous ones.
-        self._timers.settle()
+        self._timers.count_completed()
         data_wait = sum(
             (i.pop_wait_seconds() for i in iterators if isinstance(i, MicroBatches)), 0.0
         )

@@ -1,4 +1,4 @@
-"""Fills this rank's model and optimizer from a checkpoint of any layout."""
+"""Loads this rank's model, optimizer and RNG states from a checkpoint of any layout."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ _MOMENTS = {"adam": ("exp_avg", "exp_avg_sq"), "sgd": ("momentum_buffer",)}
 def load_weights(
     reader: CheckpointReader, placed: Sequence[ShardedParameter], *, exact: bool
 ) -> None:
-    """Fill the parameters. With `exact`, from the optimizer's float32 copies where they hold more.
+    """Load the parameters; with `exact`, from the optimizer's float32 copies where more precise.
 
-    Raises UserError for a tensor that the checkpoint lacks or has in another shape.
+    Raises UserError for a missing tensor or a different shape.
     """
     for p in placed:
         name = _source(p)
@@ -58,7 +58,7 @@ def load_optimizer(
     optimizer: TrainingOptimizer,
     kind: str,
 ) -> None:
-    """Fill float32 copies, moments, Adam's count of updates and the loss scaler."""
+    """Load float32 copies, moments, Adam's step count and the loss scaler."""
     by_parameter = {id(p.parameter): p for p in placed}
     step = reader.run.get("optimizer_step")
     for shard in optimizer_shards(optimizer.inner):
@@ -121,7 +121,7 @@ def _read(
 def load_rng_state(
     reader: CheckpointReader, args: argparse.Namespace, *, plan: Plan, coordinate: Coordinate
 ) -> str | None:
-    """Restore this rank's random states; why not, where they do not fit this layout."""
+    """Restore this rank's RNG states; returns why not, if they do not fit this layout."""
     if reader.run.get("layout") != layout_record(args, plan):
         return "it was written under another layout, whose random states fit no rank of this one"
     prefix = rng_prefix(coordinate)
@@ -135,7 +135,7 @@ def load_rng_state(
 
 
 def layout_record(args: argparse.Namespace, plan: Plan) -> dict[str, Any]:
-    """What has to be the same for every rank to draw the random numbers it would have drawn."""
+    """The properties of a layout that must be equal for RNG states to be restored."""
     meshes = [plan.meshes[plan.blocks_of_stage(stage)[0].mesh] for stage in range(plan.stages)]
     stages = [
         [mesh.tensor, mesh.context, len(plan.shares(stage))] for stage, mesh in enumerate(meshes)
