@@ -22,7 +22,6 @@ if __name__ == "__main__":
     leave_on_interrupt()
 
 from hetero.errors import HeteroError
-from megatron.training.arguments.left_out import Feature, features
 from megatron.training.arguments.listing import (
     OURS,
     SAME,
@@ -33,6 +32,7 @@ from megatron.training.arguments.listing import (
 )
 from megatron.training.arguments.parser import build_parser
 from megatron.training.arguments.unknown import REPLACED
+from megatron.training.arguments.unsupported_flags import Feature, features
 from megatron.training.checkpoint.model_flags import MODEL_FLAGS, Kind, spellings
 from tools.public_commands import by_source, shares, verdicts
 from tools.tool_command_line import Parser, run

@@ -61,8 +61,8 @@ class Mesh:
             yield self._refusal("vendor", f"one of {', '.join(VENDORS)}")
         for name in _COUNTS:
             value = getattr(self, name)
-            is_left_out = value is None and name in OPTIONS
-            if not is_left_out and (type(value) is not int or value < 1):
+            is_unsupported = value is None and name in OPTIONS
+            if not is_unsupported and (type(value) is not int or value < 1):
                 yield self._refusal(name, "a whole number of at least 1")
         for name in _SWITCHES:
             if not isinstance(getattr(self, name), bool | None):

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 
 from megatron.training.arguments.batch_sizes import batch_sizes
-from megatron.training.checkpoint.contents import (
-    random_pieces,
-    random_prefix,
-    restore_random,
+from megatron.training.checkpoint.rank_state import (
+    restore_rng_state,
+    rng_prefix,
+    rng_write_items,
 )
 from megatron.training.data import build_data_iterators
 from megatron.training.job import Job
@@ -145,8 +145,8 @@ def _preserved_state(job: Job, model: StageModel) -> Iterator[None]:
         "no_sync_func": nullcontext,
     }
     before = {name: getattr(config, name) for name in overrides}
-    prefix = random_prefix(job.coordinate)
-    random = {p.name.removeprefix(prefix): p.source() for p in random_pieces(job.coordinate)}
+    prefix = rng_prefix(job.coordinate)
+    random = {p.name.removeprefix(prefix): p.source() for p in rng_write_items(job.coordinate)}
     with ExitStack() as stack:
         for chunk in model.chunks:
             stack.enter_context(chunk.no_sync())
@@ -158,7 +158,7 @@ def _preserved_state(job: Job, model: StageModel) -> Iterator[None]:
         finally:
             for name, function in before.items():
                 setattr(config, name, function)
-            restore_random(random)
+            restore_rng_state(random)
 
 
 def _synchronize(device: torch.device) -> None:

@@ -36,9 +36,13 @@ from hetero.new_group import open_world
 from hetero.pipeline.links import LinkOptions, open_links
 from hetero.plan import Plan
 from megatron.training.arguments.installed_layers import ENGINE, engine_is_installed
+from megatron.training.checkpoint.find_checkpoint import (
+    FoundCheckpoint,
+    NoCheckpoint,
+    find_checkpoint,
+)
 from megatron.training.checkpoint.folder import check_save_folder
 from megatron.training.checkpoint.lock import SaveLock
-from megatron.training.checkpoint.selection import Nothing, Selection, select
 from megatron.training.communication_flags import (
     channel_options,
     find_rails,
@@ -180,7 +184,7 @@ class Initializer:
         datasets = agree_on_data(
             args, plan, self.agreement, rank=self.rank, local_rank=self.local_rank
         )
-        checkpoint = select(
+        checkpoint = find_checkpoint(
             args, self._require_agreement().exchange, rank=self.rank, world_size=self.world_size
         )
         return self._connect(args, plan, identities, device, datasets, checkpoint, store, timeout)
@@ -255,7 +259,7 @@ class Initializer:
         identities: list[RankIdentity],
         device: torch.device,
         datasets: Datasets,
-        checkpoint: Selection | Nothing,
+        checkpoint: FoundCheckpoint | NoCheckpoint,
         store: dist.Store,
         timeout: float,
     ) -> Job:

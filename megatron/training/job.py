@@ -13,8 +13,8 @@ from hetero.groups import Groups
 from hetero.liveness.liveness import Liveness
 from hetero.pipeline.links import PipelineLinks
 from hetero.plan import Coordinate, Plan
+from megatron.training.checkpoint.find_checkpoint import FoundCheckpoint, NoCheckpoint
 from megatron.training.checkpoint.lock import SaveLock
-from megatron.training.checkpoint.selection import Nothing, Selection
 from megatron.training.data import Datasets
 from megatron.training.optimizer import RankStatistics
 
@@ -32,7 +32,7 @@ class Job:
     links: PipelineLinks | None
     statistics: RankStatistics
     datasets: Datasets
-    checkpoint: Selection | Nothing
+    checkpoint: FoundCheckpoint | NoCheckpoint
     lock: SaveLock | None
     """The lock on --save; rank 0 only."""
     vendor_backend: str

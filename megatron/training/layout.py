@@ -12,9 +12,9 @@ from hetero.plan.limits import layer_problems, micro_batch_sizes
 from hetero.plan.plan_file import PlanFile, read_plan_file
 from megatron.training.arguments.checks.check_parallel import counted_layers, described_meshes
 from megatron.training.arguments.installed_layers import fall_back
+from megatron.training.arguments.pipeline_layout import parse_layout
 from megatron.training.arguments.problems import Problems
 from megatron.training.arguments.validate import check_sizes
-from megatron.training.arguments.written_layout import parse_layout
 
 
 def plan_from_args(args: argparse.Namespace, *, vendor: str) -> Plan:

@@ -247,7 +247,7 @@ def write_report(job: Job, trainer: Trainer, rows: list[dict[str, Any]], console
         {
             "peak_memory_bytes": measured_peak_bytes(job.device),
             "data_wait": trainer.data_wait_times.as_json(),
-            **trainer.save_costs.as_json(),
+            **trainer.save_timings.as_json(),
         }
     )
     if job.rank != 0:

@@ -11,7 +11,7 @@ from hetero.cluster import VENDOR_VARIABLE
 from hetero.data.slowdown import SLOWDOWN_VARIABLE, slow_down
 from megatron.training.arguments.flags_hetero import MEASURED
 from megatron.training.auto_data_shares import measure_data_shares
-from megatron.training.checkpoint.checkpointer import Checkpointer, expected_progress
+from megatron.training.checkpoint.checkpointer import Checkpointer, expected_train_state
 from megatron.training.checkpoint.signals import StopSignal
 from megatron.training.console import Console
 from megatron.training.core_private import gather_parameters
@@ -43,7 +43,7 @@ def run_job(job: Job) -> None:
 
 def _run(job: Job, stack: ExitStack, stop_signal: StopSignal | None) -> None:
     args = job.args
-    start = expected_progress(job.checkpoint).iteration
+    start = expected_train_state(job.checkpoint).iteration
     console = Console(is_logger=job.rank == 0, total_iterations=args.train_iters, start=start)
     stack.callback(console.close)
     model = build_model(args, plan=job.plan, rank=job.rank, groups=job.groups, device=job.device)

@@ -18,9 +18,9 @@ from megatron.core.optimizer_param_scheduler import (
 from hetero.errors import TrainingError
 from megatron.training.arguments.batch_sizes import batch_size_at
 from megatron.training.checkpoint.checkpointer import Checkpointer
-from megatron.training.checkpoint.costs import SaveCosts
-from megatron.training.checkpoint.save_progress import Progress
+from megatron.training.checkpoint.save_timings import SaveTimings
 from megatron.training.checkpoint.signals import StopSignal
+from megatron.training.checkpoint.train_state import TrainState
 from megatron.training.console import Console
 from megatron.training.core_private import gather_parameters
 from megatron.training.data import MicroBatches
@@ -66,7 +66,7 @@ class Trainer:
         metrics_logger: MetricsLogger,
         report_memory: Callable[[int], None],
         checkpointer: Checkpointer,
-        progress: Progress,
+        progress: TrainState,
         stop_signal: StopSignal | None,
         timers: Timers,
     ) -> None:
@@ -154,14 +154,14 @@ class Trainer:
         return self.iteration >= self.args.train_iters
 
     @property
-    def save_costs(self) -> SaveCosts:
-        return self._checkpointer.costs
+    def save_timings(self) -> SaveTimings:
+        return self._checkpointer.timings
 
     def _save_if_due(self, *, last: bool) -> None:
         self._checkpointer.poll()
         if last or self._checkpointer.due(self.iteration):
             self._checkpointer.save(
-                Progress(
+                TrainState(
                     iteration=self.iteration,
                     consumed_train_samples=self.consumed_samples,
                     consumed_valid_samples=self.consumed_valid_samples,
@@ -202,7 +202,7 @@ class Trainer:
             micro_batch_size=micro_batch_size,
         )
         # The GPU is busy with this iteration, so the host has time for the previous ones.
-        self._timers.settle()
+        self._timers.count_completed()
         data_wait = sum(
             (i.pop_wait_seconds() for i in iterators if isinstance(i, MicroBatches)), 0.0
         )

@@ -126,7 +126,7 @@ def test_a_disk_that_is_full_during_a_save_loses_nothing(
 UNPINNED = """
 import runpy
 from hetero.errors import LinkError
-from megatron.training.checkpoint.device_copies import DeviceCopies
+from megatron.training.checkpoint.device_to_host import DeviceToHostCopier
 from megatron.training.checkpoint.host_memory import HostMemory
 from megatron.training.checkpoint.saver import Saver
 
@@ -146,7 +146,7 @@ def start(self, iteration, contents):
     print(f"save {{iteration}} starts", flush=True)
     started(self, iteration, contents)
 
-HostMemory.__init__, DeviceCopies.register, Saver.start = begin, register, start
+HostMemory.__init__, DeviceToHostCopier.register, Saver.start = begin, register, start
 runpy.run_path({entry!r}, run_name="__main__")
 """
 

@@ -135,7 +135,7 @@ def _assert_ranks_hold(dumped: Path, checkpoint: Path) -> None:
                     number, _, tail = rest.partition(".")
                     whole = f"{head}{found}{int(number) + 2 * stage}.{tail}"
                 shard = tensors[whole].shard(tensor_rank, 2)
-                expected = reader.boxes(whole, shard.boxes()).view(shard.local)
+                expected = reader.regions(whole, shard.regions()).view(shard.local)
                 assert torch.equal(values, expected), whole
                 compared += values.numel()
     assert compared > sum(tensor.size for tensor in tensors.values())

@@ -14,7 +14,7 @@ IMPATIENT = """
 import runpy
 from megatron.training.checkpoint import lock
 
-lock.PATIENCE_SECONDS = 2.0
+lock.EXPIRY_SECONDS = 2.0
 runpy.run_path({entry!r}, run_name="__main__")
 """
 

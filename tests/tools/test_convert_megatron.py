@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.training.checkpoint.boxes import Box
 from megatron.training.checkpoint.index import read_index
 from megatron.training.checkpoint.reader import CheckpointReader
+from megatron.training.checkpoint.regions import Region
 from megatron.training.megatron_lm import torch_dist_writer
 from megatron.training.megatron_lm.torch_dist_writer import Part
 from tests.training.megatron_lm.tiny_megatron import (
@@ -209,9 +209,9 @@ def _flatten_optimizer(folder: Path) -> None:
     common = torch.load(folder / "common.pt", weights_only=False)
     parts = []
     for key, stored in reader.keys.items():
-        whole = reader.box(key, Box((0,) * len(stored.size), stored.size), of=stored.size)
+        whole = reader.region(key, Region((0,) * len(stored.size), stored.size), of=stored.size)
         if not key.startswith("optimizer.state."):
-            parts.append(_part(key, stored.size, Box((0,) * whole.dim(), stored.size), whole))
+            parts.append(_part(key, stored.size, Region((0,) * whole.dim(), stored.size), whole))
             continue
         key = key.replace("optimizer.state.param.", "optimizer.state.fp32_param.")
         fragments = [
@@ -230,16 +230,16 @@ def _flatten_optimizer(folder: Path) -> None:
             flat, cut = piece.reshape(-1), piece.numel() // 3
             for begin, end in ((0, cut), (cut, flat.numel())):
                 if begin < end:
-                    box = Box((*numbers, begin), (*(1 for _ in numbers), end - begin))
-                    parts.append(_part(key, size, box, flat[begin:end]))
+                    region = Region((*numbers, begin), (*(1 for _ in numbers), end - begin))
+                    parts.append(_part(key, size, region, flat[begin:end]))
     common["content_metadata"] = {"distrib_optim_sharding_type": "fully_sharded_model_space"}
     shutil.rmtree(folder)
     folder.mkdir()
     torch_dist_writer.write(folder, parts, empty_objects=[], common=common)
 
 
-def _part(key: str, size: tuple[int, ...], box: Box, values: torch.Tensor) -> Part:
-    return Part(key, tuple(size), values.dtype, box, values.clone)
+def _part(key: str, size: tuple[int, ...], region: Region, values: torch.Tensor) -> Part:
+    return Part(key, tuple(size), values.dtype, region, values.clone)
 
 
 @pytest.fixture
@@ -363,7 +363,7 @@ def test_copies_that_are_not_of_these_weights_are_refused(
     name = "decoder.layers.2.mlp.linear_fc2.weight"
     found[f"optimizer.main.{name}"] = found[f"optimizer.main.{name}"].flip(0)
     run = dict(read_index(tmp_path / "ours" / "iter_0000003").run)
-    pieces = [[tiny.Piece.whole(n, t) for n, t in found.items()]]
+    pieces = [[tiny.WriteItem.whole(n, t) for n, t in found.items()]]
     tiny.write_checkpoint(
         tmp_path / "ours", "iter_0000003", pieces, args={**LLAMA, "bf16": True}, run=run
     )

@@ -33,9 +33,9 @@ from hetero.planner.search_space import Problem, SearchSpace
 from hetero.planner.solution import find_best_plans
 from hetero.planner.training_options import TrainingOptions
 from megatron.training.arguments.config_file import FLAG, expand_config_files
-from megatron.training.arguments.left_out import is_left_out, sort_out
 from megatron.training.arguments.parser import build_parser
 from megatron.training.arguments.segments import split_words
+from megatron.training.arguments.unsupported_flags import check_unsupported, is_unsupported
 
 _MAY_DIFFER = ("layers", "seq_length")
 """Fields in which a profile's model may differ from the planned one."""
@@ -131,7 +131,7 @@ def _model(
     ]
     words = faults.read(lambda: expand_config_files([FLAG, str(file)], build_parser())) or []
     given = split_words(words)
-    left_out, _ = sort_out(one for one in given if is_left_out(one.flag))
+    left_out, _ = check_unsupported(one for one in given if is_unsupported(one.flag))
     faults.sentences += [f"the model {file}: {said}" for said in left_out]
     faults.sentences = [said.replace(f"{FLAG} ", "the model ", 1) for said in faults.sentences]
     model = faults.read(lambda: load_model(name, **changed))

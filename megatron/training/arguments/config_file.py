@@ -23,8 +23,8 @@ from megatron.training.arguments.config_names import (
     is_nothing,
 )
 from megatron.training.arguments.config_reading import read_settings
-from megatron.training.arguments.left_out import feature_of, is_left_out
 from megatron.training.arguments.unknown import REPLACED, explain_unknown
+from megatron.training.arguments.unsupported_flags import feature_of, is_unsupported
 
 FLAG = "--yaml-cfg"
 
@@ -145,7 +145,7 @@ class _Names:
     def _foreign(self, key: str, name: str, value: Any) -> Asked:
         """A flag of Megatron-LM that this program does not have; the parser says what it is."""
         flag, dashed = f"--{name.replace('_', '-')}", name.replace("_", "-")
-        known, feature = is_left_out(flag), feature_of(flag)
+        known, feature = is_unsupported(flag), feature_of(flag)
         if not known and feature is not None and (is_nothing(value) or feature.kind == "needs"):
             # A newer flag of a feature; it is the feature's switch that asks for it.
             return Asked(flag)
@@ -153,7 +153,7 @@ class _Names:
             return Asked(flag)
         for opposite in (f"--no-{dashed}", f"--disable-{dashed}"):
             ours = opposite in self._flags
-            if isinstance(value, bool) and (ours or is_left_out(opposite)):
+            if isinstance(value, bool) and (ours or is_unsupported(opposite)):
                 subject = self._by_flag[opposite[2:].replace("-", "_")].dest if ours else opposite
                 return Asked(subject, () if value else (opposite,))
         if not known:

@@ -4,8 +4,8 @@ import argparse
 from dataclasses import dataclass
 
 from megatron.training.arguments.ignored import IGNORED, WITHOUT_EFFECT
-from megatron.training.arguments.left_out import OTHERS, feature_of
 from megatron.training.arguments.parser import build_parser
+from megatron.training.arguments.unsupported_flags import OTHERS, feature_of
 
 SAME, OURS, WITHOUT = "same", "ours", "without effect"
 # What Megatron-LM does not have, beside all that begins with --hetero-.

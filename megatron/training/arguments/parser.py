@@ -21,12 +21,16 @@ from megatron.training.arguments.flags_parallel import add_parallel_flags
 from megatron.training.arguments.flags_training import add_training_flags
 from megatron.training.arguments.ignored import add_ignored_flags, describe_ignored
 from megatron.training.arguments.installed_layers import fall_back
-from megatron.training.arguments.left_out import feature_of, is_left_out, sort_out
 from megatron.training.arguments.problems import Arguments, Problems
 from megatron.training.arguments.segments import Segment, split_words, without_line_ends
 from megatron.training.arguments.unknown import explain_stray, explain_unknown, meant_by
+from megatron.training.arguments.unsupported_flags import (
+    check_unsupported,
+    feature_of,
+    is_unsupported,
+)
 from megatron.training.arguments.validate import REQUIRED, check_flags, check_sizes
-from megatron.training.checkpoint.adoption import adopt_checkpoint_args
+from megatron.training.checkpoint.checkpoint_args import load_args_from_checkpoint
 
 
 class Parser(argparse.ArgumentParser):
@@ -145,7 +149,7 @@ def _take_offered(
             offered += [segment] * ("-h" in segment.values)
         elif flag in known:
             offered.append(segment)
-        elif is_left_out(flag):
+        elif is_unsupported(flag):
             foreign.append(segment)
         else:
             stands_for = meant_by(flag, sorted(known))
@@ -154,7 +158,7 @@ def _take_offered(
                 foreign.append(segment)
             else:
                 complaints.append(explain_unknown(flag, sorted(known)))
-    refused, notes = sort_out(foreign)
+    refused, notes = check_unsupported(foreign)
     problems.run(complaints, refused)
     return offered, notes, meant
 
@@ -232,7 +236,7 @@ def _adopt_checkpoint(args: Arguments, parser: Parser) -> Iterator[str]:
     if not args.use_checkpoint_args:
         return
     try:
-        adopt_checkpoint_args(args, parser)
+        load_args_from_checkpoint(args, parser)
     except UserError as error:
         yield str(error)
         # What the checkpoint would have said is not known.

@@ -2,8 +2,8 @@
 
 from collections.abc import Collection
 
-from megatron.training.arguments.left_out import feature_of, left_out_flags, refuse
 from megatron.training.arguments.segments import Segment
+from megatron.training.arguments.unsupported_flags import all_unsupported_flags, feature_of, refuse
 
 # Flags that older scripts carry, or Hugging Face's names, and the flag that stands for them.
 REPLACED = {
@@ -47,7 +47,7 @@ def explain_unknown(flag: str, known: Collection[str]) -> str:
         return f"{flag} is not a flag of this program; did you mean {suggestion}?"
     if feature := feature_of(flag):
         return refuse(feature, [flag])
-    suggestion = nearest(flag, tuple(left_out_flags()), slips=1)
+    suggestion = nearest(flag, tuple(all_unsupported_flags()), slips=1)
     if suggestion is not None:
         return f"{flag} is not a flag of this program; Megatron-LM has {suggestion}; remove it"
     return f"{flag} is not a flag of this program; remove it, or see --help for those it has"

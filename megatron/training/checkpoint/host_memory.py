@@ -1,8 +1,7 @@
-"""Host memory for a copy of what a rank saves, made in a thread while training goes on.
+"""Pinned host memory for snapshots, allocated in a thread while training continues.
 
-A fresh page costs the kernel a fault, and pinning it costs the driver a call in which it keeps
-other threads from the device. So the memory is made part by part: each is touched first, which the
-driver has no share in, and pinned then, which is short.
+Pinning blocks other threads' driver calls while it faults in fresh pages. So memory is allocated in
+parts: each is touched first, without the driver, and then pinned, which is short.
 """
 
 from __future__ import annotations
@@ -16,26 +15,26 @@ import torch
 
 from hetero.errors import HeteroError
 from hetero.formatting import size_text
-from megatron.training.checkpoint.device_copies import DeviceCopies
+from megatron.training.checkpoint.device_to_host import DeviceToHostCopier
 
 PART_BYTES = 64 << 20
 STALL_SECONDS = 60.0
-"""A part that takes longer than this will not come."""
+"""Give up if one part takes longer than this."""
 SPARED_BYTES = 512 << 20
-"""What is left to everything else on the host."""
+"""Host memory to leave free for everything else."""
 
 
 class HostMemoryError(HeteroError):
-    """The host has no memory for a copy, or the driver does not pin it."""
+    """The host lacks memory for a snapshot, or pinning it failed."""
 
 
 class HostMemory:
-    """Page-aligned memory, pinned where there is an accelerator; its making begins at once.
+    """Page-aligned memory, pinned if there is an accelerator; allocation starts at once.
 
-    Forked processes do not get it: a fork would copy every page that is pinned.
+    Not inherited by forked processes: a fork would copy all pinned pages.
     """
 
-    def __init__(self, size: int, copies: DeviceCopies) -> None:
+    def __init__(self, size: int, copies: DeviceToHostCopier) -> None:
         self.size = max(1, -(-size // mmap.PAGESIZE)) * mmap.PAGESIZE
         self._copies = copies
         self._bytes = torch.empty(0, dtype=torch.uint8)
@@ -46,7 +45,7 @@ class HostMemory:
         self._thread.start()
 
     def wait(self) -> None:
-        """Block until the memory is there. Raises HostMemoryError if it will not be."""
+        """Block until the memory is allocated. Raises HostMemoryError if that fails or stalls."""
         while self._thread.is_alive():
             made = len(self._parts)
             self._thread.join(STALL_SECONDS)
@@ -59,7 +58,7 @@ class HostMemory:
             raise HostMemoryError(_reason(self._problem)) from self._problem
 
     def spans(self, begin: int, end: int) -> Iterator[torch.Tensor]:
-        """The bytes [begin, end), cut where one pinned part ends and the next begins."""
+        """The bytes [begin, end), split at the boundaries of separately pinned parts."""
         while begin < end:
             number, offset = divmod(begin, PART_BYTES)
             length = min(PART_BYTES - offset, end - begin)
@@ -71,10 +70,10 @@ class HostMemory:
         return self._bytes[begin:end]
 
     def close(self) -> None:
-        """Unpin it. No copy may be under way."""
+        """Unpin and free. No copy may be in progress."""
         self._stopped.set()
         self._thread.join(STALL_SECONDS)
-        # A thread that the driver does not let go gives its parts back itself, once it is free.
+        # A thread still blocked in the driver releases its parts itself when it returns.
         if not self._thread.is_alive():
             self._release()
 
@@ -87,7 +86,7 @@ class HostMemory:
                 if self._stopped.is_set():
                     break
                 self._require_room(part.numel())
-                # The method, unlike an assignment, lets other threads have the interpreter.
+                # zero_, unlike an assignment, releases the GIL.
                 part[:: mmap.PAGESIZE].zero_()
                 self._copies.register(part)
                 self._parts.append(part)
@@ -103,7 +102,7 @@ class HostMemory:
         self._bytes = torch.empty(0, dtype=torch.uint8)
 
     def _require_room(self, size: int) -> None:
-        """The kernel promises memory that it does not have, and kills who then touches it."""
+        """Raise MemoryError before the kernel, which overcommits, would kill the process."""
         free = psutil.virtual_memory().available
         if free < size + SPARED_BYTES:
             raise MemoryError(

@@ -1,4 +1,4 @@
-"""The index of a checkpoint: its tensors, where their pieces lie, its files. JSON, no torch.
+"""The index of a checkpoint: its tensors, their regions in each file, its files. JSON, no torch.
 
 `index.json` is written last. It carries a digest of itself and the size and checksums of every
 other file, so that whoever has read it knows what a whole checkpoint looks like.
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from hetero.errors import HeteroError
-from megatron.training.checkpoint.boxes import Box
+from megatron.training.checkpoint.regions import Region
 
 INDEX_FILE = "index.json"
 FORMAT_VERSION = 1
@@ -29,12 +29,12 @@ class DamagedCheckpoint(HeteroError):
 
 
 @dataclass(frozen=True)
-class StoredBox:
-    """A box of a tensor: `box.size` elements from `offset` on in `file`'s flat tensor."""
+class StoredRegion:
+    """A region of a tensor: `region.size` elements from `offset` on in `file`'s flat tensor."""
 
     file: str
     offset: int
-    box: Box
+    region: Region
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class StoredTensor:
 
     shape: tuple[int, ...]
     dtype: str
-    boxes: tuple[StoredBox, ...]
+    regions: tuple[StoredRegion, ...]
 
     @property
     def size(self) -> int:
@@ -90,7 +90,9 @@ def tensor_record(tensor: StoredTensor) -> dict[str, Any]:
     return {
         "shape": list(tensor.shape),
         "dtype": tensor.dtype,
-        "boxes": [[b.file, b.offset, list(b.box.start), list(b.box.shape)] for b in tensor.boxes],
+        "boxes": [
+            [b.file, b.offset, list(b.region.start), list(b.region.shape)] for b in tensor.regions
+        ],
     }
 
 
@@ -98,8 +100,8 @@ def tensor_from_record(record: Mapping[str, Any]) -> StoredTensor:
     return StoredTensor(
         shape=tuple(record["shape"]),
         dtype=record["dtype"],
-        boxes=tuple(
-            StoredBox(file, offset, Box(tuple(start), tuple(shape)))
+        regions=tuple(
+            StoredRegion(file, offset, Region(tuple(start), tuple(shape)))
             for file, offset, start, shape in record["boxes"]
         ),
     )
@@ -151,12 +153,12 @@ def read_index(folder: Path) -> Index:
 def _without_index(folder: Path) -> str:
     if not folder.is_dir():
         return "it does not exist"
-    if is_megatron_lms(folder):
+    if is_megatron_lm_checkpoint(folder):
         return f"it was {import_hint(folder.parent)}"
     return f"it has no {INDEX_FILE}"
 
 
-def is_megatron_lms(folder: Path) -> bool:
+def is_megatron_lm_checkpoint(folder: Path) -> bool:
     """Whether a checkpoint's own folder is one that Megatron-LM has written."""
     return (folder / ".metadata").exists() or next(folder.glob("mp_rank_*"), None) is not None
 
@@ -174,14 +176,14 @@ def _check_coverage(index: Index) -> None:
     for name, tensor in index.tensors.items():
         if tensor.dtype not in DTYPES:
             raise DamagedCheckpoint(f"tensor {name} has the unknown dtype {tensor.dtype!r}")
-        if any(stored.file not in index.files for stored in tensor.boxes):
+        if any(stored.file not in index.files for stored in tensor.regions):
             raise DamagedCheckpoint(f"tensor {name} lies in a file that {INDEX_FILE} does not list")
-        inside = all(stored.box.lies_in(tensor.shape) for stored in tensor.boxes)
-        if not inside or sum(stored.box.size for stored in tensor.boxes) != tensor.size:
+        inside = all(stored.region.lies_in(tensor.shape) for stored in tensor.regions)
+        if not inside or sum(stored.region.size for stored in tensor.regions) != tensor.size:
             raise DamagedCheckpoint(f"tensor {name} is not whole")
 
 
-def require_whole_model(index: Index, *, num_layers: int, tied: bool) -> None:
+def require_complete_model(index: Index, *, num_layers: int, tied: bool) -> None:
     """Refuse a checkpoint that lacks a layer, or a tensor that its other layers have."""
     weights = {name for name in index.tensors if not name.startswith(("optimizer.", "rng."))}
     layers: dict[int, set[str]] = {number: set() for number in range(num_layers)}

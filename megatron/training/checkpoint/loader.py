@@ -1,4 +1,4 @@
-"""Fills this rank's model and optimizer from a checkpoint of any layout."""
+"""Loads this rank's model, optimizer and RNG states from a checkpoint of any layout."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import torch
 
 from hetero.errors import UserError
 from hetero.plan import Coordinate, Plan
-from megatron.training.checkpoint.boxes import Shard
-from megatron.training.checkpoint.contents import (
+from megatron.training.checkpoint.rank_state import (
     MAIN_COPY,
-    Placed,
-    random_prefix,
-    restore_random,
+    ShardedParameter,
+    restore_rng_state,
+    rng_prefix,
 )
 from megatron.training.checkpoint.reader import CheckpointReader
+from megatron.training.checkpoint.regions import Shard
 from megatron.training.checkpoint.tensor_names import (
     EMBEDDING,
     VOCABULARY,
@@ -35,10 +35,12 @@ _MOMENTS = {"adam": ("exp_avg", "exp_avg_sq"), "sgd": ("momentum_buffer",)}
 
 
 @torch.no_grad()
-def load_weights(reader: CheckpointReader, placed: Sequence[Placed], *, exact: bool) -> None:
-    """Fill the parameters. With `exact`, from the optimizer's float32 copies where they hold more.
+def load_weights(
+    reader: CheckpointReader, placed: Sequence[ShardedParameter], *, exact: bool
+) -> None:
+    """Load the parameters; with `exact`, from the optimizer's float32 copies where more precise.
 
-    Raises UserError for a tensor that the checkpoint lacks or has in another shape.
+    Raises UserError for a missing tensor or a different shape.
     """
     for p in placed:
         name = _source(p)
@@ -51,9 +53,12 @@ def load_weights(reader: CheckpointReader, placed: Sequence[Placed], *, exact: b
 
 @torch.no_grad()
 def load_optimizer(
-    reader: CheckpointReader, placed: Sequence[Placed], optimizer: TrainingOptimizer, kind: str
+    reader: CheckpointReader,
+    placed: Sequence[ShardedParameter],
+    optimizer: TrainingOptimizer,
+    kind: str,
 ) -> None:
-    """Fill float32 copies, moments, Adam's count of updates and the loss scaler."""
+    """Load float32 copies, moments, Adam's step count and the loss scaler."""
     by_parameter = {id(p.parameter): p for p in placed}
     step = reader.run.get("optimizer_step")
     for shard in optimizer_shards(optimizer.inner):
@@ -72,7 +77,7 @@ def load_optimizer(
     set_loss_scaler_state(optimizer.inner, reader.run.get("loss_scaler", {}))
 
 
-def _load_copy(reader: CheckpointReader, at: Placed, shard: OptimizerShard) -> None:
+def _load_copy(reader: CheckpointReader, at: ShardedParameter, shard: OptimizerShard) -> None:
     name = optimizer_name(MAIN_COPY, _source(at))
     # A run in float32 has no copies: its weights are what they would hold.
     source = name if name in reader.index.tensors else _source(at)
@@ -81,7 +86,7 @@ def _load_copy(reader: CheckpointReader, at: Placed, shard: OptimizerShard) -> N
     shard.main.copy_(values.view(shard.main.shape))
 
 
-def _source(p: Placed) -> str:
+def _source(p: ShardedParameter) -> str:
     return EMBEDDING if p.is_tied_copy else p.name
 
 
@@ -105,32 +110,32 @@ def _read(
             f"tensor {name} of the checkpoint {reader.folder} has the shape {list(stored)} and "
             f"this model's has {list(wanted)}"
         )
-    boxes = shard.boxes(begin, end)
+    regions = shard.regions(begin, end)
     if stored == wanted:
-        return reader.boxes(name, boxes)
+        return reader.regions(name, regions)
     flat = fill.detach().cpu().reshape(-1).to(reader.dtype(name))
-    reader.read_into(flat, name, boxes)
+    reader.read_into(flat, name, regions)
     return flat
 
 
-def load_random(
+def load_rng_state(
     reader: CheckpointReader, args: argparse.Namespace, *, plan: Plan, coordinate: Coordinate
 ) -> str | None:
-    """Restore this rank's random states; why not, where they do not fit this layout."""
+    """Restore this rank's RNG states; returns why not, if they do not fit this layout."""
     if reader.run.get("layout") != layout_record(args, plan):
         return "it was written under another layout, whose random states fit no rank of this one"
-    prefix = random_prefix(coordinate)
+    prefix = rng_prefix(coordinate)
     names = [name for name in reader.index.tensors if name.startswith(prefix)]
     if not names:
         return "it holds none"
     states = {name.removeprefix(prefix): reader.tensor(name) for name in names}
-    if not restore_random(states):
+    if not restore_rng_state(states):
         return "it was written on another kind of device"
     return None
 
 
 def layout_record(args: argparse.Namespace, plan: Plan) -> dict[str, Any]:
-    """What has to be the same for every rank to draw the random numbers it would have drawn."""
+    """The properties of a layout that must be equal for RNG states to be restored."""
     meshes = [plan.meshes[plan.blocks_of_stage(stage)[0].mesh] for stage in range(plan.stages)]
     stages = [
         [mesh.tensor, mesh.context, len(plan.shares(stage))] for stage, mesh in enumerate(meshes)

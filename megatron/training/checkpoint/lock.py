@@ -9,7 +9,7 @@ What it relies on, which local disks, NFS (3 and 4), Lustre, GPFS and BeeGFS all
 - opening a file asks the server for its content and time of change (NFS's close-to-open rule).
 It needs neither flock nor fcntl locks, which many clusters mount away or keep to one host, and it
 never compares the clocks of two hosts: whoever finds a lock watches by its own clock whether the
-file changes. If it does, its holder lives. If it has not for PATIENCE_SECONDS, its holder is dead.
+file changes. If it does, its holder lives. If it has not for EXPIRY_SECONDS, its holder is dead.
 No time is lost where the same kernel can tell at once: on the holder's own host, in its own pid
 namespace, its process is there or not. The time at which a process was started tells its pid
 from the same pid used again.
@@ -35,11 +35,11 @@ from pathlib import Path
 from hetero.errors import OutputError, UserError
 
 LOCK_FILE = "writer.lock"
-BEAT_SECONDS = 5.0
+HEARTBEAT_SECONDS = 5.0
 """Between two renewals."""
-PATIENCE_SECONDS = 45.0
+EXPIRY_SECONDS = 45.0
 """A lock that was not renewed for so long is a dead run's. Below the shortest timeout of a job."""
-_LOOK_SECONDS = 1.0
+_POLL_SECONDS = 1.0
 _SETTLE_SECONDS = 1.0
 """Until all that replaced one stale lock at once have done so."""
 _TRIES = 5
@@ -91,7 +91,7 @@ class Owner:
 
 
 @dataclass(frozen=True)
-class _Seen:
+class _LockFile:
     """A lock file at one moment. Two that are equal have not been renewed between."""
 
     content: bytes
@@ -120,7 +120,7 @@ class SaveLock:
     def take(cls, save: Path, *, say: Say) -> SaveLock:
         """Hold the folder, which is made if need be. `say` is told what takes time, or is odd.
 
-        Waits no longer than PATIENCE_SECONDS and a little. Raises UserError: another run holds it.
+        Waits no longer than EXPIRY_SECONDS and a little. Raises UserError: another run holds it.
         """
         path, owner = save / LOCK_FILE, Owner.this_process()
         try:
@@ -156,7 +156,7 @@ class SaveLock:
             if owner is None or owner.token != self._owner.token:
                 raise LockLost(
                     f"another run ({owner or 'unknown'}) took over {self._path.parent}, as this "
-                    f"one did not renew {LOCK_FILE} for {PATIENCE_SECONDS:.0f} s; this run ends, "
+                    f"one did not renew {LOCK_FILE} for {EXPIRY_SECONDS:.0f} s; this run ends, "
                     "and what it saved before is still there"
                 )
 
@@ -164,7 +164,7 @@ class SaveLock:
         """Let the next run in. What is not ours any more stays."""
         self._over.set()
         # A beat that hangs, as the file system may, must not keep the process.
-        if not self._guard.acquire(timeout=BEAT_SECONDS):
+        if not self._guard.acquire(timeout=HEARTBEAT_SECONDS):
             return
         with suppress(OSError):
             os.close(self._descriptor)
@@ -174,7 +174,7 @@ class SaveLock:
         self._guard.release()
 
     def _beat(self) -> None:
-        while not self._over.wait(BEAT_SECONDS):
+        while not self._over.wait(HEARTBEAT_SECONDS):
             # A server that is away for a moment comes back; a longer absence others judge.
             with self._guard, suppress(OSError):
                 if not self._over.is_set():
@@ -196,7 +196,7 @@ def is_held_by_another(folder: Path, *, say: Say) -> bool:
         owner = seen.owner
         if owner is not None and owner.pid == os.getpid() and owner.lives:
             return False
-        return _reason_to_take(folder / LOCK_FILE, seen, say) is None
+        return _reason_holder_is_dead(folder / LOCK_FILE, seen, say) is None
     except OSError:  # nothing is known, and nothing should be touched
         return True
 
@@ -224,7 +224,7 @@ def _replace_dead(path: Path, owner: Owner, say: Say) -> int | None:
     seen = _read(path)
     if seen is None:
         return _create(path, owner)
-    reason = _reason_to_take(path, seen, say)
+    reason = _reason_holder_is_dead(path, seen, say)
     if reason is None:
         now = _read(path) or seen
         raise UserError(
@@ -246,7 +246,7 @@ def _replace_dead(path: Path, owner: Owner, say: Say) -> int | None:
     return descriptor
 
 
-def _reason_to_take(path: Path, seen: _Seen, say: Say) -> str | None:
+def _reason_holder_is_dead(path: Path, seen: _LockFile, say: Say) -> str | None:
     """Why the holder of a lock is dead; None if it lives. Watches where only time can tell."""
     owner = seen.owner
     lives = None if owner is None else owner.lives
@@ -254,24 +254,24 @@ def _reason_to_take(path: Path, seen: _Seen, say: Say) -> str | None:
         return None if lives else "its process is gone"
     say(
         f"{path} names another run ({owner or 'which has not said who it is'}); watching for up to "
-        f"{PATIENCE_SECONDS:.0f} s whether it still renews it"
+        f"{EXPIRY_SECONDS:.0f} s whether it still renews it"
     )
-    until = time.monotonic() + PATIENCE_SECONDS
+    until = time.monotonic() + EXPIRY_SECONDS
     while time.monotonic() < until:
-        time.sleep(_LOOK_SECONDS)
+        time.sleep(_POLL_SECONDS)
         now = _read(path)
         if now is None:
             return "it has just ended"
         if now != seen:
             return None
-    return f"it did not renew {path.name} for {PATIENCE_SECONDS:.0f} s"
+    return f"it did not renew {path.name} for {EXPIRY_SECONDS:.0f} s"
 
 
-def _read(path: Path) -> _Seen | None:
+def _read(path: Path) -> _LockFile | None:
     # Opened anew each time: that is when a network file system asks its server.
     try:
         with path.open("rb") as file:
-            return _Seen(file.read(), os.fstat(file.fileno()).st_mtime_ns)
+            return _LockFile(file.read(), os.fstat(file.fileno()).st_mtime_ns)
     except FileNotFoundError:
         return None
 

@@ -21,17 +21,17 @@ from safetensors import SafetensorError, safe_open
 
 from hetero.errors import UserError
 from megatron.training.checkpoint import folder as folders
-from megatron.training.checkpoint.boxes import Box
 from megatron.training.checkpoint.folder import RELEASE
 from megatron.training.checkpoint.index import (
     INDEX_FILE,
     DamagedCheckpoint,
     Index,
-    StoredBox,
+    StoredRegion,
     StoredTensor,
     read_index,
 )
-from megatron.training.checkpoint.stream import BLOCK_BYTES, checksum_problem
+from megatron.training.checkpoint.regions import Region
+from megatron.training.checkpoint.safetensors_writer import BLOCK_BYTES, checksum_problem
 
 
 class CheckpointReader:
@@ -112,33 +112,35 @@ class CheckpointReader:
     def tensor(self, name: str) -> torch.Tensor:
         """The whole tensor, on the CPU."""
         stored = self._stored(name)
-        return self.boxes(name, [Box((0,) * len(stored.shape), stored.shape)]).view(stored.shape)
+        return self.regions(name, [Region((0,) * len(stored.shape), stored.shape)]).view(
+            stored.shape
+        )
 
     def slice(self, name: str, begin: int, end: int) -> torch.Tensor:
         """Rows [begin, end) of a tensor's first dimension."""
         shape = self._stored(name).shape
         rows = (end - begin, *shape[1:])
-        return self.boxes(name, [Box((begin, *(0 for _ in shape[1:])), rows)]).view(rows)
+        return self.regions(name, [Region((begin, *(0 for _ in shape[1:])), rows)]).view(rows)
 
-    def boxes(self, name: str, wanted: Sequence[Box]) -> torch.Tensor:
-        """The elements of `wanted`, one box after the other, flat, on the CPU."""
+    def regions(self, name: str, wanted: Sequence[Region]) -> torch.Tensor:
+        """The elements of `wanted`, one region after the other, flat, on the CPU."""
         stored = self._stored(name)
-        flat = torch.empty(sum(box.size for box in wanted), dtype=_dtype(stored))
+        flat = torch.empty(sum(region.size for region in wanted), dtype=_dtype(stored))
         self.read_into(flat, name, wanted)
         return flat
 
-    def read_into(self, flat: torch.Tensor, name: str, wanted: Sequence[Box]) -> None:
-        """As `boxes`, into a flat tensor; what lies outside the stored tensor is left as it is."""
+    def read_into(self, flat: torch.Tensor, name: str, wanted: Sequence[Region]) -> None:
+        """As `regions`, into a flat tensor; elements outside the stored tensor do not change."""
         stored = self._stored(name)
         offset = 0
-        for box in wanted:
-            target = flat[offset : offset + box.size].view(box.shape)
-            offset += box.size
-            for piece in stored.boxes:
-                common = box.intersection(piece.box)
+        for region in wanted:
+            target = flat[offset : offset + region.size].view(region.shape)
+            offset += region.size
+            for stored_region in stored.regions:
+                common = region.intersection(stored_region.region)
                 if common is not None:
-                    for part, values in self._elements(name, piece, common):
-                        _view(target, box, part).copy_(values)
+                    for part, values in self._elements(name, stored_region, common):
+                        _view(target, region, part).copy_(values)
 
     def verify(self, *, part: int = 0, parts: int = 1) -> None:
         """Compare the files with their checksums; of several readers each can take a part.
@@ -176,18 +178,20 @@ class CheckpointReader:
             raise DamagedCheckpoint(f"{self.folder} holds no tensor {name}") from None
 
     def _elements(
-        self, name: str, piece: StoredBox, common: Box
-    ) -> Iterator[tuple[Box, torch.Tensor]]:
-        """A part of one stored box, a few rows at a time: each with where it lies in the whole."""
-        inner = piece.box.size // piece.box.shape[0]
+        self, name: str, stored_region: StoredRegion, common: Region
+    ) -> Iterator[tuple[Region, torch.Tensor]]:
+        """Read `common` from a stored region, a few rows at a time: (region, its elements)."""
+        inner = stored_region.region.size // stored_region.region.shape[0]
         step = max(1, BLOCK_BYTES // (inner * 8))
         first, last = common.start[0], common.start[0] + common.shape[0]
         for begin in range(first, last, step):
             rows = min(step, last - begin)
-            at = piece.offset + (begin - piece.box.start[0]) * inner
-            flat = self._read(piece.file, name, at, at + rows * inner)
-            held = Box((begin, *piece.box.start[1:]), (rows, *piece.box.shape[1:]))
-            part = Box((begin, *common.start[1:]), (rows, *common.shape[1:]))
+            at = stored_region.offset + (begin - stored_region.region.start[0]) * inner
+            flat = self._read(stored_region.file, name, at, at + rows * inner)
+            held = Region(
+                (begin, *stored_region.region.start[1:]), (rows, *stored_region.region.shape[1:])
+            )
+            part = Region((begin, *common.start[1:]), (rows, *common.shape[1:]))
             yield part, _view(flat.view(held.shape), held, part)
 
     def _read(self, file: str, name: str, begin: int, end: int) -> torch.Tensor:
@@ -223,8 +227,8 @@ def _dtype(stored: StoredTensor) -> torch.dtype:
     return dtype
 
 
-def _view(tensor: torch.Tensor, held: Box, part: Box) -> torch.Tensor:
-    """The part of `tensor`, which holds the box `held`, where `part` lies."""
+def _view(tensor: torch.Tensor, held: Region, part: Region) -> torch.Tensor:
+    """The part of `tensor`, which holds the region `held`, where `part` lies."""
     for dim, (begin, origin, length) in enumerate(
         zip(part.start, held.start, part.shape, strict=True)
     ):

@@ -1,9 +1,9 @@
-"""Saving: every rank writes its own file, and all agree before the checkpoint gets its name.
+"""Saves checkpoints: every rank writes one file, then rank 0 commits them all by a rename.
 
-A save is a thread of each rank and a few numbers between them. While the threads write, the ranks
-gather how far each is, on the main thread: at once and in a loop for a save that training waits
-for, once a step for `--async-save`. When every part is written, rank 0's thread writes the index,
-renames the folder and replaces the tracker. If any part fails, everybody stops and the folder goes.
+Each rank writes in a thread. Meanwhile the main threads all-gather the `SaveState` of all ranks: in
+a loop for a blocking save, once per step with --async-save. When all files are written, rank 0's
+thread writes the index, renames the folder and replaces the tracker. If any rank fails, all stop
+and the folder is removed.
 """
 
 from __future__ import annotations
@@ -19,24 +19,28 @@ from typing import Any
 
 from hetero.errors import HeteroError, OutputError
 from megatron.training.checkpoint import folder as folders
-from megatron.training.checkpoint.control_file import Control, combine
+from megatron.training.checkpoint.control_group import ControlGroup, combine
 from megatron.training.checkpoint.index import (
     INDEX_FILE,
     Index,
-    StoredBox,
     StoredFile,
+    StoredRegion,
     StoredTensor,
     parse_index,
     tensor_from_record,
     tensor_record,
 )
 from megatron.training.checkpoint.lock import LockLost, SaveLock
+from megatron.training.checkpoint.safetensors_writer import (
+    WriteCancelled,
+    WriteItem,
+    write_safetensors,
+)
 from megatron.training.checkpoint.snapshot import Snapshot, copy_bytes
-from megatron.training.checkpoint.stream import Piece, WriteCancelled, write_safetensors
 
 _POLL_SECONDS = 0.5
 _LOST = "lost: "
-"""Before what rank 0 says to all when the folder is another run's now."""
+"""Prefix of rank 0's message if another run has taken over the folder."""
 
 
 class SaveError(OutputError):
@@ -45,8 +49,8 @@ class SaveError(OutputError):
     known_to_all = True
 
 
-class State(enum.IntEnum):
-    """How far a rank is with the save in flight."""
+class SaveState(enum.IntEnum):
+    """The state of the pending save on one rank."""
 
     WRITING = 0
     WRITTEN = 1
@@ -55,8 +59,8 @@ class State(enum.IntEnum):
 
 
 @dataclass(frozen=True)
-class Kept:
-    """Which older checkpoints stay: --keep-last and --save-retain-interval."""
+class RetentionPolicy:
+    """Which older checkpoints to keep: --keep-last and --save-retain-interval."""
 
     last: int | None = None
     interval: int | None = None
@@ -64,9 +68,9 @@ class Kept:
 
 @dataclass(frozen=True)
 class Contents:
-    """What goes into one checkpoint from this rank; `args` and `run` are rank 0's."""
+    """What one rank contributes to a checkpoint; `args` and `run` are used on rank 0 only."""
 
-    pieces: Sequence[Piece]
+    write_items: Sequence[WriteItem]
     args: Mapping[str, Any]
     run: Mapping[str, Any]
     optimizer_step: int | None
@@ -74,7 +78,7 @@ class Contents:
 
 @dataclass(frozen=True)
 class StoredPart:
-    """A rank's own file."""
+    """The file that a rank has written."""
 
     bytes: int
     seconds: float
@@ -83,7 +87,7 @@ class StoredPart:
 
 @dataclass(frozen=True)
 class SaveOutcome:
-    """How a save ended: iteration and problem are the same on every rank."""
+    """Result of a save; `iteration` and `problem` are the same on every rank."""
 
     iteration: int
     problem: str | None
@@ -107,32 +111,32 @@ class Saver:
     def __init__(
         self,
         save: Path,
-        control: Control,
+        control: ControlGroup,
         *,
-        kept: Kept,
+        kept: RetentionPolicy,
         snapshot: Snapshot | None = None,
         lock: SaveLock | None = None,
     ) -> None:
         """`lock` is rank 0's hold on the folder."""
         self._save, self._control, self._kept = save, control, kept
         self._snapshot, self._lock = snapshot, lock
-        self._flight: _Flight | None = None
+        self._pending: _PendingSave | None = None
 
     @property
     def in_flight(self) -> bool:
-        return self._flight is not None
+        return self._pending is not None
 
-    def reserve(self, pieces: Sequence[Piece]) -> None:
-        """Let a thread make the memory that copies of such pieces need. Not collective."""
+    def reserve(self, write_items: Sequence[WriteItem]) -> None:
+        """Allocate snapshot memory for such items in a thread. Not collective."""
         if self._snapshot is not None:
-            self._snapshot.reserve(copy_bytes(pieces))
+            self._snapshot.reserve(copy_bytes(write_items))
 
     def start(self, iteration: int, contents: Contents) -> None:
-        """Begin a save. Collective. What goes wrong is told when the save ends.
+        """Start a save. Collective. Failures are reported by `poll` or `finish`.
 
-        Raises SaveError on every rank: another run has taken the folder over.
+        Raises SaveError on every rank if another run has taken over the folder.
         """
-        if self._flight is not None:
+        if self._pending is not None:
             raise RuntimeError("a save was started while another was running")
         name = folders.folder_name(iteration)
         folder = self._save / (name + folders.SAVING)
@@ -145,11 +149,11 @@ class Saver:
                 problem = _LOST + str(error)
             except OSError as error:
                 problem = _reason(error)
-        # Nobody writes before the folder is there.
-        problem = self._control.texts(problem)[0]
+        # Also a barrier: no rank may write before the folder exists.
+        problem = self._control.all_gather_strings(problem)[0]
         if problem.startswith(_LOST):
             raise SaveError(problem.removeprefix(_LOST))
-        flight = _Flight(
+        pending = _PendingSave(
             self._save,
             folder,
             iteration,
@@ -159,80 +163,82 @@ class Saver:
             problem,
             before_commit=self._require_lock,
         )
-        self._flight = flight
+        self._pending = pending
         if not problem:
-            flight.write(contents.pieces, self._snapshot)
+            pending.write(contents.write_items, self._snapshot)
 
     def _require_lock(self) -> None:
         if self._lock is not None:
             self._lock.require_held()
 
     def order_updates(self) -> None:
-        """Before weights change: let the change come after the copy of a save that is running."""
-        if self._flight is not None and self._snapshot is not None:
+        """Make updates enqueued from now on wait for the snapshot of a pending save."""
+        if self._pending is not None and self._snapshot is not None:
             self._snapshot.order_updates()
 
     def poll(self) -> SaveOutcome | None:
-        """See how the running save is, without waiting for it. Collective; its end, if it ended."""
-        return None if self._flight is None else self._advance(self._flight)
+        """Advance the pending save without blocking; its outcome if it has ended. Collective."""
+        return None if self._pending is None else self._advance(self._pending)
 
     def finish(self) -> SaveOutcome | None:
-        """Wait until the running save, if there is one, has ended. Collective."""
+        """Wait for the pending save, if there is one; its outcome. Collective."""
         outcome = None
-        while self._flight is not None and outcome is None:
-            self._flight.join(_POLL_SECONDS)
-            outcome = self._advance(self._flight)
+        while self._pending is not None and outcome is None:
+            self._pending.join(_POLL_SECONDS)
+            outcome = self._advance(self._pending)
         return outcome
 
     def close(self) -> None:
-        if self._flight is not None:
-            self._flight.cancel()
-            self._flight = None
+        if self._pending is not None:
+            self._pending.cancel()
+            self._pending = None
         if self._snapshot is not None:
             self._snapshot.close()
 
-    def _advance(self, flight: _Flight) -> SaveOutcome | None:
-        states = self._control.numbers(flight.state)
-        if State.FAILED in states:
-            flight.cancel()
-            if State.WRITING in states:
+    def _advance(self, pending: _PendingSave) -> SaveOutcome | None:
+        states = self._control.all_gather_ints(pending.state)
+        if SaveState.FAILED in states:
+            pending.cancel()
+            if SaveState.WRITING in states:
                 return None
-            return self._end(flight, failed=True)
-        if states[0] == State.COMMITTED:
-            return self._end(flight, failed=False)
-        if State.WRITING not in states and self._control.rank == 0:
-            flight.commit()
+            return self._end(pending, failed=True)
+        if states[0] == SaveState.COMMITTED:
+            return self._end(pending, failed=False)
+        if SaveState.WRITING not in states and self._control.rank == 0:
+            pending.commit()
         return None
 
-    def _end(self, flight: _Flight, *, failed: bool) -> SaveOutcome:
-        self._flight = None
-        flight.join(None)
+    def _end(self, pending: _PendingSave, *, failed: bool) -> SaveOutcome:
+        self._pending = None
+        pending.join(None)
         problem = None
         if failed:
-            problem = combine(self._control.texts(flight.problem)) or "it was interrupted"
+            problem = (
+                combine(self._control.all_gather_strings(pending.problem)) or "it was interrupted"
+            )
             if self._control.rank == 0:
-                folders.abandon(flight.folder)
+                folders.abandon(pending.folder)
         return SaveOutcome(
-            iteration=flight.iteration,
+            iteration=pending.iteration,
             problem=problem,
-            seconds=time.monotonic() - flight.began,
-            bytes=flight.bytes,
-            part=None if failed else flight.part,
-            memory_wait_s=flight.memory_wait_s,
+            seconds=time.monotonic() - pending.began,
+            bytes=pending.bytes,
+            part=None if failed else pending.part,
+            memory_wait_s=pending.memory_wait_s,
         )
 
 
-class _Flight:
-    """One save under way on this rank. Its thread sets `state`, the main thread reads it."""
+class _PendingSave:
+    """A save in progress on this rank. Its thread sets `state`, the main thread reads it."""
 
     def __init__(
         self,
         save: Path,
         folder: Path,
         iteration: int,
-        control: Control,
+        control: ControlGroup,
         contents: Contents,
-        kept: Kept,
+        kept: RetentionPolicy,
         problem: str,
         *,
         before_commit: Callable[[], None],
@@ -240,7 +246,7 @@ class _Flight:
         self._before_commit = before_commit
         self.folder, self.iteration = folder, iteration
         self.problem = problem
-        self.state = State.FAILED if problem else State.WRITING
+        self.state = SaveState.FAILED if problem else SaveState.WRITING
         self.began = time.monotonic()
         self.bytes = 0
         self.part: StoredPart | None = None
@@ -251,24 +257,24 @@ class _Flight:
         self._thread: threading.Thread | None = None
         self._committing = False
 
-    def write(self, pieces: Sequence[Piece], snapshot: Snapshot | None) -> None:
+    def write(self, write_items: Sequence[WriteItem], snapshot: Snapshot | None) -> None:
         try:
-            copies = pieces if snapshot is None else snapshot.take(pieces)
+            copies = write_items if snapshot is None else snapshot.take(write_items)
         except (HeteroError, RuntimeError, MemoryError) as error:
             self.problem = (
                 f"there is no host memory for a copy of the weights ({_reason(error)}); a save "
                 "without --async-save needs none"
             )
-            self.state = State.FAILED
+            self.state = SaveState.FAILED
             return
         finally:
             self.memory_wait_s = 0.0 if snapshot is None else snapshot.memory_wait_s
 
-        def work() -> State:
+        def work() -> SaveState:
             if snapshot is not None:
                 snapshot.wait()
             self._write_part(copies)
-            return State.WRITTEN
+            return SaveState.WRITTEN
 
         self._run(work)
 
@@ -285,22 +291,22 @@ class _Flight:
         if self._thread is not None:
             self._thread.join(seconds)
 
-    def _run(self, work: Callable[[], State]) -> None:
+    def _run(self, work: Callable[[], SaveState]) -> None:
         self.join(None)
 
         def guarded() -> None:
             try:
                 self.state = work()
             except WriteCancelled:
-                self.state = State.FAILED
+                self.state = SaveState.FAILED
             except Exception as error:  # told to all ranks when they meet
                 self.problem = _reason(error)
-                self.state = State.FAILED
+                self.state = SaveState.FAILED
 
         self._thread = threading.Thread(target=guarded, name="checkpoint", daemon=True)
         self._thread.start()
 
-    def _write_part(self, pieces: Sequence[Piece]) -> None:
+    def _write_part(self, write_items: Sequence[WriteItem]) -> None:
         if not self.folder.is_dir():
             raise OSError(
                 None,
@@ -309,14 +315,14 @@ class _Flight:
             )
         name = part_name(self._rank)
         stored = write_safetensors(
-            self.folder / f"{name}.safetensors", pieces, cancelled=self._cancelled
+            self.folder / f"{name}.safetensors", write_items, cancelled=self._cancelled
         )
         record = {
             "file": [stored.size, list(stored.blocks)],
             "optimizer_step": self._contents.optimizer_step,
             "tensors": {
-                piece.name: tensor_record(piece.stored_in(f"{name}.safetensors"))
-                for piece in pieces
+                write_item.name: tensor_record(write_item.stored_in(f"{name}.safetensors"))
+                for write_item in write_items
             },
         }
         temporary = self.folder / f"{name}.json.tmp"
@@ -324,7 +330,7 @@ class _Flight:
         temporary.rename(self.folder / f"{name}.json")
         self.part = StoredPart(stored.size, time.monotonic() - self.began)
 
-    def _commit(self) -> State:
+    def _commit(self) -> SaveState:
         self._before_commit()
         index = self._merged()
         text = index.to_json()
@@ -343,7 +349,7 @@ class _Flight:
             keep_last=self._kept.last,
             retain_interval=self._kept.interval,
         )
-        return State.COMMITTED
+        return SaveState.COMMITTED
 
     def _merged(self) -> Index:
         tensors: dict[str, StoredTensor] = {}
@@ -376,8 +382,8 @@ def _joined(known: StoredTensor | None, part: StoredTensor, name: str) -> Stored
         return part
     if (known.shape, known.dtype) != (part.shape, part.dtype):
         raise RuntimeError(f"the ranks disagree on the shape or dtype of tensor {name}")
-    boxes: tuple[StoredBox, ...] = known.boxes + part.boxes
-    return StoredTensor(known.shape, known.dtype, boxes)
+    regions: tuple[StoredRegion, ...] = known.regions + part.regions
+    return StoredTensor(known.shape, known.dtype, regions)
 
 
 def _reason(error: BaseException) -> str:

@@ -1,4 +1,4 @@
-"""A copy of this rank's pieces in host memory, so that training goes on while they are written."""
+"""A copy of this rank's state in host memory, so that training continues while it is written."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from functools import partial
 
 import torch
 
-from megatron.training.checkpoint.device_copies import DeviceCopies
+from megatron.training.checkpoint.device_to_host import DeviceToHostCopier
 from megatron.training.checkpoint.host_memory import HostMemory
-from megatron.training.checkpoint.stream import Piece
+from megatron.training.checkpoint.safetensors_writer import WriteItem
 
 _SPARE_BYTES = 1 << 20
-"""Random states are written as text, whose length differs from save to save."""
+"""RNG states are stored as text of varying length."""
 
 
 class Snapshot:
-    """Host memory for one copy, kept from save to save and pinned where there is an accelerator.
+    """One snapshot's host memory, reused from save to save and pinned if there is an accelerator.
 
-    The copies run beside the next forward and backward passes; `order_updates` has to be called
-    before anything writes to what is copied.
+    Copies overlap with the next forward and backward pass; call `order_updates` before anything
+    modifies the copied tensors.
     """
 
-    def __init__(self, copies: DeviceCopies) -> None:
+    def __init__(self, copies: DeviceToHostCopier) -> None:
         self._copies = copies
         self._memory: HostMemory | None = None
         self._events: list[torch.cuda.Event | None] = []
@@ -32,43 +32,43 @@ class Snapshot:
         """For how long the last `take` waited for its memory."""
 
     def reserve(self, size: int) -> None:
-        """Begin to make memory for pieces of `size` bytes in all, in a thread. Returns at once."""
+        """Start allocating `size` bytes in a thread. Returns at once."""
         if self._memory is not None and self._memory.size < size:
             self.close()
         if self._memory is None:
             self._memory = HostMemory(size + _SPARE_BYTES, self._copies)
 
-    def take(self, pieces: Sequence[Piece]) -> list[Piece]:
-        """The same pieces with their elements in host memory, once `wait` returns.
+    def take(self, write_items: Sequence[WriteItem]) -> list[WriteItem]:
+        """Start the copies; returns items whose elements are in host memory once `wait` returns.
 
-        Raises HostMemoryError where there is none; the next call tries again.
+        Raises HostMemoryError if memory is short; the next call tries again.
         """
-        memory = self._room(copy_bytes(pieces))
+        memory = self._room(copy_bytes(write_items))
         after = self._copies.record_event()
         copies, begin = [], 0
         self._events = []
-        for piece in pieces:
-            end = begin + piece.bytes
-            source, done = piece.source().detach().reshape(-1).view(torch.uint8), 0
+        for write_item in write_items:
+            end = begin + write_item.bytes
+            source, done = write_item.source().detach().reshape(-1).view(torch.uint8), 0
             for target in memory.spans(begin, end):
                 part = source[done : done + target.numel()]
                 self._events.append(self._copies.copy(target, part, after=after))
                 done += target.numel()
-            values = memory.whole(begin, end).view(piece.dtype)
-            copies.append(replace(piece, source=partial(_identity, values)))
-            begin += _aligned(piece.bytes)
+            values = memory.whole(begin, end).view(write_item.dtype)
+            copies.append(replace(write_item, source=partial(_identity, values)))
+            begin += _aligned(write_item.bytes)
         return copies
 
     def wait(self) -> None:
-        """Block until the copy is whole. On any thread."""
+        """Block until all copies have completed. On any thread."""
         for event in self._events:
             if event is not None:
                 event.synchronize()
 
     def order_updates(self) -> None:
-        """Let what is enqueued from now on come after the copies."""
+        """Make the caller's current stream wait for the copies."""
         for event in self._events:
-            self._copies.order_current_stream(event)
+            self._copies.wait_on_current_stream(event)
 
     def close(self) -> None:
         if self._memory is not None:
@@ -89,9 +89,9 @@ class Snapshot:
         return self._memory
 
 
-def copy_bytes(pieces: Sequence[Piece]) -> int:
-    """The memory that a copy of `pieces` takes."""
-    return sum(_aligned(piece.bytes) for piece in pieces)
+def copy_bytes(write_items: Sequence[WriteItem]) -> int:
+    """The memory that a copy of `write_items` takes."""
+    return sum(_aligned(write_item.bytes) for write_item in write_items)
 
 
 def _identity(values: torch.Tensor) -> torch.Tensor:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from megatron.training.checkpoint.boxes import Shard
+from megatron.training.checkpoint.regions import Shard
 
 EMBEDDING = "embedding.word_embeddings.weight"
 OUTPUT_LAYER = "output_layer.weight"

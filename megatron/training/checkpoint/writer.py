@@ -15,17 +15,17 @@ from megatron.training.checkpoint.index import (
     StoredFile,
     StoredTensor,
     parse_index,
-    require_whole_model,
+    require_complete_model,
 )
 from megatron.training.checkpoint.lock import SaveLock
-from megatron.training.checkpoint.stream import Piece, write_safetensors
+from megatron.training.checkpoint.safetensors_writer import WriteItem, write_safetensors
 
 _HOLDS = {"optimizer": False, "random states": False}
 
 
 def write_release(
     save: Path,
-    files: Iterable[Sequence[Piece]],
+    files: Iterable[Sequence[WriteItem]],
     *,
     args: Mapping[str, Any],
     add_companions: Callable[[Path], None] | None = None,
@@ -39,7 +39,7 @@ def write_release(
 def write_checkpoint(
     save: Path,
     name: str,
-    files: Iterable[Sequence[Piece]],
+    files: Iterable[Sequence[WriteItem]],
     *,
     args: Mapping[str, Any],
     run: Mapping[str, Any],
@@ -47,12 +47,12 @@ def write_checkpoint(
 ) -> Path:
     """Write SAVE/`name` and point the tracker at it; the folder it made.
 
-    `files` yields the pieces of one file after the other, so that only what a piece's `source`
+    `files` yields the items of one file after the other, so that only what an item's `source`
     returns is in memory. `args` are the model's flags by destination, as far as they are known;
     `num_layers` and `untie_embeddings_and_output_weights` must be. `run` is the run's progress, see
-    `progress.py`. `add_companions` may put other files into the folder before it gets its name.
+    `train_state.py`. `add_companions` may put other files into the folder before it gets its name.
 
-    Raises OSError, UserError if a run writes to SAVE, and DamagedCheckpoint if the pieces do not
+    Raises OSError, UserError if a run writes to SAVE, and DamagedCheckpoint if the items do not
     make a whole model; nothing is left then.
     """
     with SaveLock.take(save, say=partial(print, file=sys.stderr)):
@@ -62,7 +62,7 @@ def write_checkpoint(
 def _write(
     save: Path,
     name: str,
-    files: Iterable[Sequence[Piece]],
+    files: Iterable[Sequence[WriteItem]],
     args: Mapping[str, Any],
     run: Mapping[str, Any],
     add_companions: Callable[[Path], None] | None,
@@ -71,16 +71,16 @@ def _write(
     try:
         tensors: dict[str, StoredTensor] = {}
         written: dict[str, StoredFile] = {}
-        for number, pieces in enumerate(files):
+        for number, write_items in enumerate(files):
             file_name = f"weights_{number:05d}.safetensors"
-            written[file_name] = write_safetensors(temporary / file_name, pieces)
-            for piece in pieces:
-                stored, known = piece.stored_in(file_name), tensors.get(piece.name)
-                boxes = stored.boxes if known is None else known.boxes + stored.boxes
-                tensors[piece.name] = StoredTensor(stored.shape, stored.dtype, boxes)
+            written[file_name] = write_safetensors(temporary / file_name, write_items)
+            for write_item in write_items:
+                stored, known = write_item.stored_in(file_name), tensors.get(write_item.name)
+                regions = stored.regions if known is None else known.regions + stored.regions
+                tensors[write_item.name] = StoredTensor(stored.shape, stored.dtype, regions)
         text = Index(args=args, run=run, tensors=tensors, files=written).to_json()
         # What does not cover its tensors must never get a checkpoint's name.
-        require_whole_model(
+        require_complete_model(
             parse_index(text),
             num_layers=args["num_layers"],
             tied=not args["untie_embeddings_and_output_weights"],

@@ -1,4 +1,4 @@
-"""torch's Adam as one kernel over all parameters, where they are on a GPU."""
+"""Switches torch's Adam to its fused implementation on GPUs."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 
 
 def fuse(optimizer: torch.optim.Optimizer) -> bool:
-    """Let torch's Adam update in one pass; True if it does. Others are left as they are."""
+    """Set `fused` on torch's Adam or AdamW; True if done. Other optimizers do not change."""
     if not isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW):
         return False
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]

@@ -81,5 +81,5 @@ class RowwiseEmbedding(VocabParallelEmbedding):
 
 
 def use_rowwise_gradient(embedding: VocabParallelEmbedding) -> None:
-    """Let an embedding that megatron-core built have the gradient above, under float32 buffers."""
+    """Switch an embedding that megatron-core built to the row-wise gradient, in place."""
     embedding.__class__ = RowwiseEmbedding

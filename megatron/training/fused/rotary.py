@@ -14,7 +14,7 @@ import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 
-def turn(
+def rotate_halves(
     x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, back: bool = False
 ) -> torch.Tensor:
     """The first `cos.shape[-1]` features of x turned by the angles, or back; float32 inside.
@@ -37,27 +37,27 @@ def turn(
 
 
 @torch.compile(dynamic=False)
-def _turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, back: bool) -> torch.Tensor:
-    return turn(x, cos, sin, back=back)
+def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, back: bool) -> torch.Tensor:
+    return rotate_halves(x, cos, sin, back=back)
 
 
 @torch.compile(dynamic=False)
-def _turn_into(
+def _rotate_into(
     out: torch.Tensor, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, back: bool
 ) -> None:
-    out.copy_(turn(x, cos, sin, back=back))
+    out.copy_(rotate_halves(x, cos, sin, back=back))
 
 
 class _Rotation(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(cos, sin)
-        return _turned(x, cos, sin, False)
+        return _rotated(x, cos, sin, False)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         cos, sin = ctx.saved_tensors
-        return _turned(grads[0], cos, sin, True), None, None
+        return _rotated(grads[0], cos, sin, True), None, None
 
 
 class _SplitRotation(torch.autograd.Function):
@@ -77,10 +77,10 @@ class _SplitRotation(torch.autograd.Function):
         query, key, value = mixed.split(ctx.widths, dim=-1)
         sequence, batch = mixed.shape[:2]
         query = query.unflatten(-1, (-1, width))
-        turned = _turned(query, cos.unsqueeze(2), sin.unsqueeze(2), False)
+        turned = _rotated(query, cos.unsqueeze(2), sin.unsqueeze(2), False)
         return (
             turned.view(sequence, batch, -1, width),
-            _turned(key, cos, sin, False),
+            _rotated(key, cos, sin, False),
             value.clone(memory_format=torch.contiguous_format),
         )
 
@@ -93,8 +93,8 @@ class _SplitRotation(torch.autograd.Function):
         into_query, into_key, into_value = grad_mixed.split(ctx.widths, dim=-1)
         into_query = into_query.unflatten(-1, (-1, width))
         grouped = grad_query.reshape(into_query.shape)
-        _turn_into(into_query, grouped, cos.unsqueeze(2), sin.unsqueeze(2), True)
-        _turn_into(into_key, grad_key, cos, sin, True)
+        _rotate_into(into_query, grouped, cos.unsqueeze(2), sin.unsqueeze(2), True)
+        _rotate_into(into_key, grad_key, cos, sin, True)
         into_value.copy_(grad_value)
         return grad_mixed, None, None, None, None
 

@@ -19,7 +19,7 @@ def is_available() -> bool:
 
 
 class LigerSwiGLU:
-    """Stands where megatron-core has its autograd function, with the arguments it is given."""
+    """Replacement for megatron-core's SwiGLUFunction, with its `apply` signature."""
 
     @staticmethod
     def apply(

@@ -1,8 +1,8 @@
-"""Weight gradients added to their buffer by the matrix product that computes them.
+"""Weight-gradient GEMMs that accumulate into `main_grad` (apex's wgrad_gemm_accum).
 
-Without it every micro-batch writes each weight's gradient once in half precision and reads it again
-to add it to the float32 buffer: a twelfth of LLaMA-8B's step on an H200. The product also adds its
-float32 result, where the separate pass adds one that was rounded to half precision before.
+Otherwise every micro-batch writes each weight gradient in half precision and reads it again to add
+it to the float32 buffer: a twelfth of LLaMA-8B's step on an H200. Accumulating in the GEMM also
+avoids rounding to half precision first.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def accumulate_wgrad(
 def can_accumulate_wgrad(
     device: torch.device, *, input_dtype: torch.dtype, grad_dtype: torch.dtype
 ) -> bool:
-    """Whether this build of torch has such a product for these types, and whether it is right."""
+    """Whether this build of torch supports such a GEMM for these dtypes, and computes it right."""
     if device.type != "cuda":
         return input_dtype == grad_dtype
     counted = torch.arange(32 * 16, device=device).remainder(7).to(input_dtype)
@@ -39,7 +39,7 @@ def can_accumulate_wgrad(
 
 
 class AccumulatingWgrad:
-    """What megatron-core expects of apex's extension, under the names that it calls."""
+    """Replacement for apex's fused_weight_gradient_mlp_cuda."""
 
     @staticmethod
     def wgrad_gemm_accum_fp32(
@@ -51,13 +51,13 @@ class AccumulatingWgrad:
 
 
 class DelayedWgrad:
-    """The same, kept back until `compute`: the gradient of a stage's input is on its way by then.
+    """The same, deferred until `compute`, after the stage's input gradient has been sent.
 
-    What they are computed from stays in memory until then: of every matrix of the stage its input
-    and the gradient of its output, of one micro-batch.
+    Until then the input and output gradient of every weight stay in memory, of one micro-batch.
 
     Args:
-        copies_inputs: sequence parallelism gathers inputs into memory that the next layer reuses.
+        copies_inputs: clone inputs; required with sequence parallelism, which gathers them into a
+            buffer that the next layer reuses.
     """
 
     def __init__(self, *, copies_inputs: bool) -> None:
@@ -74,7 +74,7 @@ class DelayedWgrad:
 
     @torch.no_grad()
     def compute(self) -> None:
-        """In the order in which backward came to them, each freed at once."""
+        """Compute all deferred gradients, in backward order, freeing each one's inputs."""
         waiting, self._waiting = self._waiting[::-1], []
         while waiting:
             main_grad, grad_output_tn, input_tk = waiting.pop()

@@ -26,7 +26,7 @@ from megatron.training.checkpoint.conversion import (
 from megatron.training.checkpoint.index import Index
 from megatron.training.checkpoint.lock import LOCK_FILE
 from megatron.training.checkpoint.reader import CheckpointReader
-from megatron.training.checkpoint.stream import Piece
+from megatron.training.checkpoint.safetensors_writer import WriteItem
 from megatron.training.checkpoint.tensor_names import EMBEDDING
 from megatron.training.checkpoint.writer import write_release
 from megatron.training.huggingface import hub_folders
@@ -255,13 +255,15 @@ def _precision(dtype: torch.dtype) -> dict[str, Any]:
     }
 
 
-def _piece(model: hub_folders.ModelFolder, task: _Task, advance: Callable[[int], object]) -> Piece:
+def _piece(
+    model: hub_folders.ModelFolder, task: _Task, advance: Callable[[int], object]
+) -> WriteItem:
     def read() -> torch.Tensor:
         advance(task.bytes)
         return task.rule.join([model.tensor(part.name) for part in task.rule.parts])
 
-    announced = Piece.whole(task.rule.name, torch.empty(task.rule.shape, device="meta"))
-    return Piece(announced.name, announced.shape, task.dtype, announced.boxes, read)
+    announced = WriteItem.whole(task.rule.name, torch.empty(task.rule.shape, device="meta"))
+    return WriteItem(announced.name, announced.shape, task.dtype, announced.regions, read)
 
 
 def _write_model(

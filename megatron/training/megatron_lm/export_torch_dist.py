@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from hetero.errors import UserError
-from megatron.training.checkpoint.boxes import Box
 from megatron.training.checkpoint.index import Index
+from megatron.training.checkpoint.regions import Region
 from megatron.training.checkpoint.tensor_names import fused_name, optimizer_name
 from megatron.training.megatron_lm.optimizer_states import MAIN, MOMENTS
 from megatron.training.megatron_lm.tensors import LAYERS, ModelTensor
@@ -60,13 +60,13 @@ def export(
 def _part(
     prefix: str, tensor: ModelTensor, stored: str, index: Index, read: Read, layers: int
 ) -> Part:
-    key, size, box = fused_name(tensor.name), tensor.shape, tensor.box
+    key, size, region = fused_name(tensor.name), tensor.shape, tensor.region
     if tensor.layer is not None:
         key = key.replace(f"{LAYERS}{tensor.layer}.", LAYERS)
         size = (layers, *tensor.shape)
-        box = Box((tensor.layer, *tensor.box.start), (1, *tensor.shape))
+        region = Region((tensor.layer, *tensor.region.start), (1, *tensor.shape))
     dtype = getattr(torch, index.tensors[stored].dtype)
-    return Part(prefix + key, size, dtype, box, partial(read, stored, tensor))
+    return Part(prefix + key, size, dtype, region, partial(read, stored, tensor))
 
 
 def _optimizer_names(

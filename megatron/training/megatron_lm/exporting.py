@@ -14,7 +14,6 @@ import torch
 
 from hetero.errors import UserError
 from megatron.training.checkpoint import folder as folders
-from megatron.training.checkpoint.boxes import Box
 from megatron.training.checkpoint.conversion import (
     CONVERTING,
     progress,
@@ -23,6 +22,7 @@ from megatron.training.checkpoint.conversion import (
 )
 from megatron.training.checkpoint.index import DamagedCheckpoint, Index
 from megatron.training.checkpoint.reader import CheckpointReader
+from megatron.training.checkpoint.regions import Region
 from megatron.training.checkpoint.tensor_names import EMBEDDING, VOCABULARY
 from megatron.training.megatron_lm import export_torch_dist, legacy_writer
 from megatron.training.megatron_lm.arguments import to_theirs
@@ -99,7 +99,7 @@ def export_checkpoint(
                 tensors,
                 layers=index.args["num_layers"],
                 layout=options.layout,
-                read=values.boxes,
+                read=values.regions,
                 args=theirs,
                 fused_norms=not options.local_names,
             )
@@ -181,15 +181,15 @@ class _Values:
 
     def whole(self, name: str, tensor: ModelTensor) -> torch.Tensor:
         """A stored tensor with as many rows as `tensor` has: padding of zeros, or less of it."""
-        return self._read(name, [tensor.box]).view(tensor.shape)
+        return self._read(name, [tensor.region]).view(tensor.shape)
 
-    def boxes(self, tensor: ModelTensor, wanted: Sequence[Box]) -> torch.Tensor:
+    def regions(self, tensor: ModelTensor, wanted: Sequence[Region]) -> torch.Tensor:
         """Boxes of a weight, one after the other, flat."""
         return self._read(tensor.name, wanted)
 
-    def _read(self, name: str, wanted: Sequence[Box]) -> torch.Tensor:
+    def _read(self, name: str, wanted: Sequence[Region]) -> torch.Tensor:
         dtype = getattr(torch, self._index.tensors[name].dtype)
-        flat = torch.zeros(sum(box.size for box in wanted), dtype=dtype)
+        flat = torch.zeros(sum(region.size for region in wanted), dtype=dtype)
         with CheckpointReader(self._folder, self._index) as reader:
             reader.read_into(flat, name, wanted)
         self._advance(flat.numel() * dtype.itemsize)

@@ -22,9 +22,9 @@ from megatron.training.checkpoint.conversion import (
 )
 from megatron.training.checkpoint.index import DTYPES, DamagedCheckpoint
 from megatron.training.checkpoint.lock import LOCK_FILE
-from megatron.training.checkpoint.save_progress import Progress
-from megatron.training.checkpoint.stream import Piece
+from megatron.training.checkpoint.safetensors_writer import WriteItem
 from megatron.training.checkpoint.tensor_names import EMBEDDING, optimizer_name
+from megatron.training.checkpoint.train_state import TrainState
 from megatron.training.checkpoint.writer import write_checkpoint, write_release
 from megatron.training.megatron_lm import optimizer_states
 from megatron.training.megatron_lm.arguments import to_ours
@@ -223,7 +223,7 @@ def _run_record(
             f"{folder} says nothing of the schedule or of its iteration; convert it with "
             "--weights-only"
         )
-    progress_made = Progress(
+    progress_made = TrainState(
         iteration=int(common["iteration"]),
         consumed_train_samples=int(args.get("consumed_train_samples", 0)),
         consumed_valid_samples=int(args.get("consumed_valid_samples", 0)),
@@ -238,12 +238,12 @@ def _run_record(
     }
 
 
-def _piece(task: _Task, advance: Callable[[int], object]) -> Piece:
+def _piece(task: _Task, advance: Callable[[int], object]) -> WriteItem:
     def read() -> torch.Tensor:
         advance(task.bytes)
         return task.source()
 
-    return Piece(task.name, task.tensor.shape, task.dtype, (task.tensor.box,), read)
+    return WriteItem(task.name, task.tensor.shape, task.dtype, (task.tensor.region,), read)
 
 
 def _precision(dtype: torch.dtype | None) -> dict[str, Any]:

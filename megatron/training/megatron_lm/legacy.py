@@ -116,12 +116,12 @@ class LegacyReader:
         whole = torch.empty(tensor.shape, dtype=parts[0].dtype)
         for rank, part in parts.items():
             flat, offset = self._ordered(tensor, part).reshape(-1), 0
-            for box in tensor.shard(rank, self.ranks).boxes():
+            for region in tensor.shard(rank, self.ranks).regions():
                 target = whole
-                for dim, (begin, length) in enumerate(zip(box.start, box.shape, strict=True)):
+                for dim, (begin, length) in enumerate(zip(region.start, region.shape, strict=True)):
                     target = target.narrow(dim, begin, length)
-                target.copy_(flat[offset : offset + box.size].view(box.shape))
-                offset += box.size
+                target.copy_(flat[offset : offset + region.size].view(region.shape))
+                offset += region.size
         return whole
 
     def _ordered(self, tensor: ModelTensor, part: torch.Tensor) -> torch.Tensor:

@@ -14,13 +14,13 @@ from typing import Any
 import torch
 
 from hetero.errors import UserError
-from megatron.training.checkpoint.boxes import Box
 from megatron.training.checkpoint.folder import sync_file
+from megatron.training.checkpoint.regions import Region
 from megatron.training.checkpoint.tensor_names import EMBEDDING, OUTPUT_LAYER, fused_name
 from megatron.training.megatron_lm.folders import RANK_FILE
 from megatron.training.megatron_lm.tensors import LAYERS, POSITIONS, ModelTensor
 
-ReadBoxes = Callable[[ModelTensor, Sequence[Box]], torch.Tensor]
+ReadBoxes = Callable[[ModelTensor, Sequence[Region]], torch.Tensor]
 """Boxes of a tensor, one after the other, flat."""
 
 
@@ -116,4 +116,4 @@ def _held(
 
 def _slice(tensor: ModelTensor, rank: int, layout: RankLayout, read: ReadBoxes) -> torch.Tensor:
     shard = tensor.shard(rank, layout.tensor)
-    return read(tensor, shard.boxes()).view(shard.local)
+    return read(tensor, shard.regions()).view(shard.local)

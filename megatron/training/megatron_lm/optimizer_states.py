@@ -210,12 +210,12 @@ class _InBuckets:
             at = self._range(tensor, rank)
             flat = self._reader.flat(self._key(at, state), at.begin, at.end)
             offset = 0
-            for box in tensor.shard(rank, self._ranks).boxes():
+            for region in tensor.shard(rank, self._ranks).regions():
                 part = whole
-                for dim, (begin, length) in enumerate(zip(box.start, box.shape, strict=True)):
+                for dim, (begin, length) in enumerate(zip(region.start, region.shape, strict=True)):
                     part = part.narrow(dim, begin, length)
-                part.copy_(flat[offset : offset + box.size].view(box.shape))
-                offset += box.size
+                part.copy_(flat[offset : offset + region.size].view(region.shape))
+                offset += region.size
         return whole
 
     def _range(self, tensor: ModelTensor, rank: int) -> _Range:

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megatron.training.checkpoint.boxes import Box, Shard
+from megatron.training.checkpoint.regions import Region, Shard
 from megatron.training.checkpoint.tensor_names import EMBEDDING, OUTPUT_LAYER
 
 Shape = tuple[int, ...]
@@ -41,8 +41,8 @@ class ModelTensor:
         return self.name if self.layer is None else self.name.split(".", 3)[3]
 
     @property
-    def box(self) -> Box:
-        return Box((0,) * len(self.shape), self.shape)
+    def region(self) -> Region:
+        return Region((0,) * len(self.shape), self.shape)
 
     def shard(self, rank: int, ranks: int) -> Shard:
         """How a tensor-parallel rank's tensor lies in it. `divides` must hold."""

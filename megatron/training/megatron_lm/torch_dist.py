@@ -19,8 +19,8 @@ from typing import Any
 import torch
 
 from hetero.errors import UserError
-from megatron.training.checkpoint.boxes import Box, range_boxes
 from megatron.training.checkpoint.index import DamagedCheckpoint
+from megatron.training.checkpoint.regions import Region, flat_range_regions
 from megatron.training.checkpoint.tensor_names import fused_name
 from megatron.training.megatron_lm.folders import COMMON, METADATA
 from megatron.training.megatron_lm.pickles import RestrictedLoader
@@ -42,9 +42,9 @@ class _Place:
 
 @dataclass(frozen=True)
 class _Chunk:
-    """A part of a tensor in one place: these boxes, one after the other in flat memory."""
+    """A part of a tensor in one place: these regions, one after the other in flat memory."""
 
-    boxes: tuple[Box, ...]
+    regions: tuple[Region, ...]
     place: _Place
 
 
@@ -127,31 +127,31 @@ class TorchDistReader:
             if layered:
                 start, whole = (tensor.layer or 0, *start), (1, *shape)
             parts.append(
-                self.box(key, Box(start, whole), of=self._expected(key, shape)).view(shape)
+                self.region(key, Region(start, whole), of=self._expected(key, shape)).view(shape)
             )
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def flat(self, key: str, begin: int, end: int) -> torch.Tensor:
         """Elements [begin, end) of a tensor of one dimension."""
-        return self.box(key, Box((begin,), (end - begin,)), of=self.keys[key].size)
+        return self.region(key, Region((begin,), (end - begin,)), of=self.keys[key].size)
 
-    def box(self, key: str, wanted: Box, *, of: Shape) -> torch.Tensor:
-        """A box of the tensor under `key`, whose shape is `of`; flat chunks become boxes of it."""
+    def region(self, key: str, wanted: Region, *, of: Shape) -> torch.Tensor:
+        """Read a region of the tensor under `key`, whose shape is `of`."""
         stored = self.keys[key]
         found = torch.empty(wanted.shape, dtype=stored.dtype)
         covered = 0
         for chunk in self._chunks(key, stored, of):
-            if all(wanted.intersection(box) is None for box in chunk.boxes):
+            if all(wanted.intersection(region) is None for region in chunk.regions):
                 continue
             values = self._tensor(key, chunk)
             offset = 0
-            for box in chunk.boxes:
-                common = wanted.intersection(box)
+            for region in chunk.regions:
+                common = wanted.intersection(region)
                 if common is not None:
-                    part = values[offset : offset + box.size].view(box.shape)
-                    _view(found, wanted, common).copy_(_view(part, box, common))
+                    part = values[offset : offset + region.size].view(region.shape)
+                    _view(found, wanted, common).copy_(_view(part, region, common))
                     covered += common.size
-                offset += box.size
+                offset += region.size
         if covered != wanted.size:
             raise DamagedCheckpoint(
                 f"{self.folder} holds {covered} of {wanted.size} elements of {key}"
@@ -183,7 +183,7 @@ class TorchDistReader:
     def _chunks(self, key: str, stored: StoredKey, whole: Shape) -> Iterator[_Chunk]:
         if len(stored.size) == len(whole):
             for offsets, sizes, place in stored.chunks:
-                yield _Chunk((Box(offsets, sizes),), place)
+                yield _Chunk((Region(offsets, sizes),), place)
             return
         # Before 0.14 the distributed optimizer wrote flat parts: [whole / local ..., local's size].
         *fragments, size = stored.size
@@ -198,14 +198,16 @@ class TorchDistReader:
             )
         for (*numbers, begin), (*_, length), place in stored.chunks:
             moved = []
-            for box in range_boxes(local, begin, begin + length):
-                start = tuple(s + n * m for s, n, m in zip(box.start, numbers, local, strict=True))
-                moved.append(Box(start, box.shape))
+            for region in flat_range_regions(local, begin, begin + length):
+                start = tuple(
+                    s + n * m for s, n, m in zip(region.start, numbers, local, strict=True)
+                )
+                moved.append(Region(start, region.shape))
             yield _Chunk(tuple(moved), place)
 
     def _tensor(self, key: str, chunk: _Chunk) -> torch.Tensor:
         values = self._loader.stream(self._bytes(chunk.place), what=self._where(key, chunk.place))
-        expected = sum(box.size for box in chunk.boxes)
+        expected = sum(region.size for region in chunk.regions)
         if not isinstance(values, torch.Tensor) or values.numel() != expected:
             raise DamagedCheckpoint(f"{self._where(key, chunk.place)} is not as {METADATA} says")
         return values.reshape(-1)
@@ -266,8 +268,8 @@ def _plain_name(name: Any) -> str:
     return name
 
 
-def _view(tensor: torch.Tensor, held: Box, part: Box) -> torch.Tensor:
-    """The part of `tensor`, which holds the box `held`, where `part` lies."""
+def _view(tensor: torch.Tensor, held: Region, part: Region) -> torch.Tensor:
+    """The part of `tensor`, which holds the region `held`, where `part` lies."""
     for dim, (begin, origin, length) in enumerate(
         zip(part.start, held.start, part.shape, strict=True)
     ):

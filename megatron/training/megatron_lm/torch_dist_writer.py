@@ -32,9 +32,9 @@ from torch.distributed.checkpoint.planner import (
     WriteItemType,
 )
 
-from megatron.training.checkpoint.boxes import Box
 from megatron.training.checkpoint.conversion import shards
 from megatron.training.checkpoint.folder import sync_file
+from megatron.training.checkpoint.regions import Region
 from megatron.training.megatron_lm.folders import COMMON, CONFIG
 from megatron.training.megatron_lm.tensors import Shape
 
@@ -51,17 +51,17 @@ _BACKENDS = {
 
 @dataclass(frozen=True)
 class Part:
-    """A box of the tensor under `key`, whose whole shape is `size`."""
+    """A region of the tensor under `key`, whose whole shape is `size`."""
 
     key: str
     size: Shape
     dtype: torch.dtype
-    box: Box
+    region: Region
     source: Callable[[], torch.Tensor]
 
     @property
     def bytes(self) -> int:
-        return self.box.size * self.dtype.itemsize
+        return self.region.size * self.dtype.itemsize
 
 
 def write(
@@ -102,7 +102,7 @@ class _Planner(SavePlanner):
                 part.key,
                 TensorStorageMetadata(TensorProperties(part.dtype), torch.Size(part.size), []),
             )
-            self._sources[MetadataIndex(part.key, part.box.start)] = part
+            self._sources[MetadataIndex(part.key, part.region.start)] = part
             known.chunks.append(_chunk(part))
 
     def items(self, parts: Sequence[Part]) -> list[WriteItem]:
@@ -112,7 +112,7 @@ class _Planner(SavePlanner):
         for part in parts:
             known = self.described[part.key]
             yield WriteItem(
-                index=MetadataIndex(part.key, part.box.start, known.chunks.index(_chunk(part))),
+                index=MetadataIndex(part.key, part.region.start, known.chunks.index(_chunk(part))),
                 type=WriteItemType.SHARD,
                 tensor_data=TensorWriteData(_chunk(part), known.properties, known.size),
             )
@@ -123,7 +123,7 @@ class _Planner(SavePlanner):
             torch.save([None], nothing)
             return nothing
         part = self._sources[write_item.index]
-        return part.source().contiguous().view(part.box.shape)
+        return part.source().contiguous().view(part.region.shape)
 
     def set_up_planner(self, *args: Any, **kwargs: Any) -> None:
         raise NotImplementedError
@@ -139,4 +139,4 @@ class _Planner(SavePlanner):
 
 
 def _chunk(part: Part) -> ChunkStorageMetadata:
-    return ChunkStorageMetadata(torch.Size(part.box.start), torch.Size(part.box.shape))
+    return ChunkStorageMetadata(torch.Size(part.region.start), torch.Size(part.region.shape))

@@ -1,4 +1,4 @@
-"""Points in time that cost a step nothing: the host's clock, or events on the compute stream."""
+"""Clocks that do not synchronise: the host's clock, or CUDA events on the compute stream."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ import torch
 
 
 class Clock(Protocol):
-    """Marks points in time, and tells later how far they were apart."""
+    """Records marks, and measures the time between them later."""
 
     def mark(self) -> Any:
-        """Now, on this clock's line of time."""
+        """Record the current point in time."""
 
     def milliseconds(self, begin: Any, end: Any) -> float:
-        """From one mark that has passed to another."""
+        """Time between two completed marks."""
 
     def passed(self, mark: Any) -> bool:
-        """Whether everything before the mark is done. Never blocks."""
+        """Whether a mark has completed. Never blocks."""
 
     def wait(self, mark: Any) -> None:
-        """Block until it has passed."""
+        """Block until a mark has completed."""
 
     def release(self, marks: Iterable[Any]) -> None:
-        """These marks are not needed any more."""
+        """Return marks for reuse."""
 
 
 class HostClock:
-    """Where the training thread itself computes and waits."""
+    """The host's clock, for CPU training."""
 
     def mark(self) -> float:
         return time.perf_counter()
@@ -48,11 +48,10 @@ class HostClock:
 
 
 class StreamClock:
-    """Events on the current stream of a GPU, where kernels compute and receives are waited for.
+    """CUDA events on a GPU's current stream.
 
-    The time between two events is what the stream needed from one to the other: its kernels, and
-    all for which it stood still, be it a link or a host that came late. Nothing is synchronised
-    until somebody asks for the times.
+    The time between two events includes the stream's kernels and all its waits, for links and for a
+    host that is late. Nothing is synchronised until times are read.
     """
 
     def __init__(self) -> None:

@@ -1,7 +1,6 @@
-"""From the times of every rank to a table that shows which stage waits for which.
+"""Gathers the timers of all ranks and prints a table of where each stage's time goes.
 
-A row of the table adds up to the iteration: its parts are one rank's stretches of time, and a
-stage's are the means over its ranks.
+The parts in a row add up to the iteration time; a stage's values are means over its ranks.
 """
 
 from __future__ import annotations
@@ -27,12 +26,12 @@ _ALWAYS = {
         *("optimizer", "data", OTHER),
     ),
 }
-"""Columns by level; the others are shown where something was counted in them."""
+"""Columns that are always shown, by timing level; others only if they are not zero."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """Some ranks of one stage, and who computes there."""
+    """A row of the table: ranks of one stage, and their vendor."""
 
     stage: int
     vendor: str
@@ -42,14 +41,14 @@ class Place:
 
 @dataclass
 class Interval:
-    """Sums over the iterations from `first` to `last`, by rank."""
+    """Times summed over the iterations `first` to `last`, by rank."""
 
     first: int = 0
     last: int = 0
     ranks: list[Times] = field(default_factory=list)
 
     def add(self, rows: list[Times], *, last: int) -> None:
-        """Count one more gathering, up to the iteration `last`."""
+        """Add the gathered times up to iteration `last`."""
         if not self.ranks:
             self.first, self.ranks = last - rows[0].iterations + 1, rows
         else:
@@ -58,7 +57,7 @@ class Interval:
         self.last = last
 
     def mean(self, ranks: Sequence[int]) -> tuple[float, dict[str, float]]:
-        """Milliseconds of an iteration and of its parts, means over iterations and `ranks`."""
+        """Mean milliseconds per iteration, in total and by part, over `ranks`."""
         count = sum(self.ranks[rank].iterations for rank in ranks)
         whole = sum(self.ranks[rank].whole for rank in ranks) / count
         parts = {
@@ -67,7 +66,7 @@ class Interval:
         return whole, parts
 
     def timers(self) -> dict[str, list[float]]:
-        """Milliseconds an iteration of each timer that ran anywhere, by rank."""
+        """Mean milliseconds per iteration, by rank, of each timer that ran on any rank."""
         found = {
             name: [rank.timers[name] / rank.iterations for rank in self.ranks] for name in TIMERS
         }
@@ -94,7 +93,7 @@ def timer_lines(timers: Mapping[str, Sequence[float]], *, option: str) -> list[s
 
 
 def stage_table(interval: Interval, places: Sequence[Place], *, level: int) -> str:
-    """A row for each of `places`: where the time of an iteration went there, in milliseconds."""
+    """The table, in milliseconds, with a row for each of `places`."""
     means = [interval.mean(place.ranks) for place in places]
     columns = [
         part
@@ -120,9 +119,9 @@ def stage_table(interval: Interval, places: Sequence[Place], *, level: int) -> s
 
 
 class TimingLog:
-    """Brings the times of all ranks together when they are due, and tells them where asked.
+    """Gathers, prints and records timers when they are due. No-op at timing level 0.
 
-    Every rank calls it after every iteration; rank 0 speaks. At level 0 it does nothing.
+    All ranks must call `after` after every iteration; only rank 0 prints.
     """
 
     def __init__(
@@ -139,16 +138,16 @@ class TimingLog:
         self._args, self._timers, self._statistics = args, timers, statistics
         self._console, self._metrics_logger = console, metrics_logger
         self._stages = [_place(block.stage, block.ranks, identities) for block in plan.blocks]
-        self._lone_ranks = [
+        self._single_ranks = [
             _place(plan.coordinate(rank).stage, [rank], identities)
             for rank in range(plan.world_size)
         ]
         self._logged, self._plotted = Interval(), Interval()
 
     def after(self, iteration: int, *, logged: bool) -> Interval | None:
-        """Gather what is due after `iteration`: the interval since the last log if it is `logged`.
+        """Gather and record what is due after `iteration`; the interval to log if it is `logged`.
 
-        Collective in the iterations in which something is due.
+        Collective in iterations in which something is due.
         """
         if not self._timers.level:
             return None
@@ -168,7 +167,7 @@ class TimingLog:
         return self._taken() if logged else None
 
     def rest(self, iteration: int) -> Interval | None:
-        """What is left to log when training ends between two logs. Collective."""
+        """The interval since the last log, at the end of training. Collective."""
         if not self._timers.level:
             return None
         self._gather(iteration)
@@ -185,7 +184,7 @@ class TimingLog:
         return taken
 
     def show(self, interval: Interval) -> None:
-        """The table, and the timers under Megatron's names."""
+        """Print the table, and the timers under Megatron's names."""
         option, level = self._args.timing_log_option, self._timers.level
         by_rank = option == "all"
         of = "each rank" if by_rank else "each stage, the mean of its ranks"
@@ -194,7 +193,7 @@ class TimingLog:
             f"where the time of an iteration went (ms), iterations {interval.first} to "
             f"{interval.last}, {of}{'; vendors are simulated' if simulated else ''}:"
         )
-        places = self._lone_ranks if by_rank else self._stages
+        places = self._single_ranks if by_rank else self._stages
         self._console.line(stage_table(interval, places, level=level))
         self._console.line("\n".join(timer_lines(interval.timers(), option=option)))
 

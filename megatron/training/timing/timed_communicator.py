@@ -1,4 +1,4 @@
-"""The waits of a pipeline stage for its neighbours, measured alike for every communicator."""
+"""Times the p2p calls of a pipeline communicator, megatron-core's own or ours."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ _WAITS = {
     "send_prev": "backward-send",
     "send_next": "forward-send",
 }
-"""What waiting for a transfer of overlapped communication is a wait of, by megatron-core's key."""
+"""The timer of each handle that overlapped p2p calls return, by megatron-core's key."""
 
 
 class TimedWork:
-    """A transfer under way, whose `wait()` is timed."""
+    """An asynchronous transfer whose `wait()` is timed."""
 
     def __init__(self, work: Any, timers: Timers, name: str) -> None:
         self._work, self._timers, self._name = work, timers, name
@@ -27,11 +27,10 @@ class TimedWork:
 
 
 class TimedCommunicator:
-    """Another communicator, megatron-core's own or ours, with a timer around every call.
+    """Wraps a communicator with a timer around each of the nine methods that schedules call.
 
-    It has the nine methods that megatron-core's schedules call. The timers have the names that
-    megatron-core gives them; where it hands out transfers to be waited for later, and times only
-    their start, the waits are timed too.
+    Timers have megatron-core's names. Unlike megatron-core's, they also cover the `wait()` of
+    overlapped transfers.
     """
 
     def __init__(self, inner: Any, timers: Timers) -> None:
@@ -118,7 +117,7 @@ class TimedCommunicator:
             )
 
     def _timer(self, name: str, *, unless: bool) -> Timer:
-        """The schedules also call at the pipeline's ends, where there is nobody to wait for."""
+        """No timer at the pipeline's ends, where the schedules call without a peer."""
         return NO_TIMER if unless else self._timers(name)
 
     def _with_timed_handles(self, result: tuple[Any, Any]) -> tuple[Any, Any]:

@@ -1,8 +1,8 @@
-"""Megatron's timers, in the form in which megatron-core's schedules and optimizers call them.
+"""Drop-in replacement for `megatron.core.timers.Timers` that never synchronises.
 
-`megatron.core.timers.Timers` synchronises the GPU at every start and stop, and its ranks with a
-barrier at some. Here a start or a stop only marks a point in time; what lay between is counted
-after the iteration has ended, so that measuring changes neither the work nor its order.
+megatron-core's synchronise the GPU at every start and stop, and at some also all ranks. Here both
+only record a mark; times are computed after the iteration, so that measuring does not change the
+execution.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ PARTS = (
     *(FORWARD_BACKWARD, "forward", "backward", "wait prev", "wait next", "wait both"),
     *("grad sync", "embedding", "wait all", "optimizer", "data", OTHER),
 )
-"""What an iteration is made of: its parts overlap nowhere and add up to the whole of it."""
+"""The parts of an iteration: they do not overlap, and add up to the whole iteration."""
 
 TIMERS: dict[str, tuple[int, str]] = {
     # name: (level, part). In the order of Megatron's log.
@@ -56,9 +56,9 @@ TIMERS: dict[str, tuple[int, str]] = {
 
 
 class Timer:
-    """One name: starts and stops as megatron-core asks, or around a `with` block.
+    """A named timer with megatron-core's interface; also a context manager.
 
-    A `barrier` is never made: the ranks would wait for each other because they are being timed.
+    `barrier` is ignored: timing must not make ranks wait for each other.
     """
 
     __slots__ = ("_name", "_part", "_timers")
@@ -85,7 +85,7 @@ class Timer:
 
 
 class NoTimer(Timer):
-    """In the place of one that the level leaves out, and of all outside of an iteration."""
+    """Null timer: for names above the timing level, and outside of iterations."""
 
     __slots__ = ()
 
@@ -104,7 +104,7 @@ NO_TIMER = NoTimer()
 
 @dataclass
 class _Iteration:
-    """What was marked in one: every start with its part, every stop with None, and both ends."""
+    """The marks of one iteration: (name, part, mark) of each start, part None for each stop."""
 
     begin: Any
     entries: list[tuple[str, str | None, Any]] = field(default_factory=list)
@@ -113,7 +113,7 @@ class _Iteration:
 
 @dataclass
 class Times:
-    """Milliseconds of some iterations of one rank."""
+    """Times of one rank, in milliseconds, summed over iterations."""
 
     iterations: int = 0
     whole: float = 0.0
@@ -128,7 +128,7 @@ class Times:
                 mine[name] += ms
 
     def as_row(self) -> list[float]:
-        """The numbers in an order that is the same on every rank."""
+        """As a flat list for an all-gather."""
         return [self.iterations, self.whole, *self.parts.values(), *self.timers.values()]
 
     @classmethod
@@ -143,10 +143,9 @@ class Times:
 
 
 class Timers:
-    """The timers of one rank, called by name as megatron-core calls `config.timers`.
+    """The timers of one rank, for megatron-core's `config.timers`.
 
-    Only what happens in an iteration of the training is counted, not evaluation. At level 0
-    nothing is marked and nothing is counted.
+    Counts training iterations only, not evaluation. At level 0 it does nothing.
     """
 
     def __init__(self, *, level: int, clock: Clock) -> None:
@@ -158,22 +157,22 @@ class Timers:
             if needed <= level
         }
         self._running: dict[str, Timer] = {}
-        """The enabled ones while an iteration lasts; none outside of it."""
+        """The enabled timers during an iteration; empty outside."""
         self._current: _Iteration | None = None
         self._ended: list[_Iteration] = []
         self._times = Times()
 
     def _part(self, name: str) -> str:
         part = TIMERS[name][1]
-        # Where its inside is timed, what is left of it belongs to nothing.
+        # At level 2 its contents are timed separately, and the remainder is "other".
         return OTHER if part == FORWARD_BACKWARD and self.level > 1 else part
 
     def __call__(
         self, name: str, log_level: int | None = None, *, part: str | None = None
     ) -> Timer:
-        """The timer of that name; `part` where it depends on the call what the time went into.
+        """The timer of that name, or a null timer for unknown names.
 
-        The level is that of TIMERS, and a name that is not there is not timed.
+        `part` overrides the part of TIMERS. `log_level` is ignored: TIMERS has the levels.
         """
         timer = self._running.get(name)
         if timer is None:
@@ -181,30 +180,30 @@ class Timers:
         return timer if part is None else Timer(self, name, part)
 
     def note(self, name: str, part: str | None) -> None:
-        """A start of `name` as a `part`, or with None its stop, here and now."""
+        """Record a start of `name`, counted as `part`, or its stop if `part` is None."""
         if self._current is not None:
             self._current.entries.append((name, part, self._clock.mark()))
 
     def begin(self) -> None:
-        """An iteration begins."""
+        """Start an iteration."""
         if self.level:
             self._current = _Iteration(begin=self._clock.mark())
             self._running = self._enabled
 
     def end(self) -> None:
-        """The iteration has been handed to the device."""
+        """End the iteration, once all its work has been enqueued."""
         if self._current is not None:
             self._current.end = self._clock.mark()
             self._ended.append(self._current)
             self._current, self._running = None, {}
 
-    def settle(self) -> None:
-        """Count the iterations that are over. To be called where the host has time."""
+    def count_completed(self) -> None:
+        """Count iterations that have completed. Never blocks; call it while the GPU is busy."""
         while self._ended and self._clock.passed(self._ended[0].end):
             self._count(self._ended.pop(0))
 
     def take(self) -> Times:
-        """The times since the last call of this. Waits for the end of the last iteration."""
+        """Times since the previous call. Blocks until the last iteration has completed."""
         if self._ended:
             self._clock.wait(self._ended[-1].end)
         while self._ended:
@@ -213,12 +212,12 @@ class Timers:
         return taken
 
     def _count(self, iteration: _Iteration) -> None:
-        """Give each stretch of the iteration to the innermost timer that ran in it."""
+        """Attribute each span of the iteration to the innermost running timer."""
         times, clock = self._times, self._clock
         running: list[tuple[str, str, float]] = []
         last = 0.0
         for name, part, mark in iteration.entries:
-            # All from one origin: the rounding of a GPU's clock cannot make parts exceed the whole.
+            # Measure from one origin, so that rounding cannot make the parts exceed the whole.
             now = clock.milliseconds(iteration.begin, mark)
             times.parts[running[-1][1] if running else OTHER] += now - last
             last = now

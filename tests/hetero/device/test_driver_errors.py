@@ -15,7 +15,7 @@ from hetero.device.driver import HIP_LIBRARY_VARIABLE, driver_for
 from hetero.device.driver_base import ALLOCATION_BYTES, GpuDriver, whole_allocation
 from hetero.device.hip_driver import HipDriver
 from hetero.errors import LinkError
-from megatron.training.checkpoint.device_copies import DeviceCopies
+from megatron.training.checkpoint.device_to_host import DeviceToHostCopier
 from tests.hetero.device.fake_library import FakeLibrary
 
 Use = Callable[[GpuDriver], object]
@@ -267,7 +267,7 @@ def test_a_nic_always_reads_back_from_hip(fake_hip) -> None:
 
 def test_copies_pin_memory_and_close_after_an_error_of_the_gpu(no_streams, fake) -> None:
     library, driver, which = fake
-    copies = DeviceCopies(torch.device("cuda", 0), driver=driver)
+    copies = DeviceToHostCopier(torch.device("cuda", 0), driver=driver)
     host = torch.zeros(4096, dtype=torch.uint8)
     library.forget()
     copies.register(host)

@@ -18,7 +18,7 @@ from hetero.device.driver_base import ALLOCATION_BYTES, GpuDriver
 from hetero.device.hip_driver import HipDriver
 from hetero.device.probe import probe_stream_values
 from hetero.errors import LinkError
-from megatron.training.checkpoint.device_copies import DeviceCopies
+from megatron.training.checkpoint.device_to_host import DeviceToHostCopier
 from tests.hetero.device.copying import copy
 from tests.hip_on_cuda.library import COMPILER, LACKING, hip_over_cuda_driver
 
@@ -235,7 +235,7 @@ def test_the_current_device_is_restored(driver) -> None:
 
 def test_copies_pins_and_copies_over_a_given_driver(driver) -> None:
     device = torch.device("cuda", 0)
-    copies = DeviceCopies(device, driver=driver)
+    copies = DeviceToHostCopier(device, driver=driver)
     host = torch.frombuffer(mmap.mmap(-1, 2**20), dtype=torch.uint8)
     copies.register(host)
     assert host.is_pinned()

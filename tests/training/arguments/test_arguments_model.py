@@ -4,7 +4,7 @@ import pytest
 
 from hetero.errors import UserError
 from megatron.training.arguments.checks.check_model import default_ffn_hidden_size
-from megatron.training.arguments.written_layout import parse_layout
+from megatron.training.arguments.pipeline_layout import parse_layout
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,12 @@ from hypothesis import strategies as st
 from hetero.errors import UserError
 from megatron.training.arguments import build_parser, parse_args
 from megatron.training.arguments.ignored import IGNORED
-from megatron.training.arguments.left_out import asks_for_nothing, features, left_out_flags
 from megatron.training.arguments.unknown import explain_unknown
+from megatron.training.arguments.unsupported_flags import (
+    all_unsupported_flags,
+    asks_for_nothing,
+    features,
+)
 
 KNOWN = sorted(build_parser().flags)
 
@@ -161,7 +165,7 @@ def test_what_a_feature_left_out_is_asked_with_is_refused_in_one_sentence(refusa
 
 
 def test_a_flag_is_offered_or_left_out_and_left_out_once():
-    flags = list(left_out_flags())
+    flags = list(all_unsupported_flags())
     assert set(flags).isdisjoint(KNOWN)
     assert len(flags) == len(set(flags))
     switches = {flag for feature in features() for flag in feature.switches}

@@ -1,4 +1,4 @@
-"""A checkpoint's files: written piece by piece, read in any cut, and refused when damaged."""
+"""A checkpoint's files: written item by item, read in any cut, and refused when damaged."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from hetero.errors import UserError
-from megatron.training.checkpoint import stream
-from megatron.training.checkpoint.boxes import Box, Shard
+from megatron.training.checkpoint import safetensors_writer
 from megatron.training.checkpoint.folder import folder_name, write_tracker
 from megatron.training.checkpoint.index import (
     INDEX_FILE,
@@ -24,13 +23,14 @@ from megatron.training.checkpoint.index import (
     StoredTensor,
     parse_index,
     read_index,
-    require_whole_model,
+    require_complete_model,
 )
 from megatron.training.checkpoint.reader import CheckpointReader
-from megatron.training.checkpoint.stream import (
+from megatron.training.checkpoint.regions import Region, Shard
+from megatron.training.checkpoint.safetensors_writer import (
     BlockChecksums,
-    Piece,
     WriteCancelled,
+    WriteItem,
     checksum_problem,
     write_safetensors,
 )
@@ -38,37 +38,37 @@ from megatron.training.checkpoint.stream import (
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.uint8, torch.int64]
 
 
-def write(folder: Path, parts: dict[str, list[Piece]], **run: object) -> Index:
-    """A checkpoint whose file `name` holds the pieces listed for it."""
+def write(folder: Path, parts: dict[str, list[WriteItem]], **run: object) -> Index:
+    """A checkpoint whose file `name` holds the items listed for it."""
     folder.mkdir(parents=True, exist_ok=True)
     files: dict[str, StoredFile] = {}
     tensors: dict[str, StoredTensor] = {}
-    for name, pieces in parts.items():
-        files[name] = write_safetensors(folder / name, pieces)
-        for piece in pieces:
-            stored = piece.stored_in(name)
-            known = tensors.get(piece.name)
-            boxes = known.boxes + stored.boxes if known else stored.boxes
-            tensors[piece.name] = StoredTensor(stored.shape, stored.dtype, boxes)
+    for name, write_items in parts.items():
+        files[name] = write_safetensors(folder / name, write_items)
+        for write_item in write_items:
+            stored = write_item.stored_in(name)
+            known = tensors.get(write_item.name)
+            regions = known.regions + stored.regions if known else stored.regions
+            tensors[write_item.name] = StoredTensor(stored.shape, stored.dtype, regions)
     index = Index(args={"num_layers": 1}, run=run, tensors=tensors, files=files)
     (folder / INDEX_FILE).write_text(index.to_json())
     return index
 
 
-def piece_of(name: str, whole: torch.Tensor, boxes: list[Box]) -> Piece:
-    held = torch.cat([_cut(whole, box).reshape(-1) for box in boxes])
-    return Piece(name, tuple(whole.shape), whole.dtype, tuple(boxes), lambda: held)
+def piece_of(name: str, whole: torch.Tensor, regions: list[Region]) -> WriteItem:
+    held = torch.cat([_cut(whole, region).reshape(-1) for region in regions])
+    return WriteItem(name, tuple(whole.shape), whole.dtype, tuple(regions), lambda: held)
 
 
-def _cut(whole: torch.Tensor, box: Box) -> torch.Tensor:
-    return whole[tuple(slice(a, a + n) for a, n in zip(box.start, box.shape, strict=True))]
+def _cut(whole: torch.Tensor, region: Region) -> torch.Tensor:
+    return whole[tuple(slice(a, a + n) for a, n in zip(region.start, region.shape, strict=True))]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_written_file_is_what_the_library_reads(tmp_path: Path, dtype: torch.dtype) -> None:
     tensors = {"a": torch.arange(24).view(2, 3, 4).to(dtype), "b": torch.arange(5).to(dtype)}
     path = tmp_path / "x.safetensors"
-    stored = write_safetensors(path, [Piece.whole(n, t) for n, t in tensors.items()])
+    stored = write_safetensors(path, [WriteItem.whole(n, t) for n, t in tensors.items()])
     read = load_file(path)
     assert read.keys() == tensors.keys()
     for name, tensor in tensors.items():
@@ -78,7 +78,7 @@ def test_a_written_file_is_what_the_library_reads(tmp_path: Path, dtype: torch.d
 
 
 def test_checksums_do_not_depend_on_how_bytes_arrive(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stream, "BLOCK_BYTES", 10)
+    monkeypatch.setattr(safetensors_writer, "BLOCK_BYTES", 10)
     data = bytes(range(57))
     whole, bits = BlockChecksums(), BlockChecksums()
     whole.update(memoryview(data))
@@ -89,9 +89,9 @@ def test_checksums_do_not_depend_on_how_bytes_arrive(monkeypatch: pytest.MonkeyP
 
 
 def test_a_tensor_larger_than_a_block_is_streamed(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr(stream, "BLOCK_BYTES", 64)
+    monkeypatch.setattr(safetensors_writer, "BLOCK_BYTES", 64)
     values = torch.randn(1000)
-    stored = write_safetensors(tmp_path / "x", [Piece.whole("x", values)])
+    stored = write_safetensors(tmp_path / "x", [WriteItem.whole("x", values)])
     assert torch.equal(load_file(tmp_path / "x")["x"], values)
     assert checksum_problem(tmp_path / "x", stored) is None
 
@@ -100,7 +100,9 @@ def test_a_cancelled_writer_stops(tmp_path: Path) -> None:
     cancelled = threading.Event()
     cancelled.set()
     with pytest.raises(WriteCancelled):
-        write_safetensors(tmp_path / "x", [Piece.whole("x", torch.ones(3))], cancelled=cancelled)
+        write_safetensors(
+            tmp_path / "x", [WriteItem.whole("x", torch.ones(3))], cancelled=cancelled
+        )
 
 
 @settings(max_examples=30)
@@ -127,8 +129,8 @@ def test_what_one_layout_wrote_another_reads(
     for rank in range(ranks):
         own = shard(ranks, rank)
         for begin, end in ranges(own.size):
-            boxes = own.boxes(begin, end)
-            parts[f"{rank}-{begin}.safetensors"] = [piece_of("w", whole, boxes)]
+            regions = own.regions(begin, end)
+            parts[f"{rank}-{begin}.safetensors"] = [piece_of("w", whole, regions)]
     folder = tmp_path_factory.mktemp("relayout")
     write(folder, parts)
 
@@ -137,15 +139,15 @@ def test_what_one_layout_wrote_another_reads(
         others = data.draw(st.sampled_from([1, 2, 3, 4]))
         wanted = shard(others, data.draw(st.integers(0, others - 1)))
         for begin, end in ranges(wanted.size):
-            boxes = wanted.boxes(begin, end)
-            expected = torch.cat([_cut(whole, box).reshape(-1) for box in boxes])
-            assert torch.equal(reader.boxes("w", boxes), expected)
+            regions = wanted.regions(begin, end)
+            expected = torch.cat([_cut(whole, region).reshape(-1) for region in regions])
+            assert torch.equal(reader.regions("w", regions), expected)
 
 
 def test_the_reader_gives_names_shapes_rows_and_flags(tmp_path: Path) -> None:
     values = torch.randn(6, 4)
-    moments = Piece.whole("optimizer.exp_avg.w", values * 2)
-    write(tmp_path, {"a": [Piece.whole("w", values.bfloat16()), moments]}, iteration=7)
+    moments = WriteItem.whole("optimizer.exp_avg.w", values * 2)
+    write(tmp_path, {"a": [WriteItem.whole("w", values.bfloat16()), moments]}, iteration=7)
     with CheckpointReader(tmp_path) as reader:
         assert reader.names() == ["w"]
         assert reader.names(optimizer=True) == ["optimizer.exp_avg.w", "w"]
@@ -160,16 +162,16 @@ def test_the_reader_gives_names_shapes_rows_and_flags(tmp_path: Path) -> None:
 def test_rows_that_the_checkpoint_lacks_keep_what_was_there(tmp_path: Path) -> None:
     """A vocabulary with more padding than the checkpoint's."""
     values = torch.randn(4, 3)
-    write(tmp_path, {"a": [Piece.whole("w", values)]})
+    write(tmp_path, {"a": [WriteItem.whole("w", values)]})
     flat = torch.full((18,), 7.0)
     with CheckpointReader(tmp_path) as reader:
-        reader.read_into(flat, "w", [Box((0, 0), (6, 3))])
+        reader.read_into(flat, "w", [Region((0, 0), (6, 3))])
     assert torch.equal(flat.view(6, 3)[:4], values)
     assert flat.view(6, 3)[4:].eq(7.0).all()
 
 
 def test_an_index_survives_json(tmp_path: Path) -> None:
-    index = write(tmp_path, {"a": [Piece.whole("w", torch.ones(3, 2))]}, iteration=3)
+    index = write(tmp_path, {"a": [WriteItem.whole("w", torch.ones(3, 2))]}, iteration=3)
     again = parse_index(index.to_json())
     assert again == index
     assert read_index(tmp_path).iteration == 3
@@ -183,7 +185,7 @@ def _damaged(folder: Path) -> str:
 
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Path:
-    write(tmp_path, {"a.safetensors": [Piece.whole("w", torch.randn(50, 4))]})
+    write(tmp_path, {"a.safetensors": [WriteItem.whole("w", torch.randn(50, 4))]})
     return tmp_path
 
 
@@ -245,7 +247,7 @@ def test_a_folder_without_an_index_says_whose_it_is(tmp_path: Path) -> None:
 
 def test_a_tensor_with_a_hole_is_refused(tmp_path: Path) -> None:
     whole = torch.randn(6, 2)
-    write(tmp_path, {"a": [piece_of("w", whole, [Box((0, 0), (5, 2))])]})
+    write(tmp_path, {"a": [piece_of("w", whole, [Region((0, 0), (5, 2))])]})
     assert _damaged(tmp_path) == "tensor w is not whole"
 
 
@@ -266,25 +268,25 @@ def _model(*, without: str = "") -> Index:
 
 
 def test_a_whole_model_is_accepted() -> None:
-    require_whole_model(_model(), num_layers=2, tied=False)
+    require_complete_model(_model(), num_layers=2, tied=False)
 
 
 @pytest.mark.parametrize("missing", [*NAMES, *(f"optimizer.exp_avg.{n}" for n in NAMES)])
 def test_a_missing_tensor_is_named(missing: str) -> None:
     with pytest.raises(DamagedCheckpoint, match="is missing") as error:
-        require_whole_model(_model(without=missing), num_layers=2, tied=False)
+        require_complete_model(_model(without=missing), num_layers=2, tied=False)
     assert missing.split(".")[-2] in str(error.value)
 
 
 def test_a_missing_layer_is_named() -> None:
     with pytest.raises(DamagedCheckpoint, match="of layer 2 is missing"):
-        require_whole_model(_model(), num_layers=3, tied=False)
+        require_complete_model(_model(), num_layers=3, tied=False)
 
 
 def _saved(save: Path, *iterations: int) -> None:
     for number in iterations:
-        pieces = {"x.safetensors": [Piece.whole("a", torch.full((3,), float(number)))]}
-        write(save / folder_name(number), pieces, iteration=number)
+        write_items = {"x.safetensors": [WriteItem.whole("a", torch.full((3,), float(number)))]}
+        write(save / folder_name(number), write_items, iteration=number)
     write_tracker(save, str(iterations[-1]))
 
 

@@ -57,9 +57,9 @@ else:
 
 @pytest.fixture(autouse=True)
 def _short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(locks, "BEAT_SECONDS", 0.1)
-    monkeypatch.setattr(locks, "PATIENCE_SECONDS", 1.5)
-    monkeypatch.setattr(locks, "_LOOK_SECONDS", 0.05)
+    monkeypatch.setattr(locks, "HEARTBEAT_SECONDS", 0.1)
+    monkeypatch.setattr(locks, "EXPIRY_SECONDS", 1.5)
+    monkeypatch.setattr(locks, "_POLL_SECONDS", 0.05)
     monkeypatch.setattr(locks, "_SETTLE_SECONDS", 0.2)
 
 
@@ -133,7 +133,7 @@ def test_a_second_run_is_told_who_the_first_is(tmp_path: Path) -> None:
 def test_a_run_that_was_killed_holds_nothing_on_its_host_from_that_moment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(locks, "PATIENCE_SECONDS", 600)
+    monkeypatch.setattr(locks, "EXPIRY_SECONDS", 600)
     with holder(tmp_path) as first:
         first.send_signal(signal.SIGKILL)
         first.wait()

@@ -10,7 +10,7 @@ import pytest
 
 from hetero.errors import UserError
 from megatron.training.arguments import build_parser, parse_args
-from megatron.training.checkpoint.adoption import adopt_model_args
+from megatron.training.checkpoint.checkpoint_args import apply_checkpoint_args
 from megatron.training.checkpoint.checkpointer import plain_args
 from megatron.training.checkpoint.compatibility import require_same_model
 from megatron.training.checkpoint.index import INDEX_FILE, Index
@@ -103,7 +103,7 @@ def adopted(stored: dict[str, Any], words: str = "", *, weights_only: bool = Fal
     args = parser.parse_args(words.split())
     args.typed_flags = tuple(word for word in words.split() if word.startswith("--"))
     args.ignored_flags = []
-    adopt_model_args(args, stored, folder=FOLDER, weights_only=weights_only, parser=parser)
+    apply_checkpoint_args(args, stored, folder=FOLDER, weights_only=weights_only, parser=parser)
     return args
 
 

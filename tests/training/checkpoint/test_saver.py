@@ -13,14 +13,20 @@ import torch
 
 from hetero.errors import LinkError
 from megatron.training.checkpoint import saver as saving
-from megatron.training.checkpoint.boxes import Shard
-from megatron.training.checkpoint.device_copies import DeviceCopies
+from megatron.training.checkpoint.device_to_host import DeviceToHostCopier
 from megatron.training.checkpoint.folder import TRACKER
 from megatron.training.checkpoint.lock import LockLost
 from megatron.training.checkpoint.reader import CheckpointReader
-from megatron.training.checkpoint.saver import Contents, Kept, SaveError, SaveOutcome, Saver
+from megatron.training.checkpoint.regions import Shard
+from megatron.training.checkpoint.safetensors_writer import WriteItem
+from megatron.training.checkpoint.saver import (
+    Contents,
+    RetentionPolicy,
+    SaveError,
+    SaveOutcome,
+    Saver,
+)
 from megatron.training.checkpoint.snapshot import Snapshot
-from megatron.training.checkpoint.stream import Piece
 
 RANKS = 3
 CPU = torch.device("cpu")
@@ -28,16 +34,16 @@ WHOLE = torch.arange(12 * 5, dtype=torch.float32).view(12, 5)
 
 
 class PlayedControl:
-    """`Control` between threads of one process."""
+    """`ControlGroup` between threads of one process."""
 
     def __init__(self, rank: int, barrier: threading.Barrier, table: dict[int, Any]) -> None:
         self.rank, self.world_size = rank, RANKS
         self._barrier, self._table = barrier, table
 
-    def numbers(self, mine: int) -> list[int]:
+    def all_gather_ints(self, mine: int) -> list[int]:
         return self._gather(mine)
 
-    def texts(self, mine: str) -> list[str]:
+    def all_gather_strings(self, mine: str) -> list[str]:
         return self._gather(mine)
 
     def _gather(self, mine: Any) -> list[Any]:
@@ -58,12 +64,14 @@ def on_every_rank(play: Callable[[PlayedControl], Any]) -> list[Any]:
 def contents(rank: int, *, source: Callable[[], torch.Tensor] | None = None) -> Contents:
     shard = Shard.split((4, 5), dim=0, rank=rank, ranks=RANKS)
     mine = WHOLE[rank * 4 : rank * 4 + 4].clone()
-    piece = Piece("w", (12, 5), torch.float32, tuple(shard.boxes()), source or (lambda: mine))
-    return Contents(pieces=[piece], args={"a": 1}, run={"iteration": 5}, optimizer_step=5)
+    write_item = WriteItem(
+        "w", (12, 5), torch.float32, tuple(shard.regions()), source or (lambda: mine)
+    )
+    return Contents(write_items=[write_item], args={"a": 1}, run={"iteration": 5}, optimizer_step=5)
 
 
 def save(control: PlayedControl, folder: Path, **how: Any) -> SaveOutcome:
-    saver = Saver(folder, control, kept=Kept())  # type: ignore[arg-type]
+    saver = Saver(folder, control, kept=RetentionPolicy())  # type: ignore[arg-type]
     saver.start(5, contents(control.rank, **how))
     outcome = saver.finish()
     assert outcome is not None
@@ -92,7 +100,7 @@ def test_a_part_that_cannot_be_written_undoes_the_save_on_all(tmp_path: Path, vi
     on_every_rank(lambda control: save(control, tmp_path))
 
     def play(control: PlayedControl) -> SaveOutcome:
-        saver = Saver(tmp_path, control, kept=Kept())  # type: ignore[arg-type]
+        saver = Saver(tmp_path, control, kept=RetentionPolicy())  # type: ignore[arg-type]
         source = failing if control.rank == victim else None
         saver.start(9, contents(control.rank, source=source))
         outcome = saver.finish()
@@ -126,8 +134,8 @@ def test_a_checkpoint_that_would_not_be_whole_gets_no_name(tmp_path: Path, monke
 def test_a_save_in_the_background_holds_what_was_there_when_it_began(tmp_path: Path) -> None:
     def play(control: PlayedControl) -> SaveOutcome:
         weights = WHOLE[control.rank * 4 : control.rank * 4 + 4].clone()
-        snapshot = Snapshot(DeviceCopies(CPU))
-        saver = Saver(tmp_path, control, kept=Kept(), snapshot=snapshot)  # type: ignore[arg-type]
+        snapshot = Snapshot(DeviceToHostCopier(CPU))
+        saver = Saver(tmp_path, control, kept=RetentionPolicy(), snapshot=snapshot)  # type: ignore[arg-type]
         saver.start(5, contents(control.rank, source=lambda: weights))
         saver.order_updates()
         weights.zero_()
@@ -143,7 +151,7 @@ def test_a_save_in_the_background_holds_what_was_there_when_it_began(tmp_path: P
         assert torch.equal(reader.tensor("w"), WHOLE)
 
 
-class RefusingOnce(DeviceCopies):
+class RefusingOnce(DeviceToHostCopier):
     """A driver that pins nothing the first time it is asked."""
 
     _refused = False
@@ -158,9 +166,9 @@ def test_a_rank_without_memory_for_a_copy_says_so_and_the_next_save_is_whole(
     tmp_path: Path,
 ) -> None:
     def play(control: PlayedControl) -> list[str | None]:
-        snapshot = Snapshot(RefusingOnce(CPU) if control.rank == 1 else DeviceCopies(CPU))
-        saver = Saver(tmp_path, control, kept=Kept(), snapshot=snapshot)  # type: ignore[arg-type]
-        saver.reserve(contents(control.rank).pieces)
+        snapshot = Snapshot(RefusingOnce(CPU) if control.rank == 1 else DeviceToHostCopier(CPU))
+        saver = Saver(tmp_path, control, kept=RetentionPolicy(), snapshot=snapshot)  # type: ignore[arg-type]
+        saver.reserve(contents(control.rank).write_items)
         problems = []
         for iteration in (5, 6):
             saver.start(iteration, contents(control.rank))
@@ -193,8 +201,8 @@ def test_the_next_save_waits_for_none_but_its_own(tmp_path: Path) -> None:
     """Several saves by one saver, the memory of the copy used again."""
 
     def play(control: PlayedControl) -> list[str | None]:
-        snapshot = Snapshot(DeviceCopies(CPU))
-        saver = Saver(tmp_path, control, kept=Kept(last=2), snapshot=snapshot)  # type: ignore[arg-type]
+        snapshot = Snapshot(DeviceToHostCopier(CPU))
+        saver = Saver(tmp_path, control, kept=RetentionPolicy(last=2), snapshot=snapshot)  # type: ignore[arg-type]
         problems = []
         for iteration in (5, 6, 7):
             saver.start(iteration, contents(control.rank))
@@ -223,7 +231,7 @@ class PlayedLock:
 def test_a_run_whose_folder_another_has_taken_over_writes_nothing_and_ends(tmp_path: Path) -> None:
     def play(control: PlayedControl) -> str:
         lock = PlayedLock(0) if control.rank == 0 else None
-        saver = Saver(tmp_path, control, kept=Kept(), lock=lock)  # type: ignore[arg-type]
+        saver = Saver(tmp_path, control, kept=RetentionPolicy(), lock=lock)  # type: ignore[arg-type]
         with pytest.raises(SaveError) as error:
             saver.start(5, contents(control.rank))
         return str(error.value)
@@ -235,7 +243,7 @@ def test_a_run_whose_folder_another_has_taken_over_writes_nothing_and_ends(tmp_p
 def test_a_folder_taken_over_during_a_save_keeps_what_the_other_run_wrote(tmp_path: Path) -> None:
     def play(control: PlayedControl) -> SaveOutcome | None:
         lock = PlayedLock(1) if control.rank == 0 else None
-        saver = Saver(tmp_path, control, kept=Kept(), lock=lock)  # type: ignore[arg-type]
+        saver = Saver(tmp_path, control, kept=RetentionPolicy(), lock=lock)  # type: ignore[arg-type]
         saver.start(5, contents(control.rank))
         return saver.finish()
 

@@ -13,15 +13,15 @@ import torch
 
 from hetero.errors import LinkError
 from megatron.training.checkpoint import host_memory
-from megatron.training.checkpoint.device_copies import DeviceCopies
+from megatron.training.checkpoint.device_to_host import DeviceToHostCopier
 from megatron.training.checkpoint.host_memory import HostMemory, HostMemoryError
+from megatron.training.checkpoint.safetensors_writer import WriteItem
 from megatron.training.checkpoint.snapshot import Snapshot
-from megatron.training.checkpoint.stream import Piece
 
 PART = 4 * mmap.PAGESIZE
 
 
-class PinningCopies(DeviceCopies):
+class PinningCopies(DeviceToHostCopier):
     """Keeps books of pinned memory, and refuses what a driver would."""
 
     def __init__(self) -> None:
@@ -68,15 +68,15 @@ def snapshot(runtime: PinningCopies) -> Iterator[Snapshot]:
     assert runtime.pinned == {}
 
 
-def pieces(*sizes: int) -> list[Piece]:
+def write_items(*sizes: int) -> list[WriteItem]:
     values = [torch.arange(size, dtype=torch.float32) + size for size in sizes]
-    return [Piece.whole(f"w{n}", value) for n, value in enumerate(values)]
+    return [WriteItem.whole(f"w{n}", value) for n, value in enumerate(values)]
 
 
 def test_a_copy_is_whole_wherever_the_pinned_parts_end(
     snapshot: Snapshot, runtime: PinningCopies
 ) -> None:
-    originals = pieces(3, PART, 1, 5 * PART // 4, PART // 4)
+    originals = write_items(3, PART, 1, 5 * PART // 4, PART // 4)
     copies = snapshot.take(originals)
     snapshot.wait()
     assert len(runtime.pinned) > 9
@@ -92,11 +92,11 @@ def test_memory_is_made_while_training_goes_on_and_a_save_waits_for_it(
     snapshot.reserve(PART)
     assert runtime.pinned == {}
     with ThreadPoolExecutor(1) as pool:
-        taken = pool.submit(snapshot.take, pieces(PART // 4))
+        taken = pool.submit(snapshot.take, write_items(PART // 4))
         assert not taken.done()
         runtime.may_pin.set()
         (copied,) = taken.result(timeout=120)
-    assert torch.equal(copied.source(), pieces(PART // 4)[0].source())
+    assert torch.equal(copied.source(), write_items(PART // 4)[0].source())
     assert snapshot.memory_wait_s > 0
 
 
@@ -106,9 +106,9 @@ def test_memory_that_was_reserved_serves_every_save(
     """A later copy may be a little longer: random states are stored as text."""
     snapshot.reserve(1000 * 4)
     for size in (1000, 1100, 900):
-        snapshot.take(pieces(size))
+        snapshot.take(write_items(size))
     known = set(runtime.pinned)
-    snapshot.take(pieces(1000))
+    snapshot.take(write_items(1000))
     assert set(runtime.pinned) == known
     assert runtime.calls == len(known)
 
@@ -117,9 +117,9 @@ def test_a_copy_that_became_much_larger_gets_larger_memory(
     snapshot: Snapshot, runtime: PinningCopies
 ) -> None:
     """The optimizer's state appears with its first update."""
-    snapshot.take(pieces(10))
+    snapshot.take(write_items(10))
     before = sum(runtime.pinned.values())
-    large = pieces(before)
+    large = write_items(before)
     (copied,) = snapshot.take(large)
     assert torch.equal(copied.source(), large[0].source())
     assert sum(runtime.pinned.values()) > 4 * before
@@ -131,11 +131,11 @@ def test_what_cannot_be_pinned_is_told_at_the_save_and_tried_again(
     runtime.fails_from = 3
     snapshot.reserve(8 * PART)
     with pytest.raises(HostMemoryError, match="the driver pins no more"):
-        snapshot.take(pieces(2 * PART))
+        snapshot.take(write_items(2 * PART))
     assert runtime.pinned == {}
     runtime.fails_from = None
-    (copied,) = snapshot.take(pieces(2 * PART))
-    assert torch.equal(copied.source(), pieces(2 * PART)[0].source())
+    (copied,) = snapshot.take(write_items(2 * PART))
+    assert torch.equal(copied.source(), write_items(2 * PART)[0].source())
 
 
 def test_a_host_that_runs_short_is_left_alone(
@@ -148,7 +148,7 @@ def test_a_host_that_runs_short_is_left_alone(
     with pytest.raises(
         HostMemoryError, match=r"are needed, and 100.0 MiB are free after 32.0 KiB of them"
     ):
-        snapshot.take(pieces(PART))
+        snapshot.take(write_items(PART))
     assert runtime.calls == 2
     assert runtime.pinned == {}
 
@@ -159,7 +159,7 @@ def test_pinning_that_stands_still_is_an_error(
     monkeypatch.setattr(host_memory, "STALL_SECONDS", 0.05)
     runtime.may_pin.clear()
     with pytest.raises(HostMemoryError, match=r"has stood still for 0.05 s after 0 B"):
-        snapshot.take(pieces(10))
+        snapshot.take(write_items(10))
     runtime.may_pin.set()
     (thread,) = [t for t in threading.enumerate() if t.name == "checkpoint memory"]
     thread.join(120)

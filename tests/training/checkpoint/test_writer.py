@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.training.checkpoint.boxes import Box
 from megatron.training.checkpoint.index import DamagedCheckpoint
 from megatron.training.checkpoint.reader import CheckpointReader
+from megatron.training.checkpoint.regions import Region
+from megatron.training.checkpoint.safetensors_writer import WriteItem
 from megatron.training.checkpoint.signals import StopSignal
-from megatron.training.checkpoint.stream import Piece
 from megatron.training.checkpoint.writer import write_release
 
 ARGS = {"num_layers": 1, "untie_embeddings_and_output_weights": False}
@@ -26,7 +26,7 @@ NAMES = (
 
 def test_weights_written_file_by_file_are_read_as_one_checkpoint(tmp_path: Path) -> None:
     weights = {name: torch.randn(3, 2) for name in NAMES}
-    files = ([Piece.whole(name, tensor)] for name, tensor in weights.items())
+    files = ([WriteItem.whole(name, tensor)] for name, tensor in weights.items())
     folder = write_release(tmp_path, files, args=ARGS)
     assert folder == tmp_path / "release"
     with CheckpointReader.open(tmp_path) as reader:
@@ -43,31 +43,31 @@ def test_other_files_go_along_once_the_weights_are_there(tmp_path: Path) -> None
         seen.extend(entry.name for entry in folder.iterdir())
         (folder / "tokenizer.json").write_text("{}")
 
-    files = [[Piece.whole(name, torch.ones(2))] for name in NAMES]
+    files = [[WriteItem.whole(name, torch.ones(2))] for name in NAMES]
     folder = write_release(tmp_path, files, args=ARGS, add_companions=add)
     assert sorted(seen) == [f"weights_0000{number}.safetensors" for number in range(3)]
     assert (folder / "tokenizer.json").read_text() == "{}"
 
 
 @pytest.mark.parametrize(
-    ("pieces", "problem"),
+    ("write_items", "problem"),
     [
         (
-            [Piece("w", (4,), torch.float32, (Box((0,), (2,)),), lambda: torch.ones(2))],
+            [WriteItem("w", (4,), torch.float32, (Region((0,), (2,)),), lambda: torch.ones(2))],
             "tensor w is not whole",
         ),
         (
-            [Piece.whole(name, torch.ones(2)) for name in NAMES[:-1]],
+            [WriteItem.whole(name, torch.ones(2)) for name in NAMES[:-1]],
             "tensor decoder.final_layernorm.weight is missing",
         ),
     ],
     ids=["half a tensor", "a tensor too few"],
 )
 def test_what_is_no_whole_model_is_no_checkpoint(
-    pieces: list[Piece], problem: str, tmp_path: Path
+    write_items: list[WriteItem], problem: str, tmp_path: Path
 ) -> None:
     with pytest.raises(DamagedCheckpoint, match=problem):
-        write_release(tmp_path, [pieces], args=ARGS)
+        write_release(tmp_path, [write_items], args=ARGS)
     assert list(tmp_path.iterdir()) == []
 
 

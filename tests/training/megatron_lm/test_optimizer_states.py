@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from hetero.errors import UserError
-from megatron.training.checkpoint.boxes import Box
+from megatron.training.checkpoint.regions import Region
 from megatron.training.megatron_lm import torch_dist_writer
 from megatron.training.megatron_lm.optimizer_states import MAIN, MOMENTS, find
 from megatron.training.megatron_lm.tensors import ModelTensor, buffer_order, model_tensors
@@ -128,16 +128,16 @@ def _bucket_parts(
     flat = torch.full((size,), float("nan"))
     for tensor, begin, end in bucket:
         whole = values[EMBEDDING if tensor.name not in values else tensor.name]
-        boxes = tensor.shard(rank, ranks).boxes()
+        regions = tensor.shard(rank, ranks).regions()
         slices = [
             whole[tuple(slice(s, s + n) for s, n in zip(b.start, b.shape, strict=True))]
-            for b in boxes
+            for b in regions
         ]
         flat[begin:end] = torch.cat([part.reshape(-1) for part in slices])
     edges = {edge for _, begin, end in bucket for edge in (begin, end)}
     for begin, end in _pieces(size, edges, replicas):
         values_here = flat[begin:end].clone()
-        yield Part(key, (size,), torch.float32, Box((begin,), (end - begin,)), values_here.clone)
+        yield Part(key, (size,), torch.float32, Region((begin,), (end - begin,)), values_here.clone)
 
 
 @pytest.fixture(autouse=True)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from megatron.training.checkpoint.reader import CheckpointReader
-from megatron.training.checkpoint.stream import Piece
+from megatron.training.checkpoint.safetensors_writer import WriteItem
 from megatron.training.checkpoint.tensor_names import optimizer_name
 from megatron.training.checkpoint.writer import write_checkpoint, write_release
 from megatron.training.megatron_lm.tensors import model_tensors
@@ -82,7 +82,7 @@ def weights(args: Mapping[str, Any], dtype: torch.dtype = torch.float32) -> dict
 
 
 def save_weights(save: Path, args: Mapping[str, Any], found: Mapping[str, torch.Tensor]) -> None:
-    write_release(save, [[Piece.whole(n, t) for n, t in found.items()]], args=args)
+    write_release(save, [[WriteItem.whole(n, t) for n, t in found.items()]], args=args)
 
 
 def save_training(
@@ -109,7 +109,7 @@ def save_training(
     write_checkpoint(
         save,
         "iter_0000003",
-        [[Piece.whole(n, t) for n, t in found.items()]],
+        [[WriteItem.whole(n, t) for n, t in found.items()]],
         args={**args, **precision},
         run=run,
     )

@@ -122,7 +122,7 @@ def test_level_1_times_what_comes_once_in_an_iteration(device: Device) -> None:
 def test_level_0_marks_nothing(device: Device) -> None:
     timers = Timers(level=0, clock=device)
     _iteration(timers, device)
-    timers.settle()
+    timers.count_completed()
     assert device.marked == 0
     assert timers.take() == Times()
 
@@ -156,11 +156,11 @@ def test_nothing_is_waited_for_until_the_times_are_asked_for(device: Device) -> 
     timers = Timers(level=2, clock=device)
     _iteration(timers, device)
     first_end = device.now
-    timers.settle()
+    timers.count_completed()
     assert device.waited == []
     device.done = first_end
     _iteration(timers, device)
-    timers.settle()
+    timers.count_completed()
     assert device.waited == []
     assert timers.take().iterations == 2
     assert device.waited == [device.now]
@@ -281,7 +281,7 @@ def test_a_gpu_measures_with_events_that_are_used_again(monkeypatch: pytest.Monk
 
     iterate()
     assert calls == ["new", "record"] * 4
-    timers.settle()
+    timers.count_completed()
     assert "synchronize" not in calls
     del calls[:]
     iterate()

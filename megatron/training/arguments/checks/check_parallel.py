@@ -8,7 +8,7 @@ from hetero.errors import UserError
 from hetero.formatting import counted
 from hetero.plan.limits import micro_batch_sizes, world_size_problems
 from hetero.plan.mesh import Mesh
-from megatron.training.arguments.written_layout import parse_layout
+from megatron.training.arguments.pipeline_layout import parse_layout
 
 
 def check_parallel(args: Namespace) -> tuple[Iterator[str], ...]:

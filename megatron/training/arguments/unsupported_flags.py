@@ -1,8 +1,8 @@
-"""Flags of Megatron-LM that this program does not offer: which of them ask for nothing, and why.
+"""Megatron-LM's flags that this program does not support: accepted if without effect, else refused.
 
-`left_out.txt` lists them by feature, with their defaults. A launch script sets many that matter
-only together with one it does not set (`--moe-grouped-gemm` without `--num-experts`), or sets them
-to what they are anyway. Those are taken; what really asks for a feature is refused by its name.
+`unsupported_flags.txt` lists them by feature, with their defaults. Launch scripts often set flags
+that matter only together with another one (`--moe-grouped-gemm` without `--num-experts`), or set
+them to their defaults. Those are accepted; a flag that turns a feature on is refused by name.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -12,7 +12,7 @@ from pathlib import Path
 
 from megatron.training.arguments.segments import Segment
 
-TABLE = Path(__file__).with_name("left_out.txt")
+TABLE = Path(__file__).with_name("unsupported_flags.txt")
 OTHERS = "others"
 # Values that stand for an option that is not used.
 NOTHING = frozenset({"", "none", "null", "0.0", "false"})
@@ -39,7 +39,7 @@ class Option:
 
 @dataclass(frozen=True)
 class Feature:
-    """A part of Megatron-LM that is left out."""
+    """A feature of Megatron-LM that is not supported, and its flags."""
 
     name: str
     kind: str
@@ -75,7 +75,7 @@ def feature_of(flag: str) -> Feature | None:
     return exact or _families().get(_first_word(flag))
 
 
-def is_left_out(flag: str) -> bool:
+def is_unsupported(flag: str) -> bool:
     """Whether Megatron-LM has this flag and this program does not."""
     return any(flag in feature.options for feature in features())
 
@@ -84,7 +84,7 @@ def asks_for_nothing(flag: str, value: object) -> bool:
     """Whether a flag of Megatron-LM that is not offered asks for nothing with this value.
 
     `value` is as a YAML file has it. A flag that matters only together with another one is not
-    known here to ask for nothing; see `sort_out`.
+    known here to ask for nothing; see `check_unsupported`.
     """
     feature = next((feature for feature in features() if flag in feature.options), None)
     if feature is None:
@@ -97,10 +97,10 @@ def asks_for_nothing(flag: str, value: object) -> bool:
     return feature.options[flag].asks_for_nothing(values)
 
 
-def sort_out(segments: Iterable[Segment]) -> tuple[list[str], list[str]]:
-    """Complaints about what is asked for, and notes on what was taken and does nothing.
+def check_unsupported(segments: Iterable[Segment]) -> tuple[list[str], list[str]]:
+    """(errors for flags that turn on a feature, notes on flags that have no effect).
 
-    Flags at their defaults are taken without a note.
+    Flags at their defaults are accepted without a note.
     """
     asking: dict[str, list[str]] = {}
     for segment in segments:
@@ -175,7 +175,7 @@ def _families() -> Mapping[str, Feature]:
     }
 
 
-def left_out_flags() -> Iterator[str]:
+def all_unsupported_flags() -> Iterator[str]:
     """Every flag of the table."""
     for feature in features():
         yield from feature.options

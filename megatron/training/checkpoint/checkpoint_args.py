@@ -1,4 +1,4 @@
-"""--use-checkpoint-args: the model's flags from the checkpoint, before they are checked."""
+"""--use-checkpoint-args: takes the model's flags from the checkpoint, before flags are checked."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ _SIZES = ("num_layers", "hidden_size", "num_attention_heads", "max_position_embe
 
 
 def is_weights_only(args: argparse.Namespace, name: str, index: Index) -> bool:
-    """Whether a run takes the weights of the checkpoint `name` and begins at iteration 0."""
+    """Whether a run takes only the weights of checkpoint `name` and starts at iteration 0."""
     return bool(args.finetune or name == folders.RELEASE or "iteration" not in index.run)
 
 
-def adopt_checkpoint_args(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
-    """Take the model's flags from the checkpoint that the run will start from.
+def load_args_from_checkpoint(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
+    """Set the model's flags from the checkpoint that the run will load; no-op if there is none yet.
 
-    Its files are checked later; here its index is read. Where there is none yet, nothing is taken.
-    Raises UserError: its flags and the typed ones contradict each other, or none can be read.
+    Only the index is read; files are verified later. Raises UserError if no checkpoint is readable
+    or if typed flags contradict it.
     """
     unreadable, problems = None, []
     for load in filter(None, (args.load, args.pretrained_checkpoint)):
@@ -47,7 +47,7 @@ def adopt_checkpoint_args(args: argparse.Namespace, parser: argparse.ArgumentPar
                 problems.append(f"{name}: {error}")
                 continue
             weights_only = load != args.load or is_weights_only(args, name, index)
-            adopt_model_args(
+            apply_checkpoint_args(
                 args, index.args, folder=folder, weights_only=weights_only, parser=parser
             )
             return
@@ -66,7 +66,7 @@ def _candidates(args: argparse.Namespace, load: Path) -> list[str]:
 
 
 def _begin_without(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
-    """There is nothing to take yet: as in Megatron, the other flags say what the model is."""
+    """No checkpoint yet: as in Megatron-LM, the typed flags define the model."""
     named = " and ".join(filter(None, (args.load, args.pretrained_checkpoint)))
     why = f"there is no checkpoint in {named} yet" if named else "it needs --load"
     missing = [spellings(parser)[n].option for n in _SIZES if getattr(args, n) is None]
@@ -79,7 +79,7 @@ def _begin_without(args: argparse.Namespace, parser: argparse.ArgumentParser) ->
     args.ignored_flags.append(f"--use-checkpoint-args: {why}")
 
 
-def adopt_model_args(
+def apply_checkpoint_args(
     args: argparse.Namespace,
     stored: Mapping[str, Any],
     *,
@@ -87,10 +87,9 @@ def adopt_model_args(
     weights_only: bool,
     parser: argparse.ArgumentParser,
 ) -> None:
-    """Take every flag of the model that is not typed, and say so in `args.taken_flags`.
+    """Set every model flag that was not typed, and list them in `args.taken_flags`.
 
-    A typed one that says something else is kept where it may be another, and refused elsewhere:
-    UserError names all of those.
+    A typed flag that differs is kept if it may differ; otherwise UserError names it.
     """
     spelled = spellings(parser)
     typed = typed_destinations(spelled, args.typed_flags)
@@ -116,7 +115,7 @@ def adopt_model_args(
 def _takeable(
     args: argparse.Namespace, stored: Mapping[str, Any], spelled: Mapping[str, Spelling]
 ) -> Iterator[str]:
-    """The destinations that the checkpoint has something to say about."""
+    """The destinations to take from the checkpoint."""
     kind = stored.get("tokenizer_type")
     has_its_tokenizer = kind is not None and args.tokenizer_type in (None, kind)
     for name, flag in MODEL_FLAGS.items():
@@ -129,7 +128,7 @@ def _takeable(
 def _rows(
     args: argparse.Namespace, stored: Mapping[str, Any], spelled: Mapping[str, Spelling]
 ) -> list[Difference]:
-    """Other rows of vocabulary ask for weights that are not there, or for a part of them."""
+    """A --padded-vocab-size that differs from the checkpoint's."""
     name = "padded_vocab_size"
     there, here = stored.get(name), getattr(args, name)
     if there is None or there == here:

@@ -1,4 +1,4 @@
-"""Copies from a rank's device to host memory, beside what training enqueues there."""
+"""Asynchronous copies from a rank's device to host memory, on a side stream."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from hetero.device.driver import GpuDriver, driver_for
 from hetero.errors import LinkError
 
 
-class DeviceCopies:
-    """Copies on one side stream of high priority, ordered by events; on a CPU, plain copies.
+class DeviceToHostCopier:
+    """Copies on a high-priority side stream, ordered by events; on a CPU, synchronous copies.
 
-    The caller keeps both tensors until the copy's event has come or its own stream is ordered
-    after it, so the allocator need not be told of the side stream. An event that is None has come.
+    The caller must keep both tensors alive until the copy's event has completed or its own stream
+    waits for it, so `record_stream` is not needed. None stands for a completed event.
     """
 
     def __init__(self, device: torch.device, *, driver: GpuDriver | None = None) -> None:
@@ -26,7 +26,7 @@ class DeviceCopies:
             self._stream = torch.cuda.Stream(device, priority=-1)
 
     def record_event(self) -> torch.cuda.Event | None:
-        """The end of what the caller has enqueued on its current stream so far."""
+        """Record an event on the caller's current stream."""
         if self._driver is None:
             return None
         return torch.cuda.current_stream(self._device).record_event()
@@ -34,7 +34,7 @@ class DeviceCopies:
     def copy(
         self, target: torch.Tensor, source: torch.Tensor, *, after: torch.cuda.Event | None
     ) -> torch.cuda.Event | None:
-        """Copy equally sized byte tensors, once `after` has come; returns the copy's event."""
+        """Copy byte tensors of equal size once `after` has completed; returns the copy's event."""
         if self._driver is None:
             target.copy_(source)
             return None
@@ -44,8 +44,8 @@ class DeviceCopies:
             target.copy_(source, non_blocking=True)
         return self._stream.record_event()
 
-    def order_current_stream(self, event: torch.cuda.Event | None) -> None:
-        """Let the caller's current stream go on only after an event."""
+    def wait_on_current_stream(self, event: torch.cuda.Event | None) -> None:
+        """Make the caller's current stream wait for an event."""
         if event is not None:
             torch.cuda.current_stream(self._device).wait_event(event)
 
@@ -58,6 +58,6 @@ class DeviceCopies:
     def unregister(self, host: torch.Tensor) -> None:
         """Undo `register`. The memory must not be in use by a copy."""
         if self._driver is not None:
-            # After an error of the GPU every call fails; the link that closes has told of it.
+            # After a GPU error every call fails, and the error has been reported already.
             with suppress(LinkError), self._driver.on_device(self._index):
                 self._driver.unregister_host(host.data_ptr())

@@ -1,4 +1,4 @@
-"""A few words between all ranks while they train, on the CPU and never over a vendor's library."""
+"""Small collectives between all ranks on the CPU, for control messages about checkpoints."""
 
 from __future__ import annotations
 
@@ -8,25 +8,25 @@ import torch.distributed as dist
 from hetero.errors import AgreedError
 
 
-class Control:
-    """Collective calls over the default group, whose CPU side is gloo in every run.
+class ControlGroup:
+    """Collectives over the default group's gloo backend.
 
-    Every rank makes the same calls in the same order, on the main thread.
+    Every rank must make the same calls in the same order, on the main thread.
     """
 
     def __init__(self) -> None:
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
 
-    def numbers(self, mine: int) -> list[int]:
-        """Every rank's number, by rank."""
+    def all_gather_ints(self, mine: int) -> list[int]:
+        """Every rank's int64, by rank."""
         everyone = [torch.empty(1, dtype=torch.int64) for _ in range(self.world_size)]
         dist.all_gather(everyone, torch.tensor([mine], dtype=torch.int64))
         return [int(number) for number in everyone]
 
-    def texts(self, mine: str) -> list[str]:
-        """Every rank's text, by rank. Empty texts cost one small gather."""
+    def all_gather_strings(self, mine: str) -> list[str]:
+        """Every rank's string, by rank. Only one small all-gather if all are empty."""
         data = mine.encode()
-        length = max(self.numbers(len(data)))
+        length = max(self.all_gather_ints(len(data)))
         if length == 0:
             return [""] * self.world_size
         padded = torch.frombuffer(bytearray(data.ljust(length, b"\0")), dtype=torch.uint8)
@@ -34,15 +34,15 @@ class Control:
         dist.all_gather(everyone, padded)
         return [bytes(text.tolist()).rstrip(b"\0").decode() for text in everyone]
 
-    def agree(self, problem: Exception | None) -> None:
-        """Raise on every rank, as one sentence, if any rank has a problem."""
+    def raise_together(self, problem: Exception | None) -> None:
+        """Raise AgreedError on every rank, with all problems, if any rank has one."""
         text = "" if problem is None else str(problem) or type(problem).__name__
-        if said := combine(self.texts(text)):
+        if said := combine(self.all_gather_strings(text)):
             raise AgreedError(said) from problem
 
 
 def combine(texts: list[str]) -> str:
-    """One sentence from what the ranks said; equal ones are said once."""
+    """Merge the messages of all ranks into one; equal messages appear once."""
     distinct: dict[str, list[int]] = {}
     for rank, text in enumerate(texts):
         if text:

@@ -12,9 +12,13 @@ import torch
 from hetero.errors import AgreedError, UserError
 from megatron.training.checkpoint import folder
 from megatron.training.checkpoint.compatibility import require_same_schedule
+from megatron.training.checkpoint.find_checkpoint import (
+    FoundCheckpoint,
+    NoCheckpoint,
+    find_checkpoint,
+)
 from megatron.training.checkpoint.index import INDEX_FILE, Index, StoredFile
-from megatron.training.checkpoint.selection import Nothing, Selection, select
-from megatron.training.checkpoint.stream import Piece, write_safetensors
+from megatron.training.checkpoint.safetensors_writer import WriteItem, write_safetensors
 
 MODEL: dict[str, Any] = {
     "num_layers": 1,
@@ -64,13 +68,16 @@ def checkpoint(
 ) -> Path:
     path = save / folder.folder_name(iteration)
     path.mkdir(parents=True)
-    pieces = [Piece.whole(name, torch.ones(2, 2)) for name in NAMES]
-    stored: StoredFile = write_safetensors(path / "rank_00000.safetensors", pieces)
+    write_items = [WriteItem.whole(name, torch.ones(2, 2)) for name in NAMES]
+    stored: StoredFile = write_safetensors(path / "rank_00000.safetensors", write_items)
     holds = {"optimizer": True, "random states": True}
     index = Index(
         args=MODEL | (args or {}),
         run={"iteration": iteration, "holds": holds, **run},
-        tensors={piece.name: piece.stored_in("rank_00000.safetensors") for piece in pieces},
+        tensors={
+            write_item.name: write_item.stored_in("rank_00000.safetensors")
+            for write_item in write_items
+        },
         files={"rank_00000.safetensors": stored},
     )
     (path / INDEX_FILE).write_text(index.to_json())
@@ -85,13 +92,13 @@ def alone(phase: str, *, payload: Any = None, error: Exception | None = None) ->
     return [payload]
 
 
-def choose(args: Namespace) -> Selection | Nothing:
-    return select(args, alone, rank=0, world_size=1)
+def choose(args: Namespace) -> FoundCheckpoint | NoCheckpoint:
+    return find_checkpoint(args, alone, rank=0, world_size=1)
 
 
-def chosen(args: Namespace) -> Selection:
+def chosen(args: Namespace) -> FoundCheckpoint:
     found = choose(args)
-    assert isinstance(found, Selection)
+    assert isinstance(found, FoundCheckpoint)
     return found
 
 
@@ -169,10 +176,10 @@ def test_a_file_is_no_folder_of_checkpoints(tmp_path: Path) -> None:
 
 def test_an_empty_folder_means_a_new_run_unless_told_otherwise(tmp_path: Path) -> None:
     found = choose(flags(tmp_path / "none"))
-    assert isinstance(found, Nothing)
+    assert isinstance(found, NoCheckpoint)
     assert "initial weights" in found.notes[0]
     assert "--exit-on-missing" in refusal(flags(tmp_path, exit_on_missing_checkpoint=True))
-    assert choose(flags(None)) == Nothing()
+    assert choose(flags(None)) == NoCheckpoint()
 
 
 def test_a_pretrained_checkpoint_is_for_the_first_start_only(tmp_path: Path) -> None:
@@ -211,7 +218,7 @@ def test_a_rank_that_does_not_see_the_checkpoint_is_named(tmp_path: Path) -> Non
         return [payload, payload | blind if "visible" in payload else payload]
 
     with pytest.raises(AgreedError, match=r"rank 1 does not see .* all ranks share"):
-        select(flags(tmp_path), exchange, rank=0, world_size=2)
+        find_checkpoint(flags(tmp_path), exchange, rank=0, world_size=2)
 
 
 def test_another_schedule_is_refused_with_both_ways_out() -> None:

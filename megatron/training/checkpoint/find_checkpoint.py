@@ -1,7 +1,7 @@
-"""Which checkpoint a run starts from, agreed on by all ranks before anything is built.
+"""Finds the checkpoint to load, with the agreement of all ranks, before a model is built.
 
-The newest one whose files are as they were written. A damaged one is passed over by name, and the
-one before it is used; one that --ckpt-step names is used or refused.
+That is the newest one whose files match their checksums. A damaged one is skipped with a note; one
+that --ckpt-step names is used or refused.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from typing import Any
 
 from hetero.errors import AgreedError, UserError
 from megatron.training.checkpoint import folder as folders
-from megatron.training.checkpoint.adoption import is_weights_only
+from megatron.training.checkpoint.checkpoint_args import is_weights_only
 from megatron.training.checkpoint.compatibility import require_same_model
 from megatron.training.checkpoint.index import (
     INDEX_FILE,
     DamagedCheckpoint,
     Index,
     import_hint,
-    is_megatron_lms,
+    is_megatron_lm_checkpoint,
     read_index,
-    require_whole_model,
+    require_complete_model,
 )
 from megatron.training.checkpoint.lock import is_held_by_another
 from megatron.training.checkpoint.reader import CheckpointReader
@@ -40,8 +40,8 @@ Exchange = Callable[..., list[dict[str, Any]]]
 
 
 @dataclass(frozen=True)
-class Selection:
-    """The checkpoint to start from, and what a person should know about how it was found."""
+class FoundCheckpoint:
+    """The checkpoint to load, and notes for the log."""
 
     folder: Path
     index: Index
@@ -51,30 +51,30 @@ class Selection:
 
 
 @dataclass(frozen=True)
-class Nothing:
-    """No checkpoint is there to start from."""
+class NoCheckpoint:
+    """There is no checkpoint: train from initial weights."""
 
     notes: tuple[str, ...] = ()
 
 
-def select(
+def find_checkpoint(
     args: argparse.Namespace, exchange: Exchange, *, rank: int, world_size: int
-) -> Selection | Nothing:
-    """Find, check and agree on the checkpoint that the flags ask for. Collective.
+) -> FoundCheckpoint | NoCheckpoint:
+    """Find and verify the checkpoint that the flags ask for. Collective.
 
-    Raises AgreedError: none is usable, or the one that is is of another model.
+    Raises AgreedError if none of those present is usable, or if it is of another model.
     """
     notes: tuple[str, ...] = ()
     if args.load is not None:
         found = _in_folder("load", args, exchange, rank=rank, world_size=world_size)
-        if isinstance(found, Selection):
+        if isinstance(found, FoundCheckpoint):
             return found
         notes = found.notes
     if args.pretrained_checkpoint is not None:
         args.finetune = True
         name = "pretrained_checkpoint"
         found = _in_folder(name, args, exchange, rank=rank, world_size=world_size)
-        if isinstance(found, Selection):
+        if isinstance(found, FoundCheckpoint):
             return found
         path = args.pretrained_checkpoint
         raise AgreedError(f"--pretrained-checkpoint {path} holds no checkpoint; name another")
@@ -82,12 +82,12 @@ def select(
         raise AgreedError(
             f"--load {args.load} holds no checkpoint and --exit-on-missing-checkpoint is given"
         )
-    return Nothing(notes)
+    return NoCheckpoint(notes)
 
 
 def _in_folder(
     named_by: str, args: argparse.Namespace, exchange: Exchange, *, rank: int, world_size: int
-) -> Selection | Nothing:
+) -> FoundCheckpoint | NoCheckpoint:
     load = Path(vars(args)[named_by])
     names, notes = _candidates(args, exchange, load, rank)
     damaged: list[str] = []
@@ -96,7 +96,7 @@ def _in_folder(
         if problem is None and index is not None:
             weights_only = is_weights_only(args, name, index)
             told = _check(args, index, load / name, weights_only=weights_only)
-            return Selection(load / name, index, weights_only, (*notes, *damaged, *told))
+            return FoundCheckpoint(load / name, index, weights_only, (*notes, *damaged, *told))
         damaged.append(f"checkpoint {load / name} is not used: {problem}")
         if args.ckpt_step is not None:
             raise AgreedError(
@@ -109,13 +109,13 @@ def _in_folder(
             + "; ".join(note.removeprefix(f"checkpoint {load}/") for note in damaged[:3])
             + (f"; and {len(damaged) - 3} more" if len(damaged) > 3 else "")
         )
-    return Nothing((f"no checkpoint in {load}: training starts from the initial weights",))
+    return NoCheckpoint((f"no checkpoint in {load}: training starts from the initial weights",))
 
 
 def _candidates(
     args: argparse.Namespace, exchange: Exchange, load: Path, rank: int
 ) -> tuple[list[str], list[str]]:
-    """Rank 0's list, so that all try the same, and what is to be said of it."""
+    """(folder names to try, notes), as rank 0 sees them. Collective."""
     names: list[str] = []
     notes: list[str] = []
     problem = _not_a_save_folder(load) if rank == 0 else None
@@ -132,14 +132,14 @@ def _candidates(
 
 
 def _not_a_save_folder(load: Path) -> UserError | None:
-    """What would pass for a folder without checkpoints, and train from the initial weights."""
+    """An error for a path that is no --save folder and would silently train from scratch."""
     if load.exists() and not load.is_dir():
         return UserError(f"{load} is a file; name the folder that --save named")
     if (load / INDEX_FILE).exists():
         number = load.name.removeprefix("iter_")
         step = f" --ckpt-step {int(number)}" if number.isdecimal() else ""
         return UserError(f"{load} is one checkpoint; name the folder it is in: {load.parent}{step}")
-    if is_megatron_lms(load):
+    if is_megatron_lm_checkpoint(load):
         return UserError(f"{load} was {import_hint(load)}")
     if (load / "config.json").exists() and not folders.candidates(load):
         return UserError(
@@ -152,13 +152,13 @@ def _not_a_save_folder(load: Path) -> UserError | None:
 def _try(
     args: argparse.Namespace, exchange: Exchange, folder: Path, *, rank: int, world_size: int
 ) -> tuple[str | None, Index | None]:
-    """What is wrong with a checkpoint, the same on every rank; its index if nothing is."""
+    """Verify a checkpoint: (problem or None, the same on every rank; index). Collective."""
     index, problem = None, None
     # Both hold on rank 0 wherever a checkpoint is there and the file system is shared.
     visible = (folder / INDEX_FILE).exists()
     try:
         index = read_index(folder)
-        require_whole_model(
+        require_complete_model(
             index,
             num_layers=int(index.args.get("num_layers", args.num_layers)),
             tied=not index.args.get("untie_embeddings_and_output_weights", False),
@@ -184,9 +184,9 @@ def _try(
 def _check(
     args: argparse.Namespace, index: Index, folder: Path, *, weights_only: bool
 ) -> tuple[str, ...]:
-    """Every rank has read the same index and comes to the same conclusion.
+    """Raise AgreedError, on every rank alike, if the checkpoint does not fit this run's flags.
 
-    Returns lines about what differs and may.
+    Returns notes about permitted differences.
     """
     try:
         told = require_same_model(index.args, args, folder=folder, weights_only=weights_only)

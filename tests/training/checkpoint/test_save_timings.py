@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron.training.checkpoint.costs import SaveCosts
+from megatron.training.checkpoint.save_timings import SaveTimings
 
 
 class Clock:
@@ -21,16 +21,16 @@ def clock() -> Clock:
 
 
 @pytest.fixture
-def costs(clock: Clock) -> SaveCosts:
-    return SaveCosts(clock)
+def costs(clock: Clock) -> SaveTimings:
+    return SaveTimings(clock)
 
 
-def stand_still(costs: SaveCosts, clock: Clock, seconds: float) -> None:
-    with costs.standing_still():
+def stand_still(costs: SaveTimings, clock: Clock, seconds: float) -> None:
+    with costs.blocking():
         clock.now += seconds
 
 
-def test_each_save_has_its_own_time_and_the_run_their_sum(costs: SaveCosts, clock: Clock) -> None:
+def test_each_save_has_its_own_time_and_the_run_their_sum(costs: SaveTimings, clock: Clock) -> None:
     costs.begin(6)
     stand_still(costs, clock, 1.5)
     clock.now += 40.0
@@ -61,12 +61,12 @@ def test_each_save_has_its_own_time_and_the_run_their_sum(costs: SaveCosts, cloc
     }
 
 
-def test_time_between_saves_is_no_saves(costs: SaveCosts, clock: Clock) -> None:
+def test_time_between_saves_is_no_saves(costs: SaveTimings, clock: Clock) -> None:
     stand_still(costs, clock, 3.0)
     assert costs.as_json() == {"saving_seconds": 0.0, "saves": []}
 
 
-def test_a_save_that_failed_cost_time_too(costs: SaveCosts, clock: Clock) -> None:
+def test_a_save_that_failed_cost_time_too(costs: SaveTimings, clock: Clock) -> None:
     costs.begin(6)
     stand_still(costs, clock, 2.0)
     cost = costs.end(memory_wait_s=0.0, written_s=None, bytes=None)
@@ -74,9 +74,9 @@ def test_a_save_that_failed_cost_time_too(costs: SaveCosts, clock: Clock) -> Non
     assert costs.total_s == 2.0
 
 
-def test_time_counts_although_the_block_raised(costs: SaveCosts, clock: Clock) -> None:
+def test_time_counts_although_the_block_raised(costs: SaveTimings, clock: Clock) -> None:
     def fail() -> None:
-        with costs.standing_still():
+        with costs.blocking():
             clock.now += 2.0
             raise OSError("full")
 
@@ -86,7 +86,7 @@ def test_time_counts_although_the_block_raised(costs: SaveCosts, clock: Clock) -
     assert costs.total_s == 2.0
 
 
-def test_a_save_cannot_end_twice(costs: SaveCosts) -> None:
+def test_a_save_cannot_end_twice(costs: SaveTimings) -> None:
     costs.begin(6)
     costs.end(memory_wait_s=0.0, written_s=1.0, bytes=1)
     with pytest.raises(RuntimeError, match="had not begun"):

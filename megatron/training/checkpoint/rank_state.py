@@ -1,6 +1,6 @@
-"""What this rank writes: the pieces that it owns of the model, the optimizer and the random states.
+"""The state that this rank writes: its items of the model, the optimizer and the RNG states.
 
-A piece that several ranks hold alike is written once: by tensor-parallel rank 0 what tensor
+An item that several ranks hold alike is written once: by tensor-parallel rank 0 what tensor
 parallelism does not split, and by the data-parallel replicas in turns, so that they share the work.
 The second copy of a tied embedding is not written at all.
 """
@@ -18,8 +18,8 @@ import numpy
 import torch
 
 from hetero.plan import Coordinate, Plan
-from megatron.training.checkpoint.boxes import Shard
-from megatron.training.checkpoint.stream import Piece
+from megatron.training.checkpoint.regions import Shard
+from megatron.training.checkpoint.safetensors_writer import WriteItem
 from megatron.training.checkpoint.tensor_names import (
     OUTPUT_LAYER,
     is_split,
@@ -42,8 +42,8 @@ MAIN_COPY = "main"
 
 
 @dataclass(frozen=True)
-class Placed:
-    """A parameter of this rank, its name in checkpoints and its place in the whole tensor."""
+class ShardedParameter:
+    """A parameter of this rank, its name in checkpoints and its region of the whole tensor."""
 
     name: str
     parameter: torch.nn.Parameter
@@ -52,12 +52,12 @@ class Placed:
     is_split: bool
 
 
-def placed_parameters(
+def sharded_parameters(
     args: argparse.Namespace, model: StageModel, *, plan: Plan, coordinate: Coordinate
-) -> list[Placed]:
+) -> list[ShardedParameter]:
     tp_size = plan.meshes[coordinate.mesh].tensor
     return [
-        Placed(
+        ShardedParameter(
             name=stored_name(name),
             parameter=parameter,
             shard=shard_of(
@@ -74,34 +74,34 @@ def placed_parameters(
     ]
 
 
-def owned_pieces(
-    placed: Sequence[Placed],
+def owned_write_items(
+    placed: Sequence[ShardedParameter],
     optimizer: TrainingOptimizer | None,
     *,
     plan: Plan,
     coordinate: Coordinate,
-) -> list[Piece]:
-    """The pieces of model and (where given) optimizer that this rank writes."""
+) -> list[WriteItem]:
+    """The items of the model and, if given, the optimizer that this rank writes."""
     written = [p for p in placed if not p.is_tied_copy and (p.is_split or coordinate.tensor == 0)]
     replicas = len(plan.shares(coordinate.stage))
     mine = _share(written, replicas, coordinate.data) if coordinate.context == 0 else set()
-    pieces = [_weight_piece(p) for p in written if p.name in mine]
+    write_items = [_weight_item(p) for p in written if p.name in mine]
     if optimizer is None:
-        return pieces
+        return write_items
     by_parameter = {id(p.parameter): p for p in written}
     for shard in optimizer_shards(optimizer.inner):
         at = by_parameter.get(id(shard.parameter))
         if at is None:
             continue
-        # The distributed optimizer has cut this one up; without it every replica has all.
+        # The distributed optimizer shards it over replicas; otherwise all replicas hold the same.
         is_own = optimizer.config.use_distributed_optimizer or at.name in mine
         if is_own and coordinate.context == 0:
-            pieces += _optimizer_pieces(at, shard)
-    return pieces
+            write_items += _optimizer_items(at, shard)
+    return write_items
 
 
-def _share(written: Iterable[Placed], replicas: int, replica: int) -> set[str]:
-    """The names that one of several equal replicas writes, so that all write about as much."""
+def _share(written: Iterable[ShardedParameter], replicas: int, replica: int) -> set[str]:
+    """The names that one replica writes, balanced by size over all replicas."""
     loads = [0] * replicas
     mine = set()
     for p in sorted(written, key=lambda p: (-p.shard.size, p.name)):
@@ -112,18 +112,18 @@ def _share(written: Iterable[Placed], replicas: int, replica: int) -> set[str]:
     return mine
 
 
-def _weight_piece(p: Placed) -> Piece:
-    return Piece(
+def _weight_item(p: ShardedParameter) -> WriteItem:
+    return WriteItem(
         name=p.name,
         shape=p.shard.whole,
         dtype=p.parameter.dtype,
-        boxes=tuple(p.shard.boxes()),
+        regions=tuple(p.shard.regions()),
         source=lambda: p.parameter,
     )
 
 
-def _optimizer_pieces(at: Placed, shard: OptimizerShard) -> list[Piece]:
-    boxes = tuple(at.shard.boxes(shard.begin, shard.end))
+def _optimizer_items(at: ShardedParameter, shard: OptimizerShard) -> list[WriteItem]:
+    regions = tuple(at.shard.regions(shard.begin, shard.end))
     states = {MAIN_COPY: shard.main} if shard.is_copy else {}
     states |= {
         name: value
@@ -131,11 +131,11 @@ def _optimizer_pieces(at: Placed, shard: OptimizerShard) -> list[Piece]:
         if name != "step" and torch.is_tensor(value)
     }
     return [
-        Piece(
+        WriteItem(
             name=optimizer_name(state, at.name),
             shape=at.shard.whole,
             dtype=value.dtype,
-            boxes=boxes,
+            regions=regions,
             source=lambda value=value: value,  # type: ignore[misc]
         )
         for state, value in states.items()
@@ -146,26 +146,28 @@ def optimizer_step_count(optimizer: TrainingOptimizer) -> int | None:
     return adam_step(optimizer_shards(optimizer.inner))
 
 
-def random_pieces(coordinate: Coordinate) -> list[Piece]:
-    """Every random state of this rank, as small tensors named after its place in the plan."""
-    prefix = random_prefix(coordinate)
+def rng_write_items(coordinate: Coordinate) -> list[WriteItem]:
+    """All RNG states of this rank, as small tensors named by its coordinates."""
+    prefix = rng_prefix(coordinate)
     host = {"python": random.getstate(), "numpy": _numpy_state()}
-    pieces = {
+    write_items = {
         "torch": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state(),
         "host": torch.frombuffer(bytearray(json.dumps(host).encode()), dtype=torch.uint8),
     }
-    pieces |= {f"dropout.{name}": state for name, state in cuda_rng_states().items()}
-    return [Piece.whole(f"{prefix}{name}", state.clone()) for name, state in pieces.items()]
+    write_items |= {f"dropout.{name}": state for name, state in cuda_rng_states().items()}
+    return [
+        WriteItem.whole(f"{prefix}{name}", state.clone()) for name, state in write_items.items()
+    ]
 
 
-def random_prefix(coordinate: Coordinate) -> str:
+def rng_prefix(coordinate: Coordinate) -> str:
     c = coordinate
     return f"rng.stage{c.stage}.data{c.data}.context{c.context}.tensor{c.tensor}."
 
 
-def restore_random(states: dict[str, torch.Tensor]) -> bool:
-    """Set what `random_pieces` gave. False, with nothing changed, if it is another device's."""
+def restore_rng_state(states: dict[str, torch.Tensor]) -> bool:
+    """Set what `rng_write_items` gave. False, with nothing changed, if it is another device's."""
     if states["cuda"].numel() != torch.cuda.get_rng_state().numel():
         return False
     host = json.loads(bytes(states["host"].tolist()).decode())

@@ -1,4 +1,4 @@
-"""What every save of a run cost this rank. No torch."""
+"""How long each save blocked training on this rank. No torch."""
 
 from __future__ import annotations
 
@@ -10,40 +10,40 @@ from typing import Any
 
 
 @dataclass
-class SaveCost:
-    """One save as one rank saw it; times in seconds."""
+class SaveTiming:
+    """One save on one rank; times in seconds."""
 
     iteration: int
     stood_still_s: float = 0.0
-    """For which the training loop did nothing else."""
+    """For which the training loop was blocked."""
     memory_wait_s: float = 0.0
-    """The share of it that went into host memory for a copy."""
+    """The part of it spent waiting for snapshot memory."""
     written_s: float | None = None
-    """From the save's begin until this rank's file was on the disk; None if it failed."""
+    """From the start of the save until this rank's file was on disk; None if it failed."""
     bytes: int | None = None
     """The size of this rank's file; None if it failed."""
 
 
-class SaveCosts:
-    """The saves of a run. Between `begin` and `end` of one, all time that stands still is its."""
+class SaveTimings:
+    """All saves of a run. Time in `blocking` counts towards the save between `begin` and `end`."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self.saves: list[SaveCost] = []
+        self.saves: list[SaveTiming] = []
         self._clock = clock
-        self._running: SaveCost | None = None
+        self._running: SaveTiming | None = None
 
     @property
     def total_s(self) -> float:
-        """For which training stood still while checkpoints were saved."""
+        """Seconds for which saves blocked training."""
         return sum(save.stood_still_s for save in self.saves)
 
     def begin(self, iteration: int) -> None:
-        self._running = SaveCost(iteration)
+        self._running = SaveTiming(iteration)
         self.saves.append(self._running)
 
     @contextmanager
-    def standing_still(self) -> Iterator[None]:
-        """Counts the block's time towards the save that runs, if one does."""
+    def blocking(self) -> Iterator[None]:
+        """Count the body's time towards the running save, if there is one."""
         began = self._clock()
         try:
             yield
@@ -51,8 +51,10 @@ class SaveCosts:
             if self._running is not None:
                 self._running.stood_still_s += self._clock() - began
 
-    def end(self, *, memory_wait_s: float, written_s: float | None, bytes: int | None) -> SaveCost:
-        """The save that runs has ended; what it cost."""
+    def end(
+        self, *, memory_wait_s: float, written_s: float | None, bytes: int | None
+    ) -> SaveTiming:
+        """End the running save; returns its record."""
         if self._running is None:
             raise RuntimeError("a save ended that had not begun")
         ended, self._running = self._running, None

@@ -1,4 +1,4 @@
-"""Writes one `.safetensors` file piece by piece, so that no more than a block is in host memory.
+"""Writes a `.safetensors` file item by item, with no more than one block in host memory.
 
 The safetensors library writes a file from tensors that are all in memory. Its format is a length,
 a JSON header and the bytes of each tensor, so it is written here as it comes, and checksummed on
@@ -19,8 +19,8 @@ from typing import BinaryIO
 
 import torch
 
-from megatron.training.checkpoint.boxes import Box
-from megatron.training.checkpoint.index import StoredBox, StoredFile, StoredTensor
+from megatron.training.checkpoint.index import StoredFile, StoredRegion, StoredTensor
+from megatron.training.checkpoint.regions import Region
 
 BLOCK_BYTES = 64 << 20
 _CODES = {
@@ -39,8 +39,8 @@ class WriteCancelled(Exception):
 
 
 @dataclass(frozen=True)
-class Piece:
-    """What one rank writes of one tensor: boxes of it, one after the other in flat memory.
+class WriteItem:
+    """What one rank writes of one tensor: regions of it, one after the other in flat memory.
 
     `source` gives the elements, flat or of any shape; it is called when their turn comes, on the
     thread that writes, and may return a tensor of any device.
@@ -49,32 +49,32 @@ class Piece:
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
-    boxes: tuple[Box, ...]
+    regions: tuple[Region, ...]
     source: Callable[[], torch.Tensor]
 
     @property
     def elements(self) -> int:
-        return sum(box.size for box in self.boxes)
+        return sum(region.size for region in self.regions)
 
     @property
     def bytes(self) -> int:
         return self.elements * self.dtype.itemsize
 
     @classmethod
-    def whole(cls, name: str, tensor: torch.Tensor) -> Piece:
+    def whole(cls, name: str, tensor: torch.Tensor) -> WriteItem:
         shape = tuple(tensor.shape)
-        return cls(name, shape, tensor.dtype, (Box((0,) * len(shape), shape),), lambda: tensor)
+        return cls(name, shape, tensor.dtype, (Region((0,) * len(shape), shape),), lambda: tensor)
 
     def stored_in(self, file: str) -> StoredTensor:
         offsets = [0]
-        for box in self.boxes:
-            offsets.append(offsets[-1] + box.size)
+        for region in self.regions:
+            offsets.append(offsets[-1] + region.size)
         return StoredTensor(
             shape=self.shape,
             dtype=str(self.dtype).removeprefix("torch."),
-            boxes=tuple(
-                StoredBox(file, offset, box)
-                for offset, box in zip(offsets, self.boxes, strict=False)
+            regions=tuple(
+                StoredRegion(file, offset, region)
+                for offset, region in zip(offsets, self.regions, strict=False)
             ),
         )
 
@@ -103,24 +103,26 @@ class BlockChecksums:
 
 
 def write_safetensors(
-    path: Path, pieces: Sequence[Piece], *, cancelled: threading.Event | None = None
+    path: Path, write_items: Sequence[WriteItem], *, cancelled: threading.Event | None = None
 ) -> StoredFile:
-    """Write `pieces` in order, flat, under their names; the file is on disk when this returns.
+    """Write `write_items` in order, flat, under their names; the file is on disk when this returns.
 
     Raises OSError, or WriteCancelled once `cancelled` is set.
     """
     sums = BlockChecksums()
     with path.open("wb", buffering=0) as file:
-        _put(file, memoryview(_header(pieces)), sums)
-        for piece in pieces:
+        _put(file, memoryview(_header(write_items)), sums)
+        for write_item in write_items:
             written = 0
-            for data in _blocks(piece):
+            for data in _blocks(write_item):
                 if cancelled is not None and cancelled.is_set():
                     raise WriteCancelled
                 _put(file, data, sums)
                 written += len(data)
-            if written != piece.bytes:
-                raise ValueError(f"{piece.name} gave {written} bytes instead of {piece.bytes}")
+            if written != write_item.bytes:
+                raise ValueError(
+                    f"{write_item.name} gave {written} bytes instead of {write_item.bytes}"
+                )
         os.fsync(file.fileno())
     return sums.result()
 
@@ -131,27 +133,27 @@ def _put(file: BinaryIO, data: memoryview, sums: BlockChecksums) -> None:
         data = data[file.write(data) :]
 
 
-def _header(pieces: Sequence[Piece]) -> bytes:
+def _header(write_items: Sequence[WriteItem]) -> bytes:
     position, entries = 0, {}
-    for piece in pieces:
-        entries[piece.name] = {
-            "dtype": _CODES[piece.dtype],
-            "shape": [piece.elements],
-            "data_offsets": [position, position + piece.bytes],
+    for write_item in write_items:
+        entries[write_item.name] = {
+            "dtype": _CODES[write_item.dtype],
+            "shape": [write_item.elements],
+            "data_offsets": [position, position + write_item.bytes],
         }
-        position += piece.bytes
+        position += write_item.bytes
     text = json.dumps(entries).encode()
     # Data is aligned for every dtype; the format allows trailing spaces in its header.
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
 
 
-def _blocks(piece: Piece) -> Iterator[memoryview]:
-    """A piece's bytes in host memory, a block at a time."""
-    flat = piece.source().detach().reshape(-1)
-    if flat.dtype != piece.dtype:
-        raise ValueError(f"{piece.name} is {flat.dtype}, not {piece.dtype} as announced")
-    step = BLOCK_BYTES // piece.dtype.itemsize
+def _blocks(write_item: WriteItem) -> Iterator[memoryview]:
+    """An item's bytes in host memory, one block at a time."""
+    flat = write_item.source().detach().reshape(-1)
+    if flat.dtype != write_item.dtype:
+        raise ValueError(f"{write_item.name} is {flat.dtype}, not {write_item.dtype} as announced")
+    step = BLOCK_BYTES // write_item.dtype.itemsize
     for begin in range(0, flat.numel(), step):
         block = flat[begin : begin + step].cpu().contiguous()
         yield memoryview(block.view(torch.uint8).numpy().data)

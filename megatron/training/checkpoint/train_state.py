@@ -1,4 +1,4 @@
-"""How far a run has come: what a checkpoint says beside its tensors."""
+"""The counters that a checkpoint stores beside its tensors."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 
 
 @dataclass(frozen=True)
-class Progress:
-    """Counted from the first sample of the run, over all the processes that it took."""
+class TrainState:
+    """Progress since the start of the run, across restarts."""
 
     iteration: int = 0
     consumed_train_samples: int = 0
@@ -20,5 +20,5 @@ class Progress:
         return asdict(self)
 
     @classmethod
-    def from_record(cls, record: Mapping[str, Any]) -> Progress:
+    def from_record(cls, record: Mapping[str, Any]) -> TrainState:
         return cls(**{name: int(record.get(name, 0)) for name in asdict(cls())})

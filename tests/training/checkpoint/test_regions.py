@@ -1,4 +1,4 @@
-"""A flat range of a shard is boxes of the whole tensor, whatever the cut."""
+"""A flat range of a shard is regions of the whole tensor, whatever the cut."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.training.checkpoint.boxes import Box, Segment, Shard, range_boxes
+from megatron.training.checkpoint.regions import Region, Segment, Shard, flat_range_regions
 
 SHAPES = st.lists(st.integers(1, 5), min_size=1, max_size=3).map(tuple)
 
 
-def _elements(whole: np.ndarray, box: Box) -> np.ndarray:
-    where = tuple(slice(a, a + n) for a, n in zip(box.start, box.shape, strict=True))
+def _elements(whole: np.ndarray, region: Region) -> np.ndarray:
+    where = tuple(slice(a, a + n) for a, n in zip(region.start, region.shape, strict=True))
     return whole[where].reshape(-1)
 
 
@@ -27,15 +27,15 @@ def ranges(draw, shape: tuple[int, ...]) -> tuple[int, int]:
 
 
 @given(st.data(), SHAPES)
-def test_the_boxes_of_a_range_hold_its_elements_in_order(data, shape) -> None:
+def test_the_regions_of_a_range_hold_its_elements_in_order(data, shape) -> None:
     begin, end = data.draw(ranges(shape))
     whole = np.arange(math.prod(shape)).reshape(shape)
-    boxes = list(range_boxes(shape, begin, end))
-    held = [_elements(whole, box) for box in boxes]
-    assert all(box.lies_in(shape) for box in boxes)
+    regions = list(flat_range_regions(shape, begin, end))
+    held = [_elements(whole, region) for region in regions]
+    assert all(region.lies_in(shape) for region in regions)
     assert np.concatenate([*held, np.array([], dtype=int)]).tolist() == list(range(begin, end))
     # A matrix never needs more than a partial row, whole rows and a partial row.
-    assert len(boxes) <= 2 * len(shape) - 1
+    assert len(regions) <= 2 * len(shape) - 1
 
 
 @given(
@@ -57,18 +57,18 @@ def test_a_range_of_a_shard_is_found_in_the_whole(data, shape, dim, ranks, stack
     assert local.shape == local_shape
 
     begin, end = data.draw(ranges(local_shape))
-    held = [_elements(whole, box) for box in shard.boxes(begin, end)]
+    held = [_elements(whole, region) for region in shard.regions(begin, end)]
     found = np.concatenate([*held, np.array([], dtype=int)])
     assert found.tolist() == local.reshape(-1)[begin:end].tolist()
 
 
 @given(st.data(), st.integers(1, 3))
-def test_an_intersection_is_what_both_boxes_hold(data, dims) -> None:
-    def box() -> Box:
+def test_an_intersection_is_what_both_regions_hold(data, dims) -> None:
+    def region() -> Region:
         start = data.draw(st.tuples(*[st.integers(0, 4)] * dims))
-        return Box(start, data.draw(st.tuples(*[st.integers(1, 4)] * dims)))
+        return Region(start, data.draw(st.tuples(*[st.integers(1, 4)] * dims)))
 
-    one, other = box(), box()
+    one, other = region(), region()
     whole = np.arange(8**dims).reshape((8,) * dims)
     common = one.intersection(other)
     held = set() if common is None else set(_elements(whole, common).tolist())
