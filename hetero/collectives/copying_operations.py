@@ -194,6 +194,7 @@ class CopyingOperations(GroupAcrossVendors):
         parts = list(outputs[0]) if outputs else []
         if self._layout.rank == opts.rootRank:
             self._require_one_each(parts, "gather")
+            _require_size(parts, source, "gather")
 
         def carry_out(exchange: Exchange) -> Steps:
             rooms = [room_for(part) for part in parts]
@@ -208,6 +209,7 @@ class CopyingOperations(GroupAcrossVendors):
         parts = list(inputs[0]) if inputs else []
         if self._layout.rank == opts.rootRank:
             self._require_one_each(parts, "scatter")
+            _require_size(parts, output, "scatter")
 
         def carry_out(exchange: Exchange) -> Steps:
             room, given = room_for(output), [plain(part) for part in parts]
@@ -220,6 +222,7 @@ class CopyingOperations(GroupAcrossVendors):
 
     def send(self, tensors: Any, rank: int, tag: int = 0) -> dist.Work:
         (tensor,) = listed(tensors)
+        self._require_rank("send", "destination", rank)
         with profiled("send"):
             work = self._communicator_on(tensor.device).send(plain(tensor), rank, tag)
         return self._coalesced(work)
@@ -232,12 +235,24 @@ class CopyingOperations(GroupAcrossVendors):
 
     def _recv(self, tensors: Any, rank: int | None, tag: int) -> dist.Work:
         (tensor,) = listed(tensors)
+        if rank is not None:
+            self._require_rank("recv", "source", rank)
         require_places("recv", [tensor])
         room = room_for(tensor)
         communicator = self._communicator_on(tensor.device)
         with profiled("recv"):
             work = communicator.recv(as_bytes(room), rank, tag, lambda: write_back(room, tensor))
         return self._coalesced(work)
+
+
+def _require_size(parts: Tensors, own: torch.Tensor, operation: str) -> None:
+    for rank, part in enumerate(parts):
+        if part.nbytes != own.nbytes:
+            raise ValueError(
+                f"{operation}: the tensor for rank {rank} of the group has "
+                f"{counted(part.nbytes, 'byte')} and this rank's own {own.nbytes}; give all the "
+                "same size"
+            )
 
 
 def _write_back(rooms: Tensors, tensors: Tensors) -> None:

@@ -191,6 +191,9 @@ class Communicator:
                 None if root is None else self.layout.members[root].global_rank,
             )
             work = CollectiveWork(call, tensors, timeout=self.timeout, group=self.name)
+            if self._error is not None:
+                work.finish(self._error)
+                return work
             course = _Course(algorithm, self._exchange)
             if (blocking or (self._met and self._stream.exists)) and self._worker.begin_turn():
                 try:
@@ -281,10 +284,14 @@ class Communicator:
         self._release()
 
     def shutdown(self) -> None:
-        """Leave the group once the calls under way have ended."""
+        """Leave the group once the calls under way have ended. Later ones fail at once."""
         self._worker.close(seconds=self.timeout)
         self._at_exit.detach()  # it holds this object, and so its sockets, for good
-        self._state(LEFT)
+        if self._error is None:  # else this rank has stated what it failed in
+            self._state(LEFT)
+            self._error = CollectiveError(
+                f"group {self.name} was destroyed; make a new one, and build anew what uses it"
+            )
         self._messages.close()
         self._links.close()
         if self._library is not None:
