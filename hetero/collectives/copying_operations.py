@@ -203,6 +203,7 @@ class CopyingOperations(HeteroProcessGroupBase):
         parts = list(outputs[0]) if outputs else []
         if self._layout.rank == opts.rootRank:
             self._require_one_per_rank(parts, "gather")
+            _require_size(parts, source, "gather")
 
         def algorithm(context: CallContext) -> Schedule:
             buffers = [output_buffer(part) for part in parts]
@@ -219,6 +220,7 @@ class CopyingOperations(HeteroProcessGroupBase):
         parts = list(inputs[0]) if inputs else []
         if self._layout.rank == opts.rootRank:
             self._require_one_per_rank(parts, "scatter")
+            _require_size(parts, output, "scatter")
 
         def algorithm(context: CallContext) -> Schedule:
             buffer, sources = output_buffer(output), [materialize(part) for part in parts]
@@ -231,6 +233,7 @@ class CopyingOperations(HeteroProcessGroupBase):
 
     def send(self, tensors: Any, rank: int, tag: int = 0) -> dist.Work:
         (tensor,) = as_list(tensors)
+        self._require_rank("send", "destination", rank)
         with profiled("send"):
             work = self._communicator_for(tensor.device).send(materialize(tensor), rank, tag)
         return self._coalesced(work)
@@ -243,6 +246,8 @@ class CopyingOperations(HeteroProcessGroupBase):
 
     def _recv(self, tensors: Any, rank: int | None, tag: int) -> dist.Work:
         (tensor,) = as_list(tensors)
+        if rank is not None:
+            self._require_rank("recv", "source", rank)
         require_no_internal_overlap("recv", [tensor])
         buffer = output_buffer(tensor)
         communicator = self._communicator_for(tensor.device)
@@ -251,6 +256,16 @@ class CopyingOperations(HeteroProcessGroupBase):
                 as_bytes(buffer), rank, tag, lambda: write_back(buffer, tensor)
             )
         return self._coalesced(work)
+
+
+def _require_size(parts: Tensors, own: torch.Tensor, operation: str) -> None:
+    for rank, part in enumerate(parts):
+        if part.nbytes != own.nbytes:
+            raise ValueError(
+                f"{operation}: the tensor for rank {rank} of the group has "
+                f"{counted(part.nbytes, 'byte')} and this rank's own {own.nbytes}; give all the "
+                "same size"
+            )
 
 
 def _write_back(buffers: Tensors, tensors: Tensors) -> None:

@@ -197,6 +197,9 @@ class Communicator:
                 None if root is None else self.layout.members[root].global_rank,
             )
             work = CollectiveWork(call, tensors, timeout=self.timeout, group=self.name)
+            if self._error is not None:
+                work.finish(self._error)
+                return work
             running = _RunningCall(call, work, algorithm, self._context)
             may_start_here = blocking or (self._is_connected and self._stream.exists)
             if may_start_here and self._worker.try_acquire():
@@ -282,10 +285,14 @@ class Communicator:
         self._abort_transports()
 
     def shutdown(self) -> None:
-        """Leave the group once the calls in flight have ended."""
+        """Leave the group once the calls in flight have ended. Later ones fail at once."""
         self._worker.close(seconds=self.timeout)
         self._at_exit.detach()  # it would keep this object, and so its sockets, until exit
-        self._publish_status(LEFT)
+        if self._error is None:  # else this rank's status says in which call it failed
+            self._publish_status(LEFT)
+            self._error = CollectiveError(
+                f"group {self.name} was destroyed; make a new one, and build anew what uses it"
+            )
         self._p2p.close()
         self._links.close()
         if self._library is not None:

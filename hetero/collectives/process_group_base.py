@@ -111,8 +111,8 @@ class HeteroProcessGroupBase(dist.ProcessGroup):
                     "move them to one device"
                 )
         require_no_internal_overlap(operation, tensors if results is None else results)
-        if root is not None and not 0 <= root < self._layout.size:
-            raise ValueError(f"{operation}: root {root} is no rank of a group of {self.size()}")
+        if root is not None:
+            self._require_rank(operation, "root", root)
         with profiled(operation):
             work = communicator.run(
                 algorithm,
@@ -133,6 +133,13 @@ class HeteroProcessGroupBase(dist.ProcessGroup):
             raise ValueError(
                 f"{operation}: {counted(len(parts), 'tensor')} for "
                 f"{counted(self.size(), 'rank')}; give one for each"
+            )
+
+    def _require_rank(self, operation: str, what: str, rank: int) -> None:
+        if not 0 <= rank < self._layout.size:
+            raise ValueError(
+                f"{operation}: {what} {rank} is no rank of a group of {self.size()}; give one of "
+                f"0 to {self.size() - 1}"
             )
 
     def _coalesced(self, work: CollectiveWork) -> CollectiveWork:

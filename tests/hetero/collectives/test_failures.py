@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from hetero.collectives.blame import CollectiveError
 from tests.forked_ranks import values
 from tests.hetero.collectives.ranks import THREE_AND_ONE, TWO_AND_TWO, Side, run_ranks
 
@@ -295,3 +297,40 @@ def build_with_an_unknown_vendor(side: Side) -> str:
     except Exception as error:
         return str(error)
     return "nothing"
+
+
+def test_what_this_rank_sees_to_be_wrong_is_refused_and_the_group_goes_on():
+    for told in values(run_ranks(make_mistakes, ("nvidia", "amd"))):
+        assert told[0] == "send: destination 7 is no rank of a group of 2; give one of 0 to 1"
+        for text in told[1:]:  # the root's
+            assert "for rank 0 of the group has 12 bytes and this rank's own 8" in text
+
+
+def make_mistakes(side: Side) -> list[str]:
+    parts, own = [torch.zeros(3) for _ in range(side.size)], torch.zeros(2)
+    mistakes: list[Callable[[], object]] = [lambda: dist.send(own, group_dst=7)]
+    if side.rank == 0:
+        mistakes += [lambda: dist.gather(own, parts), lambda: dist.scatter(own, parts)]
+    told = []
+    for mistake in mistakes:
+        with pytest.raises(ValueError, match="give") as raised:
+            mistake()
+        told.append(str(raised.value))
+    dist.barrier()
+    return told
+
+
+def test_a_call_of_a_group_that_was_destroyed_fails_at_once():
+    for text in values(run_ranks(call_after_the_end, ("nvidia", "amd"))):
+        assert "was destroyed; make a new one" in text
+
+
+def call_after_the_end(side: Side) -> str:
+    """By one that has kept it, as DDP does."""
+    group = dist.group.WORLD
+    assert group is not None
+    dist.all_reduce(torch.ones(2))
+    dist.destroy_process_group()
+    with pytest.raises(CollectiveError) as raised:
+        group.allreduce([torch.ones(2)]).wait()
+    return str(raised.value)
