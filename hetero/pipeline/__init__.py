@@ -1,1 +1,1 @@
-"""The pipeline over the channel: links between stages, and megatron-core's p2p on top of them."""
+"""Pipeline parallelism over links, for megatron-core's schedules."""

@@ -5,13 +5,13 @@ megatron-core's schedules take any object with these nine methods (see `P2PCommu
 ways that matter:
 
 - each edge of the pipeline has its own link, so that activations and gradients between the same two
-  ranks can never be taken for each other, whatever the order in which they are posted;
-- sends are never waited for. The link keeps the tensor's memory until it has gone, so the schedule
-  may drop or deallocate its output at once, and two stages that both send first cannot deadlock.
+  ranks cannot be confused, in whatever order they are posted;
+- it never waits for sends. The link keeps the tensor's memory alive, so the schedule may drop or
+  deallocate its output at once, and two stages that both send first cannot deadlock.
 
-Told how many micro-batches will come, it also posts the receive of the next one as soon as it has
-delivered one, so that a tensor crosses while the stage still computes. The interleaved schedules do
-so by themselves.
+With the number of micro-batches known (`expect`), it posts the next receive as soon as it has
+delivered a tensor, so that transfers overlap with computing. The interleaved schedules do so
+themselves.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from hetero.groups import StageOrder
 from hetero.link.base import Work
 from hetero.pipeline.links import Neighbour
 
-_BROUGHT_ON_BYTES = 1 << 20
-"""A smaller tensor is there sooner than a thread could be woken for it."""
+_PROGRESS_BYTES = 1 << 20
+"""Up to this, waking the link's thread takes longer than the transfer."""
 
 Shape = Sequence[int]
 Tensors = torch.Tensor | None | list[torch.Tensor | None]
@@ -36,11 +36,11 @@ Tensors = torch.Tensor | None | list[torch.Tensor | None]
 
 @dataclass
 class _Side:
-    """What leads to one neighbour, and the receive that has been posted before it is asked for."""
+    """One neighbour, and the receive that was posted ahead."""
 
     neighbour: Neighbour | None
     expected: int = 0
-    """Tensors that will be asked for and whose receive has not been posted."""
+    """Tensors to be received whose receive has not been posted."""
     posted: tuple[torch.Tensor, Work] | None = None
 
 
@@ -48,13 +48,13 @@ class PipelineCommunicator:
     """One rank's pipeline neighbours, in the form that megatron-core's schedules expect.
 
     Args:
-        pp_group: where the rank stands in the pipeline; the schedules ask its size and rank.
+        pp_group: the pipeline's group, for the schedules: its size and this rank's number.
         config: megatron-core's TransformerConfig, for the dtype of what crosses a stage.
-        upstream: what leads to the previous stage, None on the first (unless interleaved).
-        downstream: what leads to the next stage, None on the last (unless interleaved).
+        upstream: the previous stage, None on the first (unless interleaved).
+        downstream: the next stage, None on the last (unless interleaved).
         device: where received tensors are placed.
-        after_gradient: called once a gradient is on its way to the previous stage, or where there
-            is none to send it to: for work that may wait until then.
+        after_gradient: called after each backward send, also on the first stage, where there is
+            none: for work that may wait until then.
     """
 
     def __init__(
@@ -75,10 +75,7 @@ class PipelineCommunicator:
         self._after_gradient = after_gradient
 
     def expect(self, *, activations: int, gradients: int) -> None:
-        """Say how many of each a schedule that is not interleaved will now receive, one by one.
-
-        Each has one shape, the same for all of them.
-        """
+        """Set how many of each a non-interleaved schedule will receive, all of one shape."""
         for side, count in ((self._upstream, activations), (self._downstream, gradients)):
             receives = side.neighbour is not None and side.neighbour.receives_ahead
             side.expected = count if receives else 0
@@ -171,12 +168,12 @@ class PipelineCommunicator:
         return tensor
 
     def _post_ahead(self, side: _Side, shape: Shape) -> None:
-        """Have one receive posted, if another tensor is sure to come."""
+        """Post the next receive, if one is expected and none is posted."""
         if side.expected and side.posted is None:
             side.expected -= 1
             tensor, work = side.posted = self._receive(side, shape)
-            if tensor.nbytes > _BROUGHT_ON_BYTES:
-                # A link leaves the work to who waits for it, unless somebody asks after it before.
+            if tensor.nbytes > _PROGRESS_BYTES:
+                # Polling requests progress, which else only `wait` makes.
                 work.is_completed()
 
     def _receive(self, side: _Side, shape: Shape) -> tuple[torch.Tensor, Work]:

@@ -1,4 +1,4 @@
-"""Opens the links of one rank: which peer, and which transport, for every edge of the plan."""
+"""Opens a rank's links for every edge of the plan."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ class LinkOptions:
     """How the links of one run are opened; the same on every rank but for the addresses."""
 
     boundary_transport: str
-    """What crosses from mesh to mesh: one of TRANSPORTS."""
+    """Between meshes: one of TRANSPORTS."""
     device: torch.device
     store: Store
     job: str
-    """A name that only members of the job know; the token of each link follows from it."""
+    """A secret of the job; the token of each link is derived from it."""
     timeout: float
     """Seconds before a blocked transfer is an error."""
     channel: ChannelOptions
     vendor_backend: str = "gloo"
-    """What goes from stage to stage inside a mesh: `nccl`, which is RCCL on AMD, or `gloo`."""
+    """Inside a mesh: `nccl`, which is RCCL on AMD, or `gloo`."""
     sequence: int = 0
     """Length of the pipeline's sequences, for stages that split them differently."""
     tensor_group: dist.ProcessGroup | None = None
@@ -44,14 +44,14 @@ class LinkOptions:
 
 
 _LEAST_RING_BYTES = 8 << 20
-"""Of a link that shares the memory of one with others."""
+"""Of each link, where several share the memory of one."""
 
 Neighbour = Link | ReshardedEdge
 
 
 @dataclass(frozen=True)
 class PipelineLinks:
-    """The links of one rank, by the neighbour they lead to. None at an end of the pipeline."""
+    """The links of one rank, by neighbour: None at an end of the pipeline."""
 
     upstream: Neighbour | None
     downstream: Neighbour | None
@@ -74,7 +74,7 @@ class PipelineLinks:
         return [link for side, links in sides if self.is_boundary[side] for link in links]
 
     def check(self) -> None:
-        """Raise if a link has failed. Waiting for the device first makes the answer final."""
+        """Raise if a link has failed. Synchronize the device first for a final answer."""
         for link in self.all():
             link.check()
 
@@ -90,10 +90,9 @@ def _links_of(neighbour: Neighbour | None) -> list[Link]:
 
 
 def open_links(plan: Plan, rank: int, options: LinkOptions) -> PipelineLinks:
-    """Open the links of every edge of the plan. Collective: every rank calls it with one plan.
+    """Open the links of every edge of the plan. Collective over all ranks, with the same plan.
 
-    Links come in the order of their edges, sources and targets on all ranks, or they would wait for
-    each other for ever.
+    Open them in the same order on all ranks (edge, source, target), or they deadlock.
     """
     here = plan.coordinate(rank).stage
     opener = _Opener(plan, rank, options)
@@ -113,14 +112,14 @@ def open_links(plan: Plan, rank: int, options: LinkOptions) -> PipelineLinks:
 
 
 class _Opener:
-    """Opens the links of one rank, and keeps what was chosen for those downstream."""
+    """Opens the links of one rank, and records the transports chosen downstream."""
 
     def __init__(self, plan: Plan, rank: int, options: LinkOptions) -> None:
         self._plan, self._rank, self._options = plan, rank, options
         self.choices: list[Choice] = []
 
     def open_side(self, edge: Edge, side: str) -> Neighbour:
-        """Open what joins this rank to the stage at the other end of an edge."""
+        """Open this rank's links to the stage at the other end of an edge."""
         plan, is_source = self._plan, side == "downstream"
         stages = (edge.source, edge.target) if is_source else (edge.target, edge.source)
         ranks, peers = (plan.blocks_of_stage(stage)[0].ranks for stage in stages)
@@ -133,7 +132,7 @@ class _Opener:
         links = {}
         for peer in end.peers():
             theirs = End(other, own, is_source=not is_source, place=peer, sequence=sequence)
-            # Both ends have so many links at most, and the memory of one is shared by them.
+            # Split the memory of one link: neither end has more links than this.
             count = max(len(end.peers()), len(theirs.peers()))
             channel = self._options.channel
             ring = max(channel.ring_bytes // count, min(channel.ring_bytes, _LEAST_RING_BYTES))
@@ -170,9 +169,9 @@ class _Opener:
 
 
 def _is_direct(plan: Plan, edge: Edge) -> bool:
-    """Whether each rank has one peer, which has the same part of the tensor and nobody else has it.
+    """Whether each rank has one peer, and the two alone have the same part of the tensor.
 
-    Inside a mesh, as in megatron-core, all tensor-parallel ranks send what they hold alike.
+    Inside a mesh, as in megatron-core, tensor-parallel ranks all send their equal copies.
     """
     source, target = (
         plan.meshes[plan.blocks_of_stage(stage)[0].mesh] for stage in (edge.source, edge.target)
@@ -219,9 +218,9 @@ def _rendezvous(
 def _direction_groups(
     description: LinkDescription, edge: Edge, timeout: float
 ) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
-    """Two communicators, one for each direction, for this rank's pair on the edge.
+    """A communicator for each direction between the two ranks of an edge.
 
-    Both ends create them, and no others; edges come in one order on all ranks.
+    Only these two create them, in the order of the edges.
     """
     pair = sorted((description.rank, description.peer))
     forward, backward = (

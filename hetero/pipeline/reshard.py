@@ -1,7 +1,7 @@
-"""Who sends which slab of an activation to whom, where two stages lay it out differently.
+"""Which slabs of an activation each rank sends to whom, between stages of different layouts.
 
-Pure arithmetic over intervals. What crosses is a tensor of [sequence, batch, hidden] with the
-sequences of one step of the pipeline. Data-parallel ranks hold its batch in equal slices.
+Pure arithmetic on intervals. The tensor is [sequence, batch, hidden], with the sequences of one
+step of the pipeline. Data-parallel ranks hold its batch in equal slices.
 Tensor-parallel ranks hold equal parts of the sequence (sequence parallel), or each holds all of it.
 
 **Each element crosses once.** Every rank has a *part* of the tensor, and no two have the same: its
@@ -23,7 +23,7 @@ from hetero.plan import Plan
 
 @dataclass(frozen=True)
 class Layout:
-    """How the ranks of one stage hold [sequence, batch, hidden]; a rank is its offset in them."""
+    """How the ranks of one stage, numbered from 0, hold [sequence, batch, hidden]."""
 
     tensor: int
     data: int
@@ -65,7 +65,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class Slab:
-    """What one rank sends to another. Rows and batch are counted from the beginning of a part."""
+    """What one rank sends to another. Rows and batch are offsets in the ranks' parts."""
 
     source: int
     target: int

@@ -1,8 +1,8 @@
-"""An edge between stages that lay their tensors out differently, in the form of a link.
+"""An edge between stages of different layouts, with the interface of a link.
 
-Either end holds a tensor [sequence, micro-batch, hidden] of its own shape. Its slabs go to, and
-come from, several ranks of the other stage, each over a link of its own, all at once.
-Tensor-parallel ranks that hold the same tensor carry a part each, and gather what they receive.
+Each end has a tensor [sequence, micro-batch, hidden] of its own shape, and exchanges slabs of it
+with several ranks of the other stage, each over its own link. Tensor-parallel ranks that hold the
+same tensor send and receive a part each, and all-gather what they received.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ class End:
     """Length of the whole sequence."""
 
     def peers(self) -> list[int]:
-        """Whom it exchanges slabs with, by their number in the other stage."""
+        """The ranks it exchanges slabs with, by number in the other stage."""
         return sorted({peer for peer, _, _ in self.pieces(self.own.micro_batch_size)})
 
     def pieces(self, micro_batch: int) -> tuple[Piece, ...]:
-        """The slabs of a step with so many sequences on this rank; evaluation may have others."""
+        """The slabs of a step of this micro-batch size, which evaluation may change."""
         return _pieces(self, micro_batch)
 
 
@@ -88,30 +88,30 @@ class ReshardedEdge:
         return _AllOf([self._by_peer[p].send(part[r, b]) for p, r, b in self._pieces(tensor)])
 
     def recv(self, tensor: torch.Tensor) -> Work:
-        """Receive into a contiguous tensor, which is whole once the work has been waited for.
+        """Receive into a contiguous tensor, which is complete after `wait()`.
 
-        Waiting is collective over the tensor-parallel ranks, where they gather.
+        `wait()` is collective over the tensor-parallel ranks if they gather.
         """
         whole = part = tensor.detach()
         if self._gathers_over is not None:
             rows = self._end.own.part_rows(self._end.sequence)
             part = whole.new_empty((rows, *whole.shape[1:]))
-        arrivals = []
+        receives = []
         for peer, rows_, batch in self._pieces(tensor):
-            place = part[rows_, batch]
-            landed = place if place.is_contiguous() else torch.empty_like(place).contiguous()
-            arrivals.append(_Arrival(self._by_peer[peer].recv(landed), landed, place))
-        return _Received(arrivals, part, whole, self._gathers_over)
+            target = part[rows_, batch]
+            buffer = target if target.is_contiguous() else torch.empty_like(target).contiguous()
+            receives.append(_SlabReceive(self._by_peer[peer].recv(buffer), buffer, target))
+        return _Received(receives, part, whole, self._gathers_over)
 
     def _pieces(self, tensor: torch.Tensor) -> tuple[Piece, ...]:
         return self._end.pieces(tensor.shape[1])
 
 
 @dataclass(frozen=True)
-class _Arrival:
+class _SlabReceive:
     work: Work
-    landed: torch.Tensor
-    place: torch.Tensor
+    buffer: torch.Tensor
+    target: torch.Tensor
 
 
 class _AllOf(Work):
@@ -129,39 +129,39 @@ class _AllOf(Work):
 
 
 def _all_completed(works: Sequence[Work]) -> bool:
-    # All are asked, because a link brings on what is asked after.
+    # Poll all of them: polling requests progress.
     completed = [work.is_completed() for work in works]
     return all(completed)
 
 
 class _Received(Work):
-    """Slabs on their way, which waiting puts together."""
+    """Slab receives in flight, which `wait()` assembles."""
 
     def __init__(
         self,
-        arrivals: Sequence[_Arrival],
+        receives: Sequence[_SlabReceive],
         part: torch.Tensor,
         whole: torch.Tensor,
         group: dist.ProcessGroup | None,
     ) -> None:
-        self._arrivals, self._part, self._whole, self._group = arrivals, part, whole, group
+        self._receives, self._part, self._whole, self._group = receives, part, whole, group
 
     def wait(self) -> None:
-        for arrival in self._arrivals:
-            arrival.work.wait()
-            if arrival.landed is not arrival.place:
-                arrival.place.copy_(arrival.landed)
+        for receive in self._receives:
+            receive.work.wait()
+            if receive.buffer is not receive.target:
+                receive.target.copy_(receive.buffer)
         if self._group is not None:
             _gather(self._part, self._whole, self._group)
-        # The others take part in one collective, however often this one asks.
-        self._arrivals, self._group = [], None
+        # Never run the collective twice: the other ranks take part once.
+        self._receives, self._group = [], None
 
     def is_completed(self) -> bool:
-        return _all_completed([arrival.work for arrival in self._arrivals])
+        return _all_completed([receive.work for receive in self._receives])
 
 
 def _gather(part: torch.Tensor, whole: torch.Tensor, group: dist.ProcessGroup) -> None:
-    """Put the ranks' parts together. All are as long, with rows at the end that nobody needs."""
+    """All-gather the parts, which are equally long: the last ones may be padded."""
     rows = part.shape[0] * group.size()
     if rows == whole.shape[0]:
         dist.all_gather_into_tensor(whole, part, group=group)
