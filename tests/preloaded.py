@@ -32,7 +32,7 @@ ADDRESS = "PRELOADED_SERVER"
 IMPORTED = (
     "megatron.training.cpu_shim",
     "megatron.training.pretrain",
-    "megatron.training.session",
+    "megatron.training.run_job",
     "megatron.core.tokenizers.text.text_tokenizer",
 )
 LARGEST_REQUEST = 1 << 20
@@ -393,9 +393,9 @@ def _serve(listening: socket.socket) -> None:
     import gc
     import importlib
 
-    from megatron.training.quiet import quiet_core
+    from megatron.training.import_core import import_megatron_core
 
-    quiet_core()
+    import_megatron_core()
     for name in IMPORTED:
         importlib.import_module(name)
     # Else each child would look through all of this for garbage, and so copy the memory it is in.

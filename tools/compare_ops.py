@@ -28,7 +28,7 @@ if __name__ == "__main__":
 from hetero.errors import UserError
 from hetero.formatting import counted
 from megatron.training.arguments.converters import integer
-from megatron.training.quiet import quiet_core
+from megatron.training.import_core import import_megatron_core
 from tools.tool_command_line import Parser, run
 
 if TYPE_CHECKING:
@@ -102,7 +102,7 @@ def _add_run_flags(parser: argparse.ArgumentParser, *, reference: bool) -> None:
 
 
 def _record(options: argparse.Namespace, device: str | None) -> Dump:
-    quiet_core()
+    import_megatron_core()
     from tools.operators.layer_flags import layer_arguments
     from tools.operators.recording import default_device, record
 

@@ -23,8 +23,8 @@ if __name__ == "__main__":
 from hetero.errors import UserError
 from megatron.training.arguments.converters import integer, number
 from megatron.training.arguments.flags_data import add_tokenizer_flags
+from megatron.training.import_core import import_megatron_core
 from megatron.training.progress_bar import progress_bar
-from megatron.training.quiet import quiet_core
 from tools.tool_command_line import Parser, run
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ def complete(args: argparse.Namespace) -> str:
         raise UserError("--top-k and --top-p need --temperature; add it, for example 1")
     if not args.prompt:
         raise UserError("--prompt is empty; give at least one word")
-    quiet_core()
+    import_megatron_core()
     import torch
 
     from megatron.training.checkpoint.reader import CheckpointReader
@@ -97,8 +97,8 @@ def complete(args: argparse.Namespace) -> str:
                 model,
                 prompt,
                 Sampling(args.temperature, args.top_k, args.top_p),
-                longest=model.max_sequence_length,
-                vocabulary=tokenizer.vocab_size,
+                max_context=model.max_sequence_length,
+                vocab_size=tokenizer.vocab_size,
                 seed=args.seed,
             )
             found: list[int] = []

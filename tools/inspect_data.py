@@ -25,12 +25,12 @@ from hetero.errors import UserError
 from megatron.training.arguments.converters import integer
 from megatron.training.arguments.flags_data import add_tokenizer_flags
 from megatron.training.dataset_description import (
-    TokenizerFacts,
-    contradiction,
+    TokenizerInfo,
     read_description,
+    tokenizer_mismatch,
 )
+from megatron.training.import_core import import_megatron_core
 from megatron.training.progress_bar import progress_bar
-from megatron.training.quiet import quiet_core
 from tools.preprocessing.index_file import BLOCK, HEADER
 from tools.tool_command_line import Parser, run
 
@@ -91,7 +91,7 @@ def inspect(args: argparse.Namespace) -> str:
     """Everything about the files as text or JSON; raises UserError where they are damaged."""
     prefix = args.prefix.removesuffix(".idx").removesuffix(".bin")
     tokenizer = None
-    quiet_core()
+    import_megatron_core()
     from megatron.training.dataset_checks import inspect_index
     from megatron.training.tokenizer.build import build_tokenizer
 
@@ -109,8 +109,8 @@ def inspect(args: argparse.Namespace) -> str:
 def _require_its_tokenizer(prefix: str, kind: str, tokenizer: Any) -> None:
     from megatron.training.tokenizer.wrapper import tokenizer_digest
 
-    given = TokenizerFacts(kind, int(tokenizer.vocab_size), tokenizer_digest(tokenizer))
-    if (said := contradiction(prefix, given)) is not None:
+    given = TokenizerInfo(kind, int(tokenizer.vocab_size), tokenizer_digest(tokenizer))
+    if (said := tokenizer_mismatch(prefix, given)) is not None:
         raise UserError(f"the tokenizer given is a {given}, and {said}; name the one it says")
 
 

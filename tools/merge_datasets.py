@@ -23,8 +23,8 @@ import numpy
 from hetero.errors import UserError
 from hetero.formatting import counted
 from megatron.training.dataset_description import SUFFIX, Description, read_description
+from megatron.training.import_core import import_megatron_core
 from megatron.training.progress_bar import progress_bar
-from megatron.training.quiet import quiet_core
 from tools.preprocessing.index_file import HEADER, IndexContent, blocks_of_file, write_index
 from tools.text_input import naming, temporary_name
 from tools.tool_command_line import Parser, run
@@ -142,7 +142,7 @@ def _refuse_existing(output: str, overwrite: bool) -> None:
 
 
 def _inspect(prefix: str) -> Part:
-    quiet_core()
+    import_megatron_core()
     from megatron.training.dataset_checks import inspect_index
 
     summary = inspect_index(prefix)

@@ -39,7 +39,7 @@ from hetero.errors import (
 )
 from hetero.liveness.liveness import RankLost
 from hetero.liveness.open_liveness import open_liveness
-from megatron.training.rendezvous import endpoint, environment_rank, open_store
+from megatron.training.rendezvous import environment_rank, open_store, store_endpoint
 from tools import tool_command_line
 from tools.preflight_checks.cluster_file import cluster_text
 from tools.preflight_checks.readiness import Report, Settings, Together, check_alone
@@ -131,7 +131,7 @@ def _check(options: argparse.Namespace, rank: int, world_size: int) -> Report:
         world_size=world_size,
         timeout=_PATIENCE,
         liveness=liveness,
-        endpoint=endpoint(),
+        endpoint=store_endpoint(),
     )
     try:
         report = Together(settings, rank=rank, store=store, agreement=agreement).check()

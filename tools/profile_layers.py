@@ -34,9 +34,9 @@ from hetero.planner.layer_profile import (
     load_profile,
 )
 from megatron.training.arguments.converters import integer
+from megatron.training.import_core import import_megatron_core
 from megatron.training.model_size import model_shape
 from megatron.training.progress_bar import progress_bar
-from megatron.training.quiet import quiet_core
 from tools.reports.text_table import aligned
 from tools.tool_command_line import Parser, positive, run
 
@@ -109,7 +109,7 @@ def _measure(options: argparse.Namespace) -> str:
     if not options.out.parent.is_dir():
         raise UserError(f"--out {options.out}: there is no folder {options.out.parent}")
     before = load_profile(options.out) if options.out.exists() else None
-    quiet_core()
+    import_megatron_core()
     from tools.layer_profile.profiled_device import device_here
     from tools.operators.layer_flags import model_arguments
 

@@ -1,4 +1,4 @@
-"""Reading a launch's command line, plan file included, before anything slow is imported."""
+"""Parses and checks a command line, plan file included, without importing torch."""
 
 from __future__ import annotations
 
@@ -7,27 +7,27 @@ from collections.abc import Iterator, Sequence
 
 from megatron.training.arguments.parser import collect_args
 from megatron.training.arguments.problems import Problems
-from megatron.training.layout import adopt_plan_file, plan_from_args
+from megatron.training.layout import apply_plan_file, plan_from_args
 
 
 def read_command_line(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The checked arguments of a launch, its parallel sizes among them.
+    """Parse and check the command line; the result includes the derived parallel sizes.
 
-    Raises UserError with all that is wrong. torch is not imported, so that this takes no second.
+    Raises UserError listing every problem. Never import torch here: errors must appear at once.
     """
     problems = Problems()
     args = collect_args(argv, problems)
-    problems.run(_check_plan(args, so_far=bool(problems)))
+    problems.run(_check_plan(args, has_problems=bool(problems)))
     problems.raise_all()
     return args
 
 
-def _check_plan(args: argparse.Namespace, *, so_far: bool) -> Iterator[str]:
-    """What is wrong with the plan; the flags of one have been checked unless a file gives it."""
+def _check_plan(args: argparse.Namespace, *, has_problems: bool) -> Iterator[str]:
+    """Build the plan once, so that its errors are reported. Skipped if its flags are invalid."""
     if args.hetero_plan:
-        adopt_plan_file(args)
-    elif so_far:
+        apply_plan_file(args)
+    elif has_problems:
         return
-    # What a homogeneous run calls its vendor makes no difference here.
+    # The vendor of a homogeneous run does not affect the checks.
     plan_from_args(args, vendor="cpu")
     yield from ()

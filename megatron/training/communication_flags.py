@@ -1,4 +1,4 @@
-"""From flags to the backends of groups and the options of links."""
+"""Converts flags to process-group backends and link options."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from hetero.plan import Plan
 
 
 def group_backends(args: argparse.Namespace, device: torch.device) -> tuple[str, str]:
-    """Of the groups inside a vendor, and of those across vendors that carry the model."""
+    """The backend of groups inside a vendor, and that of groups that reduce across vendors."""
     if args.distributed_backend == "gloo":
         return "gloo", "gloo"
     return "nccl" if device.type == "cuda" else "gloo", CROSSING_BACKEND
 
 
 def require_links(args: argparse.Namespace, plan: Plan) -> None:
-    """megatron-core would have gloo send a GPU's tensors from stage to stage, which it cannot."""
+    """Refuse a pipeline of GPUs without links: gloo cannot send GPU tensors point-to-point."""
     if plan.stages > 1 and not args.hetero_pipeline:
         raise UserError(
             "--distributed-backend gloo cannot join pipeline stages on GPUs of one vendor; give "
@@ -32,7 +32,7 @@ def require_links(args: argparse.Namespace, plan: Plan) -> None:
 
 
 def channel_options(args: argparse.Namespace, own: str) -> ChannelOptions:
-    """Sizes, checks and rails; `own` is the address by which this rank reaches the others."""
+    """Options of every link. `own` is the address through which other hosts reach this rank."""
     nics = find_rails(args, own=own, family=family_of(own))
     return ChannelOptions(
         ring_bytes=args.hetero_ring_mib << 20,
@@ -47,7 +47,7 @@ def channel_options(args: argparse.Namespace, own: str) -> ChannelOptions:
 def find_rails(
     args: argparse.Namespace, *, own: str, family: socket.AddressFamily | None = None
 ) -> Nics:
-    """What --hetero-nics names on this host. UserError where there is no such thing."""
+    """Resolve --hetero-nics on this host. Raises UserError for an unknown device or interface."""
     try:
         return find_nics(args.hetero_nics or (), own=own, family=family)
     except ValueError as error:

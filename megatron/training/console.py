@@ -1,8 +1,7 @@
-"""What a person sees: the table at the start, the line of each iteration, a bar on a terminal.
+"""Console output: tables, one line per logged iteration, and a progress bar on terminals.
 
-Only rank 0 speaks; the other ranks hold a console that is silent. Every line goes to stdout at
-once, whatever stdout and stderr are, so that a log is whole. The bar is an addition where stderr is
-a terminal; where stdout is the same one, the lines stand above it.
+Only rank 0 prints; on other ranks every method is a no-op. Lines are flushed to stdout
+unconditionally, so that a log file is complete. The bar goes to stderr if that is a terminal.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from megatron.training.progress_bar import progress_bar
 
 
 def format_table(rows: Sequence[Sequence[str]]) -> str:
-    """Plain aligned columns; the first row is the heading."""
+    """Left-aligned columns; the first row is the header."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)) for row in rows]
     lines.insert(1, "  ".join("-" * w for w in widths))
@@ -26,25 +25,25 @@ def format_table(rows: Sequence[Sequence[str]]) -> str:
 
 
 class Console:
-    """Rank 0's voice: lines on stdout, and beside them a bar where stderr is a terminal."""
+    """Prints on the logging rank: lines to stdout, a progress bar to stderr if it is a terminal."""
 
-    def __init__(self, *, speaks: bool, total_iterations: int, start: int = 0) -> None:
-        self._speaks = speaks
+    def __init__(self, *, is_logger: bool, total_iterations: int, start: int = 0) -> None:
+        self._is_logger = is_logger
         self._total = total_iterations
         self._bar = progress_bar(
-            total=total_iterations, shown=speaks, initial=start, unit="it", desc="training"
+            total=total_iterations, shown=is_logger, initial=start, unit="it", desc="training"
         )
 
     def line(self, text: str) -> None:
-        if not self._speaks:
+        if not self._is_logger:
             return
         try:
-            # The bar makes room, and comes again below the line.
+            # Clears the bar and redraws it below the line.
             with tqdm.external_write_mode(file=sys.stdout):
                 print(text, flush=True)
         except BrokenPipeError:
-            # Whoever read along has left; the run goes on, silently.
-            self._speaks = False
+            # The reader of the pipe has exited. Keep training without console output.
+            self._is_logger = False
 
     def advance(self, record: IterationRecord) -> None:
         self._bar.set_postfix_str(
@@ -53,7 +52,7 @@ class Console:
         self._bar.update(1)
 
     def iteration(self, records: Sequence[IterationRecord], *, skipped: int, nan: int) -> None:
-        """Megatron's iteration line: the last record, with times and losses averaged over all."""
+        """Megatron's log line for `records`: times, throughput and loss are their means."""
         last, count = records[-1], len(records)
         elapsed = sum(r.elapsed_ms for r in records) / count
         parts = [

@@ -1,9 +1,9 @@
-"""Every private piece of megatron-core that this project touches, in one place.
+"""All access to private state of megatron-core, in one place.
 
-megatron-core still reads some of its process groups from module globals (the cross entropy its
-tensor-parallel group, the layer offset its pipeline rank). `initialize_model_parallel` would fill
-them, but only for one uniform layout whose groups span vendors, so they are filled here from groups
-that the plan built. Checked against the one version it was written for.
+megatron-core reads some process groups from module globals (cross entropy: the tensor-parallel
+group; layer offsets: the pipeline rank). `initialize_model_parallel` sets them only for a uniform
+layout, with groups that span vendors, so `register_groups` sets them from the plan's groups.
+tests/training/test_core_private.py checks this against the pinned version.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from hetero.plan import Plan
 
 
 def register_groups(groups: Groups, plan: Plan, rank: int) -> None:
-    """Fill the globals of `megatron.core.parallel_state` from the plan's groups."""
+    """Set the globals of `megatron.core.parallel_state` to the plan's groups."""
     state = parallel_state
     coordinate = plan.coordinate(rank)
     state._TENSOR_MODEL_PARALLEL_GROUP = groups.tensor
@@ -67,26 +67,25 @@ def register_groups(groups: Groups, plan: Plan, rank: int) -> None:
         state._set_global_memory_buffer()
 
 
-def keep_collectives_apart() -> None:
-    """Have gradients and weights go through one collective a bucket, each waited for.
+def disable_coalescing() -> None:
+    """Make DDP issue one synchronous collective per bucket instead of coalescing them.
 
-    megatron-core coalesces them. gloo takes the addresses of coalesced tensors for the host's, and
-    a GPU's are not.
+    gloo dereferences the pointers of coalesced tensors on the host, which crashes for GPU tensors.
     """
 
     @contextmanager
-    def apart(group: dist.ProcessGroup, *, async_ops: bool) -> Iterator[None]:
+    def no_coalescing(group: dist.ProcessGroup, *, async_ops: bool) -> Iterator[None]:
         if async_ops:
             raise RuntimeError(f"nobody would wait for the collectives of {group}")
         yield
 
-    param_and_grad_buffer._coalescing_manager = apart
+    param_and_grad_buffer._coalescing_manager = no_coalescing
 
 
 def clear_groups() -> None:
-    """Undo `register_groups`, so that one process can hold several runs one after another."""
+    """Undo `register_groups`, so that one process can build several models in sequence."""
     parallel_state.destroy_model_parallel()
-    # It leaves these behind.
+    # destroy_model_parallel does not reset these.
     for name in (
         "_TENSOR_MODEL_PARALLEL_GLOBAL_RANKS",
         "_PIPELINE_GLOBAL_RANKS",
@@ -99,7 +98,7 @@ def clear_groups() -> None:
 
 
 def group_collection(groups: Groups) -> ProcessGroupCollection:
-    """The same groups in the form that megatron-core's newer interfaces take."""
+    """The same groups as the `pg_collection` argument of megatron-core's newer interfaces."""
     return ProcessGroupCollection(
         tp=groups.tensor,
         pp=groups.pipeline,
@@ -123,9 +122,9 @@ def group_collection(groups: Groups) -> ProcessGroupCollection:
 
 
 def _core_embedding(groups: Groups) -> dist.ProcessGroup | None:
-    """The group over which megatron-core adds the gradients of a tied embedding.
+    """The group over which megatron-core all-reduces the gradients of a tied embedding.
 
-    Between meshes, which may split the embedding differently, it is left to `gradients.py`.
+    Meshes may shard the embedding differently, so between them `finalize_grads.py` does it.
     """
     return groups.single if isinstance(groups.pipeline, StageOrder) else groups.embedding
 
@@ -135,11 +134,10 @@ def _ranks(group: dist.ProcessGroup) -> list[int]:
 
 
 @contextmanager
-def lone_rank() -> Iterator[None]:
-    """Let megatron-core build datasets before any process group exists.
+def without_process_group() -> Iterator[None]:
+    """Let megatron-core build datasets before a process group exists, as if on rank 0.
 
-    It asks for this process's rank to decide who writes the index cache. The caller lets one
-    process of a node build at a time, so each may write.
+    Rank 0 writes the index cache. The caller must let only one process per node build at a time.
     """
     if dist.is_initialized():
         yield
@@ -149,34 +147,34 @@ def lone_rank() -> Iterator[None]:
 
 
 @dataclass
-class RewritingConfig(GPTDatasetConfig):
-    """Of a `RewritingDataset`."""
+class TransformedDatasetConfig(GPTDatasetConfig):
+    """Configuration of a `TransformedDataset`."""
 
-    rewrite: Callable[[numpy.ndarray, int], numpy.ndarray] | None = None
-    """Sample and its index to another sample of the same length, one more than the sequence's."""
+    transform: Callable[[numpy.ndarray, int], numpy.ndarray] | None = None
+    """(sample, its index) -> sample. Both are integer arrays of seq_length + 1 tokens."""
 
 
-class RewritingDataset(GPTDataset):
-    """megatron-core's dataset, whose samples change before they become tokens and labels."""
+class TransformedDataset(GPTDataset):
+    """GPTDataset that applies `config.transform` before a sample is cut into tokens and labels."""
 
-    config: RewritingConfig
+    config: TransformedDatasetConfig
 
     def _query_document_sample_shuffle_indices(
         self, idx: int
     ) -> tuple[numpy.ndarray, numpy.ndarray]:
         sample, documents = super()._query_document_sample_shuffle_indices(idx)
-        if self.config.rewrite is not None:
-            sample = self.config.rewrite(sample, int(idx))
+        if self.config.transform is not None:
+            sample = self.config.transform(sample, int(idx))
         return sample, documents
 
 
 @dataclass(frozen=True)
 class OptimizerShard:
-    """What one inner optimizer of this rank updates of one parameter.
+    """The part of one parameter that an optimizer of this rank updates.
 
-    `main` is the tensor it updates: a float32 copy where `is_copy`, else the parameter's own
-    memory. It holds the flat range [begin, end) of the parameter's local elements. `inner` is the
-    torch optimizer whose state is kept under `main`.
+    `main` is the updated tensor: a float32 copy if `is_copy`, else the parameter's own memory. It
+    holds the flat range [begin, end) of the local parameter. `inner` is the torch optimizer, whose
+    state is keyed by `main`.
     """
 
     parameter: torch.nn.Parameter
@@ -188,7 +186,7 @@ class OptimizerShard:
 
 
 def optimizer_shards(optimizer: MegatronOptimizer) -> list[OptimizerShard]:
-    """Everything that the optimizers of this rank update."""
+    """All shards that the optimizers of this rank update."""
     found: list[OptimizerShard] = []
     for part in optimizer.chained_optimizers:
         if getattr(part, "is_stub_optimizer", False) or part.optimizer is None:
@@ -198,12 +196,13 @@ def optimizer_shards(optimizer: MegatronOptimizer) -> list[OptimizerShard]:
         elif isinstance(part, Float16OptimizerWithFloat16Params):
             parameters, copies = _flat(part.float16_groups), _flat(part.fp32_from_float16_groups)
             found += [
-                _whole(p, copy, part.optimizer) for p, copy in zip(parameters, copies, strict=True)
+                _unsharded(p, copy, part.optimizer)
+                for p, copy in zip(parameters, copies, strict=True)
             ]
-            found += [_whole(p, p, part.optimizer) for p in _flat(part.fp32_from_fp32_groups)]
+            found += [_unsharded(p, p, part.optimizer) for p in _flat(part.fp32_from_fp32_groups)]
         else:
             groups = [group["params"] for group in part.optimizer.param_groups]
-            found += [_whole(p, p, part.optimizer) for p in _flat(groups)]
+            found += [_unsharded(p, p, part.optimizer) for p in _flat(groups)]
     return found
 
 
@@ -218,7 +217,7 @@ def _distributed_shards(part: DistributedOptimizer) -> Iterator[OptimizerShard]:
             yield OptimizerShard(parameter, main, held.start, held.end, is_copy, part.optimizer)
 
 
-def _whole(
+def _unsharded(
     parameter: torch.nn.Parameter, main: torch.Tensor, inner: torch.optim.Optimizer
 ) -> OptimizerShard:
     return OptimizerShard(parameter, main, 0, main.numel(), main is not parameter, inner)
@@ -229,13 +228,13 @@ def _flat(groups: Iterable[Iterable[Any]]) -> list[Any]:
 
 
 def adam_step(shards: Iterable[OptimizerShard]) -> int | None:
-    """How many updates Adam has made, for its bias correction; None before the first and for SGD.
+    """Adam's step count, for bias correction; None before the first step and for SGD.
 
-    torch counts in each parameter's state, TransformerEngine and apex in the parameter group.
+    torch keeps it in each parameter's state, TransformerEngine and apex in the parameter group.
     """
     steps = set()
     for shard in shards:
-        group = _group_of(shard)
+        group = _param_group(shard)
         step = shard.inner.state.get(shard.main, {}).get("step", group.get("step"))
         if step is not None:
             steps.add(int(step))
@@ -247,51 +246,51 @@ def adam_step(shards: Iterable[OptimizerShard]) -> int | None:
 def set_optimizer_state(
     shard: OptimizerShard, state: dict[str, torch.Tensor], *, step: int | None
 ) -> None:
-    """Replace the inner optimizer's state of one shard: moments, and Adam's count of updates."""
+    """Replace the optimizer state of one shard: moments, and Adam's step count."""
     kept = shard.inner.state[shard.main]
     kept.clear()
     kept.update(state)
     if step is None:
         return
     if isinstance(shard.inner, torch.optim.Adam | torch.optim.AdamW):
-        on_device = shard.main.device if _group_of(shard).get("fused") else "cpu"
-        kept["step"] = torch.tensor(float(step), dtype=torch.float32, device=on_device)
+        device = shard.main.device if _param_group(shard).get("fused") else "cpu"
+        kept["step"] = torch.tensor(float(step), dtype=torch.float32, device=device)
     else:
-        _group_of(shard)["step"] = step
+        _param_group(shard)["step"] = step
 
 
-def _group_of(shard: OptimizerShard) -> dict[str, Any]:
+def _param_group(shard: OptimizerShard) -> dict[str, Any]:
     for group in shard.inner.param_groups:
         if any(parameter is shard.main for parameter in group["params"]):
             found: dict[str, Any] = group
             return found
-    raise RuntimeError("an optimizer does not know a tensor that it updates")
+    raise RuntimeError("a tensor is in no parameter group of the optimizer that updates it")
 
 
-def provide_weight_gradient(kernels: object) -> None:
-    """Give megatron-core's linear layers what they look for in apex's extension."""
+def install_weight_gradient(kernels: object) -> None:
+    """Install a replacement for apex's fused_weight_gradient_mlp_cuda in megatron-core."""
     layers.fused_weight_gradient_mlp_cuda = kernels
     layers._grad_accum_fusion_available = True
 
 
-def provide_rotary(rotate: Callable[..., Any], split_and_rotate: Callable[..., Any]) -> None:
-    """Give megatron-core's attention what it looks for in TransformerEngine."""
+def install_rotary(rotate: Callable[..., Any], split_and_rotate: Callable[..., Any]) -> None:
+    """Install replacements for TransformerEngine's fused RoPE functions in megatron-core."""
     rope_utils.fused_apply_rotary_pos_emb = rotate
     attention.apply_fused_qkv_rotary_pos_emb = split_and_rotate
     attention.HAVE_FUSED_QKV_ROPE = True
 
 
-def provide_swiglu(function: object) -> None:
-    """Exchange the autograd function behind megatron-core's fused SwiGLU without bias."""
+def install_swiglu(function: object) -> None:
+    """Replace the autograd function of megatron-core's fused SwiGLU without bias."""
     fused_bias_swiglu.SwiGLUFunction = function
 
 
 def rescale_gradients(
     chunks: Iterable[DistributedDataParallel], averaging: float, summing: float
 ) -> None:
-    """What gradients are multiplied with before they are reduced over the replicas.
+    """Set the factor that DDP multiplies gradients by before it reduces them.
 
-    `averaging` where the reduction takes their mean, `summing` where it takes their sum.
+    `averaging` applies where the reduction averages, `summing` where it sums.
     """
     for chunk in chunks:
         factor = averaging if chunk.ddp_config.average_in_collective else summing
@@ -300,11 +299,13 @@ def rescale_gradients(
                 part.gradient_scaling_factor = factor
 
 
-def reduced_range(chunk: DistributedDataParallel, parameter: torch.nn.Parameter) -> tuple[int, int]:
-    """The flat range of a parameter whose gradient this rank has once replicas have reduced theirs.
+def reduced_grad_range(
+    chunk: DistributedDataParallel, parameter: torch.nn.Parameter
+) -> tuple[int, int]:
+    """The flat range of a parameter whose reduced gradient this rank holds.
 
-    All of it, or with the distributed optimizer the part that falls into this rank's share of the
-    bucket.
+    All of it after an all-reduce; with the distributed optimizer, its overlap with this rank's
+    shard of the bucket, (0, 0) if there is none.
     """
     if not chunk.ddp_config.use_distributed_optimizer:
         return 0, parameter.numel()
@@ -318,26 +319,26 @@ def reduced_range(chunk: DistributedDataParallel, parameter: torch.nn.Parameter)
 
 
 def gather_parameters(chunks: Iterable[DistributedDataParallel]) -> None:
-    """Let every data-parallel rank see all updated weights. Collective over its group.
+    """All-gather updated weights now. Collective over the data-parallel group.
 
-    With --overlap-param-gather the distributed optimizer leaves that to the next forward pass.
+    With --overlap-param-gather the distributed optimizer defers this to the next forward pass.
     """
     for chunk in chunks:
         if chunk.ddp_config.use_distributed_optimizer and chunk.ddp_config.overlap_param_gather:
             chunk.start_param_sync(force_sync=True)
 
 
-def dropout_states() -> dict[str, torch.Tensor]:
-    """The random states that megatron-core switches between, by name."""
+def cuda_rng_states() -> dict[str, torch.Tensor]:
+    """The states of megatron-core's CUDA RNG tracker, by name."""
     return dict(get_cuda_rng_tracker().get_states())
 
 
-def set_dropout_states(states: dict[str, torch.Tensor]) -> None:
+def set_cuda_rng_states(states: dict[str, torch.Tensor]) -> None:
     get_cuda_rng_tracker().set_states(states)
 
 
 def loss_scaler_state(optimizer: MegatronOptimizer) -> dict[str, float]:
-    """The dynamic loss scale and its counters; empty where there is none."""
+    """The dynamic loss scale and its counters; empty without dynamic loss scaling."""
     for part in optimizer.chained_optimizers:
         scaler = getattr(part, "grad_scaler", None)
         if isinstance(scaler, DynamicGradScaler):

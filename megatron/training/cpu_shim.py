@@ -1,8 +1,8 @@
-"""Lets megatron-core run where there is no accelerator.
+"""Lets megatron-core run without an accelerator, by mapping `cuda` to the CPU.
 
-megatron-core 0.16.1 asks for `cuda` devices by name and compares tensor type names. On a machine
-without a GPU this module answers for it: `cuda` means the CPU, and the handful of `torch.cuda`
-functions that megatron-core calls act on the CPU. It does nothing where there is a GPU.
+megatron-core 0.16.1 names `cuda` devices explicitly and compares tensor type names. Without a GPU,
+`cpu_shim` redirects such devices to the CPU and replaces the few `torch.cuda` functions that
+megatron-core calls. With a GPU it does nothing.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from unittest import mock
 
 import torch
 
-# An optimizer loads it too, and it must have seen torch's functions before they are replaced.
+# torch.optim imports it later, but it must capture torch's functions before they are patched.
 import torch._dynamo
 from torch.overrides import TorchFunctionMode
 
@@ -33,12 +33,12 @@ def _names_cuda(device: object) -> bool:
 
 
 def _caller_is_core() -> bool:
-    # Two frames up: the function mode, then whoever called the torch function.
+    # Frame 1 is __torch_function__, frame 2 the caller of the torch function.
     return _CORE_PATH in sys._getframe(2).f_code.co_filename
 
 
-class _CudaMeansCpu(TorchFunctionMode):
-    """Redirects devices named `cuda` to the CPU for every torch function."""
+class _CudaToCpu(TorchFunctionMode):
+    """Replaces `cuda` device arguments of torch functions by the CPU."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
@@ -52,25 +52,25 @@ class _CudaMeansCpu(TorchFunctionMode):
         if func is torch.Tensor.to and len(args) > 1 and _names_cuda(args[1]):
             args = (args[0], _CPU, *args[2:])
         if func is torch.Tensor.type and len(args) == 1 and not kwargs and _caller_is_core():
-            # Five places in megatron-core compare this name with 'torch.cuda.FloatTensor' and kin.
+            # megatron-core compares type names with 'torch.cuda.FloatTensor' and the like.
             return func(*args).replace("torch.", "torch.cuda.", 1)
         return func(*args, **kwargs)
 
 
 def _replacements() -> dict[str, Callable[..., Any]]:
-    def nothing(*args: Any, **kwargs: Any) -> None:
+    def no_op(*args: Any, **kwargs: Any) -> None:
         return None
 
     return {
         "torch.cuda.current_device": lambda: _CPU,
-        "torch.cuda.synchronize": nothing,
-        "torch.cuda.empty_cache": nothing,
-        "torch.cuda.set_device": nothing,
+        "torch.cuda.synchronize": no_op,
+        "torch.cuda.empty_cache": no_op,
+        "torch.cuda.set_device": no_op,
         "torch.cuda.get_rng_state": lambda device="cuda": torch.get_rng_state(),
         "torch.cuda.set_rng_state": lambda state, device="cuda": torch.set_rng_state(state),
         "torch.cuda.manual_seed": lambda seed: torch.default_generator.manual_seed(seed),
-        "torch.cuda.nvtx.range_push": nothing,
-        "torch.cuda.nvtx.range_pop": nothing,
+        "torch.cuda.nvtx.range_push": no_op,
+        "torch.cuda.nvtx.range_pop": no_op,
         "megatron.core.tensor_parallel.random._set_cuda_rng_state": (
             lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)
         ),
@@ -82,17 +82,17 @@ def _replacements() -> dict[str, Callable[..., Any]]:
 
 @contextmanager
 def cpu_shim() -> Iterator[None]:
-    """Run the body with megatron-core on the CPU. Does nothing where there is an accelerator."""
+    """Run the body with megatron-core on the CPU. No-op if there is an accelerator."""
     if torch.cuda.is_available():
         yield
         return
-    # It warns on every recomputation that the CPU's random state changed, which here it must.
-    chatty = logging.getLogger("megatron.core.tensor_parallel.random")
-    level = chatty.level
+    # It warns on every recomputation that the CPU RNG state changed, which is intended here.
+    logger = logging.getLogger("megatron.core.tensor_parallel.random")
+    level = logger.level
     with ExitStack() as stack:
-        chatty.setLevel(logging.ERROR)
-        stack.callback(chatty.setLevel, level)
+        logger.setLevel(logging.ERROR)
+        stack.callback(logger.setLevel, level)
         for target, new in _replacements().items():
             stack.enter_context(mock.patch(target, new))
-        stack.enter_context(_CudaMeansCpu())
+        stack.enter_context(_CudaToCpu())
         yield

@@ -1,7 +1,7 @@
-"""Batches for the stages that need them, from Megatron's indexed datasets.
+"""Datasets, samplers and data iterators over Megatron's indexed datasets.
 
-Only the first stage reads tokens and only the last reads labels, so only they open the data. Every
-tensor-parallel rank reads the (memory-mapped) samples itself: the same bits, and no broadcast.
+Only the first stage needs tokens and only the last needs labels, so only they open the data. Every
+tensor-parallel rank reads the memory-mapped samples itself instead of receiving a broadcast.
 """
 
 from __future__ import annotations
@@ -22,8 +22,12 @@ from hetero.errors import DataError, UserError
 from hetero.formatting import counted
 from hetero.plan import Coordinate, Plan
 from megatron.training.arguments.batch_sizes import samples_after
-from megatron.training.core_private import RewritingConfig, RewritingDataset, lone_rank
-from megatron.training.dataset_checks import SPLITS, blends
+from megatron.training.core_private import (
+    TransformedDataset,
+    TransformedDatasetConfig,
+    without_process_group,
+)
+from megatron.training.dataset_checks import SPLITS, blend_config
 from megatron.training.fill_in_middle import fill_in_middle
 
 _CANNOT_WRITE = frozenset(
@@ -32,39 +36,40 @@ _CANNOT_WRITE = frozenset(
 
 
 @dataclass(frozen=True)
-class Splits:
-    """Samples that the run will draw from each split."""
+class SplitSizes:
+    """Number of samples per split."""
 
     train: int
     valid: int
     test: int
 
 
-def required_samples(args: argparse.Namespace) -> Splits:
-    # The last batch of a schedule may go beyond --train-samples.
+def required_samples(args: argparse.Namespace) -> SplitSizes:
+    """Samples that the run will consume from each split."""
+    # The last batch of a batch-size schedule may go beyond --train-samples.
     train = max(args.train_samples or 0, samples_after(args, args.train_iters))
     rounds = (args.train_iters // args.eval_interval + 1) if args.eval_interval else 1
     per_round = args.eval_iters * args.eval_global_batch_size
-    return Splits(train=train, valid=rounds * per_round, test=per_round)
+    return SplitSizes(train=train, valid=rounds * per_round, test=per_round)
 
 
 @dataclass(frozen=True)
 class Datasets:
-    """The three splits: the data where this rank needs it, the sizes on every rank."""
+    """The train, valid and test datasets (None on ranks that read no data) and their sizes."""
 
     train: Any | None
     valid: Any | None
     test: Any | None
-    sizes: Splits
-    absent: frozenset[str]
-    """Splits that hold no document and so cannot be drawn from."""
+    sizes: SplitSizes
+    empty_splits: frozenset[str]
+    """Names of splits without documents."""
 
 
 def dataset_config(args: argparse.Namespace, *, tokenizer: Any) -> GPTDatasetConfig:
-    """megatron-core's configuration of how samples are made of token files."""
-    reordering = fill_in_middle(args, tokenizer)
-    rewriting = {} if reordering is None else {"rewrite": reordering.reorder}
-    return (RewritingConfig if rewriting else GPTDatasetConfig)(
+    """megatron-core's dataset configuration, from the flags."""
+    fim = fill_in_middle(args, tokenizer)
+    transform = {} if fim is None else {"transform": fim.reorder}
+    return (TransformedDatasetConfig if transform else GPTDatasetConfig)(
         random_seed=args.seed,
         sequence_length=args.seq_length,
         path_to_cache=args.data_cache_path,
@@ -76,49 +81,49 @@ def dataset_config(args: argparse.Namespace, *, tokenizer: Any) -> GPTDatasetCon
         reset_attention_mask=args.reset_attention_mask,
         eod_mask_loss=args.eod_mask_loss,
         allow_ambiguous_pad_tokens=args.allow_ambiguous_pad_tokens,
-        # Without it attention is causal inside the kernel, and no mask is ever stored.
+        # Otherwise attention is causal inside the kernel and needs no mask.
         create_attention_mask=args.reset_attention_mask,
-        **blends(args),
-        **rewriting,
+        **blend_config(args),
+        **transform,
     )
 
 
 def build_datasets(
-    args: argparse.Namespace, *, tokenizer: Any, absent: frozenset[str]
+    args: argparse.Namespace, *, tokenizer: Any, empty_splits: frozenset[str]
 ) -> list[Any | None]:
-    """Train, validation and test datasets.
+    """Build the train, valid and test datasets. Needs no process group.
 
-    Writes the shuffled indices into the cache, or reads them when they are there. The caller lets
-    one rank of a node do so before the others; no process group is needed.
+    Writes the sample indexes to the cache, or reads them if they exist. The caller must let one
+    rank per node finish before the others start.
     """
     config = dataset_config(args, tokenizer=tokenizer)
     if config.split_matrix is not None:
-        # megatron-core would look for samples in an empty split without end.
+        # megatron-core loops forever on an empty split.
         config.split_matrix = [
-            None if name in absent else part
+            None if name in empty_splits else part
             for name, part in zip(SPLITS, config.split_matrix, strict=True)
         ]
     samples = required_samples(args)
     kind = MockGPTDataset if args.mock_data else GPTDataset
     if args.fim_data:
-        kind = RewritingDataset
+        kind = TransformedDataset
     sizes = [samples.train, samples.valid, samples.test]
     try:
-        with lone_rank():
+        with without_process_group():
             built = BlendedMegatronDatasetBuilder(kind, sizes, lambda: True, config).build()
-    except Exception as error:  # a damaged cache raises whatever its bytes happen to say
-        raise _not_built(error) from error
+    except Exception as error:  # a damaged cache raises arbitrary exceptions
+        raise _build_error(error) from error
     _check_train_split(args, built[0])
     for split in built:
         for dataset in getattr(split, "datasets", [split] if split is not None else []):
-            # Else what pads the first sample that a process reads, or only looks like padding, is
-            # left out of the loss of every other: in the mask of the first, kept for all.
+            # megatron-core caches the loss mask of the first sample that a process reads, with that
+            # sample's padding masked out, and reuses it for every other sample.
             dataset.masks_and_position_ids_are_cacheable = False
     return list(built)
 
 
-def _not_built(error: Exception) -> UserError:
-    """What to do about it: data are often kept where nothing can be written."""
+def _build_error(error: Exception) -> UserError:
+    """The error to show when megatron-core cannot build a dataset, with a remedy."""
     reason = " ".join(str(error).split())[:300] or type(error).__name__
     if isinstance(error, OSError) and error.errno in _CANNOT_WRITE:
         return UserError(
@@ -132,7 +137,7 @@ def _not_built(error: Exception) -> UserError:
 
 
 def _check_train_split(args: argparse.Namespace, train: Any) -> None:
-    """Refuse a training split too small for one step."""
+    """Raise UserError if the training split is too small for one step."""
     stride = args.micro_batch_size * sum(args.data_shares)
     if args.skip_train:
         return
@@ -144,22 +149,22 @@ def _check_train_split(args: argparse.Namespace, train: Any) -> None:
         )
 
 
-def places_in_row(shares: Sequence[int], data_rank: int) -> tuple[int, ...]:
-    """Which micro-batches of a row a data-parallel rank takes.
+def micro_batch_slots(shares: Sequence[int], data_rank: int) -> tuple[int, ...]:
+    """Positions of a data-parallel rank's micro-batches among the sum(shares) of one row.
 
-    Micro-batches are dealt out in turns until each rank has its share of them. So with equal shares
-    of one, rank 0 takes the first of every row, rank 1 the second, and so on, as in Megatron.
+    Micro-batches are assigned round-robin until each rank has its share. With shares of one this
+    is Megatron's order: rank 0 takes the first of every row, rank 1 the second, and so on.
     """
-    turns = [
+    owners = [
         rank for turn in range(max(shares)) for rank, share in enumerate(shares) if share > turn
     ]
-    return tuple(place for place, rank in enumerate(turns) if rank == data_rank)
+    return tuple(slot for slot, rank in enumerate(owners) if rank == data_rank)
 
 
 class SequentialSampler:
-    """Indices of this data-parallel rank's micro-batches, in order, from `consumed` samples on.
+    """Batch sampler: this data-parallel rank's micro-batches in order, from sample `consumed` on.
 
-    Samples come in rows of as many micro-batches as `shares` add up to.
+    One row is sum(shares) consecutive micro-batches; an incomplete last row is dropped.
     """
 
     def __init__(
@@ -174,17 +179,17 @@ class SequentialSampler:
         self._total, self._consumed = total, consumed
         self._micro_batch_size = micro_batch_size
         self._stride = micro_batch_size * sum(shares)
-        self._places = places_in_row(shares, data_rank)
+        self._slots = micro_batch_slots(shares, data_rank)
 
     def __iter__(self) -> Iterator[list[int]]:
         for start in range(self._consumed, self._total - self._stride + 1, self._stride):
-            for place in self._places:
-                first = start + place * self._micro_batch_size
+            for slot in self._slots:
+                first = start + slot * self._micro_batch_size
                 yield list(range(first, first + self._micro_batch_size))
 
 
 class CyclicSampler:
-    """As SequentialSampler, but over a new permutation in every epoch, without end."""
+    """Endless SequentialSampler over a new permutation of the samples in every epoch."""
 
     def __init__(
         self,
@@ -199,7 +204,7 @@ class CyclicSampler:
         self._total, self._consumed, self._seed = total, consumed, seed
         self._micro_batch_size = micro_batch_size
         self._stride = micro_batch_size * sum(shares)
-        self._places = places_in_row(shares, data_rank)
+        self._slots = micro_batch_slots(shares, data_rank)
 
     def __iter__(self) -> Iterator[list[int]]:
         stride = self._stride
@@ -211,16 +216,15 @@ class CyclicSampler:
             order = torch.randperm(self._total, generator=generator)[:usable].tolist()
             skip = self._consumed % usable if epoch == self._consumed // usable else 0
             for start in range(skip, usable - stride + 1, stride):
-                for place in self._places:
-                    first = start + place * self._micro_batch_size
+                for slot in self._slots:
+                    first = start + slot * self._micro_batch_size
                     yield order[first : first + self._micro_batch_size]
 
 
 class MicroBatches(Iterator[dict[str, torch.Tensor]]):
-    """A loader's batches, checked and on the device, and the time for which they kept the host.
+    """Iterator over a loader's batches: checks them, moves them to the device, times the loader.
 
-    The copy to the device is not counted: where the host has enqueued far ahead, it waits there for
-    the GPU and not for data.
+    The copy to the device is not timed: it may block on the GPU rather than on data.
     """
 
     def __init__(
@@ -231,7 +235,7 @@ class MicroBatches(Iterator[dict[str, torch.Tensor]]):
         vocab_size: int,
         deadline: float = 0.0,
     ) -> None:
-        """`deadline`: seconds after which the loader raises a RuntimeError; 0 where it has none."""
+        """`deadline`: the loader's timeout in seconds, after which it raises RuntimeError, or 0."""
         self._loader, self._device, self._vocab_size = loader, device, vocab_size
         self._deadline = deadline
         self._batches: Iterator[dict[str, torch.Tensor]] | None = None
@@ -241,9 +245,9 @@ class MicroBatches(Iterator[dict[str, torch.Tensor]]):
         began = time.perf_counter()
         try:
             if self._batches is None:
-                self._batches = iter(self._loader)  # Starts the loader's processes.
+                self._batches = iter(self._loader)  # starts the loader's worker processes
             batch = next(self._batches)
-            _require_known_tokens(batch, self._vocab_size)
+            _check_token_ids(batch, self._vocab_size)
         except RuntimeError as error:
             if self._deadline and time.perf_counter() - began >= self._deadline:
                 raise DataError(
@@ -256,13 +260,13 @@ class MicroBatches(Iterator[dict[str, torch.Tensor]]):
             self._seconds += time.perf_counter() - began
         return {name: tensor.to(self._device, non_blocking=True) for name, tensor in batch.items()}
 
-    def take_wait(self) -> float:
-        """Seconds spent on the loader since the last call of this."""
+    def pop_wait_seconds(self) -> float:
+        """Seconds spent waiting for the loader since the previous call."""
         seconds, self._seconds = self._seconds, 0.0
         return seconds
 
 
-def micro_batches(
+def build_micro_batches(
     args: argparse.Namespace,
     dataset: Any,
     *,
@@ -273,15 +277,15 @@ def micro_batches(
     cyclic: bool,
     micro_batch_size: int,
 ) -> MicroBatches:
-    """Endless for a cyclic order; otherwise until the samples run out."""
-    place: dict[str, Any] = {
+    """This rank's micro-batches of a dataset: endless if `cyclic`, else one pass."""
+    common: dict[str, Any] = {
         "total": len(dataset),
         "consumed": consumed,
         "micro_batch_size": micro_batch_size,
         "data_rank": coordinate.data,
         "shares": plan.shares(coordinate.stage),
     }
-    sampler = CyclicSampler(seed=args.seed, **place) if cyclic else SequentialSampler(**place)
+    sampler = CyclicSampler(seed=args.seed, **common) if cyclic else SequentialSampler(**common)
     deadline = _loader_deadline(args) if args.num_workers else 0.0
     loader = torch.utils.data.DataLoader(
         dataset,
@@ -290,7 +294,7 @@ def micro_batches(
         pin_memory=device.type == "cuda",
         persistent_workers=args.num_workers > 0,
         timeout=deadline,
-        # Its own generator: the loader would otherwise draw from the one that dropout uses.
+        # Otherwise the loader would advance the global generator, which dropout uses.
         generator=torch.Generator(),
     )
     return MicroBatches(
@@ -299,12 +303,12 @@ def micro_batches(
 
 
 def _loader_deadline(args: argparse.Namespace) -> float:
-    """Seconds after which a rank says that no data comes, before who waits for it gives up."""
+    """Loader timeout in seconds: below every timeout of the ranks that wait for this one."""
     return 0.9 * min(args.hetero_timeout, 60.0 * args.distributed_timeout_minutes)
 
 
-def _require_known_tokens(batch: dict[str, torch.Tensor], vocab_size: int) -> None:
-    """Tokens of another tokenizer would train in silence where the vocabulary is split."""
+def _check_token_ids(batch: dict[str, torch.Tensor], vocab_size: int) -> None:
+    """Raise DataError for ids outside the vocabulary, which a split embedding silently accepts."""
     largest = max(int(batch[name].max()) for name in ("tokens", "labels"))
     if largest >= vocab_size:
         raise DataError(
@@ -313,7 +317,7 @@ def _require_known_tokens(batch: dict[str, torch.Tensor], vocab_size: int) -> No
         )
 
 
-def chunk_iterators(
+def build_data_iterators(
     args: argparse.Namespace,
     dataset: Any,
     *,
@@ -324,9 +328,9 @@ def chunk_iterators(
     cyclic: bool = False,
     micro_batch_size: int | None = None,
 ) -> list[Iterator[Any]]:
-    """One iterator for each model chunk of this rank; chunks in the middle need no batch.
+    """One data iterator per model chunk of this rank; middle chunks get empty batches.
 
-    `micro_batch_size` is that of training where it is left out.
+    `micro_batch_size` defaults to --micro-batch-size.
     """
     iterators: list[Iterator[Any]] = []
     for chunk in range(plan.chunks):
@@ -335,7 +339,7 @@ def chunk_iterators(
         needs_mask = args.reset_attention_mask
         if dataset is not None and (is_first or is_last or needs_mask):
             iterators.append(
-                micro_batches(
+                build_micro_batches(
                     args,
                     dataset,
                     coordinate=coordinate,

@@ -1,7 +1,7 @@
-"""Refuses data that is missing, damaged, too small or another tokenizer's, before it is used.
+"""Checks token files before megatron-core uses them: missing, damaged, too small, wrong tokenizer.
 
-megatron-core trusts an index: a truncated one is a bus error, an empty split a loop without end,
-and a token outside the vocabulary a gradient of zero where the vocabulary is split over ranks.
+megatron-core trusts the index: a truncated file is a bus error, an empty split an infinite loop,
+and a token outside the vocabulary is silently ignored by a vocabulary-parallel embedding.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from megatron.core.datasets.utils import get_blend_from_list
 
 from hetero.errors import AgreedError, UserError
 from hetero.formatting import counted
-from megatron.training.dataset_description import TokenizerFacts, contradiction
+from megatron.training.dataset_description import TokenizerInfo, tokenizer_mismatch
 
 SPLITS = ("train", "valid", "test")
 _MAGIC = b"MMIDIDX\x00\x00"
@@ -45,7 +45,7 @@ Checked = TypeVar("Checked")
 
 @dataclass(frozen=True)
 class IndexSummary:
-    """What an index says of its data, once it has been found whole."""
+    """Contents of a validated index file."""
 
     documents: int
     sequences: int
@@ -56,15 +56,15 @@ class IndexSummary:
 
 
 def inspect_index(prefix: str) -> IndexSummary:
-    """Check that PREFIX.idx and PREFIX.bin belong together and are whole.
+    """Check that PREFIX.idx and PREFIX.bin are complete and consistent. Reads the whole index.
 
-    Reads the whole index. Raises UserError, in one sentence, naming the file and the remedy.
+    Raises UserError naming the file and the remedy.
     """
     return _checked(prefix, _inspect)
 
 
 def check_header(prefix: str) -> None:
-    """Check what a few bytes tell: both files are there, and the index has the size it speaks of.
+    """Check only that both files exist and that the index has the size its header implies.
 
     Raises UserError as `inspect_index` does.
     """
@@ -88,7 +88,7 @@ def _checked(prefix: str, check: Callable[[Path, Path], Checked]) -> Checked:
 
 
 def _read_header(index: Path) -> tuple[int, int, int]:
-    """The code of the token type, the number of sequences and of document boundaries."""
+    """(dtype code, number of sequences, number of document boundaries)."""
     with index.open("rb") as stream:
         raw = stream.read(_HEADER.size)
     if len(raw) < _HEADER.size:
@@ -113,7 +113,7 @@ def _inspect(index: Path, data: Path) -> IndexSummary:
     lengths = numpy.fromfile(index, numpy.int32, sequences, offset=_HEADER.size)
     width = numpy.dtype(_DTYPES[code]).itemsize
     tokens = int(lengths.sum(dtype=numpy.int64))
-    _check_places(index, lengths, width, boundaries)
+    _check_offsets(index, lengths, width, boundaries)
     if data.stat().st_size < tokens * width:
         raise UserError(
             f"the dataset file {data} is cut short: {data.stat().st_size} bytes of "
@@ -128,8 +128,8 @@ def _inspect(index: Path, data: Path) -> IndexSummary:
     )
 
 
-def _check_places(index: Path, lengths: numpy.ndarray, width: int, boundaries: int) -> None:
-    """Sequences follow one another in the data, and documents in the sequences."""
+def _check_offsets(index: Path, lengths: numpy.ndarray, width: int, boundaries: int) -> None:
+    """Sequences must be contiguous in the data file, and documents contiguous in the sequences."""
     count = len(lengths)
     offsets = numpy.fromfile(index, numpy.int64, count, offset=_HEADER.size + 4 * count)
     ends = numpy.cumsum(lengths, dtype=numpy.int64) * width
@@ -147,7 +147,7 @@ def _check_places(index: Path, lengths: numpy.ndarray, width: int, boundaries: i
 
 
 def _check_vocabulary(prefix: str, summary: IndexSummary, vocab_size: int) -> None:
-    """Look at the beginning of the data; the rest is checked as it is read."""
+    """Check the first `_SAMPLED_TOKENS` ids; `MicroBatches` checks the rest during training."""
     sample = numpy.fromfile(prefix + ".bin", summary.dtype, _SAMPLED_TOKENS)
     if len(sample) and not 0 <= int(sample.min()) <= int(sample.max()) < vocab_size:
         raise UserError(
@@ -157,12 +157,12 @@ def _check_vocabulary(prefix: str, summary: IndexSummary, vocab_size: int) -> No
 
 
 def _check_descriptions(args: argparse.Namespace, prefixes: list[str], vocab_size: int) -> None:
-    """Refuse all data that its own description says another tokenizer made."""
+    """Refuse data whose description file names a different tokenizer."""
     kind, digest = getattr(args, "tokenizer_type", None), getattr(args, "tokenizer_digest", None)
     if kind is None:
         return
-    tokenizer = TokenizerFacts(kind, vocab_size, digest)
-    said = [contradiction(prefix, tokenizer) for prefix in dict.fromkeys(prefixes)]
+    tokenizer = TokenizerInfo(kind, vocab_size, digest)
+    said = [tokenizer_mismatch(prefix, tokenizer) for prefix in dict.fromkeys(prefixes)]
     if found := [text for text in said if text is not None]:
         more = f"; and {len(found) - 5} more" if len(found) > 5 else ""
         raise UserError(
@@ -171,8 +171,8 @@ def _check_descriptions(args: argparse.Namespace, prefixes: list[str], vocab_siz
         )
 
 
-def blend(paths: list[str] | None) -> tuple[list[str], list[float] | None] | None:
-    """Prefixes and their weights, as megatron-core reads them."""
+def parse_blend(paths: list[str] | None) -> tuple[list[str], list[float] | None] | None:
+    """(prefixes, weights or None) of a --data-path list, parsed by megatron-core."""
     try:
         return get_blend_from_list(paths)
     except (ValueError, AssertionError) as error:
@@ -181,18 +181,18 @@ def blend(paths: list[str] | None) -> tuple[list[str], list[float] | None] | Non
         ) from error
 
 
-def blends(args: argparse.Namespace) -> dict[str, Any]:
-    """The part of megatron-core's dataset configuration that says where the data is."""
+def blend_config(args: argparse.Namespace) -> dict[str, Any]:
+    """The fields of megatron-core's dataset configuration that locate the data."""
     if args.mock_data:
         return {}
     if args.data_path:
-        return {"blend": blend(args.data_path), "split": args.split}
-    per_split = [blend(getattr(args, f"{name}_data_path")) for name in SPLITS]
+        return {"blend": parse_blend(args.data_path), "split": args.split}
+    per_split = [parse_blend(getattr(args, f"{name}_data_path")) for name in SPLITS]
     return {"blend_per_split": per_split}
 
 
 def split_tokens(split: str, lengths: numpy.ndarray) -> list[int]:
-    """Tokens that train, valid and test get: whole sequences, cut where megatron-core cuts."""
+    """Tokens in train, valid and test, split at the same sequences as megatron-core splits."""
     matrix = convert_split_vector_to_split_matrix(parse_and_normalize_split(split))
     counts = []
     for part in matrix:
@@ -204,12 +204,11 @@ def split_tokens(split: str, lengths: numpy.ndarray) -> list[int]:
 
 @dataclass(frozen=True)
 class CheckedData:
-    """What was found in all data that the flags name."""
+    """Result of `check_datasets`."""
 
-    absent: frozenset[str] = frozenset()
-    """Splits that hold nothing."""
+    empty_splits: frozenset[str] = frozenset()
     digests: tuple[str, ...] = ()
-    """Of every dataset in the order of the flags: its index, and the beginning of its tokens."""
+    """One per dataset, in flag order: of its sequence lengths and its first tokens."""
 
 
 def _digest(prefix: str, summary: IndexSummary) -> str:
@@ -219,13 +218,15 @@ def _digest(prefix: str, summary: IndexSummary) -> str:
     return found.hexdigest()
 
 
-def check_datasets(args: argparse.Namespace, *, vocab_size: int, whole: bool = True) -> CheckedData:
-    """Check all data that the flags name.
+def check_datasets(
+    args: argparse.Namespace, *, vocab_size: int, read_indexes: bool = True
+) -> CheckedData:
+    """Check all datasets that the flags name. Raises UserError.
 
-    Not `whole`, only what costs nothing is checked, and nothing is said of the data: one rank of
-    a node reads the indexes, which may be gigabytes, for all of them.
+    Without `read_indexes`, checks only file headers and returns an empty result. Indexes may be
+    gigabytes, so one rank per node reads them for the others.
     """
-    found = blends(args)
+    found = blend_config(args)
     listed: list[tuple[str, str | None]]
     if "blend" in found:
         listed = [(prefix, None) for prefix in found["blend"][0]]
@@ -235,12 +236,12 @@ def check_datasets(args: argparse.Namespace, *, vocab_size: int, whole: bool = T
             for name, part in zip(SPLITS, found.get("blend_per_split", []), strict=False)
             for prefix in (part[0] if part else [])
         ]
-    if not whole:
+    if not read_indexes:
         for prefix, _ in listed:
             check_header(prefix)
         return CheckedData()
     _check_descriptions(args, [prefix for prefix, _ in listed], vocab_size)
-    absent, digests = set(), []
+    empty_splits, digests = set(), []
     for prefix, name in listed:
         summary = inspect_index(prefix)
         _check_vocabulary(prefix, summary, vocab_size)
@@ -249,20 +250,20 @@ def check_datasets(args: argparse.Namespace, *, vocab_size: int, whole: bool = T
             tokens = split_tokens(args.split, summary.lengths)
         else:
             tokens = [summary.tokens if split == name else -1 for split in SPLITS]
-        absent |= {split for split, count in zip(SPLITS, tokens, strict=True) if count == 0}
+        empty_splits |= {split for split, count in zip(SPLITS, tokens, strict=True) if count == 0}
         if -1 < tokens[0] < args.seq_length + 1 and not args.skip_train:
             raise UserError(
                 f"--seq-length {args.seq_length} is longer than the data: {prefix} holds "
                 f"{counted(summary.tokens, 'token')}, {tokens[0]} of them for training; use more "
                 "text, a shorter sequence or a larger training part in --split"
             )
-    return CheckedData(frozenset(absent), tuple(digests))
+    return CheckedData(frozenset(empty_splits), tuple(digests))
 
 
-def require_same_text(payloads: Sequence[dict[str, Any]]) -> None:
-    """Every rank comes to the same conclusion: the nodes have the same tokenizer and data.
+def require_same_data(payloads: Sequence[dict[str, Any]]) -> None:
+    """Raise AgreedError, on every rank alike, unless all nodes have the same tokenizer and data.
 
-    Their paths may differ, and one stage's tokens are another's labels. Raises AgreedError.
+    Paths may differ per node. The first stage's tokens must match the last stage's labels.
     """
     first_size, _ = first = payloads[0]["tokenizer"]
     for rank, record in enumerate(payloads):
@@ -275,13 +276,14 @@ def require_same_text(payloads: Sequence[dict[str, Any]]) -> None:
             )
         if record["data"] and record["data"] != payloads[0]["data"]:
             raise AgreedError(
-                f"rank {rank} on its node reads other data than rank 0{_place(record, payloads[0])}"
+                f"rank {rank} on its node reads other data than rank 0"
+                f"{_differing(record, payloads[0])}"
                 "; give every node the same files"
             )
 
 
-def _place(one: dict[str, Any], other: dict[str, Any]) -> str:
-    """Which of a blend differs; nothing where that would say no more."""
+def _differing(one: dict[str, Any], other: dict[str, Any]) -> str:
+    """Which datasets of a blend differ; empty for a single dataset."""
     pairs = enumerate(zip(one["data"], other["data"], strict=False), start=1)
     differing = [str(number) for number, (mine, theirs) in pairs if mine != theirs]
     if len(one["data"]) == 1 or not differing:

@@ -1,7 +1,7 @@
-"""What token files were made with: PREFIX.json beside PREFIX.bin and PREFIX.idx.
+"""PREFIX.json, the description beside PREFIX.bin and PREFIX.idx: which tokenizer made them.
 
-tools/preprocess_data.py writes it. Token ids say nothing of the tokenizer that made them, and those
-of another one train a model without a word of complaint. Files of other programs have none.
+tools/preprocess_data.py writes it. Token ids alone do not identify their tokenizer, and a run with
+the wrong one trains without an error. Files made by other programs have no description.
 """
 
 from __future__ import annotations
@@ -14,32 +14,32 @@ from typing import Any
 
 SUFFIX = ".json"
 _KIND = "token files"
-NUMBERS = "NullTokenizer"
-"""Text that holds token ids already, and runs that need no text: it stands for any tokenizer."""
+NULL_TOKENIZER = "NullTokenizer"
+"""The type for text that holds token ids: compatible with every tokenizer."""
 
 
 @dataclass(frozen=True)
-class TokenizerFacts:
-    """A tokenizer, as far as two can be told apart by it."""
+class TokenizerInfo:
+    """Identifies a tokenizer for comparison."""
 
     type: str
     vocab_size: int
     digest: str | None
-    """What it makes of a fixed text (`tokenizer_digest`); None where it takes no text."""
+    """Digest of its tokens for a fixed text (`tokenizer_digest`); None if it takes no text."""
     model: str | None = field(default=None, compare=False)
-    """Its file or name, for a person."""
+    """Its file or name, for messages."""
 
     def __str__(self) -> str:
         name = f"{self.type} {self.model}" if self.model else self.type
         return f"{name} of {self.vocab_size:,} tokens"
 
-    def difference(self, other: TokenizerFacts) -> str | None:
-        """How the tokens of the two differ; None where nothing says so."""
+    def difference(self, other: TokenizerInfo) -> str | None:
+        """How the two differ, for a message; None if they look the same."""
         if self.vocab_size != other.vocab_size:
             return f"{self.vocab_size:,} tokens and not {other.vocab_size:,}"
         if self.digest != other.digest:
             return "other tokens for the same text"
-        # Those without a digest take no text, and only their kinds tell them apart.
+        # Tokenizers without a digest take no text: compare their types.
         if self.digest is None and self.type != other.type:
             return f"{self.type} and not {other.type}"
         return None
@@ -47,11 +47,11 @@ class TokenizerFacts:
 
 @dataclass(frozen=True)
 class Description:
-    """How token files came to be. `made` is for people: inputs, flags and versions."""
+    """Contents of PREFIX.json. `made` is informational: inputs, flags and versions."""
 
-    tokenizer: TokenizerFacts
+    tokenizer: TokenizerInfo
     append_eod: bool | None
-    """Whether every document ends with the end token; None where parts differ."""
+    """Whether every document ends with the end-of-document token; None if merged parts differ."""
     made: Mapping[str, Any]
 
     def to_json(self) -> str:
@@ -59,22 +59,22 @@ class Description:
 
 
 def read_description(prefix: str) -> Description | None:
-    """The description beside token files; None where there is none, or a file of something else."""
+    """Read PREFIX.json; None if it is missing, unreadable or another kind of file."""
     try:
         record = json.loads(Path(prefix + SUFFIX).read_bytes())
         if record["describes"] != _KIND:
             return None
         return Description(
-            TokenizerFacts(**record["tokenizer"]), record["append_eod"], record["made"]
+            TokenizerInfo(**record["tokenizer"]), record["append_eod"], record["made"]
         )
     except (OSError, ValueError, TypeError, KeyError):
         return None
 
 
-def contradiction(prefix: str, tokenizer: TokenizerFacts) -> str | None:
-    """How the tokenizer that made PREFIX differs from another one, as far as is known."""
+def tokenizer_mismatch(prefix: str, tokenizer: TokenizerInfo) -> str | None:
+    """How the tokenizer that made PREFIX differs from `tokenizer`; None if none is known to."""
     found = read_description(prefix)
-    if found is None or NUMBERS in (found.tokenizer.type, tokenizer.type):
+    if found is None or NULL_TOKENIZER in (found.tokenizer.type, tokenizer.type):
         return None
     difference = found.tokenizer.difference(tokenizer)
     return None if difference is None else f"{prefix} was made with {found.tokenizer}: {difference}"

@@ -1,7 +1,6 @@
-"""A checkpoint's whole model in one process, and the text that it writes.
+"""Text generation from a checkpoint of any layout, in one process and with a KV cache.
 
-Any layout will do: a checkpoint's tensors are those of the whole model. Keys and values of the
-tokens before are kept, as long as the text is not longer than the model's positions go.
+The KV cache is used as long as the text fits the model's maximum sequence length.
 """
 
 from __future__ import annotations
@@ -22,13 +21,13 @@ from megatron.training.checkpoint.model_flags import MODEL_FLAGS, Kind, spelling
 from megatron.training.checkpoint.reader import CheckpointReader
 from megatron.training.checkpoint.tensor_names import EMBEDDING, stored_name
 from megatron.training.cpu_shim import cpu_shim
-from megatron.training.lone_process import lone_groups
 from megatron.training.model import build_chunk, transformer_config
+from megatron.training.single_process_groups import single_process_groups
 
-_SMALLEST_CACHE = 256
-"""Tokens that the first cache of keys and values has room for."""
-# What one process without gradients does differently from the run that wrote the checkpoint.
-_LONE_PROCESS: Mapping[str, Any] = {
+_MIN_CACHE_TOKENS = 256
+"""Initial capacity of the KV cache."""
+# Flags that differ from the run that wrote the checkpoint.
+_INFERENCE_OVERRIDES: Mapping[str, Any] = {
     "tensor_model_parallel_size": 1,
     "pipeline_model_parallel_size": 1,
     "virtual_pipeline_model_parallel_size": None,
@@ -45,7 +44,7 @@ _LONE_PROCESS: Mapping[str, Any] = {
 
 @dataclass(frozen=True)
 class Sampling:
-    """How a token is chosen. Temperature 0 takes the likeliest; 0 of `top_k` or `top_p`, all."""
+    """Sampling parameters. Temperature 0 is greedy; `top_k` or `top_p` 0 disables that filter."""
 
     temperature: float = 0.0
     top_k: int = 0
@@ -53,10 +52,10 @@ class Sampling:
 
 
 def checkpoint_args(reader: CheckpointReader) -> argparse.Namespace:
-    """Every flag as the run that wrote a checkpoint had it.
+    """The arguments of the run that wrote a checkpoint.
 
-    A flag that it does not mention has its default, because its writer did not have it. Raises
-    UserError for one that decides a shape.
+    Flags that the checkpoint does not record get their defaults. Raises UserError if one of those
+    determines a tensor's shape.
     """
     parser = build_parser()
     missing = [
@@ -79,19 +78,23 @@ def checkpoint_args(reader: CheckpointReader) -> argparse.Namespace:
 def whole_model(
     reader: CheckpointReader, *, dtype: torch.dtype | None = None
 ) -> Iterator[GPTModel]:
-    """The model, ready to be called in this process: on its GPU where it has one, or its CPU.
+    """Load a checkpoint's whole model for inference, on GPU 0 if there is one, else the CPU.
 
-    `dtype` is that of the weights, the checkpoint's own where left out. Raises HeteroError.
+    `dtype` is that of the weights, by default the checkpoint's. Raises HeteroError.
     """
     args = checkpoint_args(reader)
-    for name, value in _LONE_PROCESS.items():
+    for name, value in _INFERENCE_OVERRIDES.items():
         setattr(args, name, value)
     dtype = dtype or reader.dtype(EMBEDDING)
     args.params_dtype = str(dtype).removeprefix("torch.")
     args.bf16, args.fp16 = dtype == torch.bfloat16, dtype == torch.float16
     args.padded_vocab_size = reader.shape(EMBEDDING)[0]
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-    with cpu_shim(), torch.inference_mode(), lone_groups(args.num_layers) as (plan, collection):
+    with (
+        cpu_shim(),
+        torch.inference_mode(),
+        single_process_groups(args.num_layers) as (plan, collection),
+    ):
         model = build_chunk(
             args,
             transformer_config(args, plan, device),
@@ -101,11 +104,11 @@ def whole_model(
             groups=collection,
         ).to(device)
         model.eval()
-        _fill(model, reader)
+        _load_weights(model, reader)
         yield model
 
 
-def _fill(model: GPTModel, reader: CheckpointReader) -> None:
+def _load_weights(model: GPTModel, reader: CheckpointReader) -> None:
     for name, parameter in model.named_parameters():
         stored = stored_name(name)
         if stored not in reader.index.tensors or reader.shape(stored) != tuple(parameter.shape):
@@ -117,7 +120,7 @@ def _fill(model: GPTModel, reader: CheckpointReader) -> None:
 
 
 def next_logits(model: GPTModel, tokens: Sequence[int]) -> torch.Tensor:
-    """float32 logits of every row of the vocabulary after each of `tokens`: (tokens, rows)."""
+    """Logits after each of `tokens`, without a KV cache: float32 (tokens, padded vocabulary)."""
     device = next(model.parameters()).device
     ids = torch.tensor([list(tokens)], device=device)
     positions = torch.arange(ids.shape[1], device=device)[None]
@@ -126,18 +129,21 @@ def next_logits(model: GPTModel, tokens: Sequence[int]) -> torch.Tensor:
 
 
 class CachedLogits:
-    """The logits after the last token of a text that grows, without a second pass over the rest."""
+    """Incremental decoding of one sequence with a KV cache."""
 
     def __init__(self, model: GPTModel) -> None:
         self._model = model
         self._seen = self._capacity = 0
         self._context: StaticInferenceContext | None = None
 
-    def after(self, tokens: Sequence[int]) -> torch.Tensor:
-        """float32 logits of every row of the vocabulary; `tokens` begin with those of before."""
+    def logits_after(self, tokens: Sequence[int]) -> torch.Tensor:
+        """Logits after the last token: float32 (padded vocabulary,).
+
+        `tokens` must begin with the tokens of the previous call.
+        """
         if self._context is None or len(tokens) > self._capacity:
-            # Room for as much again, so that few of the passes begin anew.
-            self._capacity = max(_SMALLEST_CACHE, 2 * len(tokens))
+            # Double the capacity, so that few calls have to recompute the whole prefix.
+            self._capacity = max(_MIN_CACHE_TOKENS, 2 * len(tokens))
             self._context, self._seen = StaticInferenceContext(1, self._capacity), 0
         device = next(self._model.parameters()).device
         ids = torch.tensor([list(tokens[self._seen :])], device=device)
@@ -154,7 +160,7 @@ class CachedLogits:
         return logits[0, -1].float()
 
     def _mask(self, total: int, device: torch.device) -> torch.Tensor | None:
-        """True where attention is forbidden; a first pass is causal, which needs no mask."""
+        """Attention mask, True where masked out; None for the first pass, which is causal."""
         if self._seen == 0:
             return None
         mask = torch.ones(total - self._seen, total, dtype=torch.bool, device=device)
@@ -166,29 +172,31 @@ def generate(
     prompt: Sequence[int],
     sampling: Sampling,
     *,
-    longest: int,
-    vocabulary: int,
+    max_context: int,
+    vocab_size: int,
     seed: int = 0,
 ) -> Iterator[int]:
-    """Token after token, without end, of ids below `vocabulary`.
+    """Yield sampled token ids below `vocab_size`, endlessly.
 
-    The model sees the `longest` last tokens, which is as far as its positions go. Beyond, every
-    token costs a pass over all of them: with each the positions of the others move.
+    The model sees the last `max_context` tokens. Once the text is longer, positions shift with
+    every token, so that the KV cache is invalid and each token costs a full forward pass.
     """
     if not prompt:
         raise UserError("the prompt has no tokens; give at least one word")
     generator = torch.Generator().manual_seed(seed)
     tokens, cached = list(prompt), CachedLogits(model)
     while True:
-        fits = len(tokens) <= longest
-        logits = cached.after(tokens) if fits else next_logits(model, tokens[-longest:])[-1]
-        chosen = choose(logits[:vocabulary].cpu(), sampling, generator)
+        fits = len(tokens) <= max_context
+        logits = (
+            cached.logits_after(tokens) if fits else next_logits(model, tokens[-max_context:])[-1]
+        )
+        chosen = sample_token(logits[:vocab_size].cpu(), sampling, generator)
         tokens.append(chosen)
         yield chosen
 
 
-def choose(logits: torch.Tensor, sampling: Sampling, generator: torch.Generator) -> int:
-    """One token from the logits of one position."""
+def sample_token(logits: torch.Tensor, sampling: Sampling, generator: torch.Generator) -> int:
+    """Sample one token id from the logits of one position."""
     if sampling.temperature == 0.0:
         return int(logits.argmax())
     scaled = logits / sampling.temperature
@@ -198,7 +206,7 @@ def choose(logits: torch.Tensor, sampling: Sampling, generator: torch.Generator)
     probabilities = scaled.softmax(-1)
     if sampling.top_p:
         ordered, ids = probabilities.sort(descending=True)
-        # The first is always kept, and so is the one that reaches the sum.
+        # Keep the most likely token, and the one with which the sum reaches top_p.
         beyond = ordered.cumsum(-1) - ordered >= sampling.top_p
         probabilities[ids[beyond]] = 0.0
     return int(torch.multinomial(probabilities, 1, generator=generator))

@@ -1,4 +1,4 @@
-"""From a command line to a job: the ranks meet, agree, and build their groups and links."""
+"""Brings up a job: rendezvous, agreement of all ranks, process groups and links."""
 
 from __future__ import annotations
 
@@ -45,22 +45,22 @@ from megatron.training.communication_flags import (
     group_backends,
     require_links,
 )
-from megatron.training.core_private import keep_collectives_apart, register_groups
+from megatron.training.core_private import disable_coalescing, register_groups
 from megatron.training.data import Datasets
 from megatron.training.data_agreement import agree_on_data
 from megatron.training.job import Job
-from megatron.training.layout import plan_from_args, use_mesh
+from megatron.training.layout import apply_mesh, plan_from_args
+from megatron.training.metrics_logger import check_outputs
 from megatron.training.optimizer import RankStatistics
 from megatron.training.rank_device import choose_device, seed_everything, set_determinism
-from megatron.training.recorder import check_outputs
 from megatron.training.rendezvous import (
     agree_on_addresses,
-    endpoint,
     environment_rank,
     open_store,
+    store_endpoint,
 )
 
-# Flags that may differ between ranks without the ranks computing different things.
+# Flags that may differ between ranks: they do not change what is computed.
 _LOCAL_FLAGS = frozenset(
     {"rank", "local_rank", "ignored_flags", "typed_flags", "taken_flags"}
     | {"lacks_transformer_engine"}
@@ -69,21 +69,21 @@ _LOCAL_FLAGS = frozenset(
     | {"train_data_path", "valid_data_path", "test_data_path", "vocab_file", "merge_file"}
     | {"metrics_file", "hetero_report", "tensorboard_dir", "wandb_save_dir", "hetero_plan"}
     | {"num_workers", "hetero_nics"}
-    # Which kernels compute it is each vendor's own affair.
+    # Each vendor may use kernels of its own.
     | {"transformer_impl", "attention_backend", "bias_swiglu_fusion"}
     | {"bias_dropout_fusion", "cross_entropy_loss_fusion", "masked_softmax_fusion"}
     | {"apply_rope_fusion", "gradient_accumulation_fusion"}
 )
 
 
-def plan_launch(args: argparse.Namespace, rank: int) -> Plan:
-    """The plan of a command line, once this process is known to be able to follow it."""
+def build_plan(args: argparse.Namespace, rank: int) -> Plan:
+    """Build the plan and check that this process can run its part. Raises UserError."""
     slowdown_factors(os.environ.get(SLOWDOWN_VARIABLE, ""))
     plan = plan_from_args(args, vendor=running_vendor())
     if args.distributed_backend == "gloo" and torch.cuda.is_available():
         require_links(args, plan)
     own = plan.meshes[plan.coordinate(rank).mesh].transformer_impl
-    # Where it is not installed local layers are built, as the flags have been told already.
+    # If it is not installed, the flags have already been changed to local layers.
     if (own or args.transformer_impl) == ENGINE and (own is None or engine_is_installed()):
         try:
             import transformer_engine  # noqa: F401
@@ -105,8 +105,8 @@ def _crosses_vendors(args: argparse.Namespace) -> bool:
     return bool(args.hetero_pipeline or args.hetero_data_parallel)
 
 
-def _names(identities: list[RankIdentity], plan: Plan) -> dict[int, str]:
-    """What people know the ranks by."""
+def _rank_names(identities: list[RankIdentity], plan: Plan) -> dict[int, str]:
+    """The name of each rank in messages, with its host and stage."""
     names = {}
     for who in identities:
         place = plan.coordinate(who.rank)
@@ -115,8 +115,11 @@ def _names(identities: list[RankIdentity], plan: Plan) -> dict[int, str]:
     return names
 
 
-class Starter:
-    """Brings one rank from its command line to a Job, with every rank in agreement."""
+class Initializer:
+    """Takes one rank from its command line to a Job. Reports errors on the right ranks.
+
+    An error on any rank ends the initialization of all.
+    """
 
     def __init__(self) -> None:
         self.rank, self.world_size, self.local_rank = 0, 1, 0
@@ -124,19 +127,25 @@ class Starter:
         self.liveness: Liveness | None = None
         self._lock: SaveLock | None = None
         self._own_address = "127.0.0.1"
-        self._is_ending = False
-        self._spoken: str | None = None
+        self._is_exiting = False
+        self._printed: str | None = None
 
-    def start(
-        self, args: argparse.Namespace | None, refused: UserError | None, *, spoken: bool
+    def initialize(
+        self, args: argparse.Namespace | None, refused: UserError | None, *, printed: bool
     ) -> Job:
-        """`args`, or why the command line was refused, and whether that has been printed."""
-        self._spoken = str(refused) if spoken else None
+        """Collective over all ranks of the job.
+
+        Args:
+            args: the checked arguments; None if the command line was refused.
+            refused: why it was refused.
+            printed: whether that error has already been printed.
+        """
+        self._printed = str(refused) if printed else None
         self.rank, self.world_size, self.local_rank = environment_rank()
         plan, problem = None, refused
         if args is not None:
             try:
-                plan = plan_launch(args, self.rank)
+                plan = build_plan(args, self.rank)
             except UserError as error:
                 problem = error
         if problem is not None and self.world_size == 1:
@@ -150,42 +159,42 @@ class Starter:
                 world_size=self.world_size,
                 master=os.environ["MASTER_ADDR"],
             )
-            self.liveness.on_failure(self._abort_after_failure)
+            self.liveness.on_failure(self._exit_on_remote_failure)
         self.agreement = Agreement(
             store,
             rank=self.rank,
             world_size=self.world_size,
             timeout=timeout,
             liveness=self.liveness,
-            endpoint=endpoint(),
+            endpoint=store_endpoint(),
         )
-        identities, device = self._meet(args, plan, problem)
+        identities, device = self._exchange_identities(args, plan, problem)
         if args is None or plan is None:
             raise RuntimeError("the ranks agreed although this one's command line was refused")
         if joins_meshes(plan):
-            use_mesh(args, plan.meshes[plan.coordinate(self.rank).mesh])
+            apply_mesh(args, plan.meshes[plan.coordinate(self.rank).mesh])
         if self.liveness is not None:
-            self.liveness.set_names(_names(identities, plan))
+            self.liveness.set_names(_rank_names(identities, plan))
             self._own_address = agree_on_addresses(self.agreement, self.liveness, rank=self.rank)
-        self._claim_save_folder(args)
+        self._acquire_save_lock(args)
         datasets = agree_on_data(
             args, plan, self.agreement, rank=self.rank, local_rank=self.local_rank
         )
         checkpoint = select(
-            args, self._agreed().exchange, rank=self.rank, world_size=self.world_size
+            args, self._require_agreement().exchange, rank=self.rank, world_size=self.world_size
         )
         return self._connect(args, plan, identities, device, datasets, checkpoint, store, timeout)
 
-    def _meet(
+    def _exchange_identities(
         self, args: argparse.Namespace | None, plan: Plan | None, problem: UserError | None
     ) -> tuple[list[RankIdentity], torch.device]:
-        """Every rank says what it is; together they decide whether they can work together."""
+        """Gather the identities of all ranks and check that they fit the plan and each other."""
         payload: dict[str, Any] = {}
         device = torch.device("cpu")
         if args is not None and plan is not None and problem is None:
             try:
                 device = choose_device(self.local_rank)
-                flags = {k: _plain(v) for k, v in vars(args).items() if k not in _LOCAL_FLAGS}
+                flags = {k: _as_json(v) for k, v in vars(args).items() if k not in _LOCAL_FLAGS}
                 flags["plan"] = plan.to_mapping() if _crosses_vendors(args) else None
                 payload = asdict(
                     identify(
@@ -197,7 +206,9 @@ class Starter:
                 )
             except UserError as error:
                 problem = error
-        payloads = self._agreed().exchange("command lines", payload=payload, error=problem)
+        payloads = self._require_agreement().exchange(
+            "command lines", payload=payload, error=problem
+        )
         identities = [RankIdentity(**record) for record in payloads]
         if args is None or plan is None:
             raise RuntimeError("the ranks agreed although this one's command line was refused")
@@ -205,18 +216,18 @@ class Starter:
         try:
             check_identities(identities, plan, boundary_transport=transport)
         except UserError as error:
-            # Every rank sees the same identities and comes to the same conclusion.
+            # All ranks check the same identities and raise the same error.
             raise AgreedError(str(error)) from error
         return identities, device
 
-    def _abort_after_failure(self, error: HeteroError) -> None:
-        """Called by a thread after another rank failed: the main thread may be blocked for ever."""
-        if not self._is_ending:
+    def _exit_on_remote_failure(self, error: HeteroError) -> None:
+        """Liveness callback: exit because another rank ended. The main thread may be blocked."""
+        if not self._is_exiting:
             self.report(error)
             os._exit(error.exit_code)
 
-    def _claim_save_folder(self, args: argparse.Namespace) -> None:
-        """Rank 0 takes the lock of --save, before anything is written or restored there."""
+    def _acquire_save_lock(self, args: argparse.Namespace) -> None:
+        """Rank 0 locks --save, before anything is written or restored there. Collective."""
         if args.save is None or args.skip_train:
             return
         problem: UserError | None = None
@@ -225,14 +236,14 @@ class Starter:
                 self._lock = SaveLock.take(Path(args.save), say=partial(print, flush=True))
             except UserError as error:
                 problem = error
-        self._agreed().exchange("save folder", error=problem)
+        self._require_agreement().exchange("save folder", error=problem)
 
     def close(self) -> None:
-        """Let another run have --save. At the very end, however the run ended."""
+        """Release the lock on --save. Call last, also after a failure."""
         if self._lock is not None:
             self._lock.release()
 
-    def _agreed(self) -> Agreement:
+    def _require_agreement(self) -> Agreement:
         if self.agreement is None:
             raise RuntimeError("the ranks have not met yet")
         return self.agreement
@@ -254,11 +265,13 @@ class Starter:
         default = "gloo" if device.type == "cpu" else "cpu:gloo"
         if device.type == "cuda" and not mixed:
             default = f"cpu:gloo,cuda:{vendor_backend}"
-        # This program chooses the backend of each of its groups itself.
+        # hetero.collectives must not replace backends: they are chosen per group here.
         os.environ.pop(INSTEAD_OF_VARIABLE, None)
         if args.hetero_nics:
             os.environ[NICS_VARIABLE] = ",".join(args.hetero_nics)
-        with self._agreed().section("process groups", on_failure=self._abort_after_failure):
+        with self._require_agreement().section(
+            "process groups", on_failure=self._exit_on_remote_failure
+        ):
             open_world(
                 default,
                 store=dist.PrefixStore("hetero/default", store),
@@ -276,14 +289,16 @@ class Starter:
             )
         register_groups(groups, plan, self.rank)
         if args.distributed_backend == "gloo":
-            keep_collectives_apart()
+            disable_coalescing()
         coordinate = plan.coordinate(self.rank)
         seed_everything(args, coordinate)
         name = {"name": uuid.uuid4().hex} if self.rank == 0 else None
-        job_name = self._agreed().exchange("job", payload=name)[0]["name"]
+        job_name = self._require_agreement().exchange("job", payload=name)[0]["name"]
         links = None
         if args.hetero_pipeline:
-            with self._agreed().section("links", on_failure=self._abort_after_failure):
+            with self._require_agreement().section(
+                "links", on_failure=self._exit_on_remote_failure
+            ):
                 links = open_links(
                     plan,
                     self.rank,
@@ -318,39 +333,40 @@ class Starter:
             liveness=self.liveness,
         )
 
-    def cause_elsewhere(self) -> str | None:
-        """Which other rank has ended, or hangs, and may be why this one ends now."""
-        self._is_ending = True
+    def remote_cause(self) -> str | None:
+        """Which other rank has ended or hangs, as the likely cause of this rank's failure."""
+        self._is_exiting = True
         return self.liveness.cause() if self.liveness is not None else None
 
     def announce_failure(self, error: Exception) -> None:
-        """Tell the others why this rank ends, where nothing that they share has told them."""
+        """Send this rank's failure to all other ranks."""
         if self.agreement is not None:
             self.agreement.announce_failure(error)
-        self._tell_others(str(error) or type(error).__name__)
+        self._announce_to_peers(str(error) or type(error).__name__)
 
-    def _tell_others(self, reason: str) -> None:
-        """Where another has ended before, all know of it; of one that hangs nobody else tells."""
+    def _announce_to_peers(self, reason: str) -> None:
+        """Report a failure over liveness, unless an earlier one has been reported to all."""
         if self.liveness is not None and self.liveness.failure is None:
             self.liveness.fail(reason)
 
     def report(self, error: HeteroError) -> None:
-        """Let the right ranks print the error, and the others stay until they have.
+        """Print the error on the right ranks, and announce it to the others.
 
-        What all know one rank of each node says, as nobody sees the other nodes' consoles.
+        An error known to all ranks is printed by one rank per node, because each node has a console
+        of its own.
         """
-        self._is_ending = True
+        self._is_exiting = True
         if error.known_to_all and self.liveness is not None:
             self.liveness.leave()
         consequence = isinstance(error, LinkError | StoreLost) and not error.known_to_all
-        if consequence and (cause := self.cause_elsewhere()) is not None:
+        if consequence and (cause := self.remote_cause()) is not None:
             error = LinkError(f"{error}; {cause}")
         if not error.known_to_all and not isinstance(error, RankLost | AgreedFailure):
-            self._tell_others(str(error))
+            self._announce_to_peers(str(error))
         is_logger = self.rank == 0 or self.local_rank == 0 or not error.known_to_all
         if is_logger:
             where = "" if self.world_size == 1 or error.known_to_all else f"rank {self.rank}: "
-            if str(error) not in (self._spoken, f"rank {self.rank}: {self._spoken}"):
+            if str(error) not in (self._printed, f"rank {self.rank}: {self._printed}"):
                 print_error(f"{where}{error}")
         write_error_file(
             str(error),
@@ -359,12 +375,12 @@ class Starter:
             consequence=isinstance(error, LinkError | RankLost | AgreedFailure),
         )
         if error.known_to_all and self.agreement is not None:
-            # Whoever has died will not leave.
+            # A rank that died never calls leave, so bound the wait.
             self.agreement.leave(seconds=3.0 if isinstance(error, AgreedFailure) else 10.0)
 
 
-def _plain(value: Any) -> Any:
-    """A flag's value as JSON will give it back."""
+def _as_json(value: Any) -> Any:
+    """A flag's value after a round trip through JSON."""
     if isinstance(value, tuple):
-        return [_plain(item) for item in value]
+        return [_as_json(item) for item in value]
     return value

@@ -1,4 +1,4 @@
-"""What a rank knows of the run that it is part of."""
+"""The context of a run on one rank: arguments, plan, groups, links, data."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from megatron.training.optimizer import RankStatistics
 
 @dataclass
 class Job:
-    """Everything a rank knows about the run before it builds a model."""
+    """What `Initializer` sets up before the model is built."""
 
     args: argparse.Namespace
     plan: Plan
@@ -34,7 +34,7 @@ class Job:
     datasets: Datasets
     checkpoint: Selection | Nothing
     lock: SaveLock | None
-    """Rank 0's hold on --save."""
+    """The lock on --save; rank 0 only."""
     vendor_backend: str
     liveness: Liveness | None
 
@@ -51,13 +51,13 @@ class Job:
         return self.coordinate.stage == self.plan.stages - 1
 
     def check_links(self) -> None:
-        """Raise if anything that came from another vendor in this step is not to be trusted."""
+        """Raise LinkError if a link or cross-vendor collective of this step failed."""
         if self.links is not None:
             self.links.check()
         self.groups.check()
 
     def close(self) -> None:
-        """Leave together: nobody's link or store goes while another rank may still use it."""
+        """Close links and groups after a barrier, as other ranks may still use them. Collective."""
         self.statistics.gather(torch.zeros(1))
         if self.liveness is not None:
             self.liveness.leave()

@@ -1,7 +1,7 @@
-"""Which fused kernels a run trains with, from its flags and its device.
+"""Selects and installs the fused kernels of a run, from its flags and its device.
 
-Modules that use torch.compile are imported by the runs that use them: it brings torch's compiler,
-which costs every start a second.
+Import modules that use torch.compile only when they are selected: importing the compiler costs a
+second.
 """
 
 from __future__ import annotations
@@ -15,32 +15,29 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron.training import core_private
 from megatron.training.fused import embedding, swiglu
-from megatron.training.fused.weight_gradient import ProductsIntoGradients, can_add_products
+from megatron.training.fused.weight_gradient import AccumulatingWgrad, can_accumulate_wgrad
 
 
 @dataclass(frozen=True)
 class Kernels:
-    """The fused kernels of `megatron.training.fused` that a run uses."""
+    """Which kernels of `megatron.training.fused` a run uses."""
 
     weight_gradient: bool = False
-    """Products add to the gradient buffer; the embedding to the rows that occurred, in float32."""
+    """GEMMs, and the embedding's backward, accumulate into `main_grad` directly."""
     rotary: bool = False
     split_rotary: bool = False
-    """The rotation reads the fused projection, instead of queries and keys split before."""
+    """RoPE reads queries and keys straight from the fused QKV projection."""
     swiglu: bool = False
     cross_entropy: bool = False
 
     def names(self) -> str:
-        """For a line in the log."""
+        """The enabled kernels, for the log."""
         used = [name.replace("_", " ") for name, is_used in vars(self).items() if is_used]
         return ", ".join(used) or "none"
 
 
-def choose(args: argparse.Namespace, device: torch.device) -> Kernels:
-    """What the flags ask for. On CPU the plain operations are used, one by one.
-
-    Only what keeps weight gradients back keeps back a kernel's.
-    """
+def select_kernels(args: argparse.Namespace, device: torch.device) -> Kernels:
+    """The kernels that the flags ask for; none on CPU, but for --delay-wgrad-compute."""
     if device.type != "cuda":
         return Kernels(weight_gradient=args.delay_wgrad_compute)
     is_local = args.transformer_impl == "local"
@@ -49,8 +46,8 @@ def choose(args: argparse.Namespace, device: torch.device) -> Kernels:
     return Kernels(
         weight_gradient=args.gradient_accumulation_fusion,
         rotary=rotary,
-        # megatron-core takes this way only where a rank holds whole groups and nothing is done to
-        # queries and keys between their projection and their rotation.
+        # megatron-core calls it only if a rank holds whole query groups and if nothing happens to
+        # queries and keys between projection and rotation.
         split_rotary=rotary and not args.qk_layernorm and groups >= args.tensor_model_parallel_size,
         swiglu=is_local
         and args.swiglu
@@ -63,54 +60,54 @@ def choose(args: argparse.Namespace, device: torch.device) -> Kernels:
     )
 
 
-def use(
+def install_kernels(
     kernels: Kernels,
     config: TransformerConfig,
     *,
     device: torch.device,
     grad_dtype: torch.dtype,
-    products: object = ProductsIntoGradients,
+    wgrad: object = AccumulatingWgrad,
 ) -> Kernels:
-    """Put the kernels where megatron-core looks for them; returns those that work here.
+    """Install the kernels in megatron-core; returns those that this build of torch supports.
 
-    `grad_dtype` is the type of the gradient buffers, `products` what adds to them. Every rank of a
-    vendor has the same build of torch, so all come to the same answer.
+    `grad_dtype` is the dtype of the gradient buffers, `wgrad` what accumulates into them. All ranks
+    of a vendor must run the same build of torch, so that they come to the same result.
     """
-    if kernels.weight_gradient and not can_add_products(
+    if kernels.weight_gradient and not can_accumulate_wgrad(
         device, input_dtype=config.params_dtype, grad_dtype=grad_dtype
     ):
         kernels = replace(kernels, weight_gradient=False)
     if kernels.weight_gradient:
-        core_private.provide_weight_gradient(products)
+        core_private.install_weight_gradient(wgrad)
         config.gradient_accumulation_fusion = True
     if kernels.rotary:
         from megatron.training.fused.rotary import Rotary
 
         rotary = Rotary()
-        core_private.provide_rotary(rotary.rotate, rotary.split_and_rotate)
+        core_private.install_rotary(rotary.rotate, rotary.split_and_rotate)
         config.apply_rope_fusion = True
         config.fused_single_qkv_rope = kernels.split_rotary
     if kernels.swiglu:
-        core_private.provide_swiglu(swiglu.OnePassSwiGLU)
+        core_private.install_swiglu(swiglu.LigerSwiGLU)
     return kernels
 
 
 class FusedLossGPT(GPTModel):
-    """megatron-core's GPT with the one-pass loss, for a vocabulary that one rank holds whole."""
+    """GPTModel with the fused cross entropy, for a vocabulary that is not split."""
 
     def compute_language_model_loss(
         self, labels: torch.Tensor, logits: torch.Tensor
     ) -> torch.Tensor:
         from megatron.training.fused import cross_entropy
 
-        return cross_entropy.token_losses(logits, labels)
+        return cross_entropy.fused_cross_entropy(logits, labels)
 
 
 def model_class(kernels: Kernels) -> type[GPTModel]:
     return FusedLossGPT if kernels.cross_entropy else GPTModel
 
 
-def adapt(chunk: GPTModel, kernels: Kernels) -> None:
-    """Exchange what megatron-core built and gives no hook for."""
+def patch_chunk(chunk: GPTModel, kernels: Kernels) -> None:
+    """Replace modules of a built chunk for which megatron-core has no hook."""
     if kernels.weight_gradient and chunk.pre_process:
-        embedding.add_gradients_by_row(chunk.embedding.word_embeddings)
+        embedding.use_rowwise_gradient(chunk.embedding.word_embeddings)

@@ -1,8 +1,8 @@
-"""Layers that stand in where megatron-core's local ones fall short, on GPUs and on CPU.
+"""Norms and attention core for megatron-core's local layer spec, on GPUs and on CPU.
 
-`RMSNorm` and `LayerNorm` mark their weights for sequence parallelism, which megatron-core's wrapped
-torch norms refuse. `SdpaAttention` uses torch's scaled_dot_product_attention: cuDNN or flash
-attention on NVIDIA, AOTriton or CK on ROCm, a fused kernel on CPU, and no score matrix in memory.
+`RMSNorm` and `LayerNorm` support sequence parallelism, which megatron-core's wrapped torch norms
+refuse. `SdpaAttention` uses torch's scaled_dot_product_attention: cuDNN or flash attention on
+NVIDIA, AOTriton or CK on ROCm, a fused kernel on CPU; the score matrix is never materialised.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from hetero.errors import TrainingError
 
-_KERNELS = {
+_SDPA_BACKENDS = {
     AttnBackend.flash: [SDPBackend.FLASH_ATTENTION],
-    # Which of them takes grouped queries, masks or float32 differs from vendor to vendor.
+    # Support for grouped queries, masks and float32 differs between vendors.
     AttnBackend.fused: [
         SDPBackend.CUDNN_ATTENTION,
         SDPBackend.FLASH_ATTENTION,
@@ -36,13 +36,13 @@ _KERNELS = {
 
 
 class RMSNorm(torch.nn.RMSNorm):
-    """torch's RMSNorm with the constructor and the parameter marks that megatron-core expects."""
+    """torch.nn.RMSNorm with megatron-core's constructor and parameter attributes."""
 
     def __init__(
         self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any
     ) -> None:
-        super().__init__(hidden_size, eps=eps, **_placement(config))
-        _mark(self, config)
+        super().__init__(hidden_size, eps=eps, **_factory_kwargs(config))
+        _mark_sequence_parallel(self, config)
         self.zero_centered = config.layernorm_zero_centered_gamma
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -53,13 +53,13 @@ class RMSNorm(torch.nn.RMSNorm):
 
 
 class LayerNorm(torch.nn.LayerNorm):
-    """torch's LayerNorm with the constructor and the parameter marks that megatron-core expects."""
+    """torch.nn.LayerNorm with megatron-core's constructor and parameter attributes."""
 
     def __init__(
         self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any
     ) -> None:
-        super().__init__(hidden_size, eps=eps, **_placement(config))
-        _mark(self, config)
+        super().__init__(hidden_size, eps=eps, **_factory_kwargs(config))
+        _mark_sequence_parallel(self, config)
         self.zero_centered = config.layernorm_zero_centered_gamma
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -70,20 +70,20 @@ class LayerNorm(torch.nn.LayerNorm):
 
 
 def _is_plain(norm: RMSNorm | LayerNorm, x: torch.Tensor) -> bool:
-    """Whether torch's own does it: not with --fp32-residual-connection before half precision."""
+    """Whether torch's own forward suffices: no zero-centred weight, and one dtype throughout."""
     return not norm.zero_centered and x.dtype == norm.weight.dtype
 
 
 def _gain(norm: RMSNorm | LayerNorm) -> torch.Tensor:
-    """In float32: half precision has no number so close to one as a zero-centred weight asks."""
+    """The scale, in float32: half precision cannot represent 1 + a small zero-centred weight."""
     return norm.weight.float() + norm.zero_centered
 
 
-def _placement(config: TransformerConfig) -> dict[str, Any]:
+def _factory_kwargs(config: TransformerConfig) -> dict[str, Any]:
     return {"device": torch.cuda.current_device(), "dtype": config.params_dtype}
 
 
-def _mark(norm: torch.nn.Module, config: TransformerConfig) -> None:
+def _mark_sequence_parallel(norm: torch.nn.Module, config: TransformerConfig) -> None:
     for parameter in norm.parameters():
         parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
@@ -96,7 +96,7 @@ class SdpaAttention(MegatronModule):
     """Causal attention core over torch's scaled_dot_product_attention.
 
     Takes query (s, b, heads, d) and key and value (s, b, query groups, d); returns (s, b, heads*d).
-    A mask, where there is one, is megatron-core's: True where attention is forbidden.
+    `attention_mask` is megatron-core's: True where masked out. None means causal.
     """
 
     def __init__(
@@ -137,8 +137,11 @@ class SdpaAttention(MegatronModule):
         value: torch.Tensor,
         allowed: torch.Tensor | None,
     ) -> torch.Tensor:
-        """`--attention-backend`: torch chooses, or one of its kernels is required."""
-        backends = _KERNELS.get(self.config.attention_backend)
+        """Attention (b, heads, s, d) with the kernels that --attention-backend allows.
+
+        `allowed` is True where attention is allowed. Raises TrainingError if no kernel fits.
+        """
+        backends = _SDPA_BACKENDS.get(self.config.attention_backend)
         compute = partial(
             F.scaled_dot_product_attention,
             is_causal=allowed is None,
@@ -152,10 +155,10 @@ class SdpaAttention(MegatronModule):
             with sdpa_kernel(backends):
                 return compute(query, key, value, attn_mask=allowed)
         except RuntimeError as error:
-            # torch has no class of errors for it. One position tells what the kernel takes.
+            # torch has no exception class for "no kernel available": try with one position.
             one = [tensor[:, :, :1] for tensor in (query, key, value)]
             mask = None if allowed is None else allowed[..., :1, :1]
-            if _computes(compute, one, mask, backends) or not _computes(compute, one, mask):
+            if _is_supported(compute, one, mask, backends) or not _is_supported(compute, one, mask):
                 raise
             raise TrainingError(
                 f"no kernel of --attention-backend {self.config.attention_backend.name} takes "
@@ -164,19 +167,19 @@ class SdpaAttention(MegatronModule):
             ) from error
 
     def _dropout_stream(self) -> contextlib.AbstractContextManager[Any]:
-        """Tensor-parallel ranks hold different heads and must drop out differently."""
+        """RNG context: tensor-parallel ranks hold different heads and need different dropout."""
         if self.training and self.dropout > 0.0 and not self.config.sequence_parallel:
             return tensor_parallel.get_cuda_rng_tracker().fork()
         return contextlib.nullcontext()
 
 
-def _computes(
+def _is_supported(
     compute: Callable[..., torch.Tensor],
     tensors: Sequence[torch.Tensor],
     mask: torch.Tensor | None,
     backends: Sequence[SDPBackend] | None = None,
 ) -> bool:
-    """Whether torch computes attention of these, with these kernels alone where they are given."""
+    """Whether torch can compute this attention, with the given backends or with any."""
     try:
         with sdpa_kernel(list(backends)) if backends else contextlib.nullcontext():
             compute(*tensors, attn_mask=mask)

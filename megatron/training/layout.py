@@ -1,4 +1,4 @@
-"""The plan that a command line describes, for mixed runs and for homogeneous ones."""
+"""Builds the plan from the command line, and applies a mesh's options to its ranks' flags."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from megatron.training.arguments.written_layout import parse_layout
 
 
 def plan_from_args(args: argparse.Namespace, *, vendor: str) -> Plan:
-    """Build the plan. `vendor` is what a homogeneous run calls its one mesh.
+    """Build the plan from checked flags. `vendor` names the one mesh of a homogeneous run.
 
-    Every mesh has its micro-batch size and says whether it is sequence parallel, because its
-    neighbours have to know. Its other options may be None: a rank's own flags decide.
+    Micro-batch size and sequence parallelism are set for every mesh, because neighbouring meshes
+    need them. Other options of a mesh may be None: the rank's own flags apply. Raises PlanError.
     """
     chunks = args.virtual_pipeline_model_parallel_size or 1
     if args.hetero_plan:
@@ -42,10 +42,10 @@ def plan_from_args(args: argparse.Namespace, *, vendor: str) -> Plan:
     return plan
 
 
-def adopt_plan_file(args: argparse.Namespace) -> None:
-    """Let a plan file decide the sizes that flags would otherwise give, then finish the checks.
+def apply_plan_file(args: argparse.Namespace) -> None:
+    """Set the flags that --hetero-plan replaces from the plan file, then run the size checks.
 
-    Raises UserError with all that is wrong, as far as the file can be read.
+    Raises UserError listing every problem.
     """
     chunks = args.num_virtual_stages_per_pipeline_rank or 1
     file = read_plan_file(args.hetero_plan, chunks=chunks)
@@ -60,7 +60,7 @@ def adopt_plan_file(args: argparse.Namespace) -> None:
         args.hetero_data_sizes = [mesh.data for mesh in file.meshes]
         args.hetero_sequence_parallel = [mesh.sequence_parallel for mesh in file.meshes]
         args.hetero_recompute = [mesh.recompute for mesh in file.meshes]
-        problems.run(_adopt_micro_batches(args, file.meshes))
+        problems.run(_apply_micro_batch_sizes(args, file.meshes))
         check_sizes(args, args.world_size, problems)
         problems.run(_check_recompute_units(args, file.meshes, file.layers))
     problems.raise_all()
@@ -90,21 +90,24 @@ def _check_file(args: argparse.Namespace, file: PlanFile) -> Iterator[str]:
         yield from layer_problems([sum(chunks) for chunks in file.layers], args.num_layers)
 
 
-def _adopt_micro_batches(args: argparse.Namespace, meshes: Sequence[Mesh]) -> Iterator[str]:
-    """Unknowable where the meshes cannot share them, so that nothing is said of batches of them."""
+def _apply_micro_batch_sizes(args: argparse.Namespace, meshes: Sequence[Mesh]) -> Iterator[str]:
+    """Set the micro-batch size of every mesh.
+
+    If they do not fit, the attributes stay deleted, so that later checks of the batch are skipped.
+    """
     default = args.micro_batch_size
     del args.micro_batch_size
-    # Beside the file it may have been refused.
+    # May have been deleted already, by a check that refused it.
     vars(args).pop("hetero_micro_batch_sizes", None)
     args.hetero_micro_batch_sizes = list(micro_batch_sizes(meshes, default))
     args.micro_batch_size = default
     yield from ()
 
 
-def use_mesh(args: argparse.Namespace, mesh: Mesh) -> None:
-    """Make the flags of a rank those of its own mesh, of a plan that `plan_from_args` made.
+def apply_mesh(args: argparse.Namespace, mesh: Mesh) -> None:
+    """Set a rank's flags to those of its own mesh, from a plan made by `plan_from_args`.
 
-    Micro-batch times data-parallel size stays what it was, and so does all that follows from it.
+    The product of micro-batch and data-parallel size does not change.
     """
     evaluated = args.eval_micro_batch_size * args.data_parallel_size
     args.tensor_model_parallel_size, args.data_parallel_size = mesh.tensor, mesh.data
@@ -114,7 +117,7 @@ def use_mesh(args: argparse.Namespace, mesh: Mesh) -> None:
     args.sequence_parallel = mesh.sequence_parallel
     if mesh.distributed_optimizer is not None:
         args.use_distributed_optimizer = mesh.distributed_optimizer
-    # There is nothing to gather without it.
+    # Only the distributed optimizer gathers parameters.
     args.overlap_param_gather &= args.use_distributed_optimizer
     args.align_param_gather &= args.use_distributed_optimizer
     if mesh.attention_backend is not None:
@@ -123,13 +126,13 @@ def use_mesh(args: argparse.Namespace, mesh: Mesh) -> None:
         args.transformer_impl = mesh.transformer_impl
         fall_back(args)
     if mesh.recompute is not None:
-        _use_recompute(args, mesh.recompute)
-    # Only what tensor-parallel ranks hold alike can be shared out among them.
+        _apply_recompute(args, mesh.recompute)
+    # Requires activations that are replicated over the tensor-parallel ranks.
     args.distribute_saved_activations &= mesh.tensor > 1 and not mesh.sequence_parallel
 
 
-def _use_recompute(args: argparse.Namespace, recompute: str) -> None:
-    """The global flags still say which parts or how many layers, where they say so."""
+def _apply_recompute(args: argparse.Namespace, recompute: str) -> None:
+    """Set the mesh's recompute granularity; modules and layers remain those of the global flags."""
     is_full = recompute == "full"
     args.recompute_granularity = None if recompute == "none" else recompute
     args.recompute_method = (args.recompute_method or "uniform") if is_full else None
@@ -153,7 +156,7 @@ def _meshes(args: argparse.Namespace, vendor: str) -> tuple[Mesh, ...]:
 
 
 def _layers(args: argparse.Namespace, chunks: int) -> tuple[tuple[int, ...], ...]:
-    """Layers of every stage and chunk, from whichever flag gives them."""
+    """Layer counts, [stage][chunk], from whichever flag defines them."""
     stages = args.pipeline_model_parallel_size
     listed = args.hetero_pipeline_layers
     if listed and len(listed) == stages:
@@ -171,7 +174,7 @@ def _layers(args: argparse.Namespace, chunks: int) -> tuple[tuple[int, ...], ...
 def _accounted_layers(
     args: argparse.Namespace, stages: int, chunks: int
 ) -> tuple[tuple[int, ...], ...]:
-    """Equal chunks, in the first and last of which embedding and loss take a layer's place."""
+    """Equal chunks, where embedding and loss count as a layer of the first and last chunk."""
     each, rest = divmod(counted_layers(args), stages * chunks)
     if rest:
         raise PlanError(
@@ -186,12 +189,12 @@ def _accounted_layers(
 
 
 def _by_stage(counts: list[int], stages: int) -> tuple[tuple[int, ...], ...]:
-    """Regroup counts listed chunk by chunk over the stages, as the schedule visits them."""
+    """Regroup a flat list in schedule order (chunk-major) as [stage][chunk]."""
     return tuple(tuple(counts[stage::stages]) for stage in range(stages))
 
 
 def _even_layers(args: argparse.Namespace, stages: int) -> list[int]:
-    """Equal stages, but for a first or last one whose number of layers is given."""
+    """Equal stages, except for a first or last one with an explicit number of layers."""
     first, last = args.decoder_first_pipeline_num_layers, args.decoder_last_pipeline_num_layers
     middle = stages - (first is not None) - (last is not None)
     rest = args.num_layers - (first or 0) - (last or 0)
@@ -210,7 +213,7 @@ def _even_layers(args: argparse.Namespace, stages: int) -> list[int]:
 def _check_recompute_units(
     args: argparse.Namespace, meshes: Sequence[Mesh], layers: Sequence[Sequence[int]]
 ) -> Iterator[str]:
-    """megatron-core would reach for layers beyond the end of a stage."""
+    """The recomputation unit must divide every chunk: megatron-core does not check its bounds."""
     if args.recompute_method not in (None, "uniform"):
         return
     unit = args.recompute_num_layers or 1

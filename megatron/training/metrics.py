@@ -1,6 +1,6 @@
-"""The numbers of a run: floating-point operations, memory, and the record of one iteration.
+"""Metrics of a run: FLOPs, memory, and the record of one iteration.
 
-The formulas are explained in docs/metrics.md.
+docs/metrics.md explains the formulas.
 """
 
 from __future__ import annotations
@@ -14,12 +14,11 @@ import torch
 
 
 def model_flops_per_token(args: argparse.Namespace, *, full_square: bool = False) -> float:
-    """Operations of one forward and backward pass, per token.
+    """FLOPs of one forward and backward pass, per token.
 
-    Every matrix product of the forward pass counts two operations per multiply-add and the backward
-    pass twice the forward. Causal attention counts half of the score matrix, once; with
-    `full_square` all of it, as Megatron-LM's own log does. Recomputation is not counted: it is work
-    the model does not need.
+    A multiply-add of a matrix product counts as two, the backward pass as twice the forward. Causal
+    attention counts half of the score matrix; with `full_square` all of it, as Megatron-LM's log
+    does. Recomputation is not counted.
     """
     hidden, layers, sequence = args.hidden_size, args.num_layers, args.seq_length
     queries = args.num_attention_heads * args.kv_channels
@@ -41,11 +40,10 @@ def tflops_per_gpu(
 
 
 def planned_state_bytes(parameters: int, *, args: argparse.Namespace, data_size: int) -> int:
-    """Bytes of weights, gradients and optimizer state of a rank, before any activation.
+    """Expected bytes of weights, gradients and optimizer state of a rank, without activations.
 
-    Gradients are accumulated in one buffer, fp32 where asked. Adam keeps two moments in fp32, SGD
-    one momentum if it has any, and reduced-precision weights a fp32 copy; the distributed optimizer
-    shares all of these over the data-parallel ranks.
+    Adam keeps two fp32 moments, SGD one if it uses momentum, and reduced-precision weights have an
+    fp32 copy. The distributed optimizer shards this state over the data-parallel ranks.
     """
     weight = 4 if args.params_dtype == "float32" else 2
     gradient = 4 if args.accumulate_allreduce_grads_in_fp32 else weight
@@ -56,7 +54,7 @@ def planned_state_bytes(parameters: int, *, args: argparse.Namespace, data_size:
 
 
 def measured_peak_bytes(device: torch.device) -> int:
-    """Peak memory so far: the allocator's on a GPU, the process's resident set on CPU."""
+    """Peak memory so far: torch's allocator on a GPU, the resident set size on CPU."""
     if device.type == "cuda":
         return int(torch.cuda.max_memory_allocated(device))
     import resource
@@ -65,26 +63,26 @@ def measured_peak_bytes(device: torch.device) -> int:
 
 
 def device_used_bytes(device: torch.device) -> int:
-    """What the driver counts as used on a GPU, other processes and libraries included."""
+    """Memory in use on a GPU according to the driver, including other processes and libraries."""
     free, total = torch.cuda.mem_get_info(device)
     return int(total - free)
 
 
 @dataclass
-class DataWaits:
-    """How long one rank stood still until its loader had a micro-batch, in seconds.
+class DataWaitTimes:
+    """Seconds for which one rank was blocked on its data loader.
 
-    The first iteration is kept apart: it also starts the loader.
+    The first iteration is separate: it includes starting the loader's workers.
     """
 
     first: float | None = None
     later: float = 0.0
     longest_later: float = 0.0
-    """The longest of one iteration."""
+    """Maximum over iterations."""
     later_iterations: int = 0
 
     def add(self, seconds: float) -> None:
-        """Count one iteration."""
+        """Add the wait of one iteration."""
         if self.first is None:
             self.first = seconds
             return
@@ -112,7 +110,7 @@ class IterationRecord:
     tokens_per_s: float
     tflops_per_gpu: float
     tflops_per_gpu_full_square: float
-    """The same time with attention counted as a full square, for comparison with other logs."""
+    """With attention counted as a full square, for comparison with Megatron-LM's log."""
     loss: float
     grad_norm: float | None
     learning_rate: float
@@ -125,13 +123,13 @@ class IterationRecord:
     peak_memory_bytes: int
     """Rank 0's."""
     data_wait_ms: float
-    """Time for which rank 0 stood still until the loader had a micro-batch, in this iteration."""
+    """Time for which rank 0 was blocked on its data loader in this iteration."""
     link_bytes: int
-    """Tensor bytes sent so far over links that cross a boundary, all ranks together."""
+    """Tensor bytes sent so far over links that cross a boundary, summed over all ranks."""
     simulated: bool
 
     def as_json(self) -> dict[str, Any]:
-        """The record with null for what is not finite, which JSON cannot say."""
+        """The record, with None for values that are not finite, which JSON cannot represent."""
         return {
             name: None if isinstance(value, float) and not math.isfinite(value) else value
             for name, value in asdict(self).items()

@@ -1,4 +1,4 @@
-"""From flags and a plan to this rank's model chunks, ready to train."""
+"""Builds this rank's model chunks from the flags and the plan."""
 
 from __future__ import annotations
 
@@ -29,26 +29,32 @@ from hetero.groups import Groups, joins_meshes
 from hetero.plan import Coordinate, Plan
 from megatron.training import weights
 from megatron.training.core_private import group_collection
-from megatron.training.fused.weight_gradient import DelayedProducts, ProductsIntoGradients
-from megatron.training.gradients import GradientsOverMeshes
-from megatron.training.kernels import Kernels, adapt, choose, model_class, use
+from megatron.training.finalize_grads import FinalizeGradsAcrossMeshes
+from megatron.training.fused.weight_gradient import AccumulatingWgrad, DelayedWgrad
+from megatron.training.kernels import (
+    Kernels,
+    install_kernels,
+    model_class,
+    patch_chunk,
+    select_kernels,
+)
 from megatron.training.layers import SdpaAttention, norm_class
 
 
 @dataclass
 class StageModel:
-    """What one rank holds of the model: its chunks, and where they stand in the whole."""
+    """The model chunks of one rank."""
 
     chunks: list[DistributedDataParallel]
     config: TransformerConfig
     groups: ProcessGroupCollection
     first_layers: tuple[int, ...]
+    """The global index of each chunk's first layer."""
     has_tied_copy: bool
-    """Whether an output layer of this rank is a second copy of the embedding."""
+    """Whether an output layer on this rank is a second copy of the embedding."""
     kernels: Kernels
-    """The fused kernels it computes with."""
-    delayed: DelayedProducts | None
-    """Weight gradients that wait until the gradient of the stage's input has been sent."""
+    delayed_wgrad: DelayedWgrad | None
+    """Computes weight gradients after the input gradient has been sent (--delay-wgrad-compute)."""
 
     def named_parameters(self) -> list[tuple[str, torch.nn.Parameter]]:
         """Every parameter of this rank under its name in the whole model."""
@@ -73,8 +79,8 @@ def layer_layout(plan: Plan) -> str:
     return "E" + "|".join(parts) + "L"
 
 
-def _keep(tensor: torch.Tensor) -> torch.Tensor:
-    """megatron-core asks for values while it builds; they are drawn afterwards, by name."""
+def _no_init(tensor: torch.Tensor) -> torch.Tensor:
+    """An init method that does nothing: `weights.initialize` sets the values by parameter name."""
     return tensor
 
 
@@ -113,9 +119,9 @@ def transformer_config(
         attention_softmax_in_fp32=args.attention_softmax_in_fp32,
         apply_query_key_layer_scaling=args.apply_query_key_layer_scaling,
         attention_backend=AttnBackend[args.attention_backend],
-        init_method=_keep,
-        output_layer_init_method=_keep,
-        embedding_init_method=_keep,
+        init_method=_no_init,
+        output_layer_init_method=_no_init,
+        embedding_init_method=_no_init,
         init_method_std=args.init_method_std,
         params_dtype=dtype,
         pipeline_dtype=dtype,
@@ -134,8 +140,8 @@ def transformer_config(
         batch_p2p_comm=False,
         overlap_p2p_comm=args.overlap_p2p_comm and plan.chunks > 1,
         overlap_p2p_comm_warmup_flush=args.overlap_p2p_comm_warmup_flush and plan.chunks > 1,
-        # Over gloo the stock communicator sends from the very storage that deallocation replaces
-        # while the send is in flight; on CPU there is no memory to win by it.
+        # Deallocation replaces the storage that megatron-core's communicator may still be sending
+        # from over gloo, and on CPU it saves no memory.
         deallocate_pipeline_outputs=on_gpu,
         calculate_per_token_loss=args.calculate_per_token_loss,
         deterministic_mode=args.deterministic_mode,
@@ -157,13 +163,13 @@ def _activation(args: argparse.Namespace, *, on_gpu: bool):  # type: ignore[no-u
     if args.squared_relu:
         return lambda x: torch.pow(F.relu(x), 2)
     if _activation_fusion(args) and not on_gpu:
-        # What megatron-core's fused kernel computes, so that a model is the same on every device.
+        # As megatron-core's fused kernel, so that CPU and GPU compute the same model.
         return partial(F.gelu, approximate="tanh")
     return F.gelu
 
 
 def _activation_fusion(args: argparse.Namespace) -> bool:
-    """megatron-core fuses SwiGLU, and GeLU only together with its bias."""
+    """Whether to fuse the activation; megatron-core fuses GeLU only together with its bias."""
     if args.swiglu:
         return bool(args.bias_swiglu_fusion)
     return bool(args.bias_gelu_fusion and args.add_bias_linear and not args.squared_relu)
@@ -172,7 +178,7 @@ def _activation_fusion(args: argparse.Namespace) -> bool:
 def layer_spec(
     args: argparse.Namespace, config: TransformerConfig, layers: int
 ) -> TransformerBlockSubmodules | ModuleSpec:
-    """The layers to build, from megatron-core's local implementation or TransformerEngine's."""
+    """TransformerEngine's layer spec, or megatron-core's local one with our norm and attention."""
     if args.transformer_impl == "transformer_engine":
         return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=args.qk_layernorm)
     spec: ModuleSpec = get_gpt_layer_local_spec(
@@ -198,7 +204,7 @@ def build_chunk(
     groups: ProcessGroupCollection,
     kernels: Kernels | None = None,
 ) -> GPTModel:
-    """One chunk of a rank's model, its weights not drawn yet."""
+    """Build one model chunk of a rank, with uninitialised weights."""
     kernels = kernels or Kernels()
     is_first = coordinate.stage == 0 and chunk == 0
     is_last = coordinate.stage == plan.stages - 1 and chunk == plan.chunks - 1
@@ -220,12 +226,12 @@ def build_chunk(
         pg_collection=groups,
         vp_stage=chunk if plan.chunks > 1 else None,
     )
-    adapt(built, kernels)
+    patch_chunk(built, kernels)
     return built
 
 
 def initial_weights(args: argparse.Namespace) -> weights.InitialWeights:
-    """How this run's parameters are drawn."""
+    """The run's weight initialisation."""
     embedding_std = args.embedding_init_method_std
     return weights.InitialWeights(
         seed=args.seed,
@@ -240,7 +246,7 @@ def initial_weights(args: argparse.Namespace) -> weights.InitialWeights:
 
 
 def ddp_config(args: argparse.Namespace, parameters: int) -> DistributedDataParallelConfig:
-    """How gradients of `parameters` parameters are reduced over the data-parallel group."""
+    """megatron-core's DDP configuration for a rank with `parameters` parameters."""
     bucket_size = args.ddp_bucket_size
     if args.ddp_num_buckets is not None:
         bucket_size = math.ceil(parameters / args.ddp_num_buckets)
@@ -250,7 +256,7 @@ def ddp_config(args: argparse.Namespace, parameters: int) -> DistributedDataPara
         overlap_param_gather=args.overlap_param_gather,
         align_param_gather=args.align_param_gather,
         use_distributed_optimizer=args.use_distributed_optimizer,
-        # The training loop looks for gradients that are not finite itself, once a step.
+        # The trainer checks the gradient norm once per step.
         check_for_nan_in_grad=False,
         bucket_size=bucket_size,
         average_in_collective=args.ddp_average_in_collective,
@@ -264,28 +270,28 @@ def build_model(
     rank: int,
     groups: Groups,
     device: torch.device,
-    draw: bool = True,
+    init_weights: bool = True,
 ) -> StageModel:
-    """Build, initialise and wrap this rank's model chunks.
+    """Build this rank's model chunks, initialise their weights and wrap them in DDP. Collective.
 
-    `draw=False` leaves the weights as they were allocated, for who does not train with them.
+    `init_weights=False` leaves the weights uninitialised, for measurements.
     """
     coordinate = plan.coordinate(rank)
     collection = group_collection(groups)
     config = transformer_config(args, plan, device)
-    delayed = None
+    delayed_wgrad = None
     if args.delay_wgrad_compute:
-        delayed = DelayedProducts(copies_inputs=args.sequence_parallel)
-    kernels = use(
-        choose(args, device),
+        delayed_wgrad = DelayedWgrad(copies_inputs=args.sequence_parallel)
+    kernels = install_kernels(
+        select_kernels(args, device),
         config,
         device=device,
         grad_dtype=torch.float32
         if args.accumulate_allreduce_grads_in_fp32
         else torch_dtype(args.params_dtype),
-        products=delayed or ProductsIntoGradients,
+        wgrad=delayed_wgrad or AccumulatingWgrad,
     )
-    bare = [
+    unwrapped = [
         build_chunk(
             args,
             config,
@@ -300,16 +306,16 @@ def build_model(
     first_layers = tuple(
         plan.layer_range(coordinate.stage, chunk).start for chunk in range(plan.chunks)
     )
-    if draw:
+    if init_weights:
         weights.initialize(
-            list(weights.named_parameters(bare, first_layers)),
+            list(weights.named_parameters(unwrapped, first_layers)),
             initial_weights(args),
             tp_rank=coordinate.tensor,
             tp_size=args.tensor_model_parallel_size,
         )
     half = args.bf16 or args.fp16
     ddp = ddp_config(
-        args, sum(parameter.numel() for chunk in bare for parameter in chunk.parameters())
+        args, sum(parameter.numel() for chunk in unwrapped for parameter in chunk.parameters())
     )
     chunks = [
         DistributedDataParallel(
@@ -319,11 +325,11 @@ def build_model(
             disable_bucketing=index > 0,
             pg_collection=collection,
         )
-        for index, chunk in enumerate(bare)
+        for index, chunk in enumerate(unwrapped)
     ]
     _connect_gradient_hooks(args, config, chunks)
     if joins_meshes(plan):
-        config.finalize_model_grads_func = GradientsOverMeshes(
+        config.finalize_model_grads_func = FinalizeGradsAcrossMeshes(
             args, chunks, plan=plan, rank=rank, groups=groups
         )
     return StageModel(
@@ -333,7 +339,7 @@ def build_model(
         first_layers=first_layers,
         has_tied_copy=not args.untie_embeddings_and_output_weights and plan.stages > 1,
         kernels=kernels,
-        delayed=delayed if kernels.weight_gradient else None,
+        delayed_wgrad=delayed_wgrad if kernels.weight_gradient else None,
     )
 
 
@@ -342,7 +348,7 @@ def _connect_gradient_hooks(
     config: TransformerConfig,
     chunks: Sequence[DistributedDataParallel],
 ) -> None:
-    """Tell the schedules how gradients are synchronised, as Megatron's training does."""
+    """Set the config's sync functions for the schedules, as Megatron-LM's `train` does."""
 
     def one_or_all(functions: list[Callable[..., Any]]) -> object:
         return functions[0] if len(functions) == 1 else functions

@@ -1,9 +1,9 @@
-"""The optimizer, its schedules, and the step: gradient norm and skipping agreed across all ranks.
+"""The optimizer, its schedulers, and a step whose gradient norm is bit-identical on any backend.
 
-megatron-core sums the squared norm with an all-reduce, whose order of additions depends on the
-library and on the number of ranks. Here every rank gathers the others' squares and adds them in
-rank order in float64, so the norm, and with it the clipped update, has the same bits over any
-library, and the losses of a mixed run can equal those of a homogeneous one.
+megatron-core all-reduces the squared norm; the order of additions then depends on the library and
+on the number of ranks. Here every rank gathers the squared norms of all ranks and adds them in rank
+order in float64. So the norm and the clipped update have the same bits with any library, and the
+losses of a mixed run can equal those of a homogeneous one.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from megatron.training.timing.timers import Timers
 
 
 @dataclass(frozen=True)
-class StepOutcome:
-    """What one update came to, the same on every rank."""
+class StepResult:
+    """Result of one optimizer step, the same on every rank."""
 
     updated: bool
-    """False when gradients overflowed and the update was skipped."""
+    """False if the update was skipped: overflow, or a loss or norm that is not finite."""
     grad_norm: float | None
     loss_sum: float
     tokens: float
     link_bytes: int
-    """Tensor bytes sent over boundaries so far, all ranks together."""
-    zeros: float | None = None
+    """Tensor bytes sent over boundaries so far, summed over all ranks."""
+    num_zeros: float | None = None
     stop_requested: bool = False
-    """Whether any rank was asked to stop before its part of this step was told."""
+    """Whether any rank had received the exit signal when it contributed to this step."""
 
     @property
     def loss(self) -> float:
@@ -47,10 +47,9 @@ class StepOutcome:
 
 
 class RankStatistics:
-    """Gathers a few numbers of every rank, in rank order.
+    """All-gathers a few numbers per rank, in rank order.
 
-    Numbers travel on the CPU where the world's group is gloo (a mixed run, or no GPU) and on the
-    device where it is the vendor's library.
+    Uses CPU tensors if the world group is gloo (mixed runs, CPU runs), else device tensors.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
@@ -61,10 +60,10 @@ class RankStatistics:
     def gather(
         self, values: torch.Tensor, *, check: Callable[[], None] | None = None
     ) -> list[list[float]]:
-        """Every rank's float64 `values`, by rank. Waits for the device.
+        """The float64 `values` of every rank, by rank. Collective; synchronises with the device.
 
-        `check` is called once this rank's values are known and before any other rank hears of
-        them: what it raises keeps them from being used anywhere.
+        `check` is called after this rank's values are computed and before they are sent: if it
+        raises, no rank uses them.
         """
         mine = values.to(self._device, torch.float64)
         if check is not None:
@@ -75,7 +74,7 @@ class RankStatistics:
 
 
 def optimizer_config(args: argparse.Namespace, timers: Timers | None = None) -> OptimizerConfig:
-    """megatron-core's configuration of the optimizer."""
+    """megatron-core's optimizer configuration, from the flags."""
     return OptimizerConfig(
         optimizer=args.optimizer,
         lr=args.lr,
@@ -104,7 +103,7 @@ def optimizer_config(args: argparse.Namespace, timers: Timers | None = None) -> 
 
 
 class TrainingOptimizer:
-    """megatron-core's optimizer with the step described above."""
+    """megatron-core's optimizer with a reproducible gradient norm (see the module's docstring)."""
 
     def __init__(
         self,
@@ -133,7 +132,7 @@ class TrainingOptimizer:
         self._device = device
         here = plan.coordinate(rank)
         # Without the distributed optimizer every data-parallel replica has the same gradients.
-        self._counts = args.use_distributed_optimizer or (here.data == 0 and here.context == 0)
+        self._contributes = args.use_distributed_optimizer or (here.data == 0 and here.context == 0)
 
     def zero_grad(self) -> None:
         self.inner.zero_grad()
@@ -151,70 +150,77 @@ class TrainingOptimizer:
         link_bytes: int = 0,
         check_links: Callable[[], None] | None = None,
         stop_requested: bool = False,
-    ) -> StepOutcome:
-        """Update the weights, unless gradients overflowed (fp16) or something is not finite.
+    ) -> StepResult:
+        """Update the weights, unless gradients overflowed (fp16) or the loss or norm is not finite.
 
-        `check_links` raises if anything that came over a link in this step is not to be trusted.
+        Collective over all ranks.
 
-        `loss_sum` and `tokens` are this rank's share of the reported loss: zero anywhere but on
-        the last stage, and there counted once over its tensor-parallel ranks.
+        Args:
+            loss_sum: this rank's contribution to the reported loss: non-zero only on
+                tensor-parallel rank 0 of the last stage.
+            tokens: the number of tokens in `loss_sum`.
+            link_bytes: tensor bytes that this rank has sent over boundaries so far.
+            check_links: raises if data that came over a link in this step is invalid. Called after
+                the norm has been computed and before it is shared.
+            stop_requested: whether this rank has received the exit signal.
         """
         overflowed = self.inner.prepare_grads()
         local = torch.zeros(6, dtype=torch.float64, device=self._device)
-        if not overflowed and self._counts:
+        if not overflowed and self._contributes:
             with self._timers("optimizer-clip-main-grad"):
                 local[0] = self._squared_norm()
             if self.config.log_num_zeros_in_grad:
                 with self._timers("optimizer-count-zeros"):
-                    local[5] = self._zeros()
+                    local[5] = self._num_zeros()
         local[1], local[2], local[3], local[4] = loss_sum, tokens, link_bytes, stop_requested
         with self._timers("grad-norm-all-gather"):
             rows = self._statistics.gather(local, check=check_links)
-        outcome = StepOutcome(
+        outcome = StepResult(
             updated=False,
             grad_norm=None if overflowed else self._norm([row[0] for row in rows]),
             loss_sum=math.fsum(row[1] for row in rows),
             tokens=math.fsum(row[2] for row in rows),
             link_bytes=int(sum(row[3] for row in rows)),
             stop_requested=any(row[4] for row in rows),
-            zeros=sum(row[5] for row in rows) if self.config.log_num_zeros_in_grad else None,
+            num_zeros=sum(row[5] for row in rows) if self.config.log_num_zeros_in_grad else None,
         )
         if outcome.grad_norm is None or not math.isfinite(outcome.grad_norm + outcome.loss):
-            return replace(outcome, zeros=None)
+            return replace(outcome, num_zeros=None)
         with self._timers("optimizer-clip-main-grad"):
             self._clip(outcome.grad_norm)
         return replace(outcome, updated=bool(self.inner.step_with_ready_grads()))
 
     def _norm(self, squares: list[float]) -> float:
-        """Norm over the model from every rank's square, added in rank order."""
+        """The model's gradient norm from the squared norms of all ranks, added in rank order."""
         total = sum(squares, start=0.0)
         return math.sqrt(total) if total >= 0.0 else math.nan
 
     def _squared_norm(self) -> torch.Tensor:
-        """This rank's part of the squared gradient norm, float64.
+        """This rank's contribution to the squared gradient norm, float64.
 
-        Each gradient's norm is taken on its own, so the sum does not depend on how parameters are
-        spread over stages by more than float64's rounding.
+        Norms are computed per gradient, so that the distribution of parameters over stages changes
+        the sum only by float64 rounding.
         """
         total = torch.zeros((), dtype=torch.float64, device=self._device)
         for grads in self._counted_grads():
             if self._device.type == "cpu":
-                room = torch.empty(_CPU_PIECE, dtype=torch.float64)
-                total += torch.stack([_square_on_cpu(grad, room) for grad in grads]).sum()
+                buffer = torch.empty(_CPU_CHUNK_ELEMENTS, dtype=torch.float64)
+                total += torch.stack([_cpu_squared_sum(grad, buffer) for grad in grads]).sum()
             else:
                 norms = torch.stack(torch._foreach_norm(grads)).double()
                 total += (norms * norms).sum()
         return total
 
-    def _zeros(self) -> torch.Tensor:
-        """How many elements of this rank's part of the gradient are zero."""
+    def _num_zeros(self) -> torch.Tensor:
+        """Number of zeros in the gradients that this rank counts."""
         total = torch.zeros((), dtype=torch.float64, device=self._device)
         for grads in self._counted_grads():
             total += sum(grad.numel() - torch.count_nonzero(grad) for grad in grads)
         return total
 
     def _counted_grads(self) -> Iterator[list[torch.Tensor]]:
-        """The gradients of this rank, but for what a tensor-parallel rank or a tied copy counts."""
+        """Main gradients per optimizer, without duplicates on other tensor-parallel ranks or of a
+        tied embedding."""
         for optimizer in self.inner.chained_optimizers:
             if grads := optimizer.get_main_grads_for_grad_norm():
                 yield grads
@@ -229,37 +235,37 @@ class TrainingOptimizer:
                 )
 
 
-_CPU_PIECE = 2**18
-"""Elements of a gradient that are float64 at a time."""
+_CPU_CHUNK_ELEMENTS = 2**18
+"""Elements of a gradient that are converted to float64 at a time."""
 
 
-def _square_on_cpu(grad: torch.Tensor, room: torch.Tensor) -> torch.Tensor:
-    """In float64 throughout, in `room`: what is allocated anew stays in the C library's heap.
+def _cpu_squared_sum(grad: torch.Tensor, buffer: torch.Tensor) -> torch.Tensor:
+    """Sum of squares in float64. `buffer` is scratch memory, reused to keep the heap small.
 
-    A GPU adds in a tree. A CPU adds so many numbers to one that, in float32, a large norm would
-    depend on how many ranks share the tensor.
+    A GPU reduces in a tree. A CPU accumulates sequentially, and in float32 the rounding of a large
+    norm would depend on how many ranks share the tensor.
     """
     sums = []
-    for piece in grad.reshape(-1).split(_CPU_PIECE):
-        squares = room[: piece.numel()].copy_(piece).square_()
+    for chunk in grad.reshape(-1).split(_CPU_CHUNK_ELEMENTS):
+        squares = buffer[: chunk.numel()].copy_(chunk).square_()
         sums.append(squares.sum())
     return torch.stack(sums).sum()
 
 
 @dataclass(frozen=True)
 class ScheduleLengths:
-    """The phases of the schedules, in samples."""
+    """Lengths of the scheduler's phases, in samples."""
 
     warmup: int
     decay: int
     wsd: int | None
-    """The last phase of the WSD style."""
+    """Final decay of the WSD style."""
     whole: int
-    """The run, over which the weight decay changes."""
+    """The whole run, over which the weight decay changes."""
 
 
 def schedule_lengths(args: argparse.Namespace) -> ScheduleLengths:
-    """From flags that count steps or samples. Steps of a batch-size ramp-up take fewer samples."""
+    """Phase lengths from flags in steps or samples; steps of a batch-size ramp-up are smaller."""
     if args.train_samples:
         decay, warmup = args.lr_decay_samples or args.train_samples, args.lr_warmup_samples
         wsd, whole = args.lr_wsd_decay_samples, args.train_samples
@@ -278,7 +284,7 @@ def schedule_lengths(args: argparse.Namespace) -> ScheduleLengths:
 def build_scheduler(
     args: argparse.Namespace, optimizer: TrainingOptimizer
 ) -> OptimizerParamScheduler:
-    """Learning-rate and weight-decay schedules, counted in samples as Megatron counts them."""
+    """megatron-core's learning-rate and weight-decay scheduler, stepped in samples."""
     lengths = schedule_lengths(args)
     return OptimizerParamScheduler(
         optimizer.inner,

@@ -1,4 +1,4 @@
-"""What the run is: the table at its start, and the report it leaves at its end."""
+"""The overview printed at the start of a run, its memory lines, and the --hetero-report file."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from hetero.plan import Edge
 from megatron.training import weights
 from megatron.training.console import Console, format_table
 from megatron.training.job import Job
-from megatron.training.loop import Trainer
 from megatron.training.metrics import device_used_bytes, measured_peak_bytes, planned_state_bytes
 from megatron.training.model import StageModel
+from megatron.training.trainer import Trainer
 
-# Behind the layers of a stage that are not the ones asked for.
+# Appended to a stage's transformer_impl where TransformerEngine was asked for but is missing.
 FALLBACK = " (TransformerEngine is not installed)"
 
 
-def _everyone(value: Any) -> list[Any]:
-    """Every rank's value, by rank. Objects travel over the default group's gloo side."""
+def _all_gather(value: Any) -> list[Any]:
+    """All-gather a Python object over the default group's gloo backend; by rank. Collective."""
     gathered: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, value)
     return gathered
@@ -39,21 +39,18 @@ def _edge_transport(job: Job, edge: Edge, transports: dict[int, str]) -> str:
 
 
 def stage_rows(job: Job, model: StageModel) -> list[dict[str, Any]]:
-    """One entry a stage, of whole replicas one a stage and vendor. Collective.
-
-    It says who runs the stage, what it holds, and how it reaches the next one.
-    """
+    """One row per stage and mesh: ranks, contents, transport to the next stage. Collective."""
     plan = job.plan
     parameters = sum(p.numel() for _, p in model.named_parameters())
-    counts = _everyone(parameters)
-    # Every rank's flags are those of its mesh.
+    counts = _all_gather(parameters)
+    # `job.args` are those of this rank's mesh.
     replicas = len(plan.shares(job.coordinate.stage))
-    states = _everyone(planned_state_bytes(parameters, args=job.args, data_size=replicas))
+    states = _all_gather(planned_state_bytes(parameters, args=job.args, data_size=replicas))
     lacks = job.args.lacks_transformer_engine
-    built = _everyone(f"{job.args.transformer_impl}{FALLBACK if lacks else ''}")
+    built = _all_gather(f"{job.args.transformer_impl}{FALLBACK if lacks else ''}")
     edges = {edge.source: edge for edge in plan.edges()}
     downstream = job.links.downstream if job.links is not None else None
-    opened = _everyone(downstream.transport if downstream is not None else "")
+    opened = _all_gather(downstream.transport if downstream is not None else "")
     transports = {s: opened[plan.blocks_of_stage(s)[0].ranks.start] for s in edges}
     rows = []
     for block in plan.blocks:
@@ -84,6 +81,7 @@ def stage_rows(job: Job, model: StageModel) -> list[dict[str, Any]]:
 
 
 def print_overview(job: Job, rows: list[dict[str, Any]], console: Console) -> None:
+    """Print the table of stages, the link choices and notes about the flags. Collective."""
     table = [
         ["stage", "vendor", "ranks", "TP x DP", "layers", "parameters", "state/rank", "to next"]
     ]
@@ -106,12 +104,12 @@ def print_overview(job: Job, rows: list[dict[str, Any]], console: Console) -> No
             ]
         )
     choices = [] if job.links is None else [str(choice) for choice in job.links.choices]
-    lines = [line for part in _everyone(choices) for line in part]
+    lines = [line for part in _all_gather(choices) for line in part]
     kind = "mixed" if len(job.plan.meshes) > 1 else "homogeneous"
     console.line(f"{kind} run on {counted(job.args.world_size, 'rank')}, {job.device.type}:")
     console.line(format_table(table))
     if job.plan.whole_replicas:
-        console.line(_sharing(job))
+        console.line(_describe_replicas(job))
     for line in lines:
         console.line(line)
     if job.simulated:
@@ -134,7 +132,7 @@ def print_overview(job: Job, rows: list[dict[str, Any]], console: Console) -> No
 
 
 def shared_gpus(job: Job) -> str:
-    """What to know of this rank's host where ranks share its GPUs; empty where none do."""
+    """A warning if ranks share the GPUs of this rank's host; empty otherwise."""
     if job.device.type != "cuda":
         return ""
     host = job.identities[job.rank].host
@@ -142,14 +140,14 @@ def shared_gpus(job: Job) -> str:
     gpus = torch.cuda.device_count()
     if ranks <= gpus:
         return ""
-    who = f"{counted(ranks, 'rank')} share {counted(gpus, 'GPU')}"
-    return f"{who} of {host}: read no speed off this run"
+    shared = f"{counted(ranks, 'rank')} share {counted(gpus, 'GPU')}"
+    return f"{shared} of {host}: read no speed off this run"
 
 
-def _sharing(job: Job) -> str:
-    """How the replicas share a global batch, and how they reach each other. Collective."""
+def _describe_replicas(job: Job) -> str:
+    """How replicas share the global batch, and their transports across vendors. Collective."""
     mine = [f"{link.transport} {link.detail}".strip() for link in job.groups.data_links()]
-    transports = sorted({transport for part in _everyone(mine) for transport in part})
+    transports = sorted({transport for part in _all_gather(mine) for transport in part})
     plan, args = job.plan, job.args
     rows = args.global_batch_size // (args.micro_batch_size * plan.row(0))
     parts = [
@@ -164,17 +162,17 @@ def _sharing(job: Job) -> str:
 
 
 def print_peak_memory(job: Job, console: Console, *, iteration: int) -> None:
-    """After the first iteration, when every buffer exists, and when flags ask. Collective."""
+    """Print peak memory per stage. Collective."""
     when = "the first iteration" if iteration == 1 else f"iteration {iteration}"
-    peaks = _by_stage(job, _everyone(measured_peak_bytes(job.device)))
+    peaks = _by_stage(job, _all_gather(measured_peak_bytes(job.device)))
     console.line(f"peak memory of a rank after {when}: {peaks}")
     if job.args.log_device_memory_used and job.device.type == "cuda":
-        used = _by_stage(job, _everyone(device_used_bytes(job.device)))
+        used = _by_stage(job, _all_gather(device_used_bytes(job.device)))
         console.line(f"memory in use on a device after {when}, as its driver counts it: {used}")
 
 
 def _by_stage(job: Job, sizes: list[int]) -> str:
-    """The largest of each stage, of whole replicas on each vendor."""
+    """The maximum over the ranks of each stage and mesh, as text."""
     plan = job.plan
     texts = []
     for block in plan.blocks:
@@ -218,18 +216,18 @@ def _link_entries(job: Job) -> list[dict[str, Any]]:
 
 
 def _reported_transport(job: Job, links: list[dict[str, Any]]) -> str:
-    """What crosses the boundaries; the vendor's library where there is none."""
+    """The transports of boundary links; the vendor's backend if there are none."""
     crossing = sorted({entry["transport"] for entry in links if entry["is_boundary"]})
     return ", ".join(crossing) or job.vendor_backend
 
 
 def write_report(job: Job, trainer: Trainer, rows: list[dict[str, Any]], console: Console) -> None:
-    """Leave a JSON file that says what the run was and what it ended with. Collective.
+    """Write --hetero-report, a JSON file with the run's setup and results. Collective.
 
-    Where the disk does not take it, a warning says so: the run is not lost with it.
+    A file that cannot be written is a warning, not an error.
 
-    `weights.sha256` covers every parameter by its name in the whole model, so that two runs of any
-    pipeline layout can be compared bit for bit.
+    `weights.sha256` covers every parameter by its global name, so that runs with different pipeline
+    layouts can be compared bit for bit.
     """
     args = job.args
     local = {}
@@ -240,16 +238,16 @@ def write_report(job: Job, trainer: Trainer, rows: list[dict[str, Any]], console
             tp_size=args.tensor_model_parallel_size,
         )
         if trainer.model.has_tied_copy:
-            # The second copy of a tied embedding is no parameter of the model.
+            # The second copy of a tied embedding is not a parameter of the whole model.
             local.pop("output_layer.weight", None)
     sums: dict[str, str] = {}
-    for part in _everyone(local):
+    for part in _all_gather(local):
         sums |= part
-    links = [entry for part in _everyone(_link_entries(job)) for entry in part]
-    costs = _everyone(
+    links = [entry for part in _all_gather(_link_entries(job)) for entry in part]
+    costs = _all_gather(
         {
             "peak_memory_bytes": measured_peak_bytes(job.device),
-            "data_wait": trainer.data_waits.as_json(),
+            "data_wait": trainer.data_wait_times.as_json(),
             **trainer.save_costs.as_json(),
         }
     )

@@ -1,4 +1,4 @@
-"""The main job, from a command line to a trained model."""
+"""Entry point of pretrain_gpt.py: errors, exit codes and the end of the process."""
 
 from __future__ import annotations
 
@@ -13,36 +13,33 @@ from typing import TYPE_CHECKING
 
 from hetero.errors import HeteroError, UserError, print_error, write_error_file
 from megatron.training.command_line import read_command_line
-from megatron.training.quiet import quiet_core
+from megatron.training.import_core import import_megatron_core
 from megatron.training.rendezvous import environment_rank
 
 if TYPE_CHECKING:
     from argparse import Namespace
 
-    from megatron.training.initialize import Starter
+    from megatron.training.initialize import Initializer
 
 
 def pretrain(argv: Sequence[str] | None = None) -> int:
-    """Train as the command line says; return the process's exit code.
+    """Train as the command line says; returns the exit code: 0 success, 2 bad input, 1 failure.
 
-    0 when training ended as asked, 2 for bad input, 1 for a failure on the way. After a failure
-    the process ends at once, whatever its threads and the network still wait for.
-
-    What is wrong with the command line is told before torch and megatron-core are imported, which
-    takes seconds.
+    Errors of the command line are printed before torch and megatron-core are imported, which takes
+    seconds. After a failure the process exits with `os._exit`, without waiting for blocked threads.
     """
     args, refused = None, None
     try:
         args = read_command_line(argv)
     except UserError as error:
         refused = error
-    spoken = refused is not None and _local_rank() == 0
-    if refused is not None and spoken:
+    printed = refused is not None and _local_rank() == 0
+    if refused is not None and printed:
         print_error(str(refused))
-        if _ends_the_others():
+        if _may_exit_alone():
             write_error_file(str(refused), printed=True)
-            return _leave(refused.exit_code)
-    return _pretrain(args, refused, spoken=spoken)
+            return _exit(refused.exit_code)
+    return _pretrain(args, refused, printed=printed)
 
 
 def _local_rank() -> int:
@@ -52,8 +49,8 @@ def _local_rank() -> int:
         return 0
 
 
-def _ends_the_others() -> bool:
-    """Whether this process's end is all it takes: it is alone, or its launcher has all ranks."""
+def _may_exit_alone() -> bool:
+    """Whether to exit without telling other ranks: there are none, or the launcher stops them."""
     try:
         _, world_size, _ = environment_rank()
     except UserError:
@@ -62,58 +59,58 @@ def _ends_the_others() -> bool:
     return world_size == 1 or (has_all and "TORCHELASTIC_RUN_ID" in os.environ)
 
 
-def _pretrain(args: Namespace | None, refused: UserError | None, *, spoken: bool) -> int:
-    quiet_core()
-    from megatron.training.initialize import Starter
+def _pretrain(args: Namespace | None, refused: UserError | None, *, printed: bool) -> int:
+    import_megatron_core()
+    from megatron.training.initialize import Initializer
 
-    starter = Starter()
+    initializer = Initializer()
     try:
-        _run(starter, args, refused, spoken=spoken)
+        _run(initializer, args, refused, printed=printed)
     except HeteroError as error:
-        starter.report(error)
-        return _leave(error.exit_code)
+        initializer.report(error)
+        return _exit(error.exit_code)
     except KeyboardInterrupt:
-        return _leave(130)
+        return _exit(130)
     except Exception as error:
-        _explain(starter, error)
-        return _leave(1)
+        _report_exception(initializer, error)
+        return _exit(1)
     return 0
 
 
 def _run(
-    starter: Starter, args: Namespace | None, refused: UserError | None, *, spoken: bool
+    initializer: Initializer, args: Namespace | None, refused: UserError | None, *, printed: bool
 ) -> None:
     from megatron.training.cpu_shim import cpu_shim
-    from megatron.training.session import run_job
+    from megatron.training.run_job import run_job
 
-    with cpu_shim(), contextlib.closing(starter):
-        job = starter.start(args, refused, spoken=spoken)
+    with cpu_shim(), contextlib.closing(initializer):
+        job = initializer.initialize(args, refused, printed=printed)
         run_job(job)
         job.close()
 
 
-def _explain(starter: Starter, error: Exception) -> None:
-    """One line for the failures that another rank's end causes, a traceback for the rest."""
-    text, rank = str(error), starter.rank
+def _report_exception(initializer: Initializer, error: Exception) -> None:
+    """Print one line for failures caused by another rank's exit, and a traceback for others."""
+    text, rank = str(error), initializer.rank
     if isinstance(error, BrokenPipeError):
         return
     if re.search(r"gloo|NCCL|[Cc]onnection (closed|reset|refused)", text):
-        cause = starter.cause_elsewhere() or (
+        cause = initializer.remote_cause() or (
             "another rank has probably ended: its own message says why"
         )
-        sentence = f"a collective failed ({_reason(text)}); {cause}"
-        starter.announce_failure(HeteroError(sentence))
+        sentence = f"a collective failed ({_short_cause(text)}); {cause}"
+        initializer.announce_failure(HeteroError(sentence))
         print_error(f"rank {rank}: {sentence}")
         write_error_file(sentence, printed=True, consequence=True)
         return
-    starter.announce_failure(error)
+    initializer.announce_failure(error)
     trace = "".join(traceback.format_exception(error)).rstrip("\n")
     print_error(f"rank {rank} failed:\n{trace}")
     write_error_file(f"{type(error).__name__}: {error}", printed=True)
 
 
-def _reason(text: str) -> str:
-    """What a library's message says, without its source files and its jokes."""
+def _short_cause(text: str) -> str:
+    """A library's error message without source locations."""
     for pattern, words in (
         (r"[Cc]onnection (closed|reset|refused)", "a connection was closed"),
         (r"[Tt]imed? ?out", "it took too long"),
@@ -123,8 +120,8 @@ def _reason(text: str) -> str:
     return re.sub(r"\[[^]]*\]\s*", "", text.splitlines()[0])[:200]
 
 
-def _leave(code: int) -> int:
-    # A loader's worker that waits for its files would stay behind: it looks for us between batches.
+def _exit(code: int) -> int:
+    # A data loader worker blocked on file I/O would outlive this process.
     for worker in multiprocessing.active_children():
         worker.kill()
     with contextlib.suppress(Exception):

@@ -1,4 +1,4 @@
-"""--profile: a few steps of some ranks under torch's profiler, or marked for NVIDIA's nsys."""
+"""--profile: profiles some steps of some ranks with torch.profiler or NVIDIA's nsys."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import torch
 class StepProfiler:
     """Profiles the steps from --profile-step-start up to --profile-step-end.
 
-    Steps are counted as Megatron counts them: a profile from 10 to 12 holds the two steps after
-    the tenth. torch's profiler leaves one trace for each profiled rank in --tensorboard-dir;
-    without --use-pytorch-profiler the range is marked for `nsys --capture-range=cudaProfilerApi`.
+    Steps count as in Megatron: 10 to 12 profiles the two steps after the tenth. torch.profiler
+    writes one trace per profiled rank to --tensorboard-dir; without --use-pytorch-profiler the
+    range is marked for `nsys --capture-range=cudaProfilerApi`.
     """
 
     def __init__(self, args: argparse.Namespace, *, rank: int, device: torch.device) -> None:
@@ -51,7 +51,7 @@ class StepProfiler:
             self.close()
 
     def close(self) -> None:
-        """Write what has been profiled; a run may end before --profile-step-end."""
+        """Stop and write the trace, if a profile is running."""
         if not self._running:
             return
         self._running = False

@@ -1,4 +1,4 @@
-"""A progress bar on a terminal. What a log has to hold is printed beside it, bar or none."""
+"""A tqdm progress bar, shown on terminals only. Print what a log needs separately."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from typing import Any
 from tqdm import tqdm
 
 
-def progress_bar(*, total: float, shown: bool = True, **look: Any) -> tqdm[Any]:
-    """tqdm's bar on stderr where that is a terminal, and one that shows nothing elsewhere.
+def progress_bar(*, total: float, shown: bool = True, **tqdm_options: Any) -> tqdm[Any]:
+    """A tqdm bar on stderr, disabled if that is not a terminal.
 
-    A terminal may claim to have no size, as those of `docker -t` and `ssh -t` do and as one that is
-    recorded does; tqdm alone would show nothing there. `look` is tqdm's own.
+    The terminals of `docker -t` and `ssh -t` may report a size of 0, with which tqdm draws nothing;
+    a default size is used then.
     """
     shown = shown and sys.stderr.isatty()
     size: dict[str, Any] = {}
     if shown and not _has_size():
         columns, lines = shutil.get_terminal_size()
         size = {"ncols": columns, "nrows": lines}
-    return tqdm(total=total, file=sys.stderr, disable=not shown, **size, **look)
+    return tqdm(total=total, file=sys.stderr, disable=not shown, **size, **tqdm_options)
 
 
 def _has_size() -> bool:
     try:
         columns, lines = os.get_terminal_size(sys.stderr.fileno())
-    except (OSError, ValueError):  # what stands in for a terminal has no descriptor
+    except (OSError, ValueError):  # stderr was replaced by an object without a descriptor
         return False
     return columns > 0 and lines > 0

@@ -1,4 +1,4 @@
-"""Where the ranks of a job meet, and by which addresses they reach each other from there on."""
+"""The rendezvous store, the launcher's environment, and the addresses of ranks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def environment_rank() -> tuple[int, int, int]:
-    """Rank, world size and local rank as torchrun sets them; a lone process is a world of one."""
+    """(rank, world size, local rank) from torchrun's environment; (0, 1, 0) without a launcher."""
     values = []
     for name, default in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0)):
         text = os.environ.get(name, str(default))
@@ -40,15 +40,15 @@ def environment_rank() -> tuple[int, int, int]:
     return rank, world_size, local_rank
 
 
-def endpoint() -> str:
+def store_endpoint() -> str:
     """Of the store, as people write it."""
     return f"{os.environ.get('MASTER_ADDR', '')}:{os.environ.get('MASTER_PORT', '')}"
 
 
 def open_store(rank: int, world_size: int, timeout: float) -> dist.Store:
-    """Reach the rendezvous store that the launcher names in the environment.
+    """Connect to the TCPStore that the environment names; rank 0 hosts it without torchrun.
 
-    Nobody waits here for the ranks that are not there yet: the agreement does, and names them.
+    Does not wait for other ranks: `Agreement` does, and names those that are missing.
     """
     import torch.distributed as dist
 
@@ -86,10 +86,10 @@ def open_store(rank: int, world_size: int, timeout: float) -> dist.Store:
 
 
 def agree_on_addresses(agreement: Agreement, liveness: Liveness, *, rank: int) -> str:
-    """The address by which ranks of other hosts reach this one, once all have reached rank 0.
+    """The local address through which other hosts reach this rank. Collective.
 
-    gloo takes the interface that has it, unless the user has named one. By itself it takes the
-    one that the host's name resolves to, which may be the loopback interface, or none.
+    Also makes gloo use its interface, unless GLOO_SOCKET_IFNAME is set: by default gloo takes the
+    interface that the host name resolves to, which may be the loopback interface.
     """
     error = None
     try:
@@ -97,8 +97,10 @@ def agree_on_addresses(agreement: Agreement, liveness: Liveness, *, rank: int) -
     except UserError as failure:
         error = failure
     route = None if liveness.route is None else asdict(liveness.route)
-    said = agreement.exchange("routes to rank 0", payload={"route": route}, error=error)
-    routes = [None if payload["route"] is None else Route(**payload["route"]) for payload in said]
+    payloads = agreement.exchange("routes to rank 0", payload={"route": route}, error=error)
+    routes = [
+        None if payload["route"] is None else Route(**payload["route"]) for payload in payloads
+    ]
     own = own_address(routes, rank)
     interface = interface_with(own)
     if interface is not None:
@@ -107,9 +109,9 @@ def agree_on_addresses(agreement: Agreement, liveness: Liveness, *, rank: int) -
 
 
 def _await_listener(host: str, port: int, rank: int, timeout: float) -> None:
-    """Wait until somebody listens there. The store's own client would fill the log meanwhile."""
+    """Wait until the port accepts connections: TCPStore's own retries would flood the log."""
     deadline, waiting, reason = time.monotonic() + timeout, WaitReporter(), ""
-    # One rank of a node speaks for those that share its way to the others.
+    # One rank per node logs.
     is_logger = os.environ.get("LOCAL_RANK", "0") == "0"
     while True:
         try:

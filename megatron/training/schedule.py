@@ -1,4 +1,4 @@
-"""Micro-batches through the pipeline: what is computed of each, and by which schedule."""
+"""Forward step, loss function and pipeline schedule."""
 
 from __future__ import annotations
 
@@ -20,18 +20,20 @@ from megatron.training.timing.timers import Timers
 Batch = dict[str, torch.Tensor]
 
 
-def loss_function(
+def loss_func(
     loss_mask: torch.Tensor, losses: torch.Tensor, *, weight: float
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-    """Sum of the token losses (b, s), the number of tokens, and both again for the log.
+    """(sum of token losses times `weight`, number of tokens, {"lm loss": [sum, tokens]}).
 
-    The sum that is differentiated counts `weight` times.
-
-    The log's copy is a clone: the schedule divides the returned loss in place.
+    Args:
+        loss_mask: (b, s), 1 where a token counts.
+        losses: token losses (b, s).
+        weight: factor of the differentiated sum; the logged sum is unweighted.
     """
     mask = loss_mask.reshape(-1).float()
     loss_sum = torch.sum(losses.reshape(-1).float() * mask)
     tokens = mask.sum().to(torch.int)
+    # Clone: the schedule divides the returned loss in place.
     logged = torch.stack([loss_sum.detach().clone().double(), tokens.detach().double()])
     if weight != 1.0:
         loss_sum = loss_sum * weight
@@ -45,7 +47,7 @@ def forward_step(
     timers: Timers,
     weight: float,
 ) -> tuple[torch.Tensor, Callable[..., Any] | None]:
-    """One micro-batch through one model chunk. Middle chunks get an empty batch."""
+    """Run one micro-batch through one model chunk. Middle chunks get an empty batch."""
     with timers("batch-generator"):
         batch = next(batches)
     output = model(
@@ -55,20 +57,20 @@ def forward_step(
         labels=batch.get("labels"),
     )
     mask = batch.get("loss_mask")
-    return output, None if mask is None else partial(loss_function, mask, weight=weight)
+    return output, None if mask is None else partial(loss_func, mask, weight=weight)
 
 
 def loss_weight(shares: Sequence[int], share: int) -> float:
-    """What the losses of a replica with this share count, so that every micro-batch counts alike.
+    """The loss weight of a replica with this share, so that all micro-batches weigh the same.
 
-    megatron-core divides a replica's gradients by the number of its own micro-batches, and their
-    sum over the replicas by the number of replicas.
+    megatron-core divides a replica's gradients by the number of its own micro-batches, and averages
+    them over the replicas.
     """
     return share * len(shares) / sum(shares)
 
 
 class Schedule:
-    """Runs micro-batches through the pipeline, forward and backward or forward only."""
+    """Runs the micro-batches of a step through megatron-core's pipeline schedule."""
 
     def __init__(self, job: Job, model: StageModel, timers: Timers) -> None:
         self._args = job.args
@@ -79,17 +81,17 @@ class Schedule:
         self._row = plan.row(job.coordinate.stage)
         weight = loss_weight(plan.shares(job.coordinate.stage), self._share)
         if job.args.calculate_per_token_loss:
-            # Then gradients are divided once, by the tokens of all replicas.
+            # Gradients are divided once, by the tokens of all replicas.
             weight = 1.0
         self._forward_step = partial(forward_step, timers=timers, weight=weight)
         self._run = get_forward_backward_func(
             pp_size=plan.stages, vp_size=plan.chunks if plan.chunks > 1 else None
         )
         self._communicator: Any = None
-        self._over_links: PipelineCommunicator | None = None
+        self._link_communicator: PipelineCommunicator | None = None
         if job.links is not None:
-            delayed = {"after_gradient": model.delayed.compute} if model.delayed else {}
-            self._communicator = self._over_links = PipelineCommunicator(
+            delayed = {"after_gradient": model.delayed_wgrad.compute} if model.delayed_wgrad else {}
+            self._communicator = self._link_communicator = PipelineCommunicator(
                 pp_group=job.groups.pipeline,
                 config=model.config,
                 upstream=job.links.upstream,
@@ -98,10 +100,10 @@ class Schedule:
                 **delayed,
             )
         elif plan.stages > 1:
-            # The homogeneous baseline is megatron-core's own p2p on the vendor's library.
+            # Homogeneous runs use megatron-core's own p2p on the vendor's library.
             config = model.config
             if timers.level > 1:
-                # Without its own timers: they leave overlapped receives out.
+                # Disable its own timers: they do not cover overlapped receives.
                 config = copy.copy(config)
                 config.timers = None
             self._communicator = P2PCommunicator(job.groups.pipeline, config)
@@ -119,15 +121,20 @@ class Schedule:
         micro_batch_size: int,
         forward_only: bool = False,
     ) -> torch.Tensor:
-        """This rank's share of (loss sum, tokens), float64: zero but on the last stage.
+        """Run one step; returns this rank's (loss sum, tokens), float64 (2,).
+
+        The result is zero except on tensor-parallel rank 0 of the last stage.
 
         Args:
-            batch_size: samples of all replicas together.
+            iterators: one data iterator per model chunk.
+            batch_size: the global batch size, in samples.
+            micro_batch_size: in samples.
+            forward_only: for evaluation.
         """
         groups = self._model.groups if self._communicator is not None else None
         micro_batches = batch_size // (micro_batch_size * self._row) * self._share
-        if self._over_links is not None and not self._is_interleaved:
-            self._over_links.expect(
+        if self._link_communicator is not None and not self._is_interleaved:
+            self._link_communicator.expect(
                 activations=0 if self._is_first else micro_batches,
                 gradients=0 if self._is_last or forward_only else micro_batches,
             )

@@ -1,9 +1,9 @@
-"""Gradients of a tied embedding, whose two copies lie on the first and on the last mesh.
+"""Gradient exchange between the two copies of a tied embedding, on the first and the last mesh.
 
-Each mesh splits its copy in its own way: over its tensor-parallel ranks by rows of the vocabulary,
-and, with the distributed optimizer, a rank's rows once more over its replicas. Rows come one after
-another in memory, so whatever a rank is responsible for is an interval of the whole flat embedding.
-Every rank is sent, from the other copy, the gradients of its own interval, and adds them.
+Each mesh shards its copy differently: by vocabulary rows over its tensor-parallel ranks and, with
+the distributed optimizer, again over its replicas. Rows are contiguous, so a rank always owns an
+interval of the flattened embedding. Every rank receives the other copy's gradients for its interval
+and adds them to its own.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ import torch
 import torch.distributed as dist
 
 Interval = tuple[int, int]
-"""From (inclusive) and to (exclusive), in elements of the whole embedding."""
+"""[begin, end), in elements of the whole flattened embedding."""
 
 
 @dataclass(frozen=True)
 class Transfer:
-    """What one member sends another; members are counted as in their group."""
+    """An interval that one rank sends to another. Ranks are those of the group."""
 
     source: int
     target: int
@@ -28,16 +28,17 @@ class Transfer:
     end: int
 
 
-def cover(
-    wanted: Interval, sources: Sequence[Interval], *, turn: int
+def find_sources(
+    wanted: Interval, sources: Sequence[Interval], *, preferred: int
 ) -> list[tuple[int, Interval]]:
-    """Parts of `wanted`, and which of `sources` gives each.
+    """Split `wanted` into intervals, each with the index of a source that owns it.
 
-    Where several could, as replicas can, they take turns: the one that `turn` says is asked first.
+    Where several sources own an element, as replicas do, the first one from `preferred` on (modulo
+    their number) is taken, so that callers can spread the load.
     """
     found: list[tuple[int, Interval]] = []
     at, end = wanted
-    order = [(turn + step) % len(sources) for step in range(len(sources))]
+    order = [(preferred + step) % len(sources) for step in range(len(sources))]
     while at < end:
         index = next((i for i in order if sources[i][0] <= at < sources[i][1]), None)
         if index is None:
@@ -48,28 +49,31 @@ def cover(
     return found
 
 
-def transfers(held: Sequence[Interval], *, firsts: int) -> list[Transfer]:
-    """Who sends what to whom. The first `firsts` members have one copy, the others the other."""
-    sides = range(firsts), range(firsts, len(held))
+def plan_transfers(owned: Sequence[Interval], *, first_stage_size: int) -> list[Transfer]:
+    """All transfers of the group, whose first `first_stage_size` ranks hold the first stage's copy.
+
+    `owned` is the interval of each rank of the group.
+    """
+    sides = range(first_stage_size), range(first_stage_size, len(owned))
     return [
         Transfer(source=there[source], target=target, begin=begin, end=end)
         for here, there in (sides, sides[::-1])
         for place, target in enumerate(here)
-        for source, (begin, end) in cover(held[target], [held[i] for i in there], turn=place)
+        for source, (begin, end) in find_sources(
+            owned[target], [owned[i] for i in there], preferred=place
+        )
     ]
 
 
 class TiedEmbedding:
-    """This rank's part of a tied embedding, and the group of all that have one.
+    """Exchanges the gradients of a tied embedding. Constructor and methods are collective.
 
     Args:
-        weight: the rank's shard, rows of the whole embedding. Its gradient is in `main_grad`.
-        rows_before: how many rows of the whole embedding come before the shard.
-        held: the flat range of the shard whose gradient this rank has in full.
+        weight: this rank's shard, rows of the whole embedding. Its gradient is in `main_grad`.
+        rows_before: number of rows of the whole embedding before the shard.
+        owned: flat range of the shard whose reduced gradient this rank holds.
         group: the ranks of the first stage, then those of the last.
-        firsts: how many of them are of the first stage.
-
-    Collective over the group, and so is `add_gradients`.
+        first_stage_size: number of ranks of the first stage.
     """
 
     def __init__(
@@ -77,17 +81,17 @@ class TiedEmbedding:
         weight: torch.nn.Parameter,
         *,
         rows_before: int,
-        held: Interval,
+        owned: Interval,
         group: dist.ProcessGroup,
-        firsts: int,
+        first_stage_size: int,
     ) -> None:
         self._weight, self._group = weight, group
         self._offset = rows_before * weight.shape[1]
-        mine = torch.tensor([self._offset + edge for edge in held], device=weight.device)
+        mine = torch.tensor([self._offset + edge for edge in owned], device=weight.device)
         everyone = [torch.empty_like(mine) for _ in range(group.size())]
         dist.all_gather(everyone, mine, group=group)
         intervals = [(row[0], row[1]) for row in torch.stack(everyone).tolist()]
-        moved = transfers(intervals, firsts=firsts)
+        moved = plan_transfers(intervals, first_stage_size=first_stage_size)
         self._sent = {t.target: t for t in moved if t.source == group.rank()}
         self._received = {t.source: t for t in moved if t.target == group.rank()}
 
@@ -104,7 +108,7 @@ class TiedEmbedding:
                 self._part(gradient, self._received[member]).add_(part)
 
     def _sizes(self, moved: Mapping[int, Transfer]) -> list[int]:
-        """Elements for, or from, each member."""
+        """Split sizes for all_to_all: elements to, or from, each rank of the group."""
         members = range(self._group.size())
         return [moved[m].end - moved[m].begin if m in moved else 0 for m in members]
 

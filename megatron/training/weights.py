@@ -1,8 +1,8 @@
-"""Initial weights that do not depend on the layout, and a digest of the weights a run ends with.
+"""Layout-independent weight initialisation, and digests of weights.
 
-Every parameter is drawn on the CPU from a generator seeded by the run's seed and the parameter's
-global name (its layer counted over the whole model), as one whole tensor of which a tensor-parallel
-rank keeps its slice. So the weights are the same for every TP, PP, DP, layer split and vendor.
+Every parameter is sampled on the CPU as a whole tensor, from a generator seeded by the run's seed
+and the parameter's global name (with its global layer number); a tensor-parallel rank keeps its
+slice. So initial weights are the same for every TP, PP, DP, layer split and vendor.
 """
 
 from __future__ import annotations
@@ -24,8 +24,10 @@ _EMBEDDING = "embedding.word_embeddings.weight"
 
 @dataclass(frozen=True)
 class InitialWeights:
-    """How parameters are drawn. `std` and `num_layers` as in GPT-2 and Megatron: the projections
-    that add to the residual stream get std / sqrt(2 * num_layers)."""
+    """The distributions of initial weights, as in Megatron.
+
+    Projections that add to the residual stream get std / sqrt(2 * num_layers).
+    """
 
     seed: int
     std: float
@@ -35,12 +37,12 @@ class InitialWeights:
     tied_embeddings: bool
     xavier_uniform: bool = False
     zero_centered_norms: bool = False
-    """Whether the weight of a norm is stored minus one."""
+    """Whether norms store their weight minus one."""
 
     def draw(
         self, name: str, parameter: torch.nn.Parameter, *, tp_rank: int, tp_size: int
     ) -> torch.Tensor:
-        """The values of one parameter's local shard, float32 on the CPU."""
+        """Sample one parameter's local shard, float32 on the CPU."""
         if name.endswith(".bias"):
             return torch.zeros(parameter.shape)
         if parameter.dim() == 1:
@@ -72,7 +74,7 @@ class InitialWeights:
         self, name: str, whole: torch.Tensor, dim: int, tp_rank: int, tp_size: int
     ) -> torch.Tensor:
         if self.gated_linear_unit and name.endswith("mlp.linear_fc1.weight"):
-            # Gate and up projections are stacked; each rank holds its slice of both.
+            # fc1 stacks gate and up projection; each rank holds a slice of both.
             return torch.cat(
                 [half.chunk(tp_size, dim)[tp_rank] for half in whole.chunk(2, dim)], dim
             )
@@ -80,7 +82,7 @@ class InitialWeights:
 
 
 def global_name(name: str, first_layer: int) -> str:
-    """A parameter's name in the whole model, from its name in a chunk that starts at a layer."""
+    """A parameter's name in the whole model, from its name in a chunk starting at `first_layer`."""
     bare = name.removeprefix("module.").removeprefix("module.")
     return _LAYER.sub(lambda m: f".layers.{int(m[1]) + first_layer}.", bare)
 
@@ -96,17 +98,17 @@ def named_parameters(
 
 def initialize(
     parameters: Sequence[tuple[str, torch.nn.Parameter]],
-    how: InitialWeights,
+    init: InitialWeights,
     *,
     tp_rank: int,
     tp_size: int,
 ) -> None:
-    """Fill parameters in place, on whatever device and in whatever dtype they have."""
+    """Initialise parameters in place, on any device and in any dtype."""
 
     def fill(item: tuple[str, torch.nn.Parameter]) -> None:
         name, parameter = item
         with torch.no_grad():
-            values = how.draw(name, parameter, tp_rank=tp_rank, tp_size=tp_size)
+            values = init.draw(name, parameter, tp_rank=tp_rank, tp_size=tp_size)
             parameter.data.copy_(values)
 
     with _threads() as pool:
@@ -116,7 +118,7 @@ def initialize(
 def digest(
     parameters: Sequence[tuple[str, torch.nn.Parameter]], *, tp_rank: int, tp_size: int
 ) -> dict[str, str]:
-    """sha256 of each local shard's bits, by global name (with the TP shard where there is one)."""
+    """SHA-256 of each local shard, by global name, with a suffix [rank/size] for TP shards."""
 
     def entry(item: tuple[str, torch.nn.Parameter]) -> tuple[str, str]:
         name, parameter = item
@@ -130,12 +132,12 @@ def digest(
 
 
 def _threads() -> ThreadPoolExecutor:
-    """Drawing and hashing are serial inside a tensor and release the GIL: threads share tensors."""
+    """Sampling and hashing are sequential per tensor and release the GIL: one thread per tensor."""
     return ThreadPoolExecutor(max_workers=max(1, torch.get_num_threads()))
 
 
 def combine_digests(sums: dict[str, str]) -> str:
-    """One digest of a whole model, from its parameters' digests."""
+    """The digest of a whole model, from the digests of its parameters."""
     whole = hashlib.sha256()
     for name in sorted(sums):
         whole.update(f"{name} {sums[name]}\n".encode())

@@ -16,7 +16,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron.training import kernels as modules
 from megatron.training import model
-from megatron.training.kernels import Kernels, choose, use
+from megatron.training.kernels import Kernels, install_kernels, select_kernels
 from megatron.training.pretrain import pretrain
 
 with mock.patch("torch.compile", return_value=lambda function: function):
@@ -24,7 +24,7 @@ with mock.patch("torch.compile", return_value=lambda function: function):
 
 
 def as_on_a_gpu(args: argparse.Namespace, device: torch.device) -> Kernels:
-    return replace(choose(args, torch.device("cuda")), swiglu=False)
+    return replace(select_kernels(args, torch.device("cuda")), swiglu=False)
 
 
 def every_product_can_be_added(
@@ -41,10 +41,10 @@ def use_and_name(
     *,
     device: torch.device,
     grad_dtype: torch.dtype,
-    products: object,
+    wgrad: object,
 ) -> Kernels:
     """As a run on a GPU does, say which kernels it uses."""
-    used = use(kernels, config, device=device, grad_dtype=grad_dtype, products=products)
+    used = install_kernels(kernels, config, device=device, grad_dtype=grad_dtype, wgrad=wgrad)
     print(f"fused kernels: {used.names()}", flush=True)
     return used
 
@@ -52,6 +52,6 @@ def use_and_name(
 if __name__ == "__main__":
     # Compiling fails under the function mode in which megatron-core runs on the CPU.
     torch.compiler.set_stance("force_eager")
-    model.choose, model.use = as_on_a_gpu, use_and_name
-    modules.can_add_products = every_product_can_be_added
+    model.select_kernels, model.install_kernels = as_on_a_gpu, use_and_name
+    modules.can_accumulate_wgrad = every_product_can_be_added
     sys.exit(pretrain())

@@ -173,7 +173,7 @@ def test_memory_for_copies_is_made_before_a_save_is_due_and_its_lack_ends_nothin
 # Loads the program once and forks a life of it for every line of flags.
 LIVES = """
 import os, sys
-import megatron.training.cpu_shim, megatron.training.session
+import megatron.training.cpu_shim, megatron.training.run_job
 from megatron.training.pretrain import pretrain
 
 for line in sys.stdin:

@@ -57,7 +57,7 @@ def test_losses_equal_those_of_transformers_on_the_same_tokens(
 def _batches(flags: list[str]) -> list[list[dict[str, Any]]]:
     """The samples of every step, as a run with these flags reads them."""
     args = parse_args(flags, world_size=1)
-    data, _, _ = build_datasets(args, tokenizer=build_tokenizer(args), absent=frozenset())
+    data, _, _ = build_datasets(args, tokenizer=build_tokenizer(args), empty_splits=frozenset())
     assert data is not None
     return [[data[step * BATCH + i] for i in range(BATCH)] for step in range(STEPS)]
 

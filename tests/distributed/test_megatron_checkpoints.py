@@ -109,7 +109,7 @@ def _random_batches(path: Path, steps: int) -> None:
 def _read_batches(path: Path, flags: Sequence[str]) -> None:
     """What a run of ours with these flags reads, step by step."""
     args = parse_args(list(flags), world_size=1)
-    data, _, _ = build_datasets(args, tokenizer=build_tokenizer(args), absent=frozenset())
+    data, _, _ = build_datasets(args, tokenizer=build_tokenizer(args), empty_splits=frozenset())
     assert data is not None
     steps = [[data[step * BATCH + i] for i in range(BATCH)] for step in range(STEPS)]
     torch.save(

@@ -14,7 +14,7 @@ import pytest
 
 from hetero.plan import Plan
 from megatron.training.arguments import parse_args
-from megatron.training.layout import adopt_plan_file, plan_from_args
+from megatron.training.layout import apply_plan_file, plan_from_args
 from tools.reproduction.settings import MODELS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -73,7 +73,7 @@ def parsed(line: str, world_size: int | None = None) -> Command:
     world_size = world_size or int(launcher.get("--nnodes", 1)) * int(launcher["--nproc-per-node"])
     args = parse_args(words[entry + 1 :], world_size=world_size)
     if args.hetero_plan is not None:
-        adopt_plan_file(args)
+        apply_plan_file(args)
     return Command(environ, launcher, args, plan_from_args(args, vendor="nvidia"))
 
 

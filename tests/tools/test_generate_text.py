@@ -17,9 +17,9 @@ from megatron.training.checkpoint.reader import CheckpointReader
 from megatron.training.generation import (
     CachedLogits,
     Sampling,
-    choose,
     generate,
     next_logits,
+    sample_token,
     whole_model,
 )
 from tests.training.huggingface.tiny_huggingface import MODELS, save_tokenizer
@@ -77,7 +77,7 @@ def test_greedy_tokens_equal_those_of_transformers(converted: Path) -> None:
     with CheckpointReader.open(converted / "ours") as reader, whole_model(reader) as ours:
         found = []
         for prompt in prompts.tolist():
-            stream = generate(ours, prompt, Sampling(), longest=256, vocabulary=TOKENS)
+            stream = generate(ours, prompt, Sampling(), max_context=256, vocab_size=TOKENS)
             found.append([*prompt, *(next(stream) for _ in range(8))])
     assert found == expected.tolist()
     assert len(set(expected[:, 4:].flatten().tolist())) > 3
@@ -87,13 +87,13 @@ def test_keys_and_values_that_are_kept_give_the_logits_of_a_whole_pass(
     converted: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With room for few tokens at first, so that the cache also grows; one to three at a time."""
-    monkeypatch.setattr(generation, "_SMALLEST_CACHE", 4)
+    monkeypatch.setattr(generation, "_MIN_CACHE_TOKENS", 4)
     text = torch.randint(0, TOKENS, (40,), generator=torch.Generator().manual_seed(5)).tolist()
     with CheckpointReader.open(converted / "ours") as reader, whole_model(reader) as model:
         expected = next_logits(model, text)
         cached = CachedLogits(model)
         for length in (3, 4, 6, 9, 10, 11, 12, 15, 30, 31, 33, 40):
-            found = cached.after(text[:length])
+            found = cached.logits_after(text[:length])
             torch.testing.assert_close(found, expected[length - 1], rtol=1e-4, atol=1e-5)
 
 
@@ -110,7 +110,7 @@ def test_a_token_costs_no_second_pass_over_the_text(
                 f(ids, *rest, **named),
             )[1],
         )
-        stream = generate(model, [1, 2, 3], Sampling(), longest=7, vocabulary=TOKENS)
+        stream = generate(model, [1, 2, 3], Sampling(), max_context=7, vocab_size=TOKENS)
         tokens = [next(stream) for _ in range(7)]
     assert passed == [3, 1, 1, 1, 1, 7, 7]
     assert len(tokens) == 7
@@ -212,7 +212,7 @@ LOGITS = torch.tensor([0.5, 0.3, 0.15, 0.05]).log()
 
 def _drawn(sampling: Sampling) -> set[int]:
     generator = torch.Generator().manual_seed(0)
-    return {choose(LOGITS.clone(), sampling, generator) for _ in range(400)}
+    return {sample_token(LOGITS.clone(), sampling, generator) for _ in range(400)}
 
 
 @pytest.mark.parametrize(

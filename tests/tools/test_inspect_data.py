@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy
 import pytest
 
-from megatron.training.dataset_description import Description, TokenizerFacts
+from megatron.training.dataset_description import Description, TokenizerInfo
 from tests.tools.test_merge_datasets import build
 from tools.inspect_data import main
 
@@ -71,7 +71,7 @@ def test_without_a_tokenizer_it_says_what_documents_end_with(data, capsys):
 def test_it_says_which_tokenizer_made_the_files_and_refuses_another(data, capsys):
     assert main([data]) == 0
     assert "made with   unknown: no description lies beside the files" in capsys.readouterr().out
-    made = TokenizerFacts("SentencePieceTokenizer", 200, "abc", "tok.model")
+    made = TokenizerInfo("SentencePieceTokenizer", 200, "abc", "tok.model")
     Path(data + ".json").write_text(Description(made, True, {}).to_json())
     assert main([data]) == 0
     said = "SentencePieceTokenizer tok.model of 200 tokens"

@@ -14,7 +14,7 @@ from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatase
 from megatron.training.dataset_checks import inspect_index
 from megatron.training.dataset_description import (
     Description,
-    TokenizerFacts,
+    TokenizerInfo,
     read_description,
 )
 from tools import preprocess_data
@@ -123,7 +123,7 @@ def test_token_files_of_different_types_are_refused(tmp_path, capsys):
 
 def described(prefix: str, size: int, digest: str | None, *, eod: bool = True) -> str:
     """What preprocess_data leaves beside its files."""
-    tokenizer = TokenizerFacts("SentencePieceTokenizer", size, digest, f"{digest}.model")
+    tokenizer = TokenizerInfo("SentencePieceTokenizer", size, digest, f"{digest}.model")
     Path(prefix + ".json").write_text(Description(tokenizer, eod, {}).to_json())
     return prefix
 
@@ -156,7 +156,7 @@ def test_files_of_one_tokenizer_give_a_file_that_says_so(tmp_path, capsys):
     assert main(["--input", *parts, "--output-prefix", f"{tmp_path}/out"]) == 0
     assert capsys.readouterr().err == ""
     found = read_description(f"{tmp_path}/out")
-    assert found.tokenizer == TokenizerFacts("SentencePieceTokenizer", 500, "abc")
+    assert found.tokenizer == TokenizerInfo("SentencePieceTokenizer", 500, "abc")
     assert found.append_eod is True
     assert found.made == {"joined from": parts}
 

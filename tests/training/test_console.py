@@ -15,7 +15,7 @@ PROGRAM = """
 from megatron.training.console import Console
 from tests.training.test_outputs import _record
 
-console = Console(speaks=True, total_iterations=3)
+console = Console(is_logger=True, total_iterations=3)
 console.line("mixed run")
 for number in (1, 2, 3):
     record = _record(iteration=number)

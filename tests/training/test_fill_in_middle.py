@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from hetero.errors import UserError
 from megatron.training.arguments import parse_args
 from megatron.training.data import build_datasets
-from megatron.training.dataset_checks import require_same_text
+from megatron.training.dataset_checks import require_same_data
 from megatron.training.fill_in_middle import FillInMiddle, fill_in_middle
 from megatron.training.tokenizer.build import build_tokenizer
 from tests.training.arguments.conftest import command_line
@@ -250,9 +250,9 @@ def test_nodes_whose_tokenizers_number_the_tokens_otherwise_do_not_train_togethe
     other = made(**{**BYTES, "tokenizer_special_tokens": NAMES[::-1]}).ids
     assert ids != other
     records = [{"tokenizer": [264, ["digest", found]], "data": []} for found in (ids, other)]
-    require_same_text([records[0], records[0]])
+    require_same_data([records[0], records[0]])
     with pytest.raises(UserError, match="rank 1 reads another tokenizer than rank 0"):
-        require_same_text(records)
+        require_same_data(records)
 
 
 @pytest.fixture(scope="module")
@@ -280,7 +280,7 @@ def train_set(prefix: str, flags: str):
     )
     args = parse_args(words, world_size=1)
     train, _, _ = build_datasets(
-        args, tokenizer=build_tokenizer(args), absent=frozenset({"valid", "test"})
+        args, tokenizer=build_tokenizer(args), empty_splits=frozenset({"valid", "test"})
     )
     return train
 

@@ -17,7 +17,7 @@ from hetero.errors import TrainingError
 from hetero.plan import Mesh, Plan
 from megatron.training import overview
 from megatron.training.arguments import build_parser, parse_args
-from megatron.training.loop import Trainer
+from megatron.training.trainer import Trainer
 from tests.distributed.harness import ROOT, finish, start
 
 TINY = ["--yaml-cfg", str(ROOT / "examples" / "presets" / "tiny.yaml")]
@@ -171,7 +171,7 @@ def test_a_run_stops_after_its_time(minutes: int, stops: bool) -> None:
         job=SimpleNamespace(statistics=statistics),
         _began=0.0,
     )
-    assert bool(Trainer._asked_to_stop(trainer)) is stops
+    assert bool(Trainer._should_stop(trainer)) is stops
 
 
 @pytest.mark.parametrize(
@@ -207,7 +207,7 @@ def test_the_drivers_count_of_memory_is_told_when_asked(flags: str, lines: int) 
     job: Any = SimpleNamespace(args=args, plan=plan, device=SimpleNamespace(type="cuda"))
     console = mock.Mock()
     with (
-        mock.patch.object(overview, "_everyone", side_effect=lambda value: [value]),
+        mock.patch.object(overview, "_all_gather", side_effect=lambda value: [value]),
         mock.patch.object(overview, "measured_peak_bytes", return_value=1 << 20),
         mock.patch("torch.cuda.mem_get_info", return_value=(1 << 20, 4 << 20)),
     ):

@@ -11,8 +11,8 @@ from hetero.link.base import LinkError
 from hetero.liveness.liveness import ServerAddress
 from hetero.liveness.liveness_client import LivenessClient
 from hetero.liveness.liveness_server import LivenessServer
-from megatron.training.initialize import Starter
-from megatron.training.pretrain import _explain
+from megatron.training.initialize import Initializer
+from megatron.training.pretrain import _report_exception
 
 HANGS = "rank 2 on c (stage 1) was last heard 10 s ago; see whether it, or its host, hangs"
 
@@ -40,32 +40,32 @@ def other(server: LivenessServer) -> Iterator[LivenessClient]:
 
 
 @pytest.fixture
-def starter(server: LivenessServer) -> Starter:
-    made = Starter()
+def initializer(server: LivenessServer) -> Initializer:
+    made = Initializer()
     made.world_size, made.liveness = 3, server
     return made
 
 
 def test_who_gives_up_a_rank_that_hangs_tells_the_others_which_it_was(
-    starter: Starter, other: LivenessClient
+    initializer: Initializer, other: LivenessClient
 ) -> None:
-    starter.report(LinkError("receiving failed"))
+    initializer.report(LinkError("receiving failed"))
     assert other.cause(10.0) == f"rank 0 on a (stage 0) failed: receiving failed; {HANGS}"
 
 
 def test_a_collective_that_waited_for_a_rank_that_hangs_is_told_with_it(
-    starter: Starter, other: LivenessClient
+    initializer: Initializer, other: LivenessClient
 ) -> None:
-    _explain(starter, RuntimeError("[gloo/transport/tcp.cc:1] Timed out waiting"))
+    _report_exception(initializer, RuntimeError("[gloo/transport/tcp.cc:1] Timed out waiting"))
     said = f"a collective failed (it took too long); {HANGS}"
     assert other.cause(10.0) == f"rank 0 on a (stage 0) failed: {said}"
 
 
 def test_who_ends_because_another_has_ended_says_nothing_of_itself(
-    starter: Starter, server: LivenessServer, other: LivenessClient
+    initializer: Initializer, server: LivenessServer, other: LivenessClient
 ) -> None:
     other.fail("out of memory")
     assert server.cause(10.0) is not None
-    starter.report(LinkError("receiving failed"))
-    starter.announce_failure(LinkError("receiving failed"))
+    initializer.report(LinkError("receiving failed"))
+    initializer.announce_failure(LinkError("receiving failed"))
     assert other.cause(10.0) == f"rank 1 on {socket.gethostname()} failed: out of memory"

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron.training import kernels
-from megatron.training.kernels import Kernels, choose
+from megatron.training.kernels import Kernels, select_kernels
 
 GPU = torch.device("cuda")
 
@@ -43,17 +43,17 @@ def flags(**changed: Any) -> argparse.Namespace:
 
 
 def test_a_llama_on_a_gpu_uses_all() -> None:
-    assert choose(flags(), GPU) == Kernels(True, True, True, True, True)
+    assert select_kernels(flags(), GPU) == Kernels(True, True, True, True, True)
 
 
 def test_a_cpu_uses_none() -> None:
-    assert choose(flags(), torch.device("cpu")) == Kernels()
+    assert select_kernels(flags(), torch.device("cpu")) == Kernels()
     assert Kernels().names() == "none"
 
 
 def test_a_cpu_adds_products_where_they_are_to_wait() -> None:
     waits = flags(delay_wgrad_compute=True)
-    assert choose(waits, torch.device("cpu")) == Kernels(weight_gradient=True)
+    assert select_kernels(waits, torch.device("cpu")) == Kernels(weight_gradient=True)
 
 
 @pytest.mark.parametrize(
@@ -74,12 +74,12 @@ def test_a_cpu_adds_products_where_they_are_to_wait() -> None:
     ids=str,
 )
 def test_a_flag_leaves_one_out(changed: dict[str, Any], kernel: str) -> None:
-    assert not getattr(choose(flags(**changed), GPU), kernel)
+    assert not getattr(select_kernels(flags(**changed), GPU), kernel)
 
 
 def test_swiglu_needs_liger_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels.swiglu, "is_available", lambda: False)
-    assert not choose(flags(), GPU).swiglu
+    assert not select_kernels(flags(), GPU).swiglu
 
 
 def test_the_log_names_what_is_used() -> None:

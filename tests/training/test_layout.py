@@ -14,7 +14,7 @@ import pytest
 from hetero.errors import UserError
 from hetero.plan import Mesh, Plan, PlanError
 from megatron.training.arguments import parse_args
-from megatron.training.layout import adopt_plan_file, plan_from_args, use_mesh
+from megatron.training.layout import apply_mesh, apply_plan_file, plan_from_args
 
 LAUNCH = (
     "--hidden-size 64 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 "
@@ -37,7 +37,7 @@ def _args(flags: str, *, layers: int = 8, ranks: int = 1) -> Namespace:
 def _plan(flags: str, *, layers: int = 8, ranks: int = 1) -> Plan:
     args = _args(flags, layers=layers, ranks=ranks)
     if args.hetero_plan is not None:
-        adopt_plan_file(args)
+        apply_plan_file(args)
     return plan_from_args(args, vendor="cpu")
 
 
@@ -155,7 +155,7 @@ meshes:
 
 def test_a_plan_file_decides_the_sizes(tmp_path: Path) -> None:
     args = _args(_file(tmp_path / "plan.yaml", TWO), ranks=8)
-    adopt_plan_file(args)
+    apply_plan_file(args)
     assert (args.tensor_model_parallel_size, args.pipeline_model_parallel_size) == (2, 2)
     assert args.data_parallel_size == 2
     assert plan_from_args(args, vendor="cpu").layers == ((3,), (5,))
@@ -163,7 +163,7 @@ def test_a_plan_file_decides_the_sizes(tmp_path: Path) -> None:
 
 def test_a_scripts_one_stage_does_not_contradict_the_plan_file(tmp_path: Path) -> None:
     args = _args(_file(tmp_path / "plan.yaml", TWO) + "--pipeline-model-parallel-size 1", ranks=8)
-    adopt_plan_file(args)
+    apply_plan_file(args)
     assert args.pipeline_model_parallel_size == 2
 
 
@@ -173,7 +173,7 @@ def test_all_that_is_wrong_with_a_plan_file_is_said_at_once(tmp_path: Path) -> N
     flags = _file(tmp_path / "plan.yaml", text) + "--tensor-model-parallel-size 4 --optimizer sgd "
     flags += "--recompute-granularity full --recompute-method uniform --recompute-num-layers 3"
     with pytest.raises(UserError) as error:
-        adopt_plan_file(_args(flags, layers=9, ranks=8))
+        apply_plan_file(_args(flags, layers=9, ranks=8))
     for words in (
         "--tensor-model-parallel-size 4 contradicts",
         "which says 3 2; leave the flag out",
@@ -258,7 +258,7 @@ def test_a_ranks_flags_become_those_of_its_mesh() -> None:
         (amd, (4, 1, 2, 8, True, None, None, None)),
     ):
         own = deepcopy(args)
-        use_mesh(own, replace(mesh, distributed_optimizer=mesh is amd, attention_backend="flash"))
+        apply_mesh(own, replace(mesh, distributed_optimizer=mesh is amd, attention_backend="flash"))
         assert (
             own.tensor_model_parallel_size,
             own.data_parallel_size,
@@ -277,7 +277,7 @@ def test_a_ranks_flags_become_those_of_its_mesh() -> None:
 def test_a_mesh_recomputes_as_the_global_flags_say_how() -> None:
     how = "--recompute-method block --recompute-num-layers 2"
     args = _args(UNEQUAL_FLAGS + how, ranks=8)
-    use_mesh(args, plan_from_args(args, vendor="cpu").meshes[0])
+    apply_mesh(args, plan_from_args(args, vendor="cpu").meshes[0])
     assert (args.recompute_granularity, args.recompute_method) == ("full", "block")
     assert args.recompute_num_layers == 2
     with pytest.raises(PlanError, match="do not divide the 3 layers of pipeline stage 0"):

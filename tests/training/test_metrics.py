@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from megatron.training.metrics import (
-    DataWaits,
+    DataWaitTimes,
     IterationRecord,
     measured_peak_bytes,
     model_flops_per_token,
@@ -115,7 +115,7 @@ def test_the_peak_on_cpu_is_the_resident_set() -> None:
 
 
 def test_waiting_for_data_keeps_the_first_iteration_apart() -> None:
-    waits = DataWaits()
+    waits = DataWaitTimes()
     assert waits.as_json()["first_iteration_seconds"] == 0.0
     for seconds in (4.0, 0.25, 0.5):
         waits.add(seconds)

@@ -53,10 +53,10 @@ def test_the_time_in_the_loader_is_counted_and_no_other(clock: list[float]) -> N
     next(batches)
     clock[0] += 100.0  # the step itself
     next(batches)
-    assert batches.take_wait() == 3.0
-    assert batches.take_wait() == 0.0
+    assert batches.pop_wait_seconds() == 3.0
+    assert batches.pop_wait_seconds() == 0.0
     next(batches)
-    assert batches.take_wait() == 0.5
+    assert batches.pop_wait_seconds() == 0.5
 
 
 def test_the_copy_to_the_device_is_not_the_loaders(clock: list[float]) -> None:
@@ -71,7 +71,7 @@ def test_the_copy_to_the_device_is_not_the_loaders(clock: list[float]) -> None:
     batches = MicroBatches([loaded], device=CPU, vocab_size=5)
     next(batches)
     assert clock[0] == 100.0
-    assert batches.take_wait() == 0.0
+    assert batches.pop_wait_seconds() == 0.0
 
 
 def test_a_token_beyond_the_vocabulary_is_refused() -> None:

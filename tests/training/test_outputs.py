@@ -18,7 +18,7 @@ from hetero.formatting import size_text
 from megatron.training.arguments import build_parser
 from megatron.training.console import Console, format_table
 from megatron.training.metrics import IterationRecord
-from megatron.training.recorder import Recorder, check_outputs
+from megatron.training.metrics_logger import MetricsLogger, check_outputs
 
 
 def _outputs(**changed: Any) -> Namespace:
@@ -98,22 +98,24 @@ def test_wandb_that_is_not_installed_is_refused_with_the_remedy(
 def test_what_has_been_recorded_is_on_disk_at_once(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     args = build_parser().parse_args(["--metrics-file", str(path)])
-    recorder = Recorder(args, enabled=True)
-    recorder.iteration(_record(iteration=1))
-    recorder.iteration(_record(iteration=2))
+    metrics_logger = MetricsLogger(args, enabled=True)
+    metrics_logger.iteration(_record(iteration=1))
+    metrics_logger.iteration(_record(iteration=2))
     assert [line.split(",")[0] for line in path.read_text().splitlines()] == [
         '{"iteration": 1',
         '{"iteration": 2',
     ]
-    recorder.close()
+    metrics_logger.close()
 
 
 def test_timers_stand_in_the_line_of_the_iteration_that_logs_them(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    recorder = Recorder(build_parser().parse_args(["--metrics-file", str(path)]), enabled=True)
-    recorder.iteration(_record(iteration=1))
-    recorder.iteration(_record(iteration=2), timing={"iterations": [1, 2]})
-    recorder.close()
+    metrics_logger = MetricsLogger(
+        build_parser().parse_args(["--metrics-file", str(path)]), enabled=True
+    )
+    metrics_logger.iteration(_record(iteration=1))
+    metrics_logger.iteration(_record(iteration=2), timing={"iterations": [1, 2]})
+    metrics_logger.close()
     without, row = (json.loads(line) for line in path.read_text().splitlines())
     assert row.pop("timing") == {"iterations": [1, 2]}
     assert row.keys() == without.keys()
@@ -124,10 +126,10 @@ def test_a_disk_that_is_full_costs_the_metrics_and_says_so_once(tmp_path: Path) 
     path.symlink_to("/dev/full")
     args = build_parser().parse_args(["--metrics-file", str(path)])
     said: list[str] = []
-    recorder = Recorder(args, enabled=True, tell=said.append)
+    metrics_logger = MetricsLogger(args, enabled=True, warn=said.append)
     for iteration in range(1, 4):
-        recorder.iteration(_record(iteration=iteration))
-    recorder.close()
+        metrics_logger.iteration(_record(iteration=iteration))
+    metrics_logger.close()
     assert said == [
         f"warning: --metrics-file {path} can no longer be written (No space left on device); "
         "training goes on and writes nothing more there"
@@ -165,9 +167,9 @@ def test_a_run_outlives_every_file_of_numbers(tmp_path: Path) -> None:
 def test_a_rank_that_does_not_record_writes_nothing(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     args = build_parser().parse_args(["--metrics-file", str(path)])
-    recorder = Recorder(args, enabled=False)
-    recorder.iteration(_record())
-    recorder.close()
+    metrics_logger = MetricsLogger(args, enabled=False)
+    metrics_logger.iteration(_record())
+    metrics_logger.close()
     assert not path.exists()
 
 
@@ -197,7 +199,7 @@ def test_bytes_are_written_in_the_unit_that_fits(count: int, text: str) -> None:
 
 
 def _line(capsys: pytest.CaptureFixture[str], records: list[IterationRecord]) -> str:
-    Console(speaks=True, total_iterations=50).iteration(records, skipped=1, nan=2)
+    Console(is_logger=True, total_iterations=50).iteration(records, skipped=1, nan=2)
     return capsys.readouterr().out
 
 
@@ -241,7 +243,7 @@ def test_a_norm_that_overflowed_is_left_out_of_the_line(capsys: pytest.CaptureFi
 
 
 def test_the_console_of_any_other_rank_is_silent(capsys: pytest.CaptureFixture[str]) -> None:
-    console = Console(speaks=False, total_iterations=5)
+    console = Console(is_logger=False, total_iterations=5)
     console.line("hello")
     console.iteration([_record()], skipped=0, nan=0)
     console.advance(_record())

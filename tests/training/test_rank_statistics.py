@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from hetero.errors import LinkError
-from megatron.training.optimizer import RankStatistics, StepOutcome
+from megatron.training.optimizer import RankStatistics, StepResult
 
 CPU = torch.device("cpu")
 
@@ -84,10 +84,10 @@ def test_where_values_travel(
 
 
 def test_the_loss_of_a_step_is_that_of_a_token() -> None:
-    step = StepOutcome(updated=True, grad_norm=1.0, loss_sum=6.0, tokens=4.0, link_bytes=0)
+    step = StepResult(updated=True, grad_norm=1.0, loss_sum=6.0, tokens=4.0, link_bytes=0)
     assert step.loss == 1.5
 
 
 def test_a_step_without_tokens_has_no_loss() -> None:
-    step = StepOutcome(updated=True, grad_norm=1.0, loss_sum=0.0, tokens=0.0, link_bytes=0)
+    step = StepResult(updated=True, grad_norm=1.0, loss_sum=0.0, tokens=0.0, link_bytes=0)
     assert step.loss != step.loss

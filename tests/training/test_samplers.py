@@ -163,7 +163,7 @@ def test_what_is_left_out_of_the_loss_does_not_depend_on_the_sample_that_was_rea
     tokenizer = build_tokenizer(args)
 
     def masks(order: Iterable[int]) -> dict[int, list[float]]:
-        train, _, _ = build_datasets(args, tokenizer=tokenizer, absent=frozenset())
+        train, _, _ = build_datasets(args, tokenizer=tokenizer, empty_splits=frozenset())
         assert train is not None
         return {index: train[index]["loss_mask"].tolist() for index in order}
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.training.tied_embedding import Interval, cover, transfers
+from megatron.training.tied_embedding import Interval, find_sources, plan_transfers
 
 ELEMENTS = 24
 
@@ -36,15 +36,15 @@ def copies(draw: st.DrawFn) -> list[Interval]:
 def test_every_element_that_a_rank_has_gets_the_other_copys_once(
     first: list[Interval], last: list[Interval]
 ) -> None:
-    held = [*first, *last]
+    owned = [*first, *last]
     received: Counter[tuple[int, int]] = Counter()
-    found = transfers(held, firsts=len(first))
+    found = plan_transfers(owned, first_stage_size=len(first))
     for moved in found:
         assert (moved.source < len(first)) != (moved.target < len(first))
-        begin, end = held[moved.source]
+        begin, end = owned[moved.source]
         assert begin <= moved.begin < moved.end <= end
         received.update((moved.target, element) for element in range(moved.begin, moved.end))
-    wanted = {(rank, element) for rank, own in enumerate(held) for element in range(*own)}
+    wanted = {(rank, element) for rank, own in enumerate(owned) for element in range(*own)}
     assert received == Counter(wanted)
     pairs = Counter((moved.source, moved.target) for moved in found)
     assert set(pairs.values()) <= {1}, "one piece of memory for each"
@@ -52,7 +52,7 @@ def test_every_element_that_a_rank_has_gets_the_other_copys_once(
 
 def test_replicas_take_turns() -> None:
     sources = [(0, 8), (0, 8)]
-    assert [cover((0, 8), sources, turn=turn) for turn in (0, 1)] == [
+    assert [find_sources((0, 8), sources, preferred=turn) for turn in (0, 1)] == [
         [(0, (0, 8))],
         [(1, (0, 8))],
     ]
@@ -60,4 +60,4 @@ def test_replicas_take_turns() -> None:
 
 def test_what_nobody_has_is_an_error() -> None:
     with pytest.raises(ValueError, match="element 4"):
-        cover((0, 8), [(0, 4)], turn=0)
+        find_sources((0, 8), [(0, 4)], preferred=0)

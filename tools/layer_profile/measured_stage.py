@@ -23,8 +23,8 @@ from hetero.data.layer_times import GpuClock, HostClock
 from hetero.data.slowdown import slow_down
 from hetero.plan import Mesh, Plan
 from hetero.planner.layer_profile import PassTimes
-from megatron.training.lone_process import groups_without_peers
 from megatron.training.model import StageModel, build_model, torch_dtype
+from megatron.training.single_process_groups import fake_process_groups
 
 FIRST, MIDDLE, LAST = 0, 1, 2
 _WARM_UP, _AT_LEAST, _AT_MOST = 2, 3, 100
@@ -157,8 +157,10 @@ def measured_stage(
     own.num_layers, own.pipeline_model_parallel_size = plan.num_layers, plan.stages
     rank = plan.rank_at(stage)
     release_memory(device)  # of the stage before
-    with groups_without_peers(plan, rank) as groups:
-        model = build_model(own, plan=plan, rank=rank, groups=groups, device=device, draw=False)
+    with fake_process_groups(plan, rank) as groups:
+        model = build_model(
+            own, plan=plan, rank=rank, groups=groups, device=device, init_weights=False
+        )
         model.train()
         slow_down(*model.chunks)
         yield MeasuredStage(own, model, plan, stage)

@@ -15,9 +15,9 @@ from hetero.errors import UserError
 from hetero.plan import Plan
 from megatron.training import weights
 from megatron.training.cpu_shim import cpu_shim
-from megatron.training.kernels import Kernels, choose, use
-from megatron.training.lone_process import lone_groups
+from megatron.training.kernels import Kernels, install_kernels, select_kernels
 from megatron.training.model import build_chunk, torch_dtype, transformer_config
+from megatron.training.single_process_groups import single_process_groups
 from tools.operators import operator_list
 from tools.operators.draws import Draws, fill_weights
 from tools.operators.dump import REFERENCE, Dump, Header, Operator
@@ -65,7 +65,9 @@ def built_model(
     """The model as training builds it, alone in this process, its weights not drawn yet."""
     with cpu_shim(), _groups(args.num_layers, place) as (plan, collection):
         config = transformer_config(args, plan, place)
-        kernels = use(choose(args, place), config, device=place, grad_dtype=torch.float32)
+        kernels = install_kernels(
+            select_kernels(args, place), config, device=place, grad_dtype=torch.float32
+        )
         model = build_chunk(
             args,
             config,
@@ -91,9 +93,9 @@ def _add_gradient_buffers(model: GPTModel) -> None:
 def _groups(layers: int, device: torch.device) -> AbstractContextManager[tuple[Plan, Any]]:
     """Groups of the vendor's library, as in training."""
     if device.type != "cuda":
-        return lone_groups(layers)
+        return single_process_groups(layers)
     torch.cuda.set_device(0)
-    return lone_groups(
+    return single_process_groups(
         layers, vendor=running_vendor(), vendor_backend="nccl", default="cpu:gloo,cuda:nccl"
     )
 

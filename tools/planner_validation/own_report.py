@@ -13,8 +13,8 @@ from typing import Any
 
 from hetero.formatting import counted
 from hetero.planner.prediction import Prediction
+from megatron.training.import_core import import_megatron_core
 from megatron.training.progress_bar import progress_bar
-from megatron.training.quiet import quiet_core
 from tools.planner_validation.measured_run import Measured
 from tools.planner_validation.own_bench import OwnBench
 from tools.planner_validation.own_cases import EVEN, FACTORS, PLANNED, Case
@@ -56,7 +56,7 @@ class _Row:
 
 def own_runs(folder: Path, *, seconds: float, figures: Path | None) -> str:
     """Predict all plans, run those that have not been run, and compare. Raises HeteroError."""
-    quiet_core()
+    import_megatron_core()
     began = time.monotonic()
     bench = OwnBench(folder)
     rows: list[_Row] = []

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy
 
-from megatron.training.dataset_description import TokenizerFacts
-from megatron.training.quiet import quiet_core
+from megatron.training.dataset_description import TokenizerInfo
+from megatron.training.import_core import import_megatron_core
 from tools.preprocessing.batches import Batch
 from tools.text_input import Document
 
@@ -32,7 +32,7 @@ class Encoder:
     """The tokenizer of a run, built once in each process that has one."""
 
     def __init__(self, args: argparse.Namespace) -> None:
-        quiet_core()
+        import_megatron_core()
         from megatron.core.datasets.indexed_dataset import DType
 
         from megatron.training.tokenizer.build import build_tokenizer
@@ -43,7 +43,7 @@ class Encoder:
         self._keys = tuple(args.json_keys)
         self._end = numpy.array([self._tokenizer.eod] if args.append_eod else [], dtype=numpy.int64)
         self._vocab_size = self._tokenizer.vocab_size
-        self.facts = TokenizerFacts(
+        self.facts = TokenizerInfo(
             type=args.tokenizer_type,
             vocab_size=self._vocab_size,
             digest=tokenizer_digest(self._tokenizer),

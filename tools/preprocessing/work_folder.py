@@ -26,8 +26,8 @@ import numpy
 
 from hetero.errors import UserError
 from hetero.formatting import counted
-from megatron.training.dataset_description import SUFFIX, Description, TokenizerFacts
-from megatron.training.quiet import quiet_core
+from megatron.training.dataset_description import SUFFIX, Description, TokenizerInfo
+from megatron.training.import_core import import_megatron_core
 from tools.preprocessing.batches import Frontier
 from tools.preprocessing.encoder import Tokens
 from tools.preprocessing.index_file import (
@@ -149,7 +149,7 @@ class WorkFolder:
             os.fsync(file.fileno())
         self._write_state()
 
-    def finish(self, tokenizer: TokenizerFacts) -> None:
+    def finish(self, tokenizer: TokenizerInfo) -> None:
         """Write descriptions and indexes, and show all files under their names."""
         if not self.state.complete:
             self._write_descriptions(tokenizer)
@@ -158,7 +158,7 @@ class WorkFolder:
             self._show(number, output)
         self._saved = False
 
-    def _write_descriptions(self, tokenizer: TokenizerFacts) -> None:
+    def _write_descriptions(self, tokenizer: TokenizerInfo) -> None:
         append_eod = bool(self._run["flags"]["append_eod"])
         text = Description(tokenizer, append_eod, self._run).to_json()
         for number in range(len(self.outputs)):
@@ -168,7 +168,7 @@ class WorkFolder:
                 os.fsync(stream.fileno())
 
     def _write_indexes(self) -> None:
-        quiet_core()
+        import_megatron_core()
         from megatron.core.datasets.indexed_dataset import DType
 
         self.save()

@@ -76,7 +76,7 @@ def parse_args(
     """The checked arguments of `argv` (the command line where left out).
 
     `world_size` is read from WORLD_SIZE where left out. With --hetero-plan the parallel sizes come
-    from the plan's file, which is not read here: `layout.adopt_plan_file` sets them and what
+    from the plan's file, which is not read here: `layout.apply_plan_file` sets them and what
     follows from them. In every other case that has been done when this returns. Raises a
     `Refusal` that tells all that is wrong.
     """

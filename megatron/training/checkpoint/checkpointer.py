@@ -155,12 +155,12 @@ class Checkpointer:
                 outcome = self._saver.finish()
         self._told(outcome)
 
-    def before_update(self) -> None:
+    def before_optimizer_step(self) -> None:
         """Call before weights change: a copy that is being taken goes first. Not collective."""
         if self._saver is not None:
             self._saver.order_updates()
 
-    def after_update(self) -> None:
+    def after_optimizer_step(self) -> None:
         """Call after weights change: the first time, a thread begins to make memory for copies.
 
         The optimizer's state, which is to be copied too, exists from then on. Not collective.

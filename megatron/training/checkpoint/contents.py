@@ -30,9 +30,9 @@ from megatron.training.checkpoint.tensor_names import (
 from megatron.training.core_private import (
     OptimizerShard,
     adam_step,
-    dropout_states,
+    cuda_rng_states,
     optimizer_shards,
-    set_dropout_states,
+    set_cuda_rng_states,
 )
 from megatron.training.model import StageModel
 from megatron.training.optimizer import TrainingOptimizer
@@ -155,7 +155,7 @@ def random_pieces(coordinate: Coordinate) -> list[Piece]:
         "cuda": torch.cuda.get_rng_state(),
         "host": torch.frombuffer(bytearray(json.dumps(host).encode()), dtype=torch.uint8),
     }
-    pieces |= {f"dropout.{name}": state for name, state in dropout_states().items()}
+    pieces |= {f"dropout.{name}": state for name, state in cuda_rng_states().items()}
     return [Piece.whole(f"{prefix}{name}", state.clone()) for name, state in pieces.items()]
 
 
@@ -176,7 +176,7 @@ def restore_random(states: dict[str, torch.Tensor]) -> bool:
     torch.set_rng_state(states["torch"])
     torch.cuda.set_rng_state(states["cuda"])
     head = "dropout."
-    set_dropout_states({n.removeprefix(head): s for n, s in states.items() if n.startswith(head)})
+    set_cuda_rng_states({n.removeprefix(head): s for n, s in states.items() if n.startswith(head)})
     return True
 
 

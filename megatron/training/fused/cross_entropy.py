@@ -15,7 +15,7 @@ def _losses(logits_tv: torch.Tensor, labels_t: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(logits_tv.float(), labels_t, reduction="none")
 
 
-def token_losses(logits_sbv: torch.Tensor, labels_bs: torch.Tensor) -> torch.Tensor:
+def fused_cross_entropy(logits_sbv: torch.Tensor, labels_bs: torch.Tensor) -> torch.Tensor:
     """The loss of each token, (b, s), float32, over a vocabulary that one rank holds whole."""
     sequence, batch, vocabulary = logits_sbv.shape
     labels_t = labels_bs.transpose(0, 1).reshape(-1)

@@ -80,6 +80,6 @@ class RowwiseEmbedding(VocabParallelEmbedding):
         return embedded.masked_fill(is_elsewhere.unsqueeze(-1), 0)
 
 
-def add_gradients_by_row(embedding: VocabParallelEmbedding) -> None:
+def use_rowwise_gradient(embedding: VocabParallelEmbedding) -> None:
     """Let an embedding that megatron-core built have the gradient above, under float32 buffers."""
     embedding.__class__ = RowwiseEmbedding

@@ -18,7 +18,7 @@ def is_available() -> bool:
     return True
 
 
-class OnePassSwiGLU:
+class LigerSwiGLU:
     """Stands where megatron-core has its autograd function, with the arguments it is given."""
 
     @staticmethod

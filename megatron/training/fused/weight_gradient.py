@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 
 
-def add_product(
+def accumulate_wgrad(
     main_grad: torch.Tensor, *, grad_output_tn: torch.Tensor, input_tk: torch.Tensor
 ) -> None:
     """main_grad (n, k) += grad_output (tokens, n) transposed times input (tokens, k), in place."""
@@ -21,7 +21,7 @@ def add_product(
     torch.addmm(main_grad, grad_output_nt, input_tk, out_dtype=main_grad.dtype, out=main_grad)
 
 
-def can_add_products(
+def can_accumulate_wgrad(
     device: torch.device, *, input_dtype: torch.dtype, grad_dtype: torch.dtype
 ) -> bool:
     """Whether this build of torch has such a product for these types, and whether it is right."""
@@ -32,25 +32,25 @@ def can_add_products(
     main_grad = torch.ones(16, 16, device=device, dtype=grad_dtype)
     expected = grad_output_tn.float().t() @ input_tk.float() + 1
     try:
-        add_product(main_grad, grad_output_tn=grad_output_tn, input_tk=input_tk)
+        accumulate_wgrad(main_grad, grad_output_tn=grad_output_tn, input_tk=input_tk)
     except (RuntimeError, TypeError, NotImplementedError):
         return False
     return bool(torch.allclose(main_grad.float(), expected, rtol=1e-2))
 
 
-class ProductsIntoGradients:
+class AccumulatingWgrad:
     """What megatron-core expects of apex's extension, under the names that it calls."""
 
     @staticmethod
     def wgrad_gemm_accum_fp32(
         input_tk: torch.Tensor, grad_output_tn: torch.Tensor, main_grad: torch.Tensor
     ) -> None:
-        add_product(main_grad, grad_output_tn=grad_output_tn, input_tk=input_tk)
+        accumulate_wgrad(main_grad, grad_output_tn=grad_output_tn, input_tk=input_tk)
 
     wgrad_gemm_accum_fp16 = wgrad_gemm_accum_fp32
 
 
-class DelayedProducts:
+class DelayedWgrad:
     """The same, kept back until `compute`: the gradient of a stage's input is on its way by then.
 
     What they are computed from stays in memory until then: of every matrix of the stage its input
@@ -78,4 +78,4 @@ class DelayedProducts:
         waiting, self._waiting = self._waiting[::-1], []
         while waiting:
             main_grad, grad_output_tn, input_tk = waiting.pop()
-            add_product(main_grad, grad_output_tn=grad_output_tn, input_tk=input_tk)
+            accumulate_wgrad(main_grad, grad_output_tn=grad_output_tn, input_tk=input_tk)

@@ -16,8 +16,8 @@ import torch
 from hetero.cluster import RankIdentity
 from hetero.plan import Plan
 from megatron.training.console import Console, format_table
+from megatron.training.metrics_logger import MetricsLogger
 from megatron.training.optimizer import RankStatistics
-from megatron.training.recorder import Recorder
 from megatron.training.timing.timers import FORWARD_BACKWARD, OTHER, PARTS, TIMERS, Timers, Times
 
 _ALWAYS = {
@@ -134,10 +134,10 @@ class TimingLog:
         identities: Sequence[RankIdentity],
         statistics: RankStatistics,
         console: Console,
-        recorder: Recorder,
+        metrics_logger: MetricsLogger,
     ) -> None:
         self._args, self._timers, self._statistics = args, timers, statistics
-        self._console, self._recorder = console, recorder
+        self._console, self._metrics_logger = console, metrics_logger
         self._stages = [_place(block.stage, block.ranks, identities) for block in plan.blocks]
         self._lone_ranks = [
             _place(plan.coordinate(rank).stage, [rank], identities)
@@ -161,7 +161,7 @@ class TimingLog:
         if plotted:
             done, self._plotted = self._plotted, Interval()
             # As Megatron: seconds, of the rank that needed longest.
-            self._recorder.timers(
+            self._metrics_logger.timers(
                 {f"{name}-time": max(ms) / 1e3 for name, ms in done.timers().items()},
                 step=iteration,
             )

@@ -411,7 +411,7 @@ ELSEWHERE = {
             "--timing-log-level --timing-log-option --log-timers-to-tensorboard"
         ),
         "training/test_outputs.py": "--metrics-file",
-        "training/test_recorder_flags.py": (
+        "training/test_metrics_logger_flags.py": (
             "--tensorboard-queue-size --log-validation-ppl-to-tensorboard "
             "--log-memory-to-tensorboard --log-world-size-to-tensorboard "
             "--no-log-loss-scale-to-tensorboard --wandb-project --wandb-exp-name --wandb-save-dir "

@@ -20,7 +20,7 @@ from hetero.plan import Plan
 from megatron.training import kernels, model
 from megatron.training.communication_flags import channel_options, group_backends
 from megatron.training.data import (
-    chunk_iterators,
+    build_data_iterators,
     dataset_config,
     required_samples,
 )
@@ -60,7 +60,7 @@ def gpt(args: Namespace) -> dict[str, Any]:
 
 def fused_kernels(args: Namespace) -> dict[str, Any]:
     """The kernels of a run on a GPU."""
-    return dataclasses.asdict(kernels.choose(args, torch.device("cuda")))
+    return dataclasses.asdict(kernels.select_kernels(args, torch.device("cuda")))
 
 
 def ddp(args: Namespace) -> dict[str, Any]:
@@ -106,7 +106,7 @@ def datasets(args: Namespace) -> dict[str, Any]:
 def reordering(args: Namespace) -> dict[str, Any]:
     """What is done to a sample before it becomes tokens and labels; nothing without --fim-data."""
     config = dataset_config(args, tokenizer=build_tokenizer(args))
-    found = getattr(config, "rewrite", None)
+    found = getattr(config, "transform", None)
     return {"done": found is not None} | (vars(found.__self__) if found else {})
 
 
@@ -115,7 +115,7 @@ def loader(args: Namespace) -> dict[str, Any]:
     args.tokenizer_vocab_size = 100
     plan = _plan(args)
     with mock.patch("torch.utils.data.DataLoader", return_value=[]) as built:
-        (batches,) = chunk_iterators(
+        (batches,) = build_data_iterators(
             args,
             list(range(64)),
             coordinate=plan.coordinate(0),

@@ -3,7 +3,7 @@
 import pytest
 
 from hetero.errors import UserError
-from megatron.training.layout import adopt_plan_file
+from megatron.training.layout import apply_plan_file
 
 TWO = "--hetero-pipeline --hetero-vendors amd nvidia --hetero-pipeline-sizes 1 1"
 PLAN = "--hetero-pipeline --hetero-plan plan.yaml"
@@ -136,7 +136,7 @@ def test_plan_and_another_layout_exclude_each_other(parse, flags, tmp_path):
     path.write_text("meshes: [{vendor: amd, layers: [8]}]")
     args = parse(f"--hetero-pipeline --hetero-plan {path} {flags}", world_size=1)
     with pytest.raises(UserError, match="--hetero-plan"):
-        adopt_plan_file(args)
+        apply_plan_file(args)
 
 
 # Meshes of their own sizes.

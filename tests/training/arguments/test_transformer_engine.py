@@ -9,7 +9,7 @@ import pytest
 
 from hetero.errors import UserError
 from megatron.training import model
-from megatron.training.initialize import plan_launch
+from megatron.training.initialize import build_plan
 
 TE = "--transformer-impl transformer_engine"
 
@@ -32,7 +32,7 @@ def test_an_engine_that_is_installed_is_accepted(parse) -> None:
         "transformer_engine",
         False,
     )
-    plan_launch(args, 0)
+    build_plan(args, 0)
 
 
 @pytest.mark.usefixtures("engine")
@@ -40,7 +40,7 @@ def test_an_engine_that_cannot_be_imported_is_refused_with_the_remedy(parse, mon
     args = parse(TE)
     monkeypatch.setitem(sys.modules, "transformer_engine", None)
     with pytest.raises(UserError, match=r"cannot be imported .* install it with .*\[te\]"):
-        plan_launch(args, 0)
+        build_plan(args, 0)
 
 
 @pytest.mark.usefixtures("engine")

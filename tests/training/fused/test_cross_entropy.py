@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from megatron.training.fused.cross_entropy import token_losses
+from megatron.training.fused.cross_entropy import fused_cross_entropy
 
 
 def test_each_token_has_its_loss_and_gradient() -> None:
     logits_sbv = torch.randn(3, 2, 11, requires_grad=True)
     labels_bs = torch.tensor([[1, 0, 10], [4, 4, 7]])
-    losses = token_losses(logits_sbv, labels_bs)
+    losses = fused_cross_entropy(logits_sbv, labels_bs)
     expected = F.cross_entropy(logits_sbv.permute(1, 2, 0), labels_bs, reduction="none")
     assert losses.shape == labels_bs.shape
     torch.testing.assert_close(losses, expected)

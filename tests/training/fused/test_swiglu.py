@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron.training.fused import swiglu
-from megatron.training.fused.swiglu import OnePassSwiGLU
+from megatron.training.fused.swiglu import LigerSwiGLU
 
 MODULE = "liger_kernel.ops.swiglu"
 
@@ -46,10 +46,10 @@ def test_without_liger_kernel_it_is_not_available(monkeypatch: pytest.MonkeyPatc
 
 def test_it_takes_what_megatron_core_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, LigerFusedGateUpSiLUMulFunction=Doubled)
-    assert OnePassSwiGLU.apply(torch.ones(2), False, False).tolist() == [2.0, 2.0]
+    assert LigerSwiGLU.apply(torch.ones(2), False, False).tolist() == [2.0, 2.0]
 
 
 @pytest.mark.parametrize("stored", [(True, False), (False, True)], ids=["fp8", "offloaded"])
 def test_another_place_for_its_input_is_refused(stored: tuple[bool, bool]) -> None:
     with pytest.raises(NotImplementedError, match="keeps its input as it is"):
-        OnePassSwiGLU.apply(torch.ones(2), *stored)
+        LigerSwiGLU.apply(torch.ones(2), *stored)

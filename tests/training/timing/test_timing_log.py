@@ -71,7 +71,9 @@ def _log(flags: str) -> SimpleNamespace:
         ],
         statistics=found.statistics,
         console=SimpleNamespace(line=found.lines.append),
-        recorder=SimpleNamespace(timers=lambda values, step: found.points.append((step, values))),
+        metrics_logger=SimpleNamespace(
+            timers=lambda values, step: found.points.append((step, values))
+        ),
     )
     return found
 

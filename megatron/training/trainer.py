@@ -1,4 +1,4 @@
-"""Training and evaluation: what happens in every iteration."""
+"""The training loop and evaluation of one rank."""
 
 from __future__ import annotations
 
@@ -25,26 +25,26 @@ from megatron.training.console import Console
 from megatron.training.data import MicroBatches
 from megatron.training.job import Job
 from megatron.training.metrics import (
-    DataWaits,
+    DataWaitTimes,
     IterationRecord,
     measured_peak_bytes,
     tflops_per_gpu,
 )
+from megatron.training.metrics_logger import MetricsLogger
 from megatron.training.model import StageModel
-from megatron.training.optimizer import StepOutcome, TrainingOptimizer
+from megatron.training.optimizer import StepResult, TrainingOptimizer
+from megatron.training.param_hashes import check_param_hashes_across_dp_replicas
 from megatron.training.profiling import StepProfiler
-from megatron.training.recorder import Recorder
-from megatron.training.replicas import require_same_weights
 from megatron.training.schedule import Schedule
 from megatron.training.timing.report import Interval, TimingLog
 from megatron.training.timing.timers import Timers
 
 
-def _spare_lasting_objects() -> None:
-    """Leave what a run keeps to its end out of all later garbage collections.
+def _freeze_gc() -> None:
+    """Exclude all current objects from later garbage collections.
 
-    Once an iteration has been made, nearly all objects of the interpreter are such: the libraries',
-    the model's. A full collection looks at each of them, with every thread standing still.
+    After the first iteration nearly all of them live until the end of the run (libraries, model),
+    and a full collection would visit each one while holding the GIL.
     """
     gc.collect()
     gc.freeze()
@@ -62,7 +62,7 @@ class Trainer:
         scheduler: OptimizerParamScheduler,
         schedule: Schedule,
         console: Console,
-        recorder: Recorder,
+        metrics_logger: MetricsLogger,
         report_memory: Callable[[int], None],
         checkpointer: Checkpointer,
         progress: Progress,
@@ -77,7 +77,7 @@ class Trainer:
         self.scheduler = scheduler
         self.schedule = schedule
         self.console = console
-        self.recorder = recorder
+        self.metrics_logger = metrics_logger
         self.iteration = progress.iteration
         self.consumed_samples = progress.consumed_train_samples
         self.consumed_valid_samples = progress.consumed_valid_samples
@@ -85,11 +85,11 @@ class Trainer:
         self.nan = 0
         self.interrupted = False
         self.stopped_early = False
-        """Whether it was told to stop, and not only at its end: whoever asks wants it soon."""
+        """Whether training ended before its last iteration; final evaluations are then skipped."""
         self._checkpointer, self._stop_signal = checkpointer, stop_signal
         self.records: list[IterationRecord] = []
         self._unlogged: list[IterationRecord] = []
-        self.data_waits = DataWaits()
+        self.data_wait_times = DataWaitTimes()
         self._timers = timers
         self._timing = TimingLog(
             job.args,
@@ -98,7 +98,7 @@ class Trainer:
             identities=job.identities,
             statistics=job.statistics,
             console=console,
-            recorder=recorder,
+            metrics_logger=metrics_logger,
         )
         self._began = time.monotonic()
         self._profiler = StepProfiler(self.args, rank=job.rank, device=job.device)
@@ -108,12 +108,12 @@ class Trainer:
         if self.args.manual_gc:
             gc.disable()
         self.model.train()
-        while not self._finished():
+        while not self._is_finished():
             self._profiler.before_step(self.iteration)
-            self._iterate(iterators)
+            self._train_step(iterators)
             self._profiler.after_step(self.iteration)
             if len(self.records) == 1:
-                _spare_lasting_objects()
+                _freeze_gc()
             if len(self.records) == 1 or self._is_multiple(self.args.log_memory_interval):
                 self._report_memory(self.iteration)
             self._collect_garbage()
@@ -121,13 +121,13 @@ class Trainer:
             if evaluate is not None and interval and self.iteration % interval == 0:
                 evaluate()
                 self.model.train()
-            stops = self._asked_to_stop()
-            self._save_if_due(last=stops or self._finished())
+            stops = self._should_stop()
+            self._save_if_due(last=stops or self._is_finished())
             if stops:
-                self.stopped_early = self.interrupted or not self._finished()
+                self.stopped_early = self.interrupted or not self._is_finished()
                 break
         if not self.records and self.args.save != self.args.load:
-            # Nothing was left to train: the checkpoint is written again, in this run's layout.
+            # No iterations left: save the loaded checkpoint in this run's layout.
             self._save_if_due(last=True)
         self._profiler.close()
         if self._unlogged:
@@ -142,12 +142,12 @@ class Trainer:
         return bool(interval) and self.iteration % (interval or 1) == 0
 
     def _collect_garbage(self) -> None:
-        """With --manual-gc all ranks collect together, so that none waits for another's pause."""
+        """With --manual-gc, collect on all ranks in the same iterations."""
         interval = self.args.manual_gc_interval
         if self.args.manual_gc and interval and self.iteration % interval == 0:
             gc.collect()
 
-    def _finished(self) -> bool:
+    def _is_finished(self) -> bool:
         if self.args.train_samples:
             return self.consumed_samples >= self.args.train_samples
         return self.iteration >= self.args.train_iters
@@ -168,7 +168,7 @@ class Trainer:
                 )
             )
 
-    def _asked_to_stop(self) -> bool:
+    def _should_stop(self) -> bool:
         if self.interrupted:
             self.console.line(
                 f"stopping at iteration {self.iteration}, as {self.args.exit_signal} asks"
@@ -179,7 +179,7 @@ class Trainer:
             return True
         if self.args.exit_duration_in_mins:
             minutes = torch.tensor([(time.monotonic() - self._began) / 60], dtype=torch.float64)
-            # Rank 0's clock decides for all.
+            # All ranks must use the same clock: rank 0's.
             if self.job.statistics.gather(minutes)[0][0] > self.args.exit_duration_in_mins:
                 self.console.line(
                     f"stopping at iteration {self.iteration}, as --exit-duration-in-mins asks"
@@ -187,7 +187,7 @@ class Trainer:
                 return True
         return False
 
-    def _iterate(self, iterators: list[Iterator[Any]]) -> None:
+    def _train_step(self, iterators: list[Iterator[Any]]) -> None:
         began = time.perf_counter()
         self._timers.begin()
         batch_size = batch_size_at(self.args, self.consumed_samples)
@@ -195,20 +195,22 @@ class Trainer:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
         micro_batch_size = self.args.micro_batch_size
-        share = self.schedule.run(
+        loss_sum, tokens = self.schedule.run(
             iterators,
             batch_size=batch_size,
             micro_batch_size=micro_batch_size,
         )
-        # A GPU still has all of this iteration to do.
+        # The GPU is busy with this iteration, so the host has time for the previous ones.
         self._timers.settle()
-        data_wait = sum((i.take_wait() for i in iterators if isinstance(i, MicroBatches)), 0.0)
-        self.data_waits.add(data_wait)
-        self._checkpointer.before_update()
+        data_wait = sum(
+            (i.pop_wait_seconds() for i in iterators if isinstance(i, MicroBatches)), 0.0
+        )
+        self.data_wait_times.add(data_wait)
+        self._checkpointer.before_optimizer_step()
         with self._timers("optimizer"):
             outcome = self.optimizer.step(
-                loss_sum=share[0],
-                tokens=share[1],
+                loss_sum=loss_sum,
+                tokens=tokens,
                 link_bytes=self._boundary_bytes(),
                 check_links=self.job.check_links,
                 stop_requested=self._stop_signal is not None and self._stop_signal.seen,
@@ -219,19 +221,18 @@ class Trainer:
         self._require_finite(outcome, batch_size)
         if outcome.updated:
             self.scheduler.step(increment=batch_size)
-            self._checkpointer.after_update()
+            self._checkpointer.after_optimizer_step()
         else:
             self.skipped += 1
-        # As Megatron logs it: the rate that the next iteration will use.
+        # As in Megatron's log: the learning rate of the next iteration.
         learning_rate = get_canonical_lr_for_logging(self.optimizer.inner.param_groups)
         self._timers.end()
-        # Reading it waits for the device: the update is enqueued by now, and its time is this
-        # iteration's.
+        # Synchronises with the device, so that the update counts towards this iteration's time.
         loss_scale = self.optimizer.loss_scale
         seconds = time.perf_counter() - began
         self._release_cache()
         if self._is_multiple(self.args.check_weight_hash_across_dp_replicas_interval):
-            require_same_weights(self.job, self.model, iteration=self.iteration)
+            check_param_hashes_across_dp_replicas(self.job, self.model, iteration=self.iteration)
         self._record(outcome, batch_size, learning_rate, loss_scale, seconds, data_wait)
 
     def _boundary_bytes(self) -> int:
@@ -240,7 +241,7 @@ class Trainer:
             links = links + self.job.links.boundary()
         return sum(link.counters.bytes_sent for link in links)
 
-    def _require_finite(self, outcome: StepOutcome, batch_size: int) -> None:
+    def _require_finite(self, outcome: StepResult, batch_size: int) -> None:
         loss_is_finite = math.isfinite(outcome.loss)
         norm_is_finite = outcome.grad_norm is None or math.isfinite(outcome.grad_norm)
         if loss_is_finite and norm_is_finite:
@@ -259,7 +260,7 @@ class Trainer:
 
     def _record(
         self,
-        outcome: StepOutcome,
+        outcome: StepResult,
         batch_size: int,
         learning_rate: float | None,
         loss_scale: float,
@@ -284,7 +285,7 @@ class Trainer:
             batch_size=batch_size,
             loss_scale=loss_scale,
             skipped=not outcome.updated,
-            num_zeros=outcome.zeros,
+            num_zeros=outcome.num_zeros,
             params_norm=self._params_norm(),
             peak_memory_bytes=measured_peak_bytes(self.job.device),
             data_wait_ms=data_wait * 1000,
@@ -294,7 +295,7 @@ class Trainer:
         self.records.append(record)
         logged = self.iteration % self.args.log_interval == 0
         timing = self._timing.after(self.iteration, logged=logged)
-        self.recorder.iteration(
+        self.metrics_logger.iteration(
             record, timing=None if timing is None else self._timing.as_json(timing)
         )
         self.console.advance(record)
@@ -304,7 +305,7 @@ class Trainer:
         self._show(timing)
 
     def _params_norm(self) -> float | None:
-        """Norm of all weights, with --log-params-norm. Collective."""
+        """L2 norm of all weights, with --log-params-norm. Collective."""
         if not self.args.log_params_norm:
             return None
         square = torch.zeros(1, dtype=torch.float64, device=self.job.device)
@@ -327,7 +328,7 @@ class Trainer:
 
 
 class Evaluator:
-    """Loss over a fixed number of batches, weights untouched."""
+    """Computes the loss over --eval-iters batches of a dataset."""
 
     def __init__(
         self,
@@ -336,13 +337,13 @@ class Evaluator:
         model: StageModel,
         schedule: Schedule,
         console: Console,
-        recorder: Recorder,
+        metrics_logger: MetricsLogger,
     ) -> None:
         self._job, self._model, self._schedule = job, model, schedule
-        self._console, self._recorder = console, recorder
+        self._console, self._metrics_logger = console, metrics_logger
 
     def run(self, iterators: list[Iterator[Any]], *, name: str, iteration: int, when: str) -> float:
-        """Mean token loss over --eval-iters global batches, the same on every rank."""
+        """Mean token loss over --eval-iters global batches, the same on every rank. Collective."""
         args = self._job.args
         self._model.train(False)
         total = torch.zeros(2, dtype=torch.float64, device=self._job.device)
@@ -361,5 +362,5 @@ class Evaluator:
         self._console.line(
             f" {name} loss {when} | lm loss value: {loss:.6E} | lm loss PPL: {perplexity:.6E} |"
         )
-        self._recorder.evaluation(name, loss=loss, perplexity=perplexity, iteration=iteration)
+        self._metrics_logger.evaluation(name, loss=loss, perplexity=perplexity, iteration=iteration)
         return loss

@@ -12,7 +12,7 @@ import pytest
 from hetero.errors import UserError
 from megatron.training.arguments import build_parser
 from megatron.training.metrics import IterationRecord
-from megatron.training.recorder import Recorder, check_outputs
+from megatron.training.metrics_logger import MetricsLogger, check_outputs
 
 RECORD = IterationRecord(
     iteration=4,
@@ -39,10 +39,10 @@ RECORD = IterationRecord(
 WANDB = "--wandb-project words --wandb-exp-name first"
 
 
-def _recorder(flags: str) -> Recorder:
+def _recorder(flags: str) -> MetricsLogger:
     args = build_parser().parse_args(flags.split())
     args.world_size = 6
-    return Recorder(args, enabled=True)
+    return MetricsLogger(args, enabled=True)
 
 
 def _points(folder: Path) -> dict[str, list[tuple[int, float]]]:
@@ -57,10 +57,10 @@ def _points(folder: Path) -> dict[str, list[tuple[int, float]]]:
 
 
 def _written(tmp_path: Path, flags: str = "") -> dict[str, list[tuple[int, float]]]:
-    recorder = _recorder(f"--tensorboard-dir {tmp_path} {flags}")
-    recorder.iteration(RECORD)
-    recorder.evaluation("validation", loss=2.0, perplexity=8.0, iteration=4)
-    recorder.close()
+    metrics_logger = _recorder(f"--tensorboard-dir {tmp_path} {flags}")
+    metrics_logger.iteration(RECORD)
+    metrics_logger.evaluation("validation", loss=2.0, perplexity=8.0, iteration=4)
+    metrics_logger.close()
     return _points(tmp_path)
 
 
@@ -119,17 +119,17 @@ def wandb(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_wandb_is_told_the_run_as_the_flags_name_it(wandb: Any, tmp_path: Path) -> None:
-    recorder = _recorder(f"{WANDB} --wandb-entity team --wandb-save-dir {tmp_path} --lr 0.5")
+    metrics_logger = _recorder(f"{WANDB} --wandb-entity team --wandb-save-dir {tmp_path} --lr 0.5")
     given = wandb.init.call_args.kwargs
     config = given.pop("config")
     assert given == {"project": "words", "name": "first", "entity": "team", "dir": str(tmp_path)}
     assert config["lr"] == 0.5
-    recorder.iteration(RECORD)
+    metrics_logger.iteration(RECORD)
     values, step = wandb.init.return_value.log.call_args
     assert (values[0]["lm loss"], step["step"]) == (2.0, 4)
-    recorder.timers({"optimizer-time": 0.25}, step=4)
+    metrics_logger.timers({"optimizer-time": 0.25}, step=4)
     assert wandb.init.return_value.log.call_args == mock.call({"optimizer-time": 0.25}, step=4)
-    recorder.close()
+    metrics_logger.close()
     wandb.init.return_value.finish.assert_called_once_with()
 
 

@@ -19,7 +19,7 @@ TOOLS = sorted(path for path in (ROOT / "tools").rglob("*.py") if "quiet" not in
 
 def test_megatron_core_is_quiet_and_brings_no_compiler_for_a_cpu() -> None:
     code = (
-        "from megatron.training.quiet import quiet_core; quiet_core()\n"
+        "from megatron.training.import_core import import_megatron_core; import_megatron_core()\n"
         "import megatron.training.dataset_checks, megatron.training.generation, sys, torch\n"
         "for_gpus = torch.version.cuda or torch.version.hip\n"
         "assert for_gpus or 'torch._inductor.compile_fx' not in sys.modules"
@@ -33,4 +33,4 @@ def test_a_tool_tells_it_before_it_imports_it(path: Path) -> None:
     text = path.read_text()
     first = IMPORTS_CORE.search(text)
     if first is not None:
-        assert "quiet_core()" in text[: first.start()]
+        assert "import_megatron_core()" in text[: first.start()]

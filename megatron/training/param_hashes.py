@@ -1,4 +1,4 @@
-"""Whether data-parallel ranks still hold the same weights, bit for bit."""
+"""--check-weight-hash-across-dp-replicas-interval: compares weights of data-parallel replicas."""
 
 from __future__ import annotations
 
@@ -12,12 +12,15 @@ from megatron.training.core_private import gather_parameters
 from megatron.training.job import Job
 from megatron.training.model import StageModel
 
-# A float64 holds whole numbers of 53 bits, and that is what ranks gather.
+# Hashes are gathered as float64, which represents integers of up to 53 bits: 12 hex digits each.
 _PARTS, _HEX_DIGITS = 4, 12
 
 
-def require_same_weights(job: Job, model: StageModel, *, iteration: int) -> None:
-    """Raise TrainingError, on every rank, where replicas differ. Collective; copies all weights."""
+def check_param_hashes_across_dp_replicas(job: Job, model: StageModel, *, iteration: int) -> None:
+    """Raise TrainingError on every rank if replicas differ in any bit.
+
+    Collective. Copies all weights to the host.
+    """
     gather_parameters(model.chunks)
     digest = hashlib.sha256()
     for name, parameter in model.named_parameters():
@@ -31,15 +34,15 @@ def require_same_weights(job: Job, model: StageModel, *, iteration: int) -> None
 
 
 def _compare(job: Job, rows: Sequence[Sequence[float]], *, iteration: int) -> None:
-    odd: list[str] = []
+    mismatches: list[str] = []
     for rank, row in enumerate(rows):
-        place = job.plan.coordinate(rank)
-        first = job.plan.rank_at(place.stage, tensor=place.tensor)
+        coordinate = job.plan.coordinate(rank)
+        first = job.plan.rank_at(coordinate.stage, tensor=coordinate.tensor)
         if row != rows[first]:
-            odd.append(f"rank {rank} on {job.identities[rank].host} and rank {first}")
-    if odd:
+            mismatches.append(f"rank {rank} on {job.identities[rank].host} and rank {first}")
+    if mismatches:
         raise TrainingError(
             f"the weights of data-parallel ranks differ after iteration {iteration}: "
-            f"{'; '.join(odd)}; look at the memory and the links of these hosts, and continue "
-            "from the last checkpoint"
+            f"{'; '.join(mismatches)}; look at the memory and the links of these hosts, and "
+            "continue from the last checkpoint"
         )

@@ -1,4 +1,4 @@
-"""One job on one rank: build, train, evaluate, report."""
+"""Runs an initialized job on one rank: builds the model, trains, evaluates, writes the report."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import Any
 from hetero.cluster import VENDOR_VARIABLE
 from hetero.data.slowdown import SLOWDOWN_VARIABLE, slow_down
 from megatron.training.arguments.flags_hetero import MEASURED
+from megatron.training.auto_data_shares import measure_data_shares
 from megatron.training.checkpoint.checkpointer import Checkpointer, expected_progress
 from megatron.training.checkpoint.signals import StopSignal
 from megatron.training.console import Console
 from megatron.training.core_private import gather_parameters
-from megatron.training.data import chunk_iterators
+from megatron.training.data import build_data_iterators
 from megatron.training.job import Job
-from megatron.training.loop import Evaluator, Trainer
-from megatron.training.measured_shares import measure_shares
+from megatron.training.metrics_logger import MetricsLogger
 from megatron.training.model import build_model
 from megatron.training.optimizer import TrainingOptimizer, build_scheduler
 from megatron.training.overview import (
@@ -26,14 +26,14 @@ from megatron.training.overview import (
     stage_rows,
     write_report,
 )
-from megatron.training.recorder import Recorder
 from megatron.training.schedule import Schedule
 from megatron.training.timing.clocks import clock_of
 from megatron.training.timing.timers import Timers
+from megatron.training.trainer import Evaluator, Trainer
 
 
 def run_job(job: Job) -> None:
-    """Train the job's model to its end, or until it is asked to stop."""
+    """Train to the end of the run, or until the exit signal."""
     with ExitStack() as stack:
         stop_signal = None
         if job.args.exit_signal_handler:
@@ -44,13 +44,13 @@ def run_job(job: Job) -> None:
 def _run(job: Job, stack: ExitStack, stop_signal: StopSignal | None) -> None:
     args = job.args
     start = expected_progress(job.checkpoint).iteration
-    console = Console(speaks=job.rank == 0, total_iterations=args.train_iters, start=start)
+    console = Console(is_logger=job.rank == 0, total_iterations=args.train_iters, start=start)
     stack.callback(console.close)
     model = build_model(args, plan=job.plan, rank=job.rank, groups=job.groups, device=job.device)
     vendor = job.identities[job.rank].vendor
     slow_down(*model.chunks, environ={**os.environ, VENDOR_VARIABLE: vendor})
     if args.hetero_data_shares == MEASURED and not args.skip_train:
-        job, measured = measure_shares(job, model)
+        job, measured = measure_data_shares(job, model)
         console.line(measured)
     timers = Timers(level=args.timing_log_level, clock=clock_of(job.device))
     model.config.timers = timers if timers.level else None
@@ -64,13 +64,13 @@ def _run(job: Job, stack: ExitStack, stop_signal: StopSignal | None) -> None:
         timers=timers,
     )
     schedule = Schedule(job, model, timers)
-    recorder = Recorder(args, enabled=job.rank == 0, resumed_at=start, tell=console.line)
-    stack.callback(recorder.close)
+    metrics_logger = MetricsLogger(args, enabled=job.rank == 0, resumed_at=start, warn=console.line)
+    stack.callback(metrics_logger.close)
     rows = stage_rows(job, model)
     print_overview(job, rows, console)
     if slowed := os.environ.get(SLOWDOWN_VARIABLE):
         console.line(f"{SLOWDOWN_VARIABLE}={slowed}: layers take so many times as long (simulated)")
-    if args.delay_wgrad_compute and model.delayed is None:
+    if args.delay_wgrad_compute and model.delayed_wgrad is None:
         console.line(
             "--delay-wgrad-compute: nothing is delayed on this stage, whose torch has no product "
             "that adds to gradients of another type than the weights'"
@@ -94,14 +94,16 @@ def _run(job: Job, stack: ExitStack, stop_signal: StopSignal | None) -> None:
         scheduler=scheduler,
         schedule=schedule,
         console=console,
-        recorder=recorder,
+        metrics_logger=metrics_logger,
         report_memory=lambda iteration: print_peak_memory(job, console, iteration=iteration),
         checkpointer=checkpointer,
         progress=checkpointer.resume(),
         stop_signal=stop_signal,
         timers=timers,
     )
-    evaluator = Evaluator(job, model=model, schedule=schedule, console=console, recorder=recorder)
+    evaluator = Evaluator(
+        job, model=model, schedule=schedule, console=console, metrics_logger=metrics_logger
+    )
     if not args.skip_train:
         trainer.train(
             _iterators(
@@ -124,7 +126,7 @@ def _run(job: Job, stack: ExitStack, stop_signal: StopSignal | None) -> None:
 def _iterators(
     job: Job, dataset: Any, *, micro_batch_size: int, consumed: int = 0, cyclic: bool = False
 ) -> list[Any]:
-    return chunk_iterators(
+    return build_data_iterators(
         job.args,
         dataset,
         coordinate=job.coordinate,
@@ -177,4 +179,5 @@ def _final_evaluations(job: Job, trainer: Trainer, evaluator: Evaluator) -> None
 
 
 def _is_enough(job: Job, samples: int) -> bool:
+    """Whether a split has samples for one micro-batch row over all ranks."""
     return samples >= job.args.eval_micro_batch_size * sum(job.args.data_shares)

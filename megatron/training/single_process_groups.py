@@ -1,4 +1,4 @@
-"""One process that builds a model, or one rank's part of it, outside of a training run."""
+"""Process groups for building a model, or one rank's part of it, in a single process."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from hetero.plan import Mesh, Plan
 from megatron.training.core_private import clear_groups, group_collection, register_groups
 
 _MINUTE = timedelta(minutes=1)
-FAKE = "fake"
-"""PyTorch's backend whose collectives end at once and move nothing."""
+FAKE_BACKEND = "fake"
+"""PyTorch's test backend: collectives complete immediately and transfer nothing."""
 
 
 @contextmanager
-def lone_groups(
+def single_process_groups(
     layers: int, *, vendor: str = "cpu", vendor_backend: str = "gloo", default: str = "gloo"
 ) -> Iterator[tuple[Plan, Any]]:
-    """The groups of one that megatron-core asks for, and the plan of a model of `layers`.
+    """Groups of size one for megatron-core, and the plan of a model with `layers` layers.
 
     `default` is the backend of the default group, `vendor_backend` that of the others.
     """
@@ -34,28 +34,28 @@ def lone_groups(
 
 
 @contextmanager
-def groups_without_peers(plan: Plan, rank: int) -> Iterator[Groups]:
-    """The groups of one rank of a plan whose other ranks do not exist.
+def fake_process_groups(plan: Plan, rank: int) -> Iterator[Groups]:
+    """Groups of one rank of a plan, whose other ranks do not exist.
 
-    Modules have the shapes that they would have in the run; what comes from others is not written.
+    Modules get the shapes that they would have in the run. Receive buffers stay uninitialised.
     """
-    # Importing it is what makes the backend known.
+    # Importing it registers the backend.
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group(
-        FAKE, store=FakeStore(), rank=rank, world_size=plan.world_size, timeout=_MINUTE
+        FAKE_BACKEND, store=FakeStore(), rank=rank, world_size=plan.world_size, timeout=_MINUTE
     )
-    with _registered_groups(plan, rank, FAKE) as groups:
+    with _registered_groups(plan, rank, FAKE_BACKEND) as groups:
         yield groups
 
 
 @contextmanager
 def _registered_groups(plan: Plan, rank: int, vendor_backend: str) -> Iterator[Groups]:
-    """A rank's groups, known to megatron-core; they and the default group go at the end."""
+    """Build a rank's groups and register them with megatron-core; destroys all groups on exit."""
     try:
         groups = build_groups(plan, rank, vendor_backend=vendor_backend, timeout=_MINUTE)
         register_groups(groups, plan, rank)
-        # Layers are allocated under the generator of a tensor-parallel rank.
+        # megatron-core allocates layers under its model-parallel RNG state.
         tensor_parallel.model_parallel_cuda_manual_seed(0, tp_rank=0, ep_rank=0, etp_rank=0)
         yield groups
     finally:

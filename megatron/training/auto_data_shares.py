@@ -1,4 +1,4 @@
-"""--hetero-data-shares auto: shares that follow from what a micro-batch costs each replica."""
+"""--hetero-data-shares auto: shares in proportion to the measured speed of each replica."""
 
 from __future__ import annotations
 
@@ -20,43 +20,44 @@ from megatron.training.checkpoint.contents import (
     random_prefix,
     restore_random,
 )
-from megatron.training.data import chunk_iterators
+from megatron.training.data import build_data_iterators
 from megatron.training.job import Job
 from megatron.training.model import StageModel
 from megatron.training.schedule import Schedule
 from megatron.training.timing.clocks import clock_of
 from megatron.training.timing.timers import Timers
 
-_WARM_UP, _STEPS = 2, 5
-_MOST_MICRO_BATCHES = 8
-"""Of one replica in one measured step."""
+_WARMUP_STEPS, _MEASURED_STEPS = 2, 5
+_MAX_MICRO_BATCHES = 8
+"""Micro-batches of one replica in one measured step."""
 _TOLERANCE = 0.03
-"""Equal shares stay where others would shorten a step by less than this part of it."""
+"""Keep equal shares unless others shorten a step by at least this fraction."""
 
 
-def measure_shares(job: Job, model: StageModel) -> tuple[Job, str]:
-    """The job with shares for the speeds that are measured here, and a line about them.
+def measure_data_shares(job: Job, model: StageModel) -> tuple[Job, str]:
+    """Measure each replica; returns the job with the resulting shares, and a line for the log.
 
-    Every replica computes the same few micro-batches, forward and backward, and exchanges nothing
-    with another replica. Weights, random states and the training data's order are left as they
-    were. Collective over all ranks.
+    Every replica runs the same few micro-batches forward and backward, without gradient reduction.
+    Weights, RNG states and the order of the training data do not change. Collective over all ranks.
     """
     seconds = _seconds_per_micro_batch(job, model)
     rows = job.statistics.gather(torch.tensor([seconds], dtype=torch.float64))
     meshes = job.plan.meshes
-    costs = [0.0] * len(meshes)
-    for rank, (told, *_) in enumerate(rows):
+    mesh_seconds = [0.0] * len(meshes)
+    for rank, (rank_seconds, *_) in enumerate(rows):
         mesh = job.plan.coordinate(rank).mesh
-        # The replicas of a mesh have one share, so that its slowest rank decides.
-        costs[mesh] = max(costs[mesh], float(told))
-    shares = best_shares(micro_batches_of_a_row(job.args), [mesh.data for mesh in meshes], costs)
+        # All replicas of a mesh have the same share, so its slowest rank counts.
+        mesh_seconds[mesh] = max(mesh_seconds[mesh], float(rank_seconds))
+    replicas = [mesh.data for mesh in meshes]
+    shares = best_shares(common_micro_batches(job.args), replicas, mesh_seconds)
     job.args.hetero_data_shares = shares
     job.args.data_shares = tuple(
         share for mesh, share in zip(meshes, shares, strict=True) for _ in range(mesh.data)
     )
     shared = tuple(replace(mesh, share=share) for mesh, share in zip(meshes, shares, strict=True))
     each = ", ".join(
-        f"{mesh.vendor} {cost * 1000:.1f} ms" for mesh, cost in zip(meshes, costs, strict=True)
+        f"{mesh.vendor} {cost * 1000:.1f} ms"
+        for mesh, cost in zip(meshes, mesh_seconds, strict=True)
     )
     line = (
         f"a micro batch takes a replica of {each}: --hetero-data-shares "
@@ -65,8 +66,8 @@ def measure_shares(job: Job, model: StageModel) -> tuple[Job, str]:
     return replace(job, plan=replace(job.plan, meshes=shared)), line
 
 
-def micro_batches_of_a_row(args: argparse.Namespace) -> int:
-    """The most micro-batches that every global batch, in evaluation too, is a multiple of."""
+def common_micro_batches(args: argparse.Namespace) -> int:
+    """GCD of the micro-batches per global batch, over all batch sizes and evaluation."""
     counts = [size // args.micro_batch_size for size in batch_sizes(args)]
     if args.eval_iters:
         counts.append(args.eval_global_batch_size // args.eval_micro_batch_size)
@@ -74,26 +75,26 @@ def micro_batches_of_a_row(args: argparse.Namespace) -> int:
 
 
 def best_shares(row: int, replicas: Sequence[int], seconds: Sequence[float]) -> tuple[int, ...]:
-    """Micro-batches of a replica of each mesh, in lowest terms, with which a step is shortest.
+    """Micro-batches per replica of each mesh, in lowest terms, that minimise the step time.
 
     Args:
         row: micro-batches of all replicas together; a multiple of the number of replicas.
-        replicas: how many each mesh has.
-        seconds: what a micro-batch costs a replica of each mesh.
+        replicas: number of replicas of each mesh.
+        seconds: time of one micro-batch on a replica of each mesh.
     """
 
-    def step(shares: Sequence[int]) -> float:
+    def step_seconds(shares: Sequence[int]) -> float:
         return max(share * cost for share, cost in zip(shares, seconds, strict=True))
 
     equal = (row // sum(replicas),) * len(replicas)
-    best = min(_splits(row, replicas), key=step)
-    taken = best if step(best) < (1 - _TOLERANCE) * step(equal) else equal
-    lowest = math.gcd(*taken)
-    return tuple(share // lowest for share in taken)
+    best = min(_splits(row, replicas), key=step_seconds)
+    chosen = best if step_seconds(best) < (1 - _TOLERANCE) * step_seconds(equal) else equal
+    divisor = math.gcd(*chosen)
+    return tuple(share // divisor for share in chosen)
 
 
 def _splits(row: int, replicas: Sequence[int]) -> Iterator[tuple[int, ...]]:
-    """All ways to give a replica of each mesh one micro-batch or more, and `row` in all."""
+    """All shares, at least one micro-batch per replica, that add up to `row` over all replicas."""
     first, *others = replicas
     if not others:
         if row >= first and row % first == 0:
@@ -105,10 +106,10 @@ def _splits(row: int, replicas: Sequence[int]) -> Iterator[tuple[int, ...]]:
 
 
 def _seconds_per_micro_batch(job: Job, model: StageModel) -> float:
-    """The median over a few steps of this rank's replica, alone."""
+    """Median time of one micro-batch of this rank's replica."""
     args = job.args
-    count = min(_MOST_MICRO_BATCHES, micro_batches_of_a_row(args) // job.plan.row(0))
-    batches = chunk_iterators(
+    count = min(_MAX_MICRO_BATCHES, common_micro_batches(args) // job.plan.row(0))
+    batches = build_data_iterators(
         args,
         job.datasets.train,
         coordinate=job.coordinate,
@@ -116,41 +117,41 @@ def _seconds_per_micro_batch(job: Job, model: StageModel) -> float:
         consumed=0,
         device=job.device,
     )
-    # The same batch every time: what reading data costs is no property of a vendor.
+    # Repeat one batch, so that data loading is not measured.
     repeated: list[Iterator[Any]] = [itertools.repeat(next(one)) for one in batches]
     schedule = Schedule(job, model, Timers(level=0, clock=clock_of(job.device)))
     measured = []
-    with _nothing_changes(job, model):
-        for _ in range(_WARM_UP + _STEPS):
-            _settle(job.device)
+    with _preserved_state(job, model):
+        for _ in range(_WARMUP_STEPS + _MEASURED_STEPS):
+            _synchronize(job.device)
             began = time.perf_counter()
             schedule.run(
                 repeated,
                 batch_size=args.micro_batch_size * job.plan.row(0) * count,
                 micro_batch_size=args.micro_batch_size,
             )
-            _settle(job.device)
+            _synchronize(job.device)
             measured.append((time.perf_counter() - began) / count)
-    return statistics.median(measured[_WARM_UP:])
+    return statistics.median(measured[_WARMUP_STEPS:])
 
 
 @contextmanager
-def _nothing_changes(job: Job, model: StageModel) -> Iterator[None]:
-    """Gradients are reduced over no replicas, and they and the random states are as before."""
+def _preserved_state(job: Job, model: StageModel) -> Iterator[None]:
+    """Disable gradient reduction in the body; restores gradients and RNG states afterwards."""
     config: Any = model.config
-    synchronises = {
+    overrides = {
         "finalize_model_grads_func": None,
         "grad_sync_func": None,
         "no_sync_func": nullcontext,
     }
-    before = {name: getattr(config, name) for name in synchronises}
+    before = {name: getattr(config, name) for name in overrides}
     prefix = random_prefix(job.coordinate)
     random = {p.name.removeprefix(prefix): p.source() for p in random_pieces(job.coordinate)}
     with ExitStack() as stack:
         for chunk in model.chunks:
             stack.enter_context(chunk.no_sync())
             stack.callback(chunk.zero_grad_buffer)
-        for name, function in synchronises.items():
+        for name, function in overrides.items():
             setattr(config, name, function)
         try:
             yield
@@ -160,6 +161,6 @@ def _nothing_changes(job: Job, model: StageModel) -> Iterator[None]:
             restore_random(random)
 
 
-def _settle(device: torch.device) -> None:
+def _synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)

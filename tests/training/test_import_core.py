@@ -5,7 +5,7 @@ import os
 import pytest
 import torch
 
-from megatron.training.quiet import quiet_core
+from megatron.training.import_core import import_megatron_core
 
 THREADS = "TORCHINDUCTOR_COMPILE_THREADS"
 
@@ -22,5 +22,5 @@ def test_a_rank_on_a_gpu_compiles_in_its_own_process(
     monkeypatch.setenv(THREADS, set_by_hand or "")
     if set_by_hand is None:
         monkeypatch.delenv(THREADS)
-    quiet_core()
+    import_megatron_core()
     assert os.environ.get(THREADS) == expected

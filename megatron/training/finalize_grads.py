@@ -1,7 +1,7 @@
-"""Gradients over meshes of different shapes: of the global batch's mean loss on every rank.
+"""`finalize_model_grads` for pipelines whose meshes have different shapes.
 
-megatron-core brings them together inside a stage. What joins stages it does over groups of one rank
-of each, which meshes of different shapes do not have; here it is done without such groups.
+megatron-core reduces gradients within a stage. For tied embeddings and per-token loss scaling it
+needs groups of one rank per stage, which meshes of different shapes do not have.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from megatron.core.distributed import finalize_model_grads as finalize_stage
 
 from hetero.groups import Groups
 from hetero.plan import Plan
-from megatron.training.core_private import reduced_range, rescale_gradients
+from megatron.training.core_private import reduced_grad_range, rescale_gradients
 from megatron.training.tied_embedding import TiedEmbedding
 
 
-class GradientsOverMeshes:
-    """What megatron-core's schedules call when all micro-batches have gone through this stage.
+class FinalizeGradsAcrossMeshes:
+    """`config.finalize_model_grads_func`: called by the schedules after the last backward pass.
 
-    Building one is collective over all ranks.
+    The constructor is collective over all ranks.
     """
 
     def __init__(
@@ -40,8 +40,8 @@ class GradientsOverMeshes:
         here = plan.coordinate(rank)
         own, last = plan.meshes[here.mesh], plan.meshes[-1]
         if not args.calculate_per_token_loss:
-            # A replica's loss is the mean of its own samples. So the sum of gradients over this
-            # mesh's replicas is to be divided by the number of replicas of the last mesh.
+            # A replica's loss is the mean over its own samples, so the sum of gradients over this
+            # mesh's replicas has to be divided by the number of replicas of the last mesh.
             rescale_gradients(chunks, own.data / last.data, 1.0 / last.data)
         self._config, self._world = chunks[0].config, groups.world
         self._counts_tokens = here.tensor == 0 and here.context == 0
@@ -52,9 +52,9 @@ class GradientsOverMeshes:
             self._embedding = TiedEmbedding(
                 weight,
                 rows_before=here.tensor * weight.shape[0],
-                held=reduced_range(chunk, weight),
+                owned=reduced_grad_range(chunk, weight),
                 group=groups.embedding,
-                firsts=plan.meshes[0].ranks_per_stage,
+                first_stage_size=plan.meshes[0].ranks_per_stage,
             )
 
     def __call__(
@@ -64,20 +64,20 @@ class GradientsOverMeshes:
         pg_collection: Any = None,
         force_all_reduce: bool = False,
     ) -> None:
-        """`num_tokens`: on the last stage this rank's, where gradients are divided by all."""
+        """`num_tokens` (--calculate-per-token-loss): counted by this rank, on the last stage."""
         finalize_stage(model, None, pg_collection=pg_collection, force_all_reduce=force_all_reduce)
         if self._embedding is not None:
             timers = self._config.timers
             with timers("embedding-grads-all-reduce") if timers else nullcontext():
                 self._embedding.add_gradients()
         if num_tokens is not None:
-            total = self._all_tokens(num_tokens)
+            total = self._all_reduce_tokens(num_tokens)
             if total:
                 for chunk in model:
                     chunk.scale_gradients(1.0 / torch.tensor(total, device=num_tokens.device))
 
-    def _all_tokens(self, num_tokens: torch.Tensor) -> int:
-        """Tokens of the global batch, which the last stage counts."""
+    def _all_reduce_tokens(self, num_tokens: torch.Tensor) -> int:
+        """Tokens of the global batch. Collective over all ranks."""
         counted = num_tokens if self._counts_tokens else torch.zeros_like(num_tokens)
         total = counted.long().cpu()
         dist.all_reduce(total, group=self._world)

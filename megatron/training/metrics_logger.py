@@ -1,7 +1,6 @@
-"""Where the numbers go: the metrics file, TensorBoard, Weights & Biases. Rank 0 only.
+"""Writes metrics to --metrics-file, TensorBoard and Weights & Biases. Rank 0 only.
 
-A disk that is full, or has gone, costs the numbers that were to be written to it, and not the run:
-one warning, and training goes on without them.
+An I/O error disables the output concerned with one warning; training continues.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from megatron.training.metrics import IterationRecord
 
 
 def check_outputs(args: argparse.Namespace) -> None:
-    """Refuse outputs that cannot be written, before hours of training depend on them."""
+    """Raise UserError at startup for outputs that cannot be written."""
     for flag, path in (
         ("--metrics-file", args.metrics_file),
         ("--hetero-report", args.hetero_report),
@@ -38,7 +37,7 @@ def check_outputs(args: argparse.Namespace) -> None:
         _check_file(flag, Path(path))
     folders = {"--tensorboard-dir": args.tensorboard_dir}
     if args.wandb_project:
-        # W&B would take another folder where this one is missing.
+        # W&B silently falls back to another folder if this one is missing.
         folders["--wandb-save-dir"] = args.wandb_save_dir
     for flag, folder in folders.items():
         if folder:
@@ -53,7 +52,7 @@ def check_outputs(args: argparse.Namespace) -> None:
 
 
 def _check_file(flag: str, path: Path) -> None:
-    """Open it for writing as training will, and leave no trace."""
+    """Open the file for appending; removes it again if it did not exist."""
     existed = path.exists()
     if existed and not path.is_file():
         raise UserError(f"{flag} {path} cannot be written: it is no regular file; name another")
@@ -69,7 +68,7 @@ def _check_file(flag: str, path: Path) -> None:
 
 
 def _check_folder(flag: str, folder: Path) -> None:
-    """Make it, and write to it as training will, leaving no trace."""
+    """Create the folder and a temporary file in it."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -85,8 +84,8 @@ def _check_folder(flag: str, folder: Path) -> None:
         ) from error
 
 
-def _keep_until(path: Path, iteration: int) -> None:
-    """Drop the records that a resumed run will write again."""
+def _truncate_after(path: Path, iteration: int) -> None:
+    """Drop records after `iteration`, which a resumed run will write again."""
     kept = []
     for line in path.read_text().splitlines() if path.exists() else []:
         try:
@@ -100,12 +99,12 @@ def _keep_until(path: Path, iteration: int) -> None:
 
 
 class _MetricsFile:
-    """The JSON lines of --metrics-file. Its methods raise OSError."""
+    """--metrics-file, in JSON lines. Methods raise OSError."""
 
     def __init__(self, path: Path, *, resumed_at: int) -> None:
         if resumed_at:
-            _keep_until(path, resumed_at)
-        # Unbuffered: what has been measured is on disk, whatever happens next.
+            _truncate_after(path, resumed_at)
+        # Unbuffered, so that a crash loses no record.
         self._file = path.open("ab" if resumed_at else "wb", buffering=0)
         self._size = self._file.tell()
 
@@ -116,7 +115,7 @@ class _MetricsFile:
             while written < len(line):
                 written += self._file.write(line[written:])
         except OSError:
-            # A full disk takes a part of a line, which no reader could use.
+            # Remove the partial line that a full disk leaves.
             with contextlib.suppress(OSError):
                 self._file.truncate(self._size)
             raise
@@ -126,23 +125,23 @@ class _MetricsFile:
         self._file.close()
 
 
-class _EventFile:
-    """What TensorBoard reads, written by its own thread: an OSError comes with a later call."""
+class _TensorBoardFile:
+    """TensorBoard's event file. Its writer thread reports an OSError at a later call."""
 
     def __init__(self, args: argparse.Namespace, *, resumed_at: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
         self._hook = threading.excepthook
-        # The thread prints a traceback besides handing its error on.
-        threading.excepthook = self._pass_over_its_errors
+        # The writer thread would print a traceback as well.
+        threading.excepthook = self._ignore_os_errors
         self._writer = SummaryWriter(
             log_dir=args.tensorboard_dir,
             max_queue=args.tensorboard_queue_size,
-            # What a run that was killed logged after its last checkpoint comes again.
+            # Discard what a killed run logged after its last checkpoint.
             purge_step=resumed_at + 1 if resumed_at else None,
         )
 
-    def _pass_over_its_errors(self, failure: threading.ExceptHookArgs) -> None:
+    def _ignore_os_errors(self, failure: threading.ExceptHookArgs) -> None:
         if type(failure.thread).__module__.startswith("tensorboard.") and isinstance(
             failure.exc_value, OSError
         ):
@@ -160,8 +159,8 @@ class _EventFile:
             threading.excepthook = self._hook
 
 
-class Recorder:
-    """Writes every iteration to the places the flags name; `tell` is given its warnings."""
+class MetricsLogger:
+    """Writes metrics to the outputs that the flags name; `warn` receives warnings."""
 
     def __init__(
         self,
@@ -169,22 +168,22 @@ class Recorder:
         *,
         enabled: bool,
         resumed_at: int = 0,
-        tell: Callable[[str], None] = print,
+        warn: Callable[[str], None] = print,
     ) -> None:
         self._interval = args.tensorboard_log_interval
         self._args = args
-        self._tell = tell
+        self._warn = warn
         self._metrics: _MetricsFile | None = None
-        self._events: _EventFile | None = None
+        self._events: _TensorBoardFile | None = None
         self._wandb: Any = None
         if not enabled:
             return
         if args.metrics_file:
-            with self._costing_metrics():
+            with self._metrics_file_errors():
                 self._metrics = _MetricsFile(Path(args.metrics_file), resumed_at=resumed_at)
         if args.tensorboard_dir:
-            with self._costing_events():
-                self._events = _EventFile(args, resumed_at=resumed_at)
+            with self._tensorboard_errors():
+                self._events = _TensorBoardFile(args, resumed_at=resumed_at)
         if args.wandb_project:
             import wandb
 
@@ -197,47 +196,49 @@ class Recorder:
             )
 
     @contextlib.contextmanager
-    def _costing_metrics(self) -> Iterator[None]:
-        """An error in here ends the metrics file, and nothing else."""
+    def _metrics_file_errors(self) -> Iterator[None]:
+        """Turn an OSError of the body into a warning, and disable the metrics file."""
         try:
             yield
         except OSError as error:
-            lost, self._metrics = self._metrics, None
-            self._lost(f"--metrics-file {self._args.metrics_file}", error, lost)
+            failed, self._metrics = self._metrics, None
+            self._warn_disabled(f"--metrics-file {self._args.metrics_file}", error, failed)
 
     @contextlib.contextmanager
-    def _costing_events(self) -> Iterator[None]:
-        """The same for TensorBoard."""
+    def _tensorboard_errors(self) -> Iterator[None]:
+        """Turn an OSError of the body into a warning, and disable TensorBoard."""
         try:
             yield
         except OSError as error:
-            lost, self._events = self._events, None
-            self._lost(f"--tensorboard-dir {self._args.tensorboard_dir}", error, lost)
+            failed, self._events = self._events, None
+            self._warn_disabled(f"--tensorboard-dir {self._args.tensorboard_dir}", error, failed)
 
-    def _lost(self, where: str, error: OSError, lost: _MetricsFile | _EventFile | None) -> None:
-        self._tell(
+    def _warn_disabled(
+        self, where: str, error: OSError, failed: _MetricsFile | _TensorBoardFile | None
+    ) -> None:
+        self._warn(
             f"warning: {where} can no longer be written ({error.strerror or error}); training goes "
             "on and writes nothing more there"
         )
-        if lost is not None:
-            # What could not be written has been reported; closing says it once more.
+        if failed is not None:
+            # Closing may raise the same error again.
             with contextlib.suppress(OSError):
-                lost.close()
+                failed.close()
 
     def iteration(self, record: IterationRecord, *, timing: dict[str, Any] | None = None) -> None:
-        """One iteration, with the timers of those since the last log where there are any."""
+        """Write the record of one iteration; `timing` is the interval's, in logged iterations."""
         if self._metrics is not None:
-            with self._costing_metrics():
+            with self._metrics_file_errors():
                 self._metrics.add(record, {} if timing is None else {"timing": timing})
         if record.iteration % self._interval == 0:
             self._scalars(self._selected(record), step=record.iteration)
 
     def timers(self, seconds: dict[str, float], *, step: int) -> None:
-        """What --log-timers-to-tensorboard asks for."""
+        """Write timers, with --log-timers-to-tensorboard."""
         self._scalars(dict(seconds), step=step)
 
     def _selected(self, record: IterationRecord) -> dict[str, float | None]:
-        """Megatron's names for what its flags select, and what is always shown."""
+        """Scalars under Megatron's names: those always shown, and those that flags select."""
         values = {
             "lm loss": record.loss,
             "learning-rate": record.learning_rate,
@@ -267,17 +268,17 @@ class Recorder:
     def _scalars(self, values: dict[str, float | None], *, step: int) -> None:
         present = {name: value for name, value in values.items() if value is not None}
         if self._events is not None:
-            with self._costing_events():
+            with self._tensorboard_errors():
                 self._events.add(present, step=step)
         if self._wandb is not None:
             self._wandb.log(present, step=step)
 
     def close(self) -> None:
         if self._metrics is not None:
-            with self._costing_metrics():
+            with self._metrics_file_errors():
                 self._metrics.close()
         if self._events is not None:
-            with self._costing_events():
+            with self._tensorboard_errors():
                 self._events.close()
         if self._wandb is not None:
             self._wandb.finish()

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.training.measured_shares import best_shares, micro_batches_of_a_row
+from megatron.training.auto_data_shares import best_shares, common_micro_batches
 
 
 @pytest.mark.parametrize(
@@ -61,7 +61,7 @@ def test_every_batch_of_the_run_is_a_multiple_of_a_row() -> None:
         eval_global_batch_size=12,
         eval_micro_batch_size=1,
     )
-    assert micro_batches_of_a_row(args) == 4
-    assert micro_batches_of_a_row(Namespace(**vars(args) | {"eval_iters": 0})) == 4
+    assert common_micro_batches(args) == 4
+    assert common_micro_batches(Namespace(**vars(args) | {"eval_iters": 0})) == 4
     fixed = Namespace(**vars(args) | {"rampup_batch_size": None})
-    assert micro_batches_of_a_row(fixed) == 12
+    assert common_micro_batches(fixed) == 12
