@@ -20,6 +20,11 @@ def size_text(count: float) -> str:
     return f"{count:.2f} GiB"
 
 
+def seconds_text(seconds: float) -> str:
+    """Seconds in milliseconds' digits, or in three digits where those would show too little."""
+    return f"{seconds:.3f} s" if seconds >= 0.1 else f"{seconds:.3g} s"
+
+
 def spans(numbers: Iterable[int], noun: str = "rank") -> str:
     """Numbers as ranges: 'rank 3', 'ranks 0-3, 8'."""
     ranges: list[list[int]] = []

@@ -19,6 +19,7 @@ from hetero.collectives.process_group_base import (
     HeteroProcessGroupBase,
     as_list,
     as_options,
+    require_dense,
     require_matching_numel,
     require_no_internal_overlap,
 )
@@ -234,6 +235,7 @@ class CopyingOperations(HeteroProcessGroupBase):
     def send(self, tensors: Any, rank: int, tag: int = 0) -> dist.Work:
         (tensor,) = as_list(tensors)
         self._require_rank("send", "destination", rank)
+        require_dense("send", tensor)
         with profiled("send"):
             work = self._communicator_for(tensor.device).send(materialize(tensor), rank, tag)
         return self._coalesced(work)
@@ -248,6 +250,7 @@ class CopyingOperations(HeteroProcessGroupBase):
         (tensor,) = as_list(tensors)
         if rank is not None:
             self._require_rank("recv", "source", rank)
+        require_dense("recv", tensor)
         require_no_internal_overlap("recv", [tensor])
         buffer = output_buffer(tensor)
         communicator = self._communicator_for(tensor.device)

@@ -99,6 +99,7 @@ class HeteroProcessGroupBase(dist.ProcessGroup):
         results: Sequence[torch.Tensor] | None = None,
         reduction: str = "",
         root: int | None = None,
+        sparse: bool = False,
     ) -> dist.Work:
         """`results`: those of `tensors` that the call writes on this rank; all if it is None."""
         used = tensors if common is tensors else [*common, *tensors]
@@ -110,6 +111,8 @@ class HeteroProcessGroupBase(dist.ProcessGroup):
                     f"{operation}: tensors on {device} and on {tensor.device}; "
                     "move them to one device"
                 )
+            if not sparse:
+                require_dense(operation, tensor)
         require_no_internal_overlap(operation, tensors if results is None else results)
         if root is not None:
             self._require_rank(operation, "root", root)
@@ -312,6 +315,13 @@ def as_options(given: Any, kind: Callable[[], Any]) -> Any:
         options.rootRank = given
         return options
     return given
+
+
+def require_dense(operation: str, tensor: torch.Tensor) -> None:
+    """Refuse values that do not lie in memory as they are, before anything is sent."""
+    if tensor.layout is not torch.strided or tensor.is_quantized:
+        kind = "a quantized tensor" if tensor.is_quantized else f"a tensor of {tensor.layout}"
+        raise ValueError(f"{operation}: {kind} cannot be sent; give it to_dense() or dequantize()")
 
 
 def require_no_internal_overlap(operation: str, tensors: Sequence[torch.Tensor]) -> None:

@@ -75,6 +75,7 @@ class ReducingOperations(HeteroProcessGroupBase):
             common=tensors,
             opts=opts,
             reduction=reduction.name,
+            sparse=True,
         )
 
     def reduce(self, tensors: Any, opts: Any = None) -> dist.Work:

@@ -103,10 +103,8 @@ class RingLinkBase(Link):
         if waiting:
             verb = "from" if waiting[0].is_receive else "taken by"
             tensor = waiting[0].tensor
-            expected = (
-                f"{tensor.dtype} of shape {tuple(tensor.shape)} {verb} rank "
-                f"{self.description.peer} within {self.description.timeout:g} s"
-            )
+            peer = self.description.peer
+            expected = f"{tensor.dtype} of shape {tuple(tensor.shape)} {verb} rank {peer}"
         return self.failure(what, expected=expected, remedy=remedy)
 
     def _break(self, error: LinkError) -> None:

@@ -273,7 +273,8 @@ def _named_file(name: str) -> Path:
         family, _, size = file.stem.partition("_")
         if _normalized(name) in (_normalized(file.stem), _normalized(family.split(".")[0] + size)):
             return file
-    known = ", ".join(file.stem for file in files)
+    # The tiny model's vocabulary is its tokenizer's, which no file says.
+    known = ", ".join(file.stem for file in files if "padded-vocab-size" in file.read_text())
     raise ModelError(
         f"no model is called {name}: give a YAML file of Megatron's flags, or one of {known}"
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from xml.sax.saxutils import escape
 
+from hetero.formatting import seconds_text
 from hetero.planner.prediction import Prediction
 from hetero.planner.schedule_timeline import REDUCE, UPDATE, Row, rows
 from hetero.planner.step_costs import StepCosts
@@ -28,7 +29,7 @@ def draw_schedule(costs: StepCosts, prediction: Prediction) -> str:
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" '
         'font-family="inherit" font-size="12" fill="currentColor">',
-        f"<title>One step of {prediction.seconds:.3f} s</title>",
+        f"<title>One step of {seconds_text(prediction.seconds)}</title>",
         *_legend(kinds),
     ]
     for number, row in enumerate(lines):

@@ -261,7 +261,7 @@ def explain_bottleneck(problem: Problem, plan: SimulatedPlan) -> list[str]:
     if not candidate.shares:
         lines.append(_bottleneck_sentence(problem, candidate))
         steady = candidate.micro_batches * split.period
-        fill_and_drain = split.seconds - split.update_seconds - steady
+        fill_and_drain = max(split.seconds - split.update_seconds - steady, 0.0)
         lines.append(
             f"Of the estimated step, {steady / split.seconds:.0%} is "
             f"{counted(candidate.micro_batches, 'micro-batch', 'micro-batches')} one after "

@@ -140,7 +140,8 @@ def shared_gpus(job: Job) -> str:
     gpus = torch.cuda.device_count()
     if ranks <= gpus:
         return ""
-    return f"{ranks} ranks share {counted(gpus, 'GPU')} of {host}: read no speed off this run"
+    sharing = f"{counted(ranks, 'rank')} share {counted(gpus, 'GPU')}"
+    return f"{sharing} of {host}: read no speed off this run"
 
 
 def _describe_replicas(job: Job) -> str:

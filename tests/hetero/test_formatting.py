@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hetero.formatting import counted, name_ranks, spans
+from hetero.formatting import counted, name_ranks, seconds_text, spans
 
 ROOT = Path(__file__).resolve().parents[2]
 NOUNS = "ranks|meshes|connections|documents|datasets|operators|cores|pipeline stages|workers"
@@ -69,3 +69,11 @@ def test_ranks_are_named_with_their_nodes_where_that_is_known(
     environ = {"LOCAL_WORLD_SIZE": local, "GROUP_WORLD_SIZE": nodes}
     world = {("8", "2"): 16, ("8", "4"): 32, ("2", "2"): 3}.get((local, nodes), 2)
     assert name_ranks(ranks, world, environ) == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(5.4576, "5.458 s"), (0.1, "0.100 s"), (0.04321, "0.0432 s"), (0.000432, "0.000432 s")],
+)
+def test_seconds_show_three_digits_however_few_they_are(seconds: float, text: str) -> None:
+    assert seconds_text(seconds) == text

@@ -9,6 +9,7 @@ from typing import Any
 
 import yaml
 
+from hetero.formatting import seconds_text
 from hetero.planner.placement import Placement
 from hetero.planner.schedule_timeline import chrome_trace
 from hetero.planner.solution import Solution
@@ -134,7 +135,7 @@ def _comment(request: PlanningRequest, found: Solution) -> str:
     first = found.best.first.prediction
     return (
         f"# By tools/plan.py for {request.model_name}, global batch "
-        f"{request.problem.space.global_batch}: predicted {first.seconds:.3f} s a step, "
+        f"{request.problem.space.global_batch}: predicted {seconds_text(first.seconds)} a step, "
         f"{first.tokens_per_second:,.0f} tokens/s\n"
     )
 

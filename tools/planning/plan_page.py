@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Sequence
 
+from hetero.formatting import seconds_text
 from hetero.planner.schedule_picture import draw_schedule
 from hetero.planner.solution import SimulatedPlan, Solution, explain_bottleneck
 from tools.planning.planning_request import PlanningRequest
@@ -61,7 +62,7 @@ def _pictures(planned: Sequence[SimulatedPlan]) -> list[Part]:
         busy = ", ".join(
             f"{kind} computes {one.prediction.utilization([kind]):.0%}" for kind in kinds
         )
-        parts.append(Text("caption", f"Of {one.seconds:.3f} s, {busy}; the rest is bubble."))
+        parts.append(Text("caption", f"Of {seconds_text(one.seconds)}, {busy}; the rest is bubble."))
     return parts
 
 

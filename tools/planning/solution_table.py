@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hetero.formatting import counted
+from hetero.formatting import counted, seconds_text
 from hetero.planner.solution import SimulatedPlan, Solution, explain_bottleneck
 from tools.planning.planning_request import PlanningRequest
 from tools.reports.text_table import aligned
@@ -36,7 +36,7 @@ def solution_text(request: PlanningRequest, found: Solution) -> str:
 def headline(request: PlanningRequest, found: Solution) -> str:
     first = found.best.first.prediction
     tokens = f"{first.tokens_per_second:,.0f} tokens/s"
-    return f"{request.model_name}: {first.seconds:.3f} s a step, {tokens} (predicted)"
+    return f"{request.model_name}: {seconds_text(first.seconds)} a step, {tokens} (predicted)"
 
 
 def mesh_rows(planned: SimulatedPlan) -> list[list[str]]:
@@ -90,7 +90,7 @@ def plan_rows(found: Solution) -> list[list[str]]:
     return [
         [
             one_line(planned),
-            f"{planned.seconds:.3f} s",
+            seconds_text(planned.seconds),
             f"{planned.prediction.tokens_per_second:,.0f}",
             f"{planned.seconds / best - 1:+.1%}" if planned is not found.best.first else "",
         ]

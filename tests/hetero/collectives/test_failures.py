@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hetero.collectives.blame import CollectiveError
+from hetero.collectives.failure_report import CollectiveError
 from tests.forked_ranks import values
 from tests.hetero.collectives.ranks import THREE_AND_ONE, TWO_AND_TWO, Side, run_ranks
 
@@ -301,14 +301,23 @@ def build_with_an_unknown_vendor(side: Side) -> str:
 
 def test_what_this_rank_sees_to_be_wrong_is_refused_and_the_group_goes_on():
     for told in values(run_ranks(make_mistakes, ("nvidia", "amd"))):
-        assert told[0] == "send: destination 7 is no rank of a group of 2; give one of 0 to 1"
-        for text in told[1:]:  # the root's
+        assert told[:3] == [
+            "send: destination 7 is no rank of a group of 2; give one of 0 to 1",
+            "broadcast: a quantized tensor cannot be sent; give it to_dense() or dequantize()",
+            "recv: a tensor of torch.sparse_coo cannot be sent; give it to_dense() or dequantize()",
+        ]
+        for text in told[3:]:  # the root's
             assert "for rank 0 of the group has 12 bytes and this rank's own 8" in text
 
 
 def make_mistakes(side: Side) -> list[str]:
     parts, own = [torch.zeros(3) for _ in range(side.size)], torch.zeros(2)
-    mistakes: list[Callable[[], object]] = [lambda: dist.send(own, group_dst=7)]
+    quantized = torch.quantize_per_tensor(own, 1.0, 0, torch.quint8)
+    mistakes: list[Callable[[], object]] = [
+        lambda: dist.send(own, group_dst=7),
+        lambda: dist.broadcast(quantized, 0),
+        lambda: dist.recv(own.to_sparse(), 1 - side.rank),
+    ]
     if side.rank == 0:
         mistakes += [lambda: dist.gather(own, parts), lambda: dist.scatter(own, parts)]
     told = []
