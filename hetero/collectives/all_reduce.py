@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 
 from hetero.collectives.intra_vendor import LibraryWork
+from hetero.collectives.memory_segments import pad_to_multiple
 from hetero.collectives.p2p_batch import CallContext, P2PBatch, Schedule
 from hetero.collectives.reductions import Reduction
-from hetero.collectives.segments import pad_to_multiple
 from hetero.collectives.vendor_layout import Span, chunks, equal_parts, overlaps
 
 DIRECT_BYTES = 64 << 10

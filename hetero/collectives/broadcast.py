@@ -6,8 +6,8 @@ import torch
 
 from hetero.collectives.all_reduce import DIRECT_BYTES
 from hetero.collectives.group_links import as_bytes
+from hetero.collectives.memory_segments import pad_to_multiple
 from hetero.collectives.p2p_batch import CallContext, P2PBatch, Schedule
-from hetero.collectives.segments import pad_to_multiple
 from hetero.collectives.vendor_layout import equal_parts, overlaps
 
 

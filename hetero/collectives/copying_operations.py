@@ -14,6 +14,14 @@ from torch._C import _distributed_c10d as c10d
 from hetero.collectives import broadcast, row_collectives
 from hetero.collectives.calls import profiled
 from hetero.collectives.group_links import as_bytes
+from hetero.collectives.memory_segments import (
+    full_segment,
+    materialize,
+    materialized_bytes,
+    output_buffer,
+    split_segments,
+    write_back,
+)
 from hetero.collectives.p2p_batch import CallContext, Schedule
 from hetero.collectives.process_group_base import (
     HeteroProcessGroupBase,
@@ -22,14 +30,6 @@ from hetero.collectives.process_group_base import (
     require_dense,
     require_matching_numel,
     require_no_internal_overlap,
-)
-from hetero.collectives.segments import (
-    full_segment,
-    materialize,
-    materialized_bytes,
-    output_buffer,
-    split_segments,
-    write_back,
 )
 from hetero.collectives.skip_dynamo import skip_dynamo
 from hetero.formatting import counted

@@ -19,9 +19,7 @@ from hetero.collectives.all_reduce import (
 )
 from hetero.collectives.group_links import as_bytes
 from hetero.collectives.intra_vendor import LibraryWork
-from hetero.collectives.p2p_batch import CallContext, P2PBatch, Schedule
-from hetero.collectives.reductions import Reduction
-from hetero.collectives.segments import (
+from hetero.collectives.memory_segments import (
     Segment,
     copy_segment,
     full_segment,
@@ -30,6 +28,8 @@ from hetero.collectives.segments import (
     same_memory,
     segment_bytes,
 )
+from hetero.collectives.p2p_batch import CallContext, P2PBatch, Schedule
+from hetero.collectives.reductions import Reduction
 from hetero.collectives.vendor_layout import Span, chunks, equal_parts, overlaps
 from hetero.errors import LinkError
 from hetero.formatting import counted

@@ -7,9 +7,9 @@ from collections.abc import Generator
 import torch
 
 from hetero.collectives import row_collectives
+from hetero.collectives.memory_segments import materialize, split_segments
 from hetero.collectives.p2p_batch import CallContext, P2PBatch, Schedule
 from hetero.collectives.reductions import Reduction, UnsupportedError
-from hetero.collectives.segments import materialize, split_segments
 
 
 def all_reduce_sparse(context: CallContext, tensor: torch.Tensor, reduction: Reduction) -> Schedule:
