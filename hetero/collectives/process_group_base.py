@@ -321,7 +321,7 @@ def require_dense(operation: str, tensor: torch.Tensor) -> None:
     """Refuse values that do not lie in memory as they are, before anything is sent."""
     if tensor.layout is not torch.strided or tensor.is_quantized:
         kind = "a quantized tensor" if tensor.is_quantized else f"a tensor of {tensor.layout}"
-        raise ValueError(f"{operation}: {kind} cannot be sent; give it to_dense() or dequantize()")
+        raise ValueError(f"{operation}: {kind} is not carried; give it to_dense() or dequantize()")
 
 
 def require_no_internal_overlap(operation: str, tensors: Sequence[torch.Tensor]) -> None:

@@ -62,7 +62,8 @@ def _pictures(planned: Sequence[SimulatedPlan]) -> list[Part]:
         busy = ", ".join(
             f"{kind} computes {one.prediction.utilization([kind]):.0%}" for kind in kinds
         )
-        parts.append(Text("caption", f"Of {seconds_text(one.seconds)}, {busy}; the rest is bubble."))
+        step = seconds_text(one.seconds)
+        parts.append(Text("caption", f"Of {step}, {busy}; the rest is bubble."))
     return parts
 
 

@@ -303,8 +303,8 @@ def test_what_this_rank_sees_to_be_wrong_is_refused_and_the_group_goes_on():
     for told in values(run_ranks(make_mistakes, ("nvidia", "amd"))):
         assert told[:3] == [
             "send: destination 7 is no rank of a group of 2; give one of 0 to 1",
-            "broadcast: a quantized tensor cannot be sent; give it to_dense() or dequantize()",
-            "recv: a tensor of torch.sparse_coo cannot be sent; give it to_dense() or dequantize()",
+            "broadcast: a quantized tensor is not carried; give it to_dense() or dequantize()",
+            "recv: a tensor of torch.sparse_coo is not carried; give it to_dense() or dequantize()",
         ]
         for text in told[3:]:  # the root's
             assert "for rank 0 of the group has 12 bytes and this rank's own 8" in text
