@@ -29,7 +29,11 @@ def open_world(
     """
     os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
-    _connect_ring_neighbors(dist.group.WORLD, list(range(world_size)), rank)
+    world = c10d._get_default_group()
+    if backend == "cpu:gloo":
+        # PyTorch sets none where another backend has been registered, and would warn at exit.
+        world._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
+    _connect_ring_neighbors(world, list(range(world_size)), rank)
 
 
 def create_group(
@@ -74,9 +78,7 @@ def create_group(
     return group
 
 
-def _connect_ring_neighbors(
-    group: dist.ProcessGroup | None, ranks: Sequence[int], rank: int
-) -> None:
+def _connect_ring_neighbors(group: dist.ProcessGroup, ranks: Sequence[int], rank: int) -> None:
     """Connect to both neighbors of gloo's ring, while a failure still names missing ranks.
 
     Otherwise the first collective would connect, during training.
