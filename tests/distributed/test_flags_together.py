@@ -74,16 +74,16 @@ def test_weights_that_differ_between_replicas_end_the_run(corpus, tmp_path, opti
         import sys
         sys.path.insert(0, {str(ENTRY.parent)!r})
         if __name__ == "__main__":
-            from megatron.training import loop
+            from megatron.training import trainer
             from megatron.training.pretrain import pretrain
-            iterate = loop.Trainer._train_step
+            train_step = trainer.Trainer._train_step
 
             def slipping(self, iterators):
                 if self.iteration == 2:
                     next(self.model.chunks[0].parameters()).data.view(-1)[0] += 1e-3
-                iterate(self, iterators)
+                train_step(self, iterators)
 
-            loop.Trainer._train_step = slipping
+            trainer.Trainer._train_step = slipping
             sys.exit(pretrain())
         """)
     )

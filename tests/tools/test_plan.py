@@ -13,7 +13,7 @@ from hetero.plan import Mesh, Plan, load_plan
 from hetero.planner.model_shape import model_file
 from hetero.planner.placement import Placement
 from megatron.training.arguments import parse_args
-from megatron.training.layout import adopt_plan_file, plan_from_args
+from megatron.training.layout import apply_plan_file, plan_from_args
 from tests.distributed.harness import ROOT
 from tools.plan import main
 from tools.planning.plan_files import training_flags
@@ -256,6 +256,6 @@ def test_a_layout_in_the_model_s_own_file_gives_way_to_the_plan(
     more = "--lr 1 --train-iters 1 --mock-data".split()
     args = parse_args([*files, *more], world_size=16)
     if pipeline:
-        adopt_plan_file(args)
+        apply_plan_file(args)
     assert plan_from_args(args, vendor="nvidia").chunks == 1
     assert (args.recompute_granularity, args.use_distributed_optimizer) == (None, False)
