@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 from pathlib import Path
@@ -74,11 +75,8 @@ def test_a_peer_that_stops_answering_is_an_error_after_the_timeout(
     on_the_link = f"link rank 1 (stage 1) - rank 0 (stage 0) over {transport}" in message
     in_a_group = "of group hetero embedding 0" in message and "rank 1 - rank 0" in message
     assert code == 1
-    assert (
-        (on_the_link and "nothing moved for 3 s" in message)
-        or in_a_group
-        or "it took too long" in message
-    )
+    names_deadline = re.search(r"(within|for) 3 s\b", message) is not None
+    assert (on_the_link and names_deadline) or in_a_group or "it took too long" in message
     assert "Traceback" not in message
 
 
