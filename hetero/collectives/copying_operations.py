@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
-from hetero.collectives import broadcast, row_collectives
+from hetero.collectives import broadcast, gather_scatter, row_collectives
 from hetero.collectives.calls import profiled
 from hetero.collectives.group_links import as_bytes
 from hetero.collectives.memory_segments import (
@@ -208,7 +208,7 @@ class CopyingOperations(HeteroProcessGroupBase):
 
         def algorithm(context: CallContext) -> Schedule:
             buffers = [output_buffer(part) for part in parts]
-            yield from row_collectives.gather(
+            yield from gather_scatter.gather(
                 context, buffers, materialize(source), root=opts.rootRank
             )
             _write_back(buffers, parts)
@@ -225,7 +225,7 @@ class CopyingOperations(HeteroProcessGroupBase):
 
         def algorithm(context: CallContext) -> Schedule:
             buffer, sources = output_buffer(output), [materialize(part) for part in parts]
-            yield from row_collectives.scatter(context, buffer, sources, root=opts.rootRank)
+            yield from gather_scatter.scatter(context, buffer, sources, root=opts.rootRank)
             write_back(buffer, output)
 
         return self._run(

@@ -1,4 +1,4 @@
-"""Collectives with a row for each rank: all_gather, reduce_scatter, all_to_all, gather, scatter.
+"""Collectives with a row for each rank: all_gather, reduce_scatter, all_to_all.
 
 A table is a tensor of such rows, in the order of ranks.
 """
@@ -356,50 +356,3 @@ def _copy_own(batch: P2PBatch, target: Segment, source: Segment) -> None:
         if source[2] > _COPY_FIRST_BYTES[source[0].device.type]:
             batch.start()
         copy_segment(target, source)
-
-
-def gather(
-    context: CallContext, outputs: Sequence[torch.Tensor], source: torch.Tensor, *, root: int
-) -> Schedule:
-    """Copy every rank's memory, all of one size, to the root's outputs."""
-    layout, batch = context.layout, P2PBatch(context)
-    if layout.vendor_of(root) != layout.vendor:
-        batch.send(root, source)
-        yield batch
-        return
-    if context.library is not None:
-        parts = (
-            [as_bytes(outputs[rank]) for rank in layout.vendor_ranks] if layout.rank == root else []
-        )
-        context.library.gather(parts, as_bytes(source), root=layout.vendor_ranks.index(root)).wait()
-    else:
-        copy_segment(full_segment(outputs[root]), full_segment(source))
-    if layout.rank == root:
-        for rank in layout.remote_ranks:
-            batch.recv(rank, outputs[rank])
-        yield batch
-
-
-def scatter(
-    context: CallContext, target: torch.Tensor, inputs: Sequence[torch.Tensor], *, root: int
-) -> Schedule:
-    """Copy each of the root's inputs, all of one size, to its rank's memory."""
-    layout, batch = context.layout, P2PBatch(context)
-    if layout.vendor_of(root) != layout.vendor:
-        batch.recv(root, target)
-        yield batch
-        return
-    if layout.rank == root:
-        for rank in layout.remote_ranks:
-            batch.send(rank, inputs[rank])
-    if context.library is not None:
-        batch.start()
-        parts = (
-            [as_bytes(inputs[rank]) for rank in layout.vendor_ranks] if layout.rank == root else []
-        )
-        context.library.scatter(
-            as_bytes(target), parts, root=layout.vendor_ranks.index(root)
-        ).wait()
-    else:
-        copy_segment(full_segment(target), full_segment(inputs[root]))
-    yield batch
