@@ -104,7 +104,7 @@ class Links:
             timeout=self._timeout,
             nics=names,
             options=ChannelOptions(ring_bytes=RING_BYTES[self._device.type]),
-            look=check_abort,
+            check_abort=check_abort,
         )
 
     def inter_vendor(self) -> list[Link]:

@@ -36,7 +36,7 @@ def connect(
     timeout: float = 300.0,
     nics: Sequence[str] = (),
     options: ChannelOptions | None = None,
-    look: Callable[[], None] | None = None,
+    check_abort: Callable[[], None] | None = None,
 ) -> Link:
     """Open a link to another rank. Both ranks call it; it blocks until both have.
 
@@ -53,7 +53,7 @@ def connect(
         nics: this rank's network interfaces or RDMA devices; without names, the interface that
             leads to the store's host.
         options: sizes and checks, the same at both ends. Addresses in it are ignored.
-        look: called every second while waiting for the other rank; may raise to abort.
+        check_abort: called every second while waiting for the other rank; may raise to abort.
 
     Raises:
         ValueError: invalid arguments, all in one message.
@@ -73,7 +73,7 @@ def connect(
     except StoreUnresponsive as error:
         raise LinkError(f"link rank {rank} - rank {peer} could not be opened: {error}") from error
     name = f"{pair}/{number}"
-    watched: Store = store if look is None else AbortableStore(store, look)
+    watched: Store = store if check_abort is None else AbortableStore(store, check_abort)
     job, theirs = _exchange_addresses(
         store, watched, f"{_PREFIX}/{name}", rank=rank, peer=peer, timeout=timeout
     )
@@ -84,7 +84,7 @@ def connect(
     )
     prefixed = dist.PrefixStore(_PREFIX, store)
     rendezvous = Rendezvous(
-        store=prefixed if look is None else AbortableStore(prefixed, look),
+        store=prefixed if check_abort is None else AbortableStore(prefixed, check_abort),
         description=LinkDescription(rank=rank, peer=peer, job=job, timeout=timeout),
         name=name,
         listens=rank < peer,
