@@ -22,6 +22,7 @@ from hetero.link.base import Link, LinkCounters
 from hetero.link.handshake import Rendezvous, exchange
 from hetero.link.names import FAMILIES
 from hetero.link.rdma_ports import rdma_missing
+from hetero.link.ring_options import RingOptions
 from hetero.link.same_host import open_same_host
 from hetero.link.shared_memory import host_identity
 from hetero.link.tcp import open_tcp
@@ -32,10 +33,9 @@ from hetero.native.binding import native
 _log = logging.getLogger(__name__)
 _ON_CPU = "the tensors are on a CPU"
 _CHECKSUM = "--hetero-checksum needs the CPU to see every byte"
-# Handing a chunk over costs microseconds: little beside a copy by the host, much beside a device's.
-_HOST_CHUNK_BYTES = 4 << 20
-_CARRIED_CHUNK_BYTES = 2 << 20
-_TCP_CHUNK_BYTES = 1 << 20
+_CHUNK_BYTES = {"shm": 4 << 20, "verbs": 2 << 20, "verbs-host": 2 << 20, "tcp": 1 << 20}
+"""Handing a chunk over costs microseconds: little beside a copy by the host, much beside one of a
+device, for which `ipc` has chunks of half a ring."""
 _PROBE_SECONDS = 20.0
 PROBE_SIZES = (1, (2 << 20) + 1, 6 << 20)
 """Bytes of the messages that probe a path in each direction."""
@@ -293,33 +293,20 @@ def _open(
         else HostDevice(device, checksum=options.checksum)
     )
     ring_bytes = options.ring_bytes // 2
-    if path in ("ipc", "shm"):
-        chunk_bytes = _HOST_CHUNK_BYTES if path == "shm" else options.ring_bytes // 4
-        return open_same_host(
-            rendezvous,
-            transport=path,
-            ring_bytes=ring_bytes,
-            chunk_bytes=options.chunk_bytes or chunk_bytes,
-            device=link_device,
-        )
-    if path == "tcp":
-        return open_tcp(
-            rendezvous,
-            ring_bytes=ring_bytes,
-            chunk_bytes=options.chunk_bytes or _TCP_CHUNK_BYTES,
-            device=link_device,
-            paths=TcpPaths(addresses=options.addresses, connections=options.connections),
-        )
-    return open_verbs(
-        rendezvous,
-        transport=path,
+    ring = RingOptions(
+        path,
         ring_bytes=ring_bytes,
-        chunk_bytes=options.chunk_bytes or _CARRIED_CHUNK_BYTES,
-        link_device=link_device,
-        device=device,
-        options=VerbsOptions(
-            memory=DEVICE if path == "verbs" and device.type != "cpu" else HOST,
-            nics=options.rdma_devices,
-            address=options.addresses[0],
-        ),
+        chunk_bytes=options.chunk_bytes or _CHUNK_BYTES.get(path, ring_bytes // 2),
+        device=link_device,
     )
+    if path in ("ipc", "shm"):
+        return open_same_host(rendezvous, ring)
+    if path == "tcp":
+        paths = TcpPaths(addresses=options.addresses, connections=options.connections)
+        return open_tcp(rendezvous, ring, paths)
+    verbs = VerbsOptions(
+        memory=DEVICE if path == "verbs" and device.type != "cpu" else HOST,
+        nics=options.rdma_devices,
+        address=options.addresses[0],
+    )
+    return open_verbs(rendezvous, ring, verbs, device=device)

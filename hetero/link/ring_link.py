@@ -9,21 +9,20 @@ from __future__ import annotations
 
 import ctypes
 import logging
-import socket
 import threading
 import time
 from functools import partial
 
 import torch
 
-from hetero.device.device import CurrentStream, Device, Event
+from hetero.device.device import CurrentStream, Event
 from hetero.errors import LinkError
 from hetero.link.base import LinkDescription, Work, require_contiguous, sendable
 from hetero.link.flow import SMALL_BYTES, Flow, UnexpectedEntry
-from hetero.link.handshake import Rendezvous, compare
-from hetero.link.header import PROTOCOL_VERSION, HeaderWriter, job_token
+from hetero.link.header import HeaderWriter, job_token
 from hetero.link.ring import COUNTER_MASK, ahead
 from hetero.link.ring_failure import WATCH_SECONDS, RingLinkBase
+from hetero.link.ring_options import RingOptions
 from hetero.link.ring_transfer import RingEnds, RingTransfer
 from hetero.native.binding import native
 
@@ -37,47 +36,25 @@ _DRIVER_REMEDY = "see the log of the GPU driver"
 _log = logging.getLogger(__name__)
 
 
-def agree(
-    connection: socket.socket,
-    rendezvous: Rendezvous,
-    *,
-    transport: str,
-    ring_bytes: int,
-    chunk_bytes: int,
-    device: Device,
-) -> None:
-    """Raise LinkError, at both ends, unless they have the same protocol and ring parameters."""
-    agreed = {
-        "protocol": PROTOCOL_VERSION,
-        "transport": transport,
-        "ring_bytes": ring_bytes,
-        "chunk_bytes": chunk_bytes,
-        "checksum_bytes": device.checksum_bytes,
-    }
-    compare(connection, rendezvous, agreed)
-
-
 class RingLink(RingLinkBase):
     """A link over a ring; no thread is between the two devices."""
 
     def __init__(
         self,
         description: LinkDescription,
-        *,
-        transport: str,
+        options: RingOptions,
         ends: RingEnds,
-        device: Device,
-        chunk_bytes: int,
+        *,
         small_bytes: int = SMALL_BYTES,
     ) -> None:
-        chunk_bytes = min(chunk_bytes, ends.ring_bytes // 2)
+        chunk_bytes = min(options.chunk_bytes, options.ring_bytes // 2)
         small_bytes = min(small_bytes, chunk_bytes)
-        flow = partial(Flow, device, ends, chunk_bytes=chunk_bytes, small_bytes=small_bytes)
+        flow = partial(Flow, options.device, ends, chunk_bytes=chunk_bytes, small_bytes=small_bytes)
         outgoing, incoming = flow(is_outgoing=True), flow(is_outgoing=False)
         super().__init__(description, ends=ends, outgoing=outgoing, incoming=incoming)
-        self.transport = transport
+        self.transport = options.transport
         self.c_rings_doorbell = outgoing.c_rings_doorbell
-        self._device = device
+        self._device = options.device
         self._headers = HeaderWriter(job=job_token(description.job))
         self._doorbell_address = ends.local.doorbell_address()
         self._spin = native().native_spin
@@ -89,7 +66,7 @@ class RingLink(RingLinkBase):
         """Callers in `wait()`, which make progress themselves."""
         self._thread = threading.Thread(
             target=self._run,
-            name=f"{transport} {description.rank}-{description.peer} watch",
+            name=f"{self.transport} {description.rank}-{description.peer} watch",
             daemon=True,
         )
         self._thread.start()

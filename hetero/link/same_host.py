@@ -11,41 +11,26 @@ from hetero.errors import LinkError
 from hetero.link.flow import SMALL_BYTES, SMALL_BYTES_OF_DEVICE
 from hetero.link.handshake import Rendezvous, receive_exactly, receive_json, send_json
 from hetero.link.ring import CONTROL_BYTES, Direction, EndState
-from hetero.link.ring_link import RingEnds, RingLink, agree
+from hetero.link.ring_link import RingEnds, RingLink
+from hetero.link.ring_options import RingOptions
 from hetero.link.shared_memory import SharedMemory, connect_on_host, has_ended, share_memory
 
 
-def open_same_host(
-    rendezvous: Rendezvous,
-    *,
-    transport: str,
-    ring_bytes: int,
-    chunk_bytes: int,
-    device: Device,
-) -> RingLink:
+def open_same_host(rendezvous: Rendezvous, options: RingOptions) -> RingLink:
     """Open one link. Collective between the two ends, which must run on one host.
 
-    Args:
-        transport: `shm`, with the rings in host memory that both devices have pinned, or `ipc`,
-            with each in the sender's device memory, which the receiver's device reads.
-        ring_bytes: of one direction.
-        chunk_bytes: the largest chunk of a message.
+    Over `shm` the rings are in host memory that both devices have pinned. Over `ipc` each is in the
+    sender's device memory, which the receiver's device reads.
     """
+    device, ring_bytes, is_shm = options.device, options.ring_bytes, options.transport == "shm"
     with ExitStack() as stack:
         control = stack.enter_context(connect_on_host(rendezvous))
-        agree(
-            control,
-            rendezvous,
-            transport=transport,
-            ring_bytes=ring_bytes,
-            chunk_bytes=chunk_bytes,
-            device=device,
-        )
-        sizes = (CONTROL_BYTES, ring_bytes, ring_bytes) if transport == "shm" else (CONTROL_BYTES,)
+        options.agree(control, rendezvous)
+        sizes = (CONTROL_BYTES, ring_bytes, ring_bytes) if is_shm else (CONTROL_BYTES,)
         segments = share_memory(control, rendezvous, sizes=sizes)
         addresses = [_map(stack, device, segment) for segment in segments]
         number = 0 if rendezvous.listens else 1
-        if transport == "shm":
+        if is_shm:
             outgoing_ring, incoming_ring = addresses[1 + number], addresses[2 - number]
         else:
             outgoing_ring, incoming_ring = _share_device_memory(stack, control, device, ring_bytes)
@@ -64,14 +49,8 @@ def open_same_host(
             peer_has_ended=partial(has_ended, control),
             close=stack.pop_all().close,
         )
-    return RingLink(
-        rendezvous.description,
-        transport=transport,
-        ends=ends,
-        device=device,
-        chunk_bytes=chunk_bytes,
-        small_bytes=SMALL_BYTES_OF_DEVICE if transport == "ipc" else SMALL_BYTES,
-    )
+    small_bytes = SMALL_BYTES if is_shm else SMALL_BYTES_OF_DEVICE
+    return RingLink(rendezvous.description, options, ends, small_bytes=small_bytes)
 
 
 def _map(stack: ExitStack, device: Device, segment: SharedMemory) -> int:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 
-from hetero.device.device import Device
 from hetero.link.carried_ends import host_memory, make_ends, side_of
 from hetero.link.carrier import Carrier, RingMemory
 from hetero.link.control import Control
 from hetero.link.handshake import Rendezvous
 from hetero.link.ring import CONTROL_BYTES
-from hetero.link.ring_link import RingLink, agree
+from hetero.link.ring_link import RingLink
+from hetero.link.ring_options import RingOptions
 from hetero.link.tcp_connections import TcpPaths, open_connections, rail_name, tune
 
 _MAX_STALL_SECONDS = 5.0
@@ -21,38 +21,20 @@ _MAX_ACK_SECONDS = 30.0
 switch takes to restart; shorter than one waits for a dead host."""
 
 
-def open_tcp(
-    rendezvous: Rendezvous,
-    *,
-    ring_bytes: int,
-    chunk_bytes: int,
-    device: Device,
-    paths: TcpPaths,
-) -> RingLink:
-    """Open one link. Collective between the two ends; only their addresses may differ.
+def open_tcp(rendezvous: Rendezvous, options: RingOptions, paths: TcpPaths) -> RingLink:
+    """Open one link. Collective between the two ends.
 
-    Args:
-        ring_bytes: of one direction.
-        chunk_bytes: the largest chunk of a message.
-        paths: this end's addresses; of the listener's also the number of connections counts.
+    `paths` are this end's addresses; the listener's also say the number of connections.
     """
     with ExitStack() as stack:
         connections = open_connections(rendezvous, paths, stack)
-        connection = connections.control[0]
-        agree(
-            connection,
-            rendezvous,
-            transport="tcp",
-            ring_bytes=ring_bytes,
-            chunk_bytes=chunk_bytes,
-            device=device,
-        )
-        memory = _make_memory(ring_bytes, device, stack)
+        options.agree(connections.control[0], rendezvous)
+        memory = _make_memory(options, stack)
         stall_seconds = min(rendezvous.description.timeout / 4, _MAX_STALL_SECONDS)
         silence = min(rendezvous.description.timeout, _MAX_ACK_SECONDS)
         carrier = Carrier(memory, side=side_of(rendezvous), stall_seconds=stall_seconds)
         stack.callback(carrier.close)
-        carrier.connect_device(device)
+        carrier.connect_device(options.device)
         names = [rail_name(connection) for connection in connections.rails]
         for connection in connections.rails:
             tune(connection, ack_timeout=silence)
@@ -63,20 +45,15 @@ def open_tcp(
             memory,
             carrier,
             Control(*connections.control, ack_timeout=silence),
-            transport="tcp",
+            transport=options.transport,
             rails=names,
             stack=stack,
         )
-    return RingLink(
-        rendezvous.description,
-        transport="tcp",
-        ends=ends,
-        device=device,
-        chunk_bytes=chunk_bytes,
-    )
+    return RingLink(rendezvous.description, options, ends)
 
 
-def _make_memory(ring_bytes: int, device: Device, stack: ExitStack) -> RingMemory:
+def _make_memory(options: RingOptions, stack: ExitStack) -> RingMemory:
+    ring_bytes, device = options.ring_bytes, options.device
     control, control_on_device = host_memory(CONTROL_BYTES, device, stack)
     rings, rings_on_device = host_memory(2 * ring_bytes, device, stack)
     return RingMemory(

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from hetero.device.device import Device, PeerMemory
+from hetero.device.device import PeerMemory
 from hetero.device.driver import GpuDriver, driver_for
 from hetero.device.gpu import index_of
 from hetero.device.topology import SYS, pci_device
@@ -25,7 +25,8 @@ from hetero.link.control import Control
 from hetero.link.handshake import Rendezvous, receive_json, send_json
 from hetero.link.rdma_ports import Port, choose_devices, find_ports, pair_ports
 from hetero.link.ring import CONTROL_BYTES
-from hetero.link.ring_link import RingLink, agree
+from hetero.link.ring_link import RingLink
+from hetero.link.ring_options import RingOptions
 from hetero.link.tcp_connections import TcpPaths, open_connections
 
 T = TypeVar("T")
@@ -93,40 +94,22 @@ class _Prepared:
 
 
 def open_verbs(
-    rendezvous: Rendezvous,
-    *,
-    transport: str,
-    ring_bytes: int,
-    chunk_bytes: int,
-    link_device: Device,
-    device: torch.device,
-    options: VerbsOptions,
+    rendezvous: Rendezvous, ring: RingOptions, options: VerbsOptions, *, device: torch.device
 ) -> RingLink:
-    """Open one link. Collective between the two ends, each with its own options.
+    """Open one link for tensors on a device. Collective between the two ends.
 
     Raises LinkError at both ends, with the first error of either.
-
-    Args:
-        ring_bytes: of one direction.
-        chunk_bytes: the largest chunk of a message.
     """
     with ExitStack() as stack:
         paths = TcpPaths(addresses=(options.address,), connections=0)
         connection = open_connections(rendezvous, paths, stack).control[0]
-        agree(
-            connection,
-            rendezvous,
-            transport=transport,
-            ring_bytes=ring_bytes,
-            chunk_bytes=chunk_bytes,
-            device=link_device,
-        )
+        ring.agree(connection, rendezvous)
         steps = JointSteps(connection, rendezvous)
         ports = _agree_on_ports(steps, rendezvous, options, device)
 
         def prepare() -> _Prepared:
-            _require_chunk_fits(ports, min(chunk_bytes, ring_bytes // 2))
-            memory = _make_memory(ring_bytes, link_device, device, options, stack)
+            _require_chunk_fits(ports, min(ring.chunk_bytes, ring.ring_bytes // 2))
+            memory = _make_memory(ring, options, device, stack)
             carrier = Carrier(
                 memory,
                 side=side_of(rendezvous),
@@ -134,7 +117,7 @@ def open_verbs(
                 or min(rendezvous.description.timeout / 2, _MAX_STALL_SECONDS),
             )
             stack.callback(carrier.close)
-            carrier.connect_device(link_device)
+            carrier.connect_device(ring.device)
             rails = [carrier.add_verbs_rail(port) for port in ports]
             return _Prepared(
                 memory, carrier, [info for info, _ in rails], [how for _, how in rails]
@@ -150,17 +133,11 @@ def open_verbs(
             prepared.memory,
             prepared.carrier,
             Control(connection),
-            transport=transport,
+            transport=ring.transport,
             rails=[str(port) for port in ports],
             stack=stack,
         )
-    link = RingLink(
-        rendezvous.description,
-        transport=transport,
-        ends=ends,
-        device=link_device,
-        chunk_bytes=chunk_bytes,
-    )
+    link = RingLink(rendezvous.description, ring, ends)
     visibility = _visibility(prepared.memory, options)
     link.detail = f"a NIC's writes are made visible by {visibility}"
     rails = ", ".join(
@@ -229,12 +206,9 @@ def _connect(carrier: Carrier, connections: list[ConnectionInfo]) -> None:
 
 
 def _make_memory(
-    ring_bytes: int,
-    link_device: Device,
-    device: torch.device,
-    options: VerbsOptions,
-    stack: ExitStack,
+    ring: RingOptions, options: VerbsOptions, device: torch.device, stack: ExitStack
 ) -> RingMemory:
+    link_device, ring_bytes = ring.device, ring.ring_bytes
     control, control_on_device = host_memory(CONTROL_BYTES, link_device, stack)
     make = partial(
         RingMemory,

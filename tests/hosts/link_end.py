@@ -16,6 +16,7 @@ from torch.distributed import TCPStore
 from hetero.device.host import HostDevice
 from hetero.link.base import LinkDescription
 from hetero.link.handshake import Rendezvous
+from hetero.link.ring_options import RingOptions
 from hetero.link.tcp import open_tcp
 from hetero.link.tcp_connections import TcpPaths
 
@@ -30,10 +31,8 @@ def main(rank: int, store_at: str, addresses: tuple[str, ...]) -> None:
     description = LinkDescription(rank=rank, peer=1 - rank, job="hosts", timeout=TIMEOUT)
     link = open_tcp(
         Rendezvous(store, description, "link", listens=rank == 0, secret=b"hosts"),
-        ring_bytes=4 << 20,
-        chunk_bytes=64 << 10,
-        device=HostDevice(torch.device("cpu")),
-        paths=TcpPaths(addresses=addresses, connections=len(addresses)),
+        RingOptions("tcp", 4 << 20, 64 << 10, HostDevice(torch.device("cpu"))),
+        TcpPaths(addresses=addresses, connections=len(addresses)),
     )
     print("open", flush=True)
     for line in sys.stdin:

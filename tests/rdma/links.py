@@ -12,6 +12,7 @@ import torch.distributed as dist
 from hetero.device.host import HostDevice
 from hetero.link.base import Link, LinkDescription
 from hetero.link.handshake import Rendezvous
+from hetero.link.ring_options import RingOptions
 from hetero.link.verbs import VerbsOptions, open_verbs
 from tests.hetero.link.transports import Transport
 from tests.rdma.rails import Rail
@@ -50,12 +51,9 @@ def _open(
     )
     return open_verbs(
         rendezvous,
-        transport="verbs",
-        ring_bytes=ring_bytes,
-        chunk_bytes=chunk_bytes,
-        link_device=HostDevice(device),
+        RingOptions("verbs", ring_bytes, chunk_bytes, HostDevice(device)),
+        VerbsOptions(nics=nics[description.rank], read_back=read_back),
         device=device,
-        options=VerbsOptions(nics=nics[description.rank], read_back=read_back),
     )
 
 

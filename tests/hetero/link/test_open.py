@@ -24,6 +24,7 @@ from hetero.link.open import (
     open_link,
     open_path,
 )
+from hetero.link.ring_options import RingOptions
 from tests.hetero.link.test_handshake import both, rendezvous
 
 HOST = {"boot": "a", "network": "n"}
@@ -86,10 +87,10 @@ def test_what_stands_in_the_way_is_said_alike_at_both_ends(
 def test_a_gpu_whose_streams_cannot_wait_is_served_by_the_hosts_and_the_link_says_why(
     path: str, there: Capabilities, kind: str, detail: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    given: dict[str, Any] = {}
+    given: list[RingOptions] = []
 
-    def opened(rendezvous: object, **options: Any) -> SimpleNamespace:
-        given.update(options)
+    def opened(rendezvous: object, options: RingOptions, *paths: object) -> SimpleNamespace:
+        given.append(options)
         return SimpleNamespace(detail="")
 
     monkeypatch.setattr(opening, "GpuDevice", lambda device: "ordered")
@@ -103,7 +104,7 @@ def test_a_gpu_whose_streams_cannot_wait_is_served_by_the_hosts_and_the_link_say
         options=ChannelOptions(),
         device=torch.device("cuda:0"),
     )
-    assert given["device"] == kind
+    assert given[0].device == kind
     assert detail in link.detail
     assert bool(link.detail) == bool(detail)
 
@@ -115,12 +116,12 @@ def test_a_gpu_whose_streams_cannot_wait_is_served_by_the_hosts_and_the_link_say
 def test_a_link_takes_no_more_memory_than_its_rings(
     path: str, chunk_bytes: int | None, expected: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    given: dict[str, Any] = {}
+    given: list[RingOptions] = []
     monkeypatch.setattr(opening, "GpuDevice", lambda device: None)
     monkeypatch.setattr(
         opening,
         "open_same_host",
-        lambda rendezvous, **o: given.update(o) or SimpleNamespace(detail=""),
+        lambda rendezvous, options: given.append(options) or SimpleNamespace(detail=""),
     )
     open_path(
         path,
@@ -129,8 +130,8 @@ def test_a_link_takes_no_more_memory_than_its_rings(
         options=ChannelOptions(ring_bytes=64 << 20, chunk_bytes=chunk_bytes),
         device=torch.device("cuda:0"),
     )
-    assert 2 * given["ring_bytes"] == 64 << 20
-    assert given["chunk_bytes"] == expected
+    assert 2 * given[0].ring_bytes == 64 << 20
+    assert given[0].chunk_bytes == expected
 
 
 def test_a_path_that_cannot_be_is_refused_before_anything_is_opened() -> None:

@@ -21,6 +21,7 @@ from hetero.device.host import HostDevice
 from hetero.link.base import Link, LinkDescription
 from hetero.link.handshake import Rendezvous
 from hetero.link.open import ChannelOptions, PeerCapabilities, open_path
+from hetero.link.ring_options import RingOptions
 from hetero.link.same_host import open_same_host
 from hetero.link.torch_links import GlooLink, VendorLink
 from hetero.link.verbs import VerbsOptions, open_verbs
@@ -104,10 +105,7 @@ def open_emulated(
     """Streams of a CPU that plays a GPU: it has three for each direction, and callers' own."""
     return open_same_host(
         _rendezvous(description, store),
-        transport=transport,
-        ring_bytes=1 << 20,
-        chunk_bytes=64 << 10,
-        device=EmulatedDevice(),
+        RingOptions(transport, 1 << 20, 64 << 10, EmulatedDevice()),
     )
 
 
@@ -122,12 +120,9 @@ def open_rdma(
     rails = os.environ["HETERO_TEST_RAILS"].split("/")[description.rank]
     return open_verbs(
         _rendezvous(description, store),
-        transport="verbs",
-        ring_bytes=1 << 20,
-        chunk_bytes=64 << 10,
-        link_device=HostDevice(device),
+        RingOptions("verbs", 1 << 20, 64 << 10, HostDevice(device)),
+        VerbsOptions(nics=tuple(rails.split(",")), read_back=read_back),
         device=device,
-        options=VerbsOptions(nics=tuple(rails.split(",")), read_back=read_back),
     )
 
 

@@ -8,6 +8,7 @@ import torch
 from hetero.device.host import HostDevice
 from hetero.link.handshake import Rendezvous
 from hetero.link.ring_link import RingLink
+from hetero.link.ring_options import RingOptions
 from hetero.link.same_host import open_same_host
 from tests.hetero.link.joined import CPU, joined, noise
 from tools.overlap.slow_wire import HostWire
@@ -17,13 +18,8 @@ BYTES_PER_S = 20e6
 
 
 def _open(rendezvous: Rendezvous) -> RingLink:
-    return open_same_host(
-        rendezvous,
-        transport="shm",
-        ring_bytes=4 * NBYTES,
-        chunk_bytes=NBYTES // 2,
-        device=HostDevice(CPU),
-    )
+    options = RingOptions("shm", 4 * NBYTES, NBYTES // 2, HostDevice(CPU))
+    return open_same_host(rendezvous, options)
 
 
 def test_messages_cross_whole_and_part_by_part_as_the_wire_lets_go() -> None:

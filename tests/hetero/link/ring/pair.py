@@ -15,6 +15,7 @@ from hetero.device.device import Event
 from hetero.errors import LinkError
 from hetero.link.ring import Direction
 from hetero.link.ring_link import RingLink
+from hetero.link.ring_options import RingOptions
 from hetero.link.same_host import open_same_host
 from hetero.native.structures import (
     Step,
@@ -49,12 +50,9 @@ class Pair:
         self.devices = [device(), device()]
 
         def open_end(rank: int) -> RingLink:
+            options = RingOptions(transport, 64 << 10, 16 << 10, self.devices[rank])
             return open_same_host(
-                rendezvous(rank, store, link_timeout=timeout, timeout=20.0),
-                transport=transport,
-                ring_bytes=64 << 10,
-                chunk_bytes=16 << 10,
-                device=self.devices[rank],
+                rendezvous(rank, store, link_timeout=timeout, timeout=20.0), options
             )
 
         opened: list[Any] = both(lambda: open_end(0), lambda: open_end(1))

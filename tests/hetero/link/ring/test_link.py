@@ -16,6 +16,7 @@ from hetero.device.host import HostDevice
 from hetero.errors import LinkError
 from hetero.link import ring_link as link_module
 from hetero.link.ring_link import RingLink
+from hetero.link.ring_options import RingOptions
 from hetero.link.same_host import open_same_host
 from tests.emulated_streams import EmulatedDevice
 from tests.hetero.link.ring.pair import (
@@ -106,10 +107,7 @@ def test_ends_that_were_given_other_rings_do_not_open() -> None:
     def open_end(rank: int) -> RingLink:
         return open_same_host(
             rendezvous(rank, store),
-            transport="shm",
-            ring_bytes=(1 + rank) << 16,
-            chunk_bytes=16 << 10,
-            device=EmulatedDevice(),
+            RingOptions("shm", (1 + rank) << 16, 16 << 10, EmulatedDevice()),
         )
 
     first, second = both(lambda: open_end(0), lambda: open_end(1))
@@ -141,13 +139,9 @@ def test_memory_that_cannot_be_pinned_ends_the_opening_at_both_ends_and_leaves_n
     held = len(list(Path("/proc/self/fd").iterdir()))
 
     def open_end(rank: int) -> RingLink:
-        return open_same_host(
-            rendezvous(rank, store),
-            transport="shm",
-            ring_bytes=1 << 16,
-            chunk_bytes=16 << 10,
-            device=refusing if rank == 0 else EmulatedDevice(),
-        )
+        device = refusing if rank == 0 else EmulatedDevice()
+        options = RingOptions("shm", 1 << 16, 16 << 10, device)
+        return open_same_host(rendezvous(rank, store), options)
 
     first, second = both(lambda: open_end(0), lambda: open_end(1))
     assert isinstance(first, LinkError)

@@ -17,6 +17,7 @@ from hetero.link.carrier import Carrier
 from hetero.link.control import Control
 from hetero.link.handshake import Rendezvous
 from hetero.link.ring_link import RingLink
+from hetero.link.ring_options import RingOptions
 from hetero.link.tcp import open_tcp
 from hetero.link.tcp_connections import TcpPaths
 from tests.hetero.link.joined import CPU, JoinedEnds
@@ -131,10 +132,8 @@ class Setup(JoinedEnds):
         rank = rendezvous.description.rank
         return open_tcp(
             rendezvous,
-            ring_bytes=self.ring_bytes,
-            chunk_bytes=self.chunk_bytes[rank],
-            device=self.devices[rank],
-            paths=TcpPaths(addresses=self.addresses, connections=self.connections),
+            RingOptions("tcp", self.ring_bytes, self.chunk_bytes[rank], self.devices[rank]),
+            TcpPaths(addresses=self.addresses, connections=self.connections),
         )
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch.distributed as dist
 
 from hetero.errors import LinkError
-from hetero.link import ring_link
+from hetero.link import ring_options
 from hetero.link.handshake import Rendezvous
 from hetero.link.tcp_connections import TcpPaths, _reachable, open_connections, tune
 from tests.hetero.link.tcp.ends import CHUNK_BYTES, Setup
@@ -60,7 +60,7 @@ def test_each_address_has_a_connection_at_least() -> None:
 def test_a_peer_that_never_says_its_parameters_is_an_error_in_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    honest = ring_link.compare
+    honest = ring_options.compare
 
     def one_is_silent(connection: socket.socket, ours: Rendezvous, mine: dict[str, Any]) -> None:
         if ours.description.rank == 0:
@@ -70,7 +70,7 @@ def test_a_peer_that_never_says_its_parameters_is_an_error_in_time(
             time.sleep(1.0)
             raise LinkError("it was silent")
 
-    monkeypatch.setattr(ring_link, "compare", one_is_silent)
+    monkeypatch.setattr(ring_options, "compare", one_is_silent)
     store = dist.HashStore()
     error, _ = both(*(lambda rank=rank: Setup().open(rendezvous(rank, store)) for rank in range(2)))
     assert isinstance(error, OSError)

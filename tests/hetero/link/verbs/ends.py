@@ -8,6 +8,7 @@ import torch
 
 from hetero.link.handshake import Rendezvous
 from hetero.link.ring_link import RingLink
+from hetero.link.ring_options import RingOptions
 from hetero.link.verbs import HOST, VerbsOptions, open_verbs
 from tests.hetero.link.joined import CPU, JoinedEnds
 from tests.loopback_nic.library import LoopbackNics
@@ -32,16 +33,13 @@ class Setup(JoinedEnds):
         rank = rendezvous.description.rank
         return open_verbs(
             rendezvous,
-            transport="verbs",
-            ring_bytes=self.ring_bytes[rank],
-            chunk_bytes=self.chunk_bytes,
-            link_device=self.devices[rank],
-            device=self.tensors_on[rank],
-            options=VerbsOptions(
+            RingOptions("verbs", self.ring_bytes[rank], self.chunk_bytes, self.devices[rank]),
+            VerbsOptions(
                 memory=self.memory,
                 nics=self.names[rank],
                 stall_seconds=STALL,
                 read_back=self.read_back,
                 sys_root=self.nics.sys_root,
             ),
+            device=self.tensors_on[rank],
         )
