@@ -14,7 +14,6 @@ import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from types import TracebackType
 
 from hetero.addresses import family_of
 from hetero.errors import HeteroError, UserError
@@ -80,12 +79,7 @@ class Doorbell:
     def __enter__(self) -> Doorbell:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._stop()
 
     def _stop(self) -> None:
