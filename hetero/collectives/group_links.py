@@ -20,7 +20,7 @@ from hetero.link.base import Link, as_bytes
 from hetero.link.base import Work as Transfer
 from hetero.link.connect import connect
 from hetero.link.open import ChannelOptions
-from hetero.link.ring_exchange import Message, RingExchange, begin
+from hetero.link.ring_exchange import Message, RingExchange
 
 NICS_VARIABLE = "HETERO_NICS"
 """The NICs that this rank's links use, in the format of --hetero-nics."""
@@ -30,7 +30,7 @@ _CLOSE_SECONDS = 2.0
 _GRACE_SECONDS = 2.0
 """Added to this rank's deadline, because the peer's own error says more."""
 
-__all__ = ["Link", "Links", "Message", "RingExchange", "Transfer", "as_bytes", "begin", "clone"]
+__all__ = ["Link", "Links", "Message", "RingExchange", "Transfer", "as_bytes", "clone"]
 
 
 class Links:
