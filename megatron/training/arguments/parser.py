@@ -153,8 +153,8 @@ def _take_offered(
             foreign.append(segment)
         else:
             stands_for = meant_by(flag, sorted(known))
-            meant += [stands_for] if stands_for else []
-            if stands_for is None and feature_of(flag) is not None:
+            meant += stands_for
+            if not stands_for and feature_of(flag) is not None:
                 foreign.append(segment)
             else:
                 complaints.append(explain_unknown(flag, sorted(known)))

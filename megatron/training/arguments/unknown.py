@@ -26,6 +26,7 @@ REPLACED = {
 
 # The first words of a flag that switches something off.
 OFF = ("no-", "disable-")
+MOST_ABBREVIATED = 4
 DASHES = "-\u2010\u2011\u2012\u2013\u2014\u2212"
 ANSWERS = {"true": True, "yes": True, "on": True, "1": True}
 ANSWERS |= {"false": False, "no": False, "off": False, "0": False}
@@ -47,6 +48,8 @@ def explain_unknown(flag: str, known: Collection[str]) -> str:
         return f"{flag} is not a flag of this program; did you mean {suggestion}?"
     if feature := feature_of(flag):
         return refuse(feature, [flag])
+    if longer := begun(flag, known):
+        return f"{flag} is not a flag of this program; did you mean {' or '.join(longer)}?"
     suggestion = nearest(flag, tuple(all_unsupported_flags()), slips=1)
     if suggestion is not None:
         return f"{flag} is not a flag of this program; Megatron-LM has {suggestion}; remove it"
@@ -77,9 +80,17 @@ def _opposite(
     return next((name for name in names if name in known), None)
 
 
-def meant_by(flag: str, known: Collection[str]) -> str | None:
-    """The flag of this program that an unknown one most likely stands for."""
-    return REPLACED.get(flag) or nearest(flag, known)
+def meant_by(flag: str, known: Collection[str]) -> tuple[str, ...]:
+    """The flags of this program that an unknown one most likely stands for."""
+    one = REPLACED.get(flag) or nearest(flag, known)
+    return begun(flag, known) if one is None and feature_of(flag) is None else (one,) if one else ()
+
+
+def begun(flag: str, known: Collection[str]) -> tuple[str, ...]:
+    """The known flags that `flag` abbreviates, shortest first; none where there are too many."""
+    typed = flag.replace("_", "-").lower()
+    longer = sorted((name for name in known if name.startswith(typed)), key=len)
+    return tuple(longer) if len(longer) <= MOST_ABBREVIATED else ()
 
 
 def nearest(flag: str, known: Collection[str], *, slips: int | None = None) -> str | None:
