@@ -142,7 +142,9 @@ def test_other_programs_and_modules_are_started_as_torchrun_does(script: str) ->
     assert "usage" in out[0]
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGUSR1, 138)]
+)
 def test_a_signal_ends_everything_with_one_line(script: str, number: int, code: int) -> None:
     process = start("--nproc-per-node", "2", script, "wait")
     assert process.stdout is not None
