@@ -219,6 +219,10 @@ def _rendezvous_settings(
         configured = {key.strip(): value for key, _, value in pairs}
         own = configured.get("timeout") or _RENDEZVOUS_SECONDS
         timeout = float(configured.get("join_timeout") or own)
+    if options.standalone and nodes > 1:
+        raise UserError(
+            f"--standalone is for one node and --nnodes is {options.nnodes}; remove one of them"
+        )
     if processes < 1:
         raise UserError(f"--nproc-per-node is {processes}; give 1 or more")
     alone = nodes == 1 and not options.rdzv_endpoint and options.master_port is None
