@@ -73,6 +73,7 @@ def add_hetero_flags(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--hetero-nics",
+        type=text,
         nargs="+",
         help="network interfaces or RDMA devices, the rails of a link; left out: for tcp the "
         "interface towards the first rank, for verbs the devices nearest to the GPU",
