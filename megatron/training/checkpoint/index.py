@@ -52,7 +52,7 @@ class StoredTensor:
 
 @dataclass(frozen=True)
 class StoredFile:
-    """Its bytes, and the CRC-32 of each block of `stream.BLOCK_BYTES` of them."""
+    """Its size in bytes, and the CRC-32 of each block of `safetensors_writer.BLOCK_BYTES`."""
 
     size: int
     blocks: tuple[int, ...]
@@ -62,7 +62,7 @@ class StoredFile:
 class Index:
     """All that is known of a checkpoint without opening its tensors.
 
-    `args` are the flags of the run that wrote it, `run` its progress: see `progress.py`.
+    `args` are the flags of the run that wrote it, `run` its progress: see `train_state.py`.
     """
 
     args: Mapping[str, Any]
@@ -105,6 +105,13 @@ def tensor_from_record(record: Mapping[str, Any]) -> StoredTensor:
             for file, offset, start, shape in record["boxes"]
         ),
     )
+
+
+def is_plain(value: Any) -> bool:
+    """Whether JSON can represent a flag's value; lists and tuples count as equal."""
+    if isinstance(value, list | tuple):
+        return all(is_plain(item) for item in value)
+    return value is None or isinstance(value, bool | int | float | str)
 
 
 def _digest(body: Mapping[str, Any]) -> str:

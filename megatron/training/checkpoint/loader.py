@@ -11,7 +11,6 @@ import torch
 from hetero.errors import UserError
 from hetero.plan import Coordinate, Plan
 from megatron.training.checkpoint.rank_state import (
-    MAIN_COPY,
     ShardedParameter,
     restore_rng_state,
     rng_prefix,
@@ -19,7 +18,9 @@ from megatron.training.checkpoint.rank_state import (
 from megatron.training.checkpoint.reader import CheckpointReader
 from megatron.training.checkpoint.regions import Shard
 from megatron.training.checkpoint.tensor_names import (
+    ADAM_MOMENTS,
     EMBEDDING,
+    MAIN_COPY,
     VOCABULARY,
     optimizer_name,
 )
@@ -31,7 +32,7 @@ from megatron.training.core_private import (
 )
 from megatron.training.optimizer import TrainingOptimizer
 
-_MOMENTS = {"adam": ("exp_avg", "exp_avg_sq"), "sgd": ("momentum_buffer",)}
+_MOMENTS = {"adam": ADAM_MOMENTS, "sgd": ("momentum_buffer",)}
 
 
 @torch.no_grad()

@@ -21,6 +21,7 @@ from hetero.plan import Coordinate, Plan
 from megatron.training.checkpoint.regions import Shard
 from megatron.training.checkpoint.safetensors_writer import WriteItem
 from megatron.training.checkpoint.tensor_names import (
+    MAIN_COPY,
     OUTPUT_LAYER,
     is_split,
     optimizer_name,
@@ -36,9 +37,6 @@ from megatron.training.core_private import (
 )
 from megatron.training.model import StageModel
 from megatron.training.optimizer import TrainingOptimizer
-
-MAIN_COPY = "main"
-"""The optimizer's name for the float32 copies of weights of lower precision."""
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,7 @@ from megatron.training.checkpoint.index import (
     StoredTensor,
     read_index,
 )
+from megatron.training.checkpoint.region_views import region_view
 from megatron.training.checkpoint.regions import Region
 from megatron.training.checkpoint.safetensors_writer import BLOCK_BYTES, checksum_problem
 
@@ -111,9 +112,7 @@ class CheckpointReader:
     def tensor(self, name: str) -> torch.Tensor:
         """The whole tensor, on the CPU."""
         stored = self._stored(name)
-        return self.regions(name, [Region((0,) * len(stored.shape), stored.shape)]).view(
-            stored.shape
-        )
+        return self.regions(name, [Region.whole(stored.shape)]).view(stored.shape)
 
     def slice(self, name: str, begin: int, end: int) -> torch.Tensor:
         """Rows [begin, end) of a tensor's first dimension."""
@@ -139,7 +138,7 @@ class CheckpointReader:
                 common = region.intersection(stored_region.region)
                 if common is not None:
                     for part, values in self._elements(name, stored_region, common):
-                        _view(target, region, part).copy_(values)
+                        region_view(target, region, part).copy_(values)
 
     def verify(self, *, part: int = 0, parts: int = 1) -> None:
         """Compare the files with their checksums; of several readers each can take a part.
@@ -186,7 +185,7 @@ class CheckpointReader:
                 (begin, *stored_region.region.start[1:]), (rows, *stored_region.region.shape[1:])
             )
             part = Region((begin, *common.start[1:]), (rows, *common.shape[1:]))
-            yield part, _view(flat.view(held.shape), held, part)
+            yield part, region_view(flat.view(held.shape), held, part)
 
     def _read(self, file: str, name: str, begin: int, end: int) -> torch.Tensor:
         try:
@@ -219,12 +218,3 @@ _NOT_WEIGHTS = ("optimizer.", "rng.")
 def _dtype(stored: StoredTensor) -> torch.dtype:
     dtype: torch.dtype = getattr(torch, stored.dtype)
     return dtype
-
-
-def _view(tensor: torch.Tensor, held: Region, part: Region) -> torch.Tensor:
-    """The part of `tensor`, which holds the region `held`, where `part` lies."""
-    for dim, (begin, origin, length) in enumerate(
-        zip(part.start, held.start, part.shape, strict=True)
-    ):
-        tensor = tensor.narrow(dim, begin - origin, length)
-    return tensor

@@ -63,7 +63,7 @@ class WriteItem:
     @classmethod
     def whole(cls, name: str, tensor: torch.Tensor) -> WriteItem:
         shape = tuple(tensor.shape)
-        return cls(name, shape, tensor.dtype, (Region((0,) * len(shape), shape),), lambda: tensor)
+        return cls(name, shape, tensor.dtype, (Region.whole(shape),), lambda: tensor)
 
     def stored_in(self, file: str) -> StoredTensor:
         offsets = [0]
