@@ -76,7 +76,7 @@ def to_megatron(
         args["make_vocab_size_divisible_by"] = divisible_by
         args["padded_vocab_size"] = -(-vocabulary // divisible_by) * divisible_by
     rows = args["padded_vocab_size"]
-    model.open()
+    model.read_headers()
     shape = ModelShape.from_args(args, vocabulary=vocabulary, rows=rows)
     items = _import_items(model, shape)
     args |= precision_args(items[0].dtype)
@@ -162,7 +162,7 @@ def _import_items(model: hub_folders.ModelFolder, shape: ModelShape) -> list[Wri
         _require_tied(model)
     items, used = [], set()
     for rule in rules(shape):
-        dtypes = [model.require(part) for part in rule.parts]
+        dtypes = [model.require_tensor(part) for part in rule.parts]
         if len(set(dtypes)) > 1:
             raise UserError(
                 f"{', '.join(part.name for part in rule.parts)} in {model.folder} are of different "
