@@ -32,6 +32,7 @@ from megatron.training.checkpoint.tensor_names import EMBEDDING
 from megatron.training.huggingface import hub_folders
 from megatron.training.huggingface.configuration import args_from_config, config_from_args
 from megatron.training.huggingface.mapping import ModelShape, Rule, rules
+from megatron.training.tokenizer.vocabulary import padded_vocab_size
 
 COMPANION_FOLDER = "huggingface"
 """Inside a converted checkpoint: tokenizer, config.json and generation settings of the model."""
@@ -74,7 +75,9 @@ def to_megatron(
     vocabulary = args["vocab_size"]
     if divisible_by is not None:
         args["make_vocab_size_divisible_by"] = divisible_by
-        args["padded_vocab_size"] = -(-vocabulary // divisible_by) * divisible_by
+        args["padded_vocab_size"] = padded_vocab_size(
+            vocabulary, make_divisible_by=divisible_by, tensor_parallel_size=1
+        )
     rows = args["padded_vocab_size"]
     model.read_headers()
     shape = ModelShape.from_args(args, vocabulary=vocabulary, rows=rows)

@@ -27,6 +27,7 @@ from megatron.training.megatron_lm.export_torch_dist import export_torch_dist
 from megatron.training.megatron_lm.folders import Format
 from megatron.training.megatron_lm.legacy_writer import RankLayout, write_legacy
 from megatron.training.megatron_lm.tensors import ModelTensor, model_tensors
+from megatron.training.tokenizer.vocabulary import padded_vocab_size
 
 
 @dataclass(frozen=True)
@@ -141,8 +142,11 @@ def _model_tensors(index: Index, folder: Path, options: ExportOptions) -> list[M
     args = index.args
     if options.divisible_by is not None:
         tokens = args.get("tokenizer_vocab_size") or args.get("vocab_size") or stored_rows
-        multiple = options.divisible_by * options.layout.tensor
-        rows = -(-int(tokens) // multiple) * multiple
+        rows = padded_vocab_size(
+            int(tokens),
+            make_divisible_by=options.divisible_by,
+            tensor_parallel_size=options.layout.tensor,
+        )
     try:
         tensors = model_tensors(args, rows=stored_rows)
     except KeyError as error:
