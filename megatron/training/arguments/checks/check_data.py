@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from hetero.errors import UserError
+from megatron.training.arguments.flags_data import TOKENIZERS
 
 # What Megatron's pretrain_gpt.py falls back on.
 DEFAULT_TOKENIZER = "GPT2BPETokenizer"
@@ -19,20 +20,6 @@ _LONGEST_TEMPORARY_FOLDER = 75
 
 # What Megatron falls back on when --data-path comes without --split.
 DEFAULT_SPLIT = "969, 30, 1"
-
-# The flags without which a tokenizer cannot be built.
-TOKENIZER_NEEDS = {
-    "GPT2BPETokenizer": ("vocab_file", "merge_file"),
-    "SentencePieceTokenizer": ("tokenizer_model",),
-    "GPTSentencePieceTokenizer": ("tokenizer_model",),
-    "HuggingFaceTokenizer": ("tokenizer_model",),
-    "Llama2Tokenizer": ("tokenizer_model",),
-    "TikTokenizer": ("tokenizer_model",),
-    "BertWordPieceLowerCase": ("vocab_file",),
-    "BertWordPieceCase": ("vocab_file",),
-    "ByteLevelTokenizer": (),
-    "NullTokenizer": ("vocab_size",),
-}
 
 
 def check_data(args: Namespace) -> tuple[Iterator[str], ...]:
@@ -181,7 +168,7 @@ def check_split(split: str) -> list[float]:
 def _check_tokenizer(args: Namespace) -> Iterator[str]:
     args.tokenizer_type = args.tokenizer_type or DEFAULT_TOKENIZER
     args.dataloader_type = args.dataloader_type or "single"
-    needs = [name for name in TOKENIZER_NEEDS[args.tokenizer_type] if getattr(args, name) is None]
+    needs = [name for name in TOKENIZERS[args.tokenizer_type] if getattr(args, name) is None]
     if needs:
         flags = " and ".join(f"--{name.replace('_', '-')}" for name in needs)
         yield f"--tokenizer-type {args.tokenizer_type} needs {flags}; add it"
