@@ -88,13 +88,13 @@ def owned_write_items(
         return write_items
     by_parameter = {id(p.parameter): p for p in written}
     for shard in optimizer_shards(optimizer.inner):
-        at = by_parameter.get(id(shard.parameter))
-        if at is None:
+        p = by_parameter.get(id(shard.parameter))
+        if p is None:
             continue
         # The distributed optimizer shards it over replicas; otherwise all replicas hold the same.
-        is_own = optimizer.config.use_distributed_optimizer or at.name in mine
+        is_own = optimizer.config.use_distributed_optimizer or p.name in mine
         if is_own and coordinate.context == 0:
-            write_items += _optimizer_items(at, shard)
+            write_items += _optimizer_items(p, shard)
     return write_items
 
 
@@ -120,8 +120,8 @@ def _weight_item(p: ShardedParameter) -> WriteItem:
     )
 
 
-def _optimizer_items(at: ShardedParameter, shard: OptimizerShard) -> list[WriteItem]:
-    regions = tuple(at.shard.regions(shard.begin, shard.end))
+def _optimizer_items(p: ShardedParameter, shard: OptimizerShard) -> list[WriteItem]:
+    regions = tuple(p.shard.regions(shard.begin, shard.end))
     states = {MAIN_COPY: shard.main} if shard.is_copy else {}
     states |= {
         name: value
@@ -130,8 +130,8 @@ def _optimizer_items(at: ShardedParameter, shard: OptimizerShard) -> list[WriteI
     }
     return [
         WriteItem(
-            name=optimizer_name(state, at.name),
-            shape=at.shard.whole,
+            name=optimizer_name(state, p.name),
+            shape=p.shard.whole,
             dtype=value.dtype,
             regions=regions,
             source=lambda value=value: value,  # type: ignore[misc]

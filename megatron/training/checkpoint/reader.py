@@ -1,10 +1,10 @@
-"""Reads a checkpoint, in training and in tools: tensors whole or in part, by their global names.
+"""Reads tensors of a checkpoint, whole or in part, by their names in the whole model.
 
-    reader = CheckpointReader.open(Path("runs/llama"))      # the newest one that is whole
+    reader = CheckpointReader.open(Path("runs/llama"))      # the newest that is not damaged
     reader.args["hidden_size"], reader.names()
     reader.tensor("decoder.final_layernorm.weight")
 
-Needs no process group, and reads of each file only what is asked for.
+It needs no process group, and reads only the requested parts of files.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class CheckpointReader:
     ) -> None:
         self.folder = folder
         self.notes = tuple(notes)
-        """Why newer ones were passed over; a tool says it."""
+        """Why newer checkpoints were not used, for a tool to print."""
         self.index = read_index(folder) if index is None else index
         self._files: dict[str, Any] = {}
         self._stack = ExitStack()
@@ -51,11 +51,11 @@ class CheckpointReader:
     def open(
         cls, load: Path, *, iteration: int | None = None, older: bool = True
     ) -> CheckpointReader:
-        """The checkpoint of an iteration, or the newest whose files are all there, checked whole.
+        """Open the checkpoint of an iteration, or the newest whose files match their checksums.
 
-        With `older` false it is the newest or none. `load` may also be a checkpoint's own folder.
-        Raises DamagedCheckpoint, saying of each one tried what is wrong with it, and UserError for
-        a checkpoint's own folder beside another iteration.
+        With `older` false only the newest is tried. `load` may also be a checkpoint's own folder.
+        Raises DamagedCheckpoint, with what is wrong with each one tried, and UserError for a
+        checkpoint's own folder with another `iteration`.
         """
         notes: list[str] = []
         if (load / INDEX_FILE).exists():
@@ -179,8 +179,8 @@ class CheckpointReader:
         first, last = common.start[0], common.start[0] + common.shape[0]
         for begin in range(first, last, step):
             rows = min(step, last - begin)
-            at = stored_region.offset + (begin - stored_region.region.start[0]) * inner
-            flat = self._read(stored_region.file, name, at, at + rows * inner)
+            offset = stored_region.offset + (begin - stored_region.region.start[0]) * inner
+            flat = self._read(stored_region.file, name, offset, offset + rows * inner)
             held = Region(
                 (begin, *stored_region.region.start[1:]), (rows, *stored_region.region.shape[1:])
             )
