@@ -1,7 +1,7 @@
-"""Finds the checkpoint to load, with the agreement of all ranks, before a model is built.
+"""Finds the checkpoint to load, agreed by all ranks, before a model is built.
 
-That is the newest one whose files match their checksums. A damaged one is skipped with a note; one
-that --ckpt-step names is used or refused.
+It is the newest whose files match their checksums; a damaged one is skipped with a note. If
+--ckpt-step names one that is damaged, it is an error.
 """
 
 from __future__ import annotations
