@@ -153,11 +153,11 @@ def _features_by_first_word() -> Mapping[str, Feature]:
         for flag in feature.options:
             owners.setdefault(_first_word(flag), []).append(feature)
     return {
-        word: found[0]
-        for word, found in owners.items()
-        if len(found) >= 3
-        and len({feature.name for feature in found}) == 1
-        and found[0].name != OTHERS
+        word: owning[0]
+        for word, owning in owners.items()
+        if len(owning) >= 3
+        and len({feature.name for feature in owning}) == 1
+        and owning[0].name != OTHERS
     }
 
 

@@ -195,9 +195,9 @@ def require_complete_model(index: Index, *, num_layers: int, tied: bool) -> None
     weights = {name for name in index.tensors if not name.startswith(("optimizer.", "rng."))}
     layers: dict[int, set[str]] = {number: set() for number in range(num_layers)}
     for name in weights:
-        head, found, rest = name.partition(".layers.")
+        head, in_layers, rest = name.partition(".layers.")
         number, _, tensor = rest.partition(".")
-        if found:
+        if in_layers:
             layers.setdefault(int(number), set()).add(f"{head}.{tensor}")
     everywhere = set().union(*layers.values())
     for layer, names in layers.items():

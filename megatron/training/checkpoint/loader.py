@@ -104,15 +104,15 @@ def _read(
     lacks keep the values of `fill`."""
     if name not in reader.index.tensors:
         raise UserError(f"the checkpoint {reader.folder} holds no tensor {name}")
-    stored, wanted = reader.shape(name), shard.whole
-    is_padding = name.endswith(VOCABULARY) and stored[1:] == wanted[1:]
-    if stored != wanted and not is_padding:
+    stored, own = reader.shape(name), shard.whole
+    is_padding = name.endswith(VOCABULARY) and stored[1:] == own[1:]
+    if stored != own and not is_padding:
         raise UserError(
             f"tensor {name} of the checkpoint {reader.folder} has the shape {list(stored)} and "
-            f"this model's has {list(wanted)}"
+            f"this model's has {list(own)}"
         )
     regions = shard.regions(begin, end)
-    if stored == wanted:
+    if stored == own:
         return reader.regions(name, regions)
     flat = fill.detach().cpu().reshape(-1).to(reader.dtype(name))
     reader.read_into(flat, name, regions)

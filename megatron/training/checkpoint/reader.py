@@ -120,18 +120,18 @@ class CheckpointReader:
         rows = (end - begin, *shape[1:])
         return self.regions(name, [Region((begin, *(0 for _ in shape[1:])), rows)]).view(rows)
 
-    def regions(self, name: str, wanted: Sequence[Region]) -> torch.Tensor:
-        """The elements of `wanted`, one region after the other, flat, on the CPU."""
+    def regions(self, name: str, regions: Sequence[Region]) -> torch.Tensor:
+        """The elements of regions, one region after the other, flat, on the CPU."""
         stored = self._stored(name)
-        flat = torch.empty(sum(region.size for region in wanted), dtype=_dtype(stored))
-        self.read_into(flat, name, wanted)
+        flat = torch.empty(sum(region.size for region in regions), dtype=_dtype(stored))
+        self.read_into(flat, name, regions)
         return flat
 
-    def read_into(self, flat: torch.Tensor, name: str, wanted: Sequence[Region]) -> None:
+    def read_into(self, flat: torch.Tensor, name: str, regions: Sequence[Region]) -> None:
         """As `regions`, into a flat tensor; elements outside the stored tensor do not change."""
         stored = self._stored(name)
         offset = 0
-        for region in wanted:
+        for region in regions:
             target = flat[offset : offset + region.size].view(region.shape)
             offset += region.size
             for stored_region in stored.regions:
@@ -181,11 +181,11 @@ class CheckpointReader:
             rows = min(step, last - begin)
             offset = stored_region.offset + (begin - stored_region.region.start[0]) * inner
             flat = self._read(stored_region.file, name, offset, offset + rows * inner)
-            held = Region(
+            extent = Region(
                 (begin, *stored_region.region.start[1:]), (rows, *stored_region.region.shape[1:])
             )
             part = Region((begin, *common.start[1:]), (rows, *common.shape[1:]))
-            yield part, region_view(flat.view(held.shape), held, part)
+            yield part, region_view(flat.view(extent.shape), extent, part)
 
     def _read(self, file: str, name: str, begin: int, end: int) -> torch.Tensor:
         try:

@@ -115,7 +115,7 @@ class Shard:
 
     def regions(self, begin: int = 0, end: int | None = None) -> list[Region]:
         """Regions of the whole tensor that the flat local range [begin, end) holds, in order."""
-        found = []
+        regions = []
         for region in flat_range_regions(self.local, begin, self.size if end is None else end):
             for part in self.segments:
                 limits = list(self.local)
@@ -124,5 +124,5 @@ class Shard:
                 start[self.dim] = part.local
                 part_region = region.intersection(Region(tuple(start), tuple(limits)))
                 if part_region is not None:
-                    found.append(part_region.moved(self.dim, part.whole - part.local))
-        return found
+                    regions.append(part_region.moved(self.dim, part.whole - part.local))
+        return regions

@@ -56,25 +56,29 @@ def import_checkpoint(
     training resumes; without it, `target`/release, whose weights a run starts from. `file_bytes`
     limits the size of a file of weights. Raises HeteroError.
     """
-    found = find_megatron_checkpoint(source, iteration=iteration)
+    checkpoint = find_megatron_checkpoint(source, iteration=iteration)
     reader: Reader
-    if found.format is Format.TORCH_DIST:
-        reader = TorchDistReader(found.folder)
+    if checkpoint.format is Format.TORCH_DIST:
+        reader = TorchDistReader(checkpoint.folder)
     else:
-        reader = LegacyReader(found.folder)
+        reader = LegacyReader(checkpoint.folder)
     args = _model_args(reader)
     tensors = _require_model_tensors(reader, args)
     rows = tensors[0].shape[0]
     args |= {"padded_vocab_size": rows, **precision_args(reader.dtype(tensors[0]))}
-    optimizer = None if weights_only else _optimizer_of(reader, found, tensors, args)
+    optimizer = None if weights_only else _optimizer_of(reader, checkpoint, tensors, args)
     items = list(_write_items(reader, tensors, optimizer))
-    run = None if optimizer is None else _run_record(reader.common, args, optimizer, found.folder)
+    run = (
+        None
+        if optimizer is None
+        else _run_record(reader.common, args, optimizer, checkpoint.folder)
+    )
     folder = write_converted(target, items, args=args, run=run, file_bytes=file_bytes)
     return Converted(
         folder=folder,
         parameters=sum(tensor.size for tensor in tensors),
         rows=rows,
-        source=str(found.folder),
+        source=str(checkpoint.folder),
         iteration=None if run is None else int(run["iteration"]),
     )
 
@@ -123,12 +127,12 @@ def _require_model_tensors(reader: Reader, args: Mapping[str, Any]) -> list[Mode
 
 def _optimizer_of(
     reader: Reader,
-    found: MegatronCheckpoint,
+    checkpoint: MegatronCheckpoint,
     tensors: Sequence[ModelTensor],
     args: Mapping[str, Any],
 ) -> Optimizer | None:
     """The optimizer's state, which is read from `torch_dist` only; None if there is none."""
-    if not isinstance(reader, TorchDistReader) or found.iteration is None:
+    if not isinstance(reader, TorchDistReader) or checkpoint.iteration is None:
         return None
     return find_optimizer(reader, tensors, args)
 

@@ -214,8 +214,10 @@ class _BucketStates:
     def read(self, state: str, tensor: ModelTensor) -> torch.Tensor:
         whole = torch.empty(tensor.shape, dtype=self.dtype(state, tensor))
         for tp_rank in range(1 if tensor.partition_dim is None else self._tp_size):
-            place = self._ranges[tensor.name, tp_rank]
-            flat = self._reader.read_flat(place.key(state), place.begin, place.end)
+            bucket_range = self._ranges[tensor.name, tp_rank]
+            flat = self._reader.read_flat(
+                bucket_range.key(state), bucket_range.begin, bucket_range.end
+            )
             regions = tensor.shard(tp_rank, self._tp_size).regions()
             copy_regions(whole, tensor.region, flat, regions)
         return whole
@@ -255,9 +257,9 @@ class _BucketStates:
             order = buffer_order(chunk, fused_norms=self._fused_norms)
             ranges = self._fill_buckets(buckets, order, tp_rank)
             if ranges is not None:
-                for tensor, place in ranges:
+                for tensor, bucket_range in ranges:
                     # A tied model's embedding is that of the first chunk, not its later copy.
-                    self._ranges.setdefault((tensor.name, tp_rank), place)
+                    self._ranges.setdefault((tensor.name, tp_rank), bucket_range)
                 return count
         raise self._unknown_order()
 
