@@ -34,10 +34,10 @@ class Setting:
     """A key and its value, as words of a command line."""
 
     subject: str
-    """What it sets: a destination, or the flag or key if there is none."""
+    """The destination that it sets, or the flag or key if there is none."""
     words: tuple[str, ...] = ()
     note: str | None = None
-    """For the log: what is done in place of what was asked for."""
+    """A line for the log if the setting is not used."""
 
 
 def expand_config_files(words: Sequence[str], parser: argparse.ArgumentParser) -> list[str]:

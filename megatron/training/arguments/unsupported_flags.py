@@ -24,7 +24,7 @@ class Option:
 
     flag: str
     arity: str
-    """How many values it takes: '0', '1', '+' or '*'."""
+    """Its number of values: '0', '1', '+' or '*'."""
     default: str
 
     def asks_for_nothing(self, values: Sequence[str]) -> bool:

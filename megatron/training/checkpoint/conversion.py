@@ -1,6 +1,6 @@
-"""What all conversions of checkpoints share: a new folder, whole or not at all, and a progress bar.
+"""Shared by all conversions of checkpoints: a target that appears whole, and a progress bar.
 
-Tensors are read one by one when their turn comes to be written, so that one is in memory at a time.
+Tensors are read one by one when they are written, so that one is in memory at a time.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ _CONVERTING = ".converting"
 
 @dataclass(frozen=True)
 class Converted:
-    """What a conversion wrote."""
+    """The result of a conversion."""
 
     folder: Path
     parameters: int
-    """Without rows of padding, where the source has none."""
+    """Their number; without padding if either format has none."""
     rows: int
-    """Of the embedding, as written."""
+    """Rows of the embedding, as written."""
     source: str
-    """What was read, for a person."""
+    """The checkpoint that was read, for a message."""
     iteration: int | None = None
     """None if only the weights were written."""
     notes: tuple[str, ...] = ()

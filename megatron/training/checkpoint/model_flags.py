@@ -1,4 +1,4 @@
-"""What each flag of the model changes, and so how a checkpoint's value of it is treated.
+"""The effect of each flag of the model, which decides how a checkpoint's value is treated.
 
 One table decides what --use-checkpoint-args takes, what must be equal before weights are loaded,
 what a conversion must express, and what docs/checkpoints.md says. A test compares it with the
@@ -43,11 +43,11 @@ TAKEN = COMPARED | {Kind.ROWS, Kind.TOKENIZER, Kind.LIMIT}
 
 @dataclass(frozen=True)
 class ModelFlag:
-    """How one flag is treated."""
+    """The treatment of one flag."""
 
     kind: Kind
     why: str
-    """For docs/checkpoints.md."""
+    """The reason, for docs/checkpoints.md."""
     only_with: Mapping[str, Any] = field(default_factory=dict)
     """Compared only if other flags of the checkpoint have these values, by destination."""
 
@@ -172,12 +172,12 @@ GROUPS = (
 
 @dataclass(frozen=True)
 class Spelling:
-    """How a destination of the parser is written on a command line."""
+    """A destination of the parser, as written on a command line."""
 
     options: tuple[str, ...]
     default: Any
     const: Any
-    """What a flag without a value sets; None for a flag that takes one."""
+    """The value that a flag without one sets; None for a flag that takes one."""
 
     @property
     def option(self) -> str:

@@ -86,7 +86,7 @@ class CheckpointReader:
 
     @property
     def title(self) -> str:
-        """What was read, for a person."""
+        """Folder and iteration, for a message."""
         iteration = self.index.run.get("iteration")
         return str(self.folder) if iteration is None else f"{self.folder}, iteration {iteration}"
 
@@ -128,7 +128,7 @@ class CheckpointReader:
         return flat
 
     def read_into(self, flat: torch.Tensor, name: str, regions: Sequence[Region]) -> None:
-        """As `regions`, into a flat tensor; elements outside the stored tensor do not change."""
+        """Read regions into a flat tensor; elements outside of the stored tensor do not change."""
         stored = self._stored(name)
         offset = 0
         for region in regions:

@@ -82,11 +82,14 @@ class Segment:
 
 @dataclass(frozen=True)
 class Shard:
-    """How one tensor-parallel rank's shard maps to the whole tensor."""
+    """The mapping of a tensor-parallel rank's shard to the whole tensor."""
 
     whole: tuple[int, ...]
+    """Shape of the whole tensor."""
     local: tuple[int, ...]
+    """Shape of the shard."""
     dim: int
+    """The dimension that is split."""
     segments: tuple[Segment, ...]
 
     def __post_init__(self) -> None:
@@ -101,7 +104,10 @@ class Shard:
     def split(
         cls, local: tuple[int, ...], *, dim: int, rank: int, ranks: int, stacked: int = 1
     ) -> Shard:
-        """The slice of `rank`; if the tensor stacks several, a slice of each of them."""
+        """The slice of `rank` along `dim`; if `stacked` tensors are stacked there, one of each.
+
+        `local` is the shape of the slice, `ranks` the tensor-parallel size.
+        """
         whole = tuple(n * ranks if d == dim else n for d, n in enumerate(local))
         rows = local[dim] // stacked
         segments = tuple(

@@ -1,8 +1,8 @@
 """Writes a `.safetensors` file item by item, with no more than one block in host memory.
 
-The safetensors library writes a file from tensors that are all in memory. Its format is a length,
-a JSON header and the bytes of each tensor, so it is written here as it comes, and checksummed on
-the way. Reading is the library's.
+The safetensors library writes files only from tensors that are all in memory. The format is a
+length, a JSON header and the bytes of each tensor. Checksums are computed while writing. Files are
+read with the library.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ class WriteCancelled(Exception):
 
 @dataclass(frozen=True)
 class WriteItem:
-    """What one rank writes of one tensor: regions of it, one after the other in flat memory.
+    """One rank's part of a tensor in a file: regions of it, one after the other in flat memory.
 
-    `source` gives the elements, flat or of any shape; it is called when their turn comes, on the
-    thread that writes, and may return a tensor of any device.
+    `source` returns the elements in a tensor of any shape and device. It is called when they are
+    written, on the writing thread.
     """
 
     name: str
@@ -175,7 +175,7 @@ def tensor_blocks(tensor: torch.Tensor) -> Iterator[memoryview]:
 
 
 def checksum_problem(path: Path, expected: StoredFile) -> str | None:
-    """What is wrong with a file that should be as `expected`, or None."""
+    """Compare a file with its size and checksums; returns what is wrong, or None."""
     try:
         size = path.stat().st_size
         if size != expected.size:

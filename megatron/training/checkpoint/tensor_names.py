@@ -1,8 +1,8 @@
-"""Tensors' names in a checkpoint, and how a rank's parameter lies in the whole tensor.
+"""Names of tensors in a checkpoint, and the mapping of a rank's parameter to the whole tensor.
 
 Names are those of megatron-core's local layers, counted over the whole model. TransformerEngine
-fuses a norm into the linear layer behind it and names its weight after that; a checkpoint knows one
-name, so that one side of a run may use TransformerEngine and the other not.
+fuses a norm into the linear layer after it and names its weight after that. A checkpoint has one
+name for both, so that one mesh of a run may use TransformerEngine and another not.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from megatron.training.checkpoint.regions import Shard
 EMBEDDING = "embedding.word_embeddings.weight"
 OUTPUT_LAYER = "output_layer.weight"
 VOCABULARY = (EMBEDDING, OUTPUT_LAYER)
-"""Tensors with a row for each token, and padding rows that depend on the tensor-parallel size."""
+"""Tensors with a row for each token, and rows of padding that depend on the layout."""
 
 MAIN_COPY = "main"
 """The optimizer state of the float32 copies of weights of lower precision (main parameters)."""
@@ -49,7 +49,10 @@ def optimizer_name(state: str, name: str) -> str:
 def shard_of(
     name: str, parameter: torch.Tensor, *, tp_rank: int, tp_size: int, gated: bool
 ) -> Shard:
-    """Where a tensor-parallel rank's parameter lies. `gated`: fc1 stacks gate and up projection."""
+    """The mapping of a tensor-parallel rank's parameter to the whole tensor.
+
+    `gated`: fc1 stacks gate and up projection.
+    """
     shape = tuple(parameter.shape)
     if tp_size == 1 or not getattr(parameter, "tensor_model_parallel", False):
         return Shard.unsplit(shape)

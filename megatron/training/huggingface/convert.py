@@ -43,7 +43,7 @@ _TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 @dataclass(frozen=True)
 class ConvertedModel(Converted):
-    """What a conversion wrote."""
+    """The result of a conversion from or to Hugging Face's format."""
 
     has_tokenizer: bool = False
     dropped_flags: tuple[str, ...] = ()
@@ -155,7 +155,7 @@ def to_huggingface(
 
 
 def _parameters(shape: ModelShape) -> int:
-    """Of Hugging Face's model, without padding."""
+    """The number of parameters of Hugging Face's model, without padding."""
     return sum(part.size for rule in rules(shape) for part in rule.parts)
 
 
@@ -231,7 +231,7 @@ def _config_and_shape(
 
 
 def _kept_rows(args: Mapping[str, Any], rows: int, requested: int | None, folder: Path) -> int:
-    """How many of the embedding's rows to export."""
+    """The number of the embedding's rows to export. Raises UserError if there are fewer."""
     # The tokenizer's own count comes first: --vocab-size may leave out the end of a document.
     kept = requested or args.get("tokenizer_vocab_size") or args.get("vocab_size") or rows
     if kept > rows:
@@ -240,7 +240,7 @@ def _kept_rows(args: Mapping[str, Any], rows: int, requested: int | None, folder
 
 
 def _companion_folder(args: Mapping[str, Any], folder: Path, given: Path | None) -> Path | None:
-    """Where tokenizer and settings are: `given`, in the checkpoint, or where its flags say."""
+    """The folder of tokenizer and settings: `given`, the checkpoint's, or that of its flags."""
     if given is not None:
         if not hub_folders.has_tokenizer(given):
             raise UserError(f"--tokenizer {given} holds no tokenizer of Hugging Face's format")

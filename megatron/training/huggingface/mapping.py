@@ -27,7 +27,7 @@ class ModelShape:
     groups: int
     """Query groups."""
     channels: int
-    """Of a head."""
+    """Width of a head."""
     vocabulary: int
     """Rows of Hugging Face's embedding."""
     rows: int

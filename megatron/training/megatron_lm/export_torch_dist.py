@@ -82,7 +82,7 @@ def _tensor_chunk(
 def _optimizer_names(
     index: Index, tensors: Sequence[ModelTensor], *, distributed: bool
 ) -> dict[str, dict[str, str]]:
-    """For each prefix of keys: our name of the state of each tensor of the model."""
+    """By prefix of keys and name of a tensor: the name of the tensor's state in our checkpoint."""
     states = {
         f"optimizer.state.{moment}.": {t.name: optimizer_name(moment, t.name) for t in tensors}
         for moment in ADAM_MOMENTS

@@ -32,11 +32,11 @@ from megatron.training.tokenizer.vocabulary import padded_vocab_size
 
 @dataclass(frozen=True)
 class ExportOptions:
-    """What Megatron-LM's checkpoint is to be like."""
+    """Format, layout and contents of the exported checkpoint."""
 
     format: Format
     layout: RankLayout = field(default_factory=RankLayout)
-    """The only layout that can load the format `torch`."""
+    """Of the format `torch`, which no other layout can load."""
     weights_only: bool = False
     distributed_optimizer: bool | None = None
     """Whether to write the distributed optimizer's state; None: if the run used it."""

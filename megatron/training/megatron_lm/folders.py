@@ -17,11 +17,11 @@ from megatron.training.checkpoint import folder as folders
 from megatron.training.checkpoint.index import INDEX_FILE, DamagedCheckpoint
 
 METADATA = ".metadata"
-"""What torch.distributed.checkpoint stores where."""
+"""DCP's list of tensors and of their places in files."""
 CONFIG = "metadata.json"
-"""megatron-core's name of the format."""
+"""The name of the format."""
 COMMON = "common.pt"
-"""What is the same on all ranks."""
+"""State that is the same on all ranks."""
 RANK_FILE = "model_optim_rng.pt"
 
 

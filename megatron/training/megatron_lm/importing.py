@@ -68,11 +68,7 @@ def import_checkpoint(
     args |= {"padded_vocab_size": rows, **precision_args(reader.dtype(tensors[0]))}
     optimizer = None if weights_only else _optimizer_of(reader, checkpoint, tensors, args)
     items = list(_write_items(reader, tensors, optimizer))
-    run = (
-        None
-        if optimizer is None
-        else _run_record(reader.common, args, optimizer, checkpoint.folder)
-    )
+    run = None if optimizer is None else _run_record(reader, args, optimizer)
     folder = write_converted(target, items, args=args, run=run, file_bytes=file_bytes)
     return Converted(
         folder=folder,
@@ -207,14 +203,13 @@ def _require_rounded_from(
         )
 
 
-def _run_record(
-    common: Mapping[str, Any], args: Mapping[str, Any], optimizer: Optimizer, folder: Path
-) -> dict[str, Any]:
+def _run_record(reader: Reader, args: Mapping[str, Any], optimizer: Optimizer) -> dict[str, Any]:
     """The progress of the run, as our checkpoints store it."""
+    common = reader.common
     scheduler = common.get("opt_param_scheduler", common.get("lr_scheduler"))
     if not isinstance(scheduler, dict) or "iteration" not in common:
         raise UserError(
-            f"{folder} says nothing of the schedule or of its iteration; convert it with "
+            f"{reader.folder} says nothing of the schedule or of its iteration; convert it with "
             "--weights-only"
         )
     train_state = TrainState(

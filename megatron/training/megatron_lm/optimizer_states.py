@@ -45,7 +45,7 @@ class OptimizerStates(Protocol):
 
 @dataclass(frozen=True)
 class Optimizer:
-    """What a checkpoint holds of the optimizer."""
+    """The optimizer's state in a checkpoint."""
 
     states: OptimizerStates
     step: int
@@ -106,7 +106,7 @@ def _sharding_type(reader: TorchDistReader) -> str:
 
 
 def _step(reader: TorchDistReader, common: Any) -> int:
-    """How many updates Adam has made, which megatron-core stores in one of three places."""
+    """Adam's count of updates, which megatron-core stores in one of three places."""
     inner = common.get("optimizer", common) if isinstance(common, dict) else {}
     inner = inner if isinstance(inner, dict) else {}
     counts = [group.get("step") for group in inner.get("param_groups", ())]
@@ -163,7 +163,7 @@ class _ModelSpaceStates:
 
 @dataclass(frozen=True)
 class _BucketRange:
-    """Where a tensor-parallel rank's shard of a tensor lies: elements [begin, end) of a bucket."""
+    """Elements [begin, end) of a bucket: a tensor-parallel rank's shard of a tensor."""
 
     bucket: str
     begin: int

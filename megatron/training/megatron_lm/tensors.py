@@ -28,7 +28,7 @@ class ModelTensor:
     partition_dim: int | None = None
     """The dimension that tensor parallelism splits; None if all ranks have the whole tensor."""
     stacked: int = 1
-    """How many tensors are stacked along that dimension, of each of which a rank has a slice."""
+    """The number of tensors stacked along that dimension. A rank has a slice of each."""
     layer: int | None = None
     """From 0; None outside of the layers."""
 
@@ -47,7 +47,7 @@ class ModelTensor:
         return Region.whole(self.shape)
 
     def shard(self, tp_rank: int, tp_size: int) -> Shard:
-        """How a tensor-parallel rank's slice lies in the tensor. `is_divisible` must hold."""
+        """The mapping of a tensor-parallel rank's slice to the tensor, which must be divisible."""
         if self.partition_dim is None or tp_size == 1:
             return Shard.unsplit(self.shape)
         local = list(self.shape)

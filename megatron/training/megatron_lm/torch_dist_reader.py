@@ -36,7 +36,7 @@ _GATE, _UP = "_w", "_v"
 
 @dataclass(frozen=True)
 class _StorageInfo:
-    """Where an object's bytes lie (DCP's class of this name)."""
+    """The file, offset and length of an object's bytes (DCP's class of this name)."""
 
     file: str
     offset: int
@@ -61,7 +61,7 @@ class TensorMetadata:
     chunks: tuple[ChunkMetadata, ...]
 
     def boundaries(self) -> set[int]:
-        """Where the chunks of a one-dimensional tensor begin and end."""
+        """The first and end positions of the chunks of a one-dimensional tensor."""
         edges = set()
         for chunk in self.chunks:
             (begin,), (length,) = chunk.offsets, chunk.sizes
@@ -79,7 +79,7 @@ class TorchDistReader:
         self.folder = folder
         self._loader = RestrictedLoader()
         self.common: dict[str, Any] = self._loader.load_file(folder / COMMON)
-        """What is the same on all ranks, with the arguments under `args`."""
+        """The state that is the same on all ranks, with the arguments under `args`."""
         self.tensors: dict[str, TensorMetadata] = {}
         """By key."""
         self._objects: dict[str, _StorageInfo] = {}

@@ -46,7 +46,7 @@ _BACKENDS = {
     "common_backend": "torch",
     "common_backend_version": 1,
 }
-"""What megatron-core's `save_config` writes. Importing it would take longer than converting."""
+"""The content of metadata.json, as by megatron-core's `save_config`, which is slow to import."""
 
 
 @dataclass(frozen=True)

@@ -207,4 +207,4 @@ _BUILDERS: Mapping[str, Callable[[argparse.Namespace], Tokenizer]] = {
     "ByteLevelTokenizer": _build_byte_level,
     "NullTokenizer": _build_null,
 }
-"""By --tokenizer-type."""
+"""The builder of each --tokenizer-type."""
