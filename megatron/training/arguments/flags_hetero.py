@@ -64,6 +64,16 @@ def add_hetero_flags(parser: argparse.ArgumentParser) -> None:
         help="layers of each pipeline stage, or of each model chunk in layer order",
     )
     _add_mesh_flags(group)
+    _add_link_flags(group)
+    group.add_argument(
+        "--hetero-report",
+        type=text,
+        metavar="FILE",
+        help="JSON file for a report, written at the end of the run",
+    )
+
+
+def _add_link_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--hetero-transport",
         choices=TRANSPORTS,
@@ -92,7 +102,7 @@ def add_hetero_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--hetero-chunk-kib",
         type=integer(1),
-        help="largest part of a message that moves at once, in KiB; left out: what suits the path",
+        help="largest chunk of a message in KiB; left out: the default of the path",
     )
     group.add_argument(
         "--hetero-checksum",
@@ -104,13 +114,7 @@ def add_hetero_flags(parser: argparse.ArgumentParser) -> None:
         type=number(above=0),
         default=600.0,
         metavar="SECONDS",
-        help="seconds; a transfer blocked for longer is an error, a silent rank has ended",
-    )
-    group.add_argument(
-        "--hetero-report",
-        type=text,
-        metavar="FILE",
-        help="write at the end, as JSON, what the run was",
+        help="seconds until a blocked transfer is an error, and a silent rank counts as ended",
     )
 
 
@@ -129,7 +133,7 @@ def _add_mesh_flags(group: argparse._ArgumentGroup) -> None:
         "--hetero-recompute",
         nargs="+",
         choices=RECOMPUTE,
-        help="what each mesh recomputes in backward; left out: what the --recompute- flags say",
+        help="what each mesh recomputes in backward; left out: as the --recompute- flags",
     )
 
 
