@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -73,9 +73,13 @@ class StatusReport:
 class StatusBoard:
     """The statuses of one group's ranks, in the group's store."""
 
-    def __init__(self, store: dist.Store, layout: Layout) -> None:
+    def __init__(
+        self, store: dist.Store, layout: Layout, *, has_gone: Callable[[Member], bool]
+    ) -> None:
+        """`has_gone` says whether a rank will report nothing any more."""
         # A caller's next call waits for a poll to end.
         self._store, self._layout = BoundedStore(store, seconds=POLL_SECONDS), layout
+        self._has_gone = has_gone
 
     def publish(self, status: RankStatus, *, failed: bool = False) -> RankStatus:
         """Write this rank's status, and with `failed` the flag. A store that is gone is ignored."""
@@ -94,14 +98,20 @@ class StatusBoard:
     def collect(self, own: RankStatus, *, seconds: float = _GRACE_SECONDS) -> StatusReport:
         """This rank's status and those that the others report within `seconds`."""
         found = {own.rank: own}
-        deadline = time.monotonic() + seconds
+        began = time.monotonic()
+        missing = [member for member in self._layout.members if member.rank != own.rank]
         try:
-            while len(found) < self._layout.size and time.monotonic() < deadline:
-                for member in self._layout.members:
-                    if member.rank not in found and self._store.check([self._key(member.rank)]):
+            while missing and time.monotonic() < began + seconds:
+                # Ask before reading what it may have said last, and not before most have answered:
+                # each question is a connection.
+                asks = time.monotonic() > began + POLL_SECONDS
+                gone = {member.rank for member in missing if asks and self._has_gone(member)}
+                for member in missing:
+                    if self._store.check([self._key(member.rank)]):
                         text = self._store.get(self._key(member.rank))
                         found[member.rank] = RankStatus.decode(text)
-                if len(found) < self._layout.size:
+                missing = [m for m in missing if m.rank not in {*found, *gone}]
+                if missing:
                     time.sleep(_PAUSE_SECONDS)
         except StoreUnresponsive as error:
             return StatusReport([own], str(error))

@@ -67,7 +67,7 @@ def test_where_all_called_the_same_the_reason_itself_is_told():
 
 
 def test_statuses_are_read_as_they_were_published():
-    board = StatusBoard(dist.HashStore(), LAYOUT)
+    board = StatusBoard(dist.HashStore(), LAYOUT, has_gone=lambda _: False)
     own, other = status(0, error="so"), status(2, None, IDLE)
     board.publish(other)
     assert not board.has_failure()
