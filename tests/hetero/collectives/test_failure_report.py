@@ -104,6 +104,17 @@ def test_of_several_errors_the_first_one_is_told():
     assert "rank 5 on host1: the cause" in text
 
 
+def test_a_rank_that_had_gone_on_to_the_next_call_did_not_call_something_else():
+    text = explained(
+        status(0, Call(8, "barrier"), error="a consequence", failure_order=2),
+        status(1, error="the cause", failure_order=1),
+        status(2, error="a consequence", failure_order=3),
+    )
+    assert "different" not in text
+    assert f"rank 5 on host1 failed in {CALL}: the cause" in text
+    assert "; rank 4 had gone on to barrier as number 8" in text
+
+
 def test_where_a_rank_has_ended_one_that_is_a_call_behind_is_not_to_blame():
     text = explained(status(0), status(1, replace(CALL, sequence=6)))
     assert "rank 6 on host2 said nothing" in text
