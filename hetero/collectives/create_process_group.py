@@ -21,7 +21,6 @@ from hetero.cluster import identify
 from hetero.collectives.group_links import clone, host_of, own_address
 from hetero.collectives.presence import Presence
 from hetero.collectives.vendor_layout import Layout, Member
-from hetero.collectives.work import keep_join_work_alive
 from hetero.errors import LinkError, UserError
 from hetero.formatting import spans
 from hetero.store import BoundedStore, StoreUnresponsive
@@ -55,7 +54,6 @@ def create_group(options: Any, backend_options: Any = None) -> dist.ProcessGroup
             if len(layout.vendors) == 1:
                 group = _vendor_group(options, layout)
             else:
-                keep_join_work_alive()
                 group = _mixed_group(options, layout, presence)
         except Exception as failure:
             error = failure
@@ -105,9 +103,11 @@ def _vendor_group(options: Any, layout: Layout) -> dist.ProcessGroup:
 
 
 def _mixed_group(options: Any, layout: Layout, presence: Presence) -> dist.ProcessGroup:
+    from hetero.collectives.ddp import support_ddp
     from hetero.collectives.group_communicator import Communicator
     from hetero.collectives.process_group import HeteroProcessGroup
 
+    support_ddp()
     name = options.group_id or "0"
 
     def new_communicator(device: torch.device) -> Communicator:

@@ -280,11 +280,12 @@ class Communicator:
         what = f"{verb} {peer} with tag {tag}"
         return self._p2p.new_work(what, [tensor], timeout=self.timeout, group=self.name)
 
-    def abort(self) -> None:
+    def abort(self, reason: str = "") -> None:
         """End all calls in flight with an error, here and by that on the other ranks."""
         if self._error is None:
-            self._error = CollectiveError(f"group {self.name} was aborted; make a new one")
-            self._publish_status(ABORTED, failed=True)
+            why = f" ({reason})" if reason else ""
+            self._error = CollectiveError(f"group {self.name} was aborted{why}; make a new one")
+            self._publish_status(ABORTED, failed=True, error=reason)
         self._abort_transports()
 
     def shutdown(self) -> None:

@@ -172,9 +172,10 @@ class HeteroProcessGroupBase(dist.ProcessGroup):
         for communicator in self._communicators:
             communicator.check()
 
-    def abort(self) -> None:
+    def abort(self, reason: str = "") -> None:
+        """End all calls in flight on all ranks, with errors that give the reason."""
         for communicator in self._communicators:
-            communicator.abort()
+            communicator.abort(reason)
 
     def shutdown(self) -> None:
         for communicator in self._communicators:

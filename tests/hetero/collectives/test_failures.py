@@ -299,6 +299,17 @@ def die_in_backward(side: Side) -> str:
     return "nothing"
 
 
+def test_ddp_over_models_that_differ_ends_every_rank_with_the_difference():
+    for text in values(run_ranks(wrap_another_model, TWO_AND_TWO)):
+        assert "params[0] in this process with sizes [5, 4]" in text, text
+
+
+def wrap_another_model(side: Side) -> str:
+    with pytest.raises(RuntimeError) as raised:
+        torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 5 if side.rank == 1 else 4))
+    return str(raised.value)
+
+
 def test_a_group_that_one_rank_cannot_build_is_built_by_none():
     outcomes = run_ranks(build_with_an_unknown_vendor, TWO_AND_TWO, backend=None)
     for text in values(outcomes):
