@@ -149,9 +149,6 @@ class MeasuredProfile:
                 f"the profile has no {accelerator}; it has {', '.join(self.accelerators)}"
             ) from None
 
-    def save(self, path: str | Path) -> None:
-        Path(path).write_text(json.dumps(self.to_mapping(), indent=1) + "\n", "utf-8")
-
     def to_mapping(self) -> dict[str, Any]:
         accelerators = {}
         for name, measured in self.accelerators.items():
