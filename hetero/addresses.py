@@ -74,6 +74,19 @@ def interface_address(name: str, family: socket.AddressFamily | None = None) -> 
     return None
 
 
+def unusable_interfaces(names: str, *, several_hosts: bool) -> tuple[str, ...]:
+    """Of interfaces with commas between, as in GLOO_SOCKET_IFNAME, those that ranks cannot use."""
+    found = {name: interface_address(name) for name in filter(None, names.split(","))}
+    stats = psutil.net_if_stats()
+    return tuple(
+        name
+        for name, address in found.items()
+        if address is None
+        or (name in stats and not stats[name].isup)
+        or (several_hosts and is_loopback(address))
+    )
+
+
 def address_leading_to(host: str) -> str | None:
     """`address_towards`, but None if it is a loopback address or there is no route."""
     try:

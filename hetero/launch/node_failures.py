@@ -48,7 +48,7 @@ class NodeFailures:
 
     def _watch(self, terminate: Callable[[], None]) -> None:
         while not self._stopped.wait(_PAUSE):
-            cause = self._cause_on_another_node()
+            cause = next((process for process in self._others_exits() if process.is_cause), None)
             if cause is not None:
                 if not self._stopped.wait(self._grace):
                     self.remote_cause = cause
@@ -56,14 +56,20 @@ class NodeFailures:
                 return
 
     def exchange(self, own: ProcessExit) -> ProcessExit:
-        """Report this node's failure to the others; return the cause, which may be theirs."""
+        """Report this node's failure to the others; return the cause, which may be theirs.
+
+        Waits for the other nodes' reports unless this node's failure is the cause.
+        """
         self._stopped.set()
         with suppress(Exception):
             self._store.set(f"exit/{self._node}", json.dumps(asdict(own)))
         cause, deadline = own, time.monotonic() + _TIMEOUT
         while not cause.is_cause and time.monotonic() < deadline:
             time.sleep(_PAUSE)
-            cause = self._cause_on_another_node() or own
+            others = self._others_exits()
+            cause = next((process for process in others if process.is_cause), own)
+            if len(others) == self._nodes - 1:
+                break
         return cause
 
     def leave(self) -> None:
@@ -77,12 +83,12 @@ class NodeFailures:
                 others = [key for key in others if not self._store.check([key])]
                 time.sleep(_PAUSE if others else 0)
 
-    def _cause_on_another_node(self) -> ProcessExit | None:
+    def _others_exits(self) -> list[ProcessExit]:
+        """What the other nodes have reported so far."""
+        exits = []
         with suppress(Exception):
             for node in range(self._nodes):
                 key = f"exit/{node}"
                 if node != self._node and self._store.check([key]):
-                    process = ProcessExit(**json.loads(self._store.get(key)))
-                    if process.is_cause:
-                        return process
-        return None
+                    exits.append(ProcessExit(**json.loads(self._store.get(key))))
+        return exits
