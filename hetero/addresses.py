@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import ipaddress
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import psutil
+
+_UNREACHABLE = {errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN}
 
 
 @dataclass(frozen=True)
@@ -20,6 +23,11 @@ class Route:
 
 def is_loopback(address: str) -> bool:
     return ipaddress.ip_address(address).is_loopback
+
+
+def is_unreachable(error: OSError) -> bool:
+    """Whether a connection ended because the other host stopped answering, which closed nothing."""
+    return error.errno in _UNREACHABLE
 
 
 def family_of(address: str) -> socket.AddressFamily:
