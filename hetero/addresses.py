@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import ipaddress
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import psutil
+
+_UNREACHABLE = {errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN}
 
 
 @dataclass(frozen=True)
@@ -20,6 +23,11 @@ class Route:
 
 def is_loopback(address: str) -> bool:
     return ipaddress.ip_address(address).is_loopback
+
+
+def is_unreachable(error: OSError) -> bool:
+    """Whether a connection ended because the other host stopped answering, which closed nothing."""
+    return error.errno in _UNREACHABLE
 
 
 def family_of(address: str) -> socket.AddressFamily:
@@ -72,6 +80,19 @@ def interface_address(name: str, family: socket.AddressFamily | None = None) -> 
             if entry.family == wanted and not entry.address.startswith("fe80:"):
                 return str(entry.address)
     return None
+
+
+def unusable_interfaces(names: str, *, several_hosts: bool) -> tuple[str, ...]:
+    """Of interfaces with commas between, as in GLOO_SOCKET_IFNAME, those that ranks cannot use."""
+    found = {name: interface_address(name) for name in filter(None, names.split(","))}
+    stats = psutil.net_if_stats()
+    return tuple(
+        name
+        for name, address in found.items()
+        if address is None
+        or (name in stats and not stats[name].isup)
+        or (several_hosts and is_loopback(address))
+    )
 
 
 def address_leading_to(host: str) -> str | None:

@@ -138,7 +138,8 @@ class BoundedCalls:
     def _unresponsive(seconds: float) -> StoreUnresponsive:
         return StoreUnresponsive(
             f"the process that hosts the store has not answered for {seconds:g} s; see whether "
-            "rank 0, or the launcher that hosts the store, hangs, and whether its host is reached"
+            "rank 0, or the launcher that hosts the store, hangs, and whether its host is reached, "
+            "by large packets too (compare the MTUs of NICs and switches)"
         )
 
 

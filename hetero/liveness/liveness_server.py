@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from hetero.addresses import listen_everywhere
+from hetero.addresses import is_unreachable, listen_everywhere
 from hetero.liveness.liveness import (
     HEARTBEAT,
     Liveness,
@@ -125,8 +125,9 @@ class LivenessServer(Liveness):
             data = client.connection.recv(1 << 12)
         except BlockingIOError:
             return
-        except OSError:
-            data = b""
+        except OSError as error:
+            self._on_disconnect(client, is_unreachable=is_unreachable(error))
+            return
         if not data:
             self._on_disconnect(client)
             return
@@ -169,12 +170,14 @@ class LivenessServer(Liveness):
         if self._failure is not None:  # it was broadcast before this rank connected
             try_send(client.connection, encode({"failure": asdict(self._failure)}))
 
-    def _on_disconnect(self, client: _Client) -> None:
+    def _on_disconnect(self, client: _Client, *, is_unreachable: bool = False) -> None:
         silent_for = time.monotonic() - client.last_heard
         self._drop(client)
         if client.rank is not None:
             host = self._hosts[client.rank]
-            self._report(RankFailure(client.rank, host, "", clock(silent_for), silent_for))
+            self._report(
+                RankFailure(client.rank, host, "", clock(silent_for), silent_for, is_unreachable)
+            )
 
     def _drop(self, client: _Client) -> None:
         with self._lock:
