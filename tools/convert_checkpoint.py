@@ -167,7 +167,7 @@ def _to_huggingface(args: argparse.Namespace) -> str:
         companions=args.tokenizer,
     )
     tokenizer = "its tokenizer" if done.has_tokenizer else "no tokenizer (--tokenizer names one)"
-    dropped = f"; their format has no word for {' '.join(done.dropped_flags)}, which training used"
+    dropped = f"; config.json has no key for {' '.join(done.dropped_flags)}, which training used"
     for note in done.notes:
         print(f"note: {note}", file=sys.stderr)
     return (

@@ -305,7 +305,7 @@ def test_tensors_that_the_arguments_do_not_account_for_are_named(
     for path in _rank_files(legacy):
         _edit(path, change)
     error = _refused(capsys, legacy, tmp_path / "back")
-    assert "decoder.layers.0.mlp.router.weight is none of this model's" in error
+    assert "decoder.layers.0.mlp.router.weight is no tensor of this model" in error
     assert "_extra_state" not in error
 
 
@@ -351,7 +351,7 @@ def test_another_number_of_layers_than_the_arguments_say_is_refused(
         _edit(path, lambda state: setattr(state["args"], "num_layers", 3))
     assert "is of 4 layers instead of 3" in _refused(capsys, sharded, tmp_path / "back")
     error = _refused(capsys, legacy, tmp_path / "back")
-    assert "decoder.layers.3.input_layernorm.weight is none of this model's" in error
+    assert "decoder.layers.3.input_layernorm.weight is no tensor of this model" in error
 
 
 def test_copies_that_are_not_of_these_weights_are_refused(

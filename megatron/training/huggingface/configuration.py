@@ -112,7 +112,7 @@ def _require(source: str, settings: Iterable[tuple[str, Any, Any]]) -> None:
     for name, value, supported in settings:
         if value != supported:
             raise UserError(
-                f"{source} has {name} {value!r}, which no flag of ours stands for; only "
+                f"{source} has {name} {value!r}, for which this program has no flag; only "
                 f"{supported!r} can be converted"
             )
 
@@ -158,7 +158,7 @@ def _rope(config: Mapping[str, Any], source: str) -> _Rope:
     kind = parameters.get("rope_type", parameters.get("type", "default"))
     if kind not in ("default", "llama3", "linear"):
         raise UserError(
-            f"{source} has the rope scaling {kind!r}, which no flag of ours stands for; only "
+            f"{source} has the rope scaling {kind!r}, for which this program has no flag; only "
             "'llama3' and 'linear' can be converted"
         )
     _require(source, (("partial_rotary_factor", partial, 1.0),))

@@ -109,7 +109,7 @@ def args_from_namespace(namespace: Namespace, *, source: str) -> dict[str, Any]:
         refused.append(f"--normalization {args['normalization']}")
     if refused:
         raise UserError(
-            f"{source} is of a model that is not computed here, because of {', '.join(refused)}; "
+            f"{source} is of a model that is not implemented here ({', '.join(refused)}); "
             "only dense GPT models can be converted"
         )
     known = vars(build_parser().parse_args([]))

@@ -110,7 +110,7 @@ def _require_model_tensors(reader: Reader, args: Mapping[str, Any]) -> list[Mode
     if isinstance(reader, TorchDistReader):
         problems += reader.wrong_depths(args["num_layers"])
     problems += [
-        f"{key} is none of this model's" for key in reader.weight_keys() if key not in used
+        f"{key} is no tensor of this model" for key in reader.weight_keys() if key not in used
     ]
     if problems:
         more = len(problems) - _MAX_LISTED
@@ -209,8 +209,7 @@ def _run_record(reader: Reader, args: Mapping[str, Any], optimizer: Optimizer) -
     scheduler = common.get("opt_param_scheduler", common.get("lr_scheduler"))
     if not isinstance(scheduler, dict) or "iteration" not in common:
         raise UserError(
-            f"{reader.folder} says nothing of the schedule or of its iteration; convert it with "
-            "--weights-only"
+            f"{reader.folder} has no schedule, or no iteration; convert it with --weights-only"
         )
     train_state = TrainState(
         iteration=int(common["iteration"]),

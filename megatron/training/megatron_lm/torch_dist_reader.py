@@ -197,8 +197,8 @@ class TorchDistReader:
         shard = tuple(n // f for n, f in zip(whole, fragments, strict=True)) if is_flattened else ()
         if not is_flattened or math.prod(shard) != shard_size:
             raise UserError(
-                f"{key} of {self.folder} has the shape {list(stored.size)}, of which it is not "
-                f"known how it makes {list(whole)}"
+                f"{key} of {self.folder} has the shape {list(stored.size)}, which is not that of "
+                f"flattened ranges of {list(whole)}; convert it with --weights-only"
             )
         for chunk in stored.chunks:
             (*position, begin), (*_, length) = chunk.offsets, chunk.sizes
