@@ -16,6 +16,7 @@ from typing import Any
 
 from hetero.errors import HeteroError
 from megatron.training.checkpoint.regions import Region
+from megatron.training.checkpoint.tensor_names import EMBEDDING, OUTPUT_LAYER
 
 INDEX_FILE = "index.json"
 FORMAT_VERSION = 1
@@ -203,8 +204,8 @@ def require_complete_model(index: Index, *, num_layers: int, tied: bool) -> None
     for layer, names in layers.items():
         for missing in sorted(everywhere - names):
             raise DamagedCheckpoint(f"tensor {missing} of layer {layer} is missing")
-    needed = ["embedding.word_embeddings.weight", "decoder.final_layernorm.weight"]
-    needed += [] if tied else ["output_layer.weight"]
+    needed = [EMBEDDING, "decoder.final_layernorm.weight"]
+    needed += [] if tied else [OUTPUT_LAYER]
     for name in needed:
         if name not in weights:
             raise DamagedCheckpoint(f"tensor {name} is missing")

@@ -2,14 +2,17 @@
 
 Names are those of megatron-core's local layers, counted over the whole model. TransformerEngine
 fuses a norm into the linear layer after it and names its weight after that. A checkpoint has one
-name for both, so that one mesh of a run may use TransformerEngine and another not.
+name for both, so that one mesh of a run may use TransformerEngine and another not. No torch.
 """
 
 from __future__ import annotations
 
-import torch
+from typing import TYPE_CHECKING
 
 from megatron.training.checkpoint.regions import Shard
+
+if TYPE_CHECKING:
+    import torch
 
 EMBEDDING = "embedding.word_embeddings.weight"
 OUTPUT_LAYER = "output_layer.weight"
@@ -54,7 +57,7 @@ def shard_of(
     `gated`: fc1 stacks gate and up projection.
     """
     shape = tuple(parameter.shape)
-    if tp_size == 1 or not getattr(parameter, "tensor_model_parallel", False):
+    if not is_split(parameter, tp_size):
         return Shard.unsplit(shape)
     dim: int = parameter.partition_dim  # type: ignore[attr-defined]
     stacked = 2 if gated and name.endswith(_GATED) else 1
@@ -62,4 +65,5 @@ def shard_of(
 
 
 def is_split(parameter: torch.Tensor, tp_size: int) -> bool:
+    """Whether tensor-parallel ranks have different slices of a parameter."""
     return tp_size > 1 and bool(getattr(parameter, "tensor_model_parallel", False))

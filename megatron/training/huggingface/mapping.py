@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from megatron.training.checkpoint.tensor_names import EMBEDDING, OUTPUT_LAYER
+
 Shape = tuple[int, ...]
 
 
@@ -133,12 +135,12 @@ class VocabularyRule(Rule):
 
 def rules(model: ModelShape) -> Iterator[Rule]:
     """Every tensor of the model, in the order of the layers."""
-    yield _vocabulary(model, "embedding.word_embeddings.weight", "model.embed_tokens.weight")
+    yield _vocabulary(model, EMBEDDING, "model.embed_tokens.weight")
     for layer in range(model.layers):
         yield from _layer_rules(model, f"decoder.layers.{layer}.", f"model.layers.{layer}.")
     yield _plain("decoder.final_layernorm.weight", "model.norm.weight", (model.hidden,))
     if not model.tied:
-        yield _vocabulary(model, "output_layer.weight", "lm_head.weight")
+        yield _vocabulary(model, OUTPUT_LAYER, "lm_head.weight")
 
 
 def _layer_rules(model: ModelShape, prefix: str, hf_prefix: str) -> Iterator[Rule]:
