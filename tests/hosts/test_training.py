@@ -9,7 +9,7 @@ import pytest
 from tests.hosts.network import Network
 from tests.hosts.runs import GPT, MODEL, Numbers, launch
 
-ITERATIONS = ["--train-iters", "40"]
+ITERATIONS = ["--train-iters", "16"]
 
 
 @pytest.fixture(scope="module")
@@ -93,7 +93,7 @@ def test_slabs_between_meshes_of_two_shapes_share_the_rails_and_one_may_be_lost(
         before = [[host.bytes_sent(rail) for rail in (0, 1)] for host in pair]
         run = launch(
             pair,
-            [*MODEL, *larger, *shapes, "--train-iters", "15"],
+            [*MODEL, *larger, *shapes, "--train-iters", "10"],
             tmp_path / name,
             master=pair[0].address(),
             own_flags=[["--hetero-nics", *host.interfaces[:2]] for host in pair],
