@@ -123,7 +123,7 @@ def test_replicas_may_be_spread_over_ranks_of_their_vendor(corpus, shared, tmp_p
 
 def test_unequal_shares_with_the_distributed_optimizer(homogeneous, unequal) -> None:
     _require_same_to_rounding(unequal.run, homogeneous.run)
-    shares = "1 replica on nvidia with 6 micro batches, 1 replica on amd with 2 micro batches"
+    shares = "1 replica on nvidia with 3 micro batches, 1 replica on amd with 1 micro batch"
     assert shares in unequal.run.stdout
 
 
@@ -154,7 +154,7 @@ def test_measured_shares_change_neither_the_samples_nor_the_loss(
 
     first, second = (mesh["share"] for mesh in run.report["plan"]["meshes"])
     assert first > second
-    assert 8 % (first + second) == 0
+    assert 4 % (first + second) == 0
     assert f": --hetero-data-shares {first},{second}" in run.stdout
     _require_same_to_rounding(run, homogeneous.run)
 
