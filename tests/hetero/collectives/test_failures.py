@@ -7,9 +7,11 @@ import re
 import signal
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +19,7 @@ import torch.distributed as dist
 
 from hetero.collectives.failure_report import CollectiveError
 from hetero.errors import LinkError
-from tests.forked_ranks import values
+from tests.forked_ranks import Outcome, values
 from tests.hetero.collectives.ranks import THREE_AND_ONE, TWO_AND_TWO, Side, run_ranks
 
 SHORT = timedelta(seconds=3)
@@ -180,8 +182,22 @@ def test_what_is_not_supported_is_refused_on_every_rank(told):
     assert {cases["refused"].partition(":")[0] for cases in told} == {"UnsupportedError"}
 
 
-def test_a_rank_that_dies_is_named_to_all_others():
-    outcomes = run_ranks(die_in_a_call, THREE_AND_ONE, timeout=20.0)
+@pytest.fixture(scope="module")
+def ended() -> dict[Callable[[Side], Any], list[Outcome]]:
+    """The outcomes of scenarios in which ranks wait for one that is gone: all at once."""
+    scenarios: dict[Callable[[Side], Any], dict[str, Any]] = {
+        die_in_a_call: {"vendors": THREE_AND_ONE, "timeout": 20.0},
+        die_before_links_are_open: {"vendors": TWO_AND_TWO, "timeout": 30.0},
+        die_in_backward: {"vendors": TWO_AND_TWO, "timeout": 20.0},
+        call_a_stopped_host: {"vendors": ("nvidia", "amd"), "backend": None},
+    }
+    with ThreadPoolExecutor(len(scenarios)) as pool:
+        running = {one: pool.submit(run_ranks, one, **how) for one, how in scenarios.items()}
+        return {one: run.result() for one, run in running.items()}
+
+
+def test_a_rank_that_dies_is_named_to_all_others(ended):
+    outcomes = ended[die_in_a_call]
     assert outcomes[1].exit_code == -signal.SIGKILL
     for rank in (0, 2, 3):
         assert not outcomes[rank].hung
@@ -199,8 +215,8 @@ def die_in_a_call(side: Side) -> str:
     return end_of_a_call()
 
 
-def test_only_the_rank_that_died_is_named_where_links_were_to_be_opened():
-    outcomes = run_ranks(die_before_links_are_open, TWO_AND_TWO, timeout=30.0)
+def test_only_the_rank_that_died_is_named_where_links_were_to_be_opened(ended):
+    outcomes = ended[die_before_links_are_open]
     for rank in (0, 2, 3):
         assert not outcomes[rank].hung
         text = outcomes[rank].value
@@ -240,8 +256,8 @@ def wait_for_one_that_goes(side: Side) -> list[str]:
     return told
 
 
-def test_a_stopped_rank_that_hosts_the_store_is_a_failure_and_not_a_wait():
-    _, (text, then) = values(run_ranks(call_a_stopped_host, ("nvidia", "amd"), backend=None))
+def test_a_stopped_rank_that_hosts_the_store_is_a_failure_and_not_a_wait(ended):
+    _, (text, then) = values(ended[call_a_stopped_host])
     assert "all_reduce (SUM, float32 [8]) as number 2 of group" in text
     assert "the process that hosts the store has not answered" in text
     assert "rank 1 - rank 0" in text
@@ -277,8 +293,8 @@ def end_of_a_call() -> str:
     return "nothing"
 
 
-def test_a_rank_that_dies_in_the_backward_of_ddp_ends_the_others_with_its_name():
-    outcomes = run_ranks(die_in_backward, TWO_AND_TWO, timeout=20.0)
+def test_a_rank_that_dies_in_the_backward_of_ddp_ends_the_others_with_its_name(ended):
+    outcomes = ended[die_in_backward]
     for rank in (0, 2, 3):
         text = outcomes[rank].value
         assert text is not None, f"rank {rank} ended with {outcomes[rank].exit_code}"
