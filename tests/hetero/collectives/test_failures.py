@@ -372,8 +372,11 @@ def call_after_the_end(side: Side) -> str:
     """By one that has kept it, as DDP does."""
     group = dist.group.WORLD
     assert group is not None
-    dist.all_reduce(torch.ones(2))
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))
+    loss = model(torch.ones(2)).sum()
     dist.destroy_process_group()
+    with pytest.raises(RuntimeError, match="was destroyed"):
+        loss.backward()
     with pytest.raises(CollectiveError) as raised:
         group.allreduce([torch.ones(2)]).wait()
     return str(raised.value)
