@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from hetero.errors import HeteroError, UserError, print_error, write_error_file
+from hetero.launch.orphans import end_with_launcher
 from megatron.training.command_line import read_command_line
 from megatron.training.import_core import import_megatron_core
 from megatron.training.rendezvous import environment_rank
@@ -28,6 +29,7 @@ def pretrain(argv: Sequence[str] | None = None) -> int:
     Errors of the command line are printed before torch and megatron-core are imported, which takes
     seconds. After a failure the process exits with `os._exit`, without waiting for blocked threads.
     """
+    end_with_launcher()
     args, refused = None, None
     try:
         args = read_command_line(argv)

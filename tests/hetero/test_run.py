@@ -154,7 +154,9 @@ def test_other_programs_and_modules_are_started_as_torchrun_does(script: str) ->
     assert "usage" in out[0]
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGUSR1, 138)]
+)
 def test_a_signal_ends_everything_with_one_line(script: str, number: int, code: int) -> None:
     process = start("--nproc-per-node", "2", script, "wait")
     assert process.stdout is not None
@@ -213,6 +215,7 @@ def test_a_signal_that_comes_where_torchelastic_makes_another_error_of_it_is_tol
         ("--nproc-per-node 0 SCRIPT", "--nproc-per-node is 0"),
         ("--nnodes some SCRIPT", "--nnodes some: "),
         ("--nnodes 2 --node-rank 2 SCRIPT", "--node-rank is 2 and there are 2 nodes; give 0 to 1"),
+        ("--standalone --nnodes 2 SCRIPT", "--standalone is for one node and --nnodes is 2;"),
         ("--max-restarts -1 SCRIPT", "max_restarts must be >= 0"),
         (
             "--rdzv-backend c10d --rdzv-endpoint host: SCRIPT",
