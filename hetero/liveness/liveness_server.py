@@ -155,7 +155,7 @@ class LivenessServer(Liveness):
             elif "ask" in message:
                 ages = {str(rank): age for rank, age in self._query_silent().items()}
                 try_send(client.connection, encode({"silent": ages}))
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, RecursionError):
             # Not a rank of this job, but for example a port scanner.
             self._drop(client)
 

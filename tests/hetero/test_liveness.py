@@ -195,14 +195,15 @@ def test_a_rank_without_a_heartbeat_for_the_timeout_has_failed(
         assert other.cause(120) == said
 
 
+@pytest.mark.parametrize("data", [b"GET / HTTP/1.1\r\n\r\n", b"1\n", b"[" * 4000 + b"\n"])
 def test_a_connection_without_the_token_is_refused_and_not_reported(
-    server: LivenessServer,
+    server: LivenessServer, data: bytes
 ) -> None:
     stranger = called(server.port, 1, token="another's")
     with pytest.raises(UserError, match="something that is not this job's rank 0"):
         stranger.await_connection()
     with socket.create_connection(("127.0.0.1", server.port)) as scanner:
-        scanner.sendall(b"GET / HTTP/1.1\r\n\r\n")
+        scanner.sendall(data)
         assert scanner.recv(100) == b""
     assert server.cause(0.2) is None
 
