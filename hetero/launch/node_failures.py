@@ -41,6 +41,7 @@ class NodeFailures:
         self._others = [node for node in range(info.world_size) if node != info.rank]
         self._grace = grace
         self._stopped = threading.Event()
+        self._deadline: float | None = None
         self._is_lost = False
         """Whether the store does not answer any more."""
         self.remote_cause: ProcessExit | None = None
@@ -71,10 +72,10 @@ class NodeFailures:
         Waits for the other nodes' reports unless this node's failure is the cause.
         """
         self._stopped.set()
-        cause, deadline = own, time.monotonic() + _TIMEOUT
+        cause, self._deadline = own, time.monotonic() + _TIMEOUT
         try:
             self._store.set(f"exit/{self._node}", json.dumps(asdict(own)))
-            while not cause.is_cause and time.monotonic() < deadline:
+            while not cause.is_cause and time.monotonic() < self._deadline:
                 time.sleep(_PAUSE)
                 cause = _first_cause(self._others_exits()) or own
                 if all(self._has_ended(node) for node in self._others):
@@ -91,7 +92,8 @@ class NodeFailures:
         with suppress(Exception):
             self._store.set(f"left/{self._node}", "1")
             others = [f"left/{node}" for node in self._others]
-            deadline = time.monotonic() + _TIMEOUT
+            # Who has not reported by the deadline of `exchange` is gone.
+            deadline = self._deadline or time.monotonic() + _TIMEOUT
             while self._node == 0 and others and time.monotonic() < deadline:
                 others = [key for key in others if not self._store.check([key])]
                 time.sleep(_PAUSE if others else 0)
