@@ -163,6 +163,8 @@ class LivenessServer(Liveness):
         if not hmac.compare_digest(str(greeting["token"]), self._token):
             raise ValueError("it is of another job")
         rank = int(greeting["rank"])
+        if any(other.rank == rank for other in self._clients.values()):
+            raise ValueError("another process has this rank, as of a job started twice")
         self._hosts[rank] = str(greeting["host"])
         with self._lock:
             try_send(client.connection, encode({"welcome": True, "host": self._host}))

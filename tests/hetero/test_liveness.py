@@ -208,6 +208,17 @@ def test_a_connection_without_the_token_is_refused_and_not_reported(
     assert server.cause(0.2) is None
 
 
+def test_a_second_process_of_a_rank_is_refused_and_its_end_is_no_failure(
+    server: LivenessServer,
+) -> None:
+    """As of a job that was started twice, and ends where its port is taken."""
+    first, second = connected(server, 1), called(server.port, 1)
+    with pytest.raises(UserError, match="something that is not this job's rank 0"):
+        second.await_connection()
+    assert server.cause(0.2) is None
+    first.leave()
+
+
 def test_a_forked_worker_does_not_keep_its_parents_connection_open(server: LivenessServer) -> None:
     side = connected(server, 1)
     assert side._connection is not None
