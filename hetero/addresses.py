@@ -115,3 +115,12 @@ def address_towards(host: str) -> str:
         except OSError as error:
             failure = error
     raise failure or OSError(f"{host} has no address")
+
+
+def listen_everywhere(*, backlog: int) -> socket.socket:
+    """Listen at all addresses of this host, of IPv4 and IPv6, on a free port."""
+    if socket.has_dualstack_ipv6():
+        return socket.create_server(
+            ("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=backlog
+        )
+    return socket.create_server(("", 0), backlog=backlog)

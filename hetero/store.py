@@ -10,6 +10,8 @@ from typing import Any, Protocol, TypeVar
 
 from torch.distributed import DistNetworkError, DistStoreError
 
+from hetero.errors import LinkError
+
 _Result = TypeVar("_Result")
 _POLL_SECONDS = 1.0
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 0.001, 0.1
@@ -141,7 +143,7 @@ class BoundedCalls:
         )
 
 
-class WaitAborted(Exception):
+class WaitAborted(LinkError):
     """A wait for a key was aborted; the cause is the exception of `check_abort`."""
 
 

@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from hetero.addresses import is_unreachable
+from hetero.addresses import is_unreachable, listen_everywhere
 from hetero.liveness.liveness import (
     HEARTBEAT,
     Liveness,
@@ -57,7 +57,7 @@ class LivenessServer(Liveness):
         self._clients: dict[int, _Client] = {}
         self._last_poll = time.monotonic()
         self._lock = threading.Lock()
-        self._listener = _listener(backlog=min(world_size, 4096))
+        self._listener = listen_everywhere(backlog=min(world_size, 4096))
         self.port = int(self._listener.getsockname()[1])
         self._wake, self._woken = socket.socketpair()
         self._epoll = select.epoll()
@@ -202,11 +202,3 @@ class LivenessServer(Liveness):
     def _close_all(self) -> None:
         for connection in (self._listener, *(c.connection for c in self._clients.values())):
             connection.close()
-
-
-def _listener(*, backlog: int) -> socket.socket:
-    if socket.has_dualstack_ipv6():
-        return socket.create_server(
-            ("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=backlog
-        )
-    return socket.create_server(("", 0), backlog=backlog)

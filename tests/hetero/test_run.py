@@ -14,7 +14,10 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 
 from hetero import run
 from hetero.run import main
+from tests import preloaded
 from tests.distributed.harness import free_port
+
+pytestmark = pytest.mark.usefixtures("preloaded_ranks")
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -84,7 +87,7 @@ def environment() -> dict[str, str]:
 def start(*words: str, launcher: tuple[str, ...] = ("-m", "hetero.run")) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, *launcher, *words],
-        env=environment(),
+        env=environment() | {"OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -97,7 +100,16 @@ def ended(process: subprocess.Popen[str]) -> tuple[int, list[str], list[str]]:
 
 
 def test_a_program_that_ends_well_is_all_that_is_heard(script: str) -> None:
-    code, out, err = ended(start("--nproc-per-node", "2", script, "well", "--its", "flags"))
+    """Started as users start it, without a variable that it sets."""
+    words = ["-m", "hetero.run", "--nproc-per-node", "2", script, "well", "--its", "flags"]
+    process = subprocess.Popen(
+        [preloaded.INTERPRETER, *words],
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    code, out, err = ended(process)
     assert code == 0
     assert err == []
     assert sorted(line.split()[:2] for line in out) == [["0", "2"], ["1", "2"]]
@@ -156,7 +168,7 @@ def test_a_signal_ends_everything_with_one_line(script: str, number: int, code: 
 def test_an_interrupt_while_pytorch_is_imported_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(HOLDS)
     process = subprocess.Popen(
-        [sys.executable, "-m", "hetero.run"],
+        [preloaded.INTERPRETER, "-m", "hetero.run"],
         env=environment() | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

@@ -1,4 +1,4 @@
-"""Megatron's checkpoint flags, and ours for how many are kept and what a failed save means."""
+"""Megatron's checkpoint flags; ours for how many to keep and whether a failed save ends the run."""
 
 import argparse
 

@@ -1,21 +1,22 @@
-"""Flags for what is read: token files, how they are cut and mixed, and the tokenizer."""
+"""Flags of the data: token files, how they are split and mixed, and the tokenizer."""
 
 import argparse
 
 from megatron.training.arguments.converters import integer, number, text
 
-TOKENIZERS = (
-    "GPT2BPETokenizer",
-    "SentencePieceTokenizer",
-    "GPTSentencePieceTokenizer",
-    "HuggingFaceTokenizer",
-    "Llama2Tokenizer",
-    "TikTokenizer",
-    "BertWordPieceLowerCase",
-    "BertWordPieceCase",
-    "ByteLevelTokenizer",
-    "NullTokenizer",
-)
+# The types, and the destinations of the flags that each needs.
+TOKENIZERS = {
+    "GPT2BPETokenizer": ("vocab_file", "merge_file"),
+    "SentencePieceTokenizer": ("tokenizer_model",),
+    "GPTSentencePieceTokenizer": ("tokenizer_model",),
+    "HuggingFaceTokenizer": ("tokenizer_model",),
+    "Llama2Tokenizer": ("tokenizer_model",),
+    "TikTokenizer": ("tokenizer_model",),
+    "BertWordPieceLowerCase": ("vocab_file",),
+    "BertWordPieceCase": ("vocab_file",),
+    "ByteLevelTokenizer": (),
+    "NullTokenizer": ("vocab_size",),
+}
 
 
 def add_data_flags(parser: argparse.ArgumentParser) -> None:
@@ -131,7 +132,9 @@ def _add_fill_in_middle_flags(group: argparse._ArgumentGroup) -> None:
 
 
 def add_tokenizer_flags(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--tokenizer-type", choices=TOKENIZERS, help="which kind; left out: GPT2BPE")
+    group.add_argument(
+        "--tokenizer-type", choices=tuple(TOKENIZERS), help="which kind; left out: GPT2BPE"
+    )
     group.add_argument("--tokenizer-model", type=text, help="its file, or Hugging Face name")
     group.add_argument("--vocab-size", type=integer(1), help="size before padding")
     group.add_argument(

@@ -1,4 +1,4 @@
-"""Flags for what a run tells while it goes."""
+"""Flags of logging, profiling and metrics."""
 
 import argparse
 

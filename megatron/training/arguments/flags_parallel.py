@@ -1,4 +1,4 @@
-"""Flags that spread the model and the batch over ranks, and that time the communication."""
+"""Flags of parallel sizes, and of when communication overlaps computation."""
 
 import argparse
 

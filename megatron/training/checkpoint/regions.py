@@ -19,11 +19,18 @@ class Region:
     start: tuple[int, ...]
     shape: tuple[int, ...]
 
+    @classmethod
+    def whole(cls, shape: tuple[int, ...]) -> Region:
+        """All of a tensor of this shape."""
+        return cls((0,) * len(shape), shape)
+
     @property
     def size(self) -> int:
+        """Number of elements."""
         return math.prod(self.shape)
 
     def intersection(self, other: Region) -> Region | None:
+        """The region that both have in common; None if there is none."""
         start = tuple(map(max, self.start, other.start))
         ends = (
             min(a + m, b + n)

@@ -16,6 +16,10 @@ OUTPUT_LAYER = "output_layer.weight"
 VOCABULARY = (EMBEDDING, OUTPUT_LAYER)
 """Tensors with a row for each token, and padding rows that depend on the tensor-parallel size."""
 
+MAIN_COPY = "main"
+"""The optimizer state of the float32 copies of weights of lower precision (main parameters)."""
+ADAM_MOMENTS = ("exp_avg", "exp_avg_sq")
+
 _FUSED_NORMS = (
     ("self_attention.linear_qkv.layer_norm_", "input_layernorm."),
     ("mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm."),
@@ -38,6 +42,7 @@ def fused_name(name: str) -> str:
 
 
 def optimizer_name(state: str, name: str) -> str:
+    """The name of the optimizer's `state` of a weight: `MAIN_COPY`, or one of torch's own keys."""
     return f"optimizer.{state}.{name}"
 
 
