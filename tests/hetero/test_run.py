@@ -295,6 +295,18 @@ def test_a_node_that_cannot_reach_the_rendezvous_says_so_itself(
     assert sum(line.startswith("error: ") for line in err) == 1
 
 
+def test_a_job_that_is_started_twice_leaves_the_first_alone(script: str, soon: tuple[str]) -> None:
+    words = ["--nnodes", "2", "--master-addr", "127.0.0.1", "--master-port", str(free_port())]
+    words += ["--nproc-per-node", "2"]
+    first = start(*words, "--node-rank", "0", script, "well", launcher=soon)
+    joining = [start(*words, "--node-rank", "1", script, "well", launcher=soon) for _ in range(2)]
+    (code, _, err), other = sorted((ended(one) for one in joining), key=lambda end: -end[0])
+    assert code == 2
+    for outcome in (other, ended(first)):
+        assert outcome[0] == 0, outcome
+    assert err[-1].startswith("error: another launcher is node 1 at 127.0.0.1:")
+
+
 def test_a_port_where_something_else_listens_is_waited_for_aloud_and_not_for_ever(
     script: str, soon: tuple[str]
 ) -> None:
