@@ -60,6 +60,7 @@ from hetero.errors import UserError, print_error
 from hetero.launch.exits import exit_of, find_cause, is_printed, kills_for_memory
 from hetero.launch.launcher_rendezvous import BACKEND, LauncherRendezvous, RendezvousSettings
 from hetero.launch.node_failures import GRACE, NodeFailures
+from hetero.launch.parent import end_with_parent
 from hetero.open_files import allow_open_files
 from hetero.wait_reporter import WaitIntervals
 
@@ -86,6 +87,7 @@ def main(
         )
     try:
         if script := _started_by_another():
+            end_with_parent(signal.SIGTERM)
             os.execv(sys.executable, [sys.executable, *script])
         options = _parse(argv)
         allow_open_files()
