@@ -29,7 +29,7 @@ from hetero.errors import UserError
 from hetero.formatting import counted
 from megatron.training.arguments.converters import integer
 from megatron.training.import_core import import_megatron_core
-from tools.tool_command_line import Parser, run
+from tools.tool_command_line import Parser, require_writable, run
 
 if TYPE_CHECKING:
     from tools.operators.dump import Dump
@@ -115,6 +115,7 @@ def _run(options: argparse.Namespace) -> tuple[str, bool]:
 
     if not options.out.parent.is_dir():
         raise UserError(f"--out {options.out}: there is no folder {options.out.parent}")
+    require_writable(options.out.parent, out=options.out)
     dump = _record(options, getattr(options, "device", None))
     write(dump, options.out)
     size = options.out.stat().st_size / 2**20

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import json
 import os
 import sys
 from collections.abc import Iterable, Sequence
@@ -27,19 +28,21 @@ if __name__ == "__main__":
     begin_script()
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # PyTorch reads it at its import
 
-from hetero.errors import UserError
+from hetero.errors import Faults, Refusal, UserError
 from hetero.formatting import counted, size_text
 from hetero.plan.mesh import RECOMPUTE
 from hetero.planner.layer_profile import (
     MeasuredProfile,
     load_profile,
 )
+from hetero.planner.model_shape import ModelShape
 from megatron.training.arguments.converters import integer
 from megatron.training.import_core import import_megatron_core
 from megatron.training.model_size import model_shape
 from megatron.training.progress_bar import progress_bar
+from tools.reports.page import write_whole
 from tools.reports.text_table import aligned
-from tools.tool_command_line import Parser, positive, run
+from tools.tool_command_line import Parser, positive, require_writable, run
 
 if TYPE_CHECKING:
     from tools.layer_profile.profiled_device import ProfiledDevice
@@ -109,6 +112,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 def _measure(options: argparse.Namespace) -> str:
     if not options.out.parent.is_dir():
         raise UserError(f"--out {options.out}: there is no folder {options.out.parent}")
+    require_writable(options.out.parent, out=options.out)
     before = load_profile(options.out) if options.out.exists() else None
     import_megatron_core()
     from tools.layer_profile.profiled_device import device_here
@@ -118,15 +122,34 @@ def _measure(options: argparse.Namespace) -> str:
     model = model_shape(args)
     if before is not None and _size_free(dict(before.model)) != _size_free(asdict(model)):
         raise UserError(f"--out {options.out} is the profile of another model; name another file")
+    _require_possible(options, model, positions=args.max_position_embeddings)
     here = device_here(options.accelerator, threads=options.threads)
     swept, links = _sweep(options, args, here)
     accelerators = dict(before.accelerators) if before is not None else {}
     accelerators[here.accelerator] = measured = swept.profile
-    MeasuredProfile(accelerators=accelerators, model=asdict(model)).save(options.out)
+    profile = MeasuredProfile(accelerators=accelerators, model=asdict(model))
+    write_whole(options.out, json.dumps(profile.to_mapping(), indent=1) + "\n")
     lines = [*_table(swept), *_cluster_lines(links), *_unsteady(swept.spread.values())]
     return "\n".join(
         [*lines, f"{options.out}: {counted(len(measured.points), 'point')} of {here.accelerator}"]
     )
+
+
+def _require_possible(options: argparse.Namespace, model: ModelShape, *, positions: int) -> None:
+    """Refuse sizes that a run would refuse, all at once and before anything is measured."""
+    faults = Faults()
+    faults.sentences += [
+        f"--tensor {tensor} does not divide {model.divided_sizes()}; leave it out"
+        for tensor in options.tensor
+        if not model.divides(tensor, sequence_parallel=False)
+    ]
+    faults.sentences += [
+        f"--sequence {length} is more than --max-position-embeddings {positions}; leave it out, or "
+        "raise that"
+        for length in options.sequence or []
+        if length > positions
+    ]
+    faults.refuse(Refusal)
 
 
 def _sweep(

@@ -143,6 +143,7 @@ class InputFile:
         self.path = path
         self.size = os.path.getsize(path)
         self._raw: io.FileIO | None = None
+        self._stream: io.BufferedReader | None = None
         self._offset = self._line = 0
         stem, extension = os.path.splitext(path)
         self._compression = _COMPRESSIONS.get(extension.lower())
@@ -155,8 +156,15 @@ class InputFile:
 
     @property
     def position(self) -> int:
-        """Bytes read so far of the file as it is on disk, for a progress bar."""
-        return self._raw.tell() if self._raw is not None and not self._raw.closed else self.size
+        """How far the documents have come, in bytes of the file on disk, for a progress bar.
+
+        Of a packed file an estimate: what the buffers are ahead is taken to be packed as the rest.
+        """
+        if self._raw is None or self._stream is None or self._raw.closed:
+            return self.size
+        if self._compression is None:
+            return self._offset
+        return self._raw.tell() * self._offset // max(self._stream.raw.tell(), 1)
 
     @property
     def place(self) -> Place:
@@ -200,6 +208,7 @@ class InputFile:
         try:
             # Every layer is closed on the way out, also when reading ends early.
             with open(self.path, "rb", buffering=0) as self._raw, self._decompressed() as stream:
+                self._stream = stream
                 _skip(stream, start.offset)
                 self._offset, self._line = start.offset, start.line
                 for line in stream:
@@ -268,9 +277,13 @@ class _ZstdText(io.RawIOBase):
         self._frame: zstandard.ZstdDecompressionObj | None = None
         self._ahead = b""
         self._text = memoryview(b"")
+        self._read = 0
 
     def readable(self) -> bool:
         return True
+
+    def tell(self) -> int:
+        return self._read
 
     def readinto(self, buffer: Any) -> int:
         while not self._text:
@@ -279,6 +292,7 @@ class _ZstdText(io.RawIOBase):
         count = min(len(buffer), len(self._text))
         buffer[:count] = self._text[:count]
         self._text = self._text[count:]
+        self._read += count
         return count
 
     def _decode(self) -> bool:

@@ -7,6 +7,7 @@ import os
 import select
 import signal
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -77,14 +78,30 @@ def add_timing_flags(
 
 
 def make_results_folder(path: str) -> Path:
-    """Make the folder that --out names. Raises UserError where that cannot be."""
+    """Make the folder that --out names. Raises UserError where no file could be written there."""
     try:
         Path(path).mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(
             f"--out {path} cannot be made ({error.strerror}); name another folder"
         ) from error
+    require_writable(Path(path), out=Path(path))
     return Path(path)
+
+
+def require_writable(folder: Path, *, out: Path) -> None:
+    """Raise UserError where --out could not be written later, after work that takes minutes.
+
+    Nothing is left in `folder`; where it does not exist, the one that it will be made in is tried.
+    """
+    there = next(place for place in (folder, *folder.absolute().parents) if place.exists())
+    try:
+        with tempfile.TemporaryFile(dir=there):
+            pass
+    except OSError as error:
+        raise UserError(
+            f"--out {out} cannot be written ({error.strerror}); name another"
+        ) from error
 
 
 def run(work: Callable[[], str], *, interrupted: str = "") -> int:

@@ -108,10 +108,8 @@ class Flow:
     def transfers(self) -> list[RingTransfer]:
         return [*self.in_flight, *self.waiting]
 
-    def is_next(self, started: Sequence[RingTransfer] | None) -> bool:
-        """Whether nothing waits before these transfers of any flows; None for new ones."""
-        if started is None:
-            return not self.waiting
+    def is_next(self, started: Sequence[RingTransfer]) -> bool:
+        """Whether nothing waits before these transfers, which may be of any flows."""
         own = [t for t in started if t.flow is self and t.end_count is None]
         return own == list(islice(self.waiting, len(own)))
 

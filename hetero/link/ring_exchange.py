@@ -129,8 +129,9 @@ class RingExchange:
 
         Does not poll for links whose doorbell C cannot ring.
         """
-        if not all(link.c_rings_doorbell for link in links):
-            microseconds = 0
+        for link in links:
+            if not link.c_rings_doorbell:
+                microseconds = 0
         if len(transfers) > self._capacity:
             self._reserve(len(transfers))
         parts, place = self._parts, 0
@@ -160,9 +161,9 @@ class RingExchange:
 
     def _note(self, transfers: Sequence[RingTransfer]) -> None:
         """Store in the transfers what C has done. First for all, then handle failures."""
-        place, failed = _PROGRESS_OFFSET, []
+        place, failed, unpack, parts = _PROGRESS_OFFSET, [], _PROGRESS.unpack_from, self._parts
         for transfer in transfers:
-            offset, count, of_part, on_caller_stream = _PROGRESS.unpack_from(self._parts, place)
+            offset, count, of_part, on_caller_stream = unpack(parts, place)
             place += _SIZE
             if transfer.end_count is None:
                 if of_part == _ENQUEUED:

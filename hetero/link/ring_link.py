@@ -126,12 +126,11 @@ class RingLink(RingLinkBase):
         if not stream.is_current_device():
             return None
         self._lock.acquire()
-        if (
-            self._broken is None
-            and not self._closed
-            and self._out.is_next(started)
-            and self._in.is_next(started)
-        ):
+        if started is None:
+            is_next = not (self._out.waiting or self._in.waiting)
+        else:
+            is_next = self._out.is_next(started) and self._in.is_next(started)
+        if is_next and self._broken is None and not self._closed:
             return stream
         self._lock.release()
         return None

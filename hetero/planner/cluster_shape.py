@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from hetero.errors import Faults
 from hetero.plan.plan_file import load_yaml
@@ -174,17 +174,14 @@ def cluster_from_mapping(data: object, *, source: str) -> Cluster:
         faults.read(partial(_link_from_mapping, entry, f"{source}: link {index}"))
         for index, entry in enumerate(links)
     ]
-    inter_kind_links = dict(filter(None, read))
-    if len(inter_kind_links) < len(list(filter(None, read))):
-        faults.sentences.append(f"{source}: two links join the same kinds of nodes; keep one")
-    # Check names even where a node has other problems, so that all are reported at once.
+    # Check names even where a node or a link has other problems, so that all are reported at once.
     names = [_name(entry, known) for entry in data["nodes"]]
-    if all(names):
-        faults.sentences += [
-            f"{source}: {wrong}" for wrong in _name_problems(names, inter_kind_links)
-        ]
+    pairs = list(filter(None, map(_link_ends, links)))
+    if len(set(pairs)) < len(pairs):
+        faults.sentences.append(f"{source}: two links join the same kinds of nodes; keep one")
+    faults.sentences += [f"{source}: {wrong}" for wrong in _name_problems(names, pairs)]
     faults.refuse(ClusterError)
-    return Cluster(kinds=tuple(filter(None, kinds)), inter_kind_links=inter_kind_links)
+    return Cluster(tuple(filter(None, kinds)), dict(filter(None, read)))
 
 
 def _known_accelerators(
@@ -208,20 +205,26 @@ def _name(entry: object, known: Mapping[str, tuple[str, Accelerator | None]]) ->
     if not isinstance(entry, Mapping):
         return ""
     accelerator = str(entry.get("accelerator", ""))
-    return str(entry.get("name", known.get(accelerator.lower(), (accelerator, None))[0]))
+    name = entry.get("name", known.get(accelerator.lower(), (accelerator, None))[0])
+    return "" if name is None else str(name)
 
 
 def _name_problems(names: Sequence[str], pairs: Iterable[frozenset[str]]) -> list[str]:
+    """Names that occur twice, and link ends that no kind has. A kind's name may be empty: unknown,
+    and then it may be any link's end."""
     if not names:
         return ["the cluster has no nodes; list at least one kind"]
+    known = list(dict.fromkeys(filter(None, names)))
     wrong = [
         f"two kinds of nodes are called {name}; name each apart"
-        for name in dict.fromkeys(names)
+        for name in known
         if names.count(name) > 1
     ]
+    if not all(names):
+        return wrong
     return wrong + [
-        f"a link ends at {name}, which is no kind of node; there are {', '.join(names)}"
-        for name in sorted({name for pair in pairs for name in pair} - set(names))
+        f"a link ends at {name}, which is no kind of node; there are {', '.join(known)}"
+        for name in sorted({name for pair in pairs for name in pair} - set(known))
     ]
 
 
@@ -273,7 +276,7 @@ def _link_from_mapping(entry: object, where: str) -> tuple[frozenset[str], LinkM
     faults = Faults()
     faults.sentences += unknown_keys(entry, _LINK_KEYS, where=where)
     ends = [str(name) for name in entry["between"]]
-    if len(ends) != 2 or len(set(ends)) != 2:
+    if _link_ends(entry) is None:
         faults.sentences.append(f"{where}: between: {ends} must name two kinds of nodes")
     if "rail_gbits" not in entry:
         faults.sentences.append(f"{where}, between {' and '.join(ends)}, lacks rail_gbits")
@@ -281,6 +284,15 @@ def _link_from_mapping(entry: object, where: str) -> tuple[frozenset[str], LinkM
     faults.refuse(ClusterError)
     assert link is not None
     return frozenset(ends), link
+
+
+def _link_ends(entry: object) -> frozenset[str] | None:
+    """The two kinds that a link joins; None where it does not name two."""
+    between = entry.get("between") if isinstance(entry, Mapping) else None
+    if not _is_list(between):
+        return None
+    ends = frozenset(map(str, between))
+    return ends if len(ends) == len(between) == 2 else None
 
 
 def _link(entry: Mapping[Any, Any], *, default_gbits: float, where: str) -> LinkModel:
@@ -305,5 +317,5 @@ def _count(value: object, where: str) -> int:
     return value
 
 
-def _is_list(value: object) -> bool:
+def _is_list(value: object) -> TypeGuard[Sequence[Any]]:
     return isinstance(value, Sequence) and not isinstance(value, str)

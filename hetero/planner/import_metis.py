@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -16,9 +17,11 @@ from hetero.planner.layer_profile import (
     PassTimes,
     Point,
     ProfileError,
+    reading,
+    require_costs,
 )
 
-_NAME = re.compile(r"DeviceType\.(\w+?)_tp(\d+)_bs(\d+)\.json")
+_NAME = re.compile(r"DeviceType\.(\w+?)_tp([1-9]\d*)_bs([1-9]\d*)\.json")
 _BACKWARD = 2 / 3
 """Of a layer's time, which Metis gives for both passes together: backward has twice the work."""
 _PARAMETER_BYTES = 4
@@ -53,13 +56,16 @@ def import_metis(folder: str | Path, *, seq_length: int) -> MeasuredProfile:
     if not files:
         raise ProfileError(f"{folder} holds no file named like DeviceType.A100_tp1_bs1.json")
     names = dict.fromkeys(file.name for file in files)
-    return MeasuredProfile(
-        {name: _accelerator([f for f in files if f.name == name], seq_length) for name in names}
-    )
+    with reading(f"Metis' profile {folder}"):  # files of different models
+        profile = MeasuredProfile(
+            {name: _accelerator([f for f in files if f.name == name], seq_length) for name in names}
+        )
+    require_costs(profile, f"the profile {folder}")
+    return profile
 
 
 def _read(path: Path, match: re.Match[str]) -> _File:
-    try:
+    with reading(f"Metis' profile {path}"):
         data: Mapping[str, Any] = json.loads(path.read_text("utf-8"))
         times, memory = data["execution_time"], data["execution_memory"]
         layers = tuple(float(value) / 1e3 for value in times["layer_compute_total_ms"])
@@ -70,6 +76,8 @@ def _read(path: Path, match: re.Match[str]) -> _File:
             raise ValueError(
                 "needs an embedding, a layer and an output layer, with times and sizes"
             )
+        if not 0 < sum(parameters) < math.inf:
+            raise ValueError(f"parameters_per_layer_bytes is {parameters!r}")
         return _File(
             name=match[1],
             tensor=int(match[2]),
@@ -80,8 +88,6 @@ def _read(path: Path, match: re.Match[str]) -> _File:
             optimizer_seconds=float(times["optimizer_time_ms"]) / 1e3,
             parameters=sum(parameters) / _PARAMETER_BYTES / int(match[2]),
         )
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ProfileError(f"{path} is not a profile of Metis: {error!r}") from error
 
 
 def _accelerator(files: list[_File], seq_length: int) -> AcceleratorProfile:

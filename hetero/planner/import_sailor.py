@@ -21,7 +21,8 @@ from hetero.planner.layer_profile import (
     PartCosts,
     PassTimes,
     Point,
-    ProfileError,
+    reading,
+    require_costs,
 )
 from hetero.planner.model_shape import ModelShape
 
@@ -44,6 +45,13 @@ def import_sailor(folder: str | Path, model_name: str, model: ModelShape) -> Mea
     planner = Path(folder) / "Planner"
     times = read_json(planner / "simulations" / "profiles_tmp.json", model_name)
     sizes = read_json(planner / "llm_info.json", model_name)
+    with reading(f"Sailor's profile of {model_name} with {model.layers} layers in {planner}"):
+        profile = _profile(times, sizes, model)
+    require_costs(profile, f"Sailor's profile in {planner}")
+    return profile
+
+
+def _profile(times: Any, sizes: Any, model: ModelShape) -> MeasuredProfile:
     accelerators = {}
     for name, by_micro_batch in times.items():
         points, updates = {}, []
@@ -104,23 +112,17 @@ def inter_node_link(
     """
     path = Path(folder) / "providers" / "multizone_bandwidths_het.json"
     count, target = str(senders), to or accelerator
-    try:
+    with reading(f"{path}, for {count} GPUs from {accelerator} to {target},"):
         fit = read_json(path, zone)[accelerator][count][zone][target][count][0]
-    except KeyError as error:
-        raise ProfileError(
-            f"{path} has no link of {count} GPUs from {accelerator} to {target}"
-        ) from error
-    return link_from_fit(fit, senders=senders)
+        return link_from_fit(fit, senders=senders)
 
 
 def intra_node_link(folder: str | Path, accelerator: str, gpus: int) -> LinkModel:
     """The wire between two GPUs of a node, as a ring of `gpus` of them sees it."""
     path = Path(folder) / "providers" / "intra_node_bandwidths.json"
-    try:
+    with reading(f"{path}, for {gpus} GPUs of {accelerator},"):
         fit = read_json(path, accelerator)[str(gpus)][0]
-    except KeyError as error:
-        raise ProfileError(f"{path} has no {gpus} GPUs of {accelerator}") from error
-    return link_from_fit(fit, senders=gpus // 2)
+        return link_from_fit(fit, senders=gpus // 2)
 
 
 def link_from_fit(fit: Sequence[float], *, senders: int) -> LinkModel:
@@ -137,9 +139,5 @@ def link_from_fit(fit: Sequence[float], *, senders: int) -> LinkModel:
 
 def read_json(path: Path, key: str) -> Any:
     """One entry of a file of Sailor's."""
-    try:
+    with reading(f"Sailor's {path}"):
         return json.loads(path.read_text("utf-8"))[key]
-    except OSError as error:
-        raise ProfileError(f"cannot read {path}: {error.strerror}") from error
-    except (ValueError, KeyError) as error:
-        raise ProfileError(f"{path} is not Sailor's, or has no {key}") from error

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import KW_ONLY, asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -149,9 +150,6 @@ class MeasuredProfile:
                 f"the profile has no {accelerator}; it has {', '.join(self.accelerators)}"
             ) from None
 
-    def save(self, path: str | Path) -> None:
-        Path(path).write_text(json.dumps(self.to_mapping(), indent=1) + "\n", "utf-8")
-
     def to_mapping(self) -> dict[str, Any]:
         accelerators = {}
         for name, measured in self.accelerators.items():
@@ -223,6 +221,29 @@ def load_profile(path: str | Path) -> MeasuredProfile:
         accelerators={name: one for name, one in read.items() if one is not None},
         model=data.get("model", {}),
     )
+
+
+@contextmanager
+def reading(what: str) -> Iterator[None]:
+    """Turn whatever a damaged file of another program makes fail into a ProfileError."""
+    try:
+        yield
+    except OSError as error:
+        raise ProfileError(f"cannot read {what}: {error.strerror}") from error
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        raise ProfileError(f"{what} is damaged or not of this kind: {error!r}") from error
+
+
+def require_costs(profile: MeasuredProfile, where: str) -> None:
+    """Raise ProfileError where a cost of an imported profile is negative or not finite."""
+    faults = Faults()
+    for name, measured in profile.accelerators.items():
+        for point, costs in measured.points.items():
+            for cost in _seconds_and_bytes(vars(costs).values()):
+                faults.read(partial(_require_cost, cost, f"{where}: {name}, {point}"))
+        each = measured.optimizer_seconds_per_parameter
+        faults.read(partial(_require_cost, each, f"{where}: {name}: its update"))
+    faults.refuse(ProfileError)
 
 
 def _accelerator_from_mapping(entry: Mapping[str, Any], where: str) -> AcceleratorProfile:

@@ -74,6 +74,13 @@ class ModelShape:
         parts += [self.seq_length] if sequence_parallel else []
         return not any(part % tensor for part in parts)
 
+    def divided_sizes(self) -> str:
+        """What tensor parallelism divides, for errors."""
+        return (
+            f"the model's {self.heads} heads, {self.query_groups} query groups, {self.ffn} of the "
+            f"MLP, {self.vocabulary} rows of vocabulary"
+        )
+
     @property
     def attention_width(self) -> int:
         """Width of the queries and of the attention output."""
@@ -187,6 +194,7 @@ def model_from_flags(flags: Mapping[str, Any], *, source: str) -> ModelShape:
     positions = "rope" if given.get("use-rotary-position-embeddings") else "learned_absolute"
     learned = given.get("position-embedding-type", positions) == "learned_absolute"
     grouped = given.get("group-query-attention")
+    linear_bias = bool(given.get("add-bias-linear", not given.get("disable-bias-linear")))
     try:
         return ModelShape(
             layers=numbers["num-layers"],
@@ -201,8 +209,8 @@ def model_from_flags(flags: Mapping[str, Any], *, source: str) -> ModelShape:
             seq_length=numbers["seq-length"],
             gated=gated,
             tied=not given.get("untie-embeddings-and-output-weights"),
-            linear_bias=bool(given.get("add-bias-linear", not given.get("disable-bias-linear"))),
-            qkv_bias=bool(given.get("add-qkv-bias")),
+            linear_bias=linear_bias,
+            qkv_bias=linear_bias or bool(given.get("add-qkv-bias")),
             qk_norm=bool(given.get("qk-layernorm")),
             norm_weights=1 if given.get("normalization") == "RMSNorm" else 2,
             learned_positions=numbers.get("max-position-embeddings", 0) if learned else 0,

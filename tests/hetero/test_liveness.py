@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import multiprocessing
 import os
@@ -46,6 +47,13 @@ def connected(server: LivenessServer, rank: int) -> LivenessClient:
     return made
 
 
+class TimedOut(socket.socket):
+    """As the kernel leaves a connection whose other host answers nothing."""
+
+    def recv(self, *_: object) -> bytes:
+        raise TimeoutError(errno.ETIMEDOUT, "Connection timed out")
+
+
 def _join_and_wait(port: int, joined: multiprocessing.synchronize.Event) -> None:
     called(port, 2).await_connection()
     joined.set()
@@ -75,6 +83,20 @@ def test_a_rank_that_fails_is_quoted(server: LivenessServer) -> None:
     one.fail("out of memory")
     expected = "rank 1 on host1 (stage 1) failed: out of memory"
     assert [side.cause(10.0) for side in (server, other)] == [expected] * 2
+    other.leave()
+
+
+def test_a_rank_whose_host_answers_nothing_is_not_said_to_have_ended(
+    server: LivenessServer,
+) -> None:
+    one, other = connected(server, 1), connected(server, 2)
+    unreachable = next(client for client in server._clients.values() if client.rank == 1)
+    unreachable.connection = TimedOut(fileno=unreachable.connection.detach())
+    one._send({"ask": True})
+    for side in (server, other):
+        said = side.cause(10.0)
+        assert said is not None
+        assert said.startswith("rank 1 on host1 (stage 1) cannot be reached any more (last heard ")
     other.leave()
 
 

@@ -273,7 +273,8 @@ def test_node_0_names_the_nodes_that_are_missing_until_its_deadline(
 
 
 @pytest.mark.parametrize(
-    ("backend", "host"), [("static", "no-such-host.invalid"), ("c10d", "127.0.0.1")]
+    ("backend", "host"),
+    [("static", "no-such-host.invalid"), ("c10d", "127.0.0.1")],
 )
 def test_a_node_that_cannot_reach_the_rendezvous_says_so_itself(
     script: str, soon: tuple[str], backend: str, host: str
@@ -285,6 +286,8 @@ def test_a_node_that_cannot_reach_the_rendezvous_says_so_itself(
     assert code == 2
     assert err[0].startswith("waiting for ")
     assert host in err[0]
+    is_here = f"; that is an address of {os.uname().nodename} itself)"
+    assert (is_here in err[0]) == (host == "127.0.0.1")
     assert " could not reach " in err[-1]
     assert sum(line.startswith("error: ") for line in err) == 1
 

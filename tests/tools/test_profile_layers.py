@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 
 from hetero.planner.layer_profile import MeasuredProfile, PassTimes, Point, load_profile
+from hetero.planner.model_shape import load_model
+from megatron.training.model_size import model_shape
 from tools.layer_profile.measured_stage import FIRST, LAST, MIDDLE, StageMemory
 from tools.layer_profile.swept_points import layers_of_deep_stages
 from tools.operators.layer_flags import model_arguments
@@ -92,6 +94,18 @@ def test_a_machine_whose_speed_drifts_is_told_and_hardly_seen(
     assert "the machine is not quiet" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("bias", ["add-bias-linear: true", "disable-bias-linear: true"])
+def test_a_profile_is_of_the_model_that_the_planner_reads_from_the_same_file(
+    tmp_path: Path, bias: str
+) -> None:
+    file = tmp_path / "model.yaml"
+    file.write_text(
+        "num-layers: 3\nhidden-size: 64\nnum-attention-heads: 4\nseq-length: 32\n"
+        f"max-position-embeddings: 32\nvocab-size: 300\n{bias}\n"
+    )
+    assert model_shape(model_arguments(["--yaml-cfg", str(file)])) == load_model(str(file))
+
+
 def test_recomputing_keeps_a_layers_input_alone(measured: tuple[Path, MeasuredProfile]) -> None:
     kept, full = (
         measured[1].costs("one", Point(1, 1, 64, recompute)).layer_activation_bytes
@@ -131,6 +145,9 @@ def test_a_second_accelerator_joins_the_file(
         (["--num-query-groups", "1"], "is the profile of another model"),
         (["--tensor", "2"], "nothing says how fast ranks of one reach each other"),
         (["--out", "/nowhere/here.json"], "there is no folder /nowhere"),
+        (["--out", "/proc/here.json"], "/proc/here.json cannot be written"),
+        (["--tensor", "1", "3"], "--tensor 3 does not divide the model's 4 heads"),
+        (["--sequence", "65"], "--sequence 65 is more than --max-position-embeddings 64"),
     ],
 )
 def test_what_cannot_be_measured_leaves_the_file_as_it_was(

@@ -56,6 +56,16 @@ def test_reading_goes_on_behind_any_document(packed):
     assert rest[0].line == 3 * 2500 + 1
 
 
+def test_the_position_follows_the_documents_and_not_what_is_buffered(packed):
+    (file,) = open_inputs([str(packed)], "auto")
+    documents = file.documents("blank-line")
+    for _ in range(2500):
+        next(documents)
+    assert file.position == pytest.approx(file.size / 2, rel=0.1)
+    assert len(list(documents)) == 2500
+    assert file.position == file.size
+
+
 def test_zstd_frames_follow_one_another(tmp_path):
     """As `cat a.zst b.zst` and parallel compressors make them; a frame may be empty."""
     pack = zstandard.ZstdCompressor().compress

@@ -9,6 +9,7 @@ from typing import Any
 from hetero.errors import UserError
 from megatron.training.arguments import build_parser, parse_args
 from megatron.training.arguments.config_file import expand_config_files
+from megatron.training.tokenizer.vocabulary import padded_vocab_size
 
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 _VOCABULARY = 32768
@@ -77,7 +78,11 @@ def model_arguments(words: Sequence[str]) -> argparse.Namespace:
             words += ["--vocab-size", str(size)]
     args = parse_args(words, world_size=1)
     if args.padded_vocab_size is None:
-        args.padded_vocab_size = args.vocab_size or _VOCABULARY
+        args.padded_vocab_size = padded_vocab_size(
+            args.vocab_size or _VOCABULARY,
+            make_divisible_by=args.make_vocab_size_divisible_by,
+            tensor_parallel_size=1,
+        )
     return args
 
 

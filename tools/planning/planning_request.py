@@ -36,6 +36,7 @@ from megatron.training.arguments.config_file import FLAG, expand_config_files
 from megatron.training.arguments.parser import build_parser
 from megatron.training.arguments.segments import split_words
 from megatron.training.arguments.unsupported_flags import check_unsupported, is_unsupported
+from tools.tool_command_line import require_writable
 
 _MAY_DIFFER = ("layers", "seq_length")
 """Fields in which a profile's model may differ from the planned one."""
@@ -89,8 +90,7 @@ def read_request(options: argparse.Namespace) -> PlanningRequest:
             f"--global-batch {options.global_batch} is more than is planned for; give at most "
             f"{_MAX_GLOBAL_BATCH}"
         )
-    if options.out.exists() and not options.out.is_dir():
-        faults.sentences.append(f"--out {options.out} is no folder; name another")
+    faults.read(lambda: require_writable(options.out, out=options.out))
     read_profiles = {path: profile for path, profile in profiles.items() if profile is not None}
     if model is not None:
         for path, profile in read_profiles.items():
@@ -242,9 +242,8 @@ def infeasible_error(request: PlanningRequest) -> UserError:
         for kind in kinds
     ):
         return UserError(
-            f"{what}: no --tensor size of {_listed(space.tensor)} both divides the model's "
-            f"{model.heads} heads, {model.query_groups} query groups, {model.ffn} of the MLP, "
-            f"{model.vocabulary} rows of vocabulary"
+            f"{what}: no --tensor size of {_listed(space.tensor)} both divides "
+            f"{model.divided_sizes()}"
             + (f" and {model.seq_length} tokens" if parallel else "")
             + f" and is within a node of {max(kind.gpus_per_node for kind in kinds)} GPUs; "
             "allow another, 1 always is"

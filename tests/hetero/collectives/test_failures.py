@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from hetero.collectives.failure_report import CollectiveError
+from hetero.errors import LinkError
 from tests.forked_ranks import Outcome, values
 from tests.hetero.collectives.ranks import THREE_AND_ONE, TWO_AND_TWO, Side, run_ranks
 
@@ -233,6 +235,27 @@ def die_before_links_are_open(side: Side) -> str:
     return "nothing"
 
 
+@pytest.mark.parametrize("go", [dist.destroy_process_group, partial(os._exit, 0)])
+def test_who_waits_for_a_rank_that_went_before_their_link_was_open_is_told_so(go):
+    (outcome, _) = run_ranks(wait_for_one_that_goes, ("nvidia", "amd"), go=go)
+    for text in outcome.value:
+        assert re.search("rank 1 on [^ ]+ has ended, or has left the group", text), text
+
+
+def wait_for_one_that_goes(side: Side) -> list[str]:
+    if side.rank == 1:
+        side.say("end/1")
+        side.options["go"]()
+        return []
+    tensor, told = torch.ones(3), []
+    waits = (partial(dist.recv, src=1), partial(dist.send, dst=1), dist.recv, dist.all_reduce)
+    for wait in waits:
+        with pytest.raises(LinkError) as raised:
+            wait(tensor)
+        told.append(str(raised.value))
+    return told
+
+
 def test_a_stopped_rank_that_hosts_the_store_is_a_failure_and_not_a_wait(ended):
     _, (text, then) = values(ended[call_a_stopped_host])
     assert "all_reduce (SUM, float32 [8]) as number 2 of group" in text
@@ -290,6 +313,17 @@ def die_in_backward(side: Side) -> str:
     except Exception as error:
         return str(error)
     return "nothing"
+
+
+def test_ddp_over_models_that_differ_ends_every_rank_with_the_difference():
+    for text in values(run_ranks(wrap_another_model, TWO_AND_TWO)):
+        assert "params[0] in this process with sizes [5, 4]" in text, text
+
+
+def wrap_another_model(side: Side) -> str:
+    with pytest.raises(RuntimeError) as raised:
+        torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 5 if side.rank == 1 else 4))
+    return str(raised.value)
 
 
 def test_a_group_that_one_rank_cannot_build_is_built_by_none():

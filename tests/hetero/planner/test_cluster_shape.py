@@ -165,6 +165,24 @@ def test_all_that_is_wrong_with_a_file_is_told_at_once_and_nothing_that_follows_
     assert any("kind 4 of nodes: expected at least" in said for said in caught.value.sentences)
 
 
+def test_names_are_compared_even_where_a_link_or_a_kind_has_other_mistakes() -> None:
+    nodes = [{"accelerator": "H200"}, {"accelerator": "H200"}, {"accelerator": "MI210"}]
+    links = [{"between": ["H200", "nowhere"]}, {"between": ["H200", "nowhere"]}]
+    with pytest.raises(ClusterError) as caught:
+        cluster_from_mapping({"nodes": nodes, "links": links}, source="it")
+    told = "; ".join(caught.value.sentences)
+    assert told.count("lacks rail_gbits") == 2
+    assert "two links join the same kinds of nodes" in told
+    assert "two kinds of nodes are called H200" in told
+    assert "a link ends at nowhere" in told
+    nodes += [{"accelerator": "MI300X", "name": None}, {"accelerator": "V100", "name": None}]
+    with pytest.raises(ClusterError) as caught:
+        cluster_from_mapping({"nodes": nodes, "links": links}, source="it")
+    told = "; ".join(caught.value.sentences)
+    assert told.count("two kinds of nodes are called") == 1
+    assert "a link ends at" not in told
+
+
 def test_a_mistyped_accelerator_is_called_unknown_and_missing() -> None:
     with pytest.raises(ClusterError) as caught:
         cluster_from_mapping({"nodes": [{"acclerator": "H200"}]}, source="it")

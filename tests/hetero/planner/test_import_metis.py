@@ -11,11 +11,12 @@ from hetero.planner.import_metis import import_metis
 from hetero.planner.layer_profile import Point, ProfileError
 
 
-def write(folder: Path, name: str, *, batch: int) -> None:
-    times = {
+def write(folder: Path, name: str, *, batch: int, **changed: object) -> None:
+    times: dict[str, object] = {
         "forward_backward_time_ms": 100.0 * batch,
         "optimizer_time_ms": 12.0,
         "layer_compute_total_ms": [1.0 * batch, 30.0 * batch, 30.0 * batch, 3.0 * batch],
+        **changed,
     }
     data = {
         "model": {"parameters": {"parameters_per_layer_bytes": [4e6, 8e6, 8e6, 4e6]}},
@@ -43,5 +44,22 @@ def test_a_folder_without_profiles_and_a_damaged_one_are_named(tmp_path: Path) -
     with pytest.raises(ProfileError, match=r"holds no file named like DeviceType.A100"):
         import_metis(tmp_path, seq_length=1024)
     (tmp_path / "DeviceType.A100_tp1_bs1.json").write_text("{}")
-    with pytest.raises(ProfileError, match="is not a profile of Metis: KeyError"):
+    with pytest.raises(ProfileError, match="is damaged or not of this kind: KeyError"):
+        import_metis(tmp_path, seq_length=1024)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"layer_compute_total_ms": [1.0, -30.0, -30.0, 3.0]},
+        {"layer_compute_total_ms": [1.0, 30.0, 3.0]},
+        {"forward_backward_time_ms": float("nan")},
+        {"optimizer_time_ms": -1.0},
+    ],
+)
+def test_figures_that_cannot_be_measured_are_refused(
+    tmp_path: Path, changed: dict[str, object]
+) -> None:
+    write(tmp_path, "DeviceType.A100_tp1_bs1.json", batch=1, **changed)
+    with pytest.raises(ProfileError):
         import_metis(tmp_path, seq_length=1024)
