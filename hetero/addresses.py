@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import ipaddress
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import psutil
+
+_UNREACHABLE = {errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN}
 
 
 @dataclass(frozen=True)
@@ -20,6 +23,11 @@ class Route:
 
 def is_loopback(address: str) -> bool:
     return ipaddress.ip_address(address).is_loopback
+
+
+def is_unreachable(error: OSError) -> bool:
+    """Whether a connection ended because the other host stopped answering, which closed nothing."""
+    return error.errno in _UNREACHABLE
 
 
 def family_of(address: str) -> socket.AddressFamily:
@@ -74,6 +82,19 @@ def interface_address(name: str, family: socket.AddressFamily | None = None) -> 
     return None
 
 
+def unusable_interfaces(names: str, *, several_hosts: bool) -> tuple[str, ...]:
+    """Of interfaces with commas between, as in GLOO_SOCKET_IFNAME, those that ranks cannot use."""
+    found = {name: interface_address(name) for name in filter(None, names.split(","))}
+    stats = psutil.net_if_stats()
+    return tuple(
+        name
+        for name, address in found.items()
+        if address is None
+        or (name in stats and not stats[name].isup)
+        or (several_hosts and is_loopback(address))
+    )
+
+
 def address_leading_to(host: str) -> str | None:
     """`address_towards`, but None if it is a loopback address or there is no route."""
     try:
@@ -94,3 +115,12 @@ def address_towards(host: str) -> str:
         except OSError as error:
             failure = error
     raise failure or OSError(f"{host} has no address")
+
+
+def listen_everywhere(*, backlog: int) -> socket.socket:
+    """Listen at all addresses of this host, of IPv4 and IPv6, on a free port."""
+    if socket.has_dualstack_ipv6():
+        return socket.create_server(
+            ("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=backlog
+        )
+    return socket.create_server(("", 0), backlog=backlog)

@@ -34,6 +34,8 @@ _CAUSE_SECONDS = 4.0
 """How long a rank that failed waits to learn whether another rank's failure is the cause."""
 _GRACE_SECONDS = 5.0
 """Added to the timeout of other ranks once rank 0, with the same timeout, is there to report."""
+_STORE_SECONDS = 60.0
+"""For the store to answer one operation."""
 _ANNOUNCE_SECONDS = 3.0
 """How long a rank that ends tries to tell the others why."""
 _LEFT_KEY, _RANK_0_LEFT_KEY = "hetero/left/others", "hetero/left/0"
@@ -66,7 +68,8 @@ class Agreement:
             return
         # Wait on one connection and operate on another: a wait may block its own for minutes.
         self._wait_store: Store = store
-        self._store = BoundedStore(store.clone(), seconds=timeout)  # type: ignore[attr-defined]
+        seconds = min(timeout, _STORE_SECONDS)
+        self._store = BoundedStore(store.clone(), seconds=seconds)  # type: ignore[attr-defined]
         self._monitor = Monitor(
             liveness,
             rank=rank,
@@ -280,14 +283,14 @@ class Agreement:
             agreed = phase.rank_0_arrived() and not unreachable
             return failure(self._combined(errors), agreed=agreed)
         absent = phase.absent()
+        late = absent or phase.unfinished() or [0]
+        what = "did not come" if absent else "did not answer"
         text = (
-            f"{name_ranks(absent, self._world_size)} did not come within {self._timeout:g} s while "
+            f"{name_ranks(late, self._world_size)} {what} within {self._timeout:g} s while "
             f"the ranks compared their {phase.what}; see whether it was started, can reach rank "
             "0's host, and what its own log says"
         )
-        return failure(
-            text if absent else "rank 0 did not answer; see its log", agreed=0 not in absent
-        )
+        return failure(text, agreed=0 not in late)
 
     def _combined(self, errors: Mapping[str, list[int]]) -> str:
         if len(errors) == 1:

@@ -66,7 +66,7 @@ class Monitor:
         if failed is not None and (self.rank == 0 or failed.rank == 0):
             text = failed.sentence(self._liveness.name([failed.rank]), during=f" {doing}")
             return failure(text, agreed=failed.rank > 0, code=1)
-        if silent := self._silent(self._liveness, phase, is_section=is_section):
+        if silent := self._silent(self._liveness, phase):
             who = self._liveness.name(silent)
             text = (
                 f"{who} hangs, or its host does, {doing}: nothing was heard of it for "
@@ -82,28 +82,25 @@ class Monitor:
             return failure(text, agreed=True, code=1)
         return None
 
-    def _silent(self, liveness: Liveness, phase: Phase, *, is_section: bool) -> dict[int, float]:
+    def _silent(self, liveness: Liveness, phase: Phase) -> dict[int, float]:
         """The ranks that are waited for and send no heartbeat, and for how many seconds."""
         silent = liveness.silent(_HEARTBEAT_TIMEOUT_SECONDS)
         if silent and self.rank == 0:
-            awaited = set(phase.unfinished() if is_section else phase.absent())
+            awaited = set(phase.unfinished())
             return {rank: age for rank, age in silent.items() if rank in awaited}
         return silent
 
     def awaited(self, phase: Phase, *, is_section: bool = False) -> str | None:
-        """Which ranks are waited for, if this rank is the one to print it.
-
-        In a section also those that have arrived and not finished.
-        """
+        """Which ranks have not arrived, or else not finished, if this rank is to print it."""
         if self.rank > 0 and phase.rank_0_arrived():
             return None
         absent = phase.absent()
-        late = absent or (phase.unfinished() if is_section else [])
+        late = absent or phase.unfinished()
         if not late or self.rank != min(set(range(self.world_size)) - set(absent)):
             return None
         if is_section:
             return self.late(phase, "to come to", "to finish", absent=absent)
-        return f"{name_ranks(absent, self.world_size)}{self.at}"
+        return f"{name_ranks(late, self.world_size)}{self.at}"
 
     def late(self, phase: Phase, arriving: str, finishing: str, *, absent: list[int]) -> str:
         """The ranks that hold up a section, with the verb for absent or for unfinished ones."""

@@ -76,9 +76,13 @@ class Phase:
         return sorted(set(range(self._world_size)) - self._ranks_in(self._arrived_key))
 
     def unfinished(self) -> list[int]:
-        any_finished = self._store.check([self._finished_key])
-        finished = self._ranks_in(self._finished_key) if any_finished else set()
-        return sorted(set(range(self._world_size)) - finished)
+        """The ranks that have neither submitted a record nor finished."""
+        done: set[int] = set()
+        if self._store.check([self._finished_key]):
+            done |= self._ranks_in(self._finished_key)
+        if self._store.check([self._records_key]):
+            done |= {record.rank for record in self.records()}
+        return sorted(set(range(self._world_size)) - done)
 
     def _ranks_in(self, key: str) -> set[int]:
         return {int(line) for line in self._store.get(key).split()}

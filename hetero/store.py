@@ -10,6 +10,8 @@ from typing import Any, Protocol, TypeVar
 
 from torch.distributed import DistNetworkError, DistStoreError
 
+from hetero.errors import LinkError
+
 _Result = TypeVar("_Result")
 _POLL_SECONDS = 1.0
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 0.001, 0.1
@@ -136,11 +138,12 @@ class BoundedCalls:
     def _unresponsive(seconds: float) -> StoreUnresponsive:
         return StoreUnresponsive(
             f"the process that hosts the store has not answered for {seconds:g} s; see whether "
-            "rank 0, or the launcher that hosts the store, hangs, and whether its host is reached"
+            "rank 0, or the launcher that hosts the store, hangs, and whether its host is reached, "
+            "by large packets too (compare the MTUs of NICs and switches)"
         )
 
 
-class WaitAborted(Exception):
+class WaitAborted(LinkError):
     """A wait for a key was aborted; the cause is the exception of `check_abort`."""
 
 

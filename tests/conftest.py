@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing.spawn
 import os
 import sys
 from collections.abc import Iterator
@@ -37,4 +38,5 @@ def preloaded_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         for name, value in environ.items():
             patch.setenv(name, value)
         patch.setattr(sys, "executable", environ["PYTHON_EXEC"])
+        patch.setattr(multiprocessing.spawn, "_python_exe", os.fsencode(environ["PYTHON_EXEC"]))
         yield

@@ -29,6 +29,7 @@ if __name__ == "__main__":
 import torch
 import torch.distributed as dist
 
+from hetero.cluster import VENDOR_VARIABLE
 from hetero.errors import HeteroError, UserError
 from hetero.plan import VENDORS
 from tools.collective_bench.collective_files import RESULTS
@@ -167,11 +168,12 @@ def measure(options: Options, out: str, command: Sequence[str]) -> str:
     """Measure and write. HeteroError for results that are wrong and for what broke."""
     folder = make_results_folder(out)
     if _under_launcher():
-        _require_gpus(options, int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"])))
+        local_size = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]))
+        _require_gpus(options, local_size, simulated=VENDOR_VARIABLE in os.environ)
         store, rank, size = next(iter(dist.rendezvous("env://")))
         failed = run_rank(store, rank=rank, size=size, options=options, out=out, command=command)
     else:
-        _require_gpus(options, sum(options.parts))
+        _require_gpus(options, sum(options.parts), simulated=len(options.parts) > 1)
         store = dist.TCPStore(
             "127.0.0.1",
             0,
@@ -194,11 +196,12 @@ def _vendors_of(parts: Sequence[int]) -> str:
     return ",".join(f"{vendor}*{count}" for vendor, count in zip(VENDORS, parts, strict=False))
 
 
-def _require_gpus(options: Options, ranks: int) -> None:
-    if options.device == "cuda" and torch.cuda.device_count() < ranks:
+def _require_gpus(options: Options, ranks: int, *, simulated: bool) -> None:
+    """Refuse more ranks than GPUs. Ranks that simulate vendors may share one."""
+    gpus = torch.cuda.device_count()
+    if options.device == "cuda" and gpus < (1 if simulated else ranks):
         raise UserError(
-            f"every rank needs a GPU: {ranks} in all, and this host has "
-            f"{torch.cuda.device_count()}; "
+            f"every rank needs a GPU: {ranks} in all, and this host has {gpus}; "
             "start fewer, or give --device cpu"
         )
 

@@ -167,12 +167,12 @@ def _to_huggingface(args: argparse.Namespace) -> str:
         companions=args.tokenizer,
     )
     tokenizer = "its tokenizer" if done.has_tokenizer else "no tokenizer (--tokenizer names one)"
-    unsaid = f"; their format has no word for {' '.join(done.unsaid)}, which training used"
+    dropped = f"; config.json has no key for {' '.join(done.dropped_flags)}, which training used"
     for note in done.notes:
         print(f"note: {note}", file=sys.stderr)
     return (
         f"{done.parameters:,} parameters of {done.source} written to {done.folder}, with "
-        f"{done.rows:,} rows of vocabulary and {tokenizer}{unsaid if done.unsaid else ''}"
+        f"{done.rows:,} rows of vocabulary and {tokenizer}{dropped if done.dropped_flags else ''}"
     )
 
 

@@ -11,6 +11,7 @@ send each other is computed from the bandwidth between them. Takes minutes.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import sys
@@ -177,6 +178,8 @@ def _sweep(
             f"--tensor {max(sweep.tensor)}: nothing says how fast ranks of {here.accelerator} "
             "reach each other; give --links to measure it"
         )
+    # Every stage is released by a collection, which would look through all that was imported.
+    gc.freeze()
     with cpu_shim(), progress_bar(total=sweep.stages, unit="stage", leave=False) as bar:
 
         def advance(text: str) -> None:

@@ -28,7 +28,7 @@ def _digest(*values: object) -> int:
     return zlib.crc32(repr(values).encode())
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, unsafe_hash=True)
 class Call:
     """One operation; equal on all ranks that make the same call."""
 

@@ -12,6 +12,7 @@ import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import partial
 
 import torch
@@ -22,9 +23,9 @@ from hetero.collectives.vendor_layout import Layout
 from hetero.collectives.work import CollectiveWork
 from hetero.errors import LinkError
 from hetero.formatting import counted
+from hetero.store import AbortableStore
 
 _ENVELOPE_LENGTH = 2
-_POLL_SECONDS = 0.05
 _JOIN_SECONDS = 2.0
 _CLOSED = "the group was closed while a message was under way"
 
@@ -103,9 +104,9 @@ class CpuP2P:
                         self._unexpected[rank].remove(message)
                         self._deliver(posted, message.memory, rank)
                         return
-                if source is not None and (error := self._errors.get(rank)) is not None:
-                    work.finish(error)
-                    return
+            if error := self._error_of(source):
+                work.finish(error)
+                return
             self._posted.append(posted)
             self._changed.notify_all()
             starting = [
@@ -235,19 +236,24 @@ class CpuP2P:
 
     def _await_first_send(self, rank: int) -> None:
         """Wait until `rank` sends to this one at all: opening a link takes both ends."""
-        store = clone(self._store)
-        while not store.check([self._sender_key(rank, self._layout.rank)]):
-            self._closed.wait(_POLL_SECONDS)
-            self._require_open()
+        store = AbortableStore(clone(self._store), lambda: self._links.check_peer(rank))
+        store.wait([self._sender_key(rank, self._layout.rank)], timedelta.max)
 
     @staticmethod
     def _sender_key(source: int, target: int) -> str:
         return f"p2p/{source}-{target}"
 
+    def _error_of(self, source: int | None) -> BaseException | None:
+        """Why no message of a source, or of any, will come; None if one may."""
+        if source is not None:
+            return self._errors.get(source)
+        all_failed = len(self._errors) == self._layout.size - 1
+        return next(iter(self._errors.values())) if all_failed else None
+
     def _fail(self, rank: int, error: BaseException) -> None:
         with self._changed:
             self._errors[rank] = error
-            for posted in [p for p in self._posted if p.source == rank]:
+            for posted in [p for p in self._posted if self._error_of(p.source)]:
                 self._posted.remove(posted)
                 posted.work.finish(error)
 

@@ -6,6 +6,7 @@ a `HeteroProcessGroup`.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from collections.abc import Sequence
@@ -17,8 +18,9 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import _DistributedBackendOptions
 
 from hetero.cluster import identify
+from hetero.collectives.group_links import clone, host_of, own_address
+from hetero.collectives.presence import Presence
 from hetero.collectives.vendor_layout import Layout, Member
-from hetero.collectives.work import keep_join_work_alive
 from hetero.errors import LinkError, UserError
 from hetero.formatting import spans
 from hetero.store import BoundedStore, StoreUnresponsive
@@ -40,21 +42,26 @@ def create_group(options: Any, backend_options: Any = None) -> dist.ProcessGroup
         name=options.group_id,
         timeout=options.timeout,
     )
-    layout = rendezvous.exchange_identities(
-        planned_vendor=backend_options if isinstance(backend_options, str) else "cpu"
-    )
-    group, error = None, None
-    try:
-        if len(layout.vendors) == 1:
-            group = _vendor_group(options, layout)
-        else:
-            keep_join_work_alive()
-            group = _mixed_group(options, layout)
-    except Exception as failure:
-        error = failure
-    rendezvous.confirm_created(error)
-    assert group is not None
-    return group
+    with contextlib.ExitStack() as unless_mixed:
+        presence = Presence(size=options.group_size, store_host=host_of(options.store))
+        unless_mixed.callback(presence.leave)
+        layout = rendezvous.exchange_identities(
+            planned_vendor=backend_options if isinstance(backend_options, str) else "cpu",
+            presence=presence,
+        )
+        group, error = None, None
+        try:
+            if len(layout.vendors) == 1:
+                group = _vendor_group(options, layout)
+            else:
+                group = _mixed_group(options, layout, presence)
+        except Exception as failure:
+            error = failure
+        rendezvous.confirm_created(error)
+        assert group is not None
+        if len(layout.vendors) > 1:
+            unless_mixed.pop_all()
+        return group
 
 
 def create_subgroup(
@@ -95,11 +102,12 @@ def _vendor_group(options: Any, layout: Layout) -> dist.ProcessGroup:
     return group
 
 
-def _mixed_group(options: Any, layout: Layout) -> dist.ProcessGroup:
+def _mixed_group(options: Any, layout: Layout, presence: Presence) -> dist.ProcessGroup:
+    from hetero.collectives.ddp import support_ddp
     from hetero.collectives.group_communicator import Communicator
-    from hetero.collectives.group_links import clone
     from hetero.collectives.process_group import HeteroProcessGroup
 
+    support_ddp()
     name = options.group_id or "0"
 
     def new_communicator(device: torch.device) -> Communicator:
@@ -110,10 +118,12 @@ def _mixed_group(options: Any, layout: Layout) -> dist.ProcessGroup:
             store=dist.PrefixStore(f"{device.type}/", clone(options.store)),
             device=device,
             timeout=options.timeout,
+            presence=presence,
         )
 
     return HeteroProcessGroup(
         layout,
+        presence,
         name=name,
         store=options.store,
         new_communicator=new_communicator,
@@ -138,8 +148,8 @@ class _Rendezvous:
         self._rank, self._size = rank, size
         self._global_ranks, self._name, self._timeout = global_ranks, name, timeout
 
-    def exchange_identities(self, *, planned_vendor: str) -> Layout:
-        """The host and vendor of every member. If one cannot tell its own, all fail."""
+    def exchange_identities(self, *, planned_vendor: str, presence: Presence) -> Layout:
+        """Every member's host, vendor and address. If one cannot tell its own, all fail."""
         own: dict[str, Any] = {}
         try:
             global_rank = self._global_ranks[self._rank]
@@ -150,7 +160,8 @@ class _Rendezvous:
                 flags={},
             )
             own |= {"host": identity.host, "vendor": identity.vendor}
-        except UserError as error:
+            own["address"] = own_address(presence.store_host), presence.port
+        except (UserError, ValueError, OSError) as error:
             own["error"] = str(error)
         members = tuple(
             Member(
@@ -158,6 +169,7 @@ class _Rendezvous:
                 global_rank=self._global_ranks[rank],
                 host=identity["host"],
                 vendor=identity["vendor"],
+                address=tuple(identity["address"]),
             )
             for rank, identity in enumerate(self._exchange("identity", own))
         )

@@ -10,7 +10,8 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -73,9 +74,13 @@ class StatusReport:
 class StatusBoard:
     """The statuses of one group's ranks, in the group's store."""
 
-    def __init__(self, store: dist.Store, layout: Layout) -> None:
+    def __init__(
+        self, store: dist.Store, layout: Layout, *, has_gone: Callable[[Member], bool]
+    ) -> None:
+        """`has_gone` says whether a rank will report nothing any more."""
         # A caller's next call waits for a poll to end.
         self._store, self._layout = BoundedStore(store, seconds=POLL_SECONDS), layout
+        self._has_gone = has_gone
 
     def publish(self, status: RankStatus, *, failed: bool = False) -> RankStatus:
         """Write this rank's status, and with `failed` the flag. A store that is gone is ignored."""
@@ -94,14 +99,20 @@ class StatusBoard:
     def collect(self, own: RankStatus, *, seconds: float = _GRACE_SECONDS) -> StatusReport:
         """This rank's status and those that the others report within `seconds`."""
         found = {own.rank: own}
-        deadline = time.monotonic() + seconds
+        began = time.monotonic()
+        missing = [member for member in self._layout.members if member.rank != own.rank]
         try:
-            while len(found) < self._layout.size and time.monotonic() < deadline:
-                for member in self._layout.members:
-                    if member.rank not in found and self._store.check([self._key(member.rank)]):
+            while missing and time.monotonic() < began + seconds:
+                # Ask before reading what it may have said last, and not before most have answered:
+                # each question is a connection.
+                asks = time.monotonic() > began + POLL_SECONDS
+                gone = {member.rank for member in missing if asks and self._has_gone(member)}
+                for member in missing:
+                    if self._store.check([self._key(member.rank)]):
                         text = self._store.get(self._key(member.rank))
                         found[member.rank] = RankStatus.decode(text)
-                if len(found) < self._layout.size:
+                missing = [m for m in missing if m.rank not in {*found, *gone}]
+                if missing:
                     time.sleep(_PAUSE_SECONDS)
         except StoreUnresponsive as error:
             return StatusReport([own], str(error))
@@ -125,24 +136,27 @@ def explain(
         f"{layout.members[layout.rank]}"
     )
     missing = [m for m in layout.members if m.rank not in {s.rank for s in statuses}]
-    in_call = [s for s in statuses if s.state == IN_A_CALL and s.call is not None]
+    in_call = [s for s in statuses if s.state == IN_A_CALL]
     reasons = []
     if report.store_error:
         reasons.append(report.store_error)
     elif missing:
         reasons.append(f"{_names(missing)} said nothing: ended, or out of reach; see its log")
-    latest = max((s.call.sequence for s in in_call if s.call), default=0)
-    # If a rank has ended, another that is one call behind is a consequence.
-    compared = [s for s in in_call if not missing or (s.call and s.call.sequence == latest)]
-    if len(different := _ranks_by_call(layout, compared)) > 1:
+    calls = _ranks_by_call(layout, in_call)
+    latest = max((call.sequence for call in calls), default=0)
+    # A rank that is in another call of another number has not called anything different.
+    numbers = Counter(call.sequence for call in calls)
+    if different := [
+        f"{calls[call]} called {call}" for call in calls if numbers[call.sequence] > 1
+    ]:
         reasons.append(
-            "the ranks called different things: "
-            + "; ".join(f"{names} called {call}" for call, names in different.items())
-            + "; make every rank call the same operations in the same order"
+            f"the ranks called different things: {'; '.join(different)}; "
+            "make every rank call the same operations in the same order"
         )
-    aborting = [layout.members[s.rank] for s in statuses if s.state == ABORTED]
-    if aborting:
-        reasons.append(f"{_names(aborting)} aborted the group")
+    for status in statuses:
+        if status.state == ABORTED:
+            why = f": {status.error}" if status.error else ""
+            reasons.append(f"{layout.members[status.rank]} aborted the group{why}")
     for state, what in ((IDLE, "is in no call"), (LEFT, "has left the group")):
         for status in statuses:
             last = status.call.sequence if status.call else 0
@@ -150,16 +164,36 @@ def explain(
                 after = f" since {status.call}" if status.call else ""
                 reasons.append(f"{layout.members[status.rank]} {what}{after}")
     if not reasons:
-        failed = sorted((s for s in statuses if s.error), key=lambda s: s.failure_order)
-        reasons += [f"{layout.members[s.rank]}: {s.error}" for s in failed[:1]]
+        reasons += _first_error(layout, statuses, calls)
     own_error = f" ({own.error})" if own.error and own.error not in reasons[0] else ""
     return f"{opening}: {'; '.join(reasons)}{own_error}"
 
 
-def _ranks_by_call(layout: Layout, statuses: Sequence[RankStatus]) -> Mapping[str, str]:
-    ranks: dict[str, list[int]] = {}
+def _first_error(
+    layout: Layout, statuses: Sequence[RankStatus], calls: Mapping[Call, str]
+) -> list[str]:
+    """The error that came before all others, and which ranks were in other calls then."""
+    failed = [status for status in statuses if status.error]
+    if not failed:
+        return []
+    first = min(failed, key=lambda status: status.failure_order)
+    during = f" failed in {first.call}" if len(calls) > 1 else ""
+    last = first.call.sequence if first.call else 0
+    return [
+        f"{layout.members[first.rank]}{during}: {first.error}",
+        *(
+            f"{names} had {'gone on' if call.sequence > last else 'only come'} to {call}"
+            for call, names in calls.items()
+            if call != first.call
+        ),
+    ]
+
+
+def _ranks_by_call(layout: Layout, statuses: Sequence[RankStatus]) -> Mapping[Call, str]:
+    ranks: dict[Call, list[int]] = {}
     for status in statuses:
-        ranks.setdefault(str(status.call), []).append(layout.members[status.rank].global_rank)
+        if status.call is not None:
+            ranks.setdefault(status.call, []).append(layout.members[status.rank].global_rank)
     return {call: spans(numbers) for call, numbers in ranks.items()}
 
 

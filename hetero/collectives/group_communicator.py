@@ -34,6 +34,7 @@ from hetero.collectives.gpu_p2p import GpuP2P
 from hetero.collectives.group_links import Link, Links, clone
 from hetero.collectives.intra_vendor import VendorLibrary, new_library
 from hetero.collectives.p2p_batch import CallContext, P2PBatch, Schedule
+from hetero.collectives.presence import Presence
 from hetero.collectives.side_stream import SideStream
 from hetero.collectives.vendor_layout import Layout
 from hetero.collectives.work import CollectiveWork, Worker
@@ -104,10 +105,12 @@ class Communicator:
         store: dist.Store,
         device: torch.device,
         timeout: timedelta,
+        presence: Presence,
     ) -> None:
         self.layout, self.name, self.device = layout, name, device
+        self._presence = presence
         self.timeout = timeout.total_seconds()
-        self._statuses = StatusBoard(store, layout)
+        self._statuses = StatusBoard(store, layout, has_gone=presence.has_gone)
         self._library: VendorLibrary | None = None
         if len(layout.vendor_ranks) > 1:
             backend = new_library(
@@ -124,7 +127,7 @@ class Communicator:
             store=dist.PrefixStore("links/", store),
             device=device,
             timeout=self.timeout,
-            check_abort=self._check_abort,
+            check_abort=self._check_abort_or_peer,
         )
         self._context = CallContext(
             layout=layout, library=self._library, links=self._links, device=device
@@ -156,7 +159,7 @@ class Communicator:
             store=store,
             device=self.device,
             timeout=_CPU_P2P_SECONDS if on_cpu else self.timeout,
-            check_abort=self._raise_if_failed,
+            check_abort=self._check_peer,
         )
         if on_cpu:
             return CpuP2P(layout=self.layout, links=links, store=store)
@@ -259,14 +262,20 @@ class Communicator:
 
     def send(self, tensor: torch.Tensor, rank: int, tag: int) -> CollectiveWork:
         work: Any = self._p2p_work("send to", rank, tag, tensor)
-        self._p2p.send(tensor, rank, tag, work)
+        if self._error is not None:
+            work.finish(self._error)
+        else:
+            self._p2p.send(tensor, rank, tag, work)
         return work
 
     def recv(
         self, tensor: torch.Tensor, rank: int | None, tag: int, on_received: Callable[[], None]
     ) -> CollectiveWork:
         work: Any = self._p2p_work("receive from", rank, tag, tensor)
-        self._p2p.recv(tensor, rank, tag, work, on_received)
+        if self._error is not None:
+            work.finish(self._error)
+        else:
+            self._p2p.recv(tensor, rank, tag, work, on_received)
         return work
 
     def _p2p_work(
@@ -277,11 +286,12 @@ class Communicator:
         what = f"{verb} {peer} with tag {tag}"
         return self._p2p.new_work(what, [tensor], timeout=self.timeout, group=self.name)
 
-    def abort(self) -> None:
+    def abort(self, reason: str = "") -> None:
         """End all calls in flight with an error, here and by that on the other ranks."""
         if self._error is None:
-            self._error = CollectiveError(f"group {self.name} was aborted; make a new one")
-            self._publish_status(ABORTED, failed=True)
+            why = f" ({reason})" if reason else ""
+            self._error = CollectiveError(f"group {self.name} was aborted{why}; make a new one")
+            self._publish_status(ABORTED, failed=True, error=reason)
         self._abort_transports()
 
     def shutdown(self) -> None:
@@ -380,6 +390,15 @@ class Communicator:
         self._raise_if_failed()
         if self._statuses.has_failure():
             raise RuntimeError("another rank's call failed meanwhile")
+
+    def _check_abort_or_peer(self, rank: int) -> None:
+        self._check_abort()
+        self._check_peer(rank)
+
+    def _check_peer(self, rank: int) -> None:
+        """While a peer is waited for: raise once the group has failed, or the peer has gone."""
+        self._raise_if_failed()
+        self._presence.require(self.layout.members[rank])
 
     def _publish_status(self, state: str, *, failed: bool = False, error: str = "") -> RankStatus:
         own = RankStatus(rank=self.layout.rank, state=state, call=self._last_call, error=error)

@@ -14,13 +14,15 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 
+from hetero.addresses import address_towards
 from hetero.collectives.vendor_layout import Layout
 from hetero.errors import LinkError
 from hetero.link.base import Link, as_bytes
 from hetero.link.base import Work as Transfer
-from hetero.link.connect import connect
+from hetero.link.connect import connect, host_of
+from hetero.link.nics import find_nics
 from hetero.link.open import ChannelOptions
-from hetero.link.ring_exchange import Message, RingExchange, begin
+from hetero.link.ring_exchange import Message, RingExchange
 
 NICS_VARIABLE = "HETERO_NICS"
 """The NICs that this rank's links use, in the format of --hetero-nics."""
@@ -30,7 +32,17 @@ _CLOSE_SECONDS = 2.0
 _GRACE_SECONDS = 2.0
 """Added to this rank's deadline, because the peer's own error says more."""
 
-__all__ = ["Link", "Links", "Message", "RingExchange", "Transfer", "as_bytes", "begin", "clone"]
+__all__ = [
+    "Link",
+    "Links",
+    "Message",
+    "RingExchange",
+    "Transfer",
+    "as_bytes",
+    "clone",
+    "host_of",
+    "own_address",
+]
 
 
 class Links:
@@ -39,7 +51,7 @@ class Links:
     Args:
         store: for these links alone: each pair connects through it.
         timeout: seconds to wait for a peer, and until a blocked transfer is an error.
-        check_abort: called every second while a peer is waited for; raises to abort the wait.
+        check_abort: called with the peer every second while it is waited for; raises to abort.
     """
 
     def __init__(
@@ -49,7 +61,7 @@ class Links:
         store: dist.Store,
         device: torch.device,
         timeout: float,
-        check_abort: Callable[[], None],
+        check_abort: Callable[[int], None],
     ) -> None:
         self._layout, self._store = layout, store
         self._device, self._timeout, self._check_abort = device, timeout, check_abort
@@ -79,14 +91,18 @@ class Links:
     def is_open_to(self, rank: int) -> bool:
         return rank in self._links
 
+    def check_peer(self, rank: int) -> None:
+        """Raise if there is no reason to wait for a peer any longer."""
+        self._check_abort(rank)
+        if self.closed.is_set():
+            raise LinkError("the links of this group are closed; make a new group")
+
     def _open(self, rank: int, store: dist.Store) -> Link:
         own, peer = (self._layout.members[r].global_rank for r in (self._layout.rank, rank))
         deadline = time.monotonic() + self._timeout + _GRACE_SECONDS
 
         def check_abort() -> None:
-            self._check_abort()
-            if self.closed.is_set():
-                raise RuntimeError("the links of this group are closed; make a new group")
+            self.check_peer(rank)
             if time.monotonic() > deadline:
                 raise LinkError(
                     f"link rank {own} - rank {peer} could not be opened within "
@@ -95,14 +111,13 @@ class Links:
 
         if self.closed.is_set():
             check_abort()
-        names = [name for name in os.environ.get(NICS_VARIABLE, "").split(",") if name]
         return connect(
             store,
             rank=own,
             peer=peer,
             device=self._device,
             timeout=self._timeout,
-            nics=names,
+            nics=_nic_names(),
             options=ChannelOptions(ring_bytes=RING_BYTES[self._device.type]),
             check_abort=check_abort,
         )
@@ -129,6 +144,15 @@ class Links:
         deadline = time.monotonic() + _CLOSE_SECONDS
         for thread in closing:
             thread.join(max(0.0, deadline - time.monotonic()))
+
+
+def own_address(store_host: str) -> str:
+    """The first of the addresses at which this rank's links listen."""
+    return find_nics(_nic_names(), own=address_towards(store_host)).addresses[0]
+
+
+def _nic_names() -> list[str]:
+    return [name for name in os.environ.get(NICS_VARIABLE, "").split(",") if name]
 
 
 def clone(store: dist.Store) -> dist.Store:

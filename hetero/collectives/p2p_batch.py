@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from hetero.collectives.group_links import Links, Message, RingExchange, Transfer, begin
+from hetero.collectives.group_links import Links, Message, RingExchange, Transfer
 from hetero.collectives.intra_vendor import VendorLibrary
 from hetero.collectives.vendor_layout import Layout
 
@@ -86,7 +86,7 @@ class P2PBatch:
     def start(self) -> None:
         """Issue the batch now, to overlap it with what the caller does before `wait()`."""
         if (messages := self._messages()) is not None:
-            self._pending = [begin(message, tag=self._context.tag) for message in messages]
+            self._pending = self._context.ring.start(messages, tag=self._context.tag)
 
     def _messages(self) -> list[Message] | None:
         """None if a link has to be opened first and the calling thread may not wait for that."""
@@ -115,6 +115,10 @@ class P2PBatch:
                 self._pending = self._context.ring.order(
                     messages, tag=self._context.tag, microseconds=microseconds
                 )
+        elif self._pending and self._context.ring.progress(
+            self._pending, microseconds=microseconds
+        ):
+            self._pending = ()
         return not self._pending
 
 

@@ -20,6 +20,7 @@ from torch._C import _distributed_c10d as c10d
 from hetero.collectives.calls import profiled
 from hetero.collectives.group_communicator import Algorithm, Communicator
 from hetero.collectives.group_links import Link
+from hetero.collectives.presence import Presence
 from hetero.collectives.reductions import Reduction, reduction_for
 from hetero.collectives.skip_dynamo import skip_dynamo
 from hetero.collectives.vendor_layout import Layout
@@ -43,6 +44,7 @@ class HeteroProcessGroupBase(dist.ProcessGroup):
     def __init__(
         self,
         layout: Layout,
+        presence: Presence,
         *,
         name: str,
         store: dist.Store,
@@ -51,7 +53,7 @@ class HeteroProcessGroupBase(dist.ProcessGroup):
     ) -> None:
         """`new_communicator` builds the group's communicator for a device; collective."""
         super().__init__(layout.rank, layout.size)
-        self._layout, self._store = layout, store
+        self._layout, self._presence, self._store = layout, presence, store
         self._new_communicator, self._timeout = new_communicator, timeout
         self._cpu_communicator = new_communicator(torch.device("cpu"))
         self._gpu_communicator: Communicator | None = None
@@ -145,6 +147,14 @@ class HeteroProcessGroupBase(dist.ProcessGroup):
                 f"0 to {self.size() - 1}"
             )
 
+    def _require_peer(self, operation: str, what: str, rank: int) -> None:
+        self._require_rank(operation, what, rank)
+        if rank == self._layout.rank:
+            raise ValueError(
+                f"{operation}: {what} {rank} of the group is this rank itself; give another one, "
+                "or copy the tensor"
+            )
+
     def _coalesced(self, work: CollectiveWork) -> CollectiveWork:
         if self._coalescing is not None:
             self._coalescing.append(work)
@@ -170,13 +180,15 @@ class HeteroProcessGroupBase(dist.ProcessGroup):
         for communicator in self._communicators:
             communicator.check()
 
-    def abort(self) -> None:
+    def abort(self, reason: str = "") -> None:
+        """End all calls in flight on all ranks, with errors that give the reason."""
         for communicator in self._communicators:
-            communicator.abort()
+            communicator.abort(reason)
 
     def shutdown(self) -> None:
         for communicator in self._communicators:
             communicator.shutdown()
+        self._presence.leave()
 
     def getBackendName(self) -> str:
         # Never the replaced backend's name: C++ would look for that backend in the group.

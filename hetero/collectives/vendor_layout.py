@@ -22,6 +22,8 @@ class Member:
     global_rank: int
     host: str
     vendor: str
+    address: tuple[str, int] = ("", 0)
+    """Host and port at which it listens while it is in the group (presence.py)."""
 
     def __str__(self) -> str:
         return f"rank {self.global_rank} on {self.host}"

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import functools
 import queue
 import threading
-import weakref
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import Reducer
 
 from hetero.collectives.side_stream import current_stream
 from hetero.collectives.skip_dynamo import skip_dynamo
@@ -271,22 +268,3 @@ class CoalescedWork(CollectiveWork):
     def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
         futures = torch.futures.collect_all([work.get_future() for work in self._works])
         return futures.then(lambda _: self.result())
-
-
-def keep_join_work_alive() -> None:
-    """Have DDP's reducer keep a reference to the handle that `DDP.join` gives it. Idempotent.
-
-    C++ keeps the C++ part only. Once the Python part is collected, the reducer waits for ever, or
-    reports a handle without a future.
-    """
-    original = Reducer._set_forward_pass_work_handle
-    if hasattr(original, "__wrapped__"):
-        return
-    handles: weakref.WeakKeyDictionary[Reducer, dist.Work] = weakref.WeakKeyDictionary()
-
-    @functools.wraps(original)
-    def keeping(reducer: Reducer, work: dist.Work, use_static_world_size: bool) -> None:
-        handles[reducer] = work
-        original(reducer, work, use_static_world_size)
-
-    Reducer._set_forward_pass_work_handle = keeping  # type: ignore[assignment, method-assign]

@@ -126,6 +126,10 @@ class LauncherRendezvous(RendezvousHandler):
             return is_host
         if self._parameters.get("store_type", "tcp") != "tcp":
             return True
+        return self._is_here()
+
+    def _is_here(self) -> bool:
+        """Whether the rendezvous's address is one of this host's."""
         host, _ = self._settings.address
         with suppress(OSError):
             for family, kind, _, _, address in socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM):
@@ -177,6 +181,8 @@ class LauncherRendezvous(RendezvousHandler):
                     return
             except OSError as error:
                 reason = error.strerror or str(error)
+                if isinstance(error, ConnectionRefusedError) and self._is_here():
+                    reason += f"; that is an address of {socket.gethostname()} itself"
             waiting.report(f"{self._store_host()} ({reason})")
             if time.monotonic() > deadline:
                 raise self._unreachable(reason)
@@ -204,6 +210,11 @@ class LauncherRendezvous(RendezvousHandler):
     def _await_all_nodes(self, store: BoundedStore) -> None:
         """Wait for every node; node 0 prints which are missing."""
         settings = self._settings
+        if store.add(f"launchers of {settings.node_rank}", 1) > 1:
+            raise UserError(
+                f"another launcher is node {settings.node_rank} at {settings.endpoint} already; "
+                "give each node its own --node-rank, and each job its own --master-port"
+            )
         mine = {"host": socket.gethostname(), "processes": settings.processes}
         store.set(str(settings.node_rank), json.dumps(mine))
         waiting, deadline = WaitReporter(settings.intervals), time.monotonic() + settings.timeout

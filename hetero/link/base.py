@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Self
+from typing import Any, Self
 
 import torch
 
@@ -105,9 +105,10 @@ class Link(ABC):
     def close(self) -> None:
         """Release every thread, buffer and connection. Idempotent. Transfers in flight fail."""
 
-    def lock_for_exchange(self) -> CurrentStream | None:
+    def lock_for_exchange(self, started: Sequence[Any] | None = None) -> CurrentStream | None:
         """Lock the link for messages of several links at once (ring_exchange.py).
 
+        `started`: the messages, if they have been started before; None for new ones.
         Returns the caller's stream; None, without the lock, if the link cannot take part.
         """
         return None

@@ -121,7 +121,7 @@ def _device(device: torch.device | str | None) -> torch.device:
     return found
 
 
-def _host_of(store: dist.Store) -> str:
+def host_of(store: dist.Store) -> str:
     """The store's host, which every rank reaches; MASTER_ADDR for a store without one."""
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
@@ -135,7 +135,7 @@ def _own_address(store: dist.Store, theirs: str) -> str:
 
     On the store's own host its name may resolve to a loopback address, as on Debian.
     """
-    own = address_towards(_host_of(store))
+    own = address_towards(host_of(store))
     return address_towards(theirs) if is_loopback(own) and not is_loopback(theirs) else own
 
 
@@ -149,7 +149,7 @@ def _exchange_addresses(
     job, theirs = f"{prefix}/job", f"{prefix}/address of {peer}"
     if rank < peer:
         store.set(job, secrets.token_hex(16))
-    store.set(f"{prefix}/address of {rank}", address_towards(_host_of(store)))
+    store.set(f"{prefix}/address of {rank}", address_towards(host_of(store)))
     try:
         watched.wait([job, theirs], timedelta(seconds=timeout))
     except dist.DistStoreError as error:

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
+from hetero.addresses import is_unreachable
 from hetero.link.handshake import send_json
 
 _LENGTH = struct.Struct("<I")
@@ -22,6 +23,10 @@ _KEEPALIVE = (
     (socket.TCP_KEEPINTVL, 5),
     (socket.TCP_KEEPCNT, 4),
 )
+
+
+class PathsLost(ConnectionError):
+    """The peer's host does not answer over any path; the peer itself may still run."""
 
 
 class Control:
@@ -69,25 +74,32 @@ class Control:
     def receive(self, descriptor: int) -> list[dict[str, Any]]:
         """The new messages that are complete on one connection.
 
-        Drops a connection that has ended, which is closed only with the others. Raises
-        ConnectionError if the peer has.
+        Drops a connection that has ended, which is closed only with the others. Raises PathsLost
+        if the last one has because the peer's host does not answer, and ConnectionError if the peer
+        has ended.
         """
         connection = next(c for c in self._connections if c.fileno() == descriptor)
         try:
             data = connection.recv(1 << 16, socket.MSG_DONTWAIT)
         except BlockingIOError:
             return []
-        except OSError:
-            data = b""
+        except OSError as error:
+            self._drop(connection, error if is_unreachable(error) else None)
+            return []
         if not data:
-            self._connections.remove(connection)
-            if not self._connections:
-                raise ConnectionError("the peer has ended, or no path to it is left")
+            self._drop(connection, None)
             return []
         messages = [m for m in self._complete(connection, data) if self._is_new(m)]
         if any("closed" in message for message in messages):
             raise ConnectionError("the peer has closed the link")
         return messages
+
+    def _drop(self, connection: socket.socket, unreachable: OSError | None) -> None:
+        self._connections.remove(connection)
+        if not self._connections and unreachable is not None:
+            raise PathsLost(f"no path to it is left ({unreachable.strerror})")
+        if not self._connections:
+            raise ConnectionError("the peer has ended")
 
     def _is_new(self, message: dict[str, Any]) -> bool:
         if message["number"] <= self._last_received:

@@ -20,7 +20,7 @@ from functools import partial
 from typing import Any
 
 from hetero.link.carrier import Carrier
-from hetero.link.control import Control
+from hetero.link.control import Control, PathsLost
 from hetero.link.ring import EndState
 
 _log = logging.getLogger(__name__)
@@ -142,7 +142,9 @@ class RailMonitor:
             return
         try:
             messages = self._control.receive(descriptor)
-        except ConnectionError:
+        except ConnectionError as ended:
+            if isinstance(ended, PathsLost):
+                self._fail(f"rank {self._peer} cannot be reached any more: {ended}")
             for known in (descriptor, *self._control.filenos()):
                 self._unregister(known)
             self._carrier.drain(_DRAIN_SECONDS)

@@ -10,7 +10,9 @@ caller's stream if order allows: for a few bytes, joining two streams costs more
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from ctypes import addressof, byref
+from itertools import islice
 
 from hetero.device.device import CurrentStream, Device, Word
 from hetero.errors import LinkError
@@ -106,6 +108,11 @@ class Flow:
     def transfers(self) -> list[RingTransfer]:
         return [*self.in_flight, *self.waiting]
 
+    def is_next(self, started: Sequence[RingTransfer]) -> bool:
+        """Whether nothing waits before these transfers, which may be of any flows."""
+        own = [t for t in started if t.flow is self and t.end_count is None]
+        return own == list(islice(self.waiting, len(own)))
+
     def release_completed(self) -> None:
         """Release the tensors of completed transfers."""
         while self.in_flight and self.in_flight[0].is_completed():
@@ -175,7 +182,8 @@ class Flow:
     def note_partial(self, transfer: RingTransfer, offset: int, *, has_begun: bool) -> None:
         """An exchange has enqueued only part of a transfer, which goes on without the caller."""
         transfer.offset, transfer.has_begun = offset, has_begun
-        transfer.ready = self.device.record_event()
+        if transfer.ready is None:
+            transfer.ready = self.device.record_event()
 
     def driver_error(self, transfer: RingTransfer) -> LinkError:
         """The driver's last failure."""

@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import hmac
 import json
+import selectors
 import socket
 import struct
 import time
 from collections.abc import Mapping
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -24,6 +26,8 @@ from hetero.link.base import LinkDescription
 from hetero.store import Store, WaitAborted
 
 _TOKEN_BYTES = 32
+_TOKEN_SECONDS = 10.0
+"""To connect once, and for the token of either side to arrive."""
 _LENGTH = struct.Struct("<I")
 _MAX_JSON_BYTES = 1 << 20
 
@@ -95,27 +99,48 @@ def exchange_tokens(connection: socket.socket, rendezvous: Rendezvous) -> None:
 
 
 def accept(listener: socket.socket, rendezvous: Rendezvous) -> socket.socket:
-    """Accept a connection of this link's peer; close all others."""
+    """Accept a connection of this link's peer; close all others.
+
+    One that says nothing, as a port scanner's, holds up nobody.
+    """
     deadline = time.monotonic() + rendezvous.timeout
-    while True:
-        remaining = deadline - time.monotonic()
-        if remaining <= 0:
-            raise rendezvous.failure(
-                f"rank {rendezvous.description.peer} did not connect within "
-                f"{rendezvous.timeout:g} s",
-                "see that its host can reach this one",
-            )
-        listener.settimeout(remaining)
-        try:
-            connection, _ = listener.accept()
-        except TimeoutError:
-            continue
-        connection.settimeout(min(10.0, remaining))
-        try:
-            exchange_tokens(connection, rendezvous)
-            return connection
-        except (OSError, ValueError):
-            connection.close()
+    with selectors.DefaultSelector() as selector, ExitStack() as pending:
+        selector.register(listener, selectors.EVENT_READ)
+        while (remaining := deadline - time.monotonic()) > 0:
+            for key, _ in selector.select(remaining):
+                if key.fileobj is not listener:
+                    selector.unregister(key.fileobj)
+                    if _authenticates(key.data, rendezvous):
+                        return key.data.dup()
+                    key.data.close()
+                    continue
+                connection = pending.enter_context(listener.accept()[0])
+                # Readable once its whole token has come, or its end.
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, _TOKEN_BYTES)
+                selector.register(connection, selectors.EVENT_READ, connection)
+    raise rendezvous.failure(
+        f"rank {rendezvous.description.peer} did not connect within {rendezvous.timeout:g} s",
+        "see that its host can reach this one",
+    )
+
+
+def _authenticates(connection: socket.socket, rendezvous: Rendezvous) -> bool:
+    """Whether it is the peer's, which has not given it up meanwhile and called again."""
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, 1)
+    connection.settimeout(_TOKEN_SECONDS)
+    try:
+        exchange_tokens(connection, rendezvous)
+    except (OSError, ValueError):
+        return False
+    return not _has_ended(connection)
+
+
+def _has_ended(connection: socket.socket) -> bool:
+    """Whether the other side has closed it, as far as has arrived."""
+    with suppress(BlockingIOError), connection.dup() as probe:
+        probe.setblocking(False)
+        return not probe.recv(1, socket.MSG_PEEK)
+    return False
 
 
 def listen_at(address: str) -> socket.socket:
@@ -133,16 +158,16 @@ def connect(
         try:
             if source is not None:
                 connection.bind(source)
-            connection.settimeout(max(0.1, min(10.0, deadline - time.monotonic())))
+            connection.settimeout(max(0.1, min(_TOKEN_SECONDS, deadline - time.monotonic())))
             connection.connect(address)
             exchange_tokens(connection, rendezvous)
             return connection
         except OSError as error:
             connection.close()
             if time.monotonic() > deadline or isinstance(error, AuthenticationError):
+                where = address if isinstance(address, str) else f"{address[0]}:{address[1]}"
                 raise rendezvous.failure(
-                    f"rank {rendezvous.description.peer} at {address} could not be reached "
-                    f"({error})",
+                    f"rank {rendezvous.description.peer} at {where} could not be reached ({error})",
                     "see that the address and its port are open to this host",
                 ) from error
             time.sleep(0.05)

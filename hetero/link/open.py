@@ -186,9 +186,10 @@ def open_link(
             return Choice(link, tuple(rejected))
         rejected.append(f"{path}: {reason}")
     if last_resort is None or transport != "auto":
+        remedy = "mend one of them" if transport == "auto" else "take --hetero-transport auto"
         raise LinkError(
             f"{rendezvous.description} has no path of the kind that was asked for "
-            f"({'; '.join(rejected)}); take --hetero-transport auto"
+            f"({'; '.join(rejected)}); {remedy}"
         )
     return Choice(last_resort(), tuple(rejected), is_last_resort=True)
 

@@ -11,6 +11,7 @@ import ctypes
 import logging
 import threading
 import time
+from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -118,36 +119,40 @@ class RingLink(RingLinkBase):
             self._progress_requested.set()
         return transfer
 
-    def lock_for_exchange(self) -> CurrentStream | None:
+    def lock_for_exchange(
+        self, started: Sequence[RingTransfer] | None = None
+    ) -> CurrentStream | None:
         stream = self._device.current_stream()
         if not stream.is_current_device():
             return None
         self._lock.acquire()
-        if self._out.waiting or self._in.waiting or self._broken is not None or self._closed:
-            self._lock.release()
-            return None
-        return stream
+        if started is None:
+            is_next = not (self._out.waiting or self._in.waiting)
+        else:
+            is_next = self._out.is_next(started) and self._in.is_next(started)
+        if is_next and self._broken is None and not self._closed:
+            return stream
+        self._lock.release()
+        return None
 
     def unlock(self) -> None:
         self._lock.release()
 
     def prepare_transfer(
         self,
-        tensor: torch.Tensor,
-        piece: tuple[int, int],
+        message: tuple[object, torch.Tensor, int, int, bool],
         stream: CurrentStream,
         *,
         tag: int,
-        is_receive: bool,
     ) -> RingTransfer:
-        """Register a direction's next transfer, for C to enqueue. Call with the lock.
+        """Register a direction's next transfer, a `Message`, for C to enqueue.
 
-        Args:
-            piece: offset and size, in bytes, of the part of the tensor.
+        Call with the lock.
         """
+        _, tensor, first, nbytes, is_receive = message
         self._require_here(tensor)
         transfer = self._transfer(
-            tensor, stream, ready=None, tag=tag, is_receive=is_receive, piece=piece
+            tensor, stream, ready=None, tag=tag, is_receive=is_receive, piece=(first, nbytes)
         )
         counters = self.counters
         if is_receive:
@@ -156,8 +161,6 @@ class RingLink(RingLinkBase):
         else:
             counters.messages_sent += 1
             counters.bytes_sent += transfer.nbytes
-        # Set it before the call: a signal handler may raise before the result is stored.
-        transfer.has_begun = True
         transfer.flow.waiting.append(transfer)
         return transfer
 

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import errno
 import logging
+import os
 import selectors
 import socket
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 
 from hetero.addresses import family_of, interface_with
+from hetero.errors import LinkError
 from hetero.link.handshake import Rendezvous, accept, connect, listen_at, look_up, publish
 
 # Within a host there is no latency to hide, and data are best received while still in the cache.
@@ -20,6 +22,8 @@ _TCP_NOTSENT_LOWAT = 25
 _UNSENT_BYTES = 128 << 10
 _SLOWER_SECONDS = 2.5
 """Wait for further addresses once one has answered: time to retransmit a lost SYN."""
+
+_PAUSE_SECONDS = 0.2
 
 _log = logging.getLogger(__name__)
 
@@ -88,7 +92,12 @@ def _listen(rendezvous: Rendezvous, paths: TcpPaths, stack: ExitStack) -> Connec
                 "connections": paths.connections,
             },
         )
-        reached = look_up(rendezvous, "reached")["reached"]
+        # The caller tries until its own deadline, and then says why it reached nothing.
+        patient = replace(rendezvous, timeout=rendezvous.timeout + _SLOWER_SECONDS)
+        answer = look_up(patient, "reached")
+        reached = answer["reached"]
+        if not reached:
+            raise _no_path(rendezvous, f"rank {rendezvous.description.peer} says: {answer['why']}")
         _warn_unreachable(rendezvous, paths.addresses, reached)
         listeners = [listeners[index] for index in reached]
         control = [stack.enter_context(accept(one, rendezvous)) for one in listeners]
@@ -102,9 +111,10 @@ def _listen(rendezvous: Rendezvous, paths: TcpPaths, stack: ExitStack) -> Connec
 def _connect(rendezvous: Rendezvous, paths: TcpPaths, stack: ExitStack) -> Connections:
     remote = look_up(rendezvous, "addresses")
     addresses = [(str(host), int(port)) for host, port in remote["addresses"]]
-    # If none answers, try all until the deadline, for an error that says what is wrong.
-    reached = _reachable(addresses, paths, rendezvous.timeout) or list(range(len(addresses)))
-    publish(rendezvous, "reached", {"reached": reached})
+    reached, why = _reachable(addresses, paths, rendezvous.timeout)
+    publish(rendezvous, "reached", {"reached": reached, "why": why})
+    if not reached:
+        raise _no_path(rendezvous, why)
     _warn_unreachable(rendezvous, [host for host, _ in addresses], reached)
 
     def open_one(number: int) -> socket.socket:
@@ -125,32 +135,69 @@ def _connect(rendezvous: Rendezvous, paths: TcpPaths, stack: ExitStack) -> Conne
     return Connections(control, rails)
 
 
-def _reachable(addresses: Sequence[tuple[str, int]], paths: TcpPaths, timeout: float) -> list[int]:
-    """The indices of the addresses that accept a connection from their local counterpart.
+def _reachable(
+    addresses: Sequence[tuple[str, int]], paths: TcpPaths, timeout: float
+) -> tuple[list[int], str]:
+    """The indices of the addresses that answer their local counterpart, and why the others do not.
 
-    An address that is down is left out, and the link uses the others. The test connections are
-    closed again; the real ones are authenticated.
+    An address that is down is left out, and the link uses the others. If none answers, all are
+    tried again until the timeout.
+    """
+    deadline = time.monotonic() + timeout
+    while True:
+        answering, failures = _try_each(addresses, paths, deadline)
+        if answering or time.monotonic() + _PAUSE_SECONDS > deadline:
+            break
+        time.sleep(_PAUSE_SECONDS)
+    reasons = [
+        f"{host}:{port} from {paths.address_of(index)}: {failures.get(index, 'no answer')}"
+        for index, (host, port) in enumerate(addresses)
+        if index not in answering
+    ]
+    return answering, f"{socket.gethostname()} cannot reach {'; '.join(reasons)}" if reasons else ""
+
+
+def _try_each(
+    addresses: Sequence[tuple[str, int]], paths: TcpPaths, deadline: float
+) -> tuple[list[int], dict[int, str]]:
+    """The indices of the addresses that accept a connection, and errors by the others' indices.
+
+    The connections are closed again; the real ones are authenticated.
     """
     answering: list[int] = []
+    failures: dict[int, str] = {}
     with selectors.DefaultSelector() as selector, ExitStack() as opened:
         for index, address in enumerate(addresses):
             connection = opened.enter_context(
                 socket.socket(family_of(address[0]), socket.SOCK_STREAM)
             )
             connection.setblocking(False)
-            with suppress(OSError):
+            try:
                 connection.bind((paths.address_of(index), 0))
-                if connection.connect_ex(address) in (0, errno.EINPROGRESS):
-                    selector.register(connection, selectors.EVENT_WRITE, index)
-        deadline = time.monotonic() + timeout
+                code = connection.connect_ex(address)
+            except OSError as error:
+                code = error.errno or 0
+            if code in (0, errno.EINPROGRESS):
+                selector.register(connection, selectors.EVENT_WRITE, index)
+            else:
+                failures[index] = os.strerror(code)
         while selector.get_map() and (left := deadline - time.monotonic()) > 0:
             for key, _ in selector.select(left):
                 selector.unregister(key.fileobj)
                 refused = key.fileobj.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)  # type: ignore[union-attr]
-                if not refused:
-                    answering.append(key.data)
-                    deadline = min(deadline, time.monotonic() + _SLOWER_SECONDS)
-    return sorted(answering)
+                if refused:
+                    failures[key.data] = os.strerror(refused)
+                    continue
+                answering.append(key.data)
+                deadline = min(deadline, time.monotonic() + _SLOWER_SECONDS)
+    return sorted(answering), failures
+
+
+def _no_path(rendezvous: Rendezvous, why: str) -> LinkError:
+    return rendezvous.failure(
+        why,
+        "open the ports between the hosts, or name NICs that lead to each other (--hetero-nics)",
+    )
 
 
 def _warn_unreachable(

@@ -48,12 +48,19 @@ class RankFailure:
     """The time of day, by rank 0's clock."""
     silent_for: float
     """Seconds from then until its end was noticed."""
+    is_unreachable: bool = False
+    """Whether all that is known is that its host answers nothing."""
 
     def sentence(self, who: str, *, during: str = "") -> str:
         """`who` names the rank; `during` is what the ranks did at the time, as ' while ...'."""
         if self.reason:
             return f"{who} failed{during}: {self.reason}"
         heard = f"last heard at {self.last_heard}, {self.silent_for:.1f} s before that was noticed"
+        if self.is_unreachable:
+            return (
+                f"{who} cannot be reached any more{during} ({heard}); see whether its host runs, "
+                "and the network between"
+            )
         return f"{who} has ended without a word{during} ({heard}); see its log"
 
 

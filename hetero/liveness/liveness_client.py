@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
-from hetero.addresses import Route
+from hetero.addresses import Route, is_unreachable
 from hetero.errors import UserError
 from hetero.liveness.liveness import (
     HEARTBEAT,
@@ -119,7 +119,7 @@ class LivenessClient(Liveness):
         return connection
 
     def _receive_loop(self, connection: socket.socket) -> None:
-        data = b""
+        data, unreachable = b"", False
         while not self._closed.is_set():
             *messages, self._unread = (self._unread + data).split(b"\n")
             for message in filter(None, messages):
@@ -135,11 +135,13 @@ class LivenessClient(Liveness):
                     self._last_poll = time.monotonic()
                     self._unanswered_since = self._unanswered_since or self._last_poll
                     connection.sendall(HEARTBEAT)
-            except (OSError, ValueError):
+            except (OSError, ValueError) as error:
+                unreachable = isinstance(error, OSError) and is_unreachable(error)
                 break
         if not self._closed.is_set():
             silent_for = time.monotonic() - self._last_heard
-            self._record(RankFailure(0, self._hosts[0], "", clock(silent_for), silent_for))
+            heard = clock(silent_for)
+            self._record(RankFailure(0, self._hosts[0], "", heard, silent_for, unreachable))
 
     def _handle(self, message: Mapping[str, Any]) -> None:
         if "failure" in message:

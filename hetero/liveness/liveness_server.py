@@ -14,6 +14,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from hetero.addresses import is_unreachable, listen_everywhere
 from hetero.liveness.liveness import (
     HEARTBEAT,
     Liveness,
@@ -56,7 +57,7 @@ class LivenessServer(Liveness):
         self._clients: dict[int, _Client] = {}
         self._last_poll = time.monotonic()
         self._lock = threading.Lock()
-        self._listener = _listener(backlog=min(world_size, 4096))
+        self._listener = listen_everywhere(backlog=min(world_size, 4096))
         self.port = int(self._listener.getsockname()[1])
         self._wake, self._woken = socket.socketpair()
         self._epoll = select.epoll()
@@ -124,8 +125,9 @@ class LivenessServer(Liveness):
             data = client.connection.recv(1 << 12)
         except BlockingIOError:
             return
-        except OSError:
-            data = b""
+        except OSError as error:
+            self._on_disconnect(client, is_unreachable=is_unreachable(error))
+            return
         if not data:
             self._on_disconnect(client)
             return
@@ -153,7 +155,7 @@ class LivenessServer(Liveness):
             elif "ask" in message:
                 ages = {str(rank): age for rank, age in self._query_silent().items()}
                 try_send(client.connection, encode({"silent": ages}))
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, RecursionError):
             # Not a rank of this job, but for example a port scanner.
             self._drop(client)
 
@@ -161,6 +163,8 @@ class LivenessServer(Liveness):
         if not hmac.compare_digest(str(greeting["token"]), self._token):
             raise ValueError("it is of another job")
         rank = int(greeting["rank"])
+        if any(other.rank == rank for other in self._clients.values()):
+            raise ValueError("another process has this rank, as of a job started twice")
         self._hosts[rank] = str(greeting["host"])
         with self._lock:
             try_send(client.connection, encode({"welcome": True, "host": self._host}))
@@ -168,12 +172,14 @@ class LivenessServer(Liveness):
         if self._failure is not None:  # it was broadcast before this rank connected
             try_send(client.connection, encode({"failure": asdict(self._failure)}))
 
-    def _on_disconnect(self, client: _Client) -> None:
+    def _on_disconnect(self, client: _Client, *, is_unreachable: bool = False) -> None:
         silent_for = time.monotonic() - client.last_heard
         self._drop(client)
         if client.rank is not None:
             host = self._hosts[client.rank]
-            self._report(RankFailure(client.rank, host, "", clock(silent_for), silent_for))
+            self._report(
+                RankFailure(client.rank, host, "", clock(silent_for), silent_for, is_unreachable)
+            )
 
     def _drop(self, client: _Client) -> None:
         with self._lock:
@@ -196,11 +202,3 @@ class LivenessServer(Liveness):
     def _close_all(self) -> None:
         for connection in (self._listener, *(c.connection for c in self._clients.values())):
             connection.close()
-
-
-def _listener(*, backlog: int) -> socket.socket:
-    if socket.has_dualstack_ipv6():
-        return socket.create_server(
-            ("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=backlog
-        )
-    return socket.create_server(("", 0), backlog=backlog)

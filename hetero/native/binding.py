@@ -80,7 +80,7 @@ FUNCTIONS: dict[str, tuple[object, list[object]]] = {
         c_uint32,
         [POINTER(Flow), c_char_p, *(c_uint64,) * 4, c_bool, c_uint64, c_bool],
     ),
-    "native_exchange": (c_uint32, [c_void_p, c_uint32, c_uint64, c_uint32]),
+    "native_exchange": (c_uint32, [c_void_p, c_uint32, c_uint64, c_uint32, c_bool]),
 }
 """Each function's result type and argument types."""
 

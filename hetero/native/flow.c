@@ -299,9 +299,10 @@ static void progress_part(struct exchange_part *part, uint64_t caller_stream)
                               .address = part->address,
                               .nbytes = part->nbytes,
                               .offset = part->offset,
+                              .event = part->event,
                               .has_event = true,
                               /* A calling thread's work is complete; only a stream's is not. */
-                              .after_caller_stream = flow->streams.caller_can_wait,
+                              .after_caller_stream = !part->event && flow->streams.caller_can_wait,
                               .caller_stream = caller_stream,
                               .may_use_caller_stream = true};
 
@@ -358,7 +359,7 @@ static uint32_t make_caller_wait(struct exchange_part *parts, uint32_t count, ui
 }
 
 uint32_t native_exchange(struct exchange_part *parts, uint32_t count, uint64_t caller_stream,
-                         uint32_t microseconds)
+                         uint32_t microseconds, bool caller_waits)
 {
     int64_t end = spin_clock() + (int64_t)microseconds * 1000;
     uint32_t left;
@@ -367,7 +368,7 @@ uint32_t native_exchange(struct exchange_part *parts, uint32_t count, uint64_t c
         for (int poll = 0; poll < SPIN_POLLS; poll++) {
             left = progress_parts(parts, count, caller_stream);
             if (left == 0)
-                return make_caller_wait(parts, count, caller_stream);
+                return caller_waits ? make_caller_wait(parts, count, caller_stream) : ENQUEUED;
             if (left == STUCK)
                 return WAITING;
             spin_pause();

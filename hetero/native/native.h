@@ -147,11 +147,12 @@ uint32_t native_progress(struct flow *flow, const uint8_t *header, uint64_t addr
 
 /* One of several messages that a caller sends and receives together. Python makes it. */
 struct exchange_part {
-    uint64_t flow; /* a struct flow, in which nothing waits */
+    uint64_t flow; /* a struct flow, in which nothing waits but what the parts list, in their order */
     uint64_t address;
     uint64_t nbytes;
+    uint64_t event; /* what the message has to follow; 0 for what the caller's stream holds */
 
-    /* Maintained by C, 0 at first. */
+    /* Maintained by C, 0 at first, and what it was in an earlier call after that. */
     uint64_t offset; /* bytes enqueued */
     uint64_t count;  /* entries that its flow has enqueued with it */
     uint32_t progress;
@@ -160,10 +161,10 @@ struct exchange_part {
     uint8_t header[RING_HEADER_BYTES];
 };
 
-/* Enqueue messages of several flows, polling the peers for so many microseconds. All follow what
- * `caller_stream`, which belongs to the calling thread, was given before. ENQUEUED when all are and that
- * stream waits for them; WAITING if not, and each part has its progress; FAILED if the driver failed. */
+/* Enqueue messages of several flows, polling the peers for so many microseconds. `caller_stream` belongs to
+ * the calling thread. ENQUEUED when all are and, if `caller_waits`, that stream waits for them; WAITING if
+ * not, and each part has its progress; FAILED if the driver failed. */
 uint32_t native_exchange(struct exchange_part *parts, uint32_t count, uint64_t caller_stream,
-                         uint32_t microseconds);
+                         uint32_t microseconds, bool caller_waits);
 
 #endif

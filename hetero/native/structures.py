@@ -217,6 +217,7 @@ class ExchangePart(Structure):
         ("flow", c_uint64),
         ("address", c_uint64),
         ("nbytes", c_uint64),
+        ("event", c_uint64),
         ("offset", c_uint64),
         ("count", c_uint64),
         ("progress", c_uint32),

@@ -19,6 +19,7 @@ from hetero.cluster import RankIdentity, check_identities, identify, running_ven
 from hetero.collectives.autoload import INSTEAD_OF_VARIABLE
 from hetero.collectives.group_links import NICS_VARIABLE
 from hetero.data.slowdown import SLOWDOWN_VARIABLE, slowdown_factors
+from hetero.device.choose_device import choose_device
 from hetero.errors import (
     AgreedError,
     AgreedFailure,
@@ -56,13 +57,13 @@ from megatron.training.job import Job
 from megatron.training.layout import apply_mesh, plan_from_args
 from megatron.training.metrics_logger import check_outputs
 from megatron.training.optimizer import RankStatistics
-from megatron.training.rank_device import choose_device, seed_everything, set_determinism
 from megatron.training.rendezvous import (
     agree_on_addresses,
     environment_rank,
     open_store,
     store_endpoint,
 )
+from megatron.training.reproducibility import seed_everything, set_determinism
 
 # Flags that may differ between ranks: they do not change what is computed.
 _LOCAL_FLAGS = frozenset(
@@ -197,7 +198,8 @@ class Initializer:
         device = torch.device("cpu")
         if args is not None and plan is not None and problem is None:
             try:
-                device = choose_device(self.local_rank)
+                local_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+                device = choose_device(self.local_rank, local_size)
                 flags = {k: _as_json(v) for k, v in vars(args).items() if k not in _LOCAL_FLAGS}
                 flags["plan"] = plan.to_mapping() if _crosses_vendors(args) else None
                 payload = asdict(

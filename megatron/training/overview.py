@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from hetero.device.choose_device import sharing_warning
 from hetero.formatting import counted, size_text
 from hetero.plan import Edge
 from megatron.training import weights
@@ -116,7 +117,8 @@ def print_overview(job: Job, rows: list[dict[str, Any]], console: Console) -> No
         console.line(
             "vendors are simulated (HETERO_VENDOR): every number of this run is a simulated one"
         )
-    if sharing := shared_gpus(job):
+    ranks_here = [identity.host for identity in job.identities].count(job.identities[job.rank].host)
+    if job.device.type == "cuda" and (sharing := sharing_warning(ranks_here)):
         console.line(sharing)
     for taken in job.args.taken_flags:
         console.line(taken)
@@ -129,19 +131,6 @@ def print_overview(job: Job, rows: list[dict[str, Any]], console: Console) -> No
         )
     for ignored in job.args.ignored_flags:
         console.line(f"flag without effect here: {ignored}")
-
-
-def shared_gpus(job: Job) -> str:
-    """A warning if ranks share the GPUs of this rank's host; empty otherwise."""
-    if job.device.type != "cuda":
-        return ""
-    host = job.identities[job.rank].host
-    ranks = sum(identity.host == host for identity in job.identities)
-    gpus = torch.cuda.device_count()
-    if ranks <= gpus:
-        return ""
-    sharing = f"{counted(ranks, 'rank')} share {counted(gpus, 'GPU')}"
-    return f"{sharing} of {host}: read no speed off this run"
 
 
 def _describe_replicas(job: Job) -> str:

@@ -6,12 +6,14 @@ import contextlib
 import multiprocessing
 import os
 import re
+import signal
 import sys
 import traceback
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from hetero.errors import HeteroError, UserError, print_error, write_error_file
+from hetero.launch.parent import end_with_parent
 from megatron.training.command_line import read_command_line
 from megatron.training.import_core import import_megatron_core
 from megatron.training.rendezvous import environment_rank
@@ -28,6 +30,9 @@ def pretrain(argv: Sequence[str] | None = None) -> int:
     Errors of the command line are printed before torch and megatron-core are imported, which takes
     seconds. After a failure the process exits with `os._exit`, without waiting for blocked threads.
     """
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        # With --exit-signal-handler the run saves first. A shell's job may outlive its shell.
+        end_with_parent(signal.SIGTERM)
     args, refused = None, None
     try:
         args = read_command_line(argv)

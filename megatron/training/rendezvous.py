@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import socket
 import time
+from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
-from hetero.addresses import Route, interface_with, own_address
-from hetero.errors import UserError
+from hetero.addresses import Route, interface_with, own_address, unusable_interfaces
+from hetero.errors import AgreedError, UserError
 from hetero.open_files import allow_open_files
 from hetero.wait_reporter import WaitReporter
 
@@ -96,16 +97,36 @@ def agree_on_addresses(agreement: Agreement, liveness: Liveness, *, rank: int) -
         liveness.await_connection()
     except UserError as failure:
         error = failure
-    route = None if liveness.route is None else asdict(liveness.route)
-    payloads = agreement.exchange("routes to rank 0", payload={"route": route}, error=error)
+    named = os.environ.get("GLOO_SOCKET_IFNAME", "")
+    payload = {
+        "route": None if liveness.route is None else asdict(liveness.route),
+        "gloo": [unusable_interfaces(named, several_hosts=several) for several in (False, True)],
+    }
+    payloads = agreement.exchange("routes to rank 0", payload=payload, error=error)
     routes = [
         None if payload["route"] is None else Route(**payload["route"]) for payload in payloads
     ]
+    several_hosts = any(route is not None and route.own != route.rank_0 for route in routes)
+    _check_gloo_interfaces([payload["gloo"][several_hosts] for payload in payloads], liveness)
     own = own_address(routes, rank)
     interface = interface_with(own)
     if interface is not None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     return own
+
+
+def _check_gloo_interfaces(unusable: Sequence[Sequence[str]], liveness: Liveness) -> None:
+    """All ranks check the same, by rank, and raise the same: gloo's own error says too little."""
+    found = [
+        f"{', '.join(names)} on {liveness.name([rank])}"
+        for rank, names in enumerate(unusable)
+        if names
+    ]
+    if found:
+        raise AgreedError(
+            f"GLOO_SOCKET_IFNAME names {'; '.join(found)}: no interface there by which other ranks "
+            "could reach it; name one that leads to them, or leave the variable unset"
+        )
 
 
 def _await_listener(host: str, port: int, rank: int, timeout: float) -> None:

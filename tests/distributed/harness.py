@@ -32,7 +32,7 @@ TINY_LLAMA = (
     "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --group-query-attention "
     "--num-query-groups 2 --ffn-hidden-size 64 --seq-length 32 --max-position-embeddings 32 "
     "--position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear "
-    "--hidden-dropout 0 --attention-dropout 0 --micro-batch-size 1 --global-batch-size 8 "
+    "--hidden-dropout 0 --attention-dropout 0 --micro-batch-size 1 --global-batch-size 4 "
     "--train-iters 4 --lr 3e-3 --min-lr 3e-4 --lr-decay-style cosine --lr-warmup-iters 1 "
     "--weight-decay 0.1 --clip-grad 1.0 --log-interval 1 --eval-iters 0 --num-workers 0"
 ).split()

@@ -62,6 +62,7 @@ class Trained:
 def trained(corpus, tmp_path_factory) -> Trained:
     """A reference and two further seeds."""
     flags = [*TINY_LLAMA, *corpus.flags, "--train-iters", "100", "--log-interval", "50"]
+    flags += ["--global-batch-size", "8"]
     trained = Trained(tmp_path_factory.mktemp("runs"), (*flags, "--lr-warmup-iters", "10"))
     for seed in (1, 2, 3):
         trained.train(f"seed{seed}", seed=seed)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -13,7 +14,6 @@ import pytest
 
 from tests.distributed.harness import ENTRY, MIXED, ROOT, TINY_LLAMA, start, wait_for_steps
 from tests.hetero.test_megatron_imports import checkout
-from tests.preloaded import INTERPRETER
 from tools.runs import SIMULATED
 
 IMPATIENT = """
@@ -29,10 +29,12 @@ runpy.run_path({!r}, run_name="__main__")
 pytestmark = pytest.mark.usefixtures("preloaded_ranks")
 
 
-def launched(flags: Sequence[str], *, beside: Path | None = None) -> subprocess.Popen[str]:
+def launched(
+    flags: Sequence[str], *, ranks: int = 2, beside: Path | None = None
+) -> subprocess.Popen[str]:
     paths = os.pathsep.join([str(ROOT), *([str(beside)] if beside else [])])
     return subprocess.Popen(
-        [INTERPRETER, "-m", "hetero.run", "--nproc-per-node", "2", str(ENTRY), *flags],
+        [sys.executable, "-m", "hetero.run", "--nproc-per-node", str(ranks), str(ENTRY), *flags],
         env={**os.environ, **SIMULATED, "PYTHONPATH": paths},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -41,8 +43,9 @@ def launched(flags: Sequence[str], *, beside: Path | None = None) -> subprocess.
 
 
 def test_it_trains_beside_another_megatron(corpus, tmp_path: Path) -> None:
-    flags = [*TINY_LLAMA, *corpus.flags, *MIXED]
-    process = launched(flags, beside=checkout(tmp_path / "Megatron-LM"))
+    """One rank: nothing can be preloaded that another megatron could be imported for."""
+    flags = [*TINY_LLAMA, *corpus.flags]
+    process = launched(flags, ranks=1, beside=checkout(tmp_path / "Megatron-LM"))
     out, err = process.communicate(timeout=120)
     assert process.returncode == 0, err
     assert "iteration        4/" in out
@@ -63,8 +66,10 @@ def test_a_killed_rank_is_the_last_word(corpus, tmp_path: Path) -> None:
     flags = [*TINY_LLAMA, *corpus.flags, *MIXED, "--train-iters", "100000"]
     process = launched([*flags, "--metrics-file", str(metrics)])
     wait_for_steps(metrics, 1)
-    ranks = {p.environ().get("RANK"): p for p in psutil.Process(process.pid).children()}
-    ranks["1"].send_signal(signal.SIGKILL)
+    ours = (
+        p for p in psutil.process_iter(["cmdline"]) if str(metrics) in (p.info["cmdline"] or ())
+    )
+    next(p for p in ours if p.environ().get("RANK") == "1").send_signal(signal.SIGKILL)
     _, err = process.communicate(timeout=120)
     assert process.returncode == 128 + signal.SIGKILL
     last = err.splitlines()[-1]

@@ -132,7 +132,7 @@ def test_two_stages_equal_one_over_many_iterations(corpus, tmp_path: Path) -> No
     """Where no norm is clipped and no weight tied: those add in another order, to rounding, as
     meshes of their own shapes do."""
     flags = [*TINY_LLAMA, *corpus.flags, "--untie-embeddings-and-output-weights"]
-    flags += "--clip-grad 0 --train-iters 30 --log-interval 15 --global-batch-size 4".split()
+    flags += "--clip-grad 0 --train-iters 30 --log-interval 15".split()
     one = train(flags, 1, tmp_path / "one")
     two = _mixed(flags, tmp_path)
 
@@ -196,7 +196,7 @@ def test_a_split_without_a_document_is_left_out(corpus, tmp_path: Path) -> None:
 def test_a_boundary_carries_every_activation_and_gradient_once(corpus, tmp_path: Path) -> None:
     mixed = _mixed([*TINY_LLAMA, *corpus.flags], tmp_path)
 
-    sequence, hidden, micro_batches, iterations = 32, 32, 8, 4
+    sequence, hidden, micro_batches, iterations = 32, 32, 4, 4
     one_way = sequence * hidden * 4 * micro_batches * iterations
     assert mixed.report["boundary_bytes"] == 2 * one_way
     assert {link["transport"] for link in mixed.report["links"]} == {"shm"}

@@ -10,17 +10,39 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed.harness import ENTRY, MIXED, TINY_LLAMA, finish, start, wait_for_steps
+from tests.distributed.harness import (
+    ENTRY,
+    MIXED,
+    TINY_LLAMA,
+    Started,
+    finish,
+    start,
+    wait_for_steps,
+)
 from tools.runs import SIMULATED
 
 STALLED = Path(__file__).with_name("faulty_training.py")
 FAULTY = """
 import os, signal, sys
+import hetero.liveness.liveness as liveness
+import megatron.training.checkpoint.saver as saver
 import megatron.training.initialize as initialize
-{}
+liveness._HEARTBEAT_SECONDS = liveness._GRACE_SECONDS = 0.5
+if os.environ["RANK"] == "{victim}":
+    {function} = lambda *_, **__: os.kill(os.getpid(), signal.{sent})
 import runpy
-runpy.run_path({!r}, run_name="__main__")
+runpy.run_path({entry!r}, run_name="__main__")
 """
+
+
+def start_faulty(
+    corpus, folder: Path, victim: int, function: str, sent: str, *more: str
+) -> list[Started]:
+    """Two ranks, of which one is sent a signal in a function; the other does not wait for long."""
+    script = folder / "faulty.py"
+    script.write_text(FAULTY.format(victim=victim, function=function, sent=sent, entry=str(ENTRY)))
+    flags = [*TINY_LLAMA, *corpus.flags, *MIXED, *more]
+    return start(flags, 2, environ=SIMULATED, scripts={0: script, 1: script})
 
 
 @pytest.mark.parametrize(
@@ -82,12 +104,12 @@ def test_a_peer_that_stops_answering_is_an_error_after_the_timeout(
 
 def test_data_that_stall_are_told_of_before_the_others_give_up(corpus) -> None:
     flags = [*TINY_LLAMA, *corpus.flags, *MIXED, "--train-iters", "100000"]
-    flags += ["--num-workers", "2", "--hetero-timeout", "10"]
+    flags += ["--num-workers", "2", "--hetero-timeout", "6"]
     environ = {**SIMULATED, "FAULT": "data of rank 0 stalled"}
     # A worker left behind would hold the pipes, and the end of this.
     outcomes = finish(start(flags, 2, scripts={0: STALLED}, environ=environ), seconds=120)
 
-    said = "rank 0: no batch came from the loader's workers for 9 s; see whether the data's file"
+    said = "rank 0: no batch came from the loader's workers for 5 s; see whether the data's file"
     assert [outcome.code for outcome in outcomes] == [1, 1]
     assert said in outcomes[0].stderr
     assert "rank 0" in outcomes[1].stderr
@@ -98,13 +120,8 @@ def test_data_that_stall_are_told_of_before_the_others_give_up(corpus) -> None:
 def test_a_rank_that_is_stopped_in_a_save_is_named_after_the_timeout(
     corpus, tmp_path: Path, victim: int
 ) -> None:
-    script = tmp_path / "stopped.py"
-    stop = "import megatron.training.checkpoint.saver as saver\n"
-    stop += "saver.Saver._advance = lambda *a: os.kill(os.getpid(), signal.SIGSTOP)"
-    script.write_text(FAULTY.format(stop, str(ENTRY)))
-    flags = [*TINY_LLAMA, *corpus.flags, *MIXED, "--save", str(tmp_path / "saved")]
-    flags += ["--save-interval", "1", "--hetero-timeout", "3"]
-    processes = start(flags, 2, environ=SIMULATED, scripts={victim: script})
+    saving = ["--save", str(tmp_path / "saved"), "--save-interval", "1", "--hetero-timeout", "3"]
+    processes = start_faulty(corpus, tmp_path, victim, "saver.Saver._advance", "SIGSTOP", *saving)
     try:
         code = processes[1 - victim].wait(timeout=120)
         message = processes[1 - victim].stderr.read()  # type: ignore[union-attr]
@@ -123,15 +140,7 @@ def test_a_rank_that_is_stopped_in_a_save_is_named_after_the_timeout(
 def test_a_rank_killed_while_they_agree_or_build_groups_is_named_by_the_others(
     corpus, tmp_path: Path, victim: int, step: str
 ) -> None:
-    script = tmp_path / "killed.py"
-    kill = f"initialize.{step} = lambda *a, **k: os.kill(os.getpid(), signal.SIGKILL)"
-    script.write_text(FAULTY.format(kill, str(ENTRY)))
-    processes = start(
-        [*TINY_LLAMA, *corpus.flags, *MIXED],
-        2,
-        environ=SIMULATED,
-        scripts={victim: script},
-    )
+    processes = start_faulty(corpus, tmp_path, victim, f"initialize.{step}", "SIGKILL")
     outcomes = finish(processes, seconds=120)
     assert outcomes[victim].code == -signal.SIGKILL
     assert outcomes[1 - victim].code == 1

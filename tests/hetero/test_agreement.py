@@ -91,6 +91,13 @@ def test_a_rank_that_is_missing_ends_the_others_in_time() -> None:
         assert isinstance(outcome, AgreedError), "rank 0 is there and speaks for all"
 
 
+def test_a_rank_that_comes_and_whose_answer_does_not_is_named() -> None:
+    """As where the network loses large packets."""
+    first, _, third = _run(_says(), lambda a: a._next("flags").arrive(1), _says(), timeout=1.0)
+    for outcome in (first, third):
+        assert "rank 1 did not answer within 1 s while the ranks compared their fl" in str(outcome)
+
+
 def test_when_rank_0_is_missing_the_others_speak_for_themselves() -> None:
     _, *others = _run(None, _says(), _says(), timeout=1.0)
     for outcome in others:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import multiprocessing
 import os
@@ -46,6 +47,13 @@ def connected(server: LivenessServer, rank: int) -> LivenessClient:
     return made
 
 
+class TimedOut(socket.socket):
+    """As the kernel leaves a connection whose other host answers nothing."""
+
+    def recv(self, *_: object) -> bytes:
+        raise TimeoutError(errno.ETIMEDOUT, "Connection timed out")
+
+
 def _join_and_wait(port: int, joined: multiprocessing.synchronize.Event) -> None:
     called(port, 2).await_connection()
     joined.set()
@@ -75,6 +83,20 @@ def test_a_rank_that_fails_is_quoted(server: LivenessServer) -> None:
     one.fail("out of memory")
     expected = "rank 1 on host1 (stage 1) failed: out of memory"
     assert [side.cause(10.0) for side in (server, other)] == [expected] * 2
+    other.leave()
+
+
+def test_a_rank_whose_host_answers_nothing_is_not_said_to_have_ended(
+    server: LivenessServer,
+) -> None:
+    one, other = connected(server, 1), connected(server, 2)
+    unreachable = next(client for client in server._clients.values() if client.rank == 1)
+    unreachable.connection = TimedOut(fileno=unreachable.connection.detach())
+    one._send({"ask": True})
+    for side in (server, other):
+        said = side.cause(10.0)
+        assert said is not None
+        assert said.startswith("rank 1 on host1 (stage 1) cannot be reached any more (last heard ")
     other.leave()
 
 
@@ -173,16 +195,28 @@ def test_a_rank_without_a_heartbeat_for_the_timeout_has_failed(
         assert other.cause(120) == said
 
 
+@pytest.mark.parametrize("data", [b"GET / HTTP/1.1\r\n\r\n", b"1\n", b"[" * 4000 + b"\n"])
 def test_a_connection_without_the_token_is_refused_and_not_reported(
-    server: LivenessServer,
+    server: LivenessServer, data: bytes
 ) -> None:
     stranger = called(server.port, 1, token="another's")
     with pytest.raises(UserError, match="something that is not this job's rank 0"):
         stranger.await_connection()
     with socket.create_connection(("127.0.0.1", server.port)) as scanner:
-        scanner.sendall(b"GET / HTTP/1.1\r\n\r\n")
+        scanner.sendall(data)
         assert scanner.recv(100) == b""
     assert server.cause(0.2) is None
+
+
+def test_a_second_process_of_a_rank_is_refused_and_its_end_is_no_failure(
+    server: LivenessServer,
+) -> None:
+    """As of a job that was started twice, and ends where its port is taken."""
+    first, second = connected(server, 1), called(server.port, 1)
+    with pytest.raises(UserError, match="something that is not this job's rank 0"):
+        second.await_connection()
+    assert server.cause(0.2) is None
+    first.leave()
 
 
 def test_a_forked_worker_does_not_keep_its_parents_connection_open(server: LivenessServer) -> None:

@@ -14,7 +14,10 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 
 from hetero import run
 from hetero.run import main
+from tests import preloaded
 from tests.distributed.harness import free_port
+
+pytestmark = pytest.mark.usefixtures("preloaded_ranks")
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -84,7 +87,7 @@ def environment() -> dict[str, str]:
 def start(*words: str, launcher: tuple[str, ...] = ("-m", "hetero.run")) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, *launcher, *words],
-        env=environment(),
+        env=environment() | {"OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -97,7 +100,16 @@ def ended(process: subprocess.Popen[str]) -> tuple[int, list[str], list[str]]:
 
 
 def test_a_program_that_ends_well_is_all_that_is_heard(script: str) -> None:
-    code, out, err = ended(start("--nproc-per-node", "2", script, "well", "--its", "flags"))
+    """Started as users start it, without a variable that it sets."""
+    words = ["-m", "hetero.run", "--nproc-per-node", "2", script, "well", "--its", "flags"]
+    process = subprocess.Popen(
+        [preloaded.INTERPRETER, *words],
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    code, out, err = ended(process)
     assert code == 0
     assert err == []
     assert sorted(line.split()[:2] for line in out) == [["0", "2"], ["1", "2"]]
@@ -142,7 +154,9 @@ def test_other_programs_and_modules_are_started_as_torchrun_does(script: str) ->
     assert "usage" in out[0]
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGUSR1, 138)]
+)
 def test_a_signal_ends_everything_with_one_line(script: str, number: int, code: int) -> None:
     process = start("--nproc-per-node", "2", script, "wait")
     assert process.stdout is not None
@@ -156,7 +170,7 @@ def test_a_signal_ends_everything_with_one_line(script: str, number: int, code: 
 def test_an_interrupt_while_pytorch_is_imported_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(HOLDS)
     process = subprocess.Popen(
-        [sys.executable, "-m", "hetero.run"],
+        [preloaded.INTERPRETER, "-m", "hetero.run"],
         env=environment() | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -201,6 +215,7 @@ def test_a_signal_that_comes_where_torchelastic_makes_another_error_of_it_is_tol
         ("--nproc-per-node 0 SCRIPT", "--nproc-per-node is 0"),
         ("--nnodes some SCRIPT", "--nnodes some: "),
         ("--nnodes 2 --node-rank 2 SCRIPT", "--node-rank is 2 and there are 2 nodes; give 0 to 1"),
+        ("--standalone --nnodes 2 SCRIPT", "--standalone is for one node and --nnodes is 2;"),
         ("--max-restarts -1 SCRIPT", "max_restarts must be >= 0"),
         (
             "--rdzv-backend c10d --rdzv-endpoint host: SCRIPT",
@@ -261,7 +276,8 @@ def test_node_0_names_the_nodes_that_are_missing_until_its_deadline(
 
 
 @pytest.mark.parametrize(
-    ("backend", "host"), [("static", "no-such-host.invalid"), ("c10d", "127.0.0.1")]
+    ("backend", "host"),
+    [("static", "no-such-host.invalid"), ("c10d", "127.0.0.1")],
 )
 def test_a_node_that_cannot_reach_the_rendezvous_says_so_itself(
     script: str, soon: tuple[str], backend: str, host: str
@@ -273,8 +289,22 @@ def test_a_node_that_cannot_reach_the_rendezvous_says_so_itself(
     assert code == 2
     assert err[0].startswith("waiting for ")
     assert host in err[0]
+    is_here = f"; that is an address of {os.uname().nodename} itself)"
+    assert (is_here in err[0]) == (host == "127.0.0.1")
     assert " could not reach " in err[-1]
     assert sum(line.startswith("error: ") for line in err) == 1
+
+
+def test_a_job_that_is_started_twice_leaves_the_first_alone(script: str, soon: tuple[str]) -> None:
+    words = ["--nnodes", "2", "--master-addr", "127.0.0.1", "--master-port", str(free_port())]
+    words += ["--nproc-per-node", "2"]
+    first = start(*words, "--node-rank", "0", script, "well", launcher=soon)
+    joining = [start(*words, "--node-rank", "1", script, "well", launcher=soon) for _ in range(2)]
+    (code, _, err), other = sorted((ended(one) for one in joining), key=lambda end: -end[0])
+    assert code == 2
+    for outcome in (other, ended(first)):
+        assert outcome[0] == 0, outcome
+    assert err[-1].startswith("error: another launcher is node 1 at 127.0.0.1:")
 
 
 def test_a_port_where_something_else_listens_is_waited_for_aloud_and_not_for_ever(

@@ -23,7 +23,7 @@ def main(parts: int) -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     digest = hashlib.sha256()
     for part in range(parts):
-        options = {"calls": 40, "groups": 3, "seed": part}
+        options = {"calls": 24, "groups": 3, "seed": part}
         walk(Side(rank, size, dist.HashStore(), options))
         large = torch.randn(LARGE, generator=torch.Generator().manual_seed(rank + part))
         dist.all_reduce(large)

@@ -45,8 +45,13 @@ def files(tmp_path_factory) -> dict[str, str]:
 
 
 @pytest.fixture
-def run(files, tmp_path, capsys):
-    """Runs the tool on the files that words name; gives exit code, stdout and stderr."""
+def run(files, tmp_path, capsys, monkeypatch):
+    """Runs the tool on the files that words name; gives exit code, stdout and stderr.
+
+    Without pictures, which take a second each, and have tests of their own.
+    """
+    monkeypatch.setattr("tools.run_comparison.loss_picture.draw_png", lambda *_: None)
+    monkeypatch.setattr("tools.run_comparison.loss_page.render_page", lambda _: "")
 
     def call(command: str) -> tuple[int, str, str]:
         words = [files.get(word, word) for word in command.split()]

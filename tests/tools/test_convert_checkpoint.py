@@ -174,14 +174,14 @@ def _add_output_layer(folder: Path, weight: torch.Tensor) -> None:
     index.write_text(json.dumps(record))
 
 
-def test_what_their_format_has_no_word_for_is_told(
+def test_what_config_json_has_no_key_for_is_told(
     sharded: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert _there(sharded, tmp_path / "ours") == 0
     _change_flags(tmp_path / "ours" / "release", hidden_dropout=0.1, attention_dropout=0.2)
     capsys.readouterr()
     assert _back(tmp_path / "ours", tmp_path / "back") == 0
-    assert "no word for --hidden-dropout 0.1, which training used" in capsys.readouterr().out
+    assert "has no key for --hidden-dropout 0.1, which training used" in capsys.readouterr().out
     assert _config(tmp_path / "back")["attention_dropout"] == 0.2
     _change_flags(tmp_path / "ours" / "release", layernorm_zero_centered_gamma=True)
     assert _back(tmp_path / "ours", tmp_path / "no") == 2

@@ -18,7 +18,7 @@ from megatron.training.checkpoint.index import read_index
 from megatron.training.checkpoint.reader import CheckpointReader
 from megatron.training.checkpoint.regions import Region
 from megatron.training.megatron_lm import torch_dist_writer
-from megatron.training.megatron_lm.torch_dist_writer import Part
+from megatron.training.megatron_lm.torch_dist_writer import TensorChunk
 from tests.training.megatron_lm.tiny_megatron import (
     GPT2,
     LLAMA,
@@ -203,15 +203,15 @@ def test_flat_parts_of_older_versions_are_put_together(tmp_path: Path) -> None:
 
 
 def _flatten_optimizer(folder: Path) -> None:
-    from megatron.training.megatron_lm.torch_dist import TorchDistReader
+    from megatron.training.megatron_lm.torch_dist_reader import TorchDistReader
 
     reader = TorchDistReader(folder)
     common = torch.load(folder / "common.pt", weights_only=False)
     parts = []
-    for key, stored in reader.keys.items():
-        whole = reader.region(key, Region((0,) * len(stored.size), stored.size), of=stored.size)
+    for key, stored in reader.tensors.items():
+        whole = reader.read_region(key, Region.whole(stored.size), whole=stored.size)
         if not key.startswith("optimizer.state."):
-            parts.append(_part(key, stored.size, Region((0,) * whole.dim(), stored.size), whole))
+            parts.append(_part(key, stored.size, Region.whole(stored.size), whole))
             continue
         key = key.replace("optimizer.state.param.", "optimizer.state.fp32_param.")
         fragments = [
@@ -235,11 +235,11 @@ def _flatten_optimizer(folder: Path) -> None:
     common["content_metadata"] = {"distrib_optim_sharding_type": "fully_sharded_model_space"}
     shutil.rmtree(folder)
     folder.mkdir()
-    torch_dist_writer.write(folder, parts, empty_objects=[], common=common)
+    torch_dist_writer.write_torch_dist(folder, parts, empty_objects=[], common=common)
 
 
-def _part(key: str, size: tuple[int, ...], region: Region, values: torch.Tensor) -> Part:
-    return Part(key, tuple(size), values.dtype, region, values.clone)
+def _part(key: str, size: tuple[int, ...], region: Region, values: torch.Tensor) -> TensorChunk:
+    return TensorChunk(key, tuple(size), values.dtype, region, values.clone)
 
 
 @pytest.fixture
@@ -305,7 +305,7 @@ def test_tensors_that_the_arguments_do_not_account_for_are_named(
     for path in _rank_files(legacy):
         _edit(path, change)
     error = _refused(capsys, legacy, tmp_path / "back")
-    assert "decoder.layers.0.mlp.router.weight is none of this model's" in error
+    assert "decoder.layers.0.mlp.router.weight is no tensor of this model" in error
     assert "_extra_state" not in error
 
 
@@ -351,7 +351,7 @@ def test_another_number_of_layers_than_the_arguments_say_is_refused(
         _edit(path, lambda state: setattr(state["args"], "num_layers", 3))
     assert "is of 4 layers instead of 3" in _refused(capsys, sharded, tmp_path / "back")
     error = _refused(capsys, legacy, tmp_path / "back")
-    assert "decoder.layers.3.input_layernorm.weight is none of this model's" in error
+    assert "decoder.layers.3.input_layernorm.weight is no tensor of this model" in error
 
 
 def test_copies_that_are_not_of_these_weights_are_refused(

@@ -17,6 +17,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests import preloaded
+
 ROOT = Path(__file__).resolve().parents[2]
 SHARED = {"__init__", "tool_command_line", "runs", "text_input"}
 """What tools have in common, which nobody starts."""
@@ -44,6 +46,16 @@ sys.meta_path.insert(0, Stop())
 `org` is what pickle looks for, to know Jython by."""
 
 
+LEADS_A_GROUP = """
+import os, runpy, sys
+os.setsid()
+sys.argv = sys.argv[1:]
+sys.path[0] = os.path.dirname(sys.argv[0])
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+"""Has a preloaded process be the foreground group's first, as one that a terminal starts."""
+
+
 def started(*words: object, **environ: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, *map(str, words)],
@@ -57,7 +69,15 @@ def started(*words: object, **environ: str) -> subprocess.Popen[str]:
     )
 
 
-def interrupted(process: subprocess.Popen[str], is_reached: Callable[[], object]) -> str:
+def preloaded_tool(folder: Path, *words: object) -> preloaded.Started:
+    """As `started`, but with torch imported."""
+    leader = folder / "leader.py"
+    leader.write_text(LEADS_A_GROUP)
+    environ = os.environ | {"OMP_NUM_THREADS": "1"}
+    return preloaded.start(leader, [*map(str, words)], environ=environ)
+
+
+def interrupted(process: preloaded.Started, is_reached: Callable[[], object]) -> str:
     """Interrupt it once it is where it shall be; what it says then, all its family ended."""
     deadline = time.monotonic() + 120
     try:
@@ -138,7 +158,7 @@ def test_while_it_reads(tool: str, tmp_path: Path) -> None:
         return bool(writers)
 
     words = READING[tool].format(fifo=fifo, folder=tmp_path).split()
-    said = interrupted(started(TOOLS[tool], *words), is_read)
+    said = interrupted(preloaded_tool(tmp_path, TOOLS[tool], *words), is_read)
     assert said.startswith("error: interrupted")
     assert said.count("\n") == 1
 
@@ -146,7 +166,7 @@ def test_while_it_reads(tool: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("tool", STARTING)
 def test_while_its_processes_work(tool: str, tmp_path: Path) -> None:
     words = STARTING[tool].format(folder=tmp_path).split()
-    process = started(TOOLS[tool], *words)
+    process = preloaded_tool(tmp_path, TOOLS[tool], *words)
     said = interrupted(process, psutil.Process(process.pid).children)
     assert said.startswith("error: interrupted")
     assert said.count("\n") == 1

@@ -17,6 +17,7 @@ import torch.distributed as dist
 import hetero
 from hetero.cluster import VENDOR_VARIABLE, identify
 from hetero.collectives.autoload import INSTEAD_OF_VARIABLE
+from hetero.device.choose_device import choose_device, sharing_warning
 from hetero.formatting import size_text
 from tools.collective_bench.all_ranks import AllRanks
 from tools.collective_bench.boundary_links import BoundaryLinks
@@ -94,10 +95,11 @@ class CollectiveSession:
         hetero.register()
         self._rank, self._size, self._options, self._store = rank, size, options, store
         self._local_rank = int(os.environ.get("LOCAL_RANK", rank))
-        self._device = torch.device("cpu")
+        local_size = int(os.environ.get("LOCAL_WORLD_SIZE", size))
+        self._device, self._sharing = torch.device("cpu"), ""
         if options.device == "cuda":
-            self._device = torch.device("cuda", self._local_rank)
-            torch.cuda.set_device(self._device)
+            self._device = choose_device(self._local_rank, local_size)
+            self._sharing = sharing_warning(local_size)
         else:
             torch.set_num_threads(1)
         dist.init_process_group(
@@ -116,6 +118,7 @@ class CollectiveSession:
         state = self._state
         facts = run_facts(on_gpu=self._device.type == "cuda", command=command)
         state.notes += simulation_notes() + load_notes(facts["load_before"], facts["cores"])
+        state.notes += [self._sharing] if self._sharing else []
         self._vendors = tuple(self._ranks.together(self._vendor))
         for name in self._options.backends:
             self._open(name)

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from hetero.addresses import address_towards, interface_address, is_loopback
+from hetero.addresses import address_towards, unusable_interfaces
 from hetero.agreement import Agreement
 from hetero.errors import HeteroError, UserError
 from tools.preflight_checks import findings_text
@@ -155,15 +155,10 @@ def _card(settings: Settings, number: int, facts: NodeFacts) -> NodeCard:
         collectives=software.collectives,
         addresses=addresses,
         mtus=mtus,
-        gloo_interfaces_amiss=_amiss(os.environ.get("GLOO_SOCKET_IFNAME", "")),
+        gloo_interfaces_amiss=unusable_interfaces(
+            os.environ.get("GLOO_SOCKET_IFNAME", ""), several_hosts=True
+        ),
     )
-
-
-def _amiss(names: str) -> tuple[str, ...]:
-    """The interfaces, of those named with commas between, by which no other node gets here."""
-    given = [name.strip() for name in names.split(",") if name.strip()]
-    found = {name: interface_address(name) for name in given}
-    return tuple(name for name, at in found.items() if at is None or is_loopback(at))
 
 
 def link_addresses(facts: NodeFacts, named: Sequence[str], master: str) -> dict[str, str]:

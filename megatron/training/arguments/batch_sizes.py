@@ -1,4 +1,4 @@
-"""The global batch at any point of a run: fixed, growing steadily, or set by a schedule."""
+"""The global batch size at any point of a run: fixed, ramped up, or set by a schedule."""
 
 import argparse
 from argparse import Namespace
@@ -7,11 +7,11 @@ from itertools import pairwise
 _SUFFIXES = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 
 Schedule = tuple[tuple[int, int], ...]
-"""(tokens consumed, global batch from there on), in rising order."""
+"""(tokens consumed, global batch size from there on), ascending."""
 
 
 def step_schedule(text: str) -> Schedule:
-    """A converter for schedules such as '0:768 250B:1536 500B:3072', in tokens."""
+    """Convert a schedule such as '0:768 250B:1536 500B:3072': tokens, and the batch from there."""
     try:
         steps = sorted(
             (_count(tokens), _count(size))
@@ -19,8 +19,8 @@ def step_schedule(text: str) -> Schedule:
         )
     except ValueError:
         steps = []
-    rising = all(one[0] < other[0] for one, other in pairwise(steps))
-    if not steps or steps[0][0] != 0 or not rising or any(size < 1 for _, size in steps):
+    is_ascending = all(one[0] < other[0] for one, other in pairwise(steps))
+    if not steps or steps[0][0] != 0 or not is_ascending or any(size < 1 for _, size in steps):
         raise argparse.ArgumentTypeError(
             "must be TOKENS:BATCH pairs from 0 tokens on, such as '0:768 250B:1536' (K, M, B and T "
             f"are understood), not {text!r}"
@@ -34,7 +34,7 @@ def _count(text: str) -> int:
 
 
 def batch_sizes(args: Namespace) -> list[int]:
-    """Every global batch size that the run goes through, in order."""
+    """All global batch sizes of the run, in order."""
     if args.step_batch_size_schedule is not None:
         return [size for _, size in args.step_batch_size_schedule]
     if args.rampup_batch_size is not None:
@@ -44,7 +44,7 @@ def batch_sizes(args: Namespace) -> list[int]:
 
 
 def batch_size_at(args: Namespace, consumed: int) -> int:
-    """The global batch of the step that is made once `consumed` samples have been used."""
+    """The global batch size of the step after `consumed` samples."""
     if args.step_batch_size_schedule is not None:
         sizes = [
             size
@@ -58,26 +58,26 @@ def batch_size_at(args: Namespace, consumed: int) -> int:
     return sizes[int(consumed / (args.rampup_batch_size[2] / (len(sizes) - 1)))]
 
 
-def _grown_after(args: Namespace) -> int:
-    """Samples after which the batch grows no more."""
+def _growth_end(args: Namespace) -> int:
+    """The number of consumed samples from which on the batch size is constant."""
     if args.step_batch_size_schedule is not None:
         return int(args.step_batch_size_schedule[-1][0] // args.seq_length)
     return int(args.rampup_batch_size[2]) + 1 if args.rampup_batch_size is not None else 0
 
 
 def steps_of(args: Namespace) -> int:
-    """Steps that --train-samples gives, dropping the last incomplete batch as Megatron does."""
+    """The steps of --train-samples. As in Megatron, an incomplete last batch is dropped."""
     steps = consumed = 0
-    while consumed < min(_grown_after(args), args.train_samples + 1):
+    while consumed < min(_growth_end(args), args.train_samples + 1):
         consumed += batch_size_at(args, consumed)
         steps += 1
     return int(steps + max(args.train_samples - consumed, 0) // args.global_batch_size)
 
 
 def samples_after(args: Namespace, steps: int) -> int:
-    """Samples that the first `steps` steps take, smaller batches at the beginning included."""
-    consumed = done = 0
-    while done < steps and consumed < _grown_after(args):
+    """The samples of the first `steps` steps, whose batches may be smaller."""
+    consumed = step = 0
+    while step < steps and consumed < _growth_end(args):
         consumed += batch_size_at(args, consumed)
-        done += 1
-    return int(consumed + (steps - done) * args.global_batch_size)
+        step += 1
+    return int(consumed + (steps - step) * args.global_batch_size)

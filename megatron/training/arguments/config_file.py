@@ -1,10 +1,10 @@
-"""--yaml-cfg: flags from a YAML file, so that a model's shape need not be typed each time.
+"""--yaml-cfg: expands YAML files into flags.
 
-A key is the name of a flag without its dashes (`num-layers`, or `num_layers`) or Megatron's name
-for what it sets (`add_bias_linear: false`, which is --disable-bias-linear). A value is the flag's
-value, a list where the flag takes several, true or false where it takes none; null and false ask
-for nothing. A later file wins over an earlier one, and the command line over all files.
-`config_reading.py` says which forms a file may have.
+A key is a flag's name without dashes (`num-layers` or `num_layers`), or Megatron's destination
+(`add_bias_linear: false` is --disable-bias-linear). A value is the flag's value: a list if it takes
+several, true or false if it takes none; null and false leave the flag out. A later file overrides
+an earlier one, and the command line overrides all files. `config_reading.py` describes the forms
+that a file may have.
 """
 
 import argparse
@@ -30,12 +30,14 @@ FLAG = "--yaml-cfg"
 
 
 @dataclass(frozen=True)
-class Asked:
-    """What one key comes to: what it decides, the words for it, and what is to be told of it."""
+class Setting:
+    """A key and its value, as words of a command line."""
 
     subject: str
+    """The destination that it sets, or the flag or key if there is none."""
     words: tuple[str, ...] = ()
     note: str | None = None
+    """A line for the log if the setting is not used."""
 
 
 def expand_config_files(words: Sequence[str], parser: argparse.ArgumentParser) -> list[str]:
@@ -46,13 +48,13 @@ def expand_config_files(words: Sequence[str], parser: argparse.ArgumentParser) -
 def expand_with_notes(
     words: Sequence[str], parser: argparse.ArgumentParser
 ) -> tuple[list[str], list[str]]:
-    """The same, and a line for each thing that a file asks for and that is done otherwise here.
+    """As `expand_config_files`, with notes for the log on settings that are not used.
 
-    Raises `Refusal`, which tells all that is wrong with the files.
+    Raises `Refusal`, with all errors in all files.
     """
-    paths, rest = _files_of(words)
-    names = _Names(parser)
-    asked: dict[str, Asked] = {}
+    paths, rest = _split_paths(words)
+    translator = _Translator(parser)
+    merged: dict[str, Setting] = {}
     problems: list[str] = []
     for path in paths:
         try:
@@ -61,25 +63,25 @@ def expand_with_notes(
             text = str(error)
             problems.append(f"{FLAG} {text if text.startswith(path) else f'{path}: {text}'}")
             continue
-        own: dict[str, Asked] = {}
+        from_file: dict[str, Setting] = {}
         for key, value in settings.items():
             try:
-                one = names.understand(key, value)
+                setting = translator.translate(key, value)
             except UserError as error:
                 problems.append(f"{FLAG} {path}: {error}")
                 continue
-            # Null under one name of a flag does not take back what stands under its other name.
-            if value is not None or one.subject not in own:
-                own[one.subject] = one
-        asked |= own
+            # Null under one name of a flag does not override a value under another name.
+            if value is not None or setting.subject not in from_file:
+                from_file[setting.subject] = setting
+        merged |= from_file
     if problems:
         raise Refusal(*problems)
-    notes = _notes(asked)
-    return [word for one in asked.values() for word in one.words] + rest, notes
+    expanded = [word for setting in merged.values() for word in setting.words]
+    return expanded + rest, _notes(merged)
 
 
-def _files_of(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The files that the words name, and the other words."""
+def _split_paths(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The values of --yaml-cfg, and the other words."""
     paths: list[str] = []
     rest: list[str] = []
     remaining = iter(words)
@@ -96,17 +98,17 @@ def _files_of(words: Sequence[str]) -> tuple[list[str], list[str]]:
     return paths, rest
 
 
-def _notes(asked: Mapping[str, Asked]) -> list[str]:
-    """A line for each note, with all the keys that it is about."""
+def _notes(settings: Mapping[str, Setting]) -> list[str]:
+    """A line for each distinct note, with all its keys."""
     keys: dict[str, list[str]] = {}
-    for key, one in asked.items():
-        if one.note:
-            keys.setdefault(one.note, []).append(key)
+    for key, setting in settings.items():
+        if setting.note:
+            keys.setdefault(setting.note, []).append(key)
     return [f"{', '.join(names)}: {note}" for note, names in keys.items()]
 
 
-class _Names:
-    """What the keys of a file mean, given the flags of `parser`."""
+class _Translator:
+    """Translates the keys of files to flags of `parser`."""
 
     def __init__(self, parser: argparse.ArgumentParser) -> None:
         self._by_flag: dict[str, argparse.Action] = {}
@@ -118,10 +120,11 @@ class _Names:
                     self._by_flag[name[2:].replace("-", "_")] = action
         self._flags = sorted(name for a in parser._actions for name in a.option_strings)
 
-    def understand(self, key: str, value: Any) -> Asked:
+    def translate(self, key: str, value: Any) -> Setting:
+        """The flag and words for a key, in underscores, and its value. Raises UserError."""
         if key in (FLAG[2:].replace("-", "_"), "help"):
             if is_nothing(value):
-                return Asked(key)
+                return Setting(key)
             raise UserError(f"{key.replace('_', '-')} cannot stand in the file")
         if key == "activation_func":
             return _activation(value)
@@ -130,60 +133,64 @@ class _Names:
         name = RENAMED.get(key, key)
         if name in self._by_flag:
             action = self._by_flag[name]
-            return Asked(action.dest, _words(key, value, action, wanted=True))
+            return Setting(action.dest, _words(key, value, action, on_value=True))
         if name in self._by_subject:
             action = self._by_subject[name]
-            return Asked(action.dest, _words(key, value, action, wanted=action.const))
+            return Setting(action.dest, _words(key, value, action, on_value=action.const))
         if (group := group_of(name)) is not None:
             if group.is_asked_for(name, value):
                 if group.note is None:
                     raise UserError(f"{key} is one of {group.name}; set it to null, or remove it")
-                return Asked(key, note=group.note)
-            return Asked(key)
-        return self._foreign(key, name, value)
+                return Setting(key, note=group.note)
+            return Setting(key)
+        return self._unsupported(key, name, value)
 
-    def _foreign(self, key: str, name: str, value: Any) -> Asked:
-        """A flag of Megatron-LM that this program does not have; the parser says what it is."""
+    def _unsupported(self, key: str, name: str, value: Any) -> Setting:
+        """A flag that this program does not have; the parser accepts or refuses its words."""
         flag, dashed = f"--{name.replace('_', '-')}", name.replace("_", "-")
         known, feature = is_unsupported(flag), feature_of(flag)
         if not known and feature is not None and (is_nothing(value) or feature.kind == "needs"):
-            # A newer flag of a feature; it is the feature's switch that asks for it.
-            return Asked(flag)
+            # A newer flag of a feature, which only the feature's switch turns on.
+            return Setting(flag)
         if (known or flag in REPLACED) and (value is None or value is False or value == []):
-            return Asked(flag)
+            return Setting(flag)
         for opposite in (f"--no-{dashed}", f"--disable-{dashed}"):
-            ours = opposite in self._flags
-            if isinstance(value, bool) and (ours or is_unsupported(opposite)):
-                subject = self._by_flag[opposite[2:].replace("-", "_")].dest if ours else opposite
-                return Asked(subject, () if value else (opposite,))
+            offered = opposite in self._flags
+            if isinstance(value, bool) and (offered or is_unsupported(opposite)):
+                action_name = opposite[2:].replace("-", "_")
+                subject = self._by_flag[action_name].dest if offered else opposite
+                return Setting(subject, () if value else (opposite,))
         if not known:
             raise UserError(explain_unknown(flag, self._flags))
         if value is True:
-            return Asked(flag, (flag,))
+            return Setting(flag, (flag,))
         if isinstance(value, list):
-            return Asked(flag, (flag, *map(str, value)))
-        return Asked(flag, (f"{flag}={value}",))
+            return Setting(flag, (flag, *map(str, value)))
+        return Setting(flag, (f"{flag}={value}",))
 
 
-def _activation(value: Any) -> Asked:
+def _activation(value: Any) -> Setting:
     if value is None:
-        return Asked("activation_func")
+        return Setting("activation_func")
     if value not in ACTIVATIONS:
         choices = ", ".join(ACTIVATIONS)
         raise UserError(f"activation_func cannot be {value!r}; choose from {choices}")
     flag = ACTIVATIONS[value]
-    return Asked("activation_func", (flag,) if flag else ())
+    return Setting("activation_func", (flag,) if flag else ())
 
 
-def _words(key: str, value: Any, action: argparse.Action, *, wanted: Any) -> tuple[str, ...]:
-    """The words that give `action`, called by `key`, this value; `wanted` is what a switch sets."""
+def _words(key: str, value: Any, action: argparse.Action, *, on_value: Any) -> tuple[str, ...]:
+    """The words that set an action to the value of `key`.
+
+    A flag without a value is given if the key's value is `on_value`. Raises UserError.
+    """
     flag = action.option_strings[0]
     if value is None:
         return ()
     if action.nargs == 0:
         if value not in (True, False):
             raise UserError(f"{key} must be true or false, not {value!r}")
-        return (flag,) if bool(value) == wanted else ()
+        return (flag,) if bool(value) == on_value else ()
     if value is False or value in ("", []):
         return ()
     if value is True:

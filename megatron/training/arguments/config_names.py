@@ -1,14 +1,14 @@
-"""Names that a configuration file may hold and a command line may not.
+"""Keys that are valid in a configuration file but are no flags.
 
-Two kinds of files are read besides this program's own: Megatron-LM's, whose keys are fields of
-megatron-core's configuration, and Primus', which has settings of its own beside Megatron-LM's.
+Besides this program's own files two kinds are read: Megatron-LM's, whose keys are fields of
+megatron-core's configuration classes, and Primus', which adds settings of its own.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-# megatron-core's name of what a flag sets, where the flag is called otherwise.
+# megatron-core's fields whose flags have other names.
 RENAMED: Mapping[str, str] = {
     "num_moe_experts": "num_experts",
     "fp8": "fp8_format",
@@ -28,7 +28,7 @@ ACTIVATIONS: Mapping[str, str | None] = {
 }
 
 
-# Primus' names for the tokenizer of a Hugging Face folder.
+# Primus' tokenizer types that are a Hugging Face folder's.
 TOKENIZER = "HuggingFaceTokenizer"
 TOKENIZERS = frozenset(
     f"{model}Tokenizer"
@@ -38,32 +38,31 @@ TOKENIZERS = frozenset(
 
 @dataclass(frozen=True)
 class Group:
-    """Settings that are no flags; a name ending in _ stands for all that begin with it.
-
-    One of `switches` that is on is refused, or only told of where `note` says what happens instead.
-    The others say no more than how, and are taken in silence.
-    """
+    """Settings of one feature that are no flags."""
 
     name: str
     switches: frozenset[str] = frozenset()
+    """Keys that turn it on. One that is on is refused, or logged with `note` if there is one."""
     others: tuple[str, ...] = ()
+    """Keys of details, which are accepted. One that ends in _ stands for all that begin with it."""
     note: str | None = None
-    usual: frozenset[object] = frozenset()
-    """Values of a switch that ask for nothing, beside those that never do."""
+    off_values: frozenset[object] = frozenset()
+    """Values of a switch that do not turn it on, beside those of `is_nothing`."""
 
-    def owns(self, key: str) -> bool:
+    def has_key(self, key: str) -> bool:
         return key in self.switches or any(
             key == name or (name.endswith("_") and key.startswith(name)) for name in self.others
         )
 
     def is_asked_for(self, key: str, value: Any) -> bool:
+        """Whether this key turns the feature on."""
         if key not in self.switches or is_nothing(value):
             return False
-        return isinstance(value, list) or value not in self.usual
+        return isinstance(value, list) or value not in self.off_values
 
 
 def is_nothing(value: Any) -> bool:
-    """Whether a value stands for an option that is not used."""
+    """Whether a value means that an option is not used."""
     return value is None or value is False or value in (0, "", [], "null", "none")
 
 
@@ -146,7 +145,7 @@ GROUPS = (
         ),
         ("conv_L_cache", "conv_bias", "moe_router_force_load_balancing_type"),
     ),
-    Group("the models that are no GPT", _names("model_type"), usual=frozenset({"gpt"})),
+    Group("the models that are no GPT", _names("model_type"), off_values=frozenset({"gpt"})),
     Group(
         "continuing from --save by itself",
         _names("auto_continue_train"),
@@ -172,12 +171,12 @@ GROUPS = (
     ),
 )
 
-# What a setting of Primus switches off: keys that begin so.
+# Settings of Primus that disable all keys with a prefix.
 SWITCHED_OFF: Mapping[str, str] = {"disable_wandb": "wandb_", "disable_tensorboard": "tensorboard_"}
-# Headings whose keys are read by nobody unless the one named is on.
+# Headings whose keys count only if the named one is set.
 OPTIONAL_HEADINGS: Mapping[str, str] = {"torch_compile": "enable", "mock_dataset": "class"}
 
 
 def group_of(key: str) -> Group | None:
-    """The group that a name belongs to."""
-    return next((group for group in GROUPS if group.owns(key)), None)
+    """The group of a key; None if it belongs to none."""
+    return next((group for group in GROUPS if group.has_key(key)), None)

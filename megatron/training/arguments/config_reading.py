@@ -1,10 +1,9 @@
-"""What configuration files say: one flat mapping, whatever they build on and are grouped by.
+"""Reads configuration files into one flat mapping, with the files that they include.
 
-Three forms are read: a mapping of flags, grouped under headings or not (Megatron-LM's form); the
-same with `extends:` or `bases:`, which names files to build on (Primus' model and trainer files);
-and Primus' experiment, whose `modules: pre_trainer:` names one file of each and overrides them.
-`${NAME}` is the environment's variable of that name, `${NAME:default}` has a value where it is not
-set.
+There are three forms: a mapping of flags, under headings or not (Megatron-LM's form); the same with
+`extends:`, `bases:` or `includes:`, which name files to build on (Primus' model and trainer files);
+and Primus' experiment, whose `modules: pre_trainer:` names a trainer's and a model's file, and
+overrides them. `${NAME}` is an environment variable, `${NAME:default}` has a default.
 """
 
 import os
@@ -31,38 +30,40 @@ Settings = dict[str, Any]
 
 
 class _UniqueKeys(yaml.SafeLoader):
-    """YAML as it should be: of a key with two values, plain YAML keeps the last in silence."""
+    """YAML that refuses a key with two values, of which PyYAML would keep the last."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        # Before what `<<` merges in is put beside the mapping's own keys, which go before it.
+        # Before the base class adds the keys that `<<` merges in, which own keys may override.
         values: dict[str, Any] = {}
         for key, value in node.value:
             if not isinstance(key, yaml.ScalarNode):
                 continue
             own = self.construct_object(value, deep=True)
-            if values.setdefault(key.value, own) != own:
+            known = values.setdefault(key.value, own)
+            # Not-a-number is not equal to itself.
+            if known is not own and known != own:
                 line = key.start_mark.line + 1
                 raise UserError(f"line {line}: the key {key.value!r} is given twice; keep one")
         return super().construct_mapping(node, deep=deep)
 
 
-def read_settings(path: Path, above: tuple[Path, ...] = ()) -> Settings:
-    """What the file says by itself or through the files that it builds on; its own words win.
+def read_settings(path: Path, including: tuple[Path, ...] = ()) -> Settings:
+    """The settings of a file and of the files that it builds on, which its own override.
 
-    Keys have underscores. Raises `UserError`.
+    Keys have underscores. `including` are the files that led to this one. Raises UserError.
     """
-    if path.resolve() in above:
+    if path.resolve() in including:
         raise UserError(f"{path} builds on itself; remove it from {' or '.join(BUILT_ON)}")
     content = _load(path)
-    above = (*above, path.resolve())
+    including = (*including, path.resolve())
     if "modules" in content:
-        return _without_switched_off(_read_experiment(path, content["modules"], above))
+        return _without_switched_off(_read_experiment(path, content["modules"], including))
     settings: Settings = {}
     for name in BUILT_ON:
         for base in _names_in(path, name, content.pop(name, None)):
-            settings |= read_settings(_beside(path, base), above)
-    settings |= _flat(content)
-    return _without_switched_off(settings) if len(above) == 1 else settings
+            settings |= read_settings(_beside(path, base), including)
+    settings |= _flatten(content)
+    return _without_switched_off(settings) if len(including) == 1 else settings
 
 
 def _load(path: Path) -> dict[Any, Any]:
@@ -71,7 +72,7 @@ def _load(path: Path) -> dict[Any, Any]:
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "it is no text"
         raise UserError(f"{path} cannot be read ({reason}); check the path") from None
-    # What a number or a date of YAML cannot be is a ValueError of Python's.
+    # PyYAML passes on Python's ValueError for an impossible number or date.
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         reason = " ".join(str(error).split())
         raise UserError(f"{path} is no YAML ({reason}); correct it") from None
@@ -83,7 +84,7 @@ def _load(path: Path) -> dict[Any, Any]:
 
 
 def _with_variables(value: Any, path: Path) -> Any:
-    """`value` with every `${...}` in it replaced, and read as YAML again."""
+    """Replace every `${...}` in a value, and parse the result as YAML."""
     if isinstance(value, dict):
         return {key: _with_variables(inner, path) for key, inner in value.items()}
     if isinstance(value, list):
@@ -92,13 +93,13 @@ def _with_variables(value: Any, path: Path) -> Any:
         return value
 
     def look_up(match: re.Match[str]) -> str:
-        found = os.environ.get(match[1], match[2])
-        if found is None:
+        replacement = os.environ.get(match[1], match[2])
+        if replacement is None:
             raise UserError(
                 f"{path}: the environment variable {match[1]} is not set; set it, or write "
                 f"${{{match[1]}:value}} in the file"
             )
-        return found
+        return replacement
 
     try:
         return yaml.safe_load(VARIABLE.sub(look_up, value))
@@ -106,8 +107,8 @@ def _with_variables(value: Any, path: Path) -> Any:
         return VARIABLE.sub(look_up, value)
 
 
-def _read_experiment(path: Path, modules: Any, above: tuple[Path, ...]) -> Settings:
-    """An experiment of Primus: the trainer's file, the model's file, and what overrides them."""
+def _read_experiment(path: Path, modules: Any, including: tuple[Path, ...]) -> Settings:
+    """Primus' experiment: the trainer's file, then the model's, then its overrides."""
     module = modules.get(TRAINER) if isinstance(modules, dict) else None
     if not isinstance(module, dict):
         raise UserError(f"{path}: modules must hold {TRAINER}, the only one this program offers")
@@ -119,20 +120,21 @@ def _read_experiment(path: Path, modules: Any, above: tuple[Path, ...]) -> Setti
     settings: Settings = {}
     for name, folder in PRIMUS_FOLDERS.items():
         if module.get(name) is not None:
-            settings |= read_settings(_named_file(path, name, str(module[name]), folder), above)
+            file = _named_file(path, name, str(module[name]), folder)
+            settings |= read_settings(file, including)
     overrides = module.get("overrides") or {}
     if not isinstance(overrides, dict):
         raise UserError(f"{path}: overrides must hold `flag: value` lines")
-    return settings | _flat(overrides)
+    return settings | _flatten(overrides)
 
 
 def _named_file(path: Path, name: str, named: str, folder: str) -> Path:
-    """The file that an experiment names: beside it, or in the checkout of Primus that holds it."""
-    places = [path.parent / named]
-    places += [above / folder / named for above in path.resolve().parents]
-    for place in places:
-        if place.is_file():
-            return place
+    """The file that an experiment names: beside it, or in the checkout of Primus it is in."""
+    candidates = [path.parent / named]
+    candidates += [parent / folder / named for parent in path.resolve().parents]
+    for candidate in candidates:
+        if candidate.is_file():
+            return candidate
     raise UserError(
         f"{path}: {name} {named} is found neither beside it nor under {folder} of a folder above; "
         "put it there"
@@ -140,20 +142,22 @@ def _named_file(path: Path, name: str, named: str, folder: str) -> Path:
 
 
 def _beside(path: Path, named: str) -> Path:
+    """The file that `path` builds on, which must be in the same folder."""
     if not (path.parent / named).is_file():
         raise UserError(f"{path} builds on {named}, which is not beside it; put it there")
     return path.parent / named
 
 
 def _names_in(path: Path, name: str, value: Any) -> list[str]:
+    """The file names in the value of the key `name`."""
     names = [value] if isinstance(value, str) else value or []
     if not isinstance(names, list) or not all(isinstance(one, str) for one in names):
         raise UserError(f"{path}: {name} must be the name of a file, or a list of them")
     return names
 
 
-def _flat(content: Mapping[Any, Any]) -> Settings:
-    """Keys and values, headings left away. Of a key under two headings, the last value holds."""
+def _flatten(content: Mapping[Any, Any]) -> Settings:
+    """Keys and values without headings. If a key is under two headings, the last one wins."""
     flat: Settings = {}
     for key, value in _entries(content):
         if value is not None or key not in flat:
@@ -173,5 +177,5 @@ def _entries(content: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _without_switched_off(settings: Settings) -> Settings:
-    gone = tuple(what for switch, what in SWITCHED_OFF.items() if settings.get(switch) is True)
-    return {key: value for key, value in settings.items() if not gone or not key.startswith(gone)}
+    prefixes = tuple(p for switch, p in SWITCHED_OFF.items() if settings.get(switch) is True)
+    return {k: v for k, v in settings.items() if not prefixes or not k.startswith(prefixes)}

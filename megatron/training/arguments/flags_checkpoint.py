@@ -1,4 +1,4 @@
-"""Megatron's checkpoint flags, and ours for how many are kept and what a failed save means."""
+"""Megatron's checkpoint flags; ours for how many to keep and whether a failed save ends the run."""
 
 import argparse
 
@@ -9,20 +9,32 @@ EXIT_SIGNALS = ("SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2")
 
 def add_checkpoint_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("checkpoints")
+    _add_save_flags(group)
+    _add_load_flags(group)
+    _add_format_flags(group)
+
+
+def _add_save_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--save", type=text, help="folder to write checkpoints to")
     group.add_argument(
-        "--save-interval", "--persistent-save-interval", type=interval, help="steps between them"
+        "--save-interval",
+        "--persistent-save-interval",
+        type=interval,
+        help="steps between checkpoints",
     )
     group.add_argument(
-        "--save-retain-interval", type=interval, help="keep those at multiples of this step"
+        "--save-retain-interval", type=interval, help="keep checkpoints at multiples of this step"
     )
     group.add_argument(
-        "--keep-last", type=integer(1), metavar="N", help="keep so many of the newest; else all"
+        "--keep-last",
+        type=integer(1),
+        metavar="N",
+        help="keep the newest N checkpoints; left out: all",
     )
     group.add_argument(
         "--exit-on-save-failure",
         action="store_true",
-        help="end the run when a checkpoint cannot be written; else it goes on and says so",
+        help="end the run if a checkpoint cannot be written; otherwise it continues with a warning",
     )
     group.add_argument(
         "--exit-signal-handler",
@@ -30,29 +42,47 @@ def add_checkpoint_flags(parser: argparse.ArgumentParser) -> None:
         help="on --exit-signal finish the step, save, and exit with 0",
     )
     group.add_argument(
-        "--exit-signal", choices=EXIT_SIGNALS, default="SIGTERM", help="what asks for it"
+        "--exit-signal",
+        choices=EXIT_SIGNALS,
+        default="SIGTERM",
+        help="the signal of --exit-signal-handler",
     )
+
+
+def _add_load_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--load", type=text, help="folder to read a checkpoint from")
-    group.add_argument("--ckpt-step", type=integer(0), help="step to read; left out: the latest")
     group.add_argument(
-        "--pretrained-checkpoint", type=text, help="folder to take first weights from"
+        "--ckpt-step", type=integer(0), help="step of the checkpoint to load; left out: the latest"
     )
-    group.add_argument("--finetune", action="store_true", help="take the weights and nothing else")
-    for what in ("save-optim", "save-rng", "load-optim", "load-rng"):
-        group.add_argument(
-            f"--no-{what}",
-            action="store_true",
-            default=None,
-            help=f"do not {what.split('-')[0]} it",
-        )
+    group.add_argument(
+        "--pretrained-checkpoint",
+        type=text,
+        help="folder of initial weights, if --load has no checkpoint",
+    )
+    group.add_argument(
+        "--finetune", action="store_true", help="load the weights alone, and start at iteration 0"
+    )
+    for what, state in (("optim", "the optimizer's state"), ("rng", "random states")):
+        for verb in ("save", "load"):
+            group.add_argument(
+                f"--no-{verb}-{what}",
+                action="store_true",
+                default=None,
+                help=f"do not {verb} {state}",
+            )
     group.add_argument(
         "--use-checkpoint-args",
         action="store_true",
-        help="take the model from it, as far as it is not typed",
+        help="take flags of the model that are not typed from the checkpoint",
     )
     group.add_argument(
-        "--exit-on-missing-checkpoint", action="store_true", help="no fresh start without one"
+        "--exit-on-missing-checkpoint",
+        action="store_true",
+        help="end the run if --load has no checkpoint",
     )
+
+
+def _add_format_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--ckpt-format",
         choices=("torch", "torch_dist", "torch_dcp", "fsdp_dtensor", "zarr"),
@@ -62,7 +92,9 @@ def add_checkpoint_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--auto-detect-ckpt-format", action="store_true", help="find the format when reading"
     )
-    group.add_argument("--async-save", action="store_true", help="write in the background")
+    group.add_argument(
+        "--async-save", action="store_true", help="write checkpoints in the background"
+    )
     group.add_argument(
         "--no-ckpt-fully-parallel-save",
         "--disable-ckpt-fully-parallel-save",

@@ -1,21 +1,22 @@
-"""Flags for what is read: token files, how they are cut and mixed, and the tokenizer."""
+"""Flags of the data: token files, how they are split and mixed, and the tokenizer."""
 
 import argparse
 
 from megatron.training.arguments.converters import integer, number, text
 
-TOKENIZERS = (
-    "GPT2BPETokenizer",
-    "SentencePieceTokenizer",
-    "GPTSentencePieceTokenizer",
-    "HuggingFaceTokenizer",
-    "Llama2Tokenizer",
-    "TikTokenizer",
-    "BertWordPieceLowerCase",
-    "BertWordPieceCase",
-    "ByteLevelTokenizer",
-    "NullTokenizer",
-)
+# The types, and the destinations of the flags that each needs.
+TOKENIZERS = {
+    "GPT2BPETokenizer": ("vocab_file", "merge_file"),
+    "SentencePieceTokenizer": ("tokenizer_model",),
+    "GPTSentencePieceTokenizer": ("tokenizer_model",),
+    "HuggingFaceTokenizer": ("tokenizer_model",),
+    "Llama2Tokenizer": ("tokenizer_model",),
+    "TikTokenizer": ("tokenizer_model",),
+    "BertWordPieceLowerCase": ("vocab_file",),
+    "BertWordPieceCase": ("vocab_file",),
+    "ByteLevelTokenizer": (),
+    "NullTokenizer": ("vocab_size",),
+}
 
 
 def add_data_flags(parser: argparse.ArgumentParser) -> None:
@@ -31,7 +32,7 @@ def _add_source_flags(group: argparse._ArgumentGroup) -> None:
     )
     for split in ("train", "valid", "test"):
         group.add_argument(f"--{split}-data-path", nargs="*", help=f"the same, for {split} only")
-    group.add_argument("--data-args-path", type=text, help="file that holds what --data-path would")
+    group.add_argument("--data-args-path", type=text, help="file with the words of --data-path")
     group.add_argument(
         "--per-split-data-args-path",
         type=text,
@@ -49,7 +50,10 @@ def _add_source_flags(group: argparse._ArgumentGroup) -> None:
         help="read token files instead of mapping them",
     )
     group.add_argument(
-        "--num-dataset-builder-threads", type=integer(1), default=1, help="to build indexes with"
+        "--num-dataset-builder-threads",
+        type=integer(1),
+        default=1,
+        help="threads that build indexes",
     )
     group.add_argument(
         "--mid-level-dataset-surplus",
@@ -76,7 +80,7 @@ def _add_sample_flags(group: argparse._ArgumentGroup) -> None:
         help="one pass in order, or shuffled passes without end; left out: single",
     )
     group.add_argument(
-        "--reset-position-ids", action="store_true", help="count positions anew in every document"
+        "--reset-position-ids", action="store_true", help="restart positions in every document"
     )
     group.add_argument(
         "--reset-attention-mask", action="store_true", help="no attention across documents"
@@ -85,7 +89,7 @@ def _add_sample_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--allow-ambiguous-pad-tokens",
         action="store_true",
-        help="no loss on the padding token even where it is another special token too",
+        help="no loss on the padding token, even if it is another special token too",
     )
     group.add_argument(
         "--no-create-attention-mask-in-dataloader",
@@ -118,7 +122,7 @@ def _add_fill_in_middle_flags(group: argparse._ArgumentGroup) -> None:
         "--fim-fragment-rate", type=probability, help="probability that a fragment is reordered"
     )
     group.add_argument(
-        "--fim-no-prefix", type=text, help="leave text as it is that begins with this"
+        "--fim-no-prefix", type=text, help="do not reorder text that begins with this"
     )
     for part, default, use in (
         ("prefix", "<fim_prefix>", "before the prefix"),
@@ -131,29 +135,41 @@ def _add_fill_in_middle_flags(group: argparse._ArgumentGroup) -> None:
 
 
 def add_tokenizer_flags(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--tokenizer-type", choices=TOKENIZERS, help="which kind; left out: GPT2BPE")
-    group.add_argument("--tokenizer-model", type=text, help="its file, or Hugging Face name")
-    group.add_argument("--vocab-size", type=integer(1), help="size before padding")
+    group.add_argument(
+        "--tokenizer-type", choices=tuple(TOKENIZERS), help="kind of tokenizer; left out: GPT2BPE"
+    )
+    group.add_argument(
+        "--tokenizer-model", type=text, help="file of the tokenizer, or its name on Hugging Face"
+    )
+    group.add_argument(
+        "--vocab-size", type=integer(1), help="size of the vocabulary before padding"
+    )
     group.add_argument(
         "--vocab-file", type=text, help="vocabulary of GPT2BPETokenizer or BertWordPiece*"
     )
     group.add_argument("--merge-file", type=text, help="merges of GPT2BPETokenizer")
     group.add_argument("--vocab-extra-ids", type=integer(0), default=0, help="extra tokens")
-    group.add_argument("--tokenizer-metadata", type=text, help="JSON file that describes it")
-    group.add_argument("--tokenizer-special-tokens", nargs="+", help="tokens to add")
+    group.add_argument(
+        "--tokenizer-metadata", type=text, help="JSON file that describes the tokenizer"
+    )
+    group.add_argument("--tokenizer-special-tokens", nargs="+", help="special tokens to add")
     group.add_argument("--tiktoken-pattern", help="TikTokenizer: v1, v2 or a regular expression")
     group.add_argument(
         "--tiktoken-num-special-tokens",
         type=integer(0),
         default=1000,
-        help="TikTokenizer: its first tokens, which are special",
+        help="TikTokenizer: number of special tokens, which are its first",
     )
-    group.add_argument("--tiktoken-special-tokens", nargs="+", help="TikTokenizer: their names")
+    group.add_argument(
+        "--tiktoken-special-tokens", nargs="+", help="TikTokenizer: names of special tokens"
+    )
     group.add_argument(
         "--tokenizer-sentencepiece-legacy", action="store_true", help="older SentencePiece rules"
     )
     group.add_argument(
-        "--tokenizer-hf-use-fast", action="store_true", help="Hugging Face: the Rust one"
+        "--tokenizer-hf-use-fast",
+        action="store_true",
+        help="Hugging Face: use the Rust implementation",
     )
     group.add_argument(
         "--tokenizer-hf-include-special-tokens",

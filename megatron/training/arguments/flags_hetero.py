@@ -1,4 +1,4 @@
-"""Flags of this project: one model on more than one vendor. All start with `--hetero-`."""
+"""The --hetero- flags, which train one model on several vendors."""
 
 import argparse
 from collections.abc import Callable
@@ -8,18 +8,18 @@ from hetero.plan import VENDORS
 from hetero.plan.mesh import RECOMPUTE
 from megatron.training.arguments.converters import integer, number, text
 
-# Make sense in a homogeneous run too: the baseline needs a report to be compared with.
+# Valid in a homogeneous run too: the baseline of a comparison needs a report.
 ALLOWED_WITHOUT_PIPELINE = frozenset({"--hetero-pipeline", "--hetero-report"})
 DATA_PARALLEL = frozenset({"--hetero-data-parallel", "--hetero-data-shares"})
 MEASURED: tuple[int, ...] = ()
-"""--hetero-data-shares auto, until they are known. As long as they are not, shares are equal."""
-# What data parallelism across vendors shares with a pipeline across them.
+"""The value of --hetero-data-shares auto until shares are measured. Until then they are equal."""
+# Valid with data parallelism across vendors as well as with a pipeline across them.
 ALLOWED_WITH_DATA_PARALLEL = DATA_PARALLEL | {"--hetero-nics", "--hetero-timeout"}
 
 
 def replicas_by_vendor(text: str) -> tuple[tuple[str, int], ...]:
-    """A converter for replicas of each vendor, such as 'nvidia:2,amd:2'."""
-    found = []
+    """Convert the numbers of replicas of vendors, such as 'nvidia:2,amd:2'."""
+    replicas = []
     for word in text.split(","):
         vendor, colon, count = word.strip().partition(":")
         if vendor not in VENDORS or not colon or not count.isdecimal() or int(count) < 1:
@@ -27,12 +27,12 @@ def replicas_by_vendor(text: str) -> tuple[tuple[str, int], ...]:
                 "must be VENDOR:REPLICAS pairs with commas between, such as nvidia:2,amd:2 (the "
                 f"vendors are {', '.join(VENDORS)}), not {text!r}"
             )
-        found.append((vendor, int(count)))
-    return tuple(found)
+        replicas.append((vendor, int(count)))
+    return tuple(replicas)
 
 
 def list_of(convert: Callable[[str], int]) -> Callable[[str], tuple[int, ...]]:
-    """A converter for values with commas between."""
+    """Make a converter for values separated by commas."""
     return lambda text: tuple(convert(word.strip()) for word in text.split(","))
 
 
@@ -64,6 +64,16 @@ def add_hetero_flags(parser: argparse.ArgumentParser) -> None:
         help="layers of each pipeline stage, or of each model chunk in layer order",
     )
     _add_mesh_flags(group)
+    _add_link_flags(group)
+    group.add_argument(
+        "--hetero-report",
+        type=text,
+        metavar="FILE",
+        help="JSON file for a report, written at the end of the run",
+    )
+
+
+def _add_link_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--hetero-transport",
         choices=TRANSPORTS,
@@ -92,7 +102,7 @@ def add_hetero_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--hetero-chunk-kib",
         type=integer(1),
-        help="largest part of a message that moves at once, in KiB; left out: what suits the path",
+        help="largest chunk of a message in KiB; left out: the default of the path",
     )
     group.add_argument(
         "--hetero-checksum",
@@ -104,13 +114,7 @@ def add_hetero_flags(parser: argparse.ArgumentParser) -> None:
         type=number(above=0),
         default=600.0,
         metavar="SECONDS",
-        help="seconds; a transfer blocked for longer is an error, a silent rank has ended",
-    )
-    group.add_argument(
-        "--hetero-report",
-        type=text,
-        metavar="FILE",
-        help="write at the end, as JSON, what the run was",
+        help="seconds until a blocked transfer is an error, and a silent rank counts as ended",
     )
 
 
@@ -129,7 +133,7 @@ def _add_mesh_flags(group: argparse._ArgumentGroup) -> None:
         "--hetero-recompute",
         nargs="+",
         choices=RECOMPUTE,
-        help="what each mesh recomputes in backward; left out: what the --recompute- flags say",
+        help="what each mesh recomputes in backward; left out: as the --recompute- flags",
     )
 
 

@@ -1,4 +1,4 @@
-"""Flags for what a run tells while it goes."""
+"""Flags of logging, profiling and metrics."""
 
 import argparse
 
@@ -12,7 +12,9 @@ def add_logging_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_console_flags(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--log-interval", type=integer(1), default=100, help="steps between lines")
+    group.add_argument(
+        "--log-interval", type=integer(1), default=100, help="steps between lines of the log"
+    )
     group.add_argument("--log-params-norm", action="store_true", help="norm of the parameters")
     group.add_argument(
         "--log-num-zeros-in-grad", action="store_true", help="count of zeros in the gradient"
@@ -21,20 +23,22 @@ def _add_console_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--log-progress", action="store_true", help="keep progress.txt with --save")
     group.add_argument("--log-memory-interval", type=interval, help="steps between memory lines")
     group.add_argument(
-        "--log-device-memory-used", action="store_true", help="include what the driver counts"
+        "--log-device-memory-used",
+        action="store_true",
+        help="include the memory that the driver reports",
     )
     group.add_argument(
         "--timing-log-level",
         type=int,
         choices=(0, 1, 2),
         default=0,
-        help="time no parts of an iteration, those that come once in it, or all, waits included",
+        help="parts of an iteration to time: none, those that occur once, or all and waits",
     )
     group.add_argument(
         "--timing-log-option",
         choices=("max", "minmax", "all"),
         default="minmax",
-        help="show each timer's longest, its shortest and longest, or every rank's",
+        help="show each timer's maximum, its minimum and maximum, or all ranks",
     )
     group.add_argument(
         "--no-barrier-with-level-1-timing",
@@ -52,7 +56,7 @@ def _add_console_flags(group: argparse._ArgumentGroup) -> None:
 
 
 def _add_tensorboard_flags(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--tensorboard-dir", type=text, help="folder to write to")
+    group.add_argument("--tensorboard-dir", type=text, help="folder for TensorBoard")
     group.add_argument(
         "--tensorboard-log-interval", type=integer(1), default=1, help="steps between points"
     )
@@ -63,19 +67,21 @@ def _add_tensorboard_flags(group: argparse._ArgumentGroup) -> None:
         ("timers", "timers"),
         ("validation-ppl", "perplexity of the validation set"),
         ("memory", "memory"),
-        ("world-size", "number of ranks"),
+        ("world-size", "the number of ranks"),
     ):
-        group.add_argument(f"--log-{name}-to-tensorboard", action="store_true", help=f"add {what}")
+        group.add_argument(
+            f"--log-{name}-to-tensorboard", action="store_true", help=f"write {what}"
+        )
     group.add_argument(
         "--no-log-loss-scale-to-tensorboard",
         "--disable-log-loss-scale-to-tensorboard",
         dest="log_loss_scale_to_tensorboard",
         action="store_false",
-        help="leave the loss scale out",
+        help="do not write the loss scale",
     )
     group.add_argument("--wandb-project", type=text, help="W&B project; turns W&B on")
     group.add_argument(
-        "--wandb-exp-name", type=text, help="W&B name of the run; left out: W&B finds one"
+        "--wandb-exp-name", type=text, help="W&B name of the run; left out: W&B chooses one"
     )
     group.add_argument("--wandb-save-dir", type=text, help="folder for W&B's local files")
     group.add_argument("--wandb-entity", type=text, help="W&B user or team")
@@ -93,11 +99,17 @@ def _add_profiler_flags(group: argparse._ArgumentGroup) -> None:
         help="profile with torch; the traces go to --tensorboard-dir",
     )
     group.add_argument(
-        "--profile-step-start", type=integer(0), default=10, help="steps before the first profiled"
+        "--profile-step-start",
+        type=integer(0),
+        default=10,
+        help="number of steps before the first profiled",
     )
     group.add_argument(
-        "--profile-step-end", type=integer(1), default=12, help="steps up to the last profiled"
+        "--profile-step-end",
+        type=integer(1),
+        default=12,
+        help="number of steps up to the last profiled",
     )
     group.add_argument(
-        "--profile-ranks", nargs="+", type=integer(0), default=[0], help="ranks that are profiled"
+        "--profile-ranks", nargs="+", type=integer(0), default=[0], help="ranks to profile"
     )

@@ -41,7 +41,9 @@ def _add_size_flags(group: argparse._ArgumentGroup) -> None:
         help="pad the vocabulary to a multiple of this times the tensor-parallel size",
     )
     group.add_argument(
-        "--padded-vocab-size", type=integer(1), help="rows of the embedding, when not computed"
+        "--padded-vocab-size",
+        type=integer(1),
+        help="rows of the embedding; left out: the vocabulary, padded",
     )
     group.add_argument(
         "--untie-embeddings-and-output-weights",
@@ -61,7 +63,10 @@ def _add_attention_flags(group: argparse._ArgumentGroup) -> None:
         help="key/value heads; read only with --group-query-attention",
     )
     group.add_argument(
-        "--attention-dropout", type=number(minimum=0, below=1), default=0.1, help="probability"
+        "--attention-dropout",
+        type=number(minimum=0, below=1),
+        default=0.1,
+        help="dropout probability of attention",
     )
     group.add_argument("--qk-layernorm", action="store_true", help="normalise queries and keys")
     group.add_argument(
@@ -76,7 +81,7 @@ def _add_attention_flags(group: argparse._ArgumentGroup) -> None:
         "--attention-backend",
         choices=ATTENTION_BACKENDS,
         default="auto",
-        help="which attention kernel to use",
+        help="the attention kernel",
     )
     group.add_argument(
         "--no-masked-softmax-fusion",
@@ -88,13 +93,15 @@ def _add_attention_flags(group: argparse._ArgumentGroup) -> None:
 
 def _add_position_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
-        "--max-position-embeddings", type=integer(1), help="longest sequence the model can take"
+        "--max-position-embeddings",
+        type=integer(1),
+        help="longest sequence that the model can process",
     )
     group.add_argument(
         "--position-embedding-type",
         choices=("learned_absolute", "rope", "none"),
         default="learned_absolute",
-        help="how a token knows where it is",
+        help="kind of position embedding",
     )
     group.add_argument(
         "--use-rotary-position-embeddings",
@@ -107,7 +114,9 @@ def _add_position_flags(group: argparse._ArgumentGroup) -> None:
         action="store_false",
         help="deprecated; only accepted together with rope",
     )
-    group.add_argument("--rotary-base", type=integer(1), default=10000, help="base period")
+    group.add_argument(
+        "--rotary-base", type=integer(1), default=10000, help="base of the rotary frequencies"
+    )
     group.add_argument(
         "--rotary-percent",
         type=number(above=0),
@@ -115,12 +124,14 @@ def _add_position_flags(group: argparse._ArgumentGroup) -> None:
         help="fraction of a head that is rotated, at most 1",
     )
     group.add_argument(
-        "--rotary-interleaved", action="store_true", help="rotate neighbours, not halves"
+        "--rotary-interleaved",
+        action="store_true",
+        help="rotate adjacent channels, not the two halves of a head",
     )
     group.add_argument(
         "--rotary-seq-len-interpolation-factor",
         type=integer(1),
-        help="squeeze positions by this factor",
+        help="divide positions by this factor",
     )
     group.add_argument(
         "--use-rope-scaling", action="store_true", help="scale frequencies as LLaMA 3.1 does"
@@ -148,7 +159,10 @@ def _add_block_flags(group: argparse._ArgumentGroup) -> None:
         "to be installed for every vendor of the run",
     )
     group.add_argument(
-        "--normalization", choices=("LayerNorm", "RMSNorm"), default="LayerNorm", help="kind"
+        "--normalization",
+        choices=("LayerNorm", "RMSNorm"),
+        default="LayerNorm",
+        help="kind of norm",
     )
     group.add_argument(
         "--norm-epsilon",
@@ -169,19 +183,22 @@ def _add_block_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--swiglu", action="store_true", help="gated SiLU in the MLP")
     group.add_argument("--squared-relu", action="store_true", help="squared ReLU in the MLP")
     group.add_argument(
-        "--no-bias-gelu-fusion", dest="bias_gelu_fusion", action="store_false", help="do not fuse"
+        "--no-bias-gelu-fusion",
+        dest="bias_gelu_fusion",
+        action="store_false",
+        help="do not fuse bias and GeLU",
     )
     group.add_argument(
         "--no-bias-swiglu-fusion",
         dest="bias_swiglu_fusion",
         action="store_false",
-        help="do not fuse",
+        help="do not fuse bias and SwiGLU",
     )
     group.add_argument(
         "--no-bias-dropout-fusion",
         dest="bias_dropout_fusion",
         action="store_false",
-        help="do not fuse",
+        help="do not fuse bias, dropout and residual",
     )
     group.add_argument(
         "--disable-bias-linear",
@@ -193,7 +210,10 @@ def _add_block_flags(group: argparse._ArgumentGroup) -> None:
         "--add-qkv-bias", action="store_true", help="bias on the query, key and value projection"
     )
     group.add_argument(
-        "--hidden-dropout", type=number(minimum=0, below=1), default=0.1, help="probability"
+        "--hidden-dropout",
+        type=number(minimum=0, below=1),
+        default=0.1,
+        help="dropout probability of hidden states",
     )
     group.add_argument(
         "--cross-entropy-loss-fusion",
@@ -213,7 +233,7 @@ def _add_initialisation_flags(group: argparse._ArgumentGroup) -> None:
         "--init-method-std",
         type=number(minimum=0),
         default=0.02,
-        help="standard deviation of the normal that weights start from",
+        help="standard deviation of the initial weights",
     )
     group.add_argument(
         "--embedding-init-method-std",
@@ -221,7 +241,9 @@ def _add_initialisation_flags(group: argparse._ArgumentGroup) -> None:
         help="the same for the embedding; left out: --init-method-std",
     )
     group.add_argument(
-        "--init-method-xavier-uniform", action="store_true", help="start from Xavier uniform"
+        "--init-method-xavier-uniform",
+        action="store_true",
+        help="draw initial weights from the Xavier uniform distribution",
     )
     group.add_argument(
         "--no-initialization",

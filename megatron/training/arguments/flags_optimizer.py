@@ -12,13 +12,17 @@ def add_optimizer_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_update_flags(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--optimizer", choices=("adam", "sgd"), default="adam", help="which one")
+    group.add_argument("--optimizer", choices=("adam", "sgd"), default="adam", help="the optimizer")
     group.add_argument(
         "--clip-grad", type=number(minimum=0), default=1.0, help="gradient norm limit; 0: none"
     )
     betas = number(minimum=0, below=1)
-    group.add_argument("--adam-beta1", type=betas, default=0.9, help="memory of the mean")
-    group.add_argument("--adam-beta2", type=betas, default=0.999, help="memory of the square")
+    group.add_argument(
+        "--adam-beta1", type=betas, default=0.9, help="decay rate of the first moment"
+    )
+    group.add_argument(
+        "--adam-beta2", type=betas, default=0.999, help="decay rate of the second moment"
+    )
     group.add_argument(
         "--adam-eps", type=number(above=0), default=1e-8, help="added to the denominator"
     )
@@ -38,18 +42,18 @@ def _add_state_flags(group: argparse._ArgumentGroup) -> None:
         "--main-grads-dtype",
         choices=("fp32", "bf16"),
         default="fp32",
-        help="of the gradients that are summed and kept until the update",
+        help="dtype of gradients until the update",
     )
     for name, what, halves in (
-        ("main-params", "float32 copy of the weights", ("fp16",)),
-        ("exp-avg", "mean", ("fp16", "bf16", "fp8")),
-        ("exp-avg-sq", "square", ("fp16", "bf16", "fp8")),
+        ("main-params", "the optimizer's copy of the weights", ("fp16",)),
+        ("exp-avg", "Adam's first moment", ("fp16", "bf16", "fp8")),
+        ("exp-avg-sq", "Adam's second moment", ("fp16", "bf16", "fp8")),
     ):
         group.add_argument(
             f"--{name}-dtype",
             choices=("fp32", *halves),
             default="fp32",
-            help=f"of the {what}; only fp32 is offered",
+            help=f"dtype of {what}; only fp32 is offered",
         )
 
 
@@ -97,14 +101,14 @@ def _add_learning_rate_flags(group: argparse._ArgumentGroup) -> None:
         "--override-opt-param-scheduler",
         dest="override_opt_param_scheduler",
         action="store_true",
-        help="after a load, believe these flags and not the checkpoint",
+        help="after loading, use the schedule of these flags",
     )
     group.add_argument(
         "--use-checkpoint-opt_param-scheduler",
         "--use-checkpoint-opt-param-scheduler",
         dest="use_checkpoint_opt_param_scheduler",
         action="store_true",
-        help="after a load, believe the checkpoint and not these flags",
+        help="after loading, use the schedule of the checkpoint",
     )
 
 
@@ -113,14 +117,14 @@ def _add_weight_decay_flags(group: argparse._ArgumentGroup) -> None:
         "--weight-decay", type=number(minimum=0), default=0.01, help="decoupled weight decay"
     )
     group.add_argument(
-        "--start-weight-decay", type=number(minimum=0), help="first value, when it grows"
+        "--start-weight-decay", type=number(minimum=0), help="initial value, if weight decay grows"
     )
     group.add_argument(
-        "--end-weight-decay", type=number(minimum=0), help="last value, when it grows"
+        "--end-weight-decay", type=number(minimum=0), help="final value, if weight decay grows"
     )
     group.add_argument(
         "--weight-decay-incr-style",
         choices=("constant", "linear", "cosine"),
         default="constant",
-        help="how it grows from the first to the last value",
+        help="how weight decay grows from the first to the last value",
     )

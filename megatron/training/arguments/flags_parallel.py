@@ -1,4 +1,4 @@
-"""Flags that spread the model and the batch over ranks, and that time the communication."""
+"""Flags of parallel sizes, and of when communication overlaps computation."""
 
 import argparse
 
@@ -66,7 +66,7 @@ def _add_pipeline_flags(group: argparse._ArgumentGroup) -> None:
         "--no-overlap-p2p-communication",
         dest="overlap_p2p_comm",
         action="store_false",
-        help="wait for every transfer of the interleaved schedule at once",
+        help="interleaved schedule: wait for each transfer immediately",
     )
     group.add_argument(
         "--overlap-p2p-communication-warmup-flush",
@@ -88,7 +88,7 @@ def _add_data_parallel_flags(group: argparse._ArgumentGroup) -> None:
         "--disable-align-grad-reduce",
         dest="align_grad_reduce",
         action="store_false",
-        help="let every pipeline stage start its reduction when it likes",
+        help="let each pipeline stage start its reduction on its own",
     )
     group.add_argument(
         "--overlap-param-gather", action="store_true", help="gather parameters during forward"
@@ -97,7 +97,7 @@ def _add_data_parallel_flags(group: argparse._ArgumentGroup) -> None:
         "--no-align-param-gather",
         dest="align_param_gather",
         action="store_false",
-        help="let every pipeline stage start its gather when it likes",
+        help="let each pipeline stage start its gather on its own",
     )
     group.add_argument("--ddp-num-buckets", type=integer(1), help="number of gradient buckets")
     group.add_argument("--ddp-bucket-size", type=integer(1), help="parameters in a bucket")
@@ -110,7 +110,7 @@ def _add_data_parallel_flags(group: argparse._ArgumentGroup) -> None:
         "--no-gradient-accumulation-fusion",
         dest="gradient_accumulation_fusion",
         action="store_false",
-        help="keep weight gradient and accumulation apart",
+        help="do not fuse weight gradients with their accumulation",
     )
     group.add_argument(
         "--delay-wgrad-compute",

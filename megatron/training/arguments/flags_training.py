@@ -20,7 +20,7 @@ def _add_batch_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--global-batch-size",
         type=integer(1),
-        help="sequences of one optimizer step; left out: micro batch x data-parallel size",
+        help="sequences of one optimizer step; left out: micro-batch x data-parallel size",
     )
     group.add_argument(
         "--rampup-batch-size",
@@ -47,27 +47,40 @@ def _add_length_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--train-iters", type=integer(1), help="optimizer steps of the whole run")
     group.add_argument("--train-samples", type=integer(1), help="sequences of the whole run")
     group.add_argument("--exit-interval", type=interval, help="stop at a multiple of this step")
-    group.add_argument("--exit-duration-in-mins", type=interval, help="stop after so long")
+    group.add_argument(
+        "--exit-duration-in-mins", type=interval, help="stop after this many minutes"
+    )
 
 
 def _add_precision_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--bf16", action="store_true", help="train in bfloat16")
     group.add_argument("--fp16", action="store_true", help="train in float16, with a loss scale")
-    group.add_argument("--loss-scale", type=number(above=0), help="fixed; left out: dynamic")
     group.add_argument(
-        "--initial-loss-scale", type=number(above=0), default=2.0**32, help="dynamic: first value"
+        "--loss-scale", type=number(above=0), help="fixed loss scale; left out: dynamic"
     )
     group.add_argument(
-        "--min-loss-scale", type=number(above=0), default=1.0, help="dynamic: lowest value"
+        "--initial-loss-scale",
+        type=number(above=0),
+        default=2.0**32,
+        help="initial value of a dynamic loss scale",
+    )
+    group.add_argument(
+        "--min-loss-scale",
+        type=number(above=0),
+        default=1.0,
+        help="lowest value of a dynamic loss scale",
     )
     group.add_argument(
         "--loss-scale-window",
         type=number(above=0),
         default=1000.0,
-        help="dynamic: good steps before it grows",
+        help="steps without overflow before a dynamic loss scale grows",
     )
     group.add_argument(
-        "--hysteresis", type=integer(1), default=2, help="dynamic: bad steps before it shrinks"
+        "--hysteresis",
+        type=integer(1),
+        default=2,
+        help="steps with overflow before a dynamic loss scale shrinks",
     )
     group.add_argument(
         "--fp32-residual-connection", action="store_true", help="residual stream in float32"
@@ -92,9 +105,13 @@ def _add_recompute_flags(group: argparse._ArgumentGroup) -> None:
         help="short for --recompute-granularity selective",
     )
     group.add_argument(
-        "--recompute-granularity", choices=("full", "selective"), help="whole layers or parts"
+        "--recompute-granularity",
+        choices=("full", "selective"),
+        help="recompute whole layers, or modules of them",
     )
-    group.add_argument("--recompute-method", choices=("uniform", "block"), help="which layers")
+    group.add_argument(
+        "--recompute-method", choices=("uniform", "block"), help="which layers to recompute"
+    )
     group.add_argument("--recompute-num-layers", type=integer(1), help="layers per unit or stage")
     group.add_argument(
         "--recompute-modules",
@@ -138,7 +155,7 @@ def _add_care_flags(group: argparse._ArgumentGroup) -> None:
         type=interval,
         help="steps between comparisons of the weights of data-parallel ranks, bit for bit",
     )
-    group.add_argument("--seed", type=integer(1), default=1234, help="of every random number")
+    group.add_argument("--seed", type=integer(1), default=1234, help="seed of all random numbers")
     group.add_argument(
         "--deterministic-mode", action="store_true", help="only kernels that repeat bit for bit"
     )
@@ -146,17 +163,19 @@ def _add_care_flags(group: argparse._ArgumentGroup) -> None:
         "--no-check-for-nan-in-loss-and-grad",
         dest="check_for_nan_in_loss_and_grad",
         action="store_false",
-        help="go on when the loss or a gradient is not a number",
+        help="continue if the loss or a gradient is not finite",
     )
     group.add_argument(
         "--empty-unused-memory-level",
         type=int,
         choices=(0, 1, 2),
         default=0,
-        help="give cached memory back: never, after a step, around every step",
+        help="release cached GPU memory: never, after a step, before and after it",
     )
     group.add_argument(
-        "--manual-gc", action="store_true", help="collect Python garbage on all ranks together"
+        "--manual-gc",
+        action="store_true",
+        help="run Python's garbage collection on all ranks at once",
     )
     group.add_argument(
         "--manual-gc-interval", type=integer(0), default=0, help="steps between collections"

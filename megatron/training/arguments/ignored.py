@@ -1,7 +1,7 @@
-"""Flags of existing launch scripts that change nothing here.
+"""Flags of existing launch scripts that have no effect here.
 
-They are accepted so that a script runs unchanged, and collected in `args.ignored_flags` so that
-the log can say which of its flags do nothing, and why.
+They are accepted so that a script runs unchanged, and listed with the reason in
+`args.ignored_flags`, for the log.
 """
 
 import argparse
@@ -12,14 +12,14 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Ignored:
-    """One such flag: Megatron's destination and default are kept for code that reads them."""
+    """A flag that has no effect, with Megatron's destination and default."""
 
     reason: str
     dest: str
     default: Any = False
     takes_value: bool = False
     choices: tuple[str, ...] | None = None
-    """The values that ask for nothing; None where every value is one."""
+    """The values that are accepted; None if all are."""
 
 
 _ONE_LOGGER = "this program does not report to NVIDIA's one-logger"
@@ -94,7 +94,7 @@ IGNORED: dict[str, Ignored] = {
 _ONE_FORMAT = "checkpoints have one format, which every rank writes its part of"
 _LAUNCHER = "the launcher's LOCAL_RANK decides"
 
-# Flags that other modules parse, because Megatron gives them a meaning, and that have none here.
+# Flags of other modules that have an effect in Megatron, and none here.
 WITHOUT_EFFECT: dict[str, str] = {
     "--ckpt-format": _ONE_FORMAT,
     "--auto-detect-ckpt-format": _ONE_FORMAT,
@@ -142,6 +142,6 @@ def add_ignored_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def describe_ignored(given: Iterable[str]) -> list[str]:
-    """'--flag: reason' for each flag of `given` that does nothing here, in the order typed."""
+    """'--flag: reason' for each flag of `given` without effect, in the order typed."""
     reasons = {flag: ignored.reason for flag, ignored in IGNORED.items()} | WITHOUT_EFFECT
     return [f"{flag}: {reasons[flag]}" for flag in given if flag in reasons]

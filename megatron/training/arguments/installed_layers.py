@@ -1,4 +1,4 @@
-"""Whose layers a run builds, where the ones that were asked for are not installed."""
+"""Falls back to megatron-core's local layers where TransformerEngine is not installed."""
 
 from argparse import Namespace
 from importlib.util import find_spec
@@ -10,15 +10,15 @@ def engine_is_installed() -> bool:
     """Whether TransformerEngine can be found; it is not imported."""
     try:
         return find_spec(ENGINE) is not None
-    except ValueError:  # imported by other means than a finder
+    except ValueError:  # a module without a spec: put into sys.modules by hand
         return True
 
 
 def fall_back(args: Namespace) -> None:
-    """Take megatron-core's local layers where TransformerEngine is missing, and remember it.
+    """Set `transformer_impl` to local if TransformerEngine is missing, and a flag that says so.
 
-    Megatron-LM's own default is TransformerEngine, so every script asks for it, said or not. The
-    weights are the same in number and by name; each vendor of a mixed run decides for itself.
+    Refusing would refuse every script, because Megatron-LM's default is TransformerEngine. Both
+    have the same weights, so each rank of a mixed run may decide for itself.
     """
     args.lacks_transformer_engine = (
         vars(args).get("transformer_impl") == ENGINE and not engine_is_installed()

@@ -1,4 +1,4 @@
-"""What the parser offers, flag by flag, for docs/flags.md and for tests."""
+"""Lists the parser's flags, for docs/flags.md and for tests."""
 
 import argparse
 from dataclasses import dataclass
@@ -8,9 +8,9 @@ from megatron.training.arguments.parser import build_parser
 from megatron.training.arguments.unsupported_flags import OTHERS, feature_of
 
 SAME, OURS, WITHOUT = "same", "ours", "without effect"
-# What Megatron-LM does not have, beside all that begins with --hetero-.
+# Flags that Megatron-LM does not have, beside those that begin with --hetero-.
 OURS_BY_NAME = frozenset({"--metrics-file", "--keep-last", "--exit-on-save-failure"})
-# Flags whose meaning departs from Megatron-LM's, and how.
+# How flags differ from Megatron-LM's of the same name.
 DEPARTURES = {
     "--yaml-cfg": "Megatron's replaces the command line; here the file's flags come before it",
     "--transformer-impl": "the default is local, which exists for every vendor",
@@ -56,7 +56,7 @@ def describe_parser() -> list[Entry]:
 
 
 def describe_refused(flag: str) -> tuple[str, str]:
-    """What becomes of a flag that the parser does not have, `taken` or `refused`, and why."""
+    """Whether a flag that the parser does not have is `taken` or `refused`, and why."""
     feature = feature_of(flag)
     if feature is None:
         return "refused", "not a flag of this program"

@@ -1,4 +1,4 @@
-"""From the words of the command line to checked arguments, without importing torch."""
+"""Parses and checks the command line, without importing torch."""
 
 import argparse
 import os
@@ -23,7 +23,7 @@ from megatron.training.arguments.ignored import add_ignored_flags, describe_igno
 from megatron.training.arguments.installed_layers import fall_back
 from megatron.training.arguments.problems import Arguments, Problems
 from megatron.training.arguments.segments import Segment, split_words, without_line_ends
-from megatron.training.arguments.unknown import explain_stray, explain_unknown, meant_by
+from megatron.training.arguments.unknown import explain_stray, explain_unknown, intended_flags
 from megatron.training.arguments.unsupported_flags import (
     check_unsupported,
     feature_of,
@@ -34,13 +34,14 @@ from megatron.training.checkpoint.checkpoint_args import load_args_from_checkpoi
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse whose every complaint is a `UserError`, and which knows the names of its flags."""
+    """An argparse parser that raises UserError, and that lists its flags."""
 
     def error(self, message: str) -> NoReturn:
         raise UserError(message)
 
     @property
     def flags(self) -> frozenset[str]:
+        """All option strings, aliases included."""
         return frozenset(flag for action in self._actions for flag in action.option_strings)
 
 
@@ -56,7 +57,7 @@ def build_parser() -> Parser:
     parser.add_argument_group("configuration file").add_argument(
         CONFIG_FILE_FLAG,
         metavar="FILE",
-        # Replaced by what the file holds before argparse sees it, so it leaves no value behind.
+        # Replaced by the flags in the file before argparse runs, so it has no value.
         default=argparse.SUPPRESS,
         help="YAML file of flags, read before the command line; may be given several times",
     )
@@ -69,7 +70,7 @@ def build_parser() -> Parser:
     add_hetero_flags(parser)
     add_checkpoint_flags(parser)
     add_ignored_flags(parser)
-    # megatron-core's name for what is never more than one here.
+    # megatron-core reads these sizes, which are always 1 here.
     parser.set_defaults(context_parallel_size=1, expert_model_parallel_size=1)
     return parser
 
@@ -79,10 +80,9 @@ def parse_args(
 ) -> argparse.Namespace:
     """The checked arguments of `argv` (the command line where left out).
 
-    `world_size` is read from WORLD_SIZE where left out. With --hetero-plan the parallel sizes come
-    from the plan's file, which is not read here: `layout.apply_plan_file` sets them and what
-    follows from them. In every other case that has been done when this returns. Raises a
-    `Refusal` that tells all that is wrong.
+    `world_size` is that of the environment (WORLD_SIZE) where left out. With --hetero-plan the
+    parallel sizes, and what is derived from them, are not set: `layout.apply_plan_file` reads the
+    plan's file and sets them. Raises a `Refusal` with all errors.
     """
     problems = Problems()
     args = collect_args(argv, problems, world_size=world_size)
@@ -93,25 +93,28 @@ def parse_args(
 def collect_args(
     argv: Sequence[str] | None, problems: Problems, *, world_size: int | None = None
 ) -> Arguments:
-    """The same, with what is wrong added to `problems`; what was refused cannot be read."""
+    """As `parse_args`, but with all errors added to `problems`.
+
+    Reading the value of a refused flag raises `Unknowable`.
+    """
     words = without_line_ends(sys.argv[1:] if argv is None else argv)
     parser = build_parser()
     expanded: list[str] = []
-    told: list[str] = []
-    problems.run(_expand(words, parser, expanded, told))
-    is_partial = bool(problems)
-    offered, notes, meant = _take_offered(split_words(expanded), parser, problems)
+    file_notes: list[str] = []
+    problems.run(_expand(words, parser, expanded, file_notes))
+    lacks_files = bool(problems)
+    offered, notes, intended = _select_offered(split_words(expanded), parser, problems)
     args, given = _parse(offered, parser, problems)
-    for flag in meant:
+    for flag in intended:
         _forget(args, flag, parser)
-    if is_partial:
-        # What a file that cannot be read would have set is not known.
+    if lacks_files:
+        # A file that cannot be read may have set any of them.
         for action in parser._actions:
             if not set(action.option_strings) & set(given) and action.dest in vars(args):
                 delattr(args, action.dest)
-    args.ignored_flags = [*describe_ignored(given), *notes, *told]
+    args.ignored_flags = [*describe_ignored(given), *notes, *file_notes]
     args.typed_flags, args.taken_flags = given, []
-    problems.run(_read_environment(args, world_size), _adopt_checkpoint(args, parser))
+    problems.run(_read_environment(args, world_size), _take_checkpoint_args(args, parser))
     fall_back(args)
     check_flags(args, given, problems)
     if vars(args).get("hetero_plan") is None and "world_size" in vars(args):
@@ -120,53 +123,57 @@ def collect_args(
 
 
 def _expand(
-    words: list[str], parser: Parser, expanded: list[str], told: list[str]
+    words: list[str], parser: Parser, expanded: list[str], notes: list[str]
 ) -> Iterator[str]:
+    """Add the words, with configuration files expanded, to `expanded`; yields errors."""
     try:
-        with_files, notes = expand_with_notes(words, parser)
+        with_files, file_notes = expand_with_notes(words, parser)
     except UserError as error:
         yield from getattr(error, "sentences", (str(error),))
         expanded += words
     else:
         expanded += with_files
-        told += notes
+        notes += file_notes
 
 
-def _take_offered(
+def _select_offered(
     segments: Sequence[Segment], parser: Parser, problems: Problems
 ) -> tuple[list[Segment], list[str], list[str]]:
-    """The segments that argparse is to read, notes on others, and the flags others stand for."""
+    """The segments for argparse, notes on others, and the flags that unknown ones may mean."""
     known = parser.flags
     offered: list[Segment] = []
-    foreign: list[Segment] = []
-    meant: list[str] = []
-    complaints: list[str] = []
+    unsupported: list[Segment] = []
+    intended: list[str] = []
+    errors: list[str] = []
     for segment in segments:
         flag = segment.flag
         if flag in ("", "--"):
             words = [word for word in segment.words() if word != "-h"]
-            complaints += [explain_stray(word, segment, known) for word in words]
+            errors += [explain_stray(word, segment, known) for word in words]
             offered += [segment] * ("-h" in segment.values)
         elif flag in known:
             offered.append(segment)
         elif is_unsupported(flag):
-            foreign.append(segment)
+            unsupported.append(segment)
         else:
-            stands_for = meant_by(flag, sorted(known))
-            meant += [stands_for] if stands_for else []
-            if stands_for is None and feature_of(flag) is not None:
-                foreign.append(segment)
+            similar = intended_flags(flag, sorted(known))
+            intended += similar
+            if not similar and feature_of(flag) is not None:
+                unsupported.append(segment)
             else:
-                complaints.append(explain_unknown(flag, sorted(known)))
-    refused, notes = check_unsupported(foreign)
-    problems.run(complaints, refused)
-    return offered, notes, meant
+                errors.append(explain_unknown(flag, sorted(known)))
+    refused, notes = check_unsupported(unsupported)
+    problems.run(errors, refused)
+    return offered, notes, intended
 
 
 def _parse(
     segments: Sequence[Segment], parser: Parser, problems: Problems
 ) -> tuple[Arguments, tuple[str, ...]]:
-    """What argparse makes of the flags, and which it read; those it cannot read are told of."""
+    """Run argparse; returns the arguments and the flags that it could parse.
+
+    If it refuses any, each is parsed alone, so that every error is reported.
+    """
     readable = list(segments)
     try:
         args, left_over = parser.parse_known_args(_joined(segments), Arguments())
@@ -178,14 +185,14 @@ def _parse(
                 readable.append(segment)
             except argparse.ArgumentError as error:
                 refused.append(segment.flag)
-                problems.run([_spread(segment, parser) or _sentence(error)])
+                problems.run([_list_error(segment, parser) or _error_text(error)])
         args, left_over = parser.parse_known_args(_joined(readable), Arguments())
         for flag in refused:
             _forget(args, flag, parser)
     for word in left_over:
-        after = next((one for one in readable if word in one.values), Segment(""))
-        in_a_list = _spread(after, parser) if after.joined else None
-        problems.run([in_a_list or explain_stray(word, after, parser.flags)])
+        segment = next((one for one in readable if word in one.values), Segment(""))
+        error_text = _list_error(segment, parser) if segment.joined else None
+        problems.run([error_text or explain_stray(word, segment, parser.flags)])
     return args, tuple(dict.fromkeys(segment.flag for segment in readable))
 
 
@@ -194,24 +201,25 @@ def _joined(segments: Sequence[Segment]) -> list[str]:
 
 
 def _forget(args: Arguments, flag: str, parser: Parser) -> None:
-    """Make what a flag sets unknowable."""
+    """Remove the value of a flag, so that reading it raises `Unknowable`."""
     for action in parser._actions:
         if flag in action.option_strings and action.dest in vars(args):
             delattr(args, action.dest)
 
 
-def _spread(segment: Segment, parser: Parser) -> str | None:
-    """What to say of a list that was typed as one word, if it is right once it is taken apart."""
-    apart = [part for value in segment.values for part in value.replace(",", " ").split()]
+def _list_error(segment: Segment, parser: Parser) -> str | None:
+    """The error for a list typed as one word; None unless it is valid as several words."""
+    items = [part for value in segment.values for part in value.replace(",", " ").split()]
     try:
-        _, left_over = parser.parse_known_args([segment.flag, *apart], Arguments())
+        _, left_over = parser.parse_known_args([segment.flag, *items], Arguments())
     except argparse.ArgumentError:
         return None
     takes = f"{segment.flag} takes words with spaces between"
-    return None if left_over or not apart else f"{takes}: {segment.flag} {' '.join(apart)}"
+    return None if left_over or not items else f"{takes}: {segment.flag} {' '.join(items)}"
 
 
 def _read_environment(args: Arguments, world_size: int | None) -> Iterator[str]:
+    """Set rank, local rank and world size; yields errors."""
     for name, default in (("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1)):
         if name == "WORLD_SIZE" and world_size is not None:
             continue
@@ -232,21 +240,21 @@ def _read_environment(args: Arguments, world_size: int | None) -> Iterator[str]:
         del args.world_size
 
 
-def _adopt_checkpoint(args: Arguments, parser: Parser) -> Iterator[str]:
+def _take_checkpoint_args(args: Arguments, parser: Parser) -> Iterator[str]:
     if not args.use_checkpoint_args:
         return
     try:
         load_args_from_checkpoint(args, parser)
     except UserError as error:
         yield str(error)
-        # What the checkpoint would have said is not known.
+        # The checkpoint could have set these.
         for name in (*REQUIRED, "tokenizer_type"):
             if vars(args).get(name) is None:
                 vars(args).pop(name, None)
 
 
-def _sentence(error: argparse.ArgumentError) -> str:
-    """argparse's complaint about one flag, as a sentence that begins with the flag."""
+def _error_text(error: argparse.ArgumentError) -> str:
+    """argparse's message about one flag, rewritten to begin with the flag."""
     flag = (error.argument_name or "").split("/")[0]
     choice = re.fullmatch(r"invalid choice: (.+) \(choose from (.+)\)", error.message)
     if choice:

@@ -1,4 +1,4 @@
-"""Reading --pipeline-model-parallel-layout without megatron-core, which would import torch."""
+"""Parses --pipeline-model-parallel-layout without megatron-core, which would import torch."""
 
 import re
 
@@ -6,17 +6,16 @@ from hetero.errors import UserError
 from hetero.formatting import counted
 
 FLAG = "--pipeline-model-parallel-layout"
-# E embedding, t transformer layer, L output layer and loss; | ends a stage.
+# E: embedding; t: transformer layer; L: output layer and loss. | ends a stage.
 LETTERS = "EtL"
-# A layout longer than this is a mistyped repeat count, not a model.
+# A longer layout has a mistyped number of repetitions.
 LONGEST = 100_000
 
 
 def parse_layout(text: str, *, num_layers: int) -> list[str]:
-    """The stages of a layout such as 'Et|(tt|)*3tL', each as its letters, `num_layers` t in all.
+    """The letters of each stage of a layout such as 'Et|(tt|)*3tL', with `num_layers` t in all.
 
-    A repeat is `(...)*n` around letters and bars, or `x*n` for one letter or bar; commas are for
-    the eye only.
+    `(...)*n` repeats letters and bars, `x*n` one of them; commas are ignored. Raises UserError.
     """
     stages = _expand(text.replace(",", "")).split("|")
     letters = "".join(stages)
@@ -37,6 +36,7 @@ def parse_layout(text: str, *, num_layers: int) -> list[str]:
 
 
 def _expand(text: str) -> str:
+    """Write out repetitions."""
     for repeat in (r"\(([^()]+)\)\*([0-9]{1,6})", r"(.)\*([0-9]{1,6})"):
         length = len(text) + sum(len(m[1]) * int(m[2]) for m in re.finditer(repeat, text))
         if length > LONGEST:

@@ -1,4 +1,4 @@
-"""All that is wrong with a command line, told together."""
+"""Collects the errors of all checks, so that a user sees all of them at once."""
 
 import argparse
 from collections.abc import Iterable
@@ -8,14 +8,14 @@ from hetero.errors import Refusal, UserError
 
 
 class Unknowable(AttributeError):
-    """A value that does not exist, because what decides it was refused."""
+    """A value was read that does not exist, because a flag that it depends on was refused."""
 
 
 class Arguments(argparse.Namespace):
-    """Parsed flags. Reading one whose words were refused is an error of its own kind.
+    """Parsed flags. Reading one that was refused raises `Unknowable`.
 
-    So a check that depends on such a value ends there and stays silent, without naming what it
-    depends on.
+    `Problems.run` catches it, so that a check ends silently at a value that it cannot know, and
+    need not list the flags that it depends on.
     """
 
     def __getattr__(self, name: str) -> Any:
@@ -23,13 +23,16 @@ class Arguments(argparse.Namespace):
 
 
 class Problems:
-    """Collects what checks complain of, in their order."""
+    """Error messages of checks, in order, each once. True if there are any."""
 
     def __init__(self) -> None:
         self._sentences: list[str] = []
 
     def run(self, *checks: Iterable[str]) -> None:
-        """Let each check say all it has to; one that lacks a refused value ends there."""
+        """Collect the messages that each check yields, until it ends or reads an unknowable value.
+
+        A UserError that it raises is its last message.
+        """
         for check in checks:
             try:
                 for sentence in check:
@@ -44,7 +47,7 @@ class Problems:
         return bool(self._sentences)
 
     def raise_all(self) -> None:
-        """Raise a `Refusal` if there is anything to complain of."""
+        """Raise a `Refusal` with all messages, if there are any."""
         if self._sentences:
             raise Refusal(*self._sentences)
 

@@ -1,36 +1,36 @@
-"""The words of a command line, sorted by the flag that they follow."""
+"""Splits a command line into segments: a flag and the words after it."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-# A regular expression may begin and end with a quote that is meant.
+# A regular expression may begin and end with quotes of its own.
 VERBATIM = frozenset({"--tiktoken-pattern"})
 QUOTES = "'\""
 
 
 @dataclass(frozen=True)
 class Segment:
-    """A flag as it was typed, and the words up to the next one. No flag: '' or '--'."""
+    """A flag as typed, '' or '--' for none, and the words up to the next flag."""
 
     flag: str
     values: tuple[str, ...] = ()
     joined: bool = False
-    """Whether the value followed an equals sign."""
+    """Whether the first value followed an equals sign."""
 
     def words(self) -> list[str]:
-        """The words again, for argparse."""
+        """The segment's words, for argparse."""
         if not self.joined:
             return [*([self.flag] if self.flag else []), *self.values]
         return [f"{self.flag}={self.values[0]}", *self.values[1:]]
 
 
 def without_line_ends(words: Iterable[str]) -> list[str]:
-    """Words freed of the carriage returns that a script with Windows' line ends leaves behind."""
+    """Words without the carriage returns of a script with Windows' line ends."""
     return [word.rstrip("\r") for word in words if word.rstrip("\r") or not word]
 
 
 def split_words(words: Iterable[str]) -> list[Segment]:
-    """Words as segments, values without the quotes that a shell's array has left around them."""
+    """Split words into segments, and remove quotes that a shell's array left around values."""
     segments: list[Segment] = []
     flag, values, joined = "", [], False
     for word in words:
@@ -50,10 +50,10 @@ def _segment(flag: str, values: Sequence[str], joined: bool) -> Iterator[Segment
 
 
 def _without_quotes(values: Sequence[str]) -> Iterator[str]:
-    """Values freed of a pair of quotes, around each of them or around all together."""
+    """Remove a pair of quotes around all values together, or around each of them."""
     first, last = (values[0][:1], values[-1][-1:]) if values else ("", "")
-    together = len(values) > 1 and first == last and first and first in QUOTES
-    if together and sum(value.count(first) for value in values) == 2:
+    may_span = len(values) > 1 and first == last and first and first in QUOTES
+    if may_span and sum(value.count(first) for value in values) == 2:
         yield values[0][1:]
         yield from values[1:-1]
         yield values[-1][:-1]

@@ -1,11 +1,11 @@
-"""What to say about a flag that neither this program nor Megatron-LM's newer versions have."""
+"""Error messages for flags and words that the parser does not have, with what to type instead."""
 
 from collections.abc import Collection
 
 from megatron.training.arguments.segments import Segment
-from megatron.training.arguments.unsupported_flags import all_unsupported_flags, feature_of, refuse
+from megatron.training.arguments.unsupported_flags import all_unsupported_flags, feature_of, refusal
 
-# Flags that older scripts carry, or Hugging Face's names, and the flag that stands for them.
+# Flags of older scripts and names of Hugging Face's settings, and the flags to use instead.
 REPLACED = {
     "--batch-size": "--micro-batch-size",
     "--warmup": "--lr-warmup-fraction",
@@ -24,18 +24,19 @@ REPLACED = {
     "--rms-norm-eps": "--norm-epsilon",
 }
 
-# The first words of a flag that switches something off.
+# Prefixes of flags that switch something off.
 OFF = ("no-", "disable-")
+MOST_ABBREVIATED = 4
 DASHES = "-\u2010\u2011\u2012\u2013\u2014\u2212"
-ANSWERS = {"true": True, "yes": True, "on": True, "1": True}
-ANSWERS |= {"false": False, "no": False, "off": False, "0": False}
+BOOLEANS = {"true": True, "yes": True, "on": True, "1": True}
+BOOLEANS |= {"false": False, "no": False, "off": False, "0": False}
 
 
 def explain_unknown(flag: str, known: Collection[str]) -> str:
-    """One sentence on why `flag` is refused and what to type instead, given the `known` flags."""
+    """Why `flag` is refused and what to type instead, given the `known` flags."""
     if flag in REPLACED:
         return f"{flag} is not a flag of Megatron-LM today; use {REPLACED[flag]}"
-    # The nearest name would be the opposite of what was meant.
+    # The most similar flag would do the opposite.
     if (
         switch_off := _opposite(flag, known, typed=("", "enable-", "use-"), offered=OFF)
     ) is not None:
@@ -46,21 +47,23 @@ def explain_unknown(flag: str, known: Collection[str]) -> str:
     if suggestion is not None:
         return f"{flag} is not a flag of this program; did you mean {suggestion}?"
     if feature := feature_of(flag):
-        return refuse(feature, [flag])
-    suggestion = nearest(flag, tuple(all_unsupported_flags()), slips=1)
+        return refusal(feature, [flag])
+    if longer := abbreviated(flag, known):
+        return f"{flag} is not a flag of this program; did you mean {' or '.join(longer)}?"
+    suggestion = nearest(flag, tuple(all_unsupported_flags()), max_distance=1)
     if suggestion is not None:
         return f"{flag} is not a flag of this program; Megatron-LM has {suggestion}; remove it"
     return f"{flag} is not a flag of this program; remove it, or see --help for those it has"
 
 
 def explain_stray(word: str, after: Segment, known: Collection[str]) -> str:
-    """One sentence on a word that no flag takes, which was typed among the values `after` one."""
-    # A word processor makes one long dash of two.
-    meant = f"--{word.lstrip(DASHES)}"
-    if word[:1] in DASHES and meant in known:
-        return f"{word!r} is not a flag of this program; did you mean {meant}?"
-    if after.values[:1] == (word,) and word.lower() in ANSWERS:
-        remedy = "remove the word" if ANSWERS[word.lower()] else "leave the flag out"
+    """Why a word is refused that no flag takes; it was typed in the segment `after`."""
+    # A word processor replaces two hyphens by a long dash.
+    flag = f"--{word.lstrip(DASHES)}"
+    if word[:1] in DASHES and flag in known:
+        return f"{word!r} is not a flag of this program; did you mean {flag}?"
+    if after.values[:1] == (word,) and word.lower() in BOOLEANS:
+        remedy = "remove the word" if BOOLEANS[word.lower()] else "leave the flag out"
         return f"{after.flag} takes no value, so not {word!r}; {remedy}"
     return (
         f"{word!r} belongs to no flag; put a flag before it, or quotes around a value with spaces"
@@ -70,37 +73,48 @@ def explain_stray(word: str, after: Segment, known: Collection[str]) -> str:
 def _opposite(
     flag: str, known: Collection[str], *, typed: tuple[str, ...], offered: tuple[str, ...]
 ) -> str | None:
-    """The known flag of the same thing with one of the first words `offered`, not `typed`."""
-    words = flag[2:].replace("_", "-")
-    things = [words.removeprefix(first) for first in typed if words.startswith(first)]
-    names = (f"--{first}{thing}" for thing in things for first in offered)
-    return next((name for name in names if name in known), None)
+    """The known flag that has a prefix of `offered` in place of one of `typed`."""
+    name = flag[2:].replace("_", "-")
+    stems = [name.removeprefix(prefix) for prefix in typed if name.startswith(prefix)]
+    candidates = (f"--{prefix}{stem}" for stem in stems for prefix in offered)
+    return next((candidate for candidate in candidates if candidate in known), None)
 
 
-def meant_by(flag: str, known: Collection[str]) -> str | None:
-    """The flag of this program that an unknown one most likely stands for."""
-    return REPLACED.get(flag) or nearest(flag, known)
+def intended_flags(flag: str, known: Collection[str]) -> tuple[str, ...]:
+    """The known flags that an unknown one most likely means, the likeliest first."""
+    if similar := REPLACED.get(flag) or nearest(flag, known):
+        return (similar,)
+    return () if feature_of(flag) is not None else abbreviated(flag, known)
 
 
-def nearest(flag: str, known: Collection[str], *, slips: int | None = None) -> str | None:
-    """The known flag closest to `flag`, or None where none is a few letters away."""
-    # Underscores are how Python spells the same name; they must not count as a difference.
+def abbreviated(flag: str, known: Collection[str]) -> tuple[str, ...]:
+    """The known flags that `flag` abbreviates, shortest first; none where there are too many."""
+    typed = flag.replace("_", "-").lower()
+    longer = sorted((name for name in known if name.startswith(typed)), key=len)
+    return tuple(longer) if len(longer) <= MOST_ABBREVIATED else ()
+
+
+def nearest(flag: str, known: Collection[str], *, max_distance: int | None = None) -> str | None:
+    """The known flag with the smallest edit distance; None if all are further than `max_distance`.
+
+    Hyphens and underscores are equal. By default the limit depends on the flag's length.
+    """
     spelled: dict[str, str] = {}
     for name in sorted(known):
         spelled.setdefault(name.replace("_", "-").lower(), name)
     typed = flag.replace("_", "-").lower()
-    limit = slips or (1 if len(typed) < 8 else 2 if len(typed) < 24 else 3)
-    apart = {
-        name: _letters_apart(typed, name)
+    limit = max_distance or (1 if len(typed) < 8 else 2 if len(typed) < 24 else 3)
+    distances = {
+        name: _edit_distance(typed, name)
         for name in spelled
         if abs(len(name) - len(typed)) <= limit
     }
-    best = min(apart, key=apart.__getitem__, default=None)
-    return spelled[best] if best is not None and apart[best] <= limit else None
+    best = min(distances, key=distances.__getitem__, default=None)
+    return spelled[best] if best is not None and distances[best] <= limit else None
 
 
-def _letters_apart(one: str, other: str) -> int:
-    """Letters to take away, put in or exchange to get from one word to the other."""
+def _edit_distance(one: str, other: str) -> int:
+    """The Levenshtein distance: letters to remove, insert or replace."""
     row = list(range(len(other) + 1))
     for i, letter in enumerate(one, 1):
         above, row[0] = row[0], i

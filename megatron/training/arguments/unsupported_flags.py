@@ -14,21 +14,21 @@ from megatron.training.arguments.segments import Segment
 
 TABLE = Path(__file__).with_name("unsupported_flags.txt")
 OTHERS = "others"
-# Values that stand for an option that is not used.
+# Values that mean that an option is not used.
 NOTHING = frozenset({"", "none", "null", "0.0", "false"})
 
 
 @dataclass(frozen=True)
 class Option:
-    """One flag, as Megatron's parser has it."""
+    """One flag of Megatron-LM's parser."""
 
     flag: str
     arity: str
-    """How many values it takes: '0', '1', '+' or '*'."""
+    """Its number of values: '0', '1', '+' or '*'."""
     default: str
 
     def asks_for_nothing(self, values: Sequence[str]) -> bool:
-        """Whether these values change nothing: the default, or none where there is no default."""
+        """Whether these values are the default, or mean "not used" where the default does."""
         if self.arity == "0":
             return False
         text = " ".join(values)
@@ -43,12 +43,14 @@ class Feature:
 
     name: str
     kind: str
-    """`needs`: its flags matter with one of `switches`; `idle`: never; `each`: each by itself."""
+    """When its flags act: `needs` one of `switches`, `idle`: never, `each`: each by itself."""
     detail: str
+    """The switches of `needs`; why `idle` flags have no effect."""
     options: Mapping[str, Option]
 
     @property
     def switches(self) -> tuple[str, ...]:
+        """The flags that turn the feature on."""
         return tuple(self.detail.split()) if self.kind == "needs" else ()
 
     @property
@@ -58,21 +60,21 @@ class Feature:
 
 @cache
 def features() -> tuple[Feature, ...]:
-    """The table, read once."""
-    found: list[Feature] = []
+    """The features in `unsupported_flags.txt`."""
+    sections: list[Feature] = []
     for section in TABLE.read_text(encoding="utf-8").split("\n[")[1:]:
         name, rule, words = section.replace("]\n", "\n", 1).split("\n", 2)
         kind, _, detail = rule.partition(" ")
         options = {option.flag: option for option in map(_option, words.split())}
-        found.append(Feature(name=name, kind=kind, detail=detail, options=options))
-    return tuple(found)
+        sections.append(Feature(name=name, kind=kind, detail=detail, options=options))
+    return tuple(sections)
 
 
 @cache
 def feature_of(flag: str) -> Feature | None:
-    """The feature that a flag belongs to, by its name or, for a newer flag, by its first word."""
+    """The feature that a flag belongs to: as listed or, for a newer flag, by its first word."""
     exact = next((feature for feature in features() if flag in feature.options), None)
-    return exact or _families().get(_first_word(flag))
+    return exact or _features_by_first_word().get(_first_word(flag))
 
 
 def is_unsupported(flag: str) -> bool:
@@ -80,52 +82,35 @@ def is_unsupported(flag: str) -> bool:
     return any(flag in feature.options for feature in features())
 
 
-def asks_for_nothing(flag: str, value: object) -> bool:
-    """Whether a flag of Megatron-LM that is not offered asks for nothing with this value.
-
-    `value` is as a YAML file has it. A flag that matters only together with another one is not
-    known here to ask for nothing; see `check_unsupported`.
-    """
-    feature = next((feature for feature in features() if flag in feature.options), None)
-    if feature is None:
-        return False
-    if value is None or value is False or feature.kind == "idle":
-        return True
-    if value is True:
-        return False
-    values = list(map(str, value)) if isinstance(value, list) else [str(value)]
-    return feature.options[flag].asks_for_nothing(values)
-
-
 def check_unsupported(segments: Iterable[Segment]) -> tuple[list[str], list[str]]:
     """(errors for flags that turn on a feature, notes on flags that have no effect).
 
     Flags at their defaults are accepted without a note.
     """
-    asking: dict[str, list[str]] = {}
+    flags_by_feature: dict[tuple[str, str], list[str]] = {}
     for segment in segments:
         feature = feature_of(segment.flag)
         if feature is not None and not _is_default(feature, segment):
-            flags = asking.setdefault(f"{feature.name}\n{feature.detail}", [])
+            flags = flags_by_feature.setdefault((feature.name, feature.detail), [])
             flags += [segment.flag] * (segment.flag not in flags)
-    complaints, notes = [], []
+    errors, notes = [], []
     for feature in features():
-        flags = asking.pop(f"{feature.name}\n{feature.detail}", [])
+        flags = flags_by_feature.pop((feature.name, feature.detail), [])
         if not flags:
             continue
         if feature.kind == "idle":
             notes.append(f"{', '.join(flags)}: {feature.detail}")
         elif feature.kind == "each":
-            complaints += [refuse(feature, [flag]) for flag in flags]
+            errors += [refusal(feature, [flag]) for flag in flags]
         elif any(flag in feature.switches or flag not in feature.options for flag in flags):
-            complaints.append(refuse(feature, flags))
+            errors.append(refusal(feature, flags))
         else:
             notes.append(f"{', '.join(flags)}: {feature.asks_for_nothing_alone}")
-    return complaints, notes
+    return errors, notes
 
 
-def refuse(feature: Feature, flags: Sequence[str]) -> str:
-    """The sentence about flags of one feature."""
+def refusal(feature: Feature, flags: Sequence[str]) -> str:
+    """The error message for flags of one feature."""
     if feature.name == OTHERS:
         return f"{flags[0]} is a flag of Megatron-LM that this program does not offer; remove it"
     verb, pronoun = ("is a flag", "it") if len(flags) == 1 else ("are flags", "them")
@@ -139,6 +124,7 @@ def _is_default(feature: Feature, segment: Segment) -> bool:
 
 
 def _option(word: str) -> Option:
+    """An entry of the table: `--f`, `--f=d`, `--f+=d` or `--f*=d`."""
     name, equals, default = word.partition("=")
     if not equals:
         return Option(flag=name, arity="0", default="")
@@ -148,7 +134,7 @@ def _option(word: str) -> Option:
 
 
 def _plain(text: str) -> str:
-    """A value in one spelling, whatever way its number is written."""
+    """A normal form of a value, in which 1 and 1.0 are equal."""
     try:
         return repr(float(text))
     except ValueError:
@@ -160,18 +146,18 @@ def _first_word(flag: str) -> str:
 
 
 @cache
-def _families() -> Mapping[str, Feature]:
-    """The first words that belong to flags of one feature alone, three of them or more."""
+def _features_by_first_word() -> Mapping[str, Feature]:
+    """First words of at least three flags, all of them of one feature."""
     owners: dict[str, list[Feature]] = {}
     for feature in features():
         for flag in feature.options:
             owners.setdefault(_first_word(flag), []).append(feature)
     return {
-        word: found[0]
-        for word, found in owners.items()
-        if len(found) >= 3
-        and len({feature.name for feature in found}) == 1
-        and found[0].name != OTHERS
+        word: owning[0]
+        for word, owning in owners.items()
+        if len(owning) >= 3
+        and len({feature.name for feature in owning}) == 1
+        and owning[0].name != OTHERS
     }
 
 

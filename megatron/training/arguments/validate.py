@@ -1,4 +1,4 @@
-"""The order in which the flags are checked against each other, and what is derived from them."""
+"""Runs all checks of flags, in order. They also set the values that are derived from flags."""
 
 from argparse import Namespace
 from collections.abc import Collection, Iterator
@@ -25,7 +25,7 @@ REQUIRED = (
 
 
 def check_flags(args: Namespace, given: Collection[str], problems: Problems) -> None:
-    """All that can be said before the parallel sizes are known; `given` is what was typed."""
+    """Run the checks that need no parallel sizes. `given` are the flags that were typed."""
     problems.run(
         _check_required(args),
         check_checkpoints(args),
@@ -42,10 +42,10 @@ def check_flags(args: Namespace, given: Collection[str], problems: Problems) -> 
 
 
 def check_sizes(args: Namespace, world_size: int, problems: Problems) -> None:
-    """All that follows from the parallel sizes, which must be set by now.
+    """Run the checks that need the parallel sizes, which must be set.
 
-    Sets what Megatron's own validation sets: `data_parallel_size`, `global_batch_size`,
-    `virtual_pipeline_model_parallel_size`, `train_iters` of a run counted in samples, and so on.
+    They set what Megatron's own validation sets: `data_parallel_size`, `global_batch_size`,
+    `virtual_pipeline_model_parallel_size`, `train_iters` from --train-samples, and others.
     """
     if vars(args).get("pipeline_model_parallel_size", 1) is None:
         raise ValueError("pipeline_model_parallel_size has to be set before check_sizes")
@@ -56,7 +56,7 @@ def check_sizes(args: Namespace, world_size: int, problems: Problems) -> None:
         *check_model_split(args),
         *check_batch(args),
     )
-    # Where a run starts; loading a checkpoint would move it on.
+    # A checkpoint that is loaded sets them.
     args.consumed_train_samples = 0
     args.skipped_train_samples = 0
     args.consumed_valid_samples = 0
@@ -65,7 +65,9 @@ def check_sizes(args: Namespace, world_size: int, problems: Problems) -> None:
 
 def _check_required(args: Namespace) -> Iterator[str]:
     for name in REQUIRED:
-        if name == "micro_batch_size" and vars(args).get("hetero_micro_batch_sizes", True):
+        # A plan's meshes may have sizes of their own.
+        of_meshes = ("hetero_micro_batch_sizes", "hetero_plan")
+        if name == "micro_batch_size" and any(vars(args).get(other, True) for other in of_meshes):
             continue
         if name in vars(args) and getattr(args, name) is None:
             delattr(args, name)

@@ -56,7 +56,7 @@ def load_args_from_checkpoint(args: argparse.Namespace, parser: argparse.Argumen
                 f"--use-checkpoint-args: no checkpoint in {unreadable} can be read "
                 f"({'; '.join(problems[:3])}); name another"
             )
-    _begin_without(args, parser)
+    _require_typed_model(args, parser)
 
 
 def _candidates(args: argparse.Namespace, load: Path) -> list[str]:
@@ -65,8 +65,8 @@ def _candidates(args: argparse.Namespace, load: Path) -> list[str]:
     return folders.candidates(load)
 
 
-def _begin_without(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
-    """No checkpoint yet: as in Megatron-LM, the typed flags define the model."""
+def _require_typed_model(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
+    """Without a checkpoint the typed flags define the model, as in Megatron-LM."""
     named = " and ".join(filter(None, (args.load, args.pretrained_checkpoint)))
     why = f"there is no checkpoint in {named} yet" if named else "it needs --load"
     missing = [spellings(parser)[n].option for n in _SIZES if getattr(args, n) is None]
@@ -100,9 +100,9 @@ def apply_checkpoint_args(
     changed = [name for name in taken if getattr(args, name) != stored[name]]
     for name in taken:
         setattr(args, name, stored[name])
-    found = differences(stored, vars(args), spelled=spelled, typed=typed)
-    refused = [d for d in found if not d.is_allowed(weights_only=weights_only)]
-    _require_no_contradiction(refused + _rows(args, stored, spelled), folder)
+    differing = differences(stored, vars(args), spelled=spelled, typed=typed)
+    refused = [d for d in differing if not d.is_allowed(weights_only=weights_only)]
+    _require_no_contradiction(refused + _other_rows(args, stored, spelled), folder)
     if stored.get("padded_vocab_size") is not None and "make_vocab_size_divisible_by" in typed:
         args.ignored_flags.append(
             "--make-vocab-size-divisible-by: --use-checkpoint-args takes the checkpoint's "
@@ -125,7 +125,7 @@ def _takeable(
             yield name
 
 
-def _rows(
+def _other_rows(
     args: argparse.Namespace, stored: Mapping[str, Any], spelled: Mapping[str, Spelling]
 ) -> list[Difference]:
     """A --padded-vocab-size that differs from the checkpoint's."""

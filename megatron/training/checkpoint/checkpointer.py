@@ -14,6 +14,7 @@ from megatron.training.checkpoint.compatibility import require_same_schedule
 from megatron.training.checkpoint.control_group import ControlGroup
 from megatron.training.checkpoint.device_to_host import DeviceToHostCopier
 from megatron.training.checkpoint.find_checkpoint import FoundCheckpoint, NoCheckpoint
+from megatron.training.checkpoint.index import is_plain
 from megatron.training.checkpoint.loader import (
     layout_record,
     load_optimizer,
@@ -266,11 +267,5 @@ def plain_args(args: argparse.Namespace) -> Mapping[str, Any]:
     return {
         name: value
         for name, value in vars(args).items()
-        if name not in _PER_LAUNCH_ARGS and _is_plain(value)
+        if name not in _PER_LAUNCH_ARGS and is_plain(value)
     }
-
-
-def _is_plain(value: Any) -> bool:
-    if isinstance(value, list | tuple):
-        return all(_is_plain(item) for item in value)
-    return value is None or isinstance(value, bool | int | float | str)

@@ -1,4 +1,4 @@
-"""Whether a checkpoint is one of this run's model. No torch."""
+"""Checks that a checkpoint is of this run's model. No torch."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ def require_same_model(
 ) -> tuple[str, ...]:
     """Raise UserError for a checkpoint of another model, naming every flag that differs.
 
-    Returns lines about what may differ and does: a person should know of it.
+    Returns lines for the log about permitted differences.
     """
     spelled = spellings(build_parser())
     typed = typed_destinations(spelled, getattr(args, "typed_flags", ()))
-    # A run writes down every flag that it knows; other writers of weights may leave some out.
-    said = stored if weights_only else completed(stored, spelled)
-    found = differences(said, vars(args), spelled=spelled, typed=typed)
-    refused = [d for d in found if not d.is_allowed(weights_only=weights_only)]
+    # A training run stores all flags that it has; a conversion may lack some.
+    stored_flags = stored if weights_only else completed(stored, spelled)
+    differing = differences(stored_flags, vars(args), spelled=spelled, typed=typed)
+    refused = [d for d in differing if not d.is_allowed(weights_only=weights_only)]
     problems = [_another_model(refused, folder, weights_only=weights_only)] if refused else []
     problems += _tokenizer_problems(stored, args, folder=folder, weights_only=weights_only)
     if not weights_only and not args.no_load_optim:
@@ -40,13 +40,14 @@ def require_same_model(
     if problems:
         raise UserError("; and ".join(problems))
     return (
-        *_kept(found),
+        *_typed_values(differing),
         *(_assumed(stored, args, spelled, folder) if weights_only else ()),
         *_other_vocabulary(stored, args, folder=folder),
     )
 
 
 def _another_model(refused: Sequence[Difference], folder: Path, *, weights_only: bool) -> str:
+    """The error about flags that must be equal, with what to type."""
     there = [d.spelling.typed(d.there) for d in refused]
     without = [d.spelling.option for d, words in zip(refused, there, strict=True) if words is None]
     remedy = " and ".join(
@@ -68,15 +69,15 @@ def _another_model(refused: Sequence[Difference], folder: Path, *, weights_only:
     return sentence + (f"; to train with another {' '.join(free)}, type it" if free else "")
 
 
-def _kept(found: Sequence[Difference]) -> tuple[str, ...]:
-    """One line about the values that were typed instead of the checkpoint's, if any."""
-    kept = [
+def _typed_values(differing: Sequence[Difference]) -> tuple[str, ...]:
+    """One line about typed values that differ from the checkpoint's, if there are any."""
+    values = [
         f"{d.spelling.option} is {d.spelling.word(d.here)}, in the checkpoint "
         f"{d.spelling.word(d.there)}"
-        for d in found
+        for d in differing
         if d.is_typed
     ]
-    return (f"as typed, not as in the checkpoint: {'; '.join(kept)}",) if kept else ()
+    return (f"as typed, not as in the checkpoint: {'; '.join(values)}",) if values else ()
 
 
 def _assumed(
@@ -85,27 +86,27 @@ def _assumed(
     spelled: Mapping[str, Spelling],
     folder: Path,
 ) -> tuple[str, ...]:
-    """One line about flags that matter here and that the checkpoint does not mention."""
-    ours = vars(args)
-    mattering = [
-        spelled[name].typed(ours[name]) or spelled[name].option
+    """One line about flags that are not at their defaults and that the checkpoint does not have."""
+    own = vars(args)
+    flags = [
+        spelled[name].typed(own[name]) or spelled[name].option
         for name, default in completed({}, spelled).items()
-        if name not in stored and ours.get(name, default) != default
+        if name not in stored and own.get(name, default) != default
     ]
-    if not mattering:
+    if not flags:
         return ()
-    return (f"the checkpoint {folder} does not say; as in this run: {' '.join(mattering)}",)
+    return (f"the checkpoint {folder} does not say; as in this run: {' '.join(flags)}",)
 
 
 def _other_vocabulary(
     stored: Mapping[str, Any], args: argparse.Namespace, *, folder: Path
 ) -> tuple[str, ...]:
-    """Lines about padding of the vocabulary, and about a tokenizer, that are not the same."""
+    """Lines about another padding of the vocabulary, and about another tokenizer."""
     lines = []
-    theirs, ours = stored.get("padded_vocab_size"), getattr(args, "padded_vocab_size", None)
-    if theirs is not None and ours is not None and theirs != ours:
+    there, here = stored.get("padded_vocab_size"), getattr(args, "padded_vocab_size", None)
+    if there is not None and here is not None and there != here:
         lines.append(
-            f"the checkpoint {folder} has {theirs} rows of vocabulary and this run {ours}; rows of "
+            f"the checkpoint {folder} has {there} rows of vocabulary and this run {here}; rows of "
             "padding take part in the softmax, so its losses are a little different"
         )
     if _is_other_digest(stored, args):
@@ -117,18 +118,18 @@ def _other_vocabulary(
 
 
 def _is_other_digest(stored: Mapping[str, Any], args: argparse.Namespace) -> bool:
-    theirs, ours = stored.get("tokenizer_digest"), getattr(args, "tokenizer_digest", None)
-    return theirs is not None and ours is not None and theirs != ours
+    there, here = stored.get("tokenizer_digest"), getattr(args, "tokenizer_digest", None)
+    return there is not None and here is not None and there != here
 
 
 def _tokenizer_problems(
     stored: Mapping[str, Any], args: argparse.Namespace, *, folder: Path, weights_only: bool
 ) -> list[str]:
-    theirs, ours = stored.get("tokenizer_vocab_size"), args.tokenizer_vocab_size
-    if theirs is not None and theirs != ours:
+    there, here = stored.get("tokenizer_vocab_size"), args.tokenizer_vocab_size
+    if there is not None and there != here:
         return [
-            f"the checkpoint {folder} was trained with a tokenizer of {theirs} tokens and this "
-            f"run's has {ours}; name the same one with --tokenizer-type and --tokenizer-model"
+            f"the checkpoint {folder} was trained with a tokenizer of {there} tokens and this "
+            f"run's has {here}; name the same one with --tokenizer-type and --tokenizer-model"
         ]
     if _is_other_digest(stored, args) and not weights_only:
         return [
@@ -142,11 +143,11 @@ def _tokenizer_problems(
 def _optimizer_problems(
     stored: Mapping[str, Any], args: argparse.Namespace, *, folder: Path
 ) -> list[str]:
-    theirs = stored.get("optimizer")
-    if theirs is None or theirs == args.optimizer:
+    there = stored.get("optimizer")
+    if there is None or there == args.optimizer:
         return []
     return [
-        f"the checkpoint {folder} has the state of --optimizer {theirs} and this run uses "
+        f"the checkpoint {folder} has the state of --optimizer {there} and this run uses "
         f"{args.optimizer}; use the same, or --no-load-optim to start without it"
     ]
 
@@ -164,13 +165,13 @@ _SCHEDULE_FLAGS = {
 }
 
 
-def require_same_schedule(stored: Mapping[str, Any], ours: Mapping[str, Any]) -> None:
-    """Raise UserError for a schedule other than the checkpoint's: either could be meant."""
+def require_same_schedule(stored: Mapping[str, Any], own: Mapping[str, Any]) -> None:
+    """Raise UserError if the run's schedule is not the checkpoint's; a flag must choose one."""
     for name, flag in _SCHEDULE_FLAGS.items():
-        if name in stored and stored[name] != ours[name]:
+        if name in stored and stored[name] != own[name]:
             raise UserError(
                 f"the checkpoint's schedule has {name.replace('_', ' ')} {stored[name]} and this "
-                f"run's {ours[name]} ({flag}); keep it, or say which holds: "
+                f"run's {own[name]} ({flag}); keep it, or say which holds: "
                 "--override-opt_param-scheduler for these flags, "
                 "--use-checkpoint-opt_param-scheduler for the checkpoint"
             )

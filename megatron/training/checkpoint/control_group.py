@@ -37,8 +37,8 @@ class ControlGroup:
     def raise_together(self, problem: Exception | None) -> None:
         """Raise AgreedError on every rank, with all problems, if any rank has one."""
         text = "" if problem is None else str(problem) or type(problem).__name__
-        if said := combine(self.all_gather_strings(text)):
-            raise AgreedError(said) from problem
+        if combined := combine(self.all_gather_strings(text)):
+            raise AgreedError(combined) from problem
 
 
 def combine(texts: list[str]) -> str:

@@ -1,7 +1,7 @@
-"""Finds the checkpoint to load, with the agreement of all ranks, before a model is built.
+"""Finds the checkpoint to load, agreed by all ranks, before a model is built.
 
-That is the newest one whose files match their checksums. A damaged one is skipped with a note; one
-that --ckpt-step names is used or refused.
+It is the newest whose files match their checksums; a damaged one is skipped with a note. If
+--ckpt-step names one that is damaged, it is an error.
 """
 
 from __future__ import annotations
@@ -95,8 +95,9 @@ def _in_folder(
         problem, index = _try(args, exchange, load / name, rank=rank, world_size=world_size)
         if problem is None and index is not None:
             weights_only = is_weights_only(args, name, index)
-            told = _check(args, index, load / name, weights_only=weights_only)
-            return FoundCheckpoint(load / name, index, weights_only, (*notes, *damaged, *told))
+            permitted = _check(args, index, load / name, weights_only=weights_only)
+            notes += [*damaged, *permitted]
+            return FoundCheckpoint(load / name, index, weights_only, tuple(notes))
         damaged.append(f"checkpoint {load / name} is not used: {problem}")
         if args.ckpt_step is not None:
             raise AgreedError(
@@ -127,8 +128,8 @@ def _candidates(
         else:
             names, notes = folders.candidates(load), folders.notes_on_newest(load)
     payload = {"names": names, "notes": notes}
-    told = exchange(f"checkpoints of {load}", payload=payload, error=problem)[0]
-    return told["names"], told["notes"]
+    agreed = exchange(f"checkpoints of {load}", payload=payload, error=problem)[0]
+    return agreed["names"], agreed["notes"]
 
 
 def _not_a_save_folder(load: Path) -> UserError | None:
@@ -154,7 +155,6 @@ def _try(
 ) -> tuple[str | None, Index | None]:
     """Verify a checkpoint: (problem or None, the same on every rank; index). Collective."""
     index, problem = None, None
-    # Both hold on rank 0 wherever a checkpoint is there and the file system is shared.
     visible = (folder / INDEX_FILE).exists()
     try:
         index = read_index(folder)
@@ -167,17 +167,17 @@ def _try(
             reader.verify(part=rank, parts=world_size)
     except DamagedCheckpoint as error:
         problem = str(error)
-    said = exchange(
+    records = exchange(
         f"checkpoint {folder}",
         payload={"problem": problem, "visible": visible},
     )
-    blind = [r for r, record in enumerate(said) if not record["visible"]]
-    if said[0]["visible"] and blind:
+    blind = [rank for rank, record in enumerate(records) if not record["visible"]]
+    if records[0]["visible"] and blind:
         raise AgreedError(
             f"rank {blind[0]} does not see {folder / INDEX_FILE}, which rank 0 sees; --load must "
             "be in a file system that all ranks share"
         )
-    problems = [record["problem"] for record in said if record["problem"] is not None]
+    problems = [record["problem"] for record in records if record["problem"] is not None]
     return (problems[0] if problems else None), index
 
 
@@ -189,11 +189,11 @@ def _check(
     Returns notes about permitted differences.
     """
     try:
-        told = require_same_model(index.args, args, folder=folder, weights_only=weights_only)
+        notes = require_same_model(index.args, args, folder=folder, weights_only=weights_only)
     except UserError as error:
         raise AgreedError(str(error)) from error
     if weights_only:
-        return told
+        return notes
     if args.use_checkpoint_opt_param_scheduler:
         for name in _SCHEDULE_ARGS:
             setattr(args, name, index.args.get(name, getattr(args, name)))
@@ -210,4 +210,4 @@ def _check(
             f"the checkpoint {folder} was saved without {what}; add {flag}, or --finetune to begin "
             "a new run from its weights"
         )
-    return told
+    return notes

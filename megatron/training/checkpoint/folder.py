@@ -1,12 +1,12 @@
-"""The folder that --save and --load name: Megatron's layout, kept whole whatever happens.
+"""The folder of --save and --load, in Megatron's layout; changes are atomic.
 
     SAVE/latest_checkpointed_iteration.txt      the tracker
     SAVE/iter_0000010/                          one checkpoint
-    SAVE/iter_0000020.saving/                   one that is being written, or died on the way
+    SAVE/iter_0000020.saving/                   one being written, or left by a run that was killed
     SAVE/writer.lock                            who writes to it (lock.py)
 
-A checkpoint appears by one rename and the tracker changes by another, so that a run that is killed
-at any moment leaves the checkpoints before it as they were. No torch.
+A checkpoint gets its name by one rename, and the tracker is replaced by another, so a run that is
+killed at any moment leaves older checkpoints as they were. No torch.
 """
 
 from __future__ import annotations
@@ -38,10 +38,11 @@ def folder_name(iteration: int) -> str:
 
 @dataclass(frozen=True)
 class Tracker:
-    """What the tracker says: a folder's name, nothing, or something that nobody can read."""
+    """The content of the tracker."""
 
     exists: bool
     folder: str | None
+    """The folder's name; None if there is no tracker, or one that cannot be read."""
 
 
 def read_tracker(save: Path) -> Tracker:
@@ -57,7 +58,7 @@ def read_tracker(save: Path) -> Tracker:
 
 
 def write_tracker(save: Path, text: str) -> None:
-    """Replace the tracker in one step."""
+    """Replace the tracker atomically."""
     temporary = save / f"{TRACKER}.tmp"
     with temporary.open("w") as file:
         file.write(text)
@@ -67,16 +68,16 @@ def write_tracker(save: Path, text: str) -> None:
 
 
 def sync_file(file: IO[Any]) -> None:
-    """Have what was written to an open file on the disk."""
+    """Flush an open file to the disk."""
     file.flush()
     os.fsync(file.fileno())
 
 
 def sync_folder(folder: Path) -> None:
-    """Make what was created, renamed or removed in a folder outlive a crash of the machine."""
+    """Flush what was created, renamed or removed in a folder to the disk."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        # Some network file systems cannot, and order such changes themselves.
+        # Some network file systems do not support it, and order such changes themselves.
         with contextlib.suppress(OSError):
             os.fsync(descriptor)
     finally:
@@ -93,37 +94,37 @@ def iterations(save: Path) -> list[int]:
 
 
 def candidates(save: Path) -> list[str]:
-    """Folders to try, best first: the tracker's, then those before it, newest first.
+    """The names of folders to try, in order: the tracker's, then older ones, newest first.
 
-    Without a tracker that can be read, or with one that names a folder that is gone, all of them.
+    If the tracker cannot be read, or there is none as old as it says, that is all of them.
     """
     tracked = read_tracker(save).folder
-    found = iterations(save)
+    existing = iterations(save)
     has_release = (save / RELEASE).is_dir()
     if tracked == RELEASE and has_release:
         return [RELEASE]
-    limit = found[-1] if found else 0
+    limit = existing[-1] if existing else 0
     if tracked is not None and (match := _FINISHED.fullmatch(tracked)):
         limit = int(match[1])
-    names = [folder_name(i) for i in reversed(found) if i <= limit]
-    names = names or [folder_name(i) for i in reversed(found)]
+    names = [folder_name(i) for i in reversed(existing) if i <= limit]
+    names = names or [folder_name(i) for i in reversed(existing)]
     if tracked is not None and tracked not in names:
-        # Named so that whoever tries it can say that it is not there.
+        # So that the caller reports that it is missing.
         names.insert(0, tracked)
     return names + ([RELEASE] if has_release else [])
 
 
 def notes_on_newest(save: Path) -> list[str]:
-    """Why what `candidates` puts first is not simply the newest folder; mostly nothing."""
-    tracker, found = read_tracker(save), iterations(save)
+    """Lines for the log if the first of `candidates` is not the newest folder, with the reason."""
+    tracker, existing = read_tracker(save), iterations(save)
     if tracker.folder is None:
-        if not tracker.exists or not found:
+        if not tracker.exists or not existing:
             return []
         return [f"{save / TRACKER} cannot be read, so that its folders are tried newest first"]
     first = candidates(save)[0]
     named = _FINISHED.fullmatch(tracker.folder)
     limit = int(named[1]) if named else -1
-    newer = [folder_name(i) for i in found if i > limit]
+    newer = [folder_name(i) for i in existing if i > limit]
     if first != tracker.folder or not newer:
         return []
     are = "is" if len(newer) == 1 else "are"
@@ -134,7 +135,7 @@ def notes_on_newest(save: Path) -> list[str]:
 
 
 def recover(save: Path) -> None:
-    """Finish what a killed run was about to do, or undo it; remove its unfinished folders."""
+    """Complete or undo the replacement that a killed run began, and remove unfinished folders."""
     for entry in list(save.iterdir()) if save.is_dir() else []:
         if match := _REPLACED_NAME.fullmatch(entry.name):
             original = save / match[1]
@@ -147,22 +148,22 @@ def recover(save: Path) -> None:
 
 
 def restore_replaced(load: Path, *, in_use: Callable[[], bool]) -> None:
-    """Undo the replacement of a checkpoint that a kill interrupted; nothing else is touched.
+    """Undo the replacement of a checkpoint that a killed run began. Changes nothing else.
 
-    Where the folder is `in_use` by a run that saves, that run is in the midst of replacing it.
+    Nothing is undone if the folder is `in_use`: then a running save is replacing it.
     """
     for entry in list(load.iterdir()) if load.is_dir() else []:
         match = _REPLACED_NAME.fullmatch(entry.name)
         if match and not (load / match[1]).exists():
             if in_use():
                 return
-            # A folder that may only be read keeps it, and the one before it is used.
+            # In a read-only folder it stays, and an older checkpoint is used.
             with contextlib.suppress(OSError):
                 entry.rename(load / match[1])
 
 
 def check_save_folder(save: Path) -> None:
-    """Refuse a --save that cannot be written, before hours of training depend on it."""
+    """Raise UserError if --save cannot be written, before training starts."""
     probe = save / f"probe-{os.getpid()}.tmp"
     try:
         save.mkdir(parents=True, exist_ok=True)
@@ -175,7 +176,7 @@ def check_save_folder(save: Path) -> None:
 
 
 def begin(save: Path, name: str) -> Path:
-    """A new empty folder to write the checkpoint `name` into."""
+    """Create the temporary folder of the checkpoint `name`."""
     save.mkdir(parents=True, exist_ok=True)
     recover(save)
     temporary = save / (name + SAVING)
@@ -188,7 +189,7 @@ def abandon(temporary: Path) -> None:
 
 
 def commit(temporary: Path) -> Path:
-    """Give a checkpoint its name, and let the tracker point at it."""
+    """Rename a temporary folder to its checkpoint, and point the tracker at it."""
     save = temporary.parent
     final = save / temporary.name.removesuffix(SAVING)
     replaced = save / (final.name + _REPLACED)
@@ -205,10 +206,10 @@ def commit(temporary: Path) -> Path:
 
 
 def prune(save: Path, *, newest: int, keep_last: int | None, retain_interval: int | None) -> None:
-    """Remove checkpoints older than `newest` that neither flag wants to keep.
+    """Remove checkpoints older than `newest`, except those that one of the flags keeps.
 
-    `keep_last` counts whole ones, `newest` among them. With `retain_interval` alone, all but the
-    newest and the multiples of it go, as in Megatron.
+    `keep_last` counts complete ones, `newest` included. With `retain_interval` alone, the newest
+    and those at multiples of it stay, as in Megatron.
     """
     if keep_last is None and retain_interval is None:
         return
@@ -225,7 +226,7 @@ def prune(save: Path, *, newest: int, keep_last: int | None, retain_interval: in
 
 
 def _remove(folder: Path) -> None:
-    """A folder that is half removed must not look like a checkpoint."""
+    """Remove a checkpoint. It is renamed first, so that one half removed is not taken for whole."""
     doomed = folder.with_name(folder.name.removesuffix(_REPLACED) + _REMOVING)
     if doomed.exists():
         shutil.rmtree(doomed)

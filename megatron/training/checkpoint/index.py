@@ -1,7 +1,7 @@
 """The index of a checkpoint: its tensors, their regions in each file, its files. JSON, no torch.
 
-`index.json` is written last. It carries a digest of itself and the size and checksums of every
-other file, so that whoever has read it knows what a whole checkpoint looks like.
+`index.json` is written last. It has a digest of itself, and the size and checksums of every other
+file, so that a reader can tell whether the checkpoint is complete.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any
 
 from hetero.errors import HeteroError
 from megatron.training.checkpoint.regions import Region
+from megatron.training.checkpoint.tensor_names import EMBEDDING, OUTPUT_LAYER
 
 INDEX_FILE = "index.json"
 FORMAT_VERSION = 1
@@ -23,14 +24,14 @@ DTYPES = ("float32", "float64", "bfloat16", "float16", "uint8", "int32", "int64"
 
 
 class DamagedCheckpoint(HeteroError):
-    """A checkpoint that cannot be trusted. The text says what is wrong with which file."""
+    """A checkpoint is incomplete or changed. The message names the file and what is wrong."""
 
     exit_code = 2
 
 
 @dataclass(frozen=True)
 class StoredRegion:
-    """A region of a tensor: `region.size` elements from `offset` on in `file`'s flat tensor."""
+    """A region of a tensor: `region.size` elements of a file's flat tensor, from `offset` on."""
 
     file: str
     offset: int
@@ -39,7 +40,7 @@ class StoredRegion:
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """One tensor of the whole model: in each file that holds a part, a flat tensor of its name."""
+    """One tensor of the whole model. A file with a part of it has a flat tensor of its name."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -52,7 +53,7 @@ class StoredTensor:
 
 @dataclass(frozen=True)
 class StoredFile:
-    """Its bytes, and the CRC-32 of each block of `stream.BLOCK_BYTES` of them."""
+    """Its size in bytes, and the CRC-32 of each block of `safetensors_writer.BLOCK_BYTES`."""
 
     size: int
     blocks: tuple[int, ...]
@@ -60,9 +61,9 @@ class StoredFile:
 
 @dataclass(frozen=True)
 class Index:
-    """All that is known of a checkpoint without opening its tensors.
+    """A checkpoint without its tensors' elements.
 
-    `args` are the flags of the run that wrote it, `run` its progress: see `progress.py`.
+    `args` are the flags of the run that wrote it, `run` its progress: see `train_state.py`.
     """
 
     args: Mapping[str, Any]
@@ -82,7 +83,7 @@ class Index:
             "tensors": {name: tensor_record(t) for name, t in sorted(self.tensors.items())},
             "files": {name: [f.size, list(f.blocks)] for name, f in sorted(self.files.items())},
         }
-        # Numbers and names survive a round trip through JSON, so the reader can repeat this.
+        # The reader repeats this: numbers and names survive a round trip through JSON.
         return json.dumps({"sha256": _digest(body), "checkpoint": body})
 
 
@@ -107,12 +108,19 @@ def tensor_from_record(record: Mapping[str, Any]) -> StoredTensor:
     )
 
 
+def is_plain(value: Any) -> bool:
+    """Whether JSON can represent a flag's value; lists and tuples count as equal."""
+    if isinstance(value, list | tuple):
+        return all(is_plain(item) for item in value)
+    return value is None or isinstance(value, bool | int | float | str)
+
+
 def _digest(body: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
 
 
 def parse_index(text: str) -> Index:
-    """The index that `text` holds. Raises DamagedCheckpoint."""
+    """Parse an index. Raises DamagedCheckpoint."""
     try:
         record = json.loads(text)
         body = record["checkpoint"]
@@ -139,7 +147,7 @@ def parse_index(text: str) -> Index:
 
 
 def read_index(folder: Path) -> Index:
-    """The index of a checkpoint's folder. Raises DamagedCheckpoint."""
+    """Read the index of a checkpoint's folder. Raises DamagedCheckpoint."""
     try:
         return parse_index((folder / INDEX_FILE).read_text())
     except FileNotFoundError:
@@ -159,12 +167,12 @@ def _without_index(folder: Path) -> str:
 
 
 def is_megatron_lm_checkpoint(folder: Path) -> bool:
-    """Whether a checkpoint's own folder is one that Megatron-LM has written."""
+    """Whether a folder is one checkpoint of Megatron-LM."""
     return (folder / ".metadata").exists() or next(folder.glob("mp_rank_*"), None) is not None
 
 
 def import_hint(source: Path) -> str:
-    """What to do with checkpoints of Megatron-LM's."""
+    """The end of an error message about checkpoints of Megatron-LM: what to do."""
     return (
         "written by Megatron-LM; convert it with `python tools/convert_checkpoint.py "
         f"import-megatron {source} NEW_FOLDER` and name the new folder instead"
@@ -172,7 +180,7 @@ def import_hint(source: Path) -> str:
 
 
 def _check_coverage(index: Index) -> None:
-    """Every element of every tensor lies somewhere, in a file that the index lists."""
+    """Raise DamagedCheckpoint unless regions cover every tensor, in files that are listed."""
     for name, tensor in index.tensors.items():
         if tensor.dtype not in DTYPES:
             raise DamagedCheckpoint(f"tensor {name} has the unknown dtype {tensor.dtype!r}")
@@ -184,20 +192,20 @@ def _check_coverage(index: Index) -> None:
 
 
 def require_complete_model(index: Index, *, num_layers: int, tied: bool) -> None:
-    """Refuse a checkpoint that lacks a layer, or a tensor that its other layers have."""
+    """Raise DamagedCheckpoint if a layer is missing, or a tensor that other layers have."""
     weights = {name for name in index.tensors if not name.startswith(("optimizer.", "rng."))}
     layers: dict[int, set[str]] = {number: set() for number in range(num_layers)}
     for name in weights:
-        head, found, rest = name.partition(".layers.")
+        head, in_layers, rest = name.partition(".layers.")
         number, _, tensor = rest.partition(".")
-        if found:
+        if in_layers:
             layers.setdefault(int(number), set()).add(f"{head}.{tensor}")
     everywhere = set().union(*layers.values())
     for layer, names in layers.items():
         for missing in sorted(everywhere - names):
             raise DamagedCheckpoint(f"tensor {missing} of layer {layer} is missing")
-    needed = ["embedding.word_embeddings.weight", "decoder.final_layernorm.weight"]
-    needed += [] if tied else ["output_layer.weight"]
+    needed = [EMBEDDING, "decoder.final_layernorm.weight"]
+    needed += [] if tied else [OUTPUT_LAYER]
     for name in needed:
         if name not in weights:
             raise DamagedCheckpoint(f"tensor {name} is missing")

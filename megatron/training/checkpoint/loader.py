@@ -11,7 +11,6 @@ import torch
 from hetero.errors import UserError
 from hetero.plan import Coordinate, Plan
 from megatron.training.checkpoint.rank_state import (
-    MAIN_COPY,
     ShardedParameter,
     restore_rng_state,
     rng_prefix,
@@ -19,7 +18,9 @@ from megatron.training.checkpoint.rank_state import (
 from megatron.training.checkpoint.reader import CheckpointReader
 from megatron.training.checkpoint.regions import Shard
 from megatron.training.checkpoint.tensor_names import (
+    ADAM_MOMENTS,
     EMBEDDING,
+    MAIN_COPY,
     VOCABULARY,
     optimizer_name,
 )
@@ -31,7 +32,7 @@ from megatron.training.core_private import (
 )
 from megatron.training.optimizer import TrainingOptimizer
 
-_MOMENTS = {"adam": ("exp_avg", "exp_avg_sq"), "sgd": ("momentum_buffer",)}
+_MOMENTS = {"adam": ADAM_MOMENTS, "sgd": ("momentum_buffer",)}
 
 
 @torch.no_grad()
@@ -62,27 +63,27 @@ def load_optimizer(
     by_parameter = {id(p.parameter): p for p in placed}
     step = reader.run.get("optimizer_step")
     for shard in optimizer_shards(optimizer.inner):
-        at = by_parameter[id(shard.parameter)]
+        p = by_parameter[id(shard.parameter)]
         if shard.is_copy:
-            _load_copy(reader, at, shard)
+            _load_copy(reader, p, shard)
         moments = {}
         for moment in _MOMENTS[kind]:
-            name = optimizer_name(moment, _source(at))
+            name = optimizer_name(moment, _source(p))
             if name in reader.index.tensors:
                 value = torch.zeros_like(shard.main)
-                flat = _read(reader, name, at.shard, fill=value, begin=shard.begin, end=shard.end)
+                flat = _read(reader, name, p.shard, fill=value, begin=shard.begin, end=shard.end)
                 moments[moment] = value.copy_(flat.view(value.shape))
         if moments:
             set_optimizer_state(shard, moments, step=step)
     set_loss_scaler_state(optimizer.inner, reader.run.get("loss_scaler", {}))
 
 
-def _load_copy(reader: CheckpointReader, at: ShardedParameter, shard: OptimizerShard) -> None:
-    name = optimizer_name(MAIN_COPY, _source(at))
+def _load_copy(reader: CheckpointReader, p: ShardedParameter, shard: OptimizerShard) -> None:
+    name = optimizer_name(MAIN_COPY, _source(p))
     # A run in float32 has no copies: its weights are what they would hold.
-    source = name if name in reader.index.tensors else _source(at)
+    source = name if name in reader.index.tensors else _source(p)
     fill = shard.main
-    values = _read(reader, source, at.shard, fill=fill, begin=shard.begin, end=shard.end)
+    values = _read(reader, source, p.shard, fill=fill, begin=shard.begin, end=shard.end)
     shard.main.copy_(values.view(shard.main.shape))
 
 
@@ -103,15 +104,15 @@ def _read(
     lacks keep the values of `fill`."""
     if name not in reader.index.tensors:
         raise UserError(f"the checkpoint {reader.folder} holds no tensor {name}")
-    stored, wanted = reader.shape(name), shard.whole
-    is_padding = name.endswith(VOCABULARY) and stored[1:] == wanted[1:]
-    if stored != wanted and not is_padding:
+    stored, own = reader.shape(name), shard.whole
+    is_padding = name.endswith(VOCABULARY) and stored[1:] == own[1:]
+    if stored != own and not is_padding:
         raise UserError(
             f"tensor {name} of the checkpoint {reader.folder} has the shape {list(stored)} and "
-            f"this model's has {list(wanted)}"
+            f"this model's has {list(own)}"
         )
     regions = shard.regions(begin, end)
-    if stored == wanted:
+    if stored == own:
         return reader.regions(name, regions)
     flat = fill.detach().cpu().reshape(-1).to(reader.dtype(name))
     reader.read_into(flat, name, regions)

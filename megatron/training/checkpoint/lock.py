@@ -1,22 +1,21 @@
-"""One writer for each folder of checkpoints: a second run is refused, a dead one holds nothing.
+"""A lock on a folder of checkpoints, so that one run writes to it. A dead run's lock is replaced.
 
-The lock is the file SAVE/writer.lock. It says who writes (host, pid, since when), and its holder
-renews its time of change every few seconds for as long as it lives.
+The lock is the file SAVE/writer.lock. It names its holder (host, pid, since when), which renews the
+file's modification time every HEARTBEAT_SECONDS.
 
-What it relies on, which local disks, NFS (3 and 4), Lustre, GPFS and BeeGFS all give:
-- creating a file exclusively (O_EXCL) succeeds for one of several that try at once;
-- a rename replaces a file in one step;
-- opening a file asks the server for its content and time of change (NFS's close-to-open rule).
-It needs neither flock nor fcntl locks, which many clusters mount away or keep to one host, and it
-never compares the clocks of two hosts: whoever finds a lock watches by its own clock whether the
-file changes. If it does, its holder lives. If it has not for EXPIRY_SECONDS, its holder is dead.
-No time is lost where the same kernel can tell at once: on the holder's own host, in its own pid
-namespace, its process is there or not. The time at which a process was started tells its pid
-from the same pid used again.
+It relies on three properties of local disks, NFS (3 and 4), Lustre, GPFS and BeeGFS:
+- if several processes create a file exclusively (O_EXCL), one succeeds;
+- a rename replaces a file atomically;
+- opening a file fetches content and modification time from the server (NFS's close-to-open rule).
+It needs neither flock nor fcntl locks, which many clusters disable or keep local to a host, and
+does not compare the clocks of hosts: a run that finds a lock watches by its own clock whether the
+file changes. If it does not for EXPIRY_SECONDS, its holder is dead. On the holder's host, in its
+pid namespace, no wait is needed, because the kernel knows whether its process exists. The start
+time distinguishes the process from a later one with the same pid.
 
-A lock whose holder is dead is replaced by a rename, and read again after a moment, so that of two
-that replace it at once the last has it and the other knows. A holder that stood still for so long
-that it was taken for dead finds out before it shows its next checkpoint, and stops. No torch.
+A dead holder's lock is replaced by a rename and read again after _SETTLE_SECONDS: if two runs
+replace it at once, the last one has it and the other notices. A holder that was suspended for so
+long that its lock was replaced notices before it commits its next checkpoint, and stops. No torch.
 """
 
 from __future__ import annotations
@@ -36,12 +35,12 @@ from hetero.errors import OutputError, UserError
 
 LOCK_FILE = "writer.lock"
 HEARTBEAT_SECONDS = 5.0
-"""Between two renewals."""
+"""The time between two renewals."""
 EXPIRY_SECONDS = 45.0
-"""A lock that was not renewed for so long is a dead run's. Below the shortest timeout of a job."""
+"""A lock that was not renewed for this long is a dead run's. Less than any timeout of a job."""
 _POLL_SECONDS = 1.0
 _SETTLE_SECONDS = 1.0
-"""Until all that replaced one stale lock at once have done so."""
+"""Enough for all runs that replace a lock at once to have done so."""
 _TRIES = 5
 
 Say = Callable[[str], None]
@@ -53,7 +52,7 @@ class LockLost(OutputError):
 
 @dataclass(frozen=True)
 class Owner:
-    """Who holds a lock. `kernel` and `started` are empty where the system does not tell them."""
+    """Who holds a lock. `kernel` and `started` are empty if the system does not provide them."""
 
     token: str
     host: str
@@ -61,8 +60,9 @@ class Owner:
     since: str
     job: str
     kernel: str
-    """Tells apart hosts, their boots and the namespaces in which pids and times mean something."""
+    """Boot id and namespaces: pids and start times can be compared within one of them only."""
     started: str
+    """When the process was started, in ticks since the boot."""
 
     def __str__(self) -> str:
         job = f", {self.job}" if self.job else ""
@@ -83,7 +83,7 @@ class Owner:
 
     @property
     def lives(self) -> bool | None:
-        """Whether its process is there; None where that cannot be seen from here."""
+        """Whether its process exists; None if it runs on another host or in another namespace."""
         mine = (socket.gethostname(), _kernel())
         if not self.kernel or not self.started or (self.host, self.kernel) != mine:
             return None
@@ -92,14 +92,14 @@ class Owner:
 
 @dataclass(frozen=True)
 class _LockFile:
-    """A lock file at one moment. Two that are equal have not been renewed between."""
+    """A lock file as read at one moment. If two reads are equal, it was not renewed between."""
 
     content: bytes
     changed_ns: int
 
     @property
     def owner(self) -> Owner | None:
-        """None where it was read before it was written, or is nobody's of ours."""
+        """None if the content is incomplete, or not that of such a lock."""
         try:
             return Owner(**json.loads(self.content))
         except (ValueError, TypeError):
@@ -118,9 +118,10 @@ class SaveLock:
 
     @classmethod
     def take(cls, save: Path, *, say: Say) -> SaveLock:
-        """Hold the folder, which is made if need be. `say` is told what takes time, or is odd.
+        """Take the lock of a folder, which is created if it does not exist.
 
-        Waits no longer than EXPIRY_SECONDS and a little. Raises UserError: another run holds it.
+        `say` prints a line before a wait, or if a dead run's lock is replaced. Waits little longer
+        than EXPIRY_SECONDS. Raises UserError if another run holds the lock.
         """
         path, owner = save / LOCK_FILE, Owner.this_process()
         try:
@@ -138,9 +139,9 @@ class SaveLock:
         raise UserError(f"{path} changes hands all the time; see which runs save to {save}")
 
     def require_held(self) -> None:
-        """Raise LockLost if another run took the folder over, and OSError if it cannot be read.
+        """Raise LockLost if another run has taken over the folder.
 
-        A lock file that somebody removed is made again.
+        A lock file that was removed is created again. Raises OSError if it cannot be read.
         """
         with self._guard:
             seen = _read(self._path)
@@ -161,9 +162,9 @@ class SaveLock:
                 )
 
     def release(self) -> None:
-        """Let the next run in. What is not ours any more stays."""
+        """Remove the lock file, unless another run has replaced it."""
         self._over.set()
-        # A beat that hangs, as the file system may, must not keep the process.
+        # A renewal that hangs in the file system must not keep the process from ending.
         if not self._guard.acquire(timeout=HEARTBEAT_SECONDS):
             return
         with suppress(OSError):
@@ -175,7 +176,8 @@ class SaveLock:
 
     def _beat(self) -> None:
         while not self._over.wait(HEARTBEAT_SECONDS):
-            # A server that is away for a moment comes back; a longer absence others judge.
+            # After a short outage of the file server the next renewal succeeds. After a long one
+            # `require_held` tells whether another run has replaced the lock.
             with self._guard, suppress(OSError):
                 if not self._over.is_set():
                     os.utime(self._descriptor)
@@ -188,7 +190,7 @@ class SaveLock:
 
 
 def is_held_by_another(folder: Path, *, say: Say) -> bool:
-    """Whether a process other than this one writes to a folder. May watch its lock for a while."""
+    """Whether another process holds a folder's lock. May watch it for up to EXPIRY_SECONDS."""
     try:
         seen = _read(folder / LOCK_FILE)
         if seen is None:
@@ -197,12 +199,12 @@ def is_held_by_another(folder: Path, *, say: Say) -> bool:
         if owner is not None and owner.pid == os.getpid() and owner.lives:
             return False
         return _reason_holder_is_dead(folder / LOCK_FILE, seen, say) is None
-    except OSError:  # nothing is known, and nothing should be touched
+    except OSError:  # unknown, so assume the worst
         return True
 
 
 def _create(path: Path, owner: Owner) -> int | None:
-    """The new lock's descriptor, or None if there is one already."""
+    """Create a lock file; returns its descriptor, or None if there is one already."""
     try:
         descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
     except FileExistsError:
@@ -210,8 +212,7 @@ def _create(path: Path, owner: Owner) -> int | None:
     try:
         os.write(descriptor, json.dumps(asdict(owner)).encode())
         os.fsync(descriptor)
-        # What it will be renewed by.
-        os.utime(descriptor)
+        os.utime(descriptor)  # fails here if it could not be renewed later
     except OSError:
         os.close(descriptor)
         path.unlink()
@@ -220,7 +221,10 @@ def _create(path: Path, owner: Owner) -> int | None:
 
 
 def _replace_dead(path: Path, owner: Owner, say: Say) -> int | None:
-    """Take the place of a dead holder; None if it has to be tried again. Raises UserError."""
+    """Replace a dead holder's lock; returns the new one's descriptor, or None to try again.
+
+    Raises UserError if the holder is alive.
+    """
     seen = _read(path)
     if seen is None:
         return _create(path, owner)
@@ -238,8 +242,8 @@ def _replace_dead(path: Path, owner: Owner, say: Say) -> int | None:
         return None
     os.replace(fresh, path)
     time.sleep(_SETTLE_SECONDS)
-    held = _read(path)
-    if held is None or held.owner != owner:
+    current = _read(path)
+    if current is None or current.owner != owner:
         os.close(descriptor)
         return None
     say(f"{path.parent} is taken over from a run that ended ({seen.owner or 'unknown'}): {reason}")
@@ -247,7 +251,7 @@ def _replace_dead(path: Path, owner: Owner, say: Say) -> int | None:
 
 
 def _reason_holder_is_dead(path: Path, seen: _LockFile, say: Say) -> str | None:
-    """Why the holder of a lock is dead; None if it lives. Watches where only time can tell."""
+    """Why the holder of a lock is dead; None if it is alive. Watches the file if need be."""
     owner = seen.owner
     lives = None if owner is None else owner.lives
     if lives is not None:
@@ -268,7 +272,7 @@ def _reason_holder_is_dead(path: Path, seen: _LockFile, say: Say) -> str | None:
 
 
 def _read(path: Path) -> _LockFile | None:
-    # Opened anew each time: that is when a network file system asks its server.
+    # Opened anew each time, because that is when a network file system asks its server.
     try:
         with path.open("rb") as file:
             return _LockFile(file.read(), os.fstat(file.fileno()).st_mtime_ns)
@@ -282,17 +286,17 @@ def _kernel() -> str:
         names.append(os.readlink("/proc/self/ns/pid"))
     except OSError:
         return ""
-    with suppress(OSError):  # older kernels know none of time
+    with suppress(OSError):  # older kernels have no time namespaces
         names.append(os.readlink("/proc/self/ns/time"))
     return " ".join(names)
 
 
 def _start_of(pid: int) -> str | None:
-    """When a process was started, in ticks since the boot; None if it is not there, or a zombie."""
+    """When a process was started, in ticks since the boot; None if it has ended."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
         return None
-    # Its name, in brackets, may hold anything.
+    # The second field, a name in parentheses, may contain spaces and parentheses.
     fields = text.rpartition(")")[2].split()
     return None if fields[0] in ("Z", "X") else fields[19]

@@ -1,8 +1,8 @@
-"""What each flag does to the model, and what a checkpoint's value of it is therefore worth.
+"""The effect of each flag of the model, which decides how a checkpoint's value is treated.
 
-The one table for what --use-checkpoint-args takes, what must be equal before weights are loaded,
-what a conversion has to express, and docs/checkpoints.md. A test walks the parser's groups of such
-flags, so that a new flag cannot be left out. No torch.
+One table decides what --use-checkpoint-args takes, what must be equal before weights are loaded,
+what a conversion must express, and what docs/checkpoints.md says. A test compares it with the
+parser, so that a new flag cannot be forgotten. No torch.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ from typing import Any
 
 
 class Kind(Enum):
-    """What has to be the same in the checkpoint and in the run that starts from it."""
+    """Whether a flag must have the same value in a checkpoint and in a run that starts from it."""
 
     SHAPE = "shape"
-    """The shape of a tensor: always equal."""
+    """Decides the shape of a tensor: always equal."""
     MEANING = "meaning"
-    """What the weights were trained to mean: always equal."""
+    """Decides what trained weights compute: always equal."""
     TUNABLE = "tunable"
     """Equal, unless a run that starts from weights alone types another value."""
     TRAINING = "training"
-    """Acts in training only. Equal, unless the run types another value."""
+    """Has an effect in training only. Equal, unless the run types another value."""
     ROWS = "rows"
-    """How many rows the vocabulary is padded to: another number is told."""
+    """The padded rows of the vocabulary: another number is logged."""
     TOKENIZER = "tokenizer"
-    """Which tokenizer: compared by its size and by what it makes of a text."""
+    """Decides the tokenizer, which is compared by its size and the tokens of a text."""
     LIMIT = "limit"
-    """Taken, and free to be another."""
+    """Taken, but not compared."""
     SPELLING = "spelling"
     """Another way to type a flag of this table."""
     NONE = "none"
@@ -38,18 +38,18 @@ class Kind(Enum):
 
 
 COMPARED = frozenset({Kind.SHAPE, Kind.MEANING, Kind.TUNABLE, Kind.TRAINING})
-_READ_AS_DEFAULT = COMPARED - {Kind.SHAPE}
 TAKEN = COMPARED | {Kind.ROWS, Kind.TOKENIZER, Kind.LIMIT}
 
 
 @dataclass(frozen=True)
 class ModelFlag:
-    """How one flag is treated, and why."""
+    """The treatment of one flag."""
 
     kind: Kind
     why: str
+    """The reason, for docs/checkpoints.md."""
     only_with: Mapping[str, Any] = field(default_factory=dict)
-    """Compared only where the checkpoint has these values of other flags, by destination."""
+    """Compared only if other flags of the checkpoint have these values, by destination."""
 
 
 _ROPE = {"position_embedding_type": "rope"}
@@ -61,12 +61,13 @@ _SAMPLES = "what the model is shown, not what it computes"
 _IDS = "which ids a text becomes"
 
 
-def _rows(kind: Kind, why: str, *names: str) -> dict[str, ModelFlag]:
+def _flags(kind: Kind, why: str, *names: str) -> dict[str, ModelFlag]:
+    """Entries of the table, all treated alike."""
     return {name: ModelFlag(kind, why) for name in names}
 
 
 MODEL_FLAGS: Mapping[str, ModelFlag] = {
-    **_rows(
+    **_flags(
         Kind.SHAPE,
         "shape of the weights",
         *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "kv_channels"),
@@ -100,16 +101,16 @@ MODEL_FLAGS: Mapping[str, ModelFlag] = {
         {"swiglu": False, "squared_relu": False, "add_bias_linear": True},
     ),
     "apply_query_key_layer_scaling": ModelFlag(Kind.TUNABLE, "how scores are scaled"),
-    **_rows(
+    **_flags(
         Kind.TRAINING, "noise while training, none after", "hidden_dropout", "attention_dropout"
     ),
-    **_rows(
+    **_flags(
         Kind.ROWS,
         "rows of padding take part in the softmax",
         *("padded_vocab_size", "make_vocab_size_divisible_by"),
     ),
     "seq_length": ModelFlag(Kind.LIMIT, "length of the samples"),
-    **_rows(
+    **_flags(
         Kind.TOKENIZER,
         _IDS,
         *("tokenizer_type", "tokenizer_model", "vocab_size", "vocab_file", "merge_file"),
@@ -118,7 +119,7 @@ MODEL_FLAGS: Mapping[str, ModelFlag] = {
         *("tokenizer_sentencepiece_legacy", "tokenizer_hf_use_fast"),
         "tokenizer_hf_include_special_tokens",
     ),
-    **_rows(
+    **_flags(
         Kind.SPELLING,
         "read as --position-embedding-type",
         *("use_rotary_position_embeddings", "add_position_embedding"),
@@ -130,31 +131,31 @@ MODEL_FLAGS: Mapping[str, ModelFlag] = {
     "attention_softmax_in_fp32": ModelFlag(Kind.NONE, "attention kernels sum in float32 anyway"),
     "attention_backend": ModelFlag(Kind.NONE, "another kernel for the same attention"),
     "transformer_impl": ModelFlag(Kind.NONE, "whose layers compute the same"),
-    **_rows(
+    **_flags(
         Kind.NONE,
         _FUSED,
         *("masked_softmax_fusion", "apply_rope_fusion", "no_persist_layer_norm"),
         *("bias_swiglu_fusion", "bias_dropout_fusion"),
         *("cross_entropy_loss_fusion", "cross_entropy_fusion_impl"),
     ),
-    **_rows(
+    **_flags(
         Kind.NONE,
         _START,
         *("init_method_std", "embedding_init_method_std", "init_method_xavier_uniform"),
         *("perform_initialization", "use_cpu_initialization"),
     ),
-    **_rows(
+    **_flags(
         Kind.NONE,
         _PRECISION,
         *("bf16", "fp16", "fp32_residual_connection", "accumulate_allreduce_grads_in_fp32"),
         *("grad_reduce_in_bf16", "fp16_lm_cross_entropy"),
     ),
-    **_rows(
+    **_flags(
         Kind.NONE,
         _SCALE,
         *("loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis"),
     ),
-    **_rows(
+    **_flags(
         Kind.NONE,
         _SAMPLES,
         *("num_workers", "dataloader_type", "reset_position_ids", "reset_attention_mask"),
@@ -166,38 +167,38 @@ GROUPS = (
     *("model size", "attention", "positions", "layers of the block", "initial weights"),
     *("precision", "samples", "tokenizer"),
 )
-"""The parser's groups whose every flag is in `MODEL_FLAGS`, and whose flags are all of it."""
+"""The parser's groups whose flags, and no others, are in `MODEL_FLAGS`."""
 
 
 @dataclass(frozen=True)
 class Spelling:
-    """How a destination of the parser is typed."""
+    """A destination of the parser, as written on a command line."""
 
     options: tuple[str, ...]
     default: Any
     const: Any
-    """What a flag without a value sets; None of a flag that takes one."""
+    """The value that a flag without one sets; None for a flag that takes one."""
 
     @property
     def option(self) -> str:
         return self.options[0]
 
     def typed(self, value: Any) -> str | None:
-        """The words that give `value`; None for a switch that stays off, or for nothing."""
+        """The words that set `value`; None if the flag must be left out."""
         if self.const is not None:
             return self.option if value == self.const else None
         words = value if isinstance(value, list | tuple) else [value]
         return None if value is None else " ".join([self.option, *map(str, words)])
 
     def word(self, value: Any) -> str:
-        """`value` in a sentence about the flag."""
+        """`value` as a word of a message about the flag."""
         if self.const is not None:
             return "on" if value == self.const else "off"
         return "not given" if value is None else str(value)
 
 
 def spellings(parser: argparse.ArgumentParser) -> dict[str, Spelling]:
-    """Of every flag of `MODEL_FLAGS` that the parser has, by destination."""
+    """The spelling of every flag of `MODEL_FLAGS` that the parser has, by destination."""
     return {
         action.dest: Spelling(
             options=tuple(action.option_strings),
@@ -212,7 +213,7 @@ def spellings(parser: argparse.ArgumentParser) -> dict[str, Spelling]:
 def typed_destinations(
     spelled: Mapping[str, Spelling], typed_flags: Collection[str]
 ) -> frozenset[str]:
-    """The destinations that the command line names itself."""
+    """The destinations of the typed flags."""
     return frozenset(
         name for name, spelling in spelled.items() if set(spelling.options) & set(typed_flags)
     )
@@ -220,7 +221,7 @@ def typed_destinations(
 
 @dataclass(frozen=True)
 class Difference:
-    """One flag of which the checkpoint and this run have different values."""
+    """One flag whose values in the checkpoint and in this run differ."""
 
     kind: Kind
     spelling: Spelling
@@ -229,7 +230,7 @@ class Difference:
     is_typed: bool
 
     def is_allowed(self, *, weights_only: bool) -> bool:
-        """Whether the run may have its own value, because it says so itself."""
+        """Whether the run may have another value: if it is typed and of such a kind."""
         may_change = self.kind is Kind.TRAINING or (self.kind is Kind.TUNABLE and weights_only)
         return may_change and self.is_typed
 
@@ -242,45 +243,50 @@ class Difference:
 
 def differences(
     stored: Mapping[str, Any],
-    ours: Mapping[str, Any],
+    own: Mapping[str, Any],
     *,
     spelled: Mapping[str, Spelling],
     typed: Collection[str],
 ) -> list[Difference]:
-    """Every compared flag that both sides say and say differently."""
-    theirs, mine = normal_form(stored), normal_form(ours)
-    found = []
+    """The compared flags that the checkpoint and the run both have, with different values.
+
+    `stored` and `own` are their arguments by destination, `typed` the destinations typed.
+    """
+    there, here = normal_form(stored), normal_form(own)
+    differing = []
     for name, flag in MODEL_FLAGS.items():
-        if flag.kind not in COMPARED or name not in theirs or name not in mine:
+        if flag.kind not in COMPARED or name not in there or name not in here:
             continue
-        if any(theirs.get(other) != value for other, value in flag.only_with.items()):
+        if any(there.get(other) != value for other, value in flag.only_with.items()):
             continue
-        if theirs[name] != mine[name]:
-            found.append(
-                Difference(flag.kind, spelled[name], theirs[name], mine[name], name in typed)
+        if there[name] != here[name]:
+            is_typed = name in typed
+            differing.append(
+                Difference(flag.kind, spelled[name], there[name], here[name], is_typed)
             )
-    return found
+    return differing
 
 
 def completed(stored: Mapping[str, Any], spelled: Mapping[str, Spelling]) -> dict[str, Any]:
-    """`stored` with the defaults of flags that it does not mention, which its writer did not have.
+    """`stored`, with defaults for flags that are newer than the checkpoint.
 
-    What decides a shape stays open: the tensors have it.
+    Flags of shapes are left out, because tensors have shapes.
     """
-    later = {n: s.default for n, s in spelled.items() if MODEL_FLAGS[n].kind in _READ_AS_DEFAULT}
-    return later | dict(stored)
+    kinds = COMPARED - {Kind.SHAPE}
+    defaults = {n: s.default for n, s in spelled.items() if MODEL_FLAGS[n].kind in kinds}
+    return defaults | dict(stored)
 
 
 def normal_form(values: Mapping[str, Any]) -> dict[str, Any]:
-    """`values`, by destination, with one way to say each model where the flags have several."""
-    found = dict(values)
-    if found.get("use_rotary_position_embeddings"):
-        found["position_embedding_type"] = "rope"
-    if found.get("add_bias_linear"):
-        found["add_qkv_bias"] = True
-    heads = found.get("num_attention_heads")
-    if heads is not None and "group_query_attention" in found:
-        if not found["group_query_attention"]:
-            found["num_query_groups"] = heads
-        found["group_query_attention"] = found.get("num_query_groups", heads) != heads
-    return found
+    """Arguments, by destination, that are equal for equal models, however flags describe them."""
+    args = dict(values)
+    if args.get("use_rotary_position_embeddings"):
+        args["position_embedding_type"] = "rope"
+    if args.get("add_bias_linear"):
+        args["add_qkv_bias"] = True
+    heads = args.get("num_attention_heads")
+    if heads is not None and "group_query_attention" in args:
+        if not args["group_query_attention"]:
+            args["num_query_groups"] = heads
+        args["group_query_attention"] = args.get("num_query_groups", heads) != heads
+    return args

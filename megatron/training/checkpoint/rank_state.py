@@ -21,6 +21,7 @@ from hetero.plan import Coordinate, Plan
 from megatron.training.checkpoint.regions import Shard
 from megatron.training.checkpoint.safetensors_writer import WriteItem
 from megatron.training.checkpoint.tensor_names import (
+    MAIN_COPY,
     OUTPUT_LAYER,
     is_split,
     optimizer_name,
@@ -36,9 +37,6 @@ from megatron.training.core_private import (
 )
 from megatron.training.model import StageModel
 from megatron.training.optimizer import TrainingOptimizer
-
-MAIN_COPY = "main"
-"""The optimizer's name for the float32 copies of weights of lower precision."""
 
 
 @dataclass(frozen=True)
@@ -90,13 +88,13 @@ def owned_write_items(
         return write_items
     by_parameter = {id(p.parameter): p for p in written}
     for shard in optimizer_shards(optimizer.inner):
-        at = by_parameter.get(id(shard.parameter))
-        if at is None:
+        p = by_parameter.get(id(shard.parameter))
+        if p is None:
             continue
         # The distributed optimizer shards it over replicas; otherwise all replicas hold the same.
-        is_own = optimizer.config.use_distributed_optimizer or at.name in mine
+        is_own = optimizer.config.use_distributed_optimizer or p.name in mine
         if is_own and coordinate.context == 0:
-            write_items += _optimizer_items(at, shard)
+            write_items += _optimizer_items(p, shard)
     return write_items
 
 
@@ -122,8 +120,8 @@ def _weight_item(p: ShardedParameter) -> WriteItem:
     )
 
 
-def _optimizer_items(at: ShardedParameter, shard: OptimizerShard) -> list[WriteItem]:
-    regions = tuple(at.shard.regions(shard.begin, shard.end))
+def _optimizer_items(p: ShardedParameter, shard: OptimizerShard) -> list[WriteItem]:
+    regions = tuple(p.shard.regions(shard.begin, shard.end))
     states = {MAIN_COPY: shard.main} if shard.is_copy else {}
     states |= {
         name: value
@@ -132,8 +130,8 @@ def _optimizer_items(at: ShardedParameter, shard: OptimizerShard) -> list[WriteI
     }
     return [
         WriteItem(
-            name=optimizer_name(state, at.name),
-            shape=at.shard.whole,
+            name=optimizer_name(state, p.name),
+            shape=p.shard.whole,
             dtype=value.dtype,
             regions=regions,
             source=lambda value=value: value,  # type: ignore[misc]

@@ -1,10 +1,10 @@
-"""Reads a checkpoint, in training and in tools: tensors whole or in part, by their global names.
+"""Reads tensors of a checkpoint, whole or in part, by their names in the whole model.
 
-    reader = CheckpointReader.open(Path("runs/llama"))      # the newest one that is whole
+    reader = CheckpointReader.open(Path("runs/llama"))      # the newest that is not damaged
     reader.args["hidden_size"], reader.names()
     reader.tensor("decoder.final_layernorm.weight")
 
-Needs no process group, and reads of each file only what is asked for.
+It needs no process group, and reads only the requested parts of files.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from megatron.training.checkpoint.index import (
     StoredTensor,
     read_index,
 )
+from megatron.training.checkpoint.region_views import region_view
 from megatron.training.checkpoint.regions import Region
 from megatron.training.checkpoint.safetensors_writer import BLOCK_BYTES, checksum_problem
 
@@ -41,7 +42,7 @@ class CheckpointReader:
     ) -> None:
         self.folder = folder
         self.notes = tuple(notes)
-        """Why newer ones were passed over; a tool says it."""
+        """Why newer checkpoints were not used, for a tool to print."""
         self.index = read_index(folder) if index is None else index
         self._files: dict[str, Any] = {}
         self._stack = ExitStack()
@@ -50,11 +51,11 @@ class CheckpointReader:
     def open(
         cls, load: Path, *, iteration: int | None = None, older: bool = True
     ) -> CheckpointReader:
-        """The checkpoint of an iteration, or the newest whose files are all there, checked whole.
+        """Open the checkpoint of an iteration, or the newest whose files match their checksums.
 
-        With `older` false it is the newest or none. `load` may also be a checkpoint's own folder.
-        Raises DamagedCheckpoint, saying of each one tried what is wrong with it, and UserError for
-        a checkpoint's own folder beside another iteration.
+        With `older` false only the newest is tried. `load` may also be a checkpoint's own folder.
+        Raises DamagedCheckpoint, with what is wrong with each one tried, and UserError for a
+        checkpoint's own folder with another `iteration`.
         """
         notes: list[str] = []
         if (load / INDEX_FILE).exists():
@@ -85,7 +86,7 @@ class CheckpointReader:
 
     @property
     def title(self) -> str:
-        """What was read, for a person."""
+        """Folder and iteration, for a message."""
         iteration = self.index.run.get("iteration")
         return str(self.folder) if iteration is None else f"{self.folder}, iteration {iteration}"
 
@@ -111,9 +112,7 @@ class CheckpointReader:
     def tensor(self, name: str) -> torch.Tensor:
         """The whole tensor, on the CPU."""
         stored = self._stored(name)
-        return self.regions(name, [Region((0,) * len(stored.shape), stored.shape)]).view(
-            stored.shape
-        )
+        return self.regions(name, [Region.whole(stored.shape)]).view(stored.shape)
 
     def slice(self, name: str, begin: int, end: int) -> torch.Tensor:
         """Rows [begin, end) of a tensor's first dimension."""
@@ -121,25 +120,25 @@ class CheckpointReader:
         rows = (end - begin, *shape[1:])
         return self.regions(name, [Region((begin, *(0 for _ in shape[1:])), rows)]).view(rows)
 
-    def regions(self, name: str, wanted: Sequence[Region]) -> torch.Tensor:
-        """The elements of `wanted`, one region after the other, flat, on the CPU."""
+    def regions(self, name: str, regions: Sequence[Region]) -> torch.Tensor:
+        """The elements of regions, one region after the other, flat, on the CPU."""
         stored = self._stored(name)
-        flat = torch.empty(sum(region.size for region in wanted), dtype=_dtype(stored))
-        self.read_into(flat, name, wanted)
+        flat = torch.empty(sum(region.size for region in regions), dtype=_dtype(stored))
+        self.read_into(flat, name, regions)
         return flat
 
-    def read_into(self, flat: torch.Tensor, name: str, wanted: Sequence[Region]) -> None:
-        """As `regions`, into a flat tensor; elements outside the stored tensor do not change."""
+    def read_into(self, flat: torch.Tensor, name: str, regions: Sequence[Region]) -> None:
+        """Read regions into a flat tensor; elements outside of the stored tensor do not change."""
         stored = self._stored(name)
         offset = 0
-        for region in wanted:
+        for region in regions:
             target = flat[offset : offset + region.size].view(region.shape)
             offset += region.size
             for stored_region in stored.regions:
                 common = region.intersection(stored_region.region)
                 if common is not None:
                     for part, values in self._elements(name, stored_region, common):
-                        _view(target, region, part).copy_(values)
+                        region_view(target, region, part).copy_(values)
 
     def verify(self, *, part: int = 0, parts: int = 1) -> None:
         """Compare the files with their checksums; of several readers each can take a part.
@@ -180,13 +179,13 @@ class CheckpointReader:
         first, last = common.start[0], common.start[0] + common.shape[0]
         for begin in range(first, last, step):
             rows = min(step, last - begin)
-            at = stored_region.offset + (begin - stored_region.region.start[0]) * inner
-            flat = self._read(stored_region.file, name, at, at + rows * inner)
-            held = Region(
+            offset = stored_region.offset + (begin - stored_region.region.start[0]) * inner
+            flat = self._read(stored_region.file, name, offset, offset + rows * inner)
+            extent = Region(
                 (begin, *stored_region.region.start[1:]), (rows, *stored_region.region.shape[1:])
             )
             part = Region((begin, *common.start[1:]), (rows, *common.shape[1:]))
-            yield part, _view(flat.view(held.shape), held, part)
+            yield part, region_view(flat.view(extent.shape), extent, part)
 
     def _read(self, file: str, name: str, begin: int, end: int) -> torch.Tensor:
         try:
@@ -219,12 +218,3 @@ _NOT_WEIGHTS = ("optimizer.", "rng.")
 def _dtype(stored: StoredTensor) -> torch.dtype:
     dtype: torch.dtype = getattr(torch, stored.dtype)
     return dtype
-
-
-def _view(tensor: torch.Tensor, held: Region, part: Region) -> torch.Tensor:
-    """The part of `tensor`, which holds the region `held`, where `part` lies."""
-    for dim, (begin, origin, length) in enumerate(
-        zip(part.start, held.start, part.shape, strict=True)
-    ):
-        tensor = tensor.narrow(dim, begin - origin, length)
-    return tensor

@@ -19,11 +19,18 @@ class Region:
     start: tuple[int, ...]
     shape: tuple[int, ...]
 
+    @classmethod
+    def whole(cls, shape: tuple[int, ...]) -> Region:
+        """All of a tensor of this shape."""
+        return cls((0,) * len(shape), shape)
+
     @property
     def size(self) -> int:
+        """Number of elements."""
         return math.prod(self.shape)
 
     def intersection(self, other: Region) -> Region | None:
+        """The region that both have in common; None if there is none."""
         start = tuple(map(max, self.start, other.start))
         ends = (
             min(a + m, b + n)
@@ -75,11 +82,14 @@ class Segment:
 
 @dataclass(frozen=True)
 class Shard:
-    """How one tensor-parallel rank's shard maps to the whole tensor."""
+    """The mapping of a tensor-parallel rank's shard to the whole tensor."""
 
     whole: tuple[int, ...]
+    """Shape of the whole tensor."""
     local: tuple[int, ...]
+    """Shape of the shard."""
     dim: int
+    """The dimension that is split."""
     segments: tuple[Segment, ...]
 
     def __post_init__(self) -> None:
@@ -94,7 +104,10 @@ class Shard:
     def split(
         cls, local: tuple[int, ...], *, dim: int, rank: int, ranks: int, stacked: int = 1
     ) -> Shard:
-        """The slice of `rank`; if the tensor stacks several, a slice of each of them."""
+        """The slice of `rank` along `dim`; if `stacked` tensors are stacked there, one of each.
+
+        `local` is the shape of the slice, `ranks` the tensor-parallel size.
+        """
         whole = tuple(n * ranks if d == dim else n for d, n in enumerate(local))
         rows = local[dim] // stacked
         segments = tuple(
@@ -108,7 +121,7 @@ class Shard:
 
     def regions(self, begin: int = 0, end: int | None = None) -> list[Region]:
         """Regions of the whole tensor that the flat local range [begin, end) holds, in order."""
-        found = []
+        regions = []
         for region in flat_range_regions(self.local, begin, self.size if end is None else end):
             for part in self.segments:
                 limits = list(self.local)
@@ -117,5 +130,5 @@ class Shard:
                 start[self.dim] = part.local
                 part_region = region.intersection(Region(tuple(start), tuple(limits)))
                 if part_region is not None:
-                    found.append(part_region.moved(self.dim, part.whole - part.local))
-        return found
+                    regions.append(part_region.moved(self.dim, part.whole - part.local))
+        return regions

@@ -1,8 +1,8 @@
 """Writes a `.safetensors` file item by item, with no more than one block in host memory.
 
-The safetensors library writes a file from tensors that are all in memory. Its format is a length,
-a JSON header and the bytes of each tensor, so it is written here as it comes, and checksummed on
-the way. Reading is the library's.
+The safetensors library writes files only from tensors that are all in memory. The format is a
+length, a JSON header and the bytes of each tensor. Checksums are computed while writing. Files are
+read with the library.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ import math
 import os
 import threading
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import torch
 
@@ -40,10 +40,10 @@ class WriteCancelled(Exception):
 
 @dataclass(frozen=True)
 class WriteItem:
-    """What one rank writes of one tensor: regions of it, one after the other in flat memory.
+    """One rank's part of a tensor in a file: regions of it, one after the other in flat memory.
 
-    `source` gives the elements, flat or of any shape; it is called when their turn comes, on the
-    thread that writes, and may return a tensor of any device.
+    `source` returns the elements in a tensor of any shape and device. It is called when they are
+    written, on the writing thread.
     """
 
     name: str
@@ -63,7 +63,7 @@ class WriteItem:
     @classmethod
     def whole(cls, name: str, tensor: torch.Tensor) -> WriteItem:
         shape = tuple(tensor.shape)
-        return cls(name, shape, tensor.dtype, (Region((0,) * len(shape), shape),), lambda: tensor)
+        return cls(name, shape, tensor.dtype, (Region.whole(shape),), lambda: tensor)
 
     def stored_in(self, file: str) -> StoredTensor:
         offsets = [0]
@@ -111,7 +111,8 @@ def write_safetensors(
     """
     sums = BlockChecksums()
     with path.open("wb", buffering=0) as file:
-        _put(file, memoryview(_header(write_items)), sums)
+        header = safetensors_header((i.name, i.dtype, (i.elements,)) for i in write_items)
+        _put(file, memoryview(header), sums)
         for write_item in write_items:
             written = 0
             for data in _blocks(write_item):
@@ -133,15 +134,22 @@ def _put(file: BinaryIO, data: memoryview, sums: BlockChecksums) -> None:
         data = data[file.write(data) :]
 
 
-def _header(write_items: Sequence[WriteItem]) -> bytes:
-    position, entries = 0, {}
-    for write_item in write_items:
-        entries[write_item.name] = {
-            "dtype": _CODES[write_item.dtype],
-            "shape": [write_item.elements],
-            "data_offsets": [position, position + write_item.bytes],
+def safetensors_header(
+    tensors: Iterable[tuple[str, torch.dtype, Sequence[int]]],
+    *,
+    metadata: Mapping[str, str] | None = None,
+) -> bytes:
+    """The bytes of a file before its data: length and JSON. `tensors`: name, dtype and shape."""
+    position = 0
+    entries: dict[str, Any] = {} if metadata is None else {"__metadata__": dict(metadata)}
+    for name, dtype, shape in tensors:
+        end = position + math.prod(shape) * dtype.itemsize
+        entries[name] = {
+            "dtype": _CODES[dtype],
+            "shape": list(shape),
+            "data_offsets": [position, end],
         }
-        position += write_item.bytes
+        position = end
     text = json.dumps(entries).encode()
     # Data is aligned for every dtype; the format allows trailing spaces in its header.
     text += b" " * (-len(text) % 8)
@@ -149,18 +157,25 @@ def _header(write_items: Sequence[WriteItem]) -> bytes:
 
 
 def _blocks(write_item: WriteItem) -> Iterator[memoryview]:
-    """An item's bytes in host memory, one block at a time."""
-    flat = write_item.source().detach().reshape(-1)
-    if flat.dtype != write_item.dtype:
-        raise ValueError(f"{write_item.name} is {flat.dtype}, not {write_item.dtype} as announced")
-    step = BLOCK_BYTES // write_item.dtype.itemsize
+    values = write_item.source()
+    if values.dtype != write_item.dtype:
+        raise ValueError(
+            f"{write_item.name} is {values.dtype}, not {write_item.dtype} as announced"
+        )
+    return tensor_blocks(values)
+
+
+def tensor_blocks(tensor: torch.Tensor) -> Iterator[memoryview]:
+    """A tensor's bytes in host memory, one block at a time."""
+    flat = tensor.detach().reshape(-1)
+    step = BLOCK_BYTES // flat.dtype.itemsize
     for begin in range(0, flat.numel(), step):
         block = flat[begin : begin + step].cpu().contiguous()
         yield memoryview(block.view(torch.uint8).numpy().data)
 
 
 def checksum_problem(path: Path, expected: StoredFile) -> str | None:
-    """What is wrong with a file that should be as `expected`, or None."""
+    """Compare a file with its size and checksums; returns what is wrong, or None."""
     try:
         size = path.stat().st_size
         if size != expected.size:

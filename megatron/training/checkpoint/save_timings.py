@@ -1,4 +1,4 @@
-"""How long each save blocked training on this rank. No torch."""
+"""Records for how long each save blocked training on this rank. No torch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class SaveTiming:
 
     iteration: int
     stood_still_s: float = 0.0
-    """For which the training loop was blocked."""
+    """The time for which the training loop was blocked."""
     memory_wait_s: float = 0.0
     """The part of it spent waiting for snapshot memory."""
     written_s: float | None = None

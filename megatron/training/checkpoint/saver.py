@@ -68,7 +68,7 @@ class RetentionPolicy:
 
 @dataclass(frozen=True)
 class Contents:
-    """What one rank contributes to a checkpoint; `args` and `run` are used on rank 0 only."""
+    """One rank's part of a checkpoint; `args` and `run` are used on rank 0 only."""
 
     write_items: Sequence[WriteItem]
     args: Mapping[str, Any]
@@ -94,11 +94,11 @@ class SaveOutcome:
     seconds: float
     """From its begin until this rank knew of its end."""
     bytes: int = 0
-    """Of all files, on rank 0."""
+    """The size of all files, on rank 0."""
     part: StoredPart | None = None
     """This rank's share, if it was written."""
     memory_wait_s: float = 0.0
-    """For which this rank's training waited for the memory of a copy."""
+    """Seconds for which this rank's training waited for the memory of a copy."""
 
 
 def part_name(rank: int) -> str:

@@ -1,4 +1,4 @@
-"""Noticing that the run was asked to stop, so that it can save first."""
+"""Catches the signal that asks the run to stop, so that it saves first."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ SIGNALS = ("SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2")
 
 
 class StopSignal:
-    """While entered, a signal is remembered and not obeyed; `seen` says whether it came.
+    """A context manager in which a signal only sets `seen`.
 
-    A process forked meanwhile (a worker that reads data) obeys it as it would without.
+    In forked processes, such as data loader workers, it has its default effect.
     """
 
     def __init__(self, name: str) -> None:

@@ -29,7 +29,7 @@ class Snapshot:
         self._memory: HostMemory | None = None
         self._events: list[torch.cuda.Event | None] = []
         self.memory_wait_s = 0.0
-        """For how long the last `take` waited for its memory."""
+        """Seconds for which the last `take` waited for its memory."""
 
     def reserve(self, size: int) -> None:
         """Start allocating `size` bytes in a thread. Returns at once."""

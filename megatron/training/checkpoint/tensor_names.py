@@ -1,20 +1,27 @@
-"""Tensors' names in a checkpoint, and how a rank's parameter lies in the whole tensor.
+"""Names of tensors in a checkpoint, and the mapping of a rank's parameter to the whole tensor.
 
 Names are those of megatron-core's local layers, counted over the whole model. TransformerEngine
-fuses a norm into the linear layer behind it and names its weight after that; a checkpoint knows one
-name, so that one side of a run may use TransformerEngine and the other not.
+fuses a norm into the linear layer after it and names its weight after that. A checkpoint has one
+name for both, so that one mesh of a run may use TransformerEngine and another not. No torch.
 """
 
 from __future__ import annotations
 
-import torch
+from typing import TYPE_CHECKING
 
 from megatron.training.checkpoint.regions import Shard
+
+if TYPE_CHECKING:
+    import torch
 
 EMBEDDING = "embedding.word_embeddings.weight"
 OUTPUT_LAYER = "output_layer.weight"
 VOCABULARY = (EMBEDDING, OUTPUT_LAYER)
-"""Tensors with a row for each token, and padding rows that depend on the tensor-parallel size."""
+"""Tensors with a row for each token, and rows of padding that depend on the layout."""
+
+MAIN_COPY = "main"
+"""The optimizer state of the float32 copies of weights of lower precision (main parameters)."""
+ADAM_MOMENTS = ("exp_avg", "exp_avg_sq")
 
 _FUSED_NORMS = (
     ("self_attention.linear_qkv.layer_norm_", "input_layernorm."),
@@ -38,15 +45,19 @@ def fused_name(name: str) -> str:
 
 
 def optimizer_name(state: str, name: str) -> str:
+    """The name of the optimizer's `state` of a weight: `MAIN_COPY`, or one of torch's own keys."""
     return f"optimizer.{state}.{name}"
 
 
 def shard_of(
     name: str, parameter: torch.Tensor, *, tp_rank: int, tp_size: int, gated: bool
 ) -> Shard:
-    """Where a tensor-parallel rank's parameter lies. `gated`: fc1 stacks gate and up projection."""
+    """The mapping of a tensor-parallel rank's parameter to the whole tensor.
+
+    `gated`: fc1 stacks gate and up projection.
+    """
     shape = tuple(parameter.shape)
-    if tp_size == 1 or not getattr(parameter, "tensor_model_parallel", False):
+    if not is_split(parameter, tp_size):
         return Shard.unsplit(shape)
     dim: int = parameter.partition_dim  # type: ignore[attr-defined]
     stacked = 2 if gated and name.endswith(_GATED) else 1
@@ -54,4 +65,5 @@ def shard_of(
 
 
 def is_split(parameter: torch.Tensor, tp_size: int) -> bool:
+    """Whether tensor-parallel ranks have different slices of a parameter."""
     return tp_size > 1 and bool(getattr(parameter, "tensor_model_parallel", False))

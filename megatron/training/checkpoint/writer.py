@@ -30,7 +30,7 @@ def write_release(
     args: Mapping[str, Any],
     add_companions: Callable[[Path], None] | None = None,
 ) -> Path:
-    """`write_checkpoint` for SAVE/release, from whose weights a run starts as --finetune would."""
+    """`write_checkpoint` for SAVE/release, whose weights a run starts from as with --finetune."""
     run = {"holds": _HOLDS}
     name = folders.RELEASE
     return write_checkpoint(save, name, files, args=args, run=run, add_companions=add_companions)
@@ -45,15 +45,17 @@ def write_checkpoint(
     run: Mapping[str, Any],
     add_companions: Callable[[Path], None] | None = None,
 ) -> Path:
-    """Write SAVE/`name` and point the tracker at it; the folder it made.
+    """Write SAVE/`name` and point the tracker at it; returns the folder.
 
-    `files` yields the items of one file after the other, so that only what an item's `source`
-    returns is in memory. `args` are the model's flags by destination, as far as they are known;
-    `num_layers` and `untie_embeddings_and_output_weights` must be. `run` is the run's progress, see
-    `train_state.py`. `add_companions` may put other files into the folder before it gets its name.
+    Args:
+        files: the items of each file; only what one item's `source` returns is in memory.
+        args: the known flags of the model by destination, `num_layers` and
+            `untie_embeddings_and_output_weights` among them.
+        run: the run's progress, see `train_state.py`.
+        add_companions: adds other files to the folder before it gets its name.
 
-    Raises OSError, UserError if a run writes to SAVE, and DamagedCheckpoint if the items do not
-    make a whole model; nothing is left then.
+    Raises OSError, UserError if a run writes to SAVE, and DamagedCheckpoint if the items are not
+    all of a model. Then nothing is left.
     """
     with SaveLock.take(save, say=partial(print, file=sys.stderr)):
         return _write(save, name, files, args, run, add_companions)
@@ -79,7 +81,7 @@ def _write(
                 regions = stored.regions if known is None else known.regions + stored.regions
                 tensors[write_item.name] = StoredTensor(stored.shape, stored.dtype, regions)
         text = Index(args=args, run=run, tensors=tensors, files=written).to_json()
-        # What does not cover its tensors must never get a checkpoint's name.
+        # An incomplete model must never get a checkpoint's name.
         require_complete_model(
             parse_index(text),
             num_layers=args["num_layers"],

@@ -1,7 +1,7 @@
-"""Hugging Face's config.json of a LLaMA or Qwen2, and our arguments. Pure.
+"""Converts Hugging Face's config.json of a LLaMA or Qwen2 to our arguments and back. No files.
 
-What the other side cannot say is refused by name, because a model that means something else would
-load without a word.
+Settings that the other side cannot express are refused by name, because the model could otherwise
+load and compute something else.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from megatron.training.arguments.parser import build_parser
 from megatron.training.checkpoint.model_flags import completed, spellings
 
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM"}
-# megatron-core knows --use-rope-scaling with these numbers only.
+# megatron-core implements --use-rope-scaling with these numbers only.
 _LLAMA3_SCALING = {
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
@@ -27,8 +27,8 @@ _DEFAULT_SCALING_FACTOR = 8.0
 _DEFAULT_ROPE_THETA = 10000.0
 _JSON_NAMES: Mapping[type, str] = {list: "list", dict: "mapping"}
 _DTYPES = ("float32", "bfloat16", "float16")
-# What a LLaMA and a Qwen2 are, by destination; `config_from_args` says all else in its own keys.
-NEEDED: Mapping[str, Any] = {
+# Arguments that are the same for every LLaMA and Qwen2; config.json has no keys for them.
+_FIXED_ARGS: Mapping[str, Any] = {
     "swiglu": True,
     "squared_relu": False,
     "normalization": "RMSNorm",
@@ -45,15 +45,18 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class _Rope:
+    """Rotary position embedding: its base and, if it is scaled, the factor."""
+
     theta: int
     llama3_factor: float | None = None
     linear_factor: int | None = None
 
 
 def args_from_config(config: Mapping[str, Any], *, source: str) -> dict[str, Any]:
-    """Our arguments of the model, by destination. Raises UserError for what we have no flag for.
+    """Our arguments of the model, by destination.
 
-    `padded_vocab_size` and `vocab_size` are the rows that the embedding has.
+    `padded_vocab_size` and `vocab_size` are the rows of the embedding. Raises UserError, which
+    names `source`, for a setting that we have no flag for.
     """
     kind = _model_type(config, source)
     _require(
@@ -68,9 +71,9 @@ def args_from_config(config: Mapping[str, Any], *, source: str) -> dict[str, Any
                 for layer in _typed(config, "layer_types", list, source)
             ),
             ("quantization_config", config.get("quantization_config"), None),
-            # Code of its own may compute anything.
+            # The model's own code may compute anything.
             ("auto_map", config.get("auto_map"), None),
-            # LLaMA's gives the output projection a bias as well; Qwen2 has no such key.
+            # In LLaMA it adds a bias to the output projection too; Qwen2 has no such key.
             ("attention_bias", kind == "llama" and config.get("attention_bias", False), False),
         ),
     )
@@ -81,7 +84,7 @@ def args_from_config(config: Mapping[str, Any], *, source: str) -> dict[str, Any
         **sizes,
         "padded_vocab_size": sizes["vocab_size"],
         "make_vocab_size_divisible_by": 128,
-        **NEEDED,
+        **_FIXED_ARGS,
         "layernorm_epsilon": _number(config.get("rms_norm_eps", 1e-6), "rms_norm_eps", source),
         "add_qkv_bias": kind == "qwen2",
         "rotary_base": rope.theta,
@@ -101,9 +104,9 @@ def _model_type(config: Mapping[str, Any], source: str) -> str:
     kind = str(config.get("model_type"))
     architectures = _typed(config, "architectures", list, source) or [ARCHITECTURES.get(kind)]
     if kind not in ARCHITECTURES or architectures != [ARCHITECTURES[kind]]:
-        said = ", ".join(map(str, architectures)) if kind in ARCHITECTURES else f"{kind!r}"
+        name = ", ".join(map(str, architectures)) if kind in ARCHITECTURES else f"{kind!r}"
         raise UserError(
-            f"{source} is of the architecture {said}, which cannot be converted; those that can "
+            f"{source} is of the architecture {name}, which cannot be converted; those that can "
             f"are {' and '.join(ARCHITECTURES.values())}"
         )
     return kind
@@ -130,15 +133,18 @@ def _number(value: Any, name: str, source: str) -> float:
 
 
 def _require(source: str, settings: Iterable[tuple[str, Any, Any]]) -> None:
-    for name, value, wanted in settings:
-        if value != wanted:
+    """Raise UserError unless each setting (name, value, supported value) has that value."""
+    for name, value, supported in settings:
+        if value != supported:
             raise UserError(
-                f"{source} has {name} {value!r}, which no flag of ours stands for; only {wanted!r} "
-                "can be converted"
+                f"{source} has {name} {value!r}, for which this program has no flag; only "
+                f"{supported!r} can be converted"
             )
 
 
 def _sizes(config: Mapping[str, Any], source: str) -> dict[str, Any]:
+    """The arguments that decide the shapes of tensors."""
+
     def size(name: str) -> int:
         value = config.get(name)
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
@@ -169,44 +175,49 @@ def _sizes(config: Mapping[str, Any], source: str) -> dict[str, Any]:
 
 
 def _rope(config: Mapping[str, Any], source: str) -> _Rope:
-    """transformers 5 writes one `rope_parameters`, earlier ones `rope_theta`, `rope_scaling`."""
-    old, new = (_typed(config, name, dict, source) for name in ("rope_scaling", "rope_parameters"))
-    if any(old[name] != new[name] for name in old.keys() & new.keys()):
-        raise UserError(
-            f"{source} has other rope_parameters than rope_scaling; keep those of the model"
-        )
-    said = {**old, **new}
-    for name, value in said.items():
-        if isinstance(value, Mapping):
-            raise UserError(f"{source} has RoPE's parameters {name!r} for some layers only")
-    theta = said.get("rope_theta", config.get("rope_theta", _DEFAULT_ROPE_THETA))
+    parameters = _rope_parameters(config, source)
+    theta = parameters.get("rope_theta", config.get("rope_theta", _DEFAULT_ROPE_THETA))
     theta = _number(theta, "rope_theta", source)
     if theta != int(theta) or not theta:
         raise UserError(f"{source} has rope_theta {theta}, and --rotary-base takes whole numbers")
-    partial = said.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
-    kind = said.get("rope_type", said.get("type", "default"))
+    partial = parameters.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
+    kind = parameters.get("rope_type", parameters.get("type", "default"))
     if kind not in ("default", "llama3", "linear"):
         raise UserError(
-            f"{source} has the rope scaling {kind!r}, which no flag of ours stands for; only "
+            f"{source} has the rope scaling {kind!r}, for which this program has no flag; only "
             "'llama3' and 'linear' can be converted"
         )
     _require(source, (("partial_rotary_factor", partial, 1.0),))
     if kind == "default":
         return _Rope(int(theta))
-    factor = said.get("factor")
+    factor = parameters.get("factor")
     if (
         not isinstance(factor, int | float)
         or not 1 <= factor < math.inf
         or (kind == "linear" and factor % 1)
     ):
-        wanted = "a whole number" if kind == "linear" else "a number of at least 1"
+        expected = "a whole number" if kind == "linear" else "a number of at least 1"
         raise UserError(
-            f"{source} has the factor {factor!r} of {kind!r} rope scaling, not {wanted}"
+            f"{source} has the factor {factor!r} of {kind!r} rope scaling, not {expected}"
         )
     if kind == "linear":
         return _Rope(int(theta), linear_factor=int(factor))
-    _require(source, ((name, said.get(name), value) for name, value in _LLAMA3_SCALING.items()))
+    _require(source, ((n, parameters.get(n), value) for n, value in _LLAMA3_SCALING.items()))
     return _Rope(int(theta), llama3_factor=float(factor))
+
+
+def _rope_parameters(config: Mapping[str, Any], source: str) -> dict[str, Any]:
+    """`rope_parameters`, which transformers 5 writes, or `rope_scaling` of earlier releases."""
+    old, new = (_typed(config, name, dict, source) for name in ("rope_scaling", "rope_parameters"))
+    if any(old[name] != new[name] for name in old.keys() & new.keys()):
+        raise UserError(
+            f"{source} has other rope_parameters than rope_scaling; keep those of the model"
+        )
+    parameters = {**old, **new}
+    for name, value in parameters.items():
+        if isinstance(value, Mapping):
+            raise UserError(f"{source} has RoPE's parameters {name!r} for some layers only")
+    return parameters
 
 
 def config_from_args(
@@ -214,18 +225,20 @@ def config_from_args(
 ) -> dict[str, Any]:
     """config.json of a checkpoint's model, in the keys that every release of transformers reads.
 
-    Raises UserError for a model that is neither a LLaMA nor a Qwen2, naming every flag that says
-    so. `hidden_dropout` has no key there; only training uses it.
+    `args` are the checkpoint's, `vocabulary` the embedding's rows to export, `dtype` that of the
+    weights. `hidden_dropout`, which only training uses, has no key. Raises UserError unless the
+    model is a LLaMA or a Qwen2, naming every flag that makes it another, and KeyError for a missing
+    argument.
     """
     spelled = spellings(build_parser())
     args = completed(args, spelled)
-    foreign = [name for name, wanted in NEEDED.items() if args[name] != wanted]
+    unsupported = [name for name, value in _FIXED_ARGS.items() if args[name] != value]
     if args["use_rope_scaling"] and args["rotary_seq_len_interpolation_factor"] is not None:
-        foreign += ["use_rope_scaling", "rotary_seq_len_interpolation_factor"]
-    if foreign:
-        said = ", ".join(f"{spelled[n].option} ({spelled[n].word(args[n])})" for n in foreign)
+        unsupported += ["use_rope_scaling", "rotary_seq_len_interpolation_factor"]
+    if unsupported:
+        flags = ", ".join(f"{spelled[n].option} ({spelled[n].word(args[n])})" for n in unsupported)
         raise UserError(
-            f"{source} is neither a LLaMA nor a Qwen2, because of {said}; only those can be "
+            f"{source} is neither a LLaMA nor a Qwen2, because of {flags}; only those can be "
             "converted"
         )
     if dtype not in _DTYPES:
@@ -245,22 +258,24 @@ def config_from_args(
         "max_position_embeddings": args["max_position_embeddings"],
         "rms_norm_eps": args["layernorm_epsilon"],
         "rope_theta": float(args["rotary_base"]),
-        "rope_scaling": None,
+        "rope_scaling": _rope_scaling(args),
         "tie_word_embeddings": not args["untie_embeddings_and_output_weights"],
         "vocab_size": vocabulary,
         "torch_dtype": dtype,
         "attention_dropout": args["attention_dropout"],
         "use_cache": True,
     }
-    if args["use_rope_scaling"]:
-        scaling = {"rope_type": "llama3", "factor": float(args["rope_scaling_factor"])}
-        config["rope_scaling"] = scaling | _LLAMA3_SCALING
-    elif args["rotary_seq_len_interpolation_factor"] is not None:
-        factor = float(args["rotary_seq_len_interpolation_factor"])
-        # `type` is what releases before 4.43 read.
-        config["rope_scaling"] = {"rope_type": "linear", "type": "linear", "factor": factor}
     if kind == "llama":
-        config |= {"attention_bias": False, "mlp_bias": False}
-    else:
-        config |= {"use_sliding_window": False}
-    return config
+        return config | {"attention_bias": False, "mlp_bias": False}
+    return config | {"use_sliding_window": False}
+
+
+def _rope_scaling(args: Mapping[str, Any]) -> dict[str, Any] | None:
+    if args["use_rope_scaling"]:
+        factor = float(args["rope_scaling_factor"])
+        return {"rope_type": "llama3", "factor": factor, **_LLAMA3_SCALING}
+    if args["rotary_seq_len_interpolation_factor"] is not None:
+        factor = float(args["rotary_seq_len_interpolation_factor"])
+        # Releases before 4.43 read `type`.
+        return {"rope_type": "linear", "type": "linear", "factor": factor}
+    return None

@@ -1,4 +1,4 @@
-"""A Hugging Face model's folder: sharded safetensors in and out, one tensor at a time.
+"""Reads and writes a Hugging Face model's folder: sharded safetensors, one tensor at a time.
 
 A file is opened anew for every tensor, because the pages of a mapped file count as this process's
 memory for as long as it stays open.
@@ -7,7 +7,6 @@ memory for as long as it stays open.
 from __future__ import annotations
 
 import json
-import math
 import os
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
@@ -19,6 +18,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from hetero.errors import UserError
+from megatron.training.checkpoint.safetensors_writer import safetensors_header, tensor_blocks
 from megatron.training.huggingface.mapping import Part, Shape
 
 CONFIG = "config.json"
@@ -29,45 +29,44 @@ COMPANIONS = (
     *("added_tokens.json", "vocab.json", "merges.txt", "chat_template.jinja", "chat_template.json"),
     "generation_config.json",
 )
-"""Files that go along with the weights, unchanged."""
+"""Files that are copied along with the weights."""
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-_CODES = {dtype: code for code, dtype in _DTYPES.items()}
-_BLOCK_BYTES = 64 << 20
 
 
 @dataclass(frozen=True)
-class _Stored:
+class _StoredTensor:
     file: str
     shape: Shape
     dtype: torch.dtype
 
 
 class ModelFolder:
-    """A model as Hugging Face stores it. Raises UserError for one that is not whole."""
+    """A model as Hugging Face stores it. Raises UserError if files are missing or damaged."""
 
     def __init__(self, folder: Path) -> None:
         if not folder.is_dir():
             raise UserError(f"{folder} is not a folder; name the one that holds {CONFIG}")
         self.folder = folder
         self.config = read_json(folder / CONFIG)
-        self._stored: dict[str, _Stored] = {}
+        self._stored: dict[str, _StoredTensor] = {}
 
     @property
     def has_tokenizer(self) -> bool:
         return has_tokenizer(self.folder)
 
-    def open(self) -> None:
-        """Read every shard's header."""
+    def read_headers(self) -> None:
+        """Read the names, shapes and dtypes of all tensors from the headers of all shards."""
         for file in self._files():
-            self._stored |= self._header(file)
+            self._stored |= self._read_header(file)
 
     def names(self) -> list[str]:
+        """The names of all tensors, after `read_headers`."""
         return list(self._stored)
 
-    def require(self, part: Part) -> torch.dtype:
-        """The dtype of a tensor, which must be there and of its shape."""
+    def require_tensor(self, part: Part) -> torch.dtype:
+        """Raise UserError unless there is a tensor of this name and shape; returns its dtype."""
         stored = self._stored.get(part.name)
         if stored is None:
             raise UserError(
@@ -82,7 +81,7 @@ class ModelFolder:
         return stored.dtype
 
     def tensor(self, name: str) -> torch.Tensor:
-        """A whole tensor, in the mapped file's memory."""
+        """A whole tensor, memory-mapped."""
         path = self.folder / self._stored[name].file
         try:
             with safe_open(path, framework="pt", device="cpu") as file:
@@ -92,6 +91,7 @@ class ModelFolder:
         return values
 
     def _files(self) -> list[str]:
+        """The names of all shards."""
         index = self.folder / INDEX
         if not index.exists():
             if (self.folder / SINGLE).exists():
@@ -113,28 +113,28 @@ class ModelFolder:
             )
         return files
 
-    def _header(self, name: str) -> dict[str, _Stored]:
+    def _read_header(self, name: str) -> dict[str, _StoredTensor]:
         path = self.folder / name
-        found = {}
+        stored = {}
         try:
             with safe_open(path, framework="pt", device="cpu") as file:
                 for key in file.keys():  # noqa: SIM118
-                    part = file.get_slice(key)
-                    dtype = _DTYPES.get(part.get_dtype())
+                    tensor = file.get_slice(key)
+                    dtype = _DTYPES.get(tensor.get_dtype())
                     if dtype is None:
                         raise UserError(
-                            f"{key} in {path} is stored as {part.get_dtype()}; only "
+                            f"{key} in {path} is stored as {tensor.get_dtype()}; only "
                             f"{', '.join(_DTYPES)} can be converted, so take weights that are not "
                             "quantised"
                         )
-                    found[key] = _Stored(name, tuple(part.get_shape()), dtype)
+                    stored[key] = _StoredTensor(name, tuple(tensor.get_shape()), dtype)
         except (SafetensorError, OSError) as error:
             raise _unreadable(path, error) from error
-        return found
+        return stored
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file. Raises UserError."""
+    """Read a JSON object. Raises UserError."""
     try:
         value = json.loads(path.read_text())
     except FileNotFoundError:
@@ -153,14 +153,14 @@ def has_tokenizer(folder: Path) -> bool:
 
 
 def copy_companions(source: Path, target: Path, *, names: Sequence[str] = COMPANIONS) -> None:
-    """Copy tokenizer and generation settings, as far as there are any."""
+    """Copy tokenizer and generation settings, those that there are."""
     for name in names:
         if (source / name).is_file():
             shutil.copyfile(source / name, target / name)
 
 
 def shard_name(number: int, count: int) -> str:
-    """Of shard `number`, counted from 0."""
+    """The file name of shard `number`, counted from 0."""
     return SINGLE if count == 1 else f"model-{number + 1:05d}-of-{count:05d}.safetensors"
 
 
@@ -169,12 +169,15 @@ def write_shard(
     parts: Sequence[tuple[Part, torch.dtype]],
     tensors: Iterable[tuple[str, torch.Tensor]],
 ) -> None:
-    """Write `tensors`, which come one by one in the order of `parts`; on disk when it returns."""
+    """Write `tensors`, by name and in the order of `parts`; the file is on disk on return."""
+    header = safetensors_header(
+        ((part.name, dtype, part.shape) for part, dtype in parts), metadata={"format": "pt"}
+    )
     with path.open("wb") as file:
-        file.write(_header_bytes(parts))
+        file.write(header)
         written = []
         for name, tensor in tensors:
-            _write_tensor(file, tensor)
+            file.writelines(tensor_blocks(tensor))
             written.append(name)
         if written != [part.name for part, _ in parts]:
             raise ValueError(f"{path.name} got other tensors than were announced")
@@ -183,32 +186,9 @@ def write_shard(
 
 
 def write_index(folder: Path, weight_map: Mapping[str, str], *, total_bytes: int) -> None:
+    """Write which shard has which tensor."""
     record = {"metadata": {"total_size": total_bytes}, "weight_map": dict(weight_map)}
     (folder / INDEX).write_text(json.dumps(record, indent=2) + "\n")
-
-
-def _header_bytes(parts: Sequence[tuple[Part, torch.dtype]]) -> bytes:
-    """The format's own: a length, a JSON header padded with spaces, then the tensors' bytes."""
-    position = 0
-    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    for part, dtype in parts:
-        end = position + math.prod(part.shape) * dtype.itemsize
-        entries[part.name] = {
-            "dtype": _CODES[dtype],
-            "shape": list(part.shape),
-            "data_offsets": [position, end],
-        }
-        position = end
-    text = json.dumps(entries).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text
-
-
-def _write_tensor(file: Any, tensor: torch.Tensor) -> None:
-    flat = tensor.contiguous().view(-1)
-    step = _BLOCK_BYTES // flat.dtype.itemsize
-    for begin in range(0, flat.numel(), step):
-        file.write(flat[begin : begin + step].view(torch.uint8).numpy().data)
 
 
 def _unreadable(path: Path, error: Exception) -> UserError:

@@ -1,7 +1,7 @@
-"""Which of our tensors consists of which of Hugging Face's, for LLaMA and Qwen2. Pure.
+"""Maps our tensors to Hugging Face's and back, for LLaMA and Qwen2. No files.
 
-Ours are named and laid out as megatron-core's local layers have them: queries, keys and values in
-one tensor, interleaved by query group, and the gate and up projections stacked in one.
+Ours have the names and layouts of megatron-core's local layers: queries, keys and values in one
+tensor, interleaved by query group, and the gate and up projections stacked in one.
 """
 
 from __future__ import annotations
@@ -13,24 +13,27 @@ from typing import Any
 
 import torch
 
+from megatron.training.checkpoint.tensor_names import EMBEDDING, OUTPUT_LAYER
+
 Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """The sizes that decide every tensor's shape.
-
-    `vocabulary` counts Hugging Face's rows of the embedding, `rows` ours, padding included.
-    """
+    """The sizes that decide every tensor's shape."""
 
     layers: int
     hidden: int
     ffn: int
     heads: int
     groups: int
+    """Query groups."""
     channels: int
+    """Width of a head."""
     vocabulary: int
+    """Rows of Hugging Face's embedding."""
     rows: int
+    """Rows of our embedding, with padding."""
     qkv_bias: bool
     tied: bool
 
@@ -66,19 +69,19 @@ class Part:
 
 @dataclass(frozen=True)
 class Rule:
-    """One of our tensors and the parts that it consists of; here it is the part itself."""
+    """One of our tensors and Hugging Face's that it consists of: here one, which is the same."""
 
     name: str
     shape: Shape
     parts: tuple[Part, ...]
 
     def join(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Ours, from Hugging Face's in the order of `parts`."""
+        """Build our tensor from Hugging Face's, in the order of `parts`."""
         (part,) = parts
         return part
 
     def split(self, whole: torch.Tensor) -> list[torch.Tensor]:
-        """Hugging Face's, in the order of `parts`, from ours."""
+        """Split our tensor into Hugging Face's, in the order of `parts`."""
         return [whole]
 
     @property
@@ -88,7 +91,7 @@ class Rule:
 
 @dataclass(frozen=True)
 class StackedRule(Rule):
-    """The parts one after another."""
+    """The parts concatenated along the first dimension."""
 
     def join(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
         return torch.cat(list(parts))
@@ -99,7 +102,7 @@ class StackedRule(Rule):
 
 @dataclass(frozen=True)
 class GroupedRule(Rule):
-    """For each query group its queries, its key, its value: weights, or biases."""
+    """Queries, keys and values, interleaved by query group: weights, or biases."""
 
     groups: int
 
@@ -110,13 +113,13 @@ class GroupedRule(Rule):
     def split(self, whole: torch.Tensor) -> list[torch.Tensor]:
         grouped = whole.reshape(self.groups, -1, *whole.shape[1:])
         widths = [part.shape[0] // self.groups for part in self.parts]
-        found = grouped.split(widths, dim=1)
-        return [t.reshape(part.shape) for t, part in zip(found, self.parts, strict=True)]
+        tensors = grouped.split(widths, dim=1)
+        return [t.reshape(part.shape) for t, part in zip(tensors, self.parts, strict=True)]
 
 
 @dataclass(frozen=True)
 class VocabularyRule(Rule):
-    """A row for each token; ours may have rows of padding after them, which are zero."""
+    """A row for each token; ours may be padded with rows of zeros."""
 
     def join(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
         (part,) = parts
@@ -132,56 +135,59 @@ class VocabularyRule(Rule):
 
 def rules(model: ModelShape) -> Iterator[Rule]:
     """Every tensor of the model, in the order of the layers."""
-    yield _vocabulary(model, "embedding.word_embeddings.weight", "model.embed_tokens.weight")
+    yield _vocabulary(model, EMBEDDING, "model.embed_tokens.weight")
     for layer in range(model.layers):
         yield from _layer_rules(model, f"decoder.layers.{layer}.", f"model.layers.{layer}.")
     yield _plain("decoder.final_layernorm.weight", "model.norm.weight", (model.hidden,))
     if not model.tied:
-        yield _vocabulary(model, "output_layer.weight", "lm_head.weight")
+        yield _vocabulary(model, OUTPUT_LAYER, "lm_head.weight")
 
 
-def _layer_rules(model: ModelShape, ours: str, theirs: str) -> Iterator[Rule]:
+def _layer_rules(model: ModelShape, prefix: str, hf_prefix: str) -> Iterator[Rule]:
     hidden, attention = model.hidden, model.heads * model.channels
-    yield _plain(f"{ours}input_layernorm.weight", f"{theirs}input_layernorm.weight", (hidden,))
-    yield _grouped(model, ours, theirs, "weight", (hidden,))
+    yield _plain(f"{prefix}input_layernorm.weight", f"{hf_prefix}input_layernorm.weight", (hidden,))
+    yield _qkv(model, prefix, hf_prefix, "weight", (hidden,))
     if model.qkv_bias:
-        yield _grouped(model, ours, theirs, "bias", ())
+        yield _qkv(model, prefix, hf_prefix, "bias", ())
     yield _plain(
-        f"{ours}self_attention.linear_proj.weight",
-        f"{theirs}self_attn.o_proj.weight",
+        f"{prefix}self_attention.linear_proj.weight",
+        f"{hf_prefix}self_attn.o_proj.weight",
         (hidden, attention),
     )
     yield _plain(
-        f"{ours}pre_mlp_layernorm.weight", f"{theirs}post_attention_layernorm.weight", (hidden,)
+        f"{prefix}pre_mlp_layernorm.weight",
+        f"{hf_prefix}post_attention_layernorm.weight",
+        (hidden,),
     )
     yield StackedRule(
-        f"{ours}mlp.linear_fc1.weight",
+        f"{prefix}mlp.linear_fc1.weight",
         (2 * model.ffn, hidden),
-        tuple(Part(f"{theirs}mlp.{n}_proj.weight", (model.ffn, hidden)) for n in ("gate", "up")),
+        tuple(Part(f"{hf_prefix}mlp.{n}_proj.weight", (model.ffn, hidden)) for n in ("gate", "up")),
     )
     yield _plain(
-        f"{ours}mlp.linear_fc2.weight", f"{theirs}mlp.down_proj.weight", (hidden, model.ffn)
+        f"{prefix}mlp.linear_fc2.weight", f"{hf_prefix}mlp.down_proj.weight", (hidden, model.ffn)
     )
 
 
-def _plain(ours: str, theirs: str, shape: Shape) -> Rule:
-    return Rule(ours, shape, (Part(theirs, shape),))
+def _plain(name: str, hf_name: str, shape: Shape) -> Rule:
+    return Rule(name, shape, (Part(hf_name, shape),))
 
 
-def _vocabulary(model: ModelShape, ours: str, theirs: str) -> Rule:
-    part = Part(theirs, (model.vocabulary, model.hidden))
-    return VocabularyRule(ours, (model.rows, model.hidden), (part,))
+def _vocabulary(model: ModelShape, name: str, hf_name: str) -> Rule:
+    part = Part(hf_name, (model.vocabulary, model.hidden))
+    return VocabularyRule(name, (model.rows, model.hidden), (part,))
 
 
-def _grouped(model: ModelShape, ours: str, theirs: str, kind: str, inner: Shape) -> Rule:
+def _qkv(model: ModelShape, prefix: str, hf_prefix: str, kind: str, inner: Shape) -> Rule:
+    """`kind` is weight or bias, `inner` the shape of a row."""
     rows = {
         "q": model.heads * model.channels,
         "k": model.groups * model.channels,
         "v": model.groups * model.channels,
     }
     return GroupedRule(
-        f"{ours}self_attention.linear_qkv.{kind}",
+        f"{prefix}self_attention.linear_qkv.{kind}",
         (sum(rows.values()), *inner),
-        tuple(Part(f"{theirs}self_attn.{n}_proj.{kind}", (r, *inner)) for n, r in rows.items()),
+        tuple(Part(f"{hf_prefix}self_attn.{n}_proj.{kind}", (r, *inner)) for n, r in rows.items()),
         groups=model.groups,
     )

@@ -1,7 +1,8 @@
-"""The arguments in Megatron-LM's checkpoints, and ours: the same flags, some under other names.
+"""Converts the arguments in Megatron-LM's checkpoints to ours and back.
 
-What our model does not compute is refused by name, because a model that means something else would
-load without a word. No torch.
+They are the same flags, some under other names. Flags of models that are not implemented here are
+refused by name, because their checkpoints could otherwise load and compute something else. No
+torch.
 """
 
 from __future__ import annotations
@@ -12,11 +13,12 @@ from typing import Any
 
 from hetero.errors import UserError
 from megatron.training.arguments.parser import build_parser
+from megatron.training.checkpoint.index import is_plain
 from megatron.training.checkpoint.model_flags import COMPARED, MODEL_FLAGS, spellings
 
 _REQUIRED = ("num_layers", "hidden_size", "num_attention_heads", "max_position_embeddings")
-# Files, and what is another in every run.
-_NOT_OURS = (
+# Paths, and what differs from run to run.
+_PER_RUN = (
     *("rank", "local_rank", "load", "save", "pretrained_checkpoint", "ckpt_step", "finetune"),
     *("use_checkpoint_args", "data_path", "data_cache_path", "tensorboard_dir", "wandb_project"),
     *("exit_interval", "exit_duration_in_mins", "attention_backend", "ckpt_format"),
@@ -32,7 +34,13 @@ def _unless(*allowed: Any) -> Callable[[Any], bool]:
     return lambda value: value is not None and value not in allowed
 
 
-# What decides a model's output, no tensor of it shows, or only in tensors of other names.
+# Computed from the flags, by Megatron-LM or by us.
+_DERIVED = (
+    *("padded_vocab_size", "consumed_train_samples", "consumed_valid_samples"),
+    *("skipped_train_samples", "params_dtype", "vocab_size"),
+)
+# Flags that change what a model computes, and whether a value does. Names and shapes of tensors
+# would not show it.
 _REFUSED: Mapping[str, tuple[str, Callable[[Any], bool]]] = {
     "num_experts": ("--num-experts", _is_set),
     "multi_latent_attention": ("--multi-latent-attention", _is_set),
@@ -78,94 +86,89 @@ _REFUSED: Mapping[str, tuple[str, Callable[[Any], bool]]] = {
 }
 
 
-def to_ours(namespace: Namespace, *, source: str) -> dict[str, Any]:
-    """Our arguments of the model and its run, by destination. Raises UserError, naming every flag
-    of a model that we do not compute.
+def args_from_namespace(namespace: Namespace, *, source: str) -> dict[str, Any]:
+    """Our arguments of the model and its run, by destination, from Megatron-LM's `args`.
+
+    Raises UserError, which names `source` and every flag that is missing or not implemented.
     """
-    theirs = _modern(vars(namespace))
-    missing = [name for name in _REQUIRED if theirs.get(name) is None]
+    args = _with_current_names(vars(namespace))
+    missing = [name for name in _REQUIRED if args.get(name) is None]
     if missing:
         raise UserError(
             f"{source} does not say {', '.join(missing)}, without which its model is unknown; save "
             "it again with a version of Megatron-LM that stores its arguments"
         )
-    wrong = [
-        f"{flag} {theirs[name]}"
+    refused = [
+        f"{flag} {args[name]}"
         for name, (flag, is_refused) in _REFUSED.items()
-        if is_refused(theirs.get(name))
+        if is_refused(args.get(name))
     ]
-    if theirs["position_embedding_type"] not in ("learned_absolute", "rope", "none"):
-        wrong.append(f"--position-embedding-type {theirs['position_embedding_type']}")
-    if theirs["normalization"] not in ("LayerNorm", "RMSNorm"):
-        wrong.append(f"--normalization {theirs['normalization']}")
-    if wrong:
+    if args["position_embedding_type"] not in ("learned_absolute", "rope", "none"):
+        refused.append(f"--position-embedding-type {args['position_embedding_type']}")
+    if args["normalization"] not in ("LayerNorm", "RMSNorm"):
+        refused.append(f"--normalization {args['normalization']}")
+    if refused:
         raise UserError(
-            f"{source} is of a model that is not computed here, because of {', '.join(wrong)}; "
+            f"{source} is of a model that is not implemented here ({', '.join(refused)}); "
             "only dense GPT models can be converted"
         )
     known = vars(build_parser().parse_args([]))
     return {
         name: value
-        for name, value in theirs.items()
-        if (name in known or name in _DERIVED) and name not in _NOT_OURS and _is_plain(value)
+        for name, value in args.items()
+        if (name in known or name in _DERIVED) and name not in _PER_RUN and is_plain(value)
     }
 
 
-_DERIVED = (
-    *("padded_vocab_size", "consumed_train_samples", "consumed_valid_samples"),
-    *("skipped_train_samples", "params_dtype", "vocab_size"),
-)
-
-
-def _modern(stored: Mapping[str, Any]) -> dict[str, Any]:
-    """Under the names of today, with every flag that decides the model."""
-    theirs = {name: value for name, value in stored.items() if value is not None}
+def _with_current_names(stored: Mapping[str, Any]) -> dict[str, Any]:
+    """Stored arguments under Megatron-LM's current names, with defaults of flags they lack."""
+    args = {name: value for name, value in stored.items() if value is not None}
     for name, older in (
         ("layernorm_epsilon", "norm_epsilon"),
         ("layernorm_zero_centered_gamma", "apply_layernorm_1p"),
         ("tensor_model_parallel_size", "model_parallel_size"),
     ):
-        if older in theirs:
-            theirs.setdefault(name, theirs[older])
-    if "disable_bias_linear" in theirs:
-        theirs.setdefault("add_bias_linear", not theirs["disable_bias_linear"])
-    if theirs.get("use_rotary_position_embeddings"):
-        theirs["position_embedding_type"] = "rope"
+        if older in args:
+            args.setdefault(name, args[older])
+    if "disable_bias_linear" in args:
+        args.setdefault("add_bias_linear", not args["disable_bias_linear"])
+    if args.get("use_rotary_position_embeddings"):
+        args["position_embedding_type"] = "rope"
     elif (
-        theirs.get("add_position_embedding") is False
-        and theirs.get("position_embedding_type", "learned_absolute") == "learned_absolute"
+        args.get("add_position_embedding") is False
+        and args.get("position_embedding_type", "learned_absolute") == "learned_absolute"
     ):
-        theirs["position_embedding_type"] = "none"
-    theirs = {**_defaults(), **theirs}
-    hidden, heads = theirs.get("hidden_size"), theirs.get("num_attention_heads")
+        args["position_embedding_type"] = "none"
+    args = {**_defaults(), **args}
+    hidden, heads = args.get("hidden_size"), args.get("num_attention_heads")
     if hidden and heads:
-        theirs.setdefault("kv_channels", hidden // heads)
-        theirs.setdefault("ffn_hidden_size", 4 * hidden)
-    theirs["params_dtype"] = str(theirs.get("params_dtype", "float32")).removeprefix("torch.")
-    return theirs
+        args.setdefault("kv_channels", hidden // heads)
+        args.setdefault("ffn_hidden_size", 4 * hidden)
+    args["params_dtype"] = str(args.get("params_dtype", "float32")).removeprefix("torch.")
+    return args
 
 
 def _defaults() -> dict[str, Any]:
-    """What Megatron-LM takes for a flag of the model that an older version did not know."""
-    found = spellings(build_parser())
+    """Defaults of the model's flags, which an older version of Megatron-LM may not have had."""
     return {
         name: spelling.default
-        for name, spelling in found.items()
+        for name, spelling in spellings(build_parser()).items()
         if MODEL_FLAGS[name].kind in COMPARED and spelling.default is not None
     }
 
 
-def to_theirs(
+def namespace_from_args(
     args: Mapping[str, Any], *, tensor: int, pipeline: int, virtual: int | None, **derived: Any
 ) -> Namespace:
-    """Megatron-LM's arguments of one of our checkpoints, under today's names and the older ones.
+    """Megatron-LM's `args` of a checkpoint of ours, under current and older names.
 
-    `derived` goes in as it is: what Megatron-LM computes from the flags.
+    `args` are ours, by destination. `tensor`, `pipeline` and `virtual` are its parallel sizes;
+    `derived` overrides what Megatron-LM computes from its flags.
     """
     kept = {
         name: value
         for name, value in (vars(build_parser().parse_args([])) | dict(args)).items()
-        if not name.startswith(("hetero", "tokenizer_digest")) and name not in _NOT_OURS
+        if not name.startswith(("hetero", "tokenizer_digest")) and name not in _PER_RUN
     }
     return Namespace(
         **kept
@@ -188,9 +191,3 @@ def to_theirs(
             **derived,
         }
     )
-
-
-def _is_plain(value: Any) -> bool:
-    if isinstance(value, list | tuple):
-        return all(_is_plain(item) for item in value)
-    return value is None or isinstance(value, bool | int | float | str)

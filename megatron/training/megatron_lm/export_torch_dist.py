@@ -1,4 +1,4 @@
-"""From a checkpoint of ours to what Megatron-LM's `torch_dist` has under its keys."""
+"""Converts a checkpoint of ours to the keys of Megatron-LM's `torch_dist`."""
 
 from __future__ import annotations
 
@@ -13,80 +13,91 @@ import torch
 from hetero.errors import UserError
 from megatron.training.checkpoint.index import Index
 from megatron.training.checkpoint.regions import Region
-from megatron.training.checkpoint.tensor_names import fused_name, optimizer_name
-from megatron.training.megatron_lm.optimizer_states import MAIN, MOMENTS
+from megatron.training.checkpoint.tensor_names import (
+    ADAM_MOMENTS,
+    MAIN_COPY,
+    fused_name,
+    optimizer_name,
+)
 from megatron.training.megatron_lm.tensors import LAYERS, ModelTensor
-from megatron.training.megatron_lm.torch_dist_writer import Part, write
+from megatron.training.megatron_lm.torch_dist_writer import TensorChunk, write_torch_dist
 
-# Modules of one layer that have a record of FP8 scaling factors with one implementation or another.
+# Modules of a layer that have FP8 scaling factors in Transformer Engine's or in local layers.
 _WITH_EXTRA_STATE = (
     *("self_attention.linear_qkv", "self_attention.linear_proj", "self_attention.core_attention"),
     *("mlp.linear_fc1", "mlp.linear_fc2"),
 )
 _QK_NORMS = ("self_attention.q_layernorm", "self_attention.k_layernorm")
 
-Read = Callable[[str, ModelTensor], torch.Tensor]
-"""A whole tensor by its stored name, with as many rows as the model's tensor has."""
+ReadTensor = Callable[[str, ModelTensor], torch.Tensor]
+"""Reads the tensor stored under a name, with as many rows as the model's tensor has."""
 
 
-def export(
+def export_torch_dist(
     folder: Path,
     index: Index,
     tensors: Sequence[ModelTensor],
     *,
-    read: Read,
+    read: ReadTensor,
     args: Namespace,
-    optimizer: bool,
+    with_optimizer: bool,
 ) -> None:
-    """Fill `folder`. `args` are Megatron-LM's; `optimizer` says whether its state goes along, for
-    the kind of optimizer that `args.use_distributed_optimizer` tells."""
-    layers = index.args["num_layers"]
-    names = {"": {tensor.name: tensor.name for tensor in tensors}}
-    if optimizer:
-        names |= _optimizer_names(index, tensors, distributed=args.use_distributed_optimizer)
-    parts = [
-        _part(prefix, tensor, stored[tensor.name], index, read, layers)
-        for prefix, stored in names.items()
+    """Fill `folder` with a checkpoint of these tensors. Raises OSError and UserError.
+
+    `args` are Megatron-LM's, of which `use_distributed_optimizer` decides the keys of the
+    optimizer's state.
+    """
+    num_layers = index.args["num_layers"]
+    names_by_prefix = {"": {tensor.name: tensor.name for tensor in tensors}}
+    if with_optimizer:
+        names_by_prefix |= _optimizer_names(
+            index, tensors, distributed=args.use_distributed_optimizer
+        )
+    chunks = [
+        _tensor_chunk(prefix, tensor, names[tensor.name], index, read, num_layers)
+        for prefix, names in names_by_prefix.items()
         for tensor in tensors
     ]
-    write(
+    write_torch_dist(
         folder,
-        parts,
-        empty_objects=list(_extra_states(index.args)),
-        common=_common(index, args, optimizer=optimizer),
+        chunks,
+        empty_objects=list(_extra_state_keys(index.args)),
+        common=_common_state(index, args, with_optimizer=with_optimizer),
     )
 
 
-def _part(
-    prefix: str, tensor: ModelTensor, stored: str, index: Index, read: Read, layers: int
-) -> Part:
+def _tensor_chunk(
+    prefix: str, tensor: ModelTensor, name: str, index: Index, read: ReadTensor, num_layers: int
+) -> TensorChunk:
+    """A tensor that we store under `name`, as a chunk of the tensor that stacks all layers."""
     key, size, region = fused_name(tensor.name), tensor.shape, tensor.region
     if tensor.layer is not None:
         key = key.replace(f"{LAYERS}{tensor.layer}.", LAYERS)
-        size = (layers, *tensor.shape)
+        size = (num_layers, *tensor.shape)
         region = Region((tensor.layer, *tensor.region.start), (1, *tensor.shape))
-    dtype = getattr(torch, index.tensors[stored].dtype)
-    return Part(prefix + key, size, dtype, region, partial(read, stored, tensor))
+    dtype = getattr(torch, index.tensors[name].dtype)
+    return TensorChunk(prefix + key, size, dtype, region, partial(read, name, tensor))
 
 
 def _optimizer_names(
     index: Index, tensors: Sequence[ModelTensor], *, distributed: bool
 ) -> dict[str, dict[str, str]]:
-    """For each prefix of keys, the stored tensor of each of the model's."""
+    """By prefix of keys and name of a tensor: the name of the tensor's state in our checkpoint."""
     states = {
         f"optimizer.state.{moment}.": {t.name: optimizer_name(moment, t.name) for t in tensors}
-        for moment in MOMENTS
+        for moment in ADAM_MOMENTS
     }
-    copies = {t.name: optimizer_name(MAIN, t.name) for t in tensors}
+    copies = {t.name: optimizer_name(MAIN_COPY, t.name) for t in tensors}
     has_copies = all(copy in index.tensors for copy in copies.values())
     if distributed:
-        # In float32 its copies are the weights.
+        # The distributed optimizer has copies of float32 weights too.
         own = copies if has_copies else {t.name: t.name for t in tensors}
         return {"optimizer.state.param.": own, **states}
     return {"optimizer.state.fp32_param.": copies, **states} if has_copies else states
 
 
-def _common(index: Index, args: Namespace, *, optimizer: bool) -> dict[str, Any]:
+def _common_state(index: Index, args: Namespace, *, with_optimizer: bool) -> dict[str, Any]:
+    """The state that is the same on all ranks, beside tensors."""
     content: dict[str, Any] = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
     common: dict[str, Any] = {
         "args": args,
@@ -95,15 +106,21 @@ def _common(index: Index, args: Namespace, *, optimizer: bool) -> dict[str, Any]
         "num_floating_point_operations_so_far": 0,
         "content_metadata": content,
     }
-    if not optimizer:
+    if not with_optimizer:
         return common
     common["opt_param_scheduler"] = dict(index.run["scheduler"])
+    common["optimizer"] = _optimizer_common_state(index, args)
+    if args.use_distributed_optimizer:
+        content["distrib_optim_sharding_type"] = "fully_reshardable"
+        content["distrib_optim_fully_reshardable_mem_efficient"] = False
+    return common
+
+
+def _optimizer_common_state(index: Index, args: Namespace) -> dict[str, Any]:
     step = index.run.get("optimizer_step") or 0
     inner: dict[str, Any] = {"param_groups": _param_groups(args, step)}
     state: dict[str, Any] = {"optimizer": inner}
     if args.use_distributed_optimizer:
-        content["distrib_optim_sharding_type"] = "fully_reshardable"
-        content["distrib_optim_fully_reshardable_mem_efficient"] = False
         state["param_state_sharding_type"] = "fully_reshardable"
     else:
         inner["state"] = {"common_step": torch.tensor(float(step))}
@@ -115,12 +132,15 @@ def _common(index: Index, args: Namespace, *, optimizer: bool) -> dict[str, Any]
             "growth_tracker": int(scaler["growth_tracker"]),
             "hysteresis_tracker": int(scaler["hysteresis_tracker"]),
         }
-    common["optimizer"] = state
-    return common
+    return state
 
 
 def _param_groups(args: Namespace, step: int) -> list[dict[str, Any]]:
-    """What decays and what does not, in megatron-core's order, with what every Adam asks for."""
+    """The groups with and without weight decay, in megatron-core's order.
+
+    They have the settings of torch's Adam and those of apex's and Transformer Engine's, because
+    each of them requires its own.
+    """
     if args.decoupled_lr is not None:
         raise UserError(
             "--decoupled-lr makes groups of parameters that Megatron-LM's checkpoints tell apart "
@@ -152,8 +172,8 @@ def _param_groups(args: Namespace, step: int) -> list[dict[str, Any]]:
     ]
 
 
-def _extra_states(args: Mapping[str, Any]) -> Iterator[str]:
-    """Megatron-LM asks for them when it loads, local layers and Transformer Engine's for others."""
+def _extra_state_keys(args: Mapping[str, Any]) -> Iterator[str]:
+    """The keys of scaling factors that Megatron-LM requires, with local layers or with TE's."""
     layers = args["num_layers"]
     modules = (*_WITH_EXTRA_STATE, *(_QK_NORMS if args["qk_layernorm"] else ()))
     for module in modules:

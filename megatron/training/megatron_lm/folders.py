@@ -1,4 +1,4 @@
-"""Where Megatron-LM's checkpoint lies in the folder of its --save, and in which format. No torch.
+"""Finds Megatron-LM's checkpoint in the folder of its --save, and its format. No torch.
 
 SAVE/latest_checkpointed_iteration.txt       the tracker: a number, or `release`
 SAVE/iter_0000010/metadata.json, .metadata   torch_dist
@@ -17,29 +17,32 @@ from megatron.training.checkpoint import folder as folders
 from megatron.training.checkpoint.index import INDEX_FILE, DamagedCheckpoint
 
 METADATA = ".metadata"
+"""DCP's list of tensors and of their places in files."""
 CONFIG = "metadata.json"
+"""The name of the format."""
 COMMON = "common.pt"
+"""State that is the same on all ranks."""
 RANK_FILE = "model_optim_rng.pt"
-_SHARDED_FORMAT = "torch_dist"
 
 
 class Format(enum.Enum):
-    """Megatron-LM's --ckpt-format, as far as it is converted."""
+    """The values of Megatron-LM's --ckpt-format that can be converted."""
 
     TORCH_DIST = "torch_dist"
     TORCH = "torch"
 
 
 @dataclass(frozen=True)
-class Found:
-    """A checkpoint's own folder; `iteration` is None for a release."""
+class MegatronCheckpoint:
+    """A checkpoint's own folder."""
 
     folder: Path
     format: Format
     iteration: int | None
+    """None for a release."""
 
 
-def find(source: Path, *, iteration: int | None = None) -> Found:
+def find_megatron_checkpoint(source: Path, *, iteration: int | None = None) -> MegatronCheckpoint:
     """The checkpoint of an iteration, or the tracker's; `source` may also be its own folder.
 
     Raises UserError or DamagedCheckpoint.
@@ -50,22 +53,22 @@ def find(source: Path, *, iteration: int | None = None) -> Found:
         raise UserError(
             f"{source} holds checkpoints of this program, which --load takes as they are"
         )
-    if (found := _format(source)) is not None:
-        return Found(source, found, _number(source.name))
-    name = _name(source, iteration)
+    if (ckpt_format := _format_of(source)) is not None:
+        return MegatronCheckpoint(source, ckpt_format, _iteration_of(source.name))
+    name = _folder_name(source, iteration)
     folder = source / name
     if not folder.is_dir():
         raise UserError(f"{source} holds no {name}; name another folder, or a --ckpt-step")
-    found = _format(folder)
-    if found is None:
+    ckpt_format = _format_of(folder)
+    if ckpt_format is None:
         raise DamagedCheckpoint(
             f"{folder} has neither {CONFIG} nor a folder mp_rank_00: it is not whole, or no "
             "checkpoint of Megatron-LM in the formats torch_dist and torch"
         )
-    return Found(folder, found, _number(name))
+    return MegatronCheckpoint(folder, ckpt_format, _iteration_of(name))
 
 
-def _name(source: Path, iteration: int | None) -> str:
+def _folder_name(source: Path, iteration: int | None) -> str:
     if iteration is not None:
         return folders.folder_name(iteration)
     tracker = folders.read_tracker(source)
@@ -81,14 +84,15 @@ def _name(source: Path, iteration: int | None) -> str:
     )
 
 
-def _number(name: str) -> int | None:
+def _iteration_of(name: str) -> int | None:
     head, _, digits = name.partition("_")
     return int(digits) if head == "iter" and digits.isdecimal() else None
 
 
-def _format(folder: Path) -> Format | None:
+def _format_of(folder: Path) -> Format | None:
+    """The format of a checkpoint's own folder; None if it is no such folder."""
     if (folder / CONFIG).exists():
-        _require_sharded(folder)
+        _require_torch_dist(folder)
         return Format.TORCH_DIST
     if next(folder.glob("mp_rank_*"), None) is not None:
         return Format.TORCH
@@ -101,7 +105,7 @@ def _format(folder: Path) -> Format | None:
     return None
 
 
-def _require_sharded(folder: Path) -> None:
+def _require_torch_dist(folder: Path) -> None:
     path = folder / CONFIG
     try:
         backend = json.loads(path.read_text())["sharded_backend"]
@@ -109,7 +113,7 @@ def _require_sharded(folder: Path) -> None:
         raise DamagedCheckpoint(f"{path} cannot be read ({error.strerror})") from error
     except (ValueError, KeyError, TypeError) as error:
         raise DamagedCheckpoint(f"{path} is cut short or not Megatron-LM's") from error
-    if backend != _SHARDED_FORMAT:
+    if backend != Format.TORCH_DIST.value:
         raise UserError(
             f"{folder} is in the format {backend}; load it in Megatron-LM and save it with "
             "--ckpt-format torch_dist"

@@ -1,72 +1,45 @@
-"""From a checkpoint of Megatron-LM's, in either format, to one of ours, a tensor at a time.
-
-The result is written under a temporary name and renamed once it is whole.
-"""
+"""Converts a checkpoint of Megatron-LM's, in either format, to one of ours."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from hetero.errors import UserError
-from megatron.training.checkpoint import folder as folders
 from megatron.training.checkpoint.conversion import (
-    no_new_parents,
-    progress,
-    require_empty,
-    shards,
+    FILE_BYTES,
+    Converted,
+    precision_args,
+    write_converted,
 )
 from megatron.training.checkpoint.index import DTYPES, DamagedCheckpoint
-from megatron.training.checkpoint.lock import LOCK_FILE
 from megatron.training.checkpoint.safetensors_writer import WriteItem
-from megatron.training.checkpoint.tensor_names import EMBEDDING, optimizer_name
+from megatron.training.checkpoint.tensor_names import (
+    ADAM_MOMENTS,
+    EMBEDDING,
+    MAIN_COPY,
+    optimizer_name,
+)
 from megatron.training.checkpoint.train_state import TrainState
-from megatron.training.checkpoint.writer import write_checkpoint, write_release
-from megatron.training.megatron_lm import optimizer_states
-from megatron.training.megatron_lm.arguments import to_ours
-from megatron.training.megatron_lm.folders import Format, find
-from megatron.training.megatron_lm.legacy import LegacyReader
-from megatron.training.megatron_lm.optimizer_states import MAIN, MOMENTS, Optimizer
+from megatron.training.megatron_lm.arguments import args_from_namespace
+from megatron.training.megatron_lm.folders import (
+    Format,
+    MegatronCheckpoint,
+    find_megatron_checkpoint,
+)
+from megatron.training.megatron_lm.legacy_reader import LegacyReader
+from megatron.training.megatron_lm.optimizer_states import Optimizer, find_optimizer
 from megatron.training.megatron_lm.tensors import ModelTensor, model_tensors
-from megatron.training.megatron_lm.torch_dist import TorchDistReader, expected_keys
+from megatron.training.megatron_lm.torch_dist_reader import TorchDistReader
 
-FILE_BYTES = 5_000_000_000
-_SHOWN = 3
+_MAX_LISTED = 3
 """Tensors that an error names."""
 
-
-@dataclass(frozen=True)
-class Converted:
-    """What a conversion wrote."""
-
-    folder: Path
-    parameters: int
-    rows: int
-    """Of the embedding, as written."""
-    iteration: int | None
-    """None where the weights were written alone."""
-    source: str
-    """What was read."""
-    notes: tuple[str, ...] = ()
-    """Why it is not simply the newest."""
-
-
-@dataclass(frozen=True)
-class _Task:
-    """One tensor of ours, and how it is read."""
-
-    name: str
-    tensor: ModelTensor
-    dtype: torch.dtype
-    source: Callable[[], torch.Tensor]
-
-    @property
-    def bytes(self) -> int:
-        return self.tensor.size * self.dtype.itemsize
+Reader = TorchDistReader | LegacyReader
 
 
 def import_checkpoint(
@@ -79,134 +52,150 @@ def import_checkpoint(
 ) -> Converted:
     """Write a checkpoint of ours under `target` from one of Megatron-LM's.
 
-    With the optimizer's state, where there is one to be read, it is `target`/iter_N and training
-    goes on from it; without it is `target`/release, the weights to begin from. Raises HeteroError.
+    With the optimizer's state, if there is one that can be read, it is `target`/iter_N, from which
+    training resumes; without it, `target`/release, whose weights a run starts from. `file_bytes`
+    limits the size of a file of weights. Raises HeteroError.
     """
-    found = find(source, iteration=iteration)
-    reader: TorchDistReader | LegacyReader
-    if found.format is Format.TORCH_DIST:
-        reader = TorchDistReader(found.folder)
+    checkpoint = find_megatron_checkpoint(source, iteration=iteration)
+    reader: Reader
+    if checkpoint.format is Format.TORCH_DIST:
+        reader = TorchDistReader(checkpoint.folder)
     else:
-        reader = LegacyReader(found.folder)
-        reader.require_sizes(reader.common["args"])
-    stored_args = reader.common.get("args")
-    if stored_args is None:
+        reader = LegacyReader(checkpoint.folder)
+    args = _model_args(reader)
+    tensors = _require_model_tensors(reader, args)
+    rows = tensors[0].shape[0]
+    args |= {"padded_vocab_size": rows, **precision_args(reader.dtype(tensors[0]))}
+    optimizer = None if weights_only else _optimizer_of(reader, checkpoint, tensors, args)
+    items = list(_write_items(reader, tensors, optimizer))
+    run = None if optimizer is None else _run_record(reader, args, optimizer)
+    folder = write_converted(target, items, args=args, run=run, file_bytes=file_bytes)
+    return Converted(
+        folder=folder,
+        parameters=sum(tensor.size for tensor in tensors),
+        rows=rows,
+        source=str(checkpoint.folder),
+        iteration=None if run is None else int(run["iteration"]),
+    )
+
+
+def _model_args(reader: Reader) -> dict[str, Any]:
+    """Our arguments of the checkpoint's model, by destination."""
+    namespace = reader.common.get("args")
+    if namespace is None:
         raise UserError(
-            f"{found.folder} holds no arguments, without which its model is unknown; load it in "
+            f"{reader.folder} holds no arguments, without which its model is unknown; load it in "
             "Megatron-LM and save it again"
         )
-    args = to_ours(stored_args, source=str(found.folder))
-    tensors = _tensors_of(reader, args)
-    rows = tensors[0].shape[0]
-    args |= {"padded_vocab_size": rows, **_precision(reader.dtype(tensors[0]))}
-    optimizer = None
-    if isinstance(reader, TorchDistReader) and not weights_only and found.iteration is not None:
-        optimizer = optimizer_states.find(reader, tensors, args)
-    tasks = list(_import_tasks(reader, tensors, optimizer))
-    run = None if optimizer is None else _run_record(reader.common, args, optimizer, found.folder)
-    step = None if run is None else int(run["iteration"])
-    name = folders.RELEASE if step is None else folders.folder_name(step)
-    # Whose lock it is, the writer finds out.
-    require_empty(target, besides=(name + folders.SAVING, LOCK_FILE))
-    with no_new_parents(target / name), progress(sum(task.bytes for task in tasks)) as advance:
-        files = ([_piece(task, advance) for task in shard] for shard in shards(tasks, file_bytes))
-        if run is None:
-            folder = write_release(target, files, args=args)
-        else:
-            folder = write_checkpoint(target, name, files, args=args, run=run)
-    parameters = sum(tensor.size for tensor in tensors)
-    return Converted(folder, parameters, rows, step, source=str(found.folder))
+    return args_from_namespace(namespace, source=str(reader.folder))
 
 
-def _tensors_of(
-    reader: TorchDistReader | LegacyReader, args: Mapping[str, Any]
-) -> list[ModelTensor]:
-    """The model's tensors, all of which the checkpoint has as its arguments say, and no others."""
+def _require_model_tensors(reader: Reader, args: Mapping[str, Any]) -> list[ModelTensor]:
+    """The tensors of the model that the arguments describe.
+
+    Raises UserError or DamagedCheckpoint if the checkpoint lacks one, or holds others.
+    """
     embedding = reader.stored_shape(model_tensors(args, rows=0)[0])
     if embedding is None:
         raise DamagedCheckpoint(f"{reader.folder} lacks {EMBEDDING}; copy the whole checkpoint")
     tensors = model_tensors(args, rows=embedding[0])
-    wrong, used = [], set()
+    problems, used = [], set()
     for tensor in tensors:
         shape = reader.stored_shape(tensor)
         if shape is None:
-            wrong.append(f"{tensor.name} is missing")
+            problems.append(f"{tensor.name} is missing")
         elif shape != tensor.shape:
-            wrong.append(f"{tensor.name} is {list(shape)} instead of {list(tensor.shape)}")
+            problems.append(f"{tensor.name} is {list(shape)} instead of {list(tensor.shape)}")
         used |= set(reader.used_keys(tensor))
     if isinstance(reader, TorchDistReader):
-        wrong += reader.other_depths(args["num_layers"])
-    wrong += [
-        f"{key} is none of this model's"
-        for key in expected_keys(reader.weight_keys())
-        if key not in used
+        problems += reader.wrong_depths(args["num_layers"])
+    problems += [
+        f"{key} is no tensor of this model" for key in reader.weight_keys() if key not in used
     ]
-    if wrong:
-        more = f"; and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
+    if problems:
+        more = len(problems) - _MAX_LISTED
         raise UserError(
-            f"{reader.folder} is not the dense GPT model that its arguments tell of: "
-            f"{'; '.join(wrong[:_SHOWN])}{more}"
+            f"{reader.folder} is not the dense GPT model that its arguments describe: "
+            f"{'; '.join(problems[:_MAX_LISTED])}{f'; and {more} more' if more > 0 else ''}"
         )
     return tensors
 
 
-def _import_tasks(
-    reader: TorchDistReader | LegacyReader,
+def _optimizer_of(
+    reader: Reader,
+    checkpoint: MegatronCheckpoint,
     tensors: Sequence[ModelTensor],
-    optimizer: Optimizer | None,
-) -> Iterator[_Task]:
+    args: Mapping[str, Any],
+) -> Optimizer | None:
+    """The optimizer's state, which is read from `torch_dist` only; None if there is none."""
+    if not isinstance(reader, TorchDistReader) or checkpoint.iteration is None:
+        return None
+    return find_optimizer(reader, tensors, args)
+
+
+def _write_items(
+    reader: Reader, tensors: Sequence[ModelTensor], optimizer: Optimizer | None
+) -> Iterator[WriteItem]:
+    """The tensors of our checkpoint, each read when its turn comes to be written."""
     for tensor in tensors:
         dtype = reader.dtype(tensor)
         if dtype is None or str(dtype).removeprefix("torch.") not in DTYPES:
             raise UserError(
                 f"{tensor.name} of {reader.folder} is stored as {dtype}, which is not read"
             )
-
-        def weight(tensor: ModelTensor = tensor) -> torch.Tensor:
-            values = reader.read(tensor)
-            if optimizer is not None and optimizer.has_main and values.dtype == torch.float32:
-                _require_same(optimizer.states.read(MAIN, tensor), values, tensor, reader.folder)
-            return values
-
-        yield _Task(tensor.name, tensor, dtype, weight)
-        if optimizer is not None:
-            yield from _optimizer_tasks(reader, tensor, dtype, optimizer)
+        if optimizer is None:
+            yield _item(tensor.name, tensor, dtype, partial(reader.read, tensor))
+        else:
+            source = partial(_read_weight, reader, optimizer, tensor)
+            yield _item(tensor.name, tensor, dtype, source)
+            yield from _optimizer_items(reader, tensor, dtype, optimizer)
 
 
-def _optimizer_tasks(
-    reader: TorchDistReader | LegacyReader,
-    tensor: ModelTensor,
-    dtype: torch.dtype,
-    optimizer: Optimizer,
-) -> Iterator[_Task]:
-    def main() -> torch.Tensor:
-        values = optimizer.states.read(MAIN, tensor)
-        _require_same(values, reader.read(tensor), tensor, reader.folder)
-        return values
-
+def _optimizer_items(
+    reader: Reader, tensor: ModelTensor, dtype: torch.dtype, optimizer: Optimizer
+) -> Iterator[WriteItem]:
+    states = optimizer.states
     if dtype != torch.float32:
-        if not optimizer.has_main or not optimizer.states.dtype(MAIN, tensor).is_floating_point:
+        if not optimizer.has_main_copy or not states.dtype(MAIN_COPY, tensor).is_floating_point:
             raise UserError(
                 f"{reader.folder} holds no float32 copies of its weights (int16 remainders of "
                 "--use-precision-aware-optimizer are not read); convert it with --weights-only"
             )
-        yield _Task(
-            optimizer_name(MAIN, tensor.name), tensor, optimizer.states.dtype(MAIN, tensor), main
-        )
-    for moment in MOMENTS:
-
-        def values(moment: str = moment) -> torch.Tensor:
-            return optimizer.states.read(moment, tensor)
-
-        kind = optimizer.states.dtype(moment, tensor)
-        yield _Task(optimizer_name(moment, tensor.name), tensor, kind, values)
+        source = partial(_read_main_copy, reader, optimizer, tensor)
+        name = optimizer_name(MAIN_COPY, tensor.name)
+        yield _item(name, tensor, states.dtype(MAIN_COPY, tensor), source)
+    for moment in ADAM_MOMENTS:
+        source = partial(states.read, moment, tensor)
+        name = optimizer_name(moment, tensor.name)
+        yield _item(name, tensor, states.dtype(moment, tensor), source)
 
 
-def _require_same(
-    main: torch.Tensor, weights: torch.Tensor, tensor: ModelTensor, folder: Path
+def _item(
+    name: str, tensor: ModelTensor, dtype: torch.dtype, source: partial[torch.Tensor]
+) -> WriteItem:
+    return WriteItem(name, tensor.shape, dtype, (tensor.region,), source)
+
+
+def _read_weight(reader: Reader, optimizer: Optimizer, tensor: ModelTensor) -> torch.Tensor:
+    """A weight; one in float32 must equal the optimizer's copy, which is not written then."""
+    weight = reader.read(tensor)
+    if optimizer.has_main_copy and weight.dtype == torch.float32:
+        main_copy = optimizer.states.read(MAIN_COPY, tensor)
+        _require_rounded_from(main_copy, weight, tensor, reader.folder)
+    return weight
+
+
+def _read_main_copy(reader: Reader, optimizer: Optimizer, tensor: ModelTensor) -> torch.Tensor:
+    main_copy = optimizer.states.read(MAIN_COPY, tensor)
+    _require_rounded_from(main_copy, reader.read(tensor), tensor, reader.folder)
+    return main_copy
+
+
+def _require_rounded_from(
+    main_copy: torch.Tensor, weight: torch.Tensor, tensor: ModelTensor, folder: Path
 ) -> None:
-    """Weights are the optimizer's copies, rounded: else these would be another tensor's."""
-    if not torch.equal(main.to(weights.dtype), weights):
+    """Raise UserError unless the optimizer's copy is that of this weight, and so its state."""
+    if not torch.equal(main_copy.to(weight.dtype), weight):
         raise UserError(
             f"in {folder} the optimizer's copy of {tensor.name} is not what the model's weights "
             "were rounded from, so its state belongs to other weights; convert it with "
@@ -214,41 +203,24 @@ def _require_same(
         )
 
 
-def _run_record(
-    common: Mapping[str, Any], args: Mapping[str, Any], optimizer: Optimizer, folder: Path
-) -> dict[str, Any]:
+def _run_record(reader: Reader, args: Mapping[str, Any], optimizer: Optimizer) -> dict[str, Any]:
+    """The progress of the run, as our checkpoints store it."""
+    common = reader.common
     scheduler = common.get("opt_param_scheduler", common.get("lr_scheduler"))
     if not isinstance(scheduler, dict) or "iteration" not in common:
         raise UserError(
-            f"{folder} says nothing of the schedule or of its iteration; convert it with "
-            "--weights-only"
+            f"{reader.folder} has no schedule, or no iteration; convert it with --weights-only"
         )
-    progress_made = TrainState(
+    train_state = TrainState(
         iteration=int(common["iteration"]),
         consumed_train_samples=int(args.get("consumed_train_samples", 0)),
         consumed_valid_samples=int(args.get("consumed_valid_samples", 0)),
     )
     return {
-        **progress_made.to_record(),
+        **train_state.to_record(),
         "holds": {"optimizer": True, "random states": False},
         "scheduler": scheduler,
         "loss_scaler": dict(optimizer.loss_scaler),
         "optimizer_step": optimizer.step,
         "simulated": False,
-    }
-
-
-def _piece(task: _Task, advance: Callable[[int], object]) -> WriteItem:
-    def read() -> torch.Tensor:
-        advance(task.bytes)
-        return task.source()
-
-    return WriteItem(task.name, task.tensor.shape, task.dtype, (task.tensor.region,), read)
-
-
-def _precision(dtype: torch.dtype | None) -> dict[str, Any]:
-    return {
-        "bf16": dtype == torch.bfloat16,
-        "fp16": dtype == torch.float16,
-        "params_dtype": str(dtype).removeprefix("torch."),
     }

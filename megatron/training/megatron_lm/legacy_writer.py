@@ -1,6 +1,6 @@
 """Writes Megatron-LM's older `torch` layout: the weights of every model-parallel rank in a file.
 
-One rank's share is in memory at a time, because `torch.save` wants it whole.
+One rank's weights are in memory at a time, because `torch.save` needs them all.
 """
 
 from __future__ import annotations
@@ -18,102 +18,110 @@ from megatron.training.checkpoint.folder import sync_file
 from megatron.training.checkpoint.regions import Region
 from megatron.training.checkpoint.tensor_names import EMBEDDING, OUTPUT_LAYER, fused_name
 from megatron.training.megatron_lm.folders import RANK_FILE
-from megatron.training.megatron_lm.tensors import LAYERS, POSITIONS, ModelTensor
+from megatron.training.megatron_lm.tensors import LAYERS, ModelTensor, chunk_tensors
 
-ReadBoxes = Callable[[ModelTensor, Sequence[Region]], torch.Tensor]
-"""Boxes of a tensor, one after the other, flat."""
+ReadRegions = Callable[[ModelTensor, Sequence[Region]], torch.Tensor]
+"""The elements of a tensor's regions, one region after the other, flat."""
 
 
 @dataclass(frozen=True)
 class RankLayout:
-    """How many ranks share a model, and the layers of a chunk where stages are interleaved."""
+    """Tensor- and pipeline-parallel sizes; with interleaved stages, the layers of a model chunk."""
 
     tensor: int = 1
     pipeline: int = 1
     layers_per_chunk: int | None = None
 
-    def chunks(self, layers: int) -> int:
-        """Of every stage."""
-        return 1 if self.layers_per_chunk is None else layers // (self.pipeline * self.each(layers))
+    def chunk_layers(self, num_layers: int) -> int:
+        """Layers of each model chunk."""
+        return self.layers_per_chunk or num_layers // self.pipeline
 
-    def each(self, layers: int) -> int:
-        return self.layers_per_chunk or layers // self.pipeline
+    def chunks_per_stage(self, num_layers: int) -> int:
+        if self.layers_per_chunk is None:
+            return 1
+        return num_layers // (self.pipeline * self.layers_per_chunk)
 
-    def require_fit(self, tensors: Sequence[ModelTensor], layers: int) -> None:
-        """Raises UserError, naming everything that does not divide."""
-        wrong = []
-        if self.each(layers) < 1 or layers % (self.pipeline * self.each(layers)):
+    def require_divisible(self, tensors: Sequence[ModelTensor], num_layers: int) -> None:
+        """Raise UserError unless layers and tensors can be divided, naming all that cannot."""
+        problems = []
+        chunk = self.chunk_layers(num_layers)
+        if chunk < 1 or num_layers % (self.pipeline * chunk):
             per_chunk = "" if self.layers_per_chunk is None else f" of {self.layers_per_chunk} each"
-            wrong.append(f"{layers} layers over {self.pipeline} stages{per_chunk}")
+            problems.append(f"{num_layers} layers over {self.pipeline} stages{per_chunk}")
         for tensor in tensors:
-            if not tensor.divides(self.tensor) and tensor.layer in (None, 0):
-                assert tensor.split is not None
-                wrong.append(
-                    f"{tensor.shape[tensor.split]} rows of {tensor.name} over {self.tensor} "
-                    "tensor-parallel ranks"
+            if not tensor.is_divisible(self.tensor) and tensor.layer in (None, 0):
+                assert tensor.partition_dim is not None
+                problems.append(
+                    f"{tensor.shape[tensor.partition_dim]} rows of {tensor.name} over "
+                    f"{self.tensor} tensor-parallel ranks"
                 )
-        if wrong:
+        if problems:
             raise UserError(
-                f"these cannot be divided evenly: {'; '.join(wrong)}; choose other sizes, or for "
-                "the vocabulary --make-vocab-size-divisible-by"
+                f"these cannot be divided evenly: {'; '.join(problems)}; choose other sizes, or "
+                "for the vocabulary --make-vocab-size-divisible-by"
             )
 
 
-def write(
+def write_legacy(
     folder: Path,
     tensors: Sequence[ModelTensor],
     *,
-    layers: int,
+    num_layers: int,
     layout: RankLayout,
-    read: ReadBoxes,
+    read: ReadRegions,
     args: Namespace,
     fused_norms: bool,
 ) -> None:
-    """Fill `folder` with the weights of all ranks. `fused_norms`: under the names that Transformer
-    Engine's layers have. Raises OSError."""
-    for stage in range(layout.pipeline):
-        for rank in range(layout.tensor):
+    """Fill `folder` with a file for each model-parallel rank. Raises OSError.
+
+    `args` are Megatron-LM's. `fused_norms`: name norms as Transformer Engine's layers do.
+    """
+    num_chunks = layout.chunks_per_stage(num_layers)
+    for pp_rank in range(layout.pipeline):
+        for tp_rank in range(layout.tensor):
             state: dict[str, Any] = {
                 "args": args,
                 "checkpoint_version": 3.0,
                 "iteration": args.iteration,
             }
-            count = layout.chunks(layers)
-            for chunk in range(count):
-                held = _held(tensors, chunk * layout.pipeline + stage, layers, layout)
-                key = "model" if count == 1 else f"model{chunk}"
-                state[key] = {
-                    fused_name(name) if fused_norms else name: _slice(tensor, rank, layout, read)
-                    for name, tensor in held
+            for number in range(num_chunks):
+                chunk = _named_tensors(
+                    tensors, number * layout.pipeline + pp_rank, num_layers, layout
+                )
+                state["model" if num_chunks == 1 else f"model{number}"] = {
+                    fused_name(name) if fused_norms else name: _read_shard(
+                        tensor, tp_rank, layout.tensor, read
+                    )
+                    for name, tensor in chunk
                 }
-            name = f"mp_rank_{rank:02d}" + (f"_{stage:03d}" if layout.pipeline > 1 else "")
-            (folder / name).mkdir()
-            with (folder / name / RANK_FILE).open("wb") as file:
+            rank = f"mp_rank_{tp_rank:02d}" + (f"_{pp_rank:03d}" if layout.pipeline > 1 else "")
+            (folder / rank).mkdir()
+            with (folder / rank / RANK_FILE).open("wb") as file:
                 torch.save(state, file)
                 sync_file(file)
 
 
-def _held(
-    tensors: Sequence[ModelTensor], number: int, layers: int, layout: RankLayout
+def _named_tensors(
+    tensors: Sequence[ModelTensor], number: int, num_layers: int, layout: RankLayout
 ) -> list[tuple[str, ModelTensor]]:
-    """What the chunk `number`, in the order in which layers go through chunks, has under its
-    names."""
-    each = layout.each(layers)
-    first, last = number == 0, (number + 1) * each == layers
-    found = []
-    for tensor in tensors:
-        if tensor.layer is None:
-            if first if tensor.name in (EMBEDDING, POSITIONS) else last:
-                found.append((tensor.name, tensor))
-        elif number * each <= tensor.layer < (number + 1) * each:
-            inside = f"{LAYERS}{tensor.layer - number * each}."
-            found.append((tensor.name.replace(f"{LAYERS}{tensor.layer}.", inside, 1), tensor))
-    if last and not first and not any(tensor.name == OUTPUT_LAYER for tensor in tensors):
-        # The last stage of a tied model has a copy of the embedding.
-        found += [(OUTPUT_LAYER, tensor) for tensor in tensors if tensor.name == EMBEDDING]
-    return found
+    """A model chunk's tensors, with layers counted from its first.
+
+    `number` counts the chunks of all stages in the order in which layers go through them.
+    """
+    length = layout.chunk_layers(num_layers)
+    layers = range(number * length, (number + 1) * length)
+    is_first, is_last = number == 0, layers.stop == num_layers
+    named = []
+    for tensor in chunk_tensors(tensors, layers, is_first=is_first, is_last=is_last):
+        name = tensor.name
+        if tensor.layer is not None:
+            name = f"{LAYERS}{tensor.layer - layers.start}.{tensor.name_in_layer}"
+        elif name == EMBEDDING and not is_first:
+            name = OUTPUT_LAYER
+        named.append((name, tensor))
+    return named
 
 
-def _slice(tensor: ModelTensor, rank: int, layout: RankLayout, read: ReadBoxes) -> torch.Tensor:
-    shard = tensor.shard(rank, layout.tensor)
+def _read_shard(tensor: ModelTensor, tp_rank: int, tp_size: int, read: ReadRegions) -> torch.Tensor:
+    shard = tensor.shard(tp_rank, tp_size)
     return read(tensor, shard.regions()).view(shard.local)

@@ -1,11 +1,11 @@
-"""The optimizer's state in `torch_dist` checkpoints, in the ways in which Megatron-LM writes it.
+"""The optimizer's state in `torch_dist` checkpoints, in the sharding types that are converted.
 
-`distrib_optim_sharding_type` in the checkpoint's own metadata says which:
+`distrib_optim_sharding_type` in the checkpoint's metadata says which it is:
 
 - none, `fully_reshardable`, `fully_sharded_model_space`: for each tensor of the model one under
-  `optimizer.state.STATE.KEY`. The last one's are cut anywhere; `torch_dist.py` puts them together.
-- `dp_reshardable`, what 0.16.1 writes unless told otherwise: the buckets of every rank's gradient
-  buffer, in which parameters lie one after the other in an order that only the model knows.
+  `optimizer.state.STATE.KEY`. The last one stores flattened ranges (torch_dist_reader.py).
+- `dp_reshardable`, the default of 0.16.1: the buckets of every rank's gradient buffer. Parameters
+  lie in them one after the other, in an order that the checkpoint does not say.
 
 `dp_zero_gather_scatter` holds pickled buffers whose buckets cannot be told apart, and is refused.
 """
@@ -20,73 +20,73 @@ import torch
 
 from hetero.errors import UserError
 from megatron.training.checkpoint.index import DamagedCheckpoint
-from megatron.training.checkpoint.tensor_names import EMBEDDING, OUTPUT_LAYER
-from megatron.training.megatron_lm.tensors import POSITIONS, ModelTensor, buffer_order
-from megatron.training.megatron_lm.torch_dist import TorchDistReader
+from megatron.training.checkpoint.region_views import copy_regions
+from megatron.training.checkpoint.tensor_names import MAIN_COPY
+from megatron.training.megatron_lm.tensors import ModelTensor, buffer_order, chunk_tensors
+from megatron.training.megatron_lm.torch_dist_reader import TorchDistReader
 
-MAIN = "main"
-MOMENTS = ("exp_avg", "exp_avg_sq")
-_MAIN_NAMES = ("param", "fp32_param")
-_ALIGNMENT = 64
-"""Elements at whose multiples a parameter begins in a bucket of the distributed optimizer."""
+_MAIN_COPY_KEYS = ("param", "fp32_param")
+_PARAM_ALIGNMENT = 64
+"""Elements at whose multiples parameters begin in the distributed optimizer's buckets."""
 _STATES = "optimizer.state."
 _BUCKETS = "optimizer.distributed.dp_group_idx_"
-_WITHOUT = "; convert it with --weights-only, or load it in Megatron-LM and save it with "
+_REMEDY = "; convert it with --weights-only, or load it in Megatron-LM and save it with "
 
 
 class OptimizerStates(Protocol):
-    """Float32 copies of the weights and Adam's moments, tensor by tensor of the model."""
+    """Float32 copies of the weights (`MAIN_COPY`) and Adam's moments, by tensor of the model."""
 
     def dtype(self, state: str, tensor: ModelTensor) -> torch.dtype: ...
 
     def read(self, state: str, tensor: ModelTensor) -> torch.Tensor:
-        """A whole tensor of `main` or a moment, on the CPU."""
+        """The whole tensor of a state, on the CPU."""
         ...
 
 
 @dataclass(frozen=True)
 class Optimizer:
-    """What a checkpoint holds of the optimizer."""
+    """The optimizer's state in a checkpoint."""
 
     states: OptimizerStates
     step: int
+    """Adam's count of updates."""
     loss_scaler: Mapping[str, float]
-    has_main: bool
-    """Whether float32 copies are there; a run in float32 may have none."""
+    has_main_copy: bool
+    """Whether there are float32 copies; a run in float32 may have none."""
 
 
-def find(
+def find_optimizer(
     reader: TorchDistReader, tensors: Sequence[ModelTensor], args: Mapping[str, Any]
 ) -> Optimizer | None:
-    """The optimizer's state of a checkpoint; None where it was saved without.
+    """The optimizer's state of a checkpoint; None if it was saved without.
 
-    Raises UserError for one that cannot be read.
+    Raises UserError or DamagedCheckpoint if it cannot be read.
     """
-    kind = _kind(reader)
-    if kind == "dp_zero_gather_scatter":
+    sharding_type = _sharding_type(reader)
+    if sharding_type == "dp_zero_gather_scatter":
         raise UserError(
             f"{reader.folder} holds the optimizer's state as dp_zero_gather_scatter, which cannot "
-            f"be read{_WITHOUT}--dist-ckpt-optim-fully-reshardable"
+            f"be read{_REMEDY}--dist-ckpt-optim-fully-reshardable"
         )
-    stored = reader.common.get("optimizer")
-    if (isinstance(stored, dict) and 0 in stored) or isinstance(stored, list):
+    common = reader.common.get("optimizer")
+    if (isinstance(common, dict) and 0 in common) or isinstance(common, list):
         raise UserError(
             f"{reader.folder} is of a run with several optimizers, which cannot be read; convert "
             "it with --weights-only"
         )
     states: OptimizerStates
-    if any(key.startswith(_STATES) for key in reader.keys):
-        states = _InModelSpace(reader)
-        has_main = states.main is not None
-    elif any(key.startswith(_BUCKETS) for key in reader.keys):
-        states, has_main = _InBuckets(reader, tensors, args), True
-        stored = {
-            name: reader.object(f"{_BUCKETS}0.{name}") for name in ("optimizer", "grad_scaler")
+    if any(key.startswith(_STATES) for key in reader.tensors):
+        states = _ModelSpaceStates(reader)
+        has_main_copy = states.has_main_copy
+    elif any(key.startswith(_BUCKETS) for key in reader.tensors):
+        states, has_main_copy = _BucketStates(reader, tensors, args), True
+        common = {
+            name: reader.read_object(f"{_BUCKETS}0.{name}") for name in ("optimizer", "grad_scaler")
         }
-    elif any(key.startswith("optimizer.") for key in (*reader.keys, *reader.object_keys())):
+    elif any(key.startswith("optimizer.") for key in (*reader.tensors, *reader.object_keys())):
         raise UserError(
-            f"{reader.folder} holds the optimizer's state as {kind}, which cannot be read"
-            f"{_WITHOUT}--dist-ckpt-optim-fully-reshardable"
+            f"{reader.folder} holds the optimizer's state as {sharding_type}, which cannot be read"
+            f"{_REMEDY}--dist-ckpt-optim-fully-reshardable"
         )
     else:
         return None
@@ -95,19 +95,19 @@ def find(
             f"{reader.folder} holds the state of --optimizer {args['optimizer']}; only Adam's is "
             "converted, so convert it with --weights-only"
         )
-    return Optimizer(states, _step(reader, stored), _loss_scaler(stored), has_main)
+    return Optimizer(states, _step(reader, common), _loss_scaler(common), has_main_copy)
 
 
-def _kind(reader: TorchDistReader) -> str:
+def _sharding_type(reader: TorchDistReader) -> str:
     content = reader.common.get("content_metadata") or {}
-    stored = reader.common.get("optimizer")
-    inner = stored.get("param_state_sharding_type") if isinstance(stored, dict) else None
-    return str(content.get("distrib_optim_sharding_type") or inner or "unknown")
+    common = reader.common.get("optimizer")
+    older = common.get("param_state_sharding_type") if isinstance(common, dict) else None
+    return str(content.get("distrib_optim_sharding_type") or older or "unknown")
 
 
-def _step(reader: TorchDistReader, stored: Any) -> int:
-    """How many updates Adam has made. megatron-core keeps the number in one of three places."""
-    inner = stored.get("optimizer", stored) if isinstance(stored, dict) else {}
+def _step(reader: TorchDistReader, common: Any) -> int:
+    """Adam's count of updates, which megatron-core stores in one of three places."""
+    inner = common.get("optimizer", common) if isinstance(common, dict) else {}
     inner = inner if isinstance(inner, dict) else {}
     counts = [group.get("step") for group in inner.get("param_groups", ())]
     counts.append((inner.get("state") or {}).get("common_step"))
@@ -120,188 +120,180 @@ def _step(reader: TorchDistReader, stored: Any) -> int:
     return steps.pop()
 
 
-def _loss_scaler(stored: Any) -> dict[str, float]:
-    scaler = stored.get("grad_scaler") if isinstance(stored, dict) else None
+def _loss_scaler(common: Any) -> dict[str, float]:
+    scaler = common.get("grad_scaler") if isinstance(common, dict) else None
     if not isinstance(scaler, dict):
         return {}
     return {str(name): float(value) for name, value in scaler.items()}
 
 
-class _InModelSpace:
-    """One tensor for each of the model's."""
+class _ModelSpaceStates:
+    """One tensor for each of the model's, under `optimizer.state.STATE.KEY`."""
 
     def __init__(self, reader: TorchDistReader) -> None:
         self._reader = reader
-        self.main = next(
+        self._main_copy_key = next(
             (
                 name
-                for name in _MAIN_NAMES
-                if any(key.startswith(f"{_STATES}{name}.") for key in reader.keys)
+                for name in _MAIN_COPY_KEYS
+                if any(key.startswith(f"{_STATES}{name}.") for key in reader.tensors)
             ),
             None,
         )
 
+    @property
+    def has_main_copy(self) -> bool:
+        return self._main_copy_key is not None
+
     def dtype(self, state: str, tensor: ModelTensor) -> torch.dtype:
-        found = self._reader.dtype(tensor, prefix=self._prefix(state))
-        if found is None:
+        dtype = self._reader.dtype(tensor, prefix=self._prefix(state))
+        if dtype is None:
             raise DamagedCheckpoint(
                 f"{self._reader.folder} lacks {state} of {tensor.name}; convert it with "
                 "--weights-only"
             )
-        return found
+        return dtype
 
     def read(self, state: str, tensor: ModelTensor) -> torch.Tensor:
         return self._reader.read(tensor, prefix=self._prefix(state))
 
     def _prefix(self, state: str) -> str:
-        return f"{_STATES}{self.main if state == MAIN else state}."
+        return f"{_STATES}{self._main_copy_key if state == MAIN_COPY else state}."
 
 
 @dataclass(frozen=True)
-class _Range:
-    """Where one tensor-parallel rank's part of a tensor lies."""
+class _BucketRange:
+    """Elements [begin, end) of a bucket: a tensor-parallel rank's shard of a tensor."""
 
     bucket: str
     begin: int
     end: int
 
+    def key(self, state: str) -> str:
+        return f"{self.bucket}.{'param' if state == MAIN_COPY else state}"
 
-class _InBuckets:
-    """Gradient buffers of every rank of tensor and pipeline parallelism, bucket by bucket."""
+
+class _BucketStates:
+    """The gradient buffers of all model-parallel ranks, each of a model chunk, in buckets.
+
+    How many layers a chunk has is not stored. It follows from the one number whose parameters fill
+    the buffer's buckets exactly.
+    """
 
     def __init__(
         self, reader: TorchDistReader, tensors: Sequence[ModelTensor], args: Mapping[str, Any]
     ) -> None:
         self._reader, self._tensors = reader, tensors
-        self._ranks = int(args.get("tensor_model_parallel_size", 1))
+        self._tp_size = int(args.get("tensor_model_parallel_size", 1))
         self._fused_norms = args.get("transformer_impl") != "local"
-        self._tied = not args["untie_embeddings_and_output_weights"]
-        self._ranges: dict[tuple[str, int], _Range] = {}
-        buffers = self._buffers()
-        stages = 1 + max(group for group, _ in buffers) // self._ranks
-        chunks = 1 + max(chunk for _, chunk in buffers)
-        for rank in range(self._ranks):
+        self._num_layers = 1 + max(t.layer for t in tensors if t.layer is not None)
+        self._ranges: dict[tuple[str, int], _BucketRange] = {}
+        """By name of a tensor and tensor-parallel rank."""
+        buffers = self._buckets_of_buffers()
+        pp_size = 1 + max(group for group, _ in buffers) // self._tp_size
+        num_chunks = pp_size * (1 + max(chunk for _, chunk in buffers))
+        for tp_rank in range(self._tp_size):
             layer = 0
-            for number in range(chunks * stages):
-                chunk, stage = divmod(number, stages)
-                buckets = buffers.get((stage * self._ranks + rank, chunk), [])
-                is_last = number == chunks * stages - 1
-                layer += self._place(
+            # In the order in which layers go through chunks.
+            for number in range(num_chunks):
+                chunk, pp_rank = divmod(number, pp_size)
+                buckets = buffers.get((pp_rank * self._tp_size + tp_rank, chunk), [])
+                layer += self._locate_chunk(
                     buckets,
                     layer,
-                    rank=rank,
+                    tp_rank=tp_rank,
                     is_first=number == 0,
-                    is_last=is_last,
-                    is_alone=chunks * stages == 1,
+                    is_last=number == num_chunks - 1,
                 )
-            if layer != self._layers:
+            if layer != self._num_layers:
                 raise self._unknown_order()
 
-    @property
-    def _layers(self) -> int:
-        return 1 + max(tensor.layer for tensor in self._tensors if tensor.layer is not None)
-
     def dtype(self, state: str, tensor: ModelTensor) -> torch.dtype:
-        return self._reader.keys[self._key(self._range(tensor, 0), state)].dtype
+        return self._reader.tensors[self._ranges[tensor.name, 0].key(state)].dtype
 
     def read(self, state: str, tensor: ModelTensor) -> torch.Tensor:
         whole = torch.empty(tensor.shape, dtype=self.dtype(state, tensor))
-        for rank in range(self._ranks if tensor.split is not None else 1):
-            at = self._range(tensor, rank)
-            flat = self._reader.flat(self._key(at, state), at.begin, at.end)
-            offset = 0
-            for region in tensor.shard(rank, self._ranks).regions():
-                part = whole
-                for dim, (begin, length) in enumerate(zip(region.start, region.shape, strict=True)):
-                    part = part.narrow(dim, begin, length)
-                part.copy_(flat[offset : offset + region.size].view(region.shape))
-                offset += region.size
+        for tp_rank in range(1 if tensor.partition_dim is None else self._tp_size):
+            bucket_range = self._ranges[tensor.name, tp_rank]
+            flat = self._reader.read_flat(
+                bucket_range.key(state), bucket_range.begin, bucket_range.end
+            )
+            regions = tensor.shard(tp_rank, self._tp_size).regions()
+            copy_regions(whole, tensor.region, flat, regions)
         return whole
 
-    def _range(self, tensor: ModelTensor, rank: int) -> _Range:
-        return self._ranges[tensor.name, rank]
+    def _buckets_of_buffers(self) -> dict[tuple[int, int], list[str]]:
+        """The keys of each buffer's buckets, without the state, in order.
 
-    @staticmethod
-    def _key(at: _Range, state: str) -> str:
-        return f"{at.bucket}.{'param' if state == MAIN else state}"
-
-    def _buffers(self) -> dict[tuple[int, int], list[str]]:
-        """Keys of buckets, without the state, by rank in its model-parallel group and chunk."""
-        found: dict[tuple[int, int], dict[int, str]] = {}
-        for key in self._reader.keys:
+        Buffers are numbered by rank in the model-parallel group, and by model chunk of the rank.
+        """
+        buffers: dict[tuple[int, int], dict[int, str]] = {}
+        for key in self._reader.tensors:
             if not key.startswith(_BUCKETS) or not key.endswith(".param"):
                 continue
             bucket = key.removesuffix(".param")
             group, _, rest = bucket.removeprefix(_BUCKETS).partition(".gbuf_idx_")
-            chunk, _, number = rest.partition(".dtype_")
-            number = number.rpartition(".bucket_idx_")[2]
-            found.setdefault((int(group), int(chunk)), {})[int(number)] = bucket
-        return {where: [b for _, b in sorted(buckets.items())] for where, buckets in found.items()}
+            chunk, _, rest = rest.partition(".dtype_")
+            number = int(rest.rpartition(".bucket_idx_")[2])
+            buffers.setdefault((int(group), int(chunk)), {})[number] = bucket
+        return {
+            buffer: [bucket for _, bucket in sorted(buckets.items())]
+            for buffer, buckets in buffers.items()
+        }
 
-    def _place(
+    def _locate_chunk(
         self,
         buckets: Sequence[str],
-        first: int,
+        first_layer: int,
         *,
-        rank: int,
+        tp_rank: int,
         is_first: bool,
         is_last: bool,
-        is_alone: bool,
     ) -> int:
-        """Find what lies where in a buffer: of how many layers from `first` on it fits exactly."""
-        for layers in range(self._layers - first, -1, -1):
-            chunk = self._chunk(range(first, first + layers), is_first, is_last, is_alone)
-            ranges = self._fit(buckets, buffer_order(chunk, fused_norms=self._fused_norms), rank)
+        """Find where a model chunk's tensors lie in its buckets; returns its number of layers."""
+        for count in range(self._num_layers - first_layer, -1, -1):
+            layers = range(first_layer, first_layer + count)
+            chunk = chunk_tensors(self._tensors, layers, is_first=is_first, is_last=is_last)
+            order = buffer_order(chunk, fused_norms=self._fused_norms)
+            ranges = self._fill_buckets(buckets, order, tp_rank)
             if ranges is not None:
-                for tensor, at in ranges:
-                    self._ranges.setdefault((tensor.name, rank), at)
-                return layers
+                for tensor, bucket_range in ranges:
+                    # A tied model's embedding is that of the first chunk, not its later copy.
+                    self._ranges.setdefault((tensor.name, tp_rank), bucket_range)
+                return count
         raise self._unknown_order()
 
-    def _chunk(
-        self, layers: range, is_first: bool, is_last: bool, is_alone: bool
-    ) -> list[ModelTensor]:
-        found = []
-        for tensor in self._tensors:
-            is_here = tensor.layer in layers
-            if tensor.layer is None:
-                is_here = is_first if tensor.name in (EMBEDDING, POSITIONS) else is_last
-            if is_here:
-                found.append(tensor)
-        if is_last and self._tied and not is_alone:
-            # The last stage has a copy of the embedding, as its output layer.
-            embedding = next(t for t in self._tensors if t.name == EMBEDDING)
-            found.append(ModelTensor(OUTPUT_LAYER, embedding.shape, split=embedding.split))
-        return found
+    def _fill_buckets(
+        self, buckets: Sequence[str], order: Sequence[ModelTensor], tp_rank: int
+    ) -> list[tuple[ModelTensor, _BucketRange]] | None:
+        """Lay tensors into buckets one after the other; None unless they fill them exactly.
 
-    def _fit(
-        self, buckets: Sequence[str], order: Sequence[ModelTensor], rank: int
-    ) -> list[tuple[ModelTensor, _Range]] | None:
-        """Lay tensors into buckets one after the other; None unless they fill them exactly."""
-        found: list[tuple[ModelTensor, _Range]] = []
-        rest = list(order)
+        Stored chunks end where parameters do, so a parameter must begin and end at such an edge.
+        """
+        ranges: list[tuple[ModelTensor, _BucketRange]] = []
+        remaining = list(order)
         for bucket in buckets:
-            stored = self._reader.keys[f"{bucket}.param"]
+            stored = self._reader.tensors[f"{bucket}.param"]
             (size,), edges = stored.size, stored.boundaries()
             end = 0
-            while end != size and _aligned(end) != size:
-                if not rest:
+            while end != size and _align(end) != size:
+                if not remaining:
                     return None
-                tensor = rest.pop(0)
-                begin = _aligned(end)
-                end = begin + tensor.shard(rank, self._ranks).size
+                tensor = remaining.pop(0)
+                begin = _align(end)
+                end = begin + tensor.shard(tp_rank, self._tp_size).size
                 if end > size or begin not in edges or end not in edges:
                     return None
-                found.append((tensor, _Range(bucket, begin, end)))
-        return None if rest else found
+                ranges.append((tensor, _BucketRange(bucket, begin, end)))
+        return None if remaining else ranges
 
     def _unknown_order(self) -> UserError:
         return UserError(
             f"{self._reader.folder} holds the optimizer's state as dp_reshardable, in an order of "
             "parameters that is not known for this model"
-            f"{_WITHOUT}--dist-ckpt-optim-fully-reshardable"
+            f"{_REMEDY}--dist-ckpt-optim-fully-reshardable"
         )
 
 
-def _aligned(position: int) -> int:
-    return -(-position // _ALIGNMENT) * _ALIGNMENT
+def _align(position: int) -> int:
+    return -(-position // _PARAM_ALIGNMENT) * _PARAM_ALIGNMENT

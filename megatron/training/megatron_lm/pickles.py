@@ -1,8 +1,8 @@
-"""Megatron-LM's pickles, read by torch's restricted loader: nothing that they name is run.
+"""Reads Megatron-LM's pickles by torch's restricted loader, which runs nothing that they name.
 
 A pickle names the functions that rebuild its objects, and a full unpickler calls them. torch's
-loader calls those of tensors and refuses the rest. What Megatron-LM puts beside its tensors is let
-through as a `Record`: the class is never imported, only what would have been its state is kept.
+loader calls those of tensors and refuses all others. Objects that Megatron-LM stores beside its
+tensors become a `Placeholder`, which keeps their state: their class is never imported.
 """
 
 from __future__ import annotations
@@ -24,33 +24,28 @@ import torch
 from hetero.errors import UserError
 from megatron.training.checkpoint.index import DamagedCheckpoint
 
-# Only ever stood in for, so that whoever wrote a name of these modules gains nothing by it.
-_STOOD_IN = (
-    *(
-        "megatron.",
-        "numpy.",
-        "torch.distributed.",
-        "transformer_engine.",
-        "transformer_engine_torch.",
-    ),
-    *("apex.", "fp16.loss_scaler.", "pathlib.", "signal.", "types.SimpleNamespace"),
-    *("enum.", "_io.BytesIO", "io.BytesIO", "datetime."),
+# Prefixes of classes that a placeholder may replace. Nothing is imported, so none can do harm.
+_REPLACEABLE = (
+    *("megatron.", "numpy.", "torch.distributed.", "transformer_engine."),
+    *("transformer_engine_torch.", "apex.", "fp16.loss_scaler.", "pathlib.", "signal."),
+    *("types.SimpleNamespace", "enum.", "_io.BytesIO", "io.BytesIO", "datetime."),
 )
-_MOST_CLASSES = 100
-_NAMED = re.compile(r"GLOBAL (\S+)")
+_MAX_CLASSES = 100
+_REFUSED_NAME = re.compile(r"GLOBAL (\S+)")
+"""In the message of torch's loader."""
 _UNREADABLE = (RuntimeError, EOFError, ValueError, KeyError, IndexError, TypeError, AttributeError)
 
 
-class Record:
-    """Stands for an object of a class that is not imported: what it was made of, and its state."""
+class Placeholder:
+    """An object of a class that is not imported: the arguments it was built from and its state."""
 
     arguments: tuple[Any, ...]
     state: Any
 
-    def __new__(cls, *arguments: Any) -> Record:
-        made = super().__new__(cls)
-        made.arguments, made.state = arguments, None
-        return made
+    def __new__(cls, *arguments: Any) -> Placeholder:
+        placeholder = super().__new__(cls)
+        placeholder.arguments, placeholder.state = arguments, None
+        return placeholder
 
     def __init__(self, *arguments: Any) -> None:
         pass
@@ -63,69 +58,72 @@ class Record:
 
 
 class RestrictedLoader:
-    """Reads pickles of one checkpoint, remembering the classes that it stood in for."""
+    """Reads the pickles of one checkpoint, and remembers the classes that become placeholders.
+
+    Raises DamagedCheckpoint, and UserError naming a function or class that is not replaceable.
+    """
 
     def __init__(self) -> None:
-        self._stood_in: set[str] = set()
+        self._replaced: set[str] = set()
 
-    def file(self, path: Path) -> Any:
-        """What `torch.save` wrote to a file; its tensors stay in the file until they are used."""
+    def load_file(self, path: Path) -> Any:
+        """The object of a `torch.save` file, whose tensors are memory-mapped."""
         try:
             mapped = zipfile.is_zipfile(path)
-            return self._load(path, what=str(path), mmap=mapped)
+            return self._load(path, source=str(path), mmap=mapped)
         except OSError as error:
             raise DamagedCheckpoint(f"{path} cannot be read ({error.strerror or error})") from error
 
-    def stream(self, stream: BinaryIO, *, what: str) -> Any:
-        """What `torch.save` wrote into a stream, which must be one that can be rewound."""
-        return self._load(stream, what=what, mmap=False)
+    def load_stream(self, stream: BinaryIO, *, source: str) -> Any:
+        """The object of a `torch.save` stream, which must be seekable; errors name `source`."""
+        return self._load(stream, source=source, mmap=False)
 
-    def plain(self, path: Path) -> Any:
-        """What `pickle.dump` wrote to a file."""
+    def load_pickle(self, path: Path) -> Any:
+        """The object of a `pickle.dump` file."""
         try:
             data = path.read_bytes()
         except OSError as error:
             raise DamagedCheckpoint(f"{path} cannot be read ({error.strerror})") from error
         try:
-            translated = _second_protocol(data)
+            translated = _to_protocol_2(data)
         except (ValueError, IndexError, struct.error) as error:
             raise DamagedCheckpoint(f"{path} is damaged or no pickle ({error})") from error
-        return self._load(_as_torch_file(translated), what=str(path), mmap=False)
+        return self._load(_as_torch_file(translated), source=str(path), mmap=False)
 
-    def _load(self, source: Path | BinaryIO, *, what: str, mmap: bool) -> Any:
-        for _ in range(_MOST_CLASSES):
-            names = [(Record, name) for name in sorted(self._stood_in)]
+    def _load(self, file: Path | BinaryIO, *, source: str, mmap: bool) -> Any:
+        """Try until torch's loader refuses no name any more; each try lets one more through."""
+        for _ in range(_MAX_CLASSES):
+            placeholders = [(Placeholder, name) for name in sorted(self._replaced)]
             try:
-                if not isinstance(source, Path):
-                    source.seek(0)
-                with _allowed_only([Namespace, *names]):
-                    return torch.load(source, map_location="cpu", weights_only=True, mmap=mmap)
+                if not isinstance(file, Path):
+                    file.seek(0)
+                with _only_safe_globals([Namespace, *placeholders]):
+                    return torch.load(file, map_location="cpu", weights_only=True, mmap=mmap)
             except pickle.UnpicklingError as error:
-                self._stand_in(str(error), what)
+                self._replace_refused(str(error), source)
             except _UNREADABLE as error:
                 reason = str(error).strip().split("\n")[0] or type(error).__name__
-                raise DamagedCheckpoint(f"{what} is damaged ({reason})") from error
-        raise DamagedCheckpoint(f"{what} names more than {_MOST_CLASSES} classes")
+                raise DamagedCheckpoint(f"{source} is damaged ({reason})") from error
+        raise DamagedCheckpoint(f"{source} names more than {_MAX_CLASSES} classes")
 
-    def _stand_in(self, problem: str, what: str) -> None:
-        """Let the class through that torch refused, or refuse it by name."""
-        found = _NAMED.search(problem)
-        if found is None:
-            reason = problem.rpartition("WeightsUnpickler error: ")[2].strip().split("\n")[0]
-            raise DamagedCheckpoint(f"{what} is damaged or no checkpoint ({reason})")
-        name = found[1]
-        if name in self._stood_in or not name.startswith(_STOOD_IN):
+    def _replace_refused(self, message: str, source: str) -> None:
+        """Have a placeholder for the name that torch's loader refused, or raise an error."""
+        match = _REFUSED_NAME.search(message)
+        if match is None:
+            reason = message.rpartition("WeightsUnpickler error: ")[2].strip().split("\n")[0]
+            raise DamagedCheckpoint(f"{source} is damaged or no checkpoint ({reason})")
+        name = match[1]
+        if name in self._replaced or not name.startswith(_REPLACEABLE):
             raise UserError(
-                f"{what} asks for {name} when it is read, which no checkpoint of a model needs; "
+                f"{source} asks for {name} when it is read, which no checkpoint of a model needs; "
                 "nothing of it was run, and it is not converted"
             )
-        self._stood_in.add(name)
+        self._replaced.add(name)
 
 
 @contextmanager
-def _allowed_only(allowed: Sequence[Any]) -> Iterator[None]:
-    """Let torch's loader make objects of these classes and of no others: not of those either that
-    megatron-core allows for the whole process when it is imported."""
+def _only_safe_globals(allowed: Sequence[Any]) -> Iterator[None]:
+    """Allow torch's loader these classes alone, without those that megatron-core adds on import."""
     before = torch.serialization.get_safe_globals()
     torch.serialization.clear_safe_globals()
     try:
@@ -136,7 +134,7 @@ def _allowed_only(allowed: Sequence[Any]) -> Iterator[None]:
 
 
 def _as_torch_file(data: bytes) -> io.BytesIO:
-    """A pickle as the only content of a file of `torch.save`, which torch's loader reads."""
+    """Wrap a pickle into a `torch.save` file without tensors."""
     stream = io.BytesIO()
     with zipfile.ZipFile(stream, "w") as file:
         for name, content in (("data.pkl", data), ("version", b"3\n"), ("byteorder", b"little")):
@@ -144,45 +142,46 @@ def _as_torch_file(data: bytes) -> io.BytesIO:
     return stream
 
 
-def _second_protocol(data: bytes) -> bytes:
-    """The same pickle in protocol 2, the only one that torch's restricted loader knows.
+def _to_protocol_2(data: bytes) -> bytes:
+    """Translate a pickle to protocol 2, the only one that torch's restricted loader reads.
 
-    Nothing is executed. Protocol 4 names a class by two strings on the stack, protocol 2 by a
-    line, so strings are written out wherever they are used instead of being remembered.
+    Nothing is executed. Protocol 4 names a class by two strings on the stack (STACK_GLOBAL),
+    protocol 2 by a line of text (GLOBAL). So strings are not memoized but repeated at each use.
     """
-    found = list(pickletools.genops(data))
-    ends = [position for _, _, position in found[1:]] + [len(data)]
-    operations: list[tuple[str | None, bytes]] = []
-    strings: dict[int, str] = {}
-    remembered = 0
-    for (code, value, position), end in zip(found, ends, strict=True):
-        name, argument = code.name, cast(Any, value)
+    operations = list(pickletools.genops(data))
+    ends = [position for _, _, position in operations[1:]] + [len(data)]
+    translated: list[tuple[str | None, bytes]] = []
+    """Each operation's string, if it pushes one, and its encoding."""
+    memoized_strings: dict[int, str] = {}
+    memo_size = 0
+    for (opcode, value, position), end in zip(operations, ends, strict=True):
+        name, argument = opcode.name, cast(Any, value)
         if name in ("PROTO", "FRAME"):
             continue
         if name in ("SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8"):
-            operations.append((argument, _string(argument)))
+            translated.append((argument, _binunicode(argument)))
         elif name in ("MEMOIZE", "BINPUT", "LONG_BINPUT"):
-            place = remembered if name == "MEMOIZE" else argument
-            remembered += 1
-            text = operations[-1][0]
+            key = memo_size if name == "MEMOIZE" else argument
+            memo_size += 1
+            text = translated[-1][0]
             if text is None:
-                operations.append((None, pickle.LONG_BINPUT + struct.pack("<I", place)))
+                translated.append((None, pickle.LONG_BINPUT + struct.pack("<I", key)))
             else:
-                strings[place] = text
+                memoized_strings[key] = text
         elif name in ("BINGET", "LONG_BINGET"):
-            text = strings.get(argument)
-            again = pickle.LONG_BINGET + struct.pack("<I", argument)
-            operations.append((text, again if text is None else _string(text)))
+            text = memoized_strings.get(argument)
+            get = pickle.LONG_BINGET + struct.pack("<I", argument)
+            translated.append((text, get if text is None else _binunicode(text)))
         elif name == "STACK_GLOBAL":
-            (attribute, _), (module, _) = operations.pop(), operations.pop()
+            (attribute, _), (module, _) = translated.pop(), translated.pop()
             if module is None or attribute is None:
                 raise ValueError(f"the name of a class at byte {position} is no text")
-            operations.append((None, pickle.GLOBAL + f"{module}\n{attribute}\n".encode()))
+            translated.append((None, pickle.GLOBAL + f"{module}\n{attribute}\n".encode()))
         else:
-            operations.append((None, data[position:end]))
-    return pickle.PROTO + b"\x02" + b"".join(encoded for _, encoded in operations)
+            translated.append((None, data[position:end]))
+    return pickle.PROTO + b"\x02" + b"".join(encoded for _, encoded in translated)
 
 
-def _string(text: str) -> bytes:
+def _binunicode(text: str) -> bytes:
     encoded = text.encode("utf-8", "surrogatepass")
     return pickle.BINUNICODE + struct.pack("<I", len(encoded)) + encoded

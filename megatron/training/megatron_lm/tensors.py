@@ -1,6 +1,6 @@
-"""The tensors of a GPT that its arguments ask for: names, shapes, and how tensor parallelism cuts.
+"""The tensors of a GPT by its arguments: names, shapes, and how tensor parallelism splits them.
 
-Names are those of our checkpoints, counted over the whole model. Pure.
+Names are those of our checkpoints, with layers counted over the whole model. No torch.
 """
 
 from __future__ import annotations
@@ -25,81 +25,93 @@ class ModelTensor:
 
     name: str
     shape: Shape
-    split: int | None = None
-    """The dimension that tensor parallelism cuts."""
+    partition_dim: int | None = None
+    """The dimension that tensor parallelism splits; None if all ranks have the whole tensor."""
     stacked: int = 1
-    """Of how many tensors, one behind the other, each rank has a slice."""
+    """The number of tensors stacked along that dimension. A rank has a slice of each."""
     layer: int | None = None
+    """From 0; None outside of the layers."""
 
     @property
     def size(self) -> int:
+        """Number of elements."""
         return math.prod(self.shape)
 
     @property
-    def tail(self) -> str:
-        """Its name within its layer, or its whole name."""
+    def name_in_layer(self) -> str:
+        """Its name without the prefix of its layer."""
         return self.name if self.layer is None else self.name.split(".", 3)[3]
 
     @property
     def region(self) -> Region:
-        return Region((0,) * len(self.shape), self.shape)
+        return Region.whole(self.shape)
 
-    def shard(self, rank: int, ranks: int) -> Shard:
-        """How a tensor-parallel rank's tensor lies in it. `divides` must hold."""
-        if self.split is None or ranks == 1:
+    def shard(self, tp_rank: int, tp_size: int) -> Shard:
+        """The mapping of a tensor-parallel rank's slice to the tensor, which must be divisible."""
+        if self.partition_dim is None or tp_size == 1:
             return Shard.unsplit(self.shape)
-        local = tuple(n // ranks if d == self.split else n for d, n in enumerate(self.shape))
-        return Shard.split(local, dim=self.split, rank=rank, ranks=ranks, stacked=self.stacked)
+        local = list(self.shape)
+        local[self.partition_dim] //= tp_size
+        return Shard.split(
+            tuple(local),
+            dim=self.partition_dim,
+            rank=tp_rank,
+            ranks=tp_size,
+            stacked=self.stacked,
+        )
 
-    def divides(self, ranks: int) -> bool:
-        return self.split is None or self.shape[self.split] % (ranks * self.stacked) == 0
+    def is_divisible(self, tp_size: int) -> bool:
+        return (
+            self.partition_dim is None
+            or self.shape[self.partition_dim] % (tp_size * self.stacked) == 0
+        )
 
 
 def model_tensors(args: Mapping[str, Any], *, rows: int) -> list[ModelTensor]:
-    """Every tensor of the model, in megatron-core's order of parameters (local layers).
+    """Every tensor of the model, in the order of megatron-core's parameters with local layers.
 
-    `args` are ours, by destination; `rows` are those of the vocabulary, padding included.
+    `args` are our arguments by destination, `rows` the embedding's rows with padding.
     """
     hidden = args["hidden_size"]
-    found = [ModelTensor(EMBEDDING, (rows, hidden), split=0)]
+    tensors = [ModelTensor(EMBEDDING, (rows, hidden), partition_dim=0)]
     if args["position_embedding_type"] == "learned_absolute":
-        found.append(ModelTensor(POSITIONS, (args["max_position_embeddings"], hidden)))
+        tensors.append(ModelTensor(POSITIONS, (args["max_position_embeddings"], hidden)))
     for layer in range(args["num_layers"]):
-        found += _layer(args, layer)
-    found += _norm(args, FINAL_NORM, hidden, None)
+        tensors += _layer_tensors(args, layer)
+    tensors += _norm(args, FINAL_NORM, hidden, None)
     if args["untie_embeddings_and_output_weights"]:
-        found.append(ModelTensor(OUTPUT_LAYER, (rows, hidden), split=0))
-    return found
+        tensors.append(ModelTensor(OUTPUT_LAYER, (rows, hidden), partition_dim=0))
+    return tensors
 
 
-def _layer(args: Mapping[str, Any], layer: int) -> Iterator[ModelTensor]:
+def _layer_tensors(args: Mapping[str, Any], layer: int) -> Iterator[ModelTensor]:
     prefix = f"{LAYERS}{layer}."
     hidden, ffn, heads = args["hidden_size"], args["ffn_hidden_size"], args["num_attention_heads"]
     groups = args["num_query_groups"] if args["group_query_attention"] else heads
     channels = args["kv_channels"]
     biases, stacked = args["add_bias_linear"], 2 if args["swiglu"] else 1
 
-    def tensor(name: str, *shape: int, split: int | None, stacked: int = 1) -> ModelTensor:
-        return ModelTensor(prefix + name, shape, split=split, stacked=stacked, layer=layer)
+    def tensor(name: str, *shape: int, dim: int | None, stacked: int = 1) -> ModelTensor:
+        return ModelTensor(prefix + name, shape, partition_dim=dim, stacked=stacked, layer=layer)
 
     yield from _norm(args, f"{prefix}input_layernorm.", hidden, layer)
-    yield tensor("self_attention.linear_proj.weight", hidden, heads * channels, split=1)
+    yield tensor("self_attention.linear_proj.weight", hidden, heads * channels, dim=1)
     if biases:
-        yield tensor("self_attention.linear_proj.bias", hidden, split=None)
-    queries = (heads + 2 * groups) * channels
-    yield tensor("self_attention.linear_qkv.weight", queries, hidden, split=0)
+        yield tensor("self_attention.linear_proj.bias", hidden, dim=None)
+    qkv = (heads + 2 * groups) * channels
+    yield tensor("self_attention.linear_qkv.weight", qkv, hidden, dim=0)
     if biases or args["add_qkv_bias"]:
-        yield tensor("self_attention.linear_qkv.bias", queries, split=0)
+        yield tensor("self_attention.linear_qkv.bias", qkv, dim=0)
     if args["qk_layernorm"]:
         yield from _norm(args, f"{prefix}self_attention.q_layernorm.", channels, layer)
         yield from _norm(args, f"{prefix}self_attention.k_layernorm.", channels, layer)
     yield from _norm(args, f"{prefix}pre_mlp_layernorm.", hidden, layer)
-    yield tensor("mlp.linear_fc1.weight", stacked * ffn, hidden, split=0, stacked=stacked)
+    yield tensor("mlp.linear_fc1.weight", stacked * ffn, hidden, dim=0, stacked=stacked)
     if biases:
-        yield tensor("mlp.linear_fc1.bias", stacked * ffn, split=0, stacked=stacked)
-    yield tensor("mlp.linear_fc2.weight", hidden, ffn, split=1)
+        yield tensor("mlp.linear_fc1.bias", stacked * ffn, dim=0, stacked=stacked)
+    yield tensor("mlp.linear_fc2.weight", hidden, ffn, dim=1)
     if biases:
-        yield tensor("mlp.linear_fc2.bias", hidden, split=None)
+        yield tensor("mlp.linear_fc2.bias", hidden, dim=None)
 
 
 def _norm(
@@ -110,20 +122,36 @@ def _norm(
         yield ModelTensor(f"{prefix}bias", (width,), layer=layer)
 
 
-def buffer_order(tensors: Sequence[ModelTensor], *, fused_norms: bool) -> list[ModelTensor]:
-    """Tensors of one chunk as megatron-core's gradient buffers hold them: the last one first.
+def chunk_tensors(
+    tensors: Sequence[ModelTensor], layers: range, *, is_first: bool, is_last: bool
+) -> list[ModelTensor]:
+    """The tensors of a model chunk with these layers, in the order of `tensors`.
 
-    Transformer Engine has a norm's weights in the linear layer behind it, before that one's own.
+    Beyond its first chunk, a tied model's last one has a copy of the embedding as its output layer:
+    the embedding comes last then.
+    """
+
+    def is_in_chunk(tensor: ModelTensor) -> bool:
+        if tensor.layer is not None:
+            return tensor.layer in layers
+        return is_first if tensor.name in (EMBEDDING, POSITIONS) else is_last
+
+    chunk = [tensor for tensor in tensors if is_in_chunk(tensor)]
+    if is_last and not is_first and all(tensor.name != OUTPUT_LAYER for tensor in tensors):
+        chunk += [tensor for tensor in tensors if tensor.name == EMBEDDING]
+    return chunk
+
+
+def buffer_order(tensors: Sequence[ModelTensor], *, fused_norms: bool) -> list[ModelTensor]:
+    """The tensors of a model chunk in the order of megatron-core's gradient buffer, last one first.
+
+    With `fused_norms`, Transformer Engine's layers: a norm's weights are parameters of the linear
+    layer after it, before that layer's own.
     """
     order = list(tensors)
     if fused_norms:
-        for norm in [t for t in tensors if t.tail.startswith("input_layernorm.")]:
+        for norm in [t for t in tensors if t.name_in_layer.startswith("input_layernorm.")]:
             order.remove(norm)
-            behind = f"{LAYERS}{norm.layer}.self_attention.linear_qkv.weight"
-            order.insert(next(i for i, t in enumerate(order) if t.name == behind), norm)
+            linear = f"{LAYERS}{norm.layer}.self_attention.linear_qkv.weight"
+            order.insert(next(i for i, t in enumerate(order) if t.name == linear), norm)
     return order[::-1]
-
-
-def layer_starts(counts: Sequence[int]) -> list[int]:
-    """The first layer of each chunk, of chunks in the order in which layers go through them."""
-    return [sum(counts[:number]) for number in range(len(counts))]

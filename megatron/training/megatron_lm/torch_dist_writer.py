@@ -1,15 +1,15 @@
-"""Writes Megatron-LM's `torch_dist` checkpoints, a part of a tensor at a time, in one process.
+"""Writes Megatron-LM's `torch_dist` checkpoints, a chunk of a tensor at a time, in one process.
 
-megatron-core's own `dist_checkpointing.save` wants all tensors in memory. What it writes is
-PyTorch's distributed checkpoint, so PyTorch's writer makes it here, and asks for each part when its
-turn comes.
+megatron-core's own `dist_checkpointing.save` needs all tensors in memory. The format is PyTorch's
+distributed checkpoint (DCP), so DCP's own `FileSystemWriter` writes it here, and asks for each
+chunk when its turn comes.
 """
 
 from __future__ import annotations
 
 import io
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,18 +39,18 @@ from megatron.training.megatron_lm.folders import COMMON, CONFIG
 from megatron.training.megatron_lm.tensors import Shape
 
 FILE_BYTES = 500_000_000
-"""PyTorch's writer keeps some of a file's parts in memory until the file is written."""
+"""The size of a file. DCP's writer keeps some of a file's chunks in memory until it is written."""
 _BACKENDS = {
     "sharded_backend": "torch_dist",
     "sharded_backend_version": 1,
     "common_backend": "torch",
     "common_backend_version": 1,
 }
-"""As megatron-core's `save_config` writes them; to import it takes longer than to convert."""
+"""The content of metadata.json, as by megatron-core's `save_config`, which is slow to import."""
 
 
 @dataclass(frozen=True)
-class Part:
+class TensorChunk:
     """A region of the tensor under `key`, whose whole shape is `size`."""
 
     key: str
@@ -58,27 +58,39 @@ class Part:
     dtype: torch.dtype
     region: Region
     source: Callable[[], torch.Tensor]
+    """Returns the region's elements, in any shape."""
 
     @property
     def bytes(self) -> int:
         return self.region.size * self.dtype.itemsize
 
+    @property
+    def metadata(self) -> ChunkStorageMetadata:
+        return ChunkStorageMetadata(torch.Size(self.region.start), torch.Size(self.region.shape))
 
-def write(
-    folder: Path, parts: Sequence[Part], *, empty_objects: Sequence[str], common: Mapping[str, Any]
+
+def write_torch_dist(
+    folder: Path,
+    chunks: Sequence[TensorChunk],
+    *,
+    empty_objects: Sequence[str],
+    common: Mapping[str, Any],
 ) -> None:
-    """Fill `folder`. `empty_objects` are keys of what ranks store beside tensors, here nothing;
-    `common` is what all ranks have alike. Raises OSError."""
-    planner = _Planner(parts)
+    """Fill `folder` with a checkpoint. Raises OSError.
+
+    `empty_objects` are keys under which Megatron-LM expects an object of a rank, here None;
+    `common` is the state that is the same on all ranks.
+    """
+    planner = _Planner(chunks)
     writer = FileSystemWriter(folder, per_thread_copy_ahead=0)
     writer.set_up_storage_writer(is_coordinator=True)
-    plans = [SavePlan(planner.items(shard)) for shard in shards(parts, FILE_BYTES)]
-    plans.append(SavePlan([_empty(key) for key in empty_objects]))
+    plans = [SavePlan(planner.write_items(shard)) for shard in shards(chunks, FILE_BYTES)]
+    plans.append(SavePlan([_object_item(key) for key in empty_objects]))
     results = [
         writer.write_data(plan, planner).wait() for plan in writer.prepare_global_plan(plans)
     ]
-    described: dict[str, Any] = {key: BytesStorageMetadata() for key in empty_objects}
-    writer.finish(Metadata(described | planner.described, planner_data={}), results)
+    entries: dict[str, Any] = {key: BytesStorageMetadata() for key in empty_objects}
+    writer.finish(Metadata(entries | planner.tensors, planner_data={}), results)
     with (folder / COMMON).open("wb") as file:
         torch.save(dict(common), file)
         sync_file(file)
@@ -87,43 +99,45 @@ def write(
         sync_file(config)
 
 
-def _empty(key: str) -> WriteItem:
+def _object_item(key: str) -> WriteItem:
     return WriteItem(index=MetadataIndex(key), type=WriteItemType.BYTE_IO)
 
 
 class _Planner(SavePlanner):
-    """Hands parts to PyTorch's writer. There are no other ranks to plan with."""
+    """Gives chunks to DCP's writer. There are no other ranks to plan with."""
 
-    def __init__(self, parts: Sequence[Part]) -> None:
-        self._sources: dict[MetadataIndex, Part] = {}
-        self.described: dict[str, TensorStorageMetadata] = {}
-        for part in parts:
-            known = self.described.setdefault(
-                part.key,
-                TensorStorageMetadata(TensorProperties(part.dtype), torch.Size(part.size), []),
+    def __init__(self, chunks: Sequence[TensorChunk]) -> None:
+        self._chunks = {MetadataIndex(chunk.key, chunk.region.start): chunk for chunk in chunks}
+        self.tensors: dict[str, TensorStorageMetadata] = {}
+        """Metadata by key."""
+        for chunk in chunks:
+            tensor = self.tensors.setdefault(
+                chunk.key,
+                TensorStorageMetadata(TensorProperties(chunk.dtype), torch.Size(chunk.size), []),
             )
-            self._sources[MetadataIndex(part.key, part.region.start)] = part
-            known.chunks.append(_chunk(part))
+            tensor.chunks.append(chunk.metadata)
 
-    def items(self, parts: Sequence[Part]) -> list[WriteItem]:
-        return list(self._items(parts))
-
-    def _items(self, parts: Sequence[Part]) -> Iterator[WriteItem]:
-        for part in parts:
-            known = self.described[part.key]
-            yield WriteItem(
-                index=MetadataIndex(part.key, part.region.start, known.chunks.index(_chunk(part))),
-                type=WriteItemType.SHARD,
-                tensor_data=TensorWriteData(_chunk(part), known.properties, known.size),
+    def write_items(self, chunks: Sequence[TensorChunk]) -> list[WriteItem]:
+        items = []
+        for chunk in chunks:
+            tensor, metadata = self.tensors[chunk.key], chunk.metadata
+            number = tensor.chunks.index(metadata)
+            items.append(
+                WriteItem(
+                    index=MetadataIndex(chunk.key, chunk.region.start, number),
+                    type=WriteItemType.SHARD,
+                    tensor_data=TensorWriteData(metadata, tensor.properties, tensor.size),
+                )
             )
+        return items
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
         if write_item.type == WriteItemType.BYTE_IO:
-            nothing = io.BytesIO()
-            torch.save([None], nothing)
-            return nothing
-        part = self._sources[write_item.index]
-        return part.source().contiguous().view(part.region.shape)
+            stream = io.BytesIO()
+            torch.save([None], stream)
+            return stream
+        chunk = self._chunks[write_item.index]
+        return chunk.source().contiguous().view(chunk.region.shape)
 
     def set_up_planner(self, *args: Any, **kwargs: Any) -> None:
         raise NotImplementedError
@@ -136,7 +150,3 @@ class _Planner(SavePlanner):
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
         raise NotImplementedError
-
-
-def _chunk(part: Part) -> ChunkStorageMetadata:
-    return ChunkStorageMetadata(torch.Size(part.region.start), torch.Size(part.region.shape))

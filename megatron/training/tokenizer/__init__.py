@@ -1,1 +1,1 @@
-"""The tokenizer of a run: megatron-core's, chosen by Megatron's flags, from local files only."""
+"""The run's tokenizer: megatron-core's, chosen by Megatron's flags, from local files only."""

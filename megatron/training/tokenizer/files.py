@@ -1,4 +1,4 @@
-"""The files and flags of a tokenizer; whatever is wrong with one becomes a sentence."""
+"""Reads the files and flags of a tokenizer. Raises UserError, naming the flag and the file."""
 
 from __future__ import annotations
 
@@ -12,14 +12,16 @@ from typing import Any
 from hetero.errors import UserError
 
 
-def model_of(args: argparse.Namespace) -> str:
-    model = flag_value(args, "tokenizer_model")
-    if not model:
-        raise UserError(f"--tokenizer-type {args.tokenizer_type} needs --tokenizer-model")
-    return str(model)
+def required_flag(args: argparse.Namespace, name: str) -> Any:
+    """The value of the flag with this destination, which the tokenizer's type needs."""
+    value = flag_value(args, name)
+    if not value:
+        raise UserError(f"--tokenizer-type {args.tokenizer_type} needs --{name.replace('_', '-')}")
+    return value
 
 
-def readable_file(path: str, flag: str) -> str:
+def require_readable_file(path: str | Path, flag: str) -> str:
+    """The path as a string. Raises UserError unless the file can be opened."""
     path = str(path)
     if os.path.isdir(path):
         raise UserError(f"{flag} {path} is a directory; give the file inside it")
@@ -32,15 +34,16 @@ def readable_file(path: str, flag: str) -> str:
         ) from error
 
 
-def read_json(path: str, flag: str, wanted: str) -> Any:
+def read_json(path: str, flag: str, expected: str) -> Any:
+    """The JSON value in a file; the error says that it is not `expected`."""
     try:
         return json.loads(Path(path).read_bytes())
     except ValueError as error:
-        raise UserError(f"{flag} {path} is not {wanted} ({first_line(error)})") from error
+        raise UserError(f"{flag} {path} is not {expected} ({first_line(error)})") from error
 
 
 def huggingface_directory(name: str) -> str:
-    """The directory of a tokenizer: as given, or where Hugging Face's cache already has it."""
+    """The directory of a tokenizer: `name`, or that of the model `name` in Hugging Face's cache."""
     if os.path.isdir(name):
         return name
     remedy = "give a local directory, as `hf download NAME --local-dir DIR` makes one"
@@ -64,11 +67,12 @@ def require_transformers(kind: str) -> None:
 
 
 def flag_value(args: argparse.Namespace, name: str, default: Any = None) -> Any:
-    """A flag that a caller may not have: tools build these arguments by hand."""
+    """A flag's value, or `default` if it is None or absent: tools pass only some of the flags."""
     value = getattr(args, name, None)
     return default if value is None else value
 
 
 def first_line(error: BaseException) -> str:
+    """The first line of an error's message, without punctuation at its end."""
     lines = str(error).strip().splitlines()
     return lines[0].rstrip(" .:") if lines else type(error).__name__

@@ -1,4 +1,4 @@
-"""How many rows the embedding of a vocabulary has."""
+"""The number of rows of the embedding."""
 
 from __future__ import annotations
 
@@ -9,25 +9,31 @@ from hetero.errors import AgreedError
 
 
 def padded_vocab_size(vocab_size: int, *, make_divisible_by: int, tensor_parallel_size: int) -> int:
-    """The rows of the embedding: as many for every tensor-parallel rank, in a size GPUs like."""
+    """Pad a vocabulary as Megatron-LM does: to a multiple of both numbers' product.
+
+    So every tensor-parallel rank has equally many rows, a number that GPU kernels are fast with.
+    """
     multiple = make_divisible_by * tensor_parallel_size
     return -(-vocab_size // multiple) * multiple
 
 
 def embedding_rows(args: argparse.Namespace, vocab_size: int) -> int:
-    """The rows of the embedding: as many as were asked for, the tokenizer's size padded elsewhere.
+    """The rows of the embedding: --padded-vocab-size, or the tokenizer's size, padded.
 
-    A checkpoint's own rows (--use-checkpoint-args) are padded to a tensor-parallel size that does
-    not divide them; --padded-vocab-size is taken as it is. Raises AgreedError for too few.
+    With --use-checkpoint-args they are the checkpoint's, padded if the tensor-parallel size does
+    not divide them. Raises AgreedError if there are too few, or if --padded-vocab-size cannot be
+    divided.
     """
     rows = args.padded_vocab_size
-    # The same rows on meshes of different sizes, so that the loss is that of any plan.
-    split = math.lcm(*(args.hetero_tensor_sizes or (args.tensor_model_parallel_size,)))
+    # All meshes need the same rows, because padding takes part in the loss.
+    tensor_parallel_size = math.lcm(
+        *(args.hetero_tensor_sizes or (args.tensor_model_parallel_size,))
+    )
     if rows is None:
         return padded_vocab_size(
             vocab_size,
             make_divisible_by=args.make_vocab_size_divisible_by,
-            tensor_parallel_size=split,
+            tensor_parallel_size=tensor_parallel_size,
         )
     if args.use_checkpoint_args:
         if rows < vocab_size:
@@ -35,10 +41,13 @@ def embedding_rows(args: argparse.Namespace, vocab_size: int) -> int:
                 f"the checkpoint has {rows} rows of vocabulary and the tokenizer {vocab_size} "
                 "tokens; name the checkpoint's own with --tokenizer-type and --tokenizer-model"
             )
-        return padded_vocab_size(rows, make_divisible_by=1, tensor_parallel_size=split)
-    if rows < vocab_size or rows % split:
+        return padded_vocab_size(
+            rows, make_divisible_by=1, tensor_parallel_size=tensor_parallel_size
+        )
+    if rows < vocab_size or rows % tensor_parallel_size:
         raise AgreedError(
             f"--padded-vocab-size {rows} must be at least the tokenizer's {vocab_size} and a "
-            f"multiple of {split}, of which every tensor-parallel rank has an equal part"
+            f"multiple of {tensor_parallel_size}, of which every tensor-parallel rank has an equal "
+            "part"
         )
     return int(rows)

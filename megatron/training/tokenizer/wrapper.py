@@ -1,4 +1,4 @@
-"""megatron-core's tokenizer with the ids that its own datasets ask for."""
+"""megatron-core's tokenizer with the ids that its datasets need."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from megatron.core.tokenizers.base_tokenizer import MegatronTokenizerBase
 
 NO_PAD = -1
-"""The pad id of a tokenizer without one: what megatron-core's datasets use for 'nothing padded'."""
+"""The pad id of a tokenizer without one: megatron-core's datasets then pad nothing."""
 _SAMPLE_TEXT = (
     "The quick brown fox jumps over the lazy dog, 1234567890 times; def function(argument): return"
     " x + y\nWhere there is a will there is a way. Zwölf Boxkämpfer, 漢字 и кириллица."
@@ -18,9 +18,9 @@ _SAMPLE_TEXT = (
 
 
 class Tokenizer(MegatronTokenizerBase):
-    """megatron-core's tokenizer with an `eod` and a `pad` that are always ids.
+    """megatron-core's tokenizer whose `eod` and `pad` are always ids.
 
-    Everything else is megatron-core's own, so this object goes wherever megatron-core takes one.
+    All else is delegated to megatron-core's, so it can be used wherever megatron-core takes one.
     """
 
     def __init__(self, core: Any, *, eod: int, pad: int, identity: dict[str, str]) -> None:
@@ -30,7 +30,7 @@ class Tokenizer(MegatronTokenizerBase):
         self.pad = pad
 
     def __getattr__(self, name: str) -> Any:
-        # Unpickling asks for attributes before `_core` is there.
+        # Unpickling looks up attributes before `_core` is set.
         if name.startswith("_"):
             raise AttributeError(name)
         return getattr(self._core, name)
@@ -42,10 +42,10 @@ class Tokenizer(MegatronTokenizerBase):
         """The text of token ids, given as a list, an array or a tensor."""
         plain = [int(token) for token in ids]
         if self._core.library == "tiktoken":
-            # megatron-core decodes token by token and so breaks a letter that spans two tokens.
+            # megatron-core decodes token by token, which breaks a letter that spans two tokens.
             return str(self.library_tokenizer.tokenizer.decode(plain))
         if self._core.library == "byte-level":
-            # megatron-core drops white space at the end, which is part of the text.
+            # megatron-core strips white space at the end, which is part of the text.
             return bytes(token for token in plain if token < 256).decode(errors="ignore")
         return str(self._core.detokenize(plain))
 
@@ -54,7 +54,7 @@ class Tokenizer(MegatronTokenizerBase):
 
     @property
     def library_tokenizer(self) -> Any:
-        """What megatron-core has around the library's tokenizer, which is its `tokenizer`."""
+        """megatron-core's wrapper of the library's own tokenizer, its `tokenizer`."""
         return self._core._tokenizer
 
     @property
@@ -71,17 +71,17 @@ class Tokenizer(MegatronTokenizerBase):
 
     @property
     def unique_identifiers(self) -> OrderedDict[str, Any]:
-        """What megatron-core's datasets hash into the names of their cached indexes."""
+        """Hashed by megatron-core's datasets into the names of their cached indexes."""
         return OrderedDict(self._core.unique_identifiers) | self._identity
 
 
 def tokenizer_digest(tokenizer: Tokenizer) -> str | None:
-    """What a tokenizer makes of a fixed text, to tell apart two of one size; None if it cannot.
+    """A SHA-256 of the tokens of a fixed text, to tell apart two tokenizers of one size.
 
-    The library and the file's name do not matter, the tokens do.
+    It does not depend on the library or the file's name. None if the text cannot be tokenized.
     """
     try:
         tokens = tokenizer.tokenize(_SAMPLE_TEXT)
-    except Exception:  # one of numbers, or of bytes: its size says it all
+    except Exception:  # NullTokenizer, which its size defines
         return None
     return hashlib.sha256(json.dumps([int(token) for token in tokens]).encode()).hexdigest()

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from hetero.collectives.all_reduce import CHUNK_BYTES, all_reduce
+from hetero.collectives.group_links import Message
 from hetero.collectives.reductions import reduction_for
 from hetero.collectives.vendor_layout import Layout, Member
 
@@ -23,20 +24,19 @@ class Peer:
     def to(self, rank: int) -> Peer:
         return self
 
-    def send(self, tensor: torch.Tensor, *, tag: int) -> object:
-        return object()
-
-    def recv(self, tensor: torch.Tensor, *, tag: int) -> object:
-        tensor.view(torch.float32).fill_(2.0)
-        self.received.append(weakref.ref(tensor.untyped_storage()))
-        return object()
+    def start(self, messages: list[Message], *, tag: int) -> list[object]:
+        for _, tensor, _, _, is_receive in messages:
+            if is_receive:
+                tensor.fill_(2.0)
+                self.received.append(weakref.ref(tensor.untyped_storage()))
+        return [object() for _ in messages]
 
 
 def test_of_a_large_tensor_the_other_vendors_part_is_held_chunk_by_chunk() -> None:
     members = tuple(Member(r, r, "host", vendor) for r, vendor in enumerate(("nvidia", "amd")))
     peer, chunks = Peer(), 12
     context: Any = SimpleNamespace(
-        layout=Layout(members, 0), library=None, links=peer, tag=0, may_block=True
+        layout=Layout(members, 0), library=None, links=peer, ring=peer, tag=0, may_block=True
     )
     flat = torch.ones(chunks * CHUNK_BYTES // 4)
     most = 0

@@ -67,7 +67,7 @@ def test_where_all_called_the_same_the_reason_itself_is_told():
 
 
 def test_statuses_are_read_as_they_were_published():
-    board = StatusBoard(dist.HashStore(), LAYOUT)
+    board = StatusBoard(dist.HashStore(), LAYOUT, has_gone=lambda _: False)
     own, other = status(0, error="so"), status(2, None, IDLE)
     board.publish(other)
     assert not board.has_failure()
@@ -102,6 +102,17 @@ def test_of_several_errors_the_first_one_is_told():
         status(2),
     )
     assert "rank 5 on host1: the cause" in text
+
+
+def test_a_rank_that_had_gone_on_to_the_next_call_did_not_call_something_else():
+    text = explained(
+        status(0, Call(8, "barrier"), error="a consequence", failure_order=2),
+        status(1, error="the cause", failure_order=1),
+        status(2, error="a consequence", failure_order=3),
+    )
+    assert "different" not in text
+    assert f"rank 5 on host1 failed in {CALL}: the cause" in text
+    assert "; rank 4 had gone on to barrier as number 8" in text
 
 
 def test_where_a_rank_has_ended_one_that_is_a_call_behind_is_not_to_blame():

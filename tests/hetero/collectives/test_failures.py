@@ -7,15 +7,19 @@ import re
 import signal
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from hetero.collectives.failure_report import CollectiveError
-from tests.forked_ranks import values
+from hetero.errors import LinkError
+from tests.forked_ranks import Outcome, values
 from tests.hetero.collectives.ranks import THREE_AND_ONE, TWO_AND_TWO, Side, run_ranks
 
 SHORT = timedelta(seconds=3)
@@ -105,6 +109,8 @@ def late_to_the_next_call(side, group):
             dist.all_reduce(torch.ones(8), group=group)
         except Exception:
             began = time.monotonic()
+            with pytest.raises(CollectiveError):
+                dist.recv(torch.ones(8), 0, group=group)
             try:
                 dist.barrier(group=group)
             finally:
@@ -178,8 +184,22 @@ def test_what_is_not_supported_is_refused_on_every_rank(told):
     assert {cases["refused"].partition(":")[0] for cases in told} == {"UnsupportedError"}
 
 
-def test_a_rank_that_dies_is_named_to_all_others():
-    outcomes = run_ranks(die_in_a_call, THREE_AND_ONE, timeout=20.0)
+@pytest.fixture(scope="module")
+def ended() -> dict[Callable[[Side], Any], list[Outcome]]:
+    """The outcomes of scenarios in which ranks wait for one that is gone: all at once."""
+    scenarios: dict[Callable[[Side], Any], dict[str, Any]] = {
+        die_in_a_call: {"vendors": THREE_AND_ONE, "timeout": 20.0},
+        die_before_links_are_open: {"vendors": TWO_AND_TWO, "timeout": 30.0},
+        die_in_backward: {"vendors": TWO_AND_TWO, "timeout": 20.0},
+        call_a_stopped_host: {"vendors": ("nvidia", "amd"), "backend": None},
+    }
+    with ThreadPoolExecutor(len(scenarios)) as pool:
+        running = {one: pool.submit(run_ranks, one, **how) for one, how in scenarios.items()}
+        return {one: run.result() for one, run in running.items()}
+
+
+def test_a_rank_that_dies_is_named_to_all_others(ended):
+    outcomes = ended[die_in_a_call]
     assert outcomes[1].exit_code == -signal.SIGKILL
     for rank in (0, 2, 3):
         assert not outcomes[rank].hung
@@ -197,8 +217,8 @@ def die_in_a_call(side: Side) -> str:
     return end_of_a_call()
 
 
-def test_only_the_rank_that_died_is_named_where_links_were_to_be_opened():
-    outcomes = run_ranks(die_before_links_are_open, TWO_AND_TWO, timeout=30.0)
+def test_only_the_rank_that_died_is_named_where_links_were_to_be_opened(ended):
+    outcomes = ended[die_before_links_are_open]
     for rank in (0, 2, 3):
         assert not outcomes[rank].hung
         text = outcomes[rank].value
@@ -217,8 +237,29 @@ def die_before_links_are_open(side: Side) -> str:
     return "nothing"
 
 
-def test_a_stopped_rank_that_hosts_the_store_is_a_failure_and_not_a_wait():
-    _, (text, then) = values(run_ranks(call_a_stopped_host, ("nvidia", "amd"), backend=None))
+@pytest.mark.parametrize("go", [dist.destroy_process_group, partial(os._exit, 0)])
+def test_who_waits_for_a_rank_that_went_before_their_link_was_open_is_told_so(go):
+    (outcome, _) = run_ranks(wait_for_one_that_goes, ("nvidia", "amd"), go=go)
+    for text in outcome.value:
+        assert re.search("rank 1 on [^ ]+ has ended, or has left the group", text), text
+
+
+def wait_for_one_that_goes(side: Side) -> list[str]:
+    if side.rank == 1:
+        side.say("end/1")
+        side.options["go"]()
+        return []
+    tensor, told = torch.ones(3), []
+    waits = (partial(dist.recv, src=1), partial(dist.send, dst=1), dist.recv, dist.all_reduce)
+    for wait in waits:
+        with pytest.raises(LinkError) as raised:
+            wait(tensor)
+        told.append(str(raised.value))
+    return told
+
+
+def test_a_stopped_rank_that_hosts_the_store_is_a_failure_and_not_a_wait(ended):
+    _, (text, then) = values(ended[call_a_stopped_host])
     assert "all_reduce (SUM, float32 [8]) as number 2 of group" in text
     assert "the process that hosts the store has not answered" in text
     assert "rank 1 - rank 0" in text
@@ -254,8 +295,8 @@ def end_of_a_call() -> str:
     return "nothing"
 
 
-def test_a_rank_that_dies_in_the_backward_of_ddp_ends_the_others_with_its_name():
-    outcomes = run_ranks(die_in_backward, TWO_AND_TWO, timeout=20.0)
+def test_a_rank_that_dies_in_the_backward_of_ddp_ends_the_others_with_its_name(ended):
+    outcomes = ended[die_in_backward]
     for rank in (0, 2, 3):
         text = outcomes[rank].value
         assert text is not None, f"rank {rank} ended with {outcomes[rank].exit_code}"
@@ -274,6 +315,17 @@ def die_in_backward(side: Side) -> str:
     except Exception as error:
         return str(error)
     return "nothing"
+
+
+def test_ddp_over_models_that_differ_ends_every_rank_with_the_difference():
+    for text in values(run_ranks(wrap_another_model, TWO_AND_TWO)):
+        assert "params[0] in this process with sizes [5, 4]" in text, text
+
+
+def wrap_another_model(side: Side) -> str:
+    with pytest.raises(RuntimeError) as raised:
+        torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 5 if side.rank == 1 else 4))
+    return str(raised.value)
 
 
 def test_a_group_that_one_rank_cannot_build_is_built_by_none():
@@ -300,13 +352,15 @@ def build_with_an_unknown_vendor(side: Side) -> str:
 
 
 def test_what_this_rank_sees_to_be_wrong_is_refused_and_the_group_goes_on():
-    for told in values(run_ranks(make_mistakes, ("nvidia", "amd"))):
-        assert told[:3] == [
+    for rank, told in enumerate(values(run_ranks(make_mistakes, ("nvidia", "amd")))):
+        assert told[:4] == [
+            f"recv: source {rank} of the group is this rank itself; give another one, or copy the "
+            "tensor",
             "send: destination 7 is no rank of a group of 2; give one of 0 to 1",
             "broadcast: a quantized tensor is not carried; give it to_dense() or dequantize()",
             "recv: a tensor of torch.sparse_coo is not carried; give it to_dense() or dequantize()",
         ]
-        for text in told[3:]:  # the root's
+        for text in told[4:]:  # the root's
             assert "for rank 0 of the group has 12 bytes and this rank's own 8" in text
 
 
@@ -314,6 +368,7 @@ def make_mistakes(side: Side) -> list[str]:
     parts, own = [torch.zeros(3) for _ in range(side.size)], torch.zeros(2)
     quantized = torch.quantize_per_tensor(own, 1.0, 0, torch.quint8)
     mistakes: list[Callable[[], object]] = [
+        lambda: dist.irecv(own, side.rank),
         lambda: dist.send(own, group_dst=7),
         lambda: dist.broadcast(quantized, 0),
         lambda: dist.recv(own.to_sparse(), 1 - side.rank),
@@ -338,8 +393,11 @@ def call_after_the_end(side: Side) -> str:
     """By one that has kept it, as DDP does."""
     group = dist.group.WORLD
     assert group is not None
-    dist.all_reduce(torch.ones(2))
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))
+    loss = model(torch.ones(2)).sum()
     dist.destroy_process_group()
+    with pytest.raises(RuntimeError, match="was destroyed"):
+        loss.backward()
     with pytest.raises(CollectiveError) as raised:
         group.allreduce([torch.ones(2)]).wait()
     return str(raised.value)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -232,7 +233,7 @@ def sharded_layers_gathered_ahead(side: Side) -> list[float]:
 
 def a_checkpoint_saved_beside_training(side: Side) -> list[float]:
     """By FSDP2's shards; loaded into another model's."""
-    folder = Path(side.options["folder"])
+    folder: Path = side.options["folder"]
     models = [new_model(side, seed) for seed in (0, 5)]
     for model in models:
         fully_shard(model, mesh=all_ranks(side))
@@ -273,32 +274,34 @@ def flat(found: Any) -> Iterable[float]:
         yield float(found)
 
 
+@pytest.fixture(scope="module")
+def over_gloo(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], list[dict[str, Any]]]:
+    """What so many ranks find over gloo, which knows no vendor."""
+
+    @cache
+    def run(size: int) -> list[dict[str, Any]]:
+        folder = tmp_path_factory.mktemp("gloo")
+        return values(run_ranks(all_features, ("nvidia",) * size, backend="gloo", folder=folder))
+
+    return run
+
+
 @pytest.mark.parametrize("vendors", [TWO_AND_TWO, THREE_AND_ONE], ids=["2+2", "3+1"])
-def test_features_of_torch_give_what_they_give_over_gloo(vendors, tmp_path):
-    compare_features(vendors, tmp_path)
+def test_features_of_torch_give_what_they_give_over_gloo(vendors, over_gloo, tmp_path):
+    ours = values(run_ranks(all_features, vendors, folder=tmp_path))
+    compare_features(ours, over_gloo(len(vendors)))
 
 
 @pytest.mark.gpu
 @NEEDS_A_GPU
 @pytest.mark.parametrize("vendors", [("nvidia", "amd"), TWO_AND_TWO], ids=["1+1", "2+2"])
-def test_the_same_between_gpus(vendors, tmp_path):
+def test_the_same_between_gpus(vendors, over_gloo, tmp_path):
     """Beside gloo's on CPUs."""
-    compare_features(vendors, tmp_path, on_gpus=True)
+    ours = values(run_ranks(all_features, vendors, folder=tmp_path, on_gpus=True))
+    compare_features(ours, over_gloo(len(vendors)))
 
 
-def compare_features(vendors: Sequence[str], folder: Path, *, on_gpus: bool = False) -> None:
-    ours, gloos = (
-        values(
-            run_ranks(
-                all_features,
-                vendors,
-                backend=backend,
-                folder=str(folder / backend),
-                on_gpus=on_gpus and backend == "hetero",
-            )
-        )
-        for backend in ("hetero", "gloo")
-    )
+def compare_features(ours: Sequence[dict[str, Any]], gloos: Sequence[dict[str, Any]]) -> None:
     for rank, (found, expected) in enumerate(zip(ours, gloos, strict=True)):
         assert found.keys() == expected.keys() == {feature.__name__ for feature in FEATURES}
         for name, figures in expected.items():

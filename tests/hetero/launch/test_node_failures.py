@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import gc
+import threading
 from datetime import timedelta
 
+import pytest
 from torch.distributed import TCPStore
 from torch.distributed.elastic.rendezvous import RendezvousInfo
 
+from hetero.launch import node_failures
 from hetero.launch.exits import ProcessExit
 from hetero.launch.node_failures import NodeFailures
 
@@ -15,16 +18,49 @@ KILLED = ProcessExit(rank=0, host="a", code=-9)
 FOLLOWED = ProcessExit(rank=1, host="b", code=1, text="rank 0 has ended", consequence=True)
 
 
-def test_the_store_lasts_until_all_have_heard_though_the_rendezvous_that_made_it_is_gone() -> None:
+def nodes_of_a_job() -> tuple[NodeFailures, NodeFailures]:
     hosting = TCPStore("localhost", 0, None, True, timedelta(seconds=30), wait_for_workers=False)
     reaching = TCPStore("localhost", hosting.port, None, False, timedelta(seconds=30))
     first, second = (
         NodeFailures(RendezvousInfo(store, node, 2, bootstrap_store_info=None), grace=0)  # type: ignore[arg-type]
         for node, store in enumerate((hosting, reaching))
     )
-    del hosting, reaching
+    return first, second
+
+
+def test_the_store_lasts_until_all_have_heard_though_the_rendezvous_that_made_it_is_gone() -> None:
+    first, second = nodes_of_a_job()
     gc.collect()
     assert first.exchange(KILLED) == KILLED
     assert second.exchange(FOLLOWED) == KILLED
     second.leave()
     first.leave()
+
+
+@pytest.mark.parametrize("reported", [KILLED, FOLLOWED])
+def test_what_still_runs_after_another_nodes_failure_is_ended_whatever_that_node_blames(
+    reported: ProcessExit,
+) -> None:
+    """A process that is stopped here, for which another gave up, would run for ever."""
+    first, second = nodes_of_a_job()
+    ended = threading.Event()
+    second.watch(ended.set)
+    exchanging = threading.Thread(target=first.exchange, args=(reported,))
+    exchanging.start()
+    assert ended.wait(120)
+    assert second.remote_cause == reported
+    second.leave()
+    exchanging.join()
+
+
+def test_where_every_node_blames_another_none_waits_for_a_cause() -> None:
+    first, second = nodes_of_a_job()
+    threads = [
+        threading.Thread(target=node.exchange, args=(FOLLOWED,), daemon=True)
+        for node in (first, second)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(node_failures._TIMEOUT / 2)
+    assert not any(thread.is_alive() for thread in threads)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from hetero.errors import LinkError
 from hetero.link.base import LinkDescription
-from hetero.link.handshake import Rendezvous, accept, connect, look_up
+from hetero.link.handshake import Rendezvous, _token, accept, connect, look_up
 
 SECRET = b"only this job knows"
 
@@ -86,11 +86,14 @@ def test_the_listener_goes_on_after_a_stranger(server: socket.socket) -> None:
             stranger.sendall(b"GET / HTTP/1.1\r\n\r\n" + b"x" * 64)
         with socket.create_connection(server.getsockname()):
             pass
-        return dial(server, store)
+        # One that the peer itself has given up, and one that stays and says nothing.
+        with socket.create_connection(server.getsockname()) as given_up:
+            given_up.sendall(_token(rendezvous(1, store), of_listener=False))
+        with socket.create_connection(server.getsockname()) as silent:
+            silent.sendall(b"x")
+            return dial(server, store)
 
-    accepted, called = both(
-        lambda: accept(server, rendezvous(0, store, timeout=10.0)), strangers_first
-    )
+    accepted, called = both(lambda: accept(server, rendezvous(0, store)), strangers_first)
     called.sendall(b"hello")
     assert accepted.recv(5) == b"hello"
     accepted.close()

@@ -13,7 +13,6 @@ from megatron.training.arguments.ignored import IGNORED
 from megatron.training.arguments.unknown import explain_unknown
 from megatron.training.arguments.unsupported_flags import (
     all_unsupported_flags,
-    asks_for_nothing,
     features,
 )
 
@@ -79,7 +78,9 @@ def test_world_size_zero_is_refused(refusal):
         ("--disable-bf16", "leave --bf16 out"),
         ("--enable-gloo-process-groups", "is on unless --disable-gloo-process-groups is given"),
         ("--use-masked-softmax-fusion", "is on unless --no-masked-softmax-fusion is given"),
-        ("--num-l 3", "--num-l is not a flag"),  # no abbreviations
+        ("--num-l 3", "did you mean --num-layers or --num-layers-per-virtual"),
+        ("--hidden 32", "did you mean --hidden-size or --hidden-dropout?"),
+        ("--hetero 1", "--hetero is not a flag of this program; remove it"),
         ("stray", "'stray' belongs to no flag"),
         ("-x", "'-x' belongs to no flag"),
         ("-lr 1", "'-lr' is not a flag of this program; did you mean --lr?"),
@@ -204,25 +205,6 @@ def test_what_asks_for_nothing_is_taken_and_said(parse, flags, note):
     (line,) = parse(flags).ignored_flags
     assert note in line
     assert line.startswith(flags.split()[0])
-
-
-@pytest.mark.parametrize(
-    ("flag", "value", "nothing"),
-    [
-        ("--moe-grouped-gemm", False, True),
-        ("--moe-grouped-gemm", True, False),
-        ("--num-experts", None, True),
-        ("--num-experts", 8, False),
-        ("--moe-router-topk", 2, True),
-        ("--moe-router-topk", "2.0", True),
-        ("--cp-comm-type", ["p2p"], True),
-        ("--cp-comm-type", ["a2a"], False),
-        ("--img-h", 5, True),
-        ("--xyzzy", None, False),
-    ],
-)
-def test_whether_a_value_of_a_file_asks_for_something(flag, value, nothing):
-    assert asks_for_nothing(flag, value) is nothing
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,8 @@ from megatron.training.checkpoint.lock import (
 )
 
 ROOT = Path(__file__).resolve().parents[3]
+NEVER_RENEWED = 0.2
+"""Seconds, for which nobody has to be in time, to watch a lock that has no holder."""
 HOLDER = """
 import sys, time
 from pathlib import Path
@@ -156,9 +158,10 @@ def test_a_pid_that_another_process_has_by_now_is_not_the_holder(tmp_path: Path)
 
 @pytest.mark.parametrize("changed", [{}, {"kernel": ""}, {"started": ""}], ids=str)
 def test_a_holder_elsewhere_that_stands_still_is_replaced_after_a_while(
-    tmp_path: Path, changed: dict[str, str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changed: dict[str, str]
 ) -> None:
     """Another host, or another container of this one, whose processes cannot be seen."""
+    monkeypatch.setattr(locks, "EXPIRY_SECONDS", NEVER_RENEWED)
     path = foreign(tmp_path, **changed)
     os.utime(path, (4e9, 4e9))  # its clock is ahead by decades
     lock, said = take(tmp_path)
@@ -188,8 +191,11 @@ def test_a_holder_elsewhere_that_renews_is_not_replaced(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"pid": 1}'])
-def test_a_lock_that_says_nothing_is_watched_too(tmp_path: Path, content: bytes) -> None:
+def test_a_lock_that_says_nothing_is_watched_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes
+) -> None:
     """Its maker died between making and writing it, or it is nobody's of ours."""
+    monkeypatch.setattr(locks, "EXPIRY_SECONDS", NEVER_RENEWED)
     (tmp_path / LOCK_FILE).write_bytes(content)
     lock, said = take(tmp_path)
     assert "has not said who it is" in said[0]

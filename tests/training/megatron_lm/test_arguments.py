@@ -11,19 +11,21 @@ import torch
 from hetero.errors import UserError
 from megatron.training.arguments.parser import build_parser
 from megatron.training.checkpoint.model_flags import MODEL_FLAGS, TAKEN, Kind, spellings
-from megatron.training.megatron_lm.arguments import to_ours, to_theirs
+from megatron.training.megatron_lm.arguments import args_from_namespace, namespace_from_args
 from tests.training.megatron_lm.tiny_megatron import LLAMA, MODELS
 
 
-def _theirs(**changes: Any) -> Namespace:
+def _namespace(**changes: Any) -> Namespace:
     return Namespace(**{**LLAMA, **changes})
 
 
 @pytest.mark.parametrize("name", sorted(MODELS))
 def test_a_model_comes_back_as_it_went(name: str) -> None:
     args = dict(MODELS[name])
-    there = to_theirs(args, tensor=2, pipeline=2, virtual=None, params_dtype=torch.bfloat16)
-    back = to_ours(there, source="it")
+    there = namespace_from_args(
+        args, tensor=2, pipeline=2, virtual=None, params_dtype=torch.bfloat16
+    )
+    back = args_from_namespace(there, source="it")
     assert {key: back[key] for key in args} == args
     assert back["params_dtype"] == "bfloat16"
 
@@ -41,8 +43,10 @@ def test_every_flag_that_decides_the_model_goes_there_and_back() -> None:
         else:
             args[name] = args.get(name) or 8
     args |= other
-    there = to_theirs(args, tensor=1, pipeline=1, virtual=None, params_dtype=torch.float32)
-    back = to_ours(there, source="it")
+    there = namespace_from_args(
+        args, tensor=1, pipeline=1, virtual=None, params_dtype=torch.float32
+    )
+    back = args_from_namespace(there, source="it")
     assert {name: back[name] for name in args} == args
 
 
@@ -57,7 +61,7 @@ def test_older_names_are_known() -> None:
         "disable_bias_linear": True,
         "use_rotary_position_embeddings": True,
     }
-    found = to_ours(Namespace(**args, **older), source="it")
+    found = args_from_namespace(Namespace(**args, **older), source="it")
     assert found["layernorm_epsilon"] == 1e-6
     assert found["layernorm_zero_centered_gamma"]
     assert not found["add_bias_linear"]
@@ -66,7 +70,7 @@ def test_older_names_are_known() -> None:
 
 def test_flags_that_an_old_version_did_not_have_are_at_their_default() -> None:
     kept = ("num_layers", "hidden_size", "num_attention_heads", "max_position_embeddings")
-    found = to_ours(Namespace(**{name: LLAMA[name] for name in kept}), source="it")
+    found = args_from_namespace(Namespace(**{name: LLAMA[name] for name in kept}), source="it")
     assert found["normalization"] == "LayerNorm"
     assert found["ffn_hidden_size"] == 4 * LLAMA["hidden_size"]
     assert found["add_bias_linear"]
@@ -82,7 +86,7 @@ def test_a_model_that_is_not_computed_is_refused_with_all_that_is_wrong() -> Non
         "softmax_type": "learnable",
     }
     with pytest.raises(UserError) as error:
-        to_ours(_theirs(**wrong), source="the checkpoint")
+        args_from_namespace(_namespace(**wrong), source="the checkpoint")
     for flag in (
         *("--num-experts 8", "--multi-latent-attention", "--fp8-format hybrid", "--window-size"),
         *("--position-embedding-type yarn", "--softmax-type learnable"),
@@ -92,9 +96,13 @@ def test_a_model_that_is_not_computed_is_refused_with_all_that_is_wrong() -> Non
 
 def test_flags_that_ask_for_nothing_are_not() -> None:
     nothing = {"num_experts": None, "fp8": None, "softmax_type": "vanilla", "rope_type": "rope"}
-    assert to_ours(_theirs(**nothing, mtp_num_layers=0), source="it")["num_layers"] == 4
+    assert (
+        args_from_namespace(_namespace(**nothing, mtp_num_layers=0), source="it")["num_layers"] == 4
+    )
 
 
 def test_arguments_that_do_not_tell_the_model_are_refused() -> None:
     with pytest.raises(UserError, match="num_layers, hidden_size"):
-        to_ours(Namespace(num_attention_heads=4, max_position_embeddings=8), source="it")
+        args_from_namespace(
+            Namespace(num_attention_heads=4, max_position_embeddings=8), source="it"
+        )

@@ -13,11 +13,12 @@ import torch
 
 from hetero.errors import UserError
 from megatron.training.checkpoint.regions import Region
+from megatron.training.checkpoint.tensor_names import ADAM_MOMENTS, MAIN_COPY
 from megatron.training.megatron_lm import torch_dist_writer
-from megatron.training.megatron_lm.optimizer_states import MAIN, MOMENTS, find
+from megatron.training.megatron_lm.optimizer_states import find_optimizer
 from megatron.training.megatron_lm.tensors import ModelTensor, buffer_order, model_tensors
-from megatron.training.megatron_lm.torch_dist import TorchDistReader
-from megatron.training.megatron_lm.torch_dist_writer import Part
+from megatron.training.megatron_lm.torch_dist_reader import TorchDistReader
+from megatron.training.megatron_lm.torch_dist_writer import TensorChunk
 from tests.training.megatron_lm.tiny_megatron import GPT2, LLAMA, QWEN, weights
 
 ROWS = 32
@@ -86,7 +87,7 @@ def _write(
                 or (last and t.layer is None and not t.name.startswith("embedding."))
             ]
             if last and tied and several:
-                held.append(ModelTensor(OUTPUT, tensors[0].shape, split=0))
+                held.append(ModelTensor(OUTPUT, tensors[0].shape, partition_dim=0))
             layer += count
             for rank in range(ranks):
                 buckets = _buckets(
@@ -108,7 +109,7 @@ def _write(
                         )
     common = {"content_metadata": {"distrib_optim_sharding_type": "dp_reshardable"}}
     folder.mkdir(exist_ok=True)
-    torch_dist_writer.write(
+    torch_dist_writer.write_torch_dist(
         folder,
         parts,
         empty_objects=["optimizer.distributed.dp_group_idx_0.optimizer/shard_0_1"],
@@ -124,7 +125,7 @@ def _bucket_parts(
     rank: int,
     ranks: int,
     replicas: int,
-) -> Iterator[Part]:
+) -> Iterator[TensorChunk]:
     flat = torch.full((size,), float("nan"))
     for tensor, begin, end in bucket:
         whole = values[EMBEDDING if tensor.name not in values else tensor.name]
@@ -137,7 +138,9 @@ def _bucket_parts(
     edges = {edge for _, begin, end in bucket for edge in (begin, end)}
     for begin, end in _pieces(size, edges, replicas):
         values_here = flat[begin:end].clone()
-        yield Part(key, (size,), torch.float32, Region((begin,), (end - begin,)), values_here.clone)
+        yield TensorChunk(
+            key, (size,), torch.float32, Region((begin,), (end - begin,)), values_here.clone
+        )
 
 
 @pytest.fixture(autouse=True)
@@ -174,8 +177,8 @@ def test_every_tensor_is_found_in_buckets_of_any_layout(
 ) -> None:
     model, ranks, chunks, replicas, bucket_size = case
     args = {**model, "transformer_impl": impl, "tensor_model_parallel_size": ranks}
-    states = {name: weights(args) for name in ("param", *MOMENTS)}
-    for number, name in enumerate(MOMENTS):
+    states = {name: weights(args) for name in ("param", *ADAM_MOMENTS)}
+    for number, name in enumerate(ADAM_MOMENTS):
         states[name] = {n: t + 1 + number for n, t in states[name].items()}
     _write(
         tmp_path,
@@ -187,28 +190,28 @@ def test_every_tensor_is_found_in_buckets_of_any_layout(
         bucket_size=bucket_size,
     )
     tensors = model_tensors(args, rows=ROWS)
-    found = find(TorchDistReader(tmp_path), tensors, args)
+    found = find_optimizer(TorchDistReader(tmp_path), tensors, args)
     assert found is not None
     assert found.step == 3
-    for ours, theirs in ((MAIN, "param"), *((moment, moment) for moment in MOMENTS)):
+    for ours, theirs in ((MAIN_COPY, "param"), *((moment, moment) for moment in ADAM_MOMENTS)):
         for tensor in tensors:
             assert torch.equal(found.states.read(ours, tensor), states[theirs][tensor.name])
 
 
 def test_another_order_is_refused(tmp_path: Path) -> None:
     args = {**LLAMA, "transformer_impl": "local", "tensor_model_parallel_size": 1}
-    states = {name: weights(args) for name in ("param", *MOMENTS)}
+    states = {name: weights(args) for name in ("param", *ADAM_MOMENTS)}
     layout = {"ranks": 1, "chunks": [[4]], "replicas": 1, "bucket_size": 10_000}
     _write(tmp_path, args, states, **layout)
     reader = TorchDistReader(tmp_path)
     tensors = model_tensors({**args, "ffn_hidden_size": 32}, rows=ROWS)
     with pytest.raises(UserError, match="order of parameters that is not known"):
-        find(reader, tensors, args)
+        find_optimizer(reader, tensors, args)
 
 
 def _without_tensors(folder: Path, *objects: str, **common: Any) -> TorchDistReader:
     folder.mkdir()
-    torch_dist_writer.write(folder, [], empty_objects=objects, common=common)
+    torch_dist_writer.write_torch_dist(folder, [], empty_objects=objects, common=common)
     return TorchDistReader(folder)
 
 
@@ -216,8 +219,8 @@ def test_what_cannot_be_read_is_said(tmp_path: Path) -> None:
     kind = {"distrib_optim_sharding_type": "dp_zero_gather_scatter"}
     tensors = model_tensors(LLAMA, rows=ROWS)
     with pytest.raises(UserError, match="dp_zero_gather_scatter"):
-        find(_without_tensors(tmp_path / "zero", content_metadata=kind), tensors, LLAMA)
+        find_optimizer(_without_tensors(tmp_path / "zero", content_metadata=kind), tensors, LLAMA)
     key = "optimizer.distributed.dp_group_idx_0.param_state/shard_0_1"
     with pytest.raises(UserError, match="as unknown"):
-        find(_without_tensors(tmp_path / "unknown", key), tensors, LLAMA)
-    assert find(_without_tensors(tmp_path / "none"), tensors, LLAMA) is None
+        find_optimizer(_without_tensors(tmp_path / "unknown", key), tensors, LLAMA)
+    assert find_optimizer(_without_tensors(tmp_path / "none"), tensors, LLAMA) is None

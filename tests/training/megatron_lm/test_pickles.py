@@ -17,7 +17,7 @@ from megatron.core.transformer.enums import AttnBackend
 
 from hetero.errors import UserError
 from megatron.training.checkpoint.index import DamagedCheckpoint
-from megatron.training.megatron_lm.pickles import Record, RestrictedLoader
+from megatron.training.megatron_lm.pickles import Placeholder, RestrictedLoader
 
 
 class _Malicious:
@@ -35,7 +35,7 @@ def loader() -> RestrictedLoader:
     return RestrictedLoader()
 
 
-def test_arguments_are_read_and_classes_of_megatron_are_stood_in_for(
+def test_arguments_are_read_and_classes_of_megatron_become_placeholders(
     loader: RestrictedLoader, tmp_path: Path
 ) -> None:
     args = Namespace(
@@ -47,10 +47,10 @@ def test_arguments_are_read_and_classes_of_megatron_are_stood_in_for(
         split=numpy.array([1.0, 2.0]),
     )
     torch.save({"args": args, "weight": torch.arange(4.0)}, tmp_path / "common.pt")
-    found = loader.file(tmp_path / "common.pt")
+    found = loader.load_file(tmp_path / "common.pt")
     assert found["args"].num_layers == 4
     assert found["args"].params_dtype is torch.bfloat16
-    assert isinstance(found["args"].attention_backend, Record)
+    assert isinstance(found["args"].attention_backend, Placeholder)
     assert torch.equal(found["weight"], torch.arange(4.0))
 
 
@@ -61,7 +61,7 @@ def test_a_pickle_that_runs_something_is_refused_by_name(
     marker = tmp_path / "ran"
     torch.save({**beside, "args": _Malicious(f"touch {marker}")}, tmp_path / "common.pt")
     with pytest.raises(UserError, match=r"posix\.system"):
-        loader.file(tmp_path / "common.pt")
+        loader.load_file(tmp_path / "common.pt")
     assert not marker.exists()
 
 
@@ -71,18 +71,18 @@ def test_so_is_one_in_the_metadata(loader: RestrictedLoader, tmp_path: Path, pro
     data = pickle.dumps({"a": _Malicious(f"touch {marker}")}, protocol=protocol)
     (tmp_path / ".metadata").write_bytes(data)
     with pytest.raises(UserError, match=r"posix\.system"):
-        loader.plain(tmp_path / ".metadata")
+        loader.load_pickle(tmp_path / ".metadata")
     assert not marker.exists()
 
 
 def test_a_name_that_hides_behind_an_allowed_module_is_not_looked_up(
     loader: RestrictedLoader, tmp_path: Path
 ) -> None:
-    """`torch.distributed.` is stood in for, whatever attribute follows: nothing is imported."""
+    """Any attribute of `torch.distributed.` becomes a placeholder: nothing is imported."""
     reached = b"\x80\x02ctorch.distributed.run\nmain\n(X\x01\x00\x00\x00atR."
     (tmp_path / ".metadata").write_bytes(reached)
-    found = loader.plain(tmp_path / ".metadata")
-    assert isinstance(found, Record)
+    found = loader.load_pickle(tmp_path / ".metadata")
+    assert isinstance(found, Placeholder)
     assert found.arguments == ("a",)
 
 
@@ -98,7 +98,7 @@ def test_plain_values_of_any_protocol_are_what_the_full_unpickler_gives(
         "": OrderedDict(),
     }
     (tmp_path / "file").write_bytes(pickle.dumps(value, protocol=protocol))
-    found = loader.plain(tmp_path / "file")
+    found = loader.load_pickle(tmp_path / "file")
     assert found == value
     assert found["a"][0] is found["a"][1]
 
@@ -107,6 +107,6 @@ def test_plain_values_of_any_protocol_are_what_the_full_unpickler_gives(
 def test_a_damaged_file_is_told(loader: RestrictedLoader, tmp_path: Path, data: bytes) -> None:
     (tmp_path / "file").write_bytes(data)
     with pytest.raises(DamagedCheckpoint, match="file"):
-        loader.plain(tmp_path / "file")
+        loader.load_pickle(tmp_path / "file")
     with pytest.raises(DamagedCheckpoint, match=r"file .*[^(]\)$"):
-        loader.file(tmp_path / "file")
+        loader.load_file(tmp_path / "file")

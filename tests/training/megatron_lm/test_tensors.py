@@ -38,7 +38,7 @@ def test_they_are_those_of_megatron_core_in_its_order(name: str) -> None:
 def test_transformer_engine_has_norms_before_the_weights_they_are_fused_with() -> None:
     """Its LayerNormLinear registers the norm's weight first."""
     layer = [t for t in model_tensors(LLAMA, rows=32) if t.layer == 0]
-    order = [t.tail for t in buffer_order(layer, fused_norms=True)[::-1]]
+    order = [t.name_in_layer for t in buffer_order(layer, fused_norms=True)[::-1]]
     assert order == [
         "self_attention.linear_proj.weight",
         "input_layernorm.weight",

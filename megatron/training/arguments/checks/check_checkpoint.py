@@ -1,23 +1,23 @@
-"""Checks of what a run saves and what it starts from."""
+"""Checks of the flags of saving and loading checkpoints."""
 
 from argparse import Namespace
 from collections.abc import Iterator
 
-_OF_SAVING = (
+_SAVE_FLAGS = (
     *("save_interval", "save_retain_interval", "keep_last", "exit_on_save_failure"),
     *("async_save", "no_save_optim", "no_save_rng"),
 )
-_OF_LOADING = (
+_LOAD_FLAGS = (
     *("ckpt_step", "finetune", "exit_on_missing_checkpoint", "no_load_optim", "no_load_rng"),
 )
 
 
 def check_checkpoints(args: Namespace) -> Iterator[str]:
-    """Refuse what contradicts itself; say which flags have nothing to act on."""
+    """Refuse contradictions, and note flags that have no effect without --save or --load."""
     loads = args.load is not None or args.pretrained_checkpoint is not None
     for names, is_given, flag in (
-        (_OF_SAVING, args.save is not None, "--save"),
-        (_OF_LOADING, loads, "--load"),
+        (_SAVE_FLAGS, args.save is not None, "--save"),
+        (_LOAD_FLAGS, loads, "--load"),
     ):
         for name in names:
             if getattr(args, name) and not is_given:

@@ -1,4 +1,4 @@
-"""Checks of where the tokens come from and of the tokenizer that made them."""
+"""Checks of the sources of data and of the tokenizer."""
 
 import json
 import math
@@ -10,29 +10,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from hetero.errors import UserError
+from megatron.training.arguments.flags_data import TOKENIZERS
 
-# What Megatron's pretrain_gpt.py falls back on.
+# The default of Megatron's pretrain_gpt.py.
 DEFAULT_TOKENIZER = "GPT2BPETokenizer"
 SPLITS = ("train", "valid", "test")
 # A socket's path has at most 107 bytes, of which Python's multiprocessing adds 32.
 _LONGEST_TEMPORARY_FOLDER = 75
 
-# What Megatron falls back on when --data-path comes without --split.
+# Megatron's default for --data-path without --split.
 DEFAULT_SPLIT = "969, 30, 1"
-
-# The flags without which a tokenizer cannot be built.
-TOKENIZER_NEEDS = {
-    "GPT2BPETokenizer": ("vocab_file", "merge_file"),
-    "SentencePieceTokenizer": ("tokenizer_model",),
-    "GPTSentencePieceTokenizer": ("tokenizer_model",),
-    "HuggingFaceTokenizer": ("tokenizer_model",),
-    "Llama2Tokenizer": ("tokenizer_model",),
-    "TikTokenizer": ("tokenizer_model",),
-    "BertWordPieceLowerCase": ("vocab_file",),
-    "BertWordPieceCase": ("vocab_file",),
-    "ByteLevelTokenizer": (),
-    "NullTokenizer": ("vocab_size",),
-}
 
 
 def check_data(args: Namespace) -> tuple[Iterator[str], ...]:
@@ -49,12 +36,12 @@ def check_data(args: Namespace) -> tuple[Iterator[str], ...]:
 
 
 def _read_lists(args: Namespace) -> Iterator[str]:
-    """Put what --data-args-path and --per-split-data-args-path name where the flags would be."""
+    """Read --data-args-path and --per-split-data-args-path into the flags that they replace."""
     if args.data_args_path is not None:
         if args.data_path is not None:
             yield "--data-path and --data-args-path exclude each other; remove one"
             return
-        # Unknowable, and not absent, while it cannot be read.
+        # Unknowable rather than absent, if the file cannot be read.
         del args.data_path
         args.data_path = _read_text(args.data_args_path, "--data-args-path").split()
     if args.per_split_data_args_path is None:
@@ -73,19 +60,19 @@ def _read_lists(args: Namespace) -> Iterator[str]:
 
 
 def _read_split_lists(path: str) -> dict[str, list[str]]:
+    """The words of each split. Raises UserError."""
     flag = "--per-split-data-args-path"
-    wanted = f"a JSON object with a list of words under each of {', '.join(SPLITS)}"
+    expected = f"a JSON object with a list of words under each of {', '.join(SPLITS)}"
     try:
         lists = json.loads(_read_text(path, flag))
     except json.JSONDecodeError as error:
-        raise UserError(f"{flag} {path} is not {wanted} ({error})") from None
+        raise UserError(f"{flag} {path} is not {expected} ({error})") from None
     if not isinstance(lists, dict) or not set(lists) <= set(SPLITS):
-        raise UserError(f"{flag} {path} is not {wanted}")
+        raise UserError(f"{flag} {path} is not {expected}")
     given = {split: words for split, words in lists.items() if words is not None}
     for words in given.values():
-        plain = isinstance(words, list) and all(isinstance(w, str | int | float) for w in words)
-        if not plain:
-            raise UserError(f"{flag} {path} is not {wanted}")
+        if not isinstance(words, list) or not all(isinstance(w, str | int | float) for w in words):
+            raise UserError(f"{flag} {path} is not {expected}")
     return {split: [str(word) for word in words] for split, words in given.items()}
 
 
@@ -137,10 +124,10 @@ def _check_workers(args: Namespace) -> Iterator[str]:
 
 
 def check_blend(flag: str, words: list[str]) -> Iterator[str]:
-    """A list of prefixes, or of weights and prefixes in turn, as megatron-core reads it.
+    """Errors in a list of prefixes, or of alternating weights and prefixes.
 
-    It takes an even list whose every second word is a number for weights, so a mixture of the two
-    forms would train on other data than was meant.
+    megatron-core reads any list of an even length as weights and prefixes if every other word is a
+    number, so a mixture of both forms would train on the wrong data.
     """
     if not words or not all(word.strip() for word in words):
         yield f"{flag} names no file; give at least one prefix"
@@ -166,11 +153,15 @@ def _weight(word: str) -> float | None:
 
 
 def check_split(split: str) -> list[float]:
-    """Up to three shares, such as '99,1,0'; strict, where megatron-core picks out any digits."""
+    """Parse up to three shares, such as '99,1,0'. megatron-core accepts any text with digits.
+
+    Raises UserError.
+    """
     shares = [_weight(share) for share in re.split(r"\s*[,/]\s*|\s+", split.strip())]
     numbers = [share for share in shares if share is not None]
-    usable = all(math.isfinite(share) and share >= 0 for share in numbers)
-    if len(numbers) != len(shares) or len(shares) > len(SPLITS) or not usable or not sum(numbers):
+    are_shares = all(math.isfinite(share) and share >= 0 for share in numbers)
+    is_list = len(numbers) == len(shares) <= len(SPLITS)
+    if not is_list or not are_shares or not sum(numbers):
         raise UserError(
             f"--split {split!r} must be up to three shares for train, valid and test that are not "
             "all 0, such as 99,1,0"
@@ -181,7 +172,7 @@ def check_split(split: str) -> list[float]:
 def _check_tokenizer(args: Namespace) -> Iterator[str]:
     args.tokenizer_type = args.tokenizer_type or DEFAULT_TOKENIZER
     args.dataloader_type = args.dataloader_type or "single"
-    needs = [name for name in TOKENIZER_NEEDS[args.tokenizer_type] if getattr(args, name) is None]
+    needs = [name for name in TOKENIZERS[args.tokenizer_type] if getattr(args, name) is None]
     if needs:
         flags = " and ".join(f"--{name.replace('_', '-')}" for name in needs)
         yield f"--tokenizer-type {args.tokenizer_type} needs {flags}; add it"

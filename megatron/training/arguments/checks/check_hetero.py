@@ -1,4 +1,4 @@
-"""Checks of the --hetero- flags against each other; a plan's file is read and checked elsewhere."""
+"""Checks of the --hetero- flags against each other. layout.py checks a plan's file."""
 
 from argparse import Namespace
 from collections.abc import Collection, Iterator
@@ -11,7 +11,7 @@ from megatron.training.arguments.flags_hetero import (
     MEASURED,
 )
 
-# What a plan's file says in full, and these flags in short.
+# The flags that a plan's file replaces; these have a value for each mesh.
 PER_MESH = (
     "hetero_tensor_sizes",
     "hetero_data_sizes",
@@ -61,7 +61,7 @@ def _check_replicas(args: Namespace) -> Iterator[str]:
             "--hetero-data-parallel and --hetero-pipeline exclude each other; remove one: the "
             "first puts whole replicas on each vendor, the second stages of one pipeline"
         )
-        # Unknowable, and nothing more is said of it.
+        # Unknowable, so that no other check reports it.
         del args.hetero_data_parallel
         return
     vendors = [vendor for vendor, _ in args.hetero_data_parallel]
@@ -88,12 +88,12 @@ def _check_shares(args: Namespace) -> Iterator[str]:
             f"--hetero-data-shares has {counted(shares, 'number')} and --hetero-data-parallel "
             f"names {counted(vendors, 'vendor')}; give one number for each vendor"
         )
-        # Unknowable, so that nothing is said of a batch that they would divide.
+        # Unknowable, so that no check of the batch reports it.
         del args.hetero_data_shares
 
 
 def _check_measured_shares(args: Namespace) -> Iterator[str]:
-    """What would depend on shares that nobody knows before the start."""
+    """Refuse what would depend on shares that are measured only after the start."""
     if args.dataloader_type == "cyclic":
         yield (
             "--hetero-data-shares auto would let the order of --dataloader-type cyclic depend on a "
@@ -127,7 +127,7 @@ def _check_meshes(args: Namespace) -> Iterator[str]:
     if not args.hetero_pipeline or args.hetero_plan is not None:
         return
     missing = [name for name in SHORTHAND[:2] if getattr(args, name) is None]
-    # Unknowable, so that nothing is said of meshes that are not known.
+    # Unknowable, so that no check of the meshes reports it.
     for name in missing:
         yield f"--hetero-pipeline needs {_flag(name)}, or a --hetero-plan; add it"
         delattr(args, name)
@@ -151,12 +151,12 @@ def _check_values_of_meshes(args: Namespace) -> Iterator[str]:
                 f"{_flag(name)} has {counted(len(values), 'value')} and --hetero-vendors names "
                 f"{counted(meshes, 'mesh', 'meshes')}; give one value for each"
             )
-            # Unknowable, so that nothing is said of ranks that they would share.
+            # Unknowable, so that no check of the ranks reports it.
             delattr(args, name)
 
 
 def _check_tensor_sizes(args: Namespace) -> Iterator[str]:
-    """A script's 1 says nothing about the meshes."""
+    """Compare both ways to give tensor-parallel sizes. 1 is a script's default and no wish."""
     sizes, given = args.hetero_tensor_sizes, args.tensor_model_parallel_size
     if sizes is not None and given != 1 and set(sizes) != {given}:
         yield (
@@ -175,12 +175,12 @@ def _check_layers(args: Namespace) -> Iterator[str]:
 
 
 def derive_pipeline_size(args: Namespace) -> Iterator[str]:
-    """The pipeline size, unless a plan that is yet to be read has to say it.
+    """Set the pipeline size, unless a plan's file will.
 
-    A script's 1 says nothing about the stages that are to be placed.
+    --pipeline-model-parallel-size 1 is a script's default and contradicts nothing.
     """
     given = args.pipeline_model_parallel_size
-    # Unknowable, and not absent, while what decides it is.
+    # Unknowable rather than absent, if the flags that decide it are.
     del args.pipeline_model_parallel_size
     if args.hetero_pipeline_sizes is not None:
         stages = sum(args.hetero_pipeline_sizes)

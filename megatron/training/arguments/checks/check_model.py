@@ -1,4 +1,4 @@
-"""Checks of the model's shape, and the sizes that follow from the ones that were given."""
+"""Checks of the model's shape, which also set the sizes that are derived from others."""
 
 from argparse import Namespace
 from collections.abc import Collection, Iterator
@@ -19,7 +19,7 @@ def check_model(args: Namespace, given: Collection[str]) -> tuple[Iterator[str],
 
 
 def check_model_split(args: Namespace) -> tuple[Iterator[str], ...]:
-    """What the tensor-parallel sizes, known only now, ask of the shape."""
+    """The checks that need the tensor-parallel sizes."""
     return (_check_split(args),)
 
 
@@ -31,7 +31,7 @@ def _check_split(args: Namespace) -> Iterator[str]:
         names = [
             f"mesh {i}'s ({vendor}) tensor-parallel size" for i, (vendor, _) in enumerate(meshes)
         ]
-    # Megatron turns it off as well: with one rank it would change numerics and save nothing.
+    # As in Megatron: with one rank it would change numerics and save nothing.
     if set(sizes) == {1}:
         args.sequence_parallel = False
     known = vars(args)
@@ -42,14 +42,14 @@ def _check_split(args: Namespace) -> Iterator[str]:
     }
     if not known.get("group_query_attention"):
         del counts["--num-query-groups"]
-    # Only a plan's file speaks of a mesh's own.
+    # Of each mesh, which only a plan's file can give.
     own = known.get("hetero_sequence_parallel") or [None] * len(sizes)
-    for name, size, shares in zip(names, sizes, own, strict=False):
-        asked = dict(counts)
-        if known.get("sequence_parallel") if shares is None else shares:
-            asked["with sequence parallelism, --seq-length"] = known.get("seq_length")
+    for name, size, sequence_parallel in zip(names, sizes, own, strict=False):
+        divided = dict(counts)
+        if known.get("sequence_parallel") if sequence_parallel is None else sequence_parallel:
+            divided["with sequence parallelism, --seq-length"] = known.get("seq_length")
         yield from tensor_problems(
-            {flag: count for flag, count in asked.items() if count}, size, name=name
+            {flag: count for flag, count in divided.items() if count}, size, name=name
         )
 
 
@@ -99,7 +99,7 @@ def _check_heads(args: Namespace, given: Collection[str]) -> Iterator[str]:
 
 
 def _check_rotation(args: Namespace) -> Iterator[str]:
-    """Channels are rotated in pairs; of an odd number megatron-core makes one pair more."""
+    """RoPE rotates pairs of channels; megatron-core rounds an odd number of them up."""
     rotated = int(args.kv_channels * args.rotary_percent)
     if args.position_embedding_type == "rope" and rotated + rotated % 2 > args.kv_channels:
         yield (
@@ -112,7 +112,7 @@ def _check_mlp(args: Namespace) -> Iterator[str]:
     if args.swiglu and args.squared_relu:
         yield "--swiglu and --squared-relu exclude each other; remove one of them"
     if args.ffn_hidden_size is None:
-        # Unknowable, and not absent, until what it follows from has been read.
+        # Unknowable rather than absent, if the flags that decide it are.
         del args.ffn_hidden_size
         args.ffn_hidden_size = default_ffn_hidden_size(args.hidden_size, gated=args.swiglu)
     if args.ffn_hidden_size < 1:
@@ -123,8 +123,8 @@ def _check_mlp(args: Namespace) -> Iterator[str]:
         del args.ffn_hidden_size
 
 
-def _say_what_local_layers_leave_out(args: Namespace) -> None:
-    """What only TransformerEngine's layers do, or torch's attention kernels do in any case."""
+def _note_flags_without_effect_on_local_layers(args: Namespace) -> None:
+    """Note flags of TransformerEngine's layers, and of what torch's attention kernels always do."""
     softmax = "torch's attention kernels compute it in float32 in any case"
     for flag, is_given, reason in (
         (
@@ -149,7 +149,7 @@ def _say_what_local_layers_leave_out(args: Namespace) -> None:
 
 
 def default_ffn_hidden_size(hidden_size: int, *, gated: bool) -> int:
-    """Megatron's choice: a gated MLP has a third matrix, so it is narrower for the same weights."""
+    """Megatron's default. A gated MLP is narrower: its third matrix has as many weights."""
     if gated:
         return int((4 * hidden_size * 2 / 3) / 64) * 64
     return 4 * hidden_size
@@ -157,8 +157,8 @@ def default_ffn_hidden_size(hidden_size: int, *, gated: bool) -> int:
 
 def _check_block(args: Namespace) -> Iterator[str]:
     if args.transformer_impl == "local":
-        _say_what_local_layers_leave_out(args)
-    # Kept in step as Megatron keeps them: the second is the narrower switch.
+        _note_flags_without_effect_on_local_layers(args)
+    # As in Megatron: biases of all linear layers include those of the QKV projection.
     if args.add_bias_linear:
         args.add_qkv_bias = True
     else:

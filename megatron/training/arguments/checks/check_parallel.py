@@ -1,4 +1,4 @@
-"""Checks of how ranks share the model, and the sizes that follow from the world size."""
+"""Checks of the parallel sizes, which also set those that are derived from the world size."""
 
 import math
 from argparse import Namespace
@@ -24,7 +24,7 @@ def check_parallel(args: Namespace) -> tuple[Iterator[str], ...]:
 
 
 def _check_world(args: Namespace) -> Iterator[str]:
-    """Ranks of each mesh. Where meshes differ, `args` are those of the one with most replicas."""
+    """Set the data-parallel size. If meshes differ, all sizes are those of the widest mesh."""
     stages = [args.pipeline_model_parallel_size]
     if args.hetero_pipeline:
         stages = args.hetero_pipeline_sizes
@@ -48,12 +48,12 @@ def _check_world(args: Namespace) -> Iterator[str]:
     if args.hetero_data_parallel is not None:
         del args.data_shares
         yield from _share_batch(args)
-    # Megatron's name for the same number, which its helpers read.
+    # Megatron's other name of it, which its helpers read.
     args.transformer_pipeline_model_parallel_size = args.pipeline_model_parallel_size
     if args.hetero_pipeline:
         meshes = described_meshes(args)
         yield from world_size_problems(meshes, args.world_size)
-        # Unknowable where it cannot be shared, so that nothing is said of batches of it.
+        # Unknowable if meshes cannot divide it, so that no check of the batch reports it.
         default = vars(args).pop("micro_batch_size", None)
         if args.hetero_micro_batch_sizes is not None:
             default = args.hetero_micro_batch_sizes[widest]
@@ -62,17 +62,17 @@ def _check_world(args: Namespace) -> Iterator[str]:
 
 
 def tensor_sizes(args: Namespace) -> list[int]:
-    """Of each mesh; of a run of one mesh, or of whole replicas, one."""
+    """The tensor-parallel size of each mesh; one size without a pipeline across vendors."""
     meshes = len(args.hetero_pipeline_sizes) if args.hetero_pipeline else 1
     return args.hetero_tensor_sizes or [args.tensor_model_parallel_size] * meshes
 
 
 def described_meshes(args: Namespace) -> tuple[Mesh, ...]:
-    """The meshes of a pipeline across vendors, as its flags describe them."""
+    """The meshes of a pipeline across vendors, by its flags."""
     vendors, stages = args.hetero_vendors, args.hetero_pipeline_sizes
     tensor = tensor_sizes(args)
     data = args.hetero_data_sizes or [args.data_parallel_size] * len(vendors)
-    # Ranks can be counted where these were refused.
+    # If these were refused, the ranks can still be counted.
     micro = vars(args).get("hetero_micro_batch_sizes") or [None] * len(vendors)
     recompute = vars(args).get("hetero_recompute") or [None] * len(vendors)
     return tuple(
@@ -93,7 +93,7 @@ def _replica_text(args: Namespace) -> str:
 
 
 def _share_batch(args: Namespace) -> Iterator[str]:
-    """`data_shares`: the micro batches of a row that each replica takes, in lowest terms."""
+    """Set `data_shares`: the ratio of the replicas' micro batches, in smallest whole numbers."""
     counts = [count for _, count in args.hetero_data_parallel]
     if sum(counts) != args.data_parallel_size:
         size = args.tensor_model_parallel_size * args.pipeline_model_parallel_size
@@ -105,14 +105,14 @@ def _share_batch(args: Namespace) -> Iterator[str]:
         )
         return
     shares = args.hetero_data_shares or (1,) * len(counts)
-    lowest = math.gcd(*shares)
+    divisor = math.gcd(*shares)
     args.data_shares = tuple(
-        share // lowest for share, count in zip(shares, counts, strict=True) for _ in range(count)
+        share // divisor for share, count in zip(shares, counts, strict=True) for _ in range(count)
     )
 
 
 def _check_chunks(args: Namespace) -> Iterator[str]:
-    """Model chunks on each rank; None when the schedule is not interleaved."""
+    """Set the number of model chunks of each rank; None if the schedule is not interleaved."""
     ways = {
         "--num-layers-per-virtual-pipeline-stage": args.num_layers_per_virtual_pipeline_stage,
         "--num-virtual-stages-per-pipeline-rank": args.num_virtual_stages_per_pipeline_rank,
@@ -165,7 +165,7 @@ def _virtual_size_of_layers(args: Namespace) -> int:
     layers = counted_layers(args)
     if layers % unit:
         raise UserError(
-            f"--num-layers {args.num_layers}{_counted_too(args)} must be a multiple of "
+            f"--num-layers {args.num_layers}{_extra_layers_text(args)} must be a multiple of "
             f"--pipeline-model-parallel-size {args.pipeline_model_parallel_size} times "
             f"--num-layers-per-virtual-pipeline-stage {chunk}"
         )
@@ -173,7 +173,7 @@ def _virtual_size_of_layers(args: Namespace) -> int:
 
 
 def counted_layers(args: Namespace) -> int:
-    """Layers to be shared by the stages, the embedding and the loss among them if asked for."""
+    """The layers that stages share; the embedding and the loss count as one each if asked for."""
     return int(
         args.num_layers
         + args.account_for_embedding_in_pipeline_split
@@ -181,7 +181,7 @@ def counted_layers(args: Namespace) -> int:
     )
 
 
-def _counted_too(args: Namespace) -> str:
+def _extra_layers_text(args: Namespace) -> str:
     extra = counted_layers(args) - args.num_layers
     return f" and {extra} for embedding or loss" if extra else ""
 
@@ -193,7 +193,7 @@ def _check_interleaving(args: Namespace) -> Iterator[str]:
                 "--overlap-p2p-communication-warmup-flush needs interleaving; add "
                 "--num-virtual-stages-per-pipeline-rank"
             )
-        # As Megatron: only the interleaved schedule can overlap transfers.
+        # As in Megatron: only the interleaved schedule can overlap transfers.
         args.overlap_p2p_comm = False
         args.align_param_gather = False
         return
@@ -201,8 +201,8 @@ def _check_interleaving(args: Namespace) -> Iterator[str]:
         yield "interleaving needs --pipeline-model-parallel-size above 1"
     if args.overlap_p2p_comm:
         return
-    # Batched transfers between the same two ranks are matched in the order they were posted, so
-    # activations and gradients would change places: megatron-core trains on, silently wrong.
+    # Batched transfers between two ranks are matched in the order of posting. Activations and
+    # gradients would be exchanged, and megatron-core would train on wrong ones without an error.
     if args.pipeline_model_parallel_size == 2:
         yield (
             "interleaving over two pipeline stages with --no-overlap-p2p-communication would mix "
@@ -216,22 +216,22 @@ def _check_interleaving(args: Namespace) -> Iterator[str]:
 
 
 def _check_stages(args: Namespace) -> Iterator[str]:
-    """Layers have to fall evenly on the stages that nothing else speaks of."""
+    """Exclude different ways to give the stages' layers; without any, they must divide evenly."""
     first, last = args.decoder_first_pipeline_num_layers, args.decoder_last_pipeline_num_layers
-    elsewhere = {
+    layer_flags = {
         "--pipeline-model-parallel-layout": args.pipeline_model_parallel_layout,
         "--hetero-pipeline-layers": args.hetero_pipeline_layers,
         "--hetero-plan": args.hetero_plan,
     }
-    spoken = [flag for flag, value in elsewhere.items() if value is not None]
-    if len(spoken) > 1:
-        yield f"{' and '.join(spoken)} exclude each other; keep one of them"
+    given = [flag for flag, value in layer_flags.items() if value is not None]
+    if len(given) > 1:
+        yield f"{' and '.join(given)} exclude each other; keep one of them"
         return
     ends = [size for size in (first, last) if size is not None]
     extra = counted_layers(args) - args.num_layers
-    if extra and spoken:
+    if extra and given:
         args.ignored_flags.append(
-            f"--account-for-embedding-in-pipeline-split and its like: {spoken[0]} gives the layers"
+            f"--account-for-embedding-in-pipeline-split and its like: {given[0]} gives the layers"
         )
         args.account_for_embedding_in_pipeline_split = False
         args.account_for_loss_in_pipeline_split = False
@@ -241,13 +241,18 @@ def _check_stages(args: Namespace) -> Iterator[str]:
             "--decoder-first-pipeline-num-layers or -last-; keep one way"
         )
         return
-    if spoken:
+    if given:
         if ends:
             yield (
                 "--decoder-first-pipeline-num-layers and --decoder-last-pipeline-num-layers cannot "
-                f"go with {spoken[0]}; remove them"
+                f"go with {given[0]}; remove them"
             )
         return
+    yield from _check_even_stages(args, ends)
+
+
+def _check_even_stages(args: Namespace, ends: list[int]) -> Iterator[str]:
+    """`ends` are the layers of the first and last stage, those that are given; others share."""
     stages = args.pipeline_model_parallel_size - len(ends)
     layers = counted_layers(args) - sum(ends)
     if ends and (layers < 0 or (stages <= 0 and layers) or (stages > 0 and not layers)):
@@ -264,8 +269,8 @@ def _check_stages(args: Namespace) -> Iterator[str]:
             f" of {counted(chunks, 'chunk')}" if chunks > 1 else ""
         )
         yield (
-            f"the {args.num_layers - sum(ends)} layers{_counted_too(args)} cannot be shared evenly "
-            f"by {shares}; change --num-layers, or give uneven stages with "
+            f"the {args.num_layers - sum(ends)} layers{_extra_layers_text(args)} cannot be shared "
+            f"evenly by {shares}; change --num-layers, or give uneven stages with "
             "--pipeline-model-parallel-layout or --hetero-pipeline-layers"
         )
 

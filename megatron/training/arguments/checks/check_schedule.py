@@ -1,4 +1,4 @@
-"""Checks of how the learning rate and the weight decay change over the run."""
+"""Checks of the schedules of learning rate and weight decay."""
 
 from argparse import Namespace
 from collections.abc import Iterator
@@ -11,11 +11,11 @@ def check_schedule(args: Namespace) -> tuple[Iterator[str], ...]:
         _check_unit(args),
         _check_lengths(args),
         _check_weight_decay(args),
-        _check_beliefs(args),
+        _check_scheduler_source(args),
     )
 
 
-def _check_beliefs(args: Namespace) -> Iterator[str]:
+def _check_scheduler_source(args: Namespace) -> Iterator[str]:
     if args.override_opt_param_scheduler and args.use_checkpoint_opt_param_scheduler:
         yield (
             "--override-opt_param-scheduler and --use-checkpoint-opt_param-scheduler exclude each "
@@ -44,7 +44,7 @@ def _check_decoupled_rates(args: Namespace) -> Iterator[str]:
 
 
 def _check_unit(args: Namespace) -> Iterator[str]:
-    """A run is counted in steps or in samples, and its schedule in the same."""
+    """The schedule must be counted in steps or in samples, as the run is."""
     unit, other = ("iters", "samples") if args.train_samples is None else ("samples", "iters")
     for name in ("lr_decay", "lr_warmup", "lr_wsd_decay"):
         if getattr(args, f"{name}_{other}"):

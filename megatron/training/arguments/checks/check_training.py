@@ -1,4 +1,4 @@
-"""Checks of what one run does: its length, precision, recomputation and batch."""
+"""Checks of a run's length, precision, recomputation and batch."""
 
 from argparse import Namespace
 from collections.abc import Iterator
@@ -8,7 +8,7 @@ from megatron.training.arguments.batch_sizes import batch_sizes, steps_of
 from megatron.training.arguments.checks.check_parallel import tensor_sizes
 
 RECOMPUTE_MODULES = ("core_attn", "layernorm", "mlp")
-# Those of layers that no model here has.
+# Modules of layers that no model here has.
 RECOMPUTE_MODULES_ELSEWHERE = ("moe", "moe_act", "shared_experts", "mla_up_proj")
 
 
@@ -40,13 +40,13 @@ def _check_length(args: Namespace) -> Iterator[str]:
 def _check_precision(args: Namespace) -> Iterator[str]:
     if args.bf16 and args.fp16:
         yield "--bf16 and --fp16 exclude each other; remove one of them"
-    # A name and not a torch.dtype: nothing here may wait for torch to be imported.
+    # The name of a torch.dtype, because torch is not imported here.
     args.params_dtype = "bfloat16" if args.bf16 else "float16" if args.fp16 else "float32"
     if args.fp16_lm_cross_entropy and not args.fp16:
         yield "--fp16-lm-cross-entropy needs --fp16"
     if args.fp32_residual_connection and not (args.bf16 or args.fp16):
         yield "--fp32-residual-connection needs --bf16 or --fp16"
-    # A dynamic loss scale is found by running into values that are not numbers.
+    # A dynamic loss scale is lowered when gradients overflow, which must be no error.
     if args.fp16 and args.loss_scale is None:
         args.check_for_nan_in_loss_and_grad = False
     if args.min_loss_scale > args.initial_loss_scale:
@@ -57,7 +57,7 @@ def _check_precision(args: Namespace) -> Iterator[str]:
 
 
 def _check_gradients(args: Namespace) -> Iterator[str]:
-    """In what precision gradients are summed and kept until the update, which is in float32."""
+    """Set the precision in which gradients are accumulated and reduced."""
     in_half = args.main_grads_dtype == "bf16"
     if in_half and not args.bf16:
         yield "--main-grads-dtype bf16 needs --bf16"
@@ -107,16 +107,16 @@ def _check_recompute(args: Namespace) -> Iterator[str]:
     elif _meshes_differ(args):
         yield from _check_recompute_modules(args)
     else:
-        _leave_out_recompute(args)
+        _ignore_recompute_details(args)
 
 
 def _meshes_differ(args: Namespace) -> bool:
-    """Whether a mesh may ask for recomputation of its own."""
+    """Whether meshes may have recomputation flags of their own."""
     return args.hetero_recompute is not None or args.hetero_plan is not None
 
 
-def _leave_out_recompute(args: Namespace) -> None:
-    """Without a granularity nothing is recomputed, whatever is said about how."""
+def _ignore_recompute_details(args: Namespace) -> None:
+    """Without a granularity nothing is recomputed, so the flags that say how have no effect."""
     for name in ("recompute_method", "recompute_num_layers", "recompute_modules"):
         if getattr(args, name) is not None:
             flag = f"--{name.replace('_', '-')}"
@@ -145,11 +145,10 @@ def _check_recompute_modules(args: Namespace) -> Iterator[str]:
                 f"--recompute-modules cannot be {module!r}; choose from "
                 f"{', '.join(RECOMPUTE_MODULES)}"
             )
-    # The bias is handed out of the recomputed part, and megatron-core's backward pass would then
-    # call itself without end.
+    # The recomputed part would return the bias, and megatron-core's backward would recurse forever.
     if "mlp" in modules and args.add_bias_linear:
         yield "--recompute-modules mlp needs --disable-bias-linear"
-    # megatron-core asks TransformerEngine for its state while it recomputes a norm.
+    # To recompute a norm, megatron-core reads TransformerEngine's state.
     if "layernorm" in modules and args.transformer_impl == "local":
         args.ignored_flags.append(
             "--recompute-modules layernorm: norms are recomputed by TransformerEngine's layers only"
@@ -178,7 +177,7 @@ def _check_full_recompute(args: Namespace) -> Iterator[str]:
 
 
 def check_batch(args: Namespace) -> tuple[Iterator[str], ...]:
-    """The batch and the number of steps, which follow from the data-parallel size."""
+    """The checks of batch and number of steps, which need the data-parallel size."""
     return (
         _check_saved_activations(args),
         _check_training_batch(args),
@@ -220,7 +219,7 @@ def _check_training_batch(args: Namespace) -> Iterator[str]:
 
 
 def _unit_text(args: Namespace, name: str, micro_batch_size: int) -> str:
-    """The sequences that all replicas together take at once, and why."""
+    """In words, the number of which a global batch must be a multiple."""
     if len(set(args.hetero_data_sizes or [1])) > 1:
         unit = micro_batch_size * args.data_parallel_size
         return f"the {counted(unit, 'sequence')} that every mesh takes in a step of the pipeline"
@@ -241,7 +240,7 @@ def _flag_of_batch(args: Namespace) -> str:
 
 
 def _least_batch(args: Namespace) -> int:
-    """The global batch where none is given: one micro batch a replica, or as many as are given."""
+    """The default of the global batch: one micro batch a replica, or each replica's share."""
     counts = args.data_shares
     if args.hetero_data_shares:
         pairs = zip(args.hetero_data_parallel, args.hetero_data_shares, strict=True)
@@ -305,21 +304,21 @@ def _check_evaluation_batch(args: Namespace) -> Iterator[str]:
         return
     unit = args.eval_micro_batch_size * sum(args.data_shares)
     size = args.eval_global_batch_size
-    own = (size, args.eval_micro_batch_size) != (args.global_batch_size, args.micro_batch_size)
-    if own and size % unit:
+    differs = (size, args.eval_micro_batch_size) != (args.global_batch_size, args.micro_batch_size)
+    if differs and size % unit:
         yield (
             f"a global batch of {size} in evaluation must be a multiple of "
             f"{_unit_text(args, 'its micro batch', args.eval_micro_batch_size)}; "
             "change --eval-global-batch-size or --eval-micro-batch-size"
         )
-    elif own:
+    elif differs:
         for share in sorted(set(args.data_shares)):
             for complaint in _check_interleaved_microbatches(args, size // unit * share):
                 yield f"{complaint} (in evaluation: --eval-global-batch-size)"
 
 
 def _check_interleaved_microbatches(args: Namespace, microbatches: int) -> Iterator[str]:
-    """megatron-core's interleaved schedule works on groups of micro batches."""
+    """megatron-core's interleaved schedule needs whole groups of micro batches."""
     if args.virtual_pipeline_model_parallel_size is None:
         return
     stages = args.pipeline_model_parallel_size

@@ -190,7 +190,7 @@ class World:
             part.flow, part.address, part.nbytes = flow.address, made.address, nbytes
             part.header[:] = made.header
             announced.append((part, made, flow))
-        answer: int = native().native_exchange(parts, len(parts), caller, 0)
+        answer: int = native().native_exchange(parts, len(parts), caller, 0, True)
         for part, made, flow in announced:
             if part.progress == Progress.ENQUEUED:
                 flow.note_enqueued(part.count, on_caller_stream=part.on_caller_stream)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -51,6 +52,39 @@ def swap(pair: Pair, sizes: Sequence[int], *, patience: int = PATIENCE) -> list[
         return left
 
     return both(lambda: end(pair.sender, 0), lambda: end(pair.receiver, 100))
+
+
+@pytest.mark.parametrize("late", [0.0, 0.02])
+@pytest.mark.parametrize("device", [EmulatedDevice, lambda: HostDevice(torch.device("cpu"))])
+def test_started_messages_go_on_where_they_are_whoever_is_late(device: Any, late: float) -> None:
+    def end(link: Link, number: int, late: float) -> None:
+        exchange = RingExchange()
+        for size in (3, LARGE, 40 * LARGE):
+            time.sleep(late)
+            sent, got = torch.full((size,), float(number)), torch.zeros(size)
+            works = exchange.start([whole(link, sent, False), whole(link, got, True)], tag=size)
+            if not exchange.progress(works, microseconds=PATIENCE // 100):
+                for work in works:
+                    work.wait()
+            assert (got == 3 - number).all()
+
+    with opened(device=device) as pair:
+        both(lambda: end(pair.sender, 1, late), lambda: end(pair.receiver, 2, 0.0))
+
+
+def test_messages_that_others_precede_are_left_where_they_are() -> None:
+    with opened() as pair:
+        first, second = torch.zeros(10), torch.zeros(10)
+        receiving = pair.receiver.recv(as_bytes(first))
+        exchange = RingExchange()
+        works = exchange.start([whole(pair.receiver, second, True)], tag=0)
+        assert not exchange.progress(works, microseconds=0)
+        for value in (1.0, 2.0):
+            pair.sender.send(as_bytes(torch.full((10,), value)))
+        for work in (*works, receiving):
+            work.wait()
+        assert (first == 1).all()
+        assert (second == 2).all()
 
 
 def test_a_small_message_each_way_is_over_when_the_call_returns() -> None:

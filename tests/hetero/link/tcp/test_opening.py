@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import socket
 import time
 from contextlib import ExitStack
@@ -20,14 +21,14 @@ from tests.hetero.link.tcp.ends import CHUNK_BYTES, Setup
 from tests.hetero.link.test_handshake import both, rendezvous
 
 
-def opened(*paths: TcpPaths) -> list[Any]:
+def opened(*paths: TcpPaths, timeout: float = 5.0) -> list[Any]:
     """Each end's connections, which the caller of this closes with the stacks they are on."""
     store = dist.HashStore()
     stacks = [ExitStack(), ExitStack()]
     ends = both(
         *(
             lambda rank=rank: open_connections(
-                rendezvous(rank, store, timeout=5.0), paths[rank], stacks[rank]
+                rendezvous(rank, store, timeout=timeout), paths[rank], stacks[rank]
             )
             for rank in range(2)
         )
@@ -107,5 +108,16 @@ def test_an_address_that_does_not_answer_is_left_out() -> None:
         silent.bind(("127.0.0.1", 0))
         addresses = [one.getsockname() for one in (answering[0], silent, answering[1])]
         paths = TcpPaths(("127.0.0.1",))
-        assert _reachable(addresses, paths, timeout=5.0) == [0, 2]
-        assert _reachable([silent.getsockname()], paths, timeout=5.0) == []
+        reached, why = _reachable(addresses, paths, timeout=5.0)
+    assert reached == [0, 2]
+    port = addresses[1][1]
+    assert f"cannot reach 127.0.0.1:{port} from 127.0.0.1: Connection refused" in why
+
+
+def test_both_ends_say_from_where_nothing_was_reached() -> None:
+    """An address of no interface here, as where --hetero-nics names one that leads elsewhere."""
+    elsewhere = TcpPaths(addresses=("192.0.2.1",))
+    *errors, _, _ = opened(TcpPaths(addresses=("127.0.0.1",)), elsewhere, timeout=0.3)
+    for error in errors:
+        assert re.search(r"reach 127.0.0.1:\d+ from 192.0.2.1: Cannot assign", str(error))
+    assert "rank 1 says: " in str(errors[0])

@@ -1,0 +1,64 @@
+"""Which ranks are in a group: each listens until it leaves the group or its process ends.
+
+Nothing is ever accepted or sent. The kernel resets the connections of a process that has ended, so
+a rank that waits for another one to open a link learns of its end.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+
+from hetero.addresses import is_loopback, listen_everywhere
+from hetero.collectives.vendor_layout import Member
+from hetero.errors import LinkError
+from hetero.liveness.liveness import enable_keepalive
+
+_LARGEST_BACKLOG = 4096
+_CONNECT_SECONDS = 1.0
+
+
+class Presence:
+    """One rank's listener, and its connections to those that it waits for.
+
+    Args:
+        size: of the group.
+        store_host: by which name this rank reaches the host of the store.
+    """
+
+    def __init__(self, *, size: int, store_host: str) -> None:
+        # A rank's two kinds of devices wait for each peer twice each: calls and messages.
+        self._listener = listen_everywhere(backlog=min(4 * size, _LARGEST_BACKLOG))
+        os.register_at_fork(after_in_child=self._listener.close)
+        self.store_host = store_host
+        self.port: int = self._listener.getsockname()[1]
+        self._connections: dict[int, socket.socket] = {}
+
+    def has_gone(self, member: Member) -> bool:
+        """Whether a rank of the group has ended or left. Any thread may call it."""
+        try:
+            if member.rank not in self._connections:
+                self._connections[member.rank] = self._connect(member)
+            return not self._connections[member.rank].recv(1)
+        except OSError as error:
+            # Any other error is that there is nothing to read, or that the host was not reached.
+            return isinstance(error, (ConnectionRefusedError, ConnectionResetError))
+
+    def require(self, member: Member) -> None:
+        """Raise LinkError if a rank of the group has ended or left."""
+        if self.has_gone(member):
+            raise LinkError(f"{member} has ended, or has left the group; see its log")
+
+    def _connect(self, member: Member) -> socket.socket:
+        host, port = member.address
+        # A rank whose own address is of the loopback interface is on the store's host.
+        host = self.store_host if is_loopback(host) else host
+        connection = socket.create_connection((host, port), timeout=_CONNECT_SECONDS)
+        connection.setblocking(False)
+        enable_keepalive(connection)
+        return connection
+
+    def leave(self) -> None:
+        """Stop listening. The others' `require` raises from now on."""
+        for connection in (self._listener, *self._connections.values()):
+            connection.close()
