@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
@@ -150,21 +150,26 @@ def without_process_group() -> Iterator[None]:
 
 
 class WholeFileReader(indexed_dataset._FileBinReader):
-    """Reads token files without mmap; raises DataError where one has become too short.
+    """Reads token files without mmap; raises DataError where one is gone or has become too short.
 
     megatron-core ignores how much it has read, and would train on what the memory held before.
     """
 
     def read(self, dtype: Any, count: int, offset: int) -> numpy.ndarray:
         end = offset + count * numpy.dtype(dtype).itemsize
-        # megatron-core tries again where a file system does not answer.
-        with suppress(OSError):
-            if (size := os.path.getsize(self._bin_path)) < end:
-                raise DataError(
-                    f"{self._bin_path} was cut short while it is read: {size} bytes, and its index "
-                    f"names {end}; restore the file"
-                )
-        return super().read(dtype, count, offset)
+        try:
+            sequence = super().read(dtype, count, offset)
+            size = os.path.getsize(self._bin_path)
+        except OSError as error:
+            raise DataError(
+                f"{self._bin_path} cannot be read any more ({error.strerror}); restore the file"
+            ) from error
+        if size < end:
+            raise DataError(
+                f"{self._bin_path} was cut short while it is read: {size} bytes, and its index "
+                f"names {end}; restore the file"
+            )
+        return sequence
 
 
 def use_whole_reads() -> AbstractContextManager[object]:

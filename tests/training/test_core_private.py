@@ -84,7 +84,7 @@ def test_the_collection_names_every_group_by_megatron_cores_names(groups: Groups
     assert {id(value) for value in vars(collection).values()} <= given
 
 
-def test_a_token_file_that_is_cut_short_is_not_read(tmp_path: Path) -> None:
+def test_a_token_file_that_is_cut_short_or_gone_is_not_read(tmp_path: Path) -> None:
     path = tmp_path / "tokens.bin"
     path.write_bytes(bytes(range(8)))
     with use_whole_reads():
@@ -92,3 +92,7 @@ def test_a_token_file_that_is_cut_short_is_not_read(tmp_path: Path) -> None:
     assert reader.read(numpy.uint16, 2, 4).tobytes() == bytes(range(4, 8))
     with pytest.raises(DataError, match=f"{path} was cut short while it is read: 8 bytes, and"):
         reader.read(numpy.uint16, 2, 6)
+    reader.num_max_retries = 0
+    path.unlink()
+    with pytest.raises(DataError, match=r"cannot be read any more \(No such file or directory\)"):
+        reader.read(numpy.uint16, 2, 4)

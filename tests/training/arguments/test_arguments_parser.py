@@ -119,6 +119,7 @@ def test_what_is_no_flag_is_refused_with_what_was_meant(refusal, flags, words):
         ("--rotary-base 1e4", "--rotary-base must be a whole number"),
         ("--hetero-timeout 0", "--hetero-timeout must be"),
         ("--hetero-timeout inf", "--hetero-timeout must be"),
+        ("--hetero-nics ''", "--hetero-nics must not be empty"),
         ("--metrics-file ''", "--metrics-file must not be empty"),
         ("--optimizer lion", "--optimizer cannot be 'lion'; choose from 'adam', 'sgd'"),
         ("--timing-log-level 3", "--timing-log-level cannot be 3"),
