@@ -142,8 +142,7 @@ def _require_possible(options: argparse.Namespace, model: ModelShape, *, positio
         if not model.divides(tensor, sequence_parallel=False)
     ]
     faults.sentences += [
-        f"--sequence {length} is more than --max-position-embeddings {positions}; leave it out, or "
-        "raise that"
+        f"--sequence {length} is more than the model's {positions} positions; leave it out"
         for length in options.sequence or []
         if length > positions
     ]
