@@ -29,6 +29,7 @@ import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 
 from hetero.megatron_imports import exit_unless_installed
 
@@ -59,6 +60,7 @@ from hetero.errors import UserError, print_error
 from hetero.launch.exits import exit_of, find_cause, is_printed, kills_for_memory
 from hetero.launch.launcher_rendezvous import BACKEND, LauncherRendezvous, RendezvousSettings
 from hetero.launch.node_failures import GRACE, NodeFailures
+from hetero.launch.parent import end_with_parent
 from hetero.open_files import allow_open_files
 from hetero.wait_reporter import WaitIntervals
 
@@ -85,6 +87,7 @@ def main(
         )
     try:
         if script := _started_by_another():
+            end_with_parent(signal.SIGTERM)
             os.execv(sys.executable, [sys.executable, *script])
         options = _parse(argv)
         allow_open_files()
@@ -218,6 +221,10 @@ def _rendezvous_settings(
         configured = {key.strip(): value for key, _, value in pairs}
         own = configured.get("timeout") or _RENDEZVOUS_SECONDS
         timeout = float(configured.get("join_timeout") or own)
+    if options.standalone and nodes > 1:
+        raise UserError(
+            f"--standalone is for one node and --nnodes is {options.nnodes}; remove one of them"
+        )
     if processes < 1:
         raise UserError(f"--nproc-per-node is {processes}; give 1 or more")
     alone = nodes == 1 and not options.rdzv_endpoint and options.master_port is None
@@ -300,6 +307,13 @@ def _own_log_folder(options: argparse.Namespace) -> Iterator[None]:
         yield
 
 
+def _pass_on(number: int, _: FrameType | None) -> None:
+    """Send a signal to this node's processes; by default it would end the launcher alone."""
+    for child in psutil.Process().children():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            child.send_signal(number)
+
+
 def _end_children() -> None:
     """Kill the remaining processes of this node, as after a second Ctrl-C."""
     for child in psutil.Process().children(recursive=True):
@@ -310,6 +324,8 @@ def _end_children() -> None:
 if __name__ == "__main__":
     if _QUIETED_CPP_LOG:  # Child processes log as usual.
         del os.environ["TORCH_CPP_LOG_LEVEL"]
+    for number in (signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, _pass_on)
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     sys.exit(main())

@@ -16,6 +16,7 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 if __name__ == "__main__":
@@ -52,7 +53,12 @@ SHARES = (10, 12, 14, 16, 18, 20, 22)
 def parse_options(argv: Sequence[str]) -> SweepOptions:
     """Read the command line. Raises UserError, or exits with 2 and one sentence."""
     parser = tool_command_line.Parser((__doc__ or "").partition("\n")[0])
-    parser.add_argument("--nproc", type=int, default=2, help="GPUs (processes, on CPU): two stages")
+    parser.add_argument(
+        "--nproc",
+        type=tool_command_line.whole_number,
+        default=2,
+        help="GPUs (processes, on CPU): two stages",
+    )
     parser.add_argument(
         "--first-layers",
         type=int,
@@ -63,7 +69,7 @@ def parse_options(argv: Sequence[str]) -> SweepOptions:
     )
     parser.add_argument(
         "--factors",
-        type=float,
+        type=partial(tool_command_line.positive, what="factor"),
         nargs="+",
         default=[1.0, 1.5, 2.0],
         metavar="FACTOR",

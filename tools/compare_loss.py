@@ -30,7 +30,7 @@ from tools.run_comparison.curves import read_curve
 from tools.run_comparison.loss_comparison import DEFAULT_FIRST, Comparison, Options, compare
 from tools.run_comparison.loss_files import write_report
 from tools.run_comparison.loss_table import report_text
-from tools.tool_command_line import Parser, run
+from tools.tool_command_line import Parser, run, whole_number
 
 _FAILED = 1
 
@@ -72,27 +72,28 @@ def build_parser() -> argparse.ArgumentParser:
         "--other-seed", action="store_true", help="candidates ran with a seed of their own"
     )
     parser.add_argument(
-        "--first", type=_count, default=DEFAULT_FIRST, help="iterations that are the first steps"
+        "--first",
+        type=whole_number,
+        default=DEFAULT_FIRST,
+        help="iterations that are the first steps",
     )
     parser.add_argument(
         "--smooth",
-        type=_count,
+        type=whole_number,
         help="iterations of a smoothed point; left out: a tenth of them, at most 200",
     )
-    parser.add_argument("--from-iteration", type=_count, metavar="N", help="leave out those before")
-    parser.add_argument("--to-iteration", type=_count, metavar="N", help="leave out those after")
+    parser.add_argument(
+        "--from-iteration", type=whole_number, metavar="N", help="leave out those before"
+    )
+    parser.add_argument(
+        "--to-iteration", type=whole_number, metavar="N", help="leave out those after"
+    )
     parser.add_argument("--out", default="runs/compare_loss", help="folder for the results")
     return parser
 
 
 def _with_bound(name: str) -> str:
     return name if name == "identical" else f"{name}={RULES[name][0]:g}"
-
-
-def _count(text: str) -> int:
-    if not (text.isascii() and text.isdecimal()) or int(text) == 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number above 0")
-    return int(text)
 
 
 def compare_files(args: argparse.Namespace) -> Outcome:

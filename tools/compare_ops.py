@@ -25,11 +25,10 @@ if __name__ == "__main__":
 
     begin_script()
 
-from hetero.errors import UserError
 from hetero.formatting import counted
 from megatron.training.arguments.converters import integer
 from megatron.training.import_core import import_megatron_core
-from tools.tool_command_line import Parser, require_writable, run
+from tools.tool_command_line import Parser, require_results_file, run
 
 if TYPE_CHECKING:
     from tools.operators.dump import Dump
@@ -113,9 +112,7 @@ def _record(options: argparse.Namespace, device: str | None) -> Dump:
 def _run(options: argparse.Namespace) -> tuple[str, bool]:
     from tools.operators.dump import write
 
-    if not options.out.parent.is_dir():
-        raise UserError(f"--out {options.out}: there is no folder {options.out.parent}")
-    require_writable(options.out.parent, out=options.out)
+    require_results_file(options.out)
     dump = _record(options, getattr(options, "device", None))
     write(dump, options.out)
     size = options.out.stat().st_size / 2**20

@@ -33,7 +33,7 @@ from hetero.errors import UserError
 from hetero.plan import Plan
 from tools.start_up.counting import count_groups, count_phase, two_meshes
 from tools.start_up.light_processes import time_start
-from tools.tool_command_line import Parser, run
+from tools.tool_command_line import Parser, require_results_file, run
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -58,8 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _measure(options: argparse.Namespace) -> str:
-    if not options.out.parent.is_dir():
-        raise UserError(f"--out {options.out}: there is no folder {options.out.parent}")
+    require_results_file(options.out)
     for size in (*options.counted, *options.timed):
         if size < 8 or size & (size - 1):
             raise UserError(f"a job of {size}: use powers of two from 8 on")

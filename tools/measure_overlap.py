@@ -236,7 +236,12 @@ def parse_options(argv: Sequence[str] | None) -> tuple[Options, list[float]]:
         default=3,
         help="iterations at each bandwidth, and of the homogeneous run",
     )
-    parser.add_argument("--layers", type=int, nargs=2, help="of each stage; left out: the model's")
+    parser.add_argument(
+        "--layers",
+        type=tool_command_line.whole_number,
+        nargs=2,
+        help="of each stage; left out: the model's",
+    )
     for flag in ("--seq-length", "--micro-batch-size", "--global-batch-size"):
         parser.add_argument(flag, type=tool_command_line.whole_number, help="left out: the model's")
     parser.add_argument("--transport", default=fastest_transport(), help="as --hetero-transport")

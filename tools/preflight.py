@@ -33,7 +33,6 @@ from hetero.agreement import Agreement
 from hetero.errors import (
     AgreedFailure,
     HeteroError,
-    UserError,
     print_error,
     write_error_file,
 )
@@ -113,8 +112,8 @@ def _check(options: argparse.Namespace, rank: int, world_size: int) -> Report:
         requirements=_REQUIREMENTS,
     )
     for flag, path in (("--json", options.json), ("--write-cluster", options.write_cluster)):
-        if path is not None and not path.parent.is_dir():
-            raise UserError(f"{flag} {path}: there is no folder {path.parent}")
+        if path is not None and rank == 0:  # which writes it
+            tool_command_line.require_results_file(path, flag)
     if world_size == 1:
         report = check_alone(settings)
         _tell(report, options)

@@ -42,7 +42,7 @@ from megatron.training.model_size import model_shape
 from megatron.training.progress_bar import progress_bar
 from tools.reports.page import write_whole
 from tools.reports.text_table import aligned
-from tools.tool_command_line import Parser, positive, require_writable, run
+from tools.tool_command_line import Parser, positive, require_results_file, run
 
 if TYPE_CHECKING:
     from tools.layer_profile.profiled_device import ProfiledDevice
@@ -110,9 +110,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _measure(options: argparse.Namespace) -> str:
-    if not options.out.parent.is_dir():
-        raise UserError(f"--out {options.out}: there is no folder {options.out.parent}")
-    require_writable(options.out.parent, out=options.out)
+    require_results_file(options.out)
     before = load_profile(options.out) if options.out.exists() else None
     import_megatron_core()
     from tools.layer_profile.profiled_device import device_here
@@ -144,8 +142,7 @@ def _require_possible(options: argparse.Namespace, model: ModelShape, *, positio
         if not model.divides(tensor, sequence_parallel=False)
     ]
     faults.sentences += [
-        f"--sequence {length} is more than --max-position-embeddings {positions}; leave it out, or "
-        "raise that"
+        f"--sequence {length} is more than the model's {positions} positions; leave it out"
         for length in options.sequence or []
         if length > positions
     ]

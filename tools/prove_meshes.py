@@ -135,7 +135,7 @@ def parse_options(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = tool_command_line.Parser((__doc__ or "").partition("\n")[0])
     parser.add_argument("--only", help="cases whose name holds this; left out: all")
     parser.add_argument(
-        "--device", choices=ENVIRONMENTS, default="cpu", help="cuda: GPUs of CUDA or ROCm (cpu)"
+        "--device", choices=ENVIRONMENTS, default="cpu", help="cuda: GPUs of CUDA or ROCm"
     )
     parser.add_argument("--out", default="runs/meshes", help="folder for the results")
     return parser.parse_args(argv)

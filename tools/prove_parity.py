@@ -134,12 +134,25 @@ def _speed(run: Finished) -> str:
 
 def parse_options(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = tool_command_line.Parser((__doc__ or "").partition("\n")[0])
-    parser.add_argument("--nproc", type=int, default=2, help="processes on this machine")
+    parser.add_argument(
+        "--nproc", type=tool_command_line.whole_number, default=2, help="processes on this machine"
+    )
     parser.add_argument(
         "--vendors", nargs="+", default=["amd", "nvidia"], help="of each mesh, in pipeline order"
     )
-    parser.add_argument("--sizes", nargs="+", type=int, default=[1, 1], help="stages of each mesh")
-    parser.add_argument("--layers", nargs="+", type=int, help="layers of each stage, mixed runs")
+    parser.add_argument(
+        "--sizes",
+        nargs="+",
+        type=tool_command_line.whole_number,
+        default=[1, 1],
+        help="stages of each mesh",
+    )
+    parser.add_argument(
+        "--layers",
+        nargs="+",
+        type=tool_command_line.whole_number,
+        help="layers of each stage, mixed runs",
+    )
     parser.add_argument(
         "--transports", nargs="+", default=["auto"], help="of the mixed runs, one run for each"
     )

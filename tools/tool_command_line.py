@@ -85,23 +85,29 @@ def make_results_folder(path: str) -> Path:
         raise UserError(
             f"--out {path} cannot be made ({error.strerror}); name another folder"
         ) from error
-    require_writable(Path(path), out=Path(path))
+    require_writable(Path(path), f"--out {path}")
     return Path(path)
 
 
-def require_writable(folder: Path, *, out: Path) -> None:
-    """Raise UserError where --out could not be written later, after work that takes minutes.
+def require_results_file(path: Path, flag: str = "--out") -> None:
+    """Raise UserError where the file that a flag names could not be written."""
+    if not path.parent.is_dir():
+        raise UserError(f"{flag} {path}: there is no folder {path.parent}")
+    require_writable(path.parent, f"{flag} {path}")
 
-    Nothing is left in `folder`; where it does not exist, the one that it will be made in is tried.
+
+def require_writable(folder: Path, flag: str) -> None:
+    """Raise UserError where a file could not be written into `folder` after minutes of work.
+
+    Nothing is left there; where it does not exist, the folder that it will be made in is tried.
+    `flag` is what the user typed, for the error.
     """
     there = next(place for place in (folder, *folder.absolute().parents) if place.exists())
     try:
         with tempfile.TemporaryFile(dir=there):
             pass
     except OSError as error:
-        raise UserError(
-            f"--out {out} cannot be written ({error.strerror}); name another"
-        ) from error
+        raise UserError(f"{flag} cannot be written ({error.strerror}); name another") from error
 
 
 def run(work: Callable[[], str], *, interrupted: str = "") -> int:

@@ -234,7 +234,7 @@ class CopyingOperations(HeteroProcessGroupBase):
 
     def send(self, tensors: Any, rank: int, tag: int = 0) -> dist.Work:
         (tensor,) = as_list(tensors)
-        self._require_rank("send", "destination", rank)
+        self._require_peer("send", "destination", rank)
         require_dense("send", tensor)
         with profiled("send"):
             work = self._communicator_for(tensor.device).send(materialize(tensor), rank, tag)
@@ -249,7 +249,7 @@ class CopyingOperations(HeteroProcessGroupBase):
     def _recv(self, tensors: Any, rank: int | None, tag: int) -> dist.Work:
         (tensor,) = as_list(tensors)
         if rank is not None:
-            self._require_rank("recv", "source", rank)
+            self._require_peer("recv", "source", rank)
         require_dense("recv", tensor)
         require_no_internal_overlap("recv", [tensor])
         buffer = output_buffer(tensor)

@@ -262,14 +262,20 @@ class Communicator:
 
     def send(self, tensor: torch.Tensor, rank: int, tag: int) -> CollectiveWork:
         work: Any = self._p2p_work("send to", rank, tag, tensor)
-        self._p2p.send(tensor, rank, tag, work)
+        if self._error is not None:
+            work.finish(self._error)
+        else:
+            self._p2p.send(tensor, rank, tag, work)
         return work
 
     def recv(
         self, tensor: torch.Tensor, rank: int | None, tag: int, on_received: Callable[[], None]
     ) -> CollectiveWork:
         work: Any = self._p2p_work("receive from", rank, tag, tensor)
-        self._p2p.recv(tensor, rank, tag, work, on_received)
+        if self._error is not None:
+            work.finish(self._error)
+        else:
+            self._p2p.recv(tensor, rank, tag, work, on_received)
         return work
 
     def _p2p_work(

@@ -1,7 +1,7 @@
 """Which ranks are in a group: each listens until it leaves the group or its process ends.
 
-Nothing is ever accepted or sent. The kernel resets the connections of a process that has ended, so
-a rank that waits for another one to open a link learns of its end.
+Nothing is ever accepted or sent. The kernel resets the connections of a process that has ended, and
+refuses new ones. So a rank that waits for another one to open a link learns of its end.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import socket
 from hetero.addresses import is_loopback, listen_everywhere
 from hetero.collectives.vendor_layout import Member
 from hetero.errors import LinkError
-from hetero.liveness.liveness import enable_keepalive
 
 _LARGEST_BACKLOG = 4096
 _CONNECT_SECONDS = 1.0
@@ -36,13 +35,16 @@ class Presence:
 
     def has_gone(self, member: Member) -> bool:
         """Whether a rank of the group has ended or left. Any thread may call it."""
+        connection = self._connections.get(member.rank)
         try:
-            if member.rank not in self._connections:
+            # A connection may be lost with a network. Only a refusal shows that nobody listens.
+            if connection is None or _is_lost(connection):
                 self._connections[member.rank] = self._connect(member)
-            return not self._connections[member.rank].recv(1)
-        except OSError as error:
-            # Any other error is that there is nothing to read, or that the host was not reached.
-            return isinstance(error, (ConnectionRefusedError, ConnectionResetError))
+        except ConnectionRefusedError:
+            return True
+        except OSError:
+            pass
+        return False
 
     def require(self, member: Member) -> None:
         """Raise LinkError if a rank of the group has ended or left."""
@@ -55,10 +57,18 @@ class Presence:
         host = self.store_host if is_loopback(host) else host
         connection = socket.create_connection((host, port), timeout=_CONNECT_SECONDS)
         connection.setblocking(False)
-        enable_keepalive(connection)
         return connection
 
     def leave(self) -> None:
         """Stop listening. The others' `require` raises from now on."""
         for connection in (self._listener, *self._connections.values()):
             connection.close()
+
+
+def _is_lost(connection: socket.socket) -> bool:
+    try:
+        return not connection.recv(1)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True

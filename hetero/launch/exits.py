@@ -54,6 +54,11 @@ class ProcessExit:
         if -self.code == signal.SIGKILL:
             memory = "the host ran out of memory" if out_of_memory else "did memory run out?"
             return f"{who} was killed by {name}; {memory}"
+        if -self.code == signal.SIGBUS:
+            return (
+                f"{who} was ended by {name}; was a file that it reads, its data for instance, cut "
+                "short or replaced, or is /dev/shm full?"
+            )
         return f"{who} was ended by {name}; see what it printed"
 
 

@@ -210,6 +210,11 @@ class LauncherRendezvous(RendezvousHandler):
     def _await_all_nodes(self, store: BoundedStore) -> None:
         """Wait for every node; node 0 prints which are missing."""
         settings = self._settings
+        if store.add(f"launchers of {settings.node_rank}", 1) > 1:
+            raise UserError(
+                f"another launcher is node {settings.node_rank} at {settings.endpoint} already; "
+                "give each node its own --node-rank, and each job its own --master-port"
+            )
         mine = {"host": socket.gethostname(), "processes": settings.processes}
         store.set(str(settings.node_rank), json.dumps(mine))
         waiting, deadline = WaitReporter(settings.intervals), time.monotonic() + settings.timeout

@@ -37,13 +37,15 @@ class NodeFailures:
         # A connection of its own: torchelastic may block the other for minutes.
         store = PrefixStore("hetero/node failures", info.store).clone()  # type: ignore[attr-defined]
         self._store = BoundedStore(store, seconds=_CALL_SECONDS)
-        self._node, self._nodes = info.rank, info.world_size
+        self._node = info.rank
+        self._others = [node for node in range(info.world_size) if node != info.rank]
         self._grace = grace
         self._stopped = threading.Event()
+        self._deadline: float | None = None
         self._is_lost = False
         """Whether the store does not answer any more."""
         self.remote_cause: ProcessExit | None = None
-        """The other node's failed process because of which this node's were terminated."""
+        """The other node's failed process after which this node's were terminated."""
 
     def watch(self, terminate: Callable[[], None]) -> None:
         """Call `terminate` if another node's process failed and this node's still run later."""
@@ -52,15 +54,17 @@ class NodeFailures:
         ).start()
 
     def _watch(self, terminate: Callable[[], None]) -> None:
-        while not self._stopped.wait(_PAUSE):
-            cause = None
+        others: list[ProcessExit] = []
+        while not (others or self._stopped.wait(_PAUSE)):
             with suppress(Exception):
-                cause = _first_cause(self._others_exits())
-            if cause is not None:
-                if not self._stopped.wait(self._grace):
-                    self.remote_cause = cause
-                    terminate()
-                return
+                others = self._others_exits()
+        if self._stopped.wait(self._grace):
+            return
+        with suppress(Exception):
+            others = self._others_exits()
+        # Where none is the cause, they follow from what hangs here, which their errors name.
+        self.remote_cause = _first_cause(others) or others[0]
+        terminate()
 
     def exchange(self, own: ProcessExit) -> ProcessExit:
         """Report this node's failure to the others; return the cause, which may be theirs.
@@ -68,14 +72,13 @@ class NodeFailures:
         Waits for the other nodes' reports unless this node's failure is the cause.
         """
         self._stopped.set()
-        cause, deadline = own, time.monotonic() + _TIMEOUT
+        cause, self._deadline = own, time.monotonic() + _TIMEOUT
         try:
             self._store.set(f"exit/{self._node}", json.dumps(asdict(own)))
-            while not cause.is_cause and time.monotonic() < deadline:
+            while not cause.is_cause and time.monotonic() < self._deadline:
                 time.sleep(_PAUSE)
-                others = self._others_exits()
-                cause = _first_cause(others) or own
-                if len(others) == self._nodes - 1:
+                cause = _first_cause(self._others_exits()) or own
+                if all(self._has_ended(node) for node in self._others):
                     break
         except Exception:
             self._is_lost = True
@@ -88,20 +91,21 @@ class NodeFailures:
             return
         with suppress(Exception):
             self._store.set(f"left/{self._node}", "1")
-            others = [f"left/{node}" for node in range(self._nodes) if node != self._node]
-            deadline = time.monotonic() + _TIMEOUT
+            others = [f"left/{node}" for node in self._others]
+            # Who has not reported by the deadline of `exchange` is gone.
+            deadline = self._deadline or time.monotonic() + _TIMEOUT
             while self._node == 0 and others and time.monotonic() < deadline:
                 others = [key for key in others if not self._store.check([key])]
                 time.sleep(_PAUSE if others else 0)
 
     def _others_exits(self) -> list[ProcessExit]:
         """What the other nodes have reported so far."""
-        keys = [f"exit/{node}" for node in range(self._nodes) if node != self._node]
-        return [
-            ProcessExit(**json.loads(self._store.get(key)))
-            for key in keys
-            if self._store.check([key])
-        ]
+        keys = [f"exit/{node}" for node in self._others]
+        reported = [self._store.get(key) for key in keys if self._store.check([key])]
+        return [ProcessExit(**json.loads(text)) for text in reported]
+
+    def _has_ended(self, node: int) -> bool:
+        return self._store.check([f"exit/{node}"]) or self._store.check([f"left/{node}"])
 
 
 def _first_cause(exits: Iterable[ProcessExit]) -> ProcessExit | None:

@@ -155,7 +155,7 @@ class LivenessServer(Liveness):
             elif "ask" in message:
                 ages = {str(rank): age for rank, age in self._query_silent().items()}
                 try_send(client.connection, encode({"silent": ages}))
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, RecursionError):
             # Not a rank of this job, but for example a port scanner.
             self._drop(client)
 
@@ -163,6 +163,8 @@ class LivenessServer(Liveness):
         if not hmac.compare_digest(str(greeting["token"]), self._token):
             raise ValueError("it is of another job")
         rank = int(greeting["rank"])
+        if any(other.rank == rank for other in self._clients.values()):
+            raise ValueError("another process has this rank, as of a job started twice")
         self._hosts[rank] = str(greeting["host"])
         with self._lock:
             try_send(client.connection, encode({"welcome": True, "host": self._host}))

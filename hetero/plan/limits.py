@@ -8,6 +8,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from hetero.formatting import counted
 from hetero.plan.mesh import Mesh, PlanError
 
+AT_LEAST_ONE = "a stage needs at least one layer and no chunk can have fewer than none"
+
 
 def mesh_names(meshes: Sequence[Mesh]) -> tuple[str, ...]:
     """The names of meshes in errors."""
@@ -63,6 +65,13 @@ def world_size_problems(meshes: Sequence[Mesh], world_size: int) -> Iterator[str
         f"the plan needs {counted(needed, 'rank')} ({parts}) but {world_size} were started; change "
         f"the number of processes or the plan: {remedy}"
     )
+
+
+def stage_problems(layers: Sequence[Sequence[int]]) -> Iterator[str]:
+    """A sentence for each stage that cannot hold its layers, [stage][chunk]."""
+    for stage, chunks in enumerate(layers):
+        if any(count < 0 for count in chunks) or (chunks and sum(chunks) < 1):
+            yield f"stage {stage} has layers {list(chunks)}; {AT_LEAST_ONE}"
 
 
 def layer_problems(layers: Sequence[int], num_layers: int) -> Iterator[str]:

@@ -14,10 +14,13 @@ from functools import cached_property
 from typing import Any
 
 from hetero.formatting import counted
-from hetero.plan.limits import layer_problems, micro_batch_sizes, world_size_problems
+from hetero.plan.limits import (
+    layer_problems,
+    micro_batch_sizes,
+    stage_problems,
+    world_size_problems,
+)
 from hetero.plan.mesh import OPTIONS, Mesh, PlanError
-
-AT_LEAST_ONE = "a stage needs at least one layer and no chunk can have fewer than none"
 
 
 @dataclass(frozen=True)
@@ -91,9 +94,7 @@ class Plan:
             )
         elif len({len(chunks) for chunks in self.layers}) != 1 or not self.layers[0]:
             yield "every pipeline stage must have the same number of model chunks"
-        for stage, chunks in enumerate(self.layers):
-            if any(count < 0 for count in chunks) or (chunks and sum(chunks) < 1):
-                yield f"stage {stage} has layers {list(chunks)}; {AT_LEAST_ONE}"
+        yield from stage_problems(self.layers)
 
     def resolved(self, *, micro_batch_size: int, sequence_parallel: bool, **flags: Any) -> Plan:
         """The plan with None replaced by the run's global flags; `flags` are among `OPTIONS`.

@@ -11,8 +11,9 @@ from typing import Any, TextIO
 import yaml
 
 from hetero.formatting import counted
+from hetero.plan.limits import AT_LEAST_ONE
 from hetero.plan.mesh import VENDORS, Mesh, PlanError
-from hetero.plan.plan import AT_LEAST_ONE, Plan, split_over_chunks
+from hetero.plan.plan import Plan, split_over_chunks
 
 # Plan files describe pipelines; shares are for whole replicas.
 _FIELDS = tuple(field.name for field in fields(Mesh) if field.name != "share")

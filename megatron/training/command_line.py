@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from megatron.training.arguments.parser import collect_args
 from megatron.training.arguments.problems import Problems
-from megatron.training.layout import apply_plan_file, plan_from_args
+from megatron.training.layout import apply_plan_file, check_stages, plan_from_args
 
 
 def read_command_line(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -23,11 +23,11 @@ def read_command_line(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _check_plan(args: argparse.Namespace, *, has_problems: bool) -> Iterator[str]:
-    """Build the plan once, so that its errors are reported. Skipped if its flags are invalid."""
+    """Build the plan, for its errors. Beside flags that are invalid only stages are checked."""
     if args.hetero_plan:
         apply_plan_file(args)
     elif has_problems:
+        yield from check_stages(args)
         return
     # The vendor of a homogeneous run does not affect the checks.
     plan_from_args(args, vendor="cpu")
-    yield from ()

@@ -8,8 +8,9 @@ tests/training/test_core_private.py checks this against the pinned version.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
@@ -18,6 +19,7 @@ import numpy
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.datasets import indexed_dataset
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 from megatron.core.distributed import DistributedDataParallel, param_and_grad_buffer
 from megatron.core.fusions import fused_bias_swiglu
@@ -29,6 +31,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import get_cuda_rng_tracker, layers
 from megatron.core.transformer import attention
 
+from hetero.errors import DataError
 from hetero.groups import Groups, StageOrder
 from hetero.plan import Plan
 
@@ -144,6 +147,34 @@ def without_process_group() -> Iterator[None]:
         return
     with mock.patch("torch.distributed.get_rank", return_value=0):
         yield
+
+
+class WholeFileReader(indexed_dataset._FileBinReader):
+    """Reads token files without mmap; raises DataError where one is gone or has become too short.
+
+    megatron-core ignores how much it has read, and would train on what the memory held before.
+    """
+
+    def read(self, dtype: Any, count: int, offset: int) -> numpy.ndarray:
+        end = offset + count * numpy.dtype(dtype).itemsize
+        try:
+            sequence = super().read(dtype, count, offset)
+            size = os.path.getsize(self._bin_path)
+        except OSError as error:
+            raise DataError(
+                f"{self._bin_path} cannot be read any more ({error.strerror}); restore the file"
+            ) from error
+        if size < end:
+            raise DataError(
+                f"{self._bin_path} was cut short while it is read: {size} bytes, and its index "
+                f"names {end}; restore the file"
+            )
+        return sequence
+
+
+def use_whole_reads() -> AbstractContextManager[object]:
+    """Datasets that are built inside read through `WholeFileReader`."""
+    return mock.patch.object(indexed_dataset, "_FileBinReader", WholeFileReader)
 
 
 @dataclass

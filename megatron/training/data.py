@@ -25,6 +25,7 @@ from megatron.training.arguments.batch_sizes import samples_after
 from megatron.training.core_private import (
     TransformedDataset,
     TransformedDatasetConfig,
+    use_whole_reads,
     without_process_group,
 )
 from megatron.training.dataset_checks import SPLITS, blend_config
@@ -109,7 +110,7 @@ def build_datasets(
         kind = TransformedDataset
     sizes = [samples.train, samples.valid, samples.test]
     try:
-        with without_process_group():
+        with without_process_group(), use_whole_reads():
             built = BlendedMegatronDatasetBuilder(kind, sizes, lambda: True, config).build()
     except Exception as error:  # a damaged cache raises arbitrary exceptions
         raise _build_error(error) from error
@@ -309,11 +310,13 @@ def _loader_deadline(args: argparse.Namespace) -> float:
 
 def _check_token_ids(batch: dict[str, torch.Tensor], vocab_size: int) -> None:
     """Raise DataError for ids outside the vocabulary, which a split embedding silently accepts."""
-    largest = max(int(batch[name].max()) for name in ("tokens", "labels"))
-    if largest >= vocab_size:
+    ends = [batch[name].aminmax() for name in ("tokens", "labels")]
+    smallest, largest = min(int(end.min) for end in ends), max(int(end.max) for end in ends)
+    if smallest < 0 or largest >= vocab_size:
         raise DataError(
-            f"the data holds token {largest} but the tokenizer has {vocab_size}; preprocess the "
-            "text with the tokenizer that this run names"
+            f"the data holds token {smallest if smallest < 0 else largest} but the tokenizer has "
+            f"{vocab_size}; preprocess the text with the tokenizer that this run names, or restore "
+            "the files if they were changed"
         )
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
 
+from hetero.errors import UserError
 from hetero.formatting import counted
 from hetero.plan import Mesh, Plan, PlanError, load_plan, split_over_chunks
-from hetero.plan.limits import layer_problems, micro_batch_sizes
+from hetero.plan.limits import layer_problems, micro_batch_sizes, stage_problems
 from hetero.plan.plan_file import PlanFile, read_plan_file
 from megatron.training.arguments.checks.check_parallel import counted_layers, described_meshes
 from megatron.training.arguments.installed_layers import fall_back
@@ -40,6 +42,17 @@ def plan_from_args(args: argparse.Namespace, *, vendor: str) -> Plan:
     for problem in _check_recompute_units(args, plan.meshes, plan.layers):
         raise PlanError(problem)
     return plan
+
+
+def check_stages(args: argparse.Namespace) -> Iterator[str]:
+    """Stages without layers, in flags of which others are invalid."""
+    chunks = args.virtual_pipeline_model_parallel_size or 1
+    stages = args.pipeline_model_parallel_size
+    if len(args.hetero_pipeline_layers or [0] * stages) not in (stages, stages * chunks):
+        return
+    # The checks of the flags say what no layers can be counted from.
+    with contextlib.suppress(UserError):
+        yield from stage_problems(_layers(args, chunks))
 
 
 def apply_plan_file(args: argparse.Namespace) -> None:
@@ -99,9 +112,12 @@ def _apply_micro_batch_sizes(args: argparse.Namespace, meshes: Sequence[Mesh]) -
     del args.micro_batch_size
     # May have been deleted already, by a check that refused it.
     vars(args).pop("hetero_micro_batch_sizes", None)
-    args.hetero_micro_batch_sizes = list(micro_batch_sizes(meshes, default))
-    args.micro_batch_size = default
-    yield from ()
+    if default is None and not any(mesh.micro_batch_size for mesh in meshes):
+        yield "--micro-batch-size is required; add it, or micro_batch_size to a mesh of the plan"
+        return
+    args.hetero_micro_batch_sizes = list(micro_batch_sizes(meshes, default or 1))
+    if default is not None:
+        args.micro_batch_size = default
 
 
 def apply_mesh(args: argparse.Namespace, mesh: Mesh) -> None:

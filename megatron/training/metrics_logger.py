@@ -87,14 +87,14 @@ def _check_folder(flag: str, folder: Path) -> None:
 def _truncate_after(path: Path, iteration: int) -> None:
     """Drop records after `iteration`, which a resumed run will write again."""
     kept = []
-    for line in path.read_text().splitlines() if path.exists() else []:
+    for line in path.read_bytes().splitlines() if path.exists() else []:
         try:
             if json.loads(line)["iteration"] <= iteration:
-                kept.append(line + "\n")
+                kept.append(line + b"\n")
         except (ValueError, KeyError, TypeError):
             continue  # the last line of a killed run
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    temporary.write_text("".join(kept))
+    temporary.write_bytes(b"".join(kept))
     temporary.replace(path)
 
 

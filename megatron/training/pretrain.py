@@ -6,12 +6,14 @@ import contextlib
 import multiprocessing
 import os
 import re
+import signal
 import sys
 import traceback
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from hetero.errors import HeteroError, UserError, print_error, write_error_file
+from hetero.errors import DataError, HeteroError, UserError, print_error, write_error_file
+from hetero.launch.parent import end_with_parent
 from megatron.training.command_line import read_command_line
 from megatron.training.import_core import import_megatron_core
 from megatron.training.rendezvous import environment_rank
@@ -21,6 +23,11 @@ if TYPE_CHECKING:
 
     from megatron.training.initialize import Initializer
 
+# PyTorch raises it wherever the main thread is when the worker ends.
+_LOADER_WORKER = re.compile(
+    r"DataLoader worker \(pid(?:\(s\))? [\d, ]+\) (is killed by signal: [\w ]+|exited unexpectedly)"
+)
+
 
 def pretrain(argv: Sequence[str] | None = None) -> int:
     """Train as the command line says; returns the exit code: 0 success, 2 bad input, 1 failure.
@@ -28,6 +35,9 @@ def pretrain(argv: Sequence[str] | None = None) -> int:
     Errors of the command line are printed before torch and megatron-core are imported, which takes
     seconds. After a failure the process exits with `os._exit`, without waiting for blocked threads.
     """
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        # With --exit-signal-handler the run saves first. A shell's job may outlive its shell.
+        end_with_parent(signal.SIGTERM)
     args, refused = None, None
     try:
         args = read_command_line(argv)
@@ -102,6 +112,14 @@ def _report_exception(initializer: Initializer, error: Exception) -> None:
         initializer.announce_failure(HeteroError(sentence))
         print_error(f"rank {rank}: {sentence}")
         write_error_file(sentence, printed=True, consequence=True)
+        return
+    if worker := _LOADER_WORKER.search(text):
+        initializer.report(
+            DataError(
+                f"a worker that reads the data {worker[1]}; see whether memory ran out, /dev/shm "
+                "is full or a token file was cut short, or try --num-workers 0"
+            )
+        )
         return
     initializer.announce_failure(error)
     trace = "".join(traceback.format_exception(error)).rstrip("\n")

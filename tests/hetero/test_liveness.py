@@ -195,16 +195,28 @@ def test_a_rank_without_a_heartbeat_for_the_timeout_has_failed(
         assert other.cause(120) == said
 
 
+@pytest.mark.parametrize("data", [b"GET / HTTP/1.1\r\n\r\n", b"1\n", b"[" * 4000 + b"\n"])
 def test_a_connection_without_the_token_is_refused_and_not_reported(
-    server: LivenessServer,
+    server: LivenessServer, data: bytes
 ) -> None:
     stranger = called(server.port, 1, token="another's")
     with pytest.raises(UserError, match="something that is not this job's rank 0"):
         stranger.await_connection()
     with socket.create_connection(("127.0.0.1", server.port)) as scanner:
-        scanner.sendall(b"GET / HTTP/1.1\r\n\r\n")
+        scanner.sendall(data)
         assert scanner.recv(100) == b""
     assert server.cause(0.2) is None
+
+
+def test_a_second_process_of_a_rank_is_refused_and_its_end_is_no_failure(
+    server: LivenessServer,
+) -> None:
+    """As of a job that was started twice, and ends where its port is taken."""
+    first, second = connected(server, 1), called(server.port, 1)
+    with pytest.raises(UserError, match="something that is not this job's rank 0"):
+        second.await_connection()
+    assert server.cause(0.2) is None
+    first.leave()
 
 
 def test_a_forked_worker_does_not_keep_its_parents_connection_open(server: LivenessServer) -> None:

@@ -154,7 +154,9 @@ def test_other_programs_and_modules_are_started_as_torchrun_does(script: str) ->
     assert "usage" in out[0]
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGUSR1, 138)]
+)
 def test_a_signal_ends_everything_with_one_line(script: str, number: int, code: int) -> None:
     process = start("--nproc-per-node", "2", script, "wait")
     assert process.stdout is not None
@@ -213,6 +215,7 @@ def test_a_signal_that_comes_where_torchelastic_makes_another_error_of_it_is_tol
         ("--nproc-per-node 0 SCRIPT", "--nproc-per-node is 0"),
         ("--nnodes some SCRIPT", "--nnodes some: "),
         ("--nnodes 2 --node-rank 2 SCRIPT", "--node-rank is 2 and there are 2 nodes; give 0 to 1"),
+        ("--standalone --nnodes 2 SCRIPT", "--standalone is for one node and --nnodes is 2;"),
         ("--max-restarts -1 SCRIPT", "max_restarts must be >= 0"),
         (
             "--rdzv-backend c10d --rdzv-endpoint host: SCRIPT",
@@ -290,6 +293,18 @@ def test_a_node_that_cannot_reach_the_rendezvous_says_so_itself(
     assert (is_here in err[0]) == (host == "127.0.0.1")
     assert " could not reach " in err[-1]
     assert sum(line.startswith("error: ") for line in err) == 1
+
+
+def test_a_job_that_is_started_twice_leaves_the_first_alone(script: str, soon: tuple[str]) -> None:
+    words = ["--nnodes", "2", "--master-addr", "127.0.0.1", "--master-port", str(free_port())]
+    words += ["--nproc-per-node", "2"]
+    first = start(*words, "--node-rank", "0", script, "well", launcher=soon)
+    joining = [start(*words, "--node-rank", "1", script, "well", launcher=soon) for _ in range(2)]
+    (code, _, err), other = sorted((ended(one) for one in joining), key=lambda end: -end[0])
+    assert code == 2
+    for outcome in (other, ended(first)):
+        assert outcome[0] == 0, outcome
+    assert err[-1].startswith("error: another launcher is node 1 at 127.0.0.1:")
 
 
 def test_a_port_where_something_else_listens_is_waited_for_aloud_and_not_for_ever(

@@ -117,6 +117,7 @@ def test_bad_input_is_one_sentence_and_exit_code_2(tmp_path):
     for flags, expected in (
         (["--no-such-flag"], "unrecognized arguments: --no-such-flag"),
         (["--json", str(tmp_path / "missing/found.json")], "there is no folder"),
+        (["--write-cluster", "/proc/cluster.yaml"], "/proc/cluster.yaml cannot be written"),
         (["--no-bandwidth", "--hetero-nics", "nope0"], "--hetero-nics nope0 is no NIC with"),
     ):
         done = alone(*flags)

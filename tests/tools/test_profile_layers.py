@@ -147,7 +147,7 @@ def test_a_second_accelerator_joins_the_file(
         (["--out", "/nowhere/here.json"], "there is no folder /nowhere"),
         (["--out", "/proc/here.json"], "/proc/here.json cannot be written"),
         (["--tensor", "1", "3"], "--tensor 3 does not divide the model's 4 heads"),
-        (["--sequence", "65"], "--sequence 65 is more than --max-position-embeddings 64"),
+        (["--sequence", "65"], "--sequence 65 is more than the model's 64 positions"),
     ],
 )
 def test_what_cannot_be_measured_leaves_the_file_as_it_was(

@@ -72,6 +72,7 @@ def test_what_stands_behind_the_dashes_is_the_programs() -> None:
         ["--nproc", "2"],
         ["--nproc", "2", "--"],
         ["--nproc", "x"],
+        ["--nproc", "0", "--", "--num-layers", "4"],
     ],
 )
 def test_bad_input_is_one_sentence(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:

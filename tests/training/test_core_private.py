@@ -5,18 +5,23 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import fields
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.datasets import indexed_dataset
 
+from hetero.errors import DataError
 from hetero.groups import Groups, build_groups
 from hetero.plan import Mesh, Plan
 from megatron.training.core_private import (
     clear_groups,
     group_collection,
     register_groups,
+    use_whole_reads,
 )
 from megatron.training.cpu_shim import cpu_shim
 
@@ -77,3 +82,17 @@ def test_the_collection_names_every_group_by_megatron_cores_names(groups: Groups
     assert collection.ep is groups.single
     given = {id(getattr(groups, f.name)) for f in fields(Groups)}
     assert {id(value) for value in vars(collection).values()} <= given
+
+
+def test_a_token_file_that_is_cut_short_or_gone_is_not_read(tmp_path: Path) -> None:
+    path = tmp_path / "tokens.bin"
+    path.write_bytes(bytes(range(8)))
+    with use_whole_reads():
+        reader = indexed_dataset._FileBinReader(str(path))
+    assert reader.read(numpy.uint16, 2, 4).tobytes() == bytes(range(4, 8))
+    with pytest.raises(DataError, match=f"{path} was cut short while it is read: 8 bytes, and"):
+        reader.read(numpy.uint16, 2, 6)
+    reader.num_max_retries = 0
+    path.unlink()
+    with pytest.raises(DataError, match=r"cannot be read any more \(No such file or directory\)"):
+        reader.read(numpy.uint16, 2, 4)

@@ -17,6 +17,7 @@ from hetero.errors import TrainingError
 from hetero.plan import Mesh, Plan
 from megatron.training import overview
 from megatron.training.arguments import build_parser, parse_args
+from megatron.training.arguments.batch_sizes import batch_size_at, steps_of
 from megatron.training.trainer import Trainer
 from tests.distributed.harness import ROOT, finish, start
 
@@ -136,6 +137,24 @@ def test_samples_come_in_the_order_asked_for(ramp: Run, cyclic: Run) -> None:
 
 
 # Small steps of the training loop, with stand-ins for the rest of it.
+
+
+@pytest.mark.parametrize(
+    ("flags", "steps"),
+    [
+        ("--global-batch-size 8", 12),
+        ("--global-batch-size 8 --rampup-batch-size 2 2 41", 20),
+    ],
+)
+def test_a_last_batch_that_is_not_whole_is_dropped(flags: str, steps: int) -> None:
+    """--train-samples"""
+    trainer = _trainer(f"--train-samples 100 --micro-batch-size 2 {flags}")
+    trainer.args.train_iters = steps_of(trainer.args)
+    trainer.iteration = trainer.consumed_samples = 0
+    while not Trainer._is_finished(trainer):
+        trainer.iteration += 1
+        trainer.consumed_samples += batch_size_at(trainer.args, trainer.consumed_samples)
+    assert (trainer.iteration, trainer.args.train_iters) == (steps, steps)
 
 
 def _trainer(flags: str, **known: Any) -> Any:

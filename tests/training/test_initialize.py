@@ -61,6 +61,24 @@ def test_a_collective_that_waited_for_a_rank_that_hangs_is_told_with_it(
     assert other.cause(10.0) == f"rank 0 on a (stage 0) failed: {said}"
 
 
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (
+            "(pid 12) is killed by signal: Bus error. It is possible",
+            "is killed by signal: Bus error;",
+        ),
+        ("(pid(s) 12, 13) exited unexpectedly", "exited unexpectedly;"),
+    ],
+)
+def test_a_worker_of_the_data_loader_that_dies_is_one_sentence(
+    text: str, said: str, initializer: Initializer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _report_exception(initializer, RuntimeError(f"DataLoader worker {text}"))
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"error: rank 0: a worker that reads the data {said} see whether")
+
+
 def test_who_ends_because_another_has_ended_says_nothing_of_itself(
     initializer: Initializer, server: LivenessServer, other: LivenessClient
 ) -> None:

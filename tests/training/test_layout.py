@@ -14,6 +14,7 @@ import pytest
 from hetero.errors import UserError
 from hetero.plan import Mesh, Plan, PlanError
 from megatron.training.arguments import parse_args
+from megatron.training.command_line import read_command_line
 from megatron.training.layout import apply_mesh, apply_plan_file, plan_from_args
 
 LAUNCH = (
@@ -191,6 +192,22 @@ def test_all_that_is_wrong_with_a_plan_file_is_said_at_once(tmp_path: Path) -> N
 
 # Meshes of their own shapes.
 
+
+@pytest.mark.parametrize("size", [None, 2])
+def test_a_plan_file_s_micro_batch_sizes_stand_for_the_global_one(
+    tmp_path: Path, size: int
+) -> None:
+    text = TWO.replace("tensor: 2, data: 2", f"data: 1, micro_batch_size: {size or 'null'}")
+    words = shlex.split(LAUNCH.replace("--micro-batch-size 1", "") + "--num-layers 8 ")
+    args = parse_args([*words, *_file(tmp_path / "plan.yaml", text).split()], world_size=2)
+    if size is None:
+        with pytest.raises(UserError, match="--micro-batch-size is required"):
+            apply_plan_file(args)
+    else:
+        apply_plan_file(args)
+        assert args.micro_batch_size == size
+
+
 UNEQUAL = """
 meshes:
 - {vendor: nvidia, layers: [3, 2], data: 2, recompute: full}
@@ -333,3 +350,20 @@ def test_layers_given_by_stage_have_counted_embedding_and_loss() -> None:
     args = _args(f"{MIXED} {EMBEDDING} --hetero-pipeline-layers 3 5", ranks=2)
     assert plan_from_args(args, vendor="cpu").layers == ((3,), (5,))
     assert "gives the layers" in args.ignored_flags[0]
+
+
+@pytest.mark.parametrize(
+    "layers",
+    [
+        f"{MIXED} --hetero-pipeline-layers 8 0",
+        "--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Etttttttt|L",
+    ],
+)
+def test_a_stage_without_layers_is_told_with_all_else(
+    layers: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(UserError) as error:
+        read_command_line(shlex.split(f"{LAUNCH} --num-layers 8 {layers} --hidden 2 --bf16 --fp16"))
+    for words in ("did you mean --hidden-size or", "--bf16 and --fp16", "stage 1 has layers [0];"):
+        assert words in str(error.value)

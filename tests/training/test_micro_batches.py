@@ -74,9 +74,10 @@ def test_the_copy_to_the_device_is_not_the_loaders(clock: list[float]) -> None:
     assert batches.pop_wait_seconds() == 0.0
 
 
-def test_a_token_beyond_the_vocabulary_is_refused() -> None:
-    batches = MicroBatches([batch(1, 5)], device=CPU, vocab_size=5)
-    with pytest.raises(DataError, match="the data holds token 5 but the tokenizer has 5"):
+@pytest.mark.parametrize("token", [5, -1])
+def test_a_token_outside_the_vocabulary_is_refused(token: int) -> None:
+    batches = MicroBatches([batch(1, token)], device=CPU, vocab_size=5)
+    with pytest.raises(DataError, match=f"the data holds token {token} but the tokenizer has 5"):
         next(batches)
 
 

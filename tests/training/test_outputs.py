@@ -108,6 +108,14 @@ def test_what_has_been_recorded_is_on_disk_at_once(tmp_path: Path) -> None:
     metrics_logger.close()
 
 
+def test_a_resumed_run_drops_what_comes_later_and_what_is_damaged(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"iteration": 1}\n\xff\n{"iteration": 2}\n{"iteration": 3}\n{"itera')
+    args = build_parser().parse_args(["--metrics-file", str(path)])
+    MetricsLogger(args, enabled=True, resumed_at=2).close()
+    assert path.read_bytes() == b'{"iteration": 1}\n{"iteration": 2}\n'
+
+
 def test_timers_stand_in_the_line_of_the_iteration_that_logs_them(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     metrics_logger = MetricsLogger(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -86,10 +87,6 @@ def parse_options(argv: Sequence[str], *, description: str) -> Options:
     runs = tuple(planned_runs(kernels, transports))
     per_pair = _chosen(given.per_pair, setting.per_pair)
     deadline = _chosen(given.deadline, setting.deadline)
-    if min(per_pair, iterations) < 1 or min(deadline, given.minutes) <= 0:
-        raise UserError(
-            "--per-pair, --iterations, --deadline and --minutes must be above zero; change them"
-        )
     out = Path(given.out).absolute()
     if out.exists() and not out.is_dir():
         raise UserError(f"--out {given.out} is a file; name a folder")
@@ -135,13 +132,17 @@ def _parser(description: str) -> argparse.ArgumentParser:
     parser.add_argument(
         "--model", choices=tuple(SETTINGS), default=LLAMA_113M.name, help="what is trained"
     )
-    parser.add_argument("--iterations", type=int, help="of every run; left out: the model's")
+    parser.add_argument(
+        "--iterations",
+        type=tool_command_line.whole_number,
+        help="of every run; left out: the model's",
+    )
     parser.add_argument(
         "--processes", type=int, help="GPUs to use, in pairs; left out: all, or 2 on CPU"
     )
     parser.add_argument(
         "--per-pair",
-        type=int,
+        type=tool_command_line.whole_number,
         help="runs that share a pair of GPUs at the same time; left out: the model's",
     )
     parser.add_argument(
@@ -156,12 +157,12 @@ def _parser(description: str) -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--deadline",
-        type=float,
+        type=tool_command_line.positive,
         help="seconds of one run, start-up included; left out: the model's",
     )
     parser.add_argument(
         "--minutes",
-        type=float,
+        type=partial(tool_command_line.positive, what="number of minutes"),
         default=9.0,
         help="minutes for all runs; what has not ended by then fails",
     )

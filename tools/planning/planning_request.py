@@ -90,7 +90,7 @@ def read_request(options: argparse.Namespace) -> PlanningRequest:
             f"--global-batch {options.global_batch} is more than is planned for; give at most "
             f"{_MAX_GLOBAL_BATCH}"
         )
-    faults.read(lambda: require_writable(options.out, out=options.out))
+    faults.read(lambda: require_writable(options.out, f"--out {options.out}"))
     read_profiles = {path: profile for path, profile in profiles.items() if profile is not None}
     if model is not None:
         for path, profile in read_profiles.items():

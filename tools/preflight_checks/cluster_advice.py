@@ -152,15 +152,19 @@ def _hosts(cards: Sequence[NodeCard]) -> Iterator[Advice]:
 
 
 def _calls(cards: Sequence[NodeCard], calls: Sequence[Call]) -> Iterator[Advice]:
+    reached = {(call.source, call.target) for call in calls if not call.error}
     for call in calls:
-        if call.error:
-            yield Advice(
-                Severity.PROBLEM,
-                "network",
-                f"{cards[call.source]} cannot reach {cards[call.target]} over {call.source_nic} - "
-                f"{call.target_nic} ({call.error}); open the ports between the nodes, see the "
-                "routes, or name other NICs with --hetero-nics",
-            )
+        if not call.error:
+            continue
+        # Links go on over the NICs that are left.
+        others = (call.source, call.target) in reached
+        yield Advice(
+            Severity.WARNING if others else Severity.PROBLEM,
+            "network",
+            f"{cards[call.source]} cannot reach {cards[call.target]} over {call.source_nic} - "
+            f"{call.target_nic} ({call.error}){', but over others' if others else ''}; open the "
+            "ports between the nodes, see the routes, or name other NICs with --hetero-nics",
+        )
 
 
 def _clocks(cards: Sequence[NodeCard], calls: Sequence[Call]) -> Iterator[Advice]:

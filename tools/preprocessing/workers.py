@@ -7,7 +7,6 @@ it writes an answer leaves the others, and whoever waits for them, with half a m
 from __future__ import annotations
 
 import argparse
-import ctypes
 import multiprocessing
 import os
 import queue
@@ -20,14 +19,13 @@ from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 
 from hetero.errors import HeteroError
+from hetero.launch.parent import end_with_parent
 from tools.launching.interrupts import children_ignore_interrupts
 from tools.preprocessing.batches import Batch
 from tools.preprocessing.encoder import Encoder, Tokens
 
 BATCHES_AHEAD = 4
 """Batches under way in each worker: enough to keep it busy, few enough to keep memory flat."""
-
-_PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 
 Encoded = Iterator[tuple[Batch, dict[str, Tokens]]]
 
@@ -120,8 +118,7 @@ def _died() -> WorkerDied:
 
 def _answer_batches(connection: Connection, args: argparse.Namespace) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    # Where the parent is killed outright, nobody else would.
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    end_with_parent(signal.SIGKILL)
     batches: queue.SimpleQueue[Batch] = queue.SimpleQueue()
     # Batches are taken in while an answer waits to be fetched: both ends writing would be for ever.
     threading.Thread(target=_take_in, args=(connection, batches), daemon=True).start()

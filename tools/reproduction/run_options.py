@@ -57,13 +57,33 @@ def add_run_flags(parser: tool_command_line.Parser, *, iterations: int, warmup: 
     """The flags of RunOptions, with a tool's own defaults."""
     add = parser.add_argument
     add("--model", default=LLAMA3_8B.name, help=f"{', '.join(MODELS)}, or a preset file")
-    add("--iterations", type=int, default=iterations, help="iterations of one run")
-    add("--warmup", type=int, default=warmup, help="iterations left away at its start")
-    add("--layers", type=int, nargs=2, help="of each stage; left out: the model's, or halves")
+    add(
+        "--iterations",
+        type=tool_command_line.whole_number,
+        default=iterations,
+        help="iterations of one run",
+    )
+    add(
+        "--warmup",
+        type=tool_command_line.whole_number,
+        default=warmup,
+        help="iterations left away at its start: at least the first, which pays for start-up",
+    )
+    add(
+        "--layers",
+        type=tool_command_line.whole_number,
+        nargs=2,
+        help="of each stage; left out: the model's, or halves",
+    )
     for flag in ("--seq-length", "--micro-batch-size", "--global-batch-size"):
-        add(flag, type=int, help="left out: the model's")
+        add(flag, type=tool_command_line.whole_number, help="left out: the model's")
     add("--data-path", nargs="+", help=f"as of pretrain_gpt.py; left out: {TEXT_NAME}")
-    add("--deadline", type=float, default=600.0, help="seconds for one run, start-up included")
+    add(
+        "--deadline",
+        type=tool_command_line.positive,
+        default=600.0,
+        help="seconds for one run, start-up included",
+    )
     add("--resume", action="store_true", help="keep the runs that --out holds, make the others")
     add("--out", required=True, help="folder for the results")
 
@@ -97,15 +117,11 @@ def parse_words(
 
 
 def _check(given: argparse.Namespace) -> None:
-    if not 1 <= given.warmup < given.iterations:
+    if given.warmup >= given.iterations:
         raise UserError(
             f"--warmup {given.warmup} leaves nothing of "
-            f"{counted(given.iterations, 'iteration')} to "
-            "measure, or keeps the first, which pays for start-up; give at least 1 and less than "
-            "--iterations"
+            f"{counted(given.iterations, 'iteration')} to measure; give less than --iterations"
         )
-    if given.deadline <= 0:
-        raise UserError(f"--deadline {given.deadline:g} must be above zero; change it")
     for word in given.data_path or ():
         if not word.replace(".", "", 1).isdigit() and not Path(f"{word}.idx").is_file():
             raise UserError(

@@ -29,7 +29,12 @@ def parse_options(argv: Sequence[str], *, description: str) -> Options:
 
 def _parser(description: str) -> tool_command_line.Parser:
     parser = tool_command_line.Parser(description)
-    parser.add_argument("--nproc", type=int, default=2, help="GPUs (processes, on CPU): two stages")
+    parser.add_argument(
+        "--nproc",
+        type=tool_command_line.whole_number,
+        default=2,
+        help="GPUs (processes, on CPU): two stages",
+    )
     parser.add_argument(
         "--rows",
         nargs="+",
@@ -40,7 +45,10 @@ def _parser(description: str) -> tool_command_line.Parser:
         "--distributed-backend gloo",
     )
     parser.add_argument(
-        "--rounds", type=int, default=1, help="times every row runs; every second round backwards"
+        "--rounds",
+        type=tool_command_line.whole_number,
+        default=1,
+        help="times every row runs; every second round backwards",
     )
     add_run_flags(parser, iterations=6, warmup=3)
     return parser
@@ -54,8 +62,6 @@ def _check(options: Options) -> None:
             f"--nproc {options.nproc} cannot be shared by {stages} pipeline stages; give a "
             f"multiple of {stages}"
         )
-    if options.rounds < 1:
-        raise UserError("--rounds must be above zero; change it")
     require_gpus(options.nproc, flag=f"--nproc {options.nproc}")
     for row in options.rows:
         parsed_row(options, row)

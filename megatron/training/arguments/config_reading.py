@@ -39,7 +39,9 @@ class _UniqueKeys(yaml.SafeLoader):
             if not isinstance(key, yaml.ScalarNode):
                 continue
             own = self.construct_object(value, deep=True)
-            if values.setdefault(key.value, own) != own:
+            known = values.setdefault(key.value, own)
+            # Not-a-number is not equal to itself.
+            if known is not own and known != own:
                 line = key.start_mark.line + 1
                 raise UserError(f"line {line}: the key {key.value!r} is given twice; keep one")
         return super().construct_mapping(node, deep=deep)

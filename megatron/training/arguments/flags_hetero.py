@@ -83,6 +83,7 @@ def _add_link_flags(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument(
         "--hetero-nics",
+        type=text,
         nargs="+",
         help="network interfaces or RDMA devices, the rails of a link; left out: for tcp the "
         "interface towards the first rank, for verbs the devices nearest to the GPU",

@@ -23,7 +23,7 @@ from megatron.training.arguments.ignored import add_ignored_flags, describe_igno
 from megatron.training.arguments.installed_layers import fall_back
 from megatron.training.arguments.problems import Arguments, Problems
 from megatron.training.arguments.segments import Segment, split_words, without_line_ends
-from megatron.training.arguments.unknown import explain_stray, explain_unknown, intended_flag
+from megatron.training.arguments.unknown import explain_stray, explain_unknown, intended_flags
 from megatron.training.arguments.unsupported_flags import (
     check_unsupported,
     feature_of,
@@ -156,9 +156,9 @@ def _select_offered(
         elif is_unsupported(flag):
             unsupported.append(segment)
         else:
-            similar = intended_flag(flag, sorted(known))
-            intended += [similar] if similar else []
-            if similar is None and feature_of(flag) is not None:
+            similar = intended_flags(flag, sorted(known))
+            intended += similar
+            if not similar and feature_of(flag) is not None:
                 unsupported.append(segment)
             else:
                 errors.append(explain_unknown(flag, sorted(known)))

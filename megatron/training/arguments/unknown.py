@@ -26,6 +26,7 @@ REPLACED = {
 
 # Prefixes of flags that switch something off.
 OFF = ("no-", "disable-")
+MOST_ABBREVIATED = 4
 DASHES = "-\u2010\u2011\u2012\u2013\u2014\u2212"
 BOOLEANS = {"true": True, "yes": True, "on": True, "1": True}
 BOOLEANS |= {"false": False, "no": False, "off": False, "0": False}
@@ -47,6 +48,8 @@ def explain_unknown(flag: str, known: Collection[str]) -> str:
         return f"{flag} is not a flag of this program; did you mean {suggestion}?"
     if feature := feature_of(flag):
         return refusal(feature, [flag])
+    if longer := abbreviated(flag, known):
+        return f"{flag} is not a flag of this program; did you mean {' or '.join(longer)}?"
     suggestion = nearest(flag, tuple(all_unsupported_flags()), max_distance=1)
     if suggestion is not None:
         return f"{flag} is not a flag of this program; Megatron-LM has {suggestion}; remove it"
@@ -77,9 +80,18 @@ def _opposite(
     return next((candidate for candidate in candidates if candidate in known), None)
 
 
-def intended_flag(flag: str, known: Collection[str]) -> str | None:
-    """The known flag that an unknown one most likely means; None if there is none."""
-    return REPLACED.get(flag) or nearest(flag, known)
+def intended_flags(flag: str, known: Collection[str]) -> tuple[str, ...]:
+    """The known flags that an unknown one most likely means, the likeliest first."""
+    if similar := REPLACED.get(flag) or nearest(flag, known):
+        return (similar,)
+    return () if feature_of(flag) is not None else abbreviated(flag, known)
+
+
+def abbreviated(flag: str, known: Collection[str]) -> tuple[str, ...]:
+    """The known flags that `flag` abbreviates, shortest first; none where there are too many."""
+    typed = flag.replace("_", "-").lower()
+    longer = sorted((name for name in known if name.startswith(typed)), key=len)
+    return tuple(longer) if len(longer) <= MOST_ABBREVIATED else ()
 
 
 def nearest(flag: str, known: Collection[str], *, max_distance: int | None = None) -> str | None:

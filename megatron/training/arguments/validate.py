@@ -65,7 +65,9 @@ def check_sizes(args: Namespace, world_size: int, problems: Problems) -> None:
 
 def _check_required(args: Namespace) -> Iterator[str]:
     for name in REQUIRED:
-        if name == "micro_batch_size" and vars(args).get("hetero_micro_batch_sizes", True):
+        # A plan's meshes may have sizes of their own.
+        of_meshes = ("hetero_micro_batch_sizes", "hetero_plan")
+        if name == "micro_batch_size" and any(vars(args).get(other, True) for other in of_meshes):
             continue
         if name in vars(args) and getattr(args, name) is None:
             delattr(args, name)

@@ -6,9 +6,10 @@ load and compute something else.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from hetero.errors import UserError
 from hetero.formatting import counted
@@ -24,6 +25,7 @@ _LLAMA3_SCALING = {
 }
 _DEFAULT_SCALING_FACTOR = 8.0
 _DEFAULT_ROPE_THETA = 10000.0
+_JSON_NAMES: Mapping[type, str] = {list: "list", dict: "mapping"}
 _DTYPES = ("float32", "bfloat16", "float16")
 # Arguments that are the same for every LLaMA and Qwen2; config.json has no keys for them.
 _FIXED_ARGS: Mapping[str, Any] = {
@@ -38,6 +40,7 @@ _FIXED_ARGS: Mapping[str, Any] = {
     "rotary_interleaved": False,
     "apply_query_key_layer_scaling": False,
 }
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -65,7 +68,7 @@ def args_from_config(config: Mapping[str, Any], *, source: str) -> dict[str, Any
             ("pretraining_tp", config.get("pretraining_tp", 1), 1),
             *(
                 ("layer_types", layer, "full_attention")
-                for layer in config.get("layer_types") or ()
+                for layer in _typed(config, "layer_types", list, source)
             ),
             ("quantization_config", config.get("quantization_config"), None),
             # The model's own code may compute anything.
@@ -82,7 +85,7 @@ def args_from_config(config: Mapping[str, Any], *, source: str) -> dict[str, Any
         "padded_vocab_size": sizes["vocab_size"],
         "make_vocab_size_divisible_by": 128,
         **_FIXED_ARGS,
-        "layernorm_epsilon": float(config.get("rms_norm_eps", 1e-6)),
+        "layernorm_epsilon": _number(config.get("rms_norm_eps", 1e-6), "rms_norm_eps", source),
         "add_qkv_bias": kind == "qwen2",
         "rotary_base": rope.theta,
         "rotary_seq_len_interpolation_factor": rope.linear_factor,
@@ -91,20 +94,42 @@ def args_from_config(config: Mapping[str, Any], *, source: str) -> dict[str, Any
         "untie_embeddings_and_output_weights": not tied,
         "bias_gelu_fusion": False,
         "hidden_dropout": 0.0,
-        "attention_dropout": float(config.get("attention_dropout") or 0.0),
+        "attention_dropout": _number(
+            config.get("attention_dropout") or 0.0, "attention_dropout", source
+        ),
     }
 
 
 def _model_type(config: Mapping[str, Any], source: str) -> str:
-    kind = config.get("model_type")
-    architectures = config.get("architectures") or [ARCHITECTURES.get(str(kind))]
+    kind = str(config.get("model_type"))
+    architectures = _typed(config, "architectures", list, source) or [ARCHITECTURES.get(kind)]
     if kind not in ARCHITECTURES or architectures != [ARCHITECTURES[kind]]:
         name = ", ".join(map(str, architectures)) if kind in ARCHITECTURES else f"{kind!r}"
         raise UserError(
             f"{source} is of the architecture {name}, which cannot be converted; those that can "
             f"are {' and '.join(ARCHITECTURES.values())}"
         )
-    return str(kind)
+    return kind
+
+
+def _typed(config: Mapping[str, Any], name: str, kind: type[T], source: str) -> T:
+    """A value that is an empty one where it is missing or null."""
+    value = config.get(name) or kind()
+    if not isinstance(value, kind):
+        raise UserError(
+            f"{source} has {name} {value!r} instead of a {_JSON_NAMES[kind]}; take the model's own "
+            "config.json"
+        )
+    return value
+
+
+def _number(value: Any, name: str, source: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
+        raise UserError(
+            f"{source} has {name} {value!r} instead of a number of at least 0; take the model's "
+            "own config.json"
+        )
+    return float(value)
 
 
 def _require(source: str, settings: Iterable[tuple[str, Any, Any]]) -> None:
@@ -152,7 +177,8 @@ def _sizes(config: Mapping[str, Any], source: str) -> dict[str, Any]:
 def _rope(config: Mapping[str, Any], source: str) -> _Rope:
     parameters = _rope_parameters(config, source)
     theta = parameters.get("rope_theta", config.get("rope_theta", _DEFAULT_ROPE_THETA))
-    if theta != int(theta):
+    theta = _number(theta, "rope_theta", source)
+    if theta != int(theta) or not theta:
         raise UserError(f"{source} has rope_theta {theta}, and --rotary-base takes whole numbers")
     partial = parameters.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
     kind = parameters.get("rope_type", parameters.get("type", "default"))
@@ -165,7 +191,11 @@ def _rope(config: Mapping[str, Any], source: str) -> _Rope:
     if kind == "default":
         return _Rope(int(theta))
     factor = parameters.get("factor")
-    if not isinstance(factor, int | float) or factor < 1 or (kind == "linear" and factor % 1):
+    if (
+        not isinstance(factor, int | float)
+        or not 1 <= factor < math.inf
+        or (kind == "linear" and factor % 1)
+    ):
         expected = "a whole number" if kind == "linear" else "a number of at least 1"
         raise UserError(
             f"{source} has the factor {factor!r} of {kind!r} rope scaling, not {expected}"
@@ -178,7 +208,7 @@ def _rope(config: Mapping[str, Any], source: str) -> _Rope:
 
 def _rope_parameters(config: Mapping[str, Any], source: str) -> dict[str, Any]:
     """`rope_parameters`, which transformers 5 writes, or `rope_scaling` of earlier releases."""
-    old, new = config.get("rope_scaling") or {}, config.get("rope_parameters") or {}
+    old, new = (_typed(config, name, dict, source) for name in ("rope_scaling", "rope_parameters"))
     if any(old[name] != new[name] for name in old.keys() & new.keys()):
         raise UserError(
             f"{source} has other rope_parameters than rope_scaling; keep those of the model"

@@ -109,6 +109,8 @@ def late_to_the_next_call(side, group):
             dist.all_reduce(torch.ones(8), group=group)
         except Exception:
             began = time.monotonic()
+            with pytest.raises(CollectiveError):
+                dist.recv(torch.ones(8), 0, group=group)
             try:
                 dist.barrier(group=group)
             finally:
@@ -350,13 +352,15 @@ def build_with_an_unknown_vendor(side: Side) -> str:
 
 
 def test_what_this_rank_sees_to_be_wrong_is_refused_and_the_group_goes_on():
-    for told in values(run_ranks(make_mistakes, ("nvidia", "amd"))):
-        assert told[:3] == [
+    for rank, told in enumerate(values(run_ranks(make_mistakes, ("nvidia", "amd")))):
+        assert told[:4] == [
+            f"recv: source {rank} of the group is this rank itself; give another one, or copy the "
+            "tensor",
             "send: destination 7 is no rank of a group of 2; give one of 0 to 1",
             "broadcast: a quantized tensor is not carried; give it to_dense() or dequantize()",
             "recv: a tensor of torch.sparse_coo is not carried; give it to_dense() or dequantize()",
         ]
-        for text in told[3:]:  # the root's
+        for text in told[4:]:  # the root's
             assert "for rank 0 of the group has 12 bytes and this rank's own 8" in text
 
 
@@ -364,6 +368,7 @@ def make_mistakes(side: Side) -> list[str]:
     parts, own = [torch.zeros(3) for _ in range(side.size)], torch.zeros(2)
     quantized = torch.quantize_per_tensor(own, 1.0, 0, torch.quint8)
     mistakes: list[Callable[[], object]] = [
+        lambda: dist.irecv(own, side.rank),
         lambda: dist.send(own, group_dst=7),
         lambda: dist.broadcast(quantized, 0),
         lambda: dist.recv(own.to_sparse(), 1 - side.rank),
@@ -388,8 +393,11 @@ def call_after_the_end(side: Side) -> str:
     """By one that has kept it, as DDP does."""
     group = dist.group.WORLD
     assert group is not None
-    dist.all_reduce(torch.ones(2))
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))
+    loss = model(torch.ones(2)).sum()
     dist.destroy_process_group()
+    with pytest.raises(RuntimeError, match="was destroyed"):
+        loss.backward()
     with pytest.raises(CollectiveError) as raised:
         group.allreduce([torch.ones(2)]).wait()
     return str(raised.value)

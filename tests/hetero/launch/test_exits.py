@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 from pathlib import Path
 
 import pytest
@@ -58,6 +59,12 @@ def test_who_is_killed_long_after_an_end_is_not_its_cause() -> None:
         (OWN, "rank 2 on a: ValueError: x", 1),
         (SHARED, "bad", 2),
         (SILENT, "rank 5 on a ended with exit code 3; see what it printed", 3),
+        (
+            ProcessExit(3, "a", -signal.SIGBUS),
+            "rank 3 on a was ended by SIGBUS; was a file that it reads, its data for instance, cut "
+            "short or replaced, or is /dev/shm full?",
+            135,
+        ),
         (TERMINATED, "rank 4 on a was ended by SIGTERM; see what it printed", 143),
     ],
 )

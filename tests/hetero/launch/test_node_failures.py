@@ -6,6 +6,7 @@ import gc
 import threading
 from datetime import timedelta
 
+import pytest
 from torch.distributed import TCPStore
 from torch.distributed.elastic.rendezvous import RendezvousInfo
 
@@ -34,6 +35,22 @@ def test_the_store_lasts_until_all_have_heard_though_the_rendezvous_that_made_it
     assert second.exchange(FOLLOWED) == KILLED
     second.leave()
     first.leave()
+
+
+@pytest.mark.parametrize("reported", [KILLED, FOLLOWED])
+def test_what_still_runs_after_another_nodes_failure_is_ended_whatever_that_node_blames(
+    reported: ProcessExit,
+) -> None:
+    """A process that is stopped here, for which another gave up, would run for ever."""
+    first, second = nodes_of_a_job()
+    ended = threading.Event()
+    second.watch(ended.set)
+    exchanging = threading.Thread(target=first.exchange, args=(reported,))
+    exchanging.start()
+    assert ended.wait(120)
+    assert second.remote_cause == reported
+    second.leave()
+    exchanging.join()
 
 
 def test_where_every_node_blames_another_none_waits_for_a_cause() -> None:

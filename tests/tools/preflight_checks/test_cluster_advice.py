@@ -89,10 +89,12 @@ def test_gloos_interface_matters_only_between_hosts():
     assert advise_cluster([card(0, **one), card(1, **one)], [], []) == []
 
 
-def test_an_unreachable_nic_is_a_problem_that_names_both_ends():
+@pytest.mark.parametrize("others", [False, True])
+def test_nodes_that_reach_each_other_over_no_nic_are_a_problem_that_names_both_ends(others: bool):
     failed = call(1, 0, error="10.0.0.1:4711 from 10.0.0.2: timed out", clock_difference=None)
-    (advice,) = advise_cluster([card(0), card(1)], [call(0, 1), failed], [])
-    assert advice.severity is Severity.PROBLEM
+    calls = [call(0, 1), failed, *([call(1, 0)] if others else [])]
+    (advice,) = advise_cluster([card(0), card(1)], calls, [])
+    assert advice.severity is (Severity.WARNING if others else Severity.PROBLEM)
     assert "node 1 (host1) cannot reach node 0 (host0) over eth0 - eth0 (10.0.0.1:4711" in (
         advice.text
     )

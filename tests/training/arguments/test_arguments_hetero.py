@@ -108,11 +108,6 @@ def test_layers_of_an_interleaved_pipeline_are_given_for_every_chunk(parse):
     assert args.virtual_pipeline_model_parallel_size == 2
 
 
-def test_stage_may_have_no_layers(parse):
-    args = parse(f"{TWO} --hetero-pipeline-layers 0 8", world_size=2)
-    assert args.hetero_pipeline_layers == [0, 8]
-
-
 def test_plan_leaves_the_parallel_sizes_to_whoever_reads_it(parse):
     args = parse(PLAN, world_size=6)
     assert args.pipeline_model_parallel_size is None

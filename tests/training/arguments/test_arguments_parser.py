@@ -78,7 +78,9 @@ def test_world_size_zero_is_refused(refusal):
         ("--disable-bf16", "leave --bf16 out"),
         ("--enable-gloo-process-groups", "is on unless --disable-gloo-process-groups is given"),
         ("--use-masked-softmax-fusion", "is on unless --no-masked-softmax-fusion is given"),
-        ("--num-l 3", "--num-l is not a flag"),  # no abbreviations
+        ("--num-l 3", "did you mean --num-layers or --num-layers-per-virtual"),
+        ("--hidden 32", "did you mean --hidden-size or --hidden-dropout?"),
+        ("--hetero 1", "--hetero is not a flag of this program; remove it"),
         ("stray", "'stray' belongs to no flag"),
         ("-x", "'-x' belongs to no flag"),
         ("-lr 1", "'-lr' is not a flag of this program; did you mean --lr?"),
@@ -117,6 +119,7 @@ def test_what_is_no_flag_is_refused_with_what_was_meant(refusal, flags, words):
         ("--rotary-base 1e4", "--rotary-base must be a whole number"),
         ("--hetero-timeout 0", "--hetero-timeout must be"),
         ("--hetero-timeout inf", "--hetero-timeout must be"),
+        ("--hetero-nics ''", "--hetero-nics must not be empty"),
         ("--metrics-file ''", "--metrics-file must not be empty"),
         ("--optimizer lion", "--optimizer cannot be 'lion'; choose from 'adam', 'sgd'"),
         ("--timing-log-level 3", "--timing-log-level cannot be 3"),

@@ -269,10 +269,15 @@ def test_profile_that_cannot_be_taken_is_refused(refusal, flags, words):
     assert words in refusal(flags)
 
 
-def test_torchs_profiler_does_nothing_by_itself(parse):
-    assert parse("--use-pytorch-profiler").ignored_flags == [
-        "--use-pytorch-profiler: it needs --profile"
-    ]
+@pytest.mark.parametrize(
+    ("flags", "needed"),
+    [
+        ("--use-pytorch-profiler", "--profile"),
+        ("--exit-signal SIGUSR1", "--exit-signal-handler"),
+    ],
+)
+def test_a_flag_of_another_does_nothing_by_itself(parse, flags, needed):
+    assert parse(flags).ignored_flags == [f"{flags.split()[0]}: it needs {needed}"]
 
 
 def test_points_of_timers_need_timers(parse):

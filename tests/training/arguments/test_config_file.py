@@ -103,6 +103,10 @@ def test_a_file_that_cannot_be_used_is_refused_by_its_name(refusal, written, tex
     assert sentence.startswith(f"--yaml-cfg {path}")
 
 
+def test_a_value_that_is_no_number_is_not_taken_for_a_second_one(refusal, written):
+    assert "--seed must be a whole number" in refusal(f"--yaml-cfg {written('seed: .nan')}")
+
+
 def test_what_this_program_leaves_out_is_refused_as_on_the_command_line(refusal, written):
     assert "--num-experts is a flag of mixture-of-experts models" in refusal(
         f"--yaml-cfg {written('num_moe_experts: 8')}"

@@ -136,6 +136,12 @@ def test_without_grouped_queries_every_head_has_a_key() -> None:
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
         ({"hidden_size": None}, "hidden_size None"),
         ({"num_key_value_heads": 5}, "32 attention heads for 5"),
+        ({"model_type": ["llama"]}, "LlamaForCausalLM and Qwen2ForCausalLM"),
+        ({"architectures": "LlamaForCausalLM"}, "instead of a list"),
+        ({"rope_parameters": "default"}, "instead of a mapping"),
+        ({"rope_theta": "1e6"}, "rope_theta '1e6' instead of a number"),
+        ({"rms_norm_eps": None}, "rms_norm_eps None instead of a number"),
+        ({"attention_dropout": "none"}, "attention_dropout 'none' instead of a number"),
     ],
 )
 def test_what_no_flag_stands_for_is_refused(changes: dict[str, Any], said: str) -> None:

@@ -22,6 +22,8 @@ def check_checkpoints(args: Namespace) -> Iterator[str]:
         for name in names:
             if getattr(args, name) and not is_given:
                 args.ignored_flags.append(f"--{name.replace('_', '-')}: it needs {flag}")
+    if args.exit_signal != "SIGTERM" and not args.exit_signal_handler:
+        args.ignored_flags.append("--exit-signal: it needs --exit-signal-handler")
     interval, retained = args.save_interval, args.save_retain_interval
     if interval and retained and retained % interval:
         yield (
