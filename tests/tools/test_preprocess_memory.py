@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[2]
 LARGE = 3_000_000
 ALLOWED_GROWTH = 2_000_000
 """Bytes, where there are two texts. One text alone would take all of LARGE, and a length and an
-offset for each of their quarter of a million documents more than that."""
+offset for each of their half a million documents more than that."""
 
 PEAK = """
 import sys, resource
@@ -23,10 +23,9 @@ print("peak", int(own.split()[1]), resource.getrusage(resource.RUSAGE_CHILDREN).
 
 
 def write_text(path: Path, size: int) -> None:
-    """Lines of six numbers, a document each, packed where the name says so."""
+    """Lines of three numbers, a document each, packed where the name says so."""
     draw = random.Random(1234)
-    numbers = [f"{draw.randrange(1000)}" for _ in range(60_000)]
-    line = "".join(f"{' '.join(numbers[n : n + 5])} 7\n" for n in range(0, len(numbers), 5))
+    line = "".join(f"{draw.randrange(1000)} {draw.randrange(1000)} 7\n" for _ in range(20_000))
     text = (line * (size // len(line) + 1))[:size].rpartition("\n")[0].encode()
     # Less than a repetition of the lines, or zstd would pack all of them into one.
     parameters = zstandard.ZstdCompressionParameters(window_log=15)
