@@ -33,8 +33,9 @@ from hetero.collectives.failure_report import (
 from hetero.collectives.gpu_p2p import GpuP2P
 from hetero.collectives.group_links import Link, Links, clone
 from hetero.collectives.intra_vendor import VendorLibrary, new_library
-from hetero.collectives.p2p_batch import CallContext, P2PBatch, Schedule
+from hetero.collectives.p2p_batch import CallContext
 from hetero.collectives.presence import Presence
+from hetero.collectives.running_call import Algorithm, RunningCall
 from hetero.collectives.side_stream import SideStream
 from hetero.collectives.vendor_layout import Layout
 from hetero.collectives.work import CollectiveWork, Worker
@@ -43,47 +44,6 @@ from hetero.errors import LinkError
 _CLOSE_SECONDS = 5.0
 _NO_MODE = contextlib.nullcontext()
 _CPU_P2P_SECONDS = 365 * 24 * 3600.0
-
-Algorithm = Callable[[CallContext], Schedule]
-
-
-class _RunningCall:
-    """A call and how far its schedule has come: one thread may start it and another finish it."""
-
-    __slots__ = (
-        "_context",
-        "_pending",
-        "_schedule",
-        "algorithm",
-        "call",
-        "in_inference_mode",
-        "is_started",
-        "work",
-    )
-
-    def __init__(
-        self, call: Call, work: CollectiveWork, algorithm: Algorithm, context: CallContext
-    ) -> None:
-        self.call, self.work, self.algorithm = call, work, algorithm
-        self.is_started = False
-        self.in_inference_mode = any(tensor.is_inference() for tensor in work.result())
-        """Whether its tensors are of inference mode, which is not that of another thread."""
-        self._context, self._schedule = context, algorithm(context)
-        self._pending: P2PBatch | None = None
-
-    def progress(self, *, blocking: bool) -> bool:
-        """Run it until it is done, or without `blocking` until a peer must come; whether done."""
-        self._context.may_block = blocking
-        if not self.is_started:
-            self.is_started = True
-            self._pending = next(self._schedule, None)
-        while self._pending is not None:
-            if blocking:
-                self._pending.wait()
-            elif not self._pending.poll():
-                return False
-            self._pending = next(self._schedule, None)
-        return True
 
 
 @cache
@@ -203,7 +163,7 @@ class Communicator:
             if self._error is not None:
                 work.finish(self._error)
                 return work
-            running = _RunningCall(call, work, algorithm, self._context)
+            running = RunningCall(call, work, algorithm, self._context)
             may_start_here = blocking or (self._is_connected and self._stream.exists)
             if may_start_here and self._worker.try_acquire():
                 try:
@@ -219,7 +179,7 @@ class Communicator:
         self._worker.run_pending()
         return work
 
-    def _start_in_callers_thread(self, running: _RunningCall) -> None:
+    def _start_in_callers_thread(self, running: RunningCall) -> None:
         """Progress a GPU's call as far as no peer has to come first; leave the rest to the worker.
 
         A peer thus delays the caller by one poll at most. This keeps the rule that prevents
@@ -234,7 +194,7 @@ class Communicator:
         if not is_done:
             self._worker.submit(lambda: self._run_on_side_stream(running, None))
 
-    def _run_on_side_stream(self, running: _RunningCall, event: torch.cuda.Event | None) -> None:
+    def _run_on_side_stream(self, running: RunningCall, event: torch.cuda.Event | None) -> None:
         """Run a call in the worker's thread, after the caller's `event`."""
         self._stream.wait_event(event)
         with self._stream.as_current():
@@ -309,7 +269,7 @@ class Communicator:
             self._library.shutdown()
 
     def _progress(
-        self, running: _RunningCall, *, on_side_stream: bool = False, blocking: bool = True
+        self, running: RunningCall, *, on_side_stream: bool = False, blocking: bool = True
     ) -> bool:
         """Progress a call in the current stream; whether it has ended, which it has if `blocking`.
 

@@ -18,10 +18,11 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
 from hetero.collectives.calls import profiled
-from hetero.collectives.group_communicator import Algorithm, Communicator
+from hetero.collectives.group_communicator import Communicator
 from hetero.collectives.group_links import Link
 from hetero.collectives.presence import Presence
 from hetero.collectives.reductions import Reduction, reduction_for
+from hetero.collectives.running_call import Algorithm
 from hetero.collectives.skip_dynamo import skip_dynamo
 from hetero.collectives.vendor_layout import Layout
 from hetero.collectives.work import CoalescedWork, CollectiveWork
