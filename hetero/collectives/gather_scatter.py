@@ -21,9 +21,7 @@ def gather(
         yield batch
         return
     if context.library is not None:
-        parts = (
-            [as_bytes(outputs[rank]) for rank in layout.vendor_ranks] if layout.rank == root else []
-        )
+        parts = _vendor_parts(context, outputs, root=root)
         context.library.gather(parts, as_bytes(source), root=layout.vendor_ranks.index(root)).wait()
     else:
         copy_segment(full_segment(outputs[root]), full_segment(source))
@@ -47,12 +45,18 @@ def scatter(
             batch.send(rank, inputs[rank])
     if context.library is not None:
         batch.start()
-        parts = (
-            [as_bytes(inputs[rank]) for rank in layout.vendor_ranks] if layout.rank == root else []
-        )
+        parts = _vendor_parts(context, inputs, root=root)
         context.library.scatter(
             as_bytes(target), parts, root=layout.vendor_ranks.index(root)
         ).wait()
     else:
         copy_segment(full_segment(target), full_segment(inputs[root]))
     yield batch
+
+
+def _vendor_parts(
+    context: CallContext, tensors: Sequence[torch.Tensor], *, root: int
+) -> list[torch.Tensor]:
+    """At the root its tensors for the ranks of this vendor, as bytes; elsewhere none."""
+    layout = context.layout
+    return [as_bytes(tensors[rank]) for rank in layout.vendor_ranks] if layout.rank == root else []

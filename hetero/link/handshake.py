@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import hmac
 import json
+import select
 import selectors
 import socket
 import struct
 import time
 from collections.abc import Mapping
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -132,15 +133,14 @@ def _authenticates(connection: socket.socket, rendezvous: Rendezvous) -> bool:
         exchange_tokens(connection, rendezvous)
     except (OSError, ValueError):
         return False
-    return not _has_ended(connection)
+    return not has_ended(connection)
 
 
-def _has_ended(connection: socket.socket) -> bool:
-    """Whether the other side has closed it, as far as has arrived."""
-    with suppress(BlockingIOError), connection.dup() as probe:
-        probe.setblocking(False)
-        return not probe.recv(1, socket.MSG_PEEK)
-    return False
+def has_ended(connection: socket.socket) -> bool:
+    """Whether the process at the other end has closed the connection or died. Never blocks."""
+    poller = select.poll()
+    poller.register(connection, select.POLLIN | select.POLLHUP)
+    return any(connection.recv(1, socket.MSG_PEEK) == b"" for _ in poller.poll(0))
 
 
 def listen_at(address: str) -> socket.socket:

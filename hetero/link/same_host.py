@@ -9,11 +9,11 @@ from functools import partial
 from hetero.device.device import Device, PeerMemory
 from hetero.errors import LinkError
 from hetero.link.flow import SMALL_BYTES, SMALL_BYTES_OF_DEVICE
-from hetero.link.handshake import Rendezvous, receive_exactly, receive_json, send_json
+from hetero.link.handshake import Rendezvous, has_ended, receive_exactly, receive_json, send_json
 from hetero.link.ring import CONTROL_BYTES, Direction, EndState
 from hetero.link.ring_link import RingEnds, RingLink
 from hetero.link.ring_options import RingOptions
-from hetero.link.shared_memory import SharedMemory, connect_on_host, has_ended, share_memory
+from hetero.link.shared_memory import SharedMemory, connect_on_host, share_memory
 
 
 def open_same_host(rendezvous: Rendezvous, options: RingOptions) -> RingLink:

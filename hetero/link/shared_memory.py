@@ -9,7 +9,6 @@ from __future__ import annotations
 import mmap
 import os
 import secrets
-import select
 import socket
 from contextlib import suppress
 
@@ -108,10 +107,3 @@ class SharedMemory:
         # torch may hold the mapping a moment longer; it is unmapped with the last reference.
         with suppress(BufferError):
             self._map.close()
-
-
-def has_ended(control: socket.socket) -> bool:
-    """Whether the process at the other end of the socket has closed it or died."""
-    poller = select.poll()
-    poller.register(control, select.POLLIN | select.POLLHUP)
-    return any(control.recv(1, socket.MSG_PEEK) == b"" for _ in poller.poll(0))

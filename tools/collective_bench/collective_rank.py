@@ -95,11 +95,11 @@ class CollectiveSession:
         hetero.register()
         self._rank, self._size, self._options, self._store = rank, size, options, store
         self._local_rank = int(os.environ.get("LOCAL_RANK", rank))
-        local_size = int(os.environ.get("LOCAL_WORLD_SIZE", size))
+        self._local_size = int(os.environ.get("LOCAL_WORLD_SIZE", size))
         self._device, self._sharing = torch.device("cpu"), ""
         if options.device == "cuda":
-            self._device = choose_device(self._local_rank, local_size)
-            self._sharing = sharing_warning(local_size)
+            self._device = choose_device(self._local_rank, self._local_size)
+            self._sharing = sharing_warning(self._local_size)
         else:
             torch.set_num_threads(1)
         dist.init_process_group(
@@ -220,12 +220,11 @@ class CollectiveSession:
 
     def _fits(self, nbytes: int) -> bool:
         needed = _COPIES_HELD * nbytes
-        local = int(os.environ.get("LOCAL_WORLD_SIZE", self._size))
 
         def free_memory() -> int:
             if self._device.type == "cuda":
                 return int(torch.cuda.mem_get_info(self._device)[0])
-            return int(psutil.virtual_memory().available) // local
+            return int(psutil.virtual_memory().available) // self._local_size
 
         free = min(self._ranks.together(free_memory))
         if free >= needed:
