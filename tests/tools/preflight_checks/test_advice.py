@@ -103,7 +103,7 @@ def test_a_display_that_no_build_uses_is_only_noted(tmp_path):
 
 def test_lost_gpus_are_a_warning_and_hidden_ones_a_note(tmp_path, monkeypatch):
     machine = h200_node(tmp_path)
-    machine.change(gpus=list(machine.live.gpus)[:6])
+    machine.change(gpus=list(machine.system.gpus)[:6])
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     assert "sees 6 of 8 GPUs (look for lost" in said(machine, Severity.WARNING, "GPU")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3,4,5")
@@ -113,7 +113,7 @@ def test_lost_gpus_are_a_warning_and_hidden_ones_a_note(tmp_path, monkeypatch):
 def test_what_requirements_ask_for_and_is_not_there_is_a_problem(tmp_path):
     machine = mi325x_node(tmp_path)
     line = "megatron-core==0.16.1 is wanted and 0.15.0 installed"
-    machine.change(software=replace(machine.live.software, unmet=(line,)))
+    machine.change(software=replace(machine.system.software, unmet=(line,)))
     assert said(machine, Severity.PROBLEM, "software").startswith(line)
 
 

@@ -10,16 +10,16 @@ from torch.distributed import HashStore
 
 from hetero.errors import UserError
 from tools.preflight_checks import reach
-from tools.preflight_checks.reach import Doorbell, call_all
+from tools.preflight_checks.reach import NicListeners, call_all
 
 LOOPBACK = {"lo": "127.0.0.1"}
 
 
 def test_a_node_that_listens_is_reached_and_tells_the_time():
     store = HashStore()
-    with Doorbell(store, LOOPBACK, b"secret") as doorbell:
+    with NicListeners(store, LOOPBACK, b"secret") as listeners:
         (call,) = call_all(
-            store, b"secret", source=0, addresses=LOOPBACK, others={3: doorbell.ports}
+            store, b"secret", source=0, addresses=LOOPBACK, others={3: listeners.ports}
         )
     assert (call.source, call.target, call.error) == (0, 3, "")
     assert (call.source_nic, call.target_nic) == ("lo", "lo")
@@ -35,10 +35,10 @@ def test_a_clock_that_is_ahead_is_seen_to_be(monkeypatch):
         # The caller reads its clock before the listener does, in turns.
         return real() + (100.0 if len(calls) % 2 == 0 else 0.0)
 
-    with Doorbell(store, LOOPBACK, b"secret") as doorbell:
+    with NicListeners(store, LOOPBACK, b"secret") as listeners:
         monkeypatch.setattr(reach.time, "time", of_caller)
         (call,) = call_all(
-            store, b"secret", source=0, addresses=LOOPBACK, others={1: doorbell.ports}
+            store, b"secret", source=0, addresses=LOOPBACK, others={1: listeners.ports}
         )
     assert call.clock_difference == pytest.approx(100.0, abs=1.0)
 
@@ -61,13 +61,13 @@ def test_a_closed_port_is_reported_with_its_address():
 
 def test_a_stranger_is_not_answered():
     store = HashStore()
-    with Doorbell(store, LOOPBACK, b"secret") as doorbell:
+    with NicListeners(store, LOOPBACK, b"secret") as listeners:
         (call,) = call_all(
             store,
             b"another",
             source=0,
             addresses=LOOPBACK,
-            others={1: doorbell.ports},
+            others={1: listeners.ports},
             seconds=0.5,
         )
     assert call.error
@@ -77,8 +77,10 @@ def test_a_stranger_is_not_answered():
 def test_the_side_with_fewer_nics_uses_them_in_turn():
     store = HashStore()
     two = {"lo": "127.0.0.1", "lo2": "127.0.0.2"}
-    with Doorbell(store, two, b"secret") as doorbell:
-        calls = call_all(store, b"secret", source=0, addresses=LOOPBACK, others={1: doorbell.ports})
+    with NicListeners(store, two, b"secret") as listeners:
+        calls = call_all(
+            store, b"secret", source=0, addresses=LOOPBACK, others={1: listeners.ports}
+        )
     assert [(c.source_nic, c.target_nic, c.error) for c in calls] == [
         ("lo", "lo", ""),
         ("lo", "lo2", ""),
@@ -87,11 +89,11 @@ def test_the_side_with_fewer_nics_uses_them_in_turn():
 
 def test_an_address_that_is_not_this_nodes_cannot_be_listened_on():
     with pytest.raises(UserError, match=r"on eth9 \(203\.0\.113\.7: .*; name other NICs"):
-        Doorbell(HashStore(), {**LOOPBACK, "eth9": "203.0.113.7"}, b"secret")
+        NicListeners(HashStore(), {**LOOPBACK, "eth9": "203.0.113.7"}, b"secret")
 
 
 def test_nothing_listens_any_more_once_it_is_closed():
-    with Doorbell(HashStore(), LOOPBACK, b"secret") as doorbell:
-        address = doorbell.ports["lo"]
+    with NicListeners(HashStore(), LOOPBACK, b"secret") as listeners:
+        address = listeners.ports["lo"]
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(address, timeout=1.0)
