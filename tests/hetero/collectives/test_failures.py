@@ -238,7 +238,7 @@ def die_before_links_are_open(side: Side) -> str:
 
 
 @pytest.mark.parametrize("go", [dist.destroy_process_group, partial(os._exit, 0)])
-def test_who_waits_for_a_rank_that_went_before_their_link_was_open_is_told_so(go):
+def test_who_waits_for_a_rank_that_has_gone_is_told_so(go):
     (outcome, _) = run_ranks(wait_for_one_that_goes, ("nvidia", "amd"), go=go)
     for text in outcome.value:
         assert re.search("rank 1 on [^ ]+ has ended, or has left the group", text), text
@@ -250,7 +250,13 @@ def wait_for_one_that_goes(side: Side) -> list[str]:
         side.options["go"]()
         return []
     tensor, told = torch.ones(3), []
-    waits = (partial(dist.recv, src=1), partial(dist.send, dst=1), dist.recv, dist.all_reduce)
+    waits = (
+        partial(dist.recv, src=1),
+        partial(dist.send, dst=1),
+        dist.recv,
+        lambda _: dist.new_group(),
+        dist.all_reduce,
+    )
     for wait in waits:
         with pytest.raises(LinkError) as raised:
             wait(tensor)
