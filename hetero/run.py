@@ -62,8 +62,8 @@ from hetero.errors import UserError, print_error
 from hetero.launch.exits import exit_of, find_cause, is_printed, kills_for_memory
 from hetero.launch.launcher_rendezvous import BACKEND, LauncherRendezvous, RendezvousSettings
 from hetero.launch.node_failures import GRACE, NodeFailures
+from hetero.launched_process import LAUNCHER_VARIABLE
 from hetero.open_files import allow_open_files
-from hetero.parent_process import LAUNCHER_VARIABLE
 from hetero.wait_reporter import WaitIntervals
 
 _RENDEZVOUS_SECONDS = 600.0

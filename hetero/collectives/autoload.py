@@ -14,7 +14,7 @@ import sys
 from importlib.metadata import entry_points
 from typing import Any
 
-from hetero.parent_process import end_with_launcher
+from hetero.launched_process import serve_launcher
 
 INSTEAD_OF_VARIABLE = "HETERO_INSTEAD_OF"
 """A comma-separated list of backends that `hetero` replaces."""
@@ -22,7 +22,7 @@ INSTEAD_OF_VARIABLE = "HETERO_INSTEAD_OF"
 
 def on_import_of_torch() -> None:
     """Register `hetero`, and have it replace other backends if HETERO_INSTEAD_OF names some."""
-    end_with_launcher()
+    serve_launcher()
     import torch.distributed as dist
 
     if not dist.is_available():

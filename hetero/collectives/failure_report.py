@@ -165,7 +165,8 @@ def explain(
                 reasons.append(f"{layout.members[status.rank]} {what}{after}")
     if not reasons:
         reasons += _first_error(layout, statuses, calls)
-    own_error = f" ({own.error})" if own.error and own.error not in reasons[0] else ""
+    is_told = different or own.error in reasons[0]
+    own_error = f" ({own.error})" if own.error and not is_told else ""
     return f"{opening}: {'; '.join(reasons)}{own_error}"
 
 
