@@ -68,7 +68,8 @@ def _read_mapping(data: object, *, source: str, chunks: int) -> PlanFile:
     return PlanFile(
         meshes=tuple(meshes) if len(meshes) == len(entries) else (),
         layers=tuple(chain(*layers)) if len(layers) == len(entries) else (),
-        problems=tuple(f"{source}: {sentence}" for sentence in problems),
+        # Stages that are alike have the same mistake, which is told once.
+        problems=tuple(f"{source}: {sentence}" for sentence in dict.fromkeys(problems)),
     )
 
 
