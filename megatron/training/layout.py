@@ -241,7 +241,7 @@ def _check_recompute_units(
             if count % unit:
                 yield (
                     f"--recompute-method uniform recomputes {counted(unit, 'layer')} at a time, "
-                    f"which do not divide the {count} layers of pipeline stage {stage}; change "
-                    "--recompute-num-layers, or use --recompute-method block"
+                    f"which do not divide the {counted(count, 'layer')} of pipeline stage {stage}; "
+                    "change --recompute-num-layers, or use --recompute-method block"
                 )
                 return
