@@ -2,7 +2,7 @@
 
 import argparse
 
-from megatron.training.arguments.converters import integer
+from hetero.converters import integer
 
 
 def add_parallel_flags(parser: argparse.ArgumentParser) -> None:

@@ -2,8 +2,8 @@
 
 import argparse
 
+from hetero.converters import integer, interval, number
 from megatron.training.arguments.batch_sizes import step_schedule
-from megatron.training.arguments.converters import integer, interval, number
 
 
 def add_training_flags(parser: argparse.ArgumentParser) -> None:
