@@ -180,10 +180,3 @@ def _add_care_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--manual-gc-interval", type=integer(0), default=0, help="steps between collections"
     )
-    group.add_argument(
-        "--no-manual-gc-eval",
-        "--disable-manual-gc-eval",
-        dest="manual_gc_eval",
-        action="store_false",
-        help="no collection around evaluation",
-    )

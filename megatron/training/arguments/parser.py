@@ -19,7 +19,6 @@ from megatron.training.arguments.flags_model import add_model_flags
 from megatron.training.arguments.flags_optimizer import add_optimizer_flags
 from megatron.training.arguments.flags_parallel import add_parallel_flags
 from megatron.training.arguments.flags_training import add_training_flags
-from megatron.training.arguments.ignored import add_ignored_flags, describe_ignored
 from megatron.training.arguments.installed_layers import fall_back
 from megatron.training.arguments.problems import Arguments, Problems
 from megatron.training.arguments.segments import Segment, split_words, without_line_ends
@@ -69,7 +68,6 @@ def build_parser() -> Parser:
     add_logging_flags(parser)
     add_hetero_flags(parser)
     add_checkpoint_flags(parser)
-    add_ignored_flags(parser)
     # megatron-core reads these sizes, which are always 1 here.
     parser.set_defaults(context_parallel_size=1, expert_model_parallel_size=1)
     return parser
@@ -112,7 +110,7 @@ def collect_args(
         for action in parser._actions:
             if not set(action.option_strings) & set(given) and action.dest in vars(args):
                 delattr(args, action.dest)
-    args.ignored_flags = [*describe_ignored(given), *notes, *file_notes]
+    args.ignored_flags = [*notes, *file_notes]
     args.typed_flags, args.taken_flags = given, []
     problems.run(_read_environment(args, world_size), _take_checkpoint_args(args, parser))
     fall_back(args)
@@ -229,10 +227,8 @@ def _read_environment(args: Arguments, world_size: int | None) -> Iterator[str]:
                 f"the environment variable {name} must be a whole number, not {text!r}; "
                 "start this program with python -m hetero.run or torchrun"
             )
-        elif name != "LOCAL_RANK":
+        else:
             setattr(args, name.lower(), int(text))
-        elif args.local_rank is None:
-            args.local_rank = int(text)
     if world_size is not None:
         args.world_size = world_size
     if args.world_size < 1:
