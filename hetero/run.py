@@ -57,7 +57,7 @@ from torch.distributed.elastic.rendezvous import (
 )
 
 from hetero.collectives.autoload import INSTEAD_OF_VARIABLE, why_not_autoloaded
-from hetero.errors import Faults, Refusal, UserError, print_error
+from hetero.errors import Faults, UserError, print_error
 from hetero.formatting import counted
 from hetero.launch.exits import exit_of, find_cause, is_printed, kills_for_memory
 from hetero.launch.launcher_rendezvous import BACKEND, LauncherRendezvous, RendezvousSettings
@@ -216,7 +216,7 @@ def _checked(options: argparse.Namespace, intervals: WaitIntervals) -> Rendezvou
     faults.sentences += _program_problems(options)
     if settings is not None:
         _by_torchrun(faults, "", lambda: torchrun.config_from_args(options))
-    faults.refuse(Refusal)
+    faults.refuse()
     assert settings is not None
     return settings
 

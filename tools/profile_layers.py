@@ -29,7 +29,7 @@ if __name__ == "__main__":
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # PyTorch reads it at its import
 
 from hetero.converters import integer, number
-from hetero.errors import Faults, Refusal, UserError
+from hetero.errors import Faults, UserError
 from hetero.formatting import counted, size_text
 from hetero.plan.mesh import RECOMPUTE
 from hetero.planner.layer_profile import (
@@ -149,7 +149,7 @@ def _require_possible(options: argparse.Namespace, model: ModelShape, *, positio
         for length in options.sequence or []
         if length > positions
     ]
-    faults.refuse(Refusal)
+    faults.refuse()
 
 
 def _sweep(

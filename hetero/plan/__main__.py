@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from hetero.converters import integer
-from hetero.errors import Faults, Refusal, UserError, print_error
+from hetero.errors import Faults, UserError, print_error
 from hetero.formatting import counted, size_text
 from hetero.help_text import HelpFormatter
 from hetero.plan.limits import (
@@ -86,7 +86,7 @@ def _read(options: argparse.Namespace) -> tuple[Plan, _TrainingRun]:
     run = _read_run(options, faults)
     if file is not None:
         faults.sentences += _problems(file, run, options)
-    faults.refuse(Refusal)
+    faults.refuse()
     assert file is not None
     return file.plan(), run
 

@@ -76,7 +76,7 @@ def apply_plan_file(args: argparse.Namespace) -> None:
         problems.run(_apply_micro_batch_sizes(args, file.meshes))
         check_sizes(args, args.world_size, problems)
         problems.run(_check_recompute_units(args, file.meshes, file.layers))
-    problems.raise_all()
+    problems.refuse()
 
 
 def _check_file(args: argparse.Namespace, file: PlanFile) -> Iterator[str]:

@@ -154,7 +154,7 @@ def fastest_transport() -> str:
 
 def whole_flags(options: RunOptions, own: Sequence[str], *, data: Sequence[str]) -> list[str]:
     """All flags of a run: of the model, training, the data, its `own`, and the user's."""
-    preset = expand_config_files(["--yaml-cfg", str(options.setting.preset)], build_parser())
+    preset, _ = expand_config_files(["--yaml-cfg", str(options.setting.preset)], build_parser())
     # Text takes the place of a preset's made-up tokens.
     flags = [word for word in preset if word != "--mock-data"]
     flags += TRAINING_FLAGS.split()

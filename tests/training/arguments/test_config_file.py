@@ -87,9 +87,8 @@ def test_flags_of_a_file_count_as_given(parse, written):
         ("num-layer: 3", "--num-layer is not a flag of this program; did you mean --num-layers?"),
         ("- 3", "must hold `flag: value` lines"),
         ("", "must hold `flag: value` lines"),
-        ("a: [", "is no YAML"),
-        ("? [a]\n: 1", "is no YAML"),
-        ("seed: 1\nseed: 2", "line 2: the key 'seed' is given twice"),
+        ("a: [", "is not valid YAML"),
+        ("seed: 1\nseed: 2", "the key 'seed' stands twice, again in line 2"),
         ("swiglu: 2", "swiglu must be true or false, not 2"),
         ("seed: true", "seed takes a value, not true"),
         ("seed: [1, 2]", "seed takes one value, not a list"),
@@ -124,7 +123,7 @@ def test_all_that_is_wrong_with_the_files_is_told_at_once(written):
         f"--yaml-cfg {one}: --num-layer is not",
         f"--yaml-cfg {one}: --splitt is not",
         f"--yaml-cfg {one}: seed takes one value",
-        f"--yaml-cfg {two} is no YAML",
+        f"--yaml-cfg {two} is not valid YAML",
     ]
     assert all(line.strip().startswith(text) for line, text in zip(others, told, strict=True))
 
