@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 
-from hetero.formatting import counted
+from hetero.formatting import counted, spans
 from hetero.plan.mesh import Mesh, PlanError
 
 AT_LEAST_ONE = "a stage needs at least one layer and no chunk can have fewer than none"
@@ -68,10 +68,14 @@ def world_size_problems(meshes: Sequence[Mesh], world_size: int) -> Iterator[str
 
 
 def stage_problems(layers: Sequence[Sequence[int]]) -> Iterator[str]:
-    """A sentence for each stage that cannot hold its layers, [stage][chunk]."""
+    """A sentence for the stages, [stage][chunk], that cannot hold their layers, those alike."""
+    alike: dict[tuple[int, ...], list[int]] = {}
     for stage, chunks in enumerate(layers):
         if any(count < 0 for count in chunks) or (chunks and sum(chunks) < 1):
-            yield f"stage {stage} has layers {list(chunks)}; {AT_LEAST_ONE}"
+            alike.setdefault(tuple(chunks), []).append(stage)
+    for chunks, stages in alike.items():
+        has = "has" if len(stages) == 1 else "have"
+        yield f"{spans(stages, 'stage')} {has} layers {list(chunks)}; {AT_LEAST_ONE}"
 
 
 def layer_problems(layers: Sequence[int], num_layers: int) -> Iterator[str]:
@@ -79,7 +83,7 @@ def layer_problems(layers: Sequence[int], num_layers: int) -> Iterator[str]:
     held = sum(layers)
     if held == num_layers:
         return
-    remedy = f"at most {num_layers} stages can hold {counted(num_layers, 'layer')}"
+    remedy = f"at most {counted(num_layers, 'stage')} can hold {counted(num_layers, 'layer')}"
     if num_layers >= len(layers):
         # Largest-remainder rounding of the same proportions, at least one layer per stage.
         near = [max(1, count * num_layers // held) for count in layers]

@@ -76,7 +76,7 @@ _LOCAL_FLAGS = frozenset(
     | {"num_workers", "hetero_nics"}
     # Each vendor may use kernels of its own.
     | {"transformer_impl", "attention_backend", "bias_swiglu_fusion"}
-    | {"bias_dropout_fusion", "cross_entropy_loss_fusion", "masked_softmax_fusion"}
+    | {"bias_dropout_fusion", "cross_entropy_loss_fusion"}
     | {"apply_rope_fusion", "gradient_accumulation_fusion"}
 )
 

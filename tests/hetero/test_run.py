@@ -218,41 +218,55 @@ def test_a_signal_that_comes_where_torchelastic_makes_another_error_of_it_is_tol
 
 
 @pytest.mark.parametrize(
-    ("words", "reason"),
+    ("words", "reasons"),
     [
-        ("--foo SCRIPT", "unrecognized arguments: --foo"),
-        ("", "the following arguments are required: training_script"),
-        ("nothing.py", "there is no file nothing.py"),
-        ("-m no_such_module_at_all", "there is no module no_such_module_at_all"),
-        ("--no-python no-such-program", "there is no program no-such-program"),
-        ("--nproc-per-node many SCRIPT", "--nproc-per-node many: "),
-        ("--nproc-per-node 0 SCRIPT", "--nproc-per-node is 0"),
-        ("--nnodes some SCRIPT", "--nnodes some: "),
-        ("--nnodes 2 --node-rank 2 SCRIPT", "--node-rank is 2 and there are 2 nodes; give 0 to 1"),
-        ("--standalone --nnodes 2 SCRIPT", "--standalone is for one node and --nnodes is 2;"),
-        ("--max-restarts -1 SCRIPT", "max_restarts must be >= 0"),
+        ("--foo SCRIPT", ["unrecognized arguments: --foo"]),
+        ("", ["the following arguments are required: training_script"]),
+        ("-m --no-python sh", ["Don't use both the '--no-python' flag and the '--module' flag"]),
         (
-            "--rdzv-backend c10d --rdzv-endpoint host: SCRIPT",
-            "the rendezvous endpoint 'host:' has no",
+            "--nproc-per-node many --nnodes some --rdzv-conf timeout=x -m no_such_module_at_all",
+            [
+                "--nnodes some: ",
+                "--nproc-per-node many: ",
+                "--rdzv-conf timeout=x: ",
+                "there is no module no_such_module_at_all",
+            ],
         ),
         (
-            "--nnodes 2 --master-addr= --master-port 1 SCRIPT",
-            "the rendezvous endpoint ':1' has no host",
+            "--nproc-per-node 0 --standalone --nnodes 2 --max-restarts -1 nothing.py",
+            [
+                "--nproc-per-node is 0; give 1 or more",
+                "--standalone is for one node and --nnodes is 2;",
+                "there is no file nothing.py",
+                "max_restarts must be >= 0",
+            ],
         ),
-        ("--log-dir /proc/none SCRIPT", "[Errno 2] No such file or directory: '/proc/"),
+        (
+            "--node-rank 2 --nnodes 2 --master-addr= --master-port 1 --no-python no-such-program",
+            [
+                "--node-rank is 2 and the job has 2 nodes; give 0 to 1",
+                "the rendezvous endpoint ':1' has no host",
+                "there is no program no-such-program",
+            ],
+        ),
+        (
+            "--rdzv-backend c10d --rdzv-endpoint host: --log-dir /proc/none SCRIPT",
+            ["the rendezvous endpoint 'host:' has no port", "[Errno 2] No such file or directory"],
+        ),
     ],
 )
-def test_bad_flags_end_in_one_sentence(
+def test_all_bad_flags_are_told_at_once(
     script: str,
     words: str,
-    reason: str,
+    reasons: list[str],
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     assert main(words.replace("SCRIPT", script).split()) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"error: {reason}")
+    first, *more = capsys.readouterr().err.splitlines()
+    told = more or [first.removeprefix("error: ")]
+    assert all(t.strip().startswith(r) for t, r in zip(told, reasons, strict=True)), told
 
 
 # Several nodes, all on this host.

@@ -106,7 +106,7 @@ def test_evaluation_comes_when_asked(ramp: Run, cyclic: Run) -> None:
 
 
 def test_the_log_names_the_flags_that_do_nothing(ramp: Run) -> None:
-    assert ramp.containing("flag without effect here: --log-throughput: throughput is always")
+    assert ramp.containing("flag without effect here: --log-throughput: the log always has")
 
 
 def test_points_are_written(ramp: Run) -> None:

@@ -18,6 +18,12 @@ RENAMED: Mapping[str, str] = {
     "bias_activation_fusion": "bias_gelu_fusion",
     "delay_grad_reduce": "align_grad_reduce",
     "delay_param_gather": "align_param_gather",
+    "barrier_with_L1_time": "barrier_with_level_1_timing",
+    "enable_gloo_process_groups": "gloo_process_groups",
+    "perform_initialization": "initialization",
+    "deprecated_use_mcore_models": "use_mcore_models",
+    "use_dist_ckpt_deprecated": "use_dist_ckpt",
+    "dist_ckpt_format_deprecated": "dist_ckpt_format",
 }
 
 # The flag for each activation that Megatron-LM's files can name.

@@ -96,6 +96,7 @@ def test_a_mesh_that_cannot_be_names_its_number(mesh: dict[str, Any], names: str
         (((1,), (0,)), "stage 1 has layers [0]"),
         (((0, 0), (1, 1)), "stage 0 has layers [0, 0]"),
         (((1, 1), (3, -1)), "stage 1 has layers [3, -1]"),
+        (((0,), (0,)), "stages 0-1 have layers [0]"),
     ],
 )
 def test_layers_that_do_not_fit_the_stages_are_refused(layers: Any, names: str) -> None:
@@ -199,7 +200,7 @@ def test_a_mapping_that_is_no_plan_is_refused_in_one_sentence(data: Any, names: 
 
 
 def test_all_that_is_wrong_with_a_file_is_said_at_once() -> None:
-    bad = {"vendor": "intel", "layers": [1.5, -2], "tensor": "2", "tensr": 2}
+    bad = {"vendor": "intel", "layers": [1.5, -2, -2], "tensor": "2", "tensr": 2}
     nameless = {"layer": [1], "data": 0}
     several = {"vendor": "amd", "layers": [0], "stages": 2, "context": 2}
     data = {"meshes": [bad, AMD, nameless, several, "amd"], "mesh": 1}
@@ -231,7 +232,7 @@ def test_the_nearest_layers_add_up_and_keep_the_order_of_the_stages(
     if asked == sum(layers):
         assert not sentence
     elif asked < len(layers):
-        assert f"at most {asked} stages can hold" in sentence
+        assert f"at most {counted(asked, 'stage')} can hold" in sentence
     else:
         near = yaml.safe_load(sentence.split("the nearest that do are ")[1])
         assert sum(near) == asked

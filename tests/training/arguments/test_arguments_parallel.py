@@ -22,6 +22,7 @@ def test_the_rest_of_the_world_is_data_parallel(parse):
         (PP2, 3, "the world size 3 must be a multiple"),
         ("--tensor-model-parallel-size 4", 2, "the world size 2 must be a multiple"),
         (f"{PP2} --num-layers 7", 2, "the 7 layers cannot be shared evenly by 2 pipeline stages"),
+        (f"{PP2} --num-layers 1", 2, "the 1 layer cannot be shared evenly by 2 pipeline stages"),
         (f"{PP2} {VPP2} --num-layers 6 --global-batch-size 8", 2, "2 pipeline stages of 2 chunks"),
         (
             f"{PP4} --decoder-first-pipeline-num-layers 3",
@@ -172,7 +173,7 @@ def test_interleaved_micro_batches_come_in_groups(parse, refusal, microbatches, 
     if fits:
         assert parse(flags, world_size=2).virtual_pipeline_model_parallel_size == 2
     else:
-        assert f"{microbatches} micro batches" in refusal(flags, world_size=2)
+        assert f"{microbatches} micro batch" in refusal(flags, world_size=2)
 
 
 MESHES = "--hetero-pipeline --hetero-vendors nvidia amd --hetero-pipeline-sizes 1 1"

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from difflib import SequenceMatcher
 
 import pytest
 from hypothesis import assume, given, settings
@@ -9,7 +10,6 @@ from hypothesis import strategies as st
 
 from hetero.errors import UserError
 from megatron.training.arguments import build_parser, parse_args
-from megatron.training.arguments.ignored import IGNORED
 from megatron.training.arguments.unknown import explain_unknown
 from megatron.training.arguments.unsupported_flags import (
     all_unsupported_flags,
@@ -76,8 +76,7 @@ def test_world_size_zero_is_refused(refusal):
         ("--overlap_p2p_communication", "is on unless --no-overlap-p2p-communication is given"),
         ("--no_overlap_grad_reduce", "leave --overlap-grad-reduce out"),
         ("--disable-bf16", "leave --bf16 out"),
-        ("--enable-gloo-process-groups", "is on unless --disable-gloo-process-groups is given"),
-        ("--use-masked-softmax-fusion", "is on unless --no-masked-softmax-fusion is given"),
+        ("--use-bias-linear", "is on unless --disable-bias-linear is given"),
         ("--num-l 3", "did you mean --num-layers or --num-layers-per-virtual"),
         ("--hidden 32", "did you mean --hidden-size or --hidden-dropout?"),
         ("--hetero 1", "--hetero is not a flag of this program; remove it"),
@@ -199,6 +198,9 @@ def test_left_out_flags_at_their_defaults_are_taken_in_silence(parse, feature):
         ("--use-persistent-ckpt-worker", "a worker of its own"),
         ("--dist-ckpt-optim-fully-reshardable", "one format"),
         ("--test-mode", "no effect in Megatron-LM"),
+        ("--ckpt-format torch", "one format"),
+        ("--no-masked-softmax-fusion", "kernels are chosen by"),
+        ("--no-one-logger --app-tag-run-name=x", "one-logger"),
         ("--num-distributed-optimizer-instances 2", "all data-parallel ranks"),
     ],
 )
@@ -225,37 +227,9 @@ def test_flag_that_went_is_refused_with_what_to_do(refusal, flags, words):
 
 
 def test_checkpoint_flags_are_read_although_nothing_is_saved(parse):
-    args = parse("--save-interval 10 --ckpt-format torch --no-load-optim --finetune")
-    assert (args.save_interval, args.ckpt_format) == (10, "torch")
+    args = parse("--save-interval 10 --no-load-optim --finetune")
+    assert args.save_interval == 10
     assert (args.no_load_optim, args.finetune) == (True, True)
-
-
-def test_flags_without_effect_are_accepted_and_listed_in_the_order_typed(parse):
-    args = parse("--use-mcore-models --no-one-logger --bf16 --app-tag-run-name=x --use-flash-attn")
-    flags = [line.split(": ")[0] for line in args.ignored_flags]
-    assert flags == [
-        "--use-mcore-models",
-        "--no-one-logger",
-        "--app-tag-run-name",
-        "--use-flash-attn",
-    ]
-    assert all(line.split(": ", 1)[1] for line in args.ignored_flags)
-
-
-@pytest.mark.parametrize("flag", sorted(IGNORED))
-def test_each_flag_without_effect_says_so(parse, flag):
-    ignored = IGNORED[flag]
-    value = f" {ignored.choices[0] if ignored.choices else 1}" if ignored.takes_value else ""
-    assert parse(flag + value).ignored_flags == [f"{flag}: {ignored.reason}"]
-
-
-@pytest.mark.parametrize(
-    "flag",
-    ["--no-persist-layer-norm", "--no-masked-softmax-fusion", "--local_rank=0", "--log-throughput"],
-)
-def test_a_flag_of_megatron_that_does_nothing_here_says_so(parse, flag):
-    (line,) = parse(flag).ignored_flags
-    assert line.startswith(f"{flag.split('=')[0]}: ")
 
 
 def test_query_groups_without_grouped_attention_are_reported(parse):
@@ -263,6 +237,10 @@ def test_query_groups_without_grouped_attention_are_reported(parse):
         "--num-query-groups: it needs --group-query-attention"
     ]
     assert parse("--num-query-groups 2 --group-query-attention").ignored_flags == []
+
+
+def likeness(one: str, other: str) -> float:
+    return SequenceMatcher(None, other, one).ratio()
 
 
 LONG_FLAGS = [flag for flag in KNOWN if len(flag) >= 10]
@@ -274,7 +252,7 @@ LONG_FLAGS = [flag for flag in KNOWN if len(flag) >= 10]
     where=st.floats(0, 1, exclude_max=True),
     slip=st.sampled_from(["lose", "double", "swap"]),
 )
-def test_a_slip_of_the_finger_is_answered_with_a_flag_as_near_as_the_one_meant(flag, where, slip):
+def test_a_slip_of_the_finger_is_answered_with_a_flag_as_like_as_the_one_meant(flag, where, slip):
     at = 2 + int(where * (len(flag) - 3))
     typed = {
         "lose": flag[:at] + flag[at + 1 :],
@@ -286,18 +264,8 @@ def test_a_slip_of_the_finger_is_answered_with_a_flag_as_near_as_the_one_meant(f
     assert sentence.startswith(f"{typed} is not a flag of this program; did you mean --")
     meant = sentence.removesuffix("?").split()[-1]
     assert meant in KNOWN
-    assert edits(typed, meant) <= edits(typed, flag)
-
-
-def edits(one: str, other: str) -> int:
-    """Letters to take away, put in or exchange between two words, where _ is as good as -."""
-    one, other = one.replace("_", "-"), other.replace("_", "-")
-    row = list(range(len(other) + 1))
-    for i, letter in enumerate(one, 1):
-        above, row[0] = row[0], i
-        for j, opposite in enumerate(other, 1):
-            above, row[j] = row[j], min(row[j] + 1, row[j - 1] + 1, above + (letter != opposite))
-    return row[-1]
+    plain = [word.replace("_", "-") for word in (typed, meant, flag)]
+    assert likeness(*plain[:2]) >= likeness(*plain[::2])
 
 
 def test_everything_wrong_is_told_at_once_and_nothing_that_follows_from_it(parse):
