@@ -54,9 +54,15 @@ WANTED = [
 ]
 
 
-@pytest.mark.parametrize("size", [(24, 200), (0, 0)])
 @pytest.mark.parametrize(
-    "on_terminal", [[], ["stderr"], ["stdout"], ["stdout", "stderr"]], ids=" ".join
+    ("on_terminal", "size"),
+    [
+        ([], (0, 0)),
+        (["stdout"], (24, 200)),
+        (["stderr"], (0, 0)),
+        (["stdout", "stderr"], (24, 200)),
+    ],
+    ids=str,
 )
 def test_every_line_is_there_and_a_bar_where_stderr_is_a_terminal(
     tmp_path: Path, on_terminal: list[str], size: tuple[int, int]

@@ -19,6 +19,7 @@ from megatron.training.arguments import build_parser
 from megatron.training.console import Console, format_table
 from megatron.training.metrics import IterationRecord
 from megatron.training.metrics_logger import MetricsLogger, check_outputs
+from tests.distributed.harness import ENTRY, launch
 
 
 def _outputs(**changed: Any) -> Namespace:
@@ -144,6 +145,13 @@ def test_a_disk_that_is_full_costs_the_metrics_and_says_so_once(tmp_path: Path) 
     ]
 
 
+FULL_DISK = """
+import resource, runpy
+resource.setrlimit(resource.RLIMIT_FSIZE, (1024, 1024))
+runpy.run_path({!r}, run_name="__main__")
+"""
+
+
 def test_a_run_outlives_every_file_of_numbers(tmp_path: Path) -> None:
     """No file may grow beyond a KiB here, which fails as a full disk does."""
     flags = (
@@ -153,16 +161,10 @@ def test_a_run_outlives_every_file_of_numbers(tmp_path: Path) -> None:
         f"--metrics-file {tmp_path}/metrics.jsonl --hetero-report {tmp_path}/report.json "
         f"--tensorboard-dir {tmp_path}/board --tensorboard-queue-size 1"
     )
-    ended = subprocess.run(
-        ["bash", "-c", f"ulimit -f 1; exec {sys.executable} pretrain_gpt.py {flags}"],
-        cwd=Path(__file__).parents[2],
-        env=os.environ | {"CUDA_VISIBLE_DEVICES": "-1", "PYTHONDONTWRITEBYTECODE": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=120,
-    )
-    assert ended.returncode == 0, ended.stderr
+    script = tmp_path / "full_disk.py"
+    script.write_text(FULL_DISK.format(str(ENTRY)))
+    (ended,) = launch(flags.split(), 1, scripts={0: script})
+    assert ended.code == 0, ended.stderr
     assert "iteration       12/" in ended.stdout
     assert "Traceback" not in ended.stderr
     for name in ("metrics-file", "hetero-report", "tensorboard-dir"):
