@@ -13,12 +13,12 @@ pytestmark = pytest.mark.usefixtures("preloaded_ranks")
 
 PROGRAM = """
 from megatron.training.console import Console
-from tests.training.test_outputs import _record
+from tests.training import test_outputs
 
 console = Console(is_logger=True, total_iterations=3)
 console.line("mixed run")
 for number in (1, 2, 3):
-    record = _record(iteration=number)
+    record = test_outputs.record(iteration=number)
     console.advance(record)
     console.iteration([record], skipped=0, nan=0)
 console.line(" validation loss")
