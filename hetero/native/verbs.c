@@ -1,7 +1,5 @@
 #include "verbs.h"
 
-#include "engine.h"
-
 #include <arpa/inet.h>
 #include <stdio.h>
 #include <string.h>
@@ -45,7 +43,7 @@ static uint64_t make_wr_id(enum message kind, uint32_t number)
 static int post_record(struct rail *base, uint32_t number, uint64_t offset)
 {
     struct verbs_rail *rail = rail_of(base);
-    struct ibv_sge element = {.addr = rail->request.control + offset,
+    struct ibv_sge element = {.addr = rail->options->control + offset,
                               .length = sizeof(struct ring_record),
                               .lkey = rail->control->lkey};
     struct ibv_send_wr request = {
@@ -101,7 +99,7 @@ static int post_read(struct rail *base, uint64_t last_byte)
         .num_sge = 1,
         .opcode = IBV_WR_RDMA_READ,
         .send_flags = IBV_SEND_SIGNALED,
-        .wr.rdma = {.remote_addr = rail->rings_base + rail->request.ring_bytes + last_byte,
+        .wr.rdma = {.remote_addr = rail->own.receiving + last_byte,
                     .rkey = rail->rings->rkey},
     };
     int code = rail->context->ops.post_send(rail->loopback_qp, &request, &refused);
@@ -258,7 +256,7 @@ static bool handle_async_event(struct rail *base, char *reason)
     ibv.ack_async_event(&event);
     switch (event.event_type) {
     case IBV_EVENT_PORT_ERR:
-        if (ibv.query_port(rail->context, rail->request.port, &port) == 0 &&
+        if (ibv.query_port(rail->context, rail->port, &port) == 0 &&
             port.state == IBV_PORT_ACTIVE)
             return false;
         return set_reason(reason, "its port has gone down");

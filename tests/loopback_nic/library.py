@@ -13,16 +13,13 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from ctypes import create_string_buffer
 from enum import IntEnum
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 from unittest import mock
 
-from hetero.native.binding import FOLDER, native
-from hetero.native.structures import (
-    TEXT_BYTES,
-)
+from hetero.native.binding import checked, native
+from hetero.native.headers import FOLDER
 from tests.hip_on_cuda.library import COMPILER, compiled
 
 SOURCE = Path(__file__).with_name("loopback_verbs.c")
@@ -138,10 +135,9 @@ def _loaded() -> tuple[ctypes.CDLL, ctypes.CDLL]:
     with tempfile.TemporaryDirectory() as folder:
         copy = shutil.copy(built, folder)
         library = native(Path(copy))
-    error = create_string_buffer(TEXT_BYTES)
     os.environ[VARIABLE] = str(path)
     try:
-        assert library.ibverbs_load(error, TEXT_BYTES), error.value
+        checked(library.ibverbs_load)
     finally:
         del os.environ[VARIABLE]
     nics = ctypes.CDLL(str(path))
