@@ -13,11 +13,12 @@ from collections import deque
 from collections.abc import Sequence
 from ctypes import addressof, byref
 from itertools import islice
+from typing import Any
 
 from hetero.device.device import CurrentStream, Word
 from hetero.errors import LinkError
-from hetero.link.header import Header
-from hetero.link.ring import COUNTER_MASK, HALF_RANGE, Entry
+from hetero.link.header import difference
+from hetero.link.ring import COUNTER_MASK, HALF_RANGE
 from hetero.link.ring_options import RingOptions
 from hetero.link.ring_transfer import RingEnds, RingTransfer
 from hetero.native import structures
@@ -171,7 +172,7 @@ class Flow:
         if progress == Progress.FAILED:
             raise self.driver_error(transfer)
         if progress == Progress.REFUSED:
-            raise UnexpectedEntry(describe_mismatch(self._direction.entry(self.count), transfer))
+            raise UnexpectedEntry(describe_mismatch(self._direction.record(self.count), transfer))
         return False
 
     def note_partial(self, transfer: RingTransfer, offset: int, *, has_begun: bool) -> None:
@@ -200,14 +201,10 @@ class Flow:
         return progress
 
 
-def describe_mismatch(entry: Entry, transfer: RingTransfer) -> str:
+def describe_mismatch(entry: Any, transfer: RingTransfer) -> str:
     """How an entry differs from the one that the transfer expects next."""
-    try:
-        difference = Header.unpack(entry.header).difference(Header.unpack(transfer.header))
-    except ValueError as error:
-        return str(error)
     left = transfer.nbytes - transfer.offset
-    return difference or (
+    return difference(bytes(entry.header), transfer.header) or (
         f"a part of {entry.nbytes} bytes at {entry.offset}, slot {entry.slot}, where {left} bytes "
         f"at {transfer.offset} are missing"
     )

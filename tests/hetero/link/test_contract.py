@@ -101,7 +101,7 @@ def arrivals(side: Side) -> dict[str, bool]:
         else:
             target = blank(source).requires_grad_(source.requires_grad)
             side.link.recv(target).wait()
-            arrived[name] = same_bits(target, source.resolve_conj().resolve_neg())
+            arrived[name] = same_bits(target, source)
     return arrived
 
 

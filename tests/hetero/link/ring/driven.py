@@ -157,7 +157,7 @@ class World:
             is_receive=is_receive,
             deadline=0.0,
             sequence=flow.sequence,
-            header=Header.of(tensor, job=1, sequence=flow.sequence).pack(),
+            header=Header(1, flow.sequence, tensor.dtype, (nbytes,), nbytes).pack(),
             nbytes=nbytes,
             address=0x7_0000_0000 + (flow.sequence << 20),
         )
