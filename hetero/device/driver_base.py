@@ -69,7 +69,6 @@ class GpuDriver(ABC):
 
     def __init__(self, functions: dict[str, Function]) -> None:
         self._functions = functions
-        self._trusted: set[int] = set()
 
     def use_device(self, device: int) -> None:
         """Make a device the calling thread's current one, as `torch.cuda.set_device` does."""
@@ -215,23 +214,9 @@ class GpuDriver(ABC):
         has completed they are visible.
         """
 
-    @abstractmethod
     def offers_stream_values(self, device: int) -> bool:
         """Whether the device has `stream_wait_value` and `stream_write_value` at all."""
-
-    def can_wait_on_stream(self, device: int) -> bool:
-        """Whether `stream_wait_value` works.
-
-        True where the vendor documents it for registered host memory, or where
-        `probe_stream_values` (hetero.device.probe) has passed in this process.
-        """
-        return self.offers_stream_values(device) and (
-            self.host_words_documented or device in self._trusted
-        )
-
-    def trust_stream_values(self, device: int) -> None:
-        """Note that `stream_wait_value` has been seen to work; the probe calls it."""
-        self._trusted.add(device)
+        return True
 
     @abstractmethod
     def _current(self) -> int:

@@ -120,7 +120,7 @@ class GpuDevice(Device):
 
     def stream_wait_missing(self) -> str | None:
         """Why its streams cannot wait on words of host memory, by a probe if in doubt."""
-        if self._driver.can_wait_on_stream(self.index):
+        if self._driver.host_words_documented:
             return None
         return probe_stream_values(self._driver, self.index)
 

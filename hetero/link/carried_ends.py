@@ -19,11 +19,6 @@ from hetero.link.shared_memory import SharedMemory, make_memory
 _CREDIT_SECONDS = 5.0
 
 
-def side_of(rendezvous: Rendezvous) -> int:
-    """0 for the listener, 1 for the caller."""
-    return 0 if rendezvous.listens else 1
-
-
 def host_memory(nbytes: int, device: Device, stack: ExitStack) -> tuple[SharedMemory, int]:
     """Pinned host memory and the device's address of it, freed when the stack unwinds."""
     descriptor = make_memory(nbytes)
@@ -55,7 +50,7 @@ def make_ends(
     stack: ExitStack,
 ) -> RingEnds:
     """The ends of a link, which own what is on the stack from here on. Start the carrier first."""
-    side, description = side_of(rendezvous), rendezvous.description
+    side, description = rendezvous.side, rendezvous.description
     remote = RemoteEnd(memory.control, 1 - side, carrier.progress)
     monitor = RailMonitor(
         carrier,

@@ -27,19 +27,19 @@ def open_same_host(rendezvous: Rendezvous, options: RingOptions) -> RingLink:
         sizes = (CONTROL_BYTES, ring_bytes, ring_bytes) if is_shm else (CONTROL_BYTES,)
         segments = share_memory(control, rendezvous, sizes=sizes)
         addresses = [_map(stack, device, segment) for segment in segments]
-        number = 0 if rendezvous.listens else 1
+        side = rendezvous.side
         if is_shm:
-            outgoing_ring, incoming_ring = addresses[1 + number], addresses[2 - number]
+            outgoing_ring, incoming_ring = addresses[1 + side], addresses[2 - side]
         else:
             outgoing_ring, incoming_ring = _share_device_memory(stack, control, device, ring_bytes)
         # Barrier: both ends have mapped everything.
         control.sendall(b"k")
         receive_exactly(control, 1)
         ends = RingEnds(
-            outgoing=Direction(segments[0], number, addresses[0]),
-            incoming=Direction(segments[0], 1 - number, addresses[0]),
-            local=EndState(segments[0], number),
-            peer=EndState(segments[0], 1 - number),
+            outgoing=Direction(segments[0], side, addresses[0]),
+            incoming=Direction(segments[0], 1 - side, addresses[0]),
+            local=EndState(segments[0], side),
+            peer=EndState(segments[0], 1 - side),
             outgoing_ring=outgoing_ring,
             incoming_ring=incoming_ring,
             peer_has_ended=partial(has_ended, control),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 
-from hetero.link.carried_ends import host_rings, make_ends, side_of
+from hetero.link.carried_ends import host_rings, make_ends
 from hetero.link.carrier import Carrier
 from hetero.link.control import Control
 from hetero.link.handshake import Rendezvous
@@ -31,7 +31,7 @@ def open_tcp(rendezvous: Rendezvous, options: RingOptions, paths: TcpPaths) -> R
         memory = host_rings(options, stack)
         stall_seconds = min(rendezvous.description.timeout / 4, _MAX_STALL_SECONDS)
         silence = min(rendezvous.description.timeout, _MAX_ACK_SECONDS)
-        carrier = Carrier(memory, options, side=side_of(rendezvous), stall_seconds=stall_seconds)
+        carrier = Carrier(memory, options, side=rendezvous.side, stall_seconds=stall_seconds)
         stack.callback(carrier.close)
         names = [rail_name(connection) for connection in connections.rails]
         for connection in connections.rails:

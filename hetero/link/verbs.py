@@ -17,7 +17,7 @@ from hetero.device.driver import GpuDriver, driver_for
 from hetero.device.gpu import index_of
 from hetero.device.topology import SYS, pci_device
 from hetero.errors import LinkError
-from hetero.link.carried_ends import host_memory, host_rings, make_ends, side_of
+from hetero.link.carried_ends import host_memory, host_rings, make_ends
 from hetero.link.carrier import Carrier, RingMemory
 from hetero.link.control import Control
 from hetero.link.handshake import Rendezvous, receive_json, send_json
@@ -100,7 +100,7 @@ def open_verbs(
             stall_seconds = options.stall_seconds or min(
                 rendezvous.description.timeout / 2, _MAX_STALL_SECONDS
             )
-            carrier = Carrier(memory, ring, side=side_of(rendezvous), stall_seconds=stall_seconds)
+            carrier = Carrier(memory, ring, side=rendezvous.side, stall_seconds=stall_seconds)
             stack.callback(carrier.close)
             return memory, carrier, [carrier.add_verbs_rail(port) for port in ports]
 

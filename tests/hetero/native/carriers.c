@@ -44,7 +44,7 @@ static bool is_verbs;
 /* Behind each entry in the ring; where there is none, TCP may pass the ring by. */
 static uint64_t check_bytes;
 /* Of the emulated NICs. */
-static void (*break_nic)(const char *name, int fault);
+static void (*break_nic)(int index, int fault);
 static unsigned seed;
 static unsigned abandon = UINT32_MAX;
 static atomic_uint compared;
@@ -331,7 +331,7 @@ static void *cut(void *argument)
             int side = rand_r(&chance) % 2;
 
             if (is_verbs)
-                break_nic(nics[side][rail], 1 + rand_r(&chance) % 2);
+                break_nic(2 * side + rail, 1 + rand_r(&chance) % 2);
             else
                 shutdown(ends[side].fds[rail], SHUT_RDWR);
             /* The end at fault may have nothing under way by which it could notice. */
