@@ -58,6 +58,7 @@ int engine_start_rails(struct engine *engine);
 void engine_lose_rail(struct engine *engine, struct rail *rail, const char *reason);
 /* Check what a post returned, 0 or an errno: on failure lose the rail and return false. */
 bool engine_check_post(struct engine *engine, struct rail *rail, int code);
+bool engine_post_credit(struct engine *engine, struct rail *rail, uint32_t released);
 /* Request a notification of the next event from every rail. */
 void engine_request_notifications(struct engine *engine);
 

@@ -107,8 +107,6 @@ static int queue_message(struct rail *base, struct frame frame, const void *byte
     }
     rail->queued_bytes += sizeof frame + frame.nbytes;
     rail->queue[(rail->first + rail->count) % TCP_ROOM] = (struct queued_message){frame, bytes};
-    rail->queued[frame.message]++;
-    base->credits_in_flight += frame.message == MESSAGE_CREDIT;
     if (rail->count++ == 0)
         pthread_cond_signal(&rail->has_messages);
     return 0;
@@ -136,13 +134,6 @@ static int post_data(struct rail *base, uint32_t number, uint64_t slot, uint64_t
 static int post_credit(struct rail *base, uint32_t released)
 {
     return queue_message(base, (struct frame){MESSAGE_CREDIT, released, 0, 0}, NULL);
-}
-
-static bool has_room(const struct rail *base, enum message message)
-{
-    static const int limits[] = {TCP_RECORDS, TCP_DATA, TCP_CREDITS, 0};
-
-    return ((const struct tcp_rail *)base)->queued[message] < limits[message];
 }
 
 static bool send_all(int fd, struct iovec *parts, int count)
@@ -199,9 +190,7 @@ static void complete_sends(struct tcp_rail *rail, int messages)
     for (; messages > 0; messages--) {
         const struct frame *frame = &rail->queue[rail->first].frame;
 
-        rail->queued[frame->message]--;
         rail->queued_bytes -= sizeof *frame + frame->nbytes;
-        rail->rail.credits_in_flight -= frame->message == MESSAGE_CREDIT;
         engine_send_completed(&rail->carrier->engine, &rail->rail, frame->message, frame->number);
         rail->first = (rail->first + 1) % TCP_ROOM;
         rail->count--;
@@ -329,10 +318,10 @@ static int start(struct rail *base)
 }
 
 static const struct rail_operations operations = {
+    .limits = {TCP_RECORDS, TCP_DATA, TCP_CREDITS},
     .post_record = post_record,
     .post_data = post_data,
     .post_credit = post_credit,
-    .has_room = has_room,
     .bytes_in_flight = bytes_in_flight,
     .is_late = is_late,
     .last_ack = last_ack,

@@ -37,7 +37,6 @@ struct tcp_rail {
     pthread_cond_t has_messages;
     struct queued_message queue[TCP_ROOM]; /* a ring; sendmsg has the first of them */
     int first, count;
-    int queued[4];         /* by enum message */
     uint64_t queued_bytes; /* of all of them */
     /* Where the present bandwidth sample began: acknowledged bytes, and busy microseconds. */
     uint64_t acked_at_start, busy_at_start;

@@ -52,7 +52,6 @@ struct verbs_rail {
     struct ibv_qp *loopback_qp; /* connected to itself, for read-backs; NULL where none are needed */
     uint64_t rings_base;    /* the sending ring, by the NIC's address */
     uint8_t read_back_byte; /* target of a read-back; its value does not matter */
-    int in_flight[4];       /* requests, by enum message */
     double reading_since;
     double posted_at[VERBS_SENDS]; /* a ring: requests complete in order */
     int oldest;

@@ -166,7 +166,6 @@ bool verbs_open(struct verbs_rail *rail, const char *device, char *error)
 
     rail->rail.operations = &verbs_operations;
     rail->rail.confirms_delivery = true;
-    rail->rail.reads_back = options->reads_back;
     rail->rail.event_fd = rail->rail.async_fd = -1;
     rail->context = open_device(device, error);
     if (rail->context == NULL)

@@ -267,7 +267,7 @@ static void open_end(struct end *end)
         .ring_bytes = RING_BYTES,
         .checksum_bytes = check_bytes,
         .stall_seconds = STALL_SECONDS,
-        .reads_back = seed % 2,
+        .reads_back = is_verbs && seed % 2,
         .dmabuf = -1,
     };
     end->carrier = carrier_new(&options, error);

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
-from ctypes import CFUNCTYPE, addressof, c_bool, c_int, c_void_p
+from ctypes import addressof, c_void_p
 
 import pytest
 
@@ -19,10 +18,8 @@ class Rails:
     """Rails with this much under way, of this speed (0 where it is not known)."""
 
     def __init__(self, *rails: tuple[int, float]) -> None:
-        self._room = CFUNCTYPE(c_bool, c_void_p, c_int)(lambda rail, message: True)
         # Where a rail does not tell `bytes_in_flight`, its own account counts.
-        has_room = ctypes.cast(self._room, c_void_p).value
-        self._operations = structure("rail_operations")(has_room=has_room)
+        self._operations = structure("rail_operations")(limits=(1, 1, 1))
         self.all = [
             structure("rail")(
                 addressof(self._operations), live=True, bytes_in_flight=load, bytes_per_second=speed
