@@ -15,7 +15,6 @@ from hetero.device.device import (
     Device,
     DeviceStreams,
     Event,
-    PeerMemory,
     Word,
 )
 from hetero.device.driver import GpuDriver, driver_for
@@ -107,7 +106,7 @@ class GpuCurrentStream(CurrentStream):
             self._driver.stream_wait_value(self.key, word.address, word.value)
 
 
-class GpuDevice(Device, PeerMemory):
+class GpuDevice(Device):
     """An NVIDIA or AMD GPU."""
 
     def __init__(self, device: torch.device, driver: GpuDriver | None = None) -> None:
@@ -121,7 +120,7 @@ class GpuDevice(Device, PeerMemory):
 
     def stream_wait_missing(self) -> str | None:
         """Why its streams cannot wait on words of host memory, by a probe if in doubt."""
-        if self._driver.can_wait_on_stream(self.index):
+        if self._driver.host_words_documented:
             return None
         return probe_stream_values(self._driver, self.index)
 

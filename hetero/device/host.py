@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 import weakref
 from ctypes import CDLL, byref
+from typing import Any
 
 import torch
 
@@ -17,7 +18,14 @@ from hetero.device.driver import driver_for
 from hetero.device.gpu import index_of, record_event, require_no_capture
 from hetero.errors import LinkError
 from hetero.native.binding import native
-from hetero.native.structures import CHECKSUM_BYTES, EntryPoints, HostFailure, Step, Streams, Vendor
+from hetero.native.structures import (
+    CHECKSUM_BYTES,
+    HostFailure,
+    Step,
+    Streams,
+    Vendor,
+    entry_points,
+)
 
 _CALLER, _ELSEWHERE = 1, 0
 """HOST_CALLING_THREAD of host.h, and a stream that C cannot use."""
@@ -29,7 +37,11 @@ class HostStreams(DeviceStreams):
     """One stream, whose thread ends with this object."""
 
     def __init__(
-        self, library: CDLL, *, gpu: _Gpu | None = None, on_write: tuple[int, int] | None = None
+        self,
+        library: CDLL,
+        *,
+        gpu: _Gpu | None = None,
+        on_write: tuple[Any, int | None] | None = None,
     ) -> None:
         """`on_write` is a function in C, and its argument, to call after each word written."""
         self._library = library
@@ -52,7 +64,7 @@ class HostStreams(DeviceStreams):
             Step.WAIT_EVENT: library.host_wait_event,
         }
         self.streams = Streams(
-            driver=EntryPoints.of(functions, vendor=Vendor.CUDA, counter_limit=_COUNTER_LIMIT),
+            driver=entry_points(functions, vendor=Vendor.CUDA, counter_limit=_COUNTER_LIMIT),
             copies=self._handle,
             waits=self._handle,
             writes=self._handle,
@@ -114,11 +126,11 @@ class HostDevice(Device):
         self._gpu = None if device.type == "cpu" else _Gpu(device)
         self._caller = CallingThread(self._library, accepts_work=self._gpu is None)
         self._streams: list[HostStreams] = []
-        self._on_write: tuple[int, int] | None = None
+        self._on_write: tuple[Any, int | None] | None = None
         self.checksum_bytes = CHECKSUM_BYTES if checksum else 0
         self.has_host_tensors = self._gpu is None
 
-    def notify(self, function: int, argument: int) -> bool:
+    def notify(self, function: Any, argument: int | None) -> bool:
         self._on_write = function, argument
         return True
 

@@ -135,7 +135,7 @@ class PeerCapabilities:
                 return f"it joins GPUs, and {_ON_CPU}"
             if here.gpu["vendor"] != there.gpu["vendor"]:
                 return "the two GPUs are of different vendors"
-        if path == "ipc" or (path == "verbs" and here.gpu and there.gpu):
+        if path == "ipc" or (path == "verbs" and (here.gpu or there.gpu)):
             return self.stream_wait_missing
         return None
 

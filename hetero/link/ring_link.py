@@ -12,14 +12,13 @@ import logging
 import threading
 import time
 from collections.abc import Sequence
-from functools import partial
 
 import torch
 
 from hetero.device.device import CurrentStream, Event
 from hetero.errors import LinkError
 from hetero.link.base import LinkDescription, Work, require_contiguous, sendable
-from hetero.link.flow import SMALL_BYTES, Flow, UnexpectedEntry
+from hetero.link.flow import Flow, UnexpectedEntry
 from hetero.link.header import HeaderWriter, job_token
 from hetero.link.ring import COUNTER_MASK, ahead
 from hetero.link.ring_failure import WATCH_SECONDS, RingLinkBase
@@ -40,22 +39,14 @@ _log = logging.getLogger(__name__)
 class RingLink(RingLinkBase):
     """A link over a ring; no thread is between the two devices."""
 
-    def __init__(
-        self,
-        description: LinkDescription,
-        options: RingOptions,
-        ends: RingEnds,
-        *,
-        small_bytes: int = SMALL_BYTES,
-    ) -> None:
-        chunk_bytes = min(options.chunk_bytes, options.ring_bytes // 2)
-        small_bytes = min(small_bytes, chunk_bytes)
-        flow = partial(Flow, options.device, ends, chunk_bytes=chunk_bytes, small_bytes=small_bytes)
-        outgoing, incoming = flow(is_outgoing=True), flow(is_outgoing=False)
+    def __init__(self, description: LinkDescription, options: RingOptions, ends: RingEnds) -> None:
+        outgoing = Flow(options, ends, is_outgoing=True)
+        incoming = Flow(options, ends, is_outgoing=False)
         super().__init__(description, ends=ends, outgoing=outgoing, incoming=incoming)
         self.transport = options.transport
         self.c_rings_doorbell = outgoing.c_rings_doorbell
         self._device = options.device
+        self._ring_bytes = options.ring_bytes
         self._headers = HeaderWriter(job=job_token(description.job))
         self._doorbell_address = ends.local.doorbell_address()
         self._spin = native().native_spin
@@ -114,7 +105,7 @@ class RingLink(RingLinkBase):
                 self._enqueue()
             self._release_completed()
         # For a small message leave the thread asleep: a caller that waits at once is faster.
-        is_large = transfer.nbytes > self._ends.ring_bytes // 2
+        is_large = transfer.nbytes > self._ring_bytes // 2
         if self._is_asleep or (is_large and transfer.end_count is None):
             self._progress_requested.set()
         return transfer

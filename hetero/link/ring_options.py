@@ -22,6 +22,17 @@ class RingOptions:
     device: Device
     """Copies between this end's tensors and the rings."""
 
+    @property
+    def entry_bytes(self) -> int:
+        """The largest entry: a ring holds two."""
+        return min(self.chunk_bytes, self.ring_bytes // 2)
+
+    @property
+    def zero_copy(self) -> bool:
+        """Whether larger messages skip the rings: the carrier can access the callers' tensors."""
+        device = self.device
+        return self.transport == "tcp" and device.has_host_tensors and device.checksum_bytes == 0
+
     def agree(self, connection: socket.socket, rendezvous: Rendezvous) -> None:
         """Raise LinkError, at both ends, unless they have the same protocol and options."""
         agreed = {

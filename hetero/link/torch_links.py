@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from hetero.errors import LinkError
 from hetero.link.base import Link, LinkDescription, Work, as_bytes, require_contiguous, sendable
-from hetero.link.header import HEADER_BYTES, Header, job_token
+from hetero.link.header import HEADER_BYTES, Header, difference, job_token
 
 _JOIN_SECONDS = 1.0
 # The thread reaches the link's own deadline first, and has the better error.
@@ -196,31 +196,32 @@ class GlooLink(Link):
         )
 
     def _transmit(self, transfer: _Transfer, sequence: int) -> None:
-        header = Header.of(transfer.host, job=self._job, sequence=sequence, tag=transfer.tag)
+        header = self._header(transfer, sequence)
         if transfer.ready is not None:
             transfer.ready.synchronize()
         peer = self.description.peer
-        words = torch.frombuffer(bytearray(header.pack()), dtype=torch.uint8)
+        words = torch.frombuffer(bytearray(header), dtype=torch.uint8)
         self._finish(dist.isend(words, peer, tag=self._send_tag))
-        if header.nbytes:
+        if transfer.host.nbytes:
             self._finish(dist.isend(as_bytes(transfer.host), peer, tag=self._send_tag))
+
+    def _header(self, transfer: _Transfer, sequence: int) -> bytes:
+        host = transfer.host
+        shape = tuple(host.shape)
+        return Header(self._job, sequence, host.dtype, shape, host.nbytes, transfer.tag).pack()
 
     def _receive(self, transfer: _Transfer, sequence: int) -> None:
         peer = self.description.peer
         words = torch.empty(HEADER_BYTES, dtype=torch.uint8, device="cpu")
         self._finish(dist.irecv(words, peer, tag=self._recv_tag))
-        expected = Header.of(transfer.host, job=self._job, sequence=sequence, tag=transfer.tag)
-        try:
-            difference = Header.unpack(bytes(words.tolist())).difference(expected)
-        except ValueError as error:
-            difference = str(error)
-        if difference:
+        wrong = difference(bytes(words.tolist()), self._header(transfer, sequence))
+        if wrong is not None:
             raise self.failure(
-                f"message {sequence} has {difference}",
-                expected=f"{expected.dtype} of shape {expected.shape}",
+                f"message {sequence} has {wrong}",
+                expected=f"{transfer.host.dtype} of shape {tuple(transfer.host.shape)}",
                 remedy="start both sides with the same model, batch and parallel flags",
             )
-        if expected.nbytes:
+        if transfer.host.nbytes:
             self._finish(dist.irecv(as_bytes(transfer.host), peer, tag=self._recv_tag))
         if transfer.tensor.is_cuda:
             self._copy_to_device(transfer)

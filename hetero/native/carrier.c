@@ -1,13 +1,12 @@
 #include "carrier.h"
 
+#include "tcp.h"
 #include "watchdog.h"
 
 #include <errno.h>
 #include <poll.h>
-#include <pthread.h>
 #include <sched.h>
 #include <signal.h>
-#include <stdatomic.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -25,17 +24,6 @@
 #define POLL_NANOSECONDS 200000
 /* Between two checks for overdue acknowledgements. */
 #define ACK_POLL_MILLISECONDS 250
-
-struct carrier {
-    struct engine engine;
-    int wake_fd;
-    bool is_running;
-    atomic_bool polls_for_acks; /* wake up every ACK_POLL_MILLISECONDS */
-    atomic_bool stopping;
-    atomic_int lock_waiters; /* the thread lets them go first: it would win the lock back every time */
-    pthread_mutex_t lock;
-    pthread_t thread;
-};
 
 static void sleep_for(long nanoseconds)
 {
@@ -175,8 +163,8 @@ static bool is_full(const struct carrier *carrier)
     return carrier->engine.rail_count == ENGINE_RAILS;
 }
 
-bool carrier_add_verbs(struct carrier *carrier, const struct verbs_request *request,
-                       struct verbs_connection_info *info, char *error)
+bool carrier_add_verbs(struct carrier *carrier, const char *device, uint8_t port,
+                       struct verbs_end *made, bool *by_dmabuf, char *error)
 {
     struct verbs_rail *rail;
 
@@ -185,34 +173,41 @@ bool carrier_add_verbs(struct carrier *carrier, const struct verbs_request *requ
     rail = calloc(1, sizeof *rail);
     if (rail == NULL)
         return fail(error, "a rail cannot be made", ENOMEM);
-    if (verbs_open(rail, request, info, error))
-        return add_rail(carrier, &rail->rail);
-    verbs_close(&rail->rail);
-    return false;
+    rail->options = &carrier->engine.options;
+    rail->port = port;
+    rail->own.psn = made->psn;
+    if (!verbs_open(rail, device, error)) {
+        verbs_close(&rail->rail);
+        return false;
+    }
+    *made = rail->own;
+    *by_dmabuf = rail->rings_base != rail->options->rings;
+    return add_rail(carrier, &rail->rail);
 }
 
-bool carrier_connect_verbs(struct carrier *carrier, int index, const struct verbs_peer *peer,
-                           const struct verbs_route *own, char *error)
+bool carrier_connect_verbs(struct carrier *carrier, int index, const struct verbs_end *peer,
+                           const struct verbs_route *route, const struct verbs_route *own,
+                           char *error)
 {
-    return verbs_connect((struct verbs_rail *)carrier->engine.rails[index], peer, own, error);
+    struct verbs_rail *rail = (struct verbs_rail *)carrier->engine.rails[index];
+
+    return verbs_connect(rail, peer, route, own, error);
 }
 
-static void expect_acks(struct carrier *carrier)
+void carrier_expect_acks(struct carrier *carrier)
 {
     if (!atomic_exchange(&carrier->polls_for_acks, true))
         eventfd_write(carrier->wake_fd, 1);
 }
 
-bool carrier_add_tcp(struct carrier *carrier, const struct tcp_request *request, char *error)
+bool carrier_add_tcp(struct carrier *carrier, int fd, char *error)
 {
-    struct tcp_owner owner = {&carrier->engine, &carrier->lock, carrier_progress, expect_acks,
-                              carrier};
     int code = E2BIG;
-    struct rail *rail = is_full(carrier) ? NULL : tcp_open(request, &owner, &code);
+    struct rail *rail = is_full(carrier) ? NULL : tcp_open(carrier, fd, &code);
 
     if (rail != NULL)
         return add_rail(carrier, rail);
-    close(request->fd);
+    close(fd);
     return fail(error, "a rail cannot be made", code);
 }
 

@@ -111,6 +111,20 @@ bool engine_check_post(struct engine *engine, struct rail *rail, int code)
     return false;
 }
 
+/* The same of a message, which is in flight until engine_send_completed. */
+static bool count_post(struct engine *engine, struct rail *rail, enum message message, int code)
+{
+    rail->in_flight[message] += code == 0;
+    return engine_check_post(engine, rail, code);
+}
+
+bool engine_post_credit(struct engine *engine, struct rail *rail, uint32_t released)
+{
+    int code = rail->operations->post_credit(rail, released);
+
+    return count_post(engine, rail, MESSAGE_CREDIT, code);
+}
+
 /* Events of rails. */
 
 void engine_send_completed(struct engine *engine, struct rail *rail, enum message message,
@@ -118,6 +132,7 @@ void engine_send_completed(struct engine *engine, struct rail *rail, enum messag
 {
     uint64_t slot, nbytes;
 
+    rail->in_flight[message]--;
     if (message == MESSAGE_RECORD)
         sequence_complete(&engine->outgoing.records, number, rail->index);
     if (message != MESSAGE_DATA)
@@ -137,7 +152,7 @@ void engine_record_arrived(struct engine *engine, uint32_t number)
 void engine_data_arrived(struct engine *engine, struct rail *rail, uint32_t number)
 {
     /* A rail that has lost its read-back cannot make data visible: the peer retransmits them. */
-    if (rail->can_read_back == rail->reads_back)
+    if (rail->can_read_back == engine->options.reads_back)
         incoming_data(&engine->incoming, number, rail->index, rail->can_read_back);
 }
 
@@ -218,7 +233,9 @@ static bool send_records(struct engine *engine, uint32_t limit)
         const char *record = (const char *)record_of(engine->out, number);
         uint64_t offset = (uint64_t)(record - (const char *)engine->control);
 
-        if (engine_check_post(engine, rail, rail->operations->post_record(rail, number, offset)))
+        int code = rail->operations->post_record(rail, number, offset);
+
+        if (count_post(engine, rail, MESSAGE_RECORD, code))
             sequence_post(records, number, rail->index);
         moved = true;
     }
@@ -233,7 +250,8 @@ static bool send_entry_data(struct engine *engine, uint32_t number)
 
     if (rail == NULL)
         return false;
-    if (engine_check_post(engine, rail, rail->operations->post_data(rail, number, slot, nbytes))) {
+    int code = rail->operations->post_data(rail, number, slot, nbytes);
+    if (count_post(engine, rail, MESSAGE_DATA, code)) {
         sequence_post(&engine->outgoing.data, number, rail->index);
         engine->posted_at[number % RING_ENTRIES] = now;
         rail->bytes_in_flight += nbytes;
@@ -269,8 +287,7 @@ static bool send_credit(struct engine *engine)
     for (uint32_t number = incoming->credited; rail != NULL && number != consumed; number++)
         __atomic_store_n(user_buffer_of(engine, 1 - engine->options.side, number), RING_UNDECIDED,
                          __ATOMIC_RELEASE);
-    if (rail == NULL ||
-        !engine_check_post(engine, rail, rail->operations->post_credit(rail, consumed)))
+    if (rail == NULL || !engine_post_credit(engine, rail, consumed))
         return false;
     incoming->credited = consumed;
     incoming->credit_lost = false;
@@ -369,7 +386,7 @@ bool engine_has_sent_credits(struct engine *engine)
     for (int index = 0; index < engine->rail_count; index++) {
         struct rail *rail = engine->rails[index];
 
-        if (rail->live && rail->credits_in_flight > 0)
+        if (rail->live && rail->in_flight[MESSAGE_CREDIT] > 0)
             return false;
         has_rail |= rail->live;
     }

@@ -36,7 +36,7 @@ static struct ibv_context *open_device(const char *name, char *error)
     struct ibv_context *context = NULL;
     int code;
 
-    if (!ibverbs_load(error, RAIL_TEXT_BYTES))
+    if (!ibverbs_load(error))
         return NULL;
     devices = ibv.get_device_list(NULL);
     for (struct ibv_device **one = devices; one != NULL && *one != NULL; one++)
@@ -75,27 +75,27 @@ static int ring_access_flags(const struct verbs_rail *rail)
 {
     int access = IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE;
 
-    return rail->request.reads_back ? access | IBV_ACCESS_REMOTE_READ : access;
+    return rail->options->reads_back ? access | IBV_ACCESS_REMOTE_READ : access;
 }
 
 static bool register_rings(struct verbs_rail *rail, char *error)
 {
-    const struct verbs_request *request = &rail->request;
-    size_t nbytes = 2 * request->ring_bytes;
+    const struct engine_options *options = rail->options;
+    size_t nbytes = 2 * options->ring_bytes;
     int access = ring_access_flags(rail), as_dmabuf = 0;
 
-    if (request->dmabuf >= 0 && ibv.reg_dmabuf_mr != NULL) {
+    if (options->dmabuf >= 0 && ibv.reg_dmabuf_mr != NULL) {
         /* Registered by dma-buf, the memory's addresses are offsets in the dma-buf. */
-        rail->rings_base = request->dmabuf_offset;
-        rail->rings = ibv.reg_dmabuf_mr(rail->pd, request->dmabuf_offset, nbytes,
-                                        request->dmabuf_offset, request->dmabuf, access);
+        rail->rings_base = options->dmabuf_offset;
+        rail->rings = ibv.reg_dmabuf_mr(rail->pd, options->dmabuf_offset, nbytes,
+                                        options->dmabuf_offset, options->dmabuf, access);
         as_dmabuf = errno;
     }
     if (rail->rings == NULL) {
-        rail->rings_base = request->rings;
-        rail->rings = ibv.reg_mr(rail->pd, (void *)(uintptr_t)request->rings, nbytes, access);
+        rail->rings_base = options->rings;
+        rail->rings = ibv.reg_mr(rail->pd, (void *)(uintptr_t)options->rings, nbytes, access);
     }
-    if (rail->rings == NULL && request->dmabuf >= 0)
+    if (rail->rings == NULL && options->dmabuf >= 0)
         return fail(error, "it refused to register %zu bytes (as a dma-buf: %s; by address: %s)",
                     nbytes, strerror(as_dmabuf), strerror(errno));
     if (rail->rings == NULL)
@@ -106,7 +106,7 @@ static bool register_rings(struct verbs_rail *rail, char *error)
 
 static bool register_control(struct verbs_rail *rail, char *error)
 {
-    rail->control = ibv.reg_mr(rail->pd, (void *)(uintptr_t)rail->request.control,
+    rail->control = ibv.reg_mr(rail->pd, (void *)(uintptr_t)rail->options->control,
                                sizeof(struct ring_control),
                                IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE);
     rail->read_back_mr = ibv.reg_mr(rail->pd, &rail->read_back_byte, 1, IBV_ACCESS_LOCAL_WRITE);
@@ -153,22 +153,21 @@ static bool make_queues(struct verbs_rail *rail, char *error)
     if (rail->qp == NULL)
         rail->qp = make_qp(rail, VERBS_SENDS, RECV_DEPTH, 0);
     /* The loopback receives nothing, but some NICs make no queue pair without room for one receive. */
-    if (rail->qp != NULL && rail->request.reads_back)
+    if (rail->qp != NULL && rail->options->reads_back)
         rail->loopback_qp = make_qp(rail, 1, 1, 0);
-    if (rail->qp == NULL || (rail->request.reads_back && rail->loopback_qp == NULL))
+    if (rail->qp == NULL || (rail->options->reads_back && rail->loopback_qp == NULL))
         return fail(error, "it makes no queue pair (%s)", strerror(errno));
     return true;
 }
 
-bool verbs_open(struct verbs_rail *rail, const struct verbs_request *request,
-                struct verbs_connection_info *info, char *error)
+bool verbs_open(struct verbs_rail *rail, const char *device, char *error)
 {
+    const struct engine_options *options = rail->options;
+
     rail->rail.operations = &verbs_operations;
     rail->rail.confirms_delivery = true;
-    rail->rail.reads_back = request->reads_back;
     rail->rail.event_fd = rail->rail.async_fd = -1;
-    rail->request = *request;
-    rail->context = open_device(request->device, error);
+    rail->context = open_device(device, error);
     if (rail->context == NULL)
         return false;
     rail->pd = ibv.alloc_pd(rail->context);
@@ -178,13 +177,14 @@ bool verbs_open(struct verbs_rail *rail, const struct verbs_request *request,
         return false;
     rail->rail.event_fd = rail->channel->fd;
     rail->rail.async_fd = rail->context->async_fd;
-    *info = (struct verbs_connection_info){
+    rail->own = (struct verbs_end){
         .qp = rail->qp->qp_num,
-        .receiving = rail->rings_base + request->ring_bytes,
+        .psn = rail->own.psn,
+        .receiving = rail->rings_base + options->ring_bytes,
         .receiving_key = rail->rings->rkey,
-        .control = request->control,
+        .control = options->control,
         .control_key = rail->control->rkey,
-        .by_dmabuf = rail->rings_base != request->rings,
+        .reads_back = options->reads_back,
     };
     return true;
 }
@@ -198,17 +198,18 @@ static int modify_to_init(struct ibv_qp *qp, uint8_t port, unsigned int access)
                          IBV_QP_STATE | IBV_QP_PKEY_INDEX | IBV_QP_PORT | IBV_QP_ACCESS_FLAGS);
 }
 
-static int modify_to_rts(struct ibv_qp *qp, uint8_t port, const struct verbs_route *route,
-                    uint32_t psn)
+/* Connect a queue pair of this rail with that of an end. */
+static int modify_to_rts(const struct verbs_rail *rail, struct ibv_qp *qp,
+                         const struct verbs_route *route, uint32_t peer_qp, uint32_t peer_psn)
 {
     struct ibv_qp_attr wanted = {
         .qp_state = IBV_QPS_RTR,
         .path_mtu = (int)route->mtu,
-        .dest_qp_num = route->qp,
-        .rq_psn = route->psn,
+        .dest_qp_num = peer_qp,
+        .rq_psn = peer_psn,
         .max_dest_rd_atomic = 1,
         .min_rnr_timer = MIN_RNR_TIMER,
-        .ah_attr = {.dlid = route->lid, .port_num = port, .is_global = route->is_global},
+        .ah_attr = {.dlid = route->lid, .port_num = rail->port, .is_global = route->is_global},
     };
     if (route->is_global) {
         wanted.ah_attr.grh.sgid_index = route->gid_index;
@@ -222,7 +223,7 @@ static int modify_to_rts(struct ibv_qp *qp, uint8_t port, const struct verbs_rou
     if (code != 0)
         return code;
     wanted = (struct ibv_qp_attr){.qp_state = IBV_QPS_RTS,
-                                  .sq_psn = psn,
+                                  .sq_psn = rail->own.psn,
                                   .timeout = ACK_TIMEOUT,
                                   .retry_cnt = RETRY_COUNT,
                                   .rnr_retry = RNR_RETRY_COUNT,
@@ -232,31 +233,26 @@ static int modify_to_rts(struct ibv_qp *qp, uint8_t port, const struct verbs_rou
                              IBV_QP_RNR_RETRY | IBV_QP_MAX_QP_RD_ATOMIC);
 }
 
-bool verbs_connect(struct verbs_rail *rail, const struct verbs_peer *peer,
-                   const struct verbs_route *own, char *error)
+bool verbs_connect(struct verbs_rail *rail, const struct verbs_end *peer,
+                   const struct verbs_route *route, const struct verbs_route *own, char *error)
 {
-    uint8_t port = rail->request.port;
-    uint32_t psn = rail->request.psn;
-    int code = modify_to_init(rail->qp, port, IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE);
+    struct ibv_qp *loopback = rail->loopback_qp;
+    int code =
+        modify_to_init(rail->qp, rail->port, IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE);
 
     rail->peer = *peer;
     for (int count = 0; code == 0 && count < RECV_DEPTH; count++)
         code = verbs_post_receive(rail);
     if (code == 0)
-        code = modify_to_rts(rail->qp, port, &peer->route, psn);
-    if (code == 0 && rail->loopback_qp != NULL)
-        code = modify_to_init(rail->loopback_qp, port, IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_READ);
-    if (code == 0 && rail->loopback_qp != NULL) {
-        struct verbs_route loopback = *own;
-
-        loopback.qp = rail->loopback_qp->qp_num;
-        loopback.psn = psn;
-        code = modify_to_rts(rail->loopback_qp, port, &loopback, psn);
-    }
+        code = modify_to_rts(rail, rail->qp, route, peer->qp, peer->psn);
+    if (code == 0 && loopback != NULL)
+        code = modify_to_init(loopback, rail->port, IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_READ);
+    if (code == 0 && loopback != NULL)
+        code = modify_to_rts(rail, loopback, own, loopback->qp_num, rail->own.psn);
     if (code != 0)
         return fail(error, "its queue pair cannot be connected (%s)", strerror(code));
     rail->rail.live = true;
-    rail->rail.can_read_back = rail->loopback_qp != NULL;
+    rail->rail.can_read_back = loopback != NULL;
     rail->rail.peer_reads_back = peer->reads_back;
     return true;
 }

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from ctypes import c_uint64, c_void_p
-
 from hetero.device.driver_base import GpuDriver
 from hetero.native.binding import native
 
@@ -11,5 +9,5 @@ from hetero.native.binding import native
 def copy(driver: GpuDriver, target: int, source: int, nbytes: int, stream: int) -> None:
     """Returns at once; the addresses are those of registered host or of device memory."""
     entry = driver.entry_points
-    numbers = map(c_uint64, (entry.vendor, entry.copy, target, source, nbytes))
-    assert native().driver_copy(*numbers, c_void_p(stream)) == 0
+    code = native().driver_copy(entry.vendor, entry.copy, target, source, nbytes, stream)
+    assert code == 0

@@ -166,19 +166,6 @@ def test_hip_refuses_to_wait_where_its_comparison_would_be_wrong(fake_hip) -> No
         driver.stream_wait_value(1, 0x1000, 3 * 2**30)
 
 
-def test_a_hip_stream_waits_only_after_a_probe(fake_hip) -> None:
-    driver = HipDriver(fake_hip.path)
-    assert driver.offers_stream_values(0)
-    assert not driver.can_wait_on_stream(0)
-    driver.trust_stream_values(0)
-    assert driver.can_wait_on_stream(0)
-    assert not driver.can_wait_on_stream(1)
-
-
-def test_a_cuda_stream_waits(fake_cuda) -> None:
-    assert CudaDriver(fake_cuda.path).can_wait_on_stream(0)
-
-
 def test_hip_exports_a_dmabuf_through_hsa(fake_hip) -> None:
     driver = HipDriver(fake_hip.path)
     fake_hip.forget()

@@ -109,7 +109,7 @@ def test_the_loss_of_the_last_nic_is_an_error_at_both_ends_that_names_it(
     nics: LoopbackNics, fault: Fault
 ) -> None:
     setup = verbs.Setup(nics, names=(("a0",), ("b0",)))
-    _lose_the_last(setup, lambda: nics.break_with("a0", fault), ("a0:1", "b0:1"))
+    _lose_the_last(setup, lambda: setattr(nics["a0"], "fault", fault), ("a0:1", "b0:1"))
 
 
 @pytest.mark.slow

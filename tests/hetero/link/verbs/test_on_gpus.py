@@ -125,5 +125,5 @@ def test_a_lost_rail_costs_no_byte(gpu_nics: LoopbackNics) -> None:
     with setup(gpu_nics, memory=DEVICE, read_back=True).links() as (one, other):
         for number in range(MESSAGES):
             if number == MESSAGES // 3:
-                gpu_nics.break_with("b0", Fault.CUT)
+                gpu_nics["b0"].fault = Fault.CUT
             assert cross(one, other, nbytes=3 * CHUNK_BYTES + 1, source=0), number

@@ -13,20 +13,20 @@ from tests.loopback_nic.library import LoopbackNics
 
 
 def test_host_memory_that_cannot_be_registered_says_what_may_be_locked(nics: LoopbackNics) -> None:
-    nics.refuse_memory("a0")
+    nics["a0"].refuses_memory = True
     own, told = Setup(nics).errors()
     assert "ulimit -l" in own
     assert "rank 0 says" in told
 
 
 def test_a_chunk_larger_than_a_port_carries_is_an_error(nics: LoopbackNics) -> None:
-    nics.limit("b0", max_message=CHUNK_BYTES - 1)
+    nics["b0"].max_message = CHUNK_BYTES - 1
     for error in Setup(nics).errors():
         assert "choose smaller chunks" in error
 
 
 def test_a_nic_with_too_short_queues_is_an_error(nics: LoopbackNics) -> None:
-    nics.limit("b0", max_requests=20)
+    nics["b0"].max_requests = 20
     _, own = Setup(nics).errors()
     assert "b0:1 cannot be used for RDMA: it takes 20 requests at once" in own
 

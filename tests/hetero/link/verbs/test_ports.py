@@ -153,14 +153,14 @@ def found_ports(nics: LoopbackNics, *names: str) -> list[Port]:
 
 
 def test_a_port_is_described_by_what_its_device_says(nics: LoopbackNics) -> None:
-    nics.limit("a0", max_message=1 << 20)
+    nics["a0"].max_message = 1 << 20
     (found,) = found_ports(nics, "a0")
     assert (found.kind, found.gid, found.gid_index) == (ROCE, GID.format(0), GID_INDEX)
     assert (found.mtu, found.max_message) == (5, 1 << 20)
 
 
 def test_ports_that_cannot_be_used_are_named_with_the_reason(nics: LoopbackNics) -> None:
-    nics.activate("a0", is_active=False)
+    nics["a0"].is_down = True
     with pytest.raises(LinkError, match="a0:1 is not active; mlx5_9:1 the device cannot be opened"):
         found_ports(nics, "a0", "mlx5_9")
     assert [str(found) for found in found_ports(nics, "a0", "a1")] == ["a1:1"]
