@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import _DistributedBackendOptions
 
-from hetero.cluster import identify
+from hetero.cluster import identify, require_equal
 from hetero.collectives.group_links import clone, host_of, own_address
 from hetero.collectives.presence import Presence
 from hetero.collectives.process_group_base import HeteroProcessGroupBase
@@ -163,9 +163,16 @@ class _Rendezvous:
                 flags={},
             )
             own |= {"host": identity.host, "vendor": identity.vendor}
+            own["version"] = identity.project_version
             own["address"] = own_address(presence.store_host), presence.port
         except (UserError, ValueError, OSError) as error:
             own["error"] = str(error)
+        identities = self._exchange("identity", own)
+        versions = [identity["version"] for identity in identities]
+        try:
+            require_equal(self._global_ranks, versions, what="versions of this project")
+        except UserError as error:
+            raise LinkError(f"group {self._name} could not be built: {error}") from error
         members = tuple(
             Member(
                 rank=rank,
@@ -174,7 +181,7 @@ class _Rendezvous:
                 vendor=identity["vendor"],
                 address=tuple(identity["address"]),
             )
-            for rank, identity in enumerate(self._exchange("identity", own))
+            for rank, identity in enumerate(identities)
         )
         return Layout(members, self._rank)
 

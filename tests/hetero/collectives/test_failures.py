@@ -334,29 +334,6 @@ def wrap_another_model(side: Side) -> str:
     return str(raised.value)
 
 
-def test_a_group_that_one_rank_cannot_build_is_built_by_none():
-    outcomes = run_ranks(build_with_an_unknown_vendor, TWO_AND_TWO, backend=None)
-    for text in values(outcomes):
-        assert "rank 2" in text
-        assert "HETERO_VENDOR='unheard-of'" in text
-
-
-def build_with_an_unknown_vendor(side: Side) -> str:
-    if side.rank == 2:
-        os.environ["HETERO_VENDOR"] = "unheard-of"
-    try:
-        dist.init_process_group(
-            "hetero",
-            store=dist.PrefixStore("group", side.store),
-            rank=side.rank,
-            world_size=side.size,
-            timeout=timedelta(seconds=30),
-        )
-    except Exception as error:
-        return str(error)
-    return "nothing"
-
-
 def test_what_this_rank_sees_to_be_wrong_is_refused_and_the_group_goes_on():
     for rank, told in enumerate(values(run_ranks(make_mistakes, ("nvidia", "amd")))):
         assert told[:4] == [
