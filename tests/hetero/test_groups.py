@@ -24,25 +24,23 @@ Key = Callable[[Coordinate], tuple[int, ...]]
 MINUTE = timedelta(seconds=60)
 KINDS: dict[str, Key] = {
     "single": lambda c: (c.rank,),
-    "tensor": lambda c: (c.stage, c.data, c.context),
-    "context": lambda c: (c.stage, c.data, c.tensor),
+    "tensor": lambda c: (c.stage, c.data),
+    "context": lambda c: (c.rank,),
     "tensor_context": lambda c: (c.stage, c.data),
-    "data": lambda c: (c.stage, c.context, c.tensor),
+    "data": lambda c: (c.stage, c.tensor),
     "data_context": lambda c: (c.stage, c.tensor),
     "tensor_data_context": lambda c: (c.stage,),
     "world": lambda c: (),
 }
 ALONG_THE_PIPELINE: dict[str, Key] = {
-    "pipeline": lambda c: (c.data, c.context, c.tensor),
-    "model": lambda c: (c.data, c.context),
+    "pipeline": lambda c: (c.data, c.tensor),
+    "model": lambda c: (c.data,),
 }
 """Where all stages have the same ranks: in one mesh, or in whole replicas."""
 
 
-def _plan(
-    vendors: list[tuple[str, int]], *, tensor: int = 1, data: int = 1, context: int = 1
-) -> Plan:
-    meshes = tuple(Mesh(v, stages=s, tensor=tensor, data=data, context=context) for v, s in vendors)
+def _plan(vendors: list[tuple[str, int]], *, tensor: int = 1, data: int = 1) -> Plan:
+    meshes = tuple(Mesh(v, stages=s, tensor=tensor, data=data) for v, s in vendors)
     return Plan(meshes=meshes, layers=((1,),) * sum(s for _, s in vendors))
 
 
@@ -51,16 +49,16 @@ def uniform_plans(draw: st.DrawFn) -> Plan:
     size = st.integers(1, 2)
     mesh = st.tuples(st.sampled_from(["amd", "nvidia"]), size)
     vendors = draw(st.lists(mesh, min_size=1, max_size=3))
-    return _plan(vendors, tensor=draw(size), data=draw(size), context=draw(size))
+    return _plan(vendors, tensor=draw(size), data=draw(size))
 
 
 @st.composite
 def plans_of_replicas(draw: st.DrawFn) -> Plan:
     """Whole replicas on each vendor, of one shape and in any number."""
     size, stages = st.integers(1, 2), draw(st.integers(1, 3))
-    tensor, context = draw(size), draw(size)
+    tensor = draw(size)
     meshes = tuple(
-        Mesh(vendor, stages=stages, tensor=tensor, context=context, data=draw(st.integers(1, 3)))
+        Mesh(vendor, stages=stages, tensor=tensor, data=draw(st.integers(1, 3)))
         for vendor in ("nvidia", "amd")
     )
     return Plan(meshes=meshes, layers=((1,),) * stages, whole_replicas=True)
@@ -75,7 +73,7 @@ def any_plans(draw: st.DrawFn) -> Plan:
     if kind == "replicas":
         return draw(plans_of_replicas())
     size = st.integers(1, 3)
-    mesh = st.builds(Mesh, vendor=st.just("amd"), stages=size, tensor=size, data=size, context=size)
+    mesh = st.builds(Mesh, vendor=st.just("amd"), stages=size, tensor=size, data=size)
     meshes = tuple(draw(st.lists(mesh, min_size=1, max_size=2)))
     return Plan(meshes=meshes, layers=((1,),) * sum(mesh.stages for mesh in meshes))
 

@@ -22,16 +22,16 @@ def test_coordinate_and_rank_at_are_each_others_inverse(plan: Plan) -> None:
     for rank in range(plan.world_size):
         c = plan.coordinate(rank)
         assert c.rank == rank
-        assert plan.rank_at(c.stage, data=c.data, context=c.context, tensor=c.tensor) == rank
+        assert plan.rank_at(c.stage, data=c.data, tensor=c.tensor) == rank
         assert c.mesh in {block.mesh for block in plan.blocks_of_stage(c.stage)}
     vendors = [plan.vendor_of_rank(rank) for rank in range(plan.world_size)]
     assert vendors == [mesh.vendor for mesh in plan.meshes for _ in range(mesh.world_size)]
 
 
 @given(plans())
-def test_tensor_is_fastest_then_context_then_data_then_stage(plan: Plan) -> None:
+def test_tensor_is_fastest_then_data_then_stage(plan: Plan) -> None:
     places = [plan.coordinate(rank) for rank in range(plan.world_size)]
-    keys = [(c.stage, c.data, c.context, c.tensor) for c in places]
+    keys = [(c.stage, c.data, c.tensor) for c in places]
     assert keys == sorted(keys)
     assert len(set(keys)) == len(keys)
 

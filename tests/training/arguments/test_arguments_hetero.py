@@ -133,8 +133,8 @@ def test_plan_and_another_layout_exclude_each_other(parse, flags, tmp_path):
         ),
         (
             f"{TWO} --hetero-data-sizes 4 2",
-            "the plan needs 6 ranks (amd 1 stage x TP 1 x CP 1 x DP 4 + nvidia 1 stage x TP 1 x CP "
-            "1 x DP 2) but 4 were started; change the number of processes or the plan: with "
+            "the plan needs 6 ranks (amd 1 stage x TP 1 x DP 4 + nvidia 1 stage x TP 1 "
+            "x DP 2) but 4 were started; change the number of processes or the plan: with "
             "data-parallel sizes 2 1 it needs 3",
         ),
         (f"{TWO} --hetero-data-sizes 99999999999 1", "needs 100000000000 ranks"),
