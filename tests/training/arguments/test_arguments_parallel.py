@@ -185,4 +185,4 @@ def test_weight_gradients_are_delayed_across_vendors_alone(parse):
 def test_validation_without_a_pipeline_size_is_a_mistake_of_the_caller(parse):
     args = parse("--hetero-pipeline --hetero-plan plan.yaml")
     with pytest.raises(ValueError, match="pipeline_model_parallel_size"):
-        check_sizes(args, 2, Problems())
+        check_sizes(args, Problems())

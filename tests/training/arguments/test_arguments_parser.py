@@ -37,24 +37,12 @@ def test_every_flag_has_help():
     assert [action.dest for action in build_parser()._actions if not action.help] == []
 
 
-def test_the_rank_and_the_world_size_come_from_the_environment(parse, monkeypatch):
-    monkeypatch.setenv("RANK", "3")
-    monkeypatch.setenv("LOCAL_RANK", "1")
+def test_the_world_size_comes_from_the_environment(parse, refusal, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "4")
-    args = parse(world_size=None)
-    assert (args.rank, args.local_rank, args.data_parallel_size) == (3, 1, 4)
-
-
-@pytest.mark.parametrize(
-    ("name", "value"), [("RANK", "two"), ("LOCAL_RANK", "-1"), ("WORLD_SIZE", "")]
-)
-def test_environment_that_is_no_number_is_refused(refusal, monkeypatch, name, value):
-    monkeypatch.setenv(name, value)
-    assert name in refusal(world_size=None)
-
-
-def test_world_size_zero_is_refused(refusal):
-    assert "world size must be at least 1" in refusal(world_size=0)
+    assert parse(world_size=None).data_parallel_size == 4
+    monkeypatch.setenv("RANK", "two")
+    monkeypatch.setenv("LOCAL_RANK", "-1")
+    assert "the environment has RANK='two', LOCAL_RANK='-1'" in refusal(world_size=None)
 
 
 @pytest.mark.parametrize(
