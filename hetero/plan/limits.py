@@ -47,15 +47,14 @@ def world_size_problems(meshes: Sequence[Mesh], world_size: int) -> Iterator[str
     if needed == world_size:
         return
     parts = " + ".join(
-        f"{m.vendor} {counted(m.stages, 'stage')} x TP {m.tensor} x CP {m.context} x DP {m.data}"
-        for m in meshes
+        f"{m.vendor} {counted(m.stages, 'stage')} x TP {m.tensor} x DP {m.data}" for m in meshes
     )
     # Scale the data-parallel sizes proportionally, or make them equal where those are too many.
     common = math.gcd(*(mesh.data for mesh in meshes))
     data = [mesh.data // common for mesh in meshes]
     if needed // common > world_size:
         data = [1] * len(meshes)
-    least = sum(m.stages * m.tensor * m.context * n for m, n in zip(meshes, data, strict=True))
+    least = sum(m.stages * m.tensor * n for m, n in zip(meshes, data, strict=True))
     if times := world_size // least:
         sizes = " ".join(str(count * times) for count in data)
         remedy = f"with data-parallel sizes {sizes} it needs {times * least}"

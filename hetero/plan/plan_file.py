@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -79,7 +79,7 @@ def _read_entry(entry: object, *, chunks: int) -> _Entry:
     found.problems += [
         f"unknown key {key!r}; the keys are {', '.join(KEYS)}"
         for key in map(str, entry)
-        if key not in KEYS
+        if key not in (*KEYS, "context")
     ]
     missing = [key for key in ("vendor", "layers") if key not in entry]
     found.problems += [f"the key {key!r} is missing" for key in missing]
@@ -96,7 +96,8 @@ def _read_entry(entry: object, *, chunks: int) -> _Entry:
     except PlanError as error:
         found.problems += error.sentences
         return found
-    if mesh.context > 1:
+    # Files may give the size of context parallelism, as long as there is none.
+    if entry.get("context", 1) != 1:
         found.problems.append("context parallelism is not available; leave 'context' out")
     if stages not in (None, mesh.stages):
         found.problems.append(
@@ -104,7 +105,7 @@ def _read_entry(entry: object, *, chunks: int) -> _Entry:
             f"the layers of {counted(mesh.stages, 'stage')}"
         )
     elif "vendor" in entry and stages is not None:
-        found.mesh = replace(mesh, context=1)
+        found.mesh = mesh
     return found
 
 

@@ -74,7 +74,7 @@ def apply_plan_file(args: argparse.Namespace) -> None:
         args.hetero_sequence_parallel = [mesh.sequence_parallel for mesh in file.meshes]
         args.hetero_recompute = [mesh.recompute for mesh in file.meshes]
         problems.run(_apply_micro_batch_sizes(args, file.meshes))
-        check_sizes(args, args.world_size, problems)
+        check_sizes(args, problems)
         problems.run(_check_recompute_units(args, file.meshes, file.layers))
     problems.refuse()
 

@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -84,13 +85,20 @@ def environment() -> dict[str, str]:
     return kept | {"PYTHONPATH": str(ROOT)}
 
 
-def start(*words: str, launcher: tuple[str, ...] = ("-m", "hetero.run")) -> subprocess.Popen[str]:
+def start(
+    *words: str,
+    launcher: tuple[str, ...] = ("-m", "hetero.run"),
+    python: str = sys.executable,
+    environ: Mapping[str, str] = {"OMP_NUM_THREADS": "1"},
+) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, *launcher, *words],
-        env=environment() | {"OMP_NUM_THREADS": "1"},
+        [python, *launcher, *words],
+        env=environment() | environ,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        # A shell that runs the tests in the background has them, and so this, ignore it.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
 
 
@@ -101,15 +109,8 @@ def ended(process: subprocess.Popen[str]) -> tuple[int, list[str], list[str]]:
 
 def test_a_program_that_ends_well_is_all_that_is_heard(script: str) -> None:
     """Started as users start it, without a variable that it sets."""
-    words = ["-m", "hetero.run", "--nproc-per-node", "2", script, "well", "--its", "flags"]
-    process = subprocess.Popen(
-        [preloaded.INTERPRETER, *words],
-        env=environment(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    code, out, err = ended(process)
+    words = ["--nproc-per-node", "2", script, "well", "--its", "flags"]
+    code, out, err = ended(start(*words, python=preloaded.INTERPRETER, environ={}))
     assert code == 0
     assert err == []
     assert sorted(line.split()[:2] for line in out) == [["0", "2"], ["1", "2"]]
@@ -183,15 +184,8 @@ def test_a_signal_ends_everything_with_one_line(script: str, number: int, code: 
 
 def test_an_interrupt_while_pytorch_is_imported_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(HOLDS)
-    process = subprocess.Popen(
-        [preloaded.INTERPRETER, "-m", "hetero.run"],
-        env=environment() | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        # A shell that runs the tests in the background has them, and so this, ignore it.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    )
+    path = {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
+    process = start(python=preloaded.INTERPRETER, environ=path)
     assert process.stdout is not None
     assert process.stdout.readline() == "here\n"
     process.send_signal(signal.SIGINT)

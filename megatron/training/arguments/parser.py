@@ -1,7 +1,6 @@
 """Parses and checks the command line, without importing torch."""
 
 import argparse
-import os
 import re
 import sys
 from collections.abc import Iterator, Sequence
@@ -30,6 +29,7 @@ from megatron.training.arguments.unsupported_flags import (
 )
 from megatron.training.arguments.validate import REQUIRED, check_flags, check_sizes
 from megatron.training.checkpoint.checkpoint_args import load_args_from_checkpoint
+from megatron.training.rendezvous import environment_rank
 
 
 class Parser(argparse.ArgumentParser):
@@ -110,11 +110,15 @@ def collect_args(
                 delattr(args, action.dest)
     args.ignored_flags = [*notes, *file_notes]
     args.typed_flags, args.taken_flags = given, []
-    problems.run(_read_environment(args, world_size), _take_checkpoint_args(args, parser))
+    if world_size is None and (ranks := problems.read(environment_rank)):
+        _, world_size, _ = ranks
+    problems.run(_take_checkpoint_args(args, parser))
     fall_back(args)
     check_flags(args, given, problems)
-    if vars(args).get("hetero_plan") is None and "world_size" in vars(args):
-        check_sizes(args, args.world_size, problems)
+    if world_size is not None:
+        args.world_size = world_size
+        if vars(args).get("hetero_plan") is None:
+            check_sizes(args, problems)
     return args
 
 
@@ -198,26 +202,6 @@ def _list_error(segment: Segment, parser: Parser) -> str | None:
         return None
     takes = f"{segment.flag} takes words with spaces between"
     return None if left_over or not items else f"{takes}: {segment.flag} {' '.join(items)}"
-
-
-def _read_environment(args: Arguments, world_size: int | None) -> Iterator[str]:
-    """Set rank, local rank and world size; yields errors."""
-    for name, default in (("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1)):
-        if name == "WORLD_SIZE" and world_size is not None:
-            continue
-        text = os.environ.get(name, str(default))
-        if not text.isdecimal():
-            yield (
-                f"the environment variable {name} must be a whole number, not {text!r}; "
-                "start this program with python -m hetero.run or torchrun"
-            )
-        else:
-            setattr(args, name.lower(), int(text))
-    if world_size is not None:
-        args.world_size = world_size
-    if args.world_size < 1:
-        yield f"the world size must be at least 1, not {args.world_size}; check torchrun"
-        del args.world_size
 
 
 def _take_checkpoint_args(args: Arguments, parser: Parser) -> Iterator[str]:

@@ -25,7 +25,6 @@ MEGATRON = {
 }
 OURS = {
     "params_dtype": "float32",  # a torch.dtype there
-    "local_rank": 0,
     "hetero_pipeline_sizes": None,
     "ignored_flags": [],
 }
