@@ -17,7 +17,7 @@ from hetero.errors import LinkError
 from hetero.link import ring_options
 from hetero.link.handshake import Rendezvous
 from hetero.link.tcp_connections import TcpPaths, _reachable, open_connections, tune
-from tests.hetero.link.tcp.ends import CHUNK_BYTES, Setup
+from tests.hetero.link.tcp.ends import Setup
 from tests.hetero.link.test_handshake import both, rendezvous
 
 
@@ -75,11 +75,6 @@ def test_a_peer_that_never_says_its_parameters_is_an_error_in_time(
     store = dist.HashStore()
     error, _ = both(*(lambda rank=rank: Setup().open(rendezvous(rank, store)) for rank in range(2)))
     assert isinstance(error, OSError)
-
-
-def test_ends_that_cut_their_messages_differently_do_not_go_on() -> None:
-    for error in Setup(chunk_bytes=(CHUNK_BYTES, 2 * CHUNK_BYTES)).errors():
-        assert "chunk_bytes is" in error
 
 
 @pytest.mark.parametrize("within_host", [True, False])

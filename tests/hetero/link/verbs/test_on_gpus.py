@@ -85,7 +85,7 @@ def setup(nics: LoopbackNics, *, memory: str, read_back: bool) -> Setup:
         nics,
         memory=memory,
         read_back=read_back,
-        ring_bytes=(RING_BYTES, RING_BYTES),
+        ring_bytes=RING_BYTES,
         chunk_bytes=CHUNK_BYTES,
         devices=tuple(GpuDevice(gpu) for gpu in gpus),
         tensors_on=gpus,
