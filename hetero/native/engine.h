@@ -9,7 +9,7 @@
 
 #define ENGINE_RAILS 32
 
-/* This end of the link. Mirrored in structures.py. */
+/* This end of the link, as Python describes it. */
 struct engine_options {
     uint64_t control;    /* address of the control segment (struct ring_control) */
     uint64_t side;       /* 0 for the listener, 1 for the caller */

@@ -1,7 +1,6 @@
 /* Layout of a link's control segment: a doorbell and an error flag for each end, four counters and the
  * entries' records for each direction. docs/ring.md explains them. Two ends on one host map the same
- * segment; with a carrier each end has its own, and docs/wire.md says where in it the peer writes.
- * Mirrored in structures.py. */
+ * segment; with a carrier each end has its own, and docs/wire.md says where in it the peer writes. */
 #ifndef HETERO_RING_H
 #define HETERO_RING_H
 
