@@ -45,6 +45,7 @@ class RingLink(RingLinkBase):
         super().__init__(description, ends=ends, outgoing=outgoing, incoming=incoming)
         self.transport = options.transport
         self.c_rings_doorbell = outgoing.c_rings_doorbell
+        """Whether C rings the peer's doorbell when it has enqueued something."""
         self._device = options.device
         self._ring_bytes = options.ring_bytes
         self._headers = HeaderWriter(job=job_token(description.job))
@@ -75,7 +76,6 @@ class RingLink(RingLinkBase):
         with self._lock:
             self._require_open()
             transfer = self._transfer(source, stream, ready=ready, tag=tag, is_receive=False)
-            self._count_sent(source)
             self._out.waiting.append(transfer)
             self._enqueue(sender=stream)
             if transfer.ready is None and transfer.end_count is None:
@@ -95,7 +95,6 @@ class RingLink(RingLinkBase):
             transfer = self._transfer(
                 tensor.detach(), stream, ready=ready, tag=tag, is_receive=True
             )
-            self._count_received(tensor)
             if self._in.is_small(transfer.nbytes):
                 # Leave it to the caller's `wait`, which may enqueue it on the caller's stream.
                 self._enqueue()
@@ -113,6 +112,11 @@ class RingLink(RingLinkBase):
     def lock_for_exchange(
         self, started: Sequence[RingTransfer] | None = None
     ) -> CurrentStream | None:
+        """Lock the link for messages of several links at once (ring_exchange.py).
+
+        `started`: the messages, if they have been started before; None for new ones.
+        Returns the caller's stream; None, without the lock, if the link cannot take part.
+        """
         stream = self._device.current_stream()
         if not stream.is_current_device():
             return None
@@ -145,13 +149,6 @@ class RingLink(RingLinkBase):
         transfer = self._transfer(
             tensor, stream, ready=None, tag=tag, is_receive=is_receive, piece=(first, nbytes)
         )
-        counters = self.counters
-        if is_receive:
-            counters.messages_received += 1
-            counters.bytes_received += transfer.nbytes
-        else:
-            counters.messages_sent += 1
-            counters.bytes_sent += transfer.nbytes
         transfer.flow.waiting.append(transfer)
         return transfer
 
@@ -266,6 +263,8 @@ class RingLink(RingLinkBase):
         flow.sequence = sequence + 1
         begin, nbytes = piece or (0, tensor.nbytes)
         dtype, shape = (torch.uint8, (nbytes,)) if piece else (tensor.dtype, tensor.shape)
+        header = self._headers.pack(dtype, shape, sequence=sequence, tag=tag)
+        self._count(nbytes, is_receive=is_receive)
         # Positional: keywords cost a microsecond.
         return RingTransfer(
             self,
@@ -276,7 +275,7 @@ class RingLink(RingLinkBase):
             is_receive,
             time.monotonic() + self.description.timeout,
             sequence,
-            self._headers.pack(dtype, shape, sequence=sequence, tag=tag),
+            header,
             nbytes,
             tensor.data_ptr() + begin,
         )

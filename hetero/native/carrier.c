@@ -214,12 +214,16 @@ bool carrier_add_tcp(struct carrier *carrier, int fd, char *error)
 bool carrier_start(struct carrier *carrier, char *error)
 {
     sigset_t all, before;
-    int code;
+    int code = 0;
 
     /* Block signals in these threads: one delivered here would not interrupt Python's main thread. */
     sigfillset(&all);
     pthread_sigmask(SIG_SETMASK, &all, &before);
-    code = engine_start_rails(&carrier->engine);
+    for (int index = 0; index < carrier->engine.rail_count && code == 0; index++) {
+        struct rail *rail = carrier->engine.rails[index];
+
+        code = rail->operations->start != NULL ? rail->operations->start(rail) : 0;
+    }
     if (code == 0)
         code = pthread_create(&carrier->thread, NULL, run, carrier);
     pthread_sigmask(SIG_SETMASK, &before, NULL);

@@ -73,17 +73,7 @@ static uint64_t entry_span(struct engine *engine, struct ring_direction *directi
     return nbytes;
 }
 
-/* Starting and losing rails. */
-
-int engine_start_rails(struct engine *engine)
-{
-    int code = 0;
-
-    for (int index = 0; index < engine->rail_count && code == 0; index++)
-        if (engine->rails[index]->operations->start != NULL)
-            code = engine->rails[index]->operations->start(engine->rails[index]);
-    return code;
-}
+/* Losing rails. */
 
 void engine_lose_rail(struct engine *engine, struct rail *rail, const char *reason)
 {
