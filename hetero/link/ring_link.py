@@ -155,8 +155,7 @@ class RingLink(RingLinkBase):
     def handle_driver_failure(self, transfer: RingTransfer) -> None:
         """Break the link. Call with the lock, after updating all transfers of the exchange."""
         if self._broken is None:
-            what = str(transfer.flow.driver_error(transfer))
-            self._break(self._transfer_error(what, remedy=_DRIVER_REMEDY))
+            self._fail(str(transfer.flow.driver_error(transfer)), _DRIVER_REMEDY)
 
     def end_exchange(self, *, caller_waits: bool) -> bool:
         """Ring the peer's doorbell after an exchange. Call with the lock.
@@ -301,7 +300,7 @@ class RingLink(RingLinkBase):
             self._break(self._refused(self._in.waiting[0], str(refusal)))
             return
         except (LinkError, RuntimeError) as error:
-            self._break(self._transfer_error(str(error), remedy=_DRIVER_REMEDY))
+            self._fail(str(error), _DRIVER_REMEDY)
             return
         if moved:
             self._ends.peer.ring()
@@ -334,7 +333,7 @@ class RingLink(RingLinkBase):
         """Sleep until progress is requested."""
         self._is_asleep = True
         with self._lock_or_unblock():
-            idle = not (self._out.transfers() or self._in.transfers())
+            idle = not self._transfers()
         if idle and not self._closed:
             self._progress_requested.wait()
         self._is_asleep = False

@@ -20,6 +20,11 @@ struct ring_word {
     uint8_t unused[56];
 };
 
+static inline uint32_t ring_load(const struct ring_word *word)
+{
+    return __atomic_load_n(&word->value, __ATOMIC_ACQUIRE);
+}
+
 /* The descriptor of an entry: which bytes of which message are in which slot. */
 struct ring_record {
     uint8_t header[RING_HEADER_BYTES];

@@ -15,7 +15,7 @@ from hetero.errors import LinkError
 from hetero.link import open as opening
 from hetero.link.base import Link, LinkCounters
 from hetero.link.handshake import Rendezvous
-from hetero.link.names import FAMILIES, PATHS
+from hetero.link.names import PATHS
 from hetero.link.open import (
     Capabilities,
     ChannelOptions,
@@ -132,11 +132,6 @@ def test_an_address_that_no_other_host_can_call_is_refused_before_it_is_tried() 
     assert reason is not None
     assert "only the loopback address 127.0.1.1" in reason
     assert ends(here, there).unavailable_reason("tcp") is None
-
-
-def test_every_family_is_made_of_paths_fastest_first() -> None:
-    for family in FAMILIES.values():
-        assert list(family) == sorted(family, key=PATHS.index)
 
 
 NO_GPU = "ipc: it joins GPUs, and the tensors are on a CPU"
