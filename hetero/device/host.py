@@ -14,8 +14,7 @@ from typing import Any
 import torch
 
 from hetero.device.device import COMPLETED, CurrentStream, Device, DeviceStreams, Event, Word
-from hetero.device.driver import driver_for
-from hetero.device.gpu import index_of, record_event, require_no_capture
+from hetero.device.gpu import GpuDevice, require_no_capture
 from hetero.errors import LinkError
 from hetero.native.binding import native
 from hetero.native.structures import (
@@ -40,7 +39,7 @@ class HostStreams(DeviceStreams):
         self,
         library: CDLL,
         *,
-        gpu: _Gpu | None = None,
+        gpu: GpuDevice | None = None,
         on_write: tuple[Any, int | None] | None = None,
     ) -> None:
         """`on_write` is a function in C, and its argument, to call after each word written."""
@@ -104,15 +103,6 @@ class CallingThread(CurrentStream):
             pass
 
 
-class _Gpu:
-    """The GPU whose tensors a host device copies."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.driver = driver_for(device)
-        self.index = index_of(device)
-
-
 class HostDevice(Device):
     """The host as the device of a link.
 
@@ -123,7 +113,7 @@ class HostDevice(Device):
 
     def __init__(self, device: torch.device, *, checksum: bool = False) -> None:
         self._library = native()
-        self._gpu = None if device.type == "cpu" else _Gpu(device)
+        self._gpu = None if device.type == "cpu" else GpuDevice(device)
         self._caller = CallingThread(self._library, accepts_work=self._gpu is None)
         self._streams: list[HostStreams] = []
         self._on_write: tuple[Any, int | None] | None = None
@@ -136,7 +126,7 @@ class HostDevice(Device):
 
     def use(self) -> None:
         if self._gpu is not None:
-            torch.cuda.set_device(self._gpu.device)
+            self._gpu.use()
 
     def new_streams(self) -> DeviceStreams:
         self._streams.append(HostStreams(self._library, gpu=self._gpu, on_write=self._on_write))
@@ -149,7 +139,7 @@ class HostDevice(Device):
         if self._gpu is None:
             return COMPLETED
         require_no_capture()
-        return record_event(torch.cuda.current_stream(self._gpu.device))
+        return self._gpu.record_event()
 
     def synchronize(self, seconds: float) -> bool:
         deadline = time.monotonic() + seconds
@@ -159,10 +149,9 @@ class HostDevice(Device):
 
     def register(self, address: int, nbytes: int) -> int:
         if self._gpu is not None:
-            with self._gpu.driver.on_device(self._gpu.index):
-                self._gpu.driver.register_host(address, nbytes)
+            self._gpu.register(address, nbytes)
         return address
 
     def unregister(self, address: int) -> None:
         if self._gpu is not None:
-            self._gpu.driver.unregister_host(address)
+            self._gpu.unregister(address)

@@ -18,7 +18,7 @@ from typing import Any
 from hetero.device.device import CurrentStream, Word
 from hetero.errors import LinkError
 from hetero.link.header import difference
-from hetero.link.ring import COUNTER_MASK, HALF_RANGE
+from hetero.link.ring import COUNTER_MASK, HALF_RANGE, ahead
 from hetero.link.ring_options import RingOptions
 from hetero.link.ring_transfer import RingEnds, RingTransfer
 from hetero.native import structures
@@ -78,10 +78,19 @@ class Flow:
         """Entries enqueued."""
         return int(self._state.count)
 
-    @property
-    def awaited(self) -> int:
-        """The highest value of the peer's counter that an entry depends on."""
-        return int(self._state.awaited)
+    def is_held(self) -> bool:
+        """Whether an entry depends on a value to which the peer's counter has not come."""
+        direction = self._direction
+        counter = direction.consumed if self._state.is_outgoing else direction.produced
+        return ahead(self._state.awaited, counter) > 0
+
+    def unblock(self) -> None:
+        """Unblock streams that wait for the peer's counter, after setting the error flag."""
+        direction = self._direction
+        unblock = (
+            direction.unblock_sender if self._state.is_outgoing else direction.unblock_receiver
+        )
+        unblock(self._state.awaited)
 
     def broken(self) -> str | None:
         """Why the streams have failed; None while they have not."""

@@ -45,6 +45,7 @@ class RingLink(RingLinkBase):
         super().__init__(description, ends=ends, outgoing=outgoing, incoming=incoming)
         self.transport = options.transport
         self.c_rings_doorbell = outgoing.c_rings_doorbell
+        """Whether C rings the peer's doorbell when it has enqueued something."""
         self._device = options.device
         self._ring_bytes = options.ring_bytes
         self._headers = HeaderWriter(job=job_token(description.job))
@@ -75,7 +76,6 @@ class RingLink(RingLinkBase):
         with self._lock:
             self._require_open()
             transfer = self._transfer(source, stream, ready=ready, tag=tag, is_receive=False)
-            self._count_sent(source)
             self._out.waiting.append(transfer)
             self._enqueue(sender=stream)
             if transfer.ready is None and transfer.end_count is None:
@@ -95,7 +95,6 @@ class RingLink(RingLinkBase):
             transfer = self._transfer(
                 tensor.detach(), stream, ready=ready, tag=tag, is_receive=True
             )
-            self._count_received(tensor)
             if self._in.is_small(transfer.nbytes):
                 # Leave it to the caller's `wait`, which may enqueue it on the caller's stream.
                 self._enqueue()
@@ -113,6 +112,11 @@ class RingLink(RingLinkBase):
     def lock_for_exchange(
         self, started: Sequence[RingTransfer] | None = None
     ) -> CurrentStream | None:
+        """Lock the link for messages of several links at once (ring_exchange.py).
+
+        `started`: the messages, if they have been started before; None for new ones.
+        Returns the caller's stream; None, without the lock, if the link cannot take part.
+        """
         stream = self._device.current_stream()
         if not stream.is_current_device():
             return None
@@ -145,21 +149,13 @@ class RingLink(RingLinkBase):
         transfer = self._transfer(
             tensor, stream, ready=None, tag=tag, is_receive=is_receive, piece=(first, nbytes)
         )
-        counters = self.counters
-        if is_receive:
-            counters.messages_received += 1
-            counters.bytes_received += transfer.nbytes
-        else:
-            counters.messages_sent += 1
-            counters.bytes_sent += transfer.nbytes
         transfer.flow.waiting.append(transfer)
         return transfer
 
     def handle_driver_failure(self, transfer: RingTransfer) -> None:
         """Break the link. Call with the lock, after updating all transfers of the exchange."""
         if self._broken is None:
-            what = str(transfer.flow.driver_error(transfer))
-            self._break(self._transfer_error(what, remedy=_DRIVER_REMEDY))
+            self._fail(str(transfer.flow.driver_error(transfer)), _DRIVER_REMEDY)
 
     def end_exchange(self, *, caller_waits: bool) -> bool:
         """Ring the peer's doorbell after an exchange. Call with the lock.
@@ -266,6 +262,8 @@ class RingLink(RingLinkBase):
         flow.sequence = sequence + 1
         begin, nbytes = piece or (0, tensor.nbytes)
         dtype, shape = (torch.uint8, (nbytes,)) if piece else (tensor.dtype, tensor.shape)
+        header = self._headers.pack(dtype, shape, sequence=sequence, tag=tag)
+        self._count(nbytes, is_receive=is_receive)
         # Positional: keywords cost a microsecond.
         return RingTransfer(
             self,
@@ -276,7 +274,7 @@ class RingLink(RingLinkBase):
             is_receive,
             time.monotonic() + self.description.timeout,
             sequence,
-            self._headers.pack(dtype, shape, sequence=sequence, tag=tag),
+            header,
             nbytes,
             tensor.data_ptr() + begin,
         )
@@ -302,7 +300,7 @@ class RingLink(RingLinkBase):
             self._break(self._refused(self._in.waiting[0], str(refusal)))
             return
         except (LinkError, RuntimeError) as error:
-            self._break(self._transfer_error(str(error), remedy=_DRIVER_REMEDY))
+            self._fail(str(error), _DRIVER_REMEDY)
             return
         if moved:
             self._ends.peer.ring()
@@ -335,7 +333,7 @@ class RingLink(RingLinkBase):
         """Sleep until progress is requested."""
         self._is_asleep = True
         with self._lock_or_unblock():
-            idle = not (self._out.transfers() or self._in.transfers())
+            idle = not self._transfers()
         if idle and not self._closed:
             self._progress_requested.wait()
         self._is_asleep = False

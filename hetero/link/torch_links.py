@@ -108,7 +108,7 @@ class GlooLink(Link):
         transfer = _Transfer(self, source, is_receive=False, host=source, tag=tag)
         if source.is_cuda:
             transfer.host, transfer.ready = self._copy_to_host(source)
-        self._count_sent(source)
+        self._count(source.nbytes, is_receive=False)
         self._under_way.add(transfer)
         self._outgoing.put(transfer)
         return transfer
@@ -124,7 +124,7 @@ class GlooLink(Link):
             )
             transfer.ready = torch.cuda.Event()
             transfer.ready.record(torch.cuda.current_stream(target.device))
-        self._count_received(target)
+        self._count(target.nbytes, is_receive=True)
         self._under_way.add(transfer)
         self._incoming.put(transfer)
         return transfer
@@ -294,7 +294,7 @@ class VendorLink(Link):
         work = dist.isend(as_bytes(source), self.description.peer, group=self._send_group)
         transfer = self._transfer(work, source)
         self._in_flight.append(transfer)
-        self._count_sent(source)
+        self._count(source.nbytes, is_receive=False)
         return transfer
 
     def recv(self, tensor: torch.Tensor, *, tag: int = 0) -> Work:
@@ -302,7 +302,7 @@ class VendorLink(Link):
         require_contiguous(tensor)
         target = tensor.detach()
         work = dist.irecv(as_bytes(target), self.description.peer, group=self._recv_group)
-        self._count_received(target)
+        self._count(target.nbytes, is_receive=True)
         return self._transfer(work, target)
 
     def close(self) -> None:

@@ -7,7 +7,6 @@
 #include <poll.h>
 #include <sched.h>
 #include <signal.h>
-#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/eventfd.h>
@@ -124,18 +123,12 @@ static void *run(void *argument)
 
 /* Calls from Python. */
 
-static bool fail(char *error, const char *what, int code)
-{
-    snprintf(error, RAIL_TEXT_BYTES, "%s (%s)", what, strerror(code));
-    return false;
-}
-
 struct carrier *carrier_new(const struct engine_options *options, char *error)
 {
     struct carrier *carrier = calloc(1, sizeof *carrier);
 
     if (carrier == NULL) {
-        fail(error, "a link's carrier cannot be made", ENOMEM);
+        set_reason(error, "a link's carrier cannot be made (%s)", strerror(ENOMEM));
         return NULL;
     }
     engine_init(&carrier->engine, options);
@@ -143,7 +136,7 @@ struct carrier *carrier_new(const struct engine_options *options, char *error)
     carrier->wake_fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
     carrier->engine.loss_fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
     if (carrier->wake_fd < 0 || carrier->engine.loss_fd < 0) {
-        fail(error, "a link's carrier cannot be made", errno);
+        set_reason(error, "a link's carrier cannot be made (%s)", strerror(errno));
         carrier_free(carrier);
         return NULL;
     }
@@ -169,10 +162,10 @@ bool carrier_add_verbs(struct carrier *carrier, const char *device, uint8_t port
     struct verbs_rail *rail;
 
     if (is_full(carrier))
-        return fail(error, "a link has 32 rails at most", E2BIG);
+        return set_reason(error, "a link has %d rails at most", ENGINE_RAILS);
     rail = calloc(1, sizeof *rail);
     if (rail == NULL)
-        return fail(error, "a rail cannot be made", ENOMEM);
+        return set_reason(error, "a rail cannot be made (%s)", strerror(ENOMEM));
     rail->options = &carrier->engine.options;
     rail->port = port;
     rail->own.psn = made->psn;
@@ -208,23 +201,27 @@ bool carrier_add_tcp(struct carrier *carrier, int fd, char *error)
     if (rail != NULL)
         return add_rail(carrier, rail);
     close(fd);
-    return fail(error, "a rail cannot be made", code);
+    return set_reason(error, "a rail cannot be made (%s)", strerror(code));
 }
 
 bool carrier_start(struct carrier *carrier, char *error)
 {
     sigset_t all, before;
-    int code;
+    int code = 0;
 
     /* Block signals in these threads: one delivered here would not interrupt Python's main thread. */
     sigfillset(&all);
     pthread_sigmask(SIG_SETMASK, &all, &before);
-    code = engine_start_rails(&carrier->engine);
+    for (int index = 0; index < carrier->engine.rail_count && code == 0; index++) {
+        struct rail *rail = carrier->engine.rails[index];
+
+        code = rail->operations->start != NULL ? rail->operations->start(rail) : 0;
+    }
     if (code == 0)
         code = pthread_create(&carrier->thread, NULL, run, carrier);
     pthread_sigmask(SIG_SETMASK, &before, NULL);
     carrier->is_running = code == 0;
-    return code == 0 || fail(error, "a link's thread cannot be started", code);
+    return code == 0 || set_reason(error, "a link's thread cannot be started (%s)", strerror(code));
 }
 
 void carrier_set_device_notifies(struct carrier *carrier)

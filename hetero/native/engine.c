@@ -5,9 +5,20 @@
 #include "watchdog.h"
 
 #include <inttypes.h>
+#include <stdarg.h>
 #include <stdio.h>
 #include <string.h>
 #include <sys/eventfd.h>
+
+bool set_reason(char *reason, const char *format, ...)
+{
+    va_list arguments;
+
+    va_start(arguments, format);
+    vsnprintf(reason, RAIL_TEXT_BYTES, format, arguments);
+    va_end(arguments);
+    return false;
+}
 
 double engine_now(void)
 {
@@ -16,16 +27,11 @@ double engine_now(void)
 
 /* Words and records. */
 
-static uint32_t load(const struct ring_word *word)
-{
-    return __atomic_load_n(&word->value, __ATOMIC_ACQUIRE);
-}
-
 /* Advance a counter, never move it back: a link that has failed advances words itself, to unblock its
  * streams. */
 static bool advance(struct ring_word *word, uint32_t count)
 {
-    uint32_t current = load(word);
+    uint32_t current = ring_load(word);
 
     while (counter_ahead(count, current) > 0)
         if (__atomic_compare_exchange_n(&word->value, &current, count, false, __ATOMIC_SEQ_CST,
@@ -44,8 +50,8 @@ void engine_init(struct engine *engine, const struct engine_options *options)
     engine->control = (struct ring_control *)(uintptr_t)options->control;
     engine->out = &engine->control->directions[options->side];
     engine->in = &engine->control->directions[1 - options->side];
-    sent = load(&engine->out->posted);
-    received = load(&engine->in->posted);
+    sent = ring_load(&engine->out->posted);
+    received = ring_load(&engine->in->posted);
 
     engine->outgoing.records.next = engine->outgoing.records.completed = sent;
     engine->outgoing.data.next = engine->outgoing.data.completed = sent;
@@ -73,17 +79,7 @@ static uint64_t entry_span(struct engine *engine, struct ring_direction *directi
     return nbytes;
 }
 
-/* Starting and losing rails. */
-
-int engine_start_rails(struct engine *engine)
-{
-    int code = 0;
-
-    for (int index = 0; index < engine->rail_count && code == 0; index++)
-        if (engine->rails[index]->operations->start != NULL)
-            code = engine->rails[index]->operations->start(engine->rails[index]);
-    return code;
-}
+/* Losing rails. */
 
 void engine_lose_rail(struct engine *engine, struct rail *rail, const char *reason)
 {
@@ -96,7 +92,7 @@ void engine_lose_rail(struct engine *engine, struct rail *rail, const char *reas
     rail->can_read_back = rail->is_reading_back = false;
     incoming_discard(&engine->incoming, rail->index);
     loss->is_reported = false;
-    snprintf(loss->reason, sizeof loss->reason, "%s", reason);
+    set_reason(loss->reason, "%s", reason);
     eventfd_write(engine->loss_fd, 1);
 }
 
@@ -106,7 +102,7 @@ bool engine_check_post(struct engine *engine, struct rail *rail, int code)
 
     if (code == 0)
         return true;
-    snprintf(reason, sizeof reason, "it takes no requests (%s)", strerror(code));
+    set_reason(reason, "it takes no requests (%s)", strerror(code));
     engine_lose_rail(engine, rail, reason);
     return false;
 }
@@ -162,8 +158,8 @@ void engine_credit_arrived(struct engine *engine, struct rail *rail, uint32_t re
 
     if (outgoing_credit(&engine->outgoing, released))
         return;
-    snprintf(reason, sizeof reason, "it was credited with %" PRIu32 " entries and had sent %" PRIu32,
-             released, engine->outgoing.data.posted_end);
+    set_reason(reason, "it was credited with %" PRIu32 " entries and had sent %" PRIu32, released,
+         engine->outgoing.data.posted_end);
     engine_lose_rail(engine, rail, reason);
 }
 
@@ -274,7 +270,7 @@ static bool send_data(struct engine *engine, uint32_t limit)
 static bool send_credit(struct engine *engine)
 {
     struct incoming *incoming = &engine->incoming;
-    uint32_t consumed = load(&engine->in->consumed);
+    uint32_t consumed = ring_load(&engine->in->consumed);
     struct rail *rail;
 
     /* A link that has failed advances the word beyond what has arrived. */
@@ -332,8 +328,8 @@ bool engine_progress(struct engine *engine)
         read_back(engine, rail);
     }
     moved |= publish(engine);
-    posted = load(&engine->out->posted);
-    produced = load(&engine->out->produced);
+    posted = ring_load(&engine->out->posted);
+    produced = ring_load(&engine->out->produced);
     moved |= send_records(engine, posted);
     /* Hold data back behind the first record that has no room. */
     if (counter_ahead(produced, engine->outgoing.records.next) > 0)
@@ -355,8 +351,8 @@ bool engine_needs_polling(struct engine *engine)
     }
     if (!has_rail || engine->device_notifies)
         return false;
-    return load(&engine->out->posted) != load(&engine->out->produced) ||
-           load(&engine->in->retired) != load(&engine->in->consumed);
+    return ring_load(&engine->out->posted) != ring_load(&engine->out->produced) ||
+           ring_load(&engine->in->retired) != ring_load(&engine->in->consumed);
 }
 
 static bool awaits_read_back(const struct engine *engine)
@@ -380,7 +376,7 @@ bool engine_is_drained(struct engine *engine)
 
 bool engine_has_sent_credits(struct engine *engine)
 {
-    uint32_t consumed = load(&engine->in->consumed);
+    uint32_t consumed = ring_load(&engine->in->consumed);
     bool has_rail = false;
 
     for (int index = 0; index < engine->rail_count; index++) {

@@ -9,7 +9,7 @@
 
 #define ENGINE_RAILS 32
 
-/* This end of the link. Mirrored in structures.py. */
+/* This end of the link, as Python describes it. */
 struct engine_options {
     uint64_t control;    /* address of the control segment (struct ring_control) */
     uint64_t side;       /* 0 for the listener, 1 for the caller */
@@ -53,8 +53,6 @@ bool engine_needs_polling(struct engine *engine);
 bool engine_is_drained(struct engine *engine);
 /* Whether the peer has all credits, or there is no rail left to send them over. */
 bool engine_has_sent_credits(struct engine *engine);
-/* 0 or an errno. Without the lock. */
-int engine_start_rails(struct engine *engine);
 void engine_lose_rail(struct engine *engine, struct rail *rail, const char *reason);
 /* Check what a post returned, 0 or an errno: on failure lose the rail and return false. */
 bool engine_check_post(struct engine *engine, struct rail *rail, int code);

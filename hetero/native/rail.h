@@ -10,6 +10,9 @@
 
 #define RAIL_TEXT_BYTES 256
 
+/* Write why something failed, into RAIL_TEXT_BYTES; returns false. */
+bool set_reason(char *reason, const char *format, ...) __attribute__((format(printf, 2, 3)));
+
 enum message { MESSAGE_RECORD, MESSAGE_DATA, MESSAGE_CREDIT, MESSAGE_READ };
 /* Of those that are sent. */
 #define RAIL_MESSAGES 3

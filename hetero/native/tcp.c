@@ -6,7 +6,6 @@
 #include <linux/sockios.h>
 #include <linux/tcp.h>
 #include <netinet/in.h>
-#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/ioctl.h>
@@ -164,7 +163,10 @@ void tcp_lose(struct tcp_rail *rail, const char *what, int code)
 {
     char reason[RAIL_TEXT_BYTES];
 
-    snprintf(reason, sizeof reason, code == 0 ? "%s" : "%s (%s)", what, strerror(code));
+    if (code == 0)
+        set_reason(reason, "%s", what);
+    else
+        set_reason(reason, "%s (%s)", what, strerror(code));
     engine_lose_rail(&rail->carrier->engine, &rail->rail, reason);
 }
 
@@ -247,9 +249,8 @@ static bool is_late(const struct rail *base, double before, char *reason)
     if (unacked_bytes(rail) == 0 || rail->busy_since > before || last_ack(base) > before ||
         !get_tcp_info(rail, &info) || info.tcpi_retransmits + info.tcpi_probes < MIN_RETRANSMITS)
         return false;
-    snprintf(reason, RAIL_TEXT_BYTES, "nothing was answered for %.1f s, while other rails were",
-             engine_now() - before);
-    return true;
+    return !set_reason(reason, "nothing was answered for %.1f s, while other rails were",
+                 engine_now() - before);
 }
 
 static bool is_drained(const struct rail *base)

@@ -1,7 +1,6 @@
 #include "verbs.h"
 
 #include <arpa/inet.h>
-#include <stdio.h>
 #include <string.h>
 
 #define POLL_BATCH 32
@@ -9,12 +8,6 @@
 static struct verbs_rail *rail_of(struct rail *rail)
 {
     return (struct verbs_rail *)rail;
-}
-
-static bool set_reason(char *reason, const char *what)
-{
-    snprintf(reason, RAIL_TEXT_BYTES, "%s", what);
-    return true;
 }
 
 static int post(struct verbs_rail *rail, struct ibv_send_wr *request)
@@ -129,9 +122,9 @@ static void handle_error_completion(struct verbs_rail *rail, struct engine *engi
     bool is_read = wc->wr_id >> 32 == MESSAGE_READ;
     char reason[RAIL_TEXT_BYTES];
 
-    snprintf(reason, sizeof reason, "%s: %s (completion status %d)",
-             is_read ? "it cannot read its own ring back" : "a request failed",
-             ibv.wc_status_str(wc->status), wc->status);
+    set_reason(reason, "%s: %s (completion status %d)",
+         is_read ? "it cannot read its own ring back" : "a request failed",
+         ibv.wc_status_str(wc->status), wc->status);
     engine_lose_rail(engine, &rail->rail, reason);
 }
 
@@ -186,9 +179,9 @@ static bool is_late(const struct rail *base, double before, char *reason)
     const struct verbs_rail *rail = (const struct verbs_rail *)base;
 
     if (base->can_read_back && base->is_reading_back && rail->reading_since < before)
-        return set_reason(reason, "it has not read its own ring back in time");
+        return !set_reason(reason, "it has not read its own ring back in time");
     if (base->live && rail->posted > 0 && rail->posted_at[rail->oldest] < before)
-        return set_reason(reason, "nothing completed in time");
+        return !set_reason(reason, "nothing completed in time");
     return false;
 }
 
@@ -241,17 +234,17 @@ static bool handle_async_event(struct rail *base, char *reason)
         if (ibv.query_port(rail->context, rail->port, &port) == 0 &&
             port.state == IBV_PORT_ACTIVE)
             return false;
-        return set_reason(reason, "its port has gone down");
+        return !set_reason(reason, "its port has gone down");
     case IBV_EVENT_DEVICE_FATAL:
-        return set_reason(reason, "its device has failed");
+        return !set_reason(reason, "its device has failed");
     case IBV_EVENT_CQ_ERR:
-        return set_reason(reason, "its completion queue has failed");
+        return !set_reason(reason, "its completion queue has failed");
     case IBV_EVENT_QP_FATAL:
-        return set_reason(reason, "its queue pair has failed");
+        return !set_reason(reason, "its queue pair has failed");
     case IBV_EVENT_QP_REQ_ERR:
-        return set_reason(reason, "the peer's requests make no sense to it");
+        return !set_reason(reason, "the peer's requests make no sense to it");
     case IBV_EVENT_QP_ACCESS_ERR:
-        return set_reason(reason, "the peer may not write where it tries to");
+        return !set_reason(reason, "the peer may not write where it tries to");
     default:
         return false;
     }

@@ -14,8 +14,7 @@
 #define VERBS_CREDITS 2
 #define VERBS_SENDS (VERBS_RECORDS + VERBS_DATA + VERBS_CREDITS)
 
-/* What the other end needs to connect to one end of a rail and to write to it (docs/wire.md). Mirrored in
- * structures.py, as are the structures below. */
+/* What the other end needs to connect to one end of a rail and to write to it (docs/wire.md). */
 struct verbs_end {
     uint32_t qp;
     uint32_t psn;

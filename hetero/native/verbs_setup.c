@@ -4,8 +4,6 @@
 
 #include <arpa/inet.h>
 #include <errno.h>
-#include <stdarg.h>
-#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -17,18 +15,6 @@
 #define MIN_RNR_TIMER 12
 #define RNR_RETRY_COUNT 6
 #define HOP_LIMIT 64
-
-static bool fail(char *error, const char *format, ...) __attribute__((format(printf, 2, 3)));
-
-static bool fail(char *error, const char *format, ...)
-{
-    va_list arguments;
-
-    va_start(arguments, format);
-    vsnprintf(error, RAIL_TEXT_BYTES, format, arguments);
-    va_end(arguments);
-    return false;
-}
 
 static struct ibv_context *open_device(const char *name, char *error)
 {
@@ -46,7 +32,7 @@ static struct ibv_context *open_device(const char *name, char *error)
     if (devices != NULL)
         ibv.free_device_list(devices);
     if (context == NULL)
-        fail(error, "the device cannot be opened (%s)", strerror(code));
+        set_reason(error, "the device cannot be opened (%s)", strerror(code));
     return context;
 }
 
@@ -61,7 +47,7 @@ bool verbs_query_port(const char *device, uint8_t number, struct verbs_port *fou
     code = ibv.query_port(context, number, &port);
     ibv.close_device(context);
     if (code != 0)
-        return fail(error, "it cannot be asked (%s)", strerror(code));
+        return set_reason(error, "it cannot be asked (%s)", strerror(code));
     *found = (struct verbs_port){.state = port.state,
                                  .mtu = port.active_mtu,
                                  .max_message = port.max_msg_sz,
@@ -96,10 +82,10 @@ static bool register_rings(struct verbs_rail *rail, char *error)
         rail->rings = ibv.reg_mr(rail->pd, (void *)(uintptr_t)options->rings, nbytes, access);
     }
     if (rail->rings == NULL && options->dmabuf >= 0)
-        return fail(error, "it refused to register %zu bytes (as a dma-buf: %s; by address: %s)",
+        return set_reason(error, "it refused to register %zu bytes (as a dma-buf: %s; by address: %s)",
                     nbytes, strerror(as_dmabuf), strerror(errno));
     if (rail->rings == NULL)
-        return fail(error, "it refused to register %zu bytes by address (%s)", nbytes,
+        return set_reason(error, "it refused to register %zu bytes by address (%s)", nbytes,
                     strerror(errno));
     return true;
 }
@@ -111,7 +97,7 @@ static bool register_control(struct verbs_rail *rail, char *error)
                                IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE);
     rail->read_back_mr = ibv.reg_mr(rail->pd, &rail->read_back_byte, 1, IBV_ACCESS_LOCAL_WRITE);
     if (rail->control == NULL || rail->read_back_mr == NULL)
-        return fail(error, "it refused to register the control segment (%s)", strerror(errno));
+        return set_reason(error, "it refused to register the control segment (%s)", strerror(errno));
     return true;
 }
 
@@ -138,16 +124,16 @@ static bool make_queues(struct verbs_rail *rail, char *error)
     int code = ibv.query_device(rail->context, &limits);
 
     if (code != 0)
-        return fail(error, "the device cannot be asked for its limits (%s)", strerror(code));
+        return set_reason(error, "the device cannot be asked for its limits (%s)", strerror(code));
     if (limits.max_qp_wr < RECV_DEPTH)
-        return fail(error, "it takes %d requests at once and %d are needed, so name others with "
+        return set_reason(error, "it takes %d requests at once and %d are needed, so name others with "
                     "--hetero-nics", limits.max_qp_wr, RECV_DEPTH);
     rail->channel = ibv.create_comp_channel(rail->context);
     if (rail->channel == NULL)
-        return fail(error, "it makes no completion channel (%s)", strerror(errno));
+        return set_reason(error, "it makes no completion channel (%s)", strerror(errno));
     rail->cq = ibv.create_cq(rail->context, VERBS_SENDS + RECV_DEPTH + 1, NULL, rail->channel, 0);
     if (rail->cq == NULL)
-        return fail(error, "it makes no completion queue (%s)", strerror(errno));
+        return set_reason(error, "it makes no completion queue (%s)", strerror(errno));
     rail->qp = make_qp(rail, VERBS_SENDS, RECV_DEPTH, sizeof(struct ring_record));
     rail->can_inline = rail->qp != NULL;
     if (rail->qp == NULL)
@@ -156,7 +142,7 @@ static bool make_queues(struct verbs_rail *rail, char *error)
     if (rail->qp != NULL && rail->options->reads_back)
         rail->loopback_qp = make_qp(rail, 1, 1, 0);
     if (rail->qp == NULL || (rail->options->reads_back && rail->loopback_qp == NULL))
-        return fail(error, "it makes no queue pair (%s)", strerror(errno));
+        return set_reason(error, "it makes no queue pair (%s)", strerror(errno));
     return true;
 }
 
@@ -172,7 +158,7 @@ bool verbs_open(struct verbs_rail *rail, const char *device, char *error)
         return false;
     rail->pd = ibv.alloc_pd(rail->context);
     if (rail->pd == NULL)
-        return fail(error, "it gives no protection domain (%s)", strerror(errno));
+        return set_reason(error, "it gives no protection domain (%s)", strerror(errno));
     if (!register_rings(rail, error) || !register_control(rail, error) || !make_queues(rail, error))
         return false;
     rail->rail.event_fd = rail->channel->fd;
@@ -250,7 +236,7 @@ bool verbs_connect(struct verbs_rail *rail, const struct verbs_end *peer,
     if (code == 0 && loopback != NULL)
         code = modify_to_rts(rail, loopback, own, loopback->qp_num, rail->own.psn);
     if (code != 0)
-        return fail(error, "its queue pair cannot be connected (%s)", strerror(code));
+        return set_reason(error, "its queue pair cannot be connected (%s)", strerror(code));
     rail->rail.live = true;
     rail->rail.can_read_back = loopback != NULL;
     rail->rail.peer_reads_back = peer->reads_back;

@@ -16,7 +16,7 @@ from tests.hetero.link.joined import (
     cross_and_compare,
     stream,
     threads_named,
-    wait_until,
+    wait_for,
 )
 from tests.hetero.link.verbs.ends import CHUNK_BYTES, RING_BYTES, Setup
 from tests.loopback_nic.library import Fault, LoopbackNics
@@ -50,7 +50,7 @@ def test_one_lost_rail_of_two_costs_no_byte_and_both_ends_say_so(
     with caplog.at_level(logging.WARNING), Setup(nics, read_back=read_back).links() as links:
         assert stream(*links, nbytes=NBYTES, before=strike) == MESSAGES
         # A rail that was slow for a moment, on a busy machine, is not asked again at once.
-        wait_until(
+        assert wait_for(
             lambda: said() or (stream(*links, nbytes=NBYTES) == MESSAGES and said()), seconds=60
         )
 

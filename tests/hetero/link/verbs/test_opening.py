@@ -8,7 +8,7 @@ import pytest
 
 from hetero.errors import LinkError
 from hetero.link import verbs as joining
-from tests.hetero.link.verbs.ends import CHUNK_BYTES, RING_BYTES, Setup
+from tests.hetero.link.verbs.ends import CHUNK_BYTES, Setup
 from tests.loopback_nic.library import LoopbackNics
 
 
@@ -63,8 +63,3 @@ def test_one_end_with_fewer_nics_uses_as_many_rails(
         pass
     rails = [line.partition(": over ")[2] for line in caplog.messages if ": over " in line]
     assert sorted(rails) == ["a0:1 (by address)", "b1:1 (by address)"]
-
-
-def test_ends_with_different_rings_are_told_what_differs(nics: LoopbackNics) -> None:
-    for error in replace(Setup(nics), ring_bytes=(RING_BYTES, 2 * RING_BYTES)).errors():
-        assert "ring_bytes is" in error
