@@ -96,7 +96,7 @@ def left(tmp_path, inputs, capsys) -> list[str]:
     return flags
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(
     stops=st.lists(st.integers(1, 20), min_size=1, max_size=3),
     workers=st.sampled_from([1, 1, 1, 2]),

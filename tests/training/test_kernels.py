@@ -42,18 +42,16 @@ def flags(**changed: Any) -> argparse.Namespace:
     )
 
 
-def test_a_llama_on_a_gpu_uses_all() -> None:
+def test_a_llama_on_a_gpu_uses_all_and_a_cpu_none(monkeypatch: pytest.MonkeyPatch) -> None:
     assert select_kernels(flags(), GPU) == Kernels(True, True, True, True, True)
-
-
-def test_a_cpu_uses_none() -> None:
     assert select_kernels(flags(), torch.device("cpu")) == Kernels()
     assert Kernels().names() == "none"
-
-
-def test_a_cpu_adds_products_where_they_are_to_wait() -> None:
+    # A CPU adds products where they are to wait.
     waits = flags(delay_wgrad_compute=True)
     assert select_kernels(waits, torch.device("cpu")) == Kernels(weight_gradient=True)
+    assert Kernels(weight_gradient=True, swiglu=True).names() == "weight gradient, swiglu"
+    monkeypatch.setattr(kernels.swiglu, "is_available", lambda: False)
+    assert not select_kernels(flags(), GPU).swiglu
 
 
 @pytest.mark.parametrize(
@@ -75,12 +73,3 @@ def test_a_cpu_adds_products_where_they_are_to_wait() -> None:
 )
 def test_a_flag_leaves_one_out(changed: dict[str, Any], kernel: str) -> None:
     assert not getattr(select_kernels(flags(**changed), GPU), kernel)
-
-
-def test_swiglu_needs_liger_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels.swiglu, "is_available", lambda: False)
-    assert not select_kernels(flags(), GPU).swiglu
-
-
-def test_the_log_names_what_is_used() -> None:
-    assert Kernels(weight_gradient=True, swiglu=True).names() == "weight gradient, swiglu"

@@ -28,12 +28,9 @@ def test_every_point_is_the_mean_of_one_whole_window(values, data):
         assert mean == pytest.approx(sum(values[position : position + window]) / window)
 
 
-def test_a_window_is_named_by_its_last_iteration():
+def test_a_window_is_named_by_its_last_iteration_and_spoilt_by_what_it_holds_alone():
     run = simulated_run(1, iterations=20)
     assert smoothed_iterations(run, 5).tolist() == list(range(5, 21))
-
-
-def test_what_is_not_finite_spoils_its_own_windows_only():
     means = running_mean(np.array([1.0, 1.0, np.nan, 1.0, 1.0, 1.0]), 2)
     assert np.isnan(means).tolist() == [False, True, True, False, False]
 

@@ -109,30 +109,22 @@ def refusal(args: Namespace) -> str:
     return str(error.value)
 
 
-def test_the_newest_is_used(tmp_path: Path) -> None:
-    checkpoint(tmp_path, 10)
-    newest = checkpoint(tmp_path, 20)
+def test_the_newest_is_used_and_what_is_passed_over_is_said(tmp_path: Path) -> None:
+    older, newest = checkpoint(tmp_path, 10), checkpoint(tmp_path, 20)
     found = chosen(flags(tmp_path))
     assert (found.folder, found.notes, found.weights_only) == (newest, (), False)
-
-
-def test_a_damaged_one_is_passed_over_by_name(tmp_path: Path) -> None:
-    whole, damaged = checkpoint(tmp_path, 10), checkpoint(tmp_path, 20)
-    (damaged / "rank_00000.safetensors").write_bytes(b"x")
-    found = chosen(flags(tmp_path))
-    assert found.folder == whole
-    (note,) = found.notes
-    assert note.startswith(f"checkpoint {damaged} is not used: rank_00000.safetensors has 1 bytes")
-
-
-def test_newer_ones_that_the_tracker_does_not_name_are_said(tmp_path: Path) -> None:
-    older, _ = checkpoint(tmp_path, 10), checkpoint(tmp_path, 20)
     folder.write_tracker(tmp_path, "10")
     found = chosen(flags(tmp_path))
     assert found.folder == older
     (note,) = found.notes
     assert "iter_0000020" in note
     assert chosen(flags(tmp_path, ckpt_step=10)).notes == ()
+    folder.write_tracker(tmp_path, "20")
+    (newest / "rank_00000.safetensors").write_bytes(b"x")
+    found = chosen(flags(tmp_path))
+    assert found.folder == older
+    (note,) = found.notes
+    assert note.startswith(f"checkpoint {newest} is not used: rank_00000.safetensors has 1 bytes")
 
 
 def test_what_would_pass_for_an_empty_folder_is_refused_with_its_remedy(tmp_path: Path) -> None:
@@ -163,12 +155,8 @@ def test_when_all_are_damaged_one_sentence_says_so(tmp_path: Path) -> None:
     for iteration in (10, 20):
         (checkpoint(tmp_path, iteration) / INDEX_FILE).unlink()
     said = refusal(flags(tmp_path))
-    assert "no checkpoint that can be used" in said
-    assert "iter_0000020" in said
-    assert "iter_0000010" in said
-
-
-def test_a_file_is_no_folder_of_checkpoints(tmp_path: Path) -> None:
+    for words in ("no checkpoint that can be used", "iter_0000020", "iter_0000010"):
+        assert words in said
     (tmp_path / "thesis").touch()
     said = refusal(flags(tmp_path / "thesis"))
     assert said == f"{tmp_path / 'thesis'} is a file; name the folder that --save named"
