@@ -39,7 +39,7 @@ PAGE = "\n\n".join(
 
 def refused(capsys, out: Path, *arguments: object) -> str:
     """The one sentence with which the demo refuses its input."""
-    return refusal(capsys, main, ["--out", out, *arguments])
+    return refusal(capsys, main, ["--out", out, *arguments], silent=False)
 
 
 @pytest.mark.parametrize("number", ["0", "-3", "many", "1.5"])
