@@ -14,7 +14,7 @@ from tests.tools.refusals import refusal
 from tests.tools.sailor_checkout import BACKWARD, FORWARD, UPDATE, write_checkout, write_run
 from tools.planner_validation.recorded_runs import find_records
 from tools.planner_validation.replayed_run import MODELS, Replay
-from tools.planner_validation.scores import kendall_tau, told_apart
+from tools.planner_validation.scores import kendall_tau, separable_kendall_tau
 from tools.validate_planner import main
 
 LAYER = FORWARD + BACKWARD
@@ -120,6 +120,6 @@ def test_kendall_tau_counts_pairs_in_the_same_order() -> None:
     assert kendall_tau([(1, 1), (2, 3), (3, 2)]) == pytest.approx(1 / 3)
     # Runs whose steps overlap have no order.
     near = [([1.0, 1.2], 2.0), ([1.1, 1.3], 1.0)]
-    assert told_apart(near) == (1.0, 0)
+    assert separable_kendall_tau(near) == (1.0, 0)
     # This one is longer than both, and predicted to be longer than one.
-    assert told_apart([*near, ([2.0, 2.1], 1.5)]) == (0.0, 2)
+    assert separable_kendall_tau([*near, ([2.0, 2.1], 1.5)]) == (0.0, 2)

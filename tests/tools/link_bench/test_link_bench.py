@@ -200,9 +200,9 @@ def test_perftests_gigabits_become_gigabytes(monkeypatch, tmp_path):
     ):
         with pytest.raises(perftest.PerftestError, match=said):
             perftest.parse_rate(output, 65536)
-    assert "no RDMA device" in (perftest.why_not([]) or "")
+    assert "no RDMA device" in (perftest.unavailable_reason([]) or "")
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert "perftest package" in (perftest.why_not(["mlx5_0"]) or "")
+    assert "perftest package" in (perftest.unavailable_reason(["mlx5_0"]) or "")
 
 
 def program(folder: Path, body: str) -> None:

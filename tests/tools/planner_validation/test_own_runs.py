@@ -23,7 +23,7 @@ from hetero.planner.layer_profile import (
 from megatron.training.arguments import parse_args
 from tools.launching.processes import Step, StepFailure
 from tools.planner_validation import own_bench, own_report
-from tools.planner_validation.measured_run import Measured
+from tools.planner_validation.measured_run import MeasuredRun
 from tools.planner_validation.own_bench import OwnBench
 from tools.planner_validation.own_cases import FACTORS, ON_CPU, ON_GPU, Case, Scale, cases
 from tools.planning.plan_files import training_flags
@@ -65,11 +65,13 @@ class FakeBench(OwnBench):
     slower = 1.0
     runs = 0
 
-    def measure(self, case: Case) -> Measured:
+    def measure(self, case: Case) -> MeasuredRun:
         FakeBench.runs += 1
         (predicted,) = self.predict(case)
         seconds = predicted.seconds * self.slower
-        return Measured([9.0, 9.0, seconds, seconds], [use.peak_bytes for use in predicted.stages])
+        return MeasuredRun(
+            [9.0, 9.0, seconds, seconds], [use.peak_bytes for use in predicted.stages]
+        )
 
 
 @pytest.fixture
@@ -120,7 +122,7 @@ def test_a_step_that_is_far_off_and_what_there_was_no_time_for_is_said(
     assert "(missed: 5%)" in text
     first = FakeBench.cases[0]
     known = json.dumps(["CPU", ON_CPU.flags(), ON_CPU.global_batch, asdict(first)])
-    measured = Measured([1.0, 1.0], [6e8, 6e8])
+    measured = MeasuredRun([1.0, 1.0], [6e8, 6e8])
     (tmp_path / "measured.json").write_text(json.dumps({known: asdict(measured)}))
     fake_bench.runs = 0
     text = own_report.own_runs(tmp_path, seconds=1e-9, figures=None)
