@@ -19,61 +19,26 @@ from megatron.training.checkpoint.find_checkpoint import (
 )
 from megatron.training.checkpoint.index import INDEX_FILE, Index, StoredFile
 from megatron.training.checkpoint.safetensors_writer import WriteItem, write_safetensors
+from tests.training.checkpoint.test_model_flags import SIZES, run, written_by
+from tests.training.checkpoint.test_writer import NAMES
 
-MODEL: dict[str, Any] = {
-    "num_layers": 1,
-    "hidden_size": 8,
-    "ffn_hidden_size": 16,
-    "num_attention_heads": 2,
-    "num_query_groups": 1,
-    "group_query_attention": False,
-    "kv_channels": 4,
-    "swiglu": True,
-    "normalization": "RMSNorm",
-    "add_bias_linear": False,
-    "add_qkv_bias": False,
-    "qk_layernorm": False,
-    "position_embedding_type": "rope",
-    "untie_embeddings_and_output_weights": False,
-    "squared_relu": False,
-    "rotary_base": 10000,
-    "layernorm_epsilon": 1e-5,
-    "optimizer": "adam",
-    "tokenizer_vocab_size": 100,
-    "tokenizer_digest": "abc",
-}
-OPTIONS: dict[str, Any] = {
-    "load": None,
-    "pretrained_checkpoint": None,
-    "ckpt_step": None,
-    "finetune": False,
-    "exit_on_missing_checkpoint": False,
-    "no_load_optim": None,
-    "no_load_rng": None,
-    "use_checkpoint_opt_param_scheduler": False,
-}
-NAMES = (
-    "embedding.word_embeddings.weight",
-    "decoder.layers.0.mlp.linear_fc1.weight",
-    "decoder.final_layernorm.weight",
-)
+MODEL = f"{SIZES} --num-layers 1 --position-embedding-type rope"
 
 
 def flags(load: Path | None, **changed: Any) -> Namespace:
-    return Namespace(**{**MODEL, **OPTIONS, "load": None if load is None else str(load), **changed})
+    known = {"load": None if load is None else str(load), **changed}
+    return Namespace(**vars(run(MODEL)) | known)
 
 
-def checkpoint(
-    save: Path, iteration: int, *, args: dict[str, Any] | None = None, **run: Any
-) -> Path:
+def checkpoint(save: Path, iteration: int, **about: Any) -> Path:
     path = save / folder.folder_name(iteration)
     path.mkdir(parents=True)
     write_items = [WriteItem.whole(name, torch.ones(2, 2)) for name in NAMES]
     stored: StoredFile = write_safetensors(path / "rank_00000.safetensors", write_items)
     holds = {"optimizer": True, "random states": True}
     index = Index(
-        args=MODEL | (args or {}),
-        run={"iteration": iteration, "holds": holds, **run},
+        args=written_by(MODEL),
+        run={"iteration": iteration, "holds": holds, **about},
         tensors={
             write_item.name: write_item.stored_in("rank_00000.safetensors")
             for write_item in write_items
