@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megatron.training.checkpoint.folder import folder_name, write_tracker
-from megatron.training.checkpoint.index import INDEX_FILE, Index, read_index
+from megatron.training.checkpoint.index import INDEX_FILE, read_index
 from megatron.training.checkpoint.lock import LOCK_FILE, SaveLock
 from megatron.training.checkpoint.reader import CheckpointReader
 from megatron.training.generation import next_logits, whole_model
@@ -24,6 +24,7 @@ from megatron.training.huggingface import convert
 from megatron.training.huggingface.configuration import args_from_config
 from megatron.training.huggingface.hub_folders import CONFIG, SINGLE, write_shard
 from megatron.training.huggingface.mapping import ModelShape, rules
+from tests.training.huggingface.test_configuration import LLAMA_3_1_8B
 from tests.training.huggingface.tiny_huggingface import MODELS, VOCABULARY, qwen2, save_tokenizer
 from tools import convert_checkpoint
 
@@ -261,18 +262,6 @@ def test_what_cannot_be_converted_is_one_sentence_and_leaves_nothing(
     assert not (tmp_path / "deep").exists()
 
 
-def test_a_folder_with_anything_in_it_is_not_written_to(
-    sharded: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert _there(sharded, tmp_path / "ours") == 0
-    for convert_again in (
-        lambda: _there(sharded, tmp_path / "ours"),
-        lambda: _back(tmp_path / "ours", sharded),
-    ):
-        assert convert_again() == 2
-        assert "is not empty" in capsys.readouterr().err
-
-
 def test_a_folder_that_a_run_saves_to_is_not_written_to(
     sharded: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -299,13 +288,12 @@ def test_a_conversion_that_breaks_off_leaves_nothing(
 
 def _trained(ours: Path, *iterations: int) -> None:
     """Iterations beside the converted weights, as a run that trained on would leave them."""
+    index = read_index(ours / "release")
     for iteration in iterations:
-        index = read_index(ours / "release")
         folder = ours / folder_name(iteration)
         shutil.copytree(ours / "release", folder)
-        run = {**index.run, "iteration": iteration}
-        index = Index(args=index.args, run=run, tensors=index.tensors, files=index.files)
-        (folder / INDEX_FILE).write_text(index.to_json())
+        trained = dataclasses.replace(index, run={**index.run, "iteration": iteration})
+        (folder / INDEX_FILE).write_text(trained.to_json())
     write_tracker(ours, str(iterations[-1]))
 
 
@@ -342,10 +330,16 @@ def test_an_export_says_that_the_tracker_passes_over_newer_ones(
     assert shown.err.startswith("note: iter_0000020 in ")
 
 
-def test_more_rows_than_there_are_cannot_be_kept(
+def test_a_folder_with_anything_in_it_is_not_written_to(
     sharded: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert _there(sharded, tmp_path / "ours") == 0
+    for convert_again in (
+        lambda: _there(sharded, tmp_path / "ours"),
+        lambda: _back(tmp_path / "ours", sharded),
+    ):
+        assert convert_again() == 2
+        assert "is not empty" in capsys.readouterr().err
     assert _back(tmp_path / "ours", tmp_path / "back", "--vocab-size", "513") == 2
     assert "has 512 rows of vocabulary, not 513" in capsys.readouterr().err
 
@@ -381,18 +375,10 @@ def test_memory_does_not_grow_with_the_model(tmp_path: Path) -> None:
 def _large_llama(folder: Path, *, layers: int) -> None:
     """A model of zeros in one file."""
     folder.mkdir()
-    config = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "hidden_size": 512,
-        "intermediate_size": 1024,
-        "num_hidden_layers": layers,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 8,
-        "max_position_embeddings": 64,
-        "vocab_size": 16384,
-        "tie_word_embeddings": True,
-    }
+    sizes = {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": layers}
+    sizes |= {"num_attention_heads": 8, "num_key_value_heads": 8, "vocab_size": 16384}
+    own = {"max_position_embeddings": 64, "rope_scaling": None, "tie_word_embeddings": True}
+    config = LLAMA_3_1_8B | sizes | own
     (folder / CONFIG).write_text(json.dumps(config))
     shape = ModelShape.from_args(
         args_from_config(config, source="it"), vocabulary=16384, rows=16384

@@ -369,25 +369,18 @@ def test_targets_and_sources_that_cannot_be_are_refused(
     assert "is not empty" in capsys.readouterr().err
     assert _export(tmp_path / "ours", tmp_path / "full") == 2
     assert "is not empty" in capsys.readouterr().err
+    flags = ["--format", "torch", *_sizes(5, 3)]
+    assert _export(tmp_path / "ours", tmp_path / "divided", *flags) == 2
+    error = capsys.readouterr().err
+    assert "4 layers over 3 stages" in error
+    assert "embedding.word_embeddings.weight over 5" in error
+    assert not (tmp_path / "divided").exists()
     assert "is not a folder" in _refused(capsys, tmp_path / "nowhere", tmp_path / "back")
     (tmp_path / "empty").mkdir()
     assert TRACKER in _refused(capsys, tmp_path / "empty", tmp_path / "back")
     error = _refused(capsys, legacy, tmp_path / "back", "--ckpt-step", "7")
     assert "holds no iter_0000007" in error
     assert "--load takes as they are" in _refused(capsys, tmp_path / "ours", tmp_path / "back")
-
-
-def test_sizes_that_do_not_divide_are_named_together(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    save_weights(tmp_path / "ours", LLAMA, weights(LLAMA))
-    capsys.readouterr()
-    flags = ["--format", "torch", *_sizes(5, 3)]
-    assert _export(tmp_path / "ours", tmp_path / "theirs", *flags) == 2
-    error = capsys.readouterr().err
-    assert "4 layers over 3 stages" in error
-    assert "embedding.word_embeddings.weight over 5" in error
-    assert not (tmp_path / "theirs").exists()
 
 
 @pytest.mark.parametrize("kind", ["torch_dist", "torch"])

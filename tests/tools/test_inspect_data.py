@@ -8,6 +8,7 @@ import numpy
 import pytest
 
 from megatron.training.dataset_description import Description, TokenizerInfo
+from tests.tools.refusals import refusal
 from tests.tools.test_merge_datasets import build
 from tools.inspect_data import main
 
@@ -25,14 +26,6 @@ def data(tmp_path) -> str:
 def as_json(capsys, *flags: str) -> dict:
     assert main([*flags, "--json"]) == 0
     return json.loads(capsys.readouterr().out)
-
-
-def refusal(capsys, *flags: str) -> str:
-    assert main(list(flags)) == 2
-    said = capsys.readouterr()
-    assert said.out == ""
-    assert said.err.count("\n") == 1
-    return said.err
 
 
 def test_json_says_what_the_files_hold(data, capsys):
@@ -77,7 +70,7 @@ def test_it_says_which_tokenizer_made_the_files_and_refuses_another(data, capsys
     assert main([data]) == 0
     said = "SentencePieceTokenizer tok.model of 200 tokens"
     assert f"made with   {said}" in capsys.readouterr().out
-    error = refusal(capsys, data, "--tokenizer-type", "ByteLevelTokenizer")
+    error = refusal(capsys, main, [data, "--tokenizer-type", "ByteLevelTokenizer"])
     assert f"{data} was made with {said}: 200 tokens and not 25" in error
 
 
@@ -133,26 +126,28 @@ def overwritten(position: int, content: bytes) -> Callable[[bytes], bytes]:
 def test_damage_is_told_in_one_sentence(data, capsys, suffix, damaged, sentence):
     path = Path(data + suffix)
     path.write_bytes(damaged(path.read_bytes()))
-    assert sentence in refusal(capsys, data)
+    assert sentence in refusal(capsys, main, [data])
 
 
 def test_a_token_beyond_the_vocabulary_is_found_wherever_it_is(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("tools.inspect_data.BLOCK", 64)
     data = build(tmp_path / "data", [[[1] * 1000], [[101]]])
-    assert "data.bin holds token 101 but the tokenizer has 101" in refusal(capsys, data, *NULL)
+    assert "data.bin holds token 101 but the tokenizer has 101" in refusal(
+        capsys, main, [data, *NULL]
+    )
 
 
 def test_a_negative_token_is_refused(tmp_path, capsys):
     data = build(tmp_path / "data", [[[1, -1]]], dtype=numpy.int32)
-    assert "holds token -1" in refusal(capsys, data, *NULL)
+    assert "holds token -1" in refusal(capsys, main, [data, *NULL])
 
 
 def test_missing_files_and_a_wrong_tokenizer_are_named(tmp_path, data, capsys):
-    assert "nothing.idx does not exist" in refusal(capsys, f"{tmp_path}/nothing")
+    assert "nothing.idx does not exist" in refusal(capsys, main, [f"{tmp_path}/nothing"])
     model = ["--tokenizer-type", "SentencePieceTokenizer", "--tokenizer-model", f"{tmp_path}/no"]
-    assert f"{tmp_path}/no cannot be read" in refusal(capsys, data, *model)
+    assert f"{tmp_path}/no cannot be read" in refusal(capsys, main, [data, *model])
 
 
 def test_documents_without_any_token_are_refused(tmp_path, capsys):
     data = build(tmp_path / "data", [[[]], [[]]])
-    assert "holds no token" in refusal(capsys, data)
+    assert "holds no token" in refusal(capsys, main, [data])

@@ -16,7 +16,7 @@ from tests.tools.refusals import refusal
 from tools import reproduce_table
 from tools.reproduction import steadiness, table, training_runs
 from tools.reproduction.measurement import Attempt, Measurement, measure, summarise
-from tools.reproduction.run_options import whole_flags
+from tools.reproduction.run_options import all_flags
 from tools.reproduction.settings import (
     EVERY_GROUP,
     LLAMA3_8B,
@@ -99,7 +99,7 @@ def test_published_figures_are_not_set_beside_another_model() -> None:
 def test_text_takes_the_place_of_made_up_tokens() -> None:
     chosen = options(f"--model {TINY} --out x")
     own = planned_run(chosen, "gloo").flags
-    flags = whole_flags(chosen, own, data=["--data-path", "tokens"])
+    flags = all_flags(chosen, own, data=["--data-path", "tokens"])
     args = parse_args(flags, world_size=2)
     assert not args.mock_data
     assert args.data_path == ["tokens"]

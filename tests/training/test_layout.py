@@ -254,25 +254,20 @@ def test_micro_batches_are_named_for_each_mesh_or_follow() -> None:
 
 
 def test_a_ranks_flags_become_those_of_its_mesh() -> None:
-    flags = UNEQUAL_FLAGS + "--sequence-parallel --eval-micro-batch-size 4"
-    args = _args(flags, ranks=8)
+    args = _args(f"{UNEQUAL_FLAGS} --sequence-parallel --eval-micro-batch-size 4", ranks=8)
     nvidia, amd = plan_from_args(args, vendor="cpu").meshes
+    names = (
+        *("tensor_model_parallel_size", "data_parallel_size", "micro_batch_size"),
+        *("eval_micro_batch_size", "sequence_parallel", "recompute_granularity"),
+        *("recompute_method", "recompute_num_layers"),
+    )
     for mesh, expected in (
         (nvidia, (1, 2, 1, 4, False, "full", "uniform", 1)),
         (amd, (4, 1, 2, 8, True, None, None, None)),
     ):
         own = deepcopy(args)
         apply_mesh(own, replace(mesh, distributed_optimizer=mesh is amd, attention_backend="flash"))
-        assert (
-            own.tensor_model_parallel_size,
-            own.data_parallel_size,
-            own.micro_batch_size,
-            own.eval_micro_batch_size,
-            own.sequence_parallel,
-            own.recompute_granularity,
-            own.recompute_method,
-            own.recompute_num_layers,
-        ) == expected
+        assert tuple(getattr(own, name) for name in names) == expected
         assert sum(own.data_shares) * own.micro_batch_size == 2
         assert own.use_distributed_optimizer is (mesh is amd)
         assert own.attention_backend == "flash"

@@ -46,15 +46,10 @@ from tools.link_bench.opened_links import host_bytes
 CPU = torch.device("cpu")
 
 PERFTEST_OUTPUT = """
----------------------------------------------------------------------------------------
                     RDMA_Write BW Test
  Dual-port       : OFF          Device         : mlx5_0
- Number of qps   : 1            Transport type : IB
- Link type       : Ethernet
----------------------------------------------------------------------------------------
  #bytes     #iterations    BW peak[Gb/sec]    BW average[Gb/sec]   MsgRate[Mpps]
  65536      1000             390.53             388.40             0.740814
----------------------------------------------------------------------------------------
 """
 
 
@@ -197,21 +192,17 @@ def test_bare_sockets_carry_both_directions_at_once_and_queued_messages(sockets,
     assert torch.equal(messages[1].theirs, messages[1].expected)
 
 
-def test_perftests_gigabits_become_gigabytes():
+def test_perftests_gigabits_become_gigabytes(monkeypatch, tmp_path):
     assert perftest.parse_rate(PERFTEST_OUTPUT, 65536) == pytest.approx(48.55)
-
-
-def test_perftest_without_a_row_is_an_error_with_its_last_words():
-    with pytest.raises(perftest.PerftestError, match="Unable to find the Infiniband/RoCE device"):
-        perftest.parse_rate("Unable to find the Infiniband/RoCE device\n-----\n\n", 65536)
-    with pytest.raises(perftest.PerftestError, match="without a word"):
-        perftest.parse_rate("", 65536)
-
-
-def test_why_perftest_is_not_run(monkeypatch, tmp_path):
-    assert "no RDMA device" in (perftest.why_not([]) or "")
+    for output, said in (
+        ("Unable to find the Infiniband/RoCE device\n-----\n\n", "Unable to find the Infiniband"),
+        ("", "without a word"),
+    ):
+        with pytest.raises(perftest.PerftestError, match=said):
+            perftest.parse_rate(output, 65536)
+    assert "no RDMA device" in (perftest.unavailable_reason([]) or "")
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert "perftest package" in (perftest.why_not(["mlx5_0"]) or "")
+    assert "perftest package" in (perftest.unavailable_reason(["mlx5_0"]) or "")
 
 
 def program(folder: Path, body: str) -> None:
@@ -298,33 +289,36 @@ def test_the_table_has_a_row_for_each_point_and_names_what_is_missing():
     assert row[:end].endswith(" 1024")
 
 
-def test_a_limit_has_the_colour_of_what_it_bounds():
+def test_a_picture_has_colours_labels_and_figures_as_there_are(tmp_path):
     colours = path_colours(record())
-    assert colours[MEMORY_COPY] == colours["shm"]
+    assert colours[MEMORY_COPY] == colours["shm"], "that of what it bounds"
     assert list(by_path(record())) == ["shm", MEMORY_COPY]
-
-
-def test_sizes_have_labels_as_far_apart_as_they_need():
     assert size_ticks([4 * KIB]) == [4 * KIB]
     assert size_ticks([MIB, KIB, MIB, KIB]) == [KIB, MIB]
-    labelled = [4 * KIB, 64 * KIB, MIB, 16 * MIB, 256 * MIB]
-    assert size_ticks(DEFAULT_SIZES) == labelled
+    far_apart = [4 * KIB, 64 * KIB, MIB, 16 * MIB, 256 * MIB]
+    assert size_ticks(DEFAULT_SIZES) == far_apart
+    # A figure that nothing has leaves a picture all the same.
+    points = tuple(Point(perftest.RDMA_WRITE, True, s, bandwidth_gb_s=1.0) for s in (KIB, MIB))
+    draw_png(record(points=points), tmp_path / "links.png")
+    assert (tmp_path / "links.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_the_page_stands_alone_and_escapes_what_it_shows():
     page = render_page(record())
-    assert "x86_64 &lt;CPU&gt;" in page
-    assert "--out &lt;here&gt;" in page
+    for shown in ("x86_64 &lt;CPU&gt;", "--out &lt;here&gt;", "nccl: not measured"):
+        assert shown in page
     assert page.count("<svg ") == 2
     assert "<script" not in page
     assert 'src="' not in page
-    assert "nccl: not measured" in page
 
 
-def test_a_figure_that_nothing_has_leaves_a_picture_all_the_same(tmp_path):
-    points = tuple(Point(perftest.RDMA_WRITE, True, s, bandwidth_gb_s=1.0) for s in (KIB, MIB))
-    draw_png(record(points=points), tmp_path / "links.png")
-    assert (tmp_path / "links.png").read_bytes().startswith(b"\x89PNG")
+def test_the_json_holds_everything():
+    mapping = record(failed=("tcp",)).as_mapping()
+    assert mapping["options"]["transports"] == ("shm",)
+    assert mapping["failed"] == ["tcp"]
+    assert mapping["points"][0]["share_of_limit"] == 0.25
+    assert mapping["links"][0]["host_bytes"] == 64 * MIB
+    assert mapping["idle_cores"]["with_links"] == (0.002, 0.003)
 
 
 def test_without_a_library_there_are_no_pictures_and_a_line_says_so(tmp_path, monkeypatch, capsys):
@@ -336,12 +330,3 @@ def test_without_a_library_there_are_no_pictures_and_a_line_says_so(tmp_path, mo
     write_report(record(), tmp_path)
     assert [file.name for file in tmp_path.iterdir()] == ["links.json"]
     assert "no links.png and no links.html: matplotlib is not installed" in capsys.readouterr().out
-
-
-def test_the_json_holds_everything():
-    mapping = record(failed=("tcp",)).as_mapping()
-    assert mapping["options"]["transports"] == ("shm",)
-    assert mapping["failed"] == ["tcp"]
-    assert mapping["points"][0]["share_of_limit"] == 0.25
-    assert mapping["links"][0]["host_bytes"] == 64 * MIB
-    assert mapping["idle_cores"]["with_links"] == (0.002, 0.003)

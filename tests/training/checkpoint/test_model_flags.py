@@ -262,15 +262,14 @@ def test_another_tokenizer_is_refused() -> None:
     assert "another tokenizer of the same size" in line
 
 
-def test_a_training_run_that_does_not_mention_a_flag_did_not_have_it() -> None:
+def test_a_flag_that_is_not_mentioned_was_not_had_in_training_and_is_this_run_s_of_weights() -> (
+    None
+):
     stored = written_by(SIZES)
     del stored["layernorm_zero_centered_gamma"]
     assert compare(stored, SIZES) == ()
     said = refusal(stored, f"{SIZES} --apply-layernorm-1p")
     assert "--apply-layernorm-1p is off there and on here" in said
-
-
-def test_weights_that_do_not_mention_a_flag_are_taken_for_this_run_s_with_a_line() -> None:
     stored = {"num_layers": 2, "hidden_size": 16}
     assert compare(stored, SIZES, weights_only=True) == ()
     (line,) = compare(stored, f"{SIZES} --apply-layernorm-1p", weights_only=True)
