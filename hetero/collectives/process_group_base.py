@@ -8,6 +8,7 @@ Some methods have different names in different releases of PyTorch; both are her
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -62,6 +63,8 @@ class HeteroProcessGroupBase(dist.ProcessGroup):
         self._split_counts: Counter[str] = Counter()
         self._name = name
         self._description = ""
+        self._process = os.getpid()
+        """A fork that ends the group, as its parent's handlers of signals do, is no rank of it."""
 
     def __repr__(self) -> str:
         return f"<group of {counted(self.size(), 'rank')} of {len(self._layout.vendors)} vendors>"
@@ -187,10 +190,14 @@ class HeteroProcessGroupBase(dist.ProcessGroup):
 
     def abort(self, reason: str = "") -> None:
         """End all calls in flight on all ranks, with errors that give the reason."""
+        if os.getpid() != self._process:
+            return
         for communicator in self._communicators:
             communicator.abort(reason)
 
     def shutdown(self) -> None:
+        if os.getpid() != self._process:
+            return
         for communicator in self._communicators:
             communicator.shutdown()
         self._presence.leave()

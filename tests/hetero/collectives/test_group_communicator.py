@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from datetime import timedelta
 from pathlib import Path
 
@@ -89,3 +90,24 @@ def test_a_store_whose_host_has_ended_is_told_at_once() -> None:
     del host
     with pytest.raises(LinkError, match="the process that hosts the store"):
         clone(client)
+
+
+def test_a_fork_that_destroys_its_groups_leaves_those_of_its_rank() -> None:
+    assert values(run_ranks(destroy_in_a_fork, ("nvidia", "amd"))) == [3.0, 3.0]
+
+
+def destroy_in_a_fork(side: Side) -> float:
+    number = torch.tensor(side.rank + 1.0)
+    dist.barrier()
+    if side.rank == 0:
+        if (child := os.fork()) == 0:
+            try:
+                dist.destroy_process_group()
+            finally:
+                os._exit(0)
+        os.waitpid(child, 0)
+        side.say("destroyed")
+        time.sleep(0.5)  # The other rank then waits, and sees whether its peer has gone.
+    side.hear("destroyed")
+    dist.all_reduce(number)
+    return number.item()
