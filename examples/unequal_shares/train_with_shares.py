@@ -292,7 +292,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     add = parser.add_argument
     add("--with", dest="how", choices=("ddp", "fsdp2"), default="ddp")
-    add("--backend", default="hetero", help="hetero, gloo or nccl")
+    add("--backend", default="hetero", choices=("hetero", "gloo", "nccl"))
     add("--device", type=torch.device, default="cuda" if torch.cuda.is_available() else "cpu")
     add("--dtype", choices=("float32", "bfloat16", "float64"), default="float32")
     add("--layers", type=int, default=2)
