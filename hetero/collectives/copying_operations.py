@@ -27,6 +27,8 @@ from hetero.collectives.process_group_base import (
     HeteroProcessGroupBase,
     as_list,
     as_options,
+    finished_work,
+    is_fake,
     require_dense,
     require_matching_numel,
     require_no_internal_overlap,
@@ -236,6 +238,8 @@ class CopyingOperations(HeteroProcessGroupBase):
         (tensor,) = as_list(tensors)
         self._require_peer("send", "destination", rank)
         require_dense("send", tensor)
+        if is_fake(tensor):
+            return self._coalesced(finished_work("send", [tensor]))
         with profiled("send"):
             work = self._communicator_for(tensor.device).send(materialize(tensor), rank, tag)
         return self._coalesced(work)
@@ -252,6 +256,8 @@ class CopyingOperations(HeteroProcessGroupBase):
             self._require_peer("recv", "source", rank)
         require_dense("recv", tensor)
         require_no_internal_overlap("recv", [tensor])
+        if is_fake(tensor):
+            return self._coalesced(finished_work("recv", [tensor]))
         buffer = output_buffer(tensor)
         communicator = self._communicator_for(tensor.device)
         with profiled("recv"):

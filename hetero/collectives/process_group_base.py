@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
+from torch._subclasses.fake_tensor import FakeTensor
 
 from hetero.collectives.calls import profiled
 from hetero.collectives.group_communicator import Communicator
@@ -109,6 +110,8 @@ class HeteroProcessGroupBase(dist.ProcessGroup):
     ) -> dist.Work:
         """`results`: those of `tensors` that the call writes on this rank; all if it is None."""
         used = tensors if common is tensors else [*common, *tensors]
+        if is_fake(used[0]):
+            return self._coalesced(finished_work(operation, tensors))
         communicator = self._communicator_for(used[0].device)
         device = communicator.device
         for tensor in used:
@@ -315,6 +318,17 @@ def _require_subset(ranks: Sequence[int], *, size: int) -> None:
             f"split_group: the ranks {list(ranks)} are no part of a group of "
             f"{counted(size, 'rank')}; give some of 0 to {size - 1}, each once"
         )
+
+
+def is_fake(tensor: torch.Tensor) -> bool:
+    """Whether it has no memory. Calls under FakeTensorMode do nothing, as over PyTorch's groups."""
+    return type(tensor) is not torch.Tensor and isinstance(tensor, FakeTensor)
+
+
+def finished_work(operation: str, tensors: list[torch.Tensor]) -> CollectiveWork:
+    work = CollectiveWork(operation, tensors, timeout=0.0, group="")
+    work.finish()
+    return work
 
 
 def as_list(tensors: Any) -> list[torch.Tensor]:

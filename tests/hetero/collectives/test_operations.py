@@ -10,6 +10,7 @@ import itertools
 import pytest
 import torch
 import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.forked_ranks import values
 from tests.hetero.collectives import references as ref
@@ -61,6 +62,7 @@ def walk_all(side: Side) -> dict[str, str]:
     check_strided(side)
     _shared_places(side)
     _inference_tensors(side)
+    _fake_tensors(side)
     check_uneven(side)
     check_objects(side)
     _point_to_point(side)
@@ -227,6 +229,15 @@ def _inference_tensors(side: Side) -> None:
         if work is not None:
             work.wait()
         _assert_same([output], [torch.arange(float(side.size))], "to an inference tensor")
+
+
+def _fake_tensors(side: Side) -> None:
+    """Calls of tools that estimate memory, whose tensors have none, do nothing."""
+    with FakeTensorMode():
+        tensor = torch.ones(4)
+        dist.all_reduce(tensor)
+        dist.send(tensor, (side.rank + 1) % side.size)
+        dist.recv(tensor, (side.rank + 1) % side.size)
 
 
 def check_uneven(side: Side) -> None:
