@@ -145,39 +145,12 @@ def test_data_that_only_one_rank_cannot_see(corpus, tmp_path: Path) -> None:
     assert_refused(outcomes, "rank 1", "gone.idx")
 
 
-@pytest.mark.parametrize(
-    ("line", "words"),
-    [
-        ("import torch; torch.__version__ = '2.12.1+rocm7'", ("PyTorch", "2.12.1")),
-        (
-            "import hetero.cluster; hetero.cluster.__version__ = '9.9'",
-            ("versions of this project", "9.9"),
-        ),
-    ],
-    ids=["pytorch", "project"],
-)
-def test_two_sides_with_different_versions(
-    corpus, tmp_path: Path, line: str, words: tuple[str, ...]
-) -> None:
-    other_side = tmp_path / "other_side.py"
-    other_side.write_text(
-        f"{line}\nimport runpy\nrunpy.run_path({str(ENTRY)!r}, run_name='__main__')"
-    )
-    outcomes = refused([*corpus.flags, *MIXED], environ=SIMULATED, scripts={1: other_side})
-    assert_refused(outcomes, "rank 1", *words)
-
-
 def test_two_sides_with_different_flags(corpus) -> None:
     flags = [*TINY_LLAMA, *corpus.flags, *MIXED]
     outcomes = launch(
         flags, 2, seconds=120, environ=SIMULATED, flags_by_rank={1: [*flags, "--seed", "7"]}
     )
     assert_refused(outcomes, "--seed", "1234", "7")
-
-
-def test_the_vendor_library_across_a_boundary_without_gpus(corpus) -> None:
-    outcomes = refused([*corpus.flags, *MIXED, "--hetero-transport", "nccl"], environ=SIMULATED)
-    assert_refused(outcomes, "nccl")
 
 
 def test_a_metrics_file_that_cannot_be_written(corpus, tmp_path: Path) -> None:
