@@ -32,9 +32,11 @@ from pathlib import Path
 from types import FrameType
 from typing import TypeVar
 
+from hetero.launch.exec_script import exec_script_if_rank
 from hetero.megatron_imports import exit_unless_installed
 
 if __name__ == "__main__":
+    exec_script_if_rank()
     # PyTorch reads it when imported. Otherwise it logs a stack trace when a store's host ends.
     _QUIETED_CPP_LOG = "TORCH_CPP_LOG_LEVEL" not in os.environ
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
@@ -56,13 +58,13 @@ from torch.distributed.elastic.rendezvous import (
     rendezvous_handler_registry,
 )
 
-from hetero.collectives.autoload import INSTEAD_OF_VARIABLE, why_not_autoloaded
+from hetero.collectives.autoload import replace_nccl
 from hetero.errors import Faults, UserError, print_error
 from hetero.formatting import counted
 from hetero.launch.exits import exit_of, find_cause, is_printed, kills_for_memory
 from hetero.launch.launcher_rendezvous import BACKEND, LauncherRendezvous, RendezvousSettings
 from hetero.launch.node_failures import GRACE, NodeFailures
-from hetero.launch.parent import end_with_parent
+from hetero.launched_process import LAUNCHER_VARIABLE
 from hetero.open_files import allow_open_files
 from hetero.wait_reporter import WaitIntervals
 
@@ -82,17 +84,9 @@ def main(
     `intervals` are those of "waiting for" lines; `grace` is how many seconds this node's processes
     may still run after one of another node has failed.
     """
-    os.environ.setdefault(INSTEAD_OF_VARIABLE, "nccl")
-    if os.environ.get("LOCAL_RANK", "0") == "0" and (reason := why_not_autoloaded()):
-        print(
-            f"hetero.run: groups that a script makes will not cross vendors: {reason}",
-            file=sys.stderr,
-            flush=True,
-        )
+    replace_nccl()
+    os.environ[LAUNCHER_VARIABLE] = str(os.getpid())
     try:
-        if script := _started_by_another():
-            end_with_parent(signal.SIGTERM)
-            os.execv(sys.executable, [sys.executable, *script])
         options = _parse(argv)
         allow_open_files()
         with _quiet_torch(), _own_log_folder(options):
@@ -106,13 +100,6 @@ def main(
         return _interrupted(signal.SIGINT)
     except SignalException as stopped:  # a second one, after the first has been handled
         return 128 + stopped.sigval
-
-
-def _started_by_another() -> list[str]:
-    """The script and its arguments, if another launcher has started this module as a rank."""
-    words = sys.argv[1:]
-    is_rank = "TORCHELASTIC_RUN_ID" in os.environ and "RANK" in os.environ
-    return words if is_rank and words and not words[0].startswith("-") else []
 
 
 class _Launcher:

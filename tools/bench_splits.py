@@ -44,7 +44,7 @@ from tools.reproduction.run_options import (
 )
 from tools.reproduction.settings import VENDORS
 from tools.reproduction.split_sweep import SweepOptions, planned_runs
-from tools.reproduction.training_runs import device_of, make_all, record_of
+from tools.reproduction.training_runs import device_of, record_of, run_all
 
 SHARES = (10, 12, 14, 16, 18, 20, 22)
 """Of 32 layers, those on the first stage."""
@@ -137,7 +137,7 @@ def sweep(argv: Sequence[str]) -> str:
     """Make all runs. Returns the line for the end."""
     options = parse_options(argv)
     command = ("tools/bench_splits.py", *argv)
-    make_all(
+    run_all(
         options,
         planned_runs(options),
         results=options.out / "splits.json",

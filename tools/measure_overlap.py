@@ -41,10 +41,10 @@ from tools.real_text.data_set import build_real_text
 from tools.reports.page import write_whole
 from tools.reports.text_table import markdown
 from tools.reproduction.run_options import (
+    all_flags,
     fastest_transport,
     require_gpus,
     require_memory,
-    whole_flags,
 )
 from tools.reproduction.settings import HOMOGENEOUS, LLAMA3_8B, model_setting
 from tools.reproduction.table_rows import Options, parsed_row, planned_run
@@ -159,7 +159,7 @@ def _run(
     iterations: int,
     phases: Sequence[Phase] = (),
 ) -> Finished:
-    flags = whole_flags(options, planned_run(options, row).flags, data=data)
+    flags = all_flags(options, planned_run(options, row).flags, data=data)
     flags += [*SHARED, "--train-iters", str(iterations)]
     cores = len(os.sched_getaffinity(0))
     environ = {"OMP_NUM_THREADS": str(max(1, cores // options.nproc))} | dict(os.environ)

@@ -46,7 +46,7 @@ from tools.tool_command_line import Parser, require_results_file, run
 
 if TYPE_CHECKING:
     from tools.layer_profile.profiled_device import ProfiledDevice
-    from tools.layer_profile.swept_points import Sweep, Swept
+    from tools.layer_profile.swept_points import Sweep, SweepResult
     from tools.preflight_checks.path_bandwidth import PathResult
 
 
@@ -154,7 +154,7 @@ def _require_possible(options: argparse.Namespace, model: ModelShape, *, positio
 
 def _sweep(
     options: argparse.Namespace, args: argparse.Namespace, here: ProfiledDevice
-) -> tuple[Swept, list[PathResult]]:
+) -> tuple[SweepResult, list[PathResult]]:
     import torch
 
     from megatron.training.cpu_shim import cpu_shim
@@ -208,7 +208,7 @@ def _source(args: argparse.Namespace, here: ProfiledDevice, sweep: Sweep) -> str
     return f"tools/profile_layers.py on {here.description}, {args.params_dtype}{shards}"
 
 
-def _table(swept: Swept) -> list[str]:
+def _table(swept: SweepResult) -> list[str]:
     measured = swept.profile
     head = ["TP", "micro-batch", "tokens", "recompute", "layer fwd", "bwd", "embedding", "head"]
     rows = [[*head, "kept a layer", "rounds differ"]]

@@ -147,6 +147,20 @@ def test_a_rank_that_fails_is_named_last_with_its_exit_code(
     assert sum("Traceback" in line for line in err) == (how == "raise")
 
 
+def test_an_exception_of_a_script_that_uses_pytorch_is_the_last_word(tmp_path: Path) -> None:
+    """Of a fresh process: the hook is set when PyTorch is imported."""
+    path = tmp_path / "script.py"
+    path.write_text("import torch\nraise ValueError('out of luck')")
+    words = ["-m", "hetero.run", "--standalone", "--nproc-per-node", "1", str(path)]
+    process = subprocess.Popen(
+        [preloaded.INTERPRETER, *words], env=environment(), stderr=subprocess.PIPE, text=True
+    )
+    _, err = process.communicate(timeout=120)
+    last = f"error: rank 0 on {os.uname().nodename}: ValueError: out of luck"
+    assert err.splitlines()[-1] == last
+    assert process.returncode == 1
+
+
 def test_other_programs_and_modules_are_started_as_torchrun_does(script: str) -> None:
     shell = ("--no-python", "--nproc-per-node", "2", "sh", "-c", "exit $((3 * $RANK))")
     assert ended(start(*shell))[0] == 3

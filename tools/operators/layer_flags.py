@@ -86,11 +86,11 @@ def model_arguments(words: Sequence[str]) -> argparse.Namespace:
     return args
 
 
-def what_is_computed(args: argparse.Namespace) -> dict[str, Any]:
+def compared_flags(args: argparse.Namespace) -> dict[str, Any]:
     """The flags that must be the same on both sides."""
     return {name: getattr(args, name) for name in _WHAT}
 
 
-def how_it_is_computed(args: argparse.Namespace) -> dict[str, Any]:
+def kernel_flags(args: argparse.Namespace) -> dict[str, Any]:
     """The flags that choose between kernels."""
     return {name: getattr(args, name) for name in _HOW}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -98,7 +98,7 @@ def read_request(options: argparse.Namespace) -> PlanningRequest:
     faults.refuse()
     assert cluster is not None
     assert model is not None
-    measured = _merged_profile(list(read_profiles.values()))
+    measured = merged_profile(list(read_profiles.values()))
     joined, sources = _profile(cluster, model, measured)
     space = SearchSpace(
         global_batch=options.global_batch,
@@ -166,7 +166,8 @@ def _model_mismatches(path: Path, profile: MeasuredProfile, model: ModelShape) -
     return [f"the profile {path} is of another model: {', '.join(differing)}; measure this one"]
 
 
-def _merged_profile(profiles: Sequence[MeasuredProfile]) -> MeasuredProfile:
+def merged_profile(profiles: Iterable[MeasuredProfile]) -> MeasuredProfile:
+    """The accelerators of all; of one that several have, the last one's."""
     accelerators: dict[str, AcceleratorProfile] = {}
     for profile in profiles:
         accelerators |= profile.accelerators

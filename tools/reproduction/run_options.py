@@ -152,7 +152,7 @@ def fastest_transport() -> str:
     return "device-direct" if torch.cuda.is_available() else "shm"
 
 
-def whole_flags(options: RunOptions, own: Sequence[str], *, data: Sequence[str]) -> list[str]:
+def all_flags(options: RunOptions, own: Sequence[str], *, data: Sequence[str]) -> list[str]:
     """All flags of a run: of the model, training, the data, its `own`, and the user's."""
     preset, _ = expand_config_files(["--yaml-cfg", str(options.setting.preset)], build_parser())
     # Text takes the place of a preset's made-up tokens.
@@ -171,7 +171,7 @@ def whole_flags(options: RunOptions, own: Sequence[str], *, data: Sequence[str])
 
 def parsed(options: RunOptions, own: Sequence[str], *, nproc: int) -> argparse.Namespace:
     """The checked arguments of a run, before its data exist. Raises UserError."""
-    return parse_args(whole_flags(options, own, data=["--mock-data"]), world_size=nproc)
+    return parse_args(all_flags(options, own, data=["--mock-data"]), world_size=nproc)
 
 
 def without_false_comparison(options: OptionsT) -> OptionsT:
