@@ -1,7 +1,6 @@
 """Rail failover, and control messages of the peer, for links with a carrier.
 
-The end that loses a rail stops it and tells the peer, which stops its own half and answers.
-Retransmit the rail's unfinished entries only when both ends have stopped it: until then a late
+Retransmit a lost rail's unfinished entries only when both ends have stopped it: until then a late
 packet could overwrite a slot that is in use again.
 """
 

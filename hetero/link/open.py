@@ -1,8 +1,7 @@
 """Transport selection: which paths two ends can use, and opening a link over one.
 
-Both ends try the paths of a family in the same order, fastest first. A path is chosen when both
-have opened it and verified a few messages of several chunks. Otherwise both record why not, and try
-the next.
+Both ends try the paths of a family in the same order, fastest first, and take the first that both
+have opened and verified.
 """
 
 from __future__ import annotations
