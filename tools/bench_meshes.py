@@ -44,7 +44,7 @@ from tools.reproduction.run_options import (
     require_gpus,
     without_false_comparison,
 )
-from tools.reproduction.training_runs import device_of, make_all, record_of
+from tools.reproduction.training_runs import device_of, record_of, run_all
 
 
 def parse_options(argv: Sequence[str]) -> MeshOptions:
@@ -119,7 +119,7 @@ def bench(argv: Sequence[str]) -> str:
     """Make all runs. Returns the line for the end."""
     options = parse_options(argv)
     command = ("tools/bench_meshes.py", *argv)
-    make_all(
+    run_all(
         options,
         planned_runs(options),
         results=options.out / "meshes.json",

@@ -16,7 +16,6 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 if __name__ == "__main__":
@@ -28,6 +27,7 @@ if __name__ == "__main__":
 
 import torch
 
+from hetero.converters import integer, number
 from hetero.errors import UserError
 from hetero.link.names import TRANSPORTS
 from tools import tool_command_line
@@ -44,7 +44,7 @@ from tools.reproduction.run_options import (
 )
 from tools.reproduction.settings import VENDORS
 from tools.reproduction.split_sweep import SweepOptions, planned_runs
-from tools.reproduction.training_runs import device_of, make_all, record_of
+from tools.reproduction.training_runs import device_of, record_of, run_all
 
 SHARES = (10, 12, 14, 16, 18, 20, 22)
 """Of 32 layers, those on the first stage."""
@@ -55,7 +55,7 @@ def parse_options(argv: Sequence[str]) -> SweepOptions:
     parser = tool_command_line.Parser((__doc__ or "").partition("\n")[0])
     parser.add_argument(
         "--nproc",
-        type=tool_command_line.whole_number,
+        type=integer(1),
         default=2,
         help="GPUs (processes, on CPU): two stages",
     )
@@ -69,7 +69,7 @@ def parse_options(argv: Sequence[str]) -> SweepOptions:
     )
     parser.add_argument(
         "--factors",
-        type=partial(tool_command_line.positive, what="factor"),
+        type=number(above=0),
         nargs="+",
         default=[1.0, 1.5, 2.0],
         metavar="FACTOR",
@@ -137,7 +137,7 @@ def sweep(argv: Sequence[str]) -> str:
     """Make all runs. Returns the line for the end."""
     options = parse_options(argv)
     command = ("tools/bench_splits.py", *argv)
-    make_all(
+    run_all(
         options,
         planned_runs(options),
         results=options.out / "splits.json",

@@ -26,10 +26,11 @@ if __name__ == "__main__":
 
     begin_script()
 
+from hetero.converters import integer
 from megatron.training.arguments import parse_args
 from tools import tool_command_line
 from tools.reports.page import write_whole
-from tools.run_comparison.likeness import liken
+from tools.run_comparison.bitwise_comparison import compare_bitwise
 from tools.runs import SIMULATED, Finished, Launch, homogeneous_flags, mixed_flags, run_to_end
 
 HOMOGENEOUS = "homogeneous"
@@ -77,18 +78,18 @@ def conclude(runs: Mapping[str, Finished], *, flags: Sequence[str], out: Path) -
     baseline = runs[HOMOGENEOUS]
     reference = baseline.curve(HOMOGENEOUS)
     mixed = [name for name in runs if name != HOMOGENEOUS]
-    likenesses = {name: liken(runs[name].curve(name), reference) for name in mixed}
+    comparisons = {name: compare_bitwise(runs[name].curve(name), reference) for name in mixed}
     record = {
         "runs": [_run_mapping(name, run) for name, run in runs.items()],
         "comparisons": [
             {
                 "run": name,
-                "losses_identical": likeness.losses_identical,
-                "weights_identical": likeness.weights_identical,
-                "max_abs_loss_difference": likeness.loss_difference,
+                "losses_identical": bitwise.losses_identical,
+                "weights_identical": bitwise.weights_identical,
+                "max_abs_loss_difference": bitwise.loss_difference,
                 "speed_ratio": _tokens_per_s(runs[name]) / _tokens_per_s(baseline),
             }
-            for name, likeness in likenesses.items()
+            for name, bitwise in comparisons.items()
         ],
         "flags": list(flags),
     }
@@ -97,18 +98,18 @@ def conclude(runs: Mapping[str, Finished], *, flags: Sequence[str], out: Path) -
         f"{'run':<16}{'losses':>11}{'weights':>11}{'max |dloss|':>13}{'tokens/s':>12}{'TFLOP/s':>9}"
     )
     print(f"{HOMOGENEOUS:<16}{'':>11}{'':>11}{'':>13}{_speed(baseline)}")
-    for name, likeness in likenesses.items():
+    for name, bitwise in comparisons.items():
         words = [
             "identical" if same else "DIFFER"
-            for same in (likeness.losses_identical, likeness.weights_identical)
+            for same in (bitwise.losses_identical, bitwise.weights_identical)
         ]
         print(
-            f"{name:<16}{words[0]:>11}{words[1]:>11}{likeness.loss_difference:>13.3g}"
+            f"{name:<16}{words[0]:>11}{words[1]:>11}{bitwise.loss_difference:>13.3g}"
             f"{_speed(runs[name])}"
         )
     if any(run.report["simulated"] for run in runs.values()):
         print("vendors simulated: one machine played both")
-    return all(likeness.identical for likeness in likenesses.values())
+    return all(bitwise.identical for bitwise in comparisons.values())
 
 
 def _run_mapping(name: str, run: Finished) -> dict[str, Any]:
@@ -134,23 +135,21 @@ def _speed(run: Finished) -> str:
 
 def parse_options(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = tool_command_line.Parser((__doc__ or "").partition("\n")[0])
-    parser.add_argument(
-        "--nproc", type=tool_command_line.whole_number, default=2, help="processes on this machine"
-    )
+    parser.add_argument("--nproc", type=integer(1), default=2, help="processes on this machine")
     parser.add_argument(
         "--vendors", nargs="+", default=["amd", "nvidia"], help="of each mesh, in pipeline order"
     )
     parser.add_argument(
         "--sizes",
         nargs="+",
-        type=tool_command_line.whole_number,
+        type=integer(1),
         default=[1, 1],
         help="stages of each mesh",
     )
     parser.add_argument(
         "--layers",
         nargs="+",
-        type=tool_command_line.whole_number,
+        type=integer(1),
         help="layers of each stage, mixed runs",
     )
     parser.add_argument(

@@ -35,7 +35,7 @@ from tools.reproduction.measurement import Attempt, summarise
 from tools.reproduction.settings import SOURCE, SOURCE_SETTING, VENDORS
 from tools.reproduction.table_options import parse_options
 from tools.reproduction.table_rows import Options, parsed_row, run_order
-from tools.reproduction.training_runs import device_of, is_simulated, make_all, record_of
+from tools.reproduction.training_runs import device_of, is_simulated, record_of, run_all
 
 
 def write_results(options: Options, attempts: Sequence[Attempt], command: Sequence[str]) -> str:
@@ -80,7 +80,7 @@ def reproduce(argv: Sequence[str]) -> str:
     """Run all rows. Returns the line for the end."""
     options = parse_options(argv, description=(__doc__ or "").partition("\n")[0])
     command = ("tools/reproduce_table.py", *argv)
-    make_all(
+    run_all(
         options,
         list(run_order(options)),
         results=options.out / "table.json",

@@ -61,9 +61,9 @@ def _lead(outcome: Outcome) -> str:
             f"{outcome.hetero.parameters:,} weights is the same, bit for bit, in the mixed run and "
             "in the homogeneous one."
         )
-    likeness = outcome.likeness
-    losses = "are equal" if likeness.losses_identical else "differ"
-    weights = "are equal" if likeness.weights_identical else "differ"
+    bitwise = outcome.bitwise
+    losses = "are equal" if bitwise.losses_identical else "differ"
+    weights = "are equal" if bitwise.weights_identical else "differ"
     return f"Losses {losses}, weights {weights} between the mixed and the homogeneous run."
 
 
@@ -85,7 +85,7 @@ def _overview(outcome: Outcome) -> list[Part]:
         Named(
             "tiles",
             [
-                ("largest loss difference", f"{outcome.likeness.loss_difference:.3g}"),
+                ("largest loss difference", f"{outcome.bitwise.loss_difference:.3g}"),
                 ("loss, first to last", f"{hetero.losses[0]:.3f} → {hetero.losses[-1]:.3f}"),
                 ("tokens/s, mixed", f"{hetero.tokens_per_s:,.0f}"),
                 ("across the vendor boundary", size_text(outcome.link_bytes)),

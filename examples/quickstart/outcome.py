@@ -18,8 +18,8 @@ from examples.quickstart.source_text import SourceText
 from hetero.errors import HeteroError
 from hetero.formatting import counted, size_text
 from tools.run_comparison.alignment import align
+from tools.run_comparison.bitwise_comparison import BitwiseComparison, compare_bitwise
 from tools.run_comparison.criteria import parse_criterion
-from tools.run_comparison.likeness import Likeness, liken
 from tools.run_comparison.loss_comparison import Comparison, Options, compare
 from tools.runs import Finished
 
@@ -143,9 +143,9 @@ class Outcome:
         return compare(aligned, Options(criteria=(parse_criterion("identical"),), window=1))
 
     @cached_property
-    def likeness(self) -> Likeness:
+    def bitwise(self) -> BitwiseComparison:
         aligned = self.comparison.aligned
-        return liken(aligned.candidates[0], aligned.reference)
+        return compare_bitwise(aligned.candidates[0], aligned.reference)
 
     @property
     def bit_identical(self) -> bool:
@@ -190,9 +190,9 @@ class Outcome:
             "title": TITLE,
             "simulated": self.simulated,
             "bit_identical": self.bit_identical,
-            "losses_identical": self.likeness.losses_identical,
-            "weights_identical": self.likeness.weights_identical,
-            "max_abs_loss_difference": self.likeness.loss_difference,
+            "losses_identical": self.bitwise.losses_identical,
+            "weights_identical": self.bitwise.weights_identical,
+            "max_abs_loss_difference": self.bitwise.loss_difference,
             "iterations": self.iterations,
             "seconds": self.seconds,
             "hetero": self.hetero.as_mapping(),
@@ -271,7 +271,7 @@ def summary(outcome: Outcome) -> str:
         "",
         f"bit-identical: {verdict} ({outcome.iterations} losses, "
         f"{outcome.hetero.parameters:,} weights; largest loss difference "
-        f"{outcome.likeness.loss_difference:.3g})",
+        f"{outcome.bitwise.loss_difference:.3g})",
         f"between the vendors: {size_text(outcome.link_bytes)} in "
         f"{outcome.link_messages:,} messages over {outcome.transport} "
         f"({outcome.transport_description})",

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 import torch
 
-PROTOCOL_VERSION = 4
+from hetero.version import PROTOCOL_VERSION
+
 MAX_DIMENSIONS = 8
 _MAGIC = b"HTRO"
 _FORMAT = struct.Struct(f"<4sHHQQQHH{MAX_DIMENSIONS}QI")

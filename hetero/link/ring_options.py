@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from hetero.device.device import Device
 from hetero.link.handshake import Rendezvous, compare
-from hetero.link.header import PROTOCOL_VERSION
+from hetero.version import PROTOCOL_VERSION
 
 
 @dataclass(frozen=True)

@@ -65,7 +65,6 @@ class _Run:
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=self.args.tensor_model_parallel_size,
             pipeline_model_parallel_size=self.args.pipeline_model_parallel_size,
-            virtual_pipeline_model_parallel_size=self._virtual,
             create_gloo_process_groups=False,
         )
         torch.manual_seed(SEED)
@@ -75,10 +74,6 @@ class _Run:
         self.model = self._build()
         self.optimizer, self.scheduler = self._build_optimizer()
 
-    @property
-    def _virtual(self) -> int | None:
-        return self.args.virtual_pipeline_model_parallel_size
-
     def go(self) -> None:
         plan = self.plan
         if plan.get("load"):
@@ -87,7 +82,8 @@ class _Run:
         losses = []
         for step in range(plan["first"], plan["last"] + 1):
             if step == plan.get("save_before"):
-                self._save_all(step)
+                for save in plan["saves"]:
+                    self._save(Path(save["folder"]), step, save)
             if step == plan.get("weights_before"):
                 self._dump(Path(plan["weights"]))
             if step < plan["last"]:
@@ -97,10 +93,6 @@ class _Run:
             self._dump(Path(plan["legacy_weights"]))
         if dist.get_rank() == dist.get_world_size() - 1:
             Path(plan["losses"]).write_text(json.dumps(losses))
-
-    def _save_all(self, step: int) -> None:
-        for save in self.plan["saves"]:
-            self._save(Path(save["folder"]), step, save)
 
     def _config(self) -> Any:
         args = self.args
@@ -121,53 +113,38 @@ class _Run:
             params_dtype=self.dtype,
             bf16=args.bf16,
             pipeline_dtype=self.dtype,
-            tensor_model_parallel_size=self.args.tensor_model_parallel_size,
-            pipeline_model_parallel_size=self.args.pipeline_model_parallel_size,
-            virtual_pipeline_model_parallel_size=self._virtual,
-            gradient_accumulation_fusion=False,
-            masked_softmax_fusion=False,
-            bias_activation_fusion=False,
-            bias_dropout_fusion=False,
-            apply_rope_fusion=False,
-            persist_layer_norm=False,
+            tensor_model_parallel_size=args.tensor_model_parallel_size,
+            pipeline_model_parallel_size=args.pipeline_model_parallel_size,
             batch_p2p_comm=False,
-            deallocate_pipeline_outputs=False,
         )
 
-    def _build(self) -> list[Any]:
-        args, chunks = self.args, []
+    def _build(self) -> Any:
+        args = self.args
         ddp = DistributedDataParallelConfig(
             grad_reduce_in_fp32=True,
             use_distributed_optimizer=args.use_distributed_optimizer,
             bucket_size=self.plan.get("bucket_size"),
         )
-        for chunk in range(self._virtual or 1):
-            virtual = chunk if self._virtual else None
-            everywhere = {"ignore_virtual": virtual is None, "vp_stage": virtual}
-            model = GPTModel(
-                config=self.config,
-                transformer_layer_spec=get_gpt_layer_local_spec(normalization=args.normalization),
-                vocab_size=args.padded_vocab_size,
-                max_sequence_length=args.max_position_embeddings,
-                pre_process=parallel_state.is_pipeline_first_stage(**everywhere),
-                post_process=parallel_state.is_pipeline_last_stage(**everywhere),
-                share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
-                position_embedding_type=args.position_embedding_type,
-                rotary_base=args.rotary_base,
-                vp_stage=virtual,
-            )
-            wrapped = Float16Module(self.config, model) if args.bf16 else model
-            chunks.append(
-                DistributedDataParallel(self.config, ddp, wrapped, disable_bucketing=chunk > 0)
-            )
-            chunks[-1].broadcast_params()
-        return chunks
+        model = GPTModel(
+            config=self.config,
+            transformer_layer_spec=get_gpt_layer_local_spec(normalization=args.normalization),
+            vocab_size=args.padded_vocab_size,
+            max_sequence_length=args.max_position_embeddings,
+            pre_process=parallel_state.is_pipeline_first_stage(),
+            post_process=parallel_state.is_pipeline_last_stage(),
+            share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
+            position_embedding_type=args.position_embedding_type,
+            rotary_base=args.rotary_base,
+        )
+        wrapped = Float16Module(self.config, model) if args.bf16 else model
+        built = DistributedDataParallel(self.config, ddp, wrapped)
+        built.broadcast_params()
+        return built
 
     def _build_optimizer(self) -> tuple[Any, Any]:
         args = self.args
         optimizer = get_megatron_optimizer(
             OptimizerConfig(
-                optimizer="adam",
                 lr=args.lr,
                 min_lr=args.min_lr,
                 weight_decay=args.weight_decay,
@@ -177,9 +154,8 @@ class _Run:
                 bf16=args.bf16,
                 params_dtype=self.dtype,
                 use_distributed_optimizer=args.use_distributed_optimizer,
-                log_num_zeros_in_grad=False,
             ),
-            self.model,
+            [self.model],
             use_gloo_process_groups=False,
         )
         length = args.train_iters * args.global_batch_size
@@ -198,8 +174,6 @@ class _Run:
         )
         self.config.grad_scale_func = optimizer.scale_loss
         self.config.finalize_model_grads_func = finalize_model_grads
-        if len(self.model) > 1:
-            self.config.no_sync_func = [chunk.no_sync for chunk in self.model]
         return optimizer, scheduler
 
     def _step(self, batch: dict[str, torch.Tensor]) -> float:
@@ -219,14 +193,12 @@ class _Run:
 
             return losses, reduce
 
-        for chunk in self.model:
-            chunk.zero_grad_buffer()
+        self.model.zero_grad_buffer()
         self.optimizer.zero_grad()
-        iterators = [iter(samples) for _ in self.model]
         found = get_forward_backward_func()(
             forward_step_func=forward,
-            data_iterator=iterators if len(iterators) > 1 else iterators[0],
-            model=self.model if len(self.model) > 1 else self.model[0],
+            data_iterator=iter(samples),
+            model=self.model,
             num_microbatches=len(samples),
             seq_length=args.seq_length,
             micro_batch_size=1,
@@ -254,26 +226,17 @@ class _Run:
         has_stages = self.args.pipeline_model_parallel_size > 1
         return f"mp_rank_{rank:02d}" + (f"_{stage:03d}" if has_stages else "")
 
-    def _bare(self) -> list[Any]:
-        bare = []
-        for model in self.model:
-            while hasattr(model, "module"):
-                model = model.module
-            bare.append(model)
-        return bare
+    def _bare(self) -> Any:
+        model = self.model
+        while hasattr(model, "module"):
+            model = model.module
+        return model
 
     def _dump(self, folder: Path) -> None:
         """This rank's parameters, to be compared bit by bit."""
         folder.mkdir(parents=True, exist_ok=True)
-        found = {
-            f"{number}.{name}": parameter.detach().clone()
-            for number, model in enumerate(self._bare())
-            for name, parameter in model.named_parameters()
-        }
+        found = {name: value.detach().clone() for name, value in self._bare().named_parameters()}
         save_file(found, folder / f"rank{dist.get_rank()}.safetensors")
-
-    def _key(self, number: int) -> str:
-        return "model" if len(self.model) == 1 else f"model{number}"
 
     def _save(self, save: Path, step: int, kind: dict[str, str]) -> None:
         """Megatron-LM's `save_checkpoint`: --ckpt-format torch_dist or torch."""
@@ -298,8 +261,7 @@ class _Run:
             (save / "latest_checkpointed_iteration.txt").write_text(str(step))
 
     def _save_legacy(self, folder: Path, state: dict[str, Any]) -> None:
-        for number, model in enumerate(self._bare()):
-            state[self._key(number)] = model.state_dict_for_save_checkpoint()
+        state["model"] = self._bare().state_dict_for_save_checkpoint()
         state["optimizer"] = {"optimizer": {"param_groups": []}}
         state["opt_param_scheduler"] = self.scheduler.state_dict()
         state["rng_state"] = self._random_states()
@@ -322,8 +284,7 @@ class _Run:
         full = metadata | {
             "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)
         }
-        for number, model in enumerate(self._bare()):
-            state[self._key(number)] = model.sharded_state_dict(metadata=full)
+        state["model"] = self._bare().sharded_state_dict(metadata=full)
         state["optimizer"] = self.optimizer.sharded_state_dict(
             state, is_loading=loading, metadata=full
         )
@@ -379,8 +340,7 @@ class _Run:
             return
         rank = self._rank_folder
         state = torch.load(folder / rank / "model_optim_rng.pt", weights_only=False)
-        for number, model in enumerate(self._bare()):
-            model.load_state_dict(state[self._key(number)], strict=True)
+        self._bare().load_state_dict(state["model"], strict=True)
         self.optimizer.reload_model_params()
 
     def _load_sharded(self, folder: Path) -> None:
@@ -392,8 +352,7 @@ class _Run:
             self._sharded(state, metadata, loading=True)
             loaded = dist_checkpointing.load(state, str(folder))
         assert common["args"].num_layers == self.args.num_layers
-        for number, model in enumerate(self._bare()):
-            model.load_state_dict(loaded[self._key(number)], strict=True)
+        self._bare().load_state_dict(loaded["model"], strict=True)
         self.optimizer.load_state_dict(loaded["optimizer"])
         for part, step in zip(self.optimizer.chained_optimizers, adam_steps, strict=True):
             for kept in part.optimizer.state.values():

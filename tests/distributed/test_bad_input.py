@@ -55,10 +55,9 @@ def test_every_node_hears_what_is_wrong(corpus) -> None:
         assert_refused([outcome], "--num-layer", "--num-layers")
 
 
-@pytest.mark.parametrize("suffix", [".bin", ".idx"])
-def test_a_truncated_dataset(corpus, tmp_path: Path, suffix: str) -> None:
+def test_a_truncated_dataset(corpus, tmp_path: Path) -> None:
     prefix = copy_of(corpus, tmp_path)
-    damaged = Path(str(prefix) + suffix)
+    damaged = prefix.with_suffix(".bin")
     damaged.write_bytes(damaged.read_bytes()[:-9])
     outcomes = refused([*corpus.flags, "--data-path", str(prefix), *MIXED], environ=SIMULATED)
     assert_refused(outcomes, damaged.name, "cut short")
@@ -83,18 +82,36 @@ def test_data_of_another_tokenizer(corpus, tensor: str) -> None:
     assert_refused(outcomes, "holds token", "the tokenizer has")
 
 
-def test_data_of_another_tokenizer_of_the_same_size(corpus, tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def other_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A model of as many tokens, of other text."""
+    folder = tmp_path_factory.mktemp("other")
+    (folder / "text.txt").write_text("\n\n".join(topics[name] for name in sorted(topics)[40:]))
+    words = ["--input", f"{folder}/text.txt", "--output-prefix", f"{folder}/tok"]
+    assert train_tokenizer.main([*words, "--vocab-size", "500"]) == 0
+    return f"{folder}/tok.model"
+
+
+def test_data_of_another_tokenizer_of_the_same_size(
+    corpus, other_tokenizer: str, tmp_path: Path
+) -> None:
     """Every token id is in the vocabulary, so only what lies beside the data tells."""
-    text = tmp_path / "text.txt"
-    text.write_text("\n\n".join(topics[name] for name in sorted(topics)[40:]))
-    words = ["--input", str(text), "--output-prefix", str(tmp_path / "tok"), "--vocab-size", "500"]
-    assert train_tokenizer.main(words) == 0
     blend = [str(copy_of(corpus, tmp_path)), str(corpus.prefix)]
     shutil.copy(f"{corpus.prefix}.json", f"{blend[0]}.json")
-    flags = [*corpus.flags, "--tokenizer-model", str(tmp_path / "tok.model"), *MIXED]
+    flags = [*corpus.flags, "--tokenizer-model", other_tokenizer, *MIXED]
     outcomes = refused([*flags, "--data-path", *blend], environ=SIMULATED)
     made = f"was made with SentencePieceTokenizer {corpus.tokenizer} of 500 tokens: other tokens"
     assert_refused(outcomes, *(f"{prefix} {made}" for prefix in blend), "preprocess the text")
+
+
+def test_nodes_with_different_tokenizers_of_one_size(
+    corpus, other_tokenizer: str, tmp_path: Path
+) -> None:
+    prefix = copy_of(corpus, tmp_path)  # without the description that names its tokenizer
+    flags = [*TINY_LLAMA, *corpus.flags, *MIXED, "--data-path", str(prefix)]
+    other = {1: [*flags, "--tokenizer-model", other_tokenizer]}
+    outcomes = launch(flags, 2, environ=SIMULATED, flags_by_rank=other)
+    assert_refused(outcomes, "rank 1 reads another tokenizer", "give every node the same tokenizer")
 
 
 TWO_NODES = {1: {"LOCAL_RANK": "0"}}
@@ -110,18 +127,6 @@ def test_nodes_with_different_data_under_one_name(corpus, tmp_path: Path) -> Non
     other = {1: [*flags, "--data-path", str(prefix)]}
     for outcome in launch(flags, 2, environ=SIMULATED, by_rank=TWO_NODES, flags_by_rank=other):
         assert_refused([outcome], "rank 1 on its node reads other data than rank 0", "same files")
-
-
-def test_nodes_with_different_tokenizers_of_one_size(corpus, tmp_path: Path) -> None:
-    text = tmp_path / "text.txt"
-    text.write_text("\n\n".join(topics[name] for name in sorted(topics)[40:]))
-    words = ["--input", str(text), "--output-prefix", str(tmp_path / "tok"), "--vocab-size", "500"]
-    assert train_tokenizer.main(words) == 0
-    prefix = copy_of(corpus, tmp_path)  # without the description that names its tokenizer
-    flags = [*TINY_LLAMA, *corpus.flags, *MIXED, "--data-path", str(prefix)]
-    other = {1: [*flags, "--tokenizer-model", str(tmp_path / "tok.model")]}
-    outcomes = launch(flags, 2, environ=SIMULATED, flags_by_rank=other)
-    assert_refused(outcomes, "rank 1 reads another tokenizer", "give every node the same tokenizer")
 
 
 def test_a_damaged_index_cache(corpus, tmp_path: Path) -> None:
@@ -145,39 +150,24 @@ def test_data_that_only_one_rank_cannot_see(corpus, tmp_path: Path) -> None:
     assert_refused(outcomes, "rank 1", "gone.idx")
 
 
-@pytest.mark.parametrize(
-    ("line", "words"),
-    [
-        ("import torch; torch.__version__ = '2.12.1+rocm7'", ("PyTorch", "2.12.1")),
-        (
-            "import hetero.cluster; hetero.cluster.__version__ = '9.9'",
-            ("versions of this project", "9.9"),
-        ),
-    ],
-    ids=["pytorch", "project"],
-)
-def test_two_sides_with_different_versions(
-    corpus, tmp_path: Path, line: str, words: tuple[str, ...]
-) -> None:
-    other_side = tmp_path / "other_side.py"
-    other_side.write_text(
-        f"{line}\nimport runpy\nrunpy.run_path({str(ENTRY)!r}, run_name='__main__')"
-    )
-    outcomes = refused([*corpus.flags, *MIXED], environ=SIMULATED, scripts={1: other_side})
-    assert_refused(outcomes, "rank 1", *words)
+def script(folder: Path, line: str) -> dict[int, Path]:
+    """The program on rank 1 after a line that changes something there."""
+    path = folder / "other_side.py"
+    path.write_text(f"{line}\nimport runpy\nrunpy.run_path({str(ENTRY)!r}, run_name='__main__')")
+    return {1: path}
+
+
+def test_two_sides_with_different_versions(corpus, tmp_path: Path) -> None:
+    other_side = script(tmp_path, "import torch; torch.__version__ = '2.12.1+rocm7'")
+    outcomes = refused([*corpus.flags, *MIXED], environ=SIMULATED, scripts=other_side)
+    assert_refused(outcomes, "rank 1", "PyTorch", "2.12.1")
 
 
 def test_two_sides_with_different_flags(corpus) -> None:
     flags = [*TINY_LLAMA, *corpus.flags, *MIXED]
-    outcomes = launch(
-        flags, 2, seconds=120, environ=SIMULATED, flags_by_rank={1: [*flags, "--seed", "7"]}
-    )
+    other = {1: [*flags, "--seed", "7"]}
+    outcomes = launch(flags, 2, seconds=120, environ=SIMULATED, flags_by_rank=other)
     assert_refused(outcomes, "--seed", "1234", "7")
-
-
-def test_the_vendor_library_across_a_boundary_without_gpus(corpus) -> None:
-    outcomes = refused([*corpus.flags, *MIXED, "--hetero-transport", "nccl"], environ=SIMULATED)
-    assert_refused(outcomes, "nccl")
 
 
 def test_a_metrics_file_that_cannot_be_written(corpus, tmp_path: Path) -> None:
@@ -186,13 +176,12 @@ def test_a_metrics_file_that_cannot_be_written(corpus, tmp_path: Path) -> None:
 
 
 def test_a_rank_that_fails_before_training_ends_the_others(corpus, tmp_path: Path) -> None:
-    broken = tmp_path / "broken.py"
-    broken.write_text(
+    broken = script(
+        tmp_path,
         "import megatron.training.data_agreement as data_agreement\n"
-        "data_agreement.build_tokenizer = lambda args: 1 / 0\n"
-        f"import runpy\nrunpy.run_path({str(ENTRY)!r}, run_name='__main__')"
+        "data_agreement.build_tokenizer = lambda args: 1 / 0",
     )
-    outcomes = refused([*corpus.flags, *MIXED], environ=SIMULATED, scripts={1: broken})
+    outcomes = refused([*corpus.flags, *MIXED], environ=SIMULATED, scripts=broken)
     assert [outcome.code for outcome in outcomes] == [1, 1]
     assert "rank 1 failed: division by zero" in outcomes[0].stderr
     assert "ZeroDivisionError" in outcomes[1].stderr

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -17,7 +14,6 @@ from megatron.training.checkpoint.folder import TRACKER
 from megatron.training.checkpoint.reader import CheckpointReader
 from tests.distributed.harness import (
     ENTRY,
-    ROOT,
     TINY_LLAMA,
     finish,
     launch,
@@ -170,63 +166,6 @@ def test_memory_for_copies_is_made_before_a_save_is_due_and_its_lack_ends_nothin
     assert sorted(path.name for path in folder.iterdir()) == ["iter_0000004", TRACKER]
 
 
-# Loads the program once and forks a life of it for every line of flags.
-LIVES = """
-import os, sys
-import megatron.training.cpu_shim, megatron.training.run_job
-from megatron.training.pretrain import pretrain
-
-for line in sys.stdin:
-    life = os.fork()
-    if life == 0:
-        os.dup2(2, 1)
-        os._exit(pretrain(line.split()))
-    print(life, flush=True)
-    print(os.waitstatus_to_exitcode(os.waitpid(life, 0)[1]), flush=True)
-"""
-
-
-class Lives:
-    """One run after the other of one program, each in a process of its own."""
-
-    def __init__(self, log: Path) -> None:
-        environ = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-        self._log = log.open("w")
-        self._program = subprocess.Popen(
-            [sys.executable, "-c", LIVES],
-            env=environ,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._log,
-            text=True,
-        )
-
-    def begin(self, flags: list[str]) -> int:
-        """The process of a new life."""
-        assert self._program.stdin is not None
-        self._program.stdin.write(" ".join(flags) + "\n")
-        self._program.stdin.flush()
-        return self._number()
-
-    def end(self) -> int:
-        """How it ended."""
-        return self._number()
-
-    def _number(self) -> int:
-        assert self._program.stdout is not None
-        line = self._program.stdout.readline()
-        assert line, Path(self._log.name).read_text()[-3000:]
-        return int(line)
-
-    def __enter__(self) -> Lives:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._program.kill()
-        self._program.communicate()
-        self._log.close()
-
-
 @slow
 @pytest.mark.timeout(1800)
 def test_a_run_killed_at_fifty_moments_loses_nothing(corpus, tmp_path: Path) -> None:
@@ -239,25 +178,25 @@ def test_a_run_killed_at_fifty_moments_loses_nothing(corpus, tmp_path: Path) -> 
     moments = random.Random(20)
     tracker = folder / TRACKER
     known = unfinished = 0
-    with Lives(tmp_path / "log") as lives:
-        for number in range(50):
-            before = _lines(metrics)
-            life = lives.begin([*flags, *saving, *(["--async-save"] if number % 2 else [])])
-            try:
-                wait_for(lambda: _lines(metrics) != before, seconds=120, what="training")  # noqa: B023
-                time.sleep(moments.uniform(0.0, 0.3))
-                known = max(known, int(tracker.read_text())) if tracker.exists() else known
-            finally:
-                os.kill(life, signal.SIGKILL)
-            assert lives.end() == -signal.SIGKILL
-            unfinished += any(folder.glob("*.saving"))
-            if known:
-                with CheckpointReader.open(folder) as reader:
-                    assert reader.run["iteration"] >= known
-                    assert reader.folder.name == f"iter_{int(tracker.read_text()):07d}"
-        last = str(int(tracker.read_text()) + 5)
-        lives.begin([*flags, *saving, "--exit-interval", last])
-        assert lives.end() == 0, (tmp_path / "log").read_text()[-3000:]
+    for number in range(50):
+        before = _lines(metrics)
+        (life,) = start([*flags, *saving, *(["--async-save"] if number % 2 else [])], 1)
+        try:
+            wait_for(lambda: _lines(metrics) != before, seconds=120, what="training")  # noqa: B023
+            time.sleep(moments.uniform(0.0, 0.3))
+            known = max(known, int(tracker.read_text())) if tracker.exists() else known
+        finally:
+            life.kill()
+            (outcome,) = finish([life], seconds=120)
+        assert outcome.code == -signal.SIGKILL
+        unfinished += any(folder.glob("*.saving"))
+        if known:
+            with CheckpointReader.open(folder) as reader:
+                assert reader.run["iteration"] >= known
+                assert reader.folder.name == f"iter_{int(tracker.read_text()):07d}"
+    last = str(int(tracker.read_text()) + 5)
+    (outcome,) = launch([*flags, *saving, "--exit-interval", last], 1)
+    assert outcome.code == 0, outcome.stderr
     assert not list(folder.glob("*.saving"))
     straight = train([*flags, "--exit-interval", last], 1, tmp_path / "straight")
     rows = [json.loads(line) for line in metrics.read_text().splitlines()]

@@ -73,6 +73,7 @@ def unequal(corpus, tmp_path_factory) -> Saved:
     folder = tmp_path_factory.mktemp("unequal")
     checkpoints = folder / "checkpoints"
     flags = [*TINY_LLAMA, *corpus.flags, *_saving(checkpoints), *ONE_AND_ONE, *THREE_TO_ONE]
+    flags += ["--check-weight-hash-across-dp-replicas-interval", "2"]
     return Saved(_across([*flags, *SHARDED], 2, folder), checkpoints)
 
 

@@ -18,7 +18,9 @@ from megatron.training.checkpoint.reader import CheckpointReader
 from megatron.training.data import build_datasets
 from megatron.training.megatron_lm.tensors import model_tensors
 from megatron.training.tokenizer.build import build_tokenizer
-from tests.distributed.harness import MIXED, launch, train
+from megatron.training.weights import global_name
+from tests.distributed.harness import MIXED, TINY_LLAMA, launch, train
+from tests.training.megatron_lm.tiny_megatron import LLAMA
 from tools.convert_checkpoint import main as convert
 from tools.runs import SIMULATED
 
@@ -29,24 +31,14 @@ SCRIPT = Path(__file__).with_name("core_training.py")
 HETERO = [*MIXED, *"--hetero-pipeline-layers 1 3 --hetero-transport cpu-forward".split()]
 BATCH, SAVED, RESAVED, STEPS = 4, 3, 5, 7
 MODEL: Mapping[str, Any] = {
-    "num_layers": 4,
+    **LLAMA,
     "hidden_size": 32,
     "ffn_hidden_size": 64,
-    "num_attention_heads": 4,
-    "group_query_attention": True,
     "num_query_groups": 2,
     "kv_channels": 8,
     "seq_length": 32,
     "max_position_embeddings": 32,
-    "position_embedding_type": "rope",
     "add_position_embedding": True,
-    "rotary_base": 10000,
-    "normalization": "RMSNorm",
-    "layernorm_epsilon": 1e-5,
-    "swiglu": True,
-    "add_bias_linear": False,
-    "add_qkv_bias": False,
-    "untie_embeddings_and_output_weights": True,
     "padded_vocab_size": 512,
     "bf16": False,
     "fp16": False,
@@ -54,10 +46,8 @@ MODEL: Mapping[str, Any] = {
     "tensor_model_parallel_size": 2,
     "pipeline_model_parallel_size": 2,
     "virtual_pipeline_model_parallel_size": None,
-    "optimizer": "adam",
     "lr": 3e-3,
     "min_lr": 3e-4,
-    "weight_decay": 0.1,
     "adam_beta1": 0.9,
     "adam_beta2": 0.95,
     "clip_grad": 1.0,
@@ -68,15 +58,11 @@ MODEL: Mapping[str, Any] = {
     "lr_decay_style": "cosine",
 }
 # The same model and recipe in words, so that nothing has to be taken from a checkpoint.
-FLAGS = (
-    "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --group-query-attention "
-    "--num-query-groups 2 --ffn-hidden-size 64 --seq-length 32 --max-position-embeddings 32 "
-    "--position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear "
-    "--untie-embeddings-and-output-weights --hidden-dropout 0 --attention-dropout 0 "
-    f"--micro-batch-size 1 --global-batch-size {BATCH} --train-iters {STEPS} --lr 3e-3 "
-    "--min-lr 3e-4 --lr-decay-style cosine --lr-warmup-iters 1 --weight-decay 0.1 --clip-grad 1.0 "
-    "--adam-beta2 0.95 --log-interval 1 --eval-iters 0 --num-workers 0"
-).split()
+FLAGS = [
+    *TINY_LLAMA,
+    *("--untie-embeddings-and-output-weights", "--adam-beta2", "0.95"),
+    *("--global-batch-size", str(BATCH), "--train-iters", str(STEPS)),
+]
 
 
 def _core(
@@ -129,11 +115,7 @@ def _assert_ranks_hold(dumped: Path, checkpoint: Path) -> None:
         for rank in range(4):
             stage, tensor_rank = divmod(rank, 2)
             for name, values in load_file(dumped / f"rank{rank}.safetensors").items():
-                whole = name.removeprefix("0.")
-                head, found, rest = whole.partition("decoder.layers.")
-                if found:
-                    number, _, tail = rest.partition(".")
-                    whole = f"{head}{found}{int(number) + 2 * stage}.{tail}"
+                whole = global_name(name, 2 * stage)
                 shard = tensors[whole].shard(tensor_rank, 2)
                 expected = reader.regions(whole, shard.regions()).view(shard.local)
                 assert torch.equal(values, expected), whole
@@ -171,13 +153,9 @@ def test_a_checkpoint_of_megatron_core_is_trained_mixed_and_goes_back(
         )
         _assert_ranks_hold(tmp_path / "weights", tmp_path / f"ours_{kind}")
 
-    resumed = ["--load", str(tmp_path / "ours_sharded"), "--no-load-rng", "--save"]
-    resumed += [
-        str(tmp_path / "mixed"),
-        "--save-interval",
-        str(RESAVED),
-        "--exit-on-missing-checkpoint",
-    ]
+    resumed = ["--load", str(tmp_path / "ours_sharded"), "--no-load-rng"]
+    resumed += ["--save", str(tmp_path / "mixed"), "--save-interval", str(RESAVED)]
+    resumed += ["--exit-on-missing-checkpoint"]
     ours = train([*flags, *HETERO, *resumed], 2, tmp_path / "run", environ=SIMULATED)
     assert len(ours.losses) == STEPS - SAVED
     assert ours.losses[: RESAVED - SAVED] == pytest.approx(first[SAVED:], rel=1e-6)

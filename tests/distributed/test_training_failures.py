@@ -45,9 +45,7 @@ def start_faulty(
     return start(flags, 2, environ=SIMULATED, scripts={0: script, 1: script})
 
 
-@pytest.mark.parametrize(
-    ("victim", "transport"), [(0, "gloo"), (1, "gloo"), (0, "shm"), (1, "tcp")]
-)
+@pytest.mark.parametrize(("victim", "transport"), [(1, "gloo"), (0, "shm"), (1, "tcp")])
 def test_a_killed_rank_ends_the_others_within_seconds(
     corpus, tmp_path: Path, victim: int, transport: str
 ) -> None:
@@ -74,14 +72,8 @@ def test_a_peer_that_stops_answering_is_an_error_after_the_timeout(
 ) -> None:
     metrics = tmp_path / "metrics.jsonl"
     flags = [*TINY_LLAMA, *corpus.flags, *MIXED, "--train-iters", "100000"]
-    flags += [
-        "--hetero-transport",
-        transport,
-        "--hetero-timeout",
-        "3",
-        "--metrics-file",
-        str(metrics),
-    ]
+    flags += ["--hetero-transport", transport, "--hetero-timeout", "3"]
+    flags += ["--metrics-file", str(metrics)]
     processes = start(flags, 2, environ=SIMULATED)
     wait_for_steps(metrics, 3)
     processes[0].send_signal(signal.SIGSTOP)

@@ -24,6 +24,7 @@ from examples.quickstart import source_text, steps
 from examples.quickstart.demo import Progress, main
 from examples.quickstart.outcome import MetricsFile
 from tests.preloaded import INTERPRETER
+from tests.tools.refusals import refusal
 
 pytestmark = pytest.mark.usefixtures("preloaded_ranks")
 
@@ -36,37 +37,43 @@ PAGE = "\n\n".join(
 )
 
 
-def refused(capsys, out: Path, *arguments: str) -> str:
+def refused(capsys, out: Path, *arguments: object) -> str:
     """The one sentence with which the demo refuses its input."""
-    assert main(["--out", str(out), *arguments]) == 2
-    captured = capsys.readouterr()
-    (line,) = captured.err.splitlines()
-    assert line.startswith("error: ")
-    return line
+    return refusal(capsys, main, ["--out", out, *arguments], silent=False)
+
+
+@pytest.mark.parametrize("number", ["0", "-3", "many", "1.5"])
+def test_iterations_must_be_a_number(tmp_path, capsys, number):
+    said = refused(capsys, tmp_path, f"--iterations={number}")
+    assert "is not a whole number of at least 1" in said
 
 
 @pytest.mark.parametrize(
     ("content", "reason"),
     [
-        (b"", "is empty"),
-        (b" \n\n\t", "is empty"),
-        (b"\xff\xfe\x00text", "is not text in UTF-8 (its byte 0"),
-        (b"plain\x00zero", "is a binary file"),
-        ("Grüße".encode("latin-1") + b" and more", "is not text in UTF-8 (its byte 2"),
-        (None, "cannot be read (No such file or directory)"),
+        (b"", "--text {text} is empty"),
+        (b" \n\n\t", "--text {text} is empty"),
+        (b"\xff\xfe\x00text", "--text {text} is not text in UTF-8 (its byte 0"),
+        (b"plain\x00zero", "--text {text} is a binary file"),
+        ("Grüße".encode("latin-1") + b" and more", "{text} is not text in UTF-8 (its byte 2"),
+        (None, "--text {text} cannot be read (No such file or directory)"),
+        (b"hi", "the text is too small to train on"),
+        (b"A few words only.\n", "the text is too small to train on"),
     ],
 )
-def test_unusable_text_is_one_sentence_and_leaves_nothing(tmp_path, capsys, content, reason):
+def test_unusable_text_is_one_sentence_and_leaves_an_earlier_demo_alone(
+    tmp_path, capsys, content, reason
+):
     text, out = tmp_path / "my.txt", tmp_path / "out"
     if content is not None:
         text.write_bytes(content)
-    assert f"--text {text} {reason}" in refused(capsys, out, "--text", str(text))
+    assert reason.format(text=text) in refused(capsys, out, "--text", text)
     assert not out.exists()
-
-
-def test_a_directory_is_no_text(tmp_path, capsys):
-    line = refused(capsys, tmp_path / "out", "--text", str(tmp_path))
-    assert "is a directory; give a text file inside it" in line
+    out.mkdir()
+    (out / ".hetero-demo").touch()
+    (out / "report.json").write_text("{}")
+    refused(capsys, out, "--text", text)
+    assert sorted(p.name for p in out.iterdir()) == [".hetero-demo", "report.json"]
 
 
 def test_output_must_be_a_folder_of_ours(tmp_path, capsys):
@@ -74,33 +81,9 @@ def test_output_must_be_a_folder_of_ours(tmp_path, capsys):
     mine.write_text("years of work")
     assert "is a file; give a folder" in refused(capsys, mine)
     assert "holds files that no demo wrote" in refused(capsys, tmp_path)
+    line = refused(capsys, tmp_path / "out", "--text", tmp_path)
+    assert "is a directory; give a text file inside it" in line
     assert list(tmp_path.iterdir()) == [mine]
-
-
-@pytest.mark.parametrize("number", ["0", "-3", "many", "1.5"])
-def test_iterations_must_be_a_number(capsys, number):
-    with pytest.raises(SystemExit) as ended:
-        main([f"--iterations={number}"])
-    assert ended.value.code == 2
-    assert "is not a whole number of at least 1" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("text", ["hi", "A few words only.\n"])
-def test_a_text_too_small_to_train_on_is_one_sentence(tmp_path, capsys, text):
-    small, out = tmp_path / "small.txt", tmp_path / "out"
-    small.write_text(text)
-    assert "the text is too small to train on" in refused(capsys, out, "--text", str(small))
-    assert not out.exists()
-
-
-def test_a_refused_text_leaves_an_earlier_demo_alone(tmp_path, capsys):
-    out, small = tmp_path / "out", tmp_path / "small.txt"
-    out.mkdir()
-    (out / ".hetero-demo").touch()
-    (out / "report.json").write_text("{}")
-    small.write_text("hi")
-    refused(capsys, out, "--text", str(small))
-    assert sorted(p.name for p in out.iterdir()) == [".hetero-demo", "report.json"]
 
 
 def test_builtin_text_is_there_and_has_paragraphs():
@@ -109,18 +92,14 @@ def test_builtin_text_is_there_and_has_paragraphs():
     assert "\n\n" in text
 
 
-def test_a_large_text_is_cut_between_letters(tmp_path, monkeypatch):
+def test_a_large_text_is_cut_between_letters_and_a_byte_order_mark_is_none(tmp_path, monkeypatch):
+    file = tmp_path / "text.txt"
+    file.write_bytes(b"\xef\xbb\xbfhello")
+    assert source_text.read_text(str(file)).text == "hello"
     monkeypatch.setattr(source_text, "LARGEST_BYTES", 6)
-    file = tmp_path / "large.txt"
     file.write_text("ab€€€€€€", encoding="utf-8")
     read = source_text.read_text(str(file))
     assert (read.text, read.is_cut) == ("ab€", True)
-
-
-def test_a_byte_order_mark_is_not_text(tmp_path):
-    file = tmp_path / "windows.txt"
-    file.write_bytes(b"\xef\xbb\xbfhello")
-    assert source_text.read_text(str(file)).text == "hello"
 
 
 @pytest.mark.parametrize(
@@ -245,8 +224,8 @@ def test_demo_from_text_to_report(tmp_path, page):
     assert report["link"]["bytes"] == report["link"]["expected_bytes"] == 2 * activations
     assert report["link"]["messages"] == ITERATIONS * 2 * 2 * 2
     assert report["link"]["transport"] == "shm"  # what cpu-forward is within a host
-    vendors = [rank["vendor"] for rank in report["hetero"]["ranks"]]
-    assert vendors == ["amd", "amd", "nvidia", "nvidia"]
+    hetero_ranks = report["hetero"]["ranks"]
+    assert [rank["vendor"] for rank in hetero_ranks] == ["amd", "amd", "nvidia", "nvidia"]
     assert {rank["vendor"] for rank in report["homogeneous"]["ranks"]} == {"cpu"}
 
     prompt, completion = report["facts"]["prompt"], report["facts"]["completion"]
@@ -292,4 +271,4 @@ def test_two_demos_do_not_share_a_folder(tmp_path, page, capsys):
     out.mkdir()
     with (out / ".hetero-demo").open("a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        assert "another demo is writing" in refused(capsys, out, "--text", str(page))
+        assert "another demo is writing" in refused(capsys, out, "--text", page)

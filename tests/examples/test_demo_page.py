@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from examples.quickstart import demo_page
 from examples.quickstart.demo_page import command_text, render_page
 from examples.quickstart.outcome import Outcome, Trained
 from hetero.errors import UserError
@@ -85,11 +86,19 @@ def outcome(homogeneous: Trained | None = None, **changes: Any) -> Outcome:
     return replace(reached, **changes)
 
 
+@pytest.fixture
+def without_charts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which take a second each."""
+    monkeypatch.setattr(demo_page, "curves", lambda _: [])
+
+
+@pytest.mark.usefixtures("without_charts")
 def test_equal_losses_and_weights_are_bit_identical() -> None:
     assert outcome().bit_identical
     assert 'class="verdict good"' in render_page(outcome())
 
 
+@pytest.mark.usefixtures("without_charts")
 @pytest.mark.parametrize(
     ("other", "losses", "weights"),
     [
@@ -151,14 +160,12 @@ def test_page_shows_the_numbers() -> None:
         assert chart.count(">iteration<") == 1
 
 
-def test_page_follows_a_simulation_flag() -> None:
+@pytest.mark.usefixtures("without_charts")
+def test_page_follows_a_simulation_flag_and_says_when_bytes_are_not_the_expected_ones() -> None:
     real = outcome(hetero=run(simulated=False), homogeneous=run("homogeneous", simulated=False))
     assert not real.simulated
-    assert "imulated" not in render_page(real)
-
-
-def test_page_says_when_counted_bytes_are_not_the_expected_ones() -> None:
-    assert "they differ" not in render_page(outcome())
+    assert "imulated" not in (page := render_page(real))
+    assert "they differ" not in page
     fewer = run()
     fewer.report["links"][0]["bytes_sent"] -= 1
     assert "they differ" in render_page(outcome(hetero=fewer))

@@ -50,9 +50,6 @@ def test_one_host_may_hold_more_stages_of_one_vendor() -> None:
     command = printed("llama3_8b/one_host.sh", GPUS="6", SIZES="2 1", LAYERS="12 11 9")
     assert [mesh.stages for mesh in command.plan.meshes] == [2, 1]
     assert command.args.data_parallel_size == 2
-
-
-def test_one_host_refuses_gpus_that_its_stages_do_not_share() -> None:
     line = refusal("llama3_8b/one_host.sh", "--dry-run", DATA_PATH="x", GPUS="3")
     assert "GPUS is 3; give a multiple of 2, the stages times tensor-parallel sizes" in line
 
@@ -104,13 +101,12 @@ def python_that_says(tmp_path: Path, words: str) -> str:
     return str(fake)
 
 
-def test_too_few_gpus_are_refused(tmp_path: Path, data: str) -> None:
+def test_too_few_gpus_and_an_interpreter_without_torch_are_refused(
+    tmp_path: Path, data: str
+) -> None:
     python = python_that_says(tmp_path, "nvidia 2")
     line = refusal("llama3_8b/one_host.sh", DATA_PATH=data, GPUS="4", PYTHON=python)
     assert "has 2 GPUs that PyTorch can use and 4 are needed" in line
-
-
-def test_an_interpreter_without_torch_is_refused(tmp_path: Path, data: str) -> None:
     line = refusal("llama3_8b/one_host.sh", DATA_PATH=data, PYTHON="/bin/false")
     assert "/bin/false cannot import torch" in line
 
@@ -239,19 +235,16 @@ def test_every_node_runs_the_same_plan_and_its_ranks_are_its_vendors(
         first_rank = ranks.stop
 
 
-def test_rails_may_be_named_for_each_node() -> None:
-    command = printed("llama3_8b/node.sh", "1", MASTER_ADDR="node0", NICS="mlx5_0 mlx5_1")
-    assert command.args.hetero_nics == ["mlx5_0", "mlx5_1"]
-
-
 def test_a_node_of_the_wrong_vendor_is_refused(tmp_path: Path, data: str) -> None:
-    """Before any GPU is taken, and not only once all nodes have met."""
+    """Before any GPU is taken, and not only once all nodes have met. Rails are each node's own."""
     common = {"MASTER_ADDR": "node0", "DATA_PATH": data, "GPUS": "8"}
     python = python_that_says(tmp_path, "nvidia 8")
     line = refusal("llama3_8b/node.sh", "1", PYTHON=python, **common)
     assert "is built for nvidia but the plan puts amd here" in line
     turned = run("llama3_8b/node.sh", "1", PYTHON=python, VENDORS="amd nvidia", **common)
     assert turned.returncode == 0
+    command = printed("llama3_8b/node.sh", "1", MASTER_ADDR="node0", NICS="mlx5_0 mlx5_1")
+    assert command.args.hetero_nics == ["mlx5_0", "mlx5_1"]
 
 
 @pytest.mark.parametrize(
@@ -302,13 +295,9 @@ def test_a_node_refuses_what_is_missing(
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
-def test_the_shell_can_read_every_script(script: Path) -> None:
+def test_the_shell_can_read_every_script_and_shellcheck_finds_nothing(script: Path) -> None:
     outcome = subprocess.run(["bash", "-n", script], capture_output=True, text=True, check=False)
     assert outcome.returncode == 0, outcome.stderr
-
-
-@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
-def test_shellcheck_finds_nothing(script: Path) -> None:
     # Sourced files are checked by themselves, and set variables for those that source them; the
     # variables of users are written in capitals.
     quiet = "--exclude=SC1090,SC1091,SC2034,SC2153,SC2154"

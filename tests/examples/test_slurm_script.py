@@ -59,12 +59,17 @@ def slurm(tmp_path: Path) -> dict[str, str]:
     return environ
 
 
+def printed(environ: dict[str, str], *arguments: str) -> list[str]:
+    """What the job says of itself, then the command of each node."""
+    outcome = run("slurm/hetjob.sh", *(arguments or ("llama3_8b",)), "--dry-run", **environ)
+    assert outcome.returncode == 0, outcome.stderr
+    return outcome.stdout.splitlines()
+
+
 def test_a_heterogeneous_job_starts_every_node_with_its_vendors_environment(
     slurm: dict[str, str],
 ) -> None:
-    outcome = run("slurm/hetjob.sh", "qwen2_7b", "--lr", "1e-4", "--dry-run", **slurm)
-    assert outcome.returncode == 0, outcome.stderr
-    announced, *lines = outcome.stdout.splitlines()
+    announced, *lines = printed(slurm, "qwen2_7b", "--lr", "1e-4")
     assert "h200-1 h200-2 mi325x-1 mi325x-2; meeting at h200-1:23456" in announced
     interpreters = [next(w for w in line.split() if w.startswith("python-for")) for line in lines]
     assert interpreters == [*["python-for-NVIDIA"] * 2, *["python-for-AMD"] * 2]
@@ -83,15 +88,12 @@ def test_a_heterogeneous_job_starts_every_node_with_its_vendors_environment(
 
 def test_the_components_may_differ_in_nodes_and_gpus(slurm: dict[str, str]) -> None:
     changed = {"SLURM_JOB_NODELIST_HET_GROUP_1": "mi325x-1", "LAYERS": "12 11 9"}
-    outcome = run("slurm/hetjob.sh", "llama3_8b", "--dry-run", **slurm | changed)
-    assert outcome.returncode == 0, outcome.stderr
-    _, *lines = outcome.stdout.splitlines()
+    _, *lines = printed(slurm | changed)
     commands = [parsed(line, world_size=24) for line in lines]
     assert [mesh.stages for mesh in commands[0].plan.meshes] == [2, 1]
     assert len(commands) == 3
     changed |= {"GPUS": "4 8", "LAYERS": "17 15"}
-    outcome = run("slurm/hetjob.sh", "llama3_8b", "--dry-run", **slurm | changed)
-    _, *lines = outcome.stdout.splitlines()
+    _, *lines = printed(slurm | changed)
     commands = [parsed(line, world_size=16) for line in lines]
     assert [command.launcher["--nproc-per-node"] for command in commands] == ["4", "4", "8"]
     assert commands[0].args.data_parallel_size == 8
@@ -110,10 +112,9 @@ def test_an_environment_of_conda_can_be_activated(slurm: dict[str, str], tmp_pat
         Path(slurm[f"ENV_{vendor}"]).write_text(
             f"source {tmp_path}/conda.sh\nconda activate {vendor}\n"
         )
-    outcome = run("slurm/hetjob.sh", "llama3_8b", "--dry-run", **slurm)
-    assert outcome.returncode == 0, outcome.stderr
-    assert outcome.stdout.count("python-of-activate") == 0
-    assert outcome.stdout.count("python-of-AMD") == 2
+    text = "\n".join(printed(slurm))
+    assert text.count("python-of-activate") == 0
+    assert text.count("python-of-AMD") == 2
 
 
 def test_each_side_may_have_its_container(slurm: dict[str, str], tmp_path: Path) -> None:
@@ -134,9 +135,7 @@ def test_each_side_may_have_its_container(slurm: dict[str, str], tmp_path: Path)
 def test_a_vendor_may_have_two_components(slurm: dict[str, str]) -> None:
     third = {"SLURM_HET_SIZE": "3", "SLURM_JOB_NODELIST_HET_GROUP_2": "h200-9"}
     shape = {"VENDORS": "nvidia amd nvidia", "SIZES": "1", "LAYERS": "12 12 8"}
-    outcome = run("slurm/hetjob.sh", "llama3_8b", "--dry-run", **slurm | third | shape)
-    assert outcome.returncode == 0, outcome.stderr
-    announced, *lines = outcome.stdout.splitlines()
+    announced, *lines = printed(slurm | third | shape)
     assert "h200-1 h200-2 mi325x-1 mi325x-2 h200-9; meeting at h200-1" in announced
     commands = [parsed(line, world_size=40) for line in lines]
     assert [command.launcher["--node-rank"] for command in commands] == list("01234")
@@ -150,9 +149,7 @@ def test_amd_may_come_first(slurm: dict[str, str]) -> None:
         "VENDORS": "amd nvidia",
         "LAYERS": "15 17",
     }
-    outcome = run("slurm/hetjob.sh", "llama3_8b", "--dry-run", **slurm | lists)
-    assert outcome.returncode == 0, outcome.stderr
-    _, first, second = outcome.stdout.splitlines()
+    _, first, second = printed(slurm | lists)
     assert "python-for-AMD" in first
     assert "python-for-NVIDIA" in second
     assert parsed(first).plan.vendor_of_rank(0) == "amd"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import subprocess
 import sys
@@ -11,6 +10,7 @@ from types import ModuleType
 
 import pytest
 
+from tests import scripts
 from tools.runs import ROOT, Finished
 
 pytestmark = pytest.mark.usefixtures("preloaded_ranks")
@@ -21,13 +21,7 @@ SIZES = {"iterations": 6, "interval": 2}
 
 @pytest.fixture(scope="module")
 def benchmark() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("async_save", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
+    return scripts.load(SCRIPT)
 
 
 def finished(seconds: list[float], *ranks: list[tuple[float, float]]) -> Finished:
@@ -102,9 +96,8 @@ def test_a_save_that_failed_is_no_measure(benchmark: ModuleType) -> None:
 def test_what_measures_nothing_is_refused(
     benchmark: ModuleType, words: str, reason: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(SystemExit) as ending:
+    with pytest.raises(SystemExit, match="2"):
         benchmark.parse(["out", *words.split()])
-    assert ending.value.code == 2
     assert reason in capsys.readouterr().err
 
 

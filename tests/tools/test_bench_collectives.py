@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+from tests.tools.refusals import refusal
 from tools.bench_collectives import main, parse_options
 from tools.collective_bench import collective_rank
 from tools.collective_bench.collective_rank import run_started_rank
@@ -189,24 +190,16 @@ def test_wrong_results_and_calls_that_break_are_told_and_nothing_else_is_lost(tm
     ],
 )
 def test_bad_input_is_one_sentence_and_exit_code_2(flags, says, capsys) -> None:
-    with pytest.raises(SystemExit) as ended:
-        parse_options(flags.split())
-    assert ended.value.code == 2
-    said = capsys.readouterr().err
-    assert said.startswith("error: ")
-    assert says in said
-    assert len(said.splitlines()) == 1
+    assert says in refusal(capsys, parse_options, flags)
 
 
 def test_ranks_without_a_gpu_each_are_refused(tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
-    assert main(["--device", "cuda", "--ranks", "2", "--out", str(tmp_path)]) == 2
-    assert "every rank needs a GPU: 2 in all, and this host has 1" in capsys.readouterr().err
+    said = refusal(capsys, main, f"--device cuda --ranks 2 --out {tmp_path}")
+    assert "every rank needs a GPU: 2 in all, and this host has 1" in said
 
 
 def test_ranks_are_not_given_where_a_launcher_has_started_them(monkeypatch, capsys) -> None:
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(SystemExit):
-        parse_options(["--ranks", "1+1"])
-    assert "a launcher has started these" in capsys.readouterr().err
+    assert "a launcher has started these" in refusal(capsys, parse_options, "--ranks 1+1")

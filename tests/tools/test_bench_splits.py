@@ -10,6 +10,7 @@ import pytest
 
 from hetero.errors import HeteroError
 from tests.tools.made_measurements import MEASURED
+from tests.tools.refusals import refusal
 from tools import bench_splits
 from tools.bench_splits import parse_options
 from tools.reproduction import split_sweep
@@ -46,25 +47,15 @@ def test_every_split_runs_with_every_factor_beside_each_vendor_alone() -> None:
     [
         ("--factors 0.5", "--factors must be 1.0 or more"),
         ("--first-layers 32", "each stage holds one layer or more of the model's 32"),
-        ("--model {tiny} --layers 3 2", "5"),
+        (f"--model {TINY} --layers 3 2", "5"),
+        ("", "llama3_8b would fill its memory"),
     ],
 )
 def test_what_no_run_could_do_is_refused_in_a_sentence(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, words: str, reason: str
-) -> None:
-    said = words.format(tiny=TINY)
-    assert bench_splits.main([*said.split(), "--out", str(tmp_path / "out")]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert reason in line
-    assert not (tmp_path / "out").exists()
-
-
-def test_a_published_model_is_refused_where_there_is_no_gpu(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    capsys, tmp_path: Path, monkeypatch, words: str, reason: str
 ) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    assert bench_splits.main(["--out", str(tmp_path / "out")]) == 2
-    assert "llama3_8b would fill its memory" in capsys.readouterr().err
+    assert reason in refusal(capsys, bench_splits.main, f"{words} --out {tmp_path / 'out'}")
     assert list(tmp_path.iterdir()) == []
 
 

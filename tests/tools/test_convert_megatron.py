@@ -19,6 +19,7 @@ from megatron.training.checkpoint.reader import CheckpointReader
 from megatron.training.checkpoint.regions import Region
 from megatron.training.megatron_lm import torch_dist_writer
 from megatron.training.megatron_lm.torch_dist_writer import TensorChunk
+from tests.training.megatron_lm.test_pickles import Malicious
 from tests.training.megatron_lm.tiny_megatron import (
     GPT2,
     LLAMA,
@@ -242,11 +243,18 @@ def _part(key: str, size: tuple[int, ...], region: Region, values: torch.Tensor)
     return TensorChunk(key, tuple(size), values.dtype, region, values.clone)
 
 
-@pytest.fixture
-def legacy(tmp_path: Path) -> Path:
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """LLaMA in the older layout, of two tensor-parallel ranks and two stages."""
-    save_weights(tmp_path / "ours", LLAMA, weights(LLAMA))
-    assert _export(tmp_path / "ours", tmp_path / "theirs", "--format", "torch", *_sizes(2, 2)) == 0
+    folder = tmp_path_factory.mktemp("exported")
+    save_weights(folder / "ours", LLAMA, weights(LLAMA))
+    assert _export(folder / "ours", folder / "theirs", "--format", "torch", *_sizes(2, 2)) == 0
+    return folder
+
+
+@pytest.fixture
+def legacy(exported: Path, tmp_path: Path) -> Path:
+    shutil.copytree(exported, tmp_path, dirs_exist_ok=True)
     return tmp_path / "theirs"
 
 
@@ -268,31 +276,18 @@ def _refused(capsys: pytest.CaptureFixture[str], source: Path, target: Path, *fl
     return error
 
 
-def test_ranks_that_are_missing_are_named(
+def test_ranks_that_are_missing_or_damaged_are_named(
     legacy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    path = _rank_files(legacy)[2]
+    path.write_bytes(path.read_bytes()[:-2000])
+    assert "mp_rank_01_000" in _refused(capsys, legacy, tmp_path / "back")
     shutil.rmtree(legacy / "release" / "mp_rank_01_001")
     error = _refused(capsys, legacy, tmp_path / "back")
     assert "tensor-parallel rank 1 in pipeline stage 1" in error
     shutil.rmtree(legacy / "release" / "mp_rank_01_000")
     error = _refused(capsys, legacy, tmp_path / "back")
     assert "holds 1 tensor-parallel ranks and its arguments say 2" in error
-
-
-def test_a_damaged_rank_is_named(
-    legacy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = _rank_files(legacy)[2]
-    path.write_bytes(path.read_bytes()[:-2000])
-    assert "mp_rank_01_000" in _refused(capsys, legacy, tmp_path / "back")
-
-
-def test_a_model_that_is_not_computed_is_refused(
-    legacy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for path in _rank_files(legacy):
-        _edit(path, lambda state: setattr(state["args"], "num_experts", 8))
-    assert "--num-experts 8" in _refused(capsys, legacy, tmp_path / "back")
 
 
 def test_tensors_that_the_arguments_do_not_account_for_are_named(
@@ -307,14 +302,9 @@ def test_tensors_that_the_arguments_do_not_account_for_are_named(
     error = _refused(capsys, legacy, tmp_path / "back")
     assert "decoder.layers.0.mlp.router.weight is no tensor of this model" in error
     assert "_extra_state" not in error
-
-
-class _Malicious:
-    def __init__(self, marker: Path) -> None:
-        self._marker = marker
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return os.system, (f"touch {self._marker}",)
+    for path in _rank_files(legacy):
+        _edit(path, lambda state: setattr(state["args"], "num_experts", 8))
+    assert "--num-experts 8" in _refused(capsys, legacy, tmp_path / "back")
 
 
 def test_a_pickle_that_runs_something_is_refused(
@@ -322,8 +312,9 @@ def test_a_pickle_that_runs_something_is_refused(
 ) -> None:
     marker = tmp_path / "ran"
     common = sharded / "iter_0000003" / "common.pt"
-    torch.save({"args": Namespace(), "more": _Malicious(marker)}, common)
-    _edit(_rank_files(legacy)[3], lambda state: state.update(more=_Malicious(marker)))
+    malicious = Malicious(f"touch {marker}")
+    torch.save({"args": Namespace(), "more": malicious}, common)
+    _edit(_rank_files(legacy)[3], lambda state: state.update(more=malicious))
     for source in (sharded, legacy):
         assert "posix.system" in _refused(capsys, source, tmp_path / "back")
     assert not marker.exists()
@@ -357,15 +348,10 @@ def test_another_number_of_layers_than_the_arguments_say_is_refused(
 def test_copies_that_are_not_of_these_weights_are_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    found = save_training(tmp_path / "ours", LLAMA, dtype=torch.bfloat16)
-    from tests.training.megatron_lm import tiny_megatron as tiny
-
     name = "decoder.layers.2.mlp.linear_fc2.weight"
-    found[f"optimizer.main.{name}"] = found[f"optimizer.main.{name}"].flip(0)
-    run = dict(read_index(tmp_path / "ours" / "iter_0000003").run)
-    pieces = [[tiny.WriteItem.whole(n, t) for n, t in found.items()]]
-    tiny.write_checkpoint(
-        tmp_path / "ours", "iter_0000003", pieces, args={**LLAMA, "bf16": True}, run=run
+    other = weights(LLAMA)[name].flip(0)
+    save_training(
+        tmp_path / "ours", LLAMA, dtype=torch.bfloat16, changed={f"optimizer.main.{name}": other}
     )
     assert _export(tmp_path / "ours", tmp_path / "theirs") == 0
     error = _refused(capsys, tmp_path / "theirs", tmp_path / "back")
@@ -383,25 +369,18 @@ def test_targets_and_sources_that_cannot_be_are_refused(
     assert "is not empty" in capsys.readouterr().err
     assert _export(tmp_path / "ours", tmp_path / "full") == 2
     assert "is not empty" in capsys.readouterr().err
+    flags = ["--format", "torch", *_sizes(5, 3)]
+    assert _export(tmp_path / "ours", tmp_path / "divided", *flags) == 2
+    error = capsys.readouterr().err
+    assert "4 layers over 3 stages" in error
+    assert "embedding.word_embeddings.weight over 5" in error
+    assert not (tmp_path / "divided").exists()
     assert "is not a folder" in _refused(capsys, tmp_path / "nowhere", tmp_path / "back")
     (tmp_path / "empty").mkdir()
     assert TRACKER in _refused(capsys, tmp_path / "empty", tmp_path / "back")
     error = _refused(capsys, legacy, tmp_path / "back", "--ckpt-step", "7")
     assert "holds no iter_0000007" in error
     assert "--load takes as they are" in _refused(capsys, tmp_path / "ours", tmp_path / "back")
-
-
-def test_sizes_that_do_not_divide_are_named_together(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    save_weights(tmp_path / "ours", LLAMA, weights(LLAMA))
-    capsys.readouterr()
-    flags = ["--format", "torch", *_sizes(5, 3)]
-    assert _export(tmp_path / "ours", tmp_path / "theirs", *flags) == 2
-    error = capsys.readouterr().err
-    assert "4 layers over 3 stages" in error
-    assert "embedding.word_embeddings.weight over 5" in error
-    assert not (tmp_path / "theirs").exists()
 
 
 @pytest.mark.parametrize("kind", ["torch_dist", "torch"])

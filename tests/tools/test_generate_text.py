@@ -22,6 +22,7 @@ from megatron.training.generation import (
     sample_token,
     whole_model,
 )
+from tests.tools.refusals import refusal
 from tests.training.huggingface.tiny_huggingface import MODELS, save_tokenizer
 from tools import generate_text
 from tools.convert_checkpoint import main as convert
@@ -41,11 +42,13 @@ def converted(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
     return folder
 
 
-def _say(folder: Path, capsys: pytest.CaptureFixture[str], *flags: str) -> str:
+def _say(folder: Path, capsys: pytest.CaptureFixture[str], *flags: str) -> tuple[str, str]:
+    """What it writes, and what it remarks beside that."""
     capsys.readouterr()
     words = ["--load", str(folder), "--prompt", PROMPT, "--max-new-tokens", "8", *flags]
     assert generate_text.main(words) == 0
-    return capsys.readouterr().out
+    said = capsys.readouterr()
+    return said.out, said.err
 
 
 def _theirs(folder: Path) -> tuple[Any, Any]:
@@ -66,7 +69,7 @@ def test_greedy_text_equals_that_of_transformers(
     )[0]
     if ids[-1] == tokenizer.eos_token_id:
         ids = ids[:-1]
-    assert _say(converted / "ours", capsys) == tokenizer.decode(ids) + "\n"
+    assert _say(converted / "ours", capsys)[0] == tokenizer.decode(ids) + "\n"
 
 
 def test_greedy_tokens_equal_those_of_transformers(converted: Path) -> None:
@@ -124,10 +127,10 @@ def test_a_checkpoint_that_was_moved_finds_its_tokenizer(
     assert str(converted) in json.loads(index.read_text())["checkpoint"]["args"]["tokenizer_model"]
     shutil.move(converted / "ours", tmp_path / "away")
     try:
-        moved = _say(tmp_path / "moved", capsys)
+        moved, _ = _say(tmp_path / "moved", capsys)
     finally:
         shutil.move(tmp_path / "away", converted / "ours")
-    assert moved == _say(converted / "ours", capsys)
+    assert moved == _say(converted / "ours", capsys)[0]
 
 
 def test_an_older_checkpoint_is_used_with_the_reason_said(
@@ -138,10 +141,7 @@ def test_an_older_checkpoint_is_used_with_the_reason_said(
     shutil.copytree(tmp_path / "ours" / "release", damaged)
     (damaged / "weights_00000.safetensors").write_bytes(b"x")
     (tmp_path / "ours" / "latest_checkpointed_iteration.txt").write_text("10")
-    capsys.readouterr()
-    words = ["--load", str(tmp_path / "ours"), "--prompt", PROMPT, "--max-new-tokens", "1"]
-    assert generate_text.main(words) == 0
-    said = capsys.readouterr().err.splitlines()
+    said = _say(tmp_path / "ours", capsys)[1].splitlines()
     assert said[0].startswith(f"checkpoint {damaged} is not used: weights_00000.safetensors has 1 ")
     assert said[1] == f"checkpoint {tmp_path / 'ours' / 'release'}"
 
@@ -149,10 +149,8 @@ def test_an_older_checkpoint_is_used_with_the_reason_said(
 def test_a_prompt_of_which_the_model_sees_the_end_alone_is_said(
     converted: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = ["--load", str(converted / "ours"), "--prompt", PROMPT * 60, "--max-new-tokens", "1"]
-    capsys.readouterr()
-    assert generate_text.main(words) == 0
-    said = "tokens and the model only sees the last 256," in capsys.readouterr().err
+    _, remarks = _say(converted / "ours", capsys, "--prompt", PROMPT * 60)
+    said = "tokens and the model only sees the last 256," in remarks
     with CheckpointReader.open(converted / "ours") as reader:
         assert said == (reader.args["max_position_embeddings"] == 256)
 
@@ -167,17 +165,18 @@ def test_a_vocabulary_with_more_rows_than_tokens_needs_no_flag(
     assert (
         convert(["hf-to-megatron", str(tmp_path / "theirs"), str(tmp_path / "ours"), *flags]) == 0
     )
-    assert _say(tmp_path / "ours", capsys).startswith(PROMPT)
+    assert _say(tmp_path / "ours", capsys)[0].startswith(PROMPT)
 
 
 def test_a_seed_gives_the_same_text_again_and_another_seed_another(
     converted: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     sampled = ("--temperature", "1.0", "--top-k", "50", "--top-p", "0.95")
-    first = _say(converted / "ours", capsys, *sampled, "--seed", "1")
+    first, again, other = (
+        _say(converted / "ours", capsys, *sampled, "--seed", seed)[0] for seed in "112"
+    )
     assert first.startswith(PROMPT)
-    assert _say(converted / "ours", capsys, *sampled, "--seed", "1") == first
-    assert _say(converted / "ours", capsys, *sampled, "--seed", "2") != first
+    assert first == again != other
 
 
 @pytest.mark.parametrize(
@@ -198,21 +197,8 @@ def test_a_seed_gives_the_same_text_again_and_another_seed_another(
 def test_bad_input_is_one_sentence(
     flags: list[str], said: str, converted: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    capsys.readouterr()
-    words = ["--load", str(converted / "ours"), "--prompt", PROMPT, *flags]
-    assert generate_text.main(words) == 2
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    assert said in captured.err
-    assert captured.err.count("\n") == 1
-
-
-LOGITS = torch.tensor([0.5, 0.3, 0.15, 0.05]).log()
-
-
-def _drawn(sampling: Sampling) -> set[int]:
-    generator = torch.Generator().manual_seed(0)
-    return {sample_token(LOGITS.clone(), sampling, generator) for _ in range(400)}
+    words = ["--load", converted / "ours", "--prompt", PROMPT, *flags]
+    assert said in refusal(capsys, generate_text.main, words)
 
 
 @pytest.mark.parametrize(
@@ -230,7 +216,10 @@ def _drawn(sampling: Sampling) -> set[int]:
     ],
 )
 def test_which_tokens_can_be_drawn(sampling: Sampling, possible: set[int]) -> None:
-    assert _drawn(sampling) == possible
+    logits = torch.tensor([0.5, 0.3, 0.15, 0.05]).log()
+    generator = torch.Generator().manual_seed(0)
+    drawn = {sample_token(logits.clone(), sampling, generator) for _ in range(400)}
+    assert drawn == possible
 
 
 @pytest.mark.parametrize("name", ["num_layers", "swiglu"])
@@ -242,6 +231,5 @@ def test_a_checkpoint_that_leaves_a_shape_open_is_refused(
     index = read_index(release)
     known = {key: value for key, value in index.args.items() if key != name}
     (release / INDEX_FILE).write_text(dataclasses.replace(index, args=known).to_json())
-    words = ["--load", str(tmp_path / "ours"), "--prompt", PROMPT]
-    assert generate_text.main(words) == 2
-    assert f"does not say --{name.replace('_', '-')}" in capsys.readouterr().err
+    said = refusal(capsys, generate_text.main, ["--load", tmp_path / "ours", "--prompt", PROMPT])
+    assert f"does not say --{name.replace('_', '-')}" in said

@@ -71,6 +71,10 @@ def test_a_default_is_shown_only_where_it_says_something(program) -> None:
         assert NOISE.findall(" ".join(parser.format_help().split())) == []
 
 
+def test_no_flag_may_be_abbreviated(program) -> None:
+    assert not any(parser.allow_abbrev for parser in program)
+
+
 def test_every_flag_has_help(program) -> None:
     missing = [
         action.option_strings or action.dest

@@ -1,12 +1,14 @@
 """What `tools/inspect_data.py` promises: what token files hold, or what is wrong with them."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy
 import pytest
 
 from megatron.training.dataset_description import Description, TokenizerInfo
+from tests.tools.refusals import refusal
 from tests.tools.test_merge_datasets import build
 from tools.inspect_data import main
 
@@ -24,14 +26,6 @@ def data(tmp_path) -> str:
 def as_json(capsys, *flags: str) -> dict:
     assert main([*flags, "--json"]) == 0
     return json.loads(capsys.readouterr().out)
-
-
-def refusal(capsys, *flags: str) -> str:
-    assert main(list(flags)) == 2
-    said = capsys.readouterr()
-    assert said.out == ""
-    assert said.err.count("\n") == 1
-    return said.err
 
 
 def test_json_says_what_the_files_hold(data, capsys):
@@ -76,7 +70,7 @@ def test_it_says_which_tokenizer_made_the_files_and_refuses_another(data, capsys
     assert main([data]) == 0
     said = "SentencePieceTokenizer tok.model of 200 tokens"
     assert f"made with   {said}" in capsys.readouterr().out
-    error = refusal(capsys, data, "--tokenizer-type", "ByteLevelTokenizer")
+    error = refusal(capsys, main, [data, "--tokenizer-type", "ByteLevelTokenizer"])
     assert f"{data} was made with {said}: 200 tokens and not 25" in error
 
 
@@ -111,55 +105,49 @@ def test_only_the_beginning_of_a_long_document_is_shown(tmp_path, capsys):
     assert text == ("7 " * 100) + "…"
 
 
-def damage(data: str, suffix: str, position: int, content: bytes) -> None:
-    path = Path(data + suffix)
-    raw = bytearray(path.read_bytes())
-    raw[position : position + len(content)] = content
-    path.write_bytes(bytes(raw))
+def overwritten(position: int, content: bytes) -> Callable[[bytes], bytes]:
+    return lambda raw: raw[:position] + content + raw[position + len(content) :]
 
 
 @pytest.mark.parametrize(
-    ("suffix", "position", "content", "sentence"),
+    ("suffix", "damaged", "sentence"),
     [
-        (".idx", 0, b"X", "data.idx is not an index of Megatron's format"),
-        (".idx", 17, b"\x63", "data.idx is not an index of Megatron's format"),
-        (".idx", 18, b"\xff", "data.idx is cut short"),
-        (".idx", HEADER + 4 * 5, b"\x02", "its numbers disagree"),
-        (".idx", HEADER + 12 * 5 + 8, b"\x09", "its numbers disagree"),
-        (".idx", HEADER + 12 * 5 + 40, b"more", "data.idx has 138 bytes where its header speaks"),
-        (".bin", 18, b"more", "data.bin has 22 bytes where"),
+        (".idx", overwritten(0, b"X"), "data.idx is not an index of Megatron's format"),
+        (".idx", overwritten(17, b"\x63"), "data.idx is not an index of Megatron's format"),
+        (".idx", overwritten(18, b"\xff"), "data.idx is cut short"),
+        (".idx", overwritten(HEADER + 4 * 5, b"\x02"), "its numbers disagree"),
+        (".idx", overwritten(HEADER + 12 * 5 + 8, b"\x09"), "its numbers disagree"),
+        (".idx", lambda raw: raw + b"more", "data.idx has 138 bytes where its header speaks"),
+        (".bin", lambda raw: raw + b"more", "data.bin has 22 bytes where"),
+        (".idx", lambda raw: raw[:-1], "data.idx is cut short"),
+        (".bin", lambda raw: raw[:-1], "data.bin is cut short"),
     ],
 )
-def test_damage_is_told_in_one_sentence(data, capsys, suffix, position, content, sentence):
-    damage(data, suffix, position, content)
-    assert sentence in refusal(capsys, data)
-
-
-@pytest.mark.parametrize("suffix", [".idx", ".bin"])
-def test_a_file_that_was_cut_short_is_named(data, capsys, suffix):
+def test_damage_is_told_in_one_sentence(data, capsys, suffix, damaged, sentence):
     path = Path(data + suffix)
-    path.write_bytes(path.read_bytes()[:-1])
-    error = refusal(capsys, data)
-    assert f"{path} is cut short" in error
+    path.write_bytes(damaged(path.read_bytes()))
+    assert sentence in refusal(capsys, main, [data])
 
 
 def test_a_token_beyond_the_vocabulary_is_found_wherever_it_is(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("tools.inspect_data.BLOCK", 64)
     data = build(tmp_path / "data", [[[1] * 1000], [[101]]])
-    assert "data.bin holds token 101 but the tokenizer has 101" in refusal(capsys, data, *NULL)
+    assert "data.bin holds token 101 but the tokenizer has 101" in refusal(
+        capsys, main, [data, *NULL]
+    )
 
 
 def test_a_negative_token_is_refused(tmp_path, capsys):
     data = build(tmp_path / "data", [[[1, -1]]], dtype=numpy.int32)
-    assert "holds token -1" in refusal(capsys, data, *NULL)
+    assert "holds token -1" in refusal(capsys, main, [data, *NULL])
 
 
 def test_missing_files_and_a_wrong_tokenizer_are_named(tmp_path, data, capsys):
-    assert "nothing.idx does not exist" in refusal(capsys, f"{tmp_path}/nothing")
+    assert "nothing.idx does not exist" in refusal(capsys, main, [f"{tmp_path}/nothing"])
     model = ["--tokenizer-type", "SentencePieceTokenizer", "--tokenizer-model", f"{tmp_path}/no"]
-    assert f"{tmp_path}/no cannot be read" in refusal(capsys, data, *model)
+    assert f"{tmp_path}/no cannot be read" in refusal(capsys, main, [data, *model])
 
 
 def test_documents_without_any_token_are_refused(tmp_path, capsys):
     data = build(tmp_path / "data", [[[]], [[]]])
-    assert "holds no token" in refusal(capsys, data)
+    assert "holds no token" in refusal(capsys, main, [data])

@@ -17,6 +17,7 @@ from megatron.training.dataset_description import (
     TokenizerInfo,
     read_description,
 )
+from tests.tools.refusals import refusal
 from tools import preprocess_data
 from tools.merge_datasets import main
 from tools.preprocessing import index_file
@@ -42,12 +43,6 @@ def build(prefix: Path, documents: Documents, dtype: type = numpy.uint16) -> str
 
 def contents(prefix: str | Path) -> tuple[bytes, bytes]:
     return Path(f"{prefix}.bin").read_bytes(), Path(f"{prefix}.idx").read_bytes()
-
-
-def the_one_error(capsys) -> str:
-    lines = capsys.readouterr().err.splitlines()
-    assert len(lines) == 1, lines
-    return lines[0]
 
 
 @settings(max_examples=60, deadline=None)
@@ -102,23 +97,28 @@ def test_a_folder_gives_its_token_files_by_name(tmp_path, capsys):
     assert written.startswith("wrote 3 documents, 3 tokens from 3 datasets: ")
 
 
+def merge(folder: Path, *inputs: str) -> list[str]:
+    return ["--input", *inputs, "--output-prefix", f"{folder}/out"]
+
+
 def test_bytes_behind_the_tokens_do_not_displace_what_follows(tmp_path):
     first = build(tmp_path / "first", [[[1, 2]]])
     with open(first + ".bin", "ab") as stream:
         stream.write(b"left over")
     second = build(tmp_path / "second", [[[3]]])
-    assert main(["--input", first, second, "--output-prefix", f"{tmp_path}/out"]) == 0
+    assert main(merge(tmp_path, first, second)) == 0
     assert inspect_index(f"{tmp_path}/out").tokens == 3
     # Named, because megatron-core unmaps the file when the dataset goes, views or not.
     dataset = IndexedDataset(f"{tmp_path}/out")
     assert dataset[1].tolist() == [3]
 
 
-def test_token_files_of_different_types_are_refused(tmp_path, capsys):
+def test_token_files_of_different_types_and_an_empty_folder_are_refused(tmp_path, capsys):
+    said = refusal(capsys, main, merge(tmp_path, str(tmp_path)))
+    assert f"{tmp_path} is a folder without any .idx file" in said
     narrow = build(tmp_path / "narrow", [[[1]]])
     wide = build(tmp_path / "wide", [[[1]]], dtype=numpy.int32)
-    assert main(["--input", narrow, wide, "--output-prefix", f"{tmp_path}/out"]) == 2
-    assert "different tokenizers" in the_one_error(capsys)
+    assert "different tokenizers" in refusal(capsys, main, merge(tmp_path, narrow, wide))
 
 
 def described(prefix: str, size: int, digest: str | None, *, eod: bool = True) -> str:
@@ -139,9 +139,7 @@ def test_files_of_other_tokenizers_are_refused_all_at_once(tmp_path, capsys):
             ("larger", 600, "abc"),
         )
     )
-    out = f"{tmp_path}/out"
-    assert main(["--input", first, same, other, larger, "--output-prefix", out]) == 2
-    error = the_one_error(capsys)
+    error = refusal(capsys, main, merge(tmp_path, first, same, other, larger))
     assert f"{first} was made with SentencePieceTokenizer abc.model of 500 tokens" in error
     assert f"{other} was made with SentencePieceTokenizer def.model of 500 tokens" in error
     assert "(other tokens for the same text)" in error
@@ -153,7 +151,7 @@ def test_files_of_other_tokenizers_are_refused_all_at_once(tmp_path, capsys):
 
 def test_files_of_one_tokenizer_give_a_file_that_says_so(tmp_path, capsys):
     parts = [described(build(tmp_path / name, [[[1]]]), 500, "abc") for name in "ab"]
-    assert main(["--input", *parts, "--output-prefix", f"{tmp_path}/out"]) == 0
+    assert main(merge(tmp_path, *parts)) == 0
     assert capsys.readouterr().err == ""
     found = read_description(f"{tmp_path}/out")
     assert found.tokenizer == TokenizerInfo("SentencePieceTokenizer", 500, "abc")
@@ -179,36 +177,18 @@ def test_a_damaged_part_is_named_and_nothing_is_written(tmp_path, capsys, suffix
     cut = build(tmp_path / "cut", [[[1, 2, 3]]])
     path = Path(cut + suffix)
     path.write_bytes(path.read_bytes()[:-1])
-    assert main(["--input", whole, cut, "--output-prefix", f"{tmp_path}/out"]) == 2
-    error = the_one_error(capsys)
+    error = refusal(capsys, main, merge(tmp_path, whole, cut))
     assert str(path) in error
     assert "cut short" in error
     assert not list(tmp_path.glob("*out*"))
 
 
 def test_an_existing_output_is_kept_unless_told_otherwise(tmp_path, capsys):
-    part = build(tmp_path / "part", [[[1]]])
+    part = build(tmp_path / "part", [[[1], [2]]])
+    (tmp_path / "part" / "cache").mkdir(parents=True)  # as one that was trained on
     out = build(tmp_path / "out", [[[9]]])
-    flags = ["--input", part, "--output-prefix", out]
-    assert main(flags) == 2
-    assert f"{out}.bin exists" in the_one_error(capsys)
-    assert main([*flags, "--overwrite"]) == 0
+    assert f"{out}.bin exists" in refusal(capsys, main, merge(tmp_path, part))
+    assert main([*merge(tmp_path, part), "--overwrite"]) == 0
     assert contents(out) == contents(part)
-
-
-def test_a_dataset_can_be_merged_onto_itself(tmp_path):
-    part = build(tmp_path / "part", [[[1], [2]]])
-    assert main(["--input", part, part, "--output-prefix", part, "--overwrite"]) == 0
-    assert contents(part) == contents(build(tmp_path / "twice", [[[1], [2]], [[1], [2]]]))
-
-
-def test_a_dataset_that_was_trained_on_is_merged_in_spite_of_its_folder_of_indexes(tmp_path):
-    part = build(tmp_path / "part", [[[1], [2]]])
-    (tmp_path / "part" / "cache").mkdir(parents=True)
-    assert main(["--input", part, "--output-prefix", f"{tmp_path}/out"]) == 0
-    assert contents(f"{tmp_path}/out") == contents(part)
-
-
-def test_an_empty_folder_is_named(tmp_path, capsys):
-    assert main(["--input", str(tmp_path), "--output-prefix", f"{tmp_path}/out"]) == 2
-    assert f"{tmp_path} is a folder without any .idx file" in the_one_error(capsys)
+    assert main([*merge(tmp_path, out, out), "--overwrite"]) == 0  # onto itself
+    assert contents(out) == contents(build(tmp_path / "twice", [[[1], [2]], [[1], [2]]]))

@@ -14,6 +14,7 @@ import yaml
 
 from tests import preloaded
 from tests.distributed.harness import ROOT, free_port
+from tests.tools.refusals import refusal
 from tools import preflight
 
 pytestmark = pytest.mark.usefixtures("preloaded_ranks")
@@ -113,24 +114,21 @@ def test_emulated_nodes_call_and_measure_each_other_and_say_that_they_are(tmp_pa
     assert kind["rail_gbits"] >= kind["rail_both_ways_gbits"] > 0
 
 
-def test_bad_input_is_one_sentence_and_exit_code_2(tmp_path):
-    for flags, expected in (
-        (["--no-such-flag"], "unrecognized arguments: --no-such-flag"),
-        (["--json", str(tmp_path / "missing/found.json")], "there is no folder"),
-        (["--write-cluster", "/proc/cluster.yaml"], "/proc/cluster.yaml cannot be written"),
-        (["--no-bandwidth", "--hetero-nics", "nope0"], "--hetero-nics nope0 is no NIC with"),
-    ):
-        done = alone(*flags)
-        assert done.returncode == 2
-        assert done.stdout == ""
-        assert done.stderr.count("\n") == 1
-        assert expected in done.stderr
-
-
-def test_a_rank_that_is_wrong_in_the_environment_is_bad_input():
-    done = alone("--no-bandwidth", RANK="two")
-    assert done.returncode == 2
-    assert "RANK must be a whole number" in done.stderr
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ("--no-such-flag", "unrecognized arguments: --no-such-flag"),
+        ("--json {folder}/missing/found.json", "there is no folder"),
+        ("--write-cluster /proc/cluster.yaml", "/proc/cluster.yaml cannot be written"),
+        ("--no-bandwidth --hetero-nics nope0", "--hetero-nics nope0 is no NIC with"),
+    ],
+)
+def test_bad_input_is_one_sentence_and_exit_code_2(tmp_path, capsys, monkeypatch, flags, expected):
+    for name in LAUNCHERS:
+        monkeypatch.delenv(name, raising=False)
+    assert expected in refusal(capsys, preflight.main, flags.format(folder=tmp_path))
+    monkeypatch.setenv("RANK", "two")
+    assert "RANK must be a whole number" in refusal(capsys, preflight.main, "--no-bandwidth")
 
 
 def test_a_wrong_nic_on_all_nodes_is_said_once():
@@ -141,9 +139,11 @@ def test_a_wrong_nic_on_all_nodes_is_said_once():
 
 KILLED = """
 import os, signal, sys
+from hetero.liveness import liveness
 from tools import preflight
 from tools.preflight_checks import path_bandwidth, readiness
 path_bandwidth._TIMEOUT = 1000.0
+liveness._HEARTBEAT_SECONDS = liveness._GRACE_SECONDS = 0.5
 if os.environ["RANK"] == "{}":
     readiness.measure_paths = lambda end: os.kill(os.getpid(), signal.SIGKILL)
 sys.exit(preflight.main(["--emulate-nodes", "--hetero-nics", "lo"]))
@@ -154,16 +154,11 @@ sys.exit(preflight.main(["--emulate-nodes", "--hetero-nics", "lo"]))
 def test_a_rank_killed_while_they_measure_is_named_by_all_that_wait(victim: int, tmp_path) -> None:
     (tmp_path / "killed.py").write_text(KILLED.format(victim))
     ranks = {"WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    started = [
-        preloaded.start(
-            tmp_path / "killed.py",
-            [],
-            environ=environment(
-                RANK=str(rank), LOCAL_RANK=str(rank), PYTHONPATH=str(ROOT), **ranks
-            ),
-        )
-        for rank in range(3)
-    ]
+    ranks["PYTHONPATH"] = str(ROOT)
+    started = []
+    for rank in range(3):
+        own = environment(RANK=str(rank), LOCAL_RANK=str(rank), **ranks)
+        started.append(preloaded.start(tmp_path / "killed.py", [], environ=own))
     for rank, process in enumerate(started):
         _, err = process.communicate(timeout=120)
         if rank != victim:
@@ -178,7 +173,7 @@ def test_an_interrupted_check_tells_the_others_and_waits_for_none(
 ) -> None:
     rank = Mock()
     rank.check.side_effect = interrupt
-    for name in ("open_store", "open_liveness", "Agreement", "Together"):
+    for name in ("open_store", "open_liveness", "Agreement", "ClusterCheck"):
         monkeypatch.setattr(preflight, name, Mock(return_value=rank))
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     with pytest.raises(type(interrupt)):

@@ -65,28 +65,41 @@ def files_in(directory: Path) -> list[str]:
     return sorted(entry.name for entry in directory.iterdir())
 
 
-def the_one_error(capsys) -> str:
-    lines = capsys.readouterr().err.splitlines()
+def the_one_error(captured) -> str:
+    lines = captured.readouterr().err.splitlines()
     assert len(lines) == 1, lines
     assert lines[0].startswith("error: ")
     return lines[0]
 
 
-def test_plain_text_is_cut_at_blank_lines(tmp_path, corpus, tokenizer):
-    assert main(flags_for(tokenizer, tmp_path / "out", corpus)) == 0
+def test_plain_text_is_cut_at_blank_lines_and_what_was_written_is_told(
+    tmp_path, corpus, tokenizer, capsys
+):
+    assert main([*flags_for(tokenizer, tmp_path / "out", corpus), "--log-interval", "2"]) == 0
     assert texts_in(tokenizer, tmp_path / "out") == PARAGRAPHS
     written = [f"out_text_document.{suffix}" for suffix in ("bin", "idx", "json")]
     assert files_in(tmp_path) == ["corpus.txt", *written]
+    # Named, because megatron-core unmaps the file when the dataset goes, views or not.
+    dataset = IndexedDataset(f"{tmp_path}/out_text_document")
+    said = capsys.readouterr()
+    last = said.out.splitlines()[-1]
+    assert last.startswith(f"wrote 3 documents, {sum(dataset.sequence_lengths)} tokens in ")
+    assert last.endswith(f"{tmp_path}/out_text_document.bin, {tmp_path}/out_text_document.idx")
+    # Not a terminal, so a line tells the progress.
+    assert said.err.startswith("processed 3 documents (")
 
 
-def test_beside_the_files_lies_what_they_were_made_with(tmp_path, corpus, tokenizer):
+def test_append_eod_ends_every_document_and_is_written_down_beside_them(
+    tmp_path, corpus, tokenizer
+):
     flags = [*flags_for(tokenizer, tmp_path / "out", corpus), "--append-eod"]
     assert main(flags) == 0
+    dataset = IndexedDataset(f"{tmp_path}/out_text_document")
+    assert [sequence[-1] for sequence in dataset[0 : len(dataset)]] == [2, 2, 2]
     found = read_description(f"{tmp_path}/out_text_document")
     assert (found.tokenizer.type, found.append_eod) == ("SentencePieceTokenizer", True)
     assert found.tokenizer.digest is not None
     assert found.made["inputs"][0][0] == str(corpus)
-    assert main(flags) == 2
     assert main([*flags[:-1], "--overwrite"]) == 0
     assert read_description(f"{tmp_path}/out_text_document").append_eod is False
 
@@ -130,12 +143,6 @@ def test_a_byte_order_mark_and_empty_documents_are_left_out(tmp_path, tokenizer,
     assert texts_in(tokenizer, tmp_path / "out") == ["a", "b"]
 
 
-def test_append_eod_ends_every_document(tmp_path, corpus, tokenizer):
-    assert main([*flags_for(tokenizer, tmp_path / "out", corpus), "--append-eod"]) == 0
-    dataset = IndexedDataset(f"{tmp_path}/out_text_document")
-    assert [sequence[-1] for sequence in dataset[0 : len(dataset)]] == [2, 2, 2]
-
-
 @pytest.mark.parametrize(("vocab_size", "dtype"), [(65_000, "uint16"), (66_000, "int32")])
 def test_tokens_take_two_bytes_where_the_vocabulary_lets_them(tmp_path, vocab_size, dtype):
     (tmp_path / "ids.txt").write_text("1 2 64999")
@@ -145,22 +152,6 @@ def test_tokens_take_two_bytes_where_the_vocabulary_lets_them(tmp_path, vocab_si
     dataset = IndexedDataset(f"{tmp_path}/deep/out_text_document")
     assert dataset[0].tolist() == [1, 2, 64999, vocab_size]
     assert dataset.index.dtype is getattr(numpy, dtype)
-
-
-def test_the_last_line_says_what_was_written(tmp_path, corpus, tokenizer, capsys):
-    assert main(flags_for(tokenizer, tmp_path / "out", corpus)) == 0
-    last = capsys.readouterr().out.splitlines()[-1]
-    # Named, because megatron-core unmaps the file when the dataset goes, views or not.
-    dataset = IndexedDataset(f"{tmp_path}/out_text_document")
-    tokens = sum(dataset.sequence_lengths)
-    assert last.startswith(f"wrote 3 documents, {tokens} tokens in ")
-    assert last.endswith(f"{tmp_path}/out_text_document.bin, {tmp_path}/out_text_document.idx")
-
-
-def test_without_a_terminal_a_line_tells_the_progress(tmp_path, corpus, tokenizer, capsys):
-    flags = flags_for(tokenizer, tmp_path / "out", corpus)
-    assert main([*flags, "--log-interval", "2"]) == 0
-    assert capsys.readouterr().err.startswith("processed 3 documents (")
 
 
 # U+2581 is SentencePiece's own sign for a space and reads back as one; surrogates are not UTF-8.
@@ -201,12 +192,13 @@ BAD_INPUT = [
 @pytest.mark.parametrize("workers", [1, 2])
 @pytest.mark.parametrize(("name", "content", "sentence"), BAD_INPUT)
 def test_bad_input_ends_in_one_sentence_and_leaves_no_file(
-    tmp_path, tokenizer, capsys, name, content, sentence, workers
+    tmp_path, tokenizer, capfd, name, content, sentence, workers
 ):
+    """Workers add no word of their own."""
     (tmp_path / name).write_bytes(content)
     flags = flags_for(tokenizer, tmp_path / "out", tmp_path / name, workers=workers)
     assert main(flags) == 2
-    assert sentence in the_one_error(capsys)
+    assert sentence in the_one_error(capfd)
     assert files_in(tmp_path) == [name]
 
 
@@ -229,26 +221,29 @@ def test_a_token_outside_the_vocabulary_is_refused(tmp_path, capsys):
     assert "ids.txt:3: gives token id 101, outside" in the_one_error(capsys)
 
 
-def test_missing_inputs_are_named(tmp_path, tokenizer, capsys):
-    for missing, sentence in (("no.txt", "does not exist"), ("*.txt", "matches no file")):
-        assert main(flags_for(tokenizer, tmp_path / "out", tmp_path / missing)) == 2
-        assert f"{tmp_path}/{missing} {sentence}" in the_one_error(capsys)
-    assert main(flags_for(tokenizer, tmp_path / "out", tmp_path)) == 2
-    assert f"{tmp_path} is a directory" in the_one_error(capsys)
-
-
-def test_a_tokenizer_that_cannot_be_read_is_named(tmp_path, corpus, capsys):
-    assert main(flags_for("/no/such.model", tmp_path / "out", corpus)) == 2
-    assert "/no/such.model" in the_one_error(capsys)
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        ("--input {folder}/no.txt", "{folder}/no.txt does not exist"),
+        ("--input {folder}/*.md", "{folder}/*.md matches no file"),
+        ("--input {folder}", "{folder} is a directory"),
+        ("--tokenizer-model /no/such.model", "/no/such.model"),
+        ("--json-keys body", "corpus.txt, which is plain text"),
+        ("--output-prefix {folder}/corpus.txt/out", "corpus.txt: "),
+    ],
+)
+def test_what_a_flag_cannot_name_is_one_sentence(
+    tmp_path, corpus, tokenizer, capsys, flags, sentence
+):
+    words = flags.format(folder=tmp_path).split()
+    assert main([*flags_for(tokenizer, tmp_path / "out", corpus), *words]) == 2
+    assert sentence.format(folder=tmp_path) in the_one_error(capsys)
     assert files_in(tmp_path) == ["corpus.txt"]
 
 
-def test_json_keys_do_not_fit_plain_text(tmp_path, corpus, tokenizer, capsys):
-    assert main([*flags_for(tokenizer, tmp_path / "out", corpus), "--json-keys", "body"]) == 2
-    assert "corpus.txt, which is plain text" in the_one_error(capsys)
-
-
-def test_existing_files_are_kept_unless_told_otherwise(tmp_path, corpus, tokenizer, capsys):
+def test_existing_files_are_kept_unless_told_otherwise_and_overwritten_whole(
+    tmp_path, corpus, tokenizer, capsys
+):
     kept = tmp_path / "out_text_document.idx"
     kept.write_text("mine")
     flags = flags_for(tokenizer, tmp_path / "out", corpus)
@@ -257,19 +252,9 @@ def test_existing_files_are_kept_unless_told_otherwise(tmp_path, corpus, tokeniz
     assert kept.read_text() == "mine"
     assert main([*flags, "--overwrite"]) == 0
     assert texts_in(tokenizer, tmp_path / "out") == PARAGRAPHS
-
-
-def test_a_failed_overwrite_keeps_the_old_files(tmp_path, corpus, tokenizer):
-    flags = flags_for(tokenizer, tmp_path / "out", corpus)
-    assert main(flags) == 0
     corpus.write_bytes(b"fine\n\n\xff")
     assert main([*flags, "--overwrite"]) == 2
     assert texts_in(tokenizer, tmp_path / "out") == PARAGRAPHS
-
-
-def test_an_unwritable_place_is_one_sentence(tmp_path, corpus, tokenizer, capsys):
-    assert main(flags_for(tokenizer, corpus / "out", corpus)) == 2
-    assert "corpus.txt: " in the_one_error(capsys)
 
 
 def test_reading_stays_a_fixed_number_of_batches_ahead(tmp_path, tokenizer, monkeypatch):
@@ -312,15 +297,6 @@ def test_as_a_command_it_prints_nothing_but_its_own_lines(tmp_path, corpus, toke
     output, errors = process.communicate(timeout=120)
     assert (process.returncode, errors) == (0, "")
     assert output.startswith("wrote 3 documents")
-
-
-def test_a_worker_s_error_reaches_the_shell_as_one_sentence(tmp_path, tokenizer):
-    (tmp_path / "bad.jsonl").write_text("{")
-    process = command(*flags_for(tokenizer, tmp_path / "out", tmp_path / "bad.jsonl", workers=2))
-    _, errors = process.communicate(timeout=120)
-    assert process.returncode == 2
-    assert errors.startswith(f"error: {tmp_path}/bad.jsonl:1: broken JSON")
-    assert errors.count("\n") == 1
 
 
 @pytest.mark.parametrize(

@@ -12,17 +12,18 @@ import pytest
 from hetero.errors import HeteroError, UserError
 from megatron.training.arguments import parse_args
 from tests.tools.made_measurements import MEASURED
+from tests.tools.refusals import refusal
 from tools import reproduce_table
 from tools.reproduction import steadiness, table, training_runs
 from tools.reproduction.measurement import Attempt, Measurement, measure, summarise
-from tools.reproduction.run_options import whole_flags
+from tools.reproduction.run_options import all_flags
 from tools.reproduction.settings import (
     EVERY_GROUP,
     LLAMA3_8B,
-    MODELS,
     QWEN2_7B,
     ROWS,
     TRAINING_FLAGS,
+    ModelSetting,
 )
 from tools.reproduction.table_options import parse_options
 from tools.reproduction.table_picture import draw
@@ -39,72 +40,51 @@ def options(words: str) -> Options:
     return parse_options(words.split(), description="")
 
 
-def refusal(capsys: pytest.CaptureFixture[str], words: str) -> str:
-    try:
-        code: object = reproduce_table.main(words.split())
-    except SystemExit as ended:
-        code = ended.code
-    assert code == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    return line
-
-
 # The rows.
 
 
 @pytest.mark.parametrize("row", ROWS)
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(
+    ("setting", "nvidia", "amd"), [(LLAMA3_8B, 17, 15), (QWEN2_7B, 16, 12)], ids=str
+)
 def test_the_published_models_and_rows_are_command_lines_of_the_program(
-    model: str, row: str
+    setting: ModelSetting, nvidia: int, amd: int, row: str
 ) -> None:
-    args = parsed_row(options(f"--model {model} --out x"), row)
+    """Split as published, with AMD and the output layer last."""
+    args = parsed_row(options(f"--model {setting.name} --out x"), row)
     assert (args.seq_length, args.micro_batch_size, args.global_batch_size) == (4096, 1, 128)
     assert args.pipeline_model_parallel_size == 2
     assert args.data_parallel_size == 1
     assert args.bf16
     assert args.hetero_pipeline == (row != "homogeneous")
-
-
-def test_the_split_is_the_published_one_with_amd_and_the_output_layer_last() -> None:
-    for setting, nvidia, amd in ((LLAMA3_8B, 17, 15), (QWEN2_7B, 16, 12)):
-        chosen = options(f"--model {setting.name} --out x")
-        args = parsed_row(chosen, "gloo")
+    if args.hetero_pipeline:
         assert args.hetero_vendors == ["nvidia", "amd"]
         assert args.hetero_pipeline_layers == [nvidia, amd]
-        layout = parsed_row(chosen, "homogeneous").pipeline_model_parallel_layout
-        assert layout == f"E{'t' * nvidia}|{'t' * amd}L"
+    else:
+        assert args.pipeline_model_parallel_layout == f"E{'t' * nvidia}|{'t' * amd}L"
 
 
 def test_rows_differ_in_nothing_but_what_crosses_between_stages() -> None:
     chosen = options("--model llama3_8b --out x")
-    differing = set()
-    reference = vars(parsed_row(chosen, "gloo"))
-    for row in ROWS:
-        args = vars(parsed_row(chosen, row))
-        differing |= {name for name in args if args[name] != reference[name]}
-    assert differing - {"typed_flags"} == {
+    rows = {row: vars(parsed_row(chosen, row)) for row in (*ROWS, EVERY_GROUP)}
+
+    def differing(row: str) -> set[str]:
+        gloo = rows["gloo"]
+        return {name for name in gloo if rows[row][name] != gloo[name]} - {"typed_flags"}
+
+    assert set().union(*map(differing, ROWS)) == {
         *("hetero_transport", "hetero_pipeline", "hetero_vendors", "hetero_pipeline_sizes"),
         *("hetero_pipeline_layers", "pipeline_model_parallel_layout"),
     }
-
-
-def test_gloo_for_every_group_differs_from_gloo_in_nothing_else() -> None:
-    chosen = options("--model llama3_8b --out x")
-    gloo, every = (vars(parsed_row(chosen, row)) for row in ("gloo", EVERY_GROUP))
-    differing = {name for name in gloo if gloo[name] != every[name]}
-    assert differing - {"typed_flags"} == {"distributed_backend"}
-    assert every["distributed_backend"] == "gloo"
-
-
-def test_gpus_beyond_two_make_data_parallel_replicas() -> None:
-    assert parsed_row(options("--nproc 8 --out x"), "gloo").data_parallel_size == 4
+    assert differing(EVERY_GROUP) == {"distributed_backend"}
+    assert rows[EVERY_GROUP]["distributed_backend"] == "gloo"
 
 
 def test_what_the_user_adds_reaches_every_row_and_wins() -> None:
-    chosen = options("--out x -- --lr 2e-4 --attention-backend flash")
+    chosen = options("--nproc 8 --out x -- --lr 2e-4 --attention-backend flash")
     for row in ROWS:
         args = parsed_row(chosen, row)
-        assert (args.lr, args.attention_backend) == (2e-4, "flash")
+        assert (args.lr, args.attention_backend, args.data_parallel_size) == (2e-4, "flash", 4)
     assert "--lr 1e-5" in TRAINING_FLAGS
 
 
@@ -119,7 +99,7 @@ def test_published_figures_are_not_set_beside_another_model() -> None:
 def test_text_takes_the_place_of_made_up_tokens() -> None:
     chosen = options(f"--model {TINY} --out x")
     own = planned_run(chosen, "gloo").flags
-    flags = whole_flags(chosen, own, data=["--data-path", "tokens"])
+    flags = all_flags(chosen, own, data=["--data-path", "tokens"])
     args = parse_args(flags, world_size=2)
     assert not args.mock_data
     assert args.data_path == ["tokens"]
@@ -140,10 +120,10 @@ def test_rounds_go_forth_and_back() -> None:
         ("--nproc 3", "--nproc 3 cannot be shared by 2 pipeline stages"),
         ("--model gpt5", "--model gpt5 is neither one of llama3_8b, qwen2_7b nor a preset"),
         ("--iterations 3 --warmup 3", "--warmup 3 leaves nothing of 3 iterations"),
-        ("--warmup 0", "--warmup: '0' is no whole number above 0"),
-        ("--rounds 0", "--rounds: '0' is no whole number above 0"),
-        ("--deadline 0", "--deadline: '0' is no number of seconds above 0"),
-        ("--seq-length 0", "--seq-length: '0' is no whole number above 0"),
+        ("--warmup 0", "--warmup: must be a whole number of at least 1, not '0'"),
+        ("--rounds 0", "--rounds: must be a whole number of at least 1, not '0'"),
+        ("--deadline 0", "--deadline: must be a finite number above 0, not '0'"),
+        ("--seq-length 0", "--seq-length: must be a whole number of at least 1, not '0'"),
         ("--layers 17 16", "33"),
         ("--global-batch-size 7 --nproc 4", "7"),
         ("--data-path nowhere", "there is no nowhere.idx"),
@@ -151,11 +131,9 @@ def test_rounds_go_forth_and_back() -> None:
     ],
 )
 def test_what_no_row_could_run_with_is_refused_in_a_sentence(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, words: str, reason: str
+    capsys, tmp_path: Path, words: str, reason: str
 ) -> None:
-    line = refusal(capsys, f"--out {tmp_path / 'out'} {words}")
-    assert line.startswith("error: ")
-    assert reason in line
+    assert reason in refusal(capsys, reproduce_table.main, f"--out {tmp_path / 'out'} {words}")
     assert not (tmp_path / "out").exists()
 
 
@@ -166,40 +144,23 @@ def test_more_processes_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -
         options("--nproc 4 --out x")
 
 
-@pytest.mark.parametrize(
-    ("error", "problem"),
-    [
-        (DeadlinePassed("gloo-1 was ended at its deadline of 9 s"), "ended at its deadline of 9 s"),
-        (HeteroError("it ended after 1 iterations"), "it ended after 1 iterations"),
-    ],
-)
-def test_a_row_that_has_no_result_says_why(
-    monkeypatch: pytest.MonkeyPatch, error: HeteroError, problem: str
-) -> None:
-    def fail(launch: object) -> None:
-        raise error
-
-    monkeypatch.setattr(training_runs, "run_to_end", fail)
-    chosen = options("--out x")
-    outcome = training_runs.attempt(chosen, planned_run(chosen, "gloo"), data=[])
-    assert outcome.measurement is None
-    assert problem in str(outcome.problem)
-
-
-def test_rows_with_two_vendors_are_simulated_and_the_homogeneous_one_is_not(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize("error", [DeadlinePassed, HeteroError])
+def test_a_row_that_has_no_result_says_why_and_rows_with_two_vendors_are_simulated(
+    monkeypatch: pytest.MonkeyPatch, error: type[HeteroError]
 ) -> None:
     launches = []
     monkeypatch.setenv("OMP_NUM_THREADS", "5")
 
-    def note(launch: Launch) -> Finished:
+    def fail(launch: Launch) -> Finished:
         launches.append(launch)
-        raise HeteroError("enough seen")
+        raise error("it was ended at its deadline of 9 s")
 
-    monkeypatch.setattr(training_runs, "run_to_end", note)
+    monkeypatch.setattr(training_runs, "run_to_end", fail)
     chosen = options("--deadline 7 --out x")
     for row in ("homogeneous", "gloo"):
-        training_runs.attempt(chosen, planned_run(chosen, row, 2), data=[])
+        outcome = training_runs.attempt(chosen, planned_run(chosen, row, 2), data=[])
+        assert outcome.measurement is None
+        assert "ended at its deadline of 9 s" in str(outcome.problem)
     homogeneous, gloo = launches
     assert "HETERO_VENDOR" not in homogeneous.environ
     assert gloo.environ["HETERO_VENDOR"] == "plan"
@@ -231,7 +192,8 @@ def test_an_interrupt_leaves_what_was_measured_and_the_rest_can_be_made_later(
     assert record["rows"][0]["tflops"]["median"] == 500
 
     for changed in ("--warmup 2", "--rows gloo", "-- --lr 2e-4"):
-        assert "has runs of other flags" in refusal(capsys, f"{words} --resume {changed}")
+        again = f"{words} --resume {changed}"
+        assert "has runs of other flags" in refusal(capsys, reproduce_table.main, again)
     assert reproduce_table.main([*words.split(), "--resume"]) == 0
     assert made == ["homogeneous", "device-direct", *ROWS[1:]]
     record = json.loads((tmp_path / "table.json").read_text())
@@ -260,28 +222,20 @@ def test_a_run_is_read_without_its_warm_up() -> None:
         record | {"elapsed_ms": ms, "tokens_per_s": 1 / ms} for ms in (60000.0, 1000.0, 1000.0)
     ]
     wait = {"first_iteration_seconds": 9.0, "longest_later_seconds": 0.08, "later_iterations": 2}
+    device = {"device": "H200", "actual_vendor": "nvidia"}
     ranks = [
-        {
-            "peak_memory_bytes": peak,
-            "data_wait": wait | {"later_seconds": seconds},
-            "device": "H200",
-            "actual_vendor": "nvidia",
-        }
+        device | {"peak_memory_bytes": peak, "data_wait": wait | {"later_seconds": seconds}}
         for peak, seconds in ((10, 0.05), (30, 0.1), (20, 0.0), (25, 0.0))
     ]
     stages = [{"ranks": [0, 1]}, {"ranks": [2, 3]}]
     report = {"ranks": ranks, "stages": stages, "transport": "ipc", "simulated": True}
-    report["boundary_bytes"] = 77
-    measured = measure(Finished(iterations, report), warmup=1)
+    measured = measure(Finished(iterations, report | {"boundary_bytes": 77}), warmup=1)
     assert measured.tokens_per_s == (0.001, 0.001)
     assert measured.losses == (5.0, 5.0, 5.0)
     assert measured.peak_memory_bytes == (30, 25)
     assert measured.data_wait_share == pytest.approx(0.05)
     assert measured.data_wait_longest_ms == 80.0
     assert measured.boundary_bytes == 77
-
-
-def test_a_run_that_ended_within_its_warm_up_measured_nothing() -> None:
     with pytest.raises(HeteroError, match="ended after 1 iteration,"):
         measure(Finished([{"elapsed_ms": 1.0}], {"ranks": []}), warmup=1)
 
@@ -307,17 +261,14 @@ def test_efficiency_compares_within_a_round() -> None:
     assert direct.published_efficiency == pytest.approx(539.6 / 549.7)
 
 
-def test_without_the_homogeneous_row_there_is_no_efficiency() -> None:
-    (row,) = summarise([Attempt("gloo", 1, slower(0.8))], LLAMA3_8B)
-    assert row.efficiency is None
-
-
 def test_on_amd_the_homogeneous_row_stands_beside_amds_published_figure() -> None:
     on_amd = replace(MEASURED, actual_vendor="amd")
     (row,) = summarise([Attempt("homogeneous", 1, on_amd)], QWEN2_7B)
     assert row.boundary == "RCCL"
     assert row.published is not None
     assert row.published.tflops == 514.5
+    (row,) = summarise([Attempt("gloo", 1, slower(0.8))], LLAMA3_8B)
+    assert row.efficiency is None  # without the homogeneous row
 
 
 def test_the_table_says_what_is_simulated_what_failed_and_how_data_was_waited_for() -> None:
@@ -338,13 +289,7 @@ def test_the_table_says_what_is_simulated_what_failed_and_how_data_was_waited_fo
     assert "homogeneous: " not in notes
     assert "gloo, round 1: failed with exit code 1: no memory" in notes
     assert "the same, bit for bit" in notes
-
-
-def test_losses_that_differ_are_told() -> None:
-    attempts = [
-        Attempt("homogeneous", 1, MEASURED),
-        Attempt("gloo", 1, slower(0.9, losses=(9.0, 8.0, 7.001, 6.0))),
-    ]
+    attempts[1] = Attempt("gloo", 1, slower(0.9, losses=(9.0, 8.0, 7.001, 6.0)))
     results = summarise(attempts, LLAMA3_8B)
     notes = "\n".join(table.notes(results, attempts, warmup=1, iterations=4))
     assert "within 0.001 of each other" in notes

@@ -9,10 +9,9 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from megatron.training.arguments import parse_args
 from tools import runs
 from tools.launching.processes import StepFailure
-from tools.runs import DeadlinePassed, Finished, Launch, homogeneous_flags, mixed_flags, run_to_end
+from tools.runs import DeadlinePassed, Finished, Launch, run_to_end
 
 pytestmark = pytest.mark.usefixtures("preloaded_ranks")
 
@@ -67,24 +66,6 @@ def test_files_of_an_earlier_run_are_not_taken_for_this_ones(tmp_path: Path) -> 
     (tmp_path / "run.metrics.jsonl").write_text("{}\n")
     with pytest.raises(FileNotFoundError):
         run_to_end(launch(tmp_path, "pass"))
-
-
-def test_both_kinds_of_pipeline_are_split_alike() -> None:
-    model = (
-        "--num-layers 8 --hidden-size 64 --num-attention-heads 4 --seq-length 16 --lr 1e-3 "
-        "--max-position-embeddings 16 --micro-batch-size 1 --train-iters 1 --mock-data "
-        "--tokenizer-type ByteLevelTokenizer"
-    ).split()
-    mixed = mixed_flags(
-        vendors=["amd", "nvidia"], sizes=[1, 1], layers=[5, 3], transport="cpu-forward"
-    )
-    args = parse_args([*model, *mixed], world_size=2)
-    assert args.hetero_pipeline_layers == [5, 3]
-    assert args.hetero_transport == "cpu-forward"
-    args = parse_args([*model, *homogeneous_flags(stages=2, layers=[5, 3])], world_size=2)
-    assert args.pipeline_model_parallel_layout == "Ettttt|tttL"
-    args = parse_args([*model, *homogeneous_flags(stages=2, layers=None)], world_size=2)
-    assert args.pipeline_model_parallel_size == 2
 
 
 @pytest.mark.parametrize(

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from types import ModuleType
 
 import pytest
 
+from tests import scripts
 from tools.runs import ROOT
 
 pytestmark = pytest.mark.usefixtures("preloaded_ranks")
@@ -17,13 +16,7 @@ SCRIPT = ROOT / "docs" / "benchmarks" / "time_timers.py"
 
 @pytest.fixture(scope="module")
 def benchmark() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("timers_benchmark", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
+    return scripts.load(SCRIPT)
 
 
 def test_a_step_lasts_from_end_to_end_with_what_lies_between(benchmark: ModuleType) -> None:
@@ -54,6 +47,6 @@ def test_a_cost_is_the_ratio_of_two_runs_of_one_repeat(benchmark: ModuleType) ->
 def test_what_measures_nothing_is_refused(
     benchmark: ModuleType, capsys: pytest.CaptureFixture[str], words: str, remedy: str
 ) -> None:
-    with pytest.raises(SystemExit):
+    with pytest.raises(SystemExit, match="2"):
         benchmark.parse(["out", *words.split()])
     assert remedy in capsys.readouterr().err

@@ -71,40 +71,22 @@ def trained(losses: tuple[float, ...], weights: str = "a", norm: float | None = 
 PLAIN = trained((7.0, 6.0))
 
 
+NORM, SKIPPED = (trained((7.0, 6.0), norm=norm) for norm in (2.002, None))
+LOSS, LOSS_AND_WEIGHTS = trained((7.0, 6.06)), trained((7.0, 6.0006), "b")
+WEIGHTS = trained((7.0, 6.0), "b")
+SAME_STAGES = "of the same stages"
+LOST_NORM = "losses, weights, gradient norms within inf"
+
+
 @pytest.mark.parametrize(
     ("own", "staged", "verdict", "is_right"),
     [
         (PLAIN, PLAIN, "all", True),
-        (
-            trained((7.0, 6.0), norm=2.002),
-            PLAIN,
-            "losses, weights, gradient norms within 1e-03; of the same stages: all",
-            True,
-        ),
-        (
-            trained((7.0, 6.0006), "b"),
-            PLAIN,
-            "losses within 1e-04; of the same stages: all",
-            True,
-        ),
-        (
-            trained((7.0, 6.06)),
-            PLAIN,
-            "losses within 1e-02, weights; of the same stages: all",
-            False,
-        ),
-        (
-            trained((7.0, 6.0), "b"),
-            trained((7.0, 6.0), "b"),
-            "losses; of the same stages: losses",
-            False,
-        ),
-        (
-            PLAIN,
-            trained((7.0, 6.0), norm=None),
-            "all; of the same stages: losses, weights, gradient norms within inf",
-            False,
-        ),
+        (NORM, PLAIN, f"losses, weights, gradient norms within 1e-03; {SAME_STAGES}: all", True),
+        (LOSS_AND_WEIGHTS, PLAIN, f"losses within 1e-04; {SAME_STAGES}: all", True),
+        (LOSS, PLAIN, f"losses within 1e-02, weights; {SAME_STAGES}: all", False),
+        (WEIGHTS, WEIGHTS, f"losses; {SAME_STAGES}: losses", False),
+        (PLAIN, SKIPPED, f"all; {SAME_STAGES}: {LOST_NORM}", False),
     ],
 )
 def test_a_difference_is_told_with_its_size(

@@ -41,7 +41,9 @@ def files_beside(path: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("model_type", ["bpe", "unigram"])
-def test_it_writes_a_model_with_llama_2s_special_ids(tmp_path, text_file, capsys, model_type):
+def test_it_writes_a_model_like_llama_2s_and_its_vocabulary(
+    tmp_path, text_file, capsys, model_type
+):
     assert train(tmp_path / "tok", text_file, flags=("--model-type", model_type)) == 0
     model = sentencepiece.SentencePieceProcessor(model_file=f"{tmp_path}/tok.model")
     assert [model.unk_id(), model.bos_id(), model.eos_id(), model.pad_id()] == [0, 1, 2, -1]
@@ -52,19 +54,10 @@ def test_it_writes_a_model_with_llama_2s_special_ids(tmp_path, text_file, capsys
         "vocabulary of 320 tokens"
     )
     assert files_beside(tmp_path) == ["corpus.txt", "tok.model", "tok.vocab"]
-
-
-def test_the_vocabulary_file_lists_every_token_and_its_score(tmp_path, text_file):
-    assert train(tmp_path / "tok", text_file) == 0
-    model = sentencepiece.SentencePieceProcessor(model_file=f"{tmp_path}/tok.model")
     rows = [line.split("\t") for line in (tmp_path / "tok.vocab").read_text().splitlines()]
     assert [piece for piece, _ in rows] == [model.id_to_piece(id) for id in range(320)]
-    assert [float(score) for _, score in rows] == [model.get_score(id) for id in range(320)]
-
-
-def test_any_text_survives_the_tokenizer(tmp_path, text_file):
-    assert train(tmp_path / "tok", text_file) == 0
-    model = sentencepiece.SentencePieceProcessor(model_file=f"{tmp_path}/tok.model")
+    scores = [float(score) for _, score in rows]
+    assert scores == pytest.approx([model.get_score(id) for id in range(320)], rel=1e-5)
     for text in ("  two  spaces ", "a\r\n\n\tb", "漢字🙂 \x00", "ａ１ ﬁ", ""):
         assert model.decode(model.encode(text)) == text
 
@@ -127,13 +120,6 @@ def test_too_few_lines_to_draw_are_refused_before_any_is_read(tmp_path, text_fil
     [
         ("empty.txt", b" \n\n", "holds no text to train on"),
         ("latin.txt", b"good\nna\xefve\n", "latin.txt:2: byte 0xef is not UTF-8"),
-        ("broken.jsonl", b'{"text": "a"}\n{"text": \n', "broken.jsonl:2: broken JSON"),
-        ("other.jsonl", b'{"body": "a"}\n', "other.jsonl:1: has no key 'text' (its keys: body)"),
-        (
-            "cut.txt.gz",
-            gzip.compress(b"text " * 99, mtime=0)[:20],
-            "cut.txt.gz is a damaged gzip file",
-        ),
     ],
 )
 def test_bad_text_ends_in_one_sentence_and_leaves_no_file(
@@ -154,13 +140,6 @@ def test_an_existing_model_is_kept_unless_told_otherwise(tmp_path, text_file, ca
     assert "tok.model exists" in capsys.readouterr().err
     assert (tmp_path / "tok.model").read_text() == "mine"
     assert train(tmp_path / "tok", text_file, flags=("--overwrite",)) == 0
-
-
-def test_flags_are_not_abbreviated(capsys):
-    with pytest.raises(SystemExit) as caught:
-        main(["--inp", "x", "--output-prefix", "y", "--vocab-size", "9"])
-    assert caught.value.code == 2
-    assert capsys.readouterr().err.startswith("error: ")
 
 
 def test_ctrl_c_ends_it_while_sentencepiece_is_working(tmp_path):

@@ -10,10 +10,11 @@ import pytest
 
 from hetero.planner.import_sailor import import_sailor
 from hetero.planner.layer_profile import Point
+from tests.tools.refusals import refusal
 from tests.tools.sailor_checkout import BACKWARD, FORWARD, UPDATE, write_checkout, write_run
 from tools.planner_validation.recorded_runs import find_records
 from tools.planner_validation.replayed_run import MODELS, Replay
-from tools.planner_validation.scores import kendall_tau, told_apart
+from tools.planner_validation.scores import kendall_tau, separable_kendall_tau
 from tools.validate_planner import main
 
 LAYER = FORWARD + BACKWARD
@@ -48,41 +49,43 @@ def test_a_tied_output_layer_is_added_at_the_speed_of_the_layers(checkout: Path)
     assert head.forward == pytest.approx(FORWARD * (1 + tied.head_flops / tied.layer_flops))
 
 
-def test_a_lone_replica_is_the_sum_of_its_layers(checkout: Path) -> None:
-    write_run(checkout, "one", stages=[["A"]], seconds=1.0)
+def _replayed(checkout: Path, stages: list[list[str]]) -> float:
+    """Seconds of a step of a run with these GPUs."""
+    write_run(checkout, "one", stages=stages, seconds=1.0)
     (record,) = find_records(checkout)
-    update = OPT.parameters / 4e6 * UPDATE
-    assert Replay(checkout).seconds(record) == pytest.approx(8 * 26 * LAYER + update)
+    return Replay(checkout).seconds(record)
 
 
-def test_neighbours_stop_while_they_exchange_more_than_nccl_buffers(checkout: Path) -> None:
-    write_run(checkout, "two", stages=[["A"], ["B"]], seconds=1.0)
-    (record,) = find_records(checkout)
-    # 8 MiB at 1 GB/s: in the steady state an activation and a gradient a micro-batch.
-    transfer = ACTIVATION / 1e9
-    passes = (8 + 1) * 13 * LAYER + 2 * 8 * transfer
-    first_stage = OPT.embedding_parameters + 12 * OPT.layer_parameters
-    update = first_stage / 4e6 * UPDATE
-    assert Replay(checkout).seconds(record) == pytest.approx(passes + update, rel=0.01)
+UPDATE_SECONDS = OPT.parameters / 4e6 * UPDATE
+REDUCED_SECONDS = 2 * OPT.parameters * 4 / 2 / 1e9
+# 8 MiB at 1 GB/s: in the steady state an activation and a gradient a micro-batch.
+TRANSFERS = 2 * 8 * ACTIVATION / 1e9
+FIRST_STAGE_UPDATE = (OPT.embedding_parameters + 12 * OPT.layer_parameters) / 4e6 * UPDATE
 
 
-def test_replicas_reduce_at_the_slowest_wire(checkout: Path) -> None:
-    write_run(checkout, "replicas", stages=[["A", "B"]], seconds=1.0)
-    (record,) = find_records(checkout)
-    reduced = 2 * OPT.parameters * 4 / 2 / 1e9
-    update = OPT.parameters / 4e6 * UPDATE
-    expected = 4 * 26 * LAYER + reduced + update
-    assert Replay(checkout).seconds(record) == pytest.approx(expected, rel=0.01)
+@pytest.mark.parametrize(
+    ("stages", "seconds"),
+    [
+        ([["A"]], 8 * 26 * LAYER + UPDATE_SECONDS),
+        # Neighbours stop while they exchange more than NCCL buffers.
+        ([["A"], ["B"]], (8 + 1) * 13 * LAYER + TRANSFERS + FIRST_STAGE_UPDATE),
+        # Replicas reduce at the slowest wire.
+        ([["A", "B"]], 4 * 26 * LAYER + REDUCED_SECONDS + UPDATE_SECONDS),
+    ],
+)
+def test_a_step_is_its_passes_transfers_and_updates(
+    checkout: Path, stages: list[list[str]], seconds: float
+) -> None:
+    assert _replayed(checkout, stages) == pytest.approx(seconds, rel=0.01)
 
 
 def test_what_was_measured_between_two_kinds_is_their_wire(tmp_path: Path) -> None:
-    steps = []
-    for across in (None, 0.5):
-        checkout = write_checkout(tmp_path / str(across), across=across)
-        write_run(checkout, "replicas", stages=[["A", "B"]], seconds=1.0)
-        steps.append(Replay(checkout).seconds(*find_records(checkout)))
+    full, half = (
+        _replayed(write_checkout(tmp_path / str(across), across=across), [["A", "B"]])
+        for across in (None, 0.5)
+    )
     # At half the speed the same bytes take as long again.
-    assert steps[1] - steps[0] == pytest.approx(2 * OPT.parameters * 4 / 2 / 1e9, rel=0.01)
+    assert half - full == pytest.approx(REDUCED_SECONDS, rel=0.01)
 
 
 def test_records_that_contradict_themselves_are_left_out(checkout: Path) -> None:
@@ -106,22 +109,17 @@ def test_the_tool_prints_errors_and_writes_figures(
     assert figures["scores"]["all"]["runs"] == 2
 
 
-def test_a_folder_that_is_no_checkout_is_named(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["--sailor", str(tmp_path)]) == 2
-    assert "holds no measured runs; give a checkout of eth-easl/sailor" in capsys.readouterr().err
+def test_a_folder_that_is_no_checkout_is_named(tmp_path: Path, capsys) -> None:
+    told = refusal(capsys, main, f"--sailor {tmp_path}")
+    assert "holds no measured runs; give a checkout of eth-easl/sailor" in told
 
 
 def test_kendall_tau_counts_pairs_in_the_same_order() -> None:
     assert kendall_tau([(1, 1), (2, 2), (3, 3)]) == 1
     assert kendall_tau([(1, 3), (2, 2), (3, 1)]) == -1
     assert kendall_tau([(1, 1), (2, 3), (3, 2)]) == pytest.approx(1 / 3)
-
-
-def test_runs_whose_steps_overlap_have_no_order() -> None:
+    # Runs whose steps overlap have no order.
     near = [([1.0, 1.2], 2.0), ([1.1, 1.3], 1.0)]
-    far = ([2.0, 2.1], 1.5)
-    assert told_apart(near) == (1.0, 0)
-    # It is longer than both, and predicted to be longer than one.
-    assert told_apart([*near, far]) == (0.0, 2)
+    assert separable_kendall_tau(near) == (1.0, 0)
+    # This one is longer than both, and predicted to be longer than one.
+    assert separable_kendall_tau([*near, ([2.0, 2.1], 1.5)]) == (0.0, 2)

@@ -13,12 +13,12 @@ pytestmark = pytest.mark.usefixtures("preloaded_ranks")
 
 PROGRAM = """
 from megatron.training.console import Console
-from tests.training.test_outputs import _record
+from tests.training import test_outputs
 
 console = Console(is_logger=True, total_iterations=3)
 console.line("mixed run")
 for number in (1, 2, 3):
-    record = _record(iteration=number)
+    record = test_outputs.record(iteration=number)
     console.advance(record)
     console.iteration([record], skipped=0, nan=0)
 console.line(" validation loss")
@@ -54,9 +54,15 @@ WANTED = [
 ]
 
 
-@pytest.mark.parametrize("size", [(24, 200), (0, 0)])
 @pytest.mark.parametrize(
-    "on_terminal", [[], ["stderr"], ["stdout"], ["stdout", "stderr"]], ids=" ".join
+    ("on_terminal", "size"),
+    [
+        ([], (0, 0)),
+        (["stdout"], (24, 200)),
+        (["stderr"], (0, 0)),
+        (["stdout", "stderr"], (24, 200)),
+    ],
+    ids=str,
 )
 def test_every_line_is_there_and_a_bar_where_stderr_is_a_terminal(
     tmp_path: Path, on_terminal: list[str], size: tuple[int, int]

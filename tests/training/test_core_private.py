@@ -45,8 +45,13 @@ def _globals() -> dict[str, Any]:
     return {n: v for n, v in vars(parallel_state).items() if n.startswith("_") and n.isupper()}
 
 
-def test_registered_groups_are_what_megatron_core_finds(groups: Groups) -> None:
+def test_registered_groups_are_what_megatron_core_finds_until_they_are_cleared(
+    groups: Groups,
+) -> None:
+    clear_groups()
+    before = _globals()
     register_groups(groups, ALONE, 0)
+    assert _globals() != before
     assert parallel_state.get_tensor_model_parallel_group() is groups.tensor
     assert parallel_state.get_pipeline_model_parallel_group() is groups.pipeline
     assert parallel_state.get_data_parallel_group() is groups.data
@@ -58,13 +63,6 @@ def test_registered_groups_are_what_megatron_core_finds(groups: Groups) -> None:
     assert parallel_state.get_virtual_pipeline_model_parallel_world_size() is None
     assert parallel_state.is_pipeline_first_stage()
     assert parallel_state.is_pipeline_last_stage()
-
-
-def test_clearing_leaves_megatron_core_as_it_was(groups: Groups) -> None:
-    clear_groups()
-    before = _globals()
-    register_groups(groups, ALONE, 0)
-    assert _globals() != before
     clear_groups()
     left = {name for name, value in _globals().items() if value is not before[name]}
     assert left == set()
@@ -72,14 +70,10 @@ def test_clearing_leaves_megatron_core_as_it_was(groups: Groups) -> None:
 
 def test_the_collection_names_every_group_by_megatron_cores_names(groups: Groups) -> None:
     collection = group_collection(groups)
-    assert collection.tp is groups.tensor
-    assert collection.pp is groups.pipeline
-    assert collection.mp is groups.model
-    assert collection.dp is groups.data
-    assert collection.dp_cp is groups.data_context
-    assert collection.cp is groups.context
-    assert collection.embd is groups.embedding
-    assert collection.ep is groups.single
+    names = "tp:tensor pp:pipeline mp:model dp:data dp_cp:data_context cp:context embd:embedding"
+    for pair in (*names.split(), "ep:single"):
+        theirs, ours = pair.split(":")
+        assert getattr(collection, theirs) is getattr(groups, ours), pair
     given = {id(getattr(groups, f.name)) for f in fields(Groups)}
     assert {id(value) for value in vars(collection).values()} <= given
 

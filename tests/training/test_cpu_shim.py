@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -44,21 +45,21 @@ def _type_name_in(filename: str) -> str:
     return str(names["name"])
 
 
-def test_everything_is_as_before_when_the_body_ends() -> None:
+@pytest.mark.parametrize("fails", [False, True])
+def test_everything_is_as_before_when_the_body_ends_or_fails(fails: bool) -> None:
+    logger = logging.getLogger("megatron.core.tensor_parallel.random")
+    logger.setLevel(logging.INFO)
     before = _patched()
-    with cpu_shim():
+    with contextlib.suppress(KeyError), cpu_shim():
         assert all(now is not then for now, then in zip(_patched(), before, strict=True))
+        assert not logger.isEnabledFor(logging.WARNING)
+        if fails:
+            raise KeyError
     assert _patched() == before
+    assert logger.level == logging.INFO
     assert _type_name_in(CORE_FILE) == "torch.FloatTensor"
     with pytest.raises((RuntimeError, AssertionError)):
         torch.ones(1).cuda()
-
-
-def test_everything_is_as_before_when_the_body_fails() -> None:
-    before = _patched()
-    with pytest.raises(KeyError), cpu_shim():
-        raise KeyError
-    assert _patched() == before
     with pytest.raises((RuntimeError, AssertionError)):
         torch.ones(1, device="cuda")
 
@@ -75,14 +76,6 @@ def test_a_shim_that_cannot_be_installed_leaves_nothing_behind(
         assert torch.cuda.current_device is before
     finally:
         mock.patch.stopall()
-
-
-def test_megatron_cores_logger_is_as_before() -> None:
-    logger = logging.getLogger("megatron.core.tensor_parallel.random")
-    logger.setLevel(logging.INFO)
-    with cpu_shim():
-        assert not logger.isEnabledFor(logging.WARNING)
-    assert logger.level == logging.INFO
 
 
 def test_contexts_can_be_nested() -> None:
@@ -116,12 +109,6 @@ def test_cuda_means_the_cpu(place: Callable[[], torch.Tensor]) -> None:
         assert place().device == CPU
 
 
-def test_cuda_gives_back_the_tensor_itself() -> None:
-    tensor = torch.ones(2)
-    with cpu_shim():
-        assert tensor.cuda() is tensor
-
-
 def test_the_random_state_of_the_gpu_is_that_of_the_cpu() -> None:
     with cpu_shim():
         torch.cuda.manual_seed(5)
@@ -133,11 +120,9 @@ def test_the_random_state_of_the_gpu_is_that_of_the_cpu() -> None:
 
 def test_only_megatron_core_sees_type_names_of_cuda() -> None:
     """It compares them; anyone else gets the truth."""
+    tensor = torch.ones(1)
     with cpu_shim():
         assert _type_name_in(CORE_FILE) == "torch.cuda.FloatTensor"
         assert _type_name_in("/somewhere/else.py") == "torch.FloatTensor"
-
-
-def test_a_tensor_can_still_change_its_type() -> None:
-    with cpu_shim():
-        assert torch.ones(1).type(torch.float64).dtype == torch.float64
+        assert tensor.type(torch.float64).dtype == torch.float64
+        assert tensor.cuda() is tensor

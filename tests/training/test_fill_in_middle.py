@@ -20,7 +20,7 @@ from megatron.training.dataset_checks import require_same_data
 from megatron.training.fill_in_middle import FillInMiddle, fill_in_middle
 from megatron.training.tokenizer.build import build_tokenizer
 from tests.training.arguments.conftest import command_line
-from tests.training.tokenizer.test_tokenizer_build import train_sentencepiece
+from tests.training.tokenizer.test_tokenizer_build import train_gpt2, train_sentencepiece
 
 NAMES = ["<fim_prefix>", "<fim_middle>", "<fim_suffix>", "<fim_pad>", "<|endoftext|>", "<file>"]
 FLAGS = {
@@ -43,24 +43,8 @@ BYTES = {"tokenizer_type": "ByteLevelTokenizer", "tokenizer_special_tokens": NAM
 def gpt2_flags(folder: Path) -> dict[str, object]:
     """A byte-level BPE of Hugging Face, whose tokens are several letters long."""
     pytest.importorskip("transformers")
-    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
-
-    bpe = Tokenizer(models.BPE())
-    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    trainer = trainers.BpeTrainer(
-        vocab_size=290,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        special_tokens=["<|endoftext|>"],
-        show_progress=False,
-    )
-    bpe.train_from_iterator(["abba baab 漢字 abba\n baab"] * 9, trainer)
-    bpe.model.save(str(folder))
-    return {
-        "tokenizer_type": "GPT2BPETokenizer",
-        "vocab_file": str(folder / "vocab.json"),
-        "merge_file": str(folder / "merges.txt"),
-        "tokenizer_special_tokens": NAMES,
-    }
+    files = train_gpt2(folder, ["abba baab 漢字 abba\n baab"] * 9, vocab_size=290)
+    return {"tokenizer_type": "GPT2BPETokenizer", "tokenizer_special_tokens": NAMES, **files}
 
 
 @pytest.fixture(scope="module", params=["bytes", "gpt2"])

@@ -90,21 +90,12 @@ def test_data_cut_anywhere_is_refused_with_both_sizes(length: int) -> None:
     assert f"PREFIX.bin is cut short: {length} bytes of {DATA_BYTES}" in sentence
 
 
-@given(position=st.integers(0, 8), flipped=st.integers(1, 255))
-def test_another_magic_is_refused(position: int, flipped: int) -> None:
+@given(st.tuples(st.integers(0, 8), st.none()) | st.sampled_from([(9, 2), (17, 0), (17, 99)]))
+def test_another_magic_version_or_token_type_is_refused(changed: tuple[int, int | None]) -> None:
     index, data = bytearray(_whole()[0]), _whole()[1]
-    index[position] ^= flipped
+    position, value = changed
+    index[position] = index[position] ^ 1 if value is None else value
     assert "PREFIX.idx is not an index of Megatron's format" in _refusal(bytes(index), data)
-
-
-@pytest.mark.parametrize(("position", "value"), [(9, 2), (17, 0), (17, 99)])
-def test_another_version_or_an_unknown_token_type_is_refused(position: int, value: int) -> None:
-    index, data = bytearray(_whole()[0]), _whole()[1]
-    index[position] = value
-    assert "PREFIX.idx is not an index" in _refusal(bytes(index), data)
-
-
-def test_text_given_for_an_index_is_refused() -> None:
     assert "not an index" in _refusal(b'{"text": "a line of a JSON file"}\n' * 9, b"x")
 
 

@@ -9,9 +9,15 @@ import pytest
 import torch
 
 from megatron.training import kernels
+from megatron.training.arguments import parse_args
 from megatron.training.kernels import Kernels, select_kernels
+from tests.distributed.harness import ROOT
 
 GPU = torch.device("cuda")
+
+
+PRESET = ROOT / "examples" / "presets" / "llama3.1_8b.yaml"
+RUN = "--micro-batch-size 1 --train-iters 1 --lr 1e-3 --mock-data"
 
 
 @pytest.fixture(autouse=True)
@@ -21,39 +27,20 @@ def liger_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def flags(**changed: Any) -> argparse.Namespace:
     """Those of a LLaMA with everything fused."""
-    return argparse.Namespace(
-        **{
-            "transformer_impl": "local",
-            "apply_rope_fusion": True,
-            "rotary_interleaved": False,
-            "group_query_attention": True,
-            "num_query_groups": 8,
-            "num_attention_heads": 32,
-            "tensor_model_parallel_size": 1,
-            "qk_layernorm": False,
-            "swiglu": True,
-            "bias_swiglu_fusion": True,
-            "add_bias_linear": False,
-            "cross_entropy_loss_fusion": True,
-            "gradient_accumulation_fusion": True,
-            "delay_wgrad_compute": False,
-        }
-        | changed
-    )
+    words = f"--yaml-cfg {PRESET} --cross-entropy-loss-fusion --transformer-impl local {RUN}"
+    return argparse.Namespace(**vars(parse_args(words.split(), world_size=1)) | changed)
 
 
-def test_a_llama_on_a_gpu_uses_all() -> None:
+def test_a_llama_on_a_gpu_uses_all_and_a_cpu_none(monkeypatch: pytest.MonkeyPatch) -> None:
     assert select_kernels(flags(), GPU) == Kernels(True, True, True, True, True)
-
-
-def test_a_cpu_uses_none() -> None:
     assert select_kernels(flags(), torch.device("cpu")) == Kernels()
     assert Kernels().names() == "none"
-
-
-def test_a_cpu_adds_products_where_they_are_to_wait() -> None:
+    # A CPU adds products where they are to wait.
     waits = flags(delay_wgrad_compute=True)
     assert select_kernels(waits, torch.device("cpu")) == Kernels(weight_gradient=True)
+    assert Kernels(weight_gradient=True, swiglu=True).names() == "weight gradient, swiglu"
+    monkeypatch.setattr(kernels.swiglu, "is_available", lambda: False)
+    assert not select_kernels(flags(), GPU).swiglu
 
 
 @pytest.mark.parametrize(
@@ -75,12 +62,3 @@ def test_a_cpu_adds_products_where_they_are_to_wait() -> None:
 )
 def test_a_flag_leaves_one_out(changed: dict[str, Any], kernel: str) -> None:
     assert not getattr(select_kernels(flags(**changed), GPU), kernel)
-
-
-def test_swiglu_needs_liger_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels.swiglu, "is_available", lambda: False)
-    assert not select_kernels(flags(), GPU).swiglu
-
-
-def test_the_log_names_what_is_used() -> None:
-    assert Kernels(weight_gradient=True, swiglu=True).names() == "weight gradient, swiglu"

@@ -59,13 +59,6 @@ def test_a_norm_is_torchs(ours: Any, theirs: Any) -> None:
     assert torch.equal(norm(x), reference(x))
 
 
-def test_rms_norm_is_the_formula() -> None:
-    norm = RMSNorm(_config(), 32, eps=1e-5)
-    x = torch.randn(3, 32, device=_device())
-    expected = x / torch.sqrt(x.square().mean(-1, keepdim=True) + 1e-5)
-    assert torch.allclose(norm(x), expected, atol=1e-6)
-
-
 @pytest.mark.parametrize("ours", [RMSNorm, LayerNorm])
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_a_norm_marks_its_weights_for_sequence_parallelism(
@@ -154,12 +147,29 @@ def _causal(sequence: int, batch: int) -> torch.Tensor:
     )
 
 
-@pytest.mark.parametrize(("heads", "groups"), [(4, 4), (4, 2), (4, 1)])
-def test_attention_is_causal_softmax_with_shared_keys_and_values(heads: int, groups: int) -> None:
-    query, key, value = _inputs(heads, groups)
-    output = _attention(_config(num_query_groups=groups))(query, key, value, None)
-    assert output.shape == (6, 2, heads * WIDTH)
-    assert torch.allclose(output, _reference(query, key, value, _causal(6, 2)), atol=1e-5)
+@pytest.mark.parametrize(
+    ("changed", "scale"),
+    [
+        *(({"num_query_groups": groups}, None) for groups in (4, 2, 1)),
+        ({"num_query_groups": 4}, 0.5),
+        # In evaluation nothing is dropped out.
+        ({"num_query_groups": 4, "attention_dropout": 0.9}, None),
+        *(
+            ({"num_query_groups": 2, "attention_backend": AttnBackend[backend]}, None)
+            for backend in ("auto", "flash", "fused", "unfused", "local")
+        ),
+    ],
+    ids=str,
+)
+def test_attention_is_causal_softmax_with_shared_keys_and_values(
+    changed: dict[str, Any], scale: float | None
+) -> None:
+    """--attention-backend"""
+    query, key, value = _inputs(4, changed["num_query_groups"])
+    attention = _attention(_config(**changed), softmax_scale=scale)
+    output = attention.train("attention_dropout" not in changed)(query, key, value, None)
+    expected = _reference(query, key, value, _causal(6, 2), scale=scale or 1 / math.sqrt(WIDTH))
+    assert torch.allclose(output, expected, atol=1e-5)
 
 
 @pytest.mark.parametrize("groups", [4, 2])
@@ -173,13 +183,6 @@ def test_a_mask_says_where_attention_is_forbidden(groups: int) -> None:
     assert torch.allclose(output, _reference(query, key, value, forbidden), atol=1e-5)
 
 
-def test_the_scale_can_be_given() -> None:
-    query, key, value = _inputs(4, 4)
-    output = _attention(_config(), softmax_scale=0.5)(query, key, value, None)
-    expected = _reference(query, key, value, _causal(6, 2), scale=0.5)
-    assert torch.allclose(output, expected, atol=1e-5)
-
-
 def test_gradients_are_those_of_the_reference() -> None:
     ours = [t.requires_grad_() for t in _inputs(4, 2)]
     theirs = [t.detach().clone().requires_grad_() for t in ours]
@@ -187,23 +190,6 @@ def test_gradients_are_those_of_the_reference() -> None:
     _reference(*theirs, _causal(6, 2)).square().sum().backward()
     for mine, other in zip(ours, theirs, strict=True):
         assert torch.allclose(mine.grad, other.grad, atol=1e-4)  # type: ignore[arg-type]
-
-
-def test_nothing_is_dropped_out_in_evaluation() -> None:
-    attention = _attention(_config(attention_dropout=0.9))
-    attention.train(False)
-    query, key, value = _inputs(4, 4)
-    expected = _reference(query, key, value, _causal(6, 2))
-    assert torch.allclose(attention(query, key, value, None), expected, atol=1e-5)
-
-
-@pytest.mark.parametrize("backend", ["auto", "flash", "fused", "unfused", "local"])
-def test_every_backend_computes_the_same_attention(backend: str) -> None:
-    """--attention-backend"""
-    query, key, value = _inputs(4, 2)
-    config = _config(num_query_groups=2, attention_backend=AttnBackend[backend])
-    output = _attention(config)(query, key, value, None)
-    assert torch.allclose(output, _reference(query, key, value, _causal(6, 2)), atol=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,9 @@ LAUNCH = (
 MIXED = "--hetero-pipeline --hetero-vendors amd nvidia --hetero-pipeline-sizes 1 1 "
 
 
+FIRST, LAST = "--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers"
+
+
 @pytest.fixture(autouse=True)
 def _outside_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
@@ -50,33 +53,42 @@ def _mesh(vendor: str, stages: int, **sizes: Any) -> Mesh:
 # Homogeneous.
 
 
-def test_without_flags_one_rank_holds_all() -> None:
-    assert _plan("") == Plan(meshes=(_mesh("cpu", stages=1),), layers=((8,),))
-
-
-def test_ranks_that_no_flag_speaks_of_are_data_parallel() -> None:
-    plan = _plan("--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2", ranks=8)
-    assert plan.meshes == (_mesh("cpu", stages=2, tensor=2, data=2),)
-    assert plan.layers == ((4,), (4,))
+@pytest.mark.parametrize(
+    ("flags", "ranks", "meshes", "layers"),
+    [
+        ("", 1, [_mesh("cpu", 1)], ((8,),)),
+        (
+            "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2",
+            8,
+            [_mesh("cpu", 2, tensor=2, data=2)],
+            ((4,), (4,)),
+        ),
+        (MIXED, 2, [_mesh("amd", 1), _mesh("nvidia", 1)], ((4,), (4,))),
+        (
+            "--hetero-pipeline --hetero-vendors amd nvidia --hetero-pipeline-sizes 1 2 "
+            "--hetero-pipeline-layers 2 3 3 --tensor-model-parallel-size 2",
+            6,
+            [_mesh("amd", 1, tensor=2), _mesh("nvidia", 2, tensor=2)],
+            ((2,), (3,), (3,)),
+        ),
+    ],
+)
+def test_ranks_and_layers_are_shared_out(
+    flags: str, ranks: int, meshes: list[Mesh], layers: tuple[tuple[int, ...], ...]
+) -> None:
+    """Ranks that no flag speaks of are data-parallel; layers that none does fall evenly."""
+    assert _plan(flags, ranks=ranks) == Plan(meshes=tuple(meshes), layers=layers)
 
 
 @pytest.mark.parametrize(
     ("flags", "stages", "layers"),
     [
         ("", 4, (2, 2, 2, 2)),
-        ("--decoder-first-pipeline-num-layers 2", 4, (2, 2, 2, 2)),
-        ("--decoder-first-pipeline-num-layers 5", 4, (5, 1, 1, 1)),
-        ("--decoder-last-pipeline-num-layers 5", 4, (1, 1, 1, 5)),
-        (
-            "--decoder-first-pipeline-num-layers 1 --decoder-last-pipeline-num-layers 3",
-            4,
-            (1, 2, 2, 3),
-        ),
-        (
-            "--decoder-first-pipeline-num-layers 3 --decoder-last-pipeline-num-layers 5",
-            2,
-            (3, 5),
-        ),
+        (f"{FIRST} 2", 4, (2, 2, 2, 2)),
+        (f"{FIRST} 5", 4, (5, 1, 1, 1)),
+        (f"{LAST} 5", 4, (1, 1, 1, 5)),
+        (f"{FIRST} 1 {LAST} 3", 4, (1, 2, 2, 3)),
+        (f"{FIRST} 3 {LAST} 5", 2, (3, 5)),
         ("--pipeline-model-parallel-layout Ettt|t|ttttL", 3, (3, 1, 4)),
         ("--pipeline-model-parallel-layout 'Et|(t|)*2t*5,L'", 4, (1, 1, 1, 5)),
     ],
@@ -92,10 +104,7 @@ def test_layers_fall_as_the_flags_say(flags: str, stages: int, layers: tuple[int
         ("--num-layers-per-virtual-pipeline-stage 2", ((2, 2), (2, 2))),
         ("--num-virtual-stages-per-pipeline-rank 4", ((1, 1, 1, 1), (1, 1, 1, 1))),
         ("--pipeline-model-parallel-layout Et|ttt|t|tttL", ((1, 1), (3, 3))),
-        (
-            "--num-virtual-stages-per-pipeline-rank 2 --decoder-first-pipeline-num-layers 2",
-            ((1, 1), (3, 3)),
-        ),
+        (f"--num-virtual-stages-per-pipeline-rank 2 {FIRST} 2", ((1, 1), (3, 3))),
     ],
 )
 def test_interleaved_layers_fall_as_the_flags_say(flags: str, layers: object) -> None:
@@ -111,23 +120,6 @@ def test_a_stage_of_a_layout_is_the_schedules_not_the_listings_neighbour() -> No
 
 
 # Mixed.
-
-
-def test_each_vendor_gets_a_mesh_and_layers_fall_evenly() -> None:
-    assert _plan(MIXED, ranks=2) == Plan(
-        meshes=(_mesh("amd", stages=1), _mesh("nvidia", stages=1)), layers=((4,), (4,))
-    )
-
-
-def test_layers_can_be_given_stage_by_stage() -> None:
-    flags = (
-        "--hetero-pipeline --hetero-vendors amd nvidia --hetero-pipeline-sizes 1 2 "
-        "--hetero-pipeline-layers 2 3 3 --tensor-model-parallel-size 2"
-    )
-    assert _plan(flags, ranks=6) == Plan(
-        meshes=(_mesh("amd", stages=1, tensor=2), _mesh("nvidia", stages=2, tensor=2)),
-        layers=((2,), (3,), (3,)),
-    )
 
 
 def test_interleaved_layers_are_given_chunk_by_chunk_in_layer_order() -> None:
@@ -154,18 +146,13 @@ meshes:
 """
 
 
-def test_a_plan_file_decides_the_sizes(tmp_path: Path) -> None:
-    args = _args(_file(tmp_path / "plan.yaml", TWO), ranks=8)
+@pytest.mark.parametrize("scripts_own", ["", "--pipeline-model-parallel-size 1"])
+def test_a_plan_file_decides_the_sizes(tmp_path: Path, scripts_own: str) -> None:
+    args = _args(_file(tmp_path / "plan.yaml", TWO) + scripts_own, ranks=8)
     apply_plan_file(args)
     assert (args.tensor_model_parallel_size, args.pipeline_model_parallel_size) == (2, 2)
     assert args.data_parallel_size == 2
     assert plan_from_args(args, vendor="cpu").layers == ((3,), (5,))
-
-
-def test_a_scripts_one_stage_does_not_contradict_the_plan_file(tmp_path: Path) -> None:
-    args = _args(_file(tmp_path / "plan.yaml", TWO) + "--pipeline-model-parallel-size 1", ranks=8)
-    apply_plan_file(args)
-    assert args.pipeline_model_parallel_size == 2
 
 
 def test_all_that_is_wrong_with_a_plan_file_is_said_at_once(tmp_path: Path) -> None:
@@ -267,25 +254,20 @@ def test_micro_batches_are_named_for_each_mesh_or_follow() -> None:
 
 
 def test_a_ranks_flags_become_those_of_its_mesh() -> None:
-    flags = UNEQUAL_FLAGS + "--sequence-parallel --eval-micro-batch-size 4"
-    args = _args(flags, ranks=8)
+    args = _args(f"{UNEQUAL_FLAGS} --sequence-parallel --eval-micro-batch-size 4", ranks=8)
     nvidia, amd = plan_from_args(args, vendor="cpu").meshes
+    names = (
+        *("tensor_model_parallel_size", "data_parallel_size", "micro_batch_size"),
+        *("eval_micro_batch_size", "sequence_parallel", "recompute_granularity"),
+        *("recompute_method", "recompute_num_layers"),
+    )
     for mesh, expected in (
         (nvidia, (1, 2, 1, 4, False, "full", "uniform", 1)),
         (amd, (4, 1, 2, 8, True, None, None, None)),
     ):
         own = deepcopy(args)
         apply_mesh(own, replace(mesh, distributed_optimizer=mesh is amd, attention_backend="flash"))
-        assert (
-            own.tensor_model_parallel_size,
-            own.data_parallel_size,
-            own.micro_batch_size,
-            own.eval_micro_batch_size,
-            own.sequence_parallel,
-            own.recompute_granularity,
-            own.recompute_method,
-            own.recompute_num_layers,
-        ) == expected
+        assert tuple(getattr(own, name) for name in names) == expected
         assert sum(own.data_shares) * own.micro_batch_size == 2
         assert own.use_distributed_optimizer is (mesh is amd)
         assert own.attention_backend == "flash"
@@ -338,7 +320,7 @@ def test_embedding_and_loss_take_a_layers_place_where_they_count(
     ("flags", "layers", "words"),
     [
         (EMBEDDING, 8, "the 8 layers and 1 for embedding or loss cannot be shared evenly"),
-        (f"{LOSS} --decoder-first-pipeline-num-layers 3", 7, "cannot go with --decoder-first"),
+        (f"{LOSS} {FIRST} 3", 7, "cannot go with --decoder-first"),
     ],
 )
 def test_places_that_do_not_come_out_are_refused(flags: str, layers: int, words: str) -> None:

@@ -11,30 +11,19 @@ import pytest
 
 from hetero.errors import UserError
 from megatron.training.arguments import build_parser
-from megatron.training.metrics import IterationRecord
 from megatron.training.metrics_logger import MetricsLogger, check_outputs
+from tests.training.test_outputs import record
 
-RECORD = IterationRecord(
+RECORD = record(
     iteration=4,
-    consumed_samples=8,
-    consumed_tokens=256,
-    elapsed_ms=100.0,
-    tokens_per_s=640.0,
-    tflops_per_gpu=1.5,
-    tflops_per_gpu_full_square=1.6,
-    loss=2.0,
     grad_norm=0.5,
     learning_rate=1e-3,
-    weight_decay=0.1,
     batch_size=2,
     loss_scale=16.0,
-    skipped=False,
+    tflops_per_gpu=1.5,
     num_zeros=3.0,
     params_norm=7.0,
     peak_memory_bytes=1 << 20,
-    data_wait_ms=0.5,
-    link_bytes=0,
-    simulated=False,
 )
 WANDB = "--wandb-project words --wandb-exp-name first"
 
@@ -83,19 +72,18 @@ def test_points_have_megatrons_names(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("flag", "name", "value"),
+    ("flag", "name", "points"),
     [
-        ("--log-world-size-to-tensorboard", "world-size", 6.0),
-        ("--log-memory-to-tensorboard", "mem-max-allocated-bytes", float(1 << 20)),
-        ("--log-validation-ppl-to-tensorboard", "lm loss validation ppl", 8.0),
+        ("--log-world-size-to-tensorboard", "world-size", [(4, 6.0)]),
+        ("--log-memory-to-tensorboard", "mem-max-allocated-bytes", [(4, float(1 << 20))]),
+        ("--log-validation-ppl-to-tensorboard", "lm loss validation ppl", [(4, 8.0)]),
+        ("--no-log-loss-scale-to-tensorboard", "loss-scale", None),
     ],
 )
-def test_a_flag_adds_its_points(tmp_path: Path, flag: str, name: str, value: float) -> None:
-    assert _written(tmp_path, flag)[name] == [(4, value)]
-
-
-def test_a_flag_leaves_the_loss_scale_out(tmp_path: Path) -> None:
-    assert "loss-scale" not in _written(tmp_path, "--no-log-loss-scale-to-tensorboard")
+def test_a_flag_adds_its_points_or_leaves_some_out(
+    tmp_path: Path, flag: str, name: str, points: list[tuple[int, float]] | None
+) -> None:
+    assert _written(tmp_path, flag).get(name) == points
 
 
 @pytest.mark.parametrize(("interval", "written"), [(2, True), (3, False)])
@@ -134,32 +122,28 @@ def test_wandb_is_told_the_run_as_the_flags_name_it(wandb: Any, tmp_path: Path) 
 
 
 def test_what_is_left_out_is_left_to_wandb(wandb: Any) -> None:
-    """Its own settings decide, WANDB_MODE=offline among them."""
+    """Its own settings decide, WANDB_MODE=offline among them; no project is no wandb."""
+    _recorder("--wandb-exp-name first --wandb-save-dir .")
+    wandb.init.assert_not_called()
     _recorder(WANDB)
     given = wandb.init.call_args.kwargs
     assert (given["entity"], given["dir"]) == (None, None)
     assert "mode" not in given
 
 
-def test_no_project_is_no_wandb(wandb: Any) -> None:
-    _recorder("--wandb-exp-name first --wandb-save-dir .")
-    wandb.init.assert_not_called()
-
-
-def test_the_folder_of_wandb_is_made(wandb: Any, tmp_path: Path) -> None:
-    folder = tmp_path / "a" / "b"
-    check_outputs(build_parser().parse_args(f"{WANDB} --wandb-save-dir {folder}".split()))
-    assert folder.is_dir()
+def test_the_folder_of_wandb_is_made_or_refused(wandb: Any, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    made, refused = (
+        build_parser().parse_args(f"{WANDB} --wandb-save-dir {tmp_path}/{folder}".split())
+        for folder in ("a/b", "file/x")
+    )
+    check_outputs(made)
+    assert (tmp_path / "a" / "b").is_dir()
+    with pytest.raises(UserError, match=r"--wandb-save-dir .* cannot be made .*; name another"):
+        check_outputs(refused)
 
 
 def test_a_folder_that_is_there_and_cannot_be_written_to_is_refused() -> None:
     args = build_parser().parse_args("--tensorboard-dir /proc".split())
     with pytest.raises(UserError, match=r"--tensorboard-dir /proc cannot be written to .*; name"):
-        check_outputs(args)
-
-
-def test_a_folder_of_wandb_that_cannot_be_made_is_refused(wandb: Any, tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    args = build_parser().parse_args(f"{WANDB} --wandb-save-dir {tmp_path}/file/x".split())
-    with pytest.raises(UserError, match=r"--wandb-save-dir .* cannot be made .*; name another"):
         check_outputs(args)

@@ -12,7 +12,6 @@ from megatron.training.cpu_shim import cpu_shim
 from megatron.training.layout import plan_from_args
 from megatron.training.model_size import model_shape
 from tests.training.arguments.conftest import command_line
-from tests.training.test_positions import Alone
 
 
 def _built(flags: str, monkeypatch: pytest.MonkeyPatch) -> tuple[int, int]:
@@ -35,6 +34,16 @@ def _built(flags: str, monkeypatch: pytest.MonkeyPatch) -> tuple[int, int]:
         )
     counted = sum(parameter.numel() for parameter in chunk.parameters())
     return counted, model_shape(args).parameters
+
+
+class Alone:
+    """A process group of one rank, of which only this is asked."""
+
+    def size(self) -> int:
+        return 1
+
+    def rank(self) -> int:
+        return 0
 
 
 @pytest.mark.parametrize(

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from argparse import Namespace
 from dataclasses import fields
@@ -19,6 +17,7 @@ from megatron.training.arguments import build_parser
 from megatron.training.console import Console, format_table
 from megatron.training.metrics import IterationRecord
 from megatron.training.metrics_logger import MetricsLogger, check_outputs
+from tests.distributed.harness import ENTRY, launch
 
 
 def _outputs(**changed: Any) -> Namespace:
@@ -36,7 +35,7 @@ def _refusal(**outputs: Any) -> str:
     return str(error.value)
 
 
-def _record(**changed: Any) -> IterationRecord:
+def record(**changed: Any) -> IterationRecord:
     values: dict[str, Any] = {
         "iteration": 3,
         "consumed_samples": 24,
@@ -62,8 +61,12 @@ def _record(**changed: Any) -> IterationRecord:
 # Before training.
 
 
-def test_no_output_is_no_problem() -> None:
+def test_wandb_that_is_not_installed_is_refused_with_the_remedy(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     check_outputs(_outputs())
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    assert "pip install '.[wandb]'" in _refusal(wandb_project="p")
 
 
 @pytest.mark.parametrize("name", ["metrics_file", "hetero_report"])
@@ -88,60 +91,52 @@ def test_a_path_that_cannot_be_written_is_refused_by_flag_and_path(
     assert "no regular file" in _refusal(**{name: "/dev/full"})
 
 
-def test_wandb_that_is_not_installed_is_refused_with_the_remedy(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    assert "pip install '.[wandb]'" in _refusal(wandb_project="p")
+def logger(path: Path, **how: Any) -> MetricsLogger:
+    args = build_parser().parse_args(["--metrics-file", str(path)])
+    return MetricsLogger(args, **{"enabled": True} | how)
 
 
 def test_what_has_been_recorded_is_on_disk_at_once(tmp_path: Path) -> None:
+    """With its timers, in the line of the iteration that logs them."""
     path = tmp_path / "metrics.jsonl"
-    args = build_parser().parse_args(["--metrics-file", str(path)])
-    metrics_logger = MetricsLogger(args, enabled=True)
-    metrics_logger.iteration(_record(iteration=1))
-    metrics_logger.iteration(_record(iteration=2))
-    assert [line.split(",")[0] for line in path.read_text().splitlines()] == [
-        '{"iteration": 1',
-        '{"iteration": 2',
+    metrics_logger = logger(path)
+    metrics_logger.iteration(record(iteration=1))
+    metrics_logger.iteration(record(iteration=2), timing={"iterations": [1, 2]})
+    without, row = (json.loads(line) for line in path.read_text().splitlines())
+    assert [next(iter(line.items())) for line in (without, row)] == [
+        *(("iteration", 1), ("iteration", 2))
     ]
+    assert row.pop("timing") == {"iterations": [1, 2]}
+    assert row.keys() == without.keys()
     metrics_logger.close()
 
 
 def test_a_resumed_run_drops_what_comes_later_and_what_is_damaged(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(b'{"iteration": 1}\n\xff\n{"iteration": 2}\n{"iteration": 3}\n{"itera')
-    args = build_parser().parse_args(["--metrics-file", str(path)])
-    MetricsLogger(args, enabled=True, resumed_at=2).close()
+    logger(path, resumed_at=2).close()
     assert path.read_bytes() == b'{"iteration": 1}\n{"iteration": 2}\n'
-
-
-def test_timers_stand_in_the_line_of_the_iteration_that_logs_them(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    metrics_logger = MetricsLogger(
-        build_parser().parse_args(["--metrics-file", str(path)]), enabled=True
-    )
-    metrics_logger.iteration(_record(iteration=1))
-    metrics_logger.iteration(_record(iteration=2), timing={"iterations": [1, 2]})
-    metrics_logger.close()
-    without, row = (json.loads(line) for line in path.read_text().splitlines())
-    assert row.pop("timing") == {"iterations": [1, 2]}
-    assert row.keys() == without.keys()
 
 
 def test_a_disk_that_is_full_costs_the_metrics_and_says_so_once(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.symlink_to("/dev/full")
-    args = build_parser().parse_args(["--metrics-file", str(path)])
     said: list[str] = []
-    metrics_logger = MetricsLogger(args, enabled=True, warn=said.append)
+    metrics_logger = logger(path, warn=said.append)
     for iteration in range(1, 4):
-        metrics_logger.iteration(_record(iteration=iteration))
+        metrics_logger.iteration(record(iteration=iteration))
     metrics_logger.close()
     assert said == [
         f"warning: --metrics-file {path} can no longer be written (No space left on device); "
         "training goes on and writes nothing more there"
     ]
+
+
+FULL_DISK = """
+import resource, runpy
+resource.setrlimit(resource.RLIMIT_FSIZE, (1024, 1024))
+runpy.run_path({!r}, run_name="__main__")
+"""
 
 
 def test_a_run_outlives_every_file_of_numbers(tmp_path: Path) -> None:
@@ -153,16 +148,10 @@ def test_a_run_outlives_every_file_of_numbers(tmp_path: Path) -> None:
         f"--metrics-file {tmp_path}/metrics.jsonl --hetero-report {tmp_path}/report.json "
         f"--tensorboard-dir {tmp_path}/board --tensorboard-queue-size 1"
     )
-    ended = subprocess.run(
-        ["bash", "-c", f"ulimit -f 1; exec {sys.executable} pretrain_gpt.py {flags}"],
-        cwd=Path(__file__).parents[2],
-        env=os.environ | {"CUDA_VISIBLE_DEVICES": "-1", "PYTHONDONTWRITEBYTECODE": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=120,
-    )
-    assert ended.returncode == 0, ended.stderr
+    script = tmp_path / "full_disk.py"
+    script.write_text(FULL_DISK.format(str(ENTRY)))
+    (ended,) = launch(flags.split(), 1, scripts={0: script})
+    assert ended.code == 0, ended.stderr
     assert "iteration       12/" in ended.stdout
     assert "Traceback" not in ended.stderr
     for name in ("metrics-file", "hetero-report", "tensorboard-dir"):
@@ -174,9 +163,8 @@ def test_a_run_outlives_every_file_of_numbers(tmp_path: Path) -> None:
 
 def test_a_rank_that_does_not_record_writes_nothing(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    args = build_parser().parse_args(["--metrics-file", str(path)])
-    metrics_logger = MetricsLogger(args, enabled=False)
-    metrics_logger.iteration(_record())
+    metrics_logger = logger(path, enabled=False)
+    metrics_logger.iteration(record())
     metrics_logger.close()
     assert not path.exists()
 
@@ -212,8 +200,8 @@ def _line(capsys: pytest.CaptureFixture[str], records: list[IterationRecord]) ->
 
 
 def test_the_iteration_line_reads_as_megatrons(capsys: pytest.CaptureFixture[str]) -> None:
-    """Tools that read Megatron's logs look for these words."""
-    line = _line(capsys, [_record()])
+    """Tools that read Megatron's logs look for these words. A norm that overflowed is left out."""
+    line = _line(capsys, [record()])
     for part in (
         " iteration        3/      50 |",
         " consumed samples:           24 |",
@@ -230,13 +218,16 @@ def test_the_iteration_line_reads_as_megatrons(capsys: pytest.CaptureFixture[str
         assert part in line
     assert line.count("\n") == 1
     assert "num zeros" not in line
+    line = _line(capsys, [record(grad_norm=None, num_zeros=7.0)])
+    assert "grad norm" not in line
+    assert "num zeros: 7" in line
 
 
 def test_the_iteration_line_averages_over_the_iterations_since_the_last(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    first = _record(iteration=2, consumed_samples=16, loss=4.0, elapsed_ms=300.0, grad_norm=9.0)
-    line = _line(capsys, [first, _record()])
+    first = record(iteration=2, consumed_samples=16, loss=4.0, elapsed_ms=300.0, grad_norm=9.0)
+    line = _line(capsys, [first, record()])
     assert "iteration        3/" in line
     assert "consumed samples:           24" in line
     assert "lm loss: 3.000000E+00" in line
@@ -244,16 +235,10 @@ def test_the_iteration_line_averages_over_the_iterations_since_the_last(
     assert "grad norm: 0.500" in line
 
 
-def test_a_norm_that_overflowed_is_left_out_of_the_line(capsys: pytest.CaptureFixture[str]) -> None:
-    line = _line(capsys, [_record(grad_norm=None, num_zeros=7.0)])
-    assert "grad norm" not in line
-    assert "num zeros: 7" in line
-
-
 def test_the_console_of_any_other_rank_is_silent(capsys: pytest.CaptureFixture[str]) -> None:
     console = Console(is_logger=False, total_iterations=5)
     console.line("hello")
-    console.iteration([_record()], skipped=0, nan=0)
-    console.advance(_record())
+    console.iteration([record()], skipped=0, nan=0)
+    console.advance(record())
     console.close()
     assert capsys.readouterr() == ("", "")

@@ -34,14 +34,12 @@ def _steps(folder: Path) -> list[str]:
     return sorted(name for name in names if name.startswith("step after"))
 
 
-def test_the_trace_holds_the_steps_that_were_asked_for(tmp_path: Path) -> None:
-    _train(f"{TORCH} --tensorboard-dir {tmp_path}")
-    assert _steps(tmp_path) == ["step after 2", "step after 3"]
-
-
-def test_a_run_that_ends_early_leaves_what_it_has(tmp_path: Path) -> None:
-    _train(f"{TORCH} --tensorboard-dir {tmp_path}", steps=3)
-    assert _steps(tmp_path) == ["step after 2"]
+@pytest.mark.parametrize(("steps", "traced"), [(6, [2, 3]), (3, [2])])
+def test_the_trace_holds_the_steps_that_were_asked_for_as_far_as_they_came(
+    tmp_path: Path, steps: int, traced: list[int]
+) -> None:
+    _train(f"{TORCH} --tensorboard-dir {tmp_path}", steps=steps)
+    assert _steps(tmp_path) == [f"step after {step}" for step in traced]
 
 
 @pytest.mark.parametrize(

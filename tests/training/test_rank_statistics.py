@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -41,12 +42,11 @@ def _gather(
     return gathered, world.sent
 
 
-def test_rows_come_in_rank_order(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_come_in_rank_order_and_travel_as_float64_on_the_cpu(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     rows = [[3.0, 0.0], [1.0, 5.0], [2.0, 7.0]]
     assert _gather(monkeypatch, rows, torch.tensor([1.0, 5.0]))[0] == rows
-
-
-def test_values_travel_as_float64_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     third = 1 / 3
     gathered, sent = _gather(monkeypatch, [[third]], torch.tensor([third], dtype=torch.float64))
     assert gathered == [[third]]
@@ -83,11 +83,7 @@ def test_where_values_travel(
     assert statistics._device.type == travels_on
 
 
-def test_the_loss_of_a_step_is_that_of_a_token() -> None:
-    step = StepResult(updated=True, grad_norm=1.0, loss_sum=6.0, tokens=4.0, link_bytes=0)
-    assert step.loss == 1.5
-
-
-def test_a_step_without_tokens_has_no_loss() -> None:
-    step = StepResult(updated=True, grad_norm=1.0, loss_sum=0.0, tokens=0.0, link_bytes=0)
-    assert step.loss != step.loss
+@pytest.mark.parametrize(("loss_sum", "tokens", "loss"), [(6.0, 4.0, 1.5), (0.0, 0.0, math.nan)])
+def test_the_loss_of_a_step_is_that_of_a_token(loss_sum: float, tokens: float, loss: float) -> None:
+    step = StepResult(updated=True, grad_norm=1.0, loss_sum=loss_sum, tokens=tokens, link_bytes=0)
+    assert step.loss == pytest.approx(loss, nan_ok=True)

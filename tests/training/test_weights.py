@@ -98,11 +98,8 @@ def test_a_layer_is_counted_over_the_whole_model(first: int, local: int) -> None
     expected = f"decoder.layers.{first + local}.mlp.linear_fc1.weight"
     for wrapping in ("", "module.", "module.module."):
         assert global_name(wrapping + name, first) == expected
-
-
-def test_what_is_in_no_layer_keeps_its_name() -> None:
     for name in (EMBEDDING, OUTPUT, "decoder.final_layernorm.weight"):
-        assert global_name("module." + name, 17) == name
+        assert global_name("module." + name, first) == name
 
 
 def test_chunks_are_named_by_where_they_start() -> None:
@@ -120,11 +117,13 @@ def test_chunks_are_named_by_where_they_start() -> None:
     ]
 
 
-def test_the_two_copies_of_a_tied_embedding_start_alike() -> None:
-    assert torch.equal(_draw(OUTPUT, (8, 4)), _draw(EMBEDDING, (8, 4)))
-    untied = replace(HOW, tied_embeddings=False)
-    output, embedding = (_draw(name, (8, 4), how=untied) for name in (OUTPUT, EMBEDDING))
-    assert not torch.equal(output, embedding)
+def test_the_two_copies_of_a_tied_embedding_start_alike_with_a_width_of_their_own() -> None:
+    how = replace(HOW, embedding_std=0.5)
+    output, embedding = (_draw(name, (256, 64), how=how) for name in (OUTPUT, EMBEDDING))
+    assert torch.equal(output, embedding)
+    assert embedding.std().item() == pytest.approx(0.5, rel=0.02)
+    untied = _draw(OUTPUT, (256, 64), how=replace(how, tied_embeddings=False))
+    assert untied.std().item() == pytest.approx(0.02, rel=0.02)
 
 
 def test_neither_the_order_nor_the_threads_matter() -> None:
@@ -143,17 +142,13 @@ def test_neither_the_order_nor_the_threads_matter() -> None:
     assert all(torch.equal(serial[name], shuffled[name]) for name in names)
 
 
-def test_the_global_random_state_is_neither_read_nor_moved() -> None:
+def test_names_seeds_and_layers_draw_differently_and_the_global_state_is_left_alone() -> None:
     torch.manual_seed(1)
     state = torch.get_rng_state()
-    first = _draw(COLUMN, (8, 8))
+    reference = _draw(COLUMN, (8, 8))
     assert torch.equal(torch.get_rng_state(), state)
     torch.manual_seed(2)
-    assert torch.equal(_draw(COLUMN, (8, 8)), first)
-
-
-def test_names_seeds_and_layers_draw_differently() -> None:
-    reference = _draw(COLUMN, (8, 8))
+    assert torch.equal(_draw(COLUMN, (8, 8)), reference)
     for other in (
         _draw(COLUMN.replace("3", "4"), (8, 8)),
         _draw(FC1, (8, 8)),
@@ -165,23 +160,12 @@ def test_names_seeds_and_layers_draw_differently() -> None:
 # How they are distributed.
 
 
-def test_the_embedding_and_its_tied_copy_have_their_own_width() -> None:
-    how = replace(HOW, embedding_std=0.5)
-    for name in (EMBEDDING, OUTPUT):
-        assert _draw(name, (256, 64), how=how).std().item() == pytest.approx(0.5, rel=0.02)
-    untied = replace(how, tied_embeddings=False)
-    assert _draw(OUTPUT, (256, 64), how=untied).std().item() == pytest.approx(0.02, rel=0.02)
-
-
-def test_norms_that_store_their_weight_minus_one_start_at_zero() -> None:
-    how = replace(HOW, zero_centered_norms=True)
-    assert torch.equal(_draw("final_layernorm.weight", (4,), how=how), torch.zeros(4))
-
-
 def test_biases_are_zero_and_norms_are_one() -> None:
     assert torch.equal(_draw("decoder.layers.0.mlp.linear_fc1.bias", (9,)), torch.zeros(9))
     assert torch.equal(_draw("decoder.final_layernorm.bias", (9,)), torch.zeros(9))
     assert torch.equal(_draw("decoder.final_layernorm.weight", (9,)), torch.ones(9))
+    minus_one = replace(HOW, zero_centered_norms=True)
+    assert torch.equal(_draw("final_layernorm.weight", (4,), how=minus_one), torch.zeros(4))
 
 
 @pytest.mark.parametrize(

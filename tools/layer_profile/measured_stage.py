@@ -34,7 +34,7 @@ _WARM_UP, _AT_LEAST, _AT_MOST = 2, 3, 100
 class StageMemory:
     """What one micro-batch takes of a stage's memory, beside weights and gradients."""
 
-    kept_bytes: int
+    activation_bytes: int
     """Held from the forward pass to the backward pass."""
     working_bytes: int
     """The most held beyond that during either pass."""
@@ -100,7 +100,7 @@ class MeasuredStage:
             saved |= dict([_storage(output)])
             kept = sum(size for place, size in saved.items() if place not in own)
             self._backward(output)
-        return StageMemory(kept, max(_most_held(seen) - kept, 0))
+        return StageMemory(kept, max(_peak_allocated_bytes(seen) - kept, 0))
 
     def _inputs(self, micro_batch: int, seq_length: int) -> dict[str, Any]:
         """What the schedule would hand over."""
@@ -178,7 +178,7 @@ def release_memory(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
-def held_bytes(device: torch.device) -> int:
+def allocated_bytes(device: torch.device) -> int:
     """Memory of all tensors on the device."""
     if device.type == "cuda":
         return torch.cuda.memory_allocated(device)
@@ -192,7 +192,7 @@ def _storage(tensor: torch.Tensor) -> tuple[int, int]:
     return storage.data_ptr(), storage.nbytes()
 
 
-def _most_held(seen: Any) -> int:
+def _peak_allocated_bytes(seen: Any) -> int:
     """Bytes that a CPU had allocated while `torch.profiler` watched and not freed yet, at most."""
     events = seen.profiler.kineto_results.events()
     changes = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")

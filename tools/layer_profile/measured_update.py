@@ -20,8 +20,8 @@ from megatron.training.timing.timers import Timers
 from tools.layer_profile.measured_stage import (
     MIDDLE,
     MeasuredStage,
+    allocated_bytes,
     clock_of,
-    held_bytes,
     measured_stage,
     release_memory,
     synchronize,
@@ -43,7 +43,7 @@ class UpdateCost:
     """Weights, gradients and the optimizer's state."""
 
 
-class _Alone(RankStatistics):
+class _IdenticalRanks(RankStatistics):
     """Every other rank says what this one says."""
 
     def __init__(self, ranks: int) -> None:
@@ -60,7 +60,7 @@ def measure_update(
 ) -> UpdateCost:
     """Time updates of a stage of `layers` layers for about `seconds`."""
     release_memory(device)
-    before = held_bytes(device)
+    before = allocated_bytes(device)
     # The learning rate is as small as can be: the weights shall stay what they are.
     own = argparse.Namespace(**{**vars(args), "lr": 1e-12, "min_lr": 0.0})
     with measured_stage(own, stage=MIDDLE, layers=layers, vendor=vendor, device=device) as stage:
@@ -79,7 +79,7 @@ def measure_update(
             parameters=stage.parameters,
             seconds=statistics.median(updates[_WARM_UP:]),
             reduction_seconds=statistics.median(reductions[_WARM_UP:]),
-            state_bytes=held_bytes(device) - before,
+            state_bytes=allocated_bytes(device) - before,
         )
 
 
@@ -97,7 +97,7 @@ def _optimizer(stage: MeasuredStage, device: torch.device) -> TrainingOptimizer:
         model=stage.model,
         plan=stage.plan,
         rank=stage.rank,
-        statistics=_Alone(stage.plan.world_size),
+        statistics=_IdenticalRanks(stage.plan.world_size),
         device=device,
         timers=Timers(level=0, clock=timers_clock(device)),
     )

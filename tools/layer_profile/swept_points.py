@@ -72,7 +72,7 @@ class Sweep:
 
 
 @dataclass(frozen=True)
-class Swept:
+class SweepResult:
     """What was measured, and how well it repeats."""
 
     profile: AcceleratorProfile
@@ -106,7 +106,7 @@ def measure(
     here: ProfiledDevice,
     wire: LinkModel | None,
     advance: Callable[[str], None],
-) -> Swept:
+) -> SweepResult:
     """Measure all points. `wire` would join tensor-parallel ranks, of which only one is there."""
     points: dict[Point, PartCosts] = {}
     spread: dict[Point, float] = {}
@@ -142,7 +142,7 @@ def measure(
         reduction_seconds_per_parameter=large.reduction_seconds / large.parameters,
         interpolate=("micro_batch", "seq_length"),
     )
-    return Swept(profile, spread)
+    return SweepResult(profile, spread)
 
 
 def _rounds(
@@ -195,14 +195,14 @@ def _parts(rounds: Sequence[_Times], memory: _Memory, point: Point, *, deep: int
         *(_times_of_parts(times, point, deep) for times in rounds), strict=True
     )
     shallow, deeper, first, last = (memory[stage, point] for stage in _stages(deep))
-    kept = max(deeper.kept_bytes - shallow.kept_bytes, 0) / (deep - _SHALLOW)
+    kept = max(deeper.activation_bytes - shallow.activation_bytes, 0) / (deep - _SHALLOW)
     return PartCosts(
         layer=_median(layers),
         embedding=_median(embeddings),
         head=_median(heads),
         layer_activation_bytes=kept,
-        embedding_activation_bytes=max(first.kept_bytes - deep * kept, 0.0),
-        head_activation_bytes=max(last.kept_bytes - deep * kept, 0.0),
+        embedding_activation_bytes=max(first.activation_bytes - deep * kept, 0.0),
+        head_activation_bytes=max(last.activation_bytes - deep * kept, 0.0),
         layer_working_bytes=float(shallow.working_bytes),
         embedding_working_bytes=float(first.working_bytes),
         head_working_bytes=float(last.working_bytes),

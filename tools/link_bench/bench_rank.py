@@ -182,7 +182,7 @@ class Session:
     def _perftest(self) -> perftest.PerftestRun | None:
         """What to run on this host's RDMA devices; None, and a line, where nothing can be."""
         devices = rdma_devices()
-        reason = perftest.why_not([device.name for device in devices])
+        reason = perftest.unavailable_reason([device.name for device in devices])
         if reason is not None:
             self._state.notes.append(reason)
             return None

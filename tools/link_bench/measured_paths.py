@@ -60,7 +60,7 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def sleep_until_done(device: torch.device) -> None:
+def blocking_synchronize(device: torch.device) -> None:
     """Wait for the current stream asleep, so that waiting costs no CPU time."""
     if device.type == "cuda":
         event = torch.cuda.Event(blocking=True)

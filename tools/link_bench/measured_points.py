@@ -11,7 +11,7 @@ from typing import TypeVar
 import torch
 
 from tools.link_bench.bench_record import Options, Point, Timing, limit_of, queue_depth
-from tools.link_bench.measured_paths import LinkPath, Path, sleep_until_done, synchronize
+from tools.link_bench.measured_paths import LinkPath, Path, blocking_synchronize, synchronize
 from tools.link_bench.two_ranks import Both, Pair
 
 Sample = TypeVar("Sample")
@@ -261,7 +261,7 @@ def _asleep(path: Path) -> Iterator[None]:
     if not isinstance(path, LinkPath):
         yield
         return
-    path.wait_for_device = sleep_until_done
+    path.wait_for_device = blocking_synchronize
     try:
         yield
     finally:

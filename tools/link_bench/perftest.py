@@ -110,7 +110,7 @@ def parse_rate(output: str, nbytes: int) -> float:
     raise PerftestError(_last_line(output))
 
 
-def why_not(devices: Sequence[str]) -> str | None:
+def unavailable_reason(devices: Sequence[str]) -> str | None:
     """Why there is nothing to run on this host; None where there is."""
     if not devices:
         return f"{PROGRAM}: this host has no RDMA device"

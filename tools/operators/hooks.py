@@ -1,4 +1,4 @@
-"""Cuts the real modules of a model into operators, without changing them.
+"""Reports every operator of a model's real modules to a tape, by hooks that change nothing.
 
 Modules begin and end at hooks. What lies between two modules is an operator too: splitting heads
 and rotary embedding between the QKV projection and the attention core, the activation between the
@@ -19,7 +19,7 @@ from tools.operators import operator_list
 from tools.operators.tape import Tape
 
 
-class _Cutter:
+class _Hooks:
     """Reports the operators of one model to one tape, for as long as `undo` is open."""
 
     def __init__(self, tape: Tape, undo: ExitStack) -> None:
@@ -172,29 +172,29 @@ class _Cutter:
 
 
 @contextmanager
-def cut(model: GPTModel, tape: Tape) -> Iterator[None]:
+def operator_hooks(model: GPTModel, tape: Tape) -> Iterator[None]:
     """Report every operator that `model` computes in the body to `tape`.
 
     The loss that the model returns is the output of `operator_list.LOSS`, which the caller reports.
     """
     with ExitStack() as undo:
-        cutter = _Cutter(tape, undo)
-        cutter.embedding(model.embedding)
+        hooks = _Hooks(tape, undo)
+        hooks.embedding(model.embedding)
         if model.position_embedding_type == "rope":
-            cutter.angles(model.rotary_pos_emb)
+            hooks.angles(model.rotary_pos_emb)
         for index, layer in enumerate(model.decoder.layers):
 
             def name(operator: str, index: int = index) -> str:
                 return operator_list.layer_operator(index, operator)
 
-            cutter.norm(layer.input_layernorm, name("input_layernorm"))
-            cutter.attention(layer.self_attention, name)
-            cutter.residual(layer, "self_attn_bda", name("attention_residual"))
-            cutter.norm(layer.pre_mlp_layernorm, name("pre_mlp_layernorm"))
-            cutter.mlp(layer.mlp, name)
-            cutter.residual(layer, "mlp_bda", name("mlp_residual"))
-        cutter.norm(model.decoder.final_layernorm, operator_list.FINAL_NORM)
-        cutter.linear(
+            hooks.norm(layer.input_layernorm, name("input_layernorm"))
+            hooks.attention(layer.self_attention, name)
+            hooks.residual(layer, "self_attn_bda", name("attention_residual"))
+            hooks.norm(layer.pre_mlp_layernorm, name("pre_mlp_layernorm"))
+            hooks.mlp(layer.mlp, name)
+            hooks.residual(layer, "mlp_bda", name("mlp_residual"))
+        hooks.norm(model.decoder.final_layernorm, operator_list.FINAL_NORM)
+        hooks.linear(
             model.output_layer,
             operator_list.OUTPUT_LAYER,
             leave=lambda logits: tape.inputs(operator_list.LOSS, logits=logits)["logits"],

@@ -66,7 +66,7 @@ def layer_arguments(words: Sequence[str], *, dtype: str, layers: int) -> argpars
 
 def model_arguments(words: Sequence[str]) -> argparse.Namespace:
     """Megatron's flags in `words`; what only a run needs may be left out. Raises UserError."""
-    words = expand_config_files(words, build_parser())
+    words, _ = expand_config_files(words, build_parser())
     given = {word.split("=", 1)[0] for word in words}
     for flag, values in _FALLBACKS.items():
         if flag not in given:
@@ -86,11 +86,11 @@ def model_arguments(words: Sequence[str]) -> argparse.Namespace:
     return args
 
 
-def what_is_computed(args: argparse.Namespace) -> dict[str, Any]:
+def compared_flags(args: argparse.Namespace) -> dict[str, Any]:
     """The flags that must be the same on both sides."""
     return {name: getattr(args, name) for name in _WHAT}
 
 
-def how_it_is_computed(args: argparse.Namespace) -> dict[str, Any]:
+def kernel_flags(args: argparse.Namespace) -> dict[str, Any]:
     """The flags that choose between kernels."""
     return {name: getattr(args, name) for name in _HOW}

@@ -21,8 +21,8 @@ from megatron.training.single_process_groups import single_process_groups
 from tools.operators import operator_list
 from tools.operators.draws import Draws, fill_weights
 from tools.operators.dump import REFERENCE, Dump, Header, Operator
-from tools.operators.hooks import cut
-from tools.operators.layer_flags import how_it_is_computed, what_is_computed
+from tools.operators.hooks import operator_hooks
+from tools.operators.layer_flags import compared_flags, kernel_flags
 from tools.operators.reference import Reference, rotary_angles
 from tools.operators.tape import (
     AccumulatedTape,
@@ -170,7 +170,7 @@ class _Side:
         device = next(self._model.parameters()).device
         tokens, labels = self._tokens.to(device), self._labels.to(device)
         positions = torch.arange(tokens.shape[1], device=device).expand_as(tokens)
-        with cut(self._model, tape):
+        with operator_hooks(self._model, tape):
             loss: torch.Tensor = self._model(tokens, positions, None, labels=labels)
             tape.outputs(operator_list.LOSS, {"loss": loss})
         return loss
@@ -186,8 +186,8 @@ class _Side:
             dtype=self._args.params_dtype,
             seed=self._args.seed,
             sample=self._recording.sample,
-            flags=what_is_computed(self._args),
-            kernels={**how_it_is_computed(self._args), "fused": self._kernels.names()},
+            flags=compared_flags(self._args),
+            kernels={**kernel_flags(self._args), "fused": self._kernels.names()},
             inputs=dict(sorted(self._draws.digests.items())),
             operators=self._ordered(),
         )

@@ -29,7 +29,7 @@ def rotary_angles(args: argparse.Namespace) -> torch.Tensor:
     for channel in range(0, width, 2):
         frequency = float(args.rotary_base) ** (-channel / width)
         if args.use_rope_scaling:
-            frequency = _stretched(frequency, args.rope_scaling_factor)
+            frequency = _scaled_frequency(frequency, args.rope_scaling_factor)
         frequencies.append(frequency)
     positions = torch.arange(args.seq_length, dtype=torch.float64)
     positions /= args.rotary_seq_len_interpolation_factor or 1
@@ -38,7 +38,7 @@ def rotary_angles(args: argparse.Namespace) -> torch.Tensor:
     return both[:, None, None, :]
 
 
-def _stretched(frequency: float, factor: float) -> float:
+def _scaled_frequency(frequency: float, factor: float) -> float:
     turns = _OLD_CONTEXT * frequency / (2 * math.pi)
     kept = min(1.0, max(0.0, (turns - _LONG_WAVES) / (_SHORT_WAVES - _LONG_WAVES)))
     return frequency * (kept + (1.0 - kept) / factor)
@@ -209,11 +209,11 @@ class Reference:
             key = self._norm(tape, name("k_layernorm"), f"{attention}.k_layernorm", key)
             key = tape.inputs(rotary, key=key)["key"]
         if angles is not None:
-            query, key = self._rotated(query, angles), self._rotated(key, angles)
+            query, key = self._apply_rotary(query, angles), self._apply_rotary(key, angles)
         tape.outputs(rotary, {"query": query, "key": key, "value": value, **before})
         return query, key, value
 
-    def _rotated(self, heads: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
+    def _apply_rotary(self, heads: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
         """Each pair of channels turned by its angle; channels without one stay."""
         width = angles.shape[-1]
         turning, rest = heads[..., :width], heads[..., width:]

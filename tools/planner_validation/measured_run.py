@@ -14,7 +14,7 @@ from tools.runs import Finished, Launch
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredRun:
     """What one run showed."""
 
     seconds: list[float]
@@ -35,13 +35,13 @@ class Measured:
         return median(self.steady)
 
     @classmethod
-    def of(cls, run: Finished, *, held_up: float = 0.0) -> Measured:
+    def of(cls, run: Finished, *, held_up: float = 0.0) -> MeasuredRun:
         seconds = [record["elapsed_ms"] / 1000 for record in run.iterations]
         peaks = [rank["peak_memory_bytes"] for rank in run.report["ranks"]]
         return cls(seconds, peaks, held_up)
 
 
-class HeldUp:
+class CpuContention:
     """Looks, while a run trains, for how long its ranks stood in the queue of a core."""
 
     def __init__(self, launch: Launch) -> None:

@@ -10,7 +10,7 @@ import json
 import os
 import sys
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import cached_property
@@ -25,12 +25,12 @@ from hetero.errors import HeteroError, UserError
 from hetero.link.open import PROBE_SIZES, ChannelOptions
 from hetero.plan import load_plan
 from hetero.planner.cluster_shape import Cluster, load_cluster
-from hetero.planner.layer_profile import AcceleratorProfile, MeasuredProfile, load_profile
+from hetero.planner.layer_profile import MeasuredProfile, load_profile
 from hetero.planner.model_shape import ModelShape, load_model
 from hetero.planner.prediction import Prediction, simulate
 from hetero.planner.step_costs import step_costs
 from tools.launching.processes import Step, run_step
-from tools.planner_validation.measured_run import HeldUp, Measured
+from tools.planner_validation.measured_run import CpuContention, MeasuredRun
 from tools.planner_validation.own_cases import (
     FACTORS,
     FAST,
@@ -43,6 +43,7 @@ from tools.planner_validation.own_cases import (
     cases,
 )
 from tools.planning.plan_files import training_flags
+from tools.planning.planning_request import merged_profile
 from tools.preflight_checks.path_bandwidth import PathResult, measure_alone
 from tools.runs import ROOT, SIMULATED, Launch, run_to_end
 
@@ -88,7 +89,7 @@ class OwnBench:
         for pair in (parts[:2], parts[2:]):
             missing = {part: files[part] for part in pair if not files[part].exists()}
             self._profile(missing, micro_batches=(1, 2), recompute=("none", "full"))
-        return _merged(files.values())
+        return merged_profile(map(load_profile, files.values()))
 
     def _profile_file(self, part: tuple[str, float], of: str = "") -> Path:
         return self.folder / f"profile_{of}{_accelerator(*part)}.json"
@@ -228,7 +229,8 @@ class OwnBench:
         links -= self._links_bytes(_BASE, _base_model(), *_BASE_RUN)
         options = replace(self.scale.options, reserved_bytes=self.base_bytes + links)
         files = [self._case_profiles(case, when).values() for when in _WHEN]
-        own = [_merged(pair) for pair in files if all(file.exists() for file in pair)]
+        measured = (pair for pair in files if all(file.exists() for file in pair))
+        own = [merged_profile(map(load_profile, pair)) for pair in measured]
         return [
             simulate(
                 step_costs(
@@ -269,11 +271,11 @@ class OwnBench:
             plan = self.folder / "base.plan.yaml"
             plan.write_text(yaml.safe_dump(placement.plan.to_mapping()))
             words = [*_words(training_flags(placement, plan)), "--train-iters", str(steps)]
-            found = Measured.of(run_to_end(self._launch("base", [_TINY], words, factor=1.0)))
+            found = MeasuredRun.of(run_to_end(self._launch("base", [_TINY], words, factor=1.0)))
             file.write_text(json.dumps(found.peak_bytes))
         return max(json.loads(file.read_text()))
 
-    def measure(self, case: Case) -> Measured:
+    def measure(self, case: Case) -> MeasuredRun:
         """Train a few steps by the public entry point.
 
         A shared processor's speed drifts by a tenth in minutes, so there the two devices are
@@ -293,7 +295,7 @@ class OwnBench:
                 recompute=tuple(dict.fromkeys(case.recompute)),
             )
 
-    def _train(self, case: Case) -> Measured:
+    def _train(self, case: Case) -> MeasuredRun:
         placement = case.placement(self.scale)
         slug = _slug(case)
         plan_file = self.folder / f"{slug}.plan.yaml"
@@ -302,9 +304,9 @@ class OwnBench:
         words = _words(training_flags(placement, plan_file))
         words += ["--train-iters", str(self.scale.iterations)]
         launch = self._launch(slug, [self.model_file], words, factor=case.factor)
-        queues = HeldUp(launch)
+        queues = CpuContention(launch)
         run = run_to_end(launch, lambda: None if self.gpus else queues.look())
-        return Measured.of(run, held_up=queues.share)
+        return MeasuredRun.of(run, held_up=queues.share)
 
     def _launch(
         self, name: str, files: Sequence[Path], words: Sequence[str], *, factor: float
@@ -324,13 +326,6 @@ class OwnBench:
 def _base_model() -> ModelShape:
     """Its file leaves the vocabulary to the tokenizer, and no link carries that."""
     return load_model(str(_TINY), padded_vocab_size=1)
-
-
-def _merged(files: Iterable[Path]) -> MeasuredProfile:
-    accelerators: dict[str, AcceleratorProfile] = {}
-    for file in files:
-        accelerators |= load_profile(file).accelerators
-    return MeasuredProfile(accelerators)
 
 
 def _slug(case: Case) -> str:

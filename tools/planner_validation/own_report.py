@@ -15,10 +15,10 @@ from hetero.formatting import counted
 from hetero.planner.prediction import Prediction
 from megatron.training.import_core import import_megatron_core
 from megatron.training.progress_bar import progress_bar
-from tools.planner_validation.measured_run import Measured
+from tools.planner_validation.measured_run import MeasuredRun
 from tools.planner_validation.own_bench import OwnBench
 from tools.planner_validation.own_cases import EVEN, FACTORS, PLANNED, Case
-from tools.planner_validation.scores import score_of, told_apart
+from tools.planner_validation.scores import score_of, separable_kendall_tau
 from tools.reports.page import write_whole
 from tools.reports.text_table import aligned
 
@@ -31,7 +31,7 @@ _HELD_UP = 0.01
 class _Row:
     case: Case
     predictions: Sequence[Prediction]
-    measured: Measured
+    measured: MeasuredRun
 
     @property
     def predicted(self) -> float:
@@ -87,7 +87,7 @@ def own_runs(folder: Path, *, seconds: float, figures: Path | None) -> str:
     return "\n".join(lines)
 
 
-def _measured(bench: OwnBench, case: Case, *, begin: bool) -> Measured | None:
+def _measured(bench: OwnBench, case: Case, *, begin: bool) -> MeasuredRun | None:
     """As recorded, or by a run; None where there is no time for one."""
     file = bench.folder / "measured.json"
     known: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
@@ -99,7 +99,7 @@ def _measured(bench: OwnBench, case: Case, *, begin: bool) -> Measured | None:
             return None
         known[key] = asdict(bench.measure(case))
         write_whole(file, json.dumps(known, indent=1))
-    return Measured(**known[key])
+    return MeasuredRun(**known[key])
 
 
 def _table(rows: Sequence[_Row]) -> list[str]:
@@ -136,7 +136,7 @@ def _verdicts(rows: Sequence[_Row]) -> list[str]:
     scored = score_of([(1 / row.measured.step, 1 / row.predicted) for row in rows])
     worst = max(rows, key=lambda row: abs(row.step_error))
     peak = max(rows, key=lambda row: abs(row.peak_error))
-    tau, pairs = told_apart([(row.measured.steady, row.predicted) for row in rows])
+    tau, pairs = separable_kendall_tau([(row.measured.steady, row.predicted) for row in rows])
     lines = [
         f"steps: {scored}, of {worst.case.name!r} ({_met(scored.largest_error <= _STEP)}: "
         f"{_STEP:.0%}); tau {_met(scored.kendall_tau >= _TAU)}: {_TAU}",

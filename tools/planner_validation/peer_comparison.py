@@ -115,7 +115,7 @@ def _of_metis(
     )
     seconds, used = time.monotonic() - begin, resource.getrusage(resource.RUSAGE_CHILDREN)
     core = used.ru_utime - before.ru_utime + used.ru_stime - before.ru_stime
-    return _charged(plans, ours, Theirs(seconds, core, len(plans), remark=failed))
+    return _evaluate(plans, ours, Theirs(seconds, core, len(plans), remark=failed))
 
 
 def _of_sailor(
@@ -132,7 +132,7 @@ def _of_sailor(
     if "failed" in result:
         return Theirs(deadline, deadline, 0, remark=result["failed"])
     plans = [_sailor_plan(plan) for plan in result["plans"]]
-    return _charged(plans, ours, Theirs(result["seconds"], result["core_seconds"], len(plans)))
+    return _evaluate(plans, ours, Theirs(result["seconds"], result["core_seconds"], len(plans)))
 
 
 def _sailor_plan(plan: dict[str, Any]) -> PeerPlan:
@@ -150,7 +150,7 @@ def _sailor_plan(plan: dict[str, Any]) -> PeerPlan:
     )
 
 
-def _charged(plans: Sequence[PeerPlan | None], ours: Problem, theirs: Theirs) -> Theirs:
+def _evaluate(plans: Sequence[PeerPlan | None], ours: Problem, theirs: Theirs) -> Theirs:
     if not plans:
         return theirs
     samples = ours.space.global_batch
@@ -158,7 +158,7 @@ def _charged(plans: Sequence[PeerPlan | None], ours: Problem, theirs: Theirs) ->
     for plan in plans:
         if plan is not None:
             step, fits = seconds_of(plan, ours)
-            steps[plan.beyond_a_plan_file(samples) == ""] += [step] if fits else []
+            steps[plan.unsupported_reason(samples) == ""] += [step] if fits else []
     theirs = replace(
         theirs,
         uncharged=sum(plan is None for plan in plans),
@@ -168,7 +168,7 @@ def _charged(plans: Sequence[PeerPlan | None], ours: Problem, theirs: Theirs) ->
     if (first := plans[0]) is None:
         return replace(theirs, remark="unlike micro-batches in a stage")
     step, fits = seconds_of(first, ours)
-    remark = first.beyond_a_plan_file(samples) or ("" if fits else "does not fit here")
+    remark = first.unsupported_reason(samples) or ("" if fits else "does not fit here")
     return replace(theirs, first=str(first), first_step=step, remark=remark)
 
 

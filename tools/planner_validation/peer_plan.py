@@ -63,7 +63,7 @@ class PeerPlan:
         times = f"{count} stages of " if count > 1 else ""
         return f"{times}{counted(stage.layers, 'layer')} on {each} (batch {stage.micro_batch})"
 
-    def beyond_a_plan_file(self, samples: int) -> str:
+    def unsupported_reason(self, samples: int) -> str:
         """Why a plan file here cannot say this plan; empty where it can."""
         if any(stage.layers < 1 for stage in self.stages):
             return "a stage without layers"

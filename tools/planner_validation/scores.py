@@ -46,7 +46,7 @@ def kendall_tau(pairs: Sequence[tuple[float, float]]) -> float:
     return _agreement(list(combinations(pairs, 2)))
 
 
-def told_apart(runs: Sequence[tuple[Sequence[float], float]]) -> tuple[float, int]:
+def separable_kendall_tau(runs: Sequence[tuple[Sequence[float], float]]) -> tuple[float, int]:
     """Tau of steps as measured, several times each, and as predicted; and of how many pairs.
 
     Of those pairs alone whose measurements do not overlap: which of two others is the shorter one

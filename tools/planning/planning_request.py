@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from hetero.errors import Faults, Refusal, UserError
+from hetero.errors import Faults, UserError
 from hetero.formatting import counted
 from hetero.planner.analytic_profile import EFFICIENCY, analytic_profile, measured_efficiency
 from hetero.planner.cluster_shape import Cluster, NodeKind, load_cluster
@@ -95,10 +95,10 @@ def read_request(options: argparse.Namespace) -> PlanningRequest:
     if model is not None:
         for path, profile in read_profiles.items():
             faults.sentences += _model_mismatches(path, profile, model)
-    faults.refuse(Refusal)
+    faults.refuse()
     assert cluster is not None
     assert model is not None
-    measured = _merged_profile(list(read_profiles.values()))
+    measured = merged_profile(list(read_profiles.values()))
     joined, sources = _profile(cluster, model, measured)
     space = SearchSpace(
         global_batch=options.global_batch,
@@ -129,7 +129,10 @@ def _model(
         for other in ("bf16", "fp16")
         if flags.get(other) and other != dtype
     ]
-    words = faults.read(lambda: expand_config_files([FLAG, str(file)], build_parser())) or []
+    words, _ = faults.read(lambda: expand_config_files([FLAG, str(file)], build_parser())) or (
+        [],
+        [],
+    )
     given = split_words(words)
     left_out, _ = check_unsupported(one for one in given if is_unsupported(one.flag))
     faults.sentences += [f"the model {file}: {said}" for said in left_out]
@@ -163,7 +166,8 @@ def _model_mismatches(path: Path, profile: MeasuredProfile, model: ModelShape) -
     return [f"the profile {path} is of another model: {', '.join(differing)}; measure this one"]
 
 
-def _merged_profile(profiles: Sequence[MeasuredProfile]) -> MeasuredProfile:
+def merged_profile(profiles: Iterable[MeasuredProfile]) -> MeasuredProfile:
+    """The accelerators of all; of one that several have, the last one's."""
     accelerators: dict[str, AcceleratorProfile] = {}
     for profile in profiles:
         accelerators |= profile.accelerators

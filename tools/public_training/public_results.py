@@ -12,8 +12,8 @@ from tools.public_training.chosen import Chosen
 from tools.public_training.shrinking import Replacement, Shrunk
 from tools.public_training.trained_commands import THREE_FLAGS, Runs
 from tools.reports.page import write_whole
+from tools.run_comparison.bitwise_comparison import BitwiseComparison
 from tools.run_comparison.curves import Curve
-from tools.run_comparison.likeness import Likeness
 
 ROUNDING = 1e-4
 """Most that losses of 16-bit training may differ by where two layouts add in another order."""
@@ -48,13 +48,13 @@ class Row:
         return f"{self.chosen.short}: {self.verdict}"
 
 
-def _words(likeness: Likeness) -> str:
+def _words(bitwise: BitwiseComparison) -> str:
     """What is equal, and within what the rest is."""
-    if likeness.identical:
+    if bitwise.identical:
         return "all"
-    losses, norms = likeness.relative_losses, likeness.relative_grad_norms
+    losses, norms = bitwise.relative_losses, bitwise.relative_grad_norms
     parts = [f"losses within {losses:.0e}" if losses else "losses"]
-    parts += ["weights"] if likeness.weights_identical else []
+    parts += ["weights"] if bitwise.weights_identical else []
     parts += [f"gradient norms within {norms:.0e}"] if norms else []
     return ", ".join(parts)
 

@@ -9,8 +9,8 @@ from typing import Any
 
 from megatron.training.arguments import parse_args
 from tools.public_training.shrinking import Shrunk
+from tools.run_comparison.bitwise_comparison import BitwiseComparison, compare_bitwise
 from tools.run_comparison.curves import Curve
-from tools.run_comparison.likeness import Likeness, liken
 from tools.runs import SIMULATED, Launch, homogeneous_flags, run_to_end
 
 SIZES = (1, 1)
@@ -36,14 +36,14 @@ class Runs:
     """Of the homogeneous run, and of the other two."""
 
     @property
-    def from_own(self) -> Likeness:
+    def from_own(self) -> BitwiseComparison:
         """What the three flags change, the layout included."""
-        return liken(self.mixed, self.homogeneous)
+        return compare_bitwise(self.mixed, self.homogeneous)
 
     @property
-    def from_staged(self) -> Likeness:
+    def from_staged(self) -> BitwiseComparison:
         """What they change of a layout."""
-        return liken(self.mixed, self.staged)
+        return compare_bitwise(self.mixed, self.staged)
 
     def as_mapping(self) -> dict[str, Any]:
         own, spread = self.processes

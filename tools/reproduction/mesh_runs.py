@@ -16,7 +16,7 @@ from tools.reproduction.measurement import Attempt, Measurement
 from tools.reproduction.run_options import RunOptions, parsed
 from tools.reproduction.settings import VENDORS
 from tools.reproduction.training_runs import PlannedRun
-from tools.run_comparison.likeness import liken
+from tools.run_comparison.bitwise_comparison import compare_bitwise
 from tools.runs import SIMULATED, homogeneous_flags, mixed_flags
 
 _ROWS = 128
@@ -218,8 +218,11 @@ def _finding(
         ),
         boundary_bytes=mixed.boundary_bytes,
         expected_bytes=_tensor_bytes(options, pair) * len(mixed.losses),
-        losses_apart=(liken(mine, first).relative_losses, liken(mine, last).relative_losses),
-        references_apart=liken(first, last).relative_losses,
+        losses_apart=(
+            compare_bitwise(mine, first).relative_losses,
+            compare_bitwise(mine, last).relative_losses,
+        ),
+        references_apart=compare_bitwise(first, last).relative_losses,
     )
 
 

@@ -9,7 +9,7 @@ from hetero.formatting import size_text
 from tools.reports.text_table import markdown
 from tools.reproduction.measurement import Attempt, RowResult, Spread
 from tools.reproduction.settings import SOURCE, SOURCE_SETTING
-from tools.run_comparison.likeness import liken
+from tools.run_comparison.bitwise_comparison import compare_bitwise
 
 LOADER_LIMIT = 0.005
 """Above this share of the time, a figure is one of the data loader too, and a note says so."""
@@ -110,8 +110,8 @@ def _losses(attempts: Sequence[Attempt]) -> list[str]:
     pairs = list(combinations([a.measurement.curve() for a in attempts if a.measurement], 2))
     if not pairs:
         return []
-    likenesses = [liken(*pair) for pair in pairs]
-    if all(likeness.losses_identical for likeness in likenesses):
+    comparisons = [compare_bitwise(*pair) for pair in pairs]
+    if all(bitwise.losses_identical for bitwise in comparisons):
         return ["the losses of all runs are the same, bit for bit"]
-    difference = max(likeness.loss_difference for likeness in likenesses)
+    difference = max(bitwise.loss_difference for bitwise in comparisons)
     return [f"the losses of all runs are within {difference:.2g} of each other at every iteration"]

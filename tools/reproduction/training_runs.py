@@ -21,7 +21,7 @@ from tools import tool_command_line
 from tools.real_text.data_set import NAME as TEXT_NAME
 from tools.real_text.data_set import build_real_text
 from tools.reproduction.measurement import Attempt, measure
-from tools.reproduction.run_options import RunOptions, require_memory, whole_flags
+from tools.reproduction.run_options import RunOptions, all_flags, require_memory
 from tools.runs import Launch, failure_text, run_to_end
 
 TUNING_VARIABLES = (
@@ -53,7 +53,7 @@ def attempt(options: RunOptions, run: PlannedRun, *, data: Sequence[str]) -> Att
     environ = {"OMP_NUM_THREADS": str(max(1, cores // run.nproc))}
     launch = Launch(
         name=f"{run.row}-{run.round}",
-        flags=tuple(whole_flags(options, run.flags, data=data)),
+        flags=tuple(all_flags(options, run.flags, data=data)),
         nproc=run.nproc,
         folder=options.out,
         # Initial weights are drawn on the CPU, by as many threads as there are cores for.
@@ -74,7 +74,7 @@ def attempt(options: RunOptions, run: PlannedRun, *, data: Sequence[str]) -> Att
     )
 
 
-def make_all(
+def run_all(
     options: RunOptions,
     runs: Sequence[PlannedRun],
     *,
@@ -87,7 +87,7 @@ def make_all(
     no result, UserError where this machine cannot make them, and Interrupted.
     """
     require_memory(options.setting, options.extra)
-    attempts = kept_attempts(options, runs, results) if options.resume else []
+    attempts = resumed_attempts(options, runs, results) if options.resume else []
     options.out.mkdir(parents=True, exist_ok=True)
     known = {(one.row, one.round) for one in attempts}
     text = write(attempts) if attempts else ""
@@ -115,7 +115,9 @@ def make_all(
     return text
 
 
-def kept_attempts(options: RunOptions, runs: Sequence[PlannedRun], results: Path) -> list[Attempt]:
+def resumed_attempts(
+    options: RunOptions, runs: Sequence[PlannedRun], results: Path
+) -> list[Attempt]:
     """What `results` holds of these runs, those that failed left out. Raises UserError."""
     if not results.exists():
         return []
@@ -136,7 +138,7 @@ def asked(options: RunOptions, runs: Sequence[PlannedRun]) -> dict[str, Any]:
         "warmup": options.warmup,
         "runs": {
             run.row: {
-                "flags": whole_flags(options, run.flags, data=["<built-in text>"]),
+                "flags": all_flags(options, run.flags, data=["<built-in text>"]),
                 "environ": dict(run.environ),
             }
             for run in runs

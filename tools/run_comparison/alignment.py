@@ -10,8 +10,8 @@ import numpy as np
 
 from hetero.errors import UserError
 from hetero.formatting import counted
+from tools.run_comparison.bitwise_comparison import compare_bitwise, relative_difference
 from tools.run_comparison.curves import Curve, Floats, span
-from tools.run_comparison.likeness import liken, relative_difference
 
 SCHEDULE_TOLERANCE = 1e-9
 """Relative. Two machines' cosines may differ in the last bit; two schedules differ by far more."""
@@ -153,7 +153,7 @@ def _check_reference(aligned: Aligned) -> None:
                 f"{curve.iteration[found[1]]}; give runs that differ in nothing but --seed"
             )
         for other in references[:number]:
-            if liken(curve, other).losses_identical:
+            if compare_bitwise(curve, other).losses_identical:
                 raise UserError(
                     f"{curve.name} and {other.name} hold the same numbers; give runs of different "
                     "seeds"

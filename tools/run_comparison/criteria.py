@@ -11,12 +11,12 @@ import numpy as np
 from hetero.errors import UserError
 from hetero.formatting import counted
 from tools.run_comparison.alignment import SCHEDULE_TOLERANCE, schedule_difference
+from tools.run_comparison.bitwise_comparison import compare_bitwise, relative_difference
 from tools.run_comparison.curves import Curve, Floats
 from tools.run_comparison.envelope import FEWEST_SEEDS, Envelope
-from tools.run_comparison.likeness import liken, relative_difference
 from tools.run_comparison.smoothing import (
+    forward_filled_grad_norm,
     has_grad_norm,
-    held_grad_norm,
     smoothed_grad_norm,
     smoothed_iterations,
     smoothed_loss,
@@ -105,15 +105,15 @@ def _schedule(pair: Pair, bound: float) -> Finding:
 
 
 def _identical(pair: Pair, bound: float) -> Finding:
-    likeness = liken(pair.candidate, pair.reference)
-    differ = np.flatnonzero(~likeness.same)
-    what = "losses, gradient norms and weights" if likeness.weights_identical else None
+    bitwise = compare_bitwise(pair.candidate, pair.reference)
+    differ = np.flatnonzero(~bitwise.same)
+    what = "losses, gradient norms and weights" if bitwise.weights_identical else None
     detail = f"{what or 'losses and gradient norms'} are equal, bit for bit"
     if len(differ):
         detail = f"iterations that differ; the first is {_at(pair, int(differ[0]))}"
-    elif likeness.weights_identical is False:
+    elif bitwise.weights_identical is False:
         detail = "no iteration differs, but the weights at the end do"
-    return Finding("identical", float(len(differ)), bound, likeness.identical, detail)
+    return Finding("identical", float(len(differ)), bound, bitwise.identical, detail)
 
 
 def _first_steps(pair: Pair, bound: float) -> Finding:
@@ -122,7 +122,7 @@ def _first_steps(pair: Pair, bound: float) -> Finding:
 
 
 def _first_grad_norms(pair: Pair, bound: float) -> Finding:
-    values = held_grad_norm(pair.candidate), held_grad_norm(pair.reference)
+    values = forward_filled_grad_norm(pair.candidate), forward_filled_grad_norm(pair.reference)
     return _first(pair, "first-grad-norms", bound, *values)
 
 
@@ -211,7 +211,7 @@ SAME_START = 1e-4
 gives less, other initial weights and other data more, unless batches hold millions of tokens."""
 
 
-def starts_alike(reference: Curve, candidate: Curve) -> bool:
+def has_same_initial_loss(reference: Curve, candidate: Curve) -> bool:
     """Whether a candidate's first loss is the reference's but for rounding."""
     return bool(np.abs(relative_difference(candidate.loss, reference.loss))[0] <= SAME_START)
 

@@ -20,9 +20,9 @@ from tools.run_comparison.criteria import (
     Pair,
     check_seeds,
     finite,
+    has_same_initial_loss,
     judge,
     not_applied,
-    starts_alike,
 )
 from tools.run_comparison.curves import Curve
 from tools.run_comparison.envelope import Envelope, seed_envelope
@@ -159,7 +159,7 @@ def _verdict(pair: Pair, options: Options) -> Verdict:
         Criterion(name, RULES[name][0]) for name in DEFAULT_CRITERIA
     )
     for criterion in criteria:
-        obstacle = _obstacle(pair, criterion, options.same_seed, named=named)
+        obstacle = _inapplicable_reason(pair, criterion, options.same_seed, named=named)
         finding = not_applied(criterion, obstacle) if obstacle else judge(pair, criterion)
         if named and finding.passed is None:
             raise UserError(f"--criteria {criterion.name} cannot be applied: {finding.detail}")
@@ -170,7 +170,7 @@ def _verdict(pair: Pair, options: Options) -> Verdict:
     return Verdict(pair.candidate, tuple(findings))
 
 
-def _obstacle(
+def _inapplicable_reason(
     pair: Pair, criterion: Criterion, same_seed: bool | None, *, named: bool
 ) -> str | None:
     """Why a criterion says nothing of this candidate."""
@@ -184,7 +184,7 @@ def _obstacle(
         return None
     if same_seed is False:
         return "the candidate ran with another seed, as --other-seed says"
-    if starts_alike(pair.reference, pair.candidate):
+    if has_same_initial_loss(pair.reference, pair.candidate):
         return None
     return (
         "the first losses differ by more than rounding: another seed, or wrong from the start; "

@@ -12,8 +12,8 @@ from matplotlib.figure import Figure
 
 from hetero.formatting import counted
 from tools.reports.charts import LIGHT, PAGE, Theme, as_svg, style_axes
+from tools.run_comparison.bitwise_comparison import relative_difference
 from tools.run_comparison.curves import Curve, Floats, Integers
-from tools.run_comparison.likeness import relative_difference
 from tools.run_comparison.loss_comparison import Comparison
 from tools.run_comparison.smoothing import (
     has_grad_norm,
@@ -137,7 +137,7 @@ def _others(comparison: Comparison) -> list[tuple[Curve, str, float]]:
 def _plot(
     axes: Axes, iteration: Integers, values: Floats, colour: str, width: float, name: str = ""
 ) -> None:
-    shown = _thinned(len(iteration))
+    shown = _downsampled(len(iteration))
     marker = "o" if len(shown) == 1 else None
     axes.plot(
         iteration[shown],
@@ -151,7 +151,7 @@ def _plot(
 
 
 def _shade(axes: Axes, iteration: Integers, low: Floats, high: Floats) -> None:
-    shown = _thinned(len(iteration))
+    shown = _downsampled(len(iteration))
     axes.fill_between(
         iteration[shown],
         low[shown],
@@ -163,6 +163,6 @@ def _shade(axes: Axes, iteration: Integers, low: Floats, high: Floats) -> None:
     )
 
 
-def _thinned(count: int) -> Integers:
+def _downsampled(count: int) -> Integers:
     """Positions to draw of `count` points: no picture shows more, and the last is among them."""
     return np.unique(np.linspace(0, count - 1, min(count, _MOST_POINTS)).astype(np.int64))

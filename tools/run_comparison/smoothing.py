@@ -35,11 +35,11 @@ def smoothed_loss(curve: Curve, window: int) -> Floats:
 def smoothed_grad_norm(curve: Curve, window: int) -> Floats:
     """The geometric mean, which one spike does not carry away."""
     with np.errstate(divide="ignore", invalid="ignore"):
-        logarithm = np.log(held_grad_norm(curve))
+        logarithm = np.log(forward_filled_grad_norm(curve))
         return np.exp(running_mean(logarithm, window))
 
 
-def held_grad_norm(curve: Curve) -> Floats:
+def forward_filled_grad_norm(curve: Curve) -> Floats:
     """The gradient norm, with the last one before it where a skipped update left none."""
     missing = curve.skipped & ~np.isfinite(curve.grad_norm)
     if not missing.any() or missing.all():

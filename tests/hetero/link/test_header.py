@@ -12,11 +12,11 @@ from hetero.link.header import (
     _DTYPES,
     HEADER_BYTES,
     MAX_DIMENSIONS,
-    PROTOCOL_VERSION,
     Header,
     HeaderWriter,
     difference,
 )
+from hetero.version import PROTOCOL_VERSION
 
 U64 = st.integers(0, 2**64 - 1)
 

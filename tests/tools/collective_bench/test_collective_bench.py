@@ -33,40 +33,26 @@ def test_sizes_grow_by_the_factor_up_to_the_largest() -> None:
 
 
 @pytest.mark.parametrize(
-    ("operation", "factor"),
+    ("operation", "factor", "two_and_two", "three_and_one"),
     [
-        ("all_reduce", 1.5),
-        ("all_gather", 0.75),
-        ("reduce_scatter", 0.75),
-        ("all_to_all", 0.75),
-        ("broadcast", 1.0),
-        ("send_recv", 1.0),
-    ],
-)
-def test_the_factors_of_busbw_are_those_of_nccl_tests(operation, factor) -> None:
-    assert bus_factor(operation, 4) == factor
-
-
-@pytest.mark.parametrize(
-    ("operation", "two_and_two", "three_and_one"),
-    [
-        ("all_reduce", 1.0, 1.0),
+        ("all_reduce", 1.5, 1.0, 1.0),
         # Every row crosses once.
-        ("all_gather", 0.5, 0.75),
-        ("reduce_scatter", 0.5, 0.75),
+        ("all_gather", 0.75, 0.5, 0.75),
+        ("reduce_scatter", 0.75, 0.5, 0.75),
         # Each rank has a quarter for each rank of the other vendor.
-        ("all_to_all", 1.0, 0.75),
-        ("broadcast", 1.0, 1.0),
+        ("all_to_all", 0.75, 1.0, 0.75),
+        ("broadcast", 1.0, 1.0, 1.0),
         # One of the ring's edges leads there.
-        ("send_recv", 1.0, 1.0),
+        ("send_recv", 1.0, 1.0, 1.0),
     ],
 )
-def test_what_has_to_cross(operation, two_and_two, three_and_one) -> None:
+def test_factors_of_busbw_are_those_of_nccl_tests_and_shares_are_what_has_to_cross(
+    operation, factor, two_and_two, three_and_one
+) -> None:
+    assert bus_factor(operation, 4) == factor
     assert crossing_share(operation, TWO_AND_TWO) == two_and_two
     assert crossing_share(operation, THREE_AND_ONE) == three_and_one
-
-
-def test_ranks_that_take_turns_cross_at_every_edge_of_the_ring() -> None:
+    # Ranks that take turns cross at every edge of the ring.
     assert crossing_share("send_recv", ("nvidia", "amd", "nvidia", "amd")) == 2.0
 
 

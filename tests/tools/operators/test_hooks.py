@@ -11,7 +11,7 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.training import weights
 from megatron.training.model import initial_weights
 from tests.tools.operators.small_models import LLAMA
-from tools.operators.hooks import cut
+from tools.operators.hooks import operator_hooks
 from tools.operators.layer_flags import layer_arguments
 from tools.operators.operator_list import operators
 from tools.operators.recording import built_model, default_device
@@ -51,7 +51,7 @@ def test_watching_a_model_changes_no_bit_of_it(model) -> None:
     listed = {op.name: op for op in operators(ARGS, layers=2, repeats=1)}
     tape = AccumulatedTape(Recording(listed, torch.arange(48), 0))
     before = _step(model)
-    with cut(model, tape):
+    with operator_hooks(model, tape):
         watched = _step(model)
     assert _same(before, watched)
     assert before[1].keys() == dict(model.named_parameters()).keys()
@@ -60,7 +60,7 @@ def test_watching_a_model_changes_no_bit_of_it(model) -> None:
 def test_nothing_is_left_behind(model) -> None:
     listed = {op.name: op for op in operators(ARGS, layers=2, repeats=1)}
     recording = Recording(listed, torch.arange(48), 0)
-    with cut(model, AccumulatedTape(recording)):
+    with operator_hooks(model, AccumulatedTape(recording)):
         pass
     _step(model)
     assert recording.samples == {}

@@ -24,6 +24,9 @@ from tools.operators.operator_table import verdict
 Fault = AbstractContextManager[Any]
 
 
+ATTENTION = "layers.0.core_attention/output"
+
+
 def _result_of(owner: type, change: Callable[[torch.Tensor], torch.Tensor]) -> Fault:
     """Change what a module's forward returns."""
     original = owner.forward  # type: ignore[attr-defined]
@@ -89,7 +92,7 @@ def _rotated_backwards() -> Fault:
     return mock.patch.object(rope_utils, "_rotate_half", lambda x, kind: -original(x, kind))
 
 
-def _gate_and_up_exchanged() -> Fault:
+def _activation_too_large() -> Fault:
     original = MLP.forward
 
     def forward(self: MLP, hidden: torch.Tensor, **kwargs: Any) -> Any:
@@ -125,67 +128,47 @@ def _residual_forgotten() -> Fault:
     return mock.patch.object(transformer_layer, "build_module", build_module)
 
 
-FAULTS: dict[str, tuple[Callable[[], Fault], str, str]] = {
+FAULTS: dict[str, tuple[str, Callable[[], Fault]]] = {
     "norm 1 % too large": (
+        "layers.0.input_layernorm/output",
         lambda: _result_of(RMSNorm, lambda x: x * 1.01),
-        "layers.0.input_layernorm",
-        "output",
     ),
     "epsilon 1e-6 for 1e-5": (
+        "layers.0.input_layernorm/output",
         lambda: _built_with(RMSNorm, eps=1e-6),
-        "layers.0.input_layernorm",
-        "output",
     ),
     "rows of a projection permuted": (
+        "layers.0.linear_qkv/output",
         lambda: _result_of(ColumnParallelLinear, lambda x: x.roll(1, -1)),
-        "layers.0.linear_qkv",
-        "output",
     ),
-    "weight transposed": (_transposed_weight, "layers.0.linear_proj", "output"),
+    "weight transposed": ("layers.0.linear_proj/output", _transposed_weight),
     "rotary base 500000 for 10000": (
+        "rotary_pos_emb/output",
         lambda: _built_with(RotaryEmbedding, rotary_base=500000),
-        "rotary_pos_emb",
-        "output",
     ),
-    "rotated the other way": (_rotated_backwards, "layers.0.rotary", "query"),
-    "a head dropped": (
-        lambda: _result_of(SdpaAttention, _without_a_head),
-        "layers.0.core_attention",
-        "output",
-    ),
-    "softmax scale 1 % off": (
-        lambda: _attention(scale=1.01),
-        "layers.0.core_attention",
-        "output",
-    ),
-    "keys of another group": (
-        lambda: _attention(swap_groups=True),
-        "layers.0.core_attention",
-        "output",
-    ),
-    "no causal mask": (
-        lambda: _attention(sees_the_future=True),
-        "layers.0.core_attention",
-        "output",
-    ),
-    "residual forgotten": (_residual_forgotten, "layers.0.attention_residual", "output"),
-    "activation 1 % too large": (_gate_and_up_exchanged, "layers.0.activation", "output"),
+    "rotated the other way": ("layers.0.rotary/query", _rotated_backwards),
+    "a head dropped": (ATTENTION, lambda: _result_of(SdpaAttention, _without_a_head)),
+    "softmax scale 1 % off": (ATTENTION, lambda: _attention(scale=1.01)),
+    "keys of another group": (ATTENTION, lambda: _attention(swap_groups=True)),
+    "no causal mask": (ATTENTION, lambda: _attention(sees_the_future=True)),
+    "residual forgotten": ("layers.0.attention_residual/output", _residual_forgotten),
+    "activation 1 % too large": ("layers.0.activation/output", _activation_too_large),
     "attention's gradient 1 % too small": (
+        "layers.0.core_attention/grad value",
         lambda: _result_of(SdpaAttention, _backward_only(lambda grad: grad * 0.99)),
-        "layers.0.core_attention",
-        "grad value",
     ),
     "a gradient that is not finite": (
+        "final_layernorm/grad weight",
         lambda: _result_of(RMSNorm, _backward_only(lambda grad: grad / 0)),
-        "final_layernorm",
-        "grad weight",
     ),
 }
+"""The first result that is wrong with each."""
 
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_mistake_is_found_where_it_is_made(fault) -> None:
-    inject, operator, tensor = FAULTS[fault]
+    where, inject = FAULTS[fault]
+    operator, tensor = where.split("/")
     with inject():
         ours = computed(LLAMA)
     comparison = compare(ours, reference(LLAMA))

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
-import torch
 
 from tests.tools.operators.small_models import GPT, LLAMA, checked, computed
-from tools.operators.layer_flags import layer_arguments
 from tools.operators.operator_comparison import compare
 from tools.operators.operator_table import verdict
-from tools.operators.reference import rotary_angles
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
@@ -85,24 +80,6 @@ def test_every_operator_has_a_forward_and_a_backward() -> None:
     }
     assert rows == {(name, tensor) for name, tensors in expected.items() for tensor in tensors}
     assert [op.name for op in comparison.left.operators] == list(expected)
-
-
-def test_the_angles_are_those_of_the_papers() -> None:
-    args = layer_arguments(f"{LLAMA} --rotary-base 10000".split(), dtype="fp32", layers=1)
-    angles = rotary_angles(args)
-    assert angles.shape == (48, 1, 1, 16)
-    assert float(angles[3, 0, 0, 1]) == pytest.approx(3 * 10000 ** (-2 / 16))
-    assert torch.equal(angles[..., :8], angles[..., 8:])
-
-
-def test_llama_31_stretches_long_waves_only() -> None:
-    scaled = "--use-rope-scaling --rope-scaling-factor 8 --rotary-base 500000"
-    plain = layer_arguments(f"{LLAMA} --rotary-base 500000".split(), dtype="fp32", layers=1)
-    args = layer_arguments(f"{LLAMA} {scaled}".split(), dtype="fp32", layers=1)
-    ratio = (rotary_angles(args) / rotary_angles(plain))[1, 0, 0, :8]
-    waves = 2 * math.pi / rotary_angles(plain)[1, 0, 0, :8]
-    assert torch.all(ratio[waves < 8192 / 4] == 1)
-    assert torch.allclose(ratio[waves > 8192], torch.tensor(1 / 8, dtype=torch.float64))
 
 
 @pytest.mark.slow

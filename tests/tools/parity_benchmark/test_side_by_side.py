@@ -51,15 +51,8 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[..., Finished]],
 
 
 def test_few_runs_spread_over_all_pairs_of_gpus() -> None:
-    assert places(processes=4, per_pair=2, gpus=["0", "1", "2", "3"]) == [
-        {"CUDA_VISIBLE_DEVICES": "0,1"},
-        {"CUDA_VISIBLE_DEVICES": "2,3"},
-        {"CUDA_VISIBLE_DEVICES": "0,1"},
-        {"CUDA_VISIBLE_DEVICES": "2,3"},
-    ]
-
-
-def test_without_gpus_the_places_are_the_cpus() -> None:
+    pairs = places(processes=4, per_pair=2, gpus=["0", "1", "2", "3"])
+    assert [pair["CUDA_VISIBLE_DEVICES"] for pair in pairs] == ["0,1", "2,3"] * 2
     assert places(processes=4, per_pair=1, gpus=[]) == [{}, {}]
 
 
@@ -125,19 +118,12 @@ def test_a_run_gets_its_deadline_or_what_is_left_of_the_time_for_all(runs) -> No
     runs(work)
     together(1, [{}], left=HOUR, deadline=7.0)
     together(1, [{}], left=5.0, deadline=HOUR)
+    (outcome,) = together(1, [{}], left=-1.0)
+    assert "not started: no time was left" in str(outcome.problem)
     first, second = given
     assert first == 7.0
     assert second is not None
     assert 0 < second <= 5.0
-
-
-def test_when_no_time_is_left_nothing_is_started(runs) -> None:
-    def work(_launch: Launch, _watch: object) -> Finished:
-        raise AssertionError("started")
-
-    runs(work)
-    (outcome,) = together(1, [{}], left=-1.0)
-    assert "not started: no time was left" in str(outcome.problem)
 
 
 def test_what_ends_the_caller_ends_every_run(runs) -> None:

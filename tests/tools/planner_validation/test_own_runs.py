@@ -23,7 +23,7 @@ from hetero.planner.layer_profile import (
 from megatron.training.arguments import parse_args
 from tools.launching.processes import Step, StepFailure
 from tools.planner_validation import own_bench, own_report
-from tools.planner_validation.measured_run import Measured
+from tools.planner_validation.measured_run import MeasuredRun
 from tools.planner_validation.own_bench import OwnBench
 from tools.planner_validation.own_cases import FACTORS, ON_CPU, ON_GPU, Case, Scale, cases
 from tools.planning.plan_files import training_flags
@@ -55,7 +55,7 @@ def profile() -> MeasuredProfile:
 PROFILE = profile()
 
 
-class Played(OwnBench):
+class FakeBench(OwnBench):
     """A bench whose runs take as long as a function of the prediction says."""
 
     profile = PROFILE
@@ -65,19 +65,21 @@ class Played(OwnBench):
     slower = 1.0
     runs = 0
 
-    def measure(self, case: Case) -> Measured:
-        Played.runs += 1
+    def measure(self, case: Case) -> MeasuredRun:
+        FakeBench.runs += 1
         (predicted,) = self.predict(case)
         seconds = predicted.seconds * self.slower
-        return Measured([9.0, 9.0, seconds, seconds], [use.peak_bytes for use in predicted.stages])
+        return MeasuredRun(
+            [9.0, 9.0, seconds, seconds], [use.peak_bytes for use in predicted.stages]
+        )
 
 
 @pytest.fixture
-def played(monkeypatch: pytest.MonkeyPatch) -> type[Played]:
-    monkeypatch.setattr(own_report, "OwnBench", Played)
-    monkeypatch.setattr(Played, "runs", 0)
+def fake_bench(monkeypatch: pytest.MonkeyPatch) -> type[FakeBench]:
+    monkeypatch.setattr(own_report, "OwnBench", FakeBench)
+    monkeypatch.setattr(FakeBench, "runs", 0)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    return Played
+    return FakeBench
 
 
 @pytest.mark.parametrize("scale", [ON_CPU, ON_GPU])
@@ -98,26 +100,34 @@ def test_every_plan_is_one_that_training_accepts(scale: Scale, tmp_path: Path) -
         assert args.params_dtype == ("bfloat16" if scale.dtype == "bf16" else "float32")
 
 
-def test_runs_as_predicted_meet_every_target(played: type[Played], tmp_path: Path) -> None:
+def test_runs_as_predicted_meet_every_target(fake_bench: type[FakeBench], tmp_path: Path) -> None:
     figures = tmp_path / "own.json"
     text = own_report.own_runs(tmp_path / "own", seconds=60, figures=figures)
     assert "missed" not in text
     assert text.count("met") == 5
     assert "beats the even split" in text
     raw = json.loads(figures.read_text())
-    assert len(raw["runs"]) == played.runs == len(Played.cases)
+    assert len(raw["runs"]) == fake_bench.runs == len(FakeBench.cases)
     assert "simulated" in raw
     again = own_report.own_runs(tmp_path / "own", seconds=60, figures=figures)
-    assert (again, played.runs) == (text, len(Played.cases))
+    assert (again, fake_bench.runs) == (text, len(FakeBench.cases))
 
 
-def test_a_step_that_is_far_off_is_said(
-    played: type[Played], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_step_that_is_far_off_and_what_there_was_no_time_for_is_said(
+    fake_bench: type[FakeBench], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Played, "slower", 1.1)
-    text = own_report.own_runs(tmp_path, seconds=60, figures=None)
+    monkeypatch.setattr(FakeBench, "slower", 1.1)
+    text = own_report.own_runs(tmp_path / "far", seconds=60, figures=None)
     assert "largest 9.1 %" in text
     assert "(missed: 5%)" in text
+    first = FakeBench.cases[0]
+    known = json.dumps(["CPU", ON_CPU.flags(), ON_CPU.global_batch, asdict(first)])
+    measured = MeasuredRun([1.0, 1.0], [6e8, 6e8])
+    (tmp_path / "measured.json").write_text(json.dumps({known: asdict(measured)}))
+    fake_bench.runs = 0
+    text = own_report.own_runs(tmp_path, seconds=1e-9, figures=None)
+    assert fake_bench.runs == 0
+    assert f"{len(FakeBench.cases) - 1} plans not run yet" in text
 
 
 def test_one_gpu_is_too_few(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,16 +135,6 @@ def test_one_gpu_is_too_few(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
     with pytest.raises(UserError, match="needs two GPUs, and one is visible"):
         own_report.own_runs(tmp_path, seconds=60, figures=None)
-
-
-def test_what_there_was_no_time_for_is_counted(played: type[Played], tmp_path: Path) -> None:
-    first = Played.cases[0]
-    known = json.dumps(["CPU", ON_CPU.flags(), ON_CPU.global_batch, asdict(first)])
-    measured = Measured([1.0, 1.0], [6e8, 6e8])
-    (tmp_path / "measured.json").write_text(json.dumps({known: asdict(measured)}))
-    text = own_report.own_runs(tmp_path, seconds=1e-9, figures=None)
-    assert played.runs == 0
-    assert f"{len(Played.cases) - 1} plans not run yet" in text
 
 
 def test_a_profile_that_fails_ends_the_one_beside_it(
@@ -162,10 +162,10 @@ def test_a_profile_that_fails_ends_the_one_beside_it(
 
 
 def test_a_cpu_is_profiled_anew_just_before_and_after_a_plan_is_run(
-    played: type[Played], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    fake_bench: type[FakeBench], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its speed drifts; the prediction is of the same minute as the run."""
-    bench = played(tmp_path)
+    bench = fake_bench(tmp_path)
     case = next(case for case in bench.cases if case.name == "recompute")
     (before,) = bench.predict(case)
     asked: dict[str, Step] = {}

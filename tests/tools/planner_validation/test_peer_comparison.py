@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.tools.refusals import refusal
 from tests.tools.sailor_checkout import write_checkout
 from tools.compare_planners import main
 from tools.planner_validation.metis_planner import run_metis
@@ -67,15 +68,21 @@ def metis(tmp_path: Path, sailor: Path) -> Path:
     return checkout
 
 
+SAILOR, METIS = ("Sailor", "A100-40", "V100-16"), ("Metis", "A100", "V100")
+
+
 def asked(peer: str, first: str, second: str) -> PeerProblem:
     gpus = {first: 2, second: 2}
     return PeerProblem(peer, "OPT-350", gpus, 8, gpus_per_node=2, tensor=(1, 2), micro_batch=(1,))
 
 
+def compared(peer: tuple[str, str, str], *, sailor: Path, metis: Path | None = None) -> Comparison:
+    (found,) = compare(metis=metis, sailor=sailor, deadline=60, problems=[asked(*peer)])
+    return found
+
+
 def test_a_plan_that_could_run_here_is_never_better_than_ours(sailor: Path) -> None:
-    (found,) = compare(
-        metis=None, sailor=sailor, deadline=60, problems=[asked("Sailor", "A100-40", "V100-16")]
-    )
+    found = compared(SAILOR, sailor=sailor)
     assert found.theirs.plans == 2
     assert found.theirs.remark == "a stage of unlike GPUs"
     assert found.theirs.first_step == found.theirs.best_beyond > 0
@@ -100,9 +107,7 @@ def test_the_tool_prints_a_table_and_writes_all_figures(
 def test_metis_ranking_is_read_and_what_cannot_be_charged_is_counted(
     sailor: Path, metis: Path
 ) -> None:
-    (found,) = compare(
-        metis=metis, sailor=sailor, deadline=60, problems=[asked("Metis", "A100", "V100")]
-    )
+    found = compared(METIS, sailor=sailor, metis=metis)
     theirs = found.theirs
     assert (theirs.plans, theirs.uncharged) == (2, 1)
     assert theirs.remark == "unlike micro-batches in a stage"
@@ -122,7 +127,7 @@ def test_a_planner_that_fails_or_does_not_end_is_said_to(
     sailor: Path, metis: Path, tmp_path: Path, script: str, deadline: float, why: str
 ) -> None:
     (metis / "cost_het_cluster.py").write_text(script)
-    problem = asked("Metis", "A100", "V100")
+    problem = asked(*METIS)
     plans, failed = run_metis(
         problem,
         cluster_of(problem, sailor),
@@ -137,9 +142,7 @@ def test_a_planner_that_fails_or_does_not_end_is_said_to(
 def test_a_planner_that_is_not_built_is_named(sailor: Path) -> None:
     for file in (sailor / "sailor" / "Planner" / "sailor_planner").rglob("*.py"):
         file.unlink()
-    (found,) = compare(
-        metis=None, sailor=sailor, deadline=60, problems=[asked("Sailor", "A100-40", "V100-16")]
-    )
+    found = compared(SAILOR, sailor=sailor)
     assert "No module named 'libplanner'" in found.theirs.remark
     assert table([found])[1].count(" - ") == 4
 
@@ -147,8 +150,6 @@ def test_a_planner_that_is_not_built_is_named(sailor: Path) -> None:
 def test_folders_that_are_no_checkouts_are_named_at_once(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder = str(tmp_path)
-    assert main(["--sailor", folder, "--metis", folder]) == 2
-    said = capsys.readouterr().err
+    said = refusal(capsys, main, f"--sailor {tmp_path} --metis {tmp_path}")
     assert "give a checkout of eth-easl/sailor" in said
     assert "give a checkout of SamsungLabs/Metis" in said

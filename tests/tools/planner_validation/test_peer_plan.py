@@ -26,20 +26,20 @@ def test_a_plan_that_a_file_can_say_takes_what_it_takes_here() -> None:
     costs = step_costs(placement, model=MODEL, cluster=PROBLEM.cluster, profile=PROBLEM.profile)
     ours = simulate(costs, placement, model=MODEL, cluster=PROBLEM.cluster)
     assert seconds_of(peers, PROBLEM) == (pytest.approx(ours.seconds), True)
-    assert peers.beyond_a_plan_file(16) == ""
+    assert peers.unsupported_reason(16) == ""
 
 
 def test_a_stage_of_unlike_gpus_waits_for_the_slower() -> None:
     slow = PeerPlan((PeerStage(8, (MI300X,) * 2, 1),))
     unlike = PeerPlan((PeerStage(8, (MI300X, H100), 1),))
     assert seconds_of(unlike, PROBLEM)[0] == pytest.approx(seconds_of(slow, PROBLEM)[0], rel=0.05)
-    assert unlike.beyond_a_plan_file(16) == "a stage of unlike GPUs"
+    assert unlike.unsupported_reason(16) == "a stage of unlike GPUs"
 
 
 def test_a_batch_that_does_not_divide_takes_as_long_as_the_next_that_does() -> None:
     three = PeerPlan((PeerStage(8, (MI300X,) * 3, 1),))
-    assert three.beyond_a_plan_file(16) == "unequal numbers of micro-batches"
-    assert three.beyond_a_plan_file(18) == ""
+    assert three.unsupported_reason(16) == "unequal numbers of micro-batches"
+    assert three.unsupported_reason(18) == ""
     # Six micro-batches on some replicas, five on others.
     passes = 6 * 8 * 0.06
     assert passes < seconds_of(three, PROBLEM)[0] < passes * 1.2
@@ -47,7 +47,7 @@ def test_a_batch_that_does_not_divide_takes_as_long_as_the_next_that_does() -> N
 
 def test_a_stage_without_layers_is_said_to_be_one() -> None:
     plan = PeerPlan((PeerStage(0, (H100,), 1), PeerStage(8, (H100,), 1)))
-    assert plan.beyond_a_plan_file(16) == "a stage without layers"
+    assert plan.unsupported_reason(16) == "a stage without layers"
 
 
 def test_stages_alike_are_told_together() -> None:

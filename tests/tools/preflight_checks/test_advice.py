@@ -28,14 +28,17 @@ def said(machine: Machine, severity: Severity, subject: str) -> str:
     return fitting[0].text
 
 
-def test_a_node_with_nothing_amiss_is_told_nothing(tmp_path):
-    assert advise(mi325x_node(tmp_path).read()) == []
-
-
-def test_a_laptop_is_told_only_that_it_has_no_gpu(tmp_path):
-    (advice,) = advise(laptop(tmp_path).read())
+def test_a_node_with_nothing_amiss_is_told_nothing_and_a_laptop_that_it_has_no_gpu(tmp_path):
+    assert advise(mi325x_node(tmp_path / "node").read()) == []
+    machine = laptop(tmp_path / "laptop")
+    (advice,) = advise(machine.read())
     assert advice.severity is Severity.NOTE
     assert "no GPU" in advice.text
+    # A display that no build uses is only noted.
+    place = "pci0000:00/0000:00:01.0/0000:01:00.0"
+    machine.sysfs.add_pci(place, {"vendor": "0x10de", "class": "0x030000"})
+    machine.change(tool=lambda command: "")
+    assert "1 nvidia GPUs" in said(machine, Severity.NOTE, "GPU")
 
 
 def test_the_h200_node_is_told_of_its_dead_nic_and_of_the_missing_module(tmp_path):
@@ -71,96 +74,55 @@ def test_amd_is_told_which_kernel_options_are_missing(tmp_path):
     assert advise(machine.read()) == []
 
 
-def test_a_cpu_build_of_pytorch_on_a_gpu_node_is_a_problem(tmp_path):
-    machine = h200_node(tmp_path)
+def test_a_build_of_pytorch_that_does_not_see_the_gpus_and_a_missing_driver_are_problems(tmp_path):
+    machine = h200_node(tmp_path / "nvidia")
     machine.change(software=NO_GPU, gpus=[], vendor="cpu")
     text = said(machine, Severity.PROBLEM, "GPU")
     assert "none of the node's 8 nvidia GPUs" in text
     assert "install its CUDA build" in text
-
-
-def test_the_other_vendors_build_is_a_problem(tmp_path):
-    machine = mi325x_node(tmp_path)
+    machine = h200_node(tmp_path / "without a driver")
+    (machine.folder / "proc/driver/nvidia/version").unlink()
+    machine.change(gpus=[], vendor="cpu", tool=lambda command: "")
+    assert "no CUDA driver is loaded" in said(machine, Severity.PROBLEM, "GPU")
+    machine = mi325x_node(tmp_path / "amd")
     machine.change(software=replace(NO_GPU, torch_build="cu130"), gpus=[], vendor="cpu")
     assert "built for cu130: install its ROCm build" in said(machine, Severity.PROBLEM, "GPU")
 
 
-def test_a_missing_driver_is_a_problem(tmp_path):
-    machine = h200_node(tmp_path)
-    (machine.folder / "proc/driver/nvidia/version").unlink()
-    machine.change(gpus=[], vendor="cpu", tool=lambda command: "")
-    assert "no CUDA driver is loaded" in said(machine, Severity.PROBLEM, "GPU")
-
-
-def test_a_display_that_no_build_uses_is_only_noted(tmp_path):
-    machine = laptop(tmp_path)
-    machine.sysfs.add_pci(
-        "pci0000:00/0000:00:01.0/0000:01:00.0", {"vendor": "0x10de", "class": "0x030000"}
-    )
-    machine.change(tool=lambda command: "")
-    assert "1 nvidia GPUs" in said(machine, Severity.NOTE, "GPU")
-
-
 def test_lost_gpus_are_a_warning_and_hidden_ones_a_note(tmp_path, monkeypatch):
     machine = h200_node(tmp_path)
-    machine.change(gpus=list(machine.live.gpus)[:6])
+    machine.change(gpus=list(machine.system.gpus)[:6])
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     assert "sees 6 of 8 GPUs (look for lost" in said(machine, Severity.WARNING, "GPU")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3,4,5")
     assert "CUDA_VISIBLE_DEVICES=0,1,2,3,4,5" in said(machine, Severity.NOTE, "GPU")
 
 
-def test_what_requirements_ask_for_and_is_not_there_is_a_problem(tmp_path):
+def test_forbidden_device_files_and_unmet_requirements_are_named(tmp_path):
     machine = mi325x_node(tmp_path)
+    facts = machine.read()
+    direct = replace(facts.gpudirect, forbidden_files=("uverbs3",))
+    (advice,) = advise(replace(facts, gpudirect=direct))
+    assert "may not open /dev/infiniband/uverbs3" in advice.text
     line = "megatron-core==0.16.1 is wanted and 0.15.0 installed"
-    machine.change(software=replace(machine.live.software, unmet=(line,)))
+    machine.change(software=replace(machine.system.software, unmet=(line,)))
     assert said(machine, Severity.PROBLEM, "software").startswith(line)
 
 
-def slow_lanes(machine: Machine) -> None:
-    gpu = machine.folder / "sys/bus/pci/devices/0000:18:00.0/current_link_width"
-    gpu.write_text("8\n")
+CPU1 = "sys/devices/system/cpu/cpu1"
 
 
-def no_roce_address(machine: Machine) -> None:
-    machine.port_file("bnxt_re2", "gid_attrs/types/3").write_text("IB/RoCE v1\n")
+def file(path: str, text: str) -> Callable[[Machine], None]:
+    return lambda machine: machine.write(path, text)
 
 
-def small_packets(machine: Machine) -> None:
-    (machine.folder / "sys/class/net/eth2/mtu").write_text("1500\n")
-
-
-def little_locked_memory(machine: Machine) -> None:
-    machine.change(limits=replace(AMPLE, locked_memory=64 << 10))
-
-
-def little_shared_memory(machine: Machine) -> None:
-    machine.change(limits=replace(AMPLE, shared_memory=512 << 20))
-
-
-def few_files(machine: Machine) -> None:
-    machine.change(limits=replace(AMPLE, open_files=1024))
-
-
-def powersave(machine: Machine) -> None:
-    machine.sysfs.write("devices/system/cpu/cpu1/cpufreq/scaling_governor", "powersave")
-
-
-def numa_balancing(machine: Machine) -> None:
-    machine.write("proc/sys/kernel/numa_balancing", "1")
-
-
-def translating_iommu(machine: Machine) -> None:
-    machine.sysfs.write("kernel/iommu_groups/12/type", "DMA-FQ")
-
-
-def no_libibverbs(machine: Machine) -> None:
-    machine.change(libibverbs=Libibverbs(False, "", "this host cannot use libibverbs"))
+def limit(**limits: int) -> Callable[[Machine], None]:
+    return lambda machine: machine.change(limits=replace(AMPLE, **limits))
 
 
 def no_device_files(machine: Machine) -> None:
-    for file in (machine.folder / "dev/infiniband").iterdir():
-        file.unlink()
+    for name in (machine.folder / "dev/infiniband").iterdir():
+        name.unlink()
 
 
 def redirecting_switch(machine: Machine) -> None:
@@ -176,16 +138,28 @@ def nic_on_other_socket(machine: Machine) -> None:
 @pytest.mark.parametrize(
     ("fault", "subject", "expected"),
     [
-        (slow_lanes, "GPU", "GPU 0 runs on 8 of its 16 PCIe lanes"),
-        (no_roce_address, "RDMA", "bnxt_re2 port 1 (eth2) has no IPv4 RoCE v2 address"),
-        (small_packets, "RDMA", "packets of 1024 bytes"),
-        (little_locked_memory, "limits", "only 64.0 KiB may be locked"),
-        (little_shared_memory, "limits", "/dev/shm holds 512.0 MiB, too little for RCCL"),
-        (few_files, "limits", "1024 open files"),
-        (powersave, "CPU", "governor is powersave"),
-        (numa_balancing, "CPU", "NUMA balancing is on"),
-        (translating_iommu, "PCIe", "`iommu=pt`"),
-        (no_libibverbs, "RDMA", "cannot use libibverbs"),
+        (
+            file("sys/bus/pci/devices/0000:18:00.0/current_link_width", "8"),
+            "GPU",
+            "GPU 0 runs on 8 of its 16 PCIe lanes",
+        ),
+        (
+            file("sys/class/infiniband/bnxt_re2/ports/1/gid_attrs/types/3", "IB/RoCE v1"),
+            "RDMA",
+            "bnxt_re2 port 1 (eth2) has no IPv4 RoCE v2 address",
+        ),
+        (file("sys/class/net/eth2/mtu", "1500"), "RDMA", "packets of 1024 bytes"),
+        (limit(locked_memory=64 << 10), "limits", "only 64.0 KiB may be locked"),
+        (limit(shared_memory=512 << 20), "limits", "/dev/shm holds 512.0 MiB, too little for RCCL"),
+        (limit(open_files=1024), "limits", "1024 open files"),
+        (file(f"{CPU1}/cpufreq/scaling_governor", "powersave"), "CPU", "governor is powersave"),
+        (file("proc/sys/kernel/numa_balancing", "1"), "CPU", "NUMA balancing is on"),
+        (file("sys/kernel/iommu_groups/12/type", "DMA-FQ"), "PCIe", "`iommu=pt`"),
+        (
+            lambda machine: machine.change(libibverbs=Libibverbs(False, "", "cannot use it")),
+            "RDMA",
+            "cannot use it",
+        ),
         (no_device_files, "RDMA", "no /dev/infiniband/uverbs*"),
         (redirecting_switch, "PCIe", "services of 1 switch ports (0000:17:01.0 first)"),
     ],
@@ -219,13 +193,6 @@ def test_switch_ports_that_only_root_may_read_are_noted(tmp_path):
     for port in ("0000:17:00.0", "0000:17:01.0"):
         (machine.folder / f"sys/bus/pci/devices/{port}/config").write_bytes(bytes(64))
     assert "ACS of 2 switch ports" in said(machine, Severity.NOTE, "PCIe")
-
-
-def test_forbidden_device_files_are_named(tmp_path):
-    facts = mi325x_node(tmp_path).read()
-    direct = replace(facts.gpudirect, forbidden_files=("uverbs3",))
-    (advice,) = advise(replace(facts, gpudirect=direct))
-    assert "may not open /dev/infiniband/uverbs3" in advice.text
 
 
 def test_a_virtual_machine_that_hides_the_tree_is_noted(tmp_path):

@@ -18,28 +18,27 @@ from tools.preflight_checks.recommended_rails import Nic, recommend
 NO_LINK = PcieLink(0, 0, "")
 
 
-def test_an_nvidia_node_tells_its_driver_gpus_and_places(tmp_path):
-    facts = h200_node(tmp_path).read()
-    assert facts.gpus.driver == "nvidia 570.124.06"
-    assert facts.gpus.open_driver is False
-    assert facts.gpus.on_bus == {"nvidia": 8}
-    first = facts.gpus.usable[0]
-    assert first.pci is not None
-    assert first.pci.numa_node == 0
-    assert str(first.link) == "32.0 GT/s x16"
-    assert facts.host.kernel == "6.8.0-60-generic"
-    assert facts.host.processor == "Made-up 9654"
-    assert facts.host.governors == ("performance",)
-    assert facts.host.numa_nodes == 2
-    assert facts.host.virtual_machine is False
-
-
-def test_an_amd_node_tells_its_driver_and_kernel_options(tmp_path):
-    facts = mi325x_node(tmp_path).read()
-    assert facts.gpus.driver == "amdgpu 6.16.6"
-    assert facts.gpus.open_driver is None
+def test_nodes_tell_their_drivers_gpus_and_places(tmp_path):
+    facts = h200_node(tmp_path / "nvidia").read()
+    gpus, host = facts.gpus, facts.host
+    assert (gpus.driver, gpus.open_driver) == ("nvidia 570.124.06", False)
+    assert gpus.on_bus == {"nvidia": 8}
+    assert gpus.usable[0].pci is not None
+    assert gpus.usable[0].pci.numa_node == 0
+    assert str(gpus.usable[0].link) == "32.0 GT/s x16"
+    assert (host.kernel, host.processor) == ("6.8.0-60-generic", "Made-up 9654")
+    assert (host.governors, host.numa_nodes) == (("performance",), 2)
+    assert host.virtual_machine is False
+    # The NIC for management is no rail.
+    assert "mgmt0" in [interface.name for interface in facts.interfaces]
+    assert "mgmt0" not in [nic.name for nic in facts.nics]
+    facts = mi325x_node(tmp_path / "amd").read()
+    assert (facts.gpus.driver, facts.gpus.open_driver) == ("amdgpu 6.16.6", None)
     assert facts.gpus.on_bus == {"amd": 8}
     assert set(facts.gpudirect.kernel_options.values()) == {True}
+    facts = laptop(tmp_path / "laptop").read()
+    assert (facts.gpus.usable, facts.gpus.driver, facts.rdma) == ((), "", ())
+    assert facts.recommended_nics == ("wlp0s20f3",)
 
 
 def test_gpus_of_both_vendors_are_found_without_their_drivers(tmp_path):
@@ -102,15 +101,12 @@ def test_infinibands_packet_is_asked_of_ibv_devinfo(tmp_path):
     assert machine.read().rdma[1].ports[0].packet_bytes is None
 
 
-def test_each_gpu_is_given_the_nic_below_its_own_switch(tmp_path):
-    facts = mi325x_node(tmp_path).read()
+def test_each_gpu_is_given_the_nic_below_its_own_switch_or_one_of_its_socket(tmp_path):
+    facts = mi325x_node(tmp_path / "amd").read()
     assert [rail.nic.rdma for rail in facts.rails] == [f"bnxt_re{index}" for index in range(8)]
     assert {rail.distance for rail in facts.rails} == {Distance.SAME_SWITCH}
     assert facts.recommended_nics == tuple(f"eth{index}" for index in range(8))
-
-
-def test_a_gpu_whose_nic_is_down_takes_one_of_its_socket(tmp_path):
-    facts = h200_node(tmp_path).read()
+    facts = h200_node(tmp_path / "nvidia").read()  # of which one is down
     rail = facts.rails[3]
     assert rail.distance is Distance.SAME_NUMA_NODE
     assert rail.nic.name in ("ens0np0", "ens1np0", "ens2np0")
@@ -118,23 +114,9 @@ def test_a_gpu_whose_nic_is_down_takes_one_of_its_socket(tmp_path):
     assert len(facts.recommended_nics) == 7
 
 
-def test_the_management_nic_is_no_rail(tmp_path):
-    facts = h200_node(tmp_path).read()
-    assert "mgmt0" in [interface.name for interface in facts.interfaces]
-    assert "mgmt0" not in [nic.name for nic in facts.nics]
-
-
-def test_a_laptop_trains_over_what_it_has(tmp_path):
-    facts = laptop(tmp_path).read()
-    assert facts.gpus.usable == ()
-    assert facts.gpus.driver == ""
-    assert facts.rdma == ()
-    assert facts.recommended_nics == ("wlp0s20f3",)
-
-
 def test_a_bond_or_a_containers_interface_is_a_rail_where_it_is_faster_or_alone(tmp_path):
     machine = laptop(tmp_path)
-    addresses = dict(machine.live.addresses)
+    addresses = dict(machine.system.addresses)
     for name in ("bond0", "docker0"):
         machine.sysfs.add_interface(name, None, speed=200000)
         addresses[name] = ["10.1.2.3"]

@@ -21,7 +21,7 @@ MODEL = (
 
 
 def test_documents_become_tokens_of_the_vocabulary(tmp_path: Path) -> None:
-    documents = source_documents(1_000_000)
+    documents = source_documents(400_000)
     data = build_from_documents(tmp_path, documents)
     tokens = np.fromfile(tmp_path / "tokens_text_document.bin", dtype=np.uint16)
     assert data.tokens == len(tokens)

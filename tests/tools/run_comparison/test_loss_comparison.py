@@ -21,7 +21,7 @@ from tools.run_comparison.curves import Curve
 from tools.run_comparison.loss_comparison import Comparison, Options, compare
 
 ITERATIONS = 400
-REPETITIONS = 100
+REPETITIONS = 60
 
 ROUNDED = 1e-3
 """How far a right run on other kernels ends from the reference, relative to the loss."""
@@ -60,12 +60,8 @@ ENVELOPES = (parse_criterion("envelope"), parse_criterion("grad-norm-envelope"))
 
 
 @pytest.mark.parametrize("seeds", [3, 5])
-def test_a_right_run_of_the_same_seed_passes(seeds):
+def test_a_right_run_passes_and_that_of_a_further_seed_nearly_always(seeds):
     assert accepted(same_seed(), seeds=seeds) == 1.0
-
-
-@pytest.mark.parametrize("seeds", [3, 5])
-def test_a_right_run_of_a_further_seed_nearly_always_passes(seeds):
     assert accepted(further_seed(), seeds=seeds, same_seed=False) >= 0.97
 
 
@@ -95,12 +91,8 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS.keys())
-def test_a_wrong_run_of_the_same_seed_fails(fault):
+def test_a_wrong_run_fails_and_that_of_a_further_seed_nearly_always(fault):
     assert accepted(same_seed(fault)) == 0.0
-
-
-@pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS.keys())
-def test_a_wrong_run_of_a_further_seed_nearly_always_fails(fault):
     assert accepted(further_seed(fault), seeds=5, same_seed=False) <= 0.05
 
 
@@ -162,11 +154,8 @@ def test_seeds_that_end_further_apart_than_candidates_may_are_said():
 
 @pytest.mark.parametrize("seeds", [0, 1])
 def test_an_envelope_of_fewer_than_three_runs_is_refused(seeds):
-    aligned = align(
-        simulated_run(1),
-        seeds=[simulated_run(2 + number) for number in range(seeds)],
-        candidates=[simulated_run(9)],
-    )
+    others = [simulated_run(2)][:seeds]
+    aligned = align(simulated_run(1), seeds=others, candidates=[simulated_run(9)])
     with pytest.raises(UserError, match=f"needs 3 homogeneous runs .* and has {seeds + 1}; give"):
         compare(aligned, Options(criteria=ENVELOPES))
     if seeds:
@@ -175,12 +164,8 @@ def test_an_envelope_of_fewer_than_three_runs_is_refused(seeds):
 
 
 def test_a_named_criterion_that_the_files_do_not_allow_is_refused():
-    silent = replace(
-        simulated_run(1),
-        grad_norm=np.full(1000, np.nan),
-        learning_rate=np.full(1000, np.nan),
-        weight_decay=np.full(1000, np.nan),
-    )
+    columns = ("grad_norm", "learning_rate", "weight_decay")
+    silent = replace(simulated_run(1), **dict.fromkeys(columns, np.full(1000, np.nan)))
     aligned = align(silent, seeds=[], candidates=[silent])
     for name in ("first-grad-norms", "schedule"):
         with pytest.raises(UserError, match=f"--criteria {name} cannot be applied"):
@@ -190,26 +175,15 @@ def test_a_named_criterion_that_the_files_do_not_allow_is_refused():
     assert {"first-grad-norms", "schedule"} <= set(unused(comparison))
 
 
-def test_a_window_longer_than_the_runs_is_refused():
-    aligned = align(simulated_run(1), seeds=[], candidates=[simulated_run(2)], last=20)
-    with pytest.raises(UserError, match="--smooth 21 is more than the 20 iterations"):
-        compare(aligned, Options(window=21))
-
-
-def test_updates_that_only_one_run_skipped_are_said():
+def test_updates_that_only_one_run_skipped_are_said_and_a_run_that_diverged_is_json():
     skipping = replace(simulated_run(1), skipped=np.arange(1000) < 4)
     comparison = compare(align(simulated_run(1), seeds=[], candidates=[skipping]), Options())
     assert comparison.notes == ("seed1 skipped 4 updates, seed1 0",)
     assert "schedule" in unused(comparison)
-
-
-def test_the_mapping_is_json_even_of_a_run_that_diverged():
     diverged = with_loss(simulated_run(1), 999, np.nan)
     comparison = compare(align(simulated_run(1), seeds=[], candidates=[diverged]), Options())
     mapping = json.loads(json.dumps(comparison.as_mapping(), allow_nan=False))
-    assert mapping["passed"] is False
-    assert mapping["iterations"] == 1000
+    assert (mapping["passed"], mapping["iterations"]) == (False, 1000)
     (candidate,) = mapping["candidates"]
     (final,) = [f for f in candidate["findings"] if f["criterion"] == "final-relative"]
-    assert final["value"] is None
-    assert final["passed"] is False
+    assert (final["value"], final["passed"]) == (None, False)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tests.tools.run_comparison.simulated_runs import simulated_run
 from tools.run_comparison.smoothing import (
     default_window,
-    held_grad_norm,
+    forward_filled_grad_norm,
     running_mean,
     smoothed_grad_norm,
     smoothed_iterations,
@@ -28,12 +28,9 @@ def test_every_point_is_the_mean_of_one_whole_window(values, data):
         assert mean == pytest.approx(sum(values[position : position + window]) / window)
 
 
-def test_a_window_is_named_by_its_last_iteration():
+def test_a_window_is_named_by_its_last_iteration_and_spoilt_by_what_it_holds_alone():
     run = simulated_run(1, iterations=20)
     assert smoothed_iterations(run, 5).tolist() == list(range(5, 21))
-
-
-def test_what_is_not_finite_spoils_its_own_windows_only():
     means = running_mean(np.array([1.0, 1.0, np.nan, 1.0, 1.0, 1.0]), 2)
     assert np.isnan(means).tolist() == [False, True, True, False, False]
 
@@ -53,7 +50,7 @@ def test_a_skipped_update_that_left_no_gradient_norm_holds_the_one_before():
         grad_norm=np.array([np.nan, 2.0, np.nan, np.nan, 3.0]),
         skipped=np.array([True, False, True, False, False]),
     )
-    held = held_grad_norm(run)
+    held = forward_filled_grad_norm(run)
     assert held[[0, 1, 2, 4]].tolist() == [2.0, 2.0, 2.0, 3.0]
     # That one was not skipped: something is wrong with it.
     assert np.isnan(held[3])

@@ -389,7 +389,7 @@ ELSEWHERE = {
             "--tensorboard-log-interval"
         ),
         "distributed/test_meshes.py": "--delay-wgrad-compute",
-        "distributed/test_parity.py": "--skip-train --hetero-pipeline --hetero-transport",
+        "distributed/test_parity.py": "--hetero-pipeline --hetero-transport",
         "training/arguments/test_arguments_training.py": (
             "--use-precision-aware-optimizer --main-params-dtype --exp-avg-dtype --exp-avg-sq-dtype"
         ),
@@ -400,7 +400,7 @@ ELSEWHERE = {
         "distributed/test_flags_together.py": (
             "--check-weight-hash-across-dp-replicas-interval --eval-micro-batch-size"
         ),
-        "distributed/test_bad_input.py": "--distributed-timeout-minutes",
+        "distributed/test_bad_input.py": "--distributed-timeout-minutes --skip-train",
         "training/arguments/test_arguments_data.py": "--data-args-path --per-split-data-args-path",
         "training/tokenizer/test_tokenizer_build.py": "--tokenizer-model --vocab-file --merge-file",
         "training/tokenizer/test_flags.py": (

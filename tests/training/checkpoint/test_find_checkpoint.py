@@ -19,61 +19,26 @@ from megatron.training.checkpoint.find_checkpoint import (
 )
 from megatron.training.checkpoint.index import INDEX_FILE, Index, StoredFile
 from megatron.training.checkpoint.safetensors_writer import WriteItem, write_safetensors
+from tests.training.checkpoint.test_model_flags import SIZES, run, written_by
+from tests.training.checkpoint.test_writer import NAMES
 
-MODEL: dict[str, Any] = {
-    "num_layers": 1,
-    "hidden_size": 8,
-    "ffn_hidden_size": 16,
-    "num_attention_heads": 2,
-    "num_query_groups": 1,
-    "group_query_attention": False,
-    "kv_channels": 4,
-    "swiglu": True,
-    "normalization": "RMSNorm",
-    "add_bias_linear": False,
-    "add_qkv_bias": False,
-    "qk_layernorm": False,
-    "position_embedding_type": "rope",
-    "untie_embeddings_and_output_weights": False,
-    "squared_relu": False,
-    "rotary_base": 10000,
-    "layernorm_epsilon": 1e-5,
-    "optimizer": "adam",
-    "tokenizer_vocab_size": 100,
-    "tokenizer_digest": "abc",
-}
-OPTIONS: dict[str, Any] = {
-    "load": None,
-    "pretrained_checkpoint": None,
-    "ckpt_step": None,
-    "finetune": False,
-    "exit_on_missing_checkpoint": False,
-    "no_load_optim": None,
-    "no_load_rng": None,
-    "use_checkpoint_opt_param_scheduler": False,
-}
-NAMES = (
-    "embedding.word_embeddings.weight",
-    "decoder.layers.0.mlp.linear_fc1.weight",
-    "decoder.final_layernorm.weight",
-)
+MODEL = f"{SIZES} --num-layers 1 --position-embedding-type rope"
 
 
 def flags(load: Path | None, **changed: Any) -> Namespace:
-    return Namespace(**{**MODEL, **OPTIONS, "load": None if load is None else str(load), **changed})
+    known = {"load": None if load is None else str(load), **changed}
+    return Namespace(**vars(run(MODEL)) | known)
 
 
-def checkpoint(
-    save: Path, iteration: int, *, args: dict[str, Any] | None = None, **run: Any
-) -> Path:
+def checkpoint(save: Path, iteration: int, **about: Any) -> Path:
     path = save / folder.folder_name(iteration)
     path.mkdir(parents=True)
     write_items = [WriteItem.whole(name, torch.ones(2, 2)) for name in NAMES]
     stored: StoredFile = write_safetensors(path / "rank_00000.safetensors", write_items)
     holds = {"optimizer": True, "random states": True}
     index = Index(
-        args=MODEL | (args or {}),
-        run={"iteration": iteration, "holds": holds, **run},
+        args=written_by(MODEL),
+        run={"iteration": iteration, "holds": holds, **about},
         tensors={
             write_item.name: write_item.stored_in("rank_00000.safetensors")
             for write_item in write_items
@@ -109,30 +74,22 @@ def refusal(args: Namespace) -> str:
     return str(error.value)
 
 
-def test_the_newest_is_used(tmp_path: Path) -> None:
-    checkpoint(tmp_path, 10)
-    newest = checkpoint(tmp_path, 20)
+def test_the_newest_is_used_and_what_is_passed_over_is_said(tmp_path: Path) -> None:
+    older, newest = checkpoint(tmp_path, 10), checkpoint(tmp_path, 20)
     found = chosen(flags(tmp_path))
     assert (found.folder, found.notes, found.weights_only) == (newest, (), False)
-
-
-def test_a_damaged_one_is_passed_over_by_name(tmp_path: Path) -> None:
-    whole, damaged = checkpoint(tmp_path, 10), checkpoint(tmp_path, 20)
-    (damaged / "rank_00000.safetensors").write_bytes(b"x")
-    found = chosen(flags(tmp_path))
-    assert found.folder == whole
-    (note,) = found.notes
-    assert note.startswith(f"checkpoint {damaged} is not used: rank_00000.safetensors has 1 bytes")
-
-
-def test_newer_ones_that_the_tracker_does_not_name_are_said(tmp_path: Path) -> None:
-    older, _ = checkpoint(tmp_path, 10), checkpoint(tmp_path, 20)
     folder.write_tracker(tmp_path, "10")
     found = chosen(flags(tmp_path))
     assert found.folder == older
     (note,) = found.notes
     assert "iter_0000020" in note
     assert chosen(flags(tmp_path, ckpt_step=10)).notes == ()
+    folder.write_tracker(tmp_path, "20")
+    (newest / "rank_00000.safetensors").write_bytes(b"x")
+    found = chosen(flags(tmp_path))
+    assert found.folder == older
+    (note,) = found.notes
+    assert note.startswith(f"checkpoint {newest} is not used: rank_00000.safetensors has 1 bytes")
 
 
 def test_what_would_pass_for_an_empty_folder_is_refused_with_its_remedy(tmp_path: Path) -> None:
@@ -163,12 +120,8 @@ def test_when_all_are_damaged_one_sentence_says_so(tmp_path: Path) -> None:
     for iteration in (10, 20):
         (checkpoint(tmp_path, iteration) / INDEX_FILE).unlink()
     said = refusal(flags(tmp_path))
-    assert "no checkpoint that can be used" in said
-    assert "iter_0000020" in said
-    assert "iter_0000010" in said
-
-
-def test_a_file_is_no_folder_of_checkpoints(tmp_path: Path) -> None:
+    for words in ("no checkpoint that can be used", "iter_0000020", "iter_0000010"):
+        assert words in said
     (tmp_path / "thesis").touch()
     said = refusal(flags(tmp_path / "thesis"))
     assert said == f"{tmp_path / 'thesis'} is a file; name the folder that --save named"

@@ -77,24 +77,25 @@ def test_a_replacement_that_was_done_is_cleaned_up(tmp_path: Path) -> None:
     assert names(tmp_path) == ["iter_0000010"]
 
 
-def test_the_trackers_checkpoint_is_tried_first_and_then_those_before_it(tmp_path: Path) -> None:
-    finished(tmp_path, 10, 20, 30)
-    folder.write_tracker(tmp_path, "20")
-    assert folder.candidates(tmp_path) == ["iter_0000020", "iter_0000010"]
-
-
-@pytest.mark.parametrize("text", [None, "", "twenty", "\x00"])
-def test_without_a_tracker_that_can_be_read_the_newest_is_tried(tmp_path: Path, text) -> None:
-    finished(tmp_path, 10, 20)
-    if text is not None:
-        (tmp_path / folder.TRACKER).write_text(text)
-    assert folder.candidates(tmp_path) == ["iter_0000020", "iter_0000010"]
-
-
-def test_a_tracker_that_names_nothing_is_tried_so_that_it_can_be_said(tmp_path: Path) -> None:
-    finished(tmp_path, 10)
-    folder.write_tracker(tmp_path, "20")
-    assert folder.candidates(tmp_path) == ["iter_0000020", "iter_0000010"]
+@pytest.mark.parametrize(
+    ("iterations", "tracker", "candidates"),
+    [
+        ((10, 20, 30), "20", [20, 10]),
+        # Without one that can be read the newest is tried.
+        *(((10, 20), text, [20, 10]) for text in (None, "", "twenty", "\x00")),
+        # One that names nothing is tried, so that it can be said.
+        ((10,), "20", [20, 10]),
+        ((), None, []),
+    ],
+)
+def test_the_trackers_checkpoint_is_tried_first_and_then_those_before_it(
+    tmp_path: Path, iterations: tuple[int, ...], tracker: str | None, candidates: list[int]
+) -> None:
+    finished(tmp_path, *iterations)
+    if tracker is not None:
+        (tmp_path / folder.TRACKER).write_text(tracker)
+    assert folder.candidates(tmp_path) == [folder.folder_name(number) for number in candidates]
+    assert folder.candidates(tmp_path / "absent") == []
 
 
 def test_a_tracker_that_passes_over_newer_ones_is_said(tmp_path: Path) -> None:
@@ -110,52 +111,38 @@ def test_a_tracker_that_passes_over_newer_ones_is_said(tmp_path: Path) -> None:
     assert "cannot be read" in note
 
 
-def test_a_released_model_has_no_iteration(tmp_path: Path) -> None:
-    (tmp_path / "release").mkdir()
-    folder.write_tracker(tmp_path, "release")
-    assert folder.candidates(tmp_path) == ["release"]
-
-
 def test_a_released_model_is_committed_under_that_name(tmp_path: Path) -> None:
     folder.commit(folder.begin(tmp_path, folder.RELEASE))
     assert names(tmp_path) == [folder.TRACKER, "release"]
     assert (tmp_path / folder.TRACKER).read_text() == "release"
+    assert folder.candidates(tmp_path) == ["release"]
 
 
-def test_an_empty_or_absent_folder_has_no_candidates(tmp_path: Path) -> None:
-    assert folder.candidates(tmp_path) == []
-    assert folder.candidates(tmp_path / "absent") == []
-
-
-def prune(save: Path, newest: int, **kept: int | None) -> list[str]:
-    folder.prune(save, newest=newest, **{"keep_last": None, "retain_interval": None} | kept)
-    return [name.removeprefix("iter_0000") for name in names(save)]
-
-
-def test_all_are_kept_unless_asked_otherwise(tmp_path: Path) -> None:
-    finished(tmp_path, 10, 20)
-    assert prune(tmp_path, 20) == ["010", "020"]
-
-
-def test_the_last_ones_are_kept_and_never_one_that_is_newer(tmp_path: Path) -> None:
-    finished(tmp_path, 10, 20, 30, 40, 90)
-    assert prune(tmp_path, 40, keep_last=2) == ["030", "040", "090"]
+@pytest.mark.parametrize(
+    ("newest", "kept", "left"),
+    [
+        (50, {}, [10, 20, 30, 40, 50]),
+        (50, {"keep_last": 2}, [40, 50]),
+        (40, {"keep_last": 2}, [30, 40, 50]),  # never one that is newer
+        (50, {"retain_interval": 20}, [20, 40, 50]),
+        (50, {"keep_last": 2, "retain_interval": 30}, [30, 40, 50]),
+    ],
+)
+def test_what_is_pruned(tmp_path: Path, newest: int, kept: dict[str, int], left: list[int]) -> None:
+    finished(tmp_path, 10, 20, 30, 40, 50)
+    prune(tmp_path, newest, **kept)
+    assert names(tmp_path) == [folder.folder_name(number) for number in left]
 
 
 def test_one_without_an_index_does_not_count(tmp_path: Path) -> None:
     finished(tmp_path, 10, 20, 30)
     (tmp_path / "iter_0000020" / INDEX_FILE).unlink()
-    assert prune(tmp_path, 30, keep_last=2) == ["010", "030"]
+    prune(tmp_path, 30, keep_last=2)
+    assert names(tmp_path) == ["iter_0000010", "iter_0000030"]
 
 
-def test_multiples_of_the_retained_interval_are_kept(tmp_path: Path) -> None:
-    finished(tmp_path, 10, 20, 30, 40, 50)
-    assert prune(tmp_path, 50, retain_interval=20) == ["020", "040", "050"]
-
-
-def test_both_flags_together_keep_what_either_keeps(tmp_path: Path) -> None:
-    finished(tmp_path, 10, 20, 30, 40, 50)
-    assert prune(tmp_path, 50, keep_last=2, retain_interval=30) == ["030", "040", "050"]
+def prune(save: Path, newest: int, **kept: int | None) -> None:
+    folder.prune(save, newest=newest, **{"keep_last": None, "retain_interval": None} | kept)
 
 
 def test_a_save_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:

@@ -29,17 +29,7 @@ from megatron.training.checkpoint.lock import (
 ROOT = Path(__file__).resolve().parents[3]
 NEVER_RENEWED = 0.2
 """Seconds, for which nobody has to be in time, to watch a lock that has no holder."""
-HOLDER = """
-import sys, time
-from pathlib import Path
-from megatron.training.checkpoint.lock import SaveLock
-
-lock = SaveLock.take(Path(sys.argv[1]), say=print)
-print("held", flush=True)
-sys.stdin.read()
-lock.release()
-"""
-RACER = """
+TAKER = """
 import sys, time
 from pathlib import Path
 from hetero.errors import UserError
@@ -65,9 +55,9 @@ def _short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(locks, "_SETTLE_SECONDS", 0.2)
 
 
-def start(program: str, save: Path) -> subprocess.Popen[str]:
+def start(save: Path) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-c", program, str(save)],
+        [sys.executable, "-c", TAKER, str(save)],
         cwd=ROOT,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
@@ -78,7 +68,7 @@ def start(program: str, save: Path) -> subprocess.Popen[str]:
 @contextmanager
 def holder(save: Path) -> Iterator[subprocess.Popen[str]]:
     """A process that holds the folder."""
-    process = start(HOLDER, save)
+    process = start(save)
     try:
         assert process.stdout is not None
         assert process.stdout.readline() == "held\n"
@@ -213,22 +203,16 @@ def test_a_holder_renews_its_lock(tmp_path: Path) -> None:
 
 
 def test_a_holder_that_was_replaced_finds_out_and_leaves_the_new_one_alone(tmp_path: Path) -> None:
-    lock, _ = take(tmp_path)
-    foreign(tmp_path)
-    with pytest.raises(LockLost, match=r"another run \(host gpu07, pid 4242"):
-        lock.require_held()
-    lock.release()
-    assert (tmp_path / LOCK_FILE).exists()
-
-
-def test_a_lock_that_somebody_removed_is_made_again(tmp_path: Path) -> None:
     lock, _ = take(tmp_path / "run")
     (tmp_path / "run" / LOCK_FILE).unlink()
     (tmp_path / "run").rmdir()
-    lock.require_held()
+    lock.require_held()  # Somebody removed it, so it is made again.
     assert "pid" in refusal(tmp_path / "run")
+    foreign(tmp_path / "run")
+    with pytest.raises(LockLost, match=r"another run \(host gpu07, pid 4242"):
+        lock.require_held()
     lock.release()
-    assert list((tmp_path / "run").iterdir()) == []
+    assert (tmp_path / "run" / LOCK_FILE).exists()
 
 
 @pytest.mark.parametrize("stale", [False, True], ids=["free", "left by a dead run"])
@@ -236,7 +220,7 @@ def test_of_several_that_come_at_once_one_holds_the_folder(tmp_path: Path, stale
     if stale:
         mine = Owner.this_process()
         foreign(tmp_path, host=mine.host, kernel=mine.kernel)
-    racers = [start(RACER, tmp_path) for _ in range(4)]
+    racers = [start(tmp_path) for _ in range(4)]
     answers = [racer.stdout.readline().strip() for racer in racers]  # type: ignore[union-attr]
     for racer in racers:
         racer.communicate("")

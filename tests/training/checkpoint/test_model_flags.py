@@ -113,17 +113,16 @@ def contradiction(stored: dict[str, Any], words: str, *, weights_only: bool = Fa
     return str(error.value)
 
 
-def test_every_flag_of_the_model_is_in_the_table() -> None:
+def test_every_flag_of_the_model_is_in_the_table_and_tested_here() -> None:
     groups = {g.title: g._group_actions for g in build_parser()._action_groups}
     assert set(GROUPS) <= set(groups)
     flags = {action.dest for title in GROUPS for action in groups[title]}
     assert flags - set(MODEL_FLAGS) == set(), "say in model_flags.py what these do to the model"
     assert set(MODEL_FLAGS) - flags == set()
     assert all(flag.why for flag in MODEL_FLAGS.values())
-
-
-def test_there_is_another_value_of_every_flag_that_is_compared() -> None:
     assert sorted(ANOTHER) == COMPARED_FLAGS
+    taken = {name for name, flag in MODEL_FLAGS.items() if flag.kind in TAKEN}
+    assert taken <= set(written_by(SIZES)), "a run writes down all that is taken"
 
 
 @pytest.mark.parametrize("name", COMPARED_FLAGS)
@@ -171,18 +170,16 @@ def test_all_that_differs_is_told_at_once_with_what_to_do() -> None:
         assert words in said
 
 
-def test_groups_of_as_many_as_there_are_heads_are_no_groups() -> None:
-    one, other = SIZES, f"{SIZES} --group-query-attention --num-query-groups 4"
-    assert compare(written_by(one), other) == compare(written_by(other), one) == ()
-
-
 def test_what_does_not_act_is_not_compared() -> None:
-    """RoPE's flags without RoPE, positions that are not learned, GeLU's without GeLU."""
+    """RoPE's flags without RoPE, positions that are not learned, GeLU's without GeLU, groups of
+    which there are as many as heads."""
     fused = written_by(f"{SIZES} --squared-relu --no-bias-gelu-fusion")
     assert compare(fused, f"{SIZES} --squared-relu") == ()
     assert compare(written_by(f"{SIZES} --rotary-base 5"), SIZES) == ()
     longer = written_by(f"{SIZES} {ROPE} --max-position-embeddings 16")
     assert compare(longer, f"{SIZES} {ROPE}") == ()
+    groups = f"{SIZES} --group-query-attention --num-query-groups 4"
+    assert compare(written_by(SIZES), groups) == compare(written_by(groups), SIZES) == ()
 
 
 @pytest.mark.parametrize("name", sorted(set(COMPARED_FLAGS) - {"add_qkv_bias", "swiglu"}))
@@ -240,10 +237,7 @@ def test_rows_of_the_vocabulary_are_the_checkpoint_s() -> None:
     ]
     unsaid = {name: value for name, value in stored.items() if name != "padded_vocab_size"}
     assert adopted(unsaid, "--padded-vocab-size 256").padded_vocab_size == 256
-
-
-def test_other_rows_of_padding_are_told() -> None:
-    (line,) = compare(written_by(SIZES, padded_vocab_size=128), f"{SIZES} --padded-vocab-size 256")
+    (line,) = compare(stored, f"{SIZES} --padded-vocab-size 256")
     assert "has 128 rows of vocabulary and this run 256" in line
 
 
@@ -268,15 +262,14 @@ def test_another_tokenizer_is_refused() -> None:
     assert "another tokenizer of the same size" in line
 
 
-def test_a_training_run_that_does_not_mention_a_flag_did_not_have_it() -> None:
+def test_a_flag_that_is_not_mentioned_was_not_had_in_training_and_is_this_run_s_of_weights() -> (
+    None
+):
     stored = written_by(SIZES)
     del stored["layernorm_zero_centered_gamma"]
     assert compare(stored, SIZES) == ()
     said = refusal(stored, f"{SIZES} --apply-layernorm-1p")
     assert "--apply-layernorm-1p is off there and on here" in said
-
-
-def test_weights_that_do_not_mention_a_flag_are_taken_for_this_run_s_with_a_line() -> None:
     stored = {"num_layers": 2, "hidden_size": 16}
     assert compare(stored, SIZES, weights_only=True) == ()
     (line,) = compare(stored, f"{SIZES} --apply-layernorm-1p", weights_only=True)
@@ -306,17 +299,12 @@ def test_where_there_is_no_checkpoint_yet_the_flags_are_the_model_s(tmp_path: Pa
     assert f"--use-checkpoint-args: {why}" in args.ignored_flags
     with pytest.raises(UserError, match="to take --num-layers, --hidden-size"):
         _resume(tmp_path)
-
-
-def test_a_checkpoint_that_cannot_be_read_is_no_new_start(tmp_path: Path) -> None:
-    (_save(tmp_path, SIZES) / "iter_0000010" / INDEX_FILE).write_text("{")
+    # One that cannot be read is no new start, nor is one of Megatron-LM.
+    index = _save(tmp_path, SIZES) / "iter_0000010" / INDEX_FILE
+    index.write_text("{")
     with pytest.raises(UserError, match=r"no checkpoint in .* can be read"):
         _resume(tmp_path, SIZES)
-
-
-def test_one_of_megatron_lm_is_told_with_the_command_to_run(tmp_path: Path) -> None:
-    (tmp_path / "iter_0000010").mkdir()
-    (tmp_path / "iter_0000010" / ".metadata").touch()
+    index.rename(index.with_name(".metadata"))
     with pytest.raises(UserError, match=f"import-megatron {tmp_path} "):
         _resume(tmp_path, SIZES)
 
@@ -331,9 +319,3 @@ def _save(folder: Path, words: str) -> Path:
 
 def _resume(load: Path, words: str = "") -> Namespace:
     return parse_args(f"{RUN} --load {load} --use-checkpoint-args {words}".split(), world_size=1)
-
-
-def test_all_that_is_taken_is_written_down_by_a_run() -> None:
-    assert {name for name, flag in MODEL_FLAGS.items() if flag.kind in TAKEN} <= set(
-        written_by(SIZES)
-    )

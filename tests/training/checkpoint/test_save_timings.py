@@ -31,6 +31,8 @@ def stand_still(costs: SaveTimings, clock: Clock, seconds: float) -> None:
 
 
 def test_each_save_has_its_own_time_and_the_run_their_sum(costs: SaveTimings, clock: Clock) -> None:
+    stand_still(costs, clock, 3.0)  # of no save
+    assert costs.as_json() == {"saving_seconds": 0.0, "saves": []}
     costs.begin(6)
     stand_still(costs, clock, 1.5)
     clock.now += 40.0
@@ -40,41 +42,15 @@ def test_each_save_has_its_own_time_and_the_run_their_sum(costs: SaveTimings, cl
     stand_still(costs, clock, 0.5)
     costs.end(memory_wait_s=0.0, written_s=7.0, bytes=641)
 
+    names = ("iteration", "stood_still_s", "memory_wait_s", "written_s", "bytes")
+    saves = [(6, 1.75, 1.0, 8.0, 640), (12, 0.5, 0.0, 7.0, 641)]
     assert costs.as_json() == {
         "saving_seconds": 2.25,
-        "saves": [
-            {
-                "iteration": 6,
-                "stood_still_s": 1.75,
-                "memory_wait_s": 1.0,
-                "written_s": 8.0,
-                "bytes": 640,
-            },
-            {
-                "iteration": 12,
-                "stood_still_s": 0.5,
-                "memory_wait_s": 0.0,
-                "written_s": 7.0,
-                "bytes": 641,
-            },
-        ],
+        "saves": [dict(zip(names, save, strict=True)) for save in saves],
     }
 
 
-def test_time_between_saves_is_no_saves(costs: SaveTimings, clock: Clock) -> None:
-    stand_still(costs, clock, 3.0)
-    assert costs.as_json() == {"saving_seconds": 0.0, "saves": []}
-
-
 def test_a_save_that_failed_cost_time_too(costs: SaveTimings, clock: Clock) -> None:
-    costs.begin(6)
-    stand_still(costs, clock, 2.0)
-    cost = costs.end(memory_wait_s=0.0, written_s=None, bytes=None)
-    assert (cost.stood_still_s, cost.written_s, cost.bytes) == (2.0, None, None)
-    assert costs.total_s == 2.0
-
-
-def test_time_counts_although_the_block_raised(costs: SaveTimings, clock: Clock) -> None:
     def fail() -> None:
         with costs.blocking():
             clock.now += 2.0
@@ -83,11 +59,8 @@ def test_time_counts_although_the_block_raised(costs: SaveTimings, clock: Clock)
     costs.begin(6)
     with pytest.raises(OSError, match="full"):
         fail()
+    cost = costs.end(memory_wait_s=0.0, written_s=None, bytes=None)
+    assert (cost.stood_still_s, cost.written_s, cost.bytes) == (2.0, None, None)
     assert costs.total_s == 2.0
-
-
-def test_a_save_cannot_end_twice(costs: SaveTimings) -> None:
-    costs.begin(6)
-    costs.end(memory_wait_s=0.0, written_s=1.0, bytes=1)
     with pytest.raises(RuntimeError, match="had not begun"):
         costs.end(memory_wait_s=0.0, written_s=1.0, bytes=1)

@@ -70,9 +70,16 @@ def contents(rank: int, *, source: Callable[[], torch.Tensor] | None = None) -> 
     return Contents(write_items=[write_item], args={"a": 1}, run={"iteration": 5}, optimizer_step=5)
 
 
-def save(control: PlayedControl, folder: Path, **how: Any) -> SaveOutcome:
-    saver = Saver(folder, control, kept=RetentionPolicy())  # type: ignore[arg-type]
-    saver.start(5, contents(control.rank, **how))
+def save(
+    control: PlayedControl,
+    folder: Path,
+    *,
+    iteration: int = 5,
+    source: Callable[[], torch.Tensor] | None = None,
+    **how: Any,
+) -> SaveOutcome:
+    saver = Saver(folder, control, **{"kept": RetentionPolicy(), **how})  # type: ignore[arg-type]
+    saver.start(iteration, contents(control.rank, source=source))
     outcome = saver.finish()
     assert outcome is not None
     assert not saver.in_flight
@@ -89,25 +96,23 @@ def test_a_save_of_several_ranks_is_one_checkpoint(tmp_path: Path) -> None:
     with CheckpointReader.open(tmp_path) as reader:
         assert torch.equal(reader.tensor("w"), WHOLE)
         assert reader.run == {"iteration": 5, "optimizer_step": 5}
-        assert sorted(path.name for path in reader.folder.iterdir()) == [
-            "index.json",
-            *(f"rank_{rank:05d}.safetensors" for rank in range(RANKS)),
-        ]
+        parts = [f"rank_{rank:05d}.safetensors" for rank in range(RANKS)]
+        assert sorted(path.name for path in reader.folder.iterdir()) == ["index.json", *parts]
+    for part, outcome in zip(parts, outcomes, strict=True):
+        assert outcome.part is not None
+        assert outcome.part.bytes == (tmp_path / "iter_0000005" / part).stat().st_size
+        assert 0 < outcome.part.seconds <= outcome.seconds
+    assert outcomes[0].bytes == sum(outcome.part.bytes for outcome in outcomes)
 
 
 @pytest.mark.parametrize("victim", range(RANKS))
 def test_a_part_that_cannot_be_written_undoes_the_save_on_all(tmp_path: Path, victim: int) -> None:
     on_every_rank(lambda control: save(control, tmp_path))
-
-    def play(control: PlayedControl) -> SaveOutcome:
-        saver = Saver(tmp_path, control, kept=RetentionPolicy())  # type: ignore[arg-type]
-        source = failing if control.rank == victim else None
-        saver.start(9, contents(control.rank, source=source))
-        outcome = saver.finish()
-        assert outcome is not None
-        return outcome
-
-    outcomes = on_every_rank(play)
+    outcomes = on_every_rank(
+        lambda control: save(
+            control, tmp_path, iteration=9, source=failing if control.rank == victim else None
+        )
+    )
     said = f"rank {victim}: No space left on device"
     assert [outcome.problem for outcome in outcomes] == [said] * RANKS
     assert sorted(path.name for path in tmp_path.iterdir()) == ["iter_0000005", TRACKER]
@@ -187,30 +192,18 @@ def test_a_rank_without_memory_for_a_copy_says_so_and_the_next_save_is_whole(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["iter_0000006", TRACKER]
 
 
-def test_every_rank_knows_the_size_of_its_own_file(tmp_path: Path) -> None:
-    outcomes = on_every_rank(lambda control: save(control, tmp_path))
-    for rank, outcome in enumerate(outcomes):
-        file = tmp_path / "iter_0000005" / f"rank_{rank:05d}.safetensors"
-        assert outcome.part is not None
-        assert outcome.part.bytes == file.stat().st_size
-        assert 0 < outcome.part.seconds <= outcome.seconds
-    assert outcomes[0].bytes == sum(outcome.part.bytes for outcome in outcomes)
-
-
 def test_the_next_save_waits_for_none_but_its_own(tmp_path: Path) -> None:
     """Several saves by one saver, the memory of the copy used again."""
 
     def play(control: PlayedControl) -> list[str | None]:
         snapshot = Snapshot(DeviceToHostCopier(CPU))
         saver = Saver(tmp_path, control, kept=RetentionPolicy(last=2), snapshot=snapshot)  # type: ignore[arg-type]
-        problems = []
+        outcomes = []
         for iteration in (5, 6, 7):
             saver.start(iteration, contents(control.rank))
-            outcome = saver.finish()
-            assert outcome is not None
-            problems.append(outcome.problem)
+            outcomes.append(saver.finish())
         assert saver.finish() is None
-        return problems
+        return [outcome.problem for outcome in outcomes if outcome is not None]
 
     assert on_every_rank(play) == [[None] * 3] * RANKS
     assert sorted(path.name for path in tmp_path.glob("iter_*")) == ["iter_0000006", "iter_0000007"]
@@ -228,12 +221,14 @@ class PlayedLock:
             raise LockLost("another run (host b, pid 7) took over")
 
 
+def taken_over(control: PlayedControl, *, looks: int) -> PlayedLock | None:
+    return PlayedLock(looks) if control.rank == 0 else None
+
+
 def test_a_run_whose_folder_another_has_taken_over_writes_nothing_and_ends(tmp_path: Path) -> None:
     def play(control: PlayedControl) -> str:
-        lock = PlayedLock(0) if control.rank == 0 else None
-        saver = Saver(tmp_path, control, kept=RetentionPolicy(), lock=lock)  # type: ignore[arg-type]
         with pytest.raises(SaveError) as error:
-            saver.start(5, contents(control.rank))
+            save(control, tmp_path, lock=taken_over(control, looks=0))
         return str(error.value)
 
     assert on_every_rank(play) == ["another run (host b, pid 7) took over"] * RANKS
@@ -241,13 +236,10 @@ def test_a_run_whose_folder_another_has_taken_over_writes_nothing_and_ends(tmp_p
 
 
 def test_a_folder_taken_over_during_a_save_keeps_what_the_other_run_wrote(tmp_path: Path) -> None:
-    def play(control: PlayedControl) -> SaveOutcome | None:
-        lock = PlayedLock(1) if control.rank == 0 else None
-        saver = Saver(tmp_path, control, kept=RetentionPolicy(), lock=lock)  # type: ignore[arg-type]
-        saver.start(5, contents(control.rank))
-        return saver.finish()
-
-    problems = {outcome.problem for outcome in on_every_rank(play)}
+    outcomes = on_every_rank(
+        lambda control: save(control, tmp_path, lock=taken_over(control, looks=1))
+    )
+    problems = {outcome.problem for outcome in outcomes}
     assert problems == {"rank 0: another run (host b, pid 7) took over"}
     assert not (tmp_path / "iter_0000005").exists()
     assert not (tmp_path / TRACKER).exists()

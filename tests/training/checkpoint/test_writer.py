@@ -25,28 +25,24 @@ NAMES = (
 
 
 def test_weights_written_file_by_file_are_read_as_one_checkpoint(tmp_path: Path) -> None:
-    weights = {name: torch.randn(3, 2) for name in NAMES}
-    files = ([WriteItem.whole(name, tensor)] for name, tensor in weights.items())
-    folder = write_release(tmp_path, files, args=ARGS)
-    assert folder == tmp_path / "release"
-    with CheckpointReader.open(tmp_path) as reader:
-        assert reader.args == ARGS
-        assert reader.names() == sorted(NAMES)
-        for name, tensor in weights.items():
-            assert torch.equal(reader.tensor(name), tensor)
-
-
-def test_other_files_go_along_once_the_weights_are_there(tmp_path: Path) -> None:
+    """Other files go along once the weights are there."""
     seen: list[str] = []
 
     def add(folder: Path) -> None:
         seen.extend(entry.name for entry in folder.iterdir())
         (folder / "tokenizer.json").write_text("{}")
 
-    files = [[WriteItem.whole(name, torch.ones(2))] for name in NAMES]
+    weights = {name: torch.randn(3, 2) for name in NAMES}
+    files = ([WriteItem.whole(name, tensor)] for name, tensor in weights.items())
     folder = write_release(tmp_path, files, args=ARGS, add_companions=add)
+    assert folder == tmp_path / "release"
     assert sorted(seen) == [f"weights_0000{number}.safetensors" for number in range(3)]
     assert (folder / "tokenizer.json").read_text() == "{}"
+    with CheckpointReader.open(tmp_path) as reader:
+        assert reader.args == ARGS
+        assert reader.names() == sorted(NAMES)
+        for name, tensor in weights.items():
+            assert torch.equal(reader.tensor(name), tensor)
 
 
 @pytest.mark.parametrize(
@@ -71,19 +67,15 @@ def test_what_is_no_whole_model_is_no_checkpoint(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_signal_is_noticed_and_not_obeyed() -> None:
+def test_a_signal_is_noticed_and_obeyed_by_a_forked_process_alone() -> None:
     before = signal.getsignal(signal.SIGUSR1)
     with StopSignal("SIGUSR1") as stop:
-        assert not stop.seen
-        os.kill(os.getpid(), signal.SIGUSR1)
-        assert stop.seen
-    assert signal.getsignal(signal.SIGUSR1) == before
-
-
-def test_a_forked_process_obeys_the_signal() -> None:
-    with StopSignal("SIGUSR1"):
         child = os.fork()
         if child == 0:
             os.kill(os.getpid(), signal.SIGUSR1)
             os._exit(0)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGUSR1
+        assert not stop.seen
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert stop.seen
+    assert signal.getsignal(signal.SIGUSR1) == before

@@ -66,24 +66,17 @@ def cosines(rotary: Rotary, turned: torch.Tensor) -> torch.Tensor:
 
 
 def test_cosines_are_computed_once_for_angles_that_recomputation_detached() -> None:
-    rotary, turned = Rotary(), angles(WIDTH)
+    rotary, turned, other = Rotary(), angles(WIDTH), 2 * angles(WIDTH)
     first, again = cosines(rotary, turned), cosines(rotary, turned.detach())
     assert again.data_ptr() == first.data_ptr()
+    torch.testing.assert_close(first, turned.cos())
+    torch.testing.assert_close(cosines(rotary, other), other.cos())
 
 
-def test_other_angles_have_their_own_cosines() -> None:
-    rotary, first, second = Rotary(), angles(WIDTH), 2 * angles(WIDTH)
-    torch.testing.assert_close(cosines(rotary, first), first.cos())
-    torch.testing.assert_close(cosines(rotary, second), second.cos())
-
-
-def test_other_angles_for_keys_are_refused() -> None:
+def test_other_angles_for_keys_and_interleaved_features_are_refused() -> None:
     mixed = torch.randn(SEQUENCE, BATCH, GROUPS, (PER_GROUP + 2) * WIDTH)
     widths = [PER_GROUP * WIDTH, WIDTH, WIDTH]
     with pytest.raises(ValueError, match="same positions"):
         Rotary().split_and_rotate(mixed, angles(WIDTH), angles(WIDTH), widths)
-
-
-def test_interleaved_features_are_refused() -> None:
     with pytest.raises(ValueError, match="megatron-core's plain operations"):
         Rotary().rotate(torch.randn(SEQUENCE, BATCH, 4, WIDTH), angles(WIDTH), True)

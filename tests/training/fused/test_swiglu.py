@@ -30,22 +30,13 @@ def install(monkeypatch: pytest.MonkeyPatch, **contents: object) -> None:
 
 
 def test_it_is_available_where_liger_kernel_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    install(monkeypatch, LigerFusedGateUpSiLUMulFunction=Doubled)
-    assert swiglu.is_available()
-
-
-def test_a_liger_kernel_from_before_it_is_as_good_as_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    install(monkeypatch, LigerSiLUMulFunction=Doubled)
-    assert not swiglu.is_available()
-
-
-def test_without_liger_kernel_it_is_not_available(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, MODULE, None)
     assert not swiglu.is_available()
-
-
-def test_it_takes_what_megatron_core_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, LigerSiLUMulFunction=Doubled)  # one from before it
+    assert not swiglu.is_available()
     install(monkeypatch, LigerFusedGateUpSiLUMulFunction=Doubled)
+    assert swiglu.is_available()
+    # It takes what megatron-core passes.
     assert LigerSwiGLU.apply(torch.ones(2), False, False).tolist() == [2.0, 2.0]
 
 

@@ -92,17 +92,10 @@ def test_a_model_that_is_not_computed_is_refused_with_all_that_is_wrong() -> Non
         *("--position-embedding-type yarn", "--softmax-type learnable"),
     ):
         assert flag in str(error.value)
-
-
-def test_flags_that_ask_for_nothing_are_not() -> None:
+    # Flags that ask for nothing are not.
     nothing = {"num_experts": None, "fp8": None, "softmax_type": "vanilla", "rope_type": "rope"}
-    assert (
-        args_from_namespace(_namespace(**nothing, mtp_num_layers=0), source="it")["num_layers"] == 4
-    )
-
-
-def test_arguments_that_do_not_tell_the_model_are_refused() -> None:
+    found = args_from_namespace(_namespace(**nothing, mtp_num_layers=0), source="it")
+    assert found["num_layers"] == 4
+    little = Namespace(num_attention_heads=4, max_position_embeddings=8)
     with pytest.raises(UserError, match="num_layers, hidden_size"):
-        args_from_namespace(
-            Namespace(num_attention_heads=4, max_position_embeddings=8), source="it"
-        )
+        args_from_namespace(little, source="it")

@@ -158,37 +158,32 @@ def _a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch_dist_writer._Planner, "resolve_data", resolve)
 
 
+LOCAL, FUSED = "local", "transformer_engine"
 CASES = [
-    (LLAMA, 1, [[4]], 1, 10_000),
-    (LLAMA, 2, [[2, 2]], 1, 700),
-    (LLAMA, 2, [[1, 3]], 3, 700),
-    (LLAMA, 1, [[1, 1], [1, 1]], 2, 300),
-    (QWEN, 2, [[3, 1]], 2, 500),
-    (QWEN, 1, [[1, 0, 2, 1]], 2, 500),
-    (GPT2, 4, [[2, 2]], 2, 100),
-    (GPT2, 2, [[4]], 4, 400),
+    (LLAMA, LOCAL, 1, [[4]], 1, 10_000),
+    (LLAMA, FUSED, 2, [[2, 2]], 1, 700),
+    (LLAMA, LOCAL, 2, [[1, 3]], 3, 700),
+    (LLAMA, FUSED, 1, [[1, 1], [1, 1]], 2, 300),
+    (QWEN, LOCAL, 2, [[3, 1]], 2, 500),
+    (QWEN, FUSED, 1, [[1, 0, 2, 1]], 2, 500),
+    (GPT2, LOCAL, 4, [[2, 2]], 2, 300),
+    (GPT2, FUSED, 2, [[4]], 4, 400),
 ]
 
 
-@pytest.mark.parametrize("impl", ["local", "transformer_engine"])
-@pytest.mark.parametrize("case", CASES, ids=lambda case: f"tp{case[1]}-{case[2]}-dp{case[3]}")
+@pytest.mark.parametrize(
+    "case", CASES, ids=lambda case: f"{case[1]}-tp{case[2]}-{case[3]}-dp{case[4]}"
+)
 def test_every_tensor_is_found_in_buckets_of_any_layout(
-    case: tuple[Any, ...], impl: str, tmp_path: Path
+    case: tuple[Any, ...], tmp_path: Path
 ) -> None:
-    model, ranks, chunks, replicas, bucket_size = case
+    model, impl, ranks, chunks, replicas, bucket_size = case
     args = {**model, "transformer_impl": impl, "tensor_model_parallel_size": ranks}
     states = {name: weights(args) for name in ("param", *ADAM_MOMENTS)}
     for number, name in enumerate(ADAM_MOMENTS):
         states[name] = {n: t + 1 + number for n, t in states[name].items()}
-    _write(
-        tmp_path,
-        args,
-        states,
-        ranks=ranks,
-        chunks=chunks,
-        replicas=replicas,
-        bucket_size=bucket_size,
-    )
+    layout = {"ranks": ranks, "chunks": chunks, "replicas": replicas}
+    _write(tmp_path, args, states, **layout, bucket_size=bucket_size)
     tensors = model_tensors(args, rows=ROWS)
     found = find_optimizer(TorchDistReader(tmp_path), tensors, args)
     assert found is not None

@@ -20,7 +20,7 @@ from megatron.training.checkpoint.index import DamagedCheckpoint
 from megatron.training.megatron_lm.pickles import Placeholder, RestrictedLoader
 
 
-class _Malicious:
+class Malicious:
     """Its pickle runs a command when it is read."""
 
     def __init__(self, command: str) -> None:
@@ -59,7 +59,7 @@ def test_a_pickle_that_runs_something_is_refused_by_name(
     loader: RestrictedLoader, tmp_path: Path, beside: dict[str, Any]
 ) -> None:
     marker = tmp_path / "ran"
-    torch.save({**beside, "args": _Malicious(f"touch {marker}")}, tmp_path / "common.pt")
+    torch.save({**beside, "args": Malicious(f"touch {marker}")}, tmp_path / "common.pt")
     with pytest.raises(UserError, match=r"posix\.system"):
         loader.load_file(tmp_path / "common.pt")
     assert not marker.exists()
@@ -68,7 +68,7 @@ def test_a_pickle_that_runs_something_is_refused_by_name(
 @pytest.mark.parametrize("protocol", [2, 4, 5])
 def test_so_is_one_in_the_metadata(loader: RestrictedLoader, tmp_path: Path, protocol: int) -> None:
     marker = tmp_path / "ran"
-    data = pickle.dumps({"a": _Malicious(f"touch {marker}")}, protocol=protocol)
+    data = pickle.dumps({"a": Malicious(f"touch {marker}")}, protocol=protocol)
     (tmp_path / ".metadata").write_bytes(data)
     with pytest.raises(UserError, match=r"posix\.system"):
         loader.load_pickle(tmp_path / ".metadata")

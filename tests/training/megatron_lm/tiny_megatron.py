@@ -86,9 +86,16 @@ def save_weights(save: Path, args: Mapping[str, Any], found: Mapping[str, torch.
 
 
 def save_training(
-    save: Path, args: Mapping[str, Any], *, dtype: torch.dtype
+    save: Path,
+    args: Mapping[str, Any],
+    *,
+    dtype: torch.dtype,
+    changed: Mapping[str, torch.Tensor] | None = None,
 ) -> dict[str, torch.Tensor]:
-    """A checkpoint of iteration 3 with Adam's state; every tensor of it."""
+    """A checkpoint of iteration 3 with Adam's state; every tensor of it.
+
+    `changed` replaces some of them.
+    """
     generator = torch.Generator().manual_seed(4)
     found = {}
     for name, weight in weights(args).items():
@@ -97,6 +104,7 @@ def save_training(
             found[optimizer_name("main", name)] = weight
         for moment in ("exp_avg", "exp_avg_sq"):
             found[optimizer_name(moment, name)] = torch.rand(weight.shape, generator=generator)
+    found |= changed or {}
     run = {
         "iteration": 3,
         "consumed_train_samples": 12,

@@ -79,6 +79,9 @@ def _iteration(timers: Timers, device: Device) -> None:
     timers.end()
 
 
+EVERY_LEVEL = {"grad sync": 4, "wait all": 7, "optimizer": 7}
+
+
 def _counted(times: dict[str, float]) -> dict[str, float]:
     return {name: ms for name, ms in times.items() if ms}
 
@@ -87,39 +90,18 @@ def test_each_stretch_of_time_belongs_to_the_innermost_timer(device: Device) -> 
     timers = Timers(level=2, clock=device)
     _iteration(timers, device)
     times = timers.take()
-    assert _counted(times.parts) == {
-        "wait prev": 5,
-        "forward": 10,
-        "data": 2,
-        "backward": 20,
-        "grad sync": 4,
-        "wait all": 7,
-        "optimizer": 7,
-        "other": 6,
-    }
+    parts = {"wait prev": 5, "forward": 10, "data": 2, "backward": 20, "other": 6}
+    assert _counted(times.parts) == EVERY_LEVEL | parts
     assert times.whole == sum(times.parts.values()) == 61
+    whole = times.timers  # as in Megatron
+    assert (whole["forward-backward"], whole["forward-compute"], whole["optimizer"]) == (44, 12, 14)
 
 
-def test_a_timer_has_its_whole_time_as_in_megatron(device: Device) -> None:
-    timers = Timers(level=2, clock=device)
-    _iteration(timers, device)
-    times = timers.take().timers
-    assert (times["forward-backward"], times["forward-compute"], times["optimizer"]) == (44, 12, 14)
-
-
-def test_level_1_times_what_comes_once_in_an_iteration(device: Device) -> None:
+def test_lower_levels_time_what_comes_once_in_an_iteration_and_nothing(device: Device) -> None:
     timers = Timers(level=1, clock=device)
     _iteration(timers, device)
-    assert _counted(timers.take().parts) == {
-        "forward-backward": 40,
-        "grad sync": 4,
-        "wait all": 7,
-        "optimizer": 7,
-        "other": 3,
-    }
-
-
-def test_level_0_marks_nothing(device: Device) -> None:
+    assert _counted(timers.take().parts) == EVERY_LEVEL | {"forward-backward": 40, "other": 3}
+    device.marked = 0
     timers = Timers(level=0, clock=device)
     _iteration(timers, device)
     timers.count_completed()
@@ -127,27 +109,28 @@ def test_level_0_marks_nothing(device: Device) -> None:
     assert timers.take() == Times()
 
 
-def test_evaluation_is_not_timed(device: Device) -> None:
+def test_neither_evaluation_nor_a_name_that_is_not_known_is_timed(device: Device) -> None:
     timers = Timers(level=2, clock=device)
     assert timers("forward-compute", log_level=2) is NO_TIMER
     _spend(timers, device, "forward-compute", 5)
     assert device.marked == 0
-
-
-def test_a_name_of_megatron_core_that_is_not_known_is_left_out(device: Device) -> None:
-    timers = Timers(level=2, clock=device)
     timers.begin()
     assert timers("conditional-embedder-grads-all-reduce", log_level=1) is NO_TIMER
     timers.end()
 
 
-def test_times_are_means_of_what_was_taken_together(device: Device) -> None:
+def test_times_of_several_iterations_are_sums_and_travel_as_a_row_of_numbers(
+    device: Device,
+) -> None:
     timers = Timers(level=2, clock=device)
     for _ in range(3):
         _iteration(timers, device)
     times = timers.take()
     assert (times.iterations, times.whole, times.parts["backward"]) == (3, 183, 60)
     assert timers.take() == Times()
+    row = torch.tensor(times.as_row(), dtype=torch.float64).tolist()
+    assert len(row) == 2 + len(PARTS) + len(TIMERS)
+    assert Times.from_row(row) == times
 
 
 def test_nothing_is_waited_for_until_the_times_are_asked_for(device: Device) -> None:
@@ -224,15 +207,6 @@ def test_parts_are_never_negative_and_add_up_to_the_iteration(work: list[Any], l
     assert all(ms >= 0 for ms in times.parts.values())
     assert sum(times.parts.values()) == pytest.approx(times.whole)
     assert times.whole == device.now
-
-
-def test_times_travel_as_a_row_of_numbers(device: Device) -> None:
-    timers = Timers(level=2, clock=device)
-    _iteration(timers, device)
-    times = timers.take()
-    row = torch.tensor(times.as_row(), dtype=torch.float64).tolist()
-    assert len(row) == 2 + len(PARTS) + len(TIMERS)
-    assert Times.from_row(row) == times
 
 
 def test_the_host_measures_where_the_host_computes() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from types import SimpleNamespace
 from typing import Any
 
@@ -97,13 +98,10 @@ def test_ranks_meet_only_when_something_is_told() -> None:
     assert found.points == []
     rest = found.log.rest(9)
     assert (rest.first, rest.last, rest.ranks[2].iterations) == (9, 9, 1)
-
-
-def test_at_level_0_they_never_meet() -> None:
-    found = _log("--log-timers-to-tensorboard")
-    _train(found, 4, log_interval=1)
-    assert found.log.rest(4) is None
-    assert (found.statistics.gathered, found.intervals, found.points) == (0, [], [])
+    untimed = _log("--log-timers-to-tensorboard")
+    _train(untimed, 4, log_interval=1)
+    assert untimed.log.rest(4) is None
+    assert (untimed.statistics.gathered, untimed.intervals, untimed.points) == (0, [], [])
 
 
 def test_points_and_lines_come_at_their_own_intervals() -> None:
@@ -147,31 +145,17 @@ PLACES = [
 
 def test_a_row_is_the_mean_of_an_iteration_over_a_stages_ranks() -> None:
     lines = stage_table(_interval(), PLACES, level=2).splitlines()
-    head, _, first, second = (line.split("  ") for line in lines)
-    cells = [[cell.strip() for cell in row if cell.strip()] for row in (head, first, second)]
-    named = [dict(zip(cells[0], row, strict=True)) for row in cells[1:]]
-    assert list(named[0])[4:] == [
+    ends = lines[0].index("iteration") + len("iteration")
+    assert [line[:ends].split()[-1] for line in lines[2:]] == ["50.0", "55.0"], "under its head"
+    head, _, *rows = ([cell.strip() for cell in line.split("  ") if cell.strip()] for line in lines)
+    first, second = (dict(zip(head, row, strict=True)) for row in rows)
+    assert head[4:] == [
         *("forward", "backward", "wait prev", "wait next", "grad sync", "wait all"),
         *("optimizer", "data", "other"),
     ]
-    assert (named[0]["iteration"], named[0]["wait next"], named[0]["other"]) == (
-        "50.0",
-        "30.0",
-        "5.0",
-    )
-    assert named[1]["vendor"] == "amd (simulated)"
-    assert named[1]["ranks"] == "1-2"
-    assert (named[1]["iteration"], named[1]["forward"], named[1]["wait prev"]) == (
-        "55.0",
-        "35.0",
-        "10.0",
-    )
-
-
-def test_columns_stand_right_under_their_heads() -> None:
-    lines = stage_table(_interval(), PLACES, level=2).splitlines()
-    ends = lines[0].index("iteration") + len("iteration")
-    assert [line[:ends].split()[-1] for line in lines[2:]] == ["50.0", "55.0"]
+    assert (first["wait next"], first["other"]) == ("30.0", "5.0")
+    assert (second["vendor"], second["ranks"]) == ("amd (simulated)", "1-2")
+    assert (second["forward"], second["wait prev"]) == ("35.0", "10.0")
 
 
 @pytest.mark.parametrize("part", ["embedding", "wait both"])
@@ -189,46 +173,28 @@ def test_level_1_has_one_column_for_the_schedule() -> None:
 
 
 @pytest.mark.parametrize(
-    ("option", "lines"),
+    ("option", "text"),
     [
         (
             "max",
-            [
-                "max time across ranks (ms):",
-                "    forward-compute ..: 40.00",
-                "    optimizer ..: 1.50",
-            ],
+            "max time across ranks (ms):|    forward-compute ..: 40.00|    optimizer ..: 1.50",
         ),
         (
             "minmax",
-            [
-                "(min, max) time across ranks (ms):",
-                "    forward-compute ..: (10.00, 40.00)",
-                "    optimizer ..: (1.50, 1.50)",
-            ],
+            "(min, max) time across ranks (ms):|    forward-compute ..: (10.00, 40.00)|"
+            "    optimizer ..: (1.50, 1.50)",
         ),
         (
             "all",
-            [
-                "times across ranks (ms):",
-                "  forward-compute:",
-                "     rank  0: 10.00",
-                "     rank  2: 40.00",
-                "  optimizer:",
-                "     rank  2: 1.50",
-            ],
+            "times across ranks (ms):|  forward-compute:|     rank  0: 10.00|     rank  2: 40.00|"
+            "  optimizer:|     rank  2: 1.50",
         ),
     ],
 )
-def test_timers_are_told_in_megatrons_words(option: str, lines: list[str]) -> None:
+def test_timers_are_told_in_megatrons_words(option: str, text: str) -> None:
     """--timing-log-option; a rank in which a timer never ran is not counted."""
     told = timer_lines(_interval().timers(), option=option)
-    assert [_short(line) for line in told] == lines
-
-
-def _short(line: str) -> str:
-    name, dots, rest = line.partition(" ..")
-    return f"{name} ..{rest.lstrip('.')}" if dots else line
+    assert re.sub(r" \.\.+:", " ..:", "|".join(told)) == text
 
 
 @pytest.mark.parametrize(("option", "rows"), [("minmax", 2), ("all", 3)])

@@ -37,6 +37,23 @@ def train_sentencepiece(prefix: Path, **options) -> str:
     return f"{prefix}.model"
 
 
+def train_gpt2(folder: Path, texts: list[str], *, vocab_size: int) -> dict[str, str]:
+    """A byte-level BPE of a few tokens; the flags that name GPT-2's two files of it."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        special_tokens=["<|endoftext|>"],
+        show_progress=False,
+    )
+    bpe.train_from_iterator(texts, trainer)
+    bpe.model.save(str(folder))
+    return {"vocab_file": f"{folder}/vocab.json", "merge_file": f"{folder}/merges.txt"}
+
+
 @pytest.fixture(scope="module")
 def sentencepiece_model(tmp_path_factory) -> str:
     return train_sentencepiece(tmp_path_factory.mktemp("sp") / "tiny")
@@ -44,21 +61,7 @@ def sentencepiece_model(tmp_path_factory) -> str:
 
 @pytest.fixture(scope="module")
 def gpt2_files(tmp_path_factory) -> dict[str, str]:
-    """A byte-level BPE of a few tokens in GPT-2's two files."""
-    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
-
-    directory = tmp_path_factory.mktemp("gpt2")
-    bpe = Tokenizer(models.BPE())
-    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    trainer = trainers.BpeTrainer(
-        vocab_size=270,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        special_tokens=["<|endoftext|>"],
-        show_progress=False,
-    )
-    bpe.train_from_iterator(["hello world"] * 5, trainer)
-    bpe.model.save(str(directory))
-    return {"vocab_file": f"{directory}/vocab.json", "merge_file": f"{directory}/merges.txt"}
+    return train_gpt2(tmp_path_factory.mktemp("gpt2"), ["hello world"] * 5, vocab_size=270)
 
 
 @pytest.fixture(scope="module")
@@ -96,9 +99,10 @@ def test_sentencepiece_ends_documents_with_its_end_of_sentence_token(kind, sente
     assert (tokenizer.eod, tokenizer.pad, tokenizer.vocab_size) == (2, NO_PAD, 280)
 
 
-def test_sentencepiece_uses_the_pad_token_of_the_model(tmp_path):
+def test_sentencepiece_uses_the_pad_token_of_the_model_and_writes_nothing_beside_it(tmp_path):
     model = train_sentencepiece(tmp_path / "padded", pad_id=3)
     assert build("SentencePieceTokenizer", tokenizer_model=model).pad == 3
+    assert [path.name for path in tmp_path.iterdir()] == ["padded.model"]
 
 
 def test_sentencepiece_legacy_mode_still_knows_the_end_of_a_document(sentencepiece_model):
@@ -111,12 +115,6 @@ def test_sentencepiece_legacy_mode_still_knows_the_end_of_a_document(sentencepie
     assert (tokenizer.eod, tokenizer.vocab_size) == (2, 281)
 
 
-def test_building_writes_nothing_beside_the_model(tmp_path):
-    model = train_sentencepiece(tmp_path / "only")
-    build("SentencePieceTokenizer", tokenizer_model=model)
-    assert [path.name for path in tmp_path.iterdir()] == ["only.model"]
-
-
 def test_huggingface_directory_is_read_without_a_network(huggingface_directory):
     tokenizer = build("HuggingFaceTokenizer", tokenizer_model=huggingface_directory)
     assert_fits_datasets(tokenizer)
@@ -124,14 +122,11 @@ def test_huggingface_directory_is_read_without_a_network(huggingface_directory):
 
 
 def test_gpt2_takes_its_vocabulary_and_merges(gpt2_files, huggingface_directory):
-    tokenizer = build("GPT2BPETokenizer", **gpt2_files)
-    assert_fits_datasets(tokenizer)
-    reference = build("HuggingFaceTokenizer", tokenizer_model=huggingface_directory)
-    assert tokenizer.tokenize(TEXT) == reference.tokenize(TEXT)
-
-
-def test_gpt2_is_described_by_the_users_files_so_cached_indexes_are_found_again(gpt2_files):
     first, second = (build("GPT2BPETokenizer", **gpt2_files) for _ in range(2))
+    assert_fits_datasets(first)
+    reference = build("HuggingFaceTokenizer", tokenizer_model=huggingface_directory)
+    assert first.tokenize(TEXT) == reference.tokenize(TEXT)
+    # Described by the user's files, so cached indexes are found again.
     assert first.unique_identifiers == second.unique_identifiers
     assert first.unique_identifiers["vocab_file"] == gpt2_files["vocab_file"]
 
@@ -159,72 +154,27 @@ def test_tiktoken_joins_letters_that_span_tokens(tiktoken_file):
     tokenizer = build("TikTokenizer", tokenizer_model=tiktoken_file)
     assert_fits_datasets(tokenizer)
     assert tokenizer.vocab_size == 256 + 1000
-
-
-def test_tiktoken_names_the_largest_vocabulary(tiktoken_file):
     with pytest.raises(UserError, match="at most 1256"):
         build("TikTokenizer", tokenizer_model=tiktoken_file, vocab_size=2000)
 
 
-def test_a_dataset_of_megatron_core_can_be_built_on_it(tmp_path, sentencepiece_model):
-    from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
-    from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
-    from megatron.core.datasets.utils import Split
-
-    tokenizer = build("SentencePieceTokenizer", tokenizer_model=sentencepiece_model)
-    builder = IndexedDatasetBuilder(f"{tmp_path}/data.bin", dtype=numpy.uint16)
-    ids = [*tokenizer.tokenize(TEXT), tokenizer.eod]
-    for _ in range(8):
-        builder.add_document(ids, [len(ids)])
-    builder.finalize(f"{tmp_path}/data.idx")
-    config = GPTDatasetConfig(
-        random_seed=1,
-        sequence_length=8,
-        split="1",
-        tokenizer=tokenizer,
-        reset_position_ids=False,
-        reset_attention_mask=False,
-        eod_mask_loss=True,
-        path_to_cache=str(tmp_path / "cache"),
-    )
-    low_level = IndexedDataset(f"{tmp_path}/data")
-    dataset = GPTDataset(low_level, None, numpy.arange(8), 4, Split.train, config)
-    sample = dataset[0]
-    assert sample["tokens"].shape == (8,)
-    assert torch.equal(sample["loss_mask"] == 0, sample["tokens"] == tokenizer.eod)
-
-
-def broken(tmp_path: Path, name: str, content: bytes) -> str:
-    path = tmp_path / name
-    path.write_bytes(content)
-    return str(path)
-
-
-def test_a_damaged_sentencepiece_model_is_named(tmp_path, sentencepiece_model):
+def test_a_damaged_file_is_named(tmp_path, sentencepiece_model, gpt2_files):
+    damaged = tmp_path / "cut.model"
     whole = Path(sentencepiece_model).read_bytes()
     for content in (b"", b"not a model", whole[: len(whole) // 2]):
-        model = broken(tmp_path, "cut.model", content)
-        with pytest.raises(
-            UserError, match=r"cut\.model is not a SentencePiece model or is damaged"
-        ):
-            build("SentencePieceTokenizer", tokenizer_model=model)
+        damaged.write_bytes(content)
+        with pytest.raises(UserError, match=r"cut\.model is not a SentencePiece model or is da"):
+            build("SentencePieceTokenizer", tokenizer_model=str(damaged))
+    with pytest.raises(UserError, match=r"GPT2BPETokenizer cannot be loaded from \S*cut.model"):
+        build("GPT2BPETokenizer", **gpt2_files | {"vocab_file": str(damaged)})
+    with pytest.raises(UserError, match=f"cannot be loaded from {tmp_path}: "):
+        build("HuggingFaceTokenizer", tokenizer_model=str(tmp_path))
 
 
 def test_a_model_without_an_end_token_is_refused(tmp_path):
     model = train_sentencepiece(tmp_path / "endless", eos_id=-1)
     with pytest.raises(UserError, match=r"endless\.model has no end-of-document token"):
         build("SentencePieceTokenizer", tokenizer_model=model)
-
-
-def test_a_damaged_gpt2_vocabulary_is_named(tmp_path, gpt2_files):
-    flags = gpt2_files | {"vocab_file": broken(tmp_path, "bad.json", b"{")}
-    with pytest.raises(UserError, match=r"GPT2BPETokenizer cannot be loaded from \S*bad.json"):
-        build("GPT2BPETokenizer", **flags)
-
-
-def test_an_empty_huggingface_directory_is_named(tmp_path):
-    with pytest.raises(UserError, match=f"cannot be loaded from {tmp_path}: "):
-        build("HuggingFaceTokenizer", tokenizer_model=str(tmp_path))
 
 
 def test_missing_transformers_names_the_install_command(monkeypatch, huggingface_directory):
@@ -251,6 +201,8 @@ def test_missing_transformers_names_the_install_command(monkeypatch, huggingface
         ("HuggingFaceTokenizer", {"tokenizer_model": __file__}, "is a file, not a directory"),
         ("GPT2BPETokenizer", {"vocab_file": __file__}, "needs --merge-file"),
         ("NullTokenizer", {}, "NullTokenizer needs --vocab-size"),
+        ("BertWordPieceCase", {}, "BertWordPieceCase needs --vocab-file"),
+        ("BertWordPieceCase", {"vocab_file": "/none"}, "--vocab-file /none cannot be read"),
     ],
 )
 def test_bad_flags_end_in_one_sentence(kind, flags, sentence):
@@ -282,32 +234,18 @@ def bert_vocabulary(tmp_path_factory) -> str:
 )
 def test_word_pieces_come_from_the_vocabulary_file(bert_vocabulary, kind, ids):
     """--vocab-file"""
-    built = build_tokenizer(Namespace(tokenizer_type=kind, vocab_file=bert_vocabulary))
+    built = build(kind, vocab_file=bert_vocabulary)
     assert built.tokenize("Hello world") == ids
     assert (built.eod, built.pad, built.vocab_size) == (3, 0, 9)
 
 
-def test_word_pieces_need_their_file(tmp_path):
-    missing = Namespace(tokenizer_type="BertWordPieceCase", vocab_file=str(tmp_path / "none"))
-    with pytest.raises(UserError, match=r"--vocab-file .* cannot be read"):
-        build_tokenizer(missing)
-    with pytest.raises(UserError, match="BertWordPieceCase needs --vocab-file"):
-        build_tokenizer(Namespace(tokenizer_type="BertWordPieceCase"))
-
-
 def test_bytes_are_tokens_and_two_more_end_and_pad():
-    built = build_tokenizer(Namespace(tokenizer_type="ByteLevelTokenizer"))
+    built = build("ByteLevelTokenizer")
     assert built.tokenize("hé") == list("hé".encode())
     assert built.detokenize([*"hé 漢\n".encode(), built.eod, built.pad]) == "hé 漢\n"
     assert (built.vocab_size, built.eod, built.pad) == (258, 256, 257)
-
-
-def test_more_special_tokens_leave_the_bytes_alone():
-    built = build_tokenizer(
-        Namespace(tokenizer_type="ByteLevelTokenizer", tokenizer_special_tokens=["<x>", "<y>"])
-    )
-    assert built.vocab_size == 260
-    assert {built.eod, built.pad} == {258, 259}
+    built = build("ByteLevelTokenizer", tokenizer_special_tokens=["<x>", "<y>"])
+    assert (built.vocab_size, {built.eod, built.pad}) == (260, {258, 259})
 
 
 # The embedding.
@@ -340,16 +278,10 @@ def test_an_embedding_that_does_not_fit_is_refused(args):
         embedding_rows(args, 200)
 
 
-def rows_of_a_checkpoint(rows: int, ranks: int) -> int:
-    return embedding_rows(sized(rows, ranks, use_checkpoint_args=True), 200)
-
-
 def test_a_checkpoint_s_rows_are_padded_to_what_tensor_parallelism_divides():
-    assert rows_of_a_checkpoint(201, 1) == 201
-    assert rows_of_a_checkpoint(202, 2) == 202
-    assert rows_of_a_checkpoint(202, 3) == 204
+    def rows(stored: int, ranks: int) -> int:
+        return embedding_rows(sized(stored, ranks, use_checkpoint_args=True), 200)
 
-
-def test_a_checkpoint_with_fewer_rows_than_tokens_is_refused():
+    assert [rows(201, 1), rows(202, 2), rows(202, 3)] == [201, 202, 204]
     with pytest.raises(UserError, match=r"199 rows of vocabulary and the tokenizer 200 tokens"):
-        rows_of_a_checkpoint(199, 1)
+        rows(199, 1)

@@ -14,7 +14,7 @@ from tools.run_comparison.curves import Curve, Floats, span
 
 
 @dataclass(frozen=True, eq=False)
-class Likeness:
+class BitwiseComparison:
     """A run beside the one that it is compared with, over the same iterations."""
 
     run: Curve
@@ -65,14 +65,14 @@ class Likeness:
         return _largest_relative(self.run.grad_norm, self.reference.grad_norm)
 
 
-def liken(run: Curve, reference: Curve) -> Likeness:
+def compare_bitwise(run: Curve, reference: Curve) -> BitwiseComparison:
     """Put a run beside another. Raises UserError where their iterations are not the same."""
     if not np.array_equal(run.iteration, reference.iteration):
         raise UserError(
             f"{run.name} ({span(run)}) and {reference.name} ({span(reference)}) have not trained "
             "the same iterations; see the log of the one that ended early"
         )
-    return Likeness(run, reference)
+    return BitwiseComparison(run, reference)
 
 
 def relative_difference(values: Floats, reference: Floats) -> Floats:
