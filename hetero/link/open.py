@@ -26,7 +26,7 @@ from hetero.link.same_host import open_same_host
 from hetero.link.shared_memory import host_identity
 from hetero.link.tcp import open_tcp
 from hetero.link.tcp_connections import TcpPaths
-from hetero.link.verbs import DEVICE, HOST, VerbsOptions, open_verbs
+from hetero.link.verbs import VerbsOptions, open_verbs
 from hetero.native.binding import native
 
 _log = logging.getLogger(__name__)
@@ -289,9 +289,5 @@ def _open(path: str, rendezvous: Rendezvous, capabilities: PeerCapabilities) -> 
     if path == "tcp":
         paths = TcpPaths(addresses=options.addresses, connections=options.connections)
         return open_tcp(rendezvous, ring, paths)
-    verbs = VerbsOptions(
-        memory=DEVICE if path == "verbs" and device.type != "cpu" else HOST,
-        nics=options.rdma_devices,
-        address=options.addresses[0],
-    )
+    verbs = VerbsOptions(nics=options.rdma_devices, address=options.addresses[0])
     return open_verbs(rendezvous, ring, verbs, device=device)
